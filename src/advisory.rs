@@ -1,0 +1,285 @@
+//! Advisory locks: the handle, and the two scopes in which it can be taken.
+
+mod guard;
+mod lease;
+mod mode;
+mod query;
+mod session;
+mod wait;
+mod with;
+mod xact;
+
+use std::time::Duration;
+
+use diesel::pg::PgConnection;
+
+use self::mode::LockMode;
+use self::wait::Deadline;
+use crate::attempt::Attempt;
+use crate::error::Result;
+use crate::key::LockKey;
+#[cfg(feature = "r2d2")]
+use crate::pool::{self, PgPool, PooledPgConnection};
+
+pub use self::guard::AdvisoryLockGuard;
+pub use self::lease::Lease;
+
+/// The guard of a session lock that owns its connection, taken out of a [`PgPool`].
+#[cfg(feature = "r2d2")]
+pub type PooledGuard = AdvisoryLockGuard<PooledPgConnection>;
+
+/// The guard of a session lock on a connection that the caller lent.
+pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
+
+/// A lock that PostgreSQL keeps for the application: at most one session of the database holds it.
+///
+/// PostgreSQL calls it an [advisory lock][pg]: it locks a number and no data, excludes only those
+/// who ask for the same number, and is freed by the server when the session that holds it ends,
+/// however it ends. Nothing needs to be installed for it.
+///
+/// A handle is a small value that holds no connection; make it a `static`, or on the fly. It is
+/// exclusive by default; [`shared`](Self::shared) is for readers.
+///
+/// # Which scope
+///
+/// | | [`transaction`](Self::transaction), [`acquire_xact`](Self::acquire_xact) | [`try_acquire`](Self::try_acquire), [`acquire`](Self::acquire), … |
+/// |---|---|---|
+/// | held | until the transaction ends | until the guard is released, over many transactions |
+/// | by | the transaction | the session, whose connection the guard pins |
+/// | behind a pooler in transaction mode | safe | **unsafe** |
+/// | deadlocks | detected by PostgreSQL | not detected: use a timeout, or one order |
+///
+/// # Examples
+///
+/// ```
+/// use diesel_interlock::{AdvisoryLock, Attempt, Error, PgPool};
+///
+/// static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+///
+/// fn nightly(pool: &PgPool) -> Result<(), Error> {
+///     let Attempt::Acquired(mut guard) = NIGHTLY.try_acquire(pool)? else {
+///         return Ok(()); // another instance is at it
+///     };
+///     write_report(guard.conn())?;
+///     guard.release() // an error if the lock was lost on the way
+/// }
+/// # fn write_report(_: &mut diesel::PgConnection) -> Result<(), Error> { Ok(()) }
+/// # let database = workbench::Database::new();
+/// # nightly(&database.pool(1))?;
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// # Reentrancy
+///
+/// is PostgreSQL's: the same session may take the same lock again, and holds it until it was
+/// released as often. That is so for [`acquire_on`](Self::acquire_on) on a guard's own
+/// [`conn`](AdvisoryLockGuard::conn); the pool forms take another connection, which is another
+/// session, and wait for themselves.
+///
+/// # What it does not protect from
+///
+/// A lock tells who may go; it does not stop who went. A holder that lost its session (see
+/// [`AdvisoryLockGuard`]) works on until it asks. Data that must not be written twice is protected
+/// by the transaction that writes it: [`transaction`](Self::transaction).
+///
+/// [pg]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct AdvisoryLock {
+    key: LockKey,
+    mode: LockMode,
+}
+
+impl AdvisoryLock {
+    /// Names a lock. The same as `AdvisoryLock::new(LockKey::named(name))`.
+    ///
+    /// An empty name is reported by the first operation, as
+    /// [`Error::EmptyName`](crate::Error::EmptyName).
+    pub const fn named(name: &'static str) -> Self {
+        Self::new(LockKey::named(name))
+    }
+
+    /// Makes the lock of a key.
+    pub const fn new(key: LockKey) -> Self {
+        Self {
+            key,
+            mode: LockMode::Exclusive,
+        }
+    }
+
+    /// Makes it a shared lock: any number of sessions hold it shared, while nobody holds it
+    /// exclusively. Defaults to exclusive.
+    #[must_use = "the handle itself stays as it is"]
+    pub const fn shared(mut self) -> Self {
+        self.mode = LockMode::Shared;
+        self
+    }
+
+    /// The key of the lock.
+    pub const fn key(&self) -> &LockKey {
+        &self.key
+    }
+
+    const fn mode(&self) -> LockMode {
+        self.mode
+    }
+}
+
+/// # Session locks
+///
+/// Held by a server session until it is released or the session ends, over any number of
+/// transactions. **Behind a pooler in transaction mode they are unsafe**, since the statements of
+/// one connection run on many sessions: use [`transaction`](Self::transaction) there.
+///
+/// Taking one is a single prepared statement, which also answers the session's pid, refuses on a
+/// hot standby, whose locks exclude nobody on the primary, and lifts `idle_session_timeout`
+/// (PostgreSQL 14 and later), which would end the session and so lose the lock; the release puts
+/// it back.
+/// ```sql
+/// SELECT pid, granted, …
+/// FROM (SELECT pg_backend_pid() AS pid,
+///              CASE WHEN NOT pg_is_in_recovery() THEN pg_try_advisory_lock($1) END AS granted, …) AS attempt
+/// ```
+///
+/// # Errors of all of them
+///
+/// - [`Error::EmptyName`](crate::Error::EmptyName), before anything is sent.
+/// - [`Error::Pool`](crate::Error::Pool) if the pool gave no connection in time.
+/// - [`Error::InTransaction`](crate::Error::InTransaction) if a transaction is open on the
+///   connection, whoever opened it; only that of `begin_test_transaction` is none.
+/// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
+/// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler moved the session while it
+///   waited.
+/// - [`Error::Database`](crate::Error::Database) for anything else. Whether the lock was granted is
+///   then unknown, so a pooled connection is discarded; a borrowed one is asked, and ended if it
+///   holds the lock.
+///
+/// After an error nothing is held.
+impl AdvisoryLock {
+    /// Takes the lock if it is free, on a connection out of the pool; never waits for the lock.
+    ///
+    /// One round trip beyond the pool's own check-out. If another session has the lock the answer
+    /// is [`Attempt::Busy`], and the connection is back in the pool.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool is set to wait: 30 seconds, unless its
+    /// `connection_timeout` says otherwise.
+    ///
+    /// # Errors
+    ///
+    /// Those of [all session locks](#errors-of-all-of-them).
+    #[cfg(feature = "r2d2")]
+    pub fn try_acquire(&self, pool: &PgPool) -> Result<Attempt<PooledGuard>> {
+        let lease = self.check_out(pool, None)?;
+        session::acquire_until(&self.key, self.mode, lease, Deadline::after(Duration::ZERO))
+    }
+
+    /// Takes the lock if it is free, on the given connection; never waits.
+    ///
+    /// One round trip. If another session has the lock the answer is [`Attempt::Busy`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [all session locks](#errors-of-all-of-them).
+    pub fn try_acquire_on<'conn>(
+        &self,
+        conn: &'conn mut PgConnection,
+    ) -> Result<Attempt<BorrowedGuard<'conn>>> {
+        self.acquire_timeout_on(conn, Duration::ZERO)
+    }
+
+    /// Takes the lock, on a connection out of the pool; waits for it as long as it takes.
+    ///
+    /// One round trip beyond the pool's own check-out if the lock is free. Otherwise one more for
+    /// each half second of waiting.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as [`try_acquire`](Self::try_acquire) does, and then for the lock,
+    /// without end, occupying the connection meanwhile: a pool of ten can serve nobody while ten
+    /// wait. [`acquire_timeout`](Self::acquire_timeout) ends the wait, and a pool of its own for
+    /// the waiters bounds what they take.
+    ///
+    /// The wait is cut in slices of half a second, shorter than `deadlock_timeout`: a waiter's
+    /// snapshot and the holder's `CREATE INDEX CONCURRENTLY` would otherwise wait for each other.
+    /// Hence
+    /// - no order among waiters is promised: the place in the queue is lost between slices;
+    /// - PostgreSQL does not detect a deadlock of two sessions that wait for each other's locks;
+    /// - each slice that ends without the lock is an error entry in the server's log, with the
+    ///   constraint name `diesel_interlock_lock_not_granted`.
+    ///
+    /// The user's own `statement_timeout` and `lock_timeout` do not cut the wait short.
+    ///
+    /// # Errors
+    ///
+    /// Those of [all session locks](#errors-of-all-of-them).
+    #[cfg(feature = "r2d2")]
+    pub fn acquire(&self, pool: &PgPool) -> Result<PooledGuard> {
+        session::acquire(&self.key, self.mode, self.check_out(pool, None)?)
+    }
+
+    /// Takes the lock, on the given connection; waits for it as long as it takes.
+    ///
+    /// One round trip if the lock is free. Otherwise one more for each half second of waiting.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for the lock as [`acquire`](Self::acquire) does.
+    ///
+    /// # Errors
+    ///
+    /// Those of [all session locks](#errors-of-all-of-them).
+    pub fn acquire_on<'conn>(
+        &self,
+        conn: &'conn mut PgConnection,
+    ) -> Result<BorrowedGuard<'conn>> {
+        session::acquire(&self.key, self.mode, conn)
+    }
+
+    /// Takes the lock, on a connection out of the pool; waits at most `timeout` for both.
+    ///
+    /// Round trips as [`acquire`](Self::acquire). A wait that ended without the lock is
+    /// [`Attempt::Busy`]; a pool that had no connection in time is an error.
+    ///
+    /// # Blocking
+    ///
+    /// For `timeout`, of which the check-out is a part; the last slice is rounded up to whole
+    /// milliseconds. Zero waits for neither. Otherwise as [`acquire`](Self::acquire).
+    ///
+    /// # Errors
+    ///
+    /// Those of [all session locks](#errors-of-all-of-them).
+    #[cfg(feature = "r2d2")]
+    pub fn acquire_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Attempt<PooledGuard>> {
+        let deadline = Deadline::after(timeout);
+        let lease = self.check_out(pool, Some(timeout))?;
+        session::acquire_until(&self.key, self.mode, lease, deadline)
+    }
+
+    /// Takes the lock, on the given connection; waits at most `timeout` for it.
+    ///
+    /// Round trips as [`acquire_on`](Self::acquire_on). A wait that ended without the lock is
+    /// [`Attempt::Busy`].
+    ///
+    /// # Blocking
+    ///
+    /// For `timeout`, rounded up to whole milliseconds; zero is a try. Otherwise as
+    /// [`acquire`](Self::acquire).
+    ///
+    /// # Errors
+    ///
+    /// Those of [all session locks](#errors-of-all-of-them).
+    pub fn acquire_timeout_on<'conn>(
+        &self,
+        conn: &'conn mut PgConnection,
+        timeout: Duration,
+    ) -> Result<Attempt<BorrowedGuard<'conn>>> {
+        session::acquire_until(&self.key, self.mode, conn, Deadline::after(timeout))
+    }
+
+    #[cfg(feature = "r2d2")]
+    fn check_out(&self, pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
+        self.key.id()?; // bad input is reported before the pool is asked
+        pool::check_out(pool, limit)
+    }
+}

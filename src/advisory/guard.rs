@@ -1,0 +1,247 @@
+//! The guard of a session lock.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use diesel::connection::SimpleConnection;
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+
+use super::lease::{Doubt, Lease, Pinned, distrusted};
+use super::mode::LockMode;
+use super::query::{IsHeld, Release, Released};
+use crate::error::{Error, Result};
+use crate::key::{LockId, LockKey};
+use crate::transaction::{self, Transaction};
+
+/// A held session lock, together with the connection whose session holds it.
+///
+/// PostgreSQL releases a session lock only on the session that took it. The guard owns the pooled
+/// connection (or borrows the one it was given) and lends it as [`conn`](Self::conn), so the
+/// protected work runs on the same session and needs no second connection; a pool full of waiters
+/// could not give it one.
+///
+/// Made by [`AdvisoryLock`](crate::AdvisoryLock).
+///
+/// # Release
+///
+/// [`release`](Self::release) unlocks in one round trip, reports a lock that was lost, and gives
+/// the connection back. Dropping the guard does the same without a word.
+///
+/// The unlock runs on the session that took the lock, or not at all:
+/// ```sql
+/// SELECT pid, CASE WHEN pid = $2 THEN pg_advisory_unlock($1) END, … FROM (SELECT pg_backend_pid() AS pid, …)
+/// ```
+///
+/// A pooled connection whose unlock did not surely succeed never goes back to the pool: it is
+/// discarded, the server ends its session within milliseconds, and the lock is free with it. That
+/// is so after an aborted transaction, a transaction left open (also by a `BEGIN` that Diesel does
+/// not know of), a killed backend, a restarted server, and a panic.
+///
+/// A borrowed connection cannot be discarded. Where no transaction of Diesel's is open, a failed
+/// unlock is repeated once after a `ROLLBACK`; where that fails too, or a transaction of the
+/// caller's is aborted, which nobody but the caller may roll back, the connection is marked as
+/// broken and [`release`](Self::release) answers an error.
+///
+/// # Release on drop blocks
+///
+/// Dropping a guard waits for the server's answer to the unlock. On a network that swallows
+/// packets this takes as long as the connection string's `tcp_user_timeout` and `keepalives_*`
+/// settings allow.
+///
+/// # A lost lock
+///
+/// If the session ends (a killed backend, a restarted server, a broken network), the server frees
+/// the lock at once, and the code under the guard runs on unprotected: see
+/// [`is_held`](Self::is_held).
+#[must_use = "if unused the lock is released at once"]
+#[clippy::has_significant_drop]
+pub struct AdvisoryLockGuard<C: Lease> {
+    pinned: Pinned<C>,
+    key: LockKey,
+    hold: Hold,
+    released: bool,
+}
+
+/// What a session lock's release has to know.
+#[derive(Debug)]
+pub(super) struct Hold {
+    pub(super) id: LockId,
+    pub(super) mode: LockMode,
+    pub(super) pid: i32,
+    /// To be given back to the session, where it was lifted.
+    pub(super) idle_session_timeout: Option<String>,
+}
+
+impl<C: Lease> AdvisoryLockGuard<C> {
+    pub(super) fn new(pinned: Pinned<C>, key: LockKey, hold: Hold) -> Self {
+        Self {
+            pinned,
+            key,
+            hold,
+            released: false,
+        }
+    }
+
+    /// Lends the connection whose session holds the lock.
+    ///
+    /// Anything may run on it, transactions included; they must have ended when the guard goes. A
+    /// `pg_advisory_unlock_all()` or `DISCARD ALL` loses the lock, which
+    /// [`release`](Self::release) then reports.
+    pub fn conn(&mut self) -> &mut PgConnection {
+        self.pinned.conn()
+    }
+
+    /// The key of the lock that is held.
+    pub fn key(&self) -> &LockKey {
+        &self.key
+    }
+
+    /// The `pg_backend_pid()` of the session that holds the lock, as `pg_locks` and
+    /// `pg_stat_activity` show it.
+    pub fn backend_pid(&self) -> i32 {
+        self.hold.pid
+    }
+
+    /// Asks the server whether the lock is still held, in one round trip.
+    ///
+    /// `false` means that it was lost: the session ended, or somebody unlocked it there. `true` is
+    /// the server's word for the moment of the question.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::Database`] if the server could not answer, which says nothing about the lock:
+    ///   after an error inside a transaction it answers again when that was rolled back.
+    pub fn is_held(&mut self) -> Result<bool> {
+        let locator = self.hold.id.into();
+        let question = IsHeld {
+            locator: &locator,
+            mode: self.hold.mode,
+        };
+        match question.get_result::<(i32, bool)>(self.pinned.conn()) {
+            Ok((pid, held)) => Ok(held && pid == self.hold.pid),
+            Err(DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, _)) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Releases the lock and gives the connection back. The same as dropping the guard, but it
+    /// reports what went wrong.
+    ///
+    /// One round trip. Whatever the answer is, the lock is not held by this guard any more.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::LockLost`] if the lock was not held any more.
+    /// - [`Error::SessionMoved`] if another session answered than the one that took the lock.
+    /// - [`Error::TransactionLeftOpen`] if a transaction was left open on the connection.
+    /// - [`Error::ReleaseFailed`] if the unlock failed, as it does when the session died or its
+    ///   transaction is aborted.
+    pub fn release(mut self) -> Result<()> {
+        self.release_inner()
+    }
+
+    fn release_inner(&mut self) -> Result<()> {
+        self.released = true;
+        let pid = self.hold.pid;
+        let conn = self.pinned.conn();
+        let before = transaction::of(conn);
+        // A guard further in may have found the session untrustworthy.
+        let distrusted = before == Transaction::Broken || distrusted::contains(pid);
+        if before == Transaction::None {
+            // Unless the server reports that no transaction is open, this mark stays.
+            transaction::mark_broken(conn);
+        }
+        self.pinned.doubt(Doubt::Releasing(pid));
+
+        let released = match self.unlock() {
+            Ok(released) => released,
+            Err(source) => return self.repair(before, source),
+        };
+        if released.pid != pid {
+            return Err(Error::SessionMoved {
+                key: self.key.clone(),
+                taken_by: pid,
+                answered_by: released.pid,
+            });
+        }
+
+        let conn = self.pinned.conn();
+        let left_open = match before {
+            Transaction::Open => true,
+            Transaction::None => transaction::is_marked(conn),
+            Transaction::Test | Transaction::Broken => false,
+        };
+        if left_open && before == Transaction::None && !Pinned::<C>::POOLED {
+            transaction::clear_mark(conn);
+        }
+        let surely = released.was_held == Some(true);
+        if !distrusted && (!Pinned::<C>::POOLED || (surely && !left_open)) {
+            self.pinned.trust();
+        }
+        if !surely {
+            Err(Error::LockLost {
+                key: self.key.clone(),
+            })
+        } else if left_open {
+            Err(Error::TransactionLeftOpen {
+                key: self.key.clone(),
+            })
+        } else {
+            Ok(())
+        }
+    }
+
+    fn unlock(&mut self) -> QueryResult<Released> {
+        Release {
+            id: &self.hold.id,
+            mode: self.hold.mode,
+            taken_by: self.hold.pid,
+            idle_session_timeout: self.hold.idle_session_timeout.as_deref(),
+        }
+        .get_result(self.pinned.conn())
+    }
+
+    /// After a failed unlock: ends the aborted transaction that a borrowed connection may be in,
+    /// and unlocks again. A pooled connection is discarded instead, which costs its owner nothing.
+    fn repair(&mut self, before: Transaction, source: DieselError) -> Result<()> {
+        let key = self.key.clone();
+        if Pinned::<C>::POOLED
+            || before != Transaction::None
+            || self.pinned.conn().batch_execute("ROLLBACK").is_err()
+        {
+            return Err(Error::ReleaseFailed { key, source });
+        }
+        match self.unlock() {
+            Ok(released) if released.pid == self.hold.pid => {
+                self.pinned.trust();
+                Err(match released.was_held {
+                    Some(true) => Error::TransactionLeftOpen { key },
+                    _ => Error::LockLost { key },
+                })
+            }
+            _ => Err(Error::ReleaseFailed { key, source }),
+        }
+    }
+}
+
+impl<C: Lease> Drop for AdvisoryLockGuard<C> {
+    fn drop(&mut self) {
+        if !self.released {
+            // Diesel's instrumentation is the caller's code: a panic there, while another one
+            // unwinds, would abort the process. The doubt it leaves discards the connection.
+            let _ = catch_unwind(AssertUnwindSafe(|| self.release_inner()));
+        }
+    }
+}
+
+impl<C: Lease> fmt::Debug for AdvisoryLockGuard<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AdvisoryLockGuard")
+            .field("key", &self.key)
+            .field("mode", &self.hold.mode)
+            .field("backend_pid", &self.hold.pid)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,217 @@
+//! The statements behind the locks, one round trip each, for any connection to PostgreSQL.
+//!
+//! Everything is qualified with `pg_catalog`, so that no `search_path` changes what is called. A
+//! lock's name never becomes part of a statement; its numbers are bound.
+
+use diesel::pg::Pg;
+use diesel::prelude::*;
+use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
+use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Oid, Text};
+
+use super::mode::LockMode;
+use crate::key::LockId;
+
+/// Makes a struct with a `QueryFragment` a query that is prepared once per connection.
+///
+/// There is no static query id, so Diesel caches by the text, of which each statement has one per
+/// mode and kind of key.
+macro_rules! prepared_query {
+    ($name:ident -> $row:ty) => {
+        impl Query for $name<'_> {
+            type SqlType = $row;
+        }
+
+        impl QueryId for $name<'_> {
+            type QueryId = ();
+            const HAS_STATIC_QUERY_ID: bool = false;
+        }
+
+        impl<Conn> RunQueryDsl<Conn> for $name<'_> {}
+    };
+}
+
+/// Takes a session lock if it is free, and lifts `idle_session_timeout` (PostgreSQL 14 and later)
+/// from the session that got it, or the server would end the session and with it the lock.
+#[derive(Debug)]
+pub(crate) struct TryAcquire<'a> {
+    pub(crate) id: &'a LockId,
+    pub(crate) mode: LockMode,
+}
+
+/// What [`TryAcquire`] answers.
+#[derive(Debug, Queryable)]
+pub(crate) struct TryAcquired {
+    pub(crate) pid: i32,
+    /// `None` on a hot standby, where nothing was tried.
+    pub(crate) granted: Option<bool>,
+    /// As it was before; `None` before PostgreSQL 14.
+    pub(crate) idle_session_timeout: Option<String>,
+    _lifted: Option<String>,
+}
+
+prepared_query!(TryAcquire -> (Integer, Nullable<Bool>, Nullable<Text>, Nullable<Text>));
+
+impl QueryFragment<Pg> for TryAcquire<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        // Volatile, so PostgreSQL evaluates the inner SELECT first and once.
+        out.push_sql(
+            "SELECT pid, granted, idle_session_timeout, \
+             CASE WHEN granted AND idle_session_timeout <> '0' \
+             THEN pg_catalog.set_config('idle_session_timeout', '0', false) END \
+             FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
+             CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.",
+        );
+        out.push_sql(self.mode.try_lock_function());
+        push_key(&mut out, self.id)?;
+        out.push_sql(
+            " END AS granted, \
+             pg_catalog.current_setting('idle_session_timeout', true) AS idle_session_timeout) \
+             AS attempt",
+        );
+        Ok(())
+    }
+}
+
+/// Releases a session lock, if this is still the session that took it, and gives it back its
+/// `idle_session_timeout`.
+///
+/// On another session nothing is unlocked: it may hold the same lock for somebody else.
+#[derive(Debug)]
+pub(crate) struct Release<'a> {
+    pub(crate) id: &'a LockId,
+    pub(crate) mode: LockMode,
+    pub(crate) taken_by: i32,
+    pub(crate) idle_session_timeout: Option<&'a str>,
+}
+
+/// What [`Release`] answers.
+#[derive(Debug, Queryable)]
+pub(crate) struct Released {
+    pub(crate) pid: i32,
+    /// PostgreSQL's own answer: whether the lock was held. `None` on another session.
+    pub(crate) was_held: Option<bool>,
+    _restored: Option<String>,
+}
+
+prepared_query!(Release -> (Integer, Nullable<Bool>, Nullable<Text>));
+
+impl QueryFragment<Pg> for Release<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql("SELECT pid, CASE WHEN pid = taken_by THEN pg_catalog.");
+        out.push_sql(self.mode.unlock_function());
+        push_key(&mut out, self.id)?;
+        out.push_sql(
+            " END, CASE WHEN pid = taken_by AND idle_session_timeout IS NOT NULL \
+             THEN pg_catalog.set_config('idle_session_timeout', idle_session_timeout, false) END \
+             FROM (SELECT pg_catalog.pg_backend_pid() AS pid, ",
+        );
+        out.push_bind_param::<Integer, _>(&self.taken_by)?;
+        out.push_sql(" AS taken_by, ");
+        out.push_bind_param::<Nullable<Text>, _>(&self.idle_session_timeout)?;
+        out.push_sql(" AS idle_session_timeout) AS session");
+        Ok(())
+    }
+}
+
+/// Answers whether this session holds the lock in this mode.
+#[derive(Debug)]
+pub(crate) struct IsHeld<'a> {
+    pub(crate) locator: &'a Locator,
+    pub(crate) mode: LockMode,
+}
+
+prepared_query!(IsHeld -> (Integer, Bool));
+
+impl QueryFragment<Pg> for IsHeld<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql(
+            "SELECT pg_catalog.pg_backend_pid(), EXISTS (SELECT FROM pg_catalog.pg_locks \
+             WHERE locktype = 'advisory' AND granted AND pid = pg_catalog.pg_backend_pid() \
+             AND database = (SELECT oid FROM pg_catalog.pg_database \
+             WHERE datname = pg_catalog.current_database()) AND classid = ",
+        );
+        out.push_bind_param::<Oid, _>(&self.locator.classid)?;
+        out.push_sql(" AND objid = ");
+        out.push_bind_param::<Oid, _>(&self.locator.objid)?;
+        out.push_sql(" AND objsubid = ");
+        out.push_bind_param::<Integer, _>(&self.locator.objsubid)?;
+        out.push_sql(" AND mode = ");
+        out.push_bind_param::<Text, _>(self.mode.pg_locks_mode())?;
+        out.push_sql(")");
+        Ok(())
+    }
+}
+
+/// Takes a transaction lock if it is free, unless the isolation level makes it useless.
+#[derive(Debug)]
+pub(crate) struct TryAcquireXact<'a> {
+    pub(crate) id: &'a LockId,
+    pub(crate) mode: LockMode,
+}
+
+/// What [`TryAcquireXact`] answers.
+#[derive(Debug, Queryable)]
+pub(crate) struct TryAcquiredXact {
+    pub(crate) transaction_isolation: String,
+    /// `None` at REPEATABLE READ and on a hot standby, where nothing was tried.
+    pub(crate) granted: Option<bool>,
+}
+
+prepared_query!(TryAcquireXact -> (Text, Nullable<Bool>));
+
+impl QueryFragment<Pg> for TryAcquireXact<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql(
+            "SELECT transaction_isolation, \
+             CASE WHEN transaction_isolation <> 'repeatable read' \
+             AND NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.",
+        );
+        out.push_sql(self.mode.try_xact_lock_function());
+        push_key(&mut out, self.id)?;
+        out.push_sql(
+            " END FROM (SELECT pg_catalog.current_setting('transaction_isolation') \
+             AS transaction_isolation) AS settings",
+        );
+        Ok(())
+    }
+}
+
+/// Where `pg_locks` shows a key: a `bigint` in two halves and the number 1, a pair as it is and
+/// the number 2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Locator {
+    pub(crate) classid: u32,
+    pub(crate) objid: u32,
+    pub(crate) objsubid: i32,
+}
+
+impl From<LockId> for Locator {
+    fn from(id: LockId) -> Self {
+        match id {
+            LockId::BigInt(number) => Self {
+                classid: (number >> 32) as u32,
+                objid: number as u32,
+                objsubid: 1,
+            },
+            LockId::Pair(first, second) => Self {
+                classid: first as u32,
+                objid: second as u32,
+                objsubid: 2,
+            },
+        }
+    }
+}
+
+fn push_key<'b>(out: &mut AstPass<'_, 'b, Pg>, id: &'b LockId) -> QueryResult<()> {
+    out.push_sql("(");
+    match id {
+        LockId::BigInt(number) => out.push_bind_param::<BigInt, _>(number)?,
+        LockId::Pair(first, second) => {
+            out.push_bind_param::<Integer, _>(first)?;
+            out.push_sql(", ");
+            out.push_bind_param::<Integer, _>(second)?;
+        }
+    }
+    out.push_sql(")");
+    Ok(())
+}

@@ -1,0 +1,129 @@
+//! Taking a session lock on a leased connection.
+
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel::result::Error as DieselError;
+
+use super::guard::{AdvisoryLockGuard, Hold};
+use super::lease::{Doubt, Lease, Pinned};
+use super::mode::LockMode;
+use super::query::{TryAcquire, TryAcquired};
+use super::wait::{self, Deadline};
+use crate::attempt::Attempt;
+use crate::error::{Error, Result};
+use crate::key::LockKey;
+use crate::transaction::{self, Transaction};
+
+/// Takes the lock; waits for it as long as it takes.
+pub(super) fn acquire<C: Lease>(
+    key: &LockKey,
+    mode: LockMode,
+    lease: C,
+) -> Result<AdvisoryLockGuard<C>> {
+    let mut tried = Tried::send(key, mode, lease)?;
+    while !tried.granted {
+        tried.wait(Duration::MAX)?;
+    }
+    Ok(tried.into_guard())
+}
+
+/// Takes the lock; waits for it until the deadline.
+pub(super) fn acquire_until<C: Lease>(
+    key: &LockKey,
+    mode: LockMode,
+    lease: C,
+    deadline: Deadline,
+) -> Result<Attempt<AdvisoryLockGuard<C>>> {
+    let mut tried = Tried::send(key, mode, lease)?;
+    while !tried.granted {
+        let left = deadline.remaining();
+        if left.is_zero() {
+            tried.pinned.trust();
+            return Ok(Attempt::Busy);
+        }
+        tried.wait(left)?;
+    }
+    Ok(Attempt::Acquired(tried.into_guard()))
+}
+
+/// A session that was asked for the lock.
+///
+/// It stays in doubt until it is made a guard or known to hold nothing: every other way out, be it
+/// an error or a panic, gives its connection up.
+struct Tried<C: Lease> {
+    pinned: Pinned<C>,
+    key: LockKey,
+    hold: Hold,
+    granted: bool,
+}
+
+impl<C: Lease> Tried<C> {
+    /// Tries in one prepared round trip. Waiting is only for what is found taken: PostgreSQL does
+    /// not let a try overtake those who wait.
+    fn send(key: &LockKey, mode: LockMode, lease: C) -> Result<Self> {
+        let id = key.id()?;
+        let mut pinned = Pinned::new(lease);
+        let before = transaction::of(pinned.conn());
+        match before {
+            Transaction::None | Transaction::Test => {}
+            Transaction::Open => return Err(Error::InTransaction),
+            Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
+        }
+        pinned.doubt(Doubt::Acquiring(id, mode));
+        if before == Transaction::None {
+            // Unless the server reports that no transaction is open, this mark stays.
+            transaction::mark_broken(pinned.conn());
+        }
+        let answer: TryAcquired = TryAcquire { id: &id, mode }.get_result(pinned.conn())?;
+        let in_raw_transaction =
+            before == Transaction::None && transaction::is_marked(pinned.conn());
+        let mut tried = Self {
+            pinned,
+            key: key.clone(),
+            hold: Hold {
+                id,
+                mode,
+                pid: answer.pid,
+                idle_session_timeout: answer.idle_session_timeout.filter(|value| value != "0"),
+            },
+            granted: answer.granted == Some(true),
+        };
+        if in_raw_transaction {
+            tried.give_back_in_raw_transaction();
+            return Err(Error::InTransaction);
+        }
+        if answer.granted.is_none() {
+            tried.pinned.trust();
+            return Err(Error::Standby);
+        }
+        Ok(tried)
+    }
+
+    fn wait(&mut self, limit: Duration) -> Result<()> {
+        self.granted =
+            wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, limit)?;
+        Ok(())
+    }
+
+    /// In a transaction that Diesel does not know of: releases what was taken, and leaves the
+    /// transaction to the caller who lent the connection. In a pool it was left behind by whoever
+    /// had the connection last, so there the doubt stays and discards it.
+    fn give_back_in_raw_transaction(mut self) {
+        if Pinned::<C>::POOLED {
+            return;
+        }
+        transaction::clear_mark(self.pinned.conn());
+        if self.granted {
+            // Its release reports the open transaction, which is no news here.
+            drop(self.into_guard());
+        } else {
+            self.pinned.trust();
+        }
+    }
+
+    fn into_guard(mut self) -> AdvisoryLockGuard<C> {
+        self.pinned.trust();
+        AdvisoryLockGuard::new(self.pinned, self.key, self.hold)
+    }
+}

@@ -1,0 +1,238 @@
+//! Waiting for a lock: messages of several statements, since a setting that bounds a statement
+//! must be changed before that statement begins.
+//!
+//! # A message, and not a prepared statement
+//!
+//! `lock_timeout` bounds the wait, and the caller's own `statement_timeout` must not cut it short.
+//! PostgreSQL arms `statement_timeout` as a statement starts, so `set_config` in the same statement
+//! comes too late, while an earlier statement of the same message is in time. The message is one
+//! round trip and one implicit transaction, at whose end the settings are as they were; inside the
+//! caller's transaction the last statement puts them back.
+//!
+//! # How a time-out is told from other errors
+//!
+//! Diesel hands out no SQLSTATE, and the server's messages are localised. So the block turns
+//! `lock_not_available` into a `check_violation`, which Diesel tells by its kind, with the name of a
+//! constraint of ours.
+
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+
+use super::guard::Hold;
+use super::mode::LockMode;
+use super::query::Locator;
+use crate::error::{Error, Result};
+use crate::key::{LockId, LockKey};
+use crate::transaction::{self, Transaction};
+
+/// How long one message waits for a session lock.
+///
+/// While it waits, its transaction has a snapshot, and a holder who runs `CREATE INDEX
+/// CONCURRENTLY` waits for that snapshot to go: a circle, which PostgreSQL breaks with "deadlock
+/// detected" after `deadlock_timeout` (one second by default). A wait that gives way before then
+/// lets the holder pass. Where `deadlock_timeout` is set lower, so is the slice.
+const SLICE: Duration = Duration::from_millis(500);
+
+/// What PostgreSQL takes for a time-out, in milliseconds: almost 25 days.
+const LONGEST: u128 = i32::MAX as u128;
+
+const NOT_GRANTED: &str = "diesel_interlock_lock_not_granted";
+const SESSION_MOVED: &str = "diesel_interlock_session_moved";
+
+/// When to stop waiting.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Deadline(Option<Instant>);
+
+impl Deadline {
+    /// What the clock cannot express is never.
+    pub(super) fn after(timeout: Duration) -> Self {
+        Self(Instant::now().checked_add(timeout))
+    }
+
+    pub(super) fn remaining(self) -> Duration {
+        self.0.map_or(Duration::MAX, |deadline| {
+            deadline.saturating_duration_since(Instant::now())
+        })
+    }
+}
+
+/// Waits for one slice, or for `limit` if that is shorter, for a session lock that another session
+/// has, on the session with this pid; answers whether it was granted.
+///
+/// The place in the server's queue is lost between two slices. A slice that ends without the lock
+/// leaves an error entry in the server's log.
+///
+/// Should the time-out strike as the lock is granted, PostgreSQL reports the time-out and the lock
+/// is held all the same. The block therefore looks at `pg_locks`, and what it finds held is taken:
+/// a session that waits in this mode did not hold it before, or it would not have to wait.
+pub(super) fn for_session_lock(
+    conn: &mut PgConnection,
+    key: &LockKey,
+    hold: &Hold,
+    limit: Duration,
+) -> Result<bool> {
+    let message = session_lock_message(hold, limit.min(SLICE));
+    let sent = match transaction::of(conn) {
+        // A savepoint keeps a time-out from aborting the test.
+        Transaction::Test => conn.transaction(|conn| conn.batch_execute(&message)),
+        _ => conn.batch_execute(&message),
+    };
+    was_granted(sent, key, hold.pid)
+}
+
+/// Waits for a transaction lock, in the server's queue and under its deadlock detection.
+pub(super) fn for_xact_lock(conn: &mut PgConnection, id: LockId, mode: LockMode) -> Result<()> {
+    Ok(conn.batch_execute(&xact_lock_message(id, mode))?)
+}
+
+/// Waits for a transaction lock until the deadline; answers whether it was granted.
+///
+/// In a savepoint, whose rollback keeps the transaction usable after a time-out and undoes a grant
+/// of the last moment.
+pub(super) fn for_xact_lock_until(
+    conn: &mut PgConnection,
+    key: &LockKey,
+    id: LockId,
+    mode: LockMode,
+    deadline: Deadline,
+) -> Result<bool> {
+    let left = deadline.remaining();
+    if left.is_zero() {
+        return Ok(false);
+    }
+    let message = xact_lock_timeout_message(id, mode, left);
+    let sent = conn.transaction(|conn| conn.batch_execute(&message));
+    was_granted(sent, key, 0)
+}
+
+fn was_granted(sent: QueryResult<()>, key: &LockKey, taken_by: i32) -> Result<bool> {
+    let error = match sent {
+        Ok(()) => return Ok(true),
+        Err(error) => error,
+    };
+    if let DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, information) = &error {
+        match information.constraint_name() {
+            Some(NOT_GRANTED) => return Ok(false),
+            Some(SESSION_MOVED) => {
+                return Err(Error::SessionMoved {
+                    key: key.clone(),
+                    taken_by,
+                    answered_by: information
+                        .details()
+                        .and_then(|pid| pid.parse().ok())
+                        .unwrap_or_default(),
+                });
+            }
+            _ => {}
+        }
+    }
+    Err(error.into())
+}
+
+fn session_lock_message(hold: &Hold, slice: Duration) -> String {
+    let &Hold { id, mode, pid, .. } = hold;
+    let lock = lock_call(mode.lock_function(), id);
+    let held = held_by_this_session(id, mode);
+    let slice = milliseconds(slice);
+    bounded(
+        &format!(
+            "greatest(1, least({slice}, (extract(epoch from \
+             pg_catalog.current_setting('deadlock_timeout')::interval) * 500)::int))::text"
+        ),
+        &format!(
+            "SELECT CASE WHEN pg_catalog.current_setting('transaction_timeout', true) <> '0' \
+             THEN pg_catalog.set_config('transaction_timeout', '0', true) END; \
+             DO $interlock$ BEGIN \
+             IF pg_catalog.pg_backend_pid() <> {pid} THEN \
+             RAISE check_violation USING CONSTRAINT = '{SESSION_MOVED}', \
+             DETAIL = pg_catalog.pg_backend_pid()::text, \
+             MESSAGE = 'diesel_interlock: another session answers than the one that was asked'; \
+             END IF; \
+             BEGIN PERFORM {lock}; \
+             EXCEPTION WHEN lock_not_available THEN \
+             IF NOT {held} THEN {NOT_GRANTED_NOW} END IF; \
+             END; \
+             IF pg_catalog.current_setting('idle_session_timeout', true) <> '0' THEN \
+             PERFORM pg_catalog.set_config('idle_session_timeout', '0', false); END IF; \
+             END $interlock$"
+        ),
+    )
+}
+
+fn xact_lock_message(id: LockId, mode: LockMode) -> String {
+    let lock = lock_call(mode.xact_lock_function(), id);
+    bounded("'0'", &format!("SELECT {lock}"))
+}
+
+fn xact_lock_timeout_message(id: LockId, mode: LockMode, timeout: Duration) -> String {
+    let lock = lock_call(mode.xact_lock_function(), id);
+    bounded(
+        &format!("'{}'", milliseconds(timeout)),
+        &format!(
+            "DO $interlock$ BEGIN PERFORM {lock}; \
+             EXCEPTION WHEN lock_not_available THEN {NOT_GRANTED_NOW} \
+             END $interlock$"
+        ),
+    )
+}
+
+const NOT_GRANTED_NOW: &str = "RAISE check_violation USING \
+     CONSTRAINT = 'diesel_interlock_lock_not_granted', \
+     MESSAGE = 'diesel_interlock: the advisory lock is still held by another session';";
+
+/// Runs a statement with the given `lock_timeout` and no `statement_timeout`.
+fn bounded(lock_timeout: &str, statement: &str) -> String {
+    format!(
+        "SELECT \
+         pg_catalog.set_config('diesel_interlock.statement_timeout', \
+         pg_catalog.current_setting('statement_timeout'), true), \
+         pg_catalog.set_config('diesel_interlock.lock_timeout', \
+         pg_catalog.current_setting('lock_timeout'), true), \
+         pg_catalog.set_config('statement_timeout', '0', true), \
+         pg_catalog.set_config('lock_timeout', {lock_timeout}, true); \
+         {statement}; \
+         SELECT \
+         pg_catalog.set_config('statement_timeout', \
+         pg_catalog.current_setting('diesel_interlock.statement_timeout'), true), \
+         pg_catalog.set_config('lock_timeout', \
+         pg_catalog.current_setting('diesel_interlock.lock_timeout'), true)"
+    )
+}
+
+fn lock_call(function: &str, id: LockId) -> String {
+    // As text with a cast: the smallest bigint has no literal, -9223372036854775808 is a numeric.
+    match id {
+        LockId::BigInt(number) => format!("pg_catalog.{function}('{number}'::bigint)"),
+        LockId::Pair(first, second) => {
+            format!("pg_catalog.{function}('{first}'::int, '{second}'::int)")
+        }
+    }
+}
+
+fn held_by_this_session(id: LockId, mode: LockMode) -> String {
+    let Locator {
+        classid,
+        objid,
+        objsubid,
+    } = id.into();
+    let mode = mode.pg_locks_mode();
+    format!(
+        "EXISTS (SELECT FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND granted \
+         AND pid = pg_catalog.pg_backend_pid() AND database = (SELECT oid FROM \
+         pg_catalog.pg_database WHERE datname = pg_catalog.current_database()) \
+         AND classid = {classid} AND objid = {objid} AND objsubid = {objsubid} \
+         AND mode = '{mode}')"
+    )
+}
+
+/// Whole milliseconds, rounded up: a time-out of 0 would mean to wait for ever.
+fn milliseconds(duration: Duration) -> u128 {
+    duration
+        .as_nanos()
+        .div_ceil(1_000_000)
+        .clamp(1, LONGEST)
+}

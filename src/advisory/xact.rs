@@ -1,0 +1,294 @@
+//! Taking a transaction lock, and the transaction around it.
+
+use std::time::Duration;
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::result::Error as DieselError;
+
+use super::AdvisoryLock;
+use super::query::{TryAcquireXact, TryAcquiredXact};
+use super::wait::{self, Deadline};
+use crate::attempt::Attempt;
+use crate::error::{Error, Result};
+use crate::transaction::{self, Transaction};
+
+/// # Transaction locks
+///
+/// Held until the surrounding transaction ends, with nothing to release. They need no guard, no
+/// pinned connection and no session of their own, which makes them **the lock to use behind a
+/// pooler in transaction mode**, and the first choice wherever what is protected is a transaction.
+///
+/// A rollback to a savepoint that was set before the lock was taken releases it too, as does the
+/// rollback of a nested `conn.transaction`.
+///
+/// # Isolation levels
+///
+/// "Lock, check, insert" is right only if the check sees what the previous holder committed. At
+/// REPEATABLE READ it does not: the snapshot is as old as the transaction's first statement, and
+/// four sessions that waited for each other still insert four rows. So a lock there is refused, as
+/// [`Error::RepeatableRead`]. SERIALIZABLE is allowed: PostgreSQL then lets one succeed and fails
+/// the others with a serialization failure
+/// ([`DatabaseErrorKind::SerializationFailure`](diesel::result::DatabaseErrorKind)), which is the
+/// caller's to repeat.
+///
+/// # Idle in transaction
+///
+/// The server's `idle_in_transaction_session_timeout` ends a session that does nothing inside a
+/// transaction for too long, and the lock is free. The work then cannot be committed, and the
+/// caller learns it from its next statement.
+impl AdvisoryLock {
+    /// Takes the lock until the transaction ends; waits for it as long as it takes.
+    ///
+    /// Sends, if the lock is free, one prepared statement:
+    /// ```sql
+    /// SELECT transaction_isolation, CASE WHEN … THEN pg_try_advisory_xact_lock($1) END FROM …
+    /// ```
+    /// and otherwise a second message with `SELECT pg_advisory_xact_lock(…)`.
+    ///
+    /// # Blocking
+    ///
+    /// Waits in the server's queue, in the order of arrival and under PostgreSQL's deadlock
+    /// detection. The caller's own `statement_timeout` and `lock_timeout` do not apply to the wait
+    /// and are as they were after it.
+    ///
+    /// A transaction that waits holds a snapshot: if the holder of the lock runs `CREATE INDEX
+    /// CONCURRENTLY` under a session lock of the same key, the two wait for each other, and
+    /// PostgreSQL ends one of them with "deadlock detected".
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::NotInTransaction`] outside a transaction. One that was opened by a plain SQL
+    ///   `BEGIN` is not seen.
+    /// - [`Error::RepeatableRead`] and [`Error::Standby`], where the lock would not protect.
+    /// - [`Error::EmptyName`], before anything is sent.
+    /// - [`Error::Database`] for anything else, a deadlock among it. The transaction is then
+    ///   aborted.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use diesel::prelude::*;
+    /// use diesel_interlock::{AdvisoryLock, Error, LockKey};
+    ///
+    /// # let database = workbench::Database::new();
+    /// # let conn = &mut database.connect();
+    /// // The tenant is known only inside a transaction that does other things as well.
+    /// conn.transaction(|conn| {
+    ///     let tenant = 7;
+    ///     AdvisoryLock::new(LockKey::parts(["invoice number", &tenant.to_string()])).acquire_xact(conn)?;
+    ///     // … take the next number; the lock goes with the commit
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn acquire_xact(&self, conn: &mut PgConnection) -> Result<()> {
+        match self.try_acquire_xact(conn)? {
+            Attempt::Acquired(()) => Ok(()),
+            Attempt::Busy => wait::for_xact_lock(conn, self.key().id()?, self.mode()),
+        }
+    }
+
+    /// Takes the lock until the transaction ends, if it is free; never waits for it.
+    ///
+    /// One round trip, the statement of [`acquire_xact`](Self::acquire_xact).
+    ///
+    /// # Errors
+    ///
+    /// As [`acquire_xact`](Self::acquire_xact).
+    pub fn try_acquire_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
+        let id = self.key().id()?;
+        match transaction::of(conn) {
+            Transaction::Open | Transaction::Test => {}
+            Transaction::None => return Err(Error::NotInTransaction),
+            Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
+        }
+        let TryAcquiredXact {
+            transaction_isolation,
+            granted,
+        } = TryAcquireXact {
+            id: &id,
+            mode: self.mode(),
+        }
+        .get_result(conn)?;
+        match granted {
+            Some(true) => Ok(Attempt::Acquired(())),
+            Some(false) => Ok(Attempt::Busy),
+            None if transaction_isolation == "repeatable read" => Err(Error::RepeatableRead),
+            None => Err(Error::Standby),
+        }
+    }
+
+    /// Takes the lock until the transaction ends; waits at most `timeout` for it.
+    ///
+    /// One round trip if the lock is free, as [`acquire_xact`](Self::acquire_xact); otherwise three
+    /// more, since the wait runs in a savepoint. After a time-out the transaction is as usable as
+    /// before, and so are its `lock_timeout` and `statement_timeout`.
+    ///
+    /// # Blocking
+    ///
+    /// For `timeout`, rounded up to whole milliseconds; zero is a try. What exceeds PostgreSQL's
+    /// limit of almost 25 days is cut to it. Otherwise as [`acquire_xact`](Self::acquire_xact).
+    ///
+    /// # Errors
+    ///
+    /// As [`acquire_xact`](Self::acquire_xact), but after an error while waiting (a deadlock,
+    /// say) the transaction is still usable.
+    pub fn acquire_xact_timeout(
+        &self,
+        conn: &mut PgConnection,
+        timeout: Duration,
+    ) -> Result<Attempt<()>> {
+        let deadline = Deadline::after(timeout);
+        if let Attempt::Acquired(()) = self.try_acquire_xact(conn)? {
+            return Ok(Attempt::Acquired(()));
+        }
+        let id = self.key().id()?;
+        Ok(
+            if wait::for_xact_lock_until(conn, self.key(), id, self.mode(), deadline)? {
+                Attempt::Acquired(())
+            } else {
+                Attempt::Busy
+            },
+        )
+    }
+
+    /// Opens a transaction, takes the lock in it, runs `work` and commits; rolls back if `work`
+    /// fails.
+    ///
+    /// The transaction is READ COMMITTED whatever the session's default is, so that `work` sees
+    /// what the previous holder committed. Three round trips beside the work: `BEGIN TRANSACTION
+    /// ISOLATION LEVEL READ COMMITTED`, the lock, `COMMIT`. Inside a test transaction it is a
+    /// savepoint, and the lock stays until the test transaction ends.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for the lock as [`acquire_xact`](Self::acquire_xact) does.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::AlreadyInTransaction`] inside an open transaction: use
+    ///   [`acquire_xact`](Self::acquire_xact) there.
+    /// - What `work` answers, and otherwise as [`acquire_xact`](Self::acquire_xact). Nothing was
+    ///   committed then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use diesel::prelude::*;
+    /// use diesel_interlock::{AdvisoryLock, LockKey};
+    ///
+    /// # diesel::table! { reserved_servers (server_id) { server_id -> Integer } }
+    /// fn book(conn: &mut PgConnection, datacenter: i32, server: i32) -> QueryResult<bool> {
+    ///     use reserved_servers::dsl::*;
+    ///     AdvisoryLock::new(LockKey::parts([datacenter, server])).transaction(conn, |conn| {
+    ///         let taken = reserved_servers.filter(server_id.eq(server));
+    ///         if diesel::select(diesel::dsl::exists(taken)).get_result(conn)? {
+    ///             return Ok(false);
+    ///         }
+    ///         diesel::insert_into(reserved_servers).values(server_id.eq(server)).execute(conn)?;
+    ///         Ok(true)
+    ///     })
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # let conn = &mut database.connect();
+    /// # diesel::sql_query("CREATE TABLE reserved_servers (server_id int)").execute(conn)?;
+    /// assert!(book(conn, 223, 345)?);
+    /// assert!(!book(conn, 223, 345)?);
+    /// # Ok::<(), diesel::result::Error>(())
+    /// ```
+    pub fn transaction<T, E, F>(&self, conn: &mut PgConnection, work: F) -> Result<T, E>
+    where
+        F: FnOnce(&mut PgConnection) -> Result<T, E>,
+        E: From<Error>,
+    {
+        run_transaction(conn, |conn| {
+            self.acquire_xact(conn)?;
+            work(conn).map_err(Failure::Work)
+        })
+    }
+
+    /// As [`transaction`](Self::transaction), but answers [`Attempt::Busy`] without running `work`
+    /// if another session has the lock.
+    ///
+    /// # Errors
+    ///
+    /// As [`transaction`](Self::transaction).
+    pub fn try_transaction<T, E, F>(
+        &self,
+        conn: &mut PgConnection,
+        work: F,
+    ) -> Result<Attempt<T>, E>
+    where
+        F: FnOnce(&mut PgConnection) -> Result<T, E>,
+        E: From<Error>,
+    {
+        run_transaction(conn, |conn| match self.try_acquire_xact(conn)? {
+            Attempt::Acquired(()) => work(conn).map(Attempt::Acquired).map_err(Failure::Work),
+            Attempt::Busy => Ok(Attempt::Busy),
+        })
+    }
+
+    /// As [`transaction`](Self::transaction), but answers [`Attempt::Busy`] without running `work`
+    /// if the lock was not to be had within `timeout`.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for the lock as [`acquire_xact_timeout`](Self::acquire_xact_timeout) does.
+    ///
+    /// # Errors
+    ///
+    /// As [`transaction`](Self::transaction).
+    pub fn transaction_timeout<T, E, F>(
+        &self,
+        conn: &mut PgConnection,
+        timeout: Duration,
+        work: F,
+    ) -> Result<Attempt<T>, E>
+    where
+        F: FnOnce(&mut PgConnection) -> Result<T, E>,
+        E: From<Error>,
+    {
+        run_transaction(conn, |conn| {
+            match self.acquire_xact_timeout(conn, timeout)? {
+                Attempt::Acquired(()) => work(conn).map(Attempt::Acquired).map_err(Failure::Work),
+                Attempt::Busy => Ok(Attempt::Busy),
+            }
+        })
+    }
+}
+
+/// Keeps the caller's error, of which we know only that it can be made from ours, apart from
+/// those that Diesel's transaction wants to report.
+enum Failure<E> {
+    Lock(Error),
+    Work(E),
+}
+
+impl<E> From<Error> for Failure<E> {
+    fn from(error: Error) -> Self {
+        Failure::Lock(error)
+    }
+}
+
+impl<E> From<DieselError> for Failure<E> {
+    fn from(error: DieselError) -> Self {
+        Failure::Lock(error.into())
+    }
+}
+
+fn run_transaction<T, E: From<Error>>(
+    conn: &mut PgConnection,
+    work: impl FnOnce(&mut PgConnection) -> Result<T, Failure<E>>,
+) -> Result<T, E> {
+    match transaction::of(conn) {
+        Transaction::None => conn.build_transaction().read_committed().run(work),
+        Transaction::Test => conn.transaction(work),
+        Transaction::Open => Err(Failure::Lock(Error::AlreadyInTransaction)),
+        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
+    }
+    .map_err(|failure| match failure {
+        Failure::Lock(error) => error.into(),
+        Failure::Work(error) => error,
+    })
+}

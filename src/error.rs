@@ -1,0 +1,163 @@
+//! What can go wrong, and what to do about it.
+
+use diesel::result::Error as DieselError;
+
+use crate::key::LockKey;
+
+/// A [`Result`](std::result::Result) with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why an operation could not be carried out.
+///
+/// That somebody else has the lock is not an error but an answer: [`Attempt::Busy`].
+///
+/// It converts into [`diesel::result::Error`], so `?` works in functions that return a
+/// [`QueryResult`](diesel::QueryResult): a [`Database`](Error::Database) error becomes what it
+/// was, every other is wrapped as a `QueryBuilderError` with the same message, from which
+/// `Error::from` unwraps it again.
+///
+/// [`Attempt::Busy`]: crate::Attempt::Busy
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The name of a lock is empty, or its key was made of no parts.
+    #[error("the name of a lock must not be empty: give it a name, or its key at least one part")]
+    EmptyName,
+
+    /// A session lock was asked for inside an open transaction, whose rollback it would outlive.
+    ///
+    /// The transaction lock is made for this: [`AdvisoryLock::acquire_xact`]. A transaction
+    /// opened by `begin_test_transaction` does not count.
+    ///
+    /// [`AdvisoryLock::acquire_xact`]: crate::AdvisoryLock::acquire_xact
+    #[error(
+        "a session lock outlives the transaction that is open on this connection: \
+         take it before the transaction, or use acquire_xact inside it"
+    )]
+    InTransaction,
+
+    /// [`AdvisoryLock::transaction`] was called inside an open transaction, whose snapshot may be
+    /// older than the lock and whose end, not the closure's, would release it.
+    ///
+    /// [`AdvisoryLock::transaction`]: crate::AdvisoryLock::transaction
+    #[error(
+        "a transaction is open on this connection already: \
+         call acquire_xact inside it instead of opening another"
+    )]
+    AlreadyInTransaction,
+
+    /// A transaction lock was asked for outside a transaction, where PostgreSQL would release it
+    /// as soon as it is granted.
+    #[error(
+        "a transaction lock protects nothing outside a transaction: \
+         call it inside one, or use AdvisoryLock::transaction"
+    )]
+    NotInTransaction,
+
+    /// A transaction lock was asked for at REPEATABLE READ, where what is read after waiting for
+    /// the lock is as old as the transaction's first statement: "lock, check, insert" would insert
+    /// twice.
+    #[error(
+        "a transaction lock does not protect a REPEATABLE READ transaction, which cannot see what \
+         the previous holder committed: use READ COMMITTED or SERIALIZABLE"
+    )]
+    RepeatableRead,
+
+    /// The server is a hot standby, whose advisory locks exclude nobody on the primary.
+    #[error(
+        "this server is a standby, whose advisory locks exclude nobody on the primary: \
+         connect to the primary (target_session_attrs=read-write finds it)"
+    )]
+    Standby,
+
+    /// The lock was no longer held when it was to be released: somebody unlocked it on this
+    /// session, or the work ran unprotected from some moment on.
+    #[error("the lock {key} was lost before it was released: part of the work ran unprotected")]
+    LockLost {
+        /// The lock.
+        key: LockKey,
+    },
+
+    /// Another server session answered than the one that took the lock: a pooler in transaction
+    /// mode sits in between, and session locks are unsafe there.
+    #[error(
+        "the lock {key} was taken by the session with pid {taken_by}, but pid {answered_by} answers \
+         now: session locks do not work behind a pooler in transaction mode, use \
+         AdvisoryLock::transaction"
+    )]
+    SessionMoved {
+        /// The lock.
+        key: LockKey,
+        /// The `pg_backend_pid()` of the session that took the lock.
+        taken_by: i32,
+        /// The `pg_backend_pid()` of the session that answered later.
+        answered_by: i32,
+    },
+
+    /// A transaction was still open on the lent connection when its lock was released, so what it
+    /// wrote was not committed while the lock was held.
+    ///
+    /// A pooled connection is discarded, which rolls the transaction back; on a borrowed
+    /// connection an aborted one is rolled back, any other is left to the caller.
+    #[error(
+        "a transaction was left open when the lock {key} was released: commit it before the guard goes"
+    )]
+    TransactionLeftOpen {
+        /// The lock.
+        key: LockKey,
+    },
+
+    /// The unlock did not surely succeed.
+    ///
+    /// A pooled connection is discarded, and the server frees the lock as the session ends; a
+    /// borrowed one is marked as broken. If the session had died, the lock was lost before.
+    #[error("the lock {key} could not be released on its connection, which is given up")]
+    ReleaseFailed {
+        /// The lock.
+        key: LockKey,
+        /// Why.
+        source: DieselError,
+    },
+
+    /// The pool had no connection to give in time.
+    #[cfg(feature = "r2d2")]
+    #[error("the pool gave no connection")]
+    Pool(#[source] diesel::r2d2::PoolError),
+
+    /// A migration could not be run.
+    #[cfg(feature = "migrations")]
+    #[error("a migration could not be run")]
+    Migration(#[source] Box<dyn std::error::Error + Send + Sync>),
+
+    /// The database reported an error, or could not be reached.
+    #[error("the database reported an error")]
+    Database(#[source] DieselError),
+}
+
+impl From<DieselError> for Error {
+    fn from(error: DieselError) -> Self {
+        match error {
+            DieselError::QueryBuilderError(inner) => match inner.downcast() {
+                Ok(ours) => *ours,
+                Err(other) => Error::Database(DieselError::QueryBuilderError(other)),
+            },
+            other => Error::Database(other),
+        }
+    }
+}
+
+impl From<Error> for DieselError {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Database(error) => error,
+            other => DieselError::QueryBuilderError(Box::new(other)),
+        }
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl From<diesel::r2d2::PoolError> for Error {
+    fn from(error: diesel::r2d2::PoolError) -> Self {
+        Error::Pool(error)
+    }
+}

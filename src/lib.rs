@@ -1,0 +1,19 @@
+//! Locks for Diesel applications, coordinated by the PostgreSQL that they already run.
+
+mod advisory;
+mod attempt;
+mod error;
+pub mod functions;
+mod key;
+#[cfg(feature = "r2d2")]
+mod pool;
+mod transaction;
+
+pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, Lease};
+#[cfg(feature = "r2d2")]
+pub use crate::advisory::PooledGuard;
+pub use crate::attempt::Attempt;
+pub use crate::error::{Error, Result};
+pub use crate::key::{LockId, LockKey, fnv1a};
+#[cfg(feature = "r2d2")]
+pub use crate::pool::{PgPool, PooledPgConnection};

@@ -144,6 +144,30 @@ impl LockKey {
         Self::foreign(name, LockId::BigInt(i64::from(hash::times31(name))))
     }
 
+    /// The key that version 2 and later of the Ruby gem [`with_advisory_lock`][gem] takes for a
+    /// name: the pair of the name's CRC-32 without its highest bit, and 0.
+    ///
+    /// [gem]: https://github.com/ClosureTree/with_advisory_lock
+    pub fn with_advisory_lock(name: &str) -> Self {
+        Self::with_advisory_lock_prefix(name, 0)
+    }
+
+    /// The key of the gem where the environment variable `WITH_ADVISORY_LOCK_PREFIX` is set: the
+    /// second number is then the prefix, without its sign.
+    pub fn with_advisory_lock_prefix(name: &str, prefix: i32) -> Self {
+        const MASK: i32 = i32::MAX;
+        let hash = hash::crc32(name) as i32 & MASK;
+        Self::foreign(name, LockId::Pair(hash, prefix & MASK))
+    }
+
+    /// The key that version 1 of [`django-pglocks`][django] takes for a name: its CRC-32 as a signed
+    /// 32-bit number, sent as a `bigint`.
+    ///
+    /// [django]: https://pypi.org/project/django-pglocks/
+    pub fn django_pglocks(name: &str) -> Self {
+        Self::foreign(name, LockId::BigInt(i64::from(hash::crc32(name) as i32)))
+    }
+
     /// The number that PostgreSQL locks for this key.
     ///
     /// # Errors
@@ -178,11 +202,20 @@ impl LockKey {
     fn number(&self) -> LockId {
         match (self.number, &self.name) {
             (Number::Given(id), _) => id,
-            (Number::OfName, name) => {
-                LockId::BigInt(hash::fnv1a(name.as_deref().unwrap_or_default()))
-            }
+            (Number::OfName, name) => LockId::BigInt(of_name(name.as_deref().unwrap_or_default())),
         }
     }
+}
+
+#[cfg(not(feature = "testing"))]
+fn of_name(name: &str) -> i64 {
+    hash::fnv1a(name)
+}
+
+/// The names of a test may carry a prefix, so that they do not meet those of another test.
+#[cfg(feature = "testing")]
+fn of_name(name: &str) -> i64 {
+    crate::testing::with_key_prefix(name, hash::fnv1a)
 }
 
 /// 64-bit FNV-1a of a name's UTF-8 bytes, read as a signed number: the hash behind
@@ -241,11 +274,14 @@ impl Hash for LockKey {
     }
 }
 
-/// The number, after the name where there is one: `"nightly report" (7153412872391436120)`.
+/// The number or the pair, after the name where there is one: `"nightly report" (6597228812378105932)`.
 impl fmt::Display for LockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(name) = &self.name else {
-            return self.number().fmt(f);
+            return match self.number() {
+                id @ LockId::Pair(..) => write!(f, "({id})"),
+                id => id.fmt(f),
+            };
         };
         match name.char_indices().nth(SHOWN) {
             Some((end, _)) => write!(f, "{:?}… ({})", &name[..end], self.number()),

@@ -5,8 +5,12 @@ mod attempt;
 mod error;
 pub mod functions;
 mod key;
+#[cfg(feature = "migrations")]
+pub mod migrations;
 #[cfg(feature = "r2d2")]
 mod pool;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod transaction;
 
 pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, Lease};

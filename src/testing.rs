@@ -1,0 +1,188 @@
+//! For the tests of an application that uses this crate, on a real server.
+//!
+//! ```
+//! use diesel_interlock::{AdvisoryLock, testing};
+//!
+//! static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+//!
+//! # let database = workbench::Database::new();
+//! # let pool = database.pool(2);
+//! // This test's locks do not meet those of the tests that run beside it.
+//! let _prefix = testing::key_prefix("nightly() leaves nothing behind");
+//! NIGHTLY.try_with(&pool, |_| Ok::<_, diesel_interlock::Error>(()))?;
+//! testing::assert_not_held(&NIGHTLY, &mut pool.get()?);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Locks work inside `begin_test_transaction` (and r2d2's `TestCustomizer`): it does not count as
+//! an open transaction. Migrations are refused there, since they commit.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::marker::PhantomData;
+use std::time::{Duration, Instant};
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::sql_types::{Integer, Nullable, Oid, SmallInt, Text};
+
+use crate::advisory::AdvisoryLock;
+use crate::error::{Error, Result};
+use crate::key::LockId;
+
+/// A session that discards its connection frees its locks within milliseconds, but not at once.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// An advisory lock that some session of the database holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeldLock {
+    /// What is locked.
+    pub id: LockId,
+    /// Whether it is held by sharers.
+    pub shared: bool,
+    /// The `pg_backend_pid()` of the session that holds it.
+    pub backend_pid: i32,
+    /// That session's `application_name`; `None` where the server hides it from this role.
+    pub application_name: Option<String>,
+}
+
+/// Lists the advisory locks that are held in this database, by whichever session, in one round trip
+/// over `pg_locks` and `pg_stat_activity`.
+///
+/// # Errors
+///
+/// [`Error::Database`].
+pub fn held_locks(conn: &mut PgConnection) -> Result<Vec<HeldLock>> {
+    diesel::sql_query(
+        "SELECT classid, objid, objsubid, mode, pid, application_name \
+         FROM pg_catalog.pg_locks LEFT JOIN pg_catalog.pg_stat_activity USING (pid) \
+         WHERE locktype = 'advisory' AND granted AND database = (SELECT oid \
+         FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()) \
+         ORDER BY classid, objid, objsubid, pid",
+    )
+    .load::<Row>(conn)
+    .map(|rows| rows.into_iter().map(HeldLock::from).collect())
+    .map_err(Error::Database)
+}
+
+/// Panics if any advisory lock is held in this database, and says which and by whom.
+///
+/// Looks again for up to two seconds before it panics: a discarded connection frees its locks a
+/// moment after it was discarded.
+///
+/// # Panics
+///
+/// If a lock is held, or the database cannot be asked.
+#[track_caller]
+pub fn assert_nothing_held(conn: &mut PgConnection) {
+    assert_none(conn, "no advisory lock", |_| true);
+}
+
+/// Panics if the lock is held by any session of this database, and says by which. Looks again as
+/// [`assert_nothing_held`] does.
+///
+/// # Panics
+///
+/// If the lock is held, or the database cannot be asked.
+#[track_caller]
+pub fn assert_not_held(lock: &AdvisoryLock, conn: &mut PgConnection) {
+    let id = match lock.key().id() {
+        Ok(id) => id,
+        Err(error) => panic!("{error}"),
+    };
+    assert_none(conn, &format!("{} not", lock.key()), |held| held.id == id);
+}
+
+#[track_caller]
+fn assert_none(conn: &mut PgConnection, what: &str, of_interest: impl Fn(&HeldLock) -> bool) {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let held: Vec<_> = match held_locks(conn) {
+            Ok(held) => held.into_iter().filter(|lock| of_interest(lock)).collect(),
+            Err(error) => panic!("cannot look at pg_locks: {error}"),
+        };
+        if held.is_empty() {
+            return;
+        }
+        assert!(
+            Instant::now() < end,
+            "expected {what} to be held, but: {held:#?}"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Prefixes the names of locks on this thread until it is dropped, so that tests which run side by
+/// side on one database do not exclude each other.
+///
+/// Reaches the keys of [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts) whose locks are taken on this
+/// thread; call it on every thread that takes one. Keys that are numbers, or that other ecosystems
+/// share, stay what they are.
+#[must_use = "if unused the prefix ends at once"]
+pub fn key_prefix(prefix: impl Into<String>) -> KeyPrefix {
+    let before = PREFIX.with_borrow_mut(|current| current.replace(prefix.into()));
+    KeyPrefix {
+        before,
+        _of_this_thread: PhantomData,
+    }
+}
+
+/// A prefix in force. Made by [`key_prefix`]; dropping it brings back the one before.
+pub struct KeyPrefix {
+    before: Option<String>,
+    _of_this_thread: PhantomData<*const ()>,
+}
+
+impl Drop for KeyPrefix {
+    fn drop(&mut self) {
+        let before = self.before.take();
+        PREFIX.with_borrow_mut(|current| *current = before);
+    }
+}
+
+impl fmt::Debug for KeyPrefix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        PREFIX.with_borrow(|current| f.debug_tuple("KeyPrefix").field(current).finish())
+    }
+}
+
+thread_local! {
+    static PREFIX: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+pub(crate) fn with_key_prefix(name: &str, hash: impl FnOnce(&str) -> i64) -> i64 {
+    PREFIX.with_borrow(|prefix| match prefix {
+        Some(prefix) if !name.is_empty() => hash(&format!("{prefix} {name}")),
+        _ => hash(name),
+    })
+}
+
+#[derive(QueryableByName)]
+struct Row {
+    #[diesel(sql_type = Oid)]
+    classid: u32,
+    #[diesel(sql_type = Oid)]
+    objid: u32,
+    #[diesel(sql_type = SmallInt)]
+    objsubid: i16,
+    #[diesel(sql_type = Text)]
+    mode: String,
+    #[diesel(sql_type = Integer)]
+    pid: i32,
+    #[diesel(sql_type = Nullable<Text>)]
+    application_name: Option<String>,
+}
+
+impl From<Row> for HeldLock {
+    fn from(row: Row) -> Self {
+        Self {
+            id: match row.objsubid {
+                1 => LockId::BigInt((i64::from(row.classid) << 32) | i64::from(row.objid)),
+                _ => LockId::Pair(row.classid as i32, row.objid as i32),
+            },
+            shared: row.mode == "ShareLock",
+            backend_pid: row.pid,
+            application_name: row.application_name,
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! What the crate promises, tried on a real PostgreSQL: one module per behaviour.
+//!
+//! Every test has a database of its own, since advisory locks are per database. Whether a lock is
+//! held is looked up in `pg_locks`, from another connection.
+
+mod borrowed_connections;
+mod errors;
+mod functions;
+mod handlers_under_test;
+mod keys;
+mod migrations;
+mod nested_guards;
+mod pooled_connections;
+mod round_trips;
+mod server_settings;
+mod session_locks;
+mod standby;
+mod support;
+#[cfg(feature = "testing")]
+mod testing;
+mod transaction_locks;
+mod waiting;
+mod ways_out;

@@ -1,0 +1,116 @@
+//! A guard within a guard, on one session.
+
+use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
+use diesel::prelude::*;
+use diesel_interlock::{AdvisoryLock, Error};
+use workbench::Database;
+
+use crate::support::{Observer, assert_pool_whole};
+
+static OUTER: AdvisoryLock = AdvisoryLock::named("outer");
+static INNER: AdvisoryLock = AdvisoryLock::named("inner");
+
+#[test]
+fn the_same_lock_is_held_until_it_was_released_as_often() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut observer = Observer::of(&database);
+
+    let mut outer = OUTER.acquire(&pool).unwrap();
+    let mut again = OUTER.acquire_on(outer.conn()).unwrap();
+    let third = OUTER.try_acquire_on(again.conn()).unwrap().acquired();
+    third.unwrap().release().unwrap();
+    assert_eq!(observer.holders(OUTER.key()), 1);
+    again.release().unwrap();
+    assert_eq!(observer.holders(OUTER.key()), 1);
+    outer.release().unwrap();
+    assert_eq!(observer.holders(OUTER.key()), 0);
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn different_locks_nest_on_one_session() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut outer = OUTER.acquire(&pool).unwrap();
+    let inner = INNER.acquire_on(outer.conn()).unwrap();
+    assert_eq!(Observer::of(&database).all_held(), 2);
+    drop(inner);
+    assert_eq!(Observer::of(&database).all_held(), 1);
+    outer.release().unwrap();
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn an_inner_guard_in_an_aborted_raw_transaction_rolls_it_back_and_the_outer_holds_on() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut observer = Observer::of(&database);
+    let mut outer = OUTER.acquire(&pool).unwrap();
+    {
+        let mut inner = OUTER.acquire_on(outer.conn()).unwrap();
+        inner.conn().batch_execute("BEGIN").unwrap();
+        inner.conn().batch_execute("SELECT 1/0").unwrap_err();
+        assert!(matches!(inner.release(), Err(Error::TransactionLeftOpen { .. })));
+    }
+    assert!(outer.is_held().unwrap());
+    assert_eq!(observer.holders(OUTER.key()), 1);
+    outer.release().unwrap();
+    assert_eq!(observer.holders(OUTER.key()), 0);
+    assert_pool_whole(&pool, &database);
+}
+
+/// The inner guard cannot unlock, and must not roll the caller's transaction back: its lock stays
+/// with the session, so the session must not go back to the pool, whatever ran on it since.
+#[test]
+fn what_an_inner_guard_could_not_release_does_not_get_into_the_pool() {
+    for same_lock in [false, true] {
+        let database = Database::new();
+        let pool = database.pool(1);
+        let mut outer = OUTER.acquire(&pool).unwrap();
+        let pid = outer.backend_pid();
+        {
+            let lock = if same_lock { &OUTER } else { &INNER };
+            let mut inner = lock.acquire_on(outer.conn()).unwrap();
+            AnsiTransactionManager::begin_transaction(inner.conn()).unwrap();
+            inner.conn().batch_execute("SELECT 1/0").unwrap_err();
+            assert!(matches!(inner.release(), Err(Error::ReleaseFailed { .. })));
+        }
+        // Diesel takes the mark of the broken connection back with this.
+        outer.conn().batch_execute("ROLLBACK").unwrap();
+        diesel::sql_query("SELECT 1").execute(outer.conn()).unwrap();
+        outer.release().unwrap();
+
+        let mut observer = Observer::of(&database);
+        crate::support::eventually("the session is given up", || !observer.is_alive(pid));
+        assert_pool_whole(&pool, &database);
+    }
+}
+
+#[test]
+fn an_inner_guard_whose_backend_was_killed_tells_the_outer() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut observer = Observer::of(&database);
+    let mut outer = OUTER.acquire(&pool).unwrap();
+    let inner = INNER.acquire_on(outer.conn()).unwrap();
+    observer.kill(inner.backend_pid());
+    assert!(matches!(inner.release(), Err(Error::ReleaseFailed { .. })));
+    assert!(matches!(outer.release(), Err(Error::ReleaseFailed { .. })));
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_refused_inner_guard_leaves_the_outer_alone() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let foreign = crate::support::foreign_session_holding(&database, INNER.key().id().unwrap());
+    let mut outer = OUTER.acquire(&pool).unwrap();
+    assert!(INNER.try_acquire_on(outer.conn()).unwrap().is_busy());
+    let timeout = std::time::Duration::from_millis(5);
+    assert!(INNER.acquire_timeout_on(outer.conn(), timeout).unwrap().is_busy());
+    drop(foreign);
+    assert!(outer.is_held().unwrap());
+    outer.release().unwrap();
+    assert_pool_whole(&pool, &database);
+}

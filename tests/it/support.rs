@@ -1,0 +1,182 @@
+//! What the tests look through: other sessions' eyes.
+
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel::sql_types::{BigInt, Bool, Integer, Text};
+use diesel_interlock::{Attempt, LockId, LockKey, PgPool};
+use workbench::Database;
+
+/// A session that only looks.
+pub(crate) struct Observer(PgConnection);
+
+#[derive(QueryableByName)]
+struct Count {
+    #[diesel(sql_type = BigInt)]
+    count: i64,
+}
+
+#[derive(QueryableByName)]
+struct Pid {
+    #[diesel(sql_type = Integer)]
+    pid: i32,
+}
+
+#[derive(QueryableByName)]
+struct Value {
+    #[diesel(sql_type = Text)]
+    value: String,
+}
+
+impl Observer {
+    pub(crate) fn of(database: &Database) -> Self {
+        Self(database.connect())
+    }
+
+    pub(crate) fn conn(&mut self) -> &mut PgConnection {
+        &mut self.0
+    }
+
+    fn count(&mut self, from_where: &str) -> i64 {
+        diesel::sql_query(format!("SELECT count(*) AS count FROM {from_where}"))
+            .get_result::<Count>(&mut self.0)
+            .unwrap()
+            .count
+    }
+
+    fn rows_of(key: &LockKey) -> String {
+        let (classid, objid, objsubid) = match key.id().unwrap() {
+            LockId::BigInt(number) => ((number >> 32) as u32, number as u32, 1),
+            LockId::Pair(first, second) => (first as u32, second as u32, 2),
+        };
+        format!(
+            "pg_locks WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database \
+             WHERE datname = current_database()) AND classid = {classid} AND objid = {objid} \
+             AND objsubid = {objsubid}"
+        )
+    }
+
+    /// How many sessions hold the lock, in any mode.
+    pub(crate) fn holders(&mut self, key: &LockKey) -> i64 {
+        self.count(&format!("{} AND granted", Self::rows_of(key)))
+    }
+
+    /// How many sessions wait for the lock.
+    pub(crate) fn waiters(&mut self, key: &LockKey) -> i64 {
+        self.count(&format!("{} AND NOT granted", Self::rows_of(key)))
+    }
+
+    /// How many advisory locks are held in the database, whatever their key.
+    pub(crate) fn all_held(&mut self) -> i64 {
+        self.count(
+            "pg_locks WHERE locktype = 'advisory' AND granted AND database = \
+             (SELECT oid FROM pg_database WHERE datname = current_database())",
+        )
+    }
+
+    /// The other sessions of the database.
+    pub(crate) fn sessions(&mut self) -> i64 {
+        self.count(
+            "pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() \
+             AND backend_type = 'client backend'",
+        )
+    }
+
+    /// The other sessions of the database that are inside a transaction.
+    pub(crate) fn in_transaction(&mut self) -> i64 {
+        self.count(
+            "pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() \
+             AND state LIKE 'idle in transaction%'",
+        )
+    }
+
+    pub(crate) fn is_alive(&mut self, pid: i32) -> bool {
+        self.count(&format!("pg_stat_activity WHERE pid = {pid}")) == 1
+    }
+
+    /// Ends a session, and waits until it has gone.
+    pub(crate) fn kill(&mut self, pid: i32) {
+        self.0
+            .batch_execute(&format!("SELECT pg_terminate_backend({pid})"))
+            .unwrap();
+        eventually("the killed session is gone", || !self.is_alive(pid));
+    }
+
+    /// The lock is free: at once where it was unlocked, or within moments where its session ends.
+    #[track_caller]
+    pub(crate) fn assert_free(&mut self, key: &LockKey) {
+        eventually("the lock is free", || self.holders(key) == 0);
+    }
+}
+
+/// Takes the lock on a session of its own, as a client in any other language would.
+pub(crate) fn foreign_session_holding(database: &Database, id: LockId) -> PgConnection {
+    let mut conn = database.connect();
+    assert!(foreign_try(&mut conn, id), "the lock was taken");
+    conn
+}
+
+/// `pg_try_advisory_lock`, as a client in any other language would send it.
+pub(crate) fn foreign_try(conn: &mut PgConnection, id: LockId) -> bool {
+    #[derive(QueryableByName)]
+    struct Answer {
+        #[diesel(sql_type = Bool)]
+        granted: bool,
+    }
+    diesel::sql_query(format!("SELECT pg_try_advisory_lock({id}) AS granted"))
+        .get_result::<Answer>(conn)
+        .unwrap()
+        .granted
+}
+
+pub(crate) fn backend_pid(conn: &mut PgConnection) -> i32 {
+    diesel::sql_query("SELECT pg_backend_pid() AS pid")
+        .get_result::<Pid>(conn)
+        .unwrap()
+        .pid
+}
+
+pub(crate) fn setting(conn: &mut PgConnection, name: &str) -> String {
+    diesel::sql_query(format!("SELECT current_setting('{name}') AS value"))
+        .get_result::<Value>(conn)
+        .unwrap()
+        .value
+}
+
+/// The pool gives out as many connections as it should; none of them holds a lock or is in a
+/// transaction.
+#[track_caller]
+pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
+    let mut conns: Vec<_> = (0..pool.max_size()).map(|_| pool.get().unwrap()).collect();
+    for conn in &mut conns {
+        // Outside a transaction, a savepoint is an error.
+        assert!(conn.batch_execute("SAVEPOINT outside").is_err());
+        diesel::sql_query("SELECT 1").execute(conn).unwrap();
+    }
+    let mut observer = Observer::of(database);
+    eventually("no connection holds a lock", || observer.all_held() == 0);
+    assert_eq!(observer.in_transaction(), 0);
+}
+
+/// Looks until it is so, for ten seconds.
+#[track_caller]
+pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !is_so() {
+        assert!(Instant::now() < end, "not within ten seconds: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// What was acquired; a lock that is taken fails the test.
+pub(crate) trait Expect<G> {
+    fn expect_acquired(self) -> G;
+}
+
+impl<G> Expect<G> for Attempt<G> {
+    #[track_caller]
+    fn expect_acquired(self) -> G {
+        self.acquired().expect("another session has the lock")
+    }
+}

@@ -1,1 +1,210 @@
-//! x
+//! Settings that a user may have made, and that change nothing of what is promised.
+
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{AdvisoryLock, Error};
+use workbench::{Cluster, Database};
+
+use crate::support::{Expect, Observer, foreign_session_holding, setting};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("server settings");
+
+#[derive(QueryableByName)]
+struct Version {
+    #[diesel(sql_type = diesel::sql_types::Integer)]
+    number: i32,
+}
+
+fn version(conn: &mut PgConnection) -> i32 {
+    diesel::sql_query("SELECT current_setting('server_version_num')::int / 10000 AS number")
+        .get_result::<Version>(conn)
+        .unwrap()
+        .number
+}
+
+/// Waits for the lock while another session has it for longer than the user's own time-outs.
+fn outwait(configure: &str) {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let mut holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let mut conn = database.connect();
+            conn.batch_execute(configure).unwrap();
+            let guard = LOCK.acquire_on(&mut conn)?;
+            guard.release()?;
+            conn.transaction(|conn| LOCK.acquire_xact(conn))
+        });
+        while observer.waiters(LOCK.key()) == 0 {}
+        // The server's own clock, well past the waiter's settings.
+        holder.batch_execute("SELECT pg_sleep(0.3)").unwrap();
+        holder
+            .batch_execute("SELECT pg_advisory_unlock_all()")
+            .unwrap();
+        waiter.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_users_statement_timeout_does_not_cut_a_wait_short() {
+    outwait("SET statement_timeout = '100ms'");
+}
+
+#[test]
+fn a_users_lock_timeout_does_not_cut_a_wait_short() {
+    outwait("SET lock_timeout = '50ms'");
+}
+
+#[test]
+fn a_users_transaction_timeout_does_not_cut_a_wait_short() {
+    if version(&mut Database::new().connect()) >= 17 {
+        outwait("SET transaction_timeout = '150ms'");
+    }
+}
+
+#[test]
+fn neither_do_they_cut_a_transaction_locks_wait_short() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let mut holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let mut conn = database.connect();
+            conn.batch_execute("SET statement_timeout = '100ms'; SET lock_timeout = '50ms'")
+                .unwrap();
+            conn.transaction(|conn| {
+                LOCK.acquire_xact(conn)?;
+                let after = [
+                    setting(conn, "statement_timeout"),
+                    setting(conn, "lock_timeout"),
+                ];
+                Ok::<_, Error>(after)
+            })
+        });
+        while observer.waiters(LOCK.key()) == 0 {}
+        holder.batch_execute("SELECT pg_sleep(0.3)").unwrap();
+        holder
+            .batch_execute("SELECT pg_advisory_unlock_all()")
+            .unwrap();
+        let after = waiter.join().unwrap().unwrap();
+        assert_eq!(after, ["100ms", "50ms"]);
+    });
+}
+
+/// `idle_session_timeout`, of PostgreSQL 14 and later, would end the session that holds the lock.
+#[test]
+fn a_lock_is_not_lost_to_idle_session_timeout() {
+    let database = Database::new();
+    if version(&mut database.connect()) < 14 {
+        return;
+    }
+    let mut observer = Observer::of(&database);
+    for waits in [false, true] {
+        let mut conn = database.connect();
+        conn.batch_execute("SET idle_session_timeout = '200ms'").unwrap();
+        let mut guard = if waits {
+            let mut holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+            std::thread::scope(|scope| {
+                let waiter = scope.spawn(|| LOCK.acquire_on(&mut conn).unwrap());
+                while observer.waiters(LOCK.key()) == 0 {}
+                holder
+                    .batch_execute("SELECT pg_advisory_unlock_all()")
+                    .unwrap();
+                waiter.join().unwrap()
+            })
+        } else {
+            LOCK.try_acquire_on(&mut conn).unwrap().expect_acquired()
+        };
+        let inner = LOCK.acquire_on(guard.conn()).unwrap();
+        observer.conn().batch_execute("SELECT pg_sleep(0.5)").unwrap();
+        assert_eq!(observer.holders(LOCK.key()), 1);
+        inner.release().unwrap();
+        assert_eq!(setting(guard.conn(), "idle_session_timeout"), "0");
+        guard.release().unwrap();
+        assert_eq!(setting(&mut conn, "idle_session_timeout"), "200ms");
+    }
+}
+
+#[test]
+fn a_lock_that_was_busy_leaves_idle_session_timeout_alone() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    if version(&mut conn) < 14 {
+        return;
+    }
+    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    conn.batch_execute("SET idle_session_timeout = '30s'").unwrap();
+    assert!(LOCK.try_acquire_on(&mut conn).unwrap().is_busy());
+    let timeout = Duration::from_millis(5);
+    assert!(LOCK.acquire_timeout_on(&mut conn, timeout).unwrap().is_busy());
+    assert_eq!(setting(&mut conn, "idle_session_timeout"), "30s");
+}
+
+#[test]
+fn no_search_path_time_zone_or_isolation_level_changes_anything() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    observer
+        .conn()
+        .batch_execute(
+            "CREATE SCHEMA impostor; \
+             CREATE FUNCTION impostor.pg_try_advisory_lock(bigint) RETURNS boolean \
+             LANGUAGE sql AS 'SELECT true'; \
+             CREATE FUNCTION impostor.pg_backend_pid() RETURNS int LANGUAGE sql AS 'SELECT 1'; \
+             CREATE TABLE impostor.pg_locks (id int)",
+        )
+        .unwrap();
+    for settings in [
+        "SET search_path = impostor, pg_catalog",
+        "SET search_path = ''",
+        "SET TimeZone = 'Europe/Paris'; SET IntervalStyle = 'sql_standard'; SET DateStyle = 'German'",
+        "SET default_transaction_isolation = 'repeatable read'",
+        "SET default_transaction_isolation = 'serializable'",
+        "SET default_transaction_read_only = on",
+        "SET standard_conforming_strings = off",
+    ] {
+        let mut conn = database.connect();
+        conn.batch_execute(settings).unwrap();
+        let mut guard = LOCK.try_acquire_on(&mut conn).unwrap().expect_acquired();
+        assert_eq!(observer.holders(LOCK.key()), 1, "{settings}");
+        assert!(guard.is_held().unwrap(), "{settings}");
+        guard.release().unwrap();
+
+        let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+        let timeout = Duration::from_millis(5);
+        assert!(LOCK.acquire_timeout_on(&mut conn, timeout).unwrap().is_busy());
+        let busy = LOCK.transaction_timeout(&mut conn, timeout, |_| Ok::<_, Error>(()));
+        assert!(busy.unwrap().is_busy(), "{settings}");
+        drop(holder);
+        observer.assert_free(LOCK.key());
+        LOCK.transaction(&mut conn, |_| {
+            assert_eq!(observer.holders(LOCK.key()), 1, "{settings}");
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+        assert_eq!(observer.all_held(), 0, "{settings}");
+    }
+}
+
+#[test]
+fn a_server_out_of_lock_memory_is_an_error_and_leaves_nothing_held() {
+    let cluster = Cluster::builder()
+        .setting("max_locks_per_transaction", "10")
+        .setting("max_connections", "10")
+        .start();
+    let database = cluster.database();
+    let pool = database.pool(1);
+    drop(pool.get().unwrap()); // connecting needs locks as well
+    let mut observer = Observer::of(&database);
+    let mut greedy = database.connect();
+    let fill = "SELECT pg_advisory_lock(g) FROM generate_series(1, 100000) g";
+    assert!(greedy.batch_execute(fill).is_err());
+
+    let refused = LOCK.try_acquire(&pool);
+    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+    assert_eq!(observer.holders(LOCK.key()), 0);
+    drop(greedy);
+    crate::support::eventually("there is room again", || LOCK.try_acquire(&pool).is_ok());
+}

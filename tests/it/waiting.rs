@@ -1,1 +1,302 @@
-//! x
+//! Waiting for a session lock: how it ends, and whom it must not disturb.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{AdvisoryLock, Error, LockKey};
+use workbench::{Cluster, Database};
+
+use crate::support::{Expect, Observer, foreign_session_holding, setting};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("waiting");
+const SHORT: Duration = Duration::from_millis(20);
+
+fn held_elsewhere(database: &Database) -> PgConnection {
+    foreign_session_holding(database, LOCK.key().id().unwrap())
+}
+
+#[test]
+fn a_timed_out_wait_is_busy_and_leaves_nothing_held() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let holder = held_elsewhere(&database);
+    let mut observer = Observer::of(&database);
+
+    let begun = Instant::now();
+    // More than one slice.
+    let timeout = Duration::from_millis(1200);
+    assert!(LOCK.acquire_timeout(&pool, timeout).unwrap().is_busy());
+    assert!(begun.elapsed() >= timeout);
+    assert_eq!(observer.waiters(LOCK.key()), 0);
+    assert_eq!(observer.holders(LOCK.key()), 1);
+
+    // The same session went back to the pool, and does not hold it.
+    drop(holder);
+    observer.assert_free(LOCK.key());
+    LOCK.acquire_timeout(&pool, timeout)
+        .unwrap()
+        .expect_acquired()
+        .release()
+        .unwrap();
+}
+
+#[test]
+fn timeouts_of_any_length_are_taken() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let holder = held_elsewhere(&database);
+    for timeout in [
+        Duration::ZERO,
+        Duration::from_nanos(1),
+        Duration::from_micros(300),
+        Duration::from_millis(1),
+    ] {
+        assert!(LOCK.acquire_timeout_on(&mut conn, timeout).unwrap().is_busy());
+    }
+    drop(holder);
+    Observer::of(&database).assert_free(LOCK.key());
+    let pool = database.pool(1);
+    for timeout in [Duration::MAX, Duration::from_secs(u64::MAX), Duration::from_secs(1 << 40)] {
+        drop(LOCK.acquire_timeout(&pool, timeout).unwrap().expect_acquired());
+        drop(LOCK.acquire_timeout_on(&mut conn, timeout).unwrap().expect_acquired());
+    }
+}
+
+#[test]
+fn a_wait_of_any_length_ends_when_the_lock_is_released() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    for timeout in [Duration::MAX, Duration::from_secs(3600)] {
+        let holder = held_elsewhere(&database);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let mut conn = database.connect();
+                let guard = LOCK.acquire_timeout_on(&mut conn, timeout).unwrap();
+                guard.expect_acquired().release().unwrap();
+            });
+            while observer.waiters(LOCK.key()) == 0 {}
+            drop(holder);
+            waiter.join().unwrap();
+        });
+    }
+}
+
+#[test]
+fn the_deadline_includes_the_check_out() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let taken = pool.get().unwrap();
+    let begun = Instant::now();
+    let waited = LOCK.acquire_timeout(&pool, SHORT);
+    assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    drop(taken);
+    drop(LOCK.acquire_timeout(&pool, SHORT).unwrap().expect_acquired());
+}
+
+#[test]
+fn a_german_server_tells_a_timeout_from_a_failure() {
+    let cluster = Cluster::builder().german().start();
+    let database = cluster.database();
+    let mut conn = database.connect();
+    let german = conn.batch_execute("SELECT 1/0").unwrap_err().to_string();
+    assert!(german.contains("durch Null"), "not German: {german}");
+
+    let holder = held_elsewhere(&database);
+    assert!(LOCK.acquire_timeout_on(&mut conn, SHORT).unwrap().is_busy());
+    conn.transaction(|conn| {
+        assert!(LOCK.acquire_xact_timeout(conn, SHORT)?.is_busy());
+        assert!(LOCK.try_acquire_xact(conn)?.is_busy());
+        Ok::<_, Error>(())
+    })
+    .unwrap();
+
+    // A waiter whose session is ended has failed, and not timed out.
+    let mut observer = Observer::of(&database);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let mut conn = database.connect();
+            LOCK.acquire_timeout_on(&mut conn, Duration::from_secs(60))
+                .map(|attempt| attempt.is_busy())
+        });
+        while observer.waiters(LOCK.key()) == 0 {}
+        observer
+            .conn()
+            .batch_execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_locks \
+                 WHERE locktype = 'advisory' AND NOT granted",
+            )
+            .unwrap();
+        let failed = waiter.join().unwrap();
+        assert!(matches!(failed, Err(Error::Database(_))), "{failed:?}");
+    });
+    drop(holder);
+}
+
+/// PostgreSQL may report a time-out although the lock was granted at that moment: the timers race.
+#[test]
+fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
+    const WAITERS: usize = 4;
+    const ROUNDS: usize = 500;
+    let database = Database::new();
+    let pool = database.pool(WAITERS as u32);
+    let holder = database.pool(1);
+    let over = AtomicBool::new(false);
+
+    let (timeouts, grants) = std::thread::scope(|scope| {
+        let releaser = scope.spawn(|| {
+            // Holds for about as long as the waiters wait, so that releases and time-outs meet.
+            for microseconds in (700..1400).step_by(100).cycle() {
+                if over.load(Ordering::Relaxed) {
+                    break;
+                }
+                let guard = LOCK.acquire(&holder).unwrap();
+                let until = Instant::now() + Duration::from_micros(microseconds);
+                while Instant::now() < until {
+                    std::hint::spin_loop();
+                }
+                guard.release().unwrap();
+            }
+        });
+        let waiters: Vec<_> = (0..WAITERS)
+            .map(|_| {
+                scope.spawn(|| {
+                    let (mut timeouts, mut grants) = (0, 0);
+                    while timeouts < ROUNDS {
+                        let timeout = Duration::from_millis(1);
+                        match LOCK.acquire_timeout(&pool, timeout).unwrap().acquired() {
+                            Some(mut guard) => {
+                                assert!(guard.is_held().unwrap());
+                                guard.release().unwrap();
+                                grants += 1;
+                            }
+                            None => timeouts += 1,
+                        }
+                    }
+                    (timeouts, grants)
+                })
+            })
+            .collect();
+        let sums = waiters
+            .into_iter()
+            .map(|waiter| waiter.join().unwrap())
+            .fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        over.store(true, Ordering::Relaxed);
+        releaser.join().unwrap();
+        sums
+    });
+    assert_eq!(timeouts, WAITERS * ROUNDS);
+    assert!(grants > 0);
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+/// Without slices, each waiter's snapshot and the holder's index wait for each other, until
+/// PostgreSQL ends one of them: "deadlock detected".
+#[test]
+fn the_holder_creates_an_index_concurrently_while_twenty_sessions_wait() {
+    const WAITERS: i64 = 20;
+    let database = Database::new();
+    let pool = database.pool(WAITERS as u32 + 1);
+    let mut observer = Observer::of(&database);
+    let mut guard = LOCK.acquire(&pool).unwrap();
+    guard
+        .conn()
+        .batch_execute("CREATE TABLE t AS SELECT generate_series(1, 1000) AS id")
+        .unwrap();
+
+    std::thread::scope(|scope| {
+        let waiters: Vec<_> = (0..WAITERS)
+            .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
+            .collect();
+        crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == WAITERS);
+        guard
+            .conn()
+            .batch_execute("CREATE INDEX CONCURRENTLY i ON t (id)")
+            .unwrap();
+        guard.release().unwrap();
+        for waiter in waiters {
+            waiter.join().unwrap().unwrap();
+        }
+    });
+    assert_eq!(observer.all_held(), 0);
+}
+
+/// Also where the server detects deadlocks sooner than a slice is long by default.
+#[test]
+fn slices_are_shorter_than_the_servers_deadlock_timeout() {
+    let cluster = Cluster::builder().setting("deadlock_timeout", "100ms").start();
+    let database = cluster.database();
+    let pool = database.pool(3);
+    let mut observer = Observer::of(&database);
+    let mut guard = LOCK.acquire(&pool).unwrap();
+    guard.conn().batch_execute("CREATE TABLE t (id int)").unwrap();
+    std::thread::scope(|scope| {
+        let waiters: Vec<_> = (0..2)
+            .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
+            .collect();
+        crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == 2);
+        for _ in 0..5 {
+            guard
+                .conn()
+                .batch_execute("CREATE INDEX CONCURRENTLY i ON t (id); ")
+                .unwrap();
+            guard.conn().batch_execute("DROP INDEX i").unwrap();
+        }
+        guard.release().unwrap();
+        for waiter in waiters {
+            waiter.join().unwrap().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_pool_full_of_waiters_does_not_starve_the_holder() {
+    let database = Database::new();
+    let pool = database.pool(4);
+    let mut observer = Observer::of(&database);
+    let mut guard = LOCK.acquire(&pool).unwrap();
+    std::thread::scope(|scope| {
+        let waiters: Vec<_> = (0..3)
+            .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
+            .collect();
+        crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == 3);
+        // No second connection is to be had, and none is needed.
+        diesel::sql_query("SELECT 1").execute(guard.conn()).unwrap();
+        guard.release().unwrap();
+        for waiter in waiters {
+            waiter.join().unwrap().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_shared_wait_holds_what_it_waited_for() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let shared = AdvisoryLock::new(LockKey::pair(-1, 1)).shared();
+    let holder = foreign_session_holding(&database, shared.key().id().unwrap());
+    let mut observer = Observer::of(&database);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| shared.acquire(&pool).unwrap());
+        while observer.waiters(shared.key()) == 0 {}
+        drop(holder);
+        let mut guard = waiter.join().unwrap();
+        assert!(guard.is_held().unwrap());
+        guard.release().unwrap();
+    });
+    assert_eq!(observer.holders(shared.key()), 0);
+}
+
+#[test]
+fn a_wait_leaves_the_sessions_settings_as_they_were() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.batch_execute("SET statement_timeout = '7s'; SET lock_timeout = '5s'")
+        .unwrap();
+    let _holder = held_elsewhere(&database);
+    assert!(LOCK.acquire_timeout_on(&mut conn, SHORT).unwrap().is_busy());
+    assert_eq!(setting(&mut conn, "statement_timeout"), "7s");
+    assert_eq!(setting(&mut conn, "lock_timeout"), "5s");
+}

@@ -224,8 +224,7 @@ fn a_lock_that_somebody_else_unlocked_is_reported_and_its_session_given_up() {
 
 #[test]
 fn the_observer_sees_a_lock_that_stays_behind_in_the_pool() {
-    // The callers own doing, by plain SQL, and the callers to undo: it shows that the other tests
-    // here could fail.
+    // By plain SQL, which is the caller's to undo: it shows that the other tests could fail.
     let database = Database::new();
     let pool = database.pool(1);
     let mut guard = LOCK.acquire(&pool).unwrap();

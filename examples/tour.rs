@@ -134,14 +134,12 @@ fn ten_requests_for_one_server(database: &Database) -> Result<(), Box<dyn Error>
         book_without_lock(conn, wanted, &barrier)
     })?;
     assert_eq!(booked.len(), 10);
-    bad("10 rows: the server is booked ten times, and ten users were told that it is theirs");
+    bad("10 rows: ten users were told that the server is theirs");
 
-    say("Under a lock: AdvisoryLock::new(key).transaction(conn, |conn| { check, then insert })");
+    say("Under a lock: AdvisoryLock::new(key).transaction(conn, |conn| { … })");
     let key = LockKey::parts([223, 345]);
     assert_eq!(key, LockKey::bigint(3755351481708176604));
-    note(format!(
-        "the key's name, and the number that PostgreSQL locks: {key}"
-    ));
+    note(format!("the key: LockKey::parts([223, 345]) is {key}"));
     let booked = ten_at_once(database, |conn, wanted| {
         barrier.wait();
         book_under_lock(conn, wanted)
@@ -323,8 +321,8 @@ fn assert_free(observer: &mut PgConnection) -> QueryResult<()> {
         thread::sleep(Duration::from_millis(1));
     }
     good(format!(
-        "pg_locks: nobody holds it (looked for {} ms)",
-        start.elapsed().as_millis()
+        "pg_locks: nobody holds it, after less than {} ms",
+        start.elapsed().as_millis() + 1
     ));
     Ok(())
 }

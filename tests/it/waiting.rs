@@ -141,18 +141,17 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
     const WAITERS: usize = 4;
     const ROUNDS: usize = 500;
     let database = Database::new();
-    let pool = database.pool(WAITERS as u32);
-    let holder = database.pool(1);
     let over = AtomicBool::new(false);
 
     let (timeouts, grants) = std::thread::scope(|scope| {
         let releaser = scope.spawn(|| {
+            let mut conn = database.connect();
             // Holds for about as long as the waiters wait, so that releases and time-outs meet.
             for microseconds in (700..1400).step_by(100).cycle() {
                 if over.load(Ordering::Relaxed) {
                     break;
                 }
-                let guard = LOCK.acquire(&holder).unwrap();
+                let guard = LOCK.acquire_on(&mut conn).unwrap();
                 let until = Instant::now() + Duration::from_micros(microseconds);
                 while Instant::now() < until {
                     std::hint::spin_loop();
@@ -163,10 +162,12 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
         let waiters: Vec<_> = (0..WAITERS)
             .map(|_| {
                 scope.spawn(|| {
+                    let mut conn = database.connect();
                     let (mut timeouts, mut grants) = (0, 0);
                     while timeouts < ROUNDS {
                         let timeout = Duration::from_millis(1);
-                        match LOCK.acquire_timeout(&pool, timeout).unwrap().acquired() {
+                        let attempt = LOCK.acquire_timeout_on(&mut conn, timeout).unwrap();
+                        match attempt.acquired() {
                             Some(mut guard) => {
                                 assert!(guard.is_held().unwrap());
                                 guard.release().unwrap();
@@ -179,13 +180,12 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
                 })
             })
             .collect();
-        let sums = waiters
-            .into_iter()
-            .map(|waiter| waiter.join().unwrap())
-            .fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        let waited: Vec<_> = waiters.into_iter().map(|waiter| waiter.join()).collect();
         over.store(true, Ordering::Relaxed);
         releaser.join().unwrap();
-        sums
+        waited.into_iter().map(Result::unwrap).fold((0, 0), |sum, one| {
+            (sum.0 + one.0, sum.1 + one.1)
+        })
     });
     assert_eq!(timeouts, WAITERS * ROUNDS);
     assert!(grants > 0);

@@ -1,1 +1,194 @@
-//! x
+//! Guards on a connection that the caller lent, which nobody can discard.
+
+use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
+use diesel::prelude::*;
+use diesel_interlock::{AdvisoryLock, Error};
+use workbench::Database;
+
+use crate::support::{Expect, Observer, backend_pid, setting};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("borrowed");
+
+fn fail(conn: &mut PgConnection) {
+    conn.batch_execute("SELECT 1/0").unwrap_err();
+}
+
+#[test]
+fn releasing_gives_the_same_session_back() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let pid = backend_pid(&mut conn);
+    let guard = LOCK.try_acquire_on(&mut conn).unwrap().expect_acquired();
+    assert_eq!(guard.backend_pid(), pid);
+    guard.release().unwrap();
+    assert_eq!(backend_pid(&mut conn), pid);
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+#[test]
+fn dropping_in_an_aborted_raw_transaction_frees_the_lock_on_a_usable_connection() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let pid = backend_pid(&mut conn);
+    {
+        let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+        guard.conn().batch_execute("BEGIN").unwrap();
+        fail(guard.conn());
+    }
+    assert_eq!(Observer::of(&database).all_held(), 0);
+    assert_eq!(backend_pid(&mut conn), pid);
+    conn.transaction(|_| QueryResult::Ok(())).unwrap();
+}
+
+#[test]
+fn a_repaired_unlock_gives_back_idle_session_timeout() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.batch_execute("SET lock_timeout = 0").unwrap();
+    if conn.batch_execute("SET idle_session_timeout = '60s'").is_err() {
+        return; // before PostgreSQL 14
+    }
+    let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+    guard.conn().batch_execute("BEGIN").unwrap();
+    fail(guard.conn());
+    assert!(matches!(
+        guard.release(),
+        Err(Error::TransactionLeftOpen { .. })
+    ));
+    assert_eq!(setting(&mut conn, "idle_session_timeout"), "1min");
+}
+
+#[test]
+fn a_raw_transaction_left_open_is_reported_and_left_to_the_caller() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.batch_execute("CREATE TABLE t (id int)").unwrap();
+    let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+    guard
+        .conn()
+        .batch_execute("BEGIN; INSERT INTO t VALUES (1)")
+        .unwrap();
+    assert!(matches!(
+        guard.release(),
+        Err(Error::TransactionLeftOpen { .. })
+    ));
+    assert_eq!(Observer::of(&database).all_held(), 0);
+    conn.batch_execute("COMMIT").unwrap();
+    conn.transaction(|conn| conn.batch_execute("INSERT INTO t VALUES (2)"))
+        .unwrap();
+}
+
+#[test]
+fn a_callers_aborted_transaction_is_never_rolled_back_behind_its_back() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.batch_execute("CREATE TABLE t (id int)").unwrap();
+    let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+    AnsiTransactionManager::begin_transaction(guard.conn()).unwrap();
+    guard.conn().batch_execute("SAVEPOINT s; INSERT INTO t VALUES (1)").unwrap();
+    fail(guard.conn());
+    let released = guard.release();
+    assert!(matches!(released, Err(Error::ReleaseFailed { .. })), "{released:?}");
+    // Still there, aborted: only the caller ends it.
+    assert_eq!(Observer::of(&database).in_transaction(), 1);
+    conn.batch_execute("ROLLBACK TO SAVEPOINT s; COMMIT").unwrap();
+}
+
+#[test]
+fn releasing_in_the_callers_open_transaction_is_reported() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+    AnsiTransactionManager::begin_transaction(guard.conn()).unwrap();
+    assert!(matches!(
+        guard.release(),
+        Err(Error::TransactionLeftOpen { .. })
+    ));
+    assert_eq!(Observer::of(&database).all_held(), 0);
+    AnsiTransactionManager::commit_transaction(&mut conn).unwrap();
+}
+
+#[test]
+fn a_killed_backend_is_an_error_and_marks_the_connection() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let guard = LOCK.acquire_on(&mut conn).unwrap();
+    Observer::of(&database).kill(guard.backend_pid());
+    assert!(matches!(guard.release(), Err(Error::ReleaseFailed { .. })));
+    assert!(AnsiTransactionManager::is_broken_transaction_manager(&mut conn));
+    let refused = LOCK.try_acquire_on(&mut conn);
+    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+}
+
+#[test]
+fn inside_an_open_transaction_a_session_lock_is_refused() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.transaction(|conn| {
+        assert!(matches!(LOCK.try_acquire_on(conn), Err(Error::InTransaction)));
+        assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
+        conn.transaction(|conn| {
+            assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
+            QueryResult::Ok(())
+        })
+    })
+    .unwrap();
+    conn.build_transaction()
+        .serializable()
+        .run(|conn| {
+            assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
+            QueryResult::Ok(())
+        })
+        .unwrap();
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+#[test]
+fn inside_a_raw_transaction_it_is_refused_and_the_transaction_goes_on() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.batch_execute("BEGIN; CREATE TABLE t (id int)").unwrap();
+    assert!(matches!(LOCK.try_acquire_on(&mut conn), Err(Error::InTransaction)));
+    let holder = crate::support::foreign_session_holding(&database, LOCK.key().id().unwrap());
+    assert!(matches!(LOCK.acquire_on(&mut conn), Err(Error::InTransaction)));
+    drop(holder);
+    conn.batch_execute("INSERT INTO t VALUES (1); COMMIT").unwrap();
+    Observer::of(&database).assert_free(LOCK.key());
+    LOCK.acquire_on(&mut conn).unwrap().release().unwrap();
+}
+
+#[test]
+fn a_failed_attempt_leaves_a_live_connection_usable_and_holding_nothing() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.batch_execute("BEGIN").unwrap();
+    fail(&mut conn);
+    let failed = LOCK.try_acquire_on(&mut conn).map(drop);
+    assert!(matches!(failed, Err(Error::Database(_))), "{failed:?}");
+    conn.batch_execute("ROLLBACK").unwrap();
+    let guard = LOCK.try_acquire_on(&mut conn).unwrap().expect_acquired();
+    guard.release().unwrap();
+}
+
+/// A wait that was cancelled may have been granted the lock at that very moment.
+#[test]
+fn a_cancelled_wait_holds_nothing_and_keeps_the_session() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let _holder = crate::support::foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let mut conn = database.connect();
+    let pid = backend_pid(&mut conn);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| LOCK.acquire_on(&mut conn).map(drop));
+        while observer.waiters(LOCK.key()) == 0 {}
+        observer
+            .conn()
+            .batch_execute(&format!("SELECT pg_cancel_backend({pid})"))
+            .unwrap();
+        let cancelled = waiter.join().unwrap();
+        assert!(matches!(cancelled, Err(Error::Database(_))), "{cancelled:?}");
+    });
+    assert_eq!(observer.holders(LOCK.key()), 1);
+    assert_eq!(backend_pid(&mut conn), pid);
+    conn.transaction(|_| QueryResult::Ok(())).unwrap();
+}

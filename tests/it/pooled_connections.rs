@@ -1,1 +1,161 @@
-//! x
+//! What the pool gets back, and what it never sees again.
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel::r2d2::{CustomizeConnection, Pool};
+use diesel_interlock::{AdvisoryLock, Error};
+use workbench::Database;
+
+use crate::support::{Expect, Observer, assert_pool_whole, backend_pid, foreign_session_holding};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("pooled");
+
+/// Article 003: the statement that unlocks must run on the connection that locked.
+#[test]
+fn the_lock_is_released_on_the_connection_that_took_it_though_others_are_in_use() {
+    let database = Database::new();
+    let pool = database.pool(5);
+    let mut observer = Observer::of(&database);
+    for _ in 0..20 {
+        let guard = LOCK.acquire(&pool).unwrap();
+        let pid = guard.backend_pid();
+        let mut others: Vec<_> = (0..4).map(|_| pool.get().unwrap()).collect();
+        assert!(others.iter_mut().all(|conn| backend_pid(conn) != pid));
+        drop(others);
+        guard.release().unwrap();
+        assert_eq!(observer.holders(LOCK.key()), 0);
+    }
+    assert!(observer.sessions() <= 5);
+}
+
+#[test]
+fn a_busy_lock_gives_the_connection_back() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let pid = backend_pid(&mut pool.get().unwrap());
+    for _ in 0..3 {
+        assert!(LOCK.try_acquire(&pool).unwrap().is_busy());
+    }
+    assert_eq!(backend_pid(&mut pool.get().unwrap()), pid);
+}
+
+#[test]
+fn a_killed_waiter_is_an_error_and_leaves_the_pool_whole() {
+    let database = Database::new();
+    let pool = database.pool(2);
+    let mut observer = Observer::of(&database);
+    let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| LOCK.acquire(&pool).map(drop));
+        while observer.waiters(LOCK.key()) == 0 {}
+        observer
+            .conn()
+            .batch_execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_locks \
+                 WHERE locktype = 'advisory' AND NOT granted",
+            )
+            .unwrap();
+        let killed = waiter.join().unwrap();
+        assert!(matches!(killed, Err(Error::Database(_))), "{killed:?}");
+    });
+    drop(holder);
+    observer.assert_free(LOCK.key());
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_cancelled_waiter_gives_its_session_up() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut observer = Observer::of(&database);
+    let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let pid = backend_pid(&mut pool.get().unwrap());
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| LOCK.acquire(&pool).map(drop));
+        while observer.waiters(LOCK.key()) == 0 {}
+        observer
+            .conn()
+            .batch_execute(&format!("SELECT pg_cancel_backend({pid})"))
+            .unwrap();
+        waiter.join().unwrap().unwrap_err();
+    });
+    crate::support::eventually("the session is given up", || !observer.is_alive(pid));
+    drop(holder);
+    observer.assert_free(LOCK.key());
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn an_exhausted_pool_is_an_error() {
+    let database = Database::new();
+    let pool = Pool::builder()
+        .max_size(1)
+        .connection_timeout(std::time::Duration::from_millis(50))
+        .build(database.manager())
+        .unwrap();
+    let _all = pool.get().unwrap();
+    assert!(matches!(LOCK.try_acquire(&pool), Err(Error::Pool(_))));
+    assert!(matches!(LOCK.acquire(&pool), Err(Error::Pool(_))));
+    let with = LOCK.with(&pool, |_| Ok::<_, Error>(()));
+    assert!(matches!(with, Err(Error::Pool(_))));
+}
+
+/// A pool whose connections come with a transaction that Diesel does not know of.
+#[test]
+fn a_pooled_connection_in_a_raw_transaction_is_refused_and_discarded() {
+    #[derive(Debug)]
+    struct Begin;
+    impl CustomizeConnection<PgConnection, diesel::r2d2::Error> for Begin {
+        fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), diesel::r2d2::Error> {
+            Ok(conn.batch_execute("BEGIN")?)
+        }
+    }
+    let database = Database::new();
+    let pool = Pool::builder()
+        .max_size(1)
+        .connection_customizer(Box::new(Begin))
+        .build(database.manager())
+        .unwrap();
+    let pid = backend_pid(&mut pool.get().unwrap());
+    assert!(matches!(LOCK.acquire(&pool), Err(Error::InTransaction)));
+    let mut observer = Observer::of(&database);
+    crate::support::eventually("the session is given up", || !observer.is_alive(pid));
+    observer.assert_free(LOCK.key());
+}
+
+#[test]
+fn a_guard_moves_between_threads() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let guard = LOCK.try_acquire(&pool).unwrap().expect_acquired();
+    std::thread::spawn(move || guard.release().unwrap())
+        .join()
+        .unwrap();
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+#[test]
+fn a_thousand_waiters_wait_for_the_pool_and_not_for_ever() {
+    let database = Database::new();
+    let pool = database.pool(4);
+    let mut guard = LOCK.acquire(&pool).unwrap();
+    let taken = std::thread::scope(|scope| {
+        let waiters: Vec<_> = (0..1000)
+            .map(|_| {
+                std::thread::Builder::new()
+                    .stack_size(128 * 1024)
+                    .spawn_scoped(scope, || {
+                        let timeout = std::time::Duration::from_millis(300);
+                        LOCK.acquire_timeout(&pool, timeout).is_ok_and(|it| !it.is_busy())
+                    })
+                    .unwrap()
+            })
+            .collect();
+        diesel::sql_query("SELECT 1").execute(guard.conn()).unwrap();
+        waiters.into_iter().map(|waiter| waiter.join().unwrap()).filter(|it| *it).count()
+    });
+    assert_eq!(taken, 0);
+    guard.release().unwrap();
+    assert_pool_whole(&pool, &database);
+}

@@ -229,10 +229,7 @@ impl AdvisoryLock {
     /// # Errors
     ///
     /// Those of [all session locks](#errors-of-all-of-them).
-    pub fn acquire_on<'conn>(
-        &self,
-        conn: &'conn mut PgConnection,
-    ) -> Result<BorrowedGuard<'conn>> {
+    pub fn acquire_on<'conn>(&self, conn: &'conn mut PgConnection) -> Result<BorrowedGuard<'conn>> {
         session::acquire(&self.key, self.mode, conn)
     }
 
@@ -250,7 +247,11 @@ impl AdvisoryLock {
     ///
     /// Those of [all session locks](#errors-of-all-of-them).
     #[cfg(feature = "r2d2")]
-    pub fn acquire_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Attempt<PooledGuard>> {
+    pub fn acquire_timeout(
+        &self,
+        pool: &PgPool,
+        timeout: Duration,
+    ) -> Result<Attempt<PooledGuard>> {
         let deadline = Deadline::after(timeout);
         let lease = self.check_out(pool, Some(timeout))?;
         session::acquire_until(&self.key, self.mode, lease, deadline)

@@ -13,9 +13,9 @@ mod pool;
 pub mod testing;
 mod transaction;
 
-pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, Lease};
 #[cfg(feature = "r2d2")]
 pub use crate::advisory::PooledGuard;
+pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, Lease};
 pub use crate::attempt::Attempt;
 pub use crate::error::{Error, Result};
 pub use crate::key::{LockId, LockKey, fnv1a};

@@ -52,10 +52,7 @@ pub static LOCK: AdvisoryLock = AdvisoryLock::named("diesel_interlock migrations
 /// # assert_eq!(ran.len(), 1);
 /// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
 /// ```
-pub fn run_pending<S>(
-    conn: &mut PgConnection,
-    source: S,
-) -> Result<Vec<MigrationVersion<'static>>>
+pub fn run_pending<S>(conn: &mut PgConnection, source: S) -> Result<Vec<MigrationVersion<'static>>>
 where
     S: MigrationSource<Pg>,
 {

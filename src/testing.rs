@@ -10,7 +10,8 @@
 //! // This test's locks do not meet those of the tests that run beside it.
 //! let _prefix = testing::key_prefix("nightly() leaves nothing behind");
 //! NIGHTLY.try_with(&pool, |_| Ok::<_, diesel_interlock::Error>(()))?;
-//! testing::assert_not_held(&NIGHTLY, &mut pool.get()?);
+//! let mut conn = pool.get()?;
+//! testing::assert_not_held(&NIGHTLY, &mut conn);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!

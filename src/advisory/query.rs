@@ -215,3 +215,98 @@ fn push_key<'b>(out: &mut AstPass<'_, 'b, Pg>, id: &'b LockId) -> QueryResult<()
     out.push_sql(")");
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BIGINT: LockId = LockId::BigInt(-5);
+    const PAIR: LockId = LockId::Pair(1, 2);
+
+    fn sql(query: &impl QueryFragment<Pg>) -> String {
+        diesel::debug_query::<Pg, _>(query).to_string()
+    }
+
+    #[test]
+    fn a_try_asks_for_everything_at_once() {
+        let query = TryAcquire {
+            id: &BIGINT,
+            mode: LockMode::Exclusive,
+        };
+        assert_eq!(
+            sql(&query),
+            "SELECT pid, granted, idle_session_timeout, \
+             CASE WHEN granted AND idle_session_timeout <> '0' \
+             THEN pg_catalog.set_config('idle_session_timeout', '0', false) END \
+             FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
+             CASE WHEN NOT pg_catalog.pg_is_in_recovery() \
+             THEN pg_catalog.pg_try_advisory_lock($1) END AS granted, \
+             pg_catalog.current_setting('idle_session_timeout', true) AS idle_session_timeout) \
+             AS attempt -- binds: [-5]"
+        );
+    }
+
+    #[test]
+    fn a_release_unlocks_on_the_session_that_took_the_lock_only() {
+        let query = Release {
+            id: &PAIR,
+            mode: LockMode::Shared,
+            taken_by: 42,
+            idle_session_timeout: Some("1min"),
+        };
+        assert_eq!(
+            sql(&query),
+            "SELECT pid, CASE WHEN pid = taken_by \
+             THEN pg_catalog.pg_advisory_unlock_shared($1, $2) END, \
+             CASE WHEN pid = taken_by AND idle_session_timeout IS NOT NULL \
+             THEN pg_catalog.set_config('idle_session_timeout', idle_session_timeout, false) END \
+             FROM (SELECT pg_catalog.pg_backend_pid() AS pid, $3 AS taken_by, \
+             $4 AS idle_session_timeout) AS session -- binds: [1, 2, 42, Some(\"1min\")]"
+        );
+    }
+
+    #[test]
+    fn is_held_looks_for_the_lock_as_pg_locks_shows_it() {
+        let locator = BIGINT.into();
+        let query = IsHeld {
+            locator: &locator,
+            mode: LockMode::Shared,
+        };
+        assert_eq!(
+            sql(&query),
+            "SELECT pg_catalog.pg_backend_pid(), EXISTS (SELECT FROM pg_catalog.pg_locks \
+             WHERE locktype = 'advisory' AND granted AND pid = pg_catalog.pg_backend_pid() \
+             AND database = (SELECT oid FROM pg_catalog.pg_database \
+             WHERE datname = pg_catalog.current_database()) AND classid = $1 AND objid = $2 \
+             AND objsubid = $3 AND mode = $4) -- binds: [4294967295, 4294967291, 1, \"ShareLock\"]"
+        );
+    }
+
+    #[test]
+    fn a_transaction_lock_is_not_tried_where_it_would_not_protect() {
+        let query = TryAcquireXact {
+            id: &BIGINT,
+            mode: LockMode::Exclusive,
+        };
+        assert_eq!(
+            sql(&query),
+            "SELECT transaction_isolation, \
+             CASE WHEN transaction_isolation <> 'repeatable read' \
+             AND NOT pg_catalog.pg_is_in_recovery() \
+             THEN pg_catalog.pg_try_advisory_xact_lock($1) END \
+             FROM (SELECT pg_catalog.current_setting('transaction_isolation') \
+             AS transaction_isolation) AS settings -- binds: [-5]"
+        );
+    }
+
+    #[test]
+    fn a_key_is_located_by_its_halves() {
+        let locate = |id: LockId| {
+            let at = Locator::from(id);
+            (at.classid, at.objid, at.objsubid)
+        };
+        assert_eq!(locate(LockId::BigInt((7 << 32) | 9)), (7, 9, 1));
+        assert_eq!(locate(LockId::BigInt(i64::MIN)), (1 << 31, 0, 1));
+        assert_eq!(locate(LockId::Pair(-1, 3)), (u32::MAX, 3, 2));
+    }
+}

@@ -101,8 +101,7 @@ impl<C: Lease> Tried<C> {
     }
 
     fn wait(&mut self, limit: Duration) -> Result<()> {
-        self.granted =
-            wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, limit)?;
+        self.granted = wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, limit)?;
         Ok(())
     }
 

@@ -231,8 +231,46 @@ fn held_by_this_session(id: LockId, mode: LockMode) -> String {
 
 /// Whole milliseconds, rounded up: a time-out of 0 would mean to wait for ever.
 fn milliseconds(duration: Duration) -> u128 {
-    duration
-        .as_nanos()
-        .div_ceil(1_000_000)
-        .clamp(1, LONGEST)
+    duration.as_nanos().div_ceil(1_000_000).clamp(1, LONGEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_outs_are_whole_milliseconds_that_postgresql_takes() {
+        assert_eq!(milliseconds(Duration::ZERO), 1);
+        assert_eq!(milliseconds(Duration::from_nanos(1)), 1);
+        assert_eq!(milliseconds(Duration::from_micros(300)), 1);
+        assert_eq!(milliseconds(Duration::from_micros(1001)), 2);
+        assert_eq!(milliseconds(Duration::from_millis(500)), 500);
+        assert_eq!(milliseconds(Duration::MAX), 2_147_483_647);
+    }
+
+    #[test]
+    fn a_deadline_past_all_time_is_never() {
+        assert_eq!(Deadline::after(Duration::MAX).remaining(), Duration::MAX);
+        assert_eq!(Deadline::after(Duration::ZERO).remaining(), Duration::ZERO);
+    }
+
+    #[test]
+    fn the_smallest_bigint_is_no_literal() {
+        assert_eq!(
+            xact_lock_message(LockId::BigInt(i64::MIN), LockMode::Shared),
+            "SELECT \
+             pg_catalog.set_config('diesel_interlock.statement_timeout', \
+             pg_catalog.current_setting('statement_timeout'), true), \
+             pg_catalog.set_config('diesel_interlock.lock_timeout', \
+             pg_catalog.current_setting('lock_timeout'), true), \
+             pg_catalog.set_config('statement_timeout', '0', true), \
+             pg_catalog.set_config('lock_timeout', '0', true); \
+             SELECT pg_catalog.pg_advisory_xact_lock_shared('-9223372036854775808'::bigint); \
+             SELECT \
+             pg_catalog.set_config('statement_timeout', \
+             pg_catalog.current_setting('diesel_interlock.statement_timeout'), true), \
+             pg_catalog.set_config('lock_timeout', \
+             pg_catalog.current_setting('diesel_interlock.lock_timeout'), true)"
+        );
+    }
 }

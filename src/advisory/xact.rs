@@ -180,13 +180,14 @@ impl AdvisoryLock {
     ///
     /// # diesel::table! { reserved_servers (server_id) { server_id -> Integer } }
     /// fn book(conn: &mut PgConnection, datacenter: i32, server: i32) -> QueryResult<bool> {
-    ///     use reserved_servers::dsl::*;
     ///     AdvisoryLock::new(LockKey::parts([datacenter, server])).transaction(conn, |conn| {
-    ///         let taken = reserved_servers.filter(server_id.eq(server));
+    ///         let taken = reserved_servers::table.find(server);
     ///         if diesel::select(diesel::dsl::exists(taken)).get_result(conn)? {
     ///             return Ok(false);
     ///         }
-    ///         diesel::insert_into(reserved_servers).values(server_id.eq(server)).execute(conn)?;
+    ///         diesel::insert_into(reserved_servers::table)
+    ///             .values(reserved_servers::server_id.eq(server))
+    ///             .execute(conn)?;
     ///         Ok(true)
     ///     })
     /// }

@@ -45,7 +45,10 @@ fn a_repaired_unlock_gives_back_idle_session_timeout() {
     let database = Database::new();
     let mut conn = database.connect();
     conn.batch_execute("SET lock_timeout = 0").unwrap();
-    if conn.batch_execute("SET idle_session_timeout = '60s'").is_err() {
+    if conn
+        .batch_execute("SET idle_session_timeout = '60s'")
+        .is_err()
+    {
         return; // before PostgreSQL 14
     }
     let mut guard = LOCK.acquire_on(&mut conn).unwrap();
@@ -85,13 +88,20 @@ fn a_callers_aborted_transaction_is_never_rolled_back_behind_its_back() {
     conn.batch_execute("CREATE TABLE t (id int)").unwrap();
     let mut guard = LOCK.acquire_on(&mut conn).unwrap();
     AnsiTransactionManager::begin_transaction(guard.conn()).unwrap();
-    guard.conn().batch_execute("SAVEPOINT s; INSERT INTO t VALUES (1)").unwrap();
+    guard
+        .conn()
+        .batch_execute("SAVEPOINT s; INSERT INTO t VALUES (1)")
+        .unwrap();
     fail(guard.conn());
     let released = guard.release();
-    assert!(matches!(released, Err(Error::ReleaseFailed { .. })), "{released:?}");
+    assert!(
+        matches!(released, Err(Error::ReleaseFailed { .. })),
+        "{released:?}"
+    );
     // Still there, aborted: only the caller ends it.
     assert_eq!(Observer::of(&database).in_transaction(), 1);
-    conn.batch_execute("ROLLBACK TO SAVEPOINT s; COMMIT").unwrap();
+    conn.batch_execute("ROLLBACK TO SAVEPOINT s; COMMIT")
+        .unwrap();
 }
 
 #[test]
@@ -115,7 +125,9 @@ fn a_killed_backend_is_an_error_and_marks_the_connection() {
     let guard = LOCK.acquire_on(&mut conn).unwrap();
     Observer::of(&database).kill(guard.backend_pid());
     assert!(matches!(guard.release(), Err(Error::ReleaseFailed { .. })));
-    assert!(AnsiTransactionManager::is_broken_transaction_manager(&mut conn));
+    assert!(AnsiTransactionManager::is_broken_transaction_manager(
+        &mut conn
+    ));
     let refused = LOCK.try_acquire_on(&mut conn);
     assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
 }
@@ -125,7 +137,10 @@ fn inside_an_open_transaction_a_session_lock_is_refused() {
     let database = Database::new();
     let mut conn = database.connect();
     conn.transaction(|conn| {
-        assert!(matches!(LOCK.try_acquire_on(conn), Err(Error::InTransaction)));
+        assert!(matches!(
+            LOCK.try_acquire_on(conn),
+            Err(Error::InTransaction)
+        ));
         assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
         conn.transaction(|conn| {
             assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
@@ -147,12 +162,20 @@ fn inside_an_open_transaction_a_session_lock_is_refused() {
 fn inside_a_raw_transaction_it_is_refused_and_the_transaction_goes_on() {
     let database = Database::new();
     let mut conn = database.connect();
-    conn.batch_execute("BEGIN; CREATE TABLE t (id int)").unwrap();
-    assert!(matches!(LOCK.try_acquire_on(&mut conn), Err(Error::InTransaction)));
+    conn.batch_execute("BEGIN; CREATE TABLE t (id int)")
+        .unwrap();
+    assert!(matches!(
+        LOCK.try_acquire_on(&mut conn),
+        Err(Error::InTransaction)
+    ));
     let holder = crate::support::foreign_session_holding(&database, LOCK.key().id().unwrap());
-    assert!(matches!(LOCK.acquire_on(&mut conn), Err(Error::InTransaction)));
+    assert!(matches!(
+        LOCK.acquire_on(&mut conn),
+        Err(Error::InTransaction)
+    ));
     drop(holder);
-    conn.batch_execute("INSERT INTO t VALUES (1); COMMIT").unwrap();
+    conn.batch_execute("INSERT INTO t VALUES (1); COMMIT")
+        .unwrap();
     Observer::of(&database).assert_free(LOCK.key());
     LOCK.acquire_on(&mut conn).unwrap().release().unwrap();
 }
@@ -186,7 +209,10 @@ fn a_cancelled_wait_holds_nothing_and_keeps_the_session() {
             .batch_execute(&format!("SELECT pg_cancel_backend({pid})"))
             .unwrap();
         let cancelled = waiter.join().unwrap();
-        assert!(matches!(cancelled, Err(Error::Database(_))), "{cancelled:?}");
+        assert!(
+            matches!(cancelled, Err(Error::Database(_))),
+            "{cancelled:?}"
+        );
     });
     assert_eq!(observer.holders(LOCK.key()), 1);
     assert_eq!(backend_pid(&mut conn), pid);

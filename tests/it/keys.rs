@@ -12,11 +12,13 @@ const GEM: &str = include_str!("vectors/gem.tsv");
 fn rows(file: &'static str) -> impl Iterator<Item = impl Fn(&str) -> &'static str> {
     let mut lines = file.lines();
     let header: Vec<&'static str> = lines.next().unwrap().split('\t').collect();
-    lines.filter(|line| !line.starts_with('#')).map(move |line| {
-        let cells: Vec<&'static str> = line.split('\t').collect();
-        let header = header.clone();
-        move |column: &str| cells[header.iter().position(|name| *name == column).unwrap()]
-    })
+    lines
+        .filter(|line| !line.starts_with('#'))
+        .map(move |line| {
+            let cells: Vec<&'static str> = line.split('\t').collect();
+            let header = header.clone();
+            move |column: &str| cells[header.iter().position(|name| *name == column).unwrap()]
+        })
 }
 
 fn decode(name: &str) -> String {
@@ -140,14 +142,21 @@ fn equality_is_by_number() {
     assert_eq!(LockKey::from((5, 6)), LockKey::pair(5, 6));
     assert_ne!(LockKey::pair(0, 5), LockKey::bigint(5));
     assert_ne!(LockKey::named("a"), LockKey::named("b"));
-    let set: HashSet<_> = [LockKey::named("223 345"), LockKey::bigint(3755351481708176604)].into();
+    let set: HashSet<_> = [
+        LockKey::named("223 345"),
+        LockKey::bigint(3755351481708176604),
+    ]
+    .into();
     assert_eq!(set.len(), 1);
 }
 
 #[test]
 fn a_key_shows_its_name_and_its_number() {
     let named = LockKey::named("nightly report");
-    assert_eq!(named.to_string(), "\"nightly report\" (6597228812378105932)");
+    assert_eq!(
+        named.to_string(),
+        "\"nightly report\" (6597228812378105932)"
+    );
     assert_eq!(
         format!("{named:?}"),
         "LockKey(\"nightly report\" (6597228812378105932))"
@@ -157,7 +166,10 @@ fn a_key_shows_its_name_and_its_number() {
     let long = LockKey::from("é".repeat(1_000_000)).to_string();
     assert!(long.len() < 300, "{long}");
     assert!(long.contains('…'));
-    assert_eq!(LockKey::named("a\0\n").to_string(), format!("\"a\\0\\n\" ({})", fnv1a("a\0\n")));
+    assert_eq!(
+        LockKey::named("a\0\n").to_string(),
+        format!("\"a\\0\\n\" ({})", fnv1a("a\0\n"))
+    );
 }
 
 #[test]

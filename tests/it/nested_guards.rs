@@ -51,7 +51,10 @@ fn an_inner_guard_in_an_aborted_raw_transaction_rolls_it_back_and_the_outer_hold
         let mut inner = OUTER.acquire_on(outer.conn()).unwrap();
         inner.conn().batch_execute("BEGIN").unwrap();
         inner.conn().batch_execute("SELECT 1/0").unwrap_err();
-        assert!(matches!(inner.release(), Err(Error::TransactionLeftOpen { .. })));
+        assert!(matches!(
+            inner.release(),
+            Err(Error::TransactionLeftOpen { .. })
+        ));
     }
     assert!(outer.is_held().unwrap());
     assert_eq!(observer.holders(OUTER.key()), 1);
@@ -108,7 +111,12 @@ fn a_refused_inner_guard_leaves_the_outer_alone() {
     let mut outer = OUTER.acquire(&pool).unwrap();
     assert!(INNER.try_acquire_on(outer.conn()).unwrap().is_busy());
     let timeout = std::time::Duration::from_millis(5);
-    assert!(INNER.acquire_timeout_on(outer.conn(), timeout).unwrap().is_busy());
+    assert!(
+        INNER
+            .acquire_timeout_on(outer.conn(), timeout)
+            .unwrap()
+            .is_busy()
+    );
     drop(foreign);
     assert!(outer.is_held().unwrap());
     outer.release().unwrap();

@@ -147,13 +147,18 @@ fn a_thousand_waiters_wait_for_the_pool_and_not_for_ever() {
                     .stack_size(128 * 1024)
                     .spawn_scoped(scope, || {
                         let timeout = std::time::Duration::from_millis(300);
-                        LOCK.acquire_timeout(&pool, timeout).is_ok_and(|it| !it.is_busy())
+                        LOCK.acquire_timeout(&pool, timeout)
+                            .is_ok_and(|it| !it.is_busy())
                     })
                     .unwrap()
             })
             .collect();
         diesel::sql_query("SELECT 1").execute(guard.conn()).unwrap();
-        waiters.into_iter().map(|waiter| waiter.join().unwrap()).filter(|it| *it).count()
+        waiters
+            .into_iter()
+            .map(|waiter| waiter.join().unwrap())
+            .filter(|it| *it)
+            .count()
     });
     assert_eq!(taken, 0);
     guard.release().unwrap();

@@ -1,1 +1,109 @@
-//! x
+//! How often the network is crossed, counted on the wire.
+
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel::r2d2::Pool;
+use diesel_interlock::{AdvisoryLock, Error, PgPool};
+use workbench::{Database, RoundTrips};
+
+use crate::support::{Expect, foreign_session_holding};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("round trips");
+
+/// A pool whose check-out sends nothing, so that what is counted is ours.
+fn silent_pool(proxy: &RoundTrips) -> PgPool {
+    let manager = diesel::r2d2::ConnectionManager::new(proxy.url());
+    Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .build(manager)
+        .unwrap()
+}
+
+#[test]
+fn one_to_lock_and_one_to_release_and_both_are_prepared() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy);
+    for lock in [LOCK.clone(), LOCK.clone().shared()] {
+        let mut guard = lock.acquire(&pool).unwrap();
+        assert!(guard.is_held().unwrap());
+        guard.release().unwrap();
+        let parses = proxy.parses();
+
+        let mut guard = None;
+        let taking = proxy.count(|| guard = lock.try_acquire(&pool).unwrap().acquired());
+        assert_eq!(taking, 1);
+        let mut guard = guard.unwrap();
+        assert_eq!(proxy.count(|| assert!(guard.is_held().unwrap())), 1);
+        assert_eq!(proxy.count(|| guard.release().unwrap()), 1);
+
+        assert_eq!(proxy.count(|| drop(lock.acquire(&pool).unwrap())), 2);
+        let timeout = Duration::from_secs(1);
+        let waiting = || drop(lock.acquire_timeout(&pool, timeout).unwrap());
+        assert_eq!(proxy.count(waiting), 2);
+        assert_eq!(proxy.parses(), parses, "all of it was prepared before");
+    }
+}
+
+#[test]
+fn one_to_find_the_lock_busy() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy);
+    LOCK.acquire(&pool).unwrap().release().unwrap();
+    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    assert_eq!(
+        proxy.count(|| assert!(LOCK.try_acquire(&pool).unwrap().is_busy())),
+        1
+    );
+    let timeout = Duration::from_millis(50);
+    let waiting = || assert!(LOCK.acquire_timeout(&pool, timeout).unwrap().is_busy());
+    assert_eq!(proxy.count(waiting), 2);
+}
+
+#[test]
+fn a_transaction_lock_is_one_more_than_the_transaction() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    let mut transaction = || LOCK.transaction(conn, |_| Ok::<_, Error>(())).unwrap();
+    transaction();
+    assert_eq!(proxy.count(&mut transaction), 3, "BEGIN, the lock, COMMIT");
+}
+
+#[test]
+fn what_is_refused_sends_nothing() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    let nameless = AdvisoryLock::named("");
+    let refusals = || {
+        nameless.acquire_on(conn).map(drop).unwrap_err();
+        LOCK.acquire_xact(conn).unwrap_err();
+    };
+    assert_eq!(proxy.count(refusals), 0);
+    conn.transaction(|conn| {
+        let refusals = || {
+            LOCK.acquire_on(conn).map(drop).unwrap_err();
+            LOCK.transaction(conn, |_| Ok::<_, Error>(())).unwrap_err();
+        };
+        assert_eq!(proxy.count(refusals), 0);
+        QueryResult::Ok(())
+    })
+    .unwrap();
+}
+
+/// A dead network is not waited for twice: one failed unlock, and the connection is given up.
+#[test]
+fn a_severed_connection_is_given_up_and_replaced() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy);
+    let guard = LOCK.try_acquire(&pool).unwrap().expect_acquired();
+    proxy.sever();
+    assert!(matches!(guard.release(), Err(Error::ReleaseFailed { .. })));
+    crate::support::Observer::of(&database).assert_free(LOCK.key());
+    LOCK.acquire(&pool).unwrap().release().unwrap();
+}

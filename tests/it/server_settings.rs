@@ -103,7 +103,8 @@ fn a_lock_is_not_lost_to_idle_session_timeout() {
     let mut observer = Observer::of(&database);
     for waits in [false, true] {
         let mut conn = database.connect();
-        conn.batch_execute("SET idle_session_timeout = '200ms'").unwrap();
+        conn.batch_execute("SET idle_session_timeout = '200ms'")
+            .unwrap();
         let mut guard = if waits {
             let mut holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
             std::thread::scope(|scope| {
@@ -118,7 +119,10 @@ fn a_lock_is_not_lost_to_idle_session_timeout() {
             LOCK.try_acquire_on(&mut conn).unwrap().expect_acquired()
         };
         let inner = LOCK.acquire_on(guard.conn()).unwrap();
-        observer.conn().batch_execute("SELECT pg_sleep(0.5)").unwrap();
+        observer
+            .conn()
+            .batch_execute("SELECT pg_sleep(0.5)")
+            .unwrap();
         assert_eq!(observer.holders(LOCK.key()), 1);
         inner.release().unwrap();
         assert_eq!(setting(guard.conn(), "idle_session_timeout"), "0");
@@ -135,10 +139,15 @@ fn a_lock_that_was_busy_leaves_idle_session_timeout_alone() {
         return;
     }
     let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
-    conn.batch_execute("SET idle_session_timeout = '30s'").unwrap();
+    conn.batch_execute("SET idle_session_timeout = '30s'")
+        .unwrap();
     assert!(LOCK.try_acquire_on(&mut conn).unwrap().is_busy());
     let timeout = Duration::from_millis(5);
-    assert!(LOCK.acquire_timeout_on(&mut conn, timeout).unwrap().is_busy());
+    assert!(
+        LOCK.acquire_timeout_on(&mut conn, timeout)
+            .unwrap()
+            .is_busy()
+    );
     assert_eq!(setting(&mut conn, "idle_session_timeout"), "30s");
 }
 
@@ -174,7 +183,11 @@ fn no_search_path_time_zone_or_isolation_level_changes_anything() {
 
         let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
         let timeout = Duration::from_millis(5);
-        assert!(LOCK.acquire_timeout_on(&mut conn, timeout).unwrap().is_busy());
+        assert!(
+            LOCK.acquire_timeout_on(&mut conn, timeout)
+                .unwrap()
+                .is_busy()
+        );
         let busy = LOCK.transaction_timeout(&mut conn, timeout, |_| Ok::<_, Error>(()));
         assert!(busy.unwrap().is_busy(), "{settings}");
         drop(holder);
@@ -207,5 +220,9 @@ fn a_server_out_of_lock_memory_is_an_error_and_leaves_nothing_held() {
     crate::support::eventually("there is room again", || pool.get().is_ok());
     let mut observer = Observer::of(&database);
     observer.assert_free(LOCK.key());
-    LOCK.try_acquire(&pool).unwrap().expect_acquired().release().unwrap();
+    LOCK.try_acquire(&pool)
+        .unwrap()
+        .expect_acquired()
+        .release()
+        .unwrap();
 }

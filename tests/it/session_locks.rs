@@ -51,7 +51,9 @@ fn every_kind_of_key_excludes_foreign_clients_in_both_directions() {
         let lock = AdvisoryLock::new(key);
         let foreign = foreign_session_holding(&database, id);
         assert!(lock.try_acquire(&pool).unwrap().is_busy(), "{lock:?}");
-        let waited = lock.acquire_timeout(&pool, Duration::from_millis(1)).unwrap();
+        let waited = lock
+            .acquire_timeout(&pool, Duration::from_millis(1))
+            .unwrap();
         assert!(waited.is_busy(), "{lock:?}");
         drop(foreign);
 
@@ -263,7 +265,14 @@ fn bad_names_are_refused_before_the_pool_is_asked() {
 fn names_of_any_content_and_length_work() {
     let database = Database::new();
     let pool = database.pool(1);
-    for name in ["\0", "'; DROP TABLE users; --", "$interlock$", "💡", " ", &"x".repeat(1 << 20)] {
+    for name in [
+        "\0",
+        "'; DROP TABLE users; --",
+        "$interlock$",
+        "💡",
+        " ",
+        &"x".repeat(1 << 20),
+    ] {
         let lock = AdvisoryLock::new(LockKey::from(name));
         let guard = lock.acquire(&pool).unwrap();
         guard.release().unwrap();

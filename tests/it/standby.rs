@@ -1,1 +1,60 @@
-//! x
+//! A streaming standby grants advisory locks that exclude nobody on the primary.
+
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel_interlock::{AdvisoryLock, Error};
+use workbench::Cluster;
+
+use crate::support::foreign_try;
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("standby");
+
+#[test]
+fn a_standby_refuses_until_it_is_promoted() {
+    let primary = Cluster::start();
+    let database = primary.database();
+    let standby = primary.standby();
+    let id = LOCK.key().id().unwrap();
+    let connect = || PgConnection::establish(&standby.url(database.name())).unwrap();
+
+    // What the refusal is for: PostgreSQL itself grants the same lock on both.
+    assert!(foreign_try(&mut database.connect(), id));
+    assert!(foreign_try(&mut connect(), id));
+
+    let conn = &mut connect();
+    assert!(matches!(LOCK.try_acquire_on(conn), Err(Error::Standby)));
+    assert!(matches!(LOCK.acquire_on(conn), Err(Error::Standby)));
+    let timeout = Duration::from_millis(1);
+    let waited = LOCK.acquire_timeout_on(conn, timeout).map(drop);
+    assert!(matches!(waited, Err(Error::Standby)));
+    let shared = LOCK.clone().shared();
+    assert!(matches!(shared.try_acquire_on(conn), Err(Error::Standby)));
+    let refused = LOCK.transaction(conn, |_| Ok::<_, Error>(()));
+    assert!(matches!(refused, Err(Error::Standby)));
+    let mut looking = connect();
+    assert_eq!(held(&mut looking), 0);
+
+    standby.promote();
+    LOCK.try_acquire_on(conn)
+        .unwrap()
+        .acquired()
+        .unwrap()
+        .release()
+        .unwrap();
+    LOCK.transaction(conn, |_| Ok::<_, Error>(())).unwrap();
+}
+
+fn held(conn: &mut PgConnection) -> i64 {
+    diesel::table! {
+        pg_locks (pid) {
+            pid -> Integer,
+            locktype -> Text,
+        }
+    }
+    pg_locks::table
+        .filter(pg_locks::locktype.eq("advisory"))
+        .count()
+        .get_result(conn)
+        .unwrap()
+}

@@ -66,7 +66,11 @@ fn a_rollback_to_a_savepoint_set_before_releases_it() {
 fn it_excludes_session_locks_and_is_excluded_by_them() {
     let database = Database::new();
     let conn = &mut database.connect();
-    for key in [LockKey::named("one"), LockKey::bigint(i64::MIN), LockKey::pair(-3, 4)] {
+    for key in [
+        LockKey::named("one"),
+        LockKey::bigint(i64::MIN),
+        LockKey::pair(-3, 4),
+    ] {
         let lock = AdvisoryLock::new(key);
         let pool = database.pool(1);
         lock.transaction(conn, |_| {
@@ -75,7 +79,10 @@ fn it_excludes_session_locks_and_is_excluded_by_them() {
         })
         .unwrap();
         lock.with(&pool, |_| {
-            assert!(lock.try_transaction(conn, |_| Ok::<_, Error>(()))?.is_busy());
+            assert!(
+                lock.try_transaction(conn, |_| Ok::<_, Error>(()))?
+                    .is_busy()
+            );
             let waited = lock.transaction_timeout(conn, SHORT, |_| Ok::<_, Error>(()))?;
             assert!(waited.is_busy());
             Ok::<_, Error>(())
@@ -136,7 +143,9 @@ fn a_granted_wait_leaves_the_settings_as_they_were_too() {
                     match timeout {
                         None => LOCK.acquire_xact(conn)?,
                         Some(timeout) => {
-                            LOCK.acquire_xact_timeout(conn, timeout)?.acquired().unwrap();
+                            LOCK.acquire_xact_timeout(conn, timeout)?
+                                .acquired()
+                                .unwrap();
                         }
                     }
                     assert_eq!(setting(conn, "lock_timeout"), "3s");
@@ -156,8 +165,14 @@ fn a_granted_wait_leaves_the_settings_as_they_were_too() {
 fn outside_a_transaction_it_is_refused() {
     let database = Database::new();
     let conn = &mut database.connect();
-    assert!(matches!(LOCK.acquire_xact(conn), Err(Error::NotInTransaction)));
-    assert!(matches!(LOCK.try_acquire_xact(conn), Err(Error::NotInTransaction)));
+    assert!(matches!(
+        LOCK.acquire_xact(conn),
+        Err(Error::NotInTransaction)
+    ));
+    assert!(matches!(
+        LOCK.try_acquire_xact(conn),
+        Err(Error::NotInTransaction)
+    ));
     assert!(matches!(
         LOCK.acquire_xact_timeout(conn, SHORT),
         Err(Error::NotInTransaction)
@@ -194,7 +209,8 @@ fn an_empty_name_is_refused() {
 fn the_works_own_error_comes_back_and_nothing_is_committed() {
     let database = Database::new();
     let conn = &mut database.connect();
-    conn.batch_execute("CREATE TABLE bookings (server_id int)").unwrap();
+    conn.batch_execute("CREATE TABLE bookings (server_id int)")
+        .unwrap();
 
     #[derive(Debug, PartialEq)]
     enum Refusal {
@@ -207,7 +223,8 @@ fn the_works_own_error_comes_back_and_nothing_is_committed() {
         }
     }
     let refused: Result<(), _> = LOCK.transaction(conn, |conn| {
-        conn.batch_execute("INSERT INTO bookings VALUES (1)").unwrap();
+        conn.batch_execute("INSERT INTO bookings VALUES (1)")
+            .unwrap();
         Err(Refusal::SoldOut)
     });
     assert_eq!(refused, Err(Refusal::SoldOut));
@@ -257,16 +274,15 @@ fn four_sessions_book(
 ) -> (i64, Vec<Result<bool, Error>>) {
     let database = Database::new();
     let conn = &mut database.connect();
-    conn.batch_execute("CREATE TABLE bookings (server_id int)").unwrap();
+    conn.batch_execute("CREATE TABLE bookings (server_id int)")
+        .unwrap();
     let begun = Barrier::new(4);
     let results = std::thread::scope(|scope| {
         let sessions: Vec<_> = (0..4)
             .map(|_| {
                 scope.spawn(|| {
                     let conn = &mut database.connect();
-                    conn.batch_execute(&format!(
-                        "SET default_transaction_isolation = '{level}'"
-                    ))?;
+                    conn.batch_execute(&format!("SET default_transaction_isolation = '{level}'"))?;
                     conn.transaction(|conn| {
                         diesel::sql_query("SELECT 1").execute(conn)?;
                         begun.wait();
@@ -327,7 +343,8 @@ fn ten_requests_for_one_server_book_it_once_whatever_the_sessions_default_level(
     for level in ["read committed", "repeatable read", "serializable"] {
         let database = Database::new();
         let conn = &mut database.connect();
-        conn.batch_execute("CREATE TABLE bookings (server_id int)").unwrap();
+        conn.batch_execute("CREATE TABLE bookings (server_id int)")
+            .unwrap();
         let start = Barrier::new(10);
         let booked = std::thread::scope(|scope| {
             let requests: Vec<_> = (0..10)

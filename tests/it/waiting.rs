@@ -53,14 +53,30 @@ fn timeouts_of_any_length_are_taken() {
         Duration::from_micros(300),
         Duration::from_millis(1),
     ] {
-        assert!(LOCK.acquire_timeout_on(&mut conn, timeout).unwrap().is_busy());
+        assert!(
+            LOCK.acquire_timeout_on(&mut conn, timeout)
+                .unwrap()
+                .is_busy()
+        );
     }
     drop(holder);
     Observer::of(&database).assert_free(LOCK.key());
     let pool = database.pool(1);
-    for timeout in [Duration::MAX, Duration::from_secs(u64::MAX), Duration::from_secs(1 << 40)] {
-        drop(LOCK.acquire_timeout(&pool, timeout).unwrap().expect_acquired());
-        drop(LOCK.acquire_timeout_on(&mut conn, timeout).unwrap().expect_acquired());
+    for timeout in [
+        Duration::MAX,
+        Duration::from_secs(u64::MAX),
+        Duration::from_secs(1 << 40),
+    ] {
+        drop(
+            LOCK.acquire_timeout(&pool, timeout)
+                .unwrap()
+                .expect_acquired(),
+        );
+        drop(
+            LOCK.acquire_timeout_on(&mut conn, timeout)
+                .unwrap()
+                .expect_acquired(),
+        );
     }
 }
 
@@ -93,7 +109,11 @@ fn the_deadline_includes_the_check_out() {
     assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
     assert!(begun.elapsed() < Duration::from_secs(5));
     drop(taken);
-    drop(LOCK.acquire_timeout(&pool, SHORT).unwrap().expect_acquired());
+    drop(
+        LOCK.acquire_timeout(&pool, SHORT)
+            .unwrap()
+            .expect_acquired(),
+    );
 }
 
 #[test]
@@ -183,9 +203,10 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
         let waited: Vec<_> = waiters.into_iter().map(|waiter| waiter.join()).collect();
         over.store(true, Ordering::Relaxed);
         releaser.join().unwrap();
-        waited.into_iter().map(Result::unwrap).fold((0, 0), |sum, one| {
-            (sum.0 + one.0, sum.1 + one.1)
-        })
+        waited
+            .into_iter()
+            .map(Result::unwrap)
+            .fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
     });
     assert_eq!(timeouts, WAITERS * ROUNDS);
     assert!(grants > 0);
@@ -226,12 +247,17 @@ fn the_holder_creates_an_index_concurrently_while_twenty_sessions_wait() {
 /// Also where the server detects deadlocks sooner than a slice is long by default.
 #[test]
 fn slices_are_shorter_than_the_servers_deadlock_timeout() {
-    let cluster = Cluster::builder().setting("deadlock_timeout", "100ms").start();
+    let cluster = Cluster::builder()
+        .setting("deadlock_timeout", "100ms")
+        .start();
     let database = cluster.database();
     let pool = database.pool(3);
     let mut observer = Observer::of(&database);
     let mut guard = LOCK.acquire(&pool).unwrap();
-    guard.conn().batch_execute("CREATE TABLE t (id int)").unwrap();
+    guard
+        .conn()
+        .batch_execute("CREATE TABLE t (id int)")
+        .unwrap();
     std::thread::scope(|scope| {
         let waiters: Vec<_> = (0..2)
             .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))

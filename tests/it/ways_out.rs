@@ -103,9 +103,9 @@ fn a_panic_in_an_aborted_transaction_frees_the_lock() {
 fn failed_transaction_closures_are_no_reason_to_give_the_session_up() {
     leave_by(|mut guard, observer| {
         let pid = guard.backend_pid();
-        let failed = guard
-            .conn()
-            .transaction(|conn| conn.transaction(|conn| diesel::sql_query("SELECT 1/0").execute(conn)));
+        let failed = guard.conn().transaction(|conn| {
+            conn.transaction(|conn| diesel::sql_query("SELECT 1/0").execute(conn))
+        });
         assert!(failed.is_err());
         guard.release().unwrap();
         assert!(observer.is_alive(pid));
@@ -203,7 +203,10 @@ fn a_killed_backend_is_reported_and_replaced() {
     leave_by(|guard, observer| {
         observer.kill(guard.backend_pid());
         let released = guard.release();
-        assert!(matches!(released, Err(Error::ReleaseFailed { .. })), "{released:?}");
+        assert!(
+            matches!(released, Err(Error::ReleaseFailed { .. })),
+            "{released:?}"
+        );
     });
     leave_by(|guard, observer| observer.kill(guard.backend_pid()));
 }
@@ -217,7 +220,10 @@ fn a_lock_that_somebody_else_unlocked_is_reported_and_its_session_given_up() {
             .batch_execute("SELECT pg_advisory_unlock_all()")
             .unwrap();
         let released = guard.release();
-        assert!(matches!(released, Err(Error::LockLost { .. })), "{released:?}");
+        assert!(
+            matches!(released, Err(Error::LockLost { .. })),
+            "{released:?}"
+        );
         crate::support::eventually("the session is given up", || !observer.is_alive(pid));
     });
 }

@@ -255,6 +255,35 @@ mod tests {
     }
 
     #[test]
+    fn a_wait_on_another_session_than_was_asked_takes_nothing() {
+        let database = workbench::Database::new();
+        let conn = &mut database.connect();
+        let key = LockKey::bigint(1);
+        let hold = Hold {
+            id: LockId::BigInt(1),
+            mode: LockMode::Exclusive,
+            pid: -1,
+            idle_session_timeout: None,
+        };
+        let moved = for_session_lock(conn, &key, &hold, SLICE);
+        let pid: i32 = diesel::select(crate::functions::pg_backend_pid())
+            .get_result(conn)
+            .unwrap();
+        match moved {
+            Err(Error::SessionMoved {
+                taken_by: -1,
+                answered_by,
+                ..
+            }) => assert_eq!(answered_by, pid),
+            other => panic!("{other:?}"),
+        }
+        let unlocked: bool = diesel::select(crate::functions::pg_advisory_unlock(1_i64))
+            .get_result(conn)
+            .unwrap();
+        assert!(!unlocked);
+    }
+
+    #[test]
     fn the_smallest_bigint_is_no_literal() {
         assert_eq!(
             xact_lock_message(LockId::BigInt(i64::MIN), LockMode::Shared),

@@ -9,6 +9,7 @@ mod functions;
 mod handlers_under_test;
 mod keys;
 mod migrations;
+mod moved_sessions;
 mod nested_guards;
 mod pooled_connections;
 mod round_trips;

@@ -1,0 +1,54 @@
+//! Another session answers than the one that took the lock, as behind a pooler in transaction mode.
+
+use diesel_interlock::{AdvisoryLock, Error};
+use workbench::Database;
+
+use crate::support::{Observer, assert_pool_whole, backend_pid};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("moved");
+
+#[test]
+fn a_release_that_another_session_answers_is_an_error_and_unlocks_nothing_there() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut observer = Observer::of(&database);
+    let readers = LOCK.clone().shared();
+
+    // The other session holds the same lock, for somebody else.
+    let mut elsewhere = database.connect();
+    let theirs = readers.acquire_on(&mut elsewhere).unwrap();
+    let answered_by = theirs.backend_pid();
+    std::mem::forget(theirs);
+
+    let mut guard = readers.acquire(&pool).unwrap();
+    let taken_by = guard.backend_pid();
+    std::mem::swap(guard.conn(), &mut elsewhere);
+    assert!(!guard.is_held().unwrap());
+    match guard.release() {
+        Err(Error::SessionMoved {
+            taken_by: taken,
+            answered_by: answered,
+            ..
+        }) => assert_eq!((taken, answered), (taken_by, answered_by)),
+        other => panic!("{other:?}"),
+    }
+    // Of the two sessions, the one that was discarded is gone; nothing was unlocked on either.
+    crate::support::eventually("the session is given up", || !observer.is_alive(answered_by));
+    assert_eq!(backend_pid(&mut elsewhere), taken_by);
+    assert_eq!(observer.holders(LOCK.key()), 1);
+    drop(elsewhere);
+    observer.assert_free(LOCK.key());
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_borrowed_connection_is_marked() {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    let database = Database::new();
+    let (mut one, mut two) = (database.connect(), database.connect());
+    let mut guard = LOCK.acquire_on(&mut one).unwrap();
+    std::mem::swap(guard.conn(), &mut two);
+    assert!(matches!(guard.release(), Err(Error::SessionMoved { .. })));
+    assert!(AnsiTransactionManager::is_broken_transaction_manager(&mut one));
+    assert_eq!(Observer::of(&database).holders(LOCK.key()), 1);
+}

@@ -160,10 +160,11 @@ impl LockKey {
         Self::foreign(name, LockId::Pair(hash, prefix & MASK))
     }
 
-    /// The key that version 1 of [`django-pglocks`][django] takes for a name: its CRC-32 as a signed
-    /// 32-bit number, sent as a `bigint`.
+    /// The key that version 1 of the Python package `django-pglocks` takes for a name: its CRC-32 as
+    /// a signed 32-bit number, sent as a `bigint`.
     ///
-    /// [django]: https://pypi.org/project/django-pglocks/
+    /// Version 2 takes the first eight bytes of the name's SHA-256, big-endian and signed, which is a
+    /// [`bigint`](Self::bigint) of its own.
     pub fn django_pglocks(name: &str) -> Self {
         Self::foreign(name, LockId::BigInt(i64::from(hash::crc32(name) as i32)))
     }

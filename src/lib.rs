@@ -1,4 +1,69 @@
-//! Locks for Diesel applications, coordinated by the PostgreSQL that they already run.
+//! Locks for Diesel applications that run as several instances, coordinated by the PostgreSQL that
+//! they already have.
+//!
+//! PostgreSQL can lock a number for an application, an [advisory lock][pg]: at most one session of
+//! the database holds it, and the server frees it when that session ends, however it ends. Nothing
+//! needs to be installed for it. This crate gives such locks names, typed queries, and guards that
+//! pin a pooled connection, so that a lock is always released on the session that took it.
+//!
+//! # Which lock
+//!
+//! | The problem | Use |
+//! |---|---|
+//! | Check, then write, in one transaction: bookings, "insert if absent" | [`AdvisoryLock::transaction`] |
+//! | The same inside a transaction that is open already | [`AdvisoryLock::acquire_xact`] |
+//! | A job over many transactions, on one instance only | [`AdvisoryLock::try_acquire`] |
+//! | The same, waiting for one's turn | [`AdvisoryLock::acquire_timeout`] |
+//! | Many readers, one writer | [`AdvisoryLock::shared`] |
+//! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
+//! | Behind a pooler in transaction mode | the first two, only |
+//! | Something of one's own | [`functions`] |
+//!
+//! ```
+//! use diesel::prelude::*;
+//! use diesel_interlock::{AdvisoryLock, Attempt, Error, LockKey, PgPool};
+//!
+//! static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+//!
+//! fn nightly(pool: &PgPool) -> Result<(), Error> {
+//!     let Attempt::Acquired(mut guard) = NIGHTLY.try_acquire(pool)? else {
+//!         return Ok(()); // another instance is at it
+//!     };
+//!     write_report(guard.conn())?; // on the connection whose session holds the lock
+//!     guard.release() // an error if the lock was lost on the way
+//! }
+//!
+//! fn book(conn: &mut PgConnection, datacenter: i32, server: i32) -> QueryResult<bool> {
+//!     AdvisoryLock::new(LockKey::parts([datacenter, server]))
+//!         .transaction(conn, |conn| insert_if_free(conn, server))
+//! }
+//! # fn write_report(_: &mut PgConnection) -> QueryResult<()> { Ok(()) }
+//! # fn insert_if_free(_: &mut PgConnection, _: i32) -> QueryResult<bool> { Ok(true) }
+//! # let database = workbench::Database::new();
+//! # nightly(&database.pool(1))?;
+//! # assert!(book(&mut database.connect(), 223, 345)?);
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! # Two forms of every operation
+//!
+//! The plain form takes a [`PgPool`], Diesel's r2d2 pool; the form that ends in `_on` takes a
+//! `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are taken on the
+//! connection that has the transaction.
+//!
+//! # Answers and errors
+//!
+//! Whoever may find a lock taken answers [`Attempt`]: acquired, or busy. That is not an error, and it
+//! cannot be overlooked. Errors are [`Error`], which converts into Diesel's, so `?` works in
+//! functions that return a [`QueryResult`](diesel::QueryResult).
+//!
+//! # Features
+//!
+//! - `r2d2` (default): the forms that take a pool.
+//! - `migrations` (default): [`migrations`].
+//! - `testing`: [`testing`], for an application's own tests.
+//!
+//! [pg]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
 
 mod advisory;
 mod attempt;
@@ -21,3 +86,7 @@ pub use crate::error::{Error, Result};
 pub use crate::key::{LockId, LockKey, fnv1a};
 #[cfg(feature = "r2d2")]
 pub use crate::pool::{PgPool, PooledPgConnection};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -33,7 +33,9 @@ fn a_release_that_another_session_answers_is_an_error_and_unlocks_nothing_there(
         other => panic!("{other:?}"),
     }
     // Of the two sessions, the one that was discarded is gone; nothing was unlocked on either.
-    crate::support::eventually("the session is given up", || !observer.is_alive(answered_by));
+    crate::support::eventually("the session is given up", || {
+        !observer.is_alive(answered_by)
+    });
     assert_eq!(backend_pid(&mut elsewhere), taken_by);
     assert_eq!(observer.holders(LOCK.key()), 1);
     drop(elsewhere);
@@ -49,6 +51,8 @@ fn a_borrowed_connection_is_marked() {
     let mut guard = LOCK.acquire_on(&mut one).unwrap();
     std::mem::swap(guard.conn(), &mut two);
     assert!(matches!(guard.release(), Err(Error::SessionMoved { .. })));
-    assert!(AnsiTransactionManager::is_broken_transaction_manager(&mut one));
+    assert!(AnsiTransactionManager::is_broken_transaction_manager(
+        &mut one
+    ));
     assert_eq!(Observer::of(&database).holders(LOCK.key()), 1);
 }

@@ -161,56 +161,59 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
     const WAITERS: usize = 4;
     const ROUNDS: usize = 500;
     let database = Database::new();
+    let mut releasing = database.connect();
+    let mut waiting: Vec<_> = (0..WAITERS).map(|_| database.connect()).collect();
     let over = AtomicBool::new(false);
 
-    let (timeouts, grants) = std::thread::scope(|scope| {
-        let releaser = scope.spawn(|| {
-            let mut conn = database.connect();
-            // Holds for about as long as the waiters wait, so that releases and time-outs meet.
-            for microseconds in (700..1400).step_by(100).cycle() {
-                if over.load(Ordering::Relaxed) {
-                    break;
-                }
-                let guard = LOCK.acquire_on(&mut conn).unwrap();
-                let until = Instant::now() + Duration::from_micros(microseconds);
-                while Instant::now() < until {
-                    std::hint::spin_loop();
-                }
-                guard.release().unwrap();
+    // Holds for about as long as the waiters wait, so that releases and time-outs meet.
+    let hold_and_release = || {
+        for microseconds in (700..1400).step_by(100).cycle() {
+            if over.load(Ordering::Relaxed) {
+                return;
             }
-        });
-        let waiters: Vec<_> = (0..WAITERS)
-            .map(|_| {
-                scope.spawn(|| {
-                    let mut conn = database.connect();
-                    let (mut timeouts, mut grants) = (0, 0);
-                    while timeouts < ROUNDS {
-                        let timeout = Duration::from_millis(1);
-                        let attempt = LOCK.acquire_timeout_on(&mut conn, timeout).unwrap();
-                        match attempt.acquired() {
-                            Some(mut guard) => {
-                                assert!(guard.is_held().unwrap());
-                                guard.release().unwrap();
-                                grants += 1;
-                            }
-                            None => timeouts += 1,
-                        }
-                    }
-                    (timeouts, grants)
-                })
-            })
+            let patience = Duration::from_secs(10);
+            let attempt = LOCK.acquire_timeout_on(&mut releasing, patience).unwrap();
+            let guard = attempt
+                .acquired()
+                .expect("a waiter that timed out holds the lock");
+            let until = Instant::now() + Duration::from_micros(microseconds);
+            while Instant::now() < until {
+                std::hint::spin_loop();
+            }
+            guard.release().unwrap();
+        }
+    };
+    let time_out_often = |conn: &mut PgConnection| {
+        let (mut timeouts, mut grants) = (0, 0);
+        while timeouts < ROUNDS {
+            let timeout = Duration::from_millis(1);
+            match LOCK.acquire_timeout_on(conn, timeout).unwrap().acquired() {
+                Some(mut guard) => {
+                    assert!(guard.is_held().unwrap());
+                    guard.release().unwrap();
+                    grants += 1;
+                }
+                None => timeouts += 1,
+            }
+        }
+        grants
+    };
+
+    let grants: i32 = std::thread::scope(|scope| {
+        let releaser = scope.spawn(hold_and_release);
+        let waiters: Vec<_> = waiting
+            .iter_mut()
+            .map(|conn| scope.spawn(|| time_out_often(conn)))
             .collect();
         let waited: Vec<_> = waiters.into_iter().map(|waiter| waiter.join()).collect();
         over.store(true, Ordering::Relaxed);
         releaser.join().unwrap();
-        waited
-            .into_iter()
-            .map(Result::unwrap)
-            .fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+        waited.into_iter().map(Result::unwrap).sum()
     });
-    assert_eq!(timeouts, WAITERS * ROUNDS);
     assert!(grants > 0);
+    // All of these sessions are alive, so whatever they were left with would still be held.
     assert_eq!(Observer::of(&database).all_held(), 0);
+    drop(waiting);
 }
 
 /// Without slices, each waiter's snapshot and the holder's index wait for each other, until

@@ -238,49 +238,52 @@ fn the_holder_creates_an_index_concurrently_while_twenty_sessions_wait() {
             .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
             .collect();
         crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == WAITERS);
-        guard
+        let indexed = guard
             .conn()
-            .batch_execute("CREATE INDEX CONCURRENTLY i ON t (id)")
-            .unwrap();
+            .batch_execute("CREATE INDEX CONCURRENTLY i ON t (id)");
         guard.release().unwrap();
         for waiter in waiters {
             waiter.join().unwrap().unwrap();
         }
+        indexed.unwrap();
     });
     assert_eq!(observer.all_held(), 0);
 }
 
-/// Also where the server detects deadlocks sooner than a slice is long by default.
+/// Also where the server detects deadlocks sooner than a slice is long by default, or hardly ever.
 #[test]
-fn slices_are_shorter_than_the_servers_deadlock_timeout() {
-    let cluster = Cluster::builder()
-        .setting("deadlock_timeout", "100ms")
-        .start();
-    let database = cluster.database();
-    let pool = database.pool(3);
-    let mut observer = Observer::of(&database);
-    let mut guard = LOCK.acquire(&pool).unwrap();
-    guard
-        .conn()
-        .batch_execute("CREATE TABLE t (id int)")
-        .unwrap();
-    std::thread::scope(|scope| {
-        let waiters: Vec<_> = (0..2)
-            .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
-            .collect();
-        crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == 2);
-        for _ in 0..5 {
-            guard
-                .conn()
-                .batch_execute("CREATE INDEX CONCURRENTLY i ON t (id); ")
-                .unwrap();
-            guard.conn().batch_execute("DROP INDEX i").unwrap();
-        }
-        guard.release().unwrap();
-        for waiter in waiters {
-            waiter.join().unwrap().unwrap();
-        }
-    });
+fn slices_suit_the_servers_deadlock_timeout() {
+    for deadlock_timeout in ["100ms", "10min"] {
+        let cluster = Cluster::builder()
+            .setting("deadlock_timeout", deadlock_timeout)
+            .start();
+        let database = cluster.database();
+        let pool = database.pool(3);
+        let mut observer = Observer::of(&database);
+        let mut guard = LOCK.acquire(&pool).unwrap();
+        guard
+            .conn()
+            .batch_execute("CREATE TABLE t (id int); SET statement_timeout = '20s'")
+            .unwrap();
+        std::thread::scope(|scope| {
+            let waiters: Vec<_> = (0..2)
+                .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
+                .collect();
+            crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == 2);
+            let indexed: QueryResult<Vec<_>> = (0..3)
+                .map(|_| {
+                    let conn = guard.conn();
+                    conn.batch_execute("CREATE INDEX CONCURRENTLY i ON t (id)")?;
+                    conn.batch_execute("DROP INDEX i")
+                })
+                .collect();
+            guard.release().unwrap();
+            for waiter in waiters {
+                waiter.join().unwrap().unwrap();
+            }
+            indexed.unwrap();
+        });
+    }
 }
 
 #[test]

@@ -15,6 +15,19 @@
 ///     Ok(())
 /// }
 /// ```
+///
+/// What differs below is the answer's being looked at, and it compiles:
+/// ```
+/// #![deny(unused_must_use)]
+/// use diesel_interlock::{AdvisoryLock, Error, PgPool};
+///
+/// fn nightly(pool: &PgPool) -> Result<(), Error> {
+///     let Some(_guard) = AdvisoryLock::named("nightly report").try_acquire(pool)?.acquired() else {
+///         return Ok(());
+///     };
+///     Ok(())
+/// }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "if the lock was acquired, dropping the answer releases it at once"]
 pub enum Attempt<G> {
@@ -26,6 +39,15 @@ pub enum Attempt<G> {
 
 impl<G> Attempt<G> {
     /// Turns the answer into an `Option`, for `let … else` and combinators.
+    ///
+    /// ```compile_fail
+    /// #![deny(unused_must_use)]
+    /// # use diesel_interlock::{AdvisoryLock, Error, PgPool};
+    /// # fn nightly(pool: &PgPool) -> Result<(), Error> {
+    /// AdvisoryLock::named("nightly report").try_acquire(pool)?.acquired(); // released here
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use = "if the lock was acquired, dropping the answer releases it at once"]
     pub fn acquired(self) -> Option<G> {
         match self {

@@ -70,12 +70,16 @@ pub enum Error {
     )]
     Standby,
 
-    /// The lock was no longer held when it was to be released: somebody unlocked it on this
-    /// session, or the work ran unprotected from some moment on.
-    #[error("the lock {key} was lost before it was released: part of the work ran unprotected")]
+    /// The lock was no longer held when it was to be released: its session had ended, or somebody
+    /// had unlocked it there.
+    #[error(
+        "the lock {key} was lost before it was released: part of the work may have run unprotected"
+    )]
     LockLost {
         /// The lock.
         key: LockKey,
+        /// How the end of the session showed. `None` if the session lives.
+        source: Option<DieselError>,
     },
 
     /// Another server session answered than the one that took the lock: a pooler in transaction
@@ -110,7 +114,7 @@ pub enum Error {
     /// The unlock did not surely succeed.
     ///
     /// A pooled connection is discarded, and the server frees the lock as the session ends; a
-    /// borrowed one is marked as broken. If the session had died, the lock was lost before.
+    /// borrowed one is marked as broken.
     #[error("the lock {key} could not be released on its connection, which is given up")]
     ReleaseFailed {
         /// The lock.

@@ -66,6 +66,16 @@ pub enum LockId {
     Pair(i32, i32),
 }
 
+impl LockId {
+    /// The number of a `bigint` key; `None` for a pair.
+    pub const fn as_bigint(self) -> Option<i64> {
+        match self {
+            LockId::BigInt(number) => Some(number),
+            LockId::Pair(..) => None,
+        }
+    }
+}
+
 impl LockKey {
     /// Names a lock: the key is the 64-bit FNV-1a hash of the name's UTF-8 bytes.
     ///

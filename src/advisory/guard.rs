@@ -44,6 +44,18 @@ use crate::transaction::{self, Transaction};
 /// caller's is aborted, which nobody but the caller may roll back, the connection is marked as
 /// broken and [`release`](Self::release) answers an error.
 ///
+/// Rust itself refuses to let the guard go inside a transaction of its own connection:
+/// ```compile_fail,E0505
+/// # use diesel::prelude::*;
+/// # use diesel_interlock::{Error, PooledGuard};
+/// fn releases_too_early(mut guard: PooledGuard) -> Result<(), Error> {
+///     guard.conn().transaction(|_| {
+///         drop(guard);
+///         Ok(())
+///     })
+/// }
+/// ```
+///
 /// # Release on drop blocks
 ///
 /// Dropping a guard waits for the server's answer to the unlock. On a network that swallows
@@ -121,7 +133,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         };
         match question.get_result::<(i32, bool)>(self.pinned.conn()) {
             Ok((pid, held)) => Ok(held && pid == self.hold.pid),
-            Err(DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, _)) => Ok(false),
+            Err(error) if is_closed(&error) => Ok(false),
             Err(error) => Err(error.into()),
         }
     }
@@ -133,11 +145,10 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     ///
     /// # Errors
     ///
-    /// - [`Error::LockLost`] if the lock was not held any more.
+    /// - [`Error::LockLost`] if the lock was not held any more, or its session had ended.
     /// - [`Error::SessionMoved`] if another session answered than the one that took the lock.
     /// - [`Error::TransactionLeftOpen`] if a transaction was left open on the connection.
-    /// - [`Error::ReleaseFailed`] if the unlock failed, as it does when the session died or its
-    ///   transaction is aborted.
+    /// - [`Error::ReleaseFailed`] if the unlock failed, as it does in an aborted transaction.
     pub fn release(mut self) -> Result<()> {
         self.release_inner()
     }
@@ -183,6 +194,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         if !surely {
             Err(Error::LockLost {
                 key: self.key.clone(),
+                source: None,
             })
         } else if left_open {
             Err(Error::TransactionLeftOpen {
@@ -207,6 +219,10 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// and unlocks again. A pooled connection is discarded instead, which costs its owner nothing.
     fn repair(&mut self, before: Transaction, source: DieselError) -> Result<()> {
         let key = self.key.clone();
+        if is_closed(&source) {
+            let source = Some(source);
+            return Err(Error::LockLost { key, source });
+        }
         if Pinned::<C>::POOLED
             || before != Transaction::None
             || self.pinned.conn().batch_execute("ROLLBACK").is_err()
@@ -218,12 +234,22 @@ impl<C: Lease> AdvisoryLockGuard<C> {
                 self.pinned.trust();
                 Err(match released.was_held {
                     Some(true) => Error::TransactionLeftOpen { key },
-                    _ => Error::LockLost { key },
+                    _ => Error::LockLost { key, source: None },
                 })
             }
             _ => Err(Error::ReleaseFailed { key, source }),
         }
     }
+}
+
+/// The session has ended, and the server has freed its locks. libpq notices it as an answer fails
+/// to come, and from then on sends nothing any more.
+fn is_closed(error: &DieselError) -> bool {
+    use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
+    matches!(
+        error,
+        DieselError::DatabaseError(ClosedConnection | UnableToSendCommand, _)
+    )
 }
 
 impl<C: Lease> Drop for AdvisoryLockGuard<C> {

@@ -124,7 +124,7 @@ fn a_killed_backend_is_an_error_and_marks_the_connection() {
     let mut conn = database.connect();
     let guard = LOCK.acquire_on(&mut conn).unwrap();
     Observer::of(&database).kill(guard.backend_pid());
-    assert!(matches!(guard.release(), Err(Error::ReleaseFailed { .. })));
+    assert!(matches!(guard.release(), Err(Error::LockLost { .. })));
     assert!(AnsiTransactionManager::is_broken_transaction_manager(
         &mut conn
     ));
@@ -215,6 +215,32 @@ fn a_cancelled_wait_holds_nothing_and_keeps_the_session() {
         );
     });
     assert_eq!(observer.holders(LOCK.key()), 1);
+    assert!(!AnsiTransactionManager::is_broken_transaction_manager(
+        &mut conn
+    ));
     assert_eq!(backend_pid(&mut conn), pid);
     conn.transaction(|_| QueryResult::Ok(())).unwrap();
+}
+
+/// The lock was granted, and nobody got to know: only the end of the session surely frees it.
+#[test]
+fn a_panic_between_the_grant_and_the_guard_ends_the_session() {
+    use diesel::connection::InstrumentationEvent;
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let mut conn = database.connect();
+    let pid = backend_pid(&mut conn);
+    let mut panicked = false;
+    conn.set_instrumentation(move |event: InstrumentationEvent<'_>| {
+        let finished = matches!(event, InstrumentationEvent::FinishQuery { .. });
+        if finished && !std::mem::replace(&mut panicked, true) {
+            panic!("in the instrumentation");
+        }
+    });
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        LOCK.try_acquire_on(&mut conn).map(drop)
+    }));
+    assert!(caught.is_err());
+    observer.assert_free(LOCK.key());
+    assert!(!observer.is_alive(pid));
 }

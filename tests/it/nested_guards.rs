@@ -98,8 +98,8 @@ fn an_inner_guard_whose_backend_was_killed_tells_the_outer() {
     let mut outer = OUTER.acquire(&pool).unwrap();
     let inner = INNER.acquire_on(outer.conn()).unwrap();
     observer.kill(inner.backend_pid());
-    assert!(matches!(inner.release(), Err(Error::ReleaseFailed { .. })));
-    assert!(matches!(outer.release(), Err(Error::ReleaseFailed { .. })));
+    assert!(matches!(inner.release(), Err(Error::LockLost { .. })));
+    assert!(matches!(outer.release(), Err(Error::LockLost { .. })));
     assert_pool_whole(&pool, &database);
 }
 

@@ -103,7 +103,7 @@ fn a_severed_connection_is_given_up_and_replaced() {
     let pool = silent_pool(&proxy);
     let guard = LOCK.try_acquire(&pool).unwrap().expect_acquired();
     proxy.sever();
-    assert!(matches!(guard.release(), Err(Error::ReleaseFailed { .. })));
+    assert!(matches!(guard.release(), Err(Error::LockLost { .. })));
     crate::support::Observer::of(&database).assert_free(LOCK.key());
     LOCK.acquire(&pool).unwrap().release().unwrap();
 }

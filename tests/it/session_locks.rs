@@ -182,7 +182,8 @@ fn is_held_learns_that_the_lock_was_lost() {
     let mut killed = LOCK.acquire(&pool).unwrap();
     observer.kill(killed.backend_pid());
     assert!(!killed.is_held().unwrap());
-    assert!(matches!(killed.release(), Err(Error::ReleaseFailed { .. })));
+    assert!(!killed.is_held().unwrap(), "and again");
+    assert!(matches!(killed.release(), Err(Error::LockLost { .. })));
 }
 
 #[test]

@@ -204,7 +204,7 @@ fn a_killed_backend_is_reported_and_replaced() {
         observer.kill(guard.backend_pid());
         let released = guard.release();
         assert!(
-            matches!(released, Err(Error::ReleaseFailed { .. })),
+            matches!(released, Err(Error::LockLost { .. })),
             "{released:?}"
         );
     });

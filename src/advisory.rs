@@ -135,9 +135,8 @@ impl AdvisoryLock {
 /// (PostgreSQL 14 and later), which would end the session and so lose the lock; the release puts
 /// it back.
 /// ```sql
-/// SELECT pid, granted, …
-/// FROM (SELECT pg_backend_pid() AS pid,
-///              CASE WHEN NOT pg_is_in_recovery() THEN pg_try_advisory_lock($1) END AS granted, …) AS attempt
+/// SELECT pg_backend_pid(), current_setting('idle_session_timeout', true),
+///        CASE WHEN pg_is_in_recovery() THEN NULL WHEN NOT pg_try_advisory_lock($1) THEN false … END
 /// ```
 ///
 /// # Errors of all of them

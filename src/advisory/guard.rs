@@ -31,7 +31,7 @@ use crate::transaction::{self, Transaction};
 ///
 /// The unlock runs on the session that took the lock, or not at all:
 /// ```sql
-/// SELECT pid, CASE WHEN pid = $2 THEN pg_advisory_unlock($1) END, … FROM (SELECT pg_backend_pid() AS pid, …)
+/// SELECT pg_backend_pid(), CASE pg_backend_pid() WHEN $1 THEN pg_advisory_unlock($2) END, …
 /// ```
 ///
 /// A pooled connection whose unlock did not surely succeed never goes back to the pool: it is

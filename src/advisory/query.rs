@@ -42,38 +42,38 @@ pub(crate) struct TryAcquire<'a> {
 #[derive(Debug, Queryable)]
 pub(crate) struct TryAcquired {
     pub(crate) pid: i32,
-    /// `None` on a hot standby, where nothing was tried.
-    pub(crate) granted: Option<bool>,
     /// As it was before; `None` before PostgreSQL 14.
     pub(crate) idle_session_timeout: Option<String>,
-    _lifted: Option<String>,
+    /// `None` on a hot standby, where nothing was tried.
+    pub(crate) granted: Option<bool>,
 }
 
-prepared_query!(TryAcquire -> (Integer, Nullable<Bool>, Nullable<Text>, Nullable<Text>));
+prepared_query!(TryAcquire -> (Integer, Nullable<Text>, Nullable<Bool>));
 
 impl QueryFragment<Pg> for TryAcquire<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        // Volatile, so PostgreSQL evaluates the inner SELECT first and once.
+        // PostgreSQL evaluates the columns in their order, so the setting is read before it is
+        // lifted. A flat SELECT, since a subquery costs as much again as the lock itself.
         out.push_sql(
-            "SELECT pid, granted, idle_session_timeout, \
-             CASE WHEN granted AND idle_session_timeout <> '0' \
-             THEN pg_catalog.set_config('idle_session_timeout', '0', false) END \
-             FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
-             CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.",
+            "SELECT pg_catalog.pg_backend_pid(), \
+             pg_catalog.current_setting('idle_session_timeout', true), \
+             CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN NOT pg_catalog.",
         );
         out.push_sql(self.mode.try_lock_function());
         push_key(&mut out, self.id)?;
         out.push_sql(
-            " END AS granted, \
-             pg_catalog.current_setting('idle_session_timeout', true) AS idle_session_timeout) \
-             AS attempt",
+            " THEN false \
+             WHEN pg_catalog.current_setting('idle_session_timeout', true) <> '0' \
+             THEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
+             ELSE true END",
         );
         Ok(())
     }
 }
 
 /// Releases a session lock, if this is still the session that took it, and gives it back its
-/// `idle_session_timeout`.
+/// `idle_session_timeout` where that was lifted.
 ///
 /// On another session nothing is unlocked: it may hold the same lock for somebody else.
 #[derive(Debug)]
@@ -97,18 +97,22 @@ prepared_query!(Release -> (Integer, Nullable<Bool>, Nullable<Text>));
 
 impl QueryFragment<Pg> for Release<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql("SELECT pid, CASE WHEN pid = taken_by THEN pg_catalog.");
+        out.push_sql("SELECT pg_catalog.pg_backend_pid(), CASE pg_catalog.pg_backend_pid() WHEN ");
+        out.push_bind_param::<Integer, _>(&self.taken_by)?;
+        out.push_sql(" THEN pg_catalog.");
         out.push_sql(self.mode.unlock_function());
         push_key(&mut out, self.id)?;
-        out.push_sql(
-            " END, CASE WHEN pid = taken_by AND idle_session_timeout IS NOT NULL \
-             THEN pg_catalog.set_config('idle_session_timeout', idle_session_timeout, false) END \
-             FROM (SELECT pg_catalog.pg_backend_pid() AS pid, ",
-        );
-        out.push_bind_param::<Integer, _>(&self.taken_by)?;
-        out.push_sql(" AS taken_by, ");
-        out.push_bind_param::<Nullable<Text>, _>(&self.idle_session_timeout)?;
-        out.push_sql(" AS idle_session_timeout) AS session");
+        out.push_sql(" END, ");
+        match &self.idle_session_timeout {
+            None => out.push_sql("NULL"),
+            Some(timeout) => {
+                out.push_sql("CASE pg_catalog.pg_backend_pid() WHEN ");
+                out.push_bind_param::<Integer, _>(&self.taken_by)?;
+                out.push_sql(" THEN pg_catalog.set_config('idle_session_timeout', ");
+                out.push_bind_param::<Text, _>(timeout)?;
+                out.push_sql(", false) END");
+            }
+        }
         Ok(())
     }
 }
@@ -235,19 +239,33 @@ mod tests {
         };
         assert_eq!(
             sql(&query),
-            "SELECT pid, granted, idle_session_timeout, \
-             CASE WHEN granted AND idle_session_timeout <> '0' \
-             THEN pg_catalog.set_config('idle_session_timeout', '0', false) END \
-             FROM (SELECT pg_catalog.pg_backend_pid() AS pid, \
-             CASE WHEN NOT pg_catalog.pg_is_in_recovery() \
-             THEN pg_catalog.pg_try_advisory_lock($1) END AS granted, \
-             pg_catalog.current_setting('idle_session_timeout', true) AS idle_session_timeout) \
-             AS attempt -- binds: [-5]"
+            "SELECT pg_catalog.pg_backend_pid(), \
+             pg_catalog.current_setting('idle_session_timeout', true), \
+             CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN NOT pg_catalog.pg_try_advisory_lock($1) THEN false \
+             WHEN pg_catalog.current_setting('idle_session_timeout', true) <> '0' \
+             THEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
+             ELSE true END -- binds: [-5]"
         );
     }
 
     #[test]
     fn a_release_unlocks_on_the_session_that_took_the_lock_only() {
+        let query = Release {
+            id: &BIGINT,
+            mode: LockMode::Exclusive,
+            taken_by: 42,
+            idle_session_timeout: None,
+        };
+        assert_eq!(
+            sql(&query),
+            "SELECT pg_catalog.pg_backend_pid(), CASE pg_catalog.pg_backend_pid() \
+             WHEN $1 THEN pg_catalog.pg_advisory_unlock($2) END, NULL -- binds: [42, -5]"
+        );
+    }
+
+    #[test]
+    fn a_release_gives_back_what_was_lifted() {
         let query = Release {
             id: &PAIR,
             mode: LockMode::Shared,
@@ -256,12 +274,11 @@ mod tests {
         };
         assert_eq!(
             sql(&query),
-            "SELECT pid, CASE WHEN pid = taken_by \
-             THEN pg_catalog.pg_advisory_unlock_shared($1, $2) END, \
-             CASE WHEN pid = taken_by AND idle_session_timeout IS NOT NULL \
-             THEN pg_catalog.set_config('idle_session_timeout', idle_session_timeout, false) END \
-             FROM (SELECT pg_catalog.pg_backend_pid() AS pid, $3 AS taken_by, \
-             $4 AS idle_session_timeout) AS session -- binds: [1, 2, 42, Some(\"1min\")]"
+            "SELECT pg_catalog.pg_backend_pid(), CASE pg_catalog.pg_backend_pid() \
+             WHEN $1 THEN pg_catalog.pg_advisory_unlock_shared($2, $3) END, \
+             CASE pg_catalog.pg_backend_pid() WHEN $4 \
+             THEN pg_catalog.set_config('idle_session_timeout', $5, false) END \
+             -- binds: [42, 1, 2, 42, \"1min\"]"
         );
     }
 

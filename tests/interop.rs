@@ -1,0 +1,249 @@
+//! Real Python and Node.js programs on the same database: they exclude our guards, and our guards
+//! exclude them.
+//!
+//! `scripts/interop` runs it, with the packages that the programs in `tests/interop/` need.
+
+use std::env;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::Duration;
+
+use diesel_interlock::{AdvisoryLock, Attempt, Error, LockId, LockKey, PgPool};
+use workbench::Database;
+
+const NAMES: [&str; 8] = [
+    "nightly report",
+    "Größenänderung",
+    "lock 🔒",
+    "a",
+    "223 345",
+    "job 4008307722",
+    "polygenelubricants",
+    " back\\slash 'quoted' %s $1 ",
+];
+
+/// How long a program may take to start, connect and answer.
+const ANSWERING: Duration = Duration::from_secs(60);
+
+/// How long the server may take to notice that a program is gone.
+const NOTICING: Duration = Duration::from_secs(30);
+
+/// How a program makes a number of a name, and the language that it is written in.
+#[derive(Debug, Clone, Copy)]
+enum Hash {
+    PythonFnv,
+    PythonCrc32,
+    NodeTimes31,
+}
+
+impl Hash {
+    const ALL: [Self; 3] = [Self::PythonFnv, Self::PythonCrc32, Self::NodeTimes31];
+
+    /// Our lock of the same name.
+    fn lock(self, name: &'static str) -> AdvisoryLock {
+        AdvisoryLock::new(match self {
+            Self::PythonFnv => LockKey::named(name),
+            Self::PythonCrc32 => LockKey::crc32(name),
+            Self::NodeTimes31 => LockKey::times31(name),
+        })
+    }
+
+    /// The program, up to its connection string.
+    fn program(self) -> (Command, &'static str) {
+        let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/interop");
+        let python = || {
+            let mut command = Command::new(required("INTEROP_PYTHON"));
+            // The name is UTF-8, whatever the locale is.
+            command.args(["-X", "utf8"]).arg(programs.join("client.py"));
+            command
+        };
+        match self {
+            Self::PythonFnv => (python(), "fnv"),
+            Self::PythonCrc32 => (python(), "crc32"),
+            Self::NodeTimes31 => {
+                let mut command = Command::new("node");
+                command
+                    .env("NODE_PATH", required("INTEROP_NODE_MODULES"))
+                    .arg(programs.join("client.mjs"));
+                (command, "times31")
+            }
+        }
+    }
+}
+
+/// The value of an environment variable that `scripts/interop` sets.
+fn required(variable: &str) -> String {
+    env::var(variable).unwrap_or_else(|_| {
+        panic!("{variable} is not set: run scripts/interop, which installs what this test needs")
+    })
+}
+
+/// A program with a session of its own; killed with the value.
+struct Client {
+    child: Child,
+    commands: Option<ChildStdin>,
+    answers: Receiver<String>,
+}
+
+impl Client {
+    fn start(database: &Database, hash: Hash, name: &str) -> Self {
+        let (mut command, mode) = hash.program();
+        let mut child = command
+            .args([&database.url(), mode, name])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot run {command:?}: {error}"));
+        let commands = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let (sender, answers) = mpsc::channel();
+        thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                let _ = sender.send(line);
+            }
+        });
+        Self {
+            child,
+            commands,
+            answers,
+        }
+    }
+
+    /// The program's answer to a command.
+    #[track_caller]
+    fn ask(&mut self, command: &str) -> String {
+        let commands = self.commands.as_mut().unwrap();
+        // A program that has ended is noticed by its answer.
+        let _ = writeln!(commands, "{command}");
+        self.answers
+            .recv_timeout(ANSWERING)
+            .unwrap_or_else(|error| panic!("no answer to `{command}`: {error}"))
+    }
+
+    /// Ends the program's input, and waits for its end.
+    #[track_caller]
+    fn end(mut self) {
+        self.commands = None;
+        assert_eq!(
+            self.answers.recv_timeout(ANSWERING),
+            Err(mpsc::RecvTimeoutError::Disconnected)
+        );
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[track_caller]
+fn exclude_each_other(hash: Hash) {
+    let database = Database::new();
+    let pool = database.pool(1);
+    for name in NAMES {
+        let lock = hash.lock(name);
+        let mut client = Client::start(&database, hash, name);
+
+        assert_eq!(client.ask("try"), "granted", "{lock:?}");
+        assert!(lock.try_acquire(&pool).unwrap().is_busy(), "{lock:?}");
+        assert_eq!(client.ask("unlock"), "unlocked", "{lock:?}");
+
+        let Attempt::Acquired(mut guard) = lock.try_acquire(&pool).unwrap() else {
+            panic!("{lock:?} is taken, though the program unlocked it");
+        };
+        assert_eq!(client.ask("try"), "busy", "{lock:?}");
+        assert_eq!(client.ask("unlock"), "not held", "{lock:?}");
+        assert!(guard.is_held().unwrap(), "{lock:?}");
+        guard.release().unwrap();
+
+        assert_eq!(client.ask("try"), "granted", "{lock:?}");
+        assert!(lock.try_acquire(&pool).unwrap().is_busy(), "{lock:?}");
+        client.end();
+        assert_acquired_soon(&lock, &pool);
+    }
+}
+
+/// The server frees the lock within moments after the program is gone.
+#[track_caller]
+fn assert_acquired_soon(lock: &AdvisoryLock, pool: &PgPool) {
+    let Attempt::Acquired(guard) = lock.acquire_timeout(pool, NOTICING).unwrap() else {
+        panic!("{lock:?} is still taken after {NOTICING:?}");
+    };
+    guard.release().unwrap();
+}
+
+#[test]
+fn python_with_fnv_and_our_guards_exclude_each_other() {
+    exclude_each_other(Hash::PythonFnv);
+}
+
+#[test]
+fn python_with_crc32_and_our_guards_exclude_each_other() {
+    exclude_each_other(Hash::PythonCrc32);
+}
+
+#[test]
+fn node_with_the_knex_articles_hash_and_our_guards_exclude_each_other() {
+    exclude_each_other(Hash::NodeTimes31);
+}
+
+#[test]
+fn a_killed_program_frees_the_lock() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    for hash in Hash::ALL {
+        let lock = hash.lock(NAMES[0]);
+        let mut client = Client::start(&database, hash, NAMES[0]);
+        assert_eq!(client.ask("try"), "granted", "{lock:?}");
+        assert!(lock.try_acquire(&pool).unwrap().is_busy(), "{lock:?}");
+
+        client.child.kill().unwrap();
+        assert_acquired_soon(&lock, &pool);
+    }
+}
+
+#[test]
+fn a_program_and_our_transaction_exclude_each_other() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let hash = Hash::PythonFnv;
+    let lock = hash.lock(NAMES[0]);
+    let mut client = Client::start(&database, hash, NAMES[0]);
+
+    lock.transaction(conn, |_| {
+        assert_eq!(client.ask("try"), "busy");
+        Ok::<_, Error>(())
+    })
+    .unwrap();
+
+    assert_eq!(client.ask("try"), "granted");
+    let attempt = lock.try_transaction(conn, |_| Ok::<_, Error>(())).unwrap();
+    assert!(attempt.is_busy());
+
+    assert_eq!(client.ask("unlock"), "unlocked");
+    let attempt = lock.try_transaction(conn, |_| Ok::<_, Error>(())).unwrap();
+    assert_eq!(attempt, Attempt::Acquired(()));
+    client.end();
+}
+
+#[test]
+fn the_names_have_numbers_on_both_sides_of_where_signs_go_wrong() {
+    for hash in Hash::ALL {
+        let middle = match hash {
+            Hash::PythonFnv | Hash::NodeTimes31 => 0,
+            Hash::PythonCrc32 => 1 << 31,
+        };
+        let is_low = NAMES.map(|name| match hash.lock(name).key().id() {
+            Ok(LockId::BigInt(number)) => number < middle,
+            other => panic!("{name:?} has {other:?}"),
+        });
+        assert!(is_low.contains(&true), "{hash:?}");
+        assert!(is_low.contains(&false), "{hash:?}");
+    }
+}

@@ -148,16 +148,19 @@ impl AdvisoryLock {
 /// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
 /// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler moved the session while it
 ///   waited.
+/// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if the pool gave a connection that
+///   somebody had left in a transaction.
 /// - [`Error::Database`](crate::Error::Database) for anything else. Whether the lock was granted is
-///   then unknown, so a pooled connection is discarded; a borrowed one is asked, and ended if it
-///   holds the lock.
+///   then unknown, so a pooled connection is discarded; the session of a borrowed one is asked, and
+///   ended if it holds the lock.
 ///
 /// After an error nothing is held.
 impl AdvisoryLock {
     /// Takes the lock if it is free, on a connection out of the pool; never waits for the lock.
     ///
-    /// One round trip beyond the pool's own check-out. If another session has the lock the answer
-    /// is [`Attempt::Busy`], and the connection is back in the pool.
+    /// One round trip beyond the pool's own check-out, and one more to prepare the statement, once
+    /// per connection. If another session has the lock the answer is [`Attempt::Busy`], and the
+    /// connection is back in the pool.
     ///
     /// # Blocking
     ///
@@ -204,8 +207,11 @@ impl AdvisoryLock {
     /// Hence
     /// - no order among waiters is promised: the place in the queue is lost between slices;
     /// - PostgreSQL does not detect a deadlock of two sessions that wait for each other's locks;
+    /// - two sharers that both ask for the exclusive lock wait for each other for ever;
     /// - each slice that ends without the lock is an error entry in the server's log, with the
     ///   constraint name `diesel_interlock_lock_not_granted`.
+    ///
+    /// Waiting needs the language `plpgsql`, which is there and free for all by default.
     ///
     /// The user's own `statement_timeout` and `lock_timeout` do not cut the wait short.
     ///
@@ -239,8 +245,9 @@ impl AdvisoryLock {
     ///
     /// # Blocking
     ///
-    /// For `timeout`, of which the check-out is a part; the last slice is rounded up to whole
-    /// milliseconds. Zero waits for neither. Otherwise as [`acquire`](Self::acquire).
+    /// For `timeout`, of which the check-out is a part; the pool's own `connection_timeout` may end
+    /// that part sooner. The last slice is rounded up to whole milliseconds. Zero waits for neither,
+    /// not even for a pool to open a connection. Otherwise as [`acquire`](Self::acquire).
     ///
     /// # Errors
     ///

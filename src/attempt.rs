@@ -57,6 +57,11 @@ impl<G> Attempt<G> {
     }
 
     /// Answers whether another session has it.
+    ///
+    /// It says nothing of whether the lock is kept: `attempt.is_busy()` on a temporary drops what
+    /// was acquired with it, and so does a pattern `Attempt::Acquired(_)`. Bind it to a name, be it
+    /// `_guard`.
+    #[must_use]
     pub const fn is_busy(&self) -> bool {
         matches!(self, Attempt::Busy)
     }

@@ -36,6 +36,15 @@ pub enum Error {
     )]
     InTransaction,
 
+    /// The pool gave a connection on which somebody had left a transaction open, with a plain SQL
+    /// `BEGIN` that Diesel does not see. The connection was discarded.
+    #[cfg(feature = "r2d2")]
+    #[error(
+        "the pool gave a connection in a transaction that somebody left open, and it was discarded: \
+         try again, and look for a BEGIN without its COMMIT or ROLLBACK"
+    )]
+    TransactionInPool,
+
     /// [`AdvisoryLock::transaction`] was called inside an open transaction, whose snapshot may be
     /// older than the lock and whose end, not the closure's, would release it.
     ///
@@ -102,7 +111,8 @@ pub enum Error {
     /// wrote was not committed while the lock was held.
     ///
     /// A pooled connection is discarded, which rolls the transaction back; on a borrowed
-    /// connection an aborted one is rolled back, any other is left to the caller.
+    /// connection an aborted one is rolled back, any other is left to the caller. If the caller rolls
+    /// it back, an `idle_session_timeout` of that session stays lifted.
     #[error(
         "a transaction was left open when the lock {key} was released: commit it before the guard goes"
     )]
@@ -122,6 +132,11 @@ pub enum Error {
         /// Why.
         source: DieselError,
     },
+
+    /// Migrations were asked for inside a transaction, a test transaction included.
+    #[cfg(feature = "migrations")]
+    #[error("migrations commit as they go: run them outside a transaction")]
+    CommitsInTransaction,
 
     /// The pool had no connection to give in time.
     #[cfg(feature = "r2d2")]

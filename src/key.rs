@@ -196,6 +196,15 @@ impl LockKey {
         self.name.as_deref()
     }
 
+    /// A name whose number nothing changes, a prefix of the tests neither.
+    #[cfg(feature = "migrations")]
+    pub(crate) const fn frozen(name: &'static str, number: i64) -> Self {
+        Self {
+            name: Some(Cow::Borrowed(name)),
+            number: Number::Given(LockId::BigInt(number)),
+        }
+    }
+
     const fn numbered(id: LockId) -> Self {
         Self {
             name: None,

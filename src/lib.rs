@@ -61,7 +61,7 @@
 //!
 //! - `r2d2` (default): the forms that take a pool.
 //! - `migrations` (default): [`migrations`].
-//! - `testing`: [`testing`], for an application's own tests.
+//! - `testing`: the module `testing`, for an application's own tests.
 //!
 //! [pg]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
 

@@ -9,11 +9,15 @@ use diesel_migrations::MigrationHarness;
 
 use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
+use crate::key::LockKey;
 use crate::transaction::{self, Transaction};
 
 /// The lock under which [`run_pending`] runs. Its key is part of this crate's contract, as that of
 /// every name is: 7668513674988384022.
-pub static LOCK: AdvisoryLock = AdvisoryLock::named("diesel_interlock migrations");
+pub static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
+    "diesel_interlock migrations",
+    7668513674988384022,
+));
 
 /// Runs the application's pending migrations, on one instance at a time; answers the versions
 /// that it ran.
@@ -25,12 +29,14 @@ pub static LOCK: AdvisoryLock = AdvisoryLock::named("diesel_interlock migrations
 ///
 /// # Blocking
 ///
-/// Waits for the other instances' migrations as [`AdvisoryLock::acquire`] does, without end.
+/// Waits for the other instances' migrations as [`AdvisoryLock::acquire`] does, without end. To wait
+/// for a limited time, call it under `LOCK.acquire_timeout_on(conn, …)`, on that guard's connection:
+/// the lock is reentrant.
 ///
 /// # Errors
 ///
 /// - [`Error::Migration`] if a migration failed. Those before it stay applied.
-/// - [`Error::InTransaction`] inside a transaction, a test transaction included: migrations commit.
+/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
 /// - Those of [`AdvisoryLock::acquire_on`].
 ///
 /// # Examples
@@ -56,8 +62,8 @@ pub fn run_pending<S>(conn: &mut PgConnection, source: S) -> Result<Vec<Migratio
 where
     S: MigrationSource<Pg>,
 {
-    if transaction::of(conn) == Transaction::Test {
-        return Err(Error::InTransaction);
+    if transaction::of(conn) != Transaction::None {
+        return Err(Error::CommitsInTransaction);
     }
     let mut guard = LOCK.acquire_on(conn)?;
     let ran = guard

@@ -1,4 +1,4 @@
-//! The pool that the `_pool` forms of every operation take.
+//! The pool that the plain form of every operation takes.
 
 use std::time::Duration;
 

@@ -16,7 +16,8 @@
 //! ```
 //!
 //! Locks work inside `begin_test_transaction` (and r2d2's `TestCustomizer`): it does not count as
-//! an open transaction. Migrations are refused there, since they commit.
+//! an open transaction. Migrations are refused there, since they commit. What
+//! [`AdvisoryLock::transaction`] takes there stays until the test transaction ends.
 
 use std::cell::RefCell;
 use std::fmt;

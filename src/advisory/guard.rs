@@ -39,10 +39,17 @@ use crate::transaction::{self, Transaction};
 /// is so after an aborted transaction, a transaction left open (also by a `BEGIN` that Diesel does
 /// not know of), a killed backend, a restarted server, and a panic.
 ///
-/// A borrowed connection cannot be discarded. Where no transaction of Diesel's is open, a failed
-/// unlock is repeated once after a `ROLLBACK`; where that fails too, or a transaction of the
-/// caller's is aborted, which nobody but the caller may roll back, the connection is marked as
-/// broken and [`release`](Self::release) answers an error.
+/// # On a borrowed connection
+///
+/// it is the caller who decides what becomes of it. Where the caller's plain SQL `BEGIN` is aborted,
+/// it is rolled back and the unlock repeated. Where the unlock failed otherwise, and the session
+/// still holds the lock, the session is ended. A transaction of Diesel's own that is aborted is
+/// nobody's to roll back but the caller's: the lock then stays with the session, the connection is
+/// marked as broken, and [`release`](Self::release) answers [`Error::ReleaseFailed`].
+///
+/// **A connection is not to be used again after that error.** Diesel takes the mark back with the
+/// next successful statement, and a pool that lent the connection would take it back with the lock:
+/// drop it, with deadpool after `Object::take`.
 ///
 /// Rust itself refuses to let the guard go inside a transaction of its own connection:
 /// ```compile_fail,E0505
@@ -98,9 +105,9 @@ impl<C: Lease> AdvisoryLockGuard<C> {
 
     /// Lends the connection whose session holds the lock.
     ///
-    /// Anything may run on it, transactions included; they must have ended when the guard goes. A
-    /// `pg_advisory_unlock_all()` or `DISCARD ALL` loses the lock, which
-    /// [`release`](Self::release) then reports.
+    /// Anything may run on it, transactions included; they must have ended when the guard goes.
+    /// After `pg_advisory_unlock_all()` or `DISCARD ALL` the lock is lost, and
+    /// [`release`](Self::release) answers an error.
     pub fn conn(&mut self) -> &mut PgConnection {
         self.pinned.conn()
     }
@@ -130,6 +137,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         let question = IsHeld {
             locator: &locator,
             mode: self.hold.mode,
+            prepared: true,
         };
         match question.get_result::<(i32, bool)>(self.pinned.conn()) {
             Ok((pid, held)) => Ok(held && pid == self.hold.pid),
@@ -141,7 +149,8 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// Releases the lock and gives the connection back. The same as dropping the guard, but it
     /// reports what went wrong.
     ///
-    /// One round trip. Whatever the answer is, the lock is not held by this guard any more.
+    /// One round trip, and one more to prepare the statement, once per connection. Whatever the
+    /// answer is, the lock is not held by this guard any more.
     ///
     /// # Errors
     ///
@@ -155,81 +164,86 @@ impl<C: Lease> AdvisoryLockGuard<C> {
 
     fn release_inner(&mut self) -> Result<()> {
         self.released = true;
-        let pid = self.hold.pid;
+        let Hold { id, mode, pid, .. } = self.hold;
         let conn = self.pinned.conn();
         let before = transaction::of(conn);
-        // A guard further in may have found the session untrustworthy.
-        let distrusted = before == Transaction::Broken || distrusted::contains(pid);
         if before == Transaction::None {
             // Unless the server reports that no transaction is open, this mark stays.
             transaction::mark_broken(conn);
         }
-        self.pinned.doubt(Doubt::Releasing(pid));
+        self.pinned.doubt(Doubt::Releasing(id, mode, pid));
 
-        let released = match self.unlock() {
+        let released = match self.unlock(true) {
             Ok(released) => released,
             Err(source) => return self.repair(before, source),
         };
         if released.pid != pid {
+            self.pinned.doubt(Doubt::Certain);
             return Err(Error::SessionMoved {
                 key: self.key.clone(),
                 taken_by: pid,
                 answered_by: released.pid,
             });
         }
-
+        let was_held = released.was_held == Some(true);
         let conn = self.pinned.conn();
         let left_open = match before {
             Transaction::Open => true,
-            Transaction::None => transaction::is_marked(conn),
-            Transaction::Test | Transaction::Broken => false,
+            Transaction::None | Transaction::Broken => transaction::is_marked(conn),
+            Transaction::Test => false,
         };
-        if left_open && before == Transaction::None && !Pinned::<C>::POOLED {
-            transaction::clear_mark(conn);
-        }
-        let surely = released.was_held == Some(true);
-        if !distrusted && (!Pinned::<C>::POOLED || (surely && !left_open)) {
+
+        if before == Transaction::Broken {
+            // Somebody had marked the connection, and the unlock may have taken the mark back.
+            self.pinned.doubt(Doubt::Certain);
+        } else if !Pinned::<C>::POOLED {
+            if left_open && before == Transaction::None {
+                transaction::clear_mark(conn);
+            }
+            self.pinned.trust();
+        } else if was_held && !left_open && !distrusted::contains(pid) {
             self.pinned.trust();
         }
-        if !surely {
-            Err(Error::LockLost {
+
+        match (was_held, left_open) {
+            (false, _) => Err(Error::LockLost {
                 key: self.key.clone(),
                 source: None,
-            })
-        } else if left_open {
-            Err(Error::TransactionLeftOpen {
+            }),
+            (true, true) => Err(Error::TransactionLeftOpen {
                 key: self.key.clone(),
-            })
-        } else {
-            Ok(())
+            }),
+            (true, false) => Ok(()),
         }
     }
 
-    fn unlock(&mut self) -> QueryResult<Released> {
+    fn unlock(&mut self, prepared: bool) -> QueryResult<Released> {
         Release {
             id: &self.hold.id,
             mode: self.hold.mode,
             taken_by: self.hold.pid,
             idle_session_timeout: self.hold.idle_session_timeout.as_deref(),
+            prepared,
         }
         .get_result(self.pinned.conn())
     }
 
-    /// After a failed unlock: ends the aborted transaction that a borrowed connection may be in,
-    /// and unlocks again. A pooled connection is discarded instead, which costs its owner nothing.
+    /// After a failed unlock: ends the aborted transaction that a borrowed connection is in, where
+    /// the unlock surely did not run, and unlocks again. A pooled connection is discarded instead,
+    /// which costs its owner nothing.
     fn repair(&mut self, before: Transaction, source: DieselError) -> Result<()> {
         let key = self.key.clone();
         if is_closed(&source) {
+            self.pinned.doubt(Doubt::Certain);
             let source = Some(source);
             return Err(Error::LockLost { key, source });
         }
-        if Pinned::<C>::POOLED
-            || before != Transaction::None
-            || self.pinned.conn().batch_execute("ROLLBACK").is_err()
-        {
+        let conn = self.pinned.conn();
+        let aborted = before == Transaction::None && transaction::is_marked(conn);
+        if Pinned::<C>::POOLED || !aborted || conn.batch_execute("ROLLBACK").is_err() {
             return Err(Error::ReleaseFailed { key, source });
         }
-        match self.unlock() {
+        match self.unlock(false) {
             Ok(released) if released.pid == self.hold.pid => {
                 self.pinned.trust();
                 Err(match released.was_held {

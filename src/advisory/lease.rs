@@ -5,12 +5,12 @@ use std::ops::DerefMut;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
+use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
 use super::mode::LockMode;
 use super::query::IsHeld;
-use crate::functions::{pg_backend_pid, pg_terminate_backend};
 use crate::key::LockId;
 use crate::transaction::{self, Transaction};
 
@@ -48,13 +48,17 @@ pub(super) struct Pinned<C: Lease> {
     doubt: Option<Doubt>,
 }
 
-/// Why nobody can say whether the session holds a lock that no guard accounts for.
+/// Why the session may hold a lock that no guard accounts for.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Doubt {
     /// A statement that takes this lock was sent, and its answer did not arrive.
     Acquiring(LockId, LockMode),
-    /// The unlock did not surely succeed, on the session with this pid.
-    Releasing(i32),
+    /// A statement that releases this lock was sent, to the session with this pid, and its answer
+    /// did not arrive.
+    Releasing(LockId, LockMode, i32),
+    /// The connection cannot be trusted, and there is nothing to ask: another session answers on
+    /// it, or somebody marked it before.
+    Certain,
 }
 
 impl<C: Lease> Pinned<C> {
@@ -82,7 +86,7 @@ impl<C: Lease> Drop for Pinned<C> {
         let Some(doubt) = self.doubt else { return };
         let conn = &mut *self.lease;
         if C::POOLED {
-            if let Doubt::Releasing(pid) = doubt {
+            if let Doubt::Releasing(_, _, pid) = doubt {
                 distrusted::forget(pid);
             }
         } else {
@@ -100,40 +104,59 @@ impl<C: Lease> Drop for Pinned<C> {
 /// Does what can be done for a borrowed connection, which cannot be discarded. Answers whether
 /// all is well with it.
 fn settle(conn: &mut PgConnection, doubt: Doubt) -> bool {
-    match doubt {
-        Doubt::Acquiring(id, mode) => {
-            let locator = id.into();
-            let question = IsHeld {
-                locator: &locator,
-                mode,
-            };
-            match question.get_result::<(i32, bool)>(conn) {
-                Ok((_, false)) => true,
-                Ok((_, true)) => {
-                    // Held, by the statement in doubt or by a guard further out: PostgreSQL keeps
-                    // the count to itself. Only the end of the session surely ends it.
-                    if transaction::of(conn) == Transaction::None {
-                        let _ = diesel::select(pg_terminate_backend(pg_backend_pid()))
-                            .get_result::<bool>(conn);
-                    }
+    match (doubt, transaction::of(conn)) {
+        (Doubt::Certain, _) => false,
+        (Doubt::Acquiring(id, mode) | Doubt::Releasing(id, mode, _), Transaction::None) => {
+            match is_held(conn, id, mode) {
+                Ok(false) => true,
+                // By the statement in doubt or by a guard further out: PostgreSQL keeps the count to
+                // itself.
+                Ok(true) | Err(_) => {
+                    end_session(conn);
                     false
                 }
-                Err(_) => false,
             }
         }
-        Doubt::Releasing(pid) => {
+        // An error has aborted the test, and with it the statement.
+        (Doubt::Acquiring(..), Transaction::Test) => true,
+        (Doubt::Acquiring(..), _) => false,
+        (Doubt::Releasing(_, _, pid), _) => {
             distrusted::remember(pid);
             false
         }
     }
 }
 
-/// The sessions on which a lock may still be held that no guard accounts for, by pid.
+/// Not prepared, since it may be the prepared statements that are gone.
+fn is_held(conn: &mut PgConnection, id: LockId, mode: LockMode) -> QueryResult<bool> {
+    let locator = id.into();
+    let question = IsHeld {
+        locator: &locator,
+        mode,
+        prepared: false,
+    };
+    question
+        .get_result::<(i32, bool)>(conn)
+        .map(|(_, held)| held)
+}
+
+/// Only the end of the session surely ends what it holds. Where the role may not end its own, all
+/// its locks are released: a guard further out then reports that it lost its own.
+fn end_session(conn: &mut PgConnection) {
+    let ended =
+        conn.batch_execute("SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())");
+    let refused = ended.is_ok() || transaction::of(conn) != Transaction::Broken;
+    if refused {
+        let _ = conn.batch_execute("SELECT pg_catalog.pg_advisory_unlock_all()");
+    }
+}
+
+/// The sessions on which a lock is still held that no guard accounts for, by pid.
 ///
-/// A guard on a borrowed connection marks it as broken, but Diesel takes the mark back with the
-/// next successful statement. Should a guard further out pin the same session in a pool, it reads
-/// here what the mark no longer tells. A pid that the server uses again costs one needless
-/// reconnect.
+/// A guard on a borrowed connection that cannot unlock, since the caller's transaction is aborted,
+/// marks the connection as broken. Diesel takes the mark back with the next successful statement;
+/// should a guard further out pin the same session in a pool, it reads here what the mark no longer
+/// tells, and discards it. A pid that the server uses again costs one needless reconnect.
 pub(super) mod distrusted {
     use super::*;
 

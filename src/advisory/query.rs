@@ -64,7 +64,7 @@ impl QueryFragment<Pg> for TryAcquire<'_> {
         push_key(&mut out, self.id)?;
         out.push_sql(
             " THEN false \
-             WHEN pg_catalog.current_setting('idle_session_timeout', true) <> '0' \
+             WHEN pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
              THEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
              ELSE true END",
         );
@@ -82,6 +82,8 @@ pub(crate) struct Release<'a> {
     pub(crate) mode: LockMode,
     pub(crate) taken_by: i32,
     pub(crate) idle_session_timeout: Option<&'a str>,
+    /// Whether to use a prepared statement, which somebody may have deallocated.
+    pub(crate) prepared: bool,
 }
 
 /// What [`Release`] answers.
@@ -97,7 +99,13 @@ prepared_query!(Release -> (Integer, Nullable<Bool>, Nullable<Text>));
 
 impl QueryFragment<Pg> for Release<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql("SELECT pg_catalog.pg_backend_pid(), CASE pg_catalog.pg_backend_pid() WHEN ");
+        if !self.prepared {
+            out.unsafe_to_cache_prepared();
+        }
+        out.push_sql(
+            "SELECT pg_catalog.pg_backend_pid(), \
+             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ",
+        );
         out.push_bind_param::<Integer, _>(&self.taken_by)?;
         out.push_sql(" THEN pg_catalog.");
         out.push_sql(self.mode.unlock_function());
@@ -106,7 +114,7 @@ impl QueryFragment<Pg> for Release<'_> {
         match &self.idle_session_timeout {
             None => out.push_sql("NULL"),
             Some(timeout) => {
-                out.push_sql("CASE pg_catalog.pg_backend_pid() WHEN ");
+                out.push_sql("CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ");
                 out.push_bind_param::<Integer, _>(&self.taken_by)?;
                 out.push_sql(" THEN pg_catalog.set_config('idle_session_timeout', ");
                 out.push_bind_param::<Text, _>(timeout)?;
@@ -122,24 +130,33 @@ impl QueryFragment<Pg> for Release<'_> {
 pub(crate) struct IsHeld<'a> {
     pub(crate) locator: &'a Locator,
     pub(crate) mode: LockMode,
+    /// Whether to use a prepared statement, which somebody may have deallocated.
+    pub(crate) prepared: bool,
 }
+
+/// The advisory locks that this session holds in this database, to be narrowed to one key and mode.
+pub(super) const HELD_BY_THIS_SESSION: &str = "SELECT FROM pg_catalog.pg_locks \
+    WHERE locktype OPERATOR(pg_catalog.=) 'advisory' AND granted \
+    AND pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid() \
+    AND database OPERATOR(pg_catalog.=) (SELECT oid FROM pg_catalog.pg_database \
+    WHERE datname OPERATOR(pg_catalog.=) pg_catalog.current_database())";
 
 prepared_query!(IsHeld -> (Integer, Bool));
 
 impl QueryFragment<Pg> for IsHeld<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql(
-            "SELECT pg_catalog.pg_backend_pid(), EXISTS (SELECT FROM pg_catalog.pg_locks \
-             WHERE locktype = 'advisory' AND granted AND pid = pg_catalog.pg_backend_pid() \
-             AND database = (SELECT oid FROM pg_catalog.pg_database \
-             WHERE datname = pg_catalog.current_database()) AND classid = ",
-        );
+        if !self.prepared {
+            out.unsafe_to_cache_prepared();
+        }
+        out.push_sql("SELECT pg_catalog.pg_backend_pid(), EXISTS (");
+        out.push_sql(HELD_BY_THIS_SESSION);
+        out.push_sql(" AND classid OPERATOR(pg_catalog.=) ");
         out.push_bind_param::<Oid, _>(&self.locator.classid)?;
-        out.push_sql(" AND objid = ");
+        out.push_sql(" AND objid OPERATOR(pg_catalog.=) ");
         out.push_bind_param::<Oid, _>(&self.locator.objid)?;
-        out.push_sql(" AND objsubid = ");
+        out.push_sql(" AND objsubid OPERATOR(pg_catalog.=) ");
         out.push_bind_param::<Integer, _>(&self.locator.objsubid)?;
-        out.push_sql(" AND mode = ");
+        out.push_sql(" AND mode OPERATOR(pg_catalog.=) ");
         out.push_bind_param::<Text, _>(self.mode.pg_locks_mode())?;
         out.push_sql(")");
         Ok(())
@@ -167,7 +184,7 @@ impl QueryFragment<Pg> for TryAcquireXact<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql(
             "SELECT transaction_isolation, \
-             CASE WHEN transaction_isolation <> 'repeatable read' \
+             CASE WHEN transaction_isolation OPERATOR(pg_catalog.<>) 'repeatable read' \
              AND NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.",
         );
         out.push_sql(self.mode.try_xact_lock_function());
@@ -243,7 +260,7 @@ mod tests {
              pg_catalog.current_setting('idle_session_timeout', true), \
              CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
              WHEN NOT pg_catalog.pg_try_advisory_lock($1) THEN false \
-             WHEN pg_catalog.current_setting('idle_session_timeout', true) <> '0' \
+             WHEN pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
              THEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
              ELSE true END -- binds: [-5]"
         );
@@ -256,11 +273,12 @@ mod tests {
             mode: LockMode::Exclusive,
             taken_by: 42,
             idle_session_timeout: None,
+            prepared: true,
         };
         assert_eq!(
             sql(&query),
-            "SELECT pg_catalog.pg_backend_pid(), CASE pg_catalog.pg_backend_pid() \
-             WHEN $1 THEN pg_catalog.pg_advisory_unlock($2) END, NULL -- binds: [42, -5]"
+            "SELECT pg_catalog.pg_backend_pid(), \
+             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 THEN pg_catalog.pg_advisory_unlock($2) END, NULL -- binds: [42, -5]"
         );
     }
 
@@ -271,12 +289,13 @@ mod tests {
             mode: LockMode::Shared,
             taken_by: 42,
             idle_session_timeout: Some("1min"),
+            prepared: true,
         };
         assert_eq!(
             sql(&query),
-            "SELECT pg_catalog.pg_backend_pid(), CASE pg_catalog.pg_backend_pid() \
-             WHEN $1 THEN pg_catalog.pg_advisory_unlock_shared($2, $3) END, \
-             CASE pg_catalog.pg_backend_pid() WHEN $4 \
+            "SELECT pg_catalog.pg_backend_pid(), \
+             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 THEN pg_catalog.pg_advisory_unlock_shared($2, $3) END, \
+             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $4 \
              THEN pg_catalog.set_config('idle_session_timeout', $5, false) END \
              -- binds: [42, 1, 2, 42, \"1min\"]"
         );
@@ -288,14 +307,17 @@ mod tests {
         let query = IsHeld {
             locator: &locator,
             mode: LockMode::Shared,
+            prepared: true,
         };
         assert_eq!(
             sql(&query),
             "SELECT pg_catalog.pg_backend_pid(), EXISTS (SELECT FROM pg_catalog.pg_locks \
-             WHERE locktype = 'advisory' AND granted AND pid = pg_catalog.pg_backend_pid() \
-             AND database = (SELECT oid FROM pg_catalog.pg_database \
-             WHERE datname = pg_catalog.current_database()) AND classid = $1 AND objid = $2 \
-             AND objsubid = $3 AND mode = $4) -- binds: [4294967295, 4294967291, 1, \"ShareLock\"]"
+             WHERE locktype OPERATOR(pg_catalog.=) 'advisory' AND granted \
+             AND pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid() \
+             AND database OPERATOR(pg_catalog.=) (SELECT oid FROM pg_catalog.pg_database \
+             WHERE datname OPERATOR(pg_catalog.=) pg_catalog.current_database()) \
+             AND classid OPERATOR(pg_catalog.=) $1 AND objid OPERATOR(pg_catalog.=) $2 \
+             AND objsubid OPERATOR(pg_catalog.=) $3 AND mode OPERATOR(pg_catalog.=) $4) -- binds: [4294967295, 4294967291, 1, \"ShareLock\"]"
         );
     }
 
@@ -308,7 +330,7 @@ mod tests {
         assert_eq!(
             sql(&query),
             "SELECT transaction_isolation, \
-             CASE WHEN transaction_isolation <> 'repeatable read' \
+             CASE WHEN transaction_isolation OPERATOR(pg_catalog.<>) 'repeatable read' \
              AND NOT pg_catalog.pg_is_in_recovery() \
              THEN pg_catalog.pg_try_advisory_xact_lock($1) END \
              FROM (SELECT pg_catalog.current_setting('transaction_isolation') \

@@ -90,8 +90,7 @@ impl<C: Lease> Tried<C> {
             granted: answer.granted == Some(true),
         };
         if in_raw_transaction {
-            tried.give_back_in_raw_transaction();
-            return Err(Error::InTransaction);
+            return Err(tried.refuse_raw_transaction());
         }
         if answer.granted.is_none() {
             tried.pinned.trust();
@@ -105,12 +104,13 @@ impl<C: Lease> Tried<C> {
         Ok(())
     }
 
-    /// In a transaction that Diesel does not know of: releases what was taken, and leaves the
-    /// transaction to the caller who lent the connection. In a pool it was left behind by whoever
-    /// had the connection last, so there the doubt stays and discards it.
-    fn give_back_in_raw_transaction(mut self) {
+    /// In a transaction that Diesel does not know of. On a borrowed connection it is the caller's, so
+    /// what was taken is released. In a pool, whoever had the connection last left it behind, so the
+    /// doubt stays and discards it.
+    fn refuse_raw_transaction(mut self) -> Error {
+        #[cfg(feature = "r2d2")]
         if Pinned::<C>::POOLED {
-            return;
+            return Error::TransactionInPool;
         }
         transaction::clear_mark(self.pinned.conn());
         if self.granted {
@@ -119,6 +119,7 @@ impl<C: Lease> Tried<C> {
         } else {
             self.pinned.trust();
         }
+        Error::InTransaction
     }
 
     fn into_guard(mut self) -> AdvisoryLockGuard<C> {

@@ -24,7 +24,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use super::guard::Hold;
 use super::mode::LockMode;
-use super::query::Locator;
+use super::query::{HELD_BY_THIS_SESSION, Locator};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
 use crate::transaction::{self, Transaction};
@@ -75,11 +75,19 @@ pub(super) fn for_session_lock(
     hold: &Hold,
     limit: Duration,
 ) -> Result<bool> {
-    let message = session_lock_message(hold, limit.min(SLICE));
+    let limit = limit.min(SLICE);
     let sent = match transaction::of(conn) {
         // A savepoint keeps a time-out from aborting the test.
-        Transaction::Test => conn.transaction(|conn| conn.batch_execute(&message)),
-        _ => conn.batch_execute(&message),
+        Transaction::Test => {
+            conn.transaction(|conn| conn.batch_execute(&session_lock_message(hold, limit)))
+        }
+        // What bounds a transaction must not bound a slice (PostgreSQL 17 and later).
+        _ => conn.batch_execute(&format!(
+            "SELECT CASE WHEN pg_catalog.current_setting('transaction_timeout', true) \
+             OPERATOR(pg_catalog.<>) '0' \
+             THEN pg_catalog.set_config('transaction_timeout', '0', true) END; {}",
+            session_lock_message(hold, limit)
+        )),
     };
     was_granted(sent, key, hold.pid)
 }
@@ -136,27 +144,48 @@ fn was_granted(sent: QueryResult<()>, key: &LockKey, taken_by: i32) -> Result<bo
 fn session_lock_message(hold: &Hold, slice: Duration) -> String {
     let &Hold { id, mode, pid, .. } = hold;
     let lock = lock_call(mode.lock_function(), id);
-    let held = held_by_this_session(id, mode);
+    let pg_locks_mode = mode.pg_locks_mode();
     let slice = milliseconds(slice);
+    let Locator {
+        classid,
+        objid,
+        objsubid,
+    } = id.into();
     bounded(
+        id,
         &format!(
-            "greatest(1, least({slice}, (extract(epoch from \
-             pg_catalog.current_setting('deadlock_timeout')::interval) * 500)::int))::text"
+            "greatest(1, least({slice}, (extract(epoch FROM \
+             pg_catalog.current_setting('deadlock_timeout')::interval) \
+             OPERATOR(pg_catalog.*) 500)::int))::pg_catalog.text"
         ),
+        &[
+            ("pid", pid.into()),
+            ("classid", classid.into()),
+            ("objid", objid.into()),
+            ("objsubid", objsubid.into()),
+        ],
         &format!(
-            "SELECT CASE WHEN pg_catalog.current_setting('transaction_timeout', true) <> '0' \
-             THEN pg_catalog.set_config('transaction_timeout', '0', true) END; \
-             DO $interlock$ BEGIN \
-             IF pg_catalog.pg_backend_pid() <> {pid} THEN \
+            "DO $interlock$ BEGIN \
+             IF pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) \
+             pg_catalog.current_setting('diesel_interlock.pid')::int THEN \
              RAISE check_violation USING CONSTRAINT = '{SESSION_MOVED}', \
-             DETAIL = pg_catalog.pg_backend_pid()::text, \
+             DETAIL = pg_catalog.pg_backend_pid()::pg_catalog.text, \
              MESSAGE = 'diesel_interlock: another session answers than the one that was asked'; \
              END IF; \
              BEGIN PERFORM {lock}; \
              EXCEPTION WHEN lock_not_available THEN \
-             IF NOT {held} THEN {NOT_GRANTED_NOW} END IF; \
+             IF NOT EXISTS ({HELD_BY_THIS_SESSION} \
+             AND classid OPERATOR(pg_catalog.=) \
+             pg_catalog.current_setting('diesel_interlock.classid')::pg_catalog.oid \
+             AND objid OPERATOR(pg_catalog.=) \
+             pg_catalog.current_setting('diesel_interlock.objid')::pg_catalog.oid \
+             AND objsubid OPERATOR(pg_catalog.=) \
+             pg_catalog.current_setting('diesel_interlock.objsubid')::int \
+             AND mode OPERATOR(pg_catalog.=) '{pg_locks_mode}') \
+             THEN {NOT_GRANTED_NOW} END IF; \
              END; \
-             IF pg_catalog.current_setting('idle_session_timeout', true) <> '0' THEN \
+             IF pg_catalog.current_setting('idle_session_timeout', true) \
+             OPERATOR(pg_catalog.<>) '0' THEN \
              PERFORM pg_catalog.set_config('idle_session_timeout', '0', false); END IF; \
              END $interlock$"
         ),
@@ -165,13 +194,15 @@ fn session_lock_message(hold: &Hold, slice: Duration) -> String {
 
 fn xact_lock_message(id: LockId, mode: LockMode) -> String {
     let lock = lock_call(mode.xact_lock_function(), id);
-    bounded("'0'", &format!("SELECT {lock}"))
+    bounded(id, "'0'", &[], &format!("SELECT {lock}"))
 }
 
 fn xact_lock_timeout_message(id: LockId, mode: LockMode, timeout: Duration) -> String {
     let lock = lock_call(mode.xact_lock_function(), id);
     bounded(
+        id,
         &format!("'{}'", milliseconds(timeout)),
+        &[],
         &format!(
             "DO $interlock$ BEGIN PERFORM {lock}; \
              EXCEPTION WHEN lock_not_available THEN {NOT_GRANTED_NOW} \
@@ -185,9 +216,23 @@ const NOT_GRANTED_NOW: &str = "RAISE check_violation USING \
      MESSAGE = 'diesel_interlock: the advisory lock is still held by another session';";
 
 /// Runs a statement with the given `lock_timeout` and no `statement_timeout`.
-fn bounded(lock_timeout: &str, statement: &str) -> String {
+///
+/// What differs from call to call is handed over as settings of our own: `pg_stat_statements` keeps
+/// each text of a `DO` apart, and would keep one for every key and session.
+fn bounded(id: LockId, lock_timeout: &str, ours: &[(&str, i64)], statement: &str) -> String {
+    let key = match id {
+        LockId::BigInt(number) => vec![("key", number)],
+        LockId::Pair(first, second) => vec![("key", first.into()), ("key2", second.into())],
+    };
+    let ours: String = key
+        .iter()
+        .chain(ours)
+        .map(|(name, value)| {
+            format!("pg_catalog.set_config('diesel_interlock.{name}', '{value}', true), ")
+        })
+        .collect();
     format!(
-        "SELECT \
+        "SELECT {ours}\
          pg_catalog.set_config('diesel_interlock.statement_timeout', \
          pg_catalog.current_setting('statement_timeout'), true), \
          pg_catalog.set_config('diesel_interlock.lock_timeout', \
@@ -204,29 +249,14 @@ fn bounded(lock_timeout: &str, statement: &str) -> String {
 }
 
 fn lock_call(function: &str, id: LockId) -> String {
-    // As text with a cast: the smallest bigint has no literal, -9223372036854775808 is a numeric.
+    let key = "pg_catalog.current_setting('diesel_interlock.key')";
     match id {
-        LockId::BigInt(number) => format!("pg_catalog.{function}('{number}'::bigint)"),
-        LockId::Pair(first, second) => {
-            format!("pg_catalog.{function}('{first}'::int, '{second}'::int)")
-        }
+        LockId::BigInt(_) => format!("pg_catalog.{function}({key}::bigint)"),
+        LockId::Pair(..) => format!(
+            "pg_catalog.{function}({key}::int, \
+             pg_catalog.current_setting('diesel_interlock.key2')::int)"
+        ),
     }
-}
-
-fn held_by_this_session(id: LockId, mode: LockMode) -> String {
-    let Locator {
-        classid,
-        objid,
-        objsubid,
-    } = id.into();
-    let mode = mode.pg_locks_mode();
-    format!(
-        "EXISTS (SELECT FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND granted \
-         AND pid = pg_catalog.pg_backend_pid() AND database = (SELECT oid FROM \
-         pg_catalog.pg_database WHERE datname = pg_catalog.current_database()) \
-         AND classid = {classid} AND objid = {objid} AND objsubid = {objsubid} \
-         AND mode = '{mode}')"
-    )
 }
 
 /// Whole milliseconds, rounded up: a time-out of 0 would mean to wait for ever.
@@ -284,22 +314,34 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_bigint_is_no_literal() {
+    fn the_text_of_a_wait_differs_in_its_settings_alone() {
+        let message = |number| {
+            xact_lock_timeout_message(
+                LockId::BigInt(number),
+                LockMode::Shared,
+                Duration::from_millis(7),
+            )
+        };
+        let mut statements = message(i64::MIN)
+            .split("; ")
+            .map(str::to_owned)
+            .collect::<Vec<_>>();
         assert_eq!(
-            xact_lock_message(LockId::BigInt(i64::MIN), LockMode::Shared),
-            "SELECT \
+            statements.remove(0),
+            "SELECT pg_catalog.set_config('diesel_interlock.key', '-9223372036854775808', true), \
              pg_catalog.set_config('diesel_interlock.statement_timeout', \
              pg_catalog.current_setting('statement_timeout'), true), \
              pg_catalog.set_config('diesel_interlock.lock_timeout', \
              pg_catalog.current_setting('lock_timeout'), true), \
              pg_catalog.set_config('statement_timeout', '0', true), \
-             pg_catalog.set_config('lock_timeout', '0', true); \
-             SELECT pg_catalog.pg_advisory_xact_lock_shared('-9223372036854775808'::bigint); \
-             SELECT \
-             pg_catalog.set_config('statement_timeout', \
-             pg_catalog.current_setting('diesel_interlock.statement_timeout'), true), \
-             pg_catalog.set_config('lock_timeout', \
-             pg_catalog.current_setting('diesel_interlock.lock_timeout'), true)"
+             pg_catalog.set_config('lock_timeout', '7', true)"
         );
+        assert_eq!(
+            statements.remove(0),
+            "DO $interlock$ BEGIN PERFORM pg_catalog.pg_advisory_xact_lock_shared(\
+             pg_catalog.current_setting('diesel_interlock.key')::bigint)"
+        );
+        let other = message(5);
+        assert!(statements.iter().all(|statement| other.contains(statement)));
     }
 }

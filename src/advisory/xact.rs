@@ -168,9 +168,15 @@ impl AdvisoryLock {
     /// # Errors
     ///
     /// - [`Error::AlreadyInTransaction`] inside an open transaction: use
-    ///   [`acquire_xact`](Self::acquire_xact) there.
+    ///   [`acquire_xact`](Self::acquire_xact) there. One that was opened by a plain SQL `BEGIN` is
+    ///   not seen, and would be committed.
+    /// - [`Error::RepeatableRead`] inside a test transaction of that level, whose savepoint has no
+    ///   level of its own.
     /// - What `work` answers, and otherwise as [`acquire_xact`](Self::acquire_xact). Nothing was
     ///   committed then.
+    ///
+    /// As with Diesel's own `transaction`, `work` that hides the error of a statement and answers
+    /// `Ok` is believed, though PostgreSQL rolls back what such an error aborted.
     ///
     /// # Examples
     ///

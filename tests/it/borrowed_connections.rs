@@ -244,3 +244,90 @@ fn a_panic_between_the_grant_and_the_guard_ends_the_session() {
     observer.assert_free(LOCK.key());
     assert!(!observer.is_alive(pid));
 }
+
+/// Prepared statements may be gone, and the lock is there: it must not stay.
+#[test]
+fn a_release_whose_prepared_statement_is_gone_leaves_nothing_held() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let mut conn = database.connect();
+    LOCK.acquire_on(&mut conn).unwrap().release().unwrap(); // prepares
+    let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+    guard.conn().batch_execute("DEALLOCATE ALL").unwrap();
+    assert!(matches!(guard.release(), Err(Error::ReleaseFailed { .. })));
+    observer.assert_free(LOCK.key());
+}
+
+/// What failed once must not be held against a connection for ever.
+#[test]
+fn a_connection_that_the_caller_repaired_is_as_good_as_any() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+    AnsiTransactionManager::begin_transaction(guard.conn()).unwrap();
+    fail(guard.conn());
+    assert!(matches!(guard.release(), Err(Error::ReleaseFailed { .. })));
+    conn.batch_execute("ROLLBACK").unwrap();
+    conn.batch_execute("SELECT pg_advisory_unlock_all()")
+        .unwrap();
+    for _ in 0..2 {
+        LOCK.acquire_on(&mut conn).unwrap().release().unwrap();
+        conn.transaction(|_| QueryResult::Ok(())).unwrap();
+    }
+}
+
+#[test]
+fn an_attempt_in_an_aborted_test_transaction_does_not_poison_the_test() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.begin_test_transaction().unwrap();
+    conn.batch_execute("SAVEPOINT s").unwrap();
+    fail(&mut conn);
+    assert!(LOCK.try_acquire_on(&mut conn).map(drop).is_err());
+    conn.batch_execute("ROLLBACK TO SAVEPOINT s").unwrap();
+    conn.transaction(|_| QueryResult::Ok(())).unwrap();
+    LOCK.acquire_on(&mut conn).unwrap().release().unwrap();
+}
+
+/// A role that may not end its own session: what it holds is released all the same.
+#[test]
+fn a_doubtful_grant_is_undone_where_the_session_cannot_be_ended() {
+    use diesel::connection::InstrumentationEvent;
+    let cluster = workbench::Cluster::start();
+    let database = cluster.database();
+    let mut observer = Observer::of(&database);
+    let mut conn = database.connect();
+    conn.batch_execute("CREATE ROLE limited; SET ROLE limited")
+        .unwrap();
+    let mut panicked = false;
+    conn.set_instrumentation(move |event: InstrumentationEvent<'_>| {
+        let finished = matches!(event, InstrumentationEvent::FinishQuery { .. });
+        if finished && !std::mem::replace(&mut panicked, true) {
+            panic!("in the instrumentation");
+        }
+    });
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        LOCK.try_acquire_on(&mut conn).map(drop)
+    }));
+    assert!(caught.is_err());
+    observer.assert_free(LOCK.key());
+}
+
+/// Instrumentation that never stops panicking, while a panic unwinds.
+#[test]
+fn a_doubtful_grant_under_a_panicking_instrumentation_does_not_abort_the_process() {
+    use diesel::connection::InstrumentationEvent;
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.set_instrumentation(|event: InstrumentationEvent<'_>| {
+        if let InstrumentationEvent::FinishQuery { .. } = event {
+            panic!("in the instrumentation");
+        }
+    });
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        LOCK.try_acquire_on(&mut conn).map(drop)
+    }));
+    assert!(caught.is_err());
+    drop(conn);
+    Observer::of(&database).assert_free(LOCK.key());
+}

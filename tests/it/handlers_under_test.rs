@@ -133,7 +133,10 @@ fn migrations_are_refused_there() {
     conn.begin_test_transaction().unwrap();
     let source = crate::migrations::directory("refused", &[]);
     let refused = migrations::run_pending(&mut conn, source.migrations());
-    assert!(matches!(refused, Err(Error::InTransaction)), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Error::CommitsInTransaction)),
+        "{refused:?}"
+    );
 }
 
 #[test]

@@ -114,7 +114,10 @@ fn inside_a_transaction_they_are_refused() {
     let source = directory("in_transaction", &[]);
     conn.transaction(|conn| {
         let refused = migrations::run_pending(conn, source.migrations());
-        assert!(matches!(refused, Err(Error::InTransaction)), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::CommitsInTransaction)),
+            "{refused:?}"
+        );
         QueryResult::Ok(())
     })
     .unwrap();

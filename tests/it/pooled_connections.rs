@@ -118,7 +118,7 @@ fn a_pooled_connection_in_a_raw_transaction_is_refused_and_discarded() {
         .build(database.manager())
         .unwrap();
     let pid = backend_pid(&mut pool.get().unwrap());
-    assert!(matches!(LOCK.acquire(&pool), Err(Error::InTransaction)));
+    assert!(matches!(LOCK.acquire(&pool), Err(Error::TransactionInPool)));
     let mut observer = Observer::of(&database);
     crate::support::eventually("the session is given up", || !observer.is_alive(pid));
     observer.assert_free(LOCK.key());
@@ -162,5 +162,20 @@ fn a_thousand_waiters_wait_for_the_pool_and_not_for_ever() {
     });
     assert_eq!(taken, 0);
     guard.release().unwrap();
+    assert_pool_whole(&pool, &database);
+}
+
+/// Whoever marks the connection under a guard means it.
+#[test]
+fn a_mark_that_was_made_under_the_guard_is_honoured() {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut guard = LOCK.acquire(&pool).unwrap();
+    let pid = guard.backend_pid();
+    AnsiTransactionManager::transaction_manager_status_mut(guard.conn()).set_in_error();
+    guard.release().unwrap();
+    let mut observer = Observer::of(&database);
+    crate::support::eventually("the session is given up", || !observer.is_alive(pid));
     assert_pool_whole(&pool, &database);
 }

@@ -162,7 +162,12 @@ fn no_search_path_time_zone_or_isolation_level_changes_anything() {
              CREATE FUNCTION impostor.pg_try_advisory_lock(bigint) RETURNS boolean \
              LANGUAGE sql AS 'SELECT true'; \
              CREATE FUNCTION impostor.pg_backend_pid() RETURNS int LANGUAGE sql AS 'SELECT 1'; \
-             CREATE TABLE impostor.pg_locks (id int)",
+             CREATE TABLE impostor.pg_locks (id int); \
+             CREATE DOMAIN impostor.text AS int; \
+             CREATE FUNCTION impostor.never(pg_catalog.text, pg_catalog.text) RETURNS boolean \
+             LANGUAGE sql AS 'SELECT false'; \
+             CREATE OPERATOR impostor.<> (FUNCTION = impostor.never, LEFTARG = pg_catalog.text, \
+             RIGHTARG = pg_catalog.text)",
         )
         .unwrap();
     for settings in [

@@ -156,7 +156,9 @@ pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     }
     let mut observer = Observer::of(database);
     eventually("no connection holds a lock", || observer.all_held() == 0);
-    assert_eq!(observer.in_transaction(), 0);
+    eventually("no connection is in a transaction", || {
+        observer.in_transaction() == 0
+    });
 }
 
 /// Looks until it is so, for ten seconds.

@@ -56,6 +56,15 @@ fn a_prefix_keeps_tests_apart_and_ends_with_its_value() {
 }
 
 #[test]
+#[cfg(feature = "migrations")]
+fn migrations_exclude_each_other_under_any_prefix() {
+    let lock = &diesel_interlock::migrations::LOCK;
+    let number = diesel_interlock::fnv1a(lock.key().name().unwrap());
+    let _prefix = testing::key_prefix("one");
+    assert_eq!(lock.key().id().unwrap(), LockId::BigInt(number));
+}
+
+#[test]
 fn two_tests_with_prefixes_do_not_exclude_each_other() {
     let database = Database::new();
     let pool = database.pool(2);

@@ -11,7 +11,7 @@ use crate::support::{Observer, assert_pool_whole};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("ways out");
 
-/// Takes the lock and lets `way` get rid of the guard, twice, the second time with nothing said.
+/// Takes the lock and lets `release` get rid of the guard, which is to report an error.
 fn leave(release: impl Fn(PooledGuard) -> Result<(), Error>, expected: impl Fn(&Error) -> bool) {
     leave_by(|guard, _| match release(guard) {
         Err(error) if expected(&error) => {}

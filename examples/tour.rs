@@ -1,6 +1,6 @@
-//! A tour of the advisory locks, live on a PostgreSQL server: what goes wrong without them, what
-//! goes wrong with PostgreSQL's bare functions and a connection pool, and what a guard does about
-//! it.
+//! A tour of the locks and throttles, live on a PostgreSQL server: what goes wrong without them,
+//! what goes wrong with PostgreSQL's bare functions and a connection pool, and what a guard does
+//! about it.
 //!
 //! ```sh
 //! scripts/tour    # or, where PostgreSQL is installed: cargo run --example tour
@@ -28,7 +28,9 @@ use diesel::sql_types::{Integer, Text};
 use diesel_interlock::functions::{
     pg_advisory_unlock, pg_backend_pid, pg_terminate_backend, pg_try_advisory_lock,
 };
-use diesel_interlock::{AdvisoryLock, LockKey, PgPool, fnv1a};
+use diesel_interlock::{
+    AdvisoryLock, Decision, LockKey, PgPool, Throttle, fnv1a, migrations, sync, throttled_resources,
+};
 use workbench::Database;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -39,7 +41,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     ten_requests_for_one_server(&database)?;
     a_lock_that_got_stuck_in_the_pool(&database)?;
-    three_guards_that_end_badly(&database)
+    three_guards_that_end_badly(&database)?;
+    three_instances_of_one_cron_job(&database)
 }
 
 // 1. The transaction lock: check, then insert.
@@ -289,6 +292,67 @@ fn three_guards_that_end_badly(database: &Database) -> Result<(), Box<dyn Error>
     good("guard.release() answers an error:");
     note(error);
     assert_pool_is_whole(&pool)
+}
+
+// 4. The throttle: at most once per interval, whoever asks.
+
+throttled_resources! {
+    enum Job {
+        Newsletter = "newsletter" every Duration::from_secs(3600),
+    }
+}
+
+fn three_instances_of_one_cron_job(database: &Database) -> Result<(), Box<dyn Error>> {
+    title("4. Three instances run the same cron job, at most once per hour");
+    let mut conn = database.connect();
+    migrations::install(&mut conn)?; // the schema resource_control
+    let synced = sync::<Job>(&mut conn)?;
+    assert_eq!(synced.added, ["newsletter"]);
+
+    say("On each: Throttle::of(Job::Newsletter).attempt(conn, \"cron on web-…\")");
+    let barrier = Barrier::new(3);
+    let barrier = &barrier;
+    let decisions = thread::scope(|scope| {
+        let instances: Vec<_> = (1..=3)
+            .map(|number| {
+                let mut conn = database.connect();
+                scope.spawn(move || {
+                    barrier.wait();
+                    let decision = Throttle::of(Job::Newsletter)
+                        .attempt(&mut conn, &format!("cron on web-{number}"))?;
+                    Ok::<_, diesel_interlock::Error>((number, decision))
+                })
+            })
+            .collect();
+        instances
+            .into_iter()
+            .map(|instance| instance.join().expect("no instance panics"))
+            .collect::<Result<Vec<_>, _>>()
+    })?;
+    let mut runs = 0;
+    for (number, decision) in decisions {
+        match decision {
+            Decision::Granted(grant) => {
+                runs += 1;
+                let until = grant.until.format("%H:%M:%S");
+                good(format!("web-{number} sends it; due again at {until}"));
+            }
+            Decision::Denied(denied) => note(format!(
+                "web-{number} is denied, {:?}: again in {} s",
+                denied.reason,
+                denied.retry_after_secs()
+            )),
+        }
+    }
+    assert_eq!(runs, 1, "one instance runs the job");
+
+    let denied = Throttle::of(Job::Newsletter)
+        .attempt(&mut conn, "psql")?
+        .denied()
+        .expect("the interval has not passed");
+    let holder = denied.holder.expect("whoever took it said so");
+    good(format!("last sent by: {holder}"));
+    Ok(())
 }
 
 // What is looked up to prove it.

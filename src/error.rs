@@ -133,9 +133,86 @@ pub enum Error {
         source: DieselError,
     },
 
-    /// Migrations were asked for inside a transaction, a test transaction included.
+    /// The details of an attempt are empty: nobody could tell who took the resource.
+    #[error("the details are empty: say who takes the resource, such as a host and a process id")]
+    EmptyDetails,
+
+    /// The key of a throttle is empty.
+    #[error(
+        "the key of a throttle is empty: leave it out, or say what the resource is throttled for"
+    )]
+    EmptyKey,
+
+    /// A text holds the character NUL, which PostgreSQL's `text` cannot.
+    #[error("PostgreSQL's text cannot hold the character NUL: leave it out")]
+    NulCharacter,
+
+    /// The label of a resource is empty or longer than the 63 bytes of a PostgreSQL enum label.
+    #[error("the label {label:?} must have 1 to 63 bytes")]
+    BadLabel {
+        /// The label.
+        label: String,
+    },
+
+    /// The interval of a resource is zero, or longer than a thousand years.
+    #[error("the interval of {label:?} must be longer than zero and at most a thousand years")]
+    BadInterval {
+        /// The resource.
+        label: String,
+    },
+
+    /// The database does not know the resource.
+    #[error(
+        "the resource {label:?} is not in resource_control.throttled_resource: run sync at start-up, or add it in a migration"
+    )]
+    UnknownResource {
+        /// Its label.
+        label: String,
+    },
+
+    /// The schema `resource_control` is missing, or older than this crate.
+    #[error(
+        "the schema resource_control is missing or too old: call migrations::install, or run the crate's migrations"
+    )]
+    NotInstalled,
+
+    /// The schema `resource_control` is there, and was made by other means than `migrations::install`.
     #[cfg(feature = "migrations")]
-    #[error("migrations commit as they go: run them outside a transaction")]
+    #[error(
+        "the schema resource_control exists, but migrations::install did not make it: run the migrations that did"
+    )]
+    ForeignInstallation,
+
+    /// The role lacks a right.
+    #[error("the role {role} lacks rights on the schema resource_control: {missing}")]
+    MissingRights {
+        /// The role that is connected.
+        role: String,
+        /// What it lacks.
+        missing: &'static str,
+    },
+
+    /// The server is a standby, or the transaction is read-only.
+    #[error(
+        "the server or the transaction is read-only: connect to the primary (target_session_attrs=read-write finds it)"
+    )]
+    ReadOnly,
+
+    /// A serialization failure inside the caller's own transaction, whose isolation level is
+    /// stricter than READ COMMITTED.
+    #[error(
+        "a transaction stricter than READ COMMITTED cannot follow concurrent attempts: attempt outside it, or repeat it"
+    )]
+    StrictIsolation,
+
+    /// A closure that is to run after the commit was given inside an open transaction.
+    #[error(
+        "the grant could not be committed before the work runs: call it outside a transaction, or use attempt"
+    )]
+    GrantInTransaction,
+
+    /// Migrations or a sync were asked for inside a transaction, a test transaction included.
+    #[error("migrations and sync commit as they go: run them outside a transaction")]
     CommitsInTransaction,
 
     /// The pool had no connection to give in time.

@@ -197,7 +197,6 @@ impl LockKey {
     }
 
     /// A name whose number nothing changes, a prefix of the tests neither.
-    #[cfg(feature = "migrations")]
     pub(crate) const fn frozen(name: &'static str, number: i64) -> Self {
         Self {
             name: Some(Cow::Borrowed(name)),

@@ -1,12 +1,12 @@
-//! Locks for Diesel applications that run as several instances, coordinated by the PostgreSQL that
-//! they already have.
+//! Locks and throttles for Diesel applications that run as several instances, coordinated by the
+//! PostgreSQL that they already have.
 //!
 //! PostgreSQL can lock a number for an application, an [advisory lock][pg]: at most one session of
 //! the database holds it, and the server frees it when that session ends, however it ends. Nothing
 //! needs to be installed for it. This crate gives such locks names, typed queries, and guards that
 //! pin a pooled connection, so that a lock is always released on the session that took it.
 //!
-//! # Which lock
+//! # Which one
 //!
 //! | The problem | Use |
 //! |---|---|
@@ -15,8 +15,9 @@
 //! | A job over many transactions, on one instance only | [`AdvisoryLock::try_acquire`] |
 //! | The same, waiting for one's turn | [`AdvisoryLock::acquire_timeout`] |
 //! | Many readers, one writer | [`AdvisoryLock::shared`] |
+//! | At most once per interval, whoever asks | [`Throttle`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
-//! | Behind a pooler in transaction mode | the first two, only |
+//! | Behind a pooler in transaction mode | the first two, and throttles |
 //! | Something of one's own | [`functions`] |
 //!
 //! ```
@@ -45,6 +46,9 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
+//! Locks need nothing in the database. Throttles need the schema of this crate:
+//! [`migrations::install`].
+//!
 //! # Two forms of every operation
 //!
 //! The plain form takes a [`PgPool`], Diesel's r2d2 pool; the form that ends in `_on` takes a
@@ -69,13 +73,19 @@ mod advisory;
 mod attempt;
 mod error;
 pub mod functions;
+mod installed;
 mod key;
 #[cfg(feature = "migrations")]
 pub mod migrations;
 #[cfg(feature = "r2d2")]
 mod pool;
+mod read_committed;
+/// The tables of `resource_control`, as `diesel print-schema` writes them: for queries of one's own.
+#[allow(missing_docs, unreachable_pub)]
+pub mod schema;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod throttle;
 mod transaction;
 
 #[cfg(feature = "r2d2")]
@@ -86,6 +96,10 @@ pub use crate::error::{Error, Result};
 pub use crate::key::{LockId, LockKey, fnv1a};
 #[cfg(feature = "r2d2")]
 pub use crate::pool::{PgPool, PooledPgConnection};
+pub use crate::throttle::{
+    Decision, DeclaredResources, Denial, DenialReason, Difference, Grant, Outcome, ResourceLabel,
+    Synced, Throttle, ThrottledResource, sync, sync_intervals,
+};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

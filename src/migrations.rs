@@ -1,7 +1,10 @@
-//! Running migrations once, though many instances of an application start at the same time.
+//! Running migrations once, though many instances of an application start at the same time: the
+//! application's own, and this crate's.
 //!
 //! Diesel's own `run_pending_migrations` takes no lock: two instances that start together both find
 //! a migration pending, both run it, and one of them fails.
+
+mod install;
 
 use diesel::migration::{MigrationSource, MigrationVersion};
 use diesel::pg::{Pg, PgConnection};
@@ -12,7 +15,9 @@ use crate::error::{Error, Result};
 use crate::key::LockKey;
 use crate::transaction::{self, Transaction};
 
-/// The lock under which [`run_pending`] runs. Its key is part of this crate's contract, as that of
+pub use self::install::install;
+
+/// The lock under which [`run_pending`] and [`install`] run. Its key is part of this crate's contract, as that of
 /// every name is: 7668513674988384022.
 pub static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
     "diesel_interlock migrations",

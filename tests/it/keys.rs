@@ -38,6 +38,13 @@ fn decode(name: &str) -> String {
     String::from_utf8(bytes).unwrap().repeat(times)
 }
 
+/// The names that PostgreSQL's `text` can hold, and their FNV-1a keys; the long ones left out.
+pub(crate) fn short_names() -> impl Iterator<Item = (String, i64)> {
+    rows(NAMES)
+        .map(|row| (decode(row("name")), row("fnv1a64_signed").parse().unwrap()))
+        .filter(|(name, _)| !name.contains('\0') && name.len() < 1000)
+}
+
 fn bigint(cell: &str) -> LockKey {
     LockKey::bigint(cell.parse().unwrap())
 }

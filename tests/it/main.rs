@@ -7,6 +7,7 @@ mod borrowed_connections;
 mod errors;
 mod functions;
 mod handlers_under_test;
+mod installation;
 mod keys;
 mod migrations;
 mod moved_sessions;
@@ -19,6 +20,8 @@ mod standby;
 mod support;
 #[cfg(feature = "testing")]
 mod testing;
+mod throttle_contention;
+mod throttles;
 mod transaction_locks;
 mod waiting;
 mod ways_out;

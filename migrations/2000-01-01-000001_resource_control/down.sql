@@ -1,0 +1,2 @@
+DROP FUNCTION resource_control.lock_key(text);
+DROP SCHEMA resource_control;

@@ -1,0 +1,25 @@
+CREATE SCHEMA resource_control;
+
+CREATE FUNCTION resource_control.lock_key(name text) RETURNS bigint
+    LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE
+AS $$
+DECLARE
+    -- The 64 bits in two halves, since bigint has no multiplication that wraps.
+    bytes CONSTANT bytea := pg_catalog.convert_to(name, 'UTF8');
+    high bigint := x'cbf29ce4'::bigint;
+    low bigint := x'84222325'::bigint;
+BEGIN
+    FOR i IN 0 .. pg_catalog.length(bytes) - 1 LOOP
+        low := low # pg_catalog.get_byte(bytes, i);
+        -- Times 2^40 + 435, the prime of FNV-1a.
+        high := (high * 435 + (low * 435 >> 32) + ((low & x'ffffff'::bigint) << 8)) & x'ffffffff'::bigint;
+        low := low * 435 & x'ffffffff'::bigint;
+    END LOOP;
+    RETURN (high << 32) | low;
+END
+$$;
+
+COMMENT ON SCHEMA resource_control IS
+    'Throttles and semaphores of diesel_interlock.';
+COMMENT ON FUNCTION resource_control.lock_key(text) IS
+    'The advisory lock key of a name: 64-bit FNV-1a of its UTF-8 bytes, as a signed number. It never changes.';

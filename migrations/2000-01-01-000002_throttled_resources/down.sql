@@ -1,0 +1,5 @@
+DROP FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text);
+DROP FUNCTION resource_control.attempt_throttled_resource(resource_control.throttled_resource_enum, text);
+DROP FUNCTION resource_control.elapsed(interval);
+DROP TABLE resource_control.throttled_resource;
+DROP TYPE resource_control.throttled_resource_enum;

@@ -1,0 +1,124 @@
+CREATE TYPE resource_control.throttled_resource_enum AS ENUM ();
+
+CREATE TABLE resource_control.throttled_resource (
+    resource_id resource_control.throttled_resource_enum PRIMARY KEY,
+    throttle_interval interval NOT NULL
+        CONSTRAINT positive_delays_only CHECK (throttle_interval > '00:00:00'),
+    last_locked timestamptz NOT NULL DEFAULT '-infinity',
+    last_locker_details text NOT NULL DEFAULT ''
+        CONSTRAINT empty_rules CHECK (
+            (last_locked = '-infinity' AND last_locker_details = '')
+            OR (last_locked <> '-infinity' AND length(trim(last_locker_details)) > 0)
+        )
+)
+-- Room for the next version of a row in its own page, or each grant would write to the index.
+WITH (fillfactor = 50);
+
+CREATE FUNCTION resource_control.elapsed(span interval) RETURNS interval
+    LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
+AS $$
+    SELECT pg_catalog.make_interval(secs => (
+        ((extract(year FROM span) * 12 + extract(month FROM span)) * 30 + extract(day FROM span)) * 86400
+        + extract(hour FROM span) * 3600 + extract(minute FROM span) * 60 + extract(second FROM span)
+    )::float8)
+$$;
+
+CREATE FUNCTION resource_control.attempt_throttled_resource(
+    resource resource_control.throttled_resource_enum,
+    details text,
+    OUT granted boolean,
+    OUT being_taken boolean,
+    OUT decided_at timestamptz,
+    OUT next_at timestamptz,
+    OUT retry_after interval,
+    OUT holder text,
+    OUT held_since timestamptz
+)
+    LANGUAGE plpgsql VOLATILE
+AS $$
+DECLARE
+    span interval;
+    hint interval;
+BEGIN
+    IF details IS NULL OR pg_catalog.length(pg_catalog.btrim(details)) = 0 THEN
+        RAISE check_violation USING
+            CONSTRAINT = 'diesel_interlock_empty_details',
+            MESSAGE = 'the details are empty: say who takes the resource';
+    END IF;
+
+    -- Most attempts come too soon and end with this read: no lock, no transaction id.
+    SELECT resource_control.elapsed(r.throttle_interval), r.last_locked, r.last_locker_details
+        INTO span, held_since, holder
+        FROM resource_control.throttled_resource AS r WHERE r.resource_id = resource;
+    IF NOT FOUND THEN
+        RAISE check_violation USING
+            CONSTRAINT = 'diesel_interlock_unknown_resource',
+            MESSAGE = pg_catalog.format('%L has no row in resource_control.throttled_resource', resource);
+    END IF;
+    hint := span;
+    granted := false;
+    being_taken := false;
+    decided_at := pg_catalog.clock_timestamp();
+
+    IF held_since + span <= decided_at THEN
+        -- Due. Not FOR UPDATE, which the foreign key of an open transaction's insert would hold up.
+        SELECT resource_control.elapsed(r.throttle_interval), r.last_locked, r.last_locker_details
+            INTO span, held_since, holder
+            FROM resource_control.throttled_resource AS r WHERE r.resource_id = resource
+            FOR NO KEY UPDATE SKIP LOCKED;
+        being_taken := NOT FOUND;
+        -- Read once the row is locked: the grant before this one may be younger than the statement.
+        decided_at := pg_catalog.clock_timestamp();
+        IF held_since + span <= decided_at THEN
+            UPDATE resource_control.throttled_resource AS r
+                SET last_locked = decided_at, last_locker_details = details
+                WHERE r.resource_id = resource;
+            granted := true;
+        END IF;
+    END IF;
+
+    IF granted THEN
+        held_since := decided_at;
+        holder := details;
+        next_at := decided_at + span;
+    ELSIF being_taken THEN
+        -- By whom is not committed yet, nor whether it will be.
+        held_since := NULL;
+        holder := NULL;
+        retry_after := hint;
+        next_at := decided_at + hint;
+    ELSE
+        next_at := held_since + span;
+        -- Set to infinity by hand, it is closed until it is set to something else.
+        retry_after := CASE WHEN pg_catalog.isfinite(next_at) THEN next_at - decided_at ELSE span END;
+    END IF;
+END
+$$;
+
+CREATE FUNCTION resource_control.lock_throttled_resource(
+    resource_id_var resource_control.throttled_resource_enum,
+    details_var text
+) RETURNS boolean
+    LANGUAGE plpgsql STRICT VOLATILE
+AS $$
+BEGIN
+    RETURN EXISTS (
+            SELECT FROM resource_control.throttled_resource WHERE resource_id = resource_id_var
+        ) AND (
+            SELECT granted FROM resource_control.attempt_throttled_resource(resource_id_var, details_var)
+        );
+END
+$$;
+
+COMMENT ON TABLE resource_control.throttled_resource IS
+    'Resources that are handed out at most once per interval.';
+COMMENT ON COLUMN resource_control.throttled_resource.throttle_interval IS
+    'Elapsed time: a day is 24 hours and a month 30 days, whatever the time zone.';
+COMMENT ON COLUMN resource_control.throttled_resource.last_locked IS
+    'When it was handed out last, by the server''s clock; -infinity for never.';
+COMMENT ON FUNCTION resource_control.elapsed(interval) IS
+    'The interval as elapsed time. Adding a day to a timestamptz adds 23 or 25 hours where the clocks change.';
+COMMENT ON FUNCTION resource_control.attempt_throttled_resource(resource_control.throttled_resource_enum, text) IS
+    'Hands the resource out if it is due, and answers the decision. Never waits. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated. Commit at once, and do the work afterwards.';
+COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS
+    'Hands the resource out if it is due, and answers whether it did; false for a resource without a row. Otherwise as attempt_throttled_resource.';

@@ -1,0 +1,76 @@
+//! Whether what this crate needs is in the database, asked once something failed.
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel::sql_types::{Bool, Text};
+
+use crate::error::Error;
+use crate::transaction::{self, Transaction};
+
+#[derive(QueryableByName)]
+struct Present {
+    #[diesel(sql_type = Text)]
+    role: String,
+    #[diesel(sql_type = Bool)]
+    functions: bool,
+    #[diesel(sql_type = Bool)]
+    usage: bool,
+    #[diesel(sql_type = Bool)]
+    tables: bool,
+    #[diesel(sql_type = Bool)]
+    label: bool,
+}
+
+/// What is there, read from the catalogue alone, which needs no rights on the schema.
+const PRESENT: &str = "
+    WITH schema AS (
+        SELECT oid FROM pg_catalog.pg_namespace WHERE nspname = 'resource_control'
+    )
+    SELECT current_user::text AS role,
+        EXISTS (SELECT FROM pg_catalog.pg_proc, schema
+            WHERE pronamespace = schema.oid AND proname = 'attempt_throttled_key') AS functions,
+        EXISTS (SELECT FROM schema
+            WHERE pg_catalog.has_schema_privilege(schema.oid, 'USAGE')) AS usage,
+        NOT EXISTS (SELECT FROM pg_catalog.pg_class, schema
+            WHERE relnamespace = schema.oid AND relkind = 'r'
+            AND NOT (pg_catalog.has_table_privilege(pg_class.oid, 'SELECT')
+                AND pg_catalog.has_table_privilege(pg_class.oid, 'INSERT')
+                AND pg_catalog.has_table_privilege(pg_class.oid, 'UPDATE'))) AS tables,
+        EXISTS (SELECT FROM pg_catalog.pg_enum JOIN pg_catalog.pg_type ON pg_type.oid = enumtypid, schema
+            WHERE typnamespace = schema.oid AND typname = 'throttled_resource_enum'
+            AND enumlabel = $1) AS label";
+
+/// Says what an error of the database means, as far as its kind or the catalogue tells.
+///
+/// Inside a transaction the error has aborted it, and nothing more can be asked.
+pub(crate) fn explain(conn: &mut PgConnection, error: DieselError, label: Option<&str>) -> Error {
+    match &error {
+        DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _) => {
+            return Error::ReadOnly;
+        }
+        DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) => {}
+        _ => return error.into(),
+    }
+    if transaction::of(conn) != Transaction::None {
+        return error.into();
+    }
+    let present: QueryResult<Present> = diesel::sql_query(PRESENT)
+        .bind::<Text, _>(label.unwrap_or_default())
+        .get_result(conn);
+    match (present, label) {
+        (Ok(present), _) if !present.functions => Error::NotInstalled,
+        (Ok(present), _) if !present.usage => Error::MissingRights {
+            role: present.role,
+            missing: "USAGE on the schema",
+        },
+        (Ok(present), Some(label)) if !present.label => Error::UnknownResource {
+            label: label.to_owned(),
+        },
+        (Ok(present), _) if !present.tables => Error::MissingRights {
+            role: present.role,
+            missing: "SELECT, INSERT and UPDATE on its tables",
+        },
+        _ => error.into(),
+    }
+}

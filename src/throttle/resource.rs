@@ -1,0 +1,135 @@
+//! What can be throttled: resources that a program declares, and those it learns at run time.
+
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+/// Something that is a label of the enumerated type `resource_control.throttled_resource_enum`.
+///
+/// Implemented by [`throttled_resources!`](crate::throttled_resources); by hand it makes any enum a
+/// resource, such as one that is mapped by the `diesel-derive-enum` crate.
+pub trait ThrottledResource {
+    /// Its label in the database.
+    fn label(&self) -> &str;
+}
+
+/// Resources that a program declares with their intervals, so that [`sync`](crate::sync) can add
+/// them.
+pub trait DeclaredResources: ThrottledResource + Sized + 'static {
+    /// All of them.
+    const ALL: &'static [Self];
+
+    /// How much time passes between two grants, at least.
+    fn interval(&self) -> Duration;
+}
+
+/// A resource whose label is known at run time only.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct ResourceLabel(pub String);
+
+impl ThrottledResource for ResourceLabel {
+    fn label(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<R: ThrottledResource> ThrottledResource for &R {
+    fn label(&self) -> &str {
+        (**self).label()
+    }
+}
+
+/// The declared label and its interval in microseconds, rounded up, if PostgreSQL can have them.
+pub(super) fn checked<R: DeclaredResources>(resource: &R) -> Result<(String, i64)> {
+    const THOUSAND_YEARS: Duration = Duration::from_secs(1000 * 365 * 24 * 60 * 60);
+    let label = resource.label().to_owned();
+    if label.contains('\0') {
+        return Err(Error::NulCharacter);
+    }
+    if label.is_empty() || label.len() > 63 {
+        return Err(Error::BadLabel { label });
+    }
+    let interval = resource.interval();
+    if interval.is_zero() || interval > THOUSAND_YEARS {
+        return Err(Error::BadInterval { label });
+    }
+    Ok((label, interval.as_nanos().div_ceil(1000) as i64))
+}
+
+/// Declares an enum of throttled resources, each with its label in the database and its interval.
+///
+/// The enum is `Copy`, implements [`ThrottledResource`](crate::ThrottledResource) and
+/// [`DeclaredResources`](crate::DeclaredResources), and maps to the PostgreSQL type
+/// `resource_control.throttled_resource_enum` in Diesel's queries. See
+/// [`Throttle`](crate::Throttle) for an example.
+#[macro_export]
+macro_rules! throttled_resources {
+    (
+        $(#[$meta:meta])*
+        $visibility:vis enum $name:ident {
+            $( $(#[$variant_meta:meta])* $variant:ident = $label:literal every $interval:expr ),+ $(,)?
+        }
+    ) => {
+        $(#[$meta])*
+        #[derive(
+            Debug, Clone, Copy, PartialEq, Eq, Hash,
+            ::diesel::expression::AsExpression, ::diesel::deserialize::FromSqlRow,
+        )]
+        #[diesel(sql_type = $crate::schema::resource_control::sql_types::ThrottledResourceEnum)]
+        $visibility enum $name {
+            $(
+                $(#[$variant_meta])*
+                #[doc = concat!("The label `", $label, "`.")]
+                $variant,
+            )+
+        }
+
+        impl $crate::ThrottledResource for $name {
+            fn label(&self) -> &str {
+                match self {
+                    $( Self::$variant => $label, )+
+                }
+            }
+        }
+
+        impl $crate::DeclaredResources for $name {
+            const ALL: &'static [Self] = &[ $( Self::$variant, )+ ];
+
+            fn interval(&self) -> ::std::time::Duration {
+                match self {
+                    $( Self::$variant => $interval, )+
+                }
+            }
+        }
+
+        impl ::diesel::serialize::ToSql<
+            $crate::schema::resource_control::sql_types::ThrottledResourceEnum,
+            ::diesel::pg::Pg,
+        > for $name {
+            fn to_sql<'b>(
+                &'b self,
+                out: &mut ::diesel::serialize::Output<'b, '_, ::diesel::pg::Pg>,
+            ) -> ::diesel::serialize::Result {
+                use ::std::io::Write as _;
+                out.write_all($crate::ThrottledResource::label(self).as_bytes())?;
+                Ok(::diesel::serialize::IsNull::No)
+            }
+        }
+
+        impl ::diesel::deserialize::FromSql<
+            $crate::schema::resource_control::sql_types::ThrottledResourceEnum,
+            ::diesel::pg::Pg,
+        > for $name {
+            fn from_sql(
+                value: ::diesel::pg::PgValue<'_>,
+            ) -> ::diesel::deserialize::Result<Self> {
+                let label = ::std::str::from_utf8(value.as_bytes())?;
+                <Self as $crate::DeclaredResources>::ALL
+                    .iter()
+                    .copied()
+                    .find(|resource| $crate::ThrottledResource::label(resource) == label)
+                    .ok_or_else(|| ::std::format!("{label:?} is no declared resource").into())
+            }
+        }
+    };
+}

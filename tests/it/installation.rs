@@ -1,0 +1,290 @@
+//! The schema, by files and by `install`, and what programs add to it.
+
+use std::process::Command;
+use std::sync::Barrier;
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{
+    DeclaredResources, Error, ThrottledResource, migrations, sync, sync_intervals,
+    throttled_resources,
+};
+use workbench::Database;
+
+use crate::support::Observer;
+
+throttled_resources! {
+    enum Resource {
+        One = "one" every Duration::from_secs(1),
+        Quoted = "it's \\ \"two\"" every Duration::from_micros(1),
+    }
+}
+
+#[derive(QueryableByName)]
+struct Number {
+    #[diesel(sql_type = diesel::sql_types::BigInt)]
+    number: i64,
+}
+
+fn number(conn: &mut PgConnection, sql: &str) -> i64 {
+    diesel::sql_query(format!("SELECT ({sql})::bigint AS number"))
+        .get_result::<Number>(conn)
+        .unwrap()
+        .number
+}
+
+fn directories() -> Vec<std::path::PathBuf> {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
+    let mut directories: Vec<_> = std::fs::read_dir(root)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    directories.sort();
+    directories
+}
+
+#[test]
+fn each_up_in_order_and_each_down_in_reverse_leaves_nothing() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let before = number(conn, "SELECT count(*) FROM pg_depend");
+    let run = |conn: &mut PgConnection, directory: &std::path::Path, file: &str| {
+        conn.batch_execute(&std::fs::read_to_string(directory.join(file)).unwrap())
+            .unwrap_or_else(|error| panic!("{}/{file}: {error}", directory.display()));
+    };
+    for _ in 0..2 {
+        for directory in directories() {
+            run(conn, &directory, "up.sql");
+        }
+        sync::<Resource>(conn).unwrap();
+        for directory in directories().iter().rev() {
+            run(conn, directory, "down.sql");
+        }
+        assert_eq!(
+            number(
+                conn,
+                "SELECT count(*) FROM pg_namespace WHERE nspname = 'resource_control'"
+            ),
+            0
+        );
+        assert_eq!(number(conn, "SELECT count(*) FROM pg_depend"), before);
+    }
+}
+
+#[test]
+fn psql_runs_the_files_as_they_are() {
+    let database = Database::new();
+    if Command::new("psql").arg("--version").output().is_err() {
+        eprintln!("no psql here: not tried");
+        return;
+    }
+    for directory in directories() {
+        let output = Command::new("psql")
+            .args(["--no-psqlrc", "--quiet", "--set=ON_ERROR_STOP=1", "--file"])
+            .arg(directory.join("up.sql"))
+            .arg(database.url())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        assert!(output.stderr.is_empty(), "{output:?}");
+    }
+}
+
+#[test]
+fn twenty_instances_install_and_sync_at_once() {
+    let database = Database::new();
+    let start = Barrier::new(20);
+    let (installed, added): (Vec<_>, Vec<_>) = std::thread::scope(|scope| {
+        let instances: Vec<_> = (0..20)
+            .map(|_| {
+                scope.spawn(|| {
+                    let conn = &mut database.connect();
+                    start.wait();
+                    let installed = migrations::install(conn).unwrap().len();
+                    (installed, sync::<Resource>(conn).unwrap().added.len())
+                })
+            })
+            .collect();
+        instances
+            .into_iter()
+            .map(|instance| instance.join().unwrap())
+            .unzip()
+    });
+    assert_eq!(installed.iter().sum::<usize>(), directories().len());
+    assert_eq!(added.iter().sum::<usize>(), Resource::ALL.len());
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+/// On a schema that is there, so that they really meet.
+#[test]
+fn twenty_instances_that_sync_at_once_add_each_resource_once() {
+    throttled_resources! {
+        enum Many {
+            A = "a" every Duration::from_secs(1),
+            B = "b" every Duration::from_secs(1),
+            C = "c" every Duration::from_secs(1),
+            D = "d" every Duration::from_secs(1),
+            E = "e" every Duration::from_secs(1),
+            F = "f" every Duration::from_secs(1),
+        }
+    }
+    let database = Database::new();
+    migrations::install(&mut database.connect()).unwrap();
+    let start = Barrier::new(20);
+    let mut added: Vec<String> = std::thread::scope(|scope| {
+        let instances: Vec<_> = (0..20)
+            .map(|_| {
+                scope.spawn(|| {
+                    let conn = &mut database.connect();
+                    start.wait();
+                    sync::<Many>(conn).unwrap().added
+                })
+            })
+            .collect();
+        instances
+            .into_iter()
+            .flat_map(|instance| instance.join().unwrap())
+            .collect()
+    });
+    added.sort();
+    assert_eq!(added, ["a", "b", "c", "d", "e", "f"]);
+}
+
+#[test]
+fn sync_never_changes_a_row_and_says_what_differs() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    let synced = sync::<Resource>(conn).unwrap();
+    assert_eq!(
+        synced.added,
+        Resource::ALL
+            .iter()
+            .map(|it| it.label().to_owned())
+            .collect::<Vec<_>>()
+    );
+    assert_eq!(synced.different, []);
+
+    let set = "UPDATE resource_control.throttled_resource SET throttle_interval = '1 day' WHERE resource_id = 'one'";
+    conn.batch_execute(set).unwrap();
+    let synced = sync::<Resource>(conn).unwrap();
+    assert_eq!(synced.added, Vec::<String>::new());
+    let [difference] = &synced.different[..] else {
+        panic!("{synced:?}");
+    };
+    assert_eq!(difference.label, "one");
+    assert_eq!(difference.declared, Duration::from_secs(1));
+    assert_eq!(difference.in_database, Duration::from_secs(24 * 60 * 60));
+
+    assert_eq!(sync_intervals::<Resource>(conn).unwrap().different.len(), 1);
+    assert_eq!(sync::<Resource>(conn).unwrap().different, []);
+}
+
+/// A label without its row: a sync that was killed between the two.
+#[test]
+fn sync_adds_a_row_whose_label_is_there() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    conn.batch_execute("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'one'")
+        .unwrap();
+    assert_eq!(sync::<Resource>(conn).unwrap().added.len(), 2);
+    assert_eq!(
+        number(
+            conn,
+            "SELECT count(*) FROM resource_control.throttled_resource"
+        ),
+        2
+    );
+}
+
+#[test]
+fn what_cannot_be_declared_is_refused_before_anything_is_sent() {
+    throttled_resources! {
+        enum Zero { Zero = "zero" every Duration::ZERO }
+    }
+    throttled_resources! {
+        enum Endless { Endless = "endless" every Duration::MAX }
+    }
+    throttled_resources! {
+        enum Nameless { Nameless = "" every Duration::from_secs(1) }
+    }
+    throttled_resources! {
+        enum Nul { Nul = "a\0b" every Duration::from_secs(1) }
+    }
+    throttled_resources! {
+        enum Long {
+            Long = "1234567890123456789012345678901234567890123456789012345678901234" every Duration::from_secs(1)
+        }
+    }
+    let database = Database::new();
+    let conn = &mut database.connect(); // without the schema: asking would fail otherwise
+    assert!(matches!(sync::<Zero>(conn), Err(Error::BadInterval { .. })));
+    assert!(matches!(
+        sync::<Endless>(conn),
+        Err(Error::BadInterval { .. })
+    ));
+    assert!(matches!(
+        sync::<Nameless>(conn),
+        Err(Error::BadLabel { .. })
+    ));
+    assert!(matches!(sync::<Long>(conn), Err(Error::BadLabel { .. })));
+    assert!(matches!(sync::<Nul>(conn), Err(Error::NulCharacter)));
+}
+
+#[test]
+fn both_are_refused_inside_a_transaction() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.transaction(|conn| {
+        assert!(matches!(
+            migrations::install(conn),
+            Err(Error::CommitsInTransaction)
+        ));
+        assert!(matches!(
+            sync::<Resource>(conn),
+            Err(Error::CommitsInTransaction)
+        ));
+        QueryResult::Ok(())
+    })
+    .unwrap();
+    conn.begin_test_transaction().unwrap();
+    assert!(matches!(
+        migrations::install(conn),
+        Err(Error::CommitsInTransaction)
+    ));
+    assert!(matches!(
+        sync::<Resource>(conn),
+        Err(Error::CommitsInTransaction)
+    ));
+}
+
+#[test]
+fn a_schema_that_somebody_else_made_is_left_alone() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.batch_execute("CREATE SCHEMA resource_control")
+        .unwrap();
+    assert!(matches!(
+        migrations::install(conn),
+        Err(Error::ForeignInstallation)
+    ));
+}
+
+#[test]
+fn the_sql_function_hashes_names_as_rust_does() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    for (name, expected) in crate::keys::short_names() {
+        let key = number(
+            conn,
+            &format!(
+                "SELECT resource_control.lock_key('{}')",
+                name.replace('\'', "''")
+            ),
+        );
+        assert_eq!(key, expected, "{name:?}");
+    }
+}

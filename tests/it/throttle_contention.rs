@@ -1,0 +1,188 @@
+//! Throttles under many connections at once.
+
+use std::collections::HashMap;
+use std::sync::{Barrier, Mutex};
+use std::time::{Duration, Instant};
+
+use chrono::{DateTime, TimeDelta, Utc};
+use diesel::connection::SimpleConnection;
+use diesel_interlock::{Error, ResourceLabel, Throttle};
+use workbench::Database;
+
+use crate::throttles::{Resource, database};
+
+const IMPORT: Throttle<Resource> = Throttle::of(Resource::Import);
+const INTERVAL: TimeDelta = TimeDelta::milliseconds(100);
+
+/// Sixteen connections ask as fast as they can for some seconds; answers when the grants were.
+fn hammer(database: &Database, settings: &str) -> Vec<DateTime<Utc>> {
+    let grants = Mutex::new(Vec::new());
+    let start = Barrier::new(16);
+    std::thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                let conn = &mut database.connect();
+                conn.batch_execute(settings).unwrap();
+                start.wait();
+                let end = Instant::now() + Duration::from_secs(2);
+                while Instant::now() < end {
+                    if let Some(grant) = IMPORT.attempt(conn, "hammer").unwrap().granted() {
+                        grants.lock().unwrap().push(grant.granted_at);
+                    }
+                }
+            });
+        }
+    });
+    let mut grants = grants.into_inner().unwrap();
+    grants.sort();
+    grants
+}
+
+#[test]
+fn no_two_grants_are_closer_than_the_interval_at_any_isolation_level() {
+    for level in ["read committed", "repeatable read", "serializable"] {
+        let database = database();
+        let settings =
+            format!("SET default_transaction_isolation = '{level}'; SET TimeZone = 'Europe/Paris'");
+        let grants = hammer(&database, &settings);
+        for pair in grants.windows(2) {
+            assert!(pair[1] - pair[0] >= INTERVAL, "{level}: {pair:?}");
+        }
+        assert!(
+            grants.len() >= 16,
+            "{level}: only {} grants of 20",
+            grants.len()
+        );
+    }
+}
+
+#[test]
+fn of_many_first_attempts_at_a_key_one_is_granted() {
+    const KEYS: usize = 200;
+    for level in ["read committed", "repeatable read", "serializable"] {
+        let database = database();
+        let start = Barrier::new(16);
+        let granted = Mutex::new(HashMap::<usize, i32>::new());
+        std::thread::scope(|scope| {
+            for _ in 0..16 {
+                scope.spawn(|| {
+                    let conn = &mut database.connect();
+                    conn.batch_execute(&format!("SET default_transaction_isolation = '{level}'"))
+                        .unwrap();
+                    let rebuild = Throttle::of(Resource::Rebuild);
+                    start.wait();
+                    for key in 0..KEYS {
+                        let decision = rebuild.clone().key(key).attempt(conn, "me").unwrap();
+                        if decision.granted().is_some() {
+                            *granted.lock().unwrap().entry(key).or_default() += 1;
+                        }
+                    }
+                });
+            }
+        });
+        let granted = granted.into_inner().unwrap();
+        assert!(
+            granted.values().all(|times| *times == 1),
+            "{level}: {granted:?}"
+        );
+        assert_eq!(granted.len(), KEYS, "{level}");
+    }
+}
+
+#[test]
+fn pruning_takes_what_has_passed_and_never_gives_a_key_out_twice() {
+    use diesel::prelude::*;
+    #[derive(QueryableByName)]
+    struct Pruned {
+        #[diesel(sql_type = diesel::sql_types::Integer)]
+        pruned: i32,
+    }
+    let prune = |conn: &mut PgConnection, batch: i32| {
+        diesel::sql_query(format!(
+            "SELECT resource_control.prune_throttled_keys({batch}) AS pruned"
+        ))
+        .get_result::<Pruned>(conn)
+        .unwrap()
+        .pruned
+    };
+    let database = database();
+    let conn = &mut database.connect();
+    let rebuild = Throttle::of(Resource::Rebuild);
+    for key in 0..10 {
+        assert!(
+            rebuild
+                .clone()
+                .key(key)
+                .attempt(conn, "me")
+                .unwrap()
+                .granted()
+                .is_some()
+        );
+    }
+    assert_eq!(prune(conn, 100), 0);
+    crate::throttles::age(conn, "15 seconds");
+    assert!(
+        rebuild
+            .clone()
+            .key(0)
+            .attempt(conn, "me")
+            .unwrap()
+            .granted()
+            .is_some()
+    );
+
+    // One is about to be taken: locked, and its row not yet touched.
+    let about = &mut database.connect();
+    about
+        .batch_execute(
+            "BEGIN; SELECT pg_advisory_xact_lock(resource_control.throttled_key_lock('cache rebuild', '2'))",
+        )
+        .unwrap();
+
+    // One is being taken, in a transaction that goes on.
+    let open = &mut database.connect();
+    open.batch_execute("BEGIN").unwrap();
+    assert!(
+        rebuild
+            .clone()
+            .key(1)
+            .attempt(open, "taker")
+            .unwrap()
+            .granted()
+            .is_some()
+    );
+    assert_eq!(prune(conn, 3), 3);
+    assert_eq!(prune(conn, 100), 4);
+    about.batch_execute("COMMIT").unwrap();
+    assert_eq!(prune(conn, 100), 1);
+    open.batch_execute("COMMIT").unwrap();
+    assert!(
+        rebuild
+            .clone()
+            .key(1)
+            .attempt(conn, "me")
+            .unwrap()
+            .denied()
+            .is_some()
+    );
+
+    // Keys whose resource is gone are of no use to anybody.
+    conn.batch_execute("DELETE FROM resource_control.throttled_resource")
+        .unwrap();
+    assert_eq!(prune(conn, 100), 2);
+}
+
+#[test]
+fn a_stricter_transaction_of_the_callers_own_is_told_so() {
+    use diesel::prelude::*;
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    let failed = conn.build_transaction().repeatable_read().run(|conn| {
+        diesel::sql_query("SELECT 1").execute(conn)?;
+        let import = Throttle::of(ResourceLabel("cache rebuild".into()));
+        assert!(import.attempt(other, "other")?.granted().is_some());
+        // By this transaction's snapshot it is due.
+        import.attempt(conn, "me").map(drop)
+    });
+    assert!(matches!(failed, Err(Error::StrictIsolation)), "{failed:?}");
+}

@@ -1,0 +1,568 @@
+//! What a throttle grants, what it denies, and what it says.
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{
+    Decision, DenialReason, Error, Grant, Outcome, ResourceLabel, Throttle, migrations, sync,
+    throttled_resources,
+};
+use workbench::{Cluster, Database};
+
+throttled_resources! {
+    pub(crate) enum Resource {
+        Rebuild = "cache rebuild" every Duration::from_secs(15),
+        Import = "tenant's import" every Duration::from_millis(100),
+    }
+}
+
+const REBUILD: Throttle<Resource> = Throttle::of(Resource::Rebuild);
+
+/// A database with the schema and the resources above.
+pub(crate) fn database() -> Database {
+    let database = Database::new();
+    install(&database);
+    database
+}
+
+pub(crate) fn install(database: &Database) {
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    sync::<Resource>(conn).unwrap();
+}
+
+fn granted(decision: Decision) -> Grant {
+    match decision {
+        Decision::Granted(grant) => grant,
+        Decision::Denied(denial) => panic!("{denial:?}"),
+    }
+}
+
+/// Moves the time: the last grant was so long ago.
+pub(crate) fn age(conn: &mut PgConnection, interval: &str) {
+    conn.batch_execute(&format!(
+        "UPDATE resource_control.throttled_resource SET last_locked = last_locked - interval '{interval}' \
+         WHERE last_locked <> '-infinity'; \
+         UPDATE resource_control.throttled_key SET last_locked = last_locked - interval '{interval}'"
+    ))
+    .unwrap();
+}
+
+#[test]
+fn it_is_granted_once_per_interval_and_says_to_whom() {
+    let database = database();
+    let (one, two) = (&mut database.connect(), &mut database.connect());
+    for throttle in [REBUILD, REBUILD.key(7), REBUILD.key("⚿ \\ '")] {
+        let grant = granted(throttle.attempt(one, "web-1 pid 811").unwrap());
+        assert_eq!(
+            grant.until - grant.granted_at,
+            chrono::TimeDelta::seconds(15)
+        );
+
+        let denial = throttle.attempt(two, "web-2").unwrap().denied().unwrap();
+        assert_eq!(denial.reason, DenialReason::TooSoon);
+        assert_eq!(denial.holder.as_deref(), Some("web-1 pid 811"));
+        assert_eq!(denial.held_since, Some(grant.granted_at));
+        assert_eq!(denial.next_at, Some(grant.until));
+        assert!(denial.retry_after > Duration::ZERO);
+        assert!(denial.retry_after <= Duration::from_secs(15));
+        assert_eq!(denial.retry_after_secs(), 15);
+    }
+    age(one, "15 seconds");
+    for throttle in [REBUILD, REBUILD.key(7)] {
+        granted(throttle.attempt(two, "web-2").unwrap());
+        assert!(throttle.attempt(one, "web-1").unwrap().granted().is_none());
+    }
+}
+
+#[test]
+fn keys_are_throttled_each_on_its_own() {
+    let database = database();
+    let conn = &mut database.connect();
+    granted(REBUILD.attempt(conn, "me").unwrap());
+    for key in 0..10 {
+        granted(REBUILD.key(key).attempt(conn, "me").unwrap());
+    }
+    for key in 0..10 {
+        assert!(
+            REBUILD
+                .key(key)
+                .attempt(conn, "me")
+                .unwrap()
+                .denied()
+                .is_some()
+        );
+    }
+    granted(
+        Throttle::of(Resource::Import)
+            .key(0)
+            .attempt(conn, "me")
+            .unwrap(),
+    );
+}
+
+#[test]
+fn while_another_transaction_takes_it_it_is_denied_at_once() {
+    let database = database();
+    let (taker, other) = (&mut database.connect(), &mut database.connect());
+    other.batch_execute("SET statement_timeout = '5s'").unwrap(); // a wait would fail
+    for throttle in [REBUILD, REBUILD.key("first attempt")] {
+        for end in ["ROLLBACK", "COMMIT"] {
+            taker.batch_execute("BEGIN").unwrap();
+            granted(throttle.attempt(taker, "taker").unwrap());
+
+            let denial = throttle.attempt(other, "other").unwrap().denied().unwrap();
+            assert_eq!(denial.reason, DenialReason::BeingTaken);
+            assert_eq!((denial.holder, denial.held_since), (None, None));
+            assert_eq!(denial.retry_after, Duration::from_secs(15));
+            taker.batch_execute(end).unwrap();
+        }
+        let denial = throttle.attempt(other, "other").unwrap().denied().unwrap();
+        assert_eq!(denial.holder.as_deref(), Some("taker"));
+    }
+}
+
+#[test]
+fn after_a_rollback_it_is_as_if_never_taken() {
+    let database = database();
+    let conn = &mut database.connect();
+    for throttle in [REBUILD, REBUILD.key(7)] {
+        let rolled_back: Result<(), Error> = conn.transaction(|conn| {
+            granted(throttle.attempt(conn, "me")?);
+            Err(diesel::result::Error::RollbackTransaction.into())
+        });
+        rolled_back.unwrap_err();
+        granted(throttle.attempt(conn, "me").unwrap());
+    }
+}
+
+/// `FOR UPDATE` would be denied here: the insert's foreign key holds a lock on the resource's row.
+#[test]
+fn an_open_insert_that_references_the_resource_does_not_deny_it() {
+    let database = database();
+    let (open, conn) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(
+        "CREATE TABLE runs (resource resource_control.throttled_resource_enum \
+         REFERENCES resource_control.throttled_resource)",
+    )
+    .unwrap();
+    open.batch_execute("BEGIN; INSERT INTO runs VALUES ('cache rebuild')")
+        .unwrap();
+    granted(REBUILD.attempt(conn, "me").unwrap());
+}
+
+#[derive(QueryableByName)]
+struct Traces {
+    #[diesel(sql_type = diesel::sql_types::Bool)]
+    transaction_id: bool,
+    #[diesel(sql_type = diesel::sql_types::BigInt)]
+    locks: i64,
+}
+
+#[test]
+fn a_denial_draws_no_transaction_id_and_locks_no_row() {
+    let database = database();
+    let conn = &mut database.connect();
+    for throttle in [REBUILD, REBUILD.key(7)] {
+        granted(throttle.attempt(conn, "me").unwrap());
+        conn.transaction(|conn| {
+            assert!(throttle.attempt(conn, "me")?.denied().is_some());
+            let traces: Traces = diesel::sql_query(
+                "SELECT pg_current_xact_id_if_assigned() IS NOT NULL AS transaction_id, \
+                 count(*) AS locks FROM pg_locks WHERE pid = pg_backend_pid() \
+                 AND mode NOT IN ('AccessShareLock') AND locktype <> 'virtualxid'",
+            )
+            .get_result(conn)?;
+            assert!(!traces.transaction_id);
+            assert_eq!(traces.locks, 0);
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+    }
+}
+
+/// Neither the transaction's start nor the message's decides, but the clock.
+#[test]
+fn a_transaction_opened_long_ago_sees_the_present() {
+    let database = database();
+    let conn = &mut database.connect();
+    let import = Throttle::of(Resource::Import);
+    for throttle in [import.clone(), import.key(7)] {
+        conn.transaction(|conn| {
+            let first = granted(throttle.attempt(conn, "me")?);
+            diesel::sql_query("SELECT pg_sleep(0.11)").execute(conn)?;
+            let second = granted(throttle.attempt(conn, "me")?);
+            assert!(second.granted_at >= first.until);
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+    }
+
+    // One message, whose statements all have the same statement_timestamp().
+    conn.batch_execute(
+        "UPDATE resource_control.throttled_resource SET last_locked = '-infinity', last_locker_details = ''; \
+         CREATE TABLE answers (granted boolean)",
+    )
+    .unwrap();
+    conn.batch_execute(
+        "INSERT INTO answers SELECT resource_control.lock_throttled_resource('tenant''s import', 'one'); \
+         SELECT pg_sleep(0.11); \
+         INSERT INTO answers SELECT resource_control.lock_throttled_resource('tenant''s import', 'two')",
+    )
+    .unwrap();
+    diesel::table! { answers (granted) { granted -> Bool, } }
+    let answers: Vec<bool> = answers::table.select(answers::granted).load(conn).unwrap();
+    assert_eq!(answers, [true, true]);
+}
+
+/// In Paris, 2026-03-29 has 23 hours and 2026-10-25 has 25.
+#[test]
+fn a_day_is_24_hours_and_a_month_30_days_whatever_the_time_zone() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute("SET TimeZone = 'Europe/Paris'").unwrap();
+    let next = |conn: &mut PgConnection, interval: &str, last: &str| -> Vec<DateTime<Utc>> {
+        conn.batch_execute(&format!(
+            "UPDATE resource_control.throttled_resource SET throttle_interval = '{interval}', \
+             last_locked = '{last}', last_locker_details = 'x' WHERE resource_id = 'cache rebuild'; \
+             DELETE FROM resource_control.throttled_key; \
+             INSERT INTO resource_control.throttled_key VALUES ('cache rebuild', '7', '{last}', 'x')"
+        ))
+        .unwrap();
+        [REBUILD, REBUILD.key(7)]
+            .map(|throttle| {
+                throttle
+                    .attempt(conn, "me")
+                    .unwrap()
+                    .denied()
+                    .unwrap()
+                    .next_at
+                    .unwrap()
+            })
+            .into()
+    };
+    for (interval, last, expected) in [
+        ("1 day", "2126-03-30 12:00+02", "2126-03-31T10:00:00Z"),
+        ("24 hours", "2126-03-30 12:00+02", "2126-03-31T10:00:00Z"),
+        ("1 month", "2126-03-15 12:00+01", "2126-04-14T11:00:00Z"),
+        ("1 year", "2126-01-01 00:00+00", "2126-12-27T00:00:00Z"),
+        (
+            "1 month 1 day 01:02:03.5",
+            "2126-01-01 00:00+00",
+            "2126-02-01T01:02:03.5Z",
+        ),
+    ] {
+        let expected: DateTime<Utc> = expected.parse().unwrap();
+        assert_eq!(
+            next(conn, interval, last),
+            [expected, expected],
+            "{interval}"
+        );
+    }
+}
+
+#[test]
+fn a_resource_that_was_closed_by_hand_is_denied() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "UPDATE resource_control.throttled_resource SET last_locked = 'infinity', last_locker_details = 'closed'",
+    )
+    .unwrap();
+    let denial = REBUILD.attempt(conn, "me").unwrap().denied().unwrap();
+    assert_eq!((denial.next_at, denial.held_since), (None, None));
+    assert_eq!(denial.holder.as_deref(), Some("closed"));
+    assert_eq!(denial.retry_after, Duration::from_secs(15));
+}
+
+#[test]
+fn bad_input_is_an_error_that_changes_nothing() {
+    let database = database();
+    let conn = &mut database.connect();
+    for details in ["", "   "] {
+        assert!(matches!(
+            REBUILD.attempt(conn, details),
+            Err(Error::EmptyDetails)
+        ));
+        assert!(matches!(
+            REBUILD.key(1).attempt(conn, details),
+            Err(Error::EmptyDetails)
+        ));
+    }
+    assert!(matches!(
+        REBUILD.attempt(conn, "a\0b"),
+        Err(Error::NulCharacter)
+    ));
+    assert!(matches!(
+        REBUILD.key("a\0b").attempt(conn, "me"),
+        Err(Error::NulCharacter)
+    ));
+    assert!(matches!(
+        REBUILD.key("").attempt(conn, "me"),
+        Err(Error::EmptyKey)
+    ));
+    let unknown = Throttle::of(ResourceLabel("no such".into()));
+    for refused in [
+        unknown.attempt(conn, "me"),
+        unknown.clone().key(1).attempt(conn, "me"),
+    ] {
+        assert!(
+            matches!(&refused, Err(Error::UnknownResource { label }) if label == "no such"),
+            "{refused:?}"
+        );
+    }
+    conn.batch_execute("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'no row'")
+        .unwrap();
+    let rowless = Throttle::of(ResourceLabel("no row".into()));
+    let refused = rowless.attempt(conn, "me");
+    assert!(
+        matches!(&refused, Err(Error::UnknownResource { label }) if label == "no row"),
+        "{refused:?}"
+    );
+
+    conn.batch_execute("SET default_transaction_read_only = on")
+        .unwrap();
+    let refused = REBUILD.attempt(conn, "me");
+    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
+    conn.batch_execute("RESET default_transaction_read_only")
+        .unwrap();
+    granted(REBUILD.attempt(conn, &"x".repeat(1 << 20)).unwrap());
+    granted(REBUILD.key("y".repeat(1000)).attempt(conn, "me").unwrap());
+}
+
+#[test]
+fn a_missing_schema_and_missing_rights_are_named() {
+    let bare = Database::new();
+    let conn = &mut bare.connect();
+    assert!(matches!(
+        REBUILD.attempt(conn, "me"),
+        Err(Error::NotInstalled)
+    ));
+    assert!(matches!(sync::<Resource>(conn), Err(Error::NotInstalled)));
+
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    install(&database);
+    let conn = &mut database.connect();
+    conn.batch_execute("CREATE ROLE app; SET ROLE app").unwrap();
+    let refused = REBUILD.attempt(conn, "me");
+    assert!(
+        matches!(&refused, Err(Error::MissingRights { role, .. }) if role == "app"),
+        "{refused:?}"
+    );
+    conn.batch_execute("RESET ROLE; GRANT USAGE ON SCHEMA resource_control TO app; SET ROLE app")
+        .unwrap();
+    let refused = REBUILD.attempt(conn, "me");
+    assert!(
+        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.contains("tables")),
+        "{refused:?}"
+    );
+
+    // What the documentation grants is enough, and what is installed needs no DDL.
+    conn.batch_execute(
+        "RESET ROLE; GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA resource_control TO app; SET ROLE app",
+    )
+    .unwrap();
+    assert_eq!(migrations::install(conn).unwrap(), []);
+    assert_eq!(sync::<Resource>(conn).unwrap().added, Vec::<String>::new());
+    granted(REBUILD.attempt(conn, "me").unwrap());
+    granted(REBUILD.key(1).attempt(conn, "me").unwrap());
+    throttled_resources! {
+        enum New { New = "new" every Duration::from_secs(1) }
+    }
+    let refused = sync::<New>(conn);
+    assert!(
+        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.contains("owner")),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn the_closure_form_commits_first_and_works_afterwards() {
+    let database = database();
+    let pool = database.pool(1);
+    let seen = REBUILD
+        .run(&pool, "me", |grant| {
+            // The only connection is free again, and whoever asks sees the grant.
+            let denial = REBUILD
+                .attempt(&mut pool.get().unwrap(), "other")?
+                .denied()
+                .unwrap();
+            Ok::<_, Error>(denial.held_since == Some(grant.granted_at))
+        })
+        .unwrap();
+    assert_eq!(seen, Outcome::Done(true));
+    let denied = REBUILD.run(&pool, "me", |_| Ok::<_, Error>(())).unwrap();
+    assert!(matches!(denied, Outcome::Denied(_)));
+
+    let conn = &mut database.connect();
+    let ran = REBUILD.key(1).run_on(conn, "me", |conn, _| {
+        conn.batch_execute("SELECT 1")?;
+        QueryResult::Ok(5)
+    });
+    assert_eq!(ran.unwrap(), Outcome::Done(5));
+    conn.transaction(|conn| {
+        let refused = REBUILD.key(2).run_on(conn, "me", |_, _| Ok::<_, Error>(()));
+        assert!(matches!(refused, Err(Error::GrantInTransaction)));
+        QueryResult::Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_declared_resource_maps_to_the_enumerated_type() {
+    use diesel_interlock::schema::resource_control::throttled_resource::dsl::*;
+    let database = database();
+    let conn = &mut database.connect();
+    let declared: Vec<Resource> = throttled_resource
+        .select(resource_id)
+        .order(resource_id)
+        .load(conn)
+        .unwrap();
+    assert_eq!(declared, [Resource::Rebuild, Resource::Import]);
+    let one: Resource = throttled_resource
+        .filter(resource_id.eq(Resource::Import))
+        .select(resource_id)
+        .first(conn)
+        .unwrap();
+    assert_eq!(one, Resource::Import);
+}
+
+/// As an application's own `diesel print-schema` writes it.
+#[derive(Debug, diesel::sql_types::SqlType, diesel::query_builder::QueryId)]
+#[diesel(postgres_type(name = "throttled_resource_enum", schema = "resource_control"))]
+#[allow(unreachable_pub)]
+pub struct OwnSqlType;
+
+#[derive(Debug, Clone, Copy, PartialEq, diesel_derive_enum::DbEnum)]
+#[ExistingTypePath = "OwnSqlType"]
+enum Mapped {
+    #[db_rename = "cache rebuild"]
+    Rebuild,
+    #[db_rename = "tenant's import"]
+    Import,
+}
+impl diesel_interlock::ThrottledResource for Mapped {
+    fn label(&self) -> &str {
+        match self {
+            Mapped::Rebuild => "cache rebuild",
+            Mapped::Import => "tenant's import",
+        }
+    }
+}
+
+/// An application's own enum, mapped to the type by another crate.
+#[test]
+fn an_enum_of_diesel_derive_enum_is_a_resource() {
+    let database = database();
+    let conn = &mut database.connect();
+    granted(Throttle::of(Mapped::Import).attempt(conn, "me").unwrap());
+    granted(REBUILD.attempt(conn, "me").unwrap());
+    assert!(
+        Throttle::of(Mapped::Rebuild)
+            .attempt(conn, "me")
+            .unwrap()
+            .denied()
+            .is_some()
+    );
+
+    diesel::table! {
+        use diesel::sql_types::*;
+        use super::OwnSqlType;
+        resource_control.throttled_resource (resource_id) {
+            resource_id -> OwnSqlType,
+            last_locker_details -> Text,
+        }
+    }
+    let taken: Vec<Mapped> = throttled_resource::table
+        .filter(throttled_resource::resource_id.eq(Mapped::Import))
+        .select(throttled_resource::resource_id)
+        .load(conn)
+        .unwrap();
+    assert_eq!(taken, [Mapped::Import]);
+}
+
+#[derive(QueryableByName)]
+struct Answer {
+    #[diesel(sql_type = diesel::sql_types::Nullable<diesel::sql_types::Bool>)]
+    answer: Option<bool>,
+}
+
+/// The boolean function, as psql and any other language call it.
+fn lock_throttled_resource(conn: &mut PgConnection, resource: &str, details: &str) -> Option<bool> {
+    diesel::sql_query(format!(
+        "SELECT resource_control.lock_throttled_resource({resource}, '{details}') AS answer"
+    ))
+    .get_result::<Answer>(conn)
+    .unwrap()
+    .answer
+}
+
+#[test]
+fn the_articles_psql_session_gets_the_articles_answers() {
+    const CACHE: &str = "'Expensive Cache Rebuild #1'";
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(
+        "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'Expensive Cache Rebuild #1'; ",
+    )
+    .unwrap();
+    conn.batch_execute(
+        "INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval) \
+         VALUES ('Expensive Cache Rebuild #1', '15 seconds')",
+    )
+    .unwrap();
+
+    // Serially.
+    conn.batch_execute("BEGIN").unwrap();
+    assert_eq!(
+        lock_throttled_resource(conn, CACHE, "apphost 1 pid 1234"),
+        Some(true)
+    );
+    conn.batch_execute("COMMIT; BEGIN").unwrap();
+    assert_eq!(
+        lock_throttled_resource(conn, CACHE, "apphost 1 pid 5435"),
+        Some(false)
+    );
+    conn.batch_execute("COMMIT").unwrap();
+
+    // Concurrently: denied while the other transaction is open, granted when it is long over.
+    age(conn, "16 seconds");
+    conn.batch_execute("BEGIN").unwrap();
+    assert_eq!(
+        lock_throttled_resource(conn, CACHE, "apphost 2 pid 543"),
+        Some(true)
+    );
+    assert_eq!(
+        lock_throttled_resource(other, CACHE, "concurrent caller"),
+        Some(false)
+    );
+    conn.batch_execute("COMMIT").unwrap();
+    assert_eq!(
+        lock_throttled_resource(other, CACHE, "concurrent caller"),
+        Some(false)
+    );
+    age(conn, "120 seconds");
+    assert_eq!(
+        lock_throttled_resource(other, CACHE, "concurrent caller"),
+        Some(true)
+    );
+
+    // A rollback: as if never taken.
+    age(conn, "16 seconds");
+    conn.batch_execute("BEGIN").unwrap();
+    assert_eq!(
+        lock_throttled_resource(conn, CACHE, "half-hearted"),
+        Some(true)
+    );
+    conn.batch_execute("ROLLBACK").unwrap();
+    assert_eq!(lock_throttled_resource(other, CACHE, "next"), Some(true));
+
+    // Nothing, and a label without a row.
+    assert_eq!(lock_throttled_resource(conn, "NULL", "x"), None);
+    conn.batch_execute("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'rowless'")
+        .unwrap();
+    assert_eq!(lock_throttled_resource(conn, "'rowless'", "x"), Some(false));
+}

@@ -53,7 +53,8 @@ fn a_killed_waiter_is_an_error_and_leaves_the_pool_whole() {
             .conn()
             .batch_execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_locks \
-                 WHERE locktype = 'advisory' AND NOT granted",
+                 WHERE locktype = 'advisory' AND NOT granted AND database = \
+                 (SELECT oid FROM pg_database WHERE datname = current_database())",
             )
             .unwrap();
         let killed = waiter.join().unwrap();

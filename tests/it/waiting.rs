@@ -148,7 +148,8 @@ fn a_german_server_tells_a_timeout_from_a_failure() {
             .conn()
             .batch_execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_locks \
-                 WHERE locktype = 'advisory' AND NOT granted",
+                 WHERE locktype = 'advisory' AND NOT granted AND database = \
+                 (SELECT oid FROM pg_database WHERE datname = current_database())",
             )
             .unwrap();
         let failed = waiter.join().unwrap();

@@ -225,18 +225,11 @@ fn a_cancelled_wait_holds_nothing_and_keeps_the_session() {
 /// The lock was granted, and nobody got to know: only the end of the session surely frees it.
 #[test]
 fn a_panic_between_the_grant_and_the_guard_ends_the_session() {
-    use diesel::connection::InstrumentationEvent;
     let database = Database::new();
     let mut observer = Observer::of(&database);
     let mut conn = database.connect();
     let pid = backend_pid(&mut conn);
-    let mut panicked = false;
-    conn.set_instrumentation(move |event: InstrumentationEvent<'_>| {
-        let finished = matches!(event, InstrumentationEvent::FinishQuery { .. });
-        if finished && !std::mem::replace(&mut panicked, true) {
-            panic!("in the instrumentation");
-        }
-    });
+    crate::support::panic_after_the_next_statement(&mut conn);
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         LOCK.try_acquire_on(&mut conn).map(drop)
     }));
@@ -292,20 +285,13 @@ fn an_attempt_in_an_aborted_test_transaction_does_not_poison_the_test() {
 /// A role that may not end its own session: what it holds is released all the same.
 #[test]
 fn a_doubtful_grant_is_undone_where_the_session_cannot_be_ended() {
-    use diesel::connection::InstrumentationEvent;
     let cluster = workbench::Cluster::start();
     let database = cluster.database();
     let mut observer = Observer::of(&database);
     let mut conn = database.connect();
     conn.batch_execute("CREATE ROLE limited; SET ROLE limited")
         .unwrap();
-    let mut panicked = false;
-    conn.set_instrumentation(move |event: InstrumentationEvent<'_>| {
-        let finished = matches!(event, InstrumentationEvent::FinishQuery { .. });
-        if finished && !std::mem::replace(&mut panicked, true) {
-            panic!("in the instrumentation");
-        }
-    });
+    crate::support::panic_after_the_next_statement(&mut conn);
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         LOCK.try_acquire_on(&mut conn).map(drop)
     }));
@@ -316,14 +302,9 @@ fn a_doubtful_grant_is_undone_where_the_session_cannot_be_ended() {
 /// Instrumentation that never stops panicking, while a panic unwinds.
 #[test]
 fn a_doubtful_grant_under_a_panicking_instrumentation_does_not_abort_the_process() {
-    use diesel::connection::InstrumentationEvent;
     let database = Database::new();
     let mut conn = database.connect();
-    conn.set_instrumentation(|event: InstrumentationEvent<'_>| {
-        if let InstrumentationEvent::FinishQuery { .. } = event {
-            panic!("in the instrumentation");
-        }
-    });
+    crate::support::panic_after_every_statement(&mut conn);
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         LOCK.try_acquire_on(&mut conn).map(drop)
     }));

@@ -49,14 +49,7 @@ fn a_killed_waiter_is_an_error_and_leaves_the_pool_whole() {
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| LOCK.acquire(&pool).map(drop));
         while observer.waiters(LOCK.key()) == 0 {}
-        observer
-            .conn()
-            .batch_execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_locks \
-                 WHERE locktype = 'advisory' AND NOT granted AND database = \
-                 (SELECT oid FROM pg_database WHERE datname = current_database())",
-            )
-            .unwrap();
+        observer.kill_waiters();
         let killed = waiter.join().unwrap();
         assert!(matches!(killed, Err(Error::Database(_))), "{killed:?}");
     });

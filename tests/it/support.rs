@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use diesel::connection::SimpleConnection;
+use diesel::connection::{InstrumentationEvent, SimpleConnection};
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Integer, Text};
 use diesel_interlock::{Attempt, LockId, LockKey, PgPool};
@@ -103,6 +103,17 @@ impl Observer {
         eventually("the killed session is gone", || !self.is_alive(pid));
     }
 
+    /// Ends the sessions that wait for an advisory lock of this database.
+    pub(crate) fn kill_waiters(&mut self) {
+        self.0
+            .batch_execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_locks \
+                 WHERE locktype = 'advisory' AND NOT granted AND database = \
+                 (SELECT oid FROM pg_database WHERE datname = current_database())",
+            )
+            .unwrap();
+    }
+
     /// The lock is free: at once where it was unlocked, or within moments where its session ends.
     #[track_caller]
     pub(crate) fn assert_free(&mut self, key: &LockKey) {
@@ -158,6 +169,26 @@ pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     eventually("no connection holds a lock", || observer.all_held() == 0);
     eventually("no connection is in a transaction", || {
         observer.in_transaction() == 0
+    });
+}
+
+/// Makes the connection's instrumentation panic once, as the next statement has finished.
+pub(crate) fn panic_after_the_next_statement(conn: &mut PgConnection) {
+    let mut panicked = false;
+    conn.set_instrumentation(move |event: InstrumentationEvent<'_>| {
+        let finished = matches!(event, InstrumentationEvent::FinishQuery { .. });
+        if finished && !std::mem::replace(&mut panicked, true) {
+            panic!("in the instrumentation");
+        }
+    });
+}
+
+/// Makes the connection's instrumentation panic as each statement has finished.
+pub(crate) fn panic_after_every_statement(conn: &mut PgConnection) {
+    conn.set_instrumentation(|event: InstrumentationEvent<'_>| {
+        if let InstrumentationEvent::FinishQuery { .. } = event {
+            panic!("in the instrumentation");
+        }
     });
 }
 

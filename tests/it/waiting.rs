@@ -144,14 +144,7 @@ fn a_german_server_tells_a_timeout_from_a_failure() {
                 .map(|attempt| attempt.is_busy())
         });
         while observer.waiters(LOCK.key()) == 0 {}
-        observer
-            .conn()
-            .batch_execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_locks \
-                 WHERE locktype = 'advisory' AND NOT granted AND database = \
-                 (SELECT oid FROM pg_database WHERE datname = current_database())",
-            )
-            .unwrap();
+        observer.kill_waiters();
         let failed = waiter.join().unwrap();
         assert!(matches!(failed, Err(Error::Database(_))), "{failed:?}");
     });

@@ -266,15 +266,8 @@ fn wait_for_pool(pool: &PgPool) {
 
 #[test]
 fn a_panicking_instrumentation_cannot_abort_the_process_nor_keep_the_lock() {
-    use diesel::connection::InstrumentationEvent;
     leave_by(|mut guard, _| {
-        guard
-            .conn()
-            .set_instrumentation(|event: InstrumentationEvent<'_>| {
-                if let InstrumentationEvent::FinishQuery { .. } = event {
-                    panic!("in the instrumentation");
-                }
-            });
+        crate::support::panic_after_every_statement(guard.conn());
         let caught = catch_unwind(AssertUnwindSafe(move || {
             let _guard = guard;
             panic!("in the protected work");

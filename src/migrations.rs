@@ -13,7 +13,7 @@ use diesel_migrations::MigrationHarness;
 use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
 use crate::key::LockKey;
-use crate::transaction::{self, Transaction};
+use crate::transaction;
 
 pub use self::install::install;
 
@@ -67,9 +67,7 @@ pub fn run_pending<S>(conn: &mut PgConnection, source: S) -> Result<Vec<Migratio
 where
     S: MigrationSource<Pg>,
 {
-    if transaction::of(conn) != Transaction::None {
-        return Err(Error::CommitsInTransaction);
-    }
+    transaction::refuse_any(conn)?;
     let mut guard = LOCK.acquire_on(conn)?;
     let ran = guard
         .conn()

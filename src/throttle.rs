@@ -106,10 +106,12 @@ impl<R> Throttle<R> {
 impl<R: ThrottledResource> Throttle<R> {
     /// Takes the resource if it is due, and answers the decision; never waits.
     ///
-    /// One round trip, prepared:
+    /// One round trip, and one more to prepare the statement, once per connection:
     /// ```sql
     /// SELECT … FROM resource_control.attempt_throttled_resource($1, $2)
+    /// SELECT … FROM resource_control.attempt_throttled_key($1, $2, $3) -- with a key
     /// ```
+    /// After an error of a kind that Diesel does not tell, one more asks the catalogue what is missing.
     /// `details` are for the operators: who takes it, such as a host and a process id.
     ///
     /// A denial only reads: it locks nothing and draws no transaction id. Where the session's
@@ -161,7 +163,8 @@ impl<R: ThrottledResource> Throttle<R> {
     /// Takes the resource if it is due, on a connection out of the pool, which is back in the pool
     /// before `work` runs; else answers the denial.
     ///
-    /// The grant is committed first. Should `work` fail, the resource is due again when its interval
+    /// Round trips as [`attempt`](Self::attempt), beyond the pool's own check-out, for which it waits as
+    /// long as the pool is set to wait. The grant is committed first. Should `work` fail, the resource is due again when its interval
     /// has passed, not before.
     ///
     /// # Errors

@@ -7,6 +7,9 @@
 
 use diesel::connection::{AnsiTransactionManager, TransactionManager, TransactionManagerStatus};
 use diesel::pg::PgConnection;
+use diesel::result::Error as DieselError;
+
+use crate::error::{Error, Result};
 
 /// The transaction on a connection, as far as Diesel opened it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +33,15 @@ pub(crate) fn of(conn: &mut PgConnection) -> Transaction {
         // Diesel calls any open transaction broken, unless it is a test transaction.
         Some(1) if !is_marked(conn) => Transaction::Test,
         Some(_) => Transaction::Open,
+    }
+}
+
+/// Refuses what commits as it goes inside any transaction, a test transaction included.
+pub(crate) fn refuse_any(conn: &mut PgConnection) -> Result<()> {
+    match of(conn) {
+        Transaction::None => Ok(()),
+        Transaction::Test | Transaction::Open => Err(Error::CommitsInTransaction),
+        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
     }
 }
 

@@ -10,7 +10,7 @@ use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use super::LOCK;
 use crate::error::{Error, Result};
 use crate::installed;
-use crate::transaction::{self, Transaction};
+use crate::transaction;
 
 /// This crate's own migrations, those of its directory `migrations/`.
 const OURS: EmbeddedMigrations = embed_migrations!("migrations");
@@ -43,9 +43,7 @@ const OURS: EmbeddedMigrations = embed_migrations!("migrations");
 ///   Those before it stay.
 /// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
 pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
-    if transaction::of(conn) != Transaction::None {
-        return Err(Error::CommitsInTransaction);
-    }
+    transaction::refuse_any(conn)?;
     if pending(conn)?.is_empty() {
         return Ok(Vec::new());
     }

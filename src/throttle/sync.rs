@@ -14,7 +14,7 @@ use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
 use crate::installed;
 use crate::key::LockKey;
-use crate::transaction::{self, Transaction};
+use crate::transaction;
 
 /// The lock under which [`sync`] writes. Its key never changes.
 static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
@@ -83,9 +83,7 @@ const FIND: &str = "
 /// - Those of [`AdvisoryLock::acquire_on`].
 pub fn sync<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
     let declared: Vec<_> = R::ALL.iter().map(checked).collect::<Result<_>>()?;
-    if transaction::of(conn) != Transaction::None {
-        return Err(Error::CommitsInTransaction);
-    }
+    transaction::refuse_any(conn)?;
     let (missing, mut synced) = compare(conn, &declared)?;
     if missing.is_empty() {
         return Ok(synced);

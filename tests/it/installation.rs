@@ -288,3 +288,16 @@ fn the_sql_function_hashes_names_as_rust_does() {
         assert_eq!(key, expected, "{name:?}");
     }
 }
+
+#[test]
+fn a_broken_connection_is_not_called_a_transaction() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let pid = crate::support::backend_pid(conn);
+    Observer::of(&database).kill(pid);
+    conn.batch_execute("SELECT 1").unwrap_err();
+    let refused = migrations::install(conn);
+    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+    let refused = sync::<Resource>(conn);
+    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+}

@@ -11,6 +11,24 @@ pub mod resource_control {
 
     diesel::table! {
         use diesel::sql_types::*;
+
+        /// Requests to services that take only so many at a time: those in flight, and the log of those that ended.
+        resource_control.service_request (id) {
+            id -> Int8,
+            service -> Text,
+            slot -> Int2,
+            created_at -> Timestamptz,
+            /// From then on it no longer counts as in flight, marked or not.
+            expires_at -> Timestamptz,
+            completed_at -> Nullable<Timestamptz>,
+            /// When it was found to have expired: by the next claim, or by its own late completion.
+            timed_out_at -> Nullable<Timestamptz>,
+            details -> Text,
+        }
+    }
+
+    diesel::table! {
+        use diesel::sql_types::*;
         use super::sql_types::ThrottledResourceEnum;
 
         /// Resources that are handed out at most once per interval and key. A row is made by the first attempt.
@@ -37,5 +55,9 @@ pub mod resource_control {
         }
     }
 
-    diesel::allow_tables_to_appear_in_same_query!(throttled_key, throttled_resource,);
+    diesel::allow_tables_to_appear_in_same_query!(
+        service_request,
+        throttled_key,
+        throttled_resource,
+    );
 }

@@ -23,6 +23,8 @@ AS $$
     )::float8)
 $$;
 
+-- Of the settings: whatever the caller's search path, it neither hides a function nor an operator; and
+-- a plan that is made while a table is small must do when it has grown.
 CREATE FUNCTION resource_control.attempt_throttled_resource(
     resource resource_control.throttled_resource_enum,
     details text,
@@ -35,12 +37,15 @@ CREATE FUNCTION resource_control.attempt_throttled_resource(
     OUT held_since timestamptz
 )
     LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
 AS $$
 DECLARE
     span interval;
     hint interval;
 BEGIN
-    IF details IS NULL OR pg_catalog.length(pg_catalog.btrim(details)) = 0 THEN
+    IF details IS NULL OR length(btrim(details)) = 0 THEN
         RAISE check_violation USING
             CONSTRAINT = 'diesel_interlock_empty_details',
             MESSAGE = 'the details are empty: say who takes the resource';
@@ -53,12 +58,12 @@ BEGIN
     IF NOT FOUND THEN
         RAISE check_violation USING
             CONSTRAINT = 'diesel_interlock_unknown_resource',
-            MESSAGE = pg_catalog.format('%L has no row in resource_control.throttled_resource', resource);
+            MESSAGE = format('%L has no row in resource_control.throttled_resource', resource);
     END IF;
     hint := span;
     granted := false;
     being_taken := false;
-    decided_at := pg_catalog.clock_timestamp();
+    decided_at := clock_timestamp();
 
     IF held_since + span <= decided_at THEN
         -- Due. Not FOR UPDATE, which the foreign key of an open transaction's insert would hold up.
@@ -68,7 +73,7 @@ BEGIN
             FOR NO KEY UPDATE SKIP LOCKED;
         being_taken := NOT FOUND;
         -- Read once the row is locked: the grant before this one may be younger than the statement.
-        decided_at := pg_catalog.clock_timestamp();
+        decided_at := clock_timestamp();
         IF held_since + span <= decided_at THEN
             UPDATE resource_control.throttled_resource AS r
                 SET last_locked = decided_at, last_locker_details = details
@@ -90,7 +95,7 @@ BEGIN
     ELSE
         next_at := held_since + span;
         -- Set to infinity by hand, it is closed until it is set to something else.
-        retry_after := CASE WHEN pg_catalog.isfinite(next_at) THEN next_at - decided_at ELSE span END;
+        retry_after := CASE WHEN isfinite(next_at) THEN next_at - decided_at ELSE span END;
     END IF;
 END
 $$;
@@ -100,6 +105,9 @@ CREATE FUNCTION resource_control.lock_throttled_resource(
     details_var text
 ) RETURNS boolean
     LANGUAGE plpgsql STRICT VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
 AS $$
 BEGIN
     RETURN EXISTS (

@@ -31,13 +31,16 @@ CREATE FUNCTION resource_control.attempt_throttled_key(
     OUT held_since timestamptz
 )
     LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
 AS $$
 DECLARE
     wanted CONSTANT text := key;
     span interval;
     has_row boolean;
 BEGIN
-    IF details IS NULL OR pg_catalog.length(pg_catalog.btrim(details)) = 0 THEN
+    IF details IS NULL OR length(btrim(details)) = 0 THEN
         RAISE check_violation USING
             CONSTRAINT = 'diesel_interlock_empty_details',
             MESSAGE = 'the details are empty: say who takes the resource';
@@ -57,16 +60,16 @@ BEGIN
     IF NOT FOUND THEN
         RAISE check_violation USING
             CONSTRAINT = 'diesel_interlock_unknown_resource',
-            MESSAGE = pg_catalog.format('%L has no row in resource_control.throttled_resource', resource);
+            MESSAGE = format('%L has no row in resource_control.throttled_resource', resource);
     END IF;
     granted := false;
     being_taken := false;
-    decided_at := pg_catalog.clock_timestamp();
+    decided_at := clock_timestamp();
 
     IF held_since IS NULL OR held_since + span <= decided_at THEN
         -- Due, or never seen. An INSERT would wait for another transaction's first attempt, so the
         -- key is locked before there is a row; nobody inserts, takes or prunes it without that.
-        being_taken := NOT pg_catalog.pg_try_advisory_xact_lock(
+        being_taken := NOT pg_try_advisory_xact_lock(
             resource_control.throttled_key_lock(resource, wanted));
         IF NOT being_taken THEN
             SELECT true, k.last_locked, k.last_locker_details
@@ -82,7 +85,7 @@ BEGIN
                 being_taken := NOT FOUND;
             END IF;
         END IF;
-        decided_at := pg_catalog.clock_timestamp();
+        decided_at := clock_timestamp();
         IF NOT being_taken AND has_row AND held_since + span <= decided_at THEN
             UPDATE resource_control.throttled_key AS k
                 SET last_locked = decided_at, last_locker_details = details
@@ -110,13 +113,16 @@ BEGIN
     ELSE
         next_at := held_since + span;
         -- Set to infinity by hand, it is closed until it is set to something else.
-        retry_after := CASE WHEN pg_catalog.isfinite(next_at) THEN next_at - decided_at ELSE span END;
+        retry_after := CASE WHEN isfinite(next_at) THEN next_at - decided_at ELSE span END;
     END IF;
 END
 $$;
 
 CREATE FUNCTION resource_control.prune_throttled_keys(batch integer) RETURNS integer
     LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
 AS $$
 DECLARE
     pruned integer := 0;
@@ -127,10 +133,10 @@ BEGIN
         FROM resource_control.throttled_key AS k
         LEFT JOIN resource_control.throttled_resource AS r USING (resource_id)
         WHERE r.resource_id IS NULL
-            OR k.last_locked + resource_control.elapsed(r.throttle_interval) <= pg_catalog.clock_timestamp()
+            OR k.last_locked + resource_control.elapsed(r.throttle_interval) <= clock_timestamp()
     LOOP
         EXIT WHEN pruned >= batch;
-        CONTINUE WHEN NOT pg_catalog.pg_try_advisory_xact_lock(
+        CONTINUE WHEN NOT pg_try_advisory_xact_lock(
             resource_control.throttled_key_lock(candidate.resource_id, candidate.key));
         -- Looked up again under the lock: it may have been taken meanwhile.
         DELETE FROM resource_control.throttled_key AS k
@@ -141,7 +147,7 @@ BEGIN
                 WHERE d.resource_id = candidate.resource_id AND d.key = candidate.key
                     AND (r.resource_id IS NULL
                         OR d.last_locked + resource_control.elapsed(r.throttle_interval)
-                            <= pg_catalog.clock_timestamp())
+                            <= clock_timestamp())
                 FOR UPDATE OF d SKIP LOCKED);
         IF FOUND THEN
             pruned := pruned + 1;

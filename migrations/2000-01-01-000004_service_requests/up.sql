@@ -1,0 +1,326 @@
+CREATE TABLE resource_control.service_request (
+    -- The fencing token. Numbers set aside for a session would be handed out late: no cache.
+    id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
+    service text NOT NULL
+        CONSTRAINT services_have_names CHECK (octet_length(service) BETWEEN 1 AND 1000),
+    slot smallint NOT NULL CONSTRAINT slots_count_from_zero CHECK (slot >= 0),
+    created_at timestamptz NOT NULL,
+    expires_at timestamptz NOT NULL,
+    completed_at timestamptz,
+    timed_out_at timestamptz,
+    details text NOT NULL DEFAULT ''
+)
+-- Every request leaves a dead row and index entries behind: clean up often, however long the log.
+WITH (
+    autovacuum_vacuum_scale_factor = 0.01,
+    autovacuum_vacuum_threshold = 1000,
+    autovacuum_analyze_scale_factor = 0.01,
+    autovacuum_analyze_threshold = 1000
+);
+
+CREATE UNIQUE INDEX service_request_in_flight ON resource_control.service_request (service, slot)
+    WHERE completed_at IS NULL AND timed_out_at IS NULL;
+
+-- What stands for a slot while it is being claimed: an advisory lock of the transaction.
+CREATE FUNCTION resource_control.service_request_lock(service text, slot integer) RETURNS bigint
+    LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
+AS $$
+    SELECT pg_catalog.hashtextextended(service, 20000101000004 OPERATOR(pg_catalog.+) slot)
+$$;
+
+CREATE FUNCTION resource_control.claim_service_request(
+    service text,
+    slots integer,
+    timeout interval,
+    details text DEFAULT ''
+) RETURNS SETOF resource_control.service_request
+    LANGUAGE plpgsql VOLATILE ROWS 1
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+AS $$
+#variable_conflict use_column
+DECLARE
+    wanted CONSTANT text := claim_service_request.service;
+    note CONSTANT text := claim_service_request.details;
+    lease CONSTANT interval := resource_control.elapsed(timeout);
+    moment timestamptz;
+    in_flight integer;
+    taken smallint[];
+    overdue smallint[];
+    highest smallint;
+    free integer;
+    bound integer := slots;
+    first integer;
+    candidate integer;
+    occupant bigint;
+    due timestamptz;
+    user_lock_timeout text;
+BEGIN
+    IF wanted IS NULL OR octet_length(wanted) NOT BETWEEN 1 AND 1000 THEN
+        RAISE check_violation USING
+            CONSTRAINT = 'diesel_interlock_bad_service',
+            MESSAGE = 'the name of a service must have 1 to 1000 bytes';
+    ELSIF slots IS NULL OR slots NOT BETWEEN 1 AND 32767 THEN
+        RAISE check_violation USING
+            CONSTRAINT = 'diesel_interlock_bad_slots',
+            MESSAGE = 'the number of slots must be 1 to 32767';
+    ELSIF timeout IS NULL OR timeout <= '0' OR timeout > '1000 years' THEN
+        RAISE check_violation USING
+            CONSTRAINT = 'diesel_interlock_bad_timeout',
+            MESSAGE = 'the time-out must be longer than zero and at most a thousand years';
+    ELSIF note IS NULL OR octet_length(note) > 8192 THEN
+        RAISE check_violation USING
+            CONSTRAINT = 'diesel_interlock_bad_details',
+            MESSAGE = 'the details must not be null, and have at most 8192 bytes';
+    END IF;
+
+    -- Most claims find a slot at the second guess, and read nothing of the others. Guesses, so that
+    -- those who claim at the same time seldom meet.
+    FOR guess IN 1 .. 2 LOOP
+        candidate := trunc(random() * slots);
+        CONTINUE WHEN EXISTS (
+            SELECT FROM resource_control.service_request AS r
+                WHERE r.service = wanted AND r.slot = candidate
+                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+        ) OR EXISTS (
+            SELECT FROM resource_control.service_request AS r
+                WHERE r.service = wanted AND r.slot >= slots
+                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+        );
+        -- Whoever draws an id for a slot holds this lock until the commit, and sees the slot free
+        -- after that, so that the ids of a slot ascend from each holder to the next.
+        CONTINUE WHEN NOT pg_try_advisory_xact_lock(
+            resource_control.service_request_lock(wanted, candidate));
+        moment := clock_timestamp();
+        RETURN QUERY
+            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
+                SELECT wanted, candidate, moment, moment + lease, note
+                    WHERE NOT EXISTS (
+                        SELECT FROM resource_control.service_request AS d
+                            WHERE d.service = wanted AND d.slot = candidate
+                                AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
+                -- A row that this snapshot does not show is a serialization failure, not a duplicate.
+                ON CONFLICT DO NOTHING
+                RETURNING r.*;
+        IF FOUND THEN
+            RETURN;
+        END IF;
+    END LOOP;
+
+    -- A full semaphore answers from this read: no lock, no transaction id.
+    moment := clock_timestamp();
+    SELECT count(*) INTO in_flight
+        FROM resource_control.service_request AS r
+        WHERE r.service = wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+            AND r.expires_at > moment;
+    IF in_flight >= slots THEN
+        RETURN;
+    END IF;
+
+    SELECT count(*) FILTER (WHERE r.expires_at > moment),
+            array_agg(r.slot) FILTER (WHERE r.expires_at > moment),
+            array_agg(r.slot) FILTER (WHERE r.expires_at <= moment),
+            max(r.slot)
+        INTO in_flight, taken, overdue, highest
+        FROM resource_control.service_request AS r
+        WHERE r.service = wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+    IF in_flight >= slots THEN
+        RETURN;
+    END IF;
+    taken := COALESCE(taken, '{}');
+    overdue := COALESCE(overdue, '{}');
+
+    -- Some were claimed when there were more slots. As many of the lowest free slots as may be
+    -- claimed: others who choose at the same time choose among the same.
+    IF highest >= slots THEN
+        bound := 0;
+        free := slots - in_flight;
+        WHILE free > 0 LOOP
+            IF bound <> ALL (taken) THEN
+                free := free - 1;
+            END IF;
+            bound := bound + 1;
+        END LOOP;
+    END IF;
+
+    -- Anywhere, so that those who claim at the same time seldom meet. What nobody has used comes
+    -- before what a holder has overstayed.
+    first := trunc(random() * bound);
+    FOR step IN 0 .. 2 * bound - 1 LOOP
+        candidate := (first + step) % bound;
+        CONTINUE WHEN candidate = ANY (taken) OR (candidate = ANY (overdue)) <> (step >= bound);
+
+        -- Whoever draws an id for a slot holds this lock until the commit, so that the ids of a slot
+        -- ascend from each holder to the next.
+        CONTINUE WHEN NOT pg_try_advisory_xact_lock(
+            resource_control.service_request_lock(wanted, candidate));
+        SELECT r.id, r.expires_at INTO occupant, due
+            FROM resource_control.service_request AS r
+            WHERE r.service = wanted AND r.slot = candidate
+                AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+        IF FOUND THEN
+            CONTINUE WHEN due > clock_timestamp();
+            -- Another claim may be about to mark it. It holds no lock that it would wait for here,
+            -- so the wait is for its commit; and nothing else was free.
+            user_lock_timeout := current_setting('lock_timeout');
+            BEGIN
+                PERFORM set_config('lock_timeout', '250ms', true);
+                PERFORM FROM resource_control.service_request AS r
+                    WHERE r.id = occupant
+                    FOR NO KEY UPDATE;
+                PERFORM set_config('lock_timeout', user_lock_timeout, true);
+            EXCEPTION WHEN lock_not_available THEN
+                CONTINUE;
+            END;
+            CONTINUE WHEN EXISTS (
+                SELECT FROM resource_control.service_request AS r
+                    WHERE r.service = wanted AND r.slot = candidate
+                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                        AND r.expires_at > clock_timestamp());
+        END IF;
+
+        IF overdue <> '{}' THEN
+            UPDATE resource_control.service_request AS r
+                SET timed_out_at = clock_timestamp()
+                WHERE r.id IN (
+                    SELECT d.id FROM resource_control.service_request AS d
+                        WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
+                            AND d.expires_at <= clock_timestamp()
+                        ORDER BY d.id
+                        FOR NO KEY UPDATE SKIP LOCKED);
+        END IF;
+        IF highest >= slots THEN
+            -- What could not be marked may be being renewed.
+            SELECT count(*) INTO in_flight
+                FROM resource_control.service_request AS r
+                WHERE r.service = wanted AND r.slot >= bound
+                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+            EXIT WHEN bound + in_flight > slots;
+        END IF;
+
+        moment := clock_timestamp();
+        RETURN QUERY
+            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
+                VALUES (wanted, candidate, moment, moment + lease, note)
+                -- A row that this snapshot does not show is a serialization failure, not a duplicate.
+                ON CONFLICT DO NOTHING
+                RETURNING r.*;
+        EXIT WHEN FOUND;
+    END LOOP;
+END
+$$;
+
+CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boolean
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+AS $$
+#variable_conflict use_column
+BEGIN
+    UPDATE resource_control.service_request AS r
+        SET completed_at = clock_timestamp()
+        WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+            AND r.expires_at > clock_timestamp();
+    IF FOUND THEN
+        RETURN true;
+    END IF;
+    UPDATE resource_control.service_request AS r
+        SET timed_out_at = clock_timestamp()
+        WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+            AND r.expires_at <= clock_timestamp();
+    RETURN false;
+END
+$$;
+
+CREATE FUNCTION resource_control.renew_service_request(id bigint, timeout interval) RETURNS timestamptz
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+AS $$
+#variable_conflict use_column
+DECLARE
+    renewed timestamptz;
+BEGIN
+    IF timeout <= '0' OR timeout > '1000 years' THEN
+        RAISE check_violation USING
+            CONSTRAINT = 'diesel_interlock_bad_timeout',
+            MESSAGE = 'the time-out must be longer than zero and at most a thousand years';
+    END IF;
+    UPDATE resource_control.service_request AS r
+        SET expires_at = GREATEST(
+            r.expires_at, clock_timestamp() + resource_control.elapsed(timeout))
+        WHERE r.id = renew_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+            AND r.expires_at > clock_timestamp()
+        RETURNING r.expires_at INTO renewed;
+    RETURN renewed;
+END
+$$;
+
+CREATE FUNCTION resource_control.prune_service_requests(older_than interval, batch integer) RETURNS integer
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+AS $$
+DECLARE
+    now CONSTANT timestamptz := clock_timestamp();
+    before CONSTANT timestamptz := now - resource_control.elapsed(older_than);
+    pruned integer := 0;
+    deleted integer;
+    last bigint := int8(-9223372036854775808);
+    old bigint[];
+    young boolean;
+BEGIN
+    IF older_than < '0' OR batch < 1 THEN
+        RAISE check_violation USING
+            CONSTRAINT = 'diesel_interlock_bad_pruning',
+            MESSAGE = 'the age must not be negative, and the batch at least 1';
+    END IF;
+    -- From the oldest id on, until the requests are too young: the log behind them is not read.
+    WHILE pruned < batch LOOP
+        SELECT max(r.id),
+                array_agg(r.id) FILTER (WHERE
+                    COALESCE(GREATEST(r.completed_at, r.timed_out_at), r.expires_at) < before),
+                bool_or(r.created_at >= before AND r.created_at <= now)
+            INTO last, old, young
+            FROM (
+                SELECT d.* FROM resource_control.service_request AS d
+                    WHERE d.id > last
+                    ORDER BY d.id
+                    LIMIT LEAST(batch - pruned, 1000)
+            ) AS r;
+        EXIT WHEN last IS NULL;
+        DELETE FROM resource_control.service_request AS r
+            WHERE r.id IN (
+                SELECT d.id FROM resource_control.service_request AS d
+                    WHERE d.id = ANY (old)
+                        AND COALESCE(GREATEST(d.completed_at, d.timed_out_at), d.expires_at) < before
+                    ORDER BY d.id
+                    FOR UPDATE SKIP LOCKED);
+        GET DIAGNOSTICS deleted = ROW_COUNT;
+        pruned := pruned + deleted;
+        EXIT WHEN young;
+    END LOOP;
+    RETURN pruned;
+END
+$$;
+
+COMMENT ON TABLE resource_control.service_request IS
+    'Requests to services that take only so many at a time: those in flight, and the log of those that ended.';
+COMMENT ON COLUMN resource_control.service_request.expires_at IS
+    'From then on it no longer counts as in flight, marked or not.';
+COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
+    'When it was found to have expired: by the next claim, or by its own late completion.';
+COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
+    'The advisory lock that a claim of this slot holds until its transaction ends.';
+COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
+    'Claims one of the slots of the service, 0 to slots - 1, and answers the new row; none if all are in flight. Commit at once: until then the slot is kept from everyone. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated.';
+COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS
+    'Ends the request and frees its slot; false if it had ended or timed out before. Changes no other request.';
+COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS
+    'Lets the request expire that long from now, never sooner than before, and answers when; null if it had ended or timed out before.';
+COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
+    'Deletes at most that many requests that ended, or expired, longer ago than that, and answers how many.';

@@ -44,18 +44,15 @@ DECLARE
     wanted CONSTANT text := claim_service_request.service;
     note CONSTANT text := claim_service_request.details;
     lease CONSTANT interval := resource_control.elapsed(timeout);
-    moment timestamptz;
-    in_flight integer;
+    moment timestamptz := clock_timestamp();
     taken smallint[];
     overdue smallint[];
-    highest smallint;
-    free integer;
+    lowered boolean;
     bound integer := slots;
+    free integer;
     first integer;
     candidate integer;
-    occupant bigint;
-    due timestamptz;
-    user_lock_timeout text;
+    user_lock_timeout CONSTANT text := current_setting('lock_timeout');
 BEGIN
     IF wanted IS NULL OR octet_length(wanted) NOT BETWEEN 1 AND 1000 THEN
         RAISE check_violation USING
@@ -75,111 +72,55 @@ BEGIN
             MESSAGE = 'the details must not be null, and have at most 8192 bytes';
     END IF;
 
-    -- Most claims find a slot at the second guess, and read nothing of the others. Guesses, so that
-    -- those who claim at the same time seldom meet.
-    FOR guess IN 1 .. 2 LOOP
-        candidate := trunc(random() * slots);
-        CONTINUE WHEN EXISTS (
-            SELECT FROM resource_control.service_request AS r
-                WHERE r.service = wanted AND r.slot = candidate
-                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-        ) OR EXISTS (
-            SELECT FROM resource_control.service_request AS r
-                WHERE r.service = wanted AND r.slot >= slots
-                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-        );
-        -- Whoever draws an id for a slot holds this lock until the commit, and sees the slot free
-        -- after that, so that the ids of a slot ascend from each holder to the next.
-        CONTINUE WHEN NOT pg_try_advisory_xact_lock(
-            resource_control.service_request_lock(wanted, candidate));
-        moment := clock_timestamp();
-        RETURN QUERY
-            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-                SELECT wanted, candidate, moment, moment + lease, note
-                    WHERE NOT EXISTS (
-                        SELECT FROM resource_control.service_request AS d
-                            WHERE d.service = wanted AND d.slot = candidate
-                                AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
-                -- A row that this snapshot does not show is a serialization failure, not a duplicate.
-                ON CONFLICT DO NOTHING
-                RETURNING r.*;
-        IF FOUND THEN
-            RETURN;
-        END IF;
-    END LOOP;
-
     -- A full semaphore answers from this read: no lock, no transaction id.
-    moment := clock_timestamp();
-    SELECT count(*) INTO in_flight
-        FROM resource_control.service_request AS r
-        WHERE r.service = wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-            AND r.expires_at > moment;
-    IF in_flight >= slots THEN
-        RETURN;
-    END IF;
-
-    SELECT count(*) FILTER (WHERE r.expires_at > moment),
-            array_agg(r.slot) FILTER (WHERE r.expires_at > moment),
-            array_agg(r.slot) FILTER (WHERE r.expires_at <= moment),
-            max(r.slot)
-        INTO in_flight, taken, overdue, highest
+    SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > moment), '{}'),
+            COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= moment), '{}')
+        INTO taken, overdue
         FROM resource_control.service_request AS r
         WHERE r.service = wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
-    IF in_flight >= slots THEN
+    free := slots - cardinality(taken);
+    IF free <= 0 THEN
         RETURN;
     END IF;
-    taken := COALESCE(taken, '{}');
-    overdue := COALESCE(overdue, '{}');
 
-    -- Some were claimed when there were more slots. As many of the lowest free slots as may be
-    -- claimed: others who choose at the same time choose among the same.
-    IF highest >= slots THEN
+    -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
+    -- claimed as requests are missing: who decides this at the same time decides on the same slots.
+    lowered := slots <= ANY (taken) OR slots <= ANY (overdue);
+    IF lowered THEN
         bound := 0;
-        free := slots - in_flight;
         WHILE free > 0 LOOP
-            IF bound <> ALL (taken) THEN
-                free := free - 1;
-            END IF;
+            free := free - (bound <> ALL (taken))::integer;
             bound := bound + 1;
         END LOOP;
     END IF;
 
-    -- Anywhere, so that those who claim at the same time seldom meet. What nobody has used comes
-    -- before what a holder has overstayed.
+    -- From anywhere, so that those who claim at the same time seldom meet. A slot that nobody has
+    -- comes before one that its holder has overstayed.
     first := trunc(random() * bound);
     FOR step IN 0 .. 2 * bound - 1 LOOP
         candidate := (first + step) % bound;
         CONTINUE WHEN candidate = ANY (taken) OR (candidate = ANY (overdue)) <> (step >= bound);
 
-        -- Whoever draws an id for a slot holds this lock until the commit, so that the ids of a slot
-        -- ascend from each holder to the next.
+        -- Whoever draws an id for a slot holds this lock until the commit, and sees the slot free
+        -- after that: so the ids of a slot ascend from each holder to the next.
         CONTINUE WHEN NOT pg_try_advisory_xact_lock(
             resource_control.service_request_lock(wanted, candidate));
-        SELECT r.id, r.expires_at INTO occupant, due
-            FROM resource_control.service_request AS r
-            WHERE r.service = wanted AND r.slot = candidate
-                AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
-        IF FOUND THEN
-            CONTINUE WHEN due > clock_timestamp();
-            -- Another claim may be about to mark it. It holds no lock that it would wait for here,
-            -- so the wait is for its commit; and nothing else was free.
-            user_lock_timeout := current_setting('lock_timeout');
+
+        IF step >= bound THEN
+            -- Another claim may be at it, one that takes another slot and marks this one as well.
+            -- Nothing else is free, so its commit is waited for, if it comes soon.
             BEGIN
                 PERFORM set_config('lock_timeout', '250ms', true);
-                PERFORM FROM resource_control.service_request AS r
-                    WHERE r.id = occupant
-                    FOR NO KEY UPDATE;
+                UPDATE resource_control.service_request AS r
+                    SET timed_out_at = clock_timestamp()
+                    WHERE r.service = wanted AND r.slot = candidate
+                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                        AND r.expires_at <= clock_timestamp();
                 PERFORM set_config('lock_timeout', user_lock_timeout, true);
             EXCEPTION WHEN lock_not_available THEN
                 CONTINUE;
             END;
-            CONTINUE WHEN EXISTS (
-                SELECT FROM resource_control.service_request AS r
-                    WHERE r.service = wanted AND r.slot = candidate
-                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-                        AND r.expires_at > clock_timestamp());
         END IF;
-
         IF overdue <> '{}' THEN
             UPDATE resource_control.service_request AS r
                 SET timed_out_at = clock_timestamp()
@@ -190,19 +131,20 @@ BEGIN
                         ORDER BY d.id
                         FOR NO KEY UPDATE SKIP LOCKED);
         END IF;
-        IF highest >= slots THEN
-            -- What could not be marked may be being renewed.
-            SELECT count(*) INTO in_flight
-                FROM resource_control.service_request AS r
+        -- What could not be marked may be being renewed, and counts.
+        EXIT WHEN lowered AND slots < bound + (
+            SELECT count(*) FROM resource_control.service_request AS r
                 WHERE r.service = wanted AND r.slot >= bound
-                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
-            EXIT WHEN bound + in_flight > slots;
-        END IF;
+                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
 
         moment := clock_timestamp();
         RETURN QUERY
             INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-                VALUES (wanted, candidate, moment, moment + lease, note)
+                SELECT wanted, candidate, moment, moment + lease, note
+                    WHERE NOT EXISTS (
+                        SELECT FROM resource_control.service_request AS d
+                            WHERE d.service = wanted AND d.slot = candidate
+                                AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
                 -- A row that this snapshot does not show is a serialization failure, not a duplicate.
                 ON CONFLICT DO NOTHING
                 RETURNING r.*;

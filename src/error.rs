@@ -20,8 +20,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The name of a lock is empty, or its key was made of no parts.
-    #[error("the name of a lock must not be empty: give it a name, or its key at least one part")]
+    /// The name of a lock or of a service is empty, or the key of a lock was made of no parts.
+    #[error(
+        "the name of a lock or a service must not be empty: give it a name, or the key of a lock at least one part"
+    )]
     EmptyName,
 
     /// A session lock was asked for inside an open transaction, whose rollback it would outlive.
@@ -147,6 +149,15 @@ pub enum Error {
     #[error("PostgreSQL's text cannot hold the character NUL: leave it out")]
     NulCharacter,
 
+    /// A text is longer than it may be.
+    #[error("{what} may have {longest} bytes at most: shorten it, or send a hash of it")]
+    TooLong {
+        /// Which text.
+        what: &'static str,
+        /// How many bytes it may have.
+        longest: usize,
+    },
+
     /// The label of a resource is empty or longer than the 63 bytes of a PostgreSQL enum label.
     #[error("the label {label:?} must have 1 to 63 bytes")]
     BadLabel {
@@ -210,6 +221,45 @@ pub enum Error {
         "the grant could not be committed before the work runs: call it outside a transaction, or use attempt"
     )]
     GrantInTransaction,
+
+    /// A semaphore was told to have no slots, or more than PostgreSQL's `smallint` numbers.
+    #[error("the semaphore {service:?} must have 1 to 32767 slots, not {slots}")]
+    BadSlots {
+        /// The service.
+        service: String,
+        /// How many slots it was told to have.
+        slots: u32,
+    },
+
+    /// The time-out of a semaphore is zero, or longer than a thousand years.
+    #[error(
+        "the time-out of the semaphore {service:?} must be longer than zero and at most a thousand years"
+    )]
+    BadTimeout {
+        /// The service.
+        service: String,
+    },
+
+    /// A slot was asked for inside an open transaction, which would keep it from everyone until it
+    /// ends, and would undo the claim if it is rolled back.
+    ///
+    /// A transaction opened by `begin_test_transaction` does not count.
+    #[error(
+        "a slot claimed inside an open transaction is nobody's until the commit: claim it before the transaction"
+    )]
+    ClaimInTransaction,
+
+    /// The request had timed out before it was released or renewed: from then on another may have
+    /// had its slot.
+    #[error(
+        "the request {id} to {service:?} had timed out: more requests than allowed may have been in flight;          give it a longer time-out, or renew it"
+    )]
+    TimedOut {
+        /// The service.
+        service: String,
+        /// The id of the request, its fencing token.
+        id: i64,
+    },
 
     /// Migrations or a sync were asked for inside a transaction, a test transaction included.
     #[error("migrations and sync commit as they go: run them outside a transaction")]

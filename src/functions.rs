@@ -1,6 +1,7 @@
-//! PostgreSQL's advisory lock functions, typed, to be composed in queries of one's own.
+//! PostgreSQL's advisory lock functions and those of the schema `resource_control`, typed, to be
+//! composed in queries of one's own.
 //!
-//! Each exists for one `bigint` and, as `…_pair`, for two `int`; the two key spaces never meet.
+//! Each lock function exists for one `bigint` and, as `…_pair`, for two `int`; the two key spaces never meet.
 //! [`LockKey::id`](crate::LockKey::id) gives the numbers of a name. They are explained in
 //! [PostgreSQL's documentation][pg].
 //!
@@ -44,6 +45,10 @@
 use diesel::deserialize::{self, FromSql, Queryable};
 use diesel::pg::{Pg, PgValue};
 use diesel::sql_types::{BigInt, Integer, SqlType};
+
+mod stored;
+
+pub use self::stored::*;
 
 /// PostgreSQL's `void`, the type of functions that answer nothing. Loads as `()`.
 #[derive(Debug, Clone, Copy, Default, diesel::query_builder::QueryId, SqlType)]

@@ -234,7 +234,7 @@ fn of_name(name: &str) -> i64 {
 /// The names of a test may carry a prefix, so that they do not meet those of another test.
 #[cfg(feature = "testing")]
 fn of_name(name: &str) -> i64 {
-    crate::testing::with_key_prefix(name, hash::fnv1a)
+    hash::fnv1a(&crate::testing::prefixed(name))
 }
 
 /// 64-bit FNV-1a of a name's UTF-8 bytes, read as a signed number: the hash behind

@@ -83,9 +83,12 @@ mod read_committed;
 /// The tables of `resource_control`, as `diesel print-schema` writes them: for queries of one's own.
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
+mod semaphore;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod text;
 mod throttle;
+mod time;
 mod transaction;
 
 #[cfg(feature = "r2d2")]
@@ -96,6 +99,9 @@ pub use crate::error::{Error, Result};
 pub use crate::key::{LockId, LockKey, fnv1a};
 #[cfg(feature = "r2d2")]
 pub use crate::pool::{PgPool, PooledPgConnection};
+#[cfg(feature = "r2d2")]
+pub use crate::semaphore::Permit;
+pub use crate::semaphore::{Admission, Claim, Full, Semaphore};
 pub use crate::throttle::{
     Decision, DeclaredResources, Denial, DenialReason, Difference, Grant, Outcome, ResourceLabel,
     Synced, Throttle, ThrottledResource, sync, sync_intervals,

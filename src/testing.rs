@@ -19,6 +19,7 @@
 //! an open transaction. Migrations are refused there, since they commit. What
 //! [`AdvisoryLock::transaction`] takes there stays until the test transaction ends.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
@@ -114,11 +115,12 @@ fn assert_none(conn: &mut PgConnection, what: &str, of_interest: impl Fn(&HeldLo
     }
 }
 
-/// Prefixes the names of locks on this thread until it is dropped, so that tests which run side by
+/// Prefixes the names of locks and services on this thread until it is dropped, so that tests which run side by
 /// side on one database do not exclude each other.
 ///
-/// Reaches the keys of [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts) whose locks are taken on this
-/// thread; call it on every thread that takes one. Keys that are numbers, or that other ecosystems
+/// Reaches the keys of [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts)
+/// whose locks are taken on this thread, and the slots that are claimed on it; call it on every thread
+/// that does either. Keys that are numbers, or that other ecosystems
 /// share, stay what they are.
 #[must_use = "if unused the prefix ends at once"]
 pub fn key_prefix(prefix: impl Into<String>) -> KeyPrefix {
@@ -152,10 +154,10 @@ thread_local! {
     static PREFIX: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-pub(crate) fn with_key_prefix(name: &str, hash: impl FnOnce(&str) -> i64) -> i64 {
+pub(crate) fn prefixed(name: &str) -> Cow<'_, str> {
     PREFIX.with_borrow(|prefix| match prefix {
-        Some(prefix) if !name.is_empty() => hash(&format!("{prefix} {name}")),
-        _ => hash(name),
+        Some(prefix) if !name.is_empty() => format!("{prefix} {name}").into(),
+        _ => name.into(),
     })
 }
 

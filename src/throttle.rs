@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool};
 use crate::read_committed;
+use crate::text;
 use crate::transaction::{self, Transaction};
 
 /// A resource that is handed out at most once per interval, whoever asks, on whichever instance.
@@ -120,8 +121,8 @@ impl<R: ThrottledResource> Throttle<R> {
     ///
     /// # Errors
     ///
-    /// - [`Error::EmptyDetails`] and [`Error::EmptyKey`], [`Error::NulCharacter`], before anything
-    ///   is sent.
+    /// - [`Error::EmptyDetails`] and [`Error::EmptyKey`], [`Error::NulCharacter`] and
+    ///   [`Error::TooLong`] (a key of 1,000 bytes, details of 8,192), before anything is sent.
     /// - [`Error::UnknownResource`] if the resource has no row: run [`sync`](crate::sync).
     /// - [`Error::NotInstalled`] and [`Error::MissingRights`] if the schema, or the right to it, is
     ///   missing.
@@ -130,8 +131,8 @@ impl<R: ThrottledResource> Throttle<R> {
     /// - [`Error::Database`] for anything else.
     pub fn attempt(&self, conn: &mut PgConnection, details: &str) -> Result<Decision> {
         let label = self.resource.label();
-        check_text(label)?;
-        check_text(details)?;
+        text::check(label, "the label", text::LONGEST_NAME)?;
+        text::check(details, "the details", text::LONGEST_DETAILS)?;
         if details.trim_matches(' ').is_empty() {
             return Err(Error::EmptyDetails);
         }
@@ -140,7 +141,7 @@ impl<R: ThrottledResource> Throttle<R> {
                 AttemptResource { label, details }.get_result(conn)
             }),
             Some(key) => {
-                check_text(key)?;
+                text::check(key, "the key", text::LONGEST_NAME)?;
                 if key.is_empty() {
                     return Err(Error::EmptyKey);
                 }
@@ -215,12 +216,4 @@ impl<R: ThrottledResource> Throttle<R> {
         }
         self.attempt(conn, details)
     }
-}
-
-/// PostgreSQL's `text` holds any character but one.
-fn check_text(text: &str) -> Result<()> {
-    if text.contains('\0') {
-        return Err(Error::NulCharacter);
-    }
-    Ok(())
 }

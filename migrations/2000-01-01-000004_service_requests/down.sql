@@ -1,4 +1,5 @@
 DROP FUNCTION resource_control.prune_service_requests(interval, integer);
+DROP FUNCTION resource_control.next_service_request_expiry(text);
 DROP FUNCTION resource_control.renew_service_request(bigint, interval);
 DROP FUNCTION resource_control.complete_service_request(bigint);
 DROP FUNCTION resource_control.claim_service_request(text, integer, interval, text);

@@ -201,6 +201,23 @@ BEGIN
 END
 $$;
 
+CREATE FUNCTION resource_control.next_service_request_expiry(service text) RETURNS timestamptz
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+AS $$
+#variable_conflict use_column
+DECLARE
+    moment CONSTANT timestamptz := clock_timestamp();
+BEGIN
+    RETURN (
+        SELECT min(r.expires_at) FROM resource_control.service_request AS r
+            WHERE r.service = next_service_request_expiry.service
+                AND r.completed_at IS NULL AND r.timed_out_at IS NULL AND r.expires_at > moment);
+END
+$$;
+
 CREATE FUNCTION resource_control.prune_service_requests(older_than interval, batch integer) RETURNS integer
     LANGUAGE plpgsql VOLATILE STRICT
     SET search_path = pg_catalog, pg_temp
@@ -264,5 +281,7 @@ COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS
     'Ends the request and frees its slot; false if it had ended or timed out before. Changes no other request.';
 COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS
     'Lets the request expire that long from now, never sooner than before, and answers when; null if it had ended or timed out before.';
+COMMENT ON FUNCTION resource_control.next_service_request_expiry(text) IS
+    'When the first of the requests in flight to the service expires; null if there is none.';
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
     'Deletes at most that many requests that ended, or expired, longer ago than that, and answers how many.';

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use diesel::data_types::{PgInterval, PgTimestamp};
 
 use super::query::Attempted;
+use crate::time::{self, elapsed, finite};
 
 /// The database's decision on an attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,8 +67,7 @@ pub struct Denial {
 impl Denial {
     /// Whole seconds until it is due, rounded up: what HTTP's `Retry-After` wants. At least 1.
     pub fn retry_after_secs(&self) -> u64 {
-        let up = u64::from(self.retry_after.subsec_nanos() > 0);
-        self.retry_after.as_secs().saturating_add(up).max(1)
+        time::whole_seconds(self.retry_after)
     }
 }
 
@@ -112,68 +111,4 @@ pub(super) fn from_row(row: Attempted) -> Decision {
         holder: row.holder,
         held_since: row.held_since.and_then(finite),
     })
-}
-
-/// PostgreSQL counts microseconds from 2000-01-01, and the ends of the scale are its infinities,
-/// which chrono does not know.
-fn finite(timestamp: PgTimestamp) -> Option<DateTime<Utc>> {
-    const EPOCH: i64 = 946_684_800_000_000;
-    DateTime::from_timestamp_micros(timestamp.0.checked_add(EPOCH)?)
-}
-
-/// The functions answer elapsed time: a day is 24 hours. Below a microsecond is a microsecond.
-fn elapsed(interval: PgInterval) -> Duration {
-    const DAY: i128 = 24 * 60 * 60 * 1_000_000;
-    let days = i128::from(interval.months) * 30 + i128::from(interval.days);
-    let microseconds = days * DAY + i128::from(interval.microseconds);
-    Duration::from_micros(microseconds.clamp(1, i128::from(i64::MAX)) as u64)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn denial(retry_after: Duration) -> Denial {
-        Denial {
-            reason: DenialReason::TooSoon,
-            retry_after,
-            next_at: None,
-            holder: None,
-            held_since: None,
-        }
-    }
-
-    #[test]
-    fn retry_after_is_rounded_up_and_never_zero() {
-        for (nanos, secs) in [
-            (1, 1),
-            (999_999_999, 1),
-            (1_000_000_000, 1),
-            (1_000_000_001, 2),
-            (59_000_000_001, 60),
-        ] {
-            assert_eq!(denial(Duration::from_nanos(nanos)).retry_after_secs(), secs);
-        }
-        assert_eq!(denial(Duration::ZERO).retry_after_secs(), 1);
-        assert_eq!(denial(Duration::MAX).retry_after_secs(), u64::MAX);
-    }
-
-    #[test]
-    fn intervals_are_elapsed_time() {
-        let of = |months, days, microseconds| elapsed(PgInterval::new(microseconds, days, months));
-        assert_eq!(of(0, 1, 5), Duration::from_micros(86_400_000_005));
-        assert_eq!(of(1, 0, 0), Duration::from_secs(30 * 86_400));
-        assert_eq!(of(0, 0, -7), Duration::from_micros(1));
-        assert_eq!(
-            of(i32::MAX, i32::MAX, i64::MAX),
-            Duration::from_micros(i64::MAX as u64)
-        );
-    }
-
-    #[test]
-    fn infinities_are_none() {
-        assert_eq!(finite(PgTimestamp(i64::MAX)), None);
-        assert_eq!(finite(PgTimestamp(i64::MIN)), None);
-        assert_eq!(finite(PgTimestamp(0)).unwrap().timestamp(), 946_684_800);
-    }
 }

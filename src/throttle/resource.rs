@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::time;
 
 /// Something that is a label of the enumerated type `resource_control.throttled_resource_enum`.
 ///
@@ -41,7 +42,6 @@ impl<R: ThrottledResource> ThrottledResource for &R {
 
 /// The declared label and its interval in microseconds, rounded up, if PostgreSQL can have them.
 pub(super) fn checked<R: DeclaredResources>(resource: &R) -> Result<(String, i64)> {
-    const THOUSAND_YEARS: Duration = Duration::from_secs(1000 * 365 * 24 * 60 * 60);
     let label = resource.label().to_owned();
     if label.contains('\0') {
         return Err(Error::NulCharacter);
@@ -49,11 +49,10 @@ pub(super) fn checked<R: DeclaredResources>(resource: &R) -> Result<(String, i64
     if label.is_empty() || label.len() > 63 {
         return Err(Error::BadLabel { label });
     }
-    let interval = resource.interval();
-    if interval.is_zero() || interval > THOUSAND_YEARS {
-        return Err(Error::BadInterval { label });
+    match time::microseconds(resource.interval()) {
+        Some(microseconds) => Ok((label, microseconds)),
+        None => Err(Error::BadInterval { label }),
     }
-    Ok((label, interval.as_nanos().div_ceil(1000) as i64))
 }
 
 /// Declares an enum of throttled resources, each with its label in the database and its interval.

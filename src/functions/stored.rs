@@ -1,0 +1,38 @@
+//! The functions of the schema `resource_control` that answer a value.
+
+use diesel::sql_types::{BigInt, Integer, Interval, Text};
+
+#[diesel::declare_sql_function]
+extern "SQL" {
+    /// The number of a name: 64-bit FNV-1a, as [`fnv1a`](crate::fnv1a) computes it.
+    #[sql_name = "resource_control.lock_key"]
+    fn lock_key(name: Text) -> BigInt;
+
+    /// An interval as elapsed time, in which a day is 24 hours and a month 30 days.
+    #[sql_name = "resource_control.elapsed"]
+    fn elapsed(span: Interval) -> Interval;
+
+    /// Deletes at most that many keys whose interval has passed, and answers how many. Skips those
+    /// that are being taken. Each holds an advisory lock until the transaction ends: keep the batch in
+    /// the hundreds.
+    #[sql_name = "resource_control.prune_throttled_keys"]
+    fn prune_throttled_keys(batch: Integer) -> Integer;
+
+    /// Ends a request to a service and frees its slot; false if it had ended or timed out before.
+    #[sql_name = "resource_control.complete_service_request"]
+    fn complete_service_request(id: BigInt) -> Bool;
+
+    /// Lets a request to a service expire that long from now, never sooner than before, and answers
+    /// when; null if it had ended or timed out before.
+    #[sql_name = "resource_control.renew_service_request"]
+    fn renew_service_request(id: BigInt, timeout: Interval) -> Nullable<Timestamptz>;
+
+    /// When the first of the requests in flight to a service expires; null if there is none.
+    #[sql_name = "resource_control.next_service_request_expiry"]
+    fn next_service_request_expiry(service: Text) -> Nullable<Timestamptz>;
+
+    /// Deletes at most that many requests to services that ended, or expired, longer ago than that,
+    /// and answers how many. Begins with the oldest and skips those that are locked.
+    #[sql_name = "resource_control.prune_service_requests"]
+    fn prune_service_requests(older_than: Interval, batch: Integer) -> Integer;
+}

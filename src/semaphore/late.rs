@@ -1,0 +1,75 @@
+//! Releases that found no idle connection, and the thread that delivers them.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::query;
+use crate::pool::{self, PgPool};
+
+/// How long the thread waits before it tries again what it could not deliver.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// The release of a request that is still to be delivered.
+pub(super) struct Release {
+    pub(super) id: i64,
+    pub(super) pool: PgPool,
+    /// From when on the request has timed out, and there is nothing to release.
+    pub(super) deadline: Option<Instant>,
+}
+
+impl Release {
+    /// Answers whether there is nothing more to do. Never waits for a connection: the next one's pool
+    /// may have some.
+    fn deliver(&self) -> bool {
+        if self.deadline.is_some_and(|end| end <= Instant::now()) {
+            return true;
+        }
+        // Unlike a plain try, this makes a pool whose connections were lost open new ones.
+        let Ok(mut conn) = pool::check_out(&self.pool, Some(Duration::ZERO)) else {
+            return false;
+        };
+        query::complete(&mut conn, self.id).is_ok()
+    }
+}
+
+/// Leaves the release to the thread, and starts it if there is none. Where no thread can be started,
+/// the request ends by its time-out.
+pub(super) fn deliver(release: Release) {
+    static THREAD: Mutex<Option<Sender<Release>>> = Mutex::new(None);
+    let mut thread = THREAD.lock().unwrap_or_else(PoisonError::into_inner);
+    let release = match &*thread {
+        Some(sender) => match sender.send(release) {
+            Ok(()) => return,
+            Err(unsent) => unsent.0,
+        },
+        None => release,
+    };
+    let (sender, receiver) = channel();
+    let started = std::thread::Builder::new()
+        .name("late releases".into())
+        .spawn(move || run(&receiver));
+    if started.is_ok() && sender.send(release).is_ok() {
+        *thread = Some(sender);
+    }
+}
+
+fn run(receiver: &Receiver<Release>) {
+    let mut pending: Vec<Release> = Vec::new();
+    loop {
+        if pending.is_empty() {
+            match receiver.recv() {
+                Ok(release) => pending.push(release),
+                Err(_) => return,
+            }
+        } else if let Ok(release) = receiver.recv_timeout(PAUSE) {
+            pending.push(release);
+        }
+        pending.extend(receiver.try_iter());
+        // A panic is the caller's instrumentation's; what it hit is tried again.
+        pending.retain(|release| {
+            !catch_unwind(AssertUnwindSafe(|| release.deliver())).unwrap_or(false)
+        });
+    }
+}

@@ -1,0 +1,172 @@
+//! The permit of a semaphore.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use chrono::{DateTime, Utc};
+
+use super::admission::Claim;
+use super::late::{self, Release};
+use super::{Semaphore, query};
+use crate::error::{Error, Result};
+use crate::pool::{self, PgPool};
+use crate::time;
+
+/// A slot of a semaphore, ours until it is released or times out. Holds no connection.
+///
+/// Made by [`Semaphore`].
+///
+/// # Release
+///
+/// [`release`](Self::release) gives the slot back in one round trip, and tells whether the permit had
+/// timed out. Dropping the permit never waits for a connection: it tries the pool for one that is idle,
+/// and otherwise leaves the release to a thread of this crate, which is started when it is first
+/// needed. What cannot be delivered, because the pool stays exhausted or the program ends, ends by its
+/// time-out.
+///
+/// A release touches only the permit's own request, and a late one changes nothing.
+#[derive(Debug)]
+#[must_use = "if unused the slot is released at once"]
+#[clippy::has_significant_drop]
+pub struct Permit {
+    claim: Claim,
+    semaphore: Semaphore,
+    pool: PgPool,
+    /// Not after the request's expiry by the database's clock; what the clock cannot express is never.
+    deadline: Option<Instant>,
+    released: bool,
+}
+
+impl Permit {
+    /// `sent` is when the claim was sent, or before.
+    pub(super) fn new(semaphore: &Semaphore, claim: Claim, pool: PgPool, sent: Instant) -> Self {
+        Self {
+            claim,
+            semaphore: semaphore.clone(),
+            pool,
+            deadline: sent.checked_add(semaphore.timeout),
+            released: false,
+        }
+    }
+
+    /// A number that grows from each holder of this slot to its next: what a service, or a table, is to
+    /// refuse when it has seen a greater one for the same slot.
+    ///
+    /// It is the `id` of the request. Ordered within a [slot](Claim::slot), not within a service.
+    pub const fn fencing_token(&self) -> i64 {
+        self.claim.id
+    }
+
+    /// The claim as plain data: which slot, since when, until when.
+    pub const fn claim(&self) -> &Claim {
+        &self.claim
+    }
+
+    /// How long until it times out, at least: zero when it may have. For the time limit of the request
+    /// itself.
+    ///
+    /// Counts on this machine's monotonic clock, from before the claim was sent. It does not count
+    /// while the machine is suspended.
+    pub fn remaining(&self) -> Duration {
+        self.deadline.map_or(Duration::MAX, |deadline| {
+            deadline.saturating_duration_since(Instant::now())
+        })
+    }
+
+    /// Lets the permit time out as late as if it had been claimed now, and answers when that is by the
+    /// database's clock.
+    ///
+    /// One round trip beyond the pool's own check-out:
+    /// `SELECT resource_control.renew_service_request($1, $2)`.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool is set to wait.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::TimedOut`] if it had timed out. It is over: stop what it was for.
+    /// - [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and their like. It is as it was, or
+    ///   renewed.
+    pub fn renew(&mut self) -> Result<DateTime<Utc>> {
+        let mut conn = pool::check_out(&self.pool, None)?;
+        let sent = Instant::now();
+        let renewed = query::renew(&mut conn, self.claim.id, self.semaphore.interval()?)?;
+        drop(conn);
+        match renewed.map(time::finite) {
+            Some(expires_at) => {
+                self.deadline = sent.checked_add(self.semaphore.timeout);
+                self.claim.expires_at = expires_at.unwrap_or(self.claim.expires_at);
+                Ok(self.claim.expires_at)
+            }
+            None => {
+                self.deadline = Some(sent);
+                Err(self.timed_out())
+            }
+        }
+    }
+
+    /// Gives the slot back.
+    ///
+    /// One round trip beyond the pool's own check-out:
+    /// `SELECT resource_control.complete_service_request($1)`.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool is set to wait.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::TimedOut`] if it had timed out: part of the work may have run while more than the
+    ///   allowed requests were in flight. Nothing was changed.
+    /// - [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and their like. The release is then
+    ///   tried again in the background, as if the permit were dropped.
+    pub fn release(mut self) -> Result<()> {
+        let mut conn = pool::check_out(&self.pool, None)?;
+        let completed = query::complete(&mut conn, self.claim.id)?;
+        self.released = true;
+        if completed {
+            Ok(())
+        } else {
+            Err(self.timed_out())
+        }
+    }
+
+    /// Answers the claim, which nothing releases any more but
+    /// [`Semaphore::complete_on`] and the time-out: for work that ends elsewhere.
+    pub fn into_claim(mut self) -> Claim {
+        self.released = true;
+        self.claim.clone()
+    }
+
+    fn timed_out(&self) -> Error {
+        Error::TimedOut {
+            service: self.semaphore.service.to_string(),
+            id: self.claim.id,
+        }
+    }
+
+    fn release_without_waiting(&self) -> bool {
+        let Some(mut conn) = self.pool.try_get() else {
+            return false;
+        };
+        query::complete(&mut conn, self.claim.id).is_ok()
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        if self.released {
+            return;
+        }
+        // Diesel's instrumentation is the caller's code and runs with every statement.
+        let released = catch_unwind(AssertUnwindSafe(|| self.release_without_waiting()));
+        if !released.unwrap_or(false) {
+            late::deliver(Release {
+                id: self.claim.id,
+                pool: self.pool.clone(),
+                deadline: self.deadline,
+            });
+        }
+    }
+}

@@ -1,6 +1,6 @@
-//! PostgreSQL's advisory lock functions, typed, to be composed in queries of one's own.
+//! PostgreSQL's advisory lock functions and its clock, typed, to be composed in queries of one's own.
 //!
-//! Each exists for one `bigint` and, as `…_pair`, for two `int`; the two key spaces never meet.
+//! Each lock function exists for one `bigint` and, as `…_pair`, for two `int`; the two key spaces never meet.
 //! [`LockKey::id`](crate::LockKey::id) gives the numbers of a name. They are explained in
 //! [PostgreSQL's documentation][pg].
 //!
@@ -43,7 +43,7 @@
 
 use diesel::deserialize::{self, FromSql, Queryable};
 use diesel::pg::{Pg, PgValue};
-use diesel::sql_types::{BigInt, Integer, SqlType};
+use diesel::sql_types::{BigInt, Integer, Interval, SqlType};
 
 /// PostgreSQL's `void`, the type of functions that answer nothing. Loads as `()`.
 #[derive(Debug, Clone, Copy, Default, diesel::query_builder::QueryId, SqlType)]
@@ -161,4 +161,13 @@ extern "SQL" {
     /// the sessions of one's own role.
     #[sql_name = "pg_catalog.pg_terminate_backend"]
     fn pg_terminate_backend(pid: Integer) -> Bool;
+
+    /// Answers the server's time now; unlike `now()`, also within a transaction or a statement.
+    #[sql_name = "pg_catalog.clock_timestamp"]
+    fn clock_timestamp() -> Timestamptz;
+
+    /// Answers the interval as elapsed time, in which a day is 24 hours and a month 30 days. One of
+    /// this crate's functions.
+    #[sql_name = "resource_control.elapsed"]
+    fn elapsed(span: Interval) -> Interval;
 }

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use diesel::data_types::{PgInterval, PgTimestamp};
 
 use super::query::Attempted;
+use crate::time::{Timestamp, elapsed};
 
 /// The database's decision on an attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,9 +93,9 @@ pub enum Outcome<T> {
 }
 
 pub(super) fn from_row(row: Attempted) -> Decision {
-    let next_at = finite(row.next_at);
+    let next_at = Timestamp::from(row.next_at).at();
     if row.granted {
-        let granted_at = finite(row.decided_at).unwrap_or_default();
+        let granted_at = Timestamp::from(row.decided_at).at().unwrap_or_default();
         return Decision::Granted(Grant {
             granted_at,
             until: next_at.unwrap_or(granted_at),
@@ -107,26 +107,14 @@ pub(super) fn from_row(row: Attempted) -> Decision {
         } else {
             DenialReason::TooSoon
         },
-        retry_after: row.retry_after.map_or(Duration::ZERO, elapsed),
+        retry_after: row
+            .retry_after
+            .map_or(Duration::ZERO, elapsed)
+            .max(Duration::from_micros(1)),
         next_at,
         holder: row.holder,
-        held_since: row.held_since.and_then(finite),
+        held_since: row.held_since.and_then(|since| Timestamp::from(since).at()),
     })
-}
-
-/// PostgreSQL counts microseconds from 2000-01-01, and the ends of the scale are its infinities,
-/// which chrono does not know.
-fn finite(timestamp: PgTimestamp) -> Option<DateTime<Utc>> {
-    const EPOCH: i64 = 946_684_800_000_000;
-    DateTime::from_timestamp_micros(timestamp.0.checked_add(EPOCH)?)
-}
-
-/// The functions answer elapsed time: a day is 24 hours. Below a microsecond is a microsecond.
-fn elapsed(interval: PgInterval) -> Duration {
-    const DAY: i128 = 24 * 60 * 60 * 1_000_000;
-    let days = i128::from(interval.months) * 30 + i128::from(interval.days);
-    let microseconds = days * DAY + i128::from(interval.microseconds);
-    Duration::from_micros(microseconds.clamp(1, i128::from(i64::MAX)) as u64)
 }
 
 #[cfg(test)]
@@ -156,24 +144,5 @@ mod tests {
         }
         assert_eq!(denial(Duration::ZERO).retry_after_secs(), 1);
         assert_eq!(denial(Duration::MAX).retry_after_secs(), u64::MAX);
-    }
-
-    #[test]
-    fn intervals_are_elapsed_time() {
-        let of = |months, days, microseconds| elapsed(PgInterval::new(microseconds, days, months));
-        assert_eq!(of(0, 1, 5), Duration::from_micros(86_400_000_005));
-        assert_eq!(of(1, 0, 0), Duration::from_secs(30 * 86_400));
-        assert_eq!(of(0, 0, -7), Duration::from_micros(1));
-        assert_eq!(
-            of(i32::MAX, i32::MAX, i64::MAX),
-            Duration::from_micros(i64::MAX as u64)
-        );
-    }
-
-    #[test]
-    fn infinities_are_none() {
-        assert_eq!(finite(PgTimestamp(i64::MAX)), None);
-        assert_eq!(finite(PgTimestamp(i64::MIN)), None);
-        assert_eq!(finite(PgTimestamp(0)).unwrap().timestamp(), 946_684_800);
     }
 }

@@ -166,4 +166,8 @@ extern "SQL" {
     /// the sessions of one's own role.
     #[sql_name = "pg_catalog.pg_terminate_backend"]
     fn pg_terminate_backend(pid: Integer) -> Bool;
+
+    /// Answers the server's time now; unlike `now()`, also within a transaction or a statement.
+    #[sql_name = "pg_catalog.clock_timestamp"]
+    fn clock_timestamp() -> Timestamptz;
 }

@@ -18,6 +18,7 @@
 //! | At most once per interval, whoever asks | [`Throttle`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Behind a pooler in transaction mode | the first two, and throttles |
+//! | See who holds, who waits, what is in flight and what is due | [`monitor`] |
 //! | Something of one's own | [`functions`] |
 //!
 //! ```
@@ -46,7 +47,7 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! Locks need nothing in the database. Throttles need the schema of this crate:
+//! Locks, and looking at them, need nothing in the database. Throttles need the schema of this crate:
 //! [`migrations::install`].
 //!
 //! # Two forms of every operation
@@ -77,6 +78,7 @@ mod installed;
 mod key;
 #[cfg(feature = "migrations")]
 pub mod migrations;
+pub mod monitor;
 #[cfg(feature = "r2d2")]
 mod pool;
 mod read_committed;

@@ -32,7 +32,7 @@ use crate::error::{Error, Result};
 use crate::pool::{self, PgPool};
 use crate::read_committed;
 use crate::text;
-use crate::time;
+use crate::time::{self, Timestamp};
 use crate::transaction::{self, Transaction};
 
 /// At most so many requests at a time to a service, across all instances, with no connection held
@@ -399,7 +399,7 @@ impl Semaphore {
     /// As [`complete_on`](Self::complete_on), and [`Error::BadTimeout`].
     pub fn renew_on(&self, conn: &mut PgConnection, id: i64) -> Result<Option<DateTime<Utc>>> {
         let renewed = query::renew(conn, id, self.interval()?)?;
-        Ok(renewed.and_then(time::finite))
+        Ok(renewed.and_then(Timestamp::at))
     }
 
     fn interval(&self) -> Result<PgInterval> {

@@ -27,45 +27,25 @@ use std::time::{Duration, Instant};
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::sql_types::{Integer, Nullable, Oid, SmallInt, Text};
 
 use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
-use crate::key::LockId;
+use crate::monitor::{self, Holder};
 
 /// A session that discards its connection frees its locks within milliseconds, but not at once.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// An advisory lock that some session of the database holds.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HeldLock {
-    /// What is locked.
-    pub id: LockId,
-    /// Whether it is held by sharers.
-    pub shared: bool,
-    /// The `pg_backend_pid()` of the session that holds it.
-    pub backend_pid: i32,
-    /// That session's `application_name`; `None` where the server hides it from this role.
-    pub application_name: Option<String>,
-}
-
-/// Lists the advisory locks that are held in this database, by whichever session, in one round trip
-/// over `pg_locks` and `pg_stat_activity`.
+/// Lists the advisory locks that are held in this database, by whichever session. One round trip:
+/// [`monitor::holders()`], in the order of their keys.
 ///
 /// # Errors
 ///
 /// [`Error::Database`].
-pub fn held_locks(conn: &mut PgConnection) -> Result<Vec<HeldLock>> {
-    diesel::sql_query(
-        "SELECT classid, objid, objsubid, mode, pid, application_name \
-         FROM pg_catalog.pg_locks LEFT JOIN pg_catalog.pg_stat_activity USING (pid) \
-         WHERE locktype = 'advisory' AND granted AND database = (SELECT oid \
-         FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()) \
-         ORDER BY classid, objid, objsubid, pid",
-    )
-    .load::<Row>(conn)
-    .map(|rows| rows.into_iter().map(HeldLock::from).collect())
-    .map_err(Error::Database)
+pub fn held_locks(conn: &mut PgConnection) -> Result<Vec<Holder>> {
+    monitor::holders()
+        .order((monitor::key, monitor::key1, monitor::key2, monitor::pid))
+        .load(conn)
+        .map_err(Error::Database)
 }
 
 /// Panics if any advisory lock is held in this database, and says which and by whom.
@@ -93,11 +73,11 @@ pub fn assert_not_held(lock: &AdvisoryLock, conn: &mut PgConnection) {
         Ok(id) => id,
         Err(error) => panic!("{error}"),
     };
-    assert_none(conn, &format!("{} not", lock.key()), |held| held.id == id);
+    assert_none(conn, &format!("{} not", lock.key()), |held| held.key == id);
 }
 
 #[track_caller]
-fn assert_none(conn: &mut PgConnection, what: &str, of_interest: impl Fn(&HeldLock) -> bool) {
+fn assert_none(conn: &mut PgConnection, what: &str, of_interest: impl Fn(&Holder) -> bool) {
     let end = Instant::now() + PATIENCE;
     loop {
         let held: Vec<_> = match held_locks(conn) {
@@ -159,34 +139,4 @@ pub(crate) fn prefixed(name: &str) -> Cow<'_, str> {
         Some(prefix) if !name.is_empty() => format!("{prefix} {name}").into(),
         _ => name.into(),
     })
-}
-
-#[derive(QueryableByName)]
-struct Row {
-    #[diesel(sql_type = Oid)]
-    classid: u32,
-    #[diesel(sql_type = Oid)]
-    objid: u32,
-    #[diesel(sql_type = SmallInt)]
-    objsubid: i16,
-    #[diesel(sql_type = Text)]
-    mode: String,
-    #[diesel(sql_type = Integer)]
-    pid: i32,
-    #[diesel(sql_type = Nullable<Text>)]
-    application_name: Option<String>,
-}
-
-impl From<Row> for HeldLock {
-    fn from(row: Row) -> Self {
-        Self {
-            id: match row.objsubid {
-                1 => LockId::BigInt((i64::from(row.classid) << 32) | i64::from(row.objid)),
-                _ => LockId::Pair(row.classid as i32, row.objid as i32),
-            },
-            shared: row.mode == "ShareLock",
-            backend_pid: row.pid,
-            application_name: row.application_name,
-        }
-    }
 }

@@ -5,6 +5,9 @@ use crate::error::{Error, Result};
 /// What names a throttled key or a service: it is indexed, and an index entry has a limit.
 pub(crate) const LONGEST_NAME: usize = 1000;
 
+/// A label of an enumerated type, as PostgreSQL has it.
+pub(crate) const LONGEST_LABEL: usize = 63;
+
 /// What operators read about who took something.
 pub(crate) const LONGEST_DETAILS: usize = 8192;
 

@@ -131,7 +131,7 @@ impl<R: ThrottledResource> Throttle<R> {
     /// - [`Error::Database`] for anything else.
     pub fn attempt(&self, conn: &mut PgConnection, details: &str) -> Result<Decision> {
         let label = self.resource.label();
-        text::check(label, "the label", text::LONGEST_NAME)?;
+        text::check(label, "the label", text::LONGEST_LABEL)?;
         text::check(details, "the details", text::LONGEST_DETAILS)?;
         if details.trim_matches(' ').is_empty() {
             return Err(Error::EmptyDetails);

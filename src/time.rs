@@ -4,6 +4,101 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::data_types::{PgInterval, PgTimestamp};
+use diesel::deserialize::{self, FromSql, FromSqlRow};
+use diesel::expression::AsExpression;
+use diesel::pg::{Pg, PgValue};
+use diesel::serialize::{self, Output, ToSql};
+use diesel::sql_types::Timestamptz;
+
+/// PostgreSQL counts microseconds from 2000-01-01, Unix from 1970-01-01.
+const EPOCH: i64 = 946_684_800_000_000;
+
+/// A `timestamptz`, which PostgreSQL may put at either end of time: loading `-infinity` or
+/// `infinity` as a `DateTime` is an error.
+///
+/// They sort as in SQL. In a model of one's own, `#[diesel(deserialize_as = Timestamp)]` on an
+/// `Option<DateTime<Utc>>` loads both ends as `None`.
+///
+/// ```
+/// use diesel::prelude::*;
+/// use diesel_interlock::monitor::Timestamp;
+/// use diesel_interlock::schema::resource_control::throttled_resource;
+///
+/// // Those that were handed out at least once.
+/// let taken = throttled_resource::table
+///     .filter(throttled_resource::last_locked.gt(Timestamp::NegInfinity));
+/// # let database = workbench::Database::new();
+/// # let conn = &mut database.connect();
+/// # diesel_interlock::migrations::install(conn)?;
+/// # assert_eq!(taken.count().get_result(conn), Ok(0));
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, AsExpression, FromSqlRow)]
+#[diesel(sql_type = Timestamptz)]
+pub enum Timestamp {
+    /// `-infinity`: before all times. Of a throttled resource, that it was never handed out.
+    NegInfinity,
+    /// A time.
+    At(DateTime<Utc>),
+    /// `infinity`: after all times, or after the year 262142, the last that chrono knows. Of a
+    /// throttled resource, that it was closed by hand.
+    Infinity,
+}
+
+impl Timestamp {
+    /// The time, if it is one; `None` for both infinities.
+    pub fn at(self) -> Option<DateTime<Utc>> {
+        match self {
+            Timestamp::At(time) => Some(time),
+            Timestamp::NegInfinity | Timestamp::Infinity => None,
+        }
+    }
+}
+
+impl From<PgTimestamp> for Timestamp {
+    fn from(timestamp: PgTimestamp) -> Self {
+        if timestamp.0 == i64::MIN {
+            return Timestamp::NegInfinity;
+        }
+        // PostgreSQL's times begin within chrono's, and end after them.
+        timestamp
+            .0
+            .checked_add(EPOCH)
+            .and_then(DateTime::from_timestamp_micros)
+            .map_or(Timestamp::Infinity, Timestamp::At)
+    }
+}
+
+impl From<Timestamp> for Option<DateTime<Utc>> {
+    fn from(timestamp: Timestamp) -> Self {
+        timestamp.at()
+    }
+}
+
+impl FromSql<Timestamptz, Pg> for Timestamp {
+    fn from_sql(value: PgValue<'_>) -> deserialize::Result<Self> {
+        <PgTimestamp as FromSql<Timestamptz, Pg>>::from_sql(value).map(Self::from)
+    }
+}
+
+impl ToSql<Timestamptz, Pg> for Timestamp {
+    fn to_sql<'b>(&'b self, out: &mut Output<'b, '_, Pg>) -> serialize::Result {
+        let microseconds = match self {
+            Timestamp::NegInfinity => i64::MIN,
+            Timestamp::At(time) => time.timestamp_micros().saturating_sub(EPOCH),
+            Timestamp::Infinity => i64::MAX,
+        };
+        ToSql::<Timestamptz, Pg>::to_sql(&PgTimestamp(microseconds), &mut out.reborrow())
+    }
+}
+
+/// An interval as elapsed time: a day is 24 hours and a month 30 days. None is negative.
+pub(crate) fn elapsed(interval: PgInterval) -> Duration {
+    const DAY: i128 = 24 * 60 * 60 * 1_000_000;
+    let days = i128::from(interval.months) * 30 + i128::from(interval.days);
+    let microseconds = days * DAY + i128::from(interval.microseconds);
+    Duration::from_micros(microseconds.clamp(0, i128::from(i64::MAX)) as u64)
+}
 
 /// The longest interval and time-out that are taken: a thousand years, as PostgreSQL counts them.
 const LONGEST: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
@@ -16,21 +111,6 @@ pub(crate) fn microseconds(duration: Duration) -> Option<i64> {
         return None;
     }
     i64::try_from(duration.as_nanos().div_ceil(1000)).ok()
-}
-
-/// PostgreSQL counts microseconds from 2000-01-01, and the ends of the scale are its infinities,
-/// which chrono does not know.
-pub(crate) fn finite(timestamp: PgTimestamp) -> Option<DateTime<Utc>> {
-    const EPOCH: i64 = 946_684_800_000_000;
-    DateTime::from_timestamp_micros(timestamp.0.checked_add(EPOCH)?)
-}
-
-/// The stored functions answer elapsed time: a day is 24 hours. Below a microsecond is a microsecond.
-pub(crate) fn elapsed(interval: PgInterval) -> Duration {
-    const DAY: i128 = 24 * 60 * 60 * 1_000_000;
-    let days = i128::from(interval.months) * 30 + i128::from(interval.days);
-    let microseconds = days * DAY + i128::from(interval.microseconds);
-    Duration::from_micros(microseconds.clamp(1, i128::from(i64::MAX)) as u64)
 }
 
 /// Whole seconds, rounded up: what HTTP's `Retry-After` wants. At least 1.
@@ -59,25 +139,6 @@ mod tests {
     }
 
     #[test]
-    fn intervals_are_elapsed_time() {
-        let of = |months, days, microseconds| elapsed(PgInterval::new(microseconds, days, months));
-        assert_eq!(of(0, 1, 5), Duration::from_micros(86_400_000_005));
-        assert_eq!(of(1, 0, 0), Duration::from_secs(30 * 86_400));
-        assert_eq!(of(0, 0, -7), Duration::from_micros(1));
-        assert_eq!(
-            of(i32::MAX, i32::MAX, i64::MAX),
-            Duration::from_micros(i64::MAX as u64)
-        );
-    }
-
-    #[test]
-    fn infinities_are_none() {
-        assert_eq!(finite(PgTimestamp(i64::MAX)), None);
-        assert_eq!(finite(PgTimestamp(i64::MIN)), None);
-        assert_eq!(finite(PgTimestamp(0)).unwrap().timestamp(), 946_684_800);
-    }
-
-    #[test]
     fn microseconds_are_rounded_up_and_bounded() {
         assert_eq!(microseconds(Duration::ZERO), None);
         assert_eq!(microseconds(Duration::from_nanos(1)), Some(1));
@@ -85,5 +146,30 @@ mod tests {
         assert_eq!(microseconds(LONGEST), Some(31_104_000_000_000_000));
         assert_eq!(microseconds(LONGEST + Duration::from_nanos(1)), None);
         assert_eq!(microseconds(Duration::MAX), None);
+    }
+
+    #[test]
+    fn intervals_are_elapsed_time() {
+        let of = |months, days, microseconds| elapsed(PgInterval::new(microseconds, days, months));
+        assert_eq!(of(0, 1, 5), Duration::from_micros(86_400_000_005));
+        assert_eq!(of(1, 0, 0), Duration::from_secs(30 * 86_400));
+        assert_eq!(of(0, 0, -7), Duration::ZERO);
+        assert_eq!(
+            of(i32::MAX, i32::MAX, i64::MAX),
+            Duration::from_micros(i64::MAX as u64)
+        );
+    }
+
+    #[test]
+    fn infinities_are_no_time_and_sort_at_the_ends() {
+        let of = |microseconds| Timestamp::from(PgTimestamp(microseconds));
+        assert_eq!(of(i64::MIN), Timestamp::NegInfinity);
+        assert_eq!(of(i64::MAX), Timestamp::Infinity);
+        assert_eq!(of(i64::MAX).at(), None);
+        assert_eq!(of(0).at().unwrap().timestamp(), 946_684_800);
+        // The first and the last that PostgreSQL has: 4714-11-24 BC and 294276-12-31.
+        assert!(of(-211_813_488_000_000_000).at().is_some());
+        assert_eq!(of(9_223_371_331_199_999_999), Timestamp::Infinity);
+        assert!(Timestamp::NegInfinity < of(0) && of(0) < Timestamp::Infinity);
     }
 }

@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 
 use super::query::Answer;
 use crate::attempt::Attempt;
-use crate::time;
+use crate::time::{self, Timestamp};
 
 /// A slot of a semaphore that was claimed, as plain data: for work that ends elsewhere than it
 /// began, in another thread, process or program.
@@ -80,8 +80,8 @@ pub(super) fn from_answer(answer: &Answer, timeout: Duration) -> Admission<Claim
     if let (Some(id), Some(slot), Some(created_at), Some(expires_at)) = (
         answer.id,
         answer.slot,
-        answer.created_at.and_then(time::finite),
-        answer.expires_at.and_then(time::finite),
+        answer.created_at.and_then(Timestamp::at),
+        answer.expires_at.and_then(Timestamp::at),
     ) {
         return Admission::Admitted(Claim {
             id,
@@ -90,14 +90,15 @@ pub(super) fn from_answer(answer: &Answer, timeout: Duration) -> Admission<Claim
             expires_at,
         });
     }
-    let until_expiry = answer
-        .next_expiry
-        .and_then(|next| next.0.checked_sub(answer.answered_at.0))
-        .filter(|microseconds| *microseconds < i64::MAX / 2) // never, set so by hand
-        .map(|microseconds| Duration::from_micros(microseconds.max(1).unsigned_abs()));
-    Admission::Full(Full {
-        retry_after: until_expiry.unwrap_or(timeout),
-    })
+    let next_expiry = answer.next_expiry.and_then(Timestamp::at);
+    let retry_after = match (next_expiry, answer.answered_at.at()) {
+        (Some(next), Some(now)) => (next - now)
+            .to_std()
+            .unwrap_or_default()
+            .max(Duration::from_micros(1)),
+        _ => timeout,
+    };
+    Admission::Full(Full { retry_after })
 }
 
 #[cfg(test)]
@@ -112,8 +113,8 @@ mod tests {
             slot: None,
             created_at: None,
             expires_at: None,
-            answered_at: PgTimestamp(7_000_000),
-            next_expiry: next_expiry.map(PgTimestamp),
+            answered_at: PgTimestamp(7_000_000).into(),
+            next_expiry: next_expiry.map(|next| PgTimestamp(next).into()),
         };
         match from_answer(&answer, Duration::from_secs(30)) {
             Admission::Full(full) => full.retry_after,

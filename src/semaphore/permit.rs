@@ -10,7 +10,7 @@ use super::late::{self, Release};
 use super::{Semaphore, query};
 use crate::error::{Error, Result};
 use crate::pool::{self, PgPool};
-use crate::time;
+use crate::time::Timestamp;
 
 /// A slot of a semaphore, ours until it is released or times out. Holds no connection.
 ///
@@ -93,7 +93,7 @@ impl Permit {
         let sent = Instant::now();
         let renewed = query::renew(&mut conn, self.claim.id, self.semaphore.interval()?)?;
         drop(conn);
-        match renewed.map(time::finite) {
+        match renewed.map(Timestamp::at) {
             Some(expires_at) => {
                 self.deadline = sent.checked_add(self.semaphore.timeout);
                 self.claim.expires_at = expires_at.unwrap_or(self.claim.expires_at);

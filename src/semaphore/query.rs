@@ -1,6 +1,6 @@
 //! The statements behind the semaphore, one round trip each, for any connection to PostgreSQL.
 
-use diesel::data_types::{PgInterval, PgTimestamp};
+use diesel::data_types::PgInterval;
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
@@ -11,6 +11,7 @@ use crate::error::Error;
 use crate::functions::{complete_service_request, renew_service_request};
 use crate::installed;
 use crate::read_committed::{self, is_serialization_failure};
+use crate::time::Timestamp;
 
 /// Claims a slot; answers the claim, or when the first of those in flight expires.
 #[derive(Debug)]
@@ -26,10 +27,10 @@ pub(super) struct ClaimRequest<'a> {
 pub(super) struct Answer {
     pub(super) id: Option<i64>,
     pub(super) slot: Option<i16>,
-    pub(super) created_at: Option<PgTimestamp>,
-    pub(super) expires_at: Option<PgTimestamp>,
-    pub(super) answered_at: PgTimestamp,
-    pub(super) next_expiry: Option<PgTimestamp>,
+    pub(super) created_at: Option<Timestamp>,
+    pub(super) expires_at: Option<Timestamp>,
+    pub(super) answered_at: Timestamp,
+    pub(super) next_expiry: Option<Timestamp>,
 }
 
 impl Query for ClaimRequest<'_> {
@@ -87,7 +88,7 @@ pub(super) fn renew(
     conn: &mut PgConnection,
     id: i64,
     timeout: PgInterval,
-) -> Result<Option<PgTimestamp>, Error> {
+) -> Result<Option<Timestamp>, Error> {
     read_committed::repeat(conn, |conn| {
         diesel::select(renew_service_request(id, timeout)).get_result(conn)
     })

@@ -5,7 +5,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use super::query::Attempted;
-use crate::time::{self, elapsed, finite};
+use crate::time::{self, Timestamp, elapsed};
 
 /// The database's decision on an attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,9 +92,9 @@ pub enum Outcome<T> {
 }
 
 pub(super) fn from_row(row: Attempted) -> Decision {
-    let next_at = finite(row.next_at);
+    let next_at = Timestamp::from(row.next_at).at();
     if row.granted {
-        let granted_at = finite(row.decided_at).unwrap_or_default();
+        let granted_at = Timestamp::from(row.decided_at).at().unwrap_or_default();
         return Decision::Granted(Grant {
             granted_at,
             until: next_at.unwrap_or(granted_at),
@@ -106,9 +106,12 @@ pub(super) fn from_row(row: Attempted) -> Decision {
         } else {
             DenialReason::TooSoon
         },
-        retry_after: row.retry_after.map_or(Duration::ZERO, elapsed),
+        retry_after: row
+            .retry_after
+            .map_or(Duration::ZERO, elapsed)
+            .max(Duration::from_micros(1)),
         next_at,
         holder: row.holder,
-        held_since: row.held_since.and_then(finite),
+        held_since: row.held_since.and_then(|since| Timestamp::from(since).at()),
     })
 }

@@ -1,8 +1,16 @@
 //! What can be throttled: resources that a program declares, and those it learns at run time.
 
+use std::io::Write as _;
 use std::time::Duration;
 
+use diesel::deserialize::{self, FromSql, FromSqlRow};
+use diesel::expression::AsExpression;
+use diesel::pg::{Pg, PgValue};
+use diesel::serialize::{self, IsNull, Output, ToSql};
+
 use crate::error::{Error, Result};
+use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
+use crate::text;
 use crate::time;
 
 /// Something that is a label of the enumerated type `resource_control.throttled_resource_enum`.
@@ -24,13 +32,28 @@ pub trait DeclaredResources: ThrottledResource + Sized + 'static {
     fn interval(&self) -> Duration;
 }
 
-/// A resource whose label is known at run time only.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+/// A resource whose label is known at run time only. Maps to the PostgreSQL type in Diesel's queries,
+/// where a label that the database does not have is an error.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, AsExpression, FromSqlRow)]
+#[diesel(sql_type = ThrottledResourceEnum)]
 pub struct ResourceLabel(pub String);
 
 impl ThrottledResource for ResourceLabel {
     fn label(&self) -> &str {
         &self.0
+    }
+}
+
+impl ToSql<ThrottledResourceEnum, Pg> for ResourceLabel {
+    fn to_sql<'b>(&'b self, out: &mut Output<'b, '_, Pg>) -> serialize::Result {
+        out.write_all(self.0.as_bytes())?;
+        Ok(IsNull::No)
+    }
+}
+
+impl FromSql<ThrottledResourceEnum, Pg> for ResourceLabel {
+    fn from_sql(value: PgValue<'_>) -> deserialize::Result<Self> {
+        Ok(Self(std::str::from_utf8(value.as_bytes())?.to_owned()))
     }
 }
 
@@ -46,7 +69,7 @@ pub(super) fn checked<R: DeclaredResources>(resource: &R) -> Result<(String, i64
     if label.contains('\0') {
         return Err(Error::NulCharacter);
     }
-    if label.is_empty() || label.len() > 63 {
+    if label.is_empty() || label.len() > text::LONGEST_LABEL {
         return Err(Error::BadLabel { label });
     }
     match time::microseconds(resource.interval()) {

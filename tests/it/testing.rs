@@ -19,10 +19,10 @@ fn what_is_held_is_listed_and_asserted() {
     let shared = pair.acquire(&pool).unwrap();
     let held = testing::held_locks(conn).unwrap();
     assert_eq!(held.len(), 2);
-    let of = |id: LockId| held.iter().find(|lock| lock.id == id).unwrap();
+    let of = |id: LockId| held.iter().find(|lock| lock.key == id).unwrap();
     let exclusive = of(LOCK.key().id().unwrap());
     assert!(!exclusive.shared);
-    assert_eq!(exclusive.backend_pid, named.backend_pid());
+    assert_eq!(exclusive.session.pid, Some(named.backend_pid()));
     assert!(of(LockId::Pair(-1, i32::MIN)).shared);
 
     let failed = catch_unwind(AssertUnwindSafe(|| testing::assert_nothing_held(conn)));

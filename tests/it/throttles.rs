@@ -328,8 +328,16 @@ fn bad_input_is_an_error_that_changes_nothing() {
     assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
     conn.batch_execute("RESET default_transaction_read_only")
         .unwrap();
-    granted(REBUILD.attempt(conn, &"x".repeat(1 << 20)).unwrap());
-    granted(REBUILD.key("y".repeat(1000)).attempt(conn, "me").unwrap());
+    let long = "x".repeat(1 << 20);
+    for refused in [
+        REBUILD.attempt(conn, &long),
+        REBUILD.key(&long).attempt(conn, "me"),
+        Throttle::of(ResourceLabel(long.clone())).attempt(conn, "me"),
+    ] {
+        assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
+    }
+    granted(REBUILD.attempt(conn, &long[..8192]).unwrap());
+    granted(REBUILD.key(&long[..1000]).attempt(conn, "me").unwrap());
 }
 
 #[test]

@@ -1,0 +1,80 @@
+//! Joins with tables of other crates.
+
+use super::tables::{advisory_lock, blocking};
+use super::{AdvisoryLocks, Blocking};
+use crate::schema::resource_control::{service_request, throttled_key, throttled_resource};
+
+/// Allows tables of one's own in queries with those of this crate:
+/// [`schema::resource_control`](crate::schema::resource_control) and what
+/// [`monitor`](crate::monitor) queries.
+///
+/// Diesel's `allow_tables_to_appear_in_same_query!` does not compile for tables of two crates. This
+/// writes the same implementations, for each table given. Name a table once, with or without its path;
+/// after it, `.inner_join(table.on(…))` and the like, and Diesel's `joinable!`, work both ways.
+///
+/// ```
+/// use diesel::prelude::*;
+/// use diesel_interlock::monitor;
+/// use diesel_interlock::schema::resource_control::throttled_key;
+///
+/// mod schema {
+///     diesel::table! { tenants (slug) { slug -> Text, plan -> Text } }
+///     diesel::table! { billing.invoices (id) { id -> BigInt, tenant -> Text } }
+///     diesel::allow_tables_to_appear_in_same_query!(tenants, invoices);
+/// }
+/// use schema::tenants;
+///
+/// diesel_interlock::allow_joins_with!(tenants, schema::invoices);
+///
+/// # let database = workbench::Database::new();
+/// # let conn = &mut database.connect();
+/// # diesel_interlock::migrations::install(conn)?;
+/// # diesel::sql_query("CREATE TABLE tenants (slug text PRIMARY KEY, plan text)").execute(conn)?;
+/// // The plans of the tenants that were throttled last.
+/// let plans: Vec<(String, String)> = monitor::last_key_lockers()
+///     .inner_join(tenants::table.on(tenants::slug.eq(throttled_key::key)))
+///     .select((tenants::slug, tenants::plan))
+///     .limit(10)
+///     .load(conn)?;
+/// # assert!(plans.is_empty());
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+#[macro_export]
+macro_rules! allow_joins_with {
+    ($($($segment:ident)::+),+ $(,)?) => {
+        $( $crate::allow_joins_with!(@table $($segment)::+); )+
+    };
+    (@table $($segment:ident)::+) => {
+        $crate::allow_joins_with!(@pairs $($segment)::+::table =>
+            $crate::schema::resource_control::service_request::table,
+            $crate::schema::resource_control::throttled_key::table,
+            $crate::schema::resource_control::throttled_resource::table,
+            $crate::monitor::AdvisoryLocks,
+            $crate::monitor::tables::advisory_lock::table,
+            $crate::monitor::Blocking,
+            $crate::monitor::tables::blocking::table,
+        );
+    };
+    (@pairs $theirs:ty => $($ours:ty,)+) => {
+        $(
+            impl ::diesel::query_source::TableNotEqual<$ours> for $theirs {}
+            impl ::diesel::query_source::TableNotEqual<$theirs> for $ours {}
+        )+
+    };
+}
+
+// The tables among themselves are in the schema; these are what comes to them.
+allow_joins_with!(@pairs AdvisoryLocks =>
+    service_request::table, throttled_key::table, throttled_resource::table,
+    Blocking, blocking::table,
+);
+allow_joins_with!(@pairs advisory_lock::table =>
+    service_request::table, throttled_key::table, throttled_resource::table,
+    Blocking, blocking::table,
+);
+allow_joins_with!(@pairs Blocking =>
+    service_request::table, throttled_key::table, throttled_resource::table,
+);
+allow_joins_with!(@pairs blocking::table =>
+    service_request::table, throttled_key::table, throttled_resource::table,
+);

@@ -1,0 +1,197 @@
+//! Who holds, and who waits.
+
+// Diesel's macros write aliases and modules that carry no documentation of their own.
+#![allow(missing_docs)]
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use diesel::dsl::{AsSelect, auto_type};
+use diesel::pg::Pg;
+use diesel::prelude::*;
+
+use super::interval::Elapsed;
+use super::lock_id::of_key;
+use super::locks::{AdvisoryLocks, advisory_lock};
+use crate::error::{Error, Result};
+use crate::key::{LockId, LockKey};
+
+/// The server session that holds an advisory lock, or waits for it.
+///
+/// Of the sessions of other roles, PostgreSQL shows a role without `pg_read_all_stats` the process
+/// id, the user and the application only: the rest is `None`.
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[diesel(table_name = advisory_lock, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct Session {
+    /// The process id, `pg_backend_pid()`; `None`, as everything else, where a prepared transaction
+    /// holds the lock.
+    pub pid: Option<i32>,
+    /// What it calls its application.
+    pub application_name: Option<String>,
+    /// The client's address; `None` over a Unix socket, and where it is hidden.
+    pub client_addr: Option<String>,
+    /// The client's host name; `None` unless the server looks names up (`log_hostname`).
+    pub client_hostname: Option<String>,
+    /// The role that it logged in as.
+    pub usename: Option<String>,
+    /// `active`, `idle`, `idle in transaction` and the like; `None` where it is hidden.
+    pub state: Option<String>,
+    /// The statement that runs, or ran last; `None` where it is hidden.
+    pub query: Option<String>,
+    /// When it began; `None` where it is hidden. Its locks are younger, but PostgreSQL does not keep
+    /// when they were granted.
+    pub backend_start: Option<DateTime<Utc>>,
+    /// When its open transaction began; `None` where there is none, or where it is hidden.
+    pub xact_start: Option<DateTime<Utc>>,
+}
+
+/// An advisory lock that is held, and by whom. Made by [`holders()`].
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[diesel(table_name = advisory_lock, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct Holder {
+    /// What is locked. [`Names`](super::Names) tells the names of known keys.
+    #[diesel(embed)]
+    pub key: LockId,
+    /// Whether it is held by sharers.
+    pub shared: bool,
+    /// The session that holds it.
+    #[diesel(embed)]
+    pub session: Session,
+}
+
+/// A wait for an advisory lock, and whose. Made by [`waiters()`].
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[diesel(table_name = advisory_lock, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct Waiter {
+    /// What is wanted. [`Names`](super::Names) tells the names of known keys.
+    #[diesel(embed)]
+    pub key: LockId,
+    /// Whether it is wanted as a shared lock.
+    pub shared: bool,
+    /// Since when; `None` before PostgreSQL 14, and for a moment as the wait begins.
+    pub waiting_since: Option<DateTime<Utc>>,
+    /// How long, by the server's clock; `None` where `waiting_since` is.
+    #[diesel(deserialize_as = Elapsed<Option<Duration>>)]
+    pub waited: Option<Duration>,
+    /// The session that waits.
+    #[diesel(embed)]
+    pub session: Session,
+}
+
+/// The advisory locks of the current database that are held, by whichever session, with or without
+/// this crate. Loads as [`Holder`].
+///
+/// One round trip over `pg_locks` and `pg_stat_activity`, on a snapshot of neither: what it answers
+/// may have changed meanwhile. A lock that several sessions share is several rows, one that a session
+/// has taken several times is one.
+///
+/// # Examples
+///
+/// ```
+/// use diesel::prelude::*;
+/// use diesel_interlock::{AdvisoryLock, monitor};
+///
+/// static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+///
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(2);
+/// # let conn = &mut database.connect();
+/// let guard = NIGHTLY.acquire(&pool)?;
+/// let holders = monitor::holders()
+///     .filter(monitor::of_key(NIGHTLY.key())?)
+///     .order(monitor::backend_start)
+///     .load(conn)?;
+/// assert_eq!(holders[0].session.pid, Some(guard.backend_pid()));
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+#[auto_type]
+pub fn holders() -> _ {
+    let selection: AsSelect<Holder, Pg> = Holder::as_select();
+    AdvisoryLocks
+        .filter(advisory_lock::granted)
+        .select(selection)
+}
+
+/// The waits for advisory locks of the current database, of whichever session. Loads as [`Waiter`].
+///
+/// One round trip, as of [`holders()`]. Whoever waits for a session lock through this crate does so in
+/// slices of at most half a second: such a wait is as long as its slice, and not seen between two.
+///
+/// # Examples
+///
+/// ```
+/// use diesel::prelude::*;
+/// use diesel_interlock::monitor;
+///
+/// fn stuck(conn: &mut PgConnection) -> QueryResult<Vec<monitor::Waiter>> {
+///     monitor::waiters().filter(monitor::application_name.like("web-%")).load(conn)
+/// }
+/// # let database = workbench::Database::new();
+/// # assert!(stuck(&mut database.connect())?.is_empty());
+/// # Ok::<(), diesel::result::Error>(())
+/// ```
+#[auto_type]
+pub fn waiters() -> _ {
+    let selection: AsSelect<Waiter, Pg> = Waiter::as_select();
+    AdvisoryLocks
+        .filter(diesel::dsl::not(advisory_lock::granted))
+        .select(selection)
+}
+
+/// Answers who holds the lock: one session, several sharers, or nobody.
+///
+/// One round trip; the same as `holders().filter(of_key(key)?).load(conn)`.
+///
+/// # Errors
+///
+/// [`Error::EmptyName`], [`Error::Database`].
+pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>> {
+    let query = holders().filter(of_key(key)?);
+    query.load(conn).map_err(Error::Database)
+}
+
+/// Answers who waits for the lock, whoever waits longest first.
+///
+/// One round trip; the same as `waiters().filter(of_key(key)?).order(waiting_since).load(conn)`.
+///
+/// # Errors
+///
+/// [`Error::EmptyName`], [`Error::Database`].
+pub fn waiters_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Waiter>> {
+    let query = waiters()
+        .filter(of_key(key)?)
+        .order(advisory_lock::waiting_since);
+    query.load(conn).map_err(Error::Database)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::locks::LOCKS;
+    use super::*;
+
+    #[test]
+    fn holders_and_waiters_are_read_from_one_view_and_told_apart() {
+        let holders = diesel::debug_query::<Pg, _>(&holders()).to_string();
+        assert_eq!(
+            holders,
+            format!(
+                "SELECT \"advisory_lock\".\"key\", \"advisory_lock\".\"key1\", \
+                 \"advisory_lock\".\"key2\", \"advisory_lock\".\"shared\", \
+                 \"advisory_lock\".\"pid\", \"advisory_lock\".\"application_name\", \
+                 \"advisory_lock\".\"client_addr\", \"advisory_lock\".\"client_hostname\", \
+                 \"advisory_lock\".\"usename\", \"advisory_lock\".\"state\", \
+                 \"advisory_lock\".\"query\", \"advisory_lock\".\"backend_start\", \
+                 \"advisory_lock\".\"xact_start\" FROM ({LOCKS}) AS \"advisory_lock\" \
+                 WHERE \"advisory_lock\".\"granted\" -- binds: []"
+            )
+        );
+        let waiters = diesel::debug_query::<Pg, _>(&waiters()).to_string();
+        assert!(
+            waiters.contains("\"advisory_lock\".\"waiting_since\", \"advisory_lock\".\"waited\"")
+        );
+        assert!(waiters.ends_with(" NOT (\"advisory_lock\".\"granted\") -- binds: []"));
+    }
+}

@@ -17,9 +17,6 @@ use crate::installed;
 use crate::schema::resource_control::service_request;
 use crate::time::Timestamp;
 
-/// The most slots that a service can have.
-const MOST: u16 = i16::MAX.unsigned_abs();
-
 /// A row of `resource_control.service_request`.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable, Identifiable)]
 #[diesel(table_name = service_request, check_for_backend(Pg))]
@@ -124,26 +121,26 @@ pub fn next_expiry() -> min<service_request::expires_at> {
 #[non_exhaustive]
 pub struct Slots {
     /// The slots below the number asked for that no request in flight has, in their order.
-    pub free: Vec<u16>,
+    pub free: Vec<i16>,
     /// How many requests are in flight, whatever their slots.
     pub in_flight: usize,
     /// When the first request in flight expires; `None` if there is none.
     pub next_expiry: Option<Timestamp>,
-    slots: u16,
+    slots: i16,
 }
 
 impl Slots {
     /// How many claims would be granted now. Fewer than there are free slots where the number of slots
     /// was lowered and requests on the higher ones are still in flight.
     pub fn claimable(&self) -> usize {
-        usize::from(self.slots)
+        usize::from(self.slots.unsigned_abs())
             .saturating_sub(self.in_flight)
             .min(self.free.len())
     }
 }
 
 /// Answers which slots of a service are free, if it has that many, and how many requests are in
-/// flight.
+/// flight. More than 32,767 slots are 32,767.
 ///
 /// One round trip, which reads the requests in flight; they may have ended when it answers.
 ///
@@ -165,19 +162,17 @@ impl Slots {
 /// assert_eq!((geocoder.free, geocoder.in_flight), (vec![0, 1, 2, 3], 0));
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
-pub fn slots(conn: &mut PgConnection, service: &str, slots: u16) -> Result<Slots> {
-    let slots = slots.min(MOST);
+pub fn slots(conn: &mut PgConnection, service: &str, slots: u32) -> Result<Slots> {
+    let slots = i16::try_from(slots).unwrap_or(i16::MAX);
     let taken: Vec<(i16, Timestamp)> = service_request::table
         .filter(of_service(service))
         .filter(in_flight())
         .select((service_request::slot, service_request::expires_at))
         .load(conn)
         .map_err(|error| installed::explain(conn, error, None))?;
-    let occupied: HashSet<_> = taken.iter().map(|(slot, _)| i32::from(*slot)).collect();
+    let occupied: HashSet<i16> = taken.iter().map(|(slot, _)| *slot).collect();
     Ok(Slots {
-        free: (0..slots)
-            .filter(|slot| !occupied.contains(&i32::from(*slot)))
-            .collect(),
+        free: (0..slots).filter(|slot| !occupied.contains(slot)).collect(),
         in_flight: taken.len(),
         next_expiry: taken.iter().map(|(_, expires_at)| *expires_at).min(),
         slots,

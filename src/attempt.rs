@@ -66,6 +66,14 @@ impl<G> Attempt<G> {
         matches!(self, Attempt::Busy)
     }
 
+    /// How an event names it.
+    pub(crate) const fn outcome(&self) -> &'static str {
+        match self {
+            Attempt::Acquired(_) => "acquired",
+            Attempt::Busy => "busy",
+        }
+    }
+
     /// Applies `f` to what was acquired and leaves [`Busy`](Attempt::Busy) as it is.
     pub fn map<T>(self, f: impl FnOnce(G) -> T) -> Attempt<T> {
         match self {

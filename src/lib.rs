@@ -66,13 +66,33 @@
 //!
 //! - `r2d2` (default): the forms that take a pool.
 //! - `migrations` (default): [`migrations`].
+//! - `tracing`: [spans and events](#events).
 //! - `testing`: the module `testing`, for an application's own tests.
+//!
+//! # Events
+//!
+//! With the feature `tracing`, every operation is an event with the target `diesel_interlock`, within a
+//! span of its own, `acquire` or `attempt`, where it may wait. The fields are part of this crate's
+//! contract:
+//!
+//! | Field | Is |
+//! |---|---|
+//! | `operation` | `acquire`, `release`, `renew`, `attempt` (at a throttle), `discard` (of a connection) |
+//! | `key` | the lock, by name and number; or the key of a throttle |
+//! | `service`, `resource` | the semaphore; the throttled resource |
+//! | `outcome` | `acquired`, `busy`, `released`, `lost`, `timed_out`, `deferred`, `renewed`, `granted`, `denied`, `discarded`, `error` |
+//! | `waited_ms`, `held_ms`, `retry_after_ms` | how long, in milliseconds |
+//! | `error` | the message and its causes |
+//!
+//! What somebody should look at is a warning: `lost`, `timed_out`, `discarded`, `error`; the rest is
+//! at the level `DEBUG`.
 //!
 //! [pg]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
 
 mod advisory;
 mod attempt;
 mod error;
+mod events;
 pub mod functions;
 mod installed;
 mod key;

@@ -28,6 +28,7 @@ use self::query::ClaimRequest;
 use self::wait::Waiting;
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
+use crate::events::{self, What};
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool};
 use crate::read_committed;
@@ -231,7 +232,11 @@ impl Semaphore {
     /// ```
     #[cfg(feature = "r2d2")]
     pub fn admit(&self, pool: &PgPool) -> Result<Admission<Permit>> {
-        self.admit_within(pool, None)
+        events::acquire(
+            What::Service(&self.service),
+            || self.admit_within(pool, None),
+            Admission::outcome,
+        )
     }
 
     /// Claims a slot; waits for one at most `timeout`, holding no connection while it waits.
@@ -263,6 +268,15 @@ impl Semaphore {
     /// Those of [`acquire_timeout`](Self::acquire_timeout).
     #[cfg(feature = "r2d2")]
     pub fn admit_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
+        events::acquire(
+            What::Service(&self.service),
+            || self.admit_until(pool, timeout),
+            Admission::outcome,
+        )
+    }
+
+    #[cfg(feature = "r2d2")]
+    fn admit_until(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
         let mut waiting = Waiting::until(Instant::now().checked_add(timeout));
         let mut full = match self.admit_within(pool, Some(timeout))? {
             Admission::Full(full) => full,
@@ -362,7 +376,7 @@ impl Semaphore {
     ///
     /// Those of [all of them](#errors-of-all-of-them).
     pub fn admit_on(&self, conn: &mut PgConnection) -> Result<Admission<Claim>> {
-        match Request::of(self)?.send(conn)? {
+        let call = || match Request::of(self)?.send(conn)? {
             Sent::Answered(admission) => Ok(admission),
             // The transaction is the caller's, so what was claimed is released in it.
             Sent::InTransaction(admission) => {
@@ -372,7 +386,8 @@ impl Semaphore {
                 }
                 Err(Error::ClaimInTransaction)
             }
-        }
+        };
+        events::acquire(What::Service(&self.service), call, Admission::outcome)
     }
 
     /// Ends a request and frees its slot; answers whether this ended it. False if it had been ended

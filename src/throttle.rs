@@ -15,6 +15,7 @@ use self::query::{AttemptKey, AttemptResource};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
 pub use self::sync::{Difference, Synced, sync, sync_intervals};
 use crate::error::{Error, Result};
+use crate::events;
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool};
 use crate::read_committed;
@@ -130,6 +131,11 @@ impl<R: ThrottledResource> Throttle<R> {
     /// - [`Error::StrictIsolation`] for a serialization failure inside the caller's own transaction.
     /// - [`Error::Database`] for anything else.
     pub fn attempt(&self, conn: &mut PgConnection, details: &str) -> Result<Decision> {
+        let call = || self.decide(conn, details);
+        events::attempt(self.resource.label(), self.key.as_deref(), call)
+    }
+
+    fn decide(&self, conn: &mut PgConnection, details: &str) -> Result<Decision> {
         let label = self.resource.label();
         text::check(label, "the label", text::LONGEST_LABEL)?;
         text::check(details, "the details", text::LONGEST_DETAILS)?;

@@ -12,6 +12,7 @@ use super::lease::{Doubt, Lease, Pinned, distrusted};
 use super::mode::LockMode;
 use super::query::{IsHeld, Release, Released};
 use crate::error::{Error, Result};
+use crate::events::{self, Since, What};
 use crate::key::{LockId, LockKey};
 use crate::transaction::{self, Transaction};
 
@@ -80,6 +81,7 @@ pub struct AdvisoryLockGuard<C: Lease> {
     pinned: Pinned<C>,
     key: LockKey,
     hold: Hold,
+    since: Since,
     released: bool,
 }
 
@@ -99,6 +101,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             pinned,
             key,
             hold,
+            since: Since::now(),
             released: false,
         }
     }
@@ -164,6 +167,12 @@ impl<C: Lease> AdvisoryLockGuard<C> {
 
     fn release_inner(&mut self) -> Result<()> {
         self.released = true;
+        let released = self.unlock_and_check();
+        events::released(What::Lock(&self.key), self.since, &released);
+        released
+    }
+
+    fn unlock_and_check(&mut self) -> Result<()> {
         let Hold { id, mode, pid, .. } = self.hold;
         let conn = self.pinned.conn();
         let before = transaction::of(conn);

@@ -11,6 +11,7 @@ use diesel::prelude::*;
 
 use super::mode::LockMode;
 use super::query::IsHeld;
+use crate::events;
 use crate::key::LockId;
 use crate::transaction::{self, Transaction};
 
@@ -96,6 +97,7 @@ impl<C: Lease> Drop for Pinned<C> {
                 return;
             }
         }
+        events::discarded(C::POOLED);
         // Last of all: the next successful statement would take the mark back.
         transaction::mark_broken(conn);
     }

@@ -12,6 +12,7 @@ use super::query::{TryAcquire, TryAcquired};
 use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
+use crate::events::{self, What};
 use crate::key::LockKey;
 use crate::transaction::{self, Transaction};
 
@@ -21,11 +22,17 @@ pub(super) fn acquire<C: Lease>(
     mode: LockMode,
     lease: C,
 ) -> Result<AdvisoryLockGuard<C>> {
-    let mut tried = Tried::send(key, mode, lease)?;
-    while !tried.granted {
-        tried.wait(Duration::MAX)?;
-    }
-    Ok(tried.into_guard())
+    events::acquire(
+        What::Lock(key),
+        || {
+            let mut tried = Tried::send(key, mode, lease)?;
+            while !tried.granted {
+                tried.wait(Duration::MAX)?;
+            }
+            Ok(tried.into_guard())
+        },
+        |_| "acquired",
+    )
 }
 
 /// Takes the lock; waits for it until the deadline.
@@ -35,16 +42,22 @@ pub(super) fn acquire_until<C: Lease>(
     lease: C,
     deadline: Deadline,
 ) -> Result<Attempt<AdvisoryLockGuard<C>>> {
-    let mut tried = Tried::send(key, mode, lease)?;
-    while !tried.granted {
-        let left = deadline.remaining();
-        if left.is_zero() {
-            tried.pinned.trust();
-            return Ok(Attempt::Busy);
-        }
-        tried.wait(left)?;
-    }
-    Ok(Attempt::Acquired(tried.into_guard()))
+    events::acquire(
+        What::Lock(key),
+        || {
+            let mut tried = Tried::send(key, mode, lease)?;
+            while !tried.granted {
+                let left = deadline.remaining();
+                if left.is_zero() {
+                    tried.pinned.trust();
+                    return Ok(Attempt::Busy);
+                }
+                tried.wait(left)?;
+            }
+            Ok(Attempt::Acquired(tried.into_guard()))
+        },
+        Attempt::outcome,
+    )
 }
 
 /// A session that was asked for the lock.

@@ -11,6 +11,7 @@ use super::query::{TryAcquireXact, TryAcquiredXact};
 use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
+use crate::events::{self, What};
 use crate::transaction::{self, Transaction};
 
 /// # Transaction locks
@@ -83,10 +84,11 @@ impl AdvisoryLock {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn acquire_xact(&self, conn: &mut PgConnection) -> Result<()> {
-        match self.try_acquire_xact(conn)? {
+        let call = || match self.try_xact(conn)? {
             Attempt::Acquired(()) => Ok(()),
             Attempt::Busy => wait::for_xact_lock(conn, self.key().id()?, self.mode()),
-        }
+        };
+        events::acquire(What::Lock(self.key()), call, |()| "acquired")
     }
 
     /// Takes the lock until the transaction ends, if it is free; never waits for it.
@@ -97,6 +99,11 @@ impl AdvisoryLock {
     ///
     /// As [`acquire_xact`](Self::acquire_xact).
     pub fn try_acquire_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
+        let call = || self.try_xact(conn);
+        events::acquire(What::Lock(self.key()), call, Attempt::outcome)
+    }
+
+    fn try_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
         let id = self.key().id()?;
         match transaction::of(conn) {
             Transaction::Open | Transaction::Test => {}
@@ -140,17 +147,20 @@ impl AdvisoryLock {
         timeout: Duration,
     ) -> Result<Attempt<()>> {
         let deadline = Deadline::after(timeout);
-        if let Attempt::Acquired(()) = self.try_acquire_xact(conn)? {
-            return Ok(Attempt::Acquired(()));
-        }
-        let id = self.key().id()?;
-        Ok(
-            if wait::for_xact_lock_until(conn, self.key(), id, self.mode(), deadline)? {
-                Attempt::Acquired(())
-            } else {
-                Attempt::Busy
-            },
-        )
+        let call = || {
+            if let Attempt::Acquired(()) = self.try_xact(conn)? {
+                return Ok(Attempt::Acquired(()));
+            }
+            let id = self.key().id()?;
+            Ok(
+                if wait::for_xact_lock_until(conn, self.key(), id, self.mode(), deadline)? {
+                    Attempt::Acquired(())
+                } else {
+                    Attempt::Busy
+                },
+            )
+        };
+        events::acquire(What::Lock(self.key()), call, Attempt::outcome)
     }
 
     /// Opens a transaction, takes the lock in it, runs `work` and commits; rolls back if `work`

@@ -49,6 +49,15 @@ impl<P> Admission<P> {
         }
     }
 
+    /// How an event names it.
+    pub(super) const fn outcome(&self) -> &'static str {
+        match self {
+            Admission::Admitted(_) => "acquired",
+            Admission::Full(_) => "busy",
+        }
+    }
+
+    #[cfg(feature = "r2d2")]
     pub(super) fn map<T>(self, f: impl FnOnce(P) -> T) -> Admission<T> {
         match self {
             Admission::Admitted(inner) => Admission::Admitted(f(inner)),

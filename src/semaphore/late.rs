@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::query;
+use crate::events;
 use crate::pool::{self, PgPool};
 
 /// How long the thread waits before it tries again what it could not deliver.
@@ -24,6 +25,7 @@ impl Release {
     /// may have some.
     fn deliver(&self) -> bool {
         if self.deadline.is_some_and(|end| end <= Instant::now()) {
+            events::release_given_up(self.id);
             return true;
         }
         // Unlike a plain try, this makes a pool whose connections were lost open new ones.

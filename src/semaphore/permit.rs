@@ -9,6 +9,7 @@ use super::admission::Claim;
 use super::late::{self, Release};
 use super::{Semaphore, query};
 use crate::error::{Error, Result};
+use crate::events::{self, Since, What};
 use crate::pool::{self, PgPool};
 use crate::time::Timestamp;
 
@@ -34,6 +35,7 @@ pub struct Permit {
     pool: PgPool,
     /// Not after the request's expiry by the database's clock; what the clock cannot express is never.
     deadline: Option<Instant>,
+    since: Since,
     released: bool,
 }
 
@@ -45,6 +47,7 @@ impl Permit {
             semaphore: semaphore.clone(),
             pool,
             deadline: sent.checked_add(semaphore.timeout),
+            since: Since::now(),
             released: false,
         }
     }
@@ -89,6 +92,12 @@ impl Permit {
     /// - [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and their like. It is as it was, or
     ///   renewed.
     pub fn renew(&mut self) -> Result<DateTime<Utc>> {
+        let renewed = self.renew_inner();
+        events::renewed(self.what(), &renewed);
+        renewed
+    }
+
+    fn renew_inner(&mut self) -> Result<DateTime<Utc>> {
         let mut conn = pool::check_out(&self.pool, None)?;
         let sent = Instant::now();
         let renewed = query::renew(&mut conn, self.claim.id, self.semaphore.interval()?)?;
@@ -122,6 +131,12 @@ impl Permit {
     /// - [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and their like. The release is then
     ///   tried again in the background, as if the permit were dropped.
     pub fn release(mut self) -> Result<()> {
+        let released = self.release_inner();
+        events::released(self.what(), self.since, &released);
+        released
+    }
+
+    fn release_inner(&mut self) -> Result<()> {
         let mut conn = pool::check_out(&self.pool, None)?;
         let completed = query::complete(&mut conn, self.claim.id)?;
         self.released = true;
@@ -139,6 +154,10 @@ impl Permit {
         self.claim.clone()
     }
 
+    fn what(&self) -> What<'_> {
+        What::Service(&self.semaphore.service)
+    }
+
     fn timed_out(&self) -> Error {
         Error::TimedOut {
             service: self.semaphore.service.to_string(),
@@ -146,11 +165,18 @@ impl Permit {
         }
     }
 
+    /// Answers whether there is nothing more to do.
     fn release_without_waiting(&self) -> bool {
         let Some(mut conn) = self.pool.try_get() else {
             return false;
         };
-        query::complete(&mut conn, self.claim.id).is_ok()
+        let Ok(completed) = query::complete(&mut conn, self.claim.id) else {
+            return false;
+        };
+        drop(conn);
+        let released = completed.then_some(()).ok_or_else(|| self.timed_out());
+        events::released(self.what(), self.since, &released);
+        true
     }
 }
 
@@ -162,6 +188,7 @@ impl Drop for Permit {
         // Diesel's instrumentation is the caller's code and runs with every statement.
         let released = catch_unwind(AssertUnwindSafe(|| self.release_without_waiting()));
         if !released.unwrap_or(false) {
+            events::release_deferred(self.what(), self.since);
             late::deliver(Release {
                 id: self.claim.id,
                 pool: self.pool.clone(),

@@ -46,7 +46,9 @@ impl Waiting {
         if remaining.is_zero() {
             return false;
         }
-        let pause = self.next.max(APART * WAITERS.load(Ordering::Relaxed));
+        let pause = self
+            .next
+            .max(APART * WAITERS.load(Ordering::Relaxed).saturating_sub(1));
         self.next = LONGEST.min(self.next * 3 / 2);
         let pause = self.spread(pause).min(surely_free.max(SHORTEST));
         std::thread::sleep(pause.min(remaining));

@@ -5,6 +5,8 @@
 
 mod borrowed_connections;
 mod errors;
+#[cfg(all(feature = "tracing", feature = "r2d2"))]
+mod events;
 mod functions;
 mod handlers_under_test;
 mod installation;

@@ -1,0 +1,182 @@
+//! What the feature `tracing` tells.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use diesel::RunQueryDsl;
+use diesel_interlock::{AdvisoryLock, Attempt, Error, Semaphore, Throttle};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::support::{Expect, Observer, eventually};
+use crate::throttles::Resource;
+
+const LOCK: AdvisoryLock = AdvisoryLock::named("events");
+const GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+
+type Fields = BTreeMap<&'static str, String>;
+
+/// Collects the events of one thread.
+#[derive(Clone, Default)]
+struct Collected(Arc<Mutex<Vec<Fields>>>);
+
+struct Visitor(Fields);
+
+impl Visit for Visitor {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.0.insert(field.name(), format!("{value:?}"));
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.0.insert(field.name(), value.to_owned());
+    }
+}
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collected {
+    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        assert_eq!(event.metadata().target(), "diesel_interlock");
+        let mut visitor = Visitor(Fields::new());
+        event.record(&mut visitor);
+        let mut fields = visitor.0;
+        if *event.metadata().level() == Level::WARN {
+            fields.insert("warning", String::new());
+        }
+        if let Some(span) = context.event_span(event) {
+            fields.insert("span", span.name().to_owned());
+        }
+        self.0.lock().unwrap().push(fields);
+    }
+}
+
+/// What is told while `work` runs, without the times, as `operation outcome` and further fields.
+fn told(work: impl FnOnce()) -> Vec<Fields> {
+    let collected = Collected::default();
+    let subscriber = tracing_subscriber::registry().with(collected.clone());
+    tracing::subscriber::with_default(subscriber, work);
+    let events = collected.0.lock().unwrap();
+    events.clone()
+}
+
+fn brief(events: &[Fields]) -> Vec<String> {
+    let brief = |event: &Fields| {
+        let warning = if event.contains_key("warning") {
+            " !"
+        } else {
+            ""
+        };
+        format!("{} {}{warning}", event["operation"], event["outcome"])
+    };
+    events.iter().map(brief).collect()
+}
+
+#[test]
+fn a_lock_tells_of_its_acquisition_its_refusal_and_its_release() {
+    let database = workbench::Database::new();
+    let pool = database.pool(2);
+    let events = told(|| {
+        let guard = LOCK.try_acquire(&pool).unwrap().expect_acquired();
+        assert!(LOCK.try_acquire(&pool).unwrap().is_busy());
+        drop(guard);
+    });
+    assert_eq!(
+        brief(&events),
+        ["acquire acquired", "acquire busy", "release released"]
+    );
+    for event in &events {
+        assert_eq!(event["key"], LOCK.key().to_string());
+        assert!(!event.contains_key("service"));
+    }
+    assert_eq!(events[0]["span"], "acquire");
+    assert!(events[0]["waited_ms"].parse::<u64>().is_ok());
+    assert!(events[2]["held_ms"].parse::<u64>().is_ok());
+}
+
+#[test]
+fn a_lost_lock_and_a_discarded_connection_are_warnings() {
+    let database = workbench::Database::new();
+    let pool = database.pool(1);
+    let events = told(|| {
+        let guard = LOCK.acquire(&pool).unwrap();
+        Observer::of(&database).kill(guard.backend_pid());
+        drop(guard);
+    });
+    assert_eq!(
+        brief(&events),
+        ["acquire acquired", "release lost !", "discard discarded !"]
+    );
+    assert!(events[1]["error"].contains(": "), "{events:?}");
+}
+
+#[test]
+fn an_error_is_a_warning_with_its_causes() {
+    let database = crate::throttles::database();
+    let conn = &mut database.connect();
+    let events = told(|| {
+        assert!(matches!(
+            LOCK.acquire_xact(conn),
+            Err(Error::NotInTransaction)
+        ));
+    });
+    assert_eq!(brief(&events), ["acquire error !"]);
+    assert_eq!(events[0]["error"], Error::NotInTransaction.to_string());
+}
+
+#[test]
+fn a_throttle_tells_its_decision() {
+    let database = crate::throttles::database();
+    let conn = &mut database.connect();
+    let import = Throttle::of(Resource::Import).key(7);
+    let events = told(|| {
+        assert!(import.attempt(conn, "me").unwrap().granted().is_some());
+        assert!(import.attempt(conn, "me").unwrap().denied().is_some());
+    });
+    assert_eq!(brief(&events), ["attempt granted", "attempt denied"]);
+    assert_eq!(events[1]["key"], "7");
+    assert!(events[1].contains_key("resource") && events[1].contains_key("retry_after_ms"));
+}
+
+#[test]
+fn a_semaphore_tells_of_claims_releases_and_time_outs() {
+    let database = crate::semaphores::database();
+    let pool = database.pool(1);
+    let events = told(|| {
+        let mut permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        let Attempt::Busy = GEOCODER.try_acquire(&pool).unwrap() else {
+            panic!("two permits of one");
+        };
+        permit.renew().unwrap();
+        permit.release().unwrap();
+        let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        crate::semaphores::expire(&mut database.connect(), "geocoder");
+        drop(permit);
+        let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        let busy = pool.get().unwrap();
+        drop(permit);
+        drop(busy);
+    });
+    assert_eq!(
+        brief(&events),
+        [
+            "acquire acquired",
+            "acquire busy",
+            "renew renewed",
+            "release released",
+            "acquire acquired",
+            "release timed_out !",
+            "acquire acquired",
+            "release deferred",
+        ]
+    );
+    assert!(events.iter().all(|event| event["service"] == "geocoder"));
+    eventually("the deferred release is delivered", || {
+        use diesel::QueryDsl;
+        use diesel_interlock::monitor;
+        use diesel_interlock::schema::resource_control::service_request;
+        let in_flight = service_request::table.filter(monitor::in_flight()).count();
+        in_flight.get_result(&mut pool.get().unwrap()) == Ok(0)
+    });
+}

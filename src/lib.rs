@@ -94,6 +94,8 @@ mod attempt;
 mod error;
 mod events;
 pub mod functions;
+#[cfg(all(any(doc, doctest), feature = "r2d2", feature = "migrations"))]
+pub mod guide;
 mod installed;
 mod key;
 #[cfg(feature = "migrations")]

@@ -10,8 +10,6 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        use diesel::sql_types::*;
-
         /// Requests to services that take only so many at a time: those in flight, and the log of those that ended.
         resource_control.service_request (id) {
             id -> Int8,

@@ -1,2 +1,3 @@
 DROP FUNCTION resource_control.lock_key(text);
+DROP TABLE resource_control.installed_migration;
 DROP SCHEMA resource_control;

@@ -1,5 +1,11 @@
 CREATE SCHEMA resource_control;
 
+-- Each migration writes its own row, so that whoever ran it, the schema knows.
+CREATE TABLE resource_control.installed_migration (
+    version text PRIMARY KEY,
+    run_at timestamptz NOT NULL DEFAULT current_timestamp
+);
+
 CREATE FUNCTION resource_control.lock_key(name text) RETURNS bigint
     LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE
 AS $$
@@ -21,5 +27,9 @@ $$;
 
 COMMENT ON SCHEMA resource_control IS
     'Throttles and semaphores of diesel_interlock.';
+COMMENT ON TABLE resource_control.installed_migration IS
+    'The migrations of diesel_interlock that were run here, by whichever means.';
 COMMENT ON FUNCTION resource_control.lock_key(text) IS
     'The advisory lock key of a name: 64-bit FNV-1a of its UTF-8 bytes, as a signed number. It never changes.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000001');

@@ -130,3 +130,5 @@ COMMENT ON FUNCTION resource_control.attempt_throttled_resource(resource_control
     'Hands the resource out if it is due, and answers the decision. Never waits. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated. Commit at once, and do the work afterwards.';
 COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS
     'Hands the resource out if it is due, and answers whether it did; false for a resource without a row. Otherwise as attempt_throttled_resource.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000002');

@@ -165,3 +165,5 @@ COMMENT ON FUNCTION resource_control.attempt_throttled_key(resource_control.thro
     'Hands the resource out for this key if it is due, and answers the decision. Otherwise as attempt_throttled_resource.';
 COMMENT ON FUNCTION resource_control.prune_throttled_keys(integer) IS
     'Deletes at most that many keys whose interval has passed, skipping those that are being taken, and answers how many. Each holds an advisory lock until the transaction ends: keep the batch in the hundreds.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000003');

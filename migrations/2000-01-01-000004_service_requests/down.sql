@@ -1,3 +1,4 @@
+DELETE FROM resource_control.installed_migration WHERE version = '20000101000004';
 DROP FUNCTION resource_control.prune_service_requests(interval, integer);
 DROP FUNCTION resource_control.next_service_request_expiry(text);
 DROP FUNCTION resource_control.renew_service_request(bigint, interval);

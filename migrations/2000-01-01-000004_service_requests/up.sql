@@ -285,3 +285,5 @@ COMMENT ON FUNCTION resource_control.next_service_request_expiry(text) IS
     'When the first of the requests in flight to the service expires; null if there is none.';
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
     'Deletes at most that many requests that ended, or expired, longer ago than that, and answers how many.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000004');

@@ -1,6 +1,5 @@
 //! Installing this crate's own schema, beside the application's migrations.
 
-use diesel::connection::SimpleConnection;
 use diesel::migration::{Migration, MigrationSource, MigrationVersion};
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
@@ -53,28 +52,16 @@ pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>
         let version = migration.name().version().as_owned();
         guard
             .conn()
-            .transaction(|conn| run(conn, migration.as_ref(), &version))?;
+            .transaction(|conn| run(conn, migration.as_ref()))?;
         ran.push(version);
     }
     guard.release()?;
     Ok(ran)
 }
 
-fn run(
-    conn: &mut PgConnection,
-    migration: &dyn Migration<Pg>,
-    version: &MigrationVersion<'_>,
-) -> Result<()> {
+/// Each migration writes its own version.
+fn run(conn: &mut PgConnection, migration: &dyn Migration<Pg>) -> Result<()> {
     migration.run(conn).map_err(Error::Migration)?;
-    conn.batch_execute(
-        "CREATE TABLE IF NOT EXISTS resource_control.installed_migration (
-            version text PRIMARY KEY,
-            run_at timestamptz NOT NULL DEFAULT current_timestamp
-        )",
-    )?;
-    diesel::sql_query("INSERT INTO resource_control.installed_migration (version) VALUES ($1)")
-        .bind::<Text, _>(version.to_string())
-        .execute(conn)?;
     Ok(())
 }
 

@@ -183,7 +183,7 @@ pub enum Error {
 
     /// The schema `resource_control` is missing, or older than this crate.
     #[error(
-        "the schema resource_control is missing or too old: call migrations::install, or run the crate's migrations"
+        "the schema resource_control is missing or too old: call migrations::install, or run the files of migrations::write_to"
     )]
     NotInstalled,
 
@@ -193,6 +193,28 @@ pub enum Error {
         "the schema resource_control exists, but migrations::install did not make it: run the migrations that did"
     )]
     ForeignInstallation,
+
+    /// A file or directory is where one of this crate's migrations is to be written, and differs from
+    /// it. Nothing was written.
+    #[cfg(feature = "migrations")]
+    #[error(
+        "{} differs from this crate's migration of that version: delete it, or rename it to another version",
+        .path.display()
+    )]
+    DifferentFile {
+        /// The file or directory.
+        path: std::path::PathBuf,
+    },
+
+    /// A file could not be read or written.
+    #[cfg(feature = "migrations")]
+    #[error("{} could not be read or written", .path.display())]
+    File {
+        /// The file or directory.
+        path: std::path::PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
 
     /// The role lacks a right.
     #[error("the role {role} lacks rights on the schema resource_control: {missing}")]

@@ -5,6 +5,8 @@
 //! a migration pending, both run it, and one of them fails.
 
 mod install;
+mod ours;
+mod write_to;
 
 use diesel::migration::{MigrationSource, MigrationVersion};
 use diesel::pg::{Pg, PgConnection};
@@ -16,6 +18,7 @@ use crate::key::LockKey;
 use crate::transaction;
 
 pub use self::install::install;
+pub use self::write_to::write_to;
 
 /// The lock under which [`run_pending`] and [`install`] run. Its key is part of this crate's contract, as that of
 /// every name is: 7668513674988384022.

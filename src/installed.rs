@@ -13,30 +13,38 @@ struct Present {
     #[diesel(sql_type = Text)]
     role: String,
     #[diesel(sql_type = Bool)]
-    functions: bool,
-    #[diesel(sql_type = Bool)]
     usage: bool,
     #[diesel(sql_type = Bool)]
+    newest: bool,
+    #[diesel(sql_type = Bool)]
     tables: bool,
+    #[diesel(sql_type = Bool)]
+    functions: bool,
     #[diesel(sql_type = Bool)]
     label: bool,
 }
 
-/// What is there, read from the catalogue alone, which needs no rights on the schema.
+/// What is there, read from the catalogue alone, which needs no rights on the schema: those that
+/// `grants.sql` gives, and the function that was added last.
 const PRESENT: &str = "
     WITH schema AS (
         SELECT oid FROM pg_catalog.pg_namespace WHERE nspname = 'resource_control'
     )
     SELECT current_user::text AS role,
+        NOT EXISTS (SELECT FROM schema
+            WHERE NOT pg_catalog.has_schema_privilege(schema.oid, 'USAGE')) AS usage,
         EXISTS (SELECT FROM pg_catalog.pg_proc, schema
-            WHERE pronamespace = schema.oid AND proname = 'attempt_throttled_key') AS functions,
-        EXISTS (SELECT FROM schema
-            WHERE pg_catalog.has_schema_privilege(schema.oid, 'USAGE')) AS usage,
+            WHERE pronamespace = schema.oid AND proname = 'claim_service_request') AS newest,
         NOT EXISTS (SELECT FROM pg_catalog.pg_class, schema
             WHERE relnamespace = schema.oid AND relkind = 'r'
             AND NOT (pg_catalog.has_table_privilege(pg_class.oid, 'SELECT')
-                AND pg_catalog.has_table_privilege(pg_class.oid, 'INSERT')
-                AND pg_catalog.has_table_privilege(pg_class.oid, 'UPDATE'))) AS tables,
+                AND (relname = 'installed_migration'
+                    OR pg_catalog.has_table_privilege(pg_class.oid, 'INSERT')
+                    AND pg_catalog.has_table_privilege(pg_class.oid, 'UPDATE')
+                    AND pg_catalog.has_table_privilege(pg_class.oid, 'DELETE')))) AS tables,
+        NOT EXISTS (SELECT FROM pg_catalog.pg_proc, schema
+            WHERE pronamespace = schema.oid
+            AND NOT pg_catalog.has_function_privilege(pg_proc.oid, 'EXECUTE')) AS functions,
         EXISTS (SELECT FROM pg_catalog.pg_enum JOIN pg_catalog.pg_type ON pg_type.oid = enumtypid, schema
             WHERE typnamespace = schema.oid AND typname = 'throttled_resource_enum'
             AND enumlabel = $1) AS label";
@@ -52,24 +60,29 @@ pub(crate) fn explain(conn: &mut PgConnection, error: DieselError, label: Option
         DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) => {}
         _ => return error.into(),
     }
-    if transaction::of(conn) != Transaction::None {
+    // A connection that was marked as broken, as a probe, can be asked, and loses the mark by it.
+    if let Transaction::Test | Transaction::Open = transaction::of(conn) {
         return error.into();
     }
     let present: QueryResult<Present> = diesel::sql_query(PRESENT)
         .bind::<Text, _>(label.unwrap_or_default())
         .get_result(conn);
     match (present, label) {
-        (Ok(present), _) if !present.functions => Error::NotInstalled,
         (Ok(present), _) if !present.usage => Error::MissingRights {
             role: present.role,
-            missing: "USAGE on the schema",
+            missing: "USAGE on it (grants.sql)",
         },
+        (Ok(present), _) if !present.newest => Error::NotInstalled,
         (Ok(present), Some(label)) if !present.label => Error::UnknownResource {
             label: label.to_owned(),
         },
         (Ok(present), _) if !present.tables => Error::MissingRights {
             role: present.role,
-            missing: "SELECT, INSERT and UPDATE on its tables",
+            missing: "SELECT, INSERT, UPDATE and DELETE on its tables (grants.sql)",
+        },
+        (Ok(present), _) if !present.functions => Error::MissingRights {
+            role: present.role,
+            missing: "EXECUTE on its functions (grants.sql)",
         },
         _ => error.into(),
     }

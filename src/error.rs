@@ -187,12 +187,19 @@ pub enum Error {
     )]
     NotInstalled,
 
-    /// The schema `resource_control` is there, and was made by other means than `migrations::install`.
+    /// The schema `resource_control` is there, was made by hand, and differs from what the migrations
+    /// make. Nothing was changed.
     #[cfg(feature = "migrations")]
     #[error(
-        "the schema resource_control exists, but migrations::install did not make it: run the migrations that did"
+        "the schema resource_control was not made by this crate and differs from what it makes: {}; \
+         change it, or rename it out of the way",
+        .differences.join("; ")
     )]
-    ForeignInstallation,
+    ForeignInstallation {
+        /// Each difference, in English: `column throttled_resource.last_locked is timestamp without time
+        /// zone, expected timestamp with time zone`.
+        differences: Vec<String>,
+    },
 
     /// A file or directory is where one of this crate's migrations is to be written, and differs from
     /// it. Nothing was written.

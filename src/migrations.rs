@@ -2,10 +2,48 @@
 //! application's own, and this crate's.
 //!
 //! Diesel's own `run_pending_migrations` takes no lock: two instances that start together both find
-//! a migration pending, both run it, and one of them fails.
+//! a migration pending, both run it, and one of them fails. [`run_pending`] runs them under a lock.
+//!
+//! # This crate's own schema
+//!
+//! comes into a database in one of two ways. Either way the schema itself knows what was run: each
+//! migration writes its own row into `resource_control.installed_migration`.
+//!
+//! | | By [`install`], at start-up | By files among the application's own |
+//! |---|---|---|
+//! | Begin | call [`install`] at start-up | call [`write_to`], then `diesel migration run` |
+//! | After an upgrade of this crate | nothing to do | call [`write_to`] again, then `diesel migration run` |
+//! | `diesel migration run`, `list`, `revert`, `redo`, with `--all` or without | do not know of it | treat it as the oldest of the application's migrations |
+//! | Remove | [`uninstall`] | `revert` them and delete the files, or [`uninstall`] and delete the files |
+//! | Change to the other way | [`write_to`], then [`hand_over`] once per database | delete the files, then [`take_over`] once per database |
+//!
+//! Both at once is allowed, and neither has to win. [`install`] leaves alone what the files have run,
+//! as it sees the same rows. What [`install`] runs where the files ran what was before it, it also
+//! records in Diesel's table `__diesel_schema_migrations`, so that `diesel migration run` does not run
+//! it a second time; until [`write_to`] has written its files, `diesel migration revert --all` and
+//! `redo --all` fail when they come to it.
+//!
+//! A schema `resource_control` that was made by hand is adopted by [`install`], see there.
+//!
+//! # Between releases
+//!
+//! of this crate, its tables and functions only grow: a migration that was released never changes, a
+//! column that is added can be left out of an INSERT, and a function with another signature or
+//! result is a new function. So
+//! - an old program runs on the schema of a newer release, during a rolling deployment and after a
+//!   rollback of the program: it overlooks what it does not know, and [`install`] leaves it alone;
+//! - a new program on the schema of an older release answers [`Error::NotInstalled`](crate::Error)
+//!   where it needs something newer, and works where it does not. Whoever may install does so first.
+//!
+//! [`uninstall`] of an older release refuses the schema of a newer one.
 
+mod adopt;
+mod description;
+mod diesels_table;
 mod install;
 mod ours;
+mod rights;
+mod statements;
 mod write_to;
 
 use diesel::migration::{MigrationSource, MigrationVersion};
@@ -17,11 +55,12 @@ use crate::error::{Error, Result};
 use crate::key::LockKey;
 use crate::transaction;
 
+pub use self::diesels_table::{hand_over, take_over};
 pub use self::install::install;
 pub use self::write_to::write_to;
 
-/// The lock under which [`run_pending`] and [`install`] run. Its key is part of this crate's contract, as that of
-/// every name is: 7668513674988384022.
+/// The lock under which [`run_pending`], [`install`] and everything else in this module runs. Its key
+/// is part of this crate's contract, as that of every name is: 7668513674988384022.
 pub static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
     "diesel_interlock migrations",
     7668513674988384022,

@@ -1,18 +1,15 @@
 //! Installing this crate's own schema, beside the application's migrations.
 
-use diesel::migration::{Migration, MigrationSource, MigrationVersion};
-use diesel::pg::{Pg, PgConnection};
+use diesel::migration::MigrationVersion;
+use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{Bool, Text};
-use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 
-use super::LOCK;
-use crate::error::{Error, Result};
+use super::ours::{OURS, OurMigration};
+use super::{LOCK, adopt, diesels_table, rights};
+use crate::error::Result;
 use crate::installed;
 use crate::transaction;
-
-/// This crate's own migrations, those of its directory `migrations/`.
-const OURS: EmbeddedMigrations = embed_migrations!("migrations");
 
 /// Installs this crate's schema `resource_control`, or brings it up to date; answers the versions
 /// that it ran.
@@ -23,50 +20,118 @@ const OURS: EmbeddedMigrations = embed_migrations!("migrations");
 /// a transaction of its own.
 ///
 /// The versions are kept in `resource_control.installed_migration`, apart from the application's
-/// own, so `diesel migration revert` never trips over them. The other way to install the schema is to
-/// copy the directories of `migrations/` among the application's own.
+/// own, so `diesel migration revert` never trips over them. The other way to install the schema is by
+/// files among the application's own: see [the module](super#this-crates-own-schema), also for how the
+/// two go together.
+///
+/// # A schema that was made by hand
+///
+/// with the same type, table and function, is adopted: in one transaction, what is missing is added in
+/// place (tables, functions, comments, storage parameters), and functions are replaced. Its rows and
+/// labels stay, and so does what refers to it; what else lies in the schema is nobody's business.
+///
+/// What is there must be what the migrations make, compared in the server's own catalogue: kinds,
+/// columns with their types, defaults and nullability, constraints and indexes with names and
+/// definitions, the functions' arguments and results. Anything else is refused with the list of
+/// differences, and nothing is changed. To compare, the schema is renamed and a new one made, both
+/// undone before anybody sees it; the role must own the schema and have `CREATE` on the database.
 ///
 /// # Grants
 ///
-/// The role that installs becomes the owner. Another role that is to use the schema needs
+/// The role that installs becomes the owner. Another role that is to use the schema needs what
+/// `grants.sql`, in this crate's repository, gives it, to be run by the owner:
 /// ```sql
-/// GRANT USAGE ON SCHEMA resource_control TO app;
-/// GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA resource_control TO app;
+#[doc = include_str!("../../grants.sql")]
 /// ```
+///
+/// # Blocking
+///
+/// With nothing to do it never waits. Otherwise it waits for [`LOCK`], while other instances run
+/// migrations, as [`AdvisoryLock::acquire_on`] does.
 ///
 /// # Errors
 ///
 /// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
-/// - [`Error::ForeignInstallation`] if the schema is there, but this function did not make it.
-/// - [`Error::Migration`] if a migration failed, as it does for a role that may not create a schema.
-///   Those before it stay.
-/// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
+/// - [`Error::ForeignInstallation`] if the schema was made by hand and differs.
+/// - [`Error::MissingRights`] if something is to be done, and the role may not; or if nothing is, and
+///   it lacks the grants.
+/// - [`Error::Migration`] if a migration failed for another reason. Those before it stay.
+/// - Those of [`AdvisoryLock::acquire_on`].
+///
+/// # Examples
+///
+/// ```
+/// use diesel_interlock::migrations;
+///
+/// # let database = workbench::Database::new();
+/// # let conn = &mut database.connect();
+/// migrations::install(conn)?; // at start-up, before anything is throttled or claimed
+/// # assert!(migrations::install(conn)?.is_empty());
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+///
+/// [`AdvisoryLock::acquire_on`]: crate::AdvisoryLock::acquire_on
+/// [`Error::CommitsInTransaction`]: crate::Error::CommitsInTransaction
+/// [`Error::ForeignInstallation`]: crate::Error::ForeignInstallation
+/// [`Error::MissingRights`]: crate::Error::MissingRights
+/// [`Error::Migration`]: crate::Error::Migration
 pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;
-    if pending(conn)?.is_empty() {
+    if installed(conn)?.pending().next().is_none() {
         return Ok(Vec::new());
     }
     let mut guard = LOCK.acquire_on(conn)?;
+    let found = installed(guard.conn())?;
     let mut ran = Vec::new();
-    for migration in pending(guard.conn())? {
-        let version = migration.name().version().as_owned();
-        guard
-            .conn()
-            .transaction(|conn| run(conn, migration.as_ref()))?;
-        ran.push(version);
+    if let Installed::Unrecorded = found {
+        ran = rights::transaction(guard.conn(), adopt::adopt)?;
+    } else {
+        for migration in found.pending() {
+            rights::transaction(guard.conn(), |conn| run(conn, migration))?;
+            ran.push(migration.version());
+        }
     }
     guard.release()?;
     Ok(ran)
 }
 
-/// Each migration writes its own version.
-fn run(conn: &mut PgConnection, migration: &dyn Migration<Pg>) -> Result<()> {
-    migration.run(conn).map_err(Error::Migration)?;
-    Ok(())
+/// Runs a migration. Where the ones before it were run by files, it is recorded as if it had been, too.
+fn run(conn: &mut PgConnection, migration: &OurMigration) -> Result<()> {
+    if let Some(table) = diesels_table::find(conn)? {
+        let first = OURS[0].version().to_string();
+        if diesels_table::versions(conn, &table)?.contains(&first) {
+            diesels_table::record(conn, &table, &[migration.version().to_string()])?;
+        }
+    }
+    adopt::pin_search_path(conn)?;
+    migration.run(conn)
 }
 
-/// Our migrations that were not installed yet, in their order.
-fn pending(conn: &mut PgConnection) -> Result<Vec<Box<dyn Migration<Pg>>>> {
+/// What of this crate is in a database.
+#[derive(Debug)]
+pub(super) enum Installed {
+    /// There is no schema `resource_control`.
+    Nothing,
+    /// There is one, without a table of versions: somebody made it by hand.
+    Unrecorded,
+    /// The versions that were run, those of newer releases among them.
+    Versions(Vec<String>),
+}
+
+impl Installed {
+    /// Our migrations that were not run, in their order.
+    fn pending(&self) -> impl Iterator<Item = &'static OurMigration> {
+        let ran: &[String] = match self {
+            Installed::Versions(ran) => ran,
+            _ => &[],
+        };
+        OURS.iter()
+            .filter(move |ours| !ran.contains(&ours.version().to_string()))
+    }
+}
+
+/// Looks what is installed: two reads.
+pub(super) fn installed(conn: &mut PgConnection) -> Result<Installed> {
     #[derive(QueryableByName)]
     struct Present {
         #[diesel(sql_type = Bool)]
@@ -75,7 +140,7 @@ fn pending(conn: &mut PgConnection) -> Result<Vec<Box<dyn Migration<Pg>>>> {
         versions: bool,
     }
     #[derive(QueryableByName)]
-    struct Installed {
+    struct Row {
         #[diesel(sql_type = Text)]
         version: String,
     }
@@ -86,20 +151,18 @@ fn pending(conn: &mut PgConnection) -> Result<Vec<Box<dyn Migration<Pg>>>> {
          WHERE nspname = 'resource_control'",
     )
     .get_result(conn)?;
-    let installed: Vec<Installed> = match present {
-        Present { versions: true, .. } => {
-            diesel::sql_query("SELECT version FROM resource_control.installed_migration")
-                .load(conn)
-                .map_err(|error| installed::explain(conn, error, None))?
+    match present {
+        Present { schema: false, .. } => Ok(Installed::Nothing),
+        Present {
+            versions: false, ..
+        } => Ok(Installed::Unrecorded),
+        _ => {
+            let rows: Vec<Row> =
+                diesel::sql_query("SELECT version FROM resource_control.installed_migration")
+                    .load(conn)
+                    .map_err(|error| installed::explain(conn, error, None))?;
+            let versions = rows.into_iter().map(|row| row.version).collect();
+            Ok(Installed::Versions(versions))
         }
-        Present { schema: true, .. } => return Err(Error::ForeignInstallation),
-        _ => Vec::new(),
-    };
-    let mut ours = MigrationSource::<Pg>::migrations(&OURS).map_err(Error::Migration)?;
-    ours.sort_by(|one, other| one.name().version().cmp(&other.name().version()));
-    ours.retain(|migration| {
-        let version = migration.name().version().to_string();
-        installed.iter().all(|row| row.version != version)
-    });
-    Ok(ours)
+    }
 }

@@ -261,18 +261,6 @@ fn both_are_refused_inside_a_transaction() {
 }
 
 #[test]
-fn a_schema_that_somebody_else_made_is_left_alone() {
-    let database = Database::new();
-    let conn = &mut database.connect();
-    conn.batch_execute("CREATE SCHEMA resource_control")
-        .unwrap();
-    assert!(matches!(
-        migrations::install(conn),
-        Err(Error::ForeignInstallation)
-    ));
-}
-
-#[test]
 fn the_sql_function_hashes_names_as_rust_does() {
     let database = Database::new();
     let conn = &mut database.connect();

@@ -1,0 +1,89 @@
+//! What a role may do that runs our migrations, asked once something failed.
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel::sql_types::{Bool, Text};
+
+use super::ours::Failed;
+use crate::error::{Error, Result};
+
+#[derive(QueryableByName)]
+struct Rights {
+    #[diesel(sql_type = Text)]
+    role: String,
+    #[diesel(sql_type = Bool)]
+    creates_schemas: bool,
+    #[diesel(sql_type = Bool)]
+    has_schema: bool,
+    #[diesel(sql_type = Bool)]
+    owns_all: bool,
+}
+
+const RIGHTS: &str = "
+    WITH schema AS (
+        SELECT oid, nspowner FROM pg_catalog.pg_namespace WHERE nspname = 'resource_control'
+    ), owners (owner) AS (
+        SELECT nspowner FROM schema
+        UNION SELECT relowner FROM pg_catalog.pg_class JOIN schema ON relnamespace = schema.oid
+        UNION SELECT proowner FROM pg_catalog.pg_proc JOIN schema ON pronamespace = schema.oid
+        UNION SELECT typowner FROM pg_catalog.pg_type JOIN schema ON typnamespace = schema.oid
+    )
+    SELECT current_user::text AS role,
+        pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE') AS creates_schemas,
+        EXISTS (SELECT FROM schema) AS has_schema,
+        NOT EXISTS (SELECT FROM owners WHERE NOT pg_catalog.pg_has_role(owner, 'USAGE')) AS owns_all";
+
+/// Runs DDL in a transaction, at READ COMMITTED whatever the session's default level is, and says of
+/// an error whether a right was missing.
+pub(super) fn transaction<T>(
+    conn: &mut PgConnection,
+    work: impl FnOnce(&mut PgConnection) -> Result<T>,
+) -> Result<T> {
+    conn.build_transaction()
+        .read_committed()
+        .run(work)
+        .map_err(|error| explain(conn, error))
+}
+
+/// Refuses a role that may not make schemas.
+pub(super) fn require_creating_schemas(conn: &mut PgConnection) -> Result<()> {
+    let rights: Rights = diesel::sql_query(RIGHTS).get_result(conn)?;
+    if rights.creates_schemas {
+        return Ok(());
+    }
+    Err(Error::MissingRights {
+        role: rights.role,
+        missing: "CREATE on the database, to compare it with a new one",
+    })
+}
+
+fn explain(conn: &mut PgConnection, error: Error) -> Error {
+    let source = match &error {
+        Error::Database(source) => source,
+        Error::Migration(failed) => match failed.downcast_ref::<Failed>() {
+            Some(failed) => &failed.source,
+            None => return error,
+        },
+        _ => return error,
+    };
+    match source {
+        DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _) => {
+            return Error::ReadOnly;
+        }
+        DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) => {}
+        _ => return error,
+    }
+    let rights: QueryResult<Rights> = diesel::sql_query(RIGHTS).get_result(conn);
+    match rights {
+        Ok(rights) if rights.has_schema && !rights.owns_all => Error::MissingRights {
+            role: rights.role,
+            missing: "the ownership of the schema and of what is in it",
+        },
+        Ok(rights) if !rights.has_schema && !rights.creates_schemas => Error::MissingRights {
+            role: rights.role,
+            missing: "CREATE on the database, to make it",
+        },
+        _ => error,
+    }
+}

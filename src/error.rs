@@ -201,6 +201,19 @@ pub enum Error {
         differences: Vec<String>,
     },
 
+    /// Something of the user's depends on the schema `resource_control`, or lies in it. Nothing was
+    /// dropped.
+    #[cfg(feature = "migrations")]
+    #[error(
+        "the schema resource_control cannot be dropped before what is not this crate's, drop or move: {}",
+        .objects.join(", ")
+    )]
+    InTheWay {
+        /// Each object, with its kind and its qualified name: `table constraint tenant_fkey on
+        /// public.tenant`.
+        objects: Vec<String>,
+    },
+
     /// A file or directory is where one of this crate's migrations is to be written, and differs from
     /// it. Nothing was written.
     #[cfg(feature = "migrations")]

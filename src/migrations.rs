@@ -44,6 +44,7 @@ mod install;
 mod ours;
 mod rights;
 mod statements;
+mod uninstall;
 mod write_to;
 
 use diesel::migration::{MigrationSource, MigrationVersion};
@@ -57,6 +58,7 @@ use crate::transaction;
 
 pub use self::diesels_table::{hand_over, take_over};
 pub use self::install::install;
+pub use self::uninstall::uninstall;
 pub use self::write_to::write_to;
 
 /// The lock under which [`run_pending`], [`install`] and everything else in this module runs. Its key

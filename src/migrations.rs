@@ -43,21 +43,17 @@ mod diesels_table;
 mod install;
 mod ours;
 mod rights;
+mod run_pending;
 mod statements;
 mod uninstall;
 mod write_to;
 
-use diesel::migration::{MigrationSource, MigrationVersion};
-use diesel::pg::{Pg, PgConnection};
-use diesel_migrations::MigrationHarness;
-
 use crate::advisory::AdvisoryLock;
-use crate::error::{Error, Result};
 use crate::key::LockKey;
-use crate::transaction;
 
 pub use self::diesels_table::{hand_over, take_over};
 pub use self::install::install;
+pub use self::run_pending::run_pending;
 pub use self::uninstall::uninstall;
 pub use self::write_to::write_to;
 
@@ -67,59 +63,3 @@ pub static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
     "diesel_interlock migrations",
     7668513674988384022,
 ));
-
-/// Runs the application's pending migrations, on one instance at a time; answers the versions
-/// that it ran.
-///
-/// Takes the session lock [`LOCK`] on the migrating connection, then calls Diesel's
-/// `run_pending_migrations`, which asks the database anew which migrations are pending: the first
-/// instance runs them, the others wait and find nothing to do. Each migration has a transaction of
-/// its own, or none if it says so, so `CREATE INDEX CONCURRENTLY` works while other instances wait.
-///
-/// # Blocking
-///
-/// Waits for the other instances' migrations as [`AdvisoryLock::acquire`] does, without end. To wait
-/// for a limited time, call it under `LOCK.acquire_timeout_on(conn, …)`, on that guard's connection:
-/// the lock is reentrant.
-///
-/// # Errors
-///
-/// - [`Error::Migration`] if a migration failed. Those before it stay applied.
-/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
-/// - Those of [`AdvisoryLock::acquire_on`].
-///
-/// # Examples
-///
-/// ```
-/// use diesel_interlock::migrations;
-/// use diesel_migrations::FileBasedMigrations;
-///
-/// # let database = workbench::Database::new();
-/// # let conn = &mut database.connect();
-/// # let directory = std::env::temp_dir().join(format!("migrations-{}", std::process::id()));
-/// # let one = directory.join("2026-01-01-000000_create_users");
-/// # std::fs::create_dir_all(&one)?;
-/// # std::fs::write(one.join("up.sql"), "CREATE TABLE users (id int)")?;
-/// # std::fs::write(one.join("down.sql"), "DROP TABLE users")?;
-/// let source = FileBasedMigrations::from_path(&directory)?; // or embed_migrations!()
-/// let ran = migrations::run_pending(conn, source)?;
-/// # std::fs::remove_dir_all(&directory)?;
-/// # assert_eq!(ran.len(), 1);
-/// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
-/// ```
-pub fn run_pending<S>(conn: &mut PgConnection, source: S) -> Result<Vec<MigrationVersion<'static>>>
-where
-    S: MigrationSource<Pg>,
-{
-    transaction::refuse_any(conn)?;
-    let mut guard = LOCK.acquire_on(conn)?;
-    let ran = guard
-        .conn()
-        .run_pending_migrations(source)
-        .map_err(Error::Migration)?
-        .iter()
-        .map(MigrationVersion::as_owned)
-        .collect();
-    guard.release()?;
-    Ok(ran)
-}

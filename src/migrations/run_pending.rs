@@ -1,0 +1,89 @@
+//! The application's own migrations, run under a lock.
+
+use std::collections::BTreeSet;
+
+use diesel::migration::{MigrationSource, MigrationVersion};
+use diesel::pg::{Pg, PgConnection};
+use diesel_migrations::MigrationHarness;
+
+use super::{LOCK, diesels_table};
+use crate::error::{Error, Result};
+use crate::transaction;
+
+/// Runs the application's pending migrations, on one instance at a time; answers the versions
+/// that it ran.
+///
+/// Meant for every start of a program, also of twenty instances at once. It reads
+/// `__diesel_schema_migrations` first, in two round trips; with nothing to do it sends no DDL, and
+/// needs no rights but to read that table. Otherwise it takes the session lock [`LOCK`] on the
+/// migrating connection and calls Diesel's `run_pending_migrations`, which asks the database anew
+/// which migrations are pending: the first instance runs them, the others wait and find nothing to
+/// do. Each migration has a transaction of its own, or none if it says so, so `CREATE INDEX
+/// CONCURRENTLY` works while other instances wait.
+///
+/// # Blocking
+///
+/// Waits for the other instances' migrations as [`AdvisoryLock::acquire`] does, without end. To wait
+/// for a limited time, call it under `LOCK.acquire_timeout_on(conn, …)`, on that guard's connection:
+/// the lock is reentrant.
+///
+/// # Errors
+///
+/// - [`Error::Migration`] if a migration failed. Those before it stay applied.
+/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
+/// - Those of [`AdvisoryLock::acquire_on`].
+///
+/// # Examples
+///
+/// ```
+/// use diesel_interlock::migrations;
+/// use diesel_migrations::FileBasedMigrations;
+///
+/// # let database = workbench::Database::new();
+/// # let conn = &mut database.connect();
+/// # let directory = std::env::temp_dir().join(format!("migrations-{}", std::process::id()));
+/// # let one = directory.join("2026-01-01-000000_create_users");
+/// # std::fs::create_dir_all(&one)?;
+/// # std::fs::write(one.join("up.sql"), "CREATE TABLE users (id int)")?;
+/// # std::fs::write(one.join("down.sql"), "DROP TABLE users")?;
+/// let source = FileBasedMigrations::from_path(&directory)?; // or embed_migrations!()
+/// let ran = migrations::run_pending(conn, source)?;
+/// # std::fs::remove_dir_all(&directory)?;
+/// # assert_eq!(ran.len(), 1);
+/// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
+/// ```
+///
+/// [`AdvisoryLock::acquire`]: crate::AdvisoryLock::acquire
+/// [`AdvisoryLock::acquire_on`]: crate::AdvisoryLock::acquire_on
+pub fn run_pending<S>(conn: &mut PgConnection, source: S) -> Result<Vec<MigrationVersion<'static>>>
+where
+    S: MigrationSource<Pg>,
+{
+    transaction::refuse_any(conn)?;
+    if is_up_to_date(conn, &source)? {
+        return Ok(Vec::new());
+    }
+    let mut guard = LOCK.acquire_on(conn)?;
+    let ran = guard
+        .conn()
+        .run_pending_migrations(source)
+        .map_err(Error::Migration)?
+        .iter()
+        .map(MigrationVersion::as_owned)
+        .collect();
+    guard.release()?;
+    Ok(ran)
+}
+
+/// Whether all were run. Diesel's own question creates the table first, if only IF NOT EXISTS, and
+/// PostgreSQL refuses that to a role that may not create tables.
+fn is_up_to_date(conn: &mut PgConnection, source: &impl MigrationSource<Pg>) -> Result<bool> {
+    let Some(table) = diesels_table::find(conn)? else {
+        return Ok(false);
+    };
+    let ran: BTreeSet<String> = diesels_table::versions(conn, &table)?.into_iter().collect();
+    let all = source.migrations().map_err(Error::Migration)?;
+    Ok(all
+        .iter()
+        .all(|migration| ran.contains(&migration.name().version().to_string())))
+}

@@ -27,14 +27,14 @@ struct Number {
     number: i64,
 }
 
-fn number(conn: &mut PgConnection, sql: &str) -> i64 {
+pub(crate) fn number(conn: &mut PgConnection, sql: &str) -> i64 {
     diesel::sql_query(format!("SELECT ({sql})::bigint AS number"))
         .get_result::<Number>(conn)
         .unwrap()
         .number
 }
 
-fn directories() -> Vec<std::path::PathBuf> {
+pub(crate) fn directories() -> Vec<std::path::PathBuf> {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
     let mut directories: Vec<_> = std::fs::read_dir(root)
         .unwrap()
@@ -42,6 +42,15 @@ fn directories() -> Vec<std::path::PathBuf> {
         .collect();
     directories.sort();
     directories
+}
+
+/// The versions of our migrations, in their order.
+pub(crate) fn versions() -> Vec<String> {
+    let version = |path: std::path::PathBuf| {
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        name.split('_').next().unwrap().replace('-', "")
+    };
+    directories().into_iter().map(version).collect()
 }
 
 #[test]
@@ -258,6 +267,24 @@ fn both_are_refused_inside_a_transaction() {
         sync::<Resource>(conn),
         Err(Error::CommitsInTransaction)
     ));
+}
+
+#[test]
+fn a_read_only_session_is_told_so() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.batch_execute("SET default_transaction_read_only = on")
+        .unwrap();
+    let refused = migrations::install(conn);
+    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
+    conn.batch_execute("SET default_transaction_read_only = off")
+        .unwrap();
+    migrations::install(conn).unwrap();
+    conn.batch_execute("SET default_transaction_read_only = on")
+        .unwrap();
+    assert_eq!(migrations::install(conn).unwrap(), []);
+    let refused = migrations::uninstall(conn);
+    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
 }
 
 #[test]

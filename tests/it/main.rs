@@ -3,7 +3,9 @@
 //! Every test has a database of its own, since advisory locks are per database. Whether a lock is
 //! held is looked up in `pg_locks`, from another connection.
 
+mod adoption;
 mod borrowed_connections;
+mod copied_files;
 mod errors;
 #[cfg(all(feature = "tracing", feature = "r2d2"))]
 mod events;
@@ -18,6 +20,9 @@ mod monitored_tables;
 mod moved_sessions;
 mod nested_guards;
 mod pooled_connections;
+mod processes;
+mod releases;
+mod roles;
 mod round_trips;
 mod semaphores;
 mod server_settings;
@@ -29,5 +34,6 @@ mod testing;
 mod throttle_contention;
 mod throttles;
 mod transaction_locks;
+mod uninstallation;
 mod waiting;
 mod ways_out;

@@ -1,7 +1,7 @@
 //! Many instances start at once; each migration runs once.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 
 use diesel::prelude::*;
@@ -32,6 +32,10 @@ pub(crate) fn directory(test: &str, migrations: &[(&str, &str)]) -> Directory {
 }
 
 impl Directory {
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
     pub(crate) fn migrations(&self) -> FileBasedMigrations {
         FileBasedMigrations::from_path(&self.0).unwrap()
     }

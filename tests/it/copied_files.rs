@@ -1,0 +1,332 @@
+//! Our migrations as files among an application's own, run by Diesel itself.
+
+use std::fs;
+use std::path::Path;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{Error, migrations};
+use diesel_migrations::{FileBasedMigrations, MigrationHarness};
+use workbench::Database;
+
+use crate::adoption::{BY_HAND, catalogue};
+use crate::installation::{number, versions};
+use crate::migrations::{Directory, directory};
+
+/// A migration directory with a migration of the application's own.
+fn application(test: &str) -> Directory {
+    let users = ("2026-01-01-000000_users", "CREATE TABLE users (id int)");
+    let directory = directory(test, &[users]);
+    let down = directory.path().join(users.0).join("down.sql");
+    fs::write(down, "DROP TABLE users").unwrap();
+    directory
+}
+
+fn contents(directory: &Path) -> Vec<(String, String)> {
+    let mut contents = Vec::new();
+    for migration in fs::read_dir(directory).unwrap() {
+        let migration = migration.unwrap().path();
+        for file in fs::read_dir(&migration).unwrap() {
+            let file = file.unwrap().path();
+            let name = file.strip_prefix(directory).unwrap();
+            contents.push((
+                name.display().to_string(),
+                fs::read_to_string(&file).unwrap(),
+            ));
+        }
+    }
+    contents.sort();
+    contents
+}
+
+fn recorded(conn: &mut PgConnection) -> i64 {
+    number(conn, "SELECT count(*) FROM __diesel_schema_migrations")
+}
+
+#[test]
+fn they_are_written_once_and_are_what_the_repository_has() {
+    let application = application("write_to");
+    let own = contents(application.path());
+    let written = migrations::write_to(application.path()).unwrap();
+    assert_eq!(written.len(), versions().len());
+
+    let mut all = contents(Path::new(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/migrations"
+    )));
+    all.extend(own);
+    all.sort();
+    assert_eq!(contents(application.path()), all);
+
+    let empty: [&Path; 0] = [];
+    assert_eq!(migrations::write_to(application.path()).unwrap(), empty);
+    let up = written[1].join("up.sql");
+    let text = fs::read_to_string(&up).unwrap();
+    fs::write(&up, text.replace('\n', "\r\n")).unwrap();
+    assert_eq!(
+        migrations::write_to(application.path()).unwrap(),
+        empty,
+        "line endings"
+    );
+    let renamed = application.path().join("2000-01-01-000002_throttles");
+    fs::rename(&written[1], &renamed).unwrap();
+    assert_eq!(
+        migrations::write_to(application.path()).unwrap(),
+        empty,
+        "renamed"
+    );
+    fs::remove_file(renamed.join("down.sql")).unwrap();
+    fs::remove_dir_all(&written[2]).unwrap();
+    assert_eq!(
+        migrations::write_to(application.path()).unwrap(),
+        [renamed, written[2].clone()]
+    );
+}
+
+#[test]
+fn a_differing_one_is_named_before_anything_is_written() {
+    let application = application("differing");
+    migrations::write_to(application.path()).unwrap();
+    let last = application
+        .path()
+        .join("2000-01-01-000003_throttled_keys/down.sql");
+    fs::write(&last, "SELECT 1").unwrap();
+    let first = application
+        .path()
+        .join("2000-01-01-000001_resource_control");
+    fs::remove_dir_all(&first).unwrap();
+    match migrations::write_to(application.path()) {
+        Err(error @ Error::DifferentFile { .. }) => {
+            let message = error.to_string();
+            assert!(
+                message.starts_with(last.to_str().unwrap()) && message.contains("delete it"),
+                "{message}"
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(!first.exists());
+}
+
+/// Diesel would run one of the two, and never the other.
+#[test]
+fn another_migration_of_the_same_version_is_named() {
+    let application = application("same_version");
+    let theirs = application.path().join("20000101000001_theirs");
+    fs::create_dir(&theirs).unwrap();
+    fs::write(theirs.join("up.sql"), "SELECT 1").unwrap();
+    let refused = migrations::write_to(application.path());
+    assert!(
+        matches!(&refused, Err(Error::DifferentFile { path }) if path.starts_with(&theirs)),
+        "{refused:?}"
+    );
+
+    fs::remove_dir_all(&theirs).unwrap();
+    migrations::write_to(application.path()).unwrap();
+    fs::create_dir(&theirs).unwrap();
+    let refused = migrations::write_to(application.path());
+    assert!(
+        matches!(refused, Err(Error::DifferentFile { .. })),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn a_directory_that_is_not_there_is_an_error() {
+    let refused = migrations::write_to("/nowhere/at all");
+    let Err(Error::File { path, .. }) = &refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(path, Path::new("/nowhere/at all"));
+}
+
+#[test]
+fn install_leaves_alone_what_the_files_have_run() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let application = application("files_first");
+    migrations::write_to(application.path()).unwrap();
+    migrations::run_pending(conn, application.migrations()).unwrap();
+    assert_eq!(
+        number(
+            conn,
+            "SELECT count(*) FROM resource_control.installed_migration"
+        ),
+        versions().len() as i64
+    );
+
+    let before = catalogue(conn);
+    assert_eq!(migrations::install(conn).unwrap(), []);
+    assert_eq!(catalogue(conn), before);
+
+    // Reverted by their files, they are pending for `install`, too.
+    conn.revert_last_migration(application.migrations())
+        .unwrap();
+    conn.revert_last_migration(application.migrations())
+        .unwrap();
+    assert_eq!(recorded(conn), versions().len() as i64 - 1);
+    assert_eq!(migrations::install(conn).unwrap().len(), 1);
+    // Diesel's table knows of it.
+    assert_eq!(recorded(conn), versions().len() as i64);
+    let ran = migrations::run_pending(conn, application.migrations()).unwrap();
+    assert_eq!(ran.len(), 1, "users");
+}
+
+#[test]
+fn a_new_migration_that_either_side_runs_first_is_run_once() {
+    for files_first in [true, false] {
+        let database = Database::new();
+        let conn = &mut database.connect();
+        let application = application(&format!("next_release_{files_first}"));
+        let written = migrations::write_to(application.path()).unwrap();
+        let newest = written.last().unwrap();
+        let aside = application.path().join(".aside");
+        fs::rename(newest, &aside).unwrap(); // the release before had one less
+        migrations::run_pending(conn, application.migrations()).unwrap();
+        fs::rename(&aside, newest).unwrap();
+
+        let (mut by_files, mut by_install) = (0, 0);
+        if files_first {
+            by_files = migrations::run_pending(conn, application.migrations())
+                .unwrap()
+                .len();
+            by_install = migrations::install(conn).unwrap().len();
+        } else {
+            by_install += migrations::install(conn).unwrap().len();
+            by_files += migrations::run_pending(conn, application.migrations())
+                .unwrap()
+                .len();
+        }
+        assert_eq!(
+            (by_files, by_install),
+            (usize::from(files_first), usize::from(!files_first))
+        );
+        conn.revert_all_migrations(application.migrations())
+            .unwrap();
+        assert_eq!(recorded(conn), 0);
+    }
+}
+
+#[test]
+fn an_installation_is_handed_over_and_taken_back() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let application = application("hand_over");
+    assert_eq!(
+        migrations::hand_over(conn).unwrap(),
+        [],
+        "nothing is installed"
+    );
+    assert_eq!(migrations::take_over(conn).unwrap(), []);
+    migrations::install(conn).unwrap();
+    migrations::run_pending(conn, application.migrations()).unwrap();
+
+    migrations::write_to(application.path()).unwrap();
+    assert!(migrations::run_pending(conn, application.migrations()).is_err());
+    let handed_over = migrations::hand_over(conn).unwrap();
+    assert_eq!(
+        handed_over
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>(),
+        versions()
+    );
+    assert_eq!(migrations::hand_over(conn).unwrap(), [], "twice");
+    assert_eq!(
+        migrations::run_pending(conn, application.migrations()).unwrap(),
+        []
+    );
+    assert_eq!(migrations::install(conn).unwrap(), []);
+    conn.revert_all_migrations(application.migrations())
+        .unwrap();
+    migrations::run_pending(conn, application.migrations()).unwrap();
+
+    for version in fs::read_dir(application.path()).unwrap() {
+        let path = version.unwrap().path();
+        if path
+            .file_name()
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .starts_with("2000")
+        {
+            fs::remove_dir_all(path).unwrap();
+        }
+    }
+    assert!(
+        conn.revert_all_migrations(application.migrations())
+            .is_err()
+    );
+    migrations::run_pending(conn, application.migrations()).unwrap();
+    assert_eq!(migrations::take_over(conn).unwrap(), handed_over);
+    assert_eq!(migrations::take_over(conn).unwrap(), [], "twice");
+    conn.revert_all_migrations(application.migrations())
+        .unwrap();
+    assert_eq!(migrations::install(conn).unwrap(), []);
+}
+
+#[test]
+fn a_database_that_diesel_has_never_seen_is_handed_over() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    assert_eq!(migrations::hand_over(conn).unwrap().len(), versions().len());
+    assert_eq!(recorded(conn), versions().len() as i64);
+}
+
+#[test]
+fn a_schema_made_by_hand_is_not_handed_over_before_it_was_adopted() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.batch_execute(BY_HAND).unwrap();
+    let refused = migrations::hand_over(conn);
+    assert!(matches!(refused, Err(Error::NotInstalled)), "{refused:?}");
+    migrations::install(conn).unwrap();
+    migrations::hand_over(conn).unwrap();
+    let application = application("by_hand");
+    migrations::write_to(application.path()).unwrap();
+    migrations::run_pending(conn, application.migrations()).unwrap();
+    conn.revert_all_migrations(application.migrations())
+        .unwrap();
+}
+
+#[test]
+fn uninstalling_makes_diesel_forget_them() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let application = application("uninstall");
+    migrations::write_to(application.path()).unwrap();
+    migrations::run_pending(conn, application.migrations()).unwrap();
+    assert_eq!(migrations::uninstall(conn).unwrap().len(), versions().len());
+    assert_eq!(recorded(conn), 1);
+    let ran = migrations::run_pending(conn, application.migrations()).unwrap();
+    assert_eq!(ran.len(), versions().len());
+}
+
+#[test]
+fn each_is_refused_inside_a_transaction() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    conn.begin_test_transaction().unwrap();
+    for refused in [migrations::hand_over(conn), migrations::take_over(conn)] {
+        assert!(
+            matches!(refused, Err(Error::CommitsInTransaction)),
+            "{refused:?}"
+        );
+    }
+}
+
+#[test]
+fn diesels_own_functions_run_and_revert_the_files() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let application = application("harness");
+    migrations::write_to(application.path()).unwrap();
+    let source = || FileBasedMigrations::from_path(application.path()).unwrap();
+    for _ in 0..2 {
+        let ran = conn.run_pending_migrations(source()).unwrap().len();
+        assert_eq!(ran, versions().len() + 1);
+        conn.revert_all_migrations(source()).unwrap();
+    }
+}

@@ -1,0 +1,340 @@
+//! Roles that do not own the schema, with the grants of `grants.sql` and without.
+
+use std::process::Command;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel::sql_types::Text;
+use diesel_interlock::{
+    AdvisoryLock, Error, Semaphore, Throttle, migrations, sync, sync_intervals, throttled_resources,
+};
+use workbench::{Cluster, Database};
+
+use crate::adoption::catalogue;
+use crate::installation::{directories, number};
+use crate::migrations::directory;
+
+const GRANTS: &str = include_str!("../../grants.sql");
+
+throttled_resources! {
+    enum Resource { Mail = "mail" every Duration::from_secs(1) }
+}
+throttled_resources! {
+    enum Other { Import = "import" every Duration::from_secs(1) }
+}
+
+/// A server that logs all DDL, and whose roles are ours to make.
+pub(crate) fn server() -> &'static Cluster {
+    static SERVER: OnceLock<Cluster> = OnceLock::new();
+    SERVER.get_or_init(|| Cluster::builder().setting("log_statement", "ddl").start())
+}
+
+/// A role that owns nothing, on [`server`] or on the server of a database.
+pub(crate) struct Role {
+    name: String,
+    /// Of its superuser, to a database of that server.
+    url: String,
+}
+
+impl Role {
+    pub(crate) fn new(database: &Database) -> Self {
+        static COUNTER: AtomicU32 = AtomicU32::new(0);
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("interlock_test_{}_{number}", std::process::id());
+        database
+            .connect()
+            .batch_execute(&format!("CREATE ROLE {name} LOGIN"))
+            .unwrap();
+        let url = database.url();
+        Self { name, url }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The connection string of the role's own, on [`server`].
+    pub(crate) fn url(&self) -> String {
+        let url = self
+            .url
+            .replacen("postgres@", &format!("{}@", self.name), 1);
+        assert_ne!(url, self.url);
+        url
+    }
+
+    pub(crate) fn connect(&self) -> PgConnection {
+        PgConnection::establish(&self.url()).unwrap()
+    }
+
+    /// Runs `grants.sql`, as psql does.
+    pub(crate) fn grant(&self, owner: &mut PgConnection) {
+        #[derive(QueryableByName)]
+        struct Command {
+            #[diesel(sql_type = Text)]
+            format: String,
+        }
+        let script = GRANTS
+            .replace(":\"role\"", &self.name)
+            .replace(":'role'", &format!("'{}'", self.name));
+        let (before, rest) = script.split_once("SELECT format").unwrap();
+        let (query, after) = rest.split_once("\\gexec").unwrap();
+        owner
+            .batch_execute(&before.replace("\\set ON_ERROR_STOP on", ""))
+            .unwrap();
+        let commands: Vec<Command> = diesel::sql_query(format!("SELECT format{query}"))
+            .load(owner)
+            .unwrap();
+        for Command { format } in commands {
+            owner.batch_execute(&format).unwrap();
+        }
+        owner.batch_execute(after).unwrap();
+    }
+
+    /// The DDL that the role has sent, as [`server`] has logged it, refused or not.
+    pub(crate) fn ddl(&self) -> Vec<String> {
+        let sent = format!(" {}@", self.name);
+        let log = server().log();
+        let lines = log
+            .lines()
+            .filter(|line| line.contains(&sent) && line.contains(" LOG: "));
+        lines.map(str::to_owned).collect()
+    }
+}
+
+impl Drop for Role {
+    fn drop(&mut self) {
+        if let Ok(mut conn) = PgConnection::establish(&self.url) {
+            let name = &self.name;
+            let _ = conn.batch_execute(&format!("DROP OWNED BY {name}; DROP ROLE {name}"));
+        }
+    }
+}
+
+/// Nothing is anybody's by default.
+pub(crate) const NOTHING_FOR_ALL: &str = "
+    ALTER DEFAULT PRIVILEGES REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC;
+    ALTER DEFAULT PRIVILEGES REVOKE USAGE ON TYPES FROM PUBLIC;
+    REVOKE ALL ON SCHEMA public FROM PUBLIC;
+    GRANT USAGE ON SCHEMA public TO PUBLIC;
+    DO $$ BEGIN
+        EXECUTE format('REVOKE CREATE, TEMPORARY ON DATABASE %I FROM PUBLIC', current_database());
+    END $$";
+
+/// All that an application does.
+fn work(conn: &mut PgConnection) -> Result<(), Error> {
+    assert_eq!(migrations::install(conn)?, []);
+    assert_eq!(sync::<Resource>(conn)?.added, Vec::<String>::new());
+    sync_intervals::<Resource>(conn)?;
+    let mail = Throttle::of(Resource::Mail);
+    let _ = mail.attempt(conn, "me")?;
+    let _ = mail.key(7).attempt(conn, "me")?;
+    let geocoder = Semaphore::named("geocoder", 4, Duration::from_secs(30));
+    let claim = geocoder.claim_on(conn)?.acquired().expect("a free slot");
+    geocoder.renew_on(conn, claim.id)?;
+    assert!(geocoder.complete_on(conn, claim.id)?);
+    AdvisoryLock::named("roles").with_on(conn, |_| Ok::<_, Error>(()))?;
+    conn.batch_execute(
+        "SELECT resource_control.lock_key('a');
+         SELECT resource_control.lock_throttled_resource('mail', 'psql');
+         UPDATE resource_control.throttled_key SET last_locked = '-infinity';
+         SELECT resource_control.prune_throttled_keys(10);
+         DELETE FROM resource_control.throttled_key;
+         SELECT resource_control.complete_service_request(id), resource_control.renew_service_request(id, '1 s')
+            FROM resource_control.claim_service_request('geocoder', 4, '1 s');
+         SELECT resource_control.prune_service_requests('0', 10);
+         DELETE FROM resource_control.service_request",
+    )?;
+    Ok(())
+}
+
+#[test]
+fn a_role_with_only_the_grants_does_everything_and_sends_no_ddl() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let source = directory(
+        "grants",
+        &[("2026-01-01-000000_users", "CREATE TABLE users (id int)")],
+    );
+    let owner = &mut database.connect();
+    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
+    migrations::install(owner).unwrap();
+    sync::<Resource>(owner).unwrap();
+    migrations::run_pending(owner, source.migrations()).unwrap();
+    role.grant(owner);
+    let before = catalogue(owner);
+
+    let conn = &mut role.connect();
+    work(conn).unwrap();
+    assert_eq!(
+        migrations::run_pending(conn, source.migrations()).unwrap(),
+        []
+    );
+    assert_eq!(role.ddl(), Vec::<String>::new());
+    assert_eq!(catalogue(owner), before);
+
+    let its_versions = "DELETE FROM resource_control.installed_migration";
+    assert!(conn.batch_execute(its_versions).is_err());
+    // That DDL would have shown.
+    assert!(
+        conn.batch_execute("CREATE TABLE IF NOT EXISTS t ()")
+            .is_err()
+    );
+    crate::support::eventually("the server has logged it", || role.ddl().len() == 1);
+}
+
+#[test]
+fn what_a_later_release_adds_is_granted_by_default() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
+    for directory in &directories()[..2] {
+        let up = std::fs::read_to_string(directory.join("up.sql")).unwrap();
+        owner.batch_execute(&up).unwrap();
+    }
+    role.grant(owner);
+    migrations::install(owner).unwrap();
+    sync::<Resource>(owner).unwrap();
+    work(&mut role.connect()).unwrap();
+    assert_eq!(role.ddl(), Vec::<String>::new());
+}
+
+#[test]
+fn without_a_grant_the_error_names_it() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
+    migrations::install(owner).unwrap();
+    sync::<Resource>(owner).unwrap();
+    let conn = &mut role.connect();
+    let missing = |refused: Result<(), Error>| match refused {
+        Err(Error::MissingRights { role, missing }) => (role, missing),
+        other => panic!("{other:?}"),
+    };
+    for (revoke, expected) in [
+        ("USAGE ON SCHEMA resource_control", "USAGE"),
+        (
+            "EXECUTE ON ALL FUNCTIONS IN SCHEMA resource_control",
+            "EXECUTE",
+        ),
+        ("UPDATE ON resource_control.throttled_resource", "UPDATE"),
+        ("SELECT ON resource_control.installed_migration", "SELECT"),
+        ("DELETE ON resource_control.throttled_key", "DELETE"),
+    ] {
+        role.grant(owner);
+        owner
+            .batch_execute(&format!("REVOKE {revoke} FROM {}", role.name()))
+            .unwrap();
+        owner
+            .batch_execute("UPDATE resource_control.throttled_resource SET last_locked = '-infinity', last_locker_details = ''")
+            .unwrap();
+        let refused = migrations::install(conn)
+            .and_then(|_| Throttle::of(Resource::Mail).attempt(conn, "me"))
+            .and_then(|_| Throttle::of(Resource::Mail).key(1).attempt(conn, "me"))
+            .map(drop);
+        if expected == "DELETE" {
+            continue; // nothing above deletes
+        }
+        let (name, missing) = missing(refused);
+        assert_eq!(name, role.name());
+        assert!(missing.contains(expected), "{revoke}: {missing}");
+        assert!(missing.contains("grants.sql"), "{missing}");
+    }
+    role.grant(owner);
+    work(conn).unwrap();
+}
+
+#[test]
+fn with_something_to_do_a_role_without_rights_is_told_what_it_lacks() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    let conn = &mut role.connect();
+    let missing = |refused: Result<(), Error>| match refused {
+        Err(Error::MissingRights { missing, .. }) => missing,
+        other => panic!("{other:?}"),
+    };
+    let make_it = missing(migrations::install(conn).map(drop));
+    assert!(make_it.contains("CREATE on the database"), "{make_it}");
+
+    for directory in &directories()[..2] {
+        let up = std::fs::read_to_string(directory.join("up.sql")).unwrap();
+        owner.batch_execute(&up).unwrap();
+    }
+    role.grant(owner);
+    let extend_it = missing(migrations::install(conn).map(drop));
+    assert!(extend_it.contains("ownership"), "{extend_it}");
+    let add_to_it = missing(sync::<Other>(conn).map(drop));
+    assert!(add_to_it.contains("ownership"), "{add_to_it}");
+    assert_eq!(
+        number(
+            owner,
+            "SELECT count(*) FROM resource_control.installed_migration"
+        ),
+        2
+    );
+}
+
+#[test]
+fn a_role_that_owns_the_schema_needs_no_more_to_install() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    // So that it may compare the empty schema with what is to be in it.
+    owner
+        .batch_execute(&format!(
+            "CREATE SCHEMA resource_control AUTHORIZATION {0}; \
+             DO $$ BEGIN EXECUTE format('GRANT CREATE ON DATABASE %I TO {0}', current_database()); END $$",
+            role.name()
+        ))
+        .unwrap();
+    let conn = &mut role.connect();
+    migrations::install(conn).unwrap();
+    sync::<Resource>(conn).unwrap();
+    work(conn).unwrap();
+    migrations::uninstall(conn).unwrap();
+}
+
+#[test]
+fn psql_runs_the_script() {
+    if Command::new("psql").arg("--version").output().is_err() {
+        eprintln!("no psql here: not tried");
+        return;
+    }
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
+    let psql = |role: Option<&Role>| {
+        Command::new("psql")
+            .args(["--no-psqlrc", "--quiet"])
+            .args(role.map(|role| format!("--set=role={}", role.name())))
+            .args(["--file", concat!(env!("CARGO_MANIFEST_DIR"), "/grants.sql")])
+            .arg(database.url())
+            .output()
+            .unwrap()
+    };
+    assert!(!psql(Some(&role)).status.success(), "there is no schema");
+    migrations::install(owner).unwrap();
+    sync::<Resource>(owner).unwrap();
+    let source = directory("psql", &[("2026-01-01-000000_one", "SELECT 1")]);
+    migrations::run_pending(owner, source.migrations()).unwrap();
+    assert!(!psql(None).status.success(), "no role is named");
+    for _ in 0..2 {
+        let output = psql(Some(&role));
+        assert!(
+            output.status.success() && output.stderr.is_empty(),
+            "{output:?}"
+        );
+    }
+    let conn = &mut role.connect();
+    work(conn).unwrap();
+    assert_eq!(
+        migrations::run_pending(conn, source.migrations()).unwrap(),
+        []
+    );
+}

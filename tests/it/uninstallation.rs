@@ -1,0 +1,245 @@
+//! Uninstalling drops what is ours, and nothing else.
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{DeclaredResources, Error, migrations, sync, throttled_resources};
+use workbench::Database;
+
+use crate::adoption::{BY_HAND, catalogue};
+use crate::installation::{number, versions};
+use crate::support::Observer;
+
+throttled_resources! {
+    enum Resource { Mail = "mail" every std::time::Duration::from_secs(1) }
+}
+
+fn in_the_way(conn: &mut PgConnection) -> Vec<String> {
+    let before = catalogue(conn);
+    let objects = match migrations::uninstall(conn) {
+        Err(Error::InTheWay { objects }) => objects,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(catalogue(conn), before, "{objects:?}");
+    objects
+}
+
+fn is_gone(conn: &mut PgConnection) -> bool {
+    let schema = "SELECT count(*) FROM pg_namespace WHERE nspname = 'resource_control'";
+    number(conn, schema) == 0
+}
+
+#[test]
+fn what_was_installed_or_adopted_is_gone_without_a_trace() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let before = number(conn, "SELECT count(*) FROM pg_depend");
+    let newest_first: Vec<_> = versions().into_iter().rev().collect();
+    for make in ["SELECT 1", BY_HAND] {
+        conn.batch_execute(make).unwrap();
+        migrations::install(conn).unwrap();
+        sync::<Resource>(conn).unwrap();
+        conn.batch_execute(
+            "CREATE INDEX theirs ON resource_control.throttled_resource (last_locked); \
+             SELECT resource_control.claim_service_request('s', 1, '1 s')",
+        )
+        .unwrap();
+        let reverted = migrations::uninstall(conn).unwrap();
+        assert_eq!(
+            reverted.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            newest_first
+        );
+        assert!(is_gone(conn));
+        assert_eq!(number(conn, "SELECT count(*) FROM pg_depend"), before);
+        assert_eq!(migrations::uninstall(conn).unwrap(), []);
+    }
+    assert_eq!(migrations::install(conn).unwrap().len(), versions().len());
+    assert_eq!(
+        sync::<Resource>(conn).unwrap().added.len(),
+        Resource::ALL.len()
+    );
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+#[test]
+fn whatever_depends_on_it_or_lies_in_it_is_named() {
+    for (theirs, expected) in [
+        (
+            "CREATE TABLE job (resource resource_control.throttled_resource_enum \
+             CONSTRAINT job_fkey REFERENCES resource_control.throttled_resource)",
+            &[
+                "table column public.job.resource",
+                "table constraint job_fkey on public.job",
+            ][..],
+        ),
+        (
+            "CREATE TABLE job (resources resource_control.throttled_resource_enum[])",
+            &["table column public.job.resources"],
+        ),
+        (
+            "CREATE TABLE job (request bigint CONSTRAINT job_fkey REFERENCES resource_control.service_request)",
+            &["table constraint job_fkey on public.job"],
+        ),
+        (
+            "CREATE TABLE job (key bigint DEFAULT resource_control.lock_key('job'))",
+            &["default value for public.job.key"],
+        ),
+        (
+            "CREATE TABLE child () INHERITS (resource_control.throttled_key)",
+            &[
+                "table column public.child.resource_id",
+                "table public.child",
+            ],
+        ),
+        (
+            "CREATE VIEW v AS SELECT * FROM resource_control.throttled_key",
+            &["view public.v"],
+        ),
+        (
+            "CREATE MATERIALIZED VIEW v AS SELECT resource_control.lock_key('job')",
+            &["materialized view public.v"],
+        ),
+        (
+            "CREATE FUNCTION f(resource_control.throttled_resource_enum) RETURNS int LANGUAGE sql AS 'SELECT 1'",
+            &["function public.f(resource_control.throttled_resource_enum)"],
+        ),
+        (
+            "CREATE FUNCTION f() RETURNS SETOF resource_control.service_request LANGUAGE sql \
+             AS 'SELECT * FROM resource_control.service_request'",
+            &["function public.f()"],
+        ),
+        (
+            "CREATE DOMAIN d AS resource_control.throttled_resource_enum",
+            &["type public.d"],
+        ),
+        (
+            "CREATE TABLE resource_control.theirs (id int PRIMARY KEY)",
+            &["table resource_control.theirs"],
+        ),
+        (
+            "CREATE FUNCTION resource_control.theirs() RETURNS int LANGUAGE sql AS 'SELECT 1'",
+            &["function resource_control.theirs()"],
+        ),
+        (
+            "CREATE TYPE resource_control.theirs AS (id int); CREATE SEQUENCE resource_control.numbers; \
+             CREATE VIEW resource_control.shown AS SELECT 1 AS one",
+            &[
+                "sequence resource_control.numbers",
+                "type resource_control.theirs",
+                "view resource_control.shown",
+            ],
+        ),
+        (
+            // An overload of ours is theirs.
+            "CREATE FUNCTION resource_control.lock_key(int) RETURNS int LANGUAGE sql AS 'SELECT 1'",
+            &["function resource_control.lock_key(integer)"],
+        ),
+    ] {
+        for make in ["SELECT 1", BY_HAND] {
+            let database = Database::new();
+            let conn = &mut database.connect();
+            conn.batch_execute(make).unwrap();
+            migrations::install(conn).unwrap();
+            conn.batch_execute(theirs).unwrap();
+            assert_eq!(in_the_way(conn), expected, "{theirs}");
+        }
+    }
+}
+
+#[test]
+fn the_message_names_each_and_what_to_do() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    conn.batch_execute("CREATE VIEW v AS SELECT * FROM resource_control.throttled_key")
+        .unwrap();
+    let message = migrations::uninstall(conn).unwrap_err().to_string();
+    assert!(
+        message.ends_with("drop or move: view public.v"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_newer_releases_schema_and_one_made_by_hand_are_left_alone() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    conn.batch_execute(
+        "INSERT INTO resource_control.installed_migration VALUES ('20990101000001')",
+    )
+    .unwrap();
+    assert_eq!(
+        in_the_way(conn),
+        ["migration 20990101000001 of a newer release"]
+    );
+
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.batch_execute(BY_HAND).unwrap();
+    let refused = migrations::uninstall(conn);
+    assert!(
+        matches!(refused, Err(Error::ForeignInstallation { .. })),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn it_is_refused_inside_a_transaction() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    conn.transaction(|conn| {
+        let refused = migrations::uninstall(conn);
+        assert!(
+            matches!(refused, Err(Error::CommitsInTransaction)),
+            "{refused:?}"
+        );
+        QueryResult::Ok(())
+    })
+    .unwrap();
+    conn.begin_test_transaction().unwrap();
+    let refused = migrations::uninstall(conn);
+    assert!(
+        matches!(refused, Err(Error::CommitsInTransaction)),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn a_role_that_does_not_own_it_may_not() {
+    let database = crate::roles::server().database();
+    let role = crate::roles::Role::new(&database);
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    role.grant(conn);
+    conn.batch_execute(&format!("SET SESSION AUTHORIZATION {}", role.name()))
+        .unwrap();
+    let refused = migrations::uninstall(conn);
+    assert!(
+        matches!(refused, Err(Error::MissingRights { .. })),
+        "{refused:?}"
+    );
+    conn.batch_execute("RESET SESSION AUTHORIZATION").unwrap();
+    assert!(!is_gone(conn));
+}
+
+#[test]
+fn twenty_at_once_drop_it_once() {
+    let database = Database::new();
+    migrations::install(&mut database.connect()).unwrap();
+    let start = std::sync::Barrier::new(20);
+    let dropped: usize = std::thread::scope(|scope| {
+        let instances: Vec<_> = (0..20)
+            .map(|_| {
+                scope.spawn(|| {
+                    let conn = &mut database.connect();
+                    start.wait();
+                    migrations::uninstall(conn).unwrap().len()
+                })
+            })
+            .collect();
+        instances.into_iter().map(|it| it.join().unwrap()).sum()
+    });
+    assert_eq!(dropped, versions().len());
+    assert!(is_gone(&mut database.connect()));
+}

@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_interlock::migrations;
 use workbench::Database;
@@ -60,17 +61,54 @@ impl Application {
         );
     }
 
-    fn add_ours(&self) {
-        for entry in fs::read_dir(Path::new(ROOT).join("migrations")).unwrap() {
+    /// Writes our migrations among the application's own, and answers how many.
+    fn add_ours(&self) -> usize {
+        let written = migrations::write_to(self.directory.join("migrations")).unwrap();
+        assert_eq!(written.len(), ours());
+        written.len()
+    }
+
+    fn remove_ours(&self) {
+        for entry in fs::read_dir(self.directory.join("migrations")).unwrap() {
             let entry = entry.unwrap();
-            let read = |file| fs::read_to_string(entry.path().join(file)).unwrap();
-            let name = entry.file_name().into_string().unwrap();
-            self.add(&name, &read("up.sql"), &read("down.sql"));
+            if entry.file_name().to_str().unwrap().starts_with("2000-") {
+                fs::remove_dir_all(entry.path()).unwrap();
+            }
         }
     }
 
     fn diesel(&self, arguments: &[&str]) -> Output {
-        diesel(&self.directory, &self.database.url(), arguments)
+        let output = diesel(&self.directory, &self.database.url(), arguments);
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+        output
+    }
+
+    fn fails(&self, arguments: &[&str]) -> bool {
+        !diesel(&self.directory, &self.database.url(), arguments)
+            .status
+            .success()
+    }
+
+    fn install(&self) -> usize {
+        let ran = migrations::install(&mut self.database.connect()).unwrap();
+        ran.len()
+    }
+
+    /// Reverts and runs in every way, and ends with everything run. All are listed, nothing else.
+    fn try_every_command(&self, all: usize) {
+        assert_eq!(self.list(), (all, 0));
+        self.diesel(&["migration", "revert"]);
+        assert_eq!(self.list(), (all - 1, 1));
+        self.diesel(&["migration", "run"]);
+        self.diesel(&["migration", "redo"]);
+        self.diesel(&["migration", "redo", "--all"]);
+        assert_eq!(self.list(), (all, 0));
+        assert!(self.has("users") && self.has("resource_control.throttled_key"));
+        self.diesel(&["migration", "revert", "--all"]);
+        assert_eq!(self.list(), (0, all));
+        assert!(!self.has("users"));
+        self.diesel(&["migration", "run"]);
+        assert_eq!(self.list(), (all, 0));
     }
 
     fn has(&self, table: &str) -> bool {
@@ -95,14 +133,19 @@ impl Drop for Application {
 fn diesel(directory: &Path, url: &str, arguments: &[&str]) -> Output {
     let program =
         std::env::var_os("DIESEL_CLI").expect("DIESEL_CLI is not set: run scripts/diesel_cli");
-    let output = Command::new(program)
+    Command::new(program)
         .args(arguments)
         .current_dir(directory)
         .env("DATABASE_URL", url)
         .output()
-        .unwrap();
-    assert!(output.status.success(), "{arguments:?}: {output:?}");
-    output
+        .unwrap()
+}
+
+/// How many migrations are ours.
+fn ours() -> usize {
+    fs::read_dir(Path::new(ROOT).join("migrations"))
+        .unwrap()
+        .count()
 }
 
 #[test]
@@ -123,46 +166,24 @@ fn the_printed_schema_is_the_one_in_the_sources() {
 #[test]
 fn among_an_applications_own_files_every_command_works() {
     let application = Application::new("files");
-    application.add_ours();
+    let all = application.add_ours() + 3;
     application.add_its_own();
-    let ours = fs::read_dir(format!("{ROOT}/migrations")).unwrap().count();
-    let all = ours + 3;
-
     application.diesel(&["migration", "run"]);
-    assert_eq!(application.list(), (all, 0));
-    application.diesel(&["migration", "revert"]);
-    assert_eq!(application.list(), (all - 1, 1));
-    application.diesel(&["migration", "run"]);
-    application.diesel(&["migration", "redo"]);
-    application.diesel(&["migration", "redo", "--all"]);
-    assert_eq!(application.list(), (all, 0));
-    assert!(application.has("users") && application.has("resource_control.throttled_key"));
+    application.try_every_command(all);
     application.diesel(&["migration", "revert", "--all"]);
-    assert_eq!(application.list(), (0, all));
-    assert!(!application.has("users") && !application.has("resource_control.throttled_key"));
+    assert!(!application.has("resource_control.installed_migration"));
 }
 
 #[test]
 fn beside_an_embedded_installation_every_command_works_and_leaves_it_alone() {
     let application = Application::new("embedded");
     application.add_its_own();
-    migrations::install(&mut application.database.connect()).unwrap();
-
+    application.install();
     application.diesel(&["migration", "run"]);
-    assert_eq!(application.list(), (3, 0));
-    application.diesel(&["migration", "revert"]);
-    assert_eq!(application.list(), (2, 1));
-    application.diesel(&["migration", "run"]);
-    application.diesel(&["migration", "redo"]);
-    application.diesel(&["migration", "redo", "--all"]);
-    assert_eq!(application.list(), (3, 0));
+    application.try_every_command(3);
     application.diesel(&["migration", "revert", "--all"]);
-    assert_eq!(application.list(), (0, 3));
-    assert!(!application.has("users") && application.has("resource_control.throttled_key"));
-    assert_eq!(
-        migrations::install(&mut application.database.connect()).unwrap(),
-        []
-    );
+    assert!(application.has("resource_control.throttled_key"));
+    assert_eq!(application.install(), 0);
 
     let printed = application.diesel(&["print-schema"]).stdout;
     assert!(
@@ -170,4 +191,92 @@ fn beside_an_embedded_installation_every_command_works_and_leaves_it_alone() {
             .unwrap()
             .contains("resource_control")
     );
+}
+
+#[test]
+fn an_embedded_installation_is_handed_over_to_files() {
+    let application = Application::new("hand_over");
+    application.add_its_own();
+    application.install();
+    application.diesel(&["migration", "run"]);
+
+    let all = application.add_ours() + 3;
+    assert_eq!(application.list(), (3, ours()));
+    assert!(application.fails(&["migration", "run"]), "it is there");
+    let handed_over = migrations::hand_over(&mut application.database.connect()).unwrap();
+    assert_eq!(handed_over.len(), ours());
+    application.diesel(&["migration", "run"]);
+    application.try_every_command(all);
+    assert_eq!(application.install(), 0, "install may stay where it was");
+    application.try_every_command(all);
+    application.diesel(&["migration", "revert", "--all"]);
+    assert!(!application.has("resource_control.installed_migration"));
+}
+
+#[test]
+fn what_files_have_run_is_taken_over_by_install() {
+    let application = Application::new("take_over");
+    application.add_ours();
+    application.add_its_own();
+    application.diesel(&["migration", "run"]);
+    assert_eq!(application.install(), 0);
+    application.try_every_command(ours() + 3);
+
+    application.remove_ours();
+    assert!(
+        application.fails(&["migration", "revert", "--all"]),
+        "their files are gone"
+    );
+    application.diesel(&["migration", "run"]);
+    let taken_over = migrations::take_over(&mut application.database.connect()).unwrap();
+    assert_eq!(taken_over.len(), ours());
+    application.try_every_command(3);
+    assert_eq!(application.install(), 0);
+}
+
+#[test]
+fn a_migration_that_install_ran_first_counts_as_run() {
+    let application = Application::new("next_release");
+    let directory = application.directory.join("migrations");
+    let newest = migrations::write_to(&directory).unwrap().pop().unwrap();
+    application.add_its_own();
+    fs::remove_dir_all(&newest).unwrap(); // the release before
+    application.diesel(&["migration", "run"]);
+    assert_eq!(application.install(), 1);
+
+    // The application's own are still to be reverted and run again.
+    application.diesel(&["migration", "redo"]);
+    assert_eq!(migrations::write_to(&directory).unwrap(), [newest]);
+    application.diesel(&["migration", "run"]);
+    application.try_every_command(ours() + 3);
+}
+
+#[test]
+fn a_schema_made_by_hand_goes_to_files_by_way_of_install() {
+    let application = Application::new("by_hand");
+    application
+        .database
+        .connect()
+        .batch_execute(include_str!("it/by_hand.sql"))
+        .unwrap();
+    application.add_ours();
+    application.add_its_own();
+    assert!(application.fails(&["migration", "run"]), "it is there");
+    application.install();
+    migrations::hand_over(&mut application.database.connect()).unwrap();
+    application.diesel(&["migration", "run"]);
+    application.try_every_command(ours() + 3);
+}
+
+#[test]
+fn after_uninstalling_the_files_run_anew() {
+    let application = Application::new("uninstall");
+    let all = application.add_ours() + 3;
+    application.add_its_own();
+    application.diesel(&["migration", "run"]);
+    let reverted = migrations::uninstall(&mut application.database.connect()).unwrap();
+    assert_eq!(reverted.len(), ours());
+    assert_eq!(application.list(), (3, ours()));
+    application.diesel(&["migration", "run"]);
+    assert_eq!(application.list(), (all, 0));
 }

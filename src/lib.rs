@@ -47,8 +47,8 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! Locks, and looking at them, need nothing in the database. Throttles need the schema of this crate:
-//! [`migrations::install`].
+//! Locks, and looking at them, need nothing in the database. Throttles and semaphores need the schema
+//! of this crate: [`migrations::install`], or files among the application's own migrations.
 //!
 //! # Two forms of every operation
 //!

@@ -20,6 +20,8 @@ use crate::error::Result;
 use crate::key::LockKey;
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool, PooledPgConnection};
+#[cfg(feature = "r2d2")]
+use crate::sessions;
 
 pub use self::guard::AdvisoryLockGuard;
 pub use self::lease::Lease;
@@ -145,6 +147,9 @@ impl AdvisoryLock {
 /// - [`Error::Pool`](crate::Error::Pool) if the pool gave no connection in time.
 /// - [`Error::InTransaction`](crate::Error::InTransaction) if a transaction is open on the
 ///   connection, whoever opened it; only that of `begin_test_transaction` is none.
+/// - [`Error::SharedSessions`](crate::Error::SharedSessions) if a pool's connections share server
+///   sessions. Asked once per connection of a pool, in five round trips, if the pool has a second one
+///   to compare it with.
 /// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
 /// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler moved the session while it
 ///   waited.
@@ -287,6 +292,8 @@ impl AdvisoryLock {
     #[cfg(feature = "r2d2")]
     fn check_out(&self, pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
         self.key.id()?; // bad input is reported before the pool is asked
-        pool::check_out(pool, limit)
+        let mut conn = pool::check_out(pool, limit)?;
+        sessions::require_own(pool, &mut conn)?;
+        Ok(conn)
     }
 }

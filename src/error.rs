@@ -109,6 +109,15 @@ pub enum Error {
         answered_by: i32,
     },
 
+    /// The connections of the pool share server sessions: a pooler in transaction mode sits in
+    /// between, and session locks are unsafe there.
+    #[cfg(feature = "r2d2")]
+    #[error(
+        "the connections of this pool share server sessions, as behind a pooler in transaction mode, where session \
+         locks do not work: use AdvisoryLock::transaction or a Semaphore of one slot, or connect past the pooler"
+    )]
+    SharedSessions,
+
     /// A transaction was still open on the lent connection when its lock was released, so what it
     /// wrote was not committed while the lock was held.
     ///

@@ -108,6 +108,8 @@ mod read_committed;
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 mod semaphore;
+#[cfg(feature = "r2d2")]
+mod sessions;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod text;
@@ -126,6 +128,8 @@ pub use crate::pool::{PgPool, PooledPgConnection};
 #[cfg(feature = "r2d2")]
 pub use crate::semaphore::Permit;
 pub use crate::semaphore::{Admission, Claim, Full, Semaphore};
+#[cfg(feature = "r2d2")]
+pub use crate::sessions::{Sessions, probe_sessions};
 pub use crate::throttle::{
     Decision, DeclaredResources, Denial, DenialReason, Difference, Grant, Outcome, ResourceLabel,
     Synced, Throttle, ThrottledResource, sync, sync_intervals,

@@ -1,8 +1,9 @@
 //! What the feature `tracing` tells.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex};
+use std::sync::Once;
 use std::time::Duration;
 
 use diesel::RunQueryDsl;
@@ -20,9 +21,13 @@ const GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(
 
 type Fields = BTreeMap<&'static str, String>;
 
-/// Collects the events of one thread.
-#[derive(Clone, Default)]
-struct Collected(Arc<Mutex<Vec<Fields>>>);
+thread_local! {
+    /// The events of this thread, while they are collected.
+    static COLLECTED: RefCell<Option<Vec<Fields>>> = const { RefCell::new(None) };
+}
+
+/// One for the whole process: those that come and go with a test disable each other's spans.
+struct Collector;
 
 struct Visitor(Fields);
 
@@ -36,9 +41,11 @@ impl Visit for Visitor {
     }
 }
 
-impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collected {
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collector {
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
-        assert_eq!(event.metadata().target(), "diesel_interlock");
+        if event.metadata().target() != "diesel_interlock" {
+            return;
+        }
         let mut visitor = Visitor(Fields::new());
         event.record(&mut visitor);
         let mut fields = visitor.0;
@@ -48,17 +55,21 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collected {
         if let Some(span) = context.event_span(event) {
             fields.insert("span", span.name().to_owned());
         }
-        self.0.lock().unwrap().push(fields);
+        COLLECTED
+            .with_borrow_mut(|collected| collected.iter_mut().for_each(|c| c.push(fields.clone())));
     }
 }
 
-/// What is told while `work` runs, without the times, as `operation outcome` and further fields.
+/// What is told on this thread while `work` runs.
 fn told(work: impl FnOnce()) -> Vec<Fields> {
-    let collected = Collected::default();
-    let subscriber = tracing_subscriber::registry().with(collected.clone());
-    tracing::subscriber::with_default(subscriber, work);
-    let events = collected.0.lock().unwrap();
-    events.clone()
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        let subscriber = tracing_subscriber::registry().with(Collector);
+        tracing::subscriber::set_global_default(subscriber).unwrap();
+    });
+    COLLECTED.set(Some(Vec::new()));
+    work();
+    COLLECTED.take().unwrap()
 }
 
 fn brief(events: &[Fields]) -> Vec<String> {

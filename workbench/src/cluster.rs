@@ -16,7 +16,7 @@ use diesel::prelude::*;
 use diesel::sql_types::Bool;
 
 pub use self::builder::ClusterBuilder;
-use self::watcher::Watcher;
+pub(crate) use self::watcher::Watcher;
 use crate::database::{ConnectionString, Database};
 
 /// How long `initdb` or `pg_basebackup` may take. They take half a second on an idle machine.
@@ -251,12 +251,22 @@ impl Cluster {
             .to_string()
     }
 
+    /// Where its socket is.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The number in the name of its socket.
+    pub(crate) fn port(&self) -> &str {
+        self.builder.value("port").expect("there is a default")
+    }
+
     fn server_url(&self) -> String {
         let directory = self
             .directory
             .to_str()
             .expect("the path of a new directory is UTF-8");
-        let port = self.builder.value("port").expect("there is a default");
+        let port = self.port();
         format!(
             "postgresql://postgres@{}:{port}",
             crate::database::percent_encoded(directory)

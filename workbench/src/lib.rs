@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`Database`] | an empty database for one test, dropped with the value |
 //! | [`Cluster`] | a PostgreSQL server of its own, which may be stopped, restarted and followed by a standby |
+//! | [`PgBouncer`] | a pooler in front of a cluster |
 //! | [`RoundTrips`] | a proxy in front of a database that counts round trips and can swallow the network |
 //!
 //! ```
@@ -37,8 +38,10 @@
 
 mod cluster;
 mod database;
+mod pgbouncer;
 mod round_trips;
 
 pub use cluster::{Cluster, ClusterBuilder, StopMode};
 pub use database::Database;
+pub use pgbouncer::{PgBouncer, PoolMode};
 pub use round_trips::RoundTrips;

@@ -27,7 +27,7 @@ const REMOVING: Duration = Duration::from_secs(20);
 /// sends, so nothing that ends this process ends the shell too. The pipe is closed on `exec`, so no
 /// other child of this process keeps it open.
 #[derive(Debug)]
-pub(super) struct Watcher {
+pub(crate) struct Watcher {
     shell: Child,
     /// `None` only while dropping.
     commands: Option<ChildStdin>,
@@ -40,7 +40,7 @@ pub(super) struct Watcher {
 impl Watcher {
     /// Starts the watcher of a new directory, with `environment` for the programs that it is going
     /// to run from the directory `binaries`.
-    pub(super) fn start(binaries: &Path, environment: &[(String, String)]) -> Self {
+    pub(crate) fn start(binaries: &Path, environment: &[(String, String)]) -> Self {
         let owner = Owner::required();
         let directory = directory::unused_path(owner.is_some());
 
@@ -100,7 +100,7 @@ impl Watcher {
     }
 
     /// The directory, which goes away with this value or with the process.
-    pub(super) fn directory(&self) -> &Path {
+    pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }
 
@@ -111,7 +111,7 @@ impl Watcher {
 
     /// Starts a program by one of the commands of the watcher's script. Nothing else may be
     /// running.
-    pub(super) fn run(&mut self, command: &str) {
+    pub(crate) fn run(&mut self, command: &str) {
         assert!(
             !self.is_running(),
             "a server in {} runs already",

@@ -52,6 +52,9 @@ while read -r command argument; do
     serve)
         run log "$binaries/postgres" -D "$directory/data"
         ;;
+    pool)
+        run log "$binaries/pgbouncer" "$directory/pgbouncer.ini"
+        ;;
     signal)
         { read -r pid <"$pid_file"; } 2>/dev/null && kill "-$argument" "$pid"
         ;;

@@ -1,0 +1,167 @@
+//! Behind PgBouncer: which of our primitives hold, and how the others are refused.
+//!
+//! Needs PgBouncer: `scripts/pgbouncer` installs it and runs this.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use diesel::connection::{CacheSize, SimpleConnection};
+use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
+use diesel_interlock::{
+    AdvisoryLock, Attempt, Error, PgPool, Semaphore, Sessions, Throttle, migrations,
+    probe_sessions, sync, throttled_resources,
+};
+use workbench::{Cluster, PgBouncer, PoolMode};
+
+throttled_resources! {
+    enum Resource {
+        Import = "import" every Duration::from_secs(3600),
+    }
+}
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("pooled");
+static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
+
+/// PgBouncer before 1.21 knows nothing of prepared statements.
+#[derive(Debug)]
+struct NoStatementCache;
+
+impl<E> CustomizeConnection<PgConnection, E> for NoStatementCache {
+    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), E> {
+        conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        Ok(())
+    }
+}
+
+/// A server with our schema, and a pooler in front of it.
+fn pooled(mode: PoolMode, sessions: u32) -> (Cluster, PgBouncer) {
+    let cluster = Cluster::start();
+    let conn = &mut PgConnection::establish(&cluster.url("postgres")).unwrap();
+    migrations::install(conn).unwrap();
+    sync::<Resource>(conn).unwrap();
+    let pooler = PgBouncer::in_front_of(&cluster, mode, sessions);
+    (cluster, pooler)
+}
+
+fn pool(pooler: &PgBouncer, size: u32) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .connection_customizer(Box::new(NoStatementCache))
+        .build(ConnectionManager::new(pooler.url("postgres")))
+        .unwrap()
+}
+
+#[test]
+fn in_transaction_mode_session_locks_are_refused() {
+    for sessions in [1, 2, 8] {
+        let (_cluster, pooler) = pooled(PoolMode::Transaction, sessions);
+        let pool = pool(&pooler, 4);
+        assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Shared);
+        for _ in 0..2 {
+            let refused = LOCK.try_acquire(&pool);
+            assert!(matches!(refused, Err(Error::SharedSessions)), "{refused:?}");
+        }
+        let refused = LOCK.acquire_timeout(&pool, Duration::from_secs(1));
+        assert!(matches!(refused, Err(Error::SharedSessions)), "{refused:?}");
+    }
+}
+
+#[test]
+fn in_session_mode_and_without_a_pooler_session_locks_are_taken() {
+    let (cluster, pooler) = pooled(PoolMode::Session, 8);
+    let direct = Pool::builder()
+        .max_size(4)
+        .build(ConnectionManager::new(cluster.url("postgres")))
+        .unwrap();
+    for pool in [pool(&pooler, 4), direct] {
+        assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Own);
+        let Attempt::Acquired(guard) = LOCK.try_acquire(&pool).unwrap() else {
+            panic!("the lock is taken");
+        };
+        assert!(LOCK.try_acquire(&pool).unwrap().is_busy());
+        guard.release().unwrap();
+    }
+}
+
+#[test]
+fn of_a_pool_of_one_nothing_is_known() {
+    let (_cluster, pooler) = pooled(PoolMode::Transaction, 4);
+    assert_eq!(
+        probe_sessions(&pool(&pooler, 1)).unwrap(),
+        Sessions::Unknown
+    );
+}
+
+#[test]
+fn a_busy_pooler_shows_as_well() {
+    let (_cluster, pooler) = pooled(PoolMode::Transaction, 8);
+    let done = AtomicUsize::new(0);
+    let busy = pool(&pooler, 4);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let conn = &mut busy.get().unwrap();
+                while done.load(Ordering::Relaxed) == 0 {
+                    conn.batch_execute("SELECT 1").unwrap();
+                }
+            });
+        }
+        let pool = pool(&pooler, 4);
+        let shared = (0..20).filter(|_| probe_sessions(&pool).unwrap() == Sessions::Shared);
+        assert!(shared.count() > 0);
+        done.store(1, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn in_transaction_mode_transaction_locks_throttles_and_semaphores_hold() {
+    const CLIENTS: usize = 8;
+    const ROUNDS: usize = 50;
+    let (_cluster, pooler) = pooled(PoolMode::Transaction, 4);
+    let pool = pool(&pooler, CLIENTS as u32);
+    pool.get()
+        .unwrap()
+        .batch_execute("CREATE TABLE counter AS SELECT 0 AS n")
+        .unwrap();
+    let start = Barrier::new(CLIENTS);
+    let (granted, in_flight, most) = (
+        AtomicUsize::new(0),
+        AtomicUsize::new(0),
+        AtomicUsize::new(0),
+    );
+    std::thread::scope(|scope| {
+        for _ in 0..CLIENTS {
+            scope.spawn(|| {
+                start.wait();
+                for round in 0..ROUNDS {
+                    let conn = &mut pool.get().unwrap();
+                    LOCK.transaction(conn, |conn| {
+                        // Lost if two read it at once.
+                        conn.batch_execute(
+                            "CREATE TEMP TABLE before ON COMMIT DROP AS SELECT n FROM counter; \
+                             UPDATE counter SET n = (SELECT n + 1 FROM before)",
+                        )
+                    })
+                    .unwrap();
+                    let import = Throttle::of(Resource::Import).key(round);
+                    if import.attempt(conn, "me").unwrap().granted().is_some() {
+                        granted.fetch_add(1, Ordering::Relaxed);
+                    }
+                    let claim = GEOCODER.claim_on(conn).unwrap();
+                    if let Attempt::Acquired(claim) = claim {
+                        let now = in_flight.fetch_add(1, Ordering::SeqCst) + 1;
+                        most.fetch_max(now, Ordering::SeqCst);
+                        in_flight.fetch_sub(1, Ordering::SeqCst);
+                        assert!(GEOCODER.complete_on(conn, claim.id).unwrap());
+                    }
+                }
+            });
+        }
+    });
+    let counted = diesel::sql_query("SELECT 1 FROM counter WHERE n = 400");
+    assert_eq!(counted.execute(&mut pool.get().unwrap()), Ok(1));
+    assert_eq!(granted.into_inner(), ROUNDS);
+    assert!((1..=4).contains(&most.into_inner()));
+}

@@ -1,0 +1,121 @@
+//! A pooler between clients and a server.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use diesel::connection::{Connection, SimpleConnection};
+use diesel::pg::PgConnection;
+
+use crate::cluster::{Cluster, Watcher};
+
+/// How long a pooler may take to listen.
+const STARTING: Duration = Duration::from_secs(10);
+
+/// What a client of the pooler has a server session for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PoolMode {
+    /// As long as it is connected.
+    Session,
+    /// One transaction.
+    Transaction,
+}
+
+/// `PgBouncer` in front of a [`Cluster`]. It goes away with the value, or with the process that
+/// started it.
+///
+/// It needs the program `pgbouncer` on the `PATH`, or in `/usr/sbin`, where Debian has it.
+#[derive(Debug)]
+pub struct PgBouncer {
+    watcher: Watcher,
+}
+
+impl PgBouncer {
+    /// Starts a pooler with at most `sessions` server sessions for each database.
+    ///
+    /// # Panics
+    ///
+    /// If there is none, or it does not answer.
+    pub fn in_front_of(cluster: &Cluster, mode: PoolMode, sessions: u32) -> Self {
+        let binaries = binaries();
+        let mut watcher = Watcher::start(&binaries, &[]);
+        let mode = match mode {
+            PoolMode::Session => "session",
+            PoolMode::Transaction => "transaction",
+        };
+        let directory = watcher.directory().display();
+        let settings = format!(
+            "[databases]\n\
+             * = host={} port={} user=postgres\n\
+             [pgbouncer]\n\
+             listen_addr =\n\
+             listen_port = 6432\n\
+             unix_socket_dir = {directory}\n\
+             auth_type = any\n\
+             pool_mode = {mode}\n\
+             default_pool_size = {sessions}\n\
+             max_client_conn = 500\n",
+            cluster.directory().display(),
+            cluster.port(),
+        );
+        let file = watcher.directory().join("pgbouncer.ini");
+        fs::write(&file, settings)
+            .unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
+        watcher.run("pool");
+        let pooler = Self { watcher };
+        pooler.wait_until_it_answers();
+        pooler
+    }
+
+    /// Whether the program is installed.
+    pub fn is_installed() -> bool {
+        find().is_some()
+    }
+
+    /// A connection string for a database of the server behind it.
+    pub fn url(&self, database: &str) -> String {
+        let directory = self.watcher.directory().to_str().expect("a path in UTF-8");
+        format!(
+            "postgresql://postgres@{}:6432/{}",
+            crate::database::percent_encoded(directory),
+            crate::database::percent_encoded(database)
+        )
+    }
+
+    fn wait_until_it_answers(&self) {
+        let deadline = Instant::now() + STARTING;
+        loop {
+            let answer = PgConnection::establish(&self.url("postgres"))
+                .map_err(|error| error.to_string())
+                .and_then(|mut conn| {
+                    conn.batch_execute("SELECT 1")
+                        .map_err(|error| error.to_string())
+                });
+            let Err(error) = answer else { return };
+            if Instant::now() > deadline {
+                let log = fs::read_to_string(self.watcher.directory().join("log"));
+                panic!(
+                    "PgBouncer does not answer: {error}\n{}",
+                    log.unwrap_or_default()
+                );
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+fn binaries() -> PathBuf {
+    find().expect("PgBouncer is not installed: install the package `pgbouncer`")
+}
+
+fn find() -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    env::split_paths(&path)
+        .chain([PathBuf::from("/usr/sbin")])
+        .find(|directory| has_pooler(directory))
+}
+
+fn has_pooler(directory: &Path) -> bool {
+    directory.join("pgbouncer").is_file()
+}

@@ -89,6 +89,7 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 pub struct AdvisoryLock {
     key: LockKey,
     mode: LockMode,
+    fenced: bool,
 }
 
 impl AdvisoryLock {
@@ -105,6 +106,7 @@ impl AdvisoryLock {
         Self {
             key,
             mode: LockMode::Exclusive,
+            fenced: false,
         }
     }
 
@@ -113,6 +115,14 @@ impl AdvisoryLock {
     #[must_use = "the handle itself stays as it is"]
     pub const fn shared(mut self) -> Self {
         self.mode = LockMode::Shared;
+        self
+    }
+
+    /// Draws a [fencing token](AdvisoryLockGuard::fencing_token) in the round trip that takes a session
+    /// lock. Costs a transaction id each time. Defaults to drawing it when it is asked for.
+    #[must_use = "the handle itself stays as it is"]
+    pub const fn fenced(mut self) -> Self {
+        self.fenced = true;
         self
     }
 
@@ -178,7 +188,7 @@ impl AdvisoryLock {
     #[cfg(feature = "r2d2")]
     pub fn try_acquire(&self, pool: &PgPool) -> Result<Attempt<PooledGuard>> {
         let lease = self.check_out(pool, None)?;
-        session::acquire_until(&self.key, self.mode, lease, Deadline::after(Duration::ZERO))
+        session::acquire_until(self, lease, Deadline::after(Duration::ZERO))
     }
 
     /// Takes the lock if it is free, on the given connection; never waits.
@@ -225,7 +235,7 @@ impl AdvisoryLock {
     /// Those of [all session locks](#errors-of-all-of-them).
     #[cfg(feature = "r2d2")]
     pub fn acquire(&self, pool: &PgPool) -> Result<PooledGuard> {
-        session::acquire(&self.key, self.mode, self.check_out(pool, None)?)
+        session::acquire(self, self.check_out(pool, None)?)
     }
 
     /// Takes the lock, on the given connection; waits for it as long as it takes.
@@ -240,7 +250,7 @@ impl AdvisoryLock {
     ///
     /// Those of [all session locks](#errors-of-all-of-them).
     pub fn acquire_on<'conn>(&self, conn: &'conn mut PgConnection) -> Result<BorrowedGuard<'conn>> {
-        session::acquire(&self.key, self.mode, conn)
+        session::acquire(self, conn)
     }
 
     /// Takes the lock, on a connection out of the pool; waits at most `timeout` for both.
@@ -265,7 +275,7 @@ impl AdvisoryLock {
     ) -> Result<Attempt<PooledGuard>> {
         let deadline = Deadline::after(timeout);
         let lease = self.check_out(pool, Some(timeout))?;
-        session::acquire_until(&self.key, self.mode, lease, deadline)
+        session::acquire_until(self, lease, deadline)
     }
 
     /// Takes the lock, on the given connection; waits at most `timeout` for it.
@@ -286,7 +296,7 @@ impl AdvisoryLock {
         conn: &'conn mut PgConnection,
         timeout: Duration,
     ) -> Result<Attempt<BorrowedGuard<'conn>>> {
-        session::acquire_until(&self.key, self.mode, conn, Deadline::after(timeout))
+        session::acquire_until(self, conn, Deadline::after(timeout))
     }
 
     #[cfg(feature = "r2d2")]

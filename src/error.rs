@@ -312,6 +312,23 @@ pub enum Error {
         id: i64,
     },
 
+    /// A fence was to be passed outside a transaction.
+    #[error(
+        "a fence protects what its own transaction writes: pass it inside that transaction, before the first write"
+    )]
+    FenceOutsideTransaction,
+
+    /// A greater fencing token has passed the fence: somebody else has become the holder.
+    #[error(
+        "the fencing token {token} comes too late at the fence {name:?}: somebody else holds the lock or the slot now"
+    )]
+    Fenced {
+        /// The fence.
+        name: String,
+        /// The token that was refused.
+        token: i64,
+    },
+
     /// Migrations or a sync were asked for inside a transaction, a test transaction included.
     #[error("migrations and sync commit as they go: run them outside a transaction")]
     CommitsInTransaction,

@@ -34,7 +34,7 @@ const PRESENT: &str = "
         NOT EXISTS (SELECT FROM schema
             WHERE NOT pg_catalog.has_schema_privilege(schema.oid, 'USAGE')) AS usage,
         EXISTS (SELECT FROM pg_catalog.pg_proc, schema
-            WHERE pronamespace = schema.oid AND proname = 'claim_service_request') AS newest,
+            WHERE pronamespace = schema.oid AND proname = 'pass_fence') AS newest,
         NOT EXISTS (SELECT FROM pg_catalog.pg_class, schema
             WHERE relnamespace = schema.oid AND relkind = 'r'
             AND NOT (pg_catalog.has_table_privilege(pg_class.oid, 'SELECT')

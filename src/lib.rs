@@ -93,6 +93,7 @@ mod advisory;
 mod attempt;
 mod error;
 mod events;
+mod fence;
 pub mod functions;
 #[cfg(all(any(doc, doctest), feature = "r2d2", feature = "migrations"))]
 pub mod guide;
@@ -122,6 +123,7 @@ pub use crate::advisory::PooledGuard;
 pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, Lease};
 pub use crate::attempt::Attempt;
 pub use crate::error::{Error, Result};
+pub use crate::fence::Fence;
 pub use crate::key::{LockId, LockKey, fnv1a};
 #[cfg(feature = "r2d2")]
 pub use crate::pool::{PgPool, PooledPgConnection};

@@ -10,6 +10,14 @@ pub mod resource_control {
     }
 
     diesel::table! {
+        /// The greatest fencing token that has passed each fence.
+        resource_control.fence (name) {
+            name -> Text,
+            token -> Int8,
+        }
+    }
+
+    diesel::table! {
         /// Requests to services that take only so many at a time: those in flight, and the log of those that ended.
         resource_control.service_request (id) {
             id -> Int8,
@@ -54,6 +62,7 @@ pub mod resource_control {
     }
 
     diesel::allow_tables_to_appear_in_same_query!(
+        fence,
         service_request,
         throttled_key,
         throttled_resource,

@@ -10,7 +10,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use super::lease::{Doubt, Lease, Pinned, distrusted};
 use super::mode::LockMode;
-use super::query::{IsHeld, Release, Released};
+use super::query::{DrawToken, IsHeld, Release, Released};
 use crate::error::{Error, Result};
 use crate::events::{self, Since, What};
 use crate::key::{LockId, LockKey};
@@ -93,6 +93,8 @@ pub(super) struct Hold {
     pub(super) pid: i32,
     /// To be given back to the session, where it was lifted.
     pub(super) idle_session_timeout: Option<String>,
+    /// If one was drawn.
+    pub(super) fencing_token: Option<i64>,
 }
 
 impl<C: Lease> AdvisoryLockGuard<C> {
@@ -145,6 +147,41 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         match question.get_result::<(i32, bool)>(self.pinned.conn()) {
             Ok((pid, held)) => Ok(held && pid == self.hold.pid),
             Err(error) if is_closed(&error) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// A number that is greater than that of everybody who held the lock before: what a
+    /// [`Fence`](crate::Fence), or a service, refuses when it has seen a greater one.
+    ///
+    /// It is a transaction id, `pg_current_xact_id()`, drawn while the lock is held. Comes with the lock
+    /// where that is [`fenced`](crate::AdvisoryLock::fenced) and was free; otherwise the first call
+    /// draws it, in one round trip. Of those who share a lock each has one, in no order.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::LockLost`] if the lock is not held any more.
+    /// - [`Error::Database`] if the server could not answer.
+    pub fn fencing_token(&mut self) -> Result<i64> {
+        if let Some(token) = self.hold.fencing_token {
+            return Ok(token);
+        }
+        let locator = self.hold.id.into();
+        let draw = DrawToken {
+            locator: &locator,
+            mode: self.hold.mode,
+        };
+        let lost = |source| Error::LockLost {
+            key: self.key.clone(),
+            source,
+        };
+        match draw.get_result::<(i32, Option<i64>)>(self.pinned.conn()) {
+            Ok((pid, Some(token))) if pid == self.hold.pid => {
+                self.hold.fencing_token = Some(token);
+                Ok(token)
+            }
+            Ok(_) => Err(lost(None)),
+            Err(error) if is_closed(&error) => Err(lost(Some(error))),
             Err(error) => Err(error.into()),
         }
     }

@@ -72,6 +72,72 @@ impl QueryFragment<Pg> for TryAcquire<'_> {
     }
 }
 
+/// As [`TryAcquire`], and draws a fencing token if the lock is granted: a transaction id, of which
+/// PostgreSQL gives every later one a greater number.
+#[derive(Debug)]
+pub(crate) struct TryAcquireFenced<'a> {
+    pub(crate) id: &'a LockId,
+    pub(crate) mode: LockMode,
+}
+
+/// What [`TryAcquireFenced`] answers.
+#[derive(Debug, Queryable)]
+pub(crate) struct TryAcquiredFenced {
+    pub(crate) pid: i32,
+    /// As it was before; `None` before PostgreSQL 14.
+    pub(crate) idle_session_timeout: Option<String>,
+    /// `None` on a hot standby, where nothing was tried; 0 if the lock was not granted.
+    pub(crate) token: Option<i64>,
+}
+
+prepared_query!(TryAcquireFenced -> (Integer, Nullable<Text>, Nullable<BigInt>));
+
+/// Drawn once the lock is held: whoever holds it next draws later.
+const TOKEN: &str = "pg_catalog.pg_current_xact_id()::pg_catalog.text::bigint";
+
+impl QueryFragment<Pg> for TryAcquireFenced<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql(
+            "SELECT pg_catalog.pg_backend_pid(), \
+             pg_catalog.current_setting('idle_session_timeout', true), \
+             CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN NOT pg_catalog.",
+        );
+        out.push_sql(self.mode.try_lock_function());
+        push_key(&mut out, self.id)?;
+        out.push_sql(
+            " THEN 0 \
+             WHEN pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
+             THEN CASE WHEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL THEN ",
+        );
+        out.push_sql(TOKEN);
+        out.push_sql(" END ELSE ");
+        out.push_sql(TOKEN);
+        out.push_sql(" END");
+        Ok(())
+    }
+}
+
+/// Draws a fencing token for a lock that this session holds in this mode; null if it does not.
+#[derive(Debug)]
+pub(crate) struct DrawToken<'a> {
+    pub(crate) locator: &'a Locator,
+    pub(crate) mode: LockMode,
+}
+
+prepared_query!(DrawToken -> (Integer, Nullable<BigInt>));
+
+impl QueryFragment<Pg> for DrawToken<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql("SELECT pg_catalog.pg_backend_pid(), CASE WHEN ");
+        push_is_held(&mut out, self.locator, self.mode)?;
+        out.push_sql(" THEN ");
+        out.push_sql(TOKEN);
+        out.push_sql(" END");
+        Ok(())
+    }
+}
+
 /// Releases a session lock, if this is still the session that took it, and gives it back its
 /// `idle_session_timeout` where that was lifted.
 ///
@@ -148,19 +214,28 @@ impl QueryFragment<Pg> for IsHeld<'_> {
         if !self.prepared {
             out.unsafe_to_cache_prepared();
         }
-        out.push_sql("SELECT pg_catalog.pg_backend_pid(), EXISTS (");
-        out.push_sql(HELD_BY_THIS_SESSION);
-        out.push_sql(" AND classid OPERATOR(pg_catalog.=) ");
-        out.push_bind_param::<Oid, _>(&self.locator.classid)?;
-        out.push_sql(" AND objid OPERATOR(pg_catalog.=) ");
-        out.push_bind_param::<Oid, _>(&self.locator.objid)?;
-        out.push_sql(" AND objsubid OPERATOR(pg_catalog.=) ");
-        out.push_bind_param::<Integer, _>(&self.locator.objsubid)?;
-        out.push_sql(" AND mode OPERATOR(pg_catalog.=) ");
-        out.push_bind_param::<Text, _>(self.mode.pg_locks_mode())?;
-        out.push_sql(")");
-        Ok(())
+        out.push_sql("SELECT pg_catalog.pg_backend_pid(), ");
+        push_is_held(&mut out, self.locator, self.mode)
     }
+}
+
+fn push_is_held<'b>(
+    out: &mut AstPass<'_, 'b, Pg>,
+    locator: &'b Locator,
+    mode: LockMode,
+) -> QueryResult<()> {
+    out.push_sql("EXISTS (");
+    out.push_sql(HELD_BY_THIS_SESSION);
+    out.push_sql(" AND classid OPERATOR(pg_catalog.=) ");
+    out.push_bind_param::<Oid, _>(&locator.classid)?;
+    out.push_sql(" AND objid OPERATOR(pg_catalog.=) ");
+    out.push_bind_param::<Oid, _>(&locator.objid)?;
+    out.push_sql(" AND objsubid OPERATOR(pg_catalog.=) ");
+    out.push_bind_param::<Integer, _>(&locator.objsubid)?;
+    out.push_sql(" AND mode OPERATOR(pg_catalog.=) ");
+    out.push_bind_param::<Text, _>(mode.pg_locks_mode())?;
+    out.push_sql(")");
+    Ok(())
 }
 
 /// Takes a transaction lock if it is free, unless the isolation level makes it useless.

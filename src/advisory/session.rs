@@ -5,10 +5,10 @@ use std::time::Duration;
 use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
+use super::AdvisoryLock;
 use super::guard::{AdvisoryLockGuard, Hold};
 use super::lease::{Doubt, Lease, Pinned};
-use super::mode::LockMode;
-use super::query::{TryAcquire, TryAcquired};
+use super::query::{TryAcquire, TryAcquireFenced, TryAcquired, TryAcquiredFenced};
 use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
@@ -17,15 +17,11 @@ use crate::key::LockKey;
 use crate::transaction::{self, Transaction};
 
 /// Takes the lock; waits for it as long as it takes.
-pub(super) fn acquire<C: Lease>(
-    key: &LockKey,
-    mode: LockMode,
-    lease: C,
-) -> Result<AdvisoryLockGuard<C>> {
+pub(super) fn acquire<C: Lease>(lock: &AdvisoryLock, lease: C) -> Result<AdvisoryLockGuard<C>> {
     events::acquire(
-        What::Lock(key),
+        What::Lock(&lock.key),
         || {
-            let mut tried = Tried::send(key, mode, lease)?;
+            let mut tried = Tried::send(lock, lease)?;
             while !tried.granted {
                 tried.wait(Duration::MAX)?;
             }
@@ -37,15 +33,14 @@ pub(super) fn acquire<C: Lease>(
 
 /// Takes the lock; waits for it until the deadline.
 pub(super) fn acquire_until<C: Lease>(
-    key: &LockKey,
-    mode: LockMode,
+    lock: &AdvisoryLock,
     lease: C,
     deadline: Deadline,
 ) -> Result<Attempt<AdvisoryLockGuard<C>>> {
     events::acquire(
-        What::Lock(key),
+        What::Lock(&lock.key),
         || {
-            let mut tried = Tried::send(key, mode, lease)?;
+            let mut tried = Tried::send(lock, lease)?;
             while !tried.granted {
                 let left = deadline.remaining();
                 if left.is_zero() {
@@ -58,6 +53,37 @@ pub(super) fn acquire_until<C: Lease>(
         },
         Attempt::outcome,
     )
+}
+
+/// What the server said to either kind of try.
+struct Answer {
+    pid: i32,
+    idle_session_timeout: Option<String>,
+    /// `None` on a hot standby.
+    granted: Option<bool>,
+    token: Option<i64>,
+}
+
+impl From<TryAcquired> for Answer {
+    fn from(answer: TryAcquired) -> Self {
+        Self {
+            pid: answer.pid,
+            idle_session_timeout: answer.idle_session_timeout,
+            granted: answer.granted,
+            token: None,
+        }
+    }
+}
+
+impl From<TryAcquiredFenced> for Answer {
+    fn from(answer: TryAcquiredFenced) -> Self {
+        Self {
+            pid: answer.pid,
+            idle_session_timeout: answer.idle_session_timeout,
+            granted: answer.token.map(|token| token != 0),
+            token: answer.token.filter(|token| *token != 0),
+        }
+    }
 }
 
 /// A session that was asked for the lock.
@@ -74,8 +100,9 @@ struct Tried<C: Lease> {
 impl<C: Lease> Tried<C> {
     /// Tries in one prepared round trip. Waiting is only for what is found taken: PostgreSQL does
     /// not let a try overtake those who wait.
-    fn send(key: &LockKey, mode: LockMode, lease: C) -> Result<Self> {
-        let id = key.id()?;
+    fn send(lock: &AdvisoryLock, lease: C) -> Result<Self> {
+        let AdvisoryLock { key, mode, fenced } = lock;
+        let (id, mode) = (key.id()?, *mode);
         let mut pinned = Pinned::new(lease);
         let before = transaction::of(pinned.conn());
         match before {
@@ -88,7 +115,14 @@ impl<C: Lease> Tried<C> {
             // Unless the server reports that no transaction is open, this mark stays.
             transaction::mark_broken(pinned.conn());
         }
-        let answer: TryAcquired = TryAcquire { id: &id, mode }.get_result(pinned.conn())?;
+        let answer = if *fenced {
+            Answer::from(
+                TryAcquireFenced { id: &id, mode }
+                    .get_result::<TryAcquiredFenced>(pinned.conn())?,
+            )
+        } else {
+            Answer::from(TryAcquire { id: &id, mode }.get_result::<TryAcquired>(pinned.conn())?)
+        };
         let in_raw_transaction =
             before == Transaction::None && transaction::is_marked(pinned.conn());
         let mut tried = Self {
@@ -99,6 +133,7 @@ impl<C: Lease> Tried<C> {
                 mode,
                 pid: answer.pid,
                 idle_session_timeout: answer.idle_session_timeout.filter(|value| value != "0"),
+                fencing_token: answer.token,
             },
             granted: answer.granted == Some(true),
         };

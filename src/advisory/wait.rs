@@ -294,6 +294,7 @@ mod tests {
             mode: LockMode::Exclusive,
             pid: -1,
             idle_session_timeout: None,
+            fencing_token: None,
         };
         let moved = for_session_lock(conn, &key, &hold, SLICE);
         let pid: i32 = diesel::select(crate::functions::pg_backend_pid())

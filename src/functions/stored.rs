@@ -31,6 +31,11 @@ extern "SQL" {
     #[sql_name = "resource_control.next_service_request_expiry"]
     fn next_service_request_expiry(service: Text) -> Nullable<Timestamptz>;
 
+    /// Lets a fencing token pass unless a greater one has, and answers whether it did. For the
+    /// transaction that writes what the fence protects.
+    #[sql_name = "resource_control.pass_fence"]
+    fn pass_fence(name: Text, token: BigInt) -> Bool;
+
     /// Deletes at most that many requests to services that ended, or expired, longer ago than that,
     /// and answers how many. Begins with the oldest and skips those that are locked.
     #[sql_name = "resource_control.prune_service_requests"]

@@ -29,11 +29,12 @@ macro_rules! embedded {
 }
 
 /// All of them, in their order.
-pub(super) static OURS: [OurMigration; 4] = embedded![
+pub(super) static OURS: [OurMigration; 5] = embedded![
     "2000-01-01-000001_resource_control",
     "2000-01-01-000002_throttled_resources",
     "2000-01-01-000003_throttled_keys",
     "2000-01-01-000004_service_requests",
+    "2000-01-01-000005_fences",
 ];
 
 /// Why one of them could not be run.

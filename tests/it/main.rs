@@ -9,6 +9,7 @@ mod copied_files;
 mod errors;
 #[cfg(all(feature = "tracing", feature = "r2d2"))]
 mod events;
+mod fences;
 mod functions;
 mod handlers_under_test;
 mod installation;

@@ -1,0 +1,29 @@
+CREATE TABLE resource_control.fence (
+    name text PRIMARY KEY CONSTRAINT fences_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
+    token bigint NOT NULL
+)
+-- Room for the next version of a row in its own page.
+WITH (fillfactor = 50);
+
+CREATE FUNCTION resource_control.pass_fence(name text, token bigint) RETURNS boolean
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+AS $$
+#variable_conflict use_column
+BEGIN
+    INSERT INTO resource_control.fence AS f (name, token)
+        VALUES (pass_fence.name, pass_fence.token)
+        ON CONFLICT ON CONSTRAINT fence_pkey
+            DO UPDATE SET token = EXCLUDED.token WHERE f.token <= EXCLUDED.token;
+    RETURN FOUND;
+END
+$$;
+
+COMMENT ON TABLE resource_control.fence IS
+    'The greatest fencing token that has passed each fence.';
+COMMENT ON FUNCTION resource_control.pass_fence(text, bigint) IS
+    'Lets a token pass unless a greater one has; answers whether it did. To be called inside the transaction that writes what the fence protects, which is to be rolled back if it answers false.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000005');

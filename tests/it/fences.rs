@@ -1,0 +1,174 @@
+//! Fencing tokens of session locks, and the fence that checks them.
+
+use diesel::prelude::*;
+use diesel_interlock::{AdvisoryLock, Error, Fence};
+use workbench::RoundTrips;
+
+use crate::semaphores::database;
+use crate::support::{Expect, Observer, eventually};
+
+const LOCK: AdvisoryLock = AdvisoryLock::named("fenced").fenced();
+const PLAIN: AdvisoryLock = AdvisoryLock::named("fenced");
+const FENCE: Fence = Fence::named("rows");
+
+fn pass(conn: &mut PgConnection, token: i64) -> Result<(), Error> {
+    conn.transaction(|conn| FENCE.pass(conn, token))
+}
+
+#[test]
+fn each_holders_token_is_greater_than_those_before_however_it_was_drawn() {
+    let database = database();
+    let pool = database.pool(8);
+    let mut tokens = Vec::new();
+    let drawn = std::sync::Mutex::new(&mut tokens);
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let (pool, drawn) = (&pool, &drawn);
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    let lock = if thread % 2 == 0 { &LOCK } else { &PLAIN };
+                    let mut guard = lock.acquire(pool).unwrap();
+                    drawn.lock().unwrap().push(guard.fencing_token().unwrap());
+                    guard.release().unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(tokens.len(), 160);
+    assert!(
+        tokens.windows(2).all(|pair| pair[0] < pair[1]),
+        "{tokens:?}"
+    );
+}
+
+#[test]
+fn a_fenced_lock_brings_its_token_in_the_same_round_trip() {
+    let database = database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    drop(LOCK.try_acquire_on(conn).unwrap().expect_acquired());
+    let mut token = 0;
+    let trips = proxy.count(|| {
+        let mut guard = LOCK.try_acquire_on(conn).unwrap().expect_acquired();
+        token = guard.fencing_token().unwrap();
+        guard.release().unwrap();
+    });
+    assert!(token > 0);
+    assert_eq!(trips, 2);
+
+    let mut guard = PLAIN.try_acquire_on(conn).unwrap().expect_acquired();
+    assert!(guard.fencing_token().unwrap() > token);
+    assert_eq!(proxy.count(|| drop(guard.fencing_token())), 0);
+}
+
+#[test]
+fn a_lock_that_is_taken_draws_no_token() {
+    let database = database();
+    let (holder, other) = (&mut database.connect(), &mut database.connect());
+    let _guard = PLAIN.try_acquire_on(holder).unwrap().expect_acquired();
+    let next = |conn: &mut PgConnection| {
+        #[derive(QueryableByName)]
+        struct Next {
+            #[diesel(sql_type = diesel::sql_types::Text)]
+            next: String,
+        }
+        diesel::sql_query("SELECT pg_snapshot_xmax(pg_current_snapshot())::text AS next")
+            .get_result::<Next>(conn)
+            .unwrap()
+            .next
+    };
+    // Other tests use the same cluster, so it may take more than one look.
+    eventually("a refusal without a transaction id", || {
+        let before = next(other);
+        assert!(LOCK.try_acquire_on(other).unwrap().is_busy());
+        next(other) == before
+    });
+}
+
+#[test]
+fn a_former_holder_is_stopped_at_the_fence_once_the_next_one_has_passed() {
+    let database = database();
+    let pool = database.pool(3);
+    let mut former = LOCK.acquire(&pool).unwrap();
+    let old = former.fencing_token().unwrap();
+    let conn = &mut pool.get().unwrap();
+    pass(conn, old).unwrap();
+    pass(conn, old).unwrap();
+    Observer::of(&database).kill(former.backend_pid());
+    pass(conn, old).unwrap(); // nobody else has been here yet
+    let mut next = LOCK.acquire(&pool).unwrap();
+    let new = next.fencing_token().unwrap();
+    pass(conn, new).unwrap();
+    let refused = pass(conn, old);
+    assert!(
+        matches!(&refused, Err(Error::Fenced { name, token }) if name == "rows" && *token == old),
+        "{refused:?}"
+    );
+    pass(conn, new).unwrap();
+    assert!(matches!(former.release(), Err(Error::LockLost { .. })));
+}
+
+#[test]
+fn what_a_passing_transaction_rolls_back_has_not_passed() {
+    let database = database();
+    let conn = &mut database.connect();
+    pass(conn, 5).unwrap();
+    let rolled_back: Result<(), Error> = conn.transaction(|conn| {
+        FENCE.pass(conn, 9)?;
+        Err(diesel::result::Error::RollbackTransaction.into())
+    });
+    assert!(rolled_back.is_err());
+    pass(conn, 7).unwrap();
+    assert!(matches!(pass(conn, 6), Err(Error::Fenced { .. })));
+    conn.transaction(|conn| Fence::new("another").pass(conn, 1))
+        .unwrap();
+}
+
+#[test]
+fn a_late_writer_waits_for_the_one_that_is_passing_and_is_refused() {
+    let database = database();
+    let (conn, late) = (&mut database.connect(), &mut database.connect());
+    let observer = &mut Observer::of(&database);
+    pass(conn, 1).unwrap();
+    std::thread::scope(|scope| {
+        let refused = conn.transaction(|conn| {
+            FENCE.pass(conn, 3)?;
+            let writer = scope.spawn(|| pass(late, 2));
+            eventually("the late writer waits", || {
+                diesel::sql_query(
+                    "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() \
+                     AND wait_event_type = 'Lock' AND query LIKE '%pass_fence%'",
+                )
+                .execute(observer.conn())
+                .unwrap()
+                    == 1
+            });
+            Ok::<_, Error>(writer)
+        });
+        let refused = refused.unwrap().join().unwrap();
+        assert!(
+            matches!(refused, Err(Error::Fenced { token: 2, .. })),
+            "{refused:?}"
+        );
+    });
+}
+
+#[test]
+fn misuse_is_refused() {
+    let database = database();
+    let conn = &mut database.connect();
+    assert!(matches!(
+        FENCE.pass(conn, 1),
+        Err(Error::FenceOutsideTransaction)
+    ));
+    let of = |name: String, conn: &mut PgConnection| {
+        conn.transaction(|conn| Fence::new(name).pass(conn, 1))
+    };
+    assert!(matches!(of(String::new(), conn), Err(Error::EmptyName)));
+    assert!(matches!(of("a\0b".into(), conn), Err(Error::NulCharacter)));
+    assert!(matches!(
+        of("x".repeat(1001), conn),
+        Err(Error::TooLong { .. })
+    ));
+    of("x".repeat(1000), conn).unwrap();
+}

@@ -7,6 +7,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 
 use crate::error::{Error, Result};
+use crate::text;
 
 /// The longest piece of a name that `Debug` and `Display` show, in characters.
 const SHOWN: usize = 80;
@@ -221,20 +222,12 @@ impl LockKey {
     fn number(&self) -> LockId {
         match (self.number, &self.name) {
             (Number::Given(id), _) => id,
-            (Number::OfName, name) => LockId::BigInt(of_name(name.as_deref().unwrap_or_default())),
+            (Number::OfName, name) => {
+                let name = text::name(name.as_deref().unwrap_or_default());
+                LockId::BigInt(fnv1a(&name))
+            }
         }
     }
-}
-
-#[cfg(not(feature = "testing"))]
-fn of_name(name: &str) -> i64 {
-    hash::fnv1a(name)
-}
-
-/// The names of a test may carry a prefix, so that they do not meet those of another test.
-#[cfg(feature = "testing")]
-fn of_name(name: &str) -> i64 {
-    hash::fnv1a(&crate::testing::prefixed(name))
 }
 
 /// 64-bit FNV-1a of a name's UTF-8 bytes, read as a signed number: the hash behind

@@ -445,7 +445,7 @@ enum Sent {
 
 impl<'a> Request<'a> {
     fn of(semaphore: &'a Semaphore) -> Result<Self> {
-        let service = service_name(&semaphore.service);
+        let service = text::name(&semaphore.service);
         if service.is_empty() {
             return Err(Error::EmptyName);
         }
@@ -502,15 +502,4 @@ impl<'a> Request<'a> {
             Err(error) => Err(query::explain(conn, error)),
         }
     }
-}
-
-#[cfg(not(feature = "testing"))]
-fn service_name(name: &str) -> Cow<'_, str> {
-    Cow::Borrowed(name)
-}
-
-/// The services of a test may carry a prefix, so that they do not meet those of another test.
-#[cfg(feature = "testing")]
-fn service_name(name: &str) -> Cow<'_, str> {
-    crate::testing::prefixed(name)
 }

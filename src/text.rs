@@ -1,4 +1,6 @@
-//! What a text must be like before it is sent.
+//! What a text must be like before it is sent, and what is sent for a name.
+
+use std::borrow::Cow;
 
 use crate::error::{Error, Result};
 
@@ -20,4 +22,16 @@ pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<()
         return Err(Error::TooLong { what, longest });
     }
     Ok(())
+}
+
+/// The name of a lock, a service or a throttled key as it is sent.
+#[cfg(not(feature = "testing"))]
+pub(crate) fn name(name: &str) -> Cow<'_, str> {
+    Cow::Borrowed(name)
+}
+
+/// The names of a test may carry a prefix, so that they do not meet those of another test.
+#[cfg(feature = "testing")]
+pub(crate) fn name(name: &str) -> Cow<'_, str> {
+    crate::testing::prefixed(name)
 }

@@ -5,6 +5,7 @@ mod query;
 mod resource;
 mod sync;
 
+use std::borrow::Cow;
 use std::fmt;
 
 use diesel::pg::PgConnection;
@@ -136,31 +137,20 @@ impl<R: ThrottledResource> Throttle<R> {
     }
 
     fn decide(&self, conn: &mut PgConnection, details: &str) -> Result<Decision> {
-        let label = self.resource.label();
-        text::check(label, "the label", text::LONGEST_LABEL)?;
+        let (label, key) = self.checked()?;
         text::check(details, "the details", text::LONGEST_DETAILS)?;
         if details.trim_matches(' ').is_empty() {
             return Err(Error::EmptyDetails);
         }
-        let answered = match &self.key {
-            None => read_committed::repeat(conn, |conn| {
-                AttemptResource { label, details }.get_result(conn)
-            }),
-            Some(key) => {
-                text::check(key, "the key", text::LONGEST_NAME)?;
-                if key.is_empty() {
-                    return Err(Error::EmptyKey);
-                }
-                read_committed::repeat(conn, |conn| {
-                    AttemptKey {
-                        label,
-                        key,
-                        details,
-                    }
-                    .get_result(conn)
-                })
+        let answered = read_committed::repeat(conn, |conn| match key.as_deref() {
+            None => AttemptResource { label, details }.get_result(conn),
+            Some(key) => AttemptKey {
+                label,
+                key,
+                details,
             }
-        };
+            .get_result(conn),
+        });
         match answered {
             Ok(attempted) => Ok(decision::from_row(attempted)),
             Err(error) => Err(query::explain(conn, error, label)),
@@ -213,6 +203,20 @@ impl<R: ThrottledResource> Throttle<R> {
             Decision::Granted(grant) => work(conn, grant).map(Outcome::Done),
             Decision::Denied(denial) => Ok(Outcome::Denied(denial)),
         }
+    }
+
+    /// The label and the key as they are sent, once they passed every check that needs no database.
+    pub(crate) fn checked(&self) -> Result<(&str, Option<Cow<'_, str>>)> {
+        let label = self.resource.label();
+        text::check(label, "the label", text::LONGEST_LABEL)?;
+        let key = self.key.as_deref().map(text::name);
+        if let Some(key) = &key {
+            text::check(key, "the key", text::LONGEST_NAME)?;
+            if key.is_empty() {
+                return Err(Error::EmptyKey);
+            }
+        }
+        Ok((label, key))
     }
 
     /// Outside a transaction, so that the grant is committed when it is answered.

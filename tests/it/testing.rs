@@ -1,11 +1,46 @@
 //! What the crate offers to its users' tests.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
 
-use diesel_interlock::{AdvisoryLock, LockId, LockKey, testing};
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::schema::resource_control::{service_request, throttled_resource};
+use diesel_interlock::{
+    AdvisoryLock, DenialReason, Error, LockId, LockKey, ResourceLabel, Semaphore, Throttle,
+    monitor, sync, testing, throttled_resources,
+};
 use workbench::Database;
 
+use crate::support::Expect;
+
 static LOCK: AdvisoryLock = AdvisoryLock::named("testing");
+static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+static RENDERER: Semaphore = Semaphore::named("renderer", 1, Duration::from_secs(30));
+
+throttled_resources! {
+    enum Resource {
+        CacheRebuild = "cache rebuild" every Duration::from_secs(3600),
+        TenantImport = "tenant import" every Duration::from_secs(31_104_000_000),
+    }
+}
+
+/// A database with the schema and the resources.
+fn database() -> Database {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    diesel_interlock::migrations::install(conn).unwrap();
+    sync::<Resource>(conn).unwrap();
+    database
+}
+
+/// What it panics with.
+fn panic_message(work: impl FnOnce()) -> String {
+    let panic = catch_unwind(AssertUnwindSafe(work)).expect_err("it panics");
+    *panic
+        .downcast()
+        .expect("with a message that was put together")
+}
 
 #[test]
 fn what_is_held_is_listed_and_asserted() {
@@ -25,12 +60,14 @@ fn what_is_held_is_listed_and_asserted() {
     assert_eq!(exclusive.session.pid, Some(named.backend_pid()));
     assert!(of(LockId::Pair(-1, i32::MIN)).shared);
 
-    let failed = catch_unwind(AssertUnwindSafe(|| testing::assert_nothing_held(conn)));
-    assert!(failed.is_err());
+    let message = panic_message(|| testing::assert_nothing_held(conn));
+    let pid = format!("pid: Some({})", named.backend_pid());
+    assert_eq!(message.matches(&pid).count(), 1, "{message}");
+    assert_eq!(message.lines().count(), 3, "{message}");
     drop(named);
-    testing::assert_not_held(&LOCK, conn);
-    let failed = catch_unwind(AssertUnwindSafe(|| testing::assert_not_held(&pair, conn)));
-    assert!(failed.is_err());
+    testing::assert_not_held(conn, &LOCK);
+    let message = panic_message(|| testing::assert_not_held(conn, &pair));
+    assert!(message.contains("nobody holds the lock"), "{message}");
     drop(shared);
     testing::assert_nothing_held(conn);
 }
@@ -74,4 +111,244 @@ fn two_tests_with_prefixes_do_not_exclude_each_other() {
     };
     let _prefix = testing::key_prefix("two");
     assert!(!LOCK.try_acquire(&pool).unwrap().is_busy());
+}
+
+#[test]
+fn a_request_in_flight_is_listed_and_held() {
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    testing::assert_nothing_held(conn);
+
+    let permit = GEOCODER.clone().details("web-3").try_acquire(&pool);
+    let permit = permit.unwrap().expect_acquired();
+    let requests = testing::requests_in_flight(conn).unwrap();
+    assert_eq!(requests.len(), 1);
+    assert_eq!(requests[0].id, permit.fencing_token());
+
+    let message = panic_message(|| testing::assert_nothing_held(conn));
+    assert!(message.contains("nothing is held, but") && message.contains("\"web-3\""));
+    let message = panic_message(|| testing::assert_none_in_flight(conn, &GEOCODER));
+    assert!(message.contains("no request to \"geocoder\" is in flight, but"));
+    assert!(message.contains("\"web-3\""));
+    testing::assert_none_in_flight(conn, &RENDERER);
+
+    permit.release().unwrap();
+    testing::assert_none_in_flight(conn, &GEOCODER);
+    testing::assert_nothing_held(conn);
+}
+
+#[test]
+fn a_request_that_timed_out_is_not_held() {
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let _permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    testing::expire(conn, &GEOCODER).unwrap();
+    testing::assert_none_in_flight(conn, &GEOCODER);
+    testing::assert_nothing_held(conn);
+}
+
+#[test]
+fn a_release_that_is_still_to_be_delivered_is_waited_for() {
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let only = pool.get().unwrap();
+    drop(permit);
+    assert_eq!(testing::requests_in_flight(conn).unwrap().len(), 1);
+    drop(only);
+    testing::assert_none_in_flight(conn, &GEOCODER);
+}
+
+#[test]
+fn an_older_schema_or_none_has_nothing_in_flight_and_says_so_in_a_transaction_too() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.begin_test_transaction().unwrap();
+    assert_eq!(testing::requests_in_flight(conn).unwrap(), []);
+    testing::assert_nothing_held(conn);
+    conn.batch_execute("CREATE SCHEMA resource_control")
+        .unwrap();
+    testing::assert_nothing_held(conn);
+}
+
+#[test]
+fn what_the_schema_is_needed_for_says_that_it_is_missing() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let expired = testing::expire(conn, &GEOCODER);
+    assert!(matches!(expired, Err(Error::NotInstalled)), "{expired:?}");
+    let due = testing::make_due(conn, &Throttle::of(Resource::CacheRebuild));
+    assert!(matches!(due, Err(Error::NotInstalled)), "{due:?}");
+    let message = panic_message(|| testing::assert_none_in_flight(conn, &GEOCODER));
+    assert!(message.contains("NotInstalled"), "{message}");
+}
+
+#[test]
+fn expiring_ends_the_requests_of_one_service_and_tells_their_holders() {
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 0);
+    let ended = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    ended.release().unwrap();
+    let mut renewing = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let other = RENDERER.try_acquire(&pool).unwrap().expect_acquired();
+
+    assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 1);
+    assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 0);
+    assert!(matches!(renewing.renew(), Err(Error::TimedOut { .. })));
+    let next = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    assert!(next.fencing_token() > renewing.fencing_token());
+    assert!(matches!(renewing.release(), Err(Error::TimedOut { .. })));
+    next.release().unwrap();
+    other.release().unwrap();
+
+    let completed = service_request::table
+        .filter(service_request::completed_at.is_not_null())
+        .count();
+    assert_eq!(completed.get_result(conn), Ok(3_i64));
+}
+
+#[test]
+fn a_throttle_is_made_due_and_keeps_its_last_locker() {
+    let database = database();
+    let conn = &mut database.connect();
+    for resource in [Resource::CacheRebuild, Resource::TenantImport] {
+        let throttle = Throttle::of(resource);
+        testing::make_due(conn, &throttle).unwrap(); // never taken
+        assert!(throttle.attempt(conn, "one").unwrap().granted().is_some());
+        assert!(throttle.attempt(conn, "two").unwrap().granted().is_none());
+
+        testing::make_due(conn, &throttle).unwrap();
+        testing::make_due(conn, &throttle).unwrap(); // due already
+        let last = monitor::last_lockers()
+            .filter(throttled_resource::resource_id.eq(resource))
+            .first(conn)
+            .unwrap();
+        assert_eq!(last.last_locker_details, "one");
+        assert!(throttle.attempt(conn, "two").unwrap().granted().is_some());
+        assert!(throttle.attempt(conn, "one").unwrap().granted().is_none());
+    }
+}
+
+#[test]
+fn a_key_is_made_due_and_no_other() {
+    let database = database();
+    let conn = &mut database.connect();
+    let throttle = Throttle::of(Resource::TenantImport);
+    let (one, two) = (throttle.clone().key(1), throttle.clone().key(2));
+    testing::make_due(conn, &one).unwrap(); // never taken
+    for throttle in [&one, &two, &throttle] {
+        let decision = throttle.attempt(conn, "this test").unwrap();
+        assert!(decision.granted().is_some());
+    }
+    testing::make_due(conn, &one).unwrap();
+    assert!(two.attempt(conn, "a test").unwrap().granted().is_none());
+    assert!(
+        throttle
+            .attempt(conn, "a test")
+            .unwrap()
+            .granted()
+            .is_none()
+    );
+    assert!(one.attempt(conn, "a test").unwrap().granted().is_some());
+}
+
+#[test]
+fn a_throttle_that_was_closed_by_hand_is_opened() {
+    let database = database();
+    let conn = &mut database.connect();
+    let throttle = Throttle::of(Resource::CacheRebuild);
+    diesel::update(throttled_resource::table)
+        .set((
+            throttled_resource::last_locked.eq(monitor::Timestamp::Infinity),
+            throttled_resource::last_locker_details.eq("closed"),
+        ))
+        .execute(conn)
+        .unwrap();
+    assert!(throttle.attempt(conn, "one").unwrap().granted().is_none());
+    testing::make_due(conn, &throttle).unwrap();
+    assert!(throttle.attempt(conn, "one").unwrap().granted().is_some());
+}
+
+#[test]
+fn a_resource_that_is_unknown_is_an_error_which_aborts_no_test_transaction() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.begin_test_transaction().unwrap();
+    let unknown = Throttle::of(ResourceLabel("unknown".to_owned()));
+    for throttle in [unknown.clone(), unknown.key(7)] {
+        let due = testing::make_due(conn, &throttle);
+        assert!(
+            matches!(&due, Err(Error::UnknownResource { label }) if label == "unknown"),
+            "{due:?}"
+        );
+    }
+    let empty = testing::make_due(conn, &Throttle::of(Resource::CacheRebuild).key(""));
+    assert!(matches!(empty, Err(Error::EmptyKey)), "{empty:?}");
+    conn.batch_execute("SELECT 1").unwrap();
+}
+
+#[test]
+fn throttles_and_requests_are_moved_inside_a_test_transaction() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.begin_test_transaction().unwrap();
+    let throttle = Throttle::of(Resource::CacheRebuild);
+    for _ in 0..2 {
+        let decision = throttle.attempt(conn, "a test").unwrap();
+        assert!(decision.granted().is_some());
+        testing::make_due(conn, &throttle).unwrap();
+
+        let _claim = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+        assert!(GEOCODER.claim_on(conn).unwrap().is_busy());
+        assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 1);
+    }
+    let tenant = throttle.key(7).attempt(conn, "a test").unwrap();
+    assert!(tenant.granted().is_some());
+    assert_eq!(testing::held_locks(conn).unwrap(), []);
+    testing::assert_nothing_held(conn);
+}
+
+#[test]
+fn a_prefix_reaches_semaphores_and_what_looks_at_them() {
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let plain = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    {
+        let _prefix = testing::key_prefix("one");
+        testing::assert_none_in_flight(conn, &GEOCODER);
+        let one = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        let slots = monitor::slots(conn, &testing::prefixed("geocoder"), 1).unwrap();
+        assert_eq!(slots.in_flight, 1);
+        assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 1);
+        assert!(matches!(one.release(), Err(Error::TimedOut { .. })));
+    }
+    plain.release().unwrap();
+}
+
+#[test]
+fn a_prefix_reaches_the_keys_of_throttles() {
+    let database = database();
+    let conn = &mut database.connect();
+    let throttle = Throttle::of(Resource::TenantImport);
+    let tenant = throttle.clone().key(7);
+    let _prefix = testing::key_prefix("one");
+    for throttle in [&throttle, &tenant] {
+        let decision = throttle.attempt(conn, "one").unwrap();
+        assert!(decision.granted().is_some());
+    }
+    let _prefix = testing::key_prefix("two");
+    let of_the_database = throttle.attempt(conn, "two").unwrap();
+    assert_eq!(
+        of_the_database.denied().unwrap().reason,
+        DenialReason::TooSoon
+    );
+    assert!(tenant.attempt(conn, "two").unwrap().granted().is_some());
+    testing::make_due(conn, &tenant).unwrap();
+    assert!(tenant.attempt(conn, "two").unwrap().granted().is_some());
+    drop(_prefix);
+    assert!(tenant.attempt(conn, "one").unwrap().granted().is_none());
+    let long = throttle.key("k".repeat(999));
+    let refused = long.attempt(conn, "one");
+    assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
 }

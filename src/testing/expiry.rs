@@ -1,0 +1,62 @@
+//! Requests to services that time out when a test says so.
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+
+use super::prefix::prefixed;
+use crate::error::Result;
+use crate::functions::clock_timestamp;
+use crate::installed;
+use crate::monitor;
+use crate::read_committed;
+use crate::schema::resource_control::service_request;
+use crate::semaphore::Semaphore;
+
+/// Lets every request in flight to the service time out now, as if its holder had been too slow or had
+/// crashed, and answers how many there were.
+///
+/// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE …`,
+/// of the requests that are [in flight](monitor::in_flight()) to the service, under a
+/// [prefix](super::key_prefix) to that of the prefix. Nothing else changes: the next claim marks them
+/// and takes their slots, and their own releases and renewals are told that they come too late.
+/// [`Permit::remaining`](crate::Permit::remaining) counts on the holder's clock and does not hear of it.
+///
+/// # Errors
+///
+/// [`Error::NotInstalled`](crate::Error::NotInstalled),
+/// [`Error::MissingRights`](crate::Error::MissingRights),
+/// [`Error::Database`](crate::Error::Database).
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+/// use diesel_interlock::{Error, Semaphore, testing};
+///
+/// static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+///
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
+/// # let conn = &mut database.connect();
+/// # diesel_interlock::migrations::install(&mut database.connect())?;
+/// let slow = GEOCODER.try_acquire(&pool)?.acquired().expect("nobody else is here");
+/// assert!(GEOCODER.try_acquire(&pool)?.is_busy());
+///
+/// assert_eq!(testing::expire(conn, &GEOCODER)?, 1);
+/// let next = GEOCODER.try_acquire(&pool)?.acquired().expect("the slot is free again");
+/// assert!(matches!(slow.release(), Err(Error::TimedOut { .. })));
+/// next.release()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn expire(conn: &mut PgConnection, semaphore: &Semaphore) -> Result<usize> {
+    let service = prefixed(semaphore.service());
+    read_committed::repeat(conn, |conn| {
+        let requests = service_request::table
+            .filter(monitor::of_service(&service))
+            .filter(monitor::in_flight());
+        diesel::update(requests)
+            .set(service_request::expires_at.eq(clock_timestamp()))
+            .execute(conn)
+    })
+    .map_err(|error| installed::explain(conn, error, None))
+}

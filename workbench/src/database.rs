@@ -123,6 +123,16 @@ impl Database {
         self.url.to_string()
     }
 
+    /// The same with a parameter of libpq set.
+    ///
+    /// ```
+    /// let database = workbench::Database::new();
+    /// assert!(database.url_with("application_name", "web-3").contains("application_name="));
+    /// ```
+    pub fn url_with(&self, parameter: &str, value: &str) -> String {
+        self.url.with(parameter, value).to_string()
+    }
+
     pub(crate) fn connection_string(&self) -> &ConnectionString {
         &self.url
     }

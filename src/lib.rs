@@ -1,10 +1,12 @@
-//! Locks and throttles for Diesel applications that run as several instances, coordinated by the
-//! PostgreSQL that they already have.
+//! Locks, throttles and semaphores for Diesel applications that run as several instances, coordinated
+//! by the PostgreSQL that they already have.
 //!
 //! PostgreSQL can lock a number for an application, an [advisory lock][pg]: at most one session of
 //! the database holds it, and the server frees it when that session ends, however it ends. Nothing
 //! needs to be installed for it. This crate gives such locks names, typed queries, and guards that
-//! pin a pooled connection, so that a lock is always released on the session that took it.
+//! pin a pooled connection, so that a lock is always released on the session that took it. What must
+//! outlive a session is kept in tables, and decided by the server's clock: how often something may be
+//! done, and how many may do it at a time.
 //!
 //! # Which one
 //!
@@ -16,16 +18,31 @@
 //! | The same, waiting for one's turn | [`AdvisoryLock::acquire_timeout`] |
 //! | Many readers, one writer | [`AdvisoryLock::shared`] |
 //! | At most once per interval, whoever asks | [`Throttle`] |
+//! | At most so many at a time: calls to a fragile service | [`Semaphore`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
-//! | Behind a pooler in transaction mode | the first two, and throttles |
+//! | Behind a pooler in transaction mode | the first two, throttles and semaphores |
+//! | A lock over many transactions there: one with a lease | a [`Semaphore`] of one slot |
 //! | See who holds, who waits, what is in flight and what is due | [`monitor`] |
 //! | Something of one's own | [`functions`] |
 //!
 //! ```
+//! use std::time::Duration;
+//!
 //! use diesel::prelude::*;
-//! use diesel_interlock::{AdvisoryLock, Attempt, Error, LockKey, PgPool};
+//! use diesel_interlock::{
+//!     AdvisoryLock, Attempt, Decision, Error, LockKey, PgPool, Semaphore, Throttle, monitor,
+//!     throttled_resources,
+//! };
 //!
 //! static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+//! static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
+//!
+//! throttled_resources! {
+//!     pub enum Resource {
+//!         CacheRebuild = "cache rebuild" every Duration::from_secs(15),
+//!         TenantImport = "tenant import" every Duration::from_secs(60),
+//!     }
+//! }
 //!
 //! fn nightly(pool: &PgPool) -> Result<(), Error> {
 //!     let Attempt::Acquired(mut guard) = NIGHTLY.try_acquire(pool)? else {
@@ -39,11 +56,40 @@
 //!     AdvisoryLock::new(LockKey::parts([datacenter, server]))
 //!         .transaction(conn, |conn| insert_if_free(conn, server))
 //! }
+//!
+//! fn import(conn: &mut PgConnection, tenant: i64) -> Result<String, Error> {
+//!     let throttle = Throttle::of(Resource::TenantImport).key(tenant);
+//!     Ok(match throttle.attempt(conn, "web-3 pid 811")? {
+//!         Decision::Granted(grant) => format!("202 since {}", grant.granted_at),
+//!         Decision::Denied(denied) => format!("429 Retry-After: {}", denied.retry_after_secs()),
+//!     })
+//! }
+//!
+//! fn geocode(pool: &PgPool, q: &str) -> Result<Option<String>, Error> {
+//!     let Attempt::Acquired(permit) = GEOCODER.try_acquire(pool)? else {
+//!         return Ok(None); // four are in flight
+//!     };
+//!     let answer = call_geocoder(q, permit.fencing_token()); // no connection is held meanwhile
+//!     permit.release()?; // an error if it had timed out
+//!     Ok(Some(answer))
+//! }
+//!
+//! fn stuck(conn: &mut PgConnection) -> QueryResult<Vec<monitor::Waiter>> {
+//!     monitor::waiters().filter(monitor::application_name.like("web-%")).load(conn)
+//! }
+//! # fn call_geocoder(q: &str, _: i64) -> String { q.to_owned() }
 //! # fn write_report(_: &mut PgConnection) -> QueryResult<()> { Ok(()) }
 //! # fn insert_if_free(_: &mut PgConnection, _: i32) -> QueryResult<bool> { Ok(true) }
 //! # let database = workbench::Database::new();
-//! # nightly(&database.pool(1))?;
-//! # assert!(book(&mut database.connect(), 223, 345)?);
+//! # let (pool, conn) = (database.pool(1), &mut database.connect());
+//! # diesel_interlock::migrations::install(conn)?;
+//! # diesel_interlock::sync::<Resource>(conn)?;
+//! # nightly(&pool)?;
+//! # assert!(book(conn, 223, 345)?);
+//! # assert!(import(conn, 7)?.starts_with("202 since "));
+//! # assert_eq!(import(conn, 7)?, "429 Retry-After: 60");
+//! # assert_eq!(geocode(&pool, "Main St")?.as_deref(), Some("Main St"));
+//! # assert!(stuck(conn)?.is_empty());
 //! # Ok::<(), Error>(())
 //! ```
 //!
@@ -58,8 +104,9 @@
 //!
 //! # Answers and errors
 //!
-//! Whoever may find a lock taken answers [`Attempt`]: acquired, or busy. That is not an error, and it
-//! cannot be overlooked. Errors are [`Error`], which converts into Diesel's, so `?` works in
+//! Whoever may find a lock or every slot taken answers [`Attempt`]: acquired, or busy. That is not an
+//! error, and it cannot be overlooked. Where it is known when to ask again, [`Decision`] and
+//! [`Admission`] tell. Errors are [`Error`], which converts into Diesel's, so `?` works in
 //! functions that return a [`QueryResult`](diesel::QueryResult).
 //!
 //! # Features

@@ -46,7 +46,7 @@ enum Held {
 /// says which and by whom.
 ///
 /// Whatever their names: no prefix restricts it. Where tests share a database, ask about the lock or
-/// the semaphore, with [`assert_not_held`] and [`assert_none_in_flight`]. Throttles are not held: what
+/// the semaphore, with [`assert_not_held`] and [`assert_none_in_flight`](super::assert_none_in_flight). Throttles are not held: what
 /// they hand out is never given back.
 ///
 /// The round trips of [`held_locks`] and [`requests_in_flight`], again and again for up to two seconds

@@ -20,6 +20,7 @@ mod monitor;
 mod monitored_tables;
 mod moved_sessions;
 mod nested_guards;
+mod permits;
 mod pooled_connections;
 mod processes;
 mod releases;

@@ -6,6 +6,8 @@ mod mode;
 mod query;
 mod session;
 mod wait;
+#[cfg(feature = "r2d2")]
+mod watch;
 mod with;
 mod xact;
 
@@ -25,6 +27,8 @@ use crate::sessions;
 
 pub use self::guard::AdvisoryLockGuard;
 pub use self::lease::Lease;
+#[cfg(feature = "r2d2")]
+pub use self::watch::Watch;
 
 /// The guard of a session lock that owns its connection, taken out of a [`PgPool`].
 #[cfg(feature = "r2d2")]

@@ -124,7 +124,7 @@
 //!
 //! | Field | Is |
 //! |---|---|
-//! | `operation` | `acquire`, `release`, `renew`, `attempt` (at a throttle), `discard` (of a connection) |
+//! | `operation` | `acquire`, `release`, `renew`, `attempt` (at a throttle), `discard` (of a connection), `watch` |
 //! | `key` | the lock, by name and number; or the key of a throttle |
 //! | `service`, `resource` | the semaphore; the throttled resource |
 //! | `outcome` | `acquired`, `busy`, `released`, `lost`, `timed_out`, `deferred`, `renewed`, `granted`, `denied`, `discarded`, `error` |
@@ -138,6 +138,8 @@
 
 mod advisory;
 mod attempt;
+#[cfg(feature = "r2d2")]
+mod background;
 mod error;
 mod events;
 mod fence;
@@ -165,9 +167,9 @@ mod throttle;
 mod time;
 mod transaction;
 
-#[cfg(feature = "r2d2")]
-pub use crate::advisory::PooledGuard;
 pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, Lease};
+#[cfg(feature = "r2d2")]
+pub use crate::advisory::{PooledGuard, Watch};
 pub use crate::attempt::Attempt;
 pub use crate::error::{Error, Result};
 pub use crate::fence::Fence;

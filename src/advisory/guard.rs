@@ -2,6 +2,8 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+#[cfg(feature = "r2d2")]
+use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
@@ -11,9 +13,13 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use super::lease::{Doubt, Lease, Pinned, distrusted};
 use super::mode::LockMode;
 use super::query::{DrawToken, IsHeld, Release, Released};
+#[cfg(feature = "r2d2")]
+use super::watch::Watch;
 use crate::error::{Error, Result};
 use crate::events::{self, Since, What};
 use crate::key::{LockId, LockKey};
+#[cfg(feature = "r2d2")]
+use crate::pool::PgPool;
 use crate::transaction::{self, Transaction};
 
 /// A held session lock, together with the connection whose session holds it.
@@ -149,6 +155,42 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             Err(error) if is_closed(&error) => Ok(false),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Watches over the lock from now on: a thread asks the server about it that often, over a connection
+    /// out of the pool, and the [`Watch`](crate::Watch) tells what it last heard.
+    ///
+    /// One round trip here, and one for each question. The thread waits for no connection: it takes
+    /// one that is idle, or none. `every` is at least 10 milliseconds.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Database`] if the server could not answer.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::AdvisoryLock;
+    ///
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(2);
+    /// # let pages = 0..3;
+    /// let mut guard = AdvisoryLock::named("import").acquire(&pool)?;
+    /// let watch = guard.watch(&pool, Duration::from_secs(1))?;
+    /// for page in pages {
+    ///     if !watch.is_held_within(Duration::from_secs(5)) {
+    ///         break; // stop before somebody else is far into it
+    ///     }
+    ///     // … import the page, which needs no connection
+    /// }
+    /// guard.release()?;
+    /// # Ok::<(), diesel_interlock::Error>(())
+    /// ```
+    #[cfg(feature = "r2d2")]
+    pub fn watch(&mut self, pool: &PgPool, every: Duration) -> Result<Watch> {
+        let Hold { mode, pid, .. } = self.hold;
+        Watch::begin(self.pinned.conn(), pool, &self.key, mode, pid, every)
     }
 
     /// A number that is greater than that of everybody who held the lock before: what a

@@ -3,9 +3,13 @@
 //! Everything is qualified with `pg_catalog`, so that no `search_path` changes what is called. A
 //! lock's name never becomes part of a statement; its numbers are bound.
 
+#[cfg(feature = "r2d2")]
+use diesel::data_types::PgTimestamp;
 use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
+#[cfg(feature = "r2d2")]
+use diesel::sql_types::Timestamptz;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Oid, Text};
 
 use super::mode::LockMode;
@@ -219,6 +223,72 @@ impl QueryFragment<Pg> for IsHeld<'_> {
     }
 }
 
+/// Answers when this session began, by which its pid is told from a later session's.
+#[cfg(feature = "r2d2")]
+#[derive(Debug)]
+pub(crate) struct SessionStart;
+
+#[cfg(feature = "r2d2")]
+impl Query for SessionStart {
+    type SqlType = (Integer, Nullable<Timestamptz>);
+}
+
+#[cfg(feature = "r2d2")]
+impl QueryId for SessionStart {
+    type QueryId = Self;
+    const HAS_STATIC_QUERY_ID: bool = true;
+}
+
+#[cfg(feature = "r2d2")]
+impl<Conn> RunQueryDsl<Conn> for SessionStart {}
+
+#[cfg(feature = "r2d2")]
+impl QueryFragment<Pg> for SessionStart {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql(
+            "SELECT pg_catalog.pg_backend_pid(), (SELECT backend_start \
+             FROM pg_catalog.pg_stat_activity \
+             WHERE pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid())",
+        );
+        Ok(())
+    }
+}
+
+/// Answers, on any session, whether that session holds the lock in this mode.
+#[cfg(feature = "r2d2")]
+#[derive(Debug)]
+pub(crate) struct HeldBy<'a> {
+    pub(crate) locator: &'a Locator,
+    pub(crate) mode: LockMode,
+    pub(crate) pid: i32,
+    /// Of that session, if it is known.
+    pub(crate) session_start: Option<PgTimestamp>,
+}
+
+#[cfg(feature = "r2d2")]
+prepared_query!(HeldBy -> Bool);
+
+#[cfg(feature = "r2d2")]
+impl QueryFragment<Pg> for HeldBy<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql(
+            "SELECT EXISTS (SELECT FROM pg_catalog.pg_locks AS l \
+             LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid OPERATOR(pg_catalog.=) l.pid \
+             WHERE l.locktype OPERATOR(pg_catalog.=) 'advisory' AND l.granted \
+             AND l.database OPERATOR(pg_catalog.=) (SELECT oid FROM pg_catalog.pg_database \
+             WHERE datname OPERATOR(pg_catalog.=) pg_catalog.current_database()) \
+             AND l.pid OPERATOR(pg_catalog.=) ",
+        );
+        out.push_bind_param::<Integer, _>(&self.pid)?;
+        out.push_sql(" AND COALESCE(a.backend_start OPERATOR(pg_catalog.=) ");
+        out.push_bind_param::<Nullable<Timestamptz>, _>(&self.session_start)?;
+        out.push_sql(", true)");
+        push_key_of(&mut out, self.locator, self.mode)?;
+        out.push_sql(")");
+        Ok(())
+    }
+}
+
 fn push_is_held<'b>(
     out: &mut AstPass<'_, 'b, Pg>,
     locator: &'b Locator,
@@ -226,6 +296,17 @@ fn push_is_held<'b>(
 ) -> QueryResult<()> {
     out.push_sql("EXISTS (");
     out.push_sql(HELD_BY_THIS_SESSION);
+    push_key_of(out, locator, mode)?;
+    out.push_sql(")");
+    Ok(())
+}
+
+/// Narrows `pg_locks` to a key and a mode.
+fn push_key_of<'b>(
+    out: &mut AstPass<'_, 'b, Pg>,
+    locator: &'b Locator,
+    mode: LockMode,
+) -> QueryResult<()> {
     out.push_sql(" AND classid OPERATOR(pg_catalog.=) ");
     out.push_bind_param::<Oid, _>(&locator.classid)?;
     out.push_sql(" AND objid OPERATOR(pg_catalog.=) ");
@@ -233,9 +314,7 @@ fn push_is_held<'b>(
     out.push_sql(" AND objsubid OPERATOR(pg_catalog.=) ");
     out.push_bind_param::<Integer, _>(&locator.objsubid)?;
     out.push_sql(" AND mode OPERATOR(pg_catalog.=) ");
-    out.push_bind_param::<Text, _>(mode.pg_locks_mode())?;
-    out.push_sql(")");
-    Ok(())
+    out.push_bind_param::<Text, _>(mode.pg_locks_mode())
 }
 
 /// Takes a transaction lock if it is free, unless the isolation level makes it useless.

@@ -2,6 +2,8 @@
 
 use super::What;
 use crate::error::Result;
+#[cfg(feature = "r2d2")]
+use crate::key::LockKey;
 use crate::throttle::Decision;
 
 /// No time.
@@ -40,5 +42,8 @@ pub(crate) fn release_deferred(_: What<'_>, _: Since) {}
 
 #[cfg(feature = "r2d2")]
 pub(crate) fn release_given_up(_: i64) {}
+
+#[cfg(feature = "r2d2")]
+pub(crate) fn lock_lost(_: &LockKey) {}
 
 pub(crate) fn discarded(_: bool) {}

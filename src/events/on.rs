@@ -137,6 +137,12 @@ pub(crate) fn release_given_up(id: i64) {
     warn!(target: TARGET, operation = "release", id, outcome = "timed_out");
 }
 
+/// Tells that a watch has seen a lock gone.
+#[cfg(feature = "r2d2")]
+pub(crate) fn lock_lost(key: &LockKey) {
+    warn!(target: TARGET, operation = "watch", key = %key, outcome = "lost");
+}
+
 /// Tells that a connection is given up, since it may hold a lock that no guard accounts for.
 pub(crate) fn discarded(pooled: bool) {
     warn!(target: TARGET, operation = "discard", outcome = "discarded", pooled);

@@ -38,4 +38,5 @@ mod throttles;
 mod transaction_locks;
 mod uninstallation;
 mod waiting;
+mod watches;
 mod ways_out;

@@ -44,7 +44,7 @@ DECLARE
     wanted CONSTANT text := claim_service_request.service;
     note CONSTANT text := claim_service_request.details;
     lease CONSTANT interval := resource_control.elapsed(timeout);
-    moment timestamptz := clock_timestamp();
+    moment CONSTANT timestamptz := clock_timestamp();
     taken smallint[];
     overdue smallint[];
     lowered boolean;
@@ -137,10 +137,12 @@ BEGIN
                 WHERE r.service = wanted AND r.slot >= bound
                     AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
 
-        moment := clock_timestamp();
+        -- The clock is read in here: the statement may have waited for somebody who locked the table,
+        -- while the slot was still another's.
         RETURN QUERY
             INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-                SELECT wanted, candidate, moment, moment + lease, note
+                SELECT wanted, candidate, claimed_at, claimed_at + lease, note
+                    FROM clock_timestamp() AS claimed_at
                     WHERE NOT EXISTS (
                         SELECT FROM resource_control.service_request AS d
                             WHERE d.service = wanted AND d.slot = candidate

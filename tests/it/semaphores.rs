@@ -2,13 +2,16 @@
 
 use std::time::Duration;
 
+use chrono::{DateTime, TimeDelta, Utc};
 use diesel::connection::SimpleConnection;
+use diesel::dsl::sql;
 use diesel::prelude::*;
+use diesel::sql_types::Timestamptz;
 use diesel_interlock::schema::resource_control::service_request;
 use diesel_interlock::{Admission, Attempt, Error, Semaphore, migrations};
 use workbench::Database;
 
-use crate::support::Expect;
+use crate::support::{Expect, Observer, eventually};
 
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 
@@ -120,4 +123,28 @@ fn a_claim_inside_a_transaction_is_refused_whoever_opened_it() {
         panic!("the slot of an undone claim is taken");
     };
     assert_eq!(in_flight.get_result(conn), Ok(1));
+}
+
+#[test]
+fn a_claim_that_waited_for_the_table_begins_after_the_wait() {
+    let database = database();
+    let article = &mut database.connect();
+    article
+        .batch_execute(
+            "BEGIN; LOCK TABLE resource_control.service_request IN SHARE ROW EXCLUSIVE MODE",
+        )
+        .unwrap();
+    let claim = std::thread::scope(|scope| {
+        let claim = scope.spawn(|| GEOCODER.claim_on(&mut database.connect()).unwrap());
+        let mut observer = Observer::of(&database);
+        eventually("the claim waits", || observer.waiters_for_tables() == 1);
+        let unlocked_at: DateTime<Utc> = diesel::select(sql::<Timestamptz>("clock_timestamp()"))
+            .get_result(article)
+            .unwrap();
+        article.batch_execute("COMMIT").unwrap();
+        let claim = claim.join().unwrap().expect_acquired();
+        assert!(claim.created_at > unlocked_at, "{claim:?}, {unlocked_at}");
+        claim
+    });
+    assert_eq!(claim.expires_at - claim.created_at, TimeDelta::seconds(30));
 }

@@ -67,6 +67,14 @@ impl Observer {
         self.count(&format!("{} AND NOT granted", Self::rows_of(key)))
     }
 
+    /// How many sessions wait for a lock on a table of the database.
+    pub(crate) fn waiters_for_tables(&mut self) -> i64 {
+        self.count(
+            "pg_locks WHERE locktype = 'relation' AND NOT granted AND database = \
+             (SELECT oid FROM pg_database WHERE datname = current_database())",
+        )
+    }
+
     /// How many advisory locks are held in the database, whatever their key.
     pub(crate) fn all_held(&mut self) -> i64 {
         self.count(

@@ -1,0 +1,141 @@
+//! The database's own account of what was done to the requests.
+
+use std::fmt;
+
+use chrono::{DateTime, TimeDelta, Utc};
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel::sql_types::{BigInt, Nullable, SmallInt, Text, Timestamptz};
+use diesel_interlock::migrations;
+use workbench::Database;
+
+/// Who follows the article's steps; its rows say so, too.
+pub(crate) const BY_THE_ARTICLE: &str = "by the article";
+
+/// A database with the schema, and with triggers that keep the account.
+pub(crate) fn database() -> Database {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    conn.batch_execute(include_str!("requests.sql")).unwrap();
+    database
+}
+
+/// A row of the log.
+#[derive(QueryableByName)]
+pub(crate) struct Request {
+    #[diesel(sql_type = BigInt)]
+    pub(crate) id: i64,
+    #[diesel(sql_type = Text)]
+    pub(crate) service: String,
+    #[diesel(sql_type = SmallInt)]
+    pub(crate) slot: i16,
+    #[diesel(sql_type = Timestamptz)]
+    pub(crate) created_at: DateTime<Utc>,
+    #[diesel(sql_type = Timestamptz)]
+    pub(crate) expires_at: DateTime<Utc>,
+    #[diesel(sql_type = Nullable<Timestamptz>)]
+    pub(crate) completed_at: Option<DateTime<Utc>>,
+    #[diesel(sql_type = Nullable<Timestamptz>)]
+    pub(crate) timed_out_at: Option<DateTime<Utc>>,
+    #[diesel(sql_type = Text)]
+    pub(crate) details: String,
+    /// When its row was inserted, by the account.
+    #[diesel(sql_type = Timestamptz)]
+    inserted_at: DateTime<Utc>,
+    #[diesel(sql_type = Text)]
+    isolation: String,
+}
+
+impl Request {
+    /// From when on it was in flight. At READ COMMITTED our functions say it exactly. At a stricter
+    /// level their snapshot may be older than the request that had the slot before, which is then seen
+    /// by the index alone, some microseconds after they read the clock. The article's steps name the
+    /// start of a transaction that then waits for the table, while the slot may still be another's.
+    pub(crate) fn start(&self) -> DateTime<Utc> {
+        if self.details == BY_THE_ARTICLE || self.isolation != "read committed" {
+            self.inserted_at
+        } else {
+            self.created_at
+        }
+    }
+
+    /// Until when, at the latest, it was in flight. It may have been seen to be so a little longer,
+    /// until the end was committed: that is on the safe side.
+    pub(crate) fn end(&self) -> DateTime<Utc> {
+        let ends = [self.completed_at, self.timed_out_at];
+        let ends = ends.into_iter().flatten();
+        ends.fold(self.expires_at, DateTime::min)
+    }
+
+    /// Whether its slot came back by its time-out alone.
+    pub(crate) fn expired(&self) -> bool {
+        self.end() == self.expires_at
+    }
+
+    pub(crate) fn timeout(&self) -> TimeDelta {
+        self.expires_at - self.created_at
+    }
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let of_day = |at: DateTime<Utc>| at.format("%T%.6f");
+        write!(
+            f,
+            "{} in slot {} of {}, {}, {}: {} inserted {} expires {} completed {:?} timed out {:?}",
+            self.id,
+            self.slot,
+            self.service,
+            self.details,
+            self.isolation,
+            of_day(self.created_at),
+            of_day(self.inserted_at),
+            of_day(self.expires_at),
+            self.completed_at.map(|at| of_day(at).to_string()),
+            self.timed_out_at.map(|at| of_day(at).to_string()),
+        )
+    }
+}
+
+/// The whole log, by start.
+pub(crate) fn requests(conn: &mut PgConnection) -> Vec<Request> {
+    let mut requests: Vec<Request> = diesel::sql_query(
+        "SELECT r.*, c.at AS inserted_at, c.isolation FROM resource_control.service_request AS r \
+         JOIN hammer.change AS c ON (c.became).id = r.id AND c.was IS NULL",
+    )
+    .load(conn)
+    .unwrap();
+    requests.sort_by_key(Request::start);
+    requests
+}
+
+#[derive(QueryableByName)]
+struct Violation {
+    #[diesel(sql_type = Text)]
+    violation: String,
+}
+
+/// What our functions may have changed: the end of a request that had not ended, or its expiry.
+pub(crate) fn wrong_changes(conn: &mut PgConnection) -> Vec<String> {
+    let changes: Vec<Violation> = diesel::sql_query(
+        "SELECT 'changed: ' || change::text AS violation FROM hammer.change \
+         WHERE (was).id IS NOT NULL AND client <> $1 AND ( \
+             (was).completed_at IS NOT NULL OR (was).timed_out_at IS NOT NULL \
+             OR ((was).id, (was).service, (was).slot, (was).created_at, (was).details) \
+                 <> ((became).id, (became).service, (became).slot, (became).created_at, (became).details) \
+             OR (became).expires_at < (was).expires_at \
+             OR ((became).completed_at IS NOT NULL AND (became).timed_out_at IS NOT NULL))",
+    )
+    .bind::<Text, _>(BY_THE_ARTICLE)
+    .load(conn)
+    .unwrap();
+    changes.into_iter().map(|it| it.violation).collect()
+}
+
+/// What time it is by the database's clock.
+pub(crate) fn clock(conn: &mut PgConnection) -> DateTime<Utc> {
+    diesel::select(diesel::dsl::sql::<Timestamptz>("clock_timestamp()"))
+        .get_result(conn)
+        .unwrap()
+}

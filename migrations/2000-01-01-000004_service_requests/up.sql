@@ -43,8 +43,8 @@ AS $$
 DECLARE
     wanted CONSTANT text := claim_service_request.service;
     note CONSTANT text := claim_service_request.details;
-    lease CONSTANT interval := resource_control.elapsed(timeout);
-    moment timestamptz := clock_timestamp();
+    moment CONSTANT timestamptz := clock_timestamp();
+    lease interval;
     taken smallint[];
     overdue smallint[];
     lowered boolean;
@@ -52,6 +52,7 @@ DECLARE
     free integer;
     first integer;
     candidate integer;
+    waited boolean := false;
     user_lock_timeout CONSTANT text := current_setting('lock_timeout');
 BEGIN
     IF wanted IS NULL OR octet_length(wanted) NOT BETWEEN 1 AND 1000 THEN
@@ -71,6 +72,7 @@ BEGIN
             CONSTRAINT = 'diesel_interlock_bad_details',
             MESSAGE = 'the details must not be null, and have at most 8192 bytes';
     END IF;
+    lease := resource_control.elapsed(timeout);
 
     -- A full semaphore answers from this read: no lock, no transaction id.
     SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > moment), '{}'),
@@ -106,9 +108,10 @@ BEGIN
         CONTINUE WHEN NOT pg_try_advisory_xact_lock(
             resource_control.service_request_lock(wanted, candidate));
 
-        IF step >= bound THEN
+        IF step >= bound AND NOT waited THEN
             -- Another claim may be at it, one that takes another slot and marks this one as well.
-            -- Nothing else is free, so its commit is waited for, if it comes soon.
+            -- Nothing else is free, so its commit is waited for, once and if it comes soon.
+            waited := true;
             BEGIN
                 PERFORM set_config('lock_timeout', '250ms', true);
                 UPDATE resource_control.service_request AS r
@@ -137,10 +140,11 @@ BEGIN
                 WHERE r.service = wanted AND r.slot >= bound
                     AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
 
-        moment := clock_timestamp();
+        -- The clock is read in the snapshot that shows the slot free: after the end of who had it.
         RETURN QUERY
             INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-                SELECT wanted, candidate, moment, moment + lease, note
+                SELECT wanted, candidate, c.now, c.now + lease, note
+                    FROM clock_timestamp() AS c (now)
                     WHERE NOT EXISTS (
                         SELECT FROM resource_control.service_request AS d
                             WHERE d.service = wanted AND d.slot = candidate
@@ -161,17 +165,22 @@ CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boo
 AS $$
 #variable_conflict use_column
 BEGIN
-    UPDATE resource_control.service_request AS r
-        SET completed_at = clock_timestamp()
-        WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-            AND r.expires_at > clock_timestamp();
-    IF FOUND THEN
-        RETURN true;
-    END IF;
-    UPDATE resource_control.service_request AS r
-        SET timed_out_at = clock_timestamp()
-        WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-            AND r.expires_at <= clock_timestamp();
+    -- Twice, since it may look overdue while another transaction renews it: the second statement waits
+    -- for that, and finds it renewed.
+    FOR attempt IN 1 .. 2 LOOP
+        UPDATE resource_control.service_request AS r
+            SET completed_at = clock_timestamp()
+            WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                AND r.expires_at > clock_timestamp();
+        IF FOUND THEN
+            RETURN true;
+        END IF;
+        UPDATE resource_control.service_request AS r
+            SET timed_out_at = clock_timestamp()
+            WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                AND r.expires_at <= clock_timestamp();
+        EXIT WHEN FOUND;
+    END LOOP;
     RETURN false;
 END
 $$;
@@ -226,7 +235,7 @@ CREATE FUNCTION resource_control.prune_service_requests(older_than interval, bat
 AS $$
 DECLARE
     now CONSTANT timestamptz := clock_timestamp();
-    before CONSTANT timestamptz := now - resource_control.elapsed(older_than);
+    before timestamptz;
     pruned integer := 0;
     deleted integer;
     last bigint := int8(-9223372036854775808);
@@ -238,6 +247,7 @@ BEGIN
             CONSTRAINT = 'diesel_interlock_bad_pruning',
             MESSAGE = 'the age must not be negative, and the batch at least 1';
     END IF;
+    before := now - resource_control.elapsed(older_than);
     -- From the oldest id on, until the requests are too young: the log behind them is not read.
     WHILE pruned < batch LOOP
         SELECT max(r.id),

@@ -47,6 +47,7 @@ DECLARE
     lease interval;
     taken smallint[];
     overdue smallint[];
+    held boolean[];
     lowered boolean;
     bound integer := slots;
     free integer;
@@ -85,13 +86,21 @@ BEGIN
         RETURN;
     END IF;
 
+    -- Of each slot: null if nobody has it, false if its holder has overstayed.
+    FOREACH candidate IN ARRAY taken LOOP
+        held[candidate] := true;
+    END LOOP;
+    FOREACH candidate IN ARRAY overdue LOOP
+        held[candidate] := false;
+    END LOOP;
+
     -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
     -- claimed as requests are missing: who decides this at the same time decides on the same slots.
     lowered := slots <= ANY (taken) OR slots <= ANY (overdue);
     IF lowered THEN
         bound := 0;
         WHILE free > 0 LOOP
-            free := free - (bound <> ALL (taken))::integer;
+            free := free - (held[bound] IS NOT TRUE)::integer;
             bound := bound + 1;
         END LOOP;
     END IF;
@@ -101,7 +110,7 @@ BEGIN
     first := trunc(random() * bound);
     FOR step IN 0 .. 2 * bound - 1 LOOP
         candidate := (first + step) % bound;
-        CONTINUE WHEN candidate = ANY (taken) OR (candidate = ANY (overdue)) <> (step >= bound);
+        CONTINUE WHEN held[candidate] IS DISTINCT FROM CASE WHEN step >= bound THEN false END;
 
         -- Whoever draws an id for a slot holds this lock until the commit, and sees the slot free
         -- after that: so the ids of a slot ascend from each holder to the next.

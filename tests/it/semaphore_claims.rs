@@ -324,3 +324,28 @@ fn of_fewer_slots_only_as_many_are_offered_as_requests_are_missing() {
     assert_eq!(fill(&FOUR, conn).len(), 4);
     assert_eq!(fill(&eight, conn).len(), 4);
 }
+
+#[test]
+fn the_last_of_very_many_slots_is_found_soon() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+         SELECT 'geocoder', slot, now(), now() + interval '1 hour' \
+         FROM generate_series(0, 32766) AS slot WHERE slot <> 12345",
+    )
+    .unwrap();
+    let all = Semaphore::named("geocoder", 32_767, Duration::from_secs(3600));
+    let start = Instant::now();
+    for _ in 0..20 {
+        let claim = all.claim_on(conn).unwrap().expect_acquired();
+        assert_eq!(claim.slot, 12345);
+        assert!(all.claim_on(conn).unwrap().is_busy());
+        assert!(all.complete_on(conn, claim.id).unwrap());
+    }
+    assert!(
+        start.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        start.elapsed()
+    );
+}

@@ -16,6 +16,9 @@ const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
 /// Turns a wait for another session's lock into an error.
 const IMPATIENT: &str = "SET lock_timeout = '2s'";
 
+/// So that a test that fails while another thread waits does not hang.
+const PATIENT: &str = "SET lock_timeout = '20s'";
+
 /// What the session holds, besides a reader's locks and that of its own virtual transaction.
 const MORE_THAN_A_READER_HOLDS: &str = "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() \
     AND NOT (locktype = 'relation' AND mode = 'AccessShareLock') AND locktype <> 'virtualxid'";
@@ -88,8 +91,9 @@ fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {
     let mut observer = Observer::of(&database);
     std::thread::scope(|scope| {
         let slow = scope.spawn(|| {
-            let slow = ONE.details("slow");
-            slow.claim_on(&mut database.connect()).unwrap()
+            let conn = &mut database.connect();
+            conn.batch_execute(PATIENT).unwrap();
+            ONE.details("slow").claim_on(conn).unwrap()
         });
         eventually("the slow claim has its id and waits", || {
             number(
@@ -158,9 +162,13 @@ fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused
         late[7].id
     ))
     .unwrap();
-    let claim = twenty.claim_on(conn).unwrap().expect_acquired();
-    assert_eq!(claim.slot, late[7].slot);
+    conn.batch_execute("BEGIN; SET LOCAL lock_timeout = '4s'")
+        .unwrap();
+    assert!(claim_in_sql(conn, "geocoder", 20));
+    assert_eq!(setting(conn, "lock_timeout"), "4s");
+    conn.batch_execute("COMMIT").unwrap();
     assert_eq!(setting(conn, "lock_timeout"), "3s");
+    assert_eq!(log(conn)[20].slot, late[7].slot);
 }
 
 /// Where all that is left is overdue, and another claim is marking it, that claim's commit is waited
@@ -276,7 +284,10 @@ fn a_completion_waits_for_the_renewal_before_it() {
         )
     });
     std::thread::scope(|scope| {
-        let completed = scope.spawn(|| ONE.complete_on(conn, held.id).unwrap());
+        let completed = scope.spawn(|| {
+            conn.batch_execute(PATIENT).unwrap();
+            ONE.complete_on(conn, held.id).unwrap()
+        });
         eventually("the completion waits", || {
             number(
                 observer.conn(),
@@ -288,6 +299,40 @@ fn a_completion_waits_for_the_renewal_before_it() {
     });
     let row = request(conn, held.id);
     assert!(row.completed_at.is_some() && row.timed_out_at.is_none());
+}
+
+/// Neither the transaction's start nor the message's decides, but the clock.
+#[test]
+fn a_transaction_opened_long_ago_sees_the_present() {
+    let database = database();
+    let (conn, old) = (&mut database.connect(), &mut database.connect());
+    old.batch_execute("BEGIN").unwrap();
+    assert!(truth(old, "now() <= clock_timestamp()"));
+    let renewed = ONE.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    assert_eq!(ONE.renew_on(old, renewed.id).unwrap(), None);
+    assert!(!ONE.complete_on(old, renewed.id).unwrap());
+    let row = request(old, renewed.id);
+    assert!(row.timed_out_at.unwrap() >= row.expires_at);
+    old.batch_execute("COMMIT; BEGIN").unwrap();
+
+    assert!(truth(old, "now() <= clock_timestamp()"));
+    let two = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+    fill(&two, conn);
+    expire(conn, "geocoder");
+    assert!(claim_in_sql(old, "geocoder", 2));
+    let rows = log(old);
+    let [.., one, other, new] = &rows[..] else {
+        panic!("{rows:?}")
+    };
+    for overdue in [one, other] {
+        assert!(overdue.timed_out_at.unwrap() >= overdue.expires_at);
+    }
+    assert!(new.created_at >= one.timed_out_at.unwrap());
+    let extended = ONE.renew_on(old, new.id).unwrap().unwrap();
+    assert!(extended > new.expires_at);
+    assert!(ONE.complete_on(old, new.id).unwrap());
+    assert!(request(old, new.id).completed_at.unwrap() >= new.created_at);
 }
 
 /// Two who see one place left see the same one.

@@ -1,7 +1,8 @@
 //! Permits whose connection, pool or server fails them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::r2d2::Pool;
@@ -192,4 +193,40 @@ fn what_is_done_in_a_transaction_left_open_in_the_pool_does_not_count() {
     drop(permit);
     drop(only);
     assert_released_in_the_background(&database, id);
+}
+
+/// Whoever asks the moment a connection comes back has it, though others wait.
+#[test]
+fn a_release_is_delivered_by_a_pool_that_is_never_idle() {
+    let database = database();
+    let pool = Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .connection_timeout(Duration::from_secs(60))
+        .build(database.manager())
+        .unwrap();
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    let delivered = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                while !delivered.load(Ordering::SeqCst) {
+                    pool.get()
+                        .unwrap()
+                        .batch_execute("SELECT pg_sleep(0.002)")
+                        .unwrap();
+                }
+            });
+        }
+        let conn = &mut database.connect();
+        eventually("all of them wait for the one", || {
+            pool.state().idle_connections == 0
+        });
+        drop(permit);
+        let end = Instant::now() + Duration::from_secs(10);
+        while request(conn, id).completed_at.is_none() && Instant::now() < end {}
+        delivered.store(true, Ordering::SeqCst);
+        assert!(request(conn, id).completed_at.is_some());
+    });
 }

@@ -10,7 +10,7 @@ use diesel_interlock::{Error, Semaphore, migrations};
 use workbench::{Cluster, Database};
 
 use crate::semaphores::{database, fill, log};
-use crate::support::{Expect, number};
+use crate::support::{Expect, eventually, number};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -277,4 +277,27 @@ fn a_read_only_session_is_told_so() {
     conn.batch_execute("SET default_transaction_read_only = off")
         .unwrap();
     assert_eq!(fill(&two, conn).len(), 1);
+}
+
+#[test]
+fn a_standby_answers_what_it_reads_and_claims_nothing() {
+    let primary = Cluster::start();
+    let database = primary.database();
+    migrations::install(&mut database.connect()).unwrap();
+    let one = Semaphore::named("geocoder", 1, Duration::from_secs(3600));
+    let claim = one
+        .claim_on(&mut database.connect())
+        .unwrap()
+        .expect_acquired();
+    let standby = primary.standby();
+    let conn = &mut PgConnection::establish(&standby.url(database.name())).unwrap();
+    eventually("it has followed", || log(conn).len() == 1);
+    assert!(one.claim_on(conn).unwrap().is_busy());
+    let two = Semaphore::named("geocoder", 2, SECOND);
+    assert!(matches!(two.claim_on(conn), Err(Error::ReadOnly)));
+    assert!(matches!(
+        one.complete_on(conn, claim.id),
+        Err(Error::ReadOnly)
+    ));
+    assert!(matches!(one.renew_on(conn, claim.id), Err(Error::ReadOnly)));
 }

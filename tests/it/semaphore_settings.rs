@@ -6,7 +6,7 @@ use chrono::TimeDelta;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_interlock::functions::renew_service_request;
-use diesel_interlock::{Admission, Semaphore};
+use diesel_interlock::{Admission, Error, Semaphore};
 use workbench::{Cluster, Database};
 
 use crate::semaphores::{database, expire, fill, log};
@@ -112,16 +112,10 @@ fn a_server_that_speaks_german() {
     conn.batch_execute("SET default_transaction_read_only = on")
         .unwrap();
     let refused = TWO.claim_on(conn);
-    assert!(
-        matches!(refused, Err(diesel_interlock::Error::ReadOnly)),
-        "{refused:?}"
-    );
+    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
     let bare: Database = cluster.database();
     let refused = TWO.claim_on(&mut bare.connect());
-    assert!(
-        matches!(refused, Err(diesel_interlock::Error::NotInstalled)),
-        "{refused:?}"
-    );
+    assert!(matches!(refused, Err(Error::NotInstalled)), "{refused:?}");
 }
 
 /// Every zone that PostgreSQL knows would do, if it only changed its clocks today: one that is made so.
@@ -176,4 +170,22 @@ fn a_day_is_24_hours_whatever_the_time_zone() {
             .unwrap();
     let length = renewed.unwrap() - now;
     assert!(length > TimeDelta::minutes(24 * 60 - 10), "{length}");
+}
+
+#[test]
+fn a_statement_timeout_that_ends_a_claim_leaves_nothing_behind() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    open.batch_execute(
+        "BEGIN; LOCK TABLE resource_control.service_request IN SHARE ROW EXCLUSIVE MODE",
+    )
+    .unwrap();
+    conn.batch_execute("SET statement_timeout = '100ms'")
+        .unwrap();
+    let ended = TWO.claim_on(conn);
+    assert!(matches!(ended, Err(Error::Database(_))), "{ended:?}");
+    open.batch_execute("COMMIT").unwrap();
+    conn.batch_execute("SET statement_timeout = 0").unwrap();
+    assert_eq!(log(conn), []);
+    assert_eq!(fill(&TWO, conn).len(), 2);
 }

@@ -303,7 +303,7 @@ pub enum Error {
     /// The request had timed out before it was released or renewed: from then on another may have
     /// had its slot.
     #[error(
-        "the request {id} to {service:?} had timed out: more requests than allowed may have been in flight;          give it a longer time-out, or renew it"
+        "the request {id} to {service:?} had timed out: more requests than allowed may have been in flight; give it a longer time-out, or renew it"
     )]
     TimedOut {
         /// The service.

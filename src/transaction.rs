@@ -57,6 +57,25 @@ pub(crate) fn mark_broken(conn: &mut PgConnection) {
     status(conn).set_in_error();
 }
 
+/// Makes a call on a connection out of a pool, and refuses what was done in a transaction that
+/// somebody had left open there. Then, and where the call failed in a way that leaves the state of the
+/// connection in doubt, it stays marked, so that the pool discards it.
+#[cfg(feature = "r2d2")]
+pub(crate) fn refuse_left_open<T>(
+    conn: &mut PgConnection,
+    call: impl FnOnce(&mut PgConnection) -> Result<T>,
+) -> Result<T> {
+    if of(conn) != Transaction::None {
+        return call(conn);
+    }
+    mark_broken(conn);
+    let answer = call(conn)?;
+    if is_marked(conn) {
+        return Err(Error::TransactionInPool);
+    }
+    Ok(answer)
+}
+
 /// Takes the mark back, where it is known that only a transaction of the caller's kept it alive.
 pub(crate) fn clear_mark(conn: &mut PgConnection) {
     *status(conn) = TransactionManagerStatus::default();

@@ -43,15 +43,17 @@ AS $$
 DECLARE
     wanted CONSTANT text := claim_service_request.service;
     note CONSTANT text := claim_service_request.details;
-    lease CONSTANT interval := resource_control.elapsed(timeout);
     moment CONSTANT timestamptz := clock_timestamp();
+    lease interval;
     taken smallint[];
     overdue smallint[];
+    held boolean[];
     lowered boolean;
     bound integer := slots;
     free integer;
     first integer;
     candidate integer;
+    waited boolean := false;
     user_lock_timeout CONSTANT text := current_setting('lock_timeout');
 BEGIN
     IF wanted IS NULL OR octet_length(wanted) NOT BETWEEN 1 AND 1000 THEN
@@ -71,6 +73,7 @@ BEGIN
             CONSTRAINT = 'diesel_interlock_bad_details',
             MESSAGE = 'the details must not be null, and have at most 8192 bytes';
     END IF;
+    lease := resource_control.elapsed(timeout);
 
     -- A full semaphore answers from this read: no lock, no transaction id.
     SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > moment), '{}'),
@@ -83,13 +86,21 @@ BEGIN
         RETURN;
     END IF;
 
+    -- Of each slot: null if nobody has it, false if its holder has overstayed.
+    FOREACH candidate IN ARRAY taken LOOP
+        held[candidate] := true;
+    END LOOP;
+    FOREACH candidate IN ARRAY overdue LOOP
+        held[candidate] := false;
+    END LOOP;
+
     -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
     -- claimed as requests are missing: who decides this at the same time decides on the same slots.
     lowered := slots <= ANY (taken) OR slots <= ANY (overdue);
     IF lowered THEN
         bound := 0;
         WHILE free > 0 LOOP
-            free := free - (bound <> ALL (taken))::integer;
+            free := free - (held[bound] IS NOT TRUE)::integer;
             bound := bound + 1;
         END LOOP;
     END IF;
@@ -99,16 +110,17 @@ BEGIN
     first := trunc(random() * bound);
     FOR step IN 0 .. 2 * bound - 1 LOOP
         candidate := (first + step) % bound;
-        CONTINUE WHEN candidate = ANY (taken) OR (candidate = ANY (overdue)) <> (step >= bound);
+        CONTINUE WHEN held[candidate] IS DISTINCT FROM CASE WHEN step >= bound THEN false END;
 
         -- Whoever draws an id for a slot holds this lock until the commit, and sees the slot free
         -- after that: so the ids of a slot ascend from each holder to the next.
         CONTINUE WHEN NOT pg_try_advisory_xact_lock(
             resource_control.service_request_lock(wanted, candidate));
 
-        IF step >= bound THEN
+        IF step >= bound AND NOT waited THEN
             -- Another claim may be at it, one that takes another slot and marks this one as well.
-            -- Nothing else is free, so its commit is waited for, if it comes soon.
+            -- Nothing else is free, so its commit is waited for, once and if it comes soon.
+            waited := true;
             BEGIN
                 PERFORM set_config('lock_timeout', '250ms', true);
                 UPDATE resource_control.service_request AS r
@@ -137,12 +149,12 @@ BEGIN
                 WHERE r.service = wanted AND r.slot >= bound
                     AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
 
-        -- The clock is read in here: the statement may have waited for somebody who locked the table,
-        -- while the slot was still another's.
+        -- The clock is read in the snapshot that shows the slot free, after the end of who had it: the
+        -- statement may have waited for somebody who locked the table.
         RETURN QUERY
             INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-                SELECT wanted, candidate, claimed_at, claimed_at + lease, note
-                    FROM clock_timestamp() AS claimed_at
+                SELECT wanted, candidate, c.now, c.now + lease, note
+                    FROM clock_timestamp() AS c (now)
                     WHERE NOT EXISTS (
                         SELECT FROM resource_control.service_request AS d
                             WHERE d.service = wanted AND d.slot = candidate
@@ -163,17 +175,22 @@ CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boo
 AS $$
 #variable_conflict use_column
 BEGIN
-    UPDATE resource_control.service_request AS r
-        SET completed_at = clock_timestamp()
-        WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-            AND r.expires_at > clock_timestamp();
-    IF FOUND THEN
-        RETURN true;
-    END IF;
-    UPDATE resource_control.service_request AS r
-        SET timed_out_at = clock_timestamp()
-        WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-            AND r.expires_at <= clock_timestamp();
+    -- Twice, since it may look overdue while another transaction renews it: the second statement waits
+    -- for that, and finds it renewed.
+    FOR attempt IN 1 .. 2 LOOP
+        UPDATE resource_control.service_request AS r
+            SET completed_at = clock_timestamp()
+            WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                AND r.expires_at > clock_timestamp();
+        IF FOUND THEN
+            RETURN true;
+        END IF;
+        UPDATE resource_control.service_request AS r
+            SET timed_out_at = clock_timestamp()
+            WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                AND r.expires_at <= clock_timestamp();
+        EXIT WHEN FOUND;
+    END LOOP;
     RETURN false;
 END
 $$;
@@ -228,7 +245,7 @@ CREATE FUNCTION resource_control.prune_service_requests(older_than interval, bat
 AS $$
 DECLARE
     now CONSTANT timestamptz := clock_timestamp();
-    before CONSTANT timestamptz := now - resource_control.elapsed(older_than);
+    before timestamptz;
     pruned integer := 0;
     deleted integer;
     last bigint := int8(-9223372036854775808);
@@ -240,6 +257,7 @@ BEGIN
             CONSTRAINT = 'diesel_interlock_bad_pruning',
             MESSAGE = 'the age must not be negative, and the batch at least 1';
     END IF;
+    before := now - resource_control.elapsed(older_than);
     -- From the oldest id on, until the requests are too young: the log behind them is not read.
     WHILE pruned < batch LOOP
         SELECT max(r.id),

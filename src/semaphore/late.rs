@@ -5,9 +5,13 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use diesel::pg::PgConnection;
+
 use super::query;
+use crate::error::Result;
 use crate::events;
 use crate::pool::{self, PgPool};
+use crate::transaction;
 
 /// How long the thread waits before it tries again what it could not deliver.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -32,8 +36,13 @@ impl Release {
         let Ok(mut conn) = pool::check_out(&self.pool, Some(Duration::ZERO)) else {
             return false;
         };
-        query::complete(&mut conn, self.id).is_ok()
+        complete(&mut conn, self.id).is_ok()
     }
+}
+
+/// Ends the request on a connection out of its pool; answers whether this ended it.
+pub(super) fn complete(conn: &mut PgConnection, id: i64) -> Result<bool> {
+    transaction::refuse_left_open(conn, |conn| query::complete(conn, id))
 }
 
 /// Leaves the release to the thread, and starts it if there is none. Where no thread can be started,

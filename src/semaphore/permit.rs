@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::events::{self, Since, What};
 use crate::pool::{self, PgPool};
 use crate::time::Timestamp;
+use crate::transaction;
 
 /// A slot of a semaphore, ours until it is released or times out. Holds no connection.
 ///
@@ -89,6 +90,8 @@ impl Permit {
     /// # Errors
     ///
     /// - [`Error::TimedOut`] if it had timed out. It is over: stop what it was for.
+    /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if the pool gave a connection that
+    ///   somebody had left in a transaction. It is as it was.
     /// - [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and their like. It is as it was, or
     ///   renewed.
     pub fn renew(&mut self) -> Result<DateTime<Utc>> {
@@ -99,8 +102,11 @@ impl Permit {
 
     fn renew_inner(&mut self) -> Result<DateTime<Utc>> {
         let mut conn = pool::check_out(&self.pool, None)?;
+        let interval = self.semaphore.interval()?;
         let sent = Instant::now();
-        let renewed = query::renew(&mut conn, self.claim.id, self.semaphore.interval()?)?;
+        let renewed = transaction::refuse_left_open(&mut conn, |conn| {
+            query::renew(conn, self.claim.id, interval)
+        })?;
         drop(conn);
         match renewed.map(Timestamp::at) {
             Some(expires_at) => {
@@ -128,8 +134,9 @@ impl Permit {
     ///
     /// - [`Error::TimedOut`] if it had timed out: part of the work may have run while more than the
     ///   allowed requests were in flight. Nothing was changed.
-    /// - [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and their like. The release is then
-    ///   tried again in the background, as if the permit were dropped.
+    /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if the pool gave a connection that
+    ///   somebody had left in a transaction; [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and
+    ///   their like. The release is then tried again in the background, as if the permit were dropped.
     pub fn release(mut self) -> Result<()> {
         let released = self.release_inner();
         events::released(self.what(), self.since, &released);
@@ -138,7 +145,7 @@ impl Permit {
 
     fn release_inner(&mut self) -> Result<()> {
         let mut conn = pool::check_out(&self.pool, None)?;
-        let completed = query::complete(&mut conn, self.claim.id)?;
+        let completed = late::complete(&mut conn, self.claim.id)?;
         self.released = true;
         if completed {
             Ok(())
@@ -170,7 +177,7 @@ impl Permit {
         let Some(mut conn) = self.pool.try_get() else {
             return false;
         };
-        let Ok(completed) = query::complete(&mut conn, self.claim.id) else {
+        let Ok(completed) = late::complete(&mut conn, self.claim.id) else {
             return false;
         };
         drop(conn);

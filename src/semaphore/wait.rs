@@ -39,19 +39,17 @@ impl Waiting {
         })
     }
 
-    /// Sleeps until it is time to ask again, at the latest when a slot is surely free; false if the wait
-    /// is over.
+    /// Sleeps until it is time to ask again; false if the wait is over. That is no later than a slot is
+    /// surely free, unless a crowd of waiters would then ask all at once.
     pub(super) fn pause(&mut self, surely_free: Duration) -> bool {
         let remaining = self.remaining();
         if remaining.is_zero() {
             return false;
         }
-        let pause = self
-            .next
-            .max(APART * WAITERS.load(Ordering::Relaxed).saturating_sub(1));
+        let apart = SHORTEST.max(APART * WAITERS.load(Ordering::Relaxed).saturating_sub(1));
+        let pause = self.spread(self.next.max(apart));
         self.next = LONGEST.min(self.next * 3 / 2);
-        let pause = self.spread(pause).min(surely_free.max(SHORTEST));
-        std::thread::sleep(pause.min(remaining));
+        std::thread::sleep(pause.min(surely_free.max(apart)).min(remaining));
         true
     }
 

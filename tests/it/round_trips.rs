@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use diesel::prelude::*;
 use diesel::r2d2::Pool;
-use diesel_interlock::{AdvisoryLock, Error, PgPool};
+use diesel_interlock::{AdvisoryLock, Error, PgPool, Semaphore};
 use workbench::{Database, RoundTrips};
 
 use crate::support::{Expect, foreign_session_holding};
@@ -93,6 +93,49 @@ fn what_is_refused_sends_nothing() {
         QueryResult::Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn one_to_claim_one_to_be_refused_one_to_renew_and_one_to_release() {
+    let database = crate::semaphores::database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy);
+    let semaphore = Semaphore::named("round trips", 1, Duration::from_secs(30));
+    let mut permit = semaphore.try_acquire(&pool).unwrap().expect_acquired();
+    permit.renew().unwrap();
+    permit.release().unwrap();
+    let parses = proxy.parses();
+
+    let mut permit = None;
+    let claim = || permit = semaphore.try_acquire(&pool).unwrap().acquired();
+    assert_eq!(proxy.count(claim), 1);
+    let mut permit = permit.unwrap();
+    let refusal = || assert!(semaphore.try_acquire(&pool).unwrap().is_busy());
+    assert_eq!(proxy.count(refusal), 1);
+    let renewal = || assert!(permit.renew().is_ok());
+    assert_eq!(proxy.count(renewal), 1);
+    assert_eq!(proxy.count(|| permit.release().unwrap()), 1);
+    let permit = semaphore.try_acquire(&pool).unwrap().expect_acquired();
+    assert_eq!(proxy.count(|| drop(permit)), 1);
+    assert_eq!(proxy.parses(), parses, "all of it was prepared before");
+
+    // On a connection of one's own.
+    let conn = &mut pool.get().unwrap();
+    let all = || {
+        let claim = semaphore.claim_on(conn).unwrap().expect_acquired();
+        assert!(semaphore.claim_on(conn).unwrap().is_busy());
+        assert!(semaphore.renew_on(conn, claim.id).unwrap().is_some());
+        assert!(semaphore.complete_on(conn, claim.id).unwrap());
+    };
+    assert_eq!(proxy.count(all), 4);
+    assert_eq!(proxy.parses(), parses);
+    let refused = || {
+        let bad = Semaphore::named("", 1, Duration::from_secs(30));
+        bad.claim_on(conn).unwrap_err();
+        conn.transaction(|conn| semaphore.claim_on(conn).map(drop))
+            .unwrap_err();
+    };
+    assert_eq!(proxy.count(refused), 2, "BEGIN and ROLLBACK");
 }
 
 /// A dead network is not waited for twice: one failed unlock, and the connection is given up.

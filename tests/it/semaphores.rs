@@ -8,10 +8,10 @@ use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::sql_types::Timestamptz;
 use diesel_interlock::schema::resource_control::service_request;
-use diesel_interlock::{Admission, Attempt, Error, Semaphore, migrations};
+use diesel_interlock::{Admission, Attempt, Claim, Error, Semaphore, migrations};
 use workbench::Database;
 
-use crate::support::{Expect, Observer, eventually};
+use crate::support::{Expect, Observer, eventually, number};
 
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 
@@ -24,10 +24,58 @@ pub(crate) fn database() -> Database {
 
 /// Lets the requests in flight to the service expire now.
 pub(crate) fn expire(conn: &mut PgConnection, service: &str) {
-    diesel::update(service_request::table.filter(service_request::service.eq(service)))
+    let in_flight = service_request::table
+        .filter(service_request::service.eq(service))
+        .filter(service_request::completed_at.is_null())
+        .filter(service_request::timed_out_at.is_null());
+    diesel::update(in_flight)
         .set(service_request::expires_at.eq(diesel::dsl::now))
         .execute(conn)
         .unwrap();
+}
+
+/// A row of the log.
+#[derive(Debug, Clone, PartialEq, Queryable)]
+pub(crate) struct Request {
+    pub(crate) id: i64,
+    pub(crate) service: String,
+    pub(crate) slot: i16,
+    pub(crate) created_at: DateTime<Utc>,
+    pub(crate) expires_at: DateTime<Utc>,
+    pub(crate) completed_at: Option<DateTime<Utc>>,
+    pub(crate) timed_out_at: Option<DateTime<Utc>>,
+    pub(crate) details: String,
+}
+
+impl Request {
+    pub(crate) fn is_unmarked(&self) -> bool {
+        self.completed_at.is_none() && self.timed_out_at.is_none()
+    }
+}
+
+/// All requests, the oldest first.
+pub(crate) fn log(conn: &mut PgConnection) -> Vec<Request> {
+    service_request::table
+        .order(service_request::id)
+        .load(conn)
+        .unwrap()
+}
+
+pub(crate) fn request(conn: &mut PgConnection, id: i64) -> Request {
+    service_request::table.find(id).first(conn).unwrap()
+}
+
+/// Claims a slot in plain SQL, in whatever transaction is open; answers whether there was one.
+pub(crate) fn claim_in_sql(conn: &mut PgConnection, service: &str, slots: i32) -> bool {
+    let claim = format!(
+        "SELECT count(*) FROM resource_control.claim_service_request('{service}', {slots}, '30 s')"
+    );
+    number(conn, &claim) == 1
+}
+
+/// Claims as many slots as there are, on the given connection.
+pub(crate) fn fill(semaphore: &Semaphore, conn: &mut PgConnection) -> Vec<Claim> {
+    std::iter::from_fn(|| semaphore.claim_on(conn).unwrap().acquired()).collect()
 }
 
 #[test]
@@ -147,4 +195,142 @@ fn a_claim_that_waited_for_the_table_begins_after_the_wait() {
         claim
     });
     assert_eq!(claim.expires_at - claim.created_at, TimeDelta::seconds(30));
+}
+
+#[test]
+fn an_expired_request_has_ended_before_anyone_claims() {
+    let database = database();
+    let conn = &mut database.connect();
+    let [renewed, completed] = [(); 2].map(|()| GEOCODER.claim_on(conn).unwrap().expect_acquired());
+    expire(conn, "geocoder");
+    assert_eq!(GEOCODER.renew_on(conn, renewed.id).unwrap(), None);
+    assert!(request(conn, renewed.id).is_unmarked());
+
+    assert!(!GEOCODER.complete_on(conn, completed.id).unwrap());
+    let marked = request(conn, completed.id);
+    assert!(marked.timed_out_at.unwrap() >= marked.expires_at);
+    assert_eq!(marked.completed_at, None);
+    assert!(!GEOCODER.complete_on(conn, completed.id).unwrap());
+    assert_eq!(GEOCODER.renew_on(conn, completed.id).unwrap(), None);
+    assert_eq!(request(conn, completed.id), marked);
+}
+
+#[test]
+fn a_request_is_completed_once() {
+    let database = database();
+    let conn = &mut database.connect();
+    let claim = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    assert!(GEOCODER.complete_on(conn, claim.id).unwrap());
+    let completed = log(conn);
+    assert!(completed[0].completed_at.unwrap() >= claim.created_at);
+    assert_eq!(completed[0].timed_out_at, None);
+    for id in [claim.id, claim.id + 1, 0, i64::MIN, i64::MAX] {
+        assert!(!GEOCODER.complete_on(conn, id).unwrap());
+        assert_eq!(GEOCODER.renew_on(conn, id).unwrap(), None);
+    }
+    assert_eq!(log(conn), completed);
+}
+
+#[test]
+fn a_late_end_of_whatever_kind_leaves_the_next_holder_alone() {
+    let database = database();
+    let conn = &mut database.connect();
+    let one_slot = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    let late = one_slot.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    let next = one_slot.claim_on(conn).unwrap().expect_acquired();
+    let (timed_out, held) = (request(conn, late.id), request(conn, next.id));
+    assert!(timed_out.timed_out_at.unwrap() <= next.created_at);
+
+    assert!(!one_slot.complete_on(conn, late.id).unwrap());
+    assert_eq!(one_slot.renew_on(conn, late.id).unwrap(), None);
+    assert_eq!(log(conn), [timed_out, held.clone()]);
+
+    // An ORM's save() writes every column as it was at the claim, but for the one that was set.
+    diesel::update(service_request::table.find(late.id))
+        .set((
+            service_request::service.eq("geocoder"),
+            service_request::slot.eq(late.slot),
+            service_request::created_at.eq(late.created_at),
+            service_request::expires_at.eq(late.expires_at),
+            service_request::completed_at.eq(diesel::dsl::now),
+            service_request::timed_out_at.eq(None::<DateTime<Utc>>),
+            service_request::details.eq(""),
+        ))
+        .execute(conn)
+        .unwrap();
+    let saved = request(conn, late.id);
+    assert_eq!(request(conn, next.id), held);
+    assert!(!one_slot.complete_on(conn, late.id).unwrap());
+    assert_eq!(one_slot.renew_on(conn, late.id).unwrap(), None);
+    assert!(one_slot.claim_on(conn).unwrap().is_busy());
+    assert_eq!(log(conn), [saved, held]);
+    assert!(one_slot.complete_on(conn, next.id).unwrap());
+}
+
+#[test]
+fn a_renewal_extends_and_never_shortens() {
+    let database = database();
+    let conn = &mut database.connect();
+    let claim = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    let extended = GEOCODER.renew_on(conn, claim.id).unwrap().unwrap();
+    assert!(extended > claim.expires_at);
+    let hour = Semaphore::named("geocoder", 2, Duration::from_secs(3600));
+    let later = hour.renew_on(conn, claim.id).unwrap().unwrap();
+    assert!(later - extended > TimeDelta::seconds(3500));
+    assert_eq!(GEOCODER.renew_on(conn, claim.id).unwrap(), Some(later));
+    let renewed = request(conn, claim.id);
+    assert_eq!(renewed.expires_at, later);
+    assert_eq!(renewed.created_at, claim.created_at);
+}
+
+#[test]
+fn a_claim_marks_what_is_overdue_in_its_own_service_and_a_refusal_nothing() {
+    let database = database();
+    let conn = &mut database.connect();
+    let (a, b) = (
+        Semaphore::named("a", 3, Duration::from_secs(30)),
+        Semaphore::named("b", 2, Duration::from_secs(30)),
+    );
+    fill(&a, conn);
+    fill(&b, conn);
+    expire(conn, "b");
+    let before = log(conn);
+    assert!(a.claim_on(conn).unwrap().is_busy());
+    assert_eq!(log(conn), before);
+
+    expire(conn, "a");
+    let claim = a.claim_on(conn).unwrap().expect_acquired();
+    let after = log(conn);
+    for request in &after[..3] {
+        assert!(request.timed_out_at.unwrap() >= request.expires_at);
+        assert!(request.timed_out_at.unwrap() <= claim.created_at);
+        assert_eq!(request.completed_at, None);
+    }
+    assert_eq!(after[3..5], before[3..5], "those of the other service");
+    assert!(after[5].is_unmarked());
+}
+
+#[test]
+fn slots_are_counted_per_service_and_the_row_says_what_was_claimed() {
+    let database = database();
+    let conn = &mut database.connect();
+    let semaphore = Semaphore::new("tenant 7's Größe 🦀", 3, Duration::from_millis(1500))
+        .details("web-3 pid 811");
+    let claims = fill(&semaphore, conn);
+    let mut slots: Vec<_> = claims.iter().map(|claim| claim.slot).collect();
+    slots.sort();
+    assert_eq!(slots, [0, 1, 2]);
+    assert_eq!(fill(&GEOCODER, conn).len(), 2);
+    let row = request(conn, claims[0].id);
+    assert_eq!(row.service, "tenant 7's Größe 🦀");
+    assert_eq!(row.details, "web-3 pid 811");
+    assert_eq!(
+        row.expires_at - row.created_at,
+        TimeDelta::milliseconds(1500)
+    );
+    assert_eq!(
+        (row.slot, row.created_at, row.expires_at),
+        (claims[0].slot, claims[0].created_at, claims[0].expires_at)
+    );
 }

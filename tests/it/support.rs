@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use diesel::connection::{InstrumentationEvent, SimpleConnection};
+use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Integer, Text};
 use diesel_interlock::{Attempt, LockId, LockKey, PgPool};
@@ -147,6 +148,20 @@ pub(crate) fn foreign_try(conn: &mut PgConnection, id: LockId) -> bool {
         .get_result::<Answer>(conn)
         .unwrap()
         .granted
+}
+
+/// What an SQL expression answers: a number.
+pub(crate) fn number(conn: &mut PgConnection, expression: &str) -> i64 {
+    diesel::select(sql::<BigInt>(&format!("({expression})::bigint")))
+        .get_result(conn)
+        .unwrap()
+}
+
+/// What an SQL expression answers: true or false.
+pub(crate) fn truth(conn: &mut PgConnection, expression: &str) -> bool {
+    diesel::select(sql::<Bool>(&format!("({expression})")))
+        .get_result(conn)
+        .unwrap()
 }
 
 pub(crate) fn backend_pid(conn: &mut PgConnection) -> i32 {

@@ -1,0 +1,396 @@
+//! Claims beside transactions that other sessions have open.
+
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::Semaphore;
+
+use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
+use crate::support::{Expect, Observer, backend_pid, eventually, number, setting, truth};
+
+const FOUR: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
+const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+
+/// Turns a wait for another session's lock into an error.
+const IMPATIENT: &str = "SET lock_timeout = '2s'";
+
+/// So that a test that fails while another thread waits does not hang.
+const PATIENT: &str = "SET lock_timeout = '20s'";
+
+/// What the session holds, besides a reader's locks and that of its own virtual transaction.
+const MORE_THAN_A_READER_HOLDS: &str = "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() \
+    AND NOT (locktype = 'relation' AND mode = 'AccessShareLock') AND locktype <> 'virtualxid'";
+
+fn assert_refused_by_reading(conn: &mut PgConnection, slots: i32) {
+    conn.batch_execute("BEGIN").unwrap();
+    assert!(!claim_in_sql(conn, "geocoder", slots));
+    assert!(truth(conn, "pg_current_xact_id_if_assigned() IS NULL"));
+    assert_eq!(number(conn, MORE_THAN_A_READER_HOLDS), 0);
+    conn.batch_execute("COMMIT").unwrap();
+}
+
+#[test]
+fn a_refusal_only_reads() {
+    let database = database();
+    let conn = &mut database.connect();
+    fill(&FOUR, conn);
+    assert_refused_by_reading(conn, 4);
+    assert_refused_by_reading(conn, 3);
+    assert_refused_by_reading(conn, 1);
+}
+
+#[test]
+fn a_refusal_among_open_claims_only_reads() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    open.batch_execute("BEGIN").unwrap();
+    for _ in 0..4 {
+        assert!(claim_in_sql(open, "geocoder", 4));
+    }
+    assert_refused_by_reading(conn, 4);
+}
+
+#[test]
+fn a_claim_passes_by_those_that_are_not_committed() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(IMPATIENT).unwrap();
+    for _ in 0..8 {
+        open.batch_execute("BEGIN").unwrap();
+        for _ in 0..3 {
+            assert!(claim_in_sql(open, "geocoder", 4));
+        }
+        let fourth = FOUR.claim_on(conn).unwrap().expect_acquired();
+        assert!(FOUR.claim_on(conn).unwrap().is_busy());
+        open.batch_execute("ROLLBACK").unwrap();
+        let others = fill(&FOUR, conn);
+        assert_eq!(others.len(), 3);
+        for claim in others.into_iter().chain([fourth]) {
+            assert!(FOUR.complete_on(conn, claim.id).unwrap());
+        }
+    }
+}
+
+/// A holder between drawing its id and inserting it is nothing that another could overtake.
+#[test]
+fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {
+    let database = database();
+    let (gate, conn) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(
+        "CREATE FUNCTION pause() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+             IF NEW.details = 'slow' THEN PERFORM pg_advisory_xact_lock(1); END IF; \
+             RETURN NEW; \
+         END $$; \
+         CREATE TRIGGER pause BEFORE INSERT ON resource_control.service_request \
+             FOR EACH ROW EXECUTE FUNCTION pause()",
+    )
+    .unwrap();
+    gate.batch_execute("SELECT pg_advisory_lock(1)").unwrap();
+    let mut observer = Observer::of(&database);
+    std::thread::scope(|scope| {
+        let slow = scope.spawn(|| {
+            let conn = &mut database.connect();
+            conn.batch_execute(PATIENT).unwrap();
+            ONE.details("slow").claim_on(conn).unwrap()
+        });
+        eventually("the slow claim has its id and waits", || {
+            number(
+                observer.conn(),
+                "SELECT count(*) FROM pg_locks WHERE NOT granted",
+            ) == 1
+        });
+        for _ in 0..3 {
+            assert!(ONE.claim_on(conn).unwrap().is_busy());
+        }
+        gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
+        assert!(slow.join().unwrap().acquired().is_some());
+    });
+    assert!(ONE.claim_on(conn).unwrap().is_busy());
+}
+
+#[test]
+fn an_overdue_row_that_is_locked_keeps_only_its_own_slot() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let stuck = FOUR.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    open.batch_execute(&format!(
+        "BEGIN; SELECT FROM resource_control.service_request WHERE id = {} FOR UPDATE",
+        stuck.id
+    ))
+    .unwrap();
+    conn.batch_execute("SET lock_timeout = '50ms'").unwrap();
+    let claims = fill(&FOUR, conn);
+    assert_eq!(claims.len(), 3);
+    assert!(claims.iter().all(|claim| claim.slot != stuck.slot));
+    assert!(request(conn, stuck.id).is_unmarked());
+    open.batch_execute("COMMIT").unwrap();
+    assert_eq!(
+        FOUR.claim_on(conn).unwrap().expect_acquired().slot,
+        stuck.slot
+    );
+    assert!(request(conn, stuck.id).timed_out_at.is_some());
+}
+
+#[test]
+fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let twenty = Semaphore::named("geocoder", 20, Duration::from_secs(30));
+    let late = fill(&twenty, conn);
+    expire(conn, "geocoder");
+    open.batch_execute("BEGIN; SELECT FROM resource_control.service_request FOR UPDATE")
+        .unwrap();
+    conn.batch_execute("SET lock_timeout = '3s'; BEGIN; SET LOCAL lock_timeout = '4s'")
+        .unwrap();
+    let start = Instant::now();
+    assert!(!claim_in_sql(conn, "geocoder", 20));
+    let waited = start.elapsed();
+    // A quarter second, not one for each of twenty.
+    assert!(waited >= Duration::from_millis(200), "{waited:?}");
+    assert!(waited < Duration::from_secs(3), "{waited:?}");
+    assert_eq!(setting(conn, "lock_timeout"), "4s");
+    conn.batch_execute("COMMIT").unwrap();
+    assert_eq!(setting(conn, "lock_timeout"), "3s");
+    assert_eq!(log(conn).len(), 20);
+
+    // All but one.
+    open.batch_execute(&format!(
+        "COMMIT; BEGIN; SELECT FROM resource_control.service_request WHERE id <> {} FOR UPDATE",
+        late[7].id
+    ))
+    .unwrap();
+    conn.batch_execute("BEGIN; SET LOCAL lock_timeout = '4s'")
+        .unwrap();
+    assert!(claim_in_sql(conn, "geocoder", 20));
+    assert_eq!(setting(conn, "lock_timeout"), "4s");
+    conn.batch_execute("COMMIT").unwrap();
+    assert_eq!(setting(conn, "lock_timeout"), "3s");
+    assert_eq!(log(conn)[20].slot, late[7].slot);
+}
+
+/// Where all that is left is overdue, and another claim is marking it, that claim's commit is waited
+/// for.
+#[test]
+fn a_claim_waits_for_another_that_marks_its_slot() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let two = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+    let mut observer = Observer::of(&database);
+    // Whether the commit comes within the quarter second is up to the machine.
+    let waited = (0..20).any(|_| {
+        conn.batch_execute("TRUNCATE resource_control.service_request")
+            .unwrap();
+        fill(&two, conn);
+        expire(conn, "geocoder");
+        open.batch_execute("BEGIN").unwrap();
+        assert!(claim_in_sql(open, "geocoder", 2));
+        let (sender, pid) = channel();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let conn = &mut database.connect();
+                sender.send(backend_pid(conn)).unwrap();
+                two.claim_on(conn).unwrap().acquired().is_some()
+            });
+            let waits = format!(
+                "EXISTS (SELECT FROM pg_locks WHERE NOT granted AND pid = {})",
+                pid.recv().unwrap()
+            );
+            while !waiter.is_finished() && !truth(observer.conn(), &waits) {}
+            open.batch_execute("COMMIT").unwrap();
+            waiter.join().unwrap()
+        })
+    });
+    assert!(waited);
+    assert!(two.claim_on(conn).unwrap().is_busy());
+}
+
+#[test]
+fn a_request_that_is_being_renewed_is_not_taken_over() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let held = ONE.claim_on(conn).unwrap().expect_acquired();
+    open.batch_execute("BEGIN").unwrap();
+    diesel::sql_query(
+        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms'",
+    )
+    .execute(conn)
+    .unwrap();
+    assert!(ONE.renew_on(open, held.id).unwrap().is_some());
+    eventually("it looks overdue", || {
+        truth(
+            conn,
+            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request",
+        )
+    });
+    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    open.batch_execute("COMMIT").unwrap();
+    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    assert_eq!(log(conn).len(), 1);
+    assert!(ONE.complete_on(conn, held.id).unwrap());
+}
+
+#[test]
+fn a_request_that_is_being_renewed_counts_where_there_were_more_slots() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let eight = Semaphore::named("geocoder", 8, Duration::from_secs(30));
+    for claim in fill(&eight, conn) {
+        if claim.slot != 6 {
+            assert!(eight.complete_on(conn, claim.id).unwrap());
+        }
+    }
+    let id = log(conn).into_iter().find(|r| r.is_unmarked()).unwrap().id;
+    open.batch_execute("BEGIN").unwrap();
+    diesel::sql_query("UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms' WHERE slot = 6")
+        .execute(conn)
+        .unwrap();
+    assert!(eight.renew_on(open, id).unwrap().is_some());
+    eventually("it looks overdue", || {
+        truth(
+            conn,
+            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request WHERE slot = 6",
+        )
+    });
+    let claimed = fill(&FOUR, conn).len();
+    assert!(
+        claimed <= 3,
+        "{claimed} beside the one that is being renewed"
+    );
+    open.batch_execute("COMMIT").unwrap();
+    assert_eq!(claimed + fill(&FOUR, conn).len(), 3);
+}
+
+/// By what is committed it has expired, and its holder knows better.
+#[test]
+fn a_completion_waits_for_the_renewal_before_it() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let held = ONE.claim_on(conn).unwrap().expect_acquired();
+    let mut observer = Observer::of(&database);
+    open.batch_execute("BEGIN").unwrap();
+    diesel::sql_query(
+        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms'",
+    )
+    .execute(conn)
+    .unwrap();
+    assert!(ONE.renew_on(open, held.id).unwrap().is_some());
+    eventually("it looks overdue", || {
+        truth(
+            observer.conn(),
+            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request",
+        )
+    });
+    std::thread::scope(|scope| {
+        let completed = scope.spawn(|| {
+            conn.batch_execute(PATIENT).unwrap();
+            ONE.complete_on(conn, held.id).unwrap()
+        });
+        eventually("the completion waits", || {
+            number(
+                observer.conn(),
+                "SELECT count(*) FROM pg_locks WHERE NOT granted",
+            ) == 1
+        });
+        open.batch_execute("COMMIT").unwrap();
+        assert!(completed.join().unwrap());
+    });
+    let row = request(conn, held.id);
+    assert!(row.completed_at.is_some() && row.timed_out_at.is_none());
+}
+
+/// Neither the transaction's start nor the message's decides, but the clock.
+#[test]
+fn a_transaction_opened_long_ago_sees_the_present() {
+    let database = database();
+    let (conn, old) = (&mut database.connect(), &mut database.connect());
+    old.batch_execute("BEGIN").unwrap();
+    assert!(truth(old, "now() <= clock_timestamp()"));
+    let renewed = ONE.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    assert_eq!(ONE.renew_on(old, renewed.id).unwrap(), None);
+    assert!(!ONE.complete_on(old, renewed.id).unwrap());
+    let row = request(old, renewed.id);
+    assert!(row.timed_out_at.unwrap() >= row.expires_at);
+    old.batch_execute("COMMIT; BEGIN").unwrap();
+
+    assert!(truth(old, "now() <= clock_timestamp()"));
+    let two = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+    fill(&two, conn);
+    expire(conn, "geocoder");
+    assert!(claim_in_sql(old, "geocoder", 2));
+    let rows = log(old);
+    let [.., one, other, new] = &rows[..] else {
+        panic!("{rows:?}")
+    };
+    for overdue in [one, other] {
+        assert!(overdue.timed_out_at.unwrap() >= overdue.expires_at);
+    }
+    assert!(new.created_at >= one.timed_out_at.unwrap());
+    let extended = ONE.renew_on(old, new.id).unwrap().unwrap();
+    assert!(extended > new.expires_at);
+    assert!(ONE.complete_on(old, new.id).unwrap());
+    assert!(request(old, new.id).completed_at.unwrap() >= new.created_at);
+}
+
+/// Two who see one place left see the same one.
+#[test]
+fn of_fewer_slots_only_as_many_are_offered_as_requests_are_missing() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(IMPATIENT).unwrap();
+    let eight = Semaphore::named("geocoder", 8, Duration::from_secs(30));
+    let claims = fill(&eight, conn);
+    assert!(FOUR.claim_on(conn).unwrap().is_busy());
+    let (kept, ended): (Vec<_>, Vec<_>) = claims.into_iter().partition(|claim| claim.slot >= 5);
+    for (ended, claim) in (1..).zip(ended) {
+        assert!(FOUR.complete_on(conn, claim.id).unwrap());
+        if ended <= 4 {
+            assert!(FOUR.claim_on(conn).unwrap().is_busy(), "{ended} ended");
+        }
+    }
+    for _ in 0..8 {
+        open.batch_execute("BEGIN").unwrap();
+        assert!(claim_in_sql(open, "geocoder", 4));
+        assert!(FOUR.claim_on(conn).unwrap().is_busy());
+        open.batch_execute("ROLLBACK").unwrap();
+    }
+    assert!(FOUR.claim_on(conn).unwrap().expect_acquired().slot < 4);
+    assert!(FOUR.claim_on(conn).unwrap().is_busy());
+
+    // Those that have crashed do not count.
+    for claim in kept {
+        assert!(FOUR.complete_on(conn, claim.id).unwrap());
+    }
+    fill(&eight, conn);
+    expire(conn, "geocoder");
+    assert_eq!(fill(&FOUR, conn).len(), 4);
+    assert_eq!(fill(&eight, conn).len(), 4);
+}
+
+#[test]
+fn the_last_of_very_many_slots_is_found_soon() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+         SELECT 'geocoder', slot, now(), now() + interval '1 hour' \
+         FROM generate_series(0, 32766) AS slot WHERE slot <> 12345",
+    )
+    .unwrap();
+    let all = Semaphore::named("geocoder", 32_767, Duration::from_secs(3600));
+    let start = Instant::now();
+    for _ in 0..20 {
+        let claim = all.claim_on(conn).unwrap().expect_acquired();
+        assert_eq!(claim.slot, 12345);
+        assert!(all.claim_on(conn).unwrap().is_busy());
+        assert!(all.complete_on(conn, claim.id).unwrap());
+    }
+    assert!(
+        start.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        start.elapsed()
+    );
+}

@@ -1,0 +1,232 @@
+//! Permits whose connection, pool or server fails them.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::r2d2::Pool;
+use diesel_interlock::{Error, PgPool, Semaphore, migrations};
+use workbench::{Cluster, Database, RoundTrips, StopMode};
+
+use crate::semaphores::{database, request};
+use crate::support::{Expect, Observer, backend_pid, eventually, panic_after_the_next_statement};
+
+const GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(3600));
+
+/// One connection, which is not looked at when it is checked out.
+fn trusting_pool(database: &Database) -> PgPool {
+    Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .connection_timeout(Duration::from_secs(10))
+        .build(database.manager())
+        .unwrap()
+}
+
+#[track_caller]
+fn assert_released_in_the_background(database: &Database, id: i64) {
+    let conn = &mut database.connect();
+    eventually("it is released in the background", || {
+        request(conn, id).completed_at.is_some()
+    });
+}
+
+#[test]
+fn a_release_on_a_killed_connection_says_so_and_follows() {
+    let database = database();
+    let pool = trusting_pool(&database);
+    for dropped in [false, true] {
+        let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        let id = permit.claim().id;
+        let pid = backend_pid(&mut pool.get().unwrap());
+        Observer::of(&database).kill(pid);
+        if dropped {
+            drop(permit);
+        } else {
+            let released = permit.release();
+            assert!(matches!(released, Err(Error::Database(_))), "{released:?}");
+        }
+        assert_released_in_the_background(&database, id);
+    }
+}
+
+#[test]
+fn a_killed_connection_that_the_pool_looks_at_is_replaced() {
+    let database = database();
+    let pool = database.pool(1);
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let pid = backend_pid(&mut pool.get().unwrap());
+    Observer::of(&database).kill(pid);
+    permit.release().unwrap();
+}
+
+#[test]
+fn a_release_that_finds_the_pool_exhausted_says_so_and_follows() {
+    let database = database();
+    let pool = Pool::builder()
+        .max_size(1)
+        .connection_timeout(Duration::from_secs(2))
+        .build(database.manager())
+        .unwrap();
+    let mut permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    let only = pool.get().unwrap();
+    let renewed = permit.renew();
+    assert!(matches!(renewed, Err(Error::Pool(_))), "{renewed:?}");
+    let released = permit.release();
+    assert!(matches!(released, Err(Error::Pool(_))), "{released:?}");
+    drop(only);
+    assert_released_in_the_background(&database, id);
+}
+
+#[test]
+fn a_server_that_is_down_is_waited_for_in_the_background() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    migrations::install(&mut database.connect()).unwrap();
+    let pool = Pool::builder()
+        .max_size(1)
+        .connection_timeout(Duration::from_secs(2))
+        .build(database.manager())
+        .unwrap();
+    let mut permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    cluster.stop(StopMode::Fast);
+    permit.renew().unwrap_err();
+    drop(permit);
+    cluster.start_again();
+    assert_released_in_the_background(&database, id);
+    assert!(GEOCODER.try_acquire(&pool).unwrap().acquired().is_some());
+}
+
+#[test]
+fn a_severed_network_is_reported_and_the_release_follows() {
+    let database = database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let manager = diesel::r2d2::ConnectionManager::new(proxy.url());
+    let pool = Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .build(manager)
+        .unwrap();
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    proxy.sever();
+    permit.release().unwrap_err();
+    assert_released_in_the_background(&database, id);
+}
+
+/// Diesel's instrumentation is the application's code, and may panic.
+#[test]
+fn a_panic_in_the_instrumentation_neither_aborts_nor_loses_the_release() {
+    let database = database();
+    let pool = trusting_pool(&database);
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    panic_after_the_next_statement(&mut pool.get().unwrap());
+    drop(permit);
+    assert_released_in_the_background(&database, id);
+
+    // While another panic unwinds.
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    panic_after_the_next_statement(&mut pool.get().unwrap());
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let _permit = permit;
+        panic!("in the work");
+    }));
+    assert!(panicked.is_err());
+    assert_released_in_the_background(&database, id);
+
+    // In the thread itself.
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    let mut only = pool.get().unwrap();
+    panic_after_the_next_statement(&mut only);
+    drop(permit);
+    drop(only);
+    assert_released_in_the_background(&database, id);
+
+    // Out of the release itself.
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    panic_after_the_next_statement(&mut pool.get().unwrap());
+    assert!(catch_unwind(AssertUnwindSafe(|| permit.release())).is_err());
+    assert_released_in_the_background(&database, id);
+}
+
+/// What is done in a transaction that somebody left open in the pool is never committed.
+#[test]
+fn what_is_done_in_a_transaction_left_open_in_the_pool_does_not_count() {
+    let database = database();
+    let pool = database.pool(1);
+    let leave_open = || pool.get().unwrap().batch_execute("BEGIN").unwrap();
+    let mut permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let (id, expires_at) = (permit.claim().id, permit.claim().expires_at);
+    leave_open();
+    let renewed = permit.renew();
+    assert!(
+        matches!(renewed, Err(Error::TransactionInPool)),
+        "{renewed:?}"
+    );
+    assert_eq!(permit.claim().expires_at, expires_at);
+    leave_open();
+    let released = permit.release();
+    assert!(
+        matches!(released, Err(Error::TransactionInPool)),
+        "{released:?}"
+    );
+    assert_released_in_the_background(&database, id);
+
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    leave_open();
+    drop(permit);
+    assert_released_in_the_background(&database, id);
+
+    // Found by the thread.
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    let mut only = pool.get().unwrap();
+    only.batch_execute("BEGIN").unwrap();
+    drop(permit);
+    drop(only);
+    assert_released_in_the_background(&database, id);
+}
+
+/// Whoever asks the moment a connection comes back has it, though others wait.
+#[test]
+fn a_release_is_delivered_by_a_pool_that_is_never_idle() {
+    let database = database();
+    let pool = Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .connection_timeout(Duration::from_secs(60))
+        .build(database.manager())
+        .unwrap();
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let id = permit.claim().id;
+    let delivered = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                while !delivered.load(Ordering::SeqCst) {
+                    pool.get()
+                        .unwrap()
+                        .batch_execute("SELECT pg_sleep(0.002)")
+                        .unwrap();
+                }
+            });
+        }
+        let conn = &mut database.connect();
+        eventually("all of them wait for the one", || {
+            pool.state().idle_connections == 0
+        });
+        drop(permit);
+        let end = Instant::now() + Duration::from_secs(10);
+        while request(conn, id).completed_at.is_none() && Instant::now() < end {}
+        delivered.store(true, Ordering::SeqCst);
+        assert!(request(conn, id).completed_at.is_some());
+    });
+}

@@ -1,0 +1,199 @@
+//! The log of requests: how it is pruned, and that it slows nothing as it grows.
+
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::Semaphore;
+
+use crate::semaphores::{claim_in_sql, database, expire, log};
+use crate::support::{Expect, number};
+
+const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+
+/// Writes so many requests that were claimed and ended that long ago.
+fn ended(conn: &mut PgConnection, count: i32, ago: &str) {
+    diesel::sql_query(format!(
+        "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at, completed_at) \
+         SELECT 'geocoder', 0, now() - interval '{ago}', now() - interval '{ago}' + '30 s', now() - interval '{ago}' \
+         FROM generate_series(1, {count})"
+    ))
+    .execute(conn)
+    .unwrap();
+}
+
+fn prune(conn: &mut PgConnection, older_than: &str, batch: i32) -> i64 {
+    number(
+        conn,
+        &format!("resource_control.prune_service_requests('{older_than}', {batch})"),
+    )
+}
+
+fn count(conn: &mut PgConnection) -> i64 {
+    number(
+        conn,
+        "SELECT count(*) FROM resource_control.service_request",
+    )
+}
+
+#[test]
+fn what_ended_long_ago_is_pruned_the_oldest_first() {
+    let database = database();
+    let conn = &mut database.connect();
+    ended(conn, 5, "3 days");
+    ended(conn, 5, "2 days");
+    ended(conn, 5, "1 hour");
+    let all = log(conn);
+    assert_eq!(prune(conn, "4 days", 100), 0);
+    assert_eq!(prune(conn, "1 day", 3), 3);
+    assert_eq!(log(conn), all[3..]);
+    assert_eq!(prune(conn, "1 day", 1), 1);
+    assert_eq!(prune(conn, "1 day", 100), 6);
+    assert_eq!(log(conn), all[10..]);
+    assert_eq!(prune(conn, "1 day", 100), 0);
+    assert_eq!(prune(conn, "0", 2_147_483_647), 5);
+}
+
+#[test]
+fn what_is_in_flight_or_ended_lately_is_kept() {
+    let database = database();
+    let conn = &mut database.connect();
+    ended(conn, 4, "3 days");
+    // Claimed long ago, and: in flight; ended an hour ago; marked an hour ago; ended late, after it was
+    // marked.
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request \
+             (service, slot, created_at, expires_at, completed_at, timed_out_at) VALUES \
+             ('a', 0, now() - interval '3 days', now() + interval '1 hour', NULL, NULL), \
+             ('a', 1, now() - interval '3 days', now() + interval '1 hour', now() - interval '1 hour', NULL), \
+             ('a', 2, now() - interval '3 days', now() - interval '2 days', NULL, now() - interval '1 hour'), \
+             ('a', 3, now() - interval '3 days', now() - interval '2 days', now() - interval '1 hour', now() - interval '2 days'), \
+             ('a', 4, now() - interval '3 days', now() - interval '1 hour', NULL, NULL)",
+    )
+    .unwrap();
+    ended(conn, 4, "2 days");
+    assert_eq!(prune(conn, "1 day", 100), 8);
+    let left = log(conn);
+    assert_eq!(left.len(), 5);
+    assert!(left.iter().all(|request| request.service == "a"));
+
+    // Nobody came to mark it.
+    conn.batch_execute("UPDATE resource_control.service_request SET expires_at = now() - interval '2 days' WHERE slot = 4")
+        .unwrap();
+    assert_eq!(prune(conn, "1 day", 100), 1);
+    assert!(log(conn).iter().all(|request| request.slot != 4));
+}
+
+#[test]
+fn what_is_locked_is_skipped() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    ended(conn, 6, "2 days");
+    let all = log(conn);
+    open.batch_execute(&format!(
+        "BEGIN; SELECT FROM resource_control.service_request WHERE id IN ({}, {}) FOR KEY SHARE",
+        all[0].id, all[3].id
+    ))
+    .unwrap();
+    conn.batch_execute("SET lock_timeout = '2s'").unwrap();
+    assert_eq!(prune(conn, "1 day", 3), 3);
+    assert_eq!(prune(conn, "1 day", 100), 1);
+    assert_eq!(log(conn), [all[0].clone(), all[3].clone()]);
+    open.batch_execute("COMMIT").unwrap();
+    assert_eq!(prune(conn, "1 day", 100), 2);
+}
+
+/// A clock that was once put wrong.
+#[test]
+fn a_request_from_the_future_is_not_in_the_way() {
+    let database = database();
+    let conn = &mut database.connect();
+    ended(conn, 1, "-1000 days");
+    ended(conn, 3, "2 days");
+    assert_eq!(prune(conn, "1 day", 2), 2);
+    assert_eq!(prune(conn, "1 day", 100), 1);
+    assert_eq!(count(conn), 1);
+}
+
+#[test]
+fn a_large_batch_is_pruned_piece_by_piece() {
+    let database = database();
+    let conn = &mut database.connect();
+    ended(conn, 1500, "3 days");
+    let claim = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    conn.batch_execute(
+        "UPDATE resource_control.service_request SET created_at = now() - interval '3 days' \
+         WHERE completed_at IS NULL",
+    )
+    .unwrap();
+    ended(conn, 2500, "2 days");
+    ended(conn, 2000, "1 hour");
+    assert_eq!(prune(conn, "1 day", 3500), 3500);
+    assert_eq!(prune(conn, "1 day", 100_000), 500);
+    assert_eq!(count(conn), 2001);
+    assert!(GEOCODER.complete_on(conn, claim.id).unwrap());
+}
+
+#[test]
+fn pruning_does_not_read_what_is_too_young() {
+    let database = database();
+    let conn = &mut database.connect();
+    ended(conn, 100, "2 days");
+    ended(conn, 50_000, "1 hour");
+    conn.batch_execute("BEGIN").unwrap();
+    assert_eq!(prune(conn, "1 day", 10_000), 100);
+    let fetched = number(
+        conn,
+        "SELECT idx_tup_fetch + seq_tup_read FROM pg_stat_xact_user_tables WHERE relname = 'service_request'",
+    );
+    assert!(fetched < 5_000, "{fetched} rows read");
+    conn.batch_execute("COMMIT").unwrap();
+}
+
+/// A plan made while the table was tiny must do when it has grown.
+#[test]
+fn no_call_reads_the_whole_table_once_it_has_grown() {
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    let all_calls = |conn: &mut PgConnection| {
+        // One of them overdue, so that marking is a part of it.
+        assert!(claim_in_sql(conn, "geocoder", 2));
+        expire(conn, "geocoder");
+        assert!(claim_in_sql(conn, "geocoder", 1));
+        assert!(claim_in_sql(conn, "geocoder", 2));
+        assert!(!claim_in_sql(conn, "geocoder", 1));
+        assert!(!claim_in_sql(conn, "geocoder", 2));
+        number(
+            conn,
+            "SELECT count(resource_control.next_service_request_expiry('geocoder'))",
+        );
+        for call in [
+            "resource_control.renew_service_request(r.id, '30 s')",
+            "resource_control.complete_service_request(r.id)",
+            "resource_control.complete_service_request(r.id)",
+        ] {
+            let ids = "SELECT id FROM resource_control.service_request ORDER BY id DESC LIMIT 3";
+            number(conn, &format!("SELECT count({call}) FROM ({ids}) AS r"));
+        }
+        assert_eq!(prune(conn, "5 days", 100), 0);
+    };
+    // Five executions make a plan generic.
+    for _ in 0..10 {
+        all_calls(conn);
+    }
+    ended(other, 300_000, "1 hour");
+    conn.batch_execute("BEGIN; SET LOCAL enable_seqscan = off")
+        .unwrap();
+    all_calls(conn);
+    let scans = number(
+        conn,
+        "SELECT seq_scan FROM pg_stat_xact_user_tables WHERE relname = 'service_request'",
+    );
+    let fetched = number(
+        conn,
+        "SELECT idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'service_request'",
+    );
+    conn.batch_execute("COMMIT").unwrap();
+    assert_eq!(scans, 0);
+    assert!(fetched < 5_000, "{fetched} rows read");
+}

@@ -1,0 +1,283 @@
+//! Permits: every way in which they end.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel::r2d2::{Pool, TestCustomizer};
+use diesel_interlock::{Attempt, Error, Permit, Semaphore};
+
+use crate::semaphores::{Request, database, expire, log, request};
+use crate::support::{Expect, Observer, eventually, number, truth};
+
+const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+const LATE_RELEASES: &str = "it is released in the background";
+
+#[test]
+fn a_permit_can_be_sent_and_shared() {
+    fn is_send_and_sync<T: Send + Sync + 'static>() {}
+    is_send_and_sync::<Permit>();
+}
+
+#[test]
+fn a_permit_may_end_on_another_thread() {
+    let database = database();
+    let permit = GEOCODER
+        .try_acquire(&database.pool(1))
+        .unwrap()
+        .expect_acquired();
+    let id = permit.claim().id;
+    std::thread::spawn(move || permit.release())
+        .join()
+        .unwrap()
+        .unwrap();
+    assert!(request(&mut database.connect(), id).completed_at.is_some());
+}
+
+#[test]
+fn dropping_does_not_wait_for_a_connection_and_the_release_follows() {
+    let database = database();
+    let pool = Pool::builder()
+        .max_size(1)
+        .connection_timeout(Duration::from_secs(60))
+        .build(database.manager())
+        .unwrap();
+    let permits = [(); 2].map(|()| GEOCODER.try_acquire(&pool).unwrap().expect_acquired());
+    let only = pool.get().unwrap();
+    let start = Instant::now();
+    drop(permits);
+    assert!(start.elapsed() < Duration::from_secs(10));
+    let conn = &mut database.connect();
+    assert!(log(conn).iter().all(Request::is_unmarked));
+    drop(only);
+    eventually(LATE_RELEASES, || {
+        log(conn)
+            .iter()
+            .all(|request| request.completed_at.is_some())
+    });
+    assert!(GEOCODER.try_acquire(&pool).unwrap().acquired().is_some());
+}
+
+#[test]
+fn what_could_not_be_delivered_in_time_is_not_delivered_later() {
+    let database = database();
+    let conn = &mut database.connect();
+    let (exhausted, other) = (database.pool(1), database.pool(1));
+    let brief = Semaphore::named("geocoder", 2, Duration::from_millis(100));
+    let permit = brief.try_acquire(&exhausted).unwrap().expect_acquired();
+    let only = exhausted.get().unwrap();
+    drop(permit);
+    eventually("it has expired", || {
+        truth(
+            conn,
+            "SELECT expires_at <= clock_timestamp() FROM resource_control.service_request",
+        )
+    });
+
+    // The one thread has looked at the first release since it was overdue, once it has delivered a
+    // second that was left to it since.
+    for _ in 0..2 {
+        let second = GEOCODER
+            .details("second")
+            .try_acquire(&other)
+            .unwrap()
+            .expect_acquired();
+        let id = second.claim().id;
+        let busy = other.get().unwrap();
+        drop(second);
+        drop(busy);
+        eventually(LATE_RELEASES, || request(conn, id).completed_at.is_some());
+    }
+    diesel::sql_query("UPDATE resource_control.service_request SET timed_out_at = NULL")
+        .execute(conn)
+        .unwrap();
+    drop(only);
+    drop(exhausted.get().unwrap());
+    assert!(log(conn)[0].is_unmarked());
+}
+
+#[test]
+fn a_panic_gives_the_slot_back() {
+    let database = database();
+    let pool = database.pool(1);
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let _permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        panic!("in the work");
+    }));
+    assert!(panicked.is_err());
+    assert!(log(&mut database.connect())[0].completed_at.is_some());
+    let _permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+}
+
+#[test]
+fn the_closure_form_releases_on_every_way_out() {
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let done = GEOCODER.try_with(&pool, |permit| {
+        // Nothing holds the only connection.
+        drop(pool.get().unwrap());
+        Ok::<_, Error>(permit.fencing_token())
+    });
+    assert_eq!(done.unwrap(), Attempt::Acquired(log(conn)[0].id));
+
+    #[derive(Debug, PartialEq)]
+    struct Mine;
+    impl From<Error> for Mine {
+        fn from(error: Error) -> Self {
+            panic!("{error}")
+        }
+    }
+    let failed = GEOCODER.try_with(&pool, |_| Err::<(), _>(Mine));
+    assert_eq!(failed.unwrap_err(), Mine);
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        GEOCODER.try_with(&pool, |_| -> Result<(), Error> { panic!("in the work") })
+    }));
+    assert!(panicked.is_err());
+    assert!(
+        log(conn)
+            .iter()
+            .all(|request| request.completed_at.is_some())
+    );
+    assert_eq!(log(conn).len(), 3);
+
+    let late = GEOCODER.try_with(&pool, |_| {
+        expire(conn, "geocoder");
+        Ok::<_, Error>(())
+    });
+    assert!(matches!(late, Err(Error::TimedOut { .. })), "{late:?}");
+    let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    let _held = one.try_acquire(&pool).unwrap().expect_acquired();
+    let busy = one.try_with(&pool, |_| -> Result<(), Error> { unreachable!() });
+    assert!(busy.unwrap().is_busy());
+}
+
+#[test]
+fn a_permit_made_into_a_claim_is_released_by_nothing_but_its_id() {
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let token = permit.fencing_token();
+    let claim = permit.into_claim();
+    assert_eq!(claim.id, token);
+    assert!(request(conn, claim.id).is_unmarked());
+    assert!(GEOCODER.complete_on(conn, claim.id).unwrap());
+}
+
+/// Waits, as the article's client makes one wait, and answers how long the call took at least.
+fn delayed<T: Send>(
+    database: &workbench::Database,
+    hold: &str,
+    work: impl FnOnce() -> T + Send,
+) -> T {
+    let (mut holder, mut observer) = (database.connect(), Observer::of(database));
+    holder.batch_execute(&format!("BEGIN; {hold}")).unwrap();
+    std::thread::scope(|scope| {
+        let delayed = scope.spawn(work);
+        eventually("it waits", || {
+            number(
+                observer.conn(),
+                "SELECT count(*) FROM pg_locks WHERE NOT granted",
+            ) == 1
+        });
+        holder
+            .batch_execute("SELECT pg_sleep(0.2); COMMIT")
+            .unwrap();
+        delayed.join().unwrap()
+    })
+}
+
+#[test]
+fn a_permit_never_believes_in_its_slot_longer_than_the_database() {
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let left = |conn: &mut PgConnection, permit: &Permit| {
+        let left = number(
+            conn,
+            &format!(
+                "SELECT extract(epoch FROM expires_at - clock_timestamp()) * 1000000 \
+                 FROM resource_control.service_request WHERE id = {}",
+                permit.claim().id
+            ),
+        );
+        Duration::from_micros(left.try_into().unwrap())
+    };
+    let hold = "LOCK TABLE resource_control.service_request IN SHARE ROW EXCLUSIVE MODE";
+    let mut permit = delayed(&database, hold, || GEOCODER.try_acquire(&pool))
+        .unwrap()
+        .expect_acquired();
+    let (remaining, left_over) = (permit.remaining(), left(conn, &permit));
+    assert!(
+        remaining <= left_over + Duration::from_millis(100),
+        "{remaining:?} {left_over:?}"
+    );
+
+    let before = permit.claim().expires_at;
+    let renewed = delayed(&database, hold, || permit.renew()).unwrap();
+    assert!(renewed > before);
+    assert_eq!(permit.claim().expires_at, renewed);
+    let (later, left_over) = (permit.remaining(), left(conn, &permit));
+    assert!(
+        later <= left_over + Duration::from_millis(100),
+        "{later:?} {left_over:?}"
+    );
+    assert!(
+        later > remaining - Duration::from_millis(100),
+        "{later:?} {remaining:?}"
+    );
+    assert!(later <= GEOCODER.timeout());
+    permit.release().unwrap();
+}
+
+#[test]
+fn a_renewal_lets_a_permit_remain_as_long_as_a_new_one() {
+    let database = database();
+    let pool = database.pool(1);
+    let minute = Semaphore::named("geocoder", 1, Duration::from_secs(60));
+    let mut permit = minute.try_acquire(&pool).unwrap().expect_acquired();
+    pool.get()
+        .unwrap()
+        .batch_execute("SELECT pg_sleep(0.3)")
+        .unwrap();
+    let old = permit.remaining();
+    assert!(old <= Duration::from_millis(59_700));
+    permit.renew().unwrap();
+    assert!(permit.remaining() > old);
+}
+
+#[test]
+fn in_a_test_transaction_slots_are_claimed_and_released_and_rolled_back() {
+    let database = database();
+    let pool = Pool::builder()
+        .max_size(1)
+        .connection_customizer(Box::new(TestCustomizer))
+        .build(database.manager())
+        .unwrap();
+    let first = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    let mut second = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    assert!(GEOCODER.try_acquire(&pool).unwrap().is_busy());
+    first.release().unwrap();
+    second.renew().unwrap();
+    drop(second);
+    let abandoned = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+    expire(&mut pool.get().unwrap(), "geocoder");
+    let timed_out = abandoned.release();
+    assert!(
+        matches!(timed_out, Err(Error::TimedOut { .. })),
+        "{timed_out:?}"
+    );
+    let waited = GEOCODER.acquire_timeout(&pool, Duration::from_secs(10));
+    let _held = waited.unwrap().expect_acquired().into_claim();
+
+    let mut in_it = pool.get().unwrap();
+    assert_eq!(log(&mut in_it).len(), 4);
+    assert_eq!(Observer::of(&database).in_transaction(), 1);
+    // As in production, where a transaction of one's own is open.
+    let refused = in_it.transaction(|conn| GEOCODER.claim_on(conn).map(drop));
+    assert!(
+        matches!(refused, Err(Error::ClaimInTransaction)),
+        "{refused:?}"
+    );
+    drop(in_it);
+    assert_eq!(log(&mut database.connect()), []);
+}

@@ -1,0 +1,191 @@
+//! Settings that a user may have made, and that change nothing of what is promised.
+
+use std::time::Duration;
+
+use chrono::TimeDelta;
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::functions::renew_service_request;
+use diesel_interlock::{Admission, Error, Semaphore};
+use workbench::{Cluster, Database};
+
+use crate::semaphores::{database, expire, fill, log};
+use crate::support::{Expect, number, setting};
+
+const TWO: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+
+/// All that a semaphore does, once.
+fn works(conn: &mut PgConnection) {
+    let claims = fill(&TWO, conn);
+    assert_eq!(claims.len(), 2);
+    assert!(matches!(TWO.admit_on(conn).unwrap(), Admission::Full(full)
+        if full.retry_after > Duration::from_secs(20) && full.retry_after < Duration::from_secs(31)));
+    assert!(TWO.renew_on(conn, claims[0].id).unwrap().is_some());
+    assert!(TWO.complete_on(conn, claims[0].id).unwrap());
+    expire(conn, "geocoder");
+    assert!(!TWO.complete_on(conn, claims[1].id).unwrap());
+    let again = fill(&TWO, conn);
+    assert_eq!(again.len(), 2);
+    expire(conn, "geocoder");
+    assert_eq!(fill(&TWO, conn).len(), 2);
+    assert_eq!(
+        number(conn, "resource_control.prune_service_requests('1 day', 10)"),
+        0
+    );
+    expire(conn, "geocoder");
+    assert_eq!(
+        number(conn, "resource_control.prune_service_requests('0', 10)"),
+        6
+    );
+}
+
+#[test]
+fn a_session_with_settings_of_its_own() {
+    let database = database();
+    for settings in [
+        "SET TimeZone = 'Europe/Paris'",
+        "SET TimeZone = 'Australia/Lord_Howe'; SET DateStyle = 'SQL, DMY'; SET IntervalStyle = 'iso_8601'",
+        "SET default_transaction_isolation = 'serializable'; SET default_transaction_deferrable = on",
+        "SET search_path = ''",
+        "SET statement_timeout = '9s'; SET lock_timeout = '9s'; SET idle_session_timeout = '60s'",
+        "SET plan_cache_mode = force_generic_plan; SET enable_indexscan = off; SET enable_indexonlyscan = off",
+        "SET plan_cache_mode = force_custom_plan; SET jit_above_cost = 0",
+        "SET row_security = off; SET standard_conforming_strings = off; SET backslash_quote = off",
+        "SET extra_float_digits = -15; SET bytea_output = escape; SET client_encoding = 'LATIN1'",
+        "SET default_transaction_isolation = 'repeatable read'; SET synchronous_commit = off",
+        "SET plpgsql.variable_conflict = use_variable; SET plpgsql.extra_errors = 'all'",
+    ] {
+        let conn = &mut database.connect();
+        conn.batch_execute(settings).unwrap();
+        works(conn);
+    }
+}
+
+#[test]
+fn what_shadows_the_catalogue_is_not_called() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE SCHEMA mine; \
+         CREATE TABLE mine.service_request (LIKE resource_control.service_request); \
+         CREATE FUNCTION mine.trap() RETURNS void LANGUAGE plpgsql AS $$ BEGIN RAISE 'a trap'; END $$; \
+         CREATE FUNCTION mine.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS 'SELECT mine.trap(); SELECT now()'; \
+         CREATE FUNCTION mine.random() RETURNS float8 LANGUAGE sql AS 'SELECT mine.trap(); SELECT 0::float8'; \
+         CREATE FUNCTION mine.pg_try_advisory_xact_lock(bigint) RETURNS boolean LANGUAGE sql AS 'SELECT mine.trap(); SELECT true'; \
+         CREATE FUNCTION mine.set_config(text, text, boolean) RETURNS text LANGUAGE sql AS 'SELECT mine.trap(); SELECT $1'; \
+         CREATE FUNCTION mine.hashtextextended(text, bigint) RETURNS bigint LANGUAGE sql AS 'SELECT mine.trap(); SELECT 1::bigint'; \
+         CREATE FUNCTION mine.equal(text, text) RETURNS boolean LANGUAGE sql AS 'SELECT mine.trap(); SELECT true'; \
+         CREATE FUNCTION mine.later(timestamptz, timestamptz) RETURNS boolean LANGUAGE sql AS 'SELECT mine.trap(); SELECT true'; \
+         CREATE OPERATOR mine.= (FUNCTION = mine.equal, LEFTARG = text, RIGHTARG = text); \
+         CREATE OPERATOR mine.> (FUNCTION = mine.later, LEFTARG = timestamptz, RIGHTARG = timestamptz); \
+         CREATE OPERATOR mine.<= (FUNCTION = mine.later, LEFTARG = timestamptz, RIGHTARG = timestamptz); \
+         CREATE TEMPORARY TABLE service_request (LIKE resource_control.service_request)",
+    )
+    .unwrap();
+    let mut shadowed = database.connect();
+    shadowed
+        .batch_execute(
+            "CREATE TEMPORARY TABLE service_request (); SET search_path = pg_temp, mine, pg_catalog",
+        )
+        .unwrap();
+    let claim = TWO.claim_on(&mut shadowed).unwrap().expect_acquired();
+    assert!(TWO.renew_on(&mut shadowed, claim.id).unwrap().is_some());
+    assert!(TWO.complete_on(&mut shadowed, claim.id).unwrap());
+    fill(&TWO, conn);
+    assert!(TWO.claim_on(&mut shadowed).unwrap().is_busy());
+    expire(conn, "geocoder");
+    assert_eq!(fill(&TWO, &mut shadowed).len(), 2);
+    assert_eq!(log(conn).len(), 5);
+    assert_eq!(
+        setting(&mut shadowed, "search_path"),
+        "pg_temp, mine, pg_catalog"
+    );
+}
+
+#[test]
+fn a_server_that_speaks_german() {
+    let cluster = Cluster::builder().german().start();
+    let database = cluster.database();
+    diesel_interlock::migrations::install(&mut database.connect()).unwrap();
+    let conn = &mut database.connect();
+    works(conn);
+    conn.batch_execute("SET default_transaction_read_only = on")
+        .unwrap();
+    let refused = TWO.claim_on(conn);
+    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
+    let bare: Database = cluster.database();
+    let refused = TWO.claim_on(&mut bare.connect());
+    assert!(matches!(refused, Err(Error::NotInstalled)), "{refused:?}");
+}
+
+/// Every zone that PostgreSQL knows would do, if it only changed its clocks today: one that is made so.
+#[test]
+fn a_day_is_24_hours_whatever_the_time_zone() {
+    let database = database();
+    let conn = &mut database.connect();
+    // The clocks are put forward by an hour half a day from now.
+    let change = number(
+        conn,
+        "extract(doy FROM now() AT TIME ZONE 'UTC' + interval '12 hours')",
+    );
+    let hour = number(
+        conn,
+        "extract(hour FROM now() AT TIME ZONE 'UTC' + interval '12 hours')",
+    );
+    // Julian days without leap days: J60 is always the first of March.
+    let julian = number(
+        conn,
+        &format!(
+            "SELECT {change} - (extract(doy FROM make_date(extract(year FROM now())::int, 12, 31)) = 366 AND {change} > 60)::int"
+        ),
+    );
+    let back = if julian > 300 { 100 } else { julian + 60 };
+    conn.batch_execute(&format!(
+        "SET TimeZone = 'AAA0BBB-1,J{julian}/{hour},J{back}/0'"
+    ))
+    .unwrap();
+    let day = number(
+        conn,
+        "extract(epoch FROM (now() + interval '1 day') - now())",
+    );
+    assert_eq!(day, 23 * 3600, "the clocks change within the day");
+    for (timeout, hours) in [("1 day", 24), ("1 month", 720), ("1 year", 8640)] {
+        let expiry = format!(
+            "SELECT extract(epoch FROM expires_at - created_at) \
+             FROM resource_control.claim_service_request('{timeout}', 1, '{timeout}')"
+        );
+        assert_eq!(number(conn, &expiry), hours * 3600, "{timeout}");
+    }
+    let day = diesel::data_types::PgInterval::from_days(1);
+    let id = log(conn)[0].id;
+    diesel::sql_query(
+        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '1 min'",
+    )
+    .execute(conn)
+    .unwrap();
+    let now = chrono::Utc::now();
+    let renewed: Option<chrono::DateTime<chrono::Utc>> =
+        diesel::select(renew_service_request(id, day))
+            .get_result(conn)
+            .unwrap();
+    let length = renewed.unwrap() - now;
+    assert!(length > TimeDelta::minutes(24 * 60 - 10), "{length}");
+}
+
+#[test]
+fn a_statement_timeout_that_ends_a_claim_leaves_nothing_behind() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    open.batch_execute(
+        "BEGIN; LOCK TABLE resource_control.service_request IN SHARE ROW EXCLUSIVE MODE",
+    )
+    .unwrap();
+    conn.batch_execute("SET statement_timeout = '100ms'")
+        .unwrap();
+    let ended = TWO.claim_on(conn);
+    assert!(matches!(ended, Err(Error::Database(_))), "{ended:?}");
+    open.batch_execute("COMMIT").unwrap();
+    conn.batch_execute("SET statement_timeout = 0").unwrap();
+    assert_eq!(log(conn), []);
+    assert_eq!(fill(&TWO, conn).len(), 2);
+}

@@ -1,0 +1,203 @@
+//! Waiting for a slot.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use diesel::r2d2::{ConnectionManager, Pool};
+use diesel_interlock::{Error, PgPool, Semaphore};
+use workbench::RoundTrips;
+
+use crate::semaphores::{database, expire, fill, log};
+use crate::support::{Expect, Observer, eventually, number};
+
+const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+const LONG: Duration = Duration::from_secs(60);
+
+/// A pool that sends nothing of its own.
+fn silent_pool(proxy: &RoundTrips, size: u32) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .test_on_check_out(false)
+        .build(ConnectionManager::new(proxy.url()))
+        .unwrap()
+}
+
+/// Runs `end` once the waiter has asked some times in vain; the waiter must then get its slot.
+fn waits_until(end: impl FnOnce(&mut diesel::PgConnection)) {
+    let database = database();
+    let conn = &mut database.connect();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy, 1);
+    fill(&ONE, conn);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| ONE.acquire_timeout(&pool, LONG));
+        let connected = proxy.round_trips();
+        eventually("it asks again and again", || {
+            proxy.round_trips() >= connected + 5
+        });
+        end(conn);
+        let start = Instant::now();
+        waiter
+            .join()
+            .unwrap()
+            .unwrap()
+            .expect_acquired()
+            .release()
+            .unwrap();
+        assert!(start.elapsed() < Duration::from_secs(10));
+    });
+}
+
+#[test]
+fn a_waiter_gets_the_slot_that_is_released() {
+    waits_until(|conn| {
+        let id = log(conn)[0].id;
+        assert!(ONE.complete_on(conn, id).unwrap());
+    });
+}
+
+#[test]
+fn a_waiter_gets_the_slot_that_expires() {
+    waits_until(|conn| expire(conn, "geocoder"));
+}
+
+#[test]
+fn a_wait_ends_with_its_time_and_zero_is_one_attempt() {
+    let database = database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy, 1);
+    let held = ONE.try_acquire(&pool).unwrap().expect_acquired();
+    let start = Instant::now();
+    let timeout = Duration::from_millis(80);
+    assert!(ONE.acquire_timeout(&pool, timeout).unwrap().is_busy());
+    assert!(start.elapsed() >= timeout);
+    assert!(start.elapsed() < Duration::from_secs(10));
+    let once = || {
+        assert!(
+            ONE.acquire_timeout(&pool, Duration::ZERO)
+                .unwrap()
+                .is_busy()
+        );
+    };
+    assert_eq!(proxy.count(once), 1);
+    held.release().unwrap();
+    for timeout in [Duration::ZERO, Duration::MAX] {
+        let waited = ONE.acquire_timeout(&pool, timeout).unwrap();
+        waited.expect_acquired().release().unwrap();
+    }
+}
+
+#[test]
+fn a_pool_without_a_connection_is_an_error() {
+    let database = database();
+    let pool = database.pool(1);
+    let _only = pool.get().unwrap();
+    let start = Instant::now();
+    for timeout in [Duration::from_millis(50), Duration::ZERO] {
+        let waited = ONE.acquire_timeout(&pool, timeout);
+        assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn a_holder_and_its_waiters_share_one_connection() {
+    let database = database();
+    let pool = database.pool(1);
+    let first = ONE.try_acquire(&pool).unwrap().expect_acquired();
+    let start = Barrier::new(9);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                start.wait();
+                let waited = ONE.acquire_timeout(&pool, LONG);
+                waited.unwrap().expect_acquired().release().unwrap();
+            });
+        }
+        start.wait();
+        first.release().unwrap();
+    });
+    let log = log(&mut database.connect());
+    assert_eq!(log.len(), 9);
+    assert!(log.iter().all(|request| request.completed_at.is_some()));
+}
+
+/// What would hold up `CREATE INDEX CONCURRENTLY`, and VACUUM.
+#[test]
+fn a_waiter_holds_neither_connection_nor_snapshot() {
+    let database = database();
+    let pool = database.pool(1);
+    let held = ONE.try_acquire(&pool).unwrap().expect_acquired();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| ONE.acquire_timeout(&pool, LONG));
+        let mut observer = Observer::of(&database);
+        for _ in 0..10 {
+            // Between two of its questions the only connection is to be had.
+            let _only = pool.get().unwrap();
+            let busy = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+                AND pid <> pg_backend_pid() AND backend_type = 'client backend' \
+                AND (state <> 'idle' OR backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)";
+            eventually("the session is idle", || number(observer.conn(), busy) == 0);
+            assert!(!waiter.is_finished());
+        }
+        held.release().unwrap();
+        waiter
+            .join()
+            .unwrap()
+            .unwrap()
+            .expect_acquired()
+            .release()
+            .unwrap();
+    });
+}
+
+/// The questions that a crowd of so many sends per second, of which those that are answered with a slot
+/// forget it and wait for the next.
+fn questions_per_second(crowd: usize, semaphore: &Semaphore) -> f64 {
+    let database = database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy, 4);
+    let claimed = AtomicU32::new(0);
+    let all_wait = Barrier::new(crowd + 1);
+    std::thread::scope(|scope| {
+        for _ in 0..crowd {
+            scope.spawn(|| {
+                all_wait.wait();
+                let end = Instant::now() + Duration::from_secs(3);
+                while let Some(left) = end.checked_duration_since(Instant::now()) {
+                    // The pool may be busy to the end.
+                    if let Ok(waited) = semaphore.acquire_timeout(&pool, left)
+                        && let Some(permit) = waited.acquired()
+                    {
+                        let _forgotten = permit.into_claim();
+                        claimed.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+        all_wait.wait();
+        let start = Instant::now();
+        // All have asked once, which nothing spreads.
+        eventually("all have asked", || proxy.round_trips() > crowd as u64);
+        let asked = proxy.round_trips();
+        while start.elapsed() < Duration::from_secs(2) {
+            std::thread::yield_now();
+        }
+        let questions = proxy.round_trips() - asked - u64::from(claimed.load(Ordering::Relaxed));
+        questions as f64 / start.elapsed().as_secs_f64()
+    })
+}
+
+#[test]
+fn a_crowd_of_waiters_asks_a_bounded_number_of_times() {
+    let asked = questions_per_second(64, &ONE);
+    assert!(asked < 500.0, "{asked} per second");
+}
+
+#[test]
+fn a_crowd_asks_no_more_often_where_requests_expire_all_the_time() {
+    let brief = Semaphore::named("geocoder", 1, Duration::from_millis(5));
+    let asked = questions_per_second(64, &brief);
+    assert!(asked < 500.0, "{asked} per second");
+}

@@ -1,13 +1,13 @@
 //! Releases that found no idle connection, and the thread that delivers them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use diesel::pg::PgConnection;
 
 use super::query;
+use crate::background::Background;
 use crate::error::Result;
 use crate::events;
 use crate::pool::{self, PgPool};
@@ -25,15 +25,14 @@ pub(super) struct Release {
 }
 
 impl Release {
-    /// Answers whether there is nothing more to do. Never waits for a connection: the next one's pool
-    /// may have some.
-    fn deliver(&self) -> bool {
+    /// Answers whether there is nothing more to do.
+    fn deliver(&self, patience: Duration) -> bool {
         if self.deadline.is_some_and(|end| end <= Instant::now()) {
             events::release_given_up(self.id);
             return true;
         }
         // Unlike a plain try, this makes a pool whose connections were lost open new ones.
-        let Ok(mut conn) = pool::check_out(&self.pool, Some(Duration::ZERO)) else {
+        let Ok(mut conn) = pool::check_out(&self.pool, Some(patience)) else {
             return false;
         };
         complete(&mut conn, self.id).is_ok()
@@ -45,25 +44,10 @@ pub(super) fn complete(conn: &mut PgConnection, id: i64) -> Result<bool> {
     transaction::refuse_left_open(conn, |conn| query::complete(conn, id))
 }
 
-/// Leaves the release to the thread, and starts it if there is none. Where no thread can be started,
-/// the request ends by its time-out.
+/// Leaves the release to the thread. Where none can be started, the request ends by its time-out.
 pub(super) fn deliver(release: Release) {
-    static THREAD: Mutex<Option<Sender<Release>>> = Mutex::new(None);
-    let mut thread = THREAD.lock().unwrap_or_else(PoisonError::into_inner);
-    let release = match &*thread {
-        Some(sender) => match sender.send(release) {
-            Ok(()) => return,
-            Err(unsent) => unsent.0,
-        },
-        None => release,
-    };
-    let (sender, receiver) = channel();
-    let started = std::thread::Builder::new()
-        .name("late releases".into())
-        .spawn(move || run(&receiver));
-    if started.is_ok() && sender.send(release).is_ok() {
-        *thread = Some(sender);
-    }
+    static THREAD: Background<Release> = Background::new("late releases", run);
+    THREAD.send(release);
 }
 
 fn run(receiver: &Receiver<Release>) {
@@ -78,9 +62,15 @@ fn run(receiver: &Receiver<Release>) {
             pending.push(release);
         }
         pending.extend(receiver.try_iter());
-        // A panic is the caller's instrumentation's; what it hit is tried again.
+        // One at a time queues for a connection, or a busy pool would never have one for it. The pools
+        // of the others may have some.
+        let mut patience = PAUSE;
         pending.retain(|release| {
-            !catch_unwind(AssertUnwindSafe(|| release.deliver())).unwrap_or(false)
+            let patience = std::mem::take(&mut patience);
+            // A panic is the caller's instrumentation's; what it hit is tried again.
+            !catch_unwind(AssertUnwindSafe(|| release.deliver(patience))).unwrap_or(false)
         });
+        let next = 1.min(pending.len());
+        pending.rotate_left(next);
     }
 }

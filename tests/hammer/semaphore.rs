@@ -69,7 +69,9 @@ pub(crate) fn hammer(duration: Duration) -> Report {
     report.check(claims.values().all(|claims| *claims > 0), || {
         format!("somebody had no slot: {claims:?}")
     });
-    report.check(!said.timed_out.is_empty(), || "nobody was late".to_owned());
+    // In a short run, or on a slow machine, it may be so.
+    let nobody_was_late = said.timed_out.is_empty() && said.claimed.len() > 2000;
+    report.check(!nobody_was_late, || "nobody was late".to_owned());
     let expired = requests.iter().filter(|request| request.expired()).count();
     report.remarks.push(format!(
         "claims {claims:?}; {expired} were not ended in time, and their slots claimed again {} ms later at most",

@@ -60,7 +60,9 @@ pub(crate) fn check(
         expected += possible_grants(time, (resource.interval() + wait).mul_f64(1.25));
     }
     let made = grants.iter().filter(|grant| grant.at <= until).count();
-    report.check(made >= expected, || {
+    // A machine too busy to attempt each key some times per interval shows nothing.
+    let is_slow = wait > resource.interval() / 4;
+    report.check(is_slow || made >= expected, || {
         format!("only {made} grants: at four fifths of what is possible, {expected}")
     });
     report.grants_of_possible = Some((made, possible));

@@ -1,0 +1,216 @@
+//! Instances of an application, as processes, and requests to them.
+
+use std::fmt;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use fragile_geocoder::FragileGeocoder;
+use serde_json::Value;
+use ureq::Agent;
+use ureq::http::{Request, Response};
+
+/// How long an instance may take to start, or to end.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A process that serves HTTP. Killed when it is dropped.
+pub(crate) struct Instance {
+    process: Child,
+    address: String,
+    agent: Agent,
+}
+
+/// An answer.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) retry_after: Option<String>,
+    pub(crate) text: String,
+}
+
+/// What an instance is to be started with.
+#[derive(Debug)]
+pub(crate) struct Start {
+    command: Command,
+}
+
+impl Start {
+    /// The application of this binary, on this database, with the settings of a fast test.
+    pub(crate) fn of(binary: &str, database_url: &str) -> Self {
+        let mut command = Command::new(binary);
+        command
+            .env("DATABASE_URL", database_url)
+            .env("LISTEN", "127.0.0.1:0")
+            .env("LOG", "warn")
+            .env("RUST_BACKTRACE", "0")
+            .env("REPORT_PAUSE_SECS", "0")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped());
+        Self { command }
+    }
+
+    pub(crate) fn named(self, name: &str) -> Self {
+        self.with("INSTANCE", name)
+    }
+
+    pub(crate) fn calling(self, service: &FragileGeocoder) -> Self {
+        self.with("BACKEND", &service.url())
+    }
+
+    /// With a report that takes half a minute, if it is left alone.
+    pub(crate) fn with_long_report(self) -> Self {
+        self.with("REPORT_PAUSE_SECS", "1")
+    }
+
+    pub(crate) fn with(mut self, name: &str, value: &str) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    /// Starts it, and waits until it says where it listens.
+    #[track_caller]
+    pub(crate) fn start(mut self) -> Instance {
+        let mut process = self.command.spawn().expect("the binary can be started");
+        let output = lines(process.stdout.take().expect("it is a pipe"));
+        let first = output.recv_timeout(PATIENCE);
+        let instance = Instance {
+            process,
+            address: first
+                .as_ref()
+                .ok()
+                .and_then(|line| line.strip_prefix("listening on http://"))
+                .unwrap_or_default()
+                .to_owned(),
+            agent: Agent::config_builder()
+                .http_status_as_error(false)
+                .timeout_global(Some(PATIENCE))
+                .build()
+                .into(),
+        };
+        assert!(
+            !instance.address.is_empty(),
+            "it does not listen: {first:?}"
+        );
+        instance
+    }
+}
+
+/// Reads what the process prints, to its end, so that printing never fails.
+fn lines(output: ChildStdout) -> mpsc::Receiver<String> {
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || {
+        for line in BufReader::new(output).lines().map_while(Result::ok) {
+            let _ = sender.send(line);
+        }
+    });
+    receiver
+}
+
+impl Instance {
+    pub(crate) fn get(&self, target: &str) -> Answer {
+        self.send("GET", target, None)
+    }
+
+    pub(crate) fn post(&self, target: &str) -> Answer {
+        self.send("POST", target, None)
+    }
+
+    pub(crate) fn post_json(&self, target: &str, body: impl fmt::Display) -> Answer {
+        self.send("POST", target, Some(body.to_string()))
+    }
+
+    #[track_caller]
+    fn send(&self, method: &str, target: &str, body: Option<String>) -> Answer {
+        self.try_send(method, target, body)
+            .unwrap_or_else(|error| panic!("{method} {target}: {error}"))
+    }
+
+    pub(crate) fn try_send(
+        &self,
+        method: &str,
+        target: &str,
+        body: Option<String>,
+    ) -> Result<Answer, ureq::Error> {
+        let request = Request::builder()
+            .method(method)
+            .uri(format!("http://{}{target}", self.address))
+            .header("content-type", "application/json")
+            .body(body.unwrap_or_default())
+            .expect("it is a request");
+        Answer::read(self.agent.run(request)?)
+    }
+
+    /// Sends a request whose answer is not read, over a connection that ends when it is dropped.
+    pub(crate) fn send_and_leave(&self, method: &str, target: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.address).expect("it listens");
+        let request =
+            format!("{method} {target} HTTP/1.1\r\nhost: test\r\ncontent-length: 0\r\n\r\n");
+        stream.write_all(request.as_bytes()).expect("it is read");
+        stream
+    }
+
+    /// `kill -9`.
+    pub(crate) fn kill(mut self) {
+        self.process.kill().expect("it runs");
+        self.process.wait().expect("it ends");
+    }
+
+    /// `kill -TERM`.
+    pub(crate) fn terminate(&self) {
+        let pid = self.process.id().to_string();
+        let status = Command::new("kill").args(["-TERM", &pid]).status();
+        assert!(
+            status.is_ok_and(|status| status.success()),
+            "kill -TERM {pid}"
+        );
+    }
+
+    /// Waits until the process has ended by itself.
+    #[track_caller]
+    pub(crate) fn ended(mut self) -> ExitStatus {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.process.try_wait().expect("it was started") {
+                return status;
+            }
+            assert!(Instant::now() < end, "it does not end");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+impl Answer {
+    fn read(mut response: Response<ureq::Body>) -> Result<Self, ureq::Error> {
+        let retry_after = response.headers().get("retry-after");
+        Ok(Self {
+            status: response.status().as_u16(),
+            retry_after: retry_after.map(|value| value.to_str().expect("it is ASCII").to_owned()),
+            text: response.body_mut().read_to_string()?,
+        })
+    }
+
+    #[track_caller]
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// The whole seconds of `Retry-After`.
+    #[track_caller]
+    pub(crate) fn retry_after_secs(&self) -> u64 {
+        let seconds = self
+            .retry_after
+            .as_deref()
+            .and_then(|value| value.parse().ok());
+        seconds.unwrap_or_else(|| panic!("no Retry-After: {self:?}"))
+    }
+}

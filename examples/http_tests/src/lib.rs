@@ -1,0 +1,45 @@
+//! What the web applications among the examples promise, as tests over HTTP that take the path of an
+//! application's binary.
+//!
+//! Each test has a database of its own and starts one instance of the application or two on it, as
+//! processes. What they leave behind is looked up in the database, never asked of the application.
+
+mod admin;
+mod endings;
+mod instance;
+mod observer;
+mod requests;
+
+pub use admin::*;
+pub use endings::*;
+pub use requests::*;
+
+/// Writes a `#[test]` for every promise, about the application with this binary.
+#[macro_export]
+macro_rules! tests {
+    ($binary:expr) => {
+        $crate::tests!(@each $binary =>
+            ten_overlapping_bookings_make_one_row,
+            bad_input_is_told_what_is_wrong,
+            a_second_report_is_told_who_writes_the_first,
+            a_second_rebuild_is_told_when_to_come_back,
+            two_hundred_calls_over_two_instances_never_exceed_four,
+            the_page_tells_who_holds_and_who_waits_by_name,
+            the_page_is_escaped,
+            a_killed_instance_frees_its_lock_at_once_and_its_slots_by_their_time_out,
+            a_panic_leaves_the_pool_whole,
+            a_client_that_hangs_up_leaves_nothing_held,
+            a_request_that_times_out_leaves_nothing_held,
+            an_instance_that_is_told_to_end_leaves_nothing_held,
+            a_restarted_server_is_found_again,
+        );
+    };
+    (@each $binary:expr => $($promise:ident,)+) => {
+        $(
+            #[test]
+            fn $promise() {
+                $crate::$promise($binary);
+            }
+        )+
+    };
+}

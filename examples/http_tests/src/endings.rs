@@ -12,11 +12,7 @@ use crate::requests::{at_once, reservation, service};
 pub fn a_killed_instance_frees_its_lock_at_once_and_its_slots_by_their_time_out(binary: &str) {
     let database = Database::new();
     let service = service(Duration::from_secs(600));
-    let start = || {
-        Start::of(binary, &database.url())
-            .calling(&service)
-            .with("GEOCODE_TIMEOUT_SECS", "600")
-    };
+    let start = || Start::of(binary, &database.url()).calling(&service);
     let killed = start().with_long_report().start();
     let other = start().start();
     let mut observer = Observer::of(&database);

@@ -38,7 +38,8 @@ pub(crate) struct Start {
 }
 
 impl Start {
-    /// The application of this binary, on this database, with the settings of a fast test.
+    /// The application of this binary, on this database, with the settings of a fast test, in which
+    /// nothing times out on a slow machine.
     pub(crate) fn of(binary: &str, database_url: &str) -> Self {
         let mut command = Command::new(binary);
         command
@@ -47,6 +48,8 @@ impl Start {
             .env("LOG", "warn")
             .env("RUST_BACKTRACE", "0")
             .env("REPORT_PAUSE_SECS", "0")
+            .env("GEOCODE_TIMEOUT_SECS", "600")
+            .env("REQUEST_TIMEOUT_SECS", "600")
             .stdin(Stdio::null())
             .stdout(Stdio::piped());
         Self { command }

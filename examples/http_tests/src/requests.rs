@@ -228,7 +228,7 @@ pub fn two_hundred_calls_over_two_instances_never_exceed_four(binary: &str) {
     for answer in &answers {
         match answer.status {
             200 => assert!(answer.json()["place"]["lat"].is_number(), "{answer:?}"),
-            _ => assert!((1..=10).contains(&answer.retry_after_secs()), "{answer:?}"),
+            _ => assert!((1..=600).contains(&answer.retry_after_secs()), "{answer:?}"),
         }
     }
     let Stats {

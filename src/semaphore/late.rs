@@ -1,5 +1,6 @@
 //! Releases that found no idle connection, and the thread that delivers them.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, PoisonError};
@@ -25,15 +26,19 @@ pub(super) struct Release {
 }
 
 impl Release {
-    /// Answers whether there is nothing more to do. Never waits for a connection: the next one's pool
-    /// may have some.
-    fn deliver(&self) -> bool {
+    /// Answers whether there is nothing more to do. Waits for a connection at most that long.
+    fn deliver(&self, patience: Duration) -> bool {
+        // A panic is the caller's instrumentation's; what it hit is tried again.
+        catch_unwind(AssertUnwindSafe(|| self.deliver_within(patience))).unwrap_or(false)
+    }
+
+    fn deliver_within(&self, patience: Duration) -> bool {
         if self.deadline.is_some_and(|end| end <= Instant::now()) {
             events::release_given_up(self.id);
             return true;
         }
         // Unlike a plain try, this makes a pool whose connections were lost open new ones.
-        let Ok(mut conn) = pool::check_out(&self.pool, Some(Duration::ZERO)) else {
+        let Ok(mut conn) = pool::check_out(&self.pool, Some(patience)) else {
             return false;
         };
         complete(&mut conn, self.id).is_ok()
@@ -67,20 +72,24 @@ pub(super) fn deliver(release: Release) {
 }
 
 fn run(receiver: &Receiver<Release>) {
-    let mut pending: Vec<Release> = Vec::new();
+    let mut pending = VecDeque::new();
     loop {
         if pending.is_empty() {
             match receiver.recv() {
-                Ok(release) => pending.push(release),
+                Ok(release) => pending.push_back(release),
                 Err(_) => return,
             }
         } else if let Ok(release) = receiver.recv_timeout(PAUSE) {
-            pending.push(release);
+            pending.push_back(release);
         }
         pending.extend(receiver.try_iter());
-        // A panic is the caller's instrumentation's; what it hit is tried again.
-        pending.retain(|release| {
-            !catch_unwind(AssertUnwindSafe(|| release.deliver())).unwrap_or(false)
-        });
+        pending.retain(|release| !release.deliver(Duration::ZERO));
+        // In a pool whose connections are wanted all the time none is ever idle: one release after the
+        // other stands in line for a moment.
+        if let Some(release) = pending.pop_front() {
+            if !release.deliver(PAUSE) {
+                pending.push_back(release);
+            }
+        }
     }
 }

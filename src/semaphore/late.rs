@@ -1,5 +1,6 @@
 //! Releases that found no idle connection, and the thread that delivers them.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
@@ -25,8 +26,13 @@ pub(super) struct Release {
 }
 
 impl Release {
-    /// Answers whether there is nothing more to do.
+    /// Answers whether there is nothing more to do. Waits for a connection at most that long.
     fn deliver(&self, patience: Duration) -> bool {
+        // A panic is the caller's instrumentation's; what it hit is tried again.
+        catch_unwind(AssertUnwindSafe(|| self.deliver_within(patience))).unwrap_or(false)
+    }
+
+    fn deliver_within(&self, patience: Duration) -> bool {
         if self.deadline.is_some_and(|end| end <= Instant::now()) {
             events::release_given_up(self.id);
             return true;
@@ -51,26 +57,24 @@ pub(super) fn deliver(release: Release) {
 }
 
 fn run(receiver: &Receiver<Release>) {
-    let mut pending: Vec<Release> = Vec::new();
+    let mut pending = VecDeque::new();
     loop {
         if pending.is_empty() {
             match receiver.recv() {
-                Ok(release) => pending.push(release),
+                Ok(release) => pending.push_back(release),
                 Err(_) => return,
             }
         } else if let Ok(release) = receiver.recv_timeout(PAUSE) {
-            pending.push(release);
+            pending.push_back(release);
         }
         pending.extend(receiver.try_iter());
-        // One at a time queues for a connection, or a busy pool would never have one for it. The pools
-        // of the others may have some.
-        let mut patience = PAUSE;
-        pending.retain(|release| {
-            let patience = std::mem::take(&mut patience);
-            // A panic is the caller's instrumentation's; what it hit is tried again.
-            !catch_unwind(AssertUnwindSafe(|| release.deliver(patience))).unwrap_or(false)
-        });
-        let next = 1.min(pending.len());
-        pending.rotate_left(next);
+        pending.retain(|release| !release.deliver(Duration::ZERO));
+        // In a pool whose connections are wanted all the time none is ever idle: one release after the
+        // other stands in line for a moment.
+        if let Some(release) = pending.pop_front() {
+            if !release.deliver(PAUSE) {
+                pending.push_back(release);
+            }
+        }
     }
 }

@@ -1,6 +1,5 @@
 //! The statements behind the semaphore, one round trip each, for any connection to PostgreSQL.
 
-use diesel::connection::SimpleConnection;
 use diesel::data_types::PgInterval;
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
@@ -13,7 +12,6 @@ use crate::functions::{complete_service_request, renew_service_request};
 use crate::installed;
 use crate::read_committed::{self, is_serialization_failure};
 use crate::time::Timestamp;
-use crate::transaction::{self, Transaction};
 
 /// Claims a slot; answers the claim, or when the first of those in flight expires.
 #[derive(Debug)]
@@ -101,11 +99,6 @@ pub(super) fn renew(
 pub(super) fn explain(conn: &mut PgConnection, error: DieselError) -> Error {
     if is_serialization_failure(&error) {
         return Error::StrictIsolation;
-    }
-    if transaction::of(conn) == Transaction::Broken {
-        // A statement that could not be prepared leaves the mark of a probe where it was. Diesel takes
-        // it back with this one, unless a transaction is open or the connection is lost.
-        let _ = conn.batch_execute("SELECT 1");
     }
     installed::explain(conn, error, None)
 }

@@ -24,6 +24,7 @@ const MORE_THAN_A_READER_HOLDS: &str = "SELECT count(*) FROM pg_locks WHERE pid 
     AND NOT (locktype = 'relation' AND mode = 'AccessShareLock') AND locktype <> 'virtualxid'";
 
 fn assert_refused_by_reading(conn: &mut PgConnection, slots: i32) {
+    conn.batch_execute(IMPATIENT).unwrap();
     conn.batch_execute("BEGIN").unwrap();
     assert!(!claim_in_sql(conn, "geocoder", slots));
     assert!(truth(conn, "pg_current_xact_id_if_assigned() IS NULL"));

@@ -195,7 +195,8 @@ fn what_is_done_in_a_transaction_left_open_in_the_pool_does_not_count() {
     assert_released_in_the_background(&database, id);
 }
 
-/// Whoever asks the moment a connection comes back has it, though others wait.
+/// In a pool whose connections are wanted all the time, none is ever idle: the release stands in line
+/// like everyone else.
 #[test]
 fn a_release_is_delivered_by_a_pool_that_is_never_idle() {
     let database = database();

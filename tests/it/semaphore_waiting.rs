@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use diesel::r2d2::{ConnectionManager, Pool};
-use diesel_interlock::{Error, PgPool, Semaphore};
+use diesel_interlock::{Attempt, Error, PgPool, Semaphore};
 use workbench::RoundTrips;
 
 use crate::semaphores::{database, expire, fill, log};
@@ -167,9 +167,8 @@ fn questions_per_second(crowd: usize, semaphore: &Semaphore) -> f64 {
                 let end = Instant::now() + Duration::from_secs(3);
                 while let Some(left) = end.checked_duration_since(Instant::now()) {
                     // The pool may be busy to the end.
-                    if let Ok(waited) = semaphore.acquire_timeout(&pool, left)
-                        && let Some(permit) = waited.acquired()
-                    {
+                    let waited = semaphore.acquire_timeout(&pool, left);
+                    if let Some(permit) = waited.ok().and_then(Attempt::acquired) {
                         let _forgotten = permit.into_claim();
                         claimed.fetch_add(1, Ordering::Relaxed);
                     }

@@ -48,10 +48,12 @@ pub(crate) fn run(options: Options) -> ExitCode {
     let done = AtomicBool::new(false);
     let looked = thread::scope(|scope| {
         let watching = scope.spawn(|| observer::watch(&site, &ledger, &done));
+        // Also should the campaign itself fail.
+        let over = Over(&done);
         injector::inject(&site, &crew, &ledger, random.fork(), options.duration);
         await_progress(&crew, &ledger);
         rest(&crew, &ledger);
-        done.store(true, Ordering::Relaxed);
+        drop(over);
         watching.join().unwrap_or_default()
     });
     for text in observer::at_rest(&site)
@@ -77,6 +79,15 @@ pub(crate) fn run(options: Options) -> ExitCode {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
+    }
+}
+
+/// Ends the watching as it drops.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -89,6 +89,10 @@ impl Site {
             "EXISTS (SELECT FROM pg_stat_replication WHERE state = 'streaming')"
         };
         wait_until(&old, is_following);
+        if synchronous {
+            // Done by the process that makes the setting known to the others, after it has.
+            run(&old, "CHECKPOINT");
+        }
         thread::sleep(random.millis(200, 500));
         if random.one_in(2) {
             run(

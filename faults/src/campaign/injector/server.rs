@@ -19,7 +19,7 @@ const KINDS: [Kind; 4] = [
 
 pub(super) fn inject(means: Means<'_>) {
     means.rounds(&KINDS, |means, kind| {
-        means.pause(200, 700);
+        means.pause(100, 500);
         let name = match kind {
             Kind::Restart(StopMode::Fast) => "fast restart",
             Kind::Restart(StopMode::Immediate) => "immediate restart",

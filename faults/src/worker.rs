@@ -19,6 +19,7 @@ use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
+use diesel::sql_types::{BigInt, Bool};
 use diesel_interlock::{Error, PgPool};
 
 use self::report::report;
@@ -40,29 +41,33 @@ pub(crate) struct Orders {
     pub(crate) seed: u64,
     /// Through a pooler in transaction mode: no session locks, no cached statements, no settings of the session.
     pub(crate) shared_sessions: bool,
+    /// Whether the pool checks a connection before it gives it.
+    pub(crate) tests_connections: bool,
     /// Whether the user has set time-outs on the sessions.
     pub(crate) impatient: bool,
 }
 
 impl Orders {
-    pub(crate) fn arguments(&self) -> [String; 5] {
+    pub(crate) fn arguments(&self) -> [String; 6] {
         [
             "worker".to_owned(),
             self.url.clone(),
             self.seed.to_string(),
             self.shared_sessions.to_string(),
+            self.tests_connections.to_string(),
             self.impatient.to_string(),
         ]
     }
 
     fn from_arguments(arguments: &[String]) -> Option<Self> {
-        let [url, seed, shared_sessions, impatient] = arguments else {
+        let [url, seed, shared_sessions, tests_connections, impatient] = arguments else {
             return None;
         };
         Some(Self {
             url: url.clone(),
             seed: seed.parse().ok()?,
             shared_sessions: shared_sessions.parse().ok()?,
+            tests_connections: tests_connections.parse().ok()?,
             impatient: impatient.parse().ok()?,
         })
     }
@@ -160,8 +165,20 @@ impl Hand<'_> {
         });
     }
 
+    /// Takes a connection out of the pool, and looks what whoever had it last has left there.
     fn connection(&self) -> Result<diesel_interlock::PooledPgConnection, Error> {
-        Ok(self.pool.get()?)
+        let mut conn = self.pool.get()?;
+        let Left { transaction, locks } = diesel::sql_query(
+            "SELECT now() < statement_timestamp() AS transaction, \
+             (SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory') AS locks",
+        )
+        .get_result(&mut conn)?;
+        if transaction || locks > 0 {
+            self.violation(format!(
+                "the pool gave a connection with {locks} locks, in a transaction: {transaction}"
+            ));
+        }
+        Ok(conn)
     }
 
     /// Takes every connection that the pool has, for a while.
@@ -191,6 +208,15 @@ impl Hand<'_> {
     }
 }
 
+/// What is to be nothing on a connection that comes out of a pool.
+#[derive(QueryableByName)]
+struct Left {
+    #[diesel(sql_type = Bool)]
+    transaction: bool,
+    #[diesel(sql_type = BigInt)]
+    locks: i64,
+}
+
 /// The payload of the panics that are faults.
 struct Deliberate;
 
@@ -207,6 +233,8 @@ fn pool(orders: &Orders) -> PgPool {
         .max_size(CONNECTIONS)
         .min_idle(Some(0))
         .connection_timeout(Duration::from_secs(2))
+        // A check would hide what is left on a connection.
+        .test_on_check_out(orders.tests_connections)
         .connection_customizer(Box::new(SessionSettings(orders.clone())))
         .build_unchecked(ConnectionManager::new(orders.url.clone()))
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use workbench::{PoolMode, Pooler, RoundTrips};
+use workbench::{PgBouncer, PoolMode, RoundTrips};
 
 use super::keeper::Keeper;
 use super::ledger::Ledger;
@@ -46,7 +46,7 @@ pub(super) struct Crew {
     keeper: Arc<Keeper>,
     ledger: Arc<Ledger>,
     random: Mutex<Random>,
-    _poolers: [Pooler; 2],
+    _poolers: Mutex<[PgBouncer; 2]>,
 }
 
 /// Where one worker works, and another one when that was killed.
@@ -73,7 +73,8 @@ impl Crew {
         ledger: &Arc<Ledger>,
         random: Random,
     ) -> Self {
-        let pooler = |mode, sessions| Pooler::start(site.socket_directory(), mode, sessions);
+        let pooler =
+            |mode, sessions| PgBouncer::in_front_of_socket(site.socket_directory(), mode, sessions);
         let poolers = [
             pooler(PoolMode::Session, 60),
             pooler(PoolMode::Transaction, 6),
@@ -91,11 +92,7 @@ impl Crew {
                 Place {
                     number,
                     route,
-                    url: format!(
-                        "{url} application_name='worker {number}' connect_timeout=2 \
-                         keepalives_idle=1 keepalives_interval=1 keepalives_count=2 \
-                         tcp_user_timeout=2000"
-                    ),
+                    url: with_settings(&url, number),
                     proxy,
                     worker: Mutex::new(None),
                 }
@@ -106,7 +103,7 @@ impl Crew {
             keeper: Arc::clone(keeper),
             ledger: Arc::clone(ledger),
             random: Mutex::new(random),
-            _poolers: poolers,
+            _poolers: Mutex::new(poolers),
         };
         for number in 0..workers {
             crew.hire(number);
@@ -142,6 +139,7 @@ impl Crew {
             url: place.url.clone(),
             seed: random.next(),
             shared_sessions,
+            tests_connections: random.one_in(2),
             impatient: !shared_sessions && random.one_in(2),
         };
         drop(random);
@@ -233,6 +231,25 @@ impl Crew {
 impl Place {
     fn worker(&self) -> MutexGuard<'_, Option<Worker>> {
         self.worker.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The connection string, in either form, with a name for the sessions, and with what bounds the time that a dead network
+/// is waited for.
+fn with_settings(url: &str, number: usize) -> String {
+    let settings = [
+        ("application_name", format!("worker-{number}")),
+        ("connect_timeout", "2".to_owned()),
+        ("keepalives_idle", "1".to_owned()),
+        ("keepalives_interval", "1".to_owned()),
+        ("keepalives_count", "2".to_owned()),
+        ("tcp_user_timeout", "2000".to_owned()),
+    ]
+    .map(|(name, value)| format!("{name}={value}"));
+    match (url.contains("://"), url.contains('?')) {
+        (false, _) => format!("{url} {}", settings.join(" ")),
+        (true, true) => format!("{url}&{}", settings.join("&")),
+        (true, false) => format!("{url}?{}", settings.join("&")),
     }
 }
 

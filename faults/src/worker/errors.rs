@@ -20,14 +20,16 @@ pub(super) fn must_not_be(what: Primitive, error: &Error) -> Option<String> {
 }
 
 /// Of a wait cut short by the user's `lock_timeout`, of a pooler that has lost a prepared statement, of locks taken in
-/// circles, of the index that two claims ran into, and of a stored function that takes the wrong turn.
-const SYMPTOMS: [&str; 6] = [
+/// circles, of the index that two claims ran into, of a
+/// stored function that takes the wrong turn, and of a transaction that somebody left in the pool.
+const SYMPTOMS: [&str; 7] = [
     "lock timeout",
     "prepared statement",
     "deadlock",
     "duplicate key",
     "serialize",
     "does not exist",
+    "transaction is aborted",
 ];
 
 fn full_text(error: &Error) -> String {

@@ -55,7 +55,7 @@ fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usiz
     };
     let sessions: Vec<Session> = diesel::sql_query(format!(
         "SELECT pid, application_name FROM pg_stat_activity AS a \
-         WHERE application_name LIKE 'worker %' AND backend_type = 'client backend' AND {which}"
+         WHERE application_name LIKE 'worker-%' AND backend_type = 'client backend' AND {which}"
     ))
     .load(&mut conn)?;
     let Some(session) = means.random.pick(&sessions) else {
@@ -84,5 +84,5 @@ fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usiz
 }
 
 fn number(application_name: &str) -> Option<usize> {
-    application_name.strip_prefix("worker ")?.parse().ok()
+    application_name.strip_prefix("worker-")?.parse().ok()
 }

@@ -36,10 +36,11 @@ pub(crate) struct Outage {
     pub(crate) stopped: Micros,
 }
 
-/// When the old primary was crashed.
+/// When the old primary was crashed: in between, it may still have answered.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Failover {
     pub(crate) began: Micros,
+    pub(crate) stopped: Micros,
     pub(crate) synchronous: bool,
 }
 

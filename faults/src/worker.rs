@@ -19,7 +19,7 @@ use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
-use diesel::sql_types::{BigInt, Bool};
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel_interlock::{Error, PgPool};
 
 use self::report::report;
@@ -168,15 +168,11 @@ impl Hand<'_> {
     /// Takes a connection out of the pool, and looks what whoever had it last has left there.
     fn connection(&self) -> Result<diesel_interlock::PooledPgConnection, Error> {
         let mut conn = self.pool.get()?;
-        let Left { transaction, locks } = diesel::sql_query(
-            "SELECT now() < statement_timestamp() AS transaction, \
-             (SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory') AS locks",
-        )
-        .get_result(&mut conn)?;
-        if transaction || locks > 0 {
-            self.violation(format!(
-                "the pool gave a connection with {locks} locks, in a transaction: {transaction}"
-            ));
+        match conn.batch_execute(LOOK) {
+            Err(DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, found)) => {
+                self.violation(format!("the pool gave a connection {}", found.message()));
+            }
+            looked => looked?,
         }
         Ok(conn)
     }
@@ -208,14 +204,13 @@ impl Hand<'_> {
     }
 }
 
-/// What is to be nothing on a connection that comes out of a pool.
-#[derive(QueryableByName)]
-struct Left {
-    #[diesel(sql_type = Bool)]
-    transaction: bool,
-    #[diesel(sql_type = BigInt)]
-    locks: i64,
-}
+/// In one message of the simple protocol, which is a transaction of its own unless one is open already.
+const LOOK: &str = "DO $$ BEGIN
+    IF now() <> statement_timestamp() THEN RAISE check_violation USING MESSAGE = 'in a transaction'; END IF;
+    IF EXISTS (SELECT FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory') THEN
+        RAISE check_violation USING MESSAGE = 'with a lock';
+    END IF;
+END $$";
 
 /// The payload of the panics that are faults.
 struct Deliberate;

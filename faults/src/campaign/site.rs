@@ -110,7 +110,14 @@ impl Site {
         self.point_link();
         // Removing it takes a while.
         thread::spawn(move || drop(old));
-        (Outage { began, stopped }, Failover { began, synchronous })
+        (
+            Outage { began, stopped },
+            Failover {
+                began,
+                stopped,
+                synchronous,
+            },
+        )
     }
 }
 

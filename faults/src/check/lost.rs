@@ -114,7 +114,7 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
 
 fn is_excused(failovers: &[Failover], sent: Micros) -> bool {
     failovers.iter().any(|failover| {
-        !failover.synchronous && sent <= failover.began && sent > failover.began - LAG
+        !failover.synchronous && sent <= failover.stopped && sent > failover.began - LAG
     })
 }
 
@@ -136,6 +136,7 @@ mod tests {
             told: vec![(0, granted())],
             failovers: vec![Failover {
                 began: 101 * SECOND,
+                stopped: 102 * SECOND,
                 synchronous,
             }],
             ..History::default()

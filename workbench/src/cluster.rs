@@ -10,6 +10,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use diesel::prelude::*;
@@ -231,8 +232,20 @@ impl Cluster {
     /// If this is not a running standby.
     pub fn promote(&self) {
         let mut conn = self.connect("postgres");
-        let promoted = diesel::select(diesel::dsl::sql::<Bool>("pg_promote(true, 60)"))
-            .get_result::<bool>(&mut conn);
+        let mut ask = |question| {
+            diesel::select(diesel::dsl::sql::<Bool>(question)).get_result::<bool>(&mut conn)
+        };
+        // Not the form that waits: its own snapshot may conflict with what is still to be replayed.
+        let promoted = ask("pg_promote(false)");
+        let deadline = Instant::now() + STARTING;
+        while promoted == Ok(true) && ask("pg_is_in_recovery()") != Ok(false) {
+            assert!(
+                Instant::now() < deadline,
+                "the standby is not promoted after {STARTING:?}:\n{}",
+                self.end_of_log()
+            );
+            thread::sleep(Duration::from_millis(5));
+        }
         assert!(
             promoted == Ok(true),
             "the standby is not promoted: {promoted:?}\n{}",

@@ -38,6 +38,20 @@ impl PgBouncer {
     ///
     /// If there is none, or it does not answer.
     pub fn in_front_of(cluster: &Cluster, mode: PoolMode, sessions: u32) -> Self {
+        Self::start(cluster.directory(), cluster.port(), mode, sessions)
+    }
+
+    /// As [`in_front_of`](Self::in_front_of), for a server whose Unix socket is in this directory, on port 5432. Another
+    /// server may take its place there.
+    ///
+    /// # Panics
+    ///
+    /// If there is none, or it does not answer.
+    pub fn in_front_of_socket(directory: &Path, mode: PoolMode, sessions: u32) -> Self {
+        Self::start(directory, "5432", mode, sessions)
+    }
+
+    fn start(server: &Path, port: &str, mode: PoolMode, sessions: u32) -> Self {
         let binaries = binaries();
         let mut watcher = Watcher::start(&binaries, &[]);
         let mode = match mode {
@@ -47,7 +61,7 @@ impl PgBouncer {
         let directory = watcher.directory().display();
         let settings = format!(
             "[databases]\n\
-             * = host={} port={} user=postgres\n\
+             * = host={} port={port} user=postgres\n\
              [pgbouncer]\n\
              listen_addr =\n\
              listen_port = 6432\n\
@@ -55,9 +69,9 @@ impl PgBouncer {
              auth_type = any\n\
              pool_mode = {mode}\n\
              default_pool_size = {sessions}\n\
-             max_client_conn = 500\n",
-            cluster.directory().display(),
-            cluster.port(),
+             max_client_conn = 500\n\
+             server_login_retry = 0.2\n",
+            server.display(),
         );
         let file = watcher.directory().join("pgbouncer.ini");
         fs::write(&file, settings)

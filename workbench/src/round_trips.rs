@@ -49,6 +49,8 @@ pub struct RoundTrips {
 #[derive(Debug)]
 struct Shared {
     server: Address,
+    /// Whether it says so when the server cannot be reached.
+    complains: bool,
     round_trips: AtomicU64,
     parses: AtomicU64,
     gate: Gate,
@@ -68,10 +70,17 @@ impl RoundTrips {
     /// the server whenever a client connects to it.
     #[must_use = "the proxy ends when the value drops"]
     pub fn in_front_of(database: &Database) -> Self {
-        Self::listen(database.connection_string())
+        Self::listen(database.connection_string(), true)
     }
 
-    fn listen(target: &ConnectionString) -> Self {
+    /// Starts a proxy in front of the server of a connection string. Where that cannot be reached, as during a restart,
+    /// the proxy closes the client's connection without a word.
+    #[must_use = "the proxy ends when the value drops"]
+    pub fn in_front_of_url(url: &str) -> Self {
+        Self::listen(&ConnectionString::new(url), false)
+    }
+
+    fn listen(target: &ConnectionString, complains: bool) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .expect("the loopback interface has a free port");
         let port = listener
@@ -80,6 +89,7 @@ impl RoundTrips {
             .port();
         let shared = Arc::new(Shared {
             server: target.address(),
+            complains,
             round_trips: AtomicU64::new(0),
             parses: AtomicU64::new(0),
             gate: Gate::default(),
@@ -189,10 +199,12 @@ impl Shared {
     fn forward(self: &Arc<Self>, id: u64, mut client: Socket) -> std::io::Result<()> {
         self.gate.pass(|| ())?;
         let mut server = Socket::connect(&self.server).inspect_err(|error| {
-            eprintln!(
-                "the proxy cannot reach the server at {:?}: {error}",
-                self.server
-            );
+            if self.complains {
+                eprintln!(
+                    "the proxy cannot reach the server at {:?}: {error}",
+                    self.server
+                );
+            }
             client.shut_down(Shutdown::Both);
         })?;
         self.keep(id, server.try_clone()?);

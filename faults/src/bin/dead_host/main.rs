@@ -1,0 +1,239 @@
+//! How long a lock stays with a host that has vanished, and how long a client waits for a server that has: measured over
+//! a network that swallows every packet, between network namespaces.
+//!
+//! Run by `scripts/dead_host`, which puts this process into a network namespace of its own: that is the server's. Two
+//! more are a router, which is what swallows, and the clients' host.
+
+mod client;
+mod network;
+
+use std::fs::OpenOptions;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use diesel::prelude::*;
+use diesel::sql_types::Integer;
+use workbench::Cluster;
+
+use self::network::Network;
+
+/// What takes longer is said to take longer.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The server ends a session whose host has vanished, and the lock is free: what the session set, and whether it idles.
+const SERVER_SIDE: [(&str, &str); 7] = [
+    ("idle", ""),
+    (
+        "idle",
+        "tcp_keepalives_idle=2 tcp_keepalives_interval=1 tcp_keepalives_count=3",
+    ),
+    (
+        "idle",
+        "tcp_keepalives_idle=5 tcp_keepalives_interval=2 tcp_keepalives_count=3",
+    ),
+    (
+        "idle",
+        "tcp_keepalives_idle=2 tcp_keepalives_interval=1 tcp_keepalives_count=3 tcp_user_timeout=10000",
+    ),
+    ("idle", "tcp_user_timeout=4000"),
+    (
+        "busy",
+        "tcp_keepalives_idle=2 tcp_keepalives_interval=1 tcp_keepalives_count=3",
+    ),
+    (
+        "busy",
+        "tcp_keepalives_idle=2 tcp_keepalives_interval=1 tcp_keepalives_count=3 client_connection_check_interval=1000",
+    ),
+];
+
+/// A client finds out that its server has vanished: what it does, and its connection string's settings.
+const CLIENT_SIDE: [(&str, &str); 7] = [
+    ("is_held", ""),
+    (
+        "is_held",
+        "keepalives_idle=2 keepalives_interval=1 keepalives_count=3",
+    ),
+    ("is_held", "tcp_user_timeout=4000"),
+    (
+        "release",
+        "keepalives_idle=2 keepalives_interval=1 keepalives_count=3 tcp_user_timeout=4000",
+    ),
+    ("wait", "tcp_user_timeout=4000"),
+    (
+        "wait",
+        "keepalives_idle=2 keepalives_interval=1 keepalives_count=3",
+    ),
+    (
+        "wait",
+        "keepalives_idle=2 keepalives_interval=1 keepalives_count=3 tcp_user_timeout=4000",
+    ),
+];
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let [what, url, key] = arguments.as_slice() {
+        client::run(what, url, key.parse().expect("the key is a number"));
+        return;
+    }
+    let network = Network::make();
+    let cluster = server();
+    let url = format!(
+        "host={} port=5432 user=postgres dbname=postgres",
+        network::SERVER
+    );
+    // What the waiters wait for.
+    let mut observer = PgConnection::establish(&cluster.url("postgres")).expect("the server runs");
+    diesel::sql_query("SELECT pg_advisory_lock(0)")
+        .execute(&mut observer)
+        .expect("nobody else is here");
+
+    let holders: Vec<Client> = (1..)
+        .zip(&SERVER_SIDE)
+        .map(|(key, (state, settings))| {
+            let options: Vec<_> = settings
+                .split_whitespace()
+                .map(|s| format!("-c {s}"))
+                .collect();
+            Client::start(
+                state,
+                &format!("{url} options='{}'", options.join(" ")),
+                key,
+            )
+        })
+        .collect();
+    let askers: Vec<Client> = (101..)
+        .zip(&CLIENT_SIDE)
+        .map(|(key, (what, settings))| {
+            let key = if *what == "wait" { 0 } else { key };
+            Client::start(what, &format!("{url} {settings}"), key)
+        })
+        .collect();
+
+    network.swallow();
+    let vanished = Instant::now();
+    let mut askers: Vec<_> = askers.into_iter().map(Client::go).collect();
+    let mut freed = vec![None; holders.len()];
+    let mut noticed = vec![None; askers.len()];
+    while vanished.elapsed() < PATIENCE {
+        let held = held(&mut observer);
+        for (key, freed) in (1..).zip(&mut freed) {
+            if freed.is_none() && !held.contains(&key) {
+                *freed = Some(vanished.elapsed());
+            }
+        }
+        for (asker, noticed) in askers.iter_mut().zip(&mut noticed) {
+            if noticed.is_none() {
+                *noticed = asker.answers.try_recv().ok();
+            }
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+
+    println!("The client's host vanishes: the server frees its lock after");
+    for ((state, settings), freed) in SERVER_SIDE.iter().zip(&freed) {
+        let freed = freed.map(|after| format!("{:.1} s", after.as_secs_f64()));
+        print_row(freed, state, settings);
+    }
+    println!("The server's host vanishes: a client knows after");
+    for ((what, settings), noticed) in CLIENT_SIDE.iter().zip(noticed) {
+        print_row(noticed, what, settings);
+    }
+}
+
+fn print_row(after: Option<String>, what: &str, settings: &str) {
+    let after = after.unwrap_or(format!("> {} s", PATIENCE.as_secs()));
+    let settings = if settings.is_empty() {
+        "defaults"
+    } else {
+        settings
+    };
+    println!("  {after:<28} {what:<8} {settings}");
+}
+
+/// A server that listens in this namespace, and trusts whoever reaches it.
+fn server() -> Cluster {
+    let cluster = Cluster::builder()
+        .setting("listen_addresses", network::SERVER)
+        .start();
+    let rules = cluster.data_directory().join("pg_hba.conf");
+    OpenOptions::new()
+        .append(true)
+        .open(&rules)
+        .and_then(|mut file| file.write_all(b"host all all 0.0.0.0/0 trust\n"))
+        .expect("the server's rules can be written");
+    let mut conn = PgConnection::establish(&cluster.url("postgres")).expect("the server runs");
+    diesel::sql_query("SELECT pg_reload_conf()")
+        .execute(&mut conn)
+        .expect("the server reads its rules");
+    cluster
+}
+
+#[derive(QueryableByName)]
+struct Held {
+    #[diesel(sql_type = Integer)]
+    key: i32,
+}
+
+/// The keys of the locks that are held.
+fn held(observer: &mut PgConnection) -> Vec<i32> {
+    diesel::sql_query(
+        "SELECT objid::int AS key FROM pg_locks WHERE locktype = 'advisory' AND granted",
+    )
+    .load::<Held>(observer)
+    .expect("the server answers")
+    .into_iter()
+    .map(|held| held.key)
+    .collect()
+}
+
+/// A process on the clients' host. It ends with its standard input.
+struct Client {
+    child: Child,
+    stdin: ChildStdin,
+    answers: Receiver<String>,
+}
+
+impl Client {
+    /// Starts it, and waits until it holds its lock or waits for it.
+    fn start(what: &str, url: &str, key: i32) -> Self {
+        let mut child = Command::new("ip")
+            .args(["netns", "exec", network::CLIENTS])
+            .arg(std::env::current_exe().expect("this program has a path"))
+            .args([what, url, &key.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("ip can be started");
+        let stdin = child.stdin.take().expect("standard input is a pipe");
+        let stdout = child.stdout.take().expect("standard output is a pipe");
+        let (sender, answers) = mpsc::channel();
+        thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                let _ = sender.send(line);
+            }
+        });
+        let ready = answers.recv_timeout(PATIENCE);
+        assert_eq!(ready.as_deref(), Ok("ready"), "{what} {url}");
+        Self {
+            child,
+            stdin,
+            answers,
+        }
+    }
+
+    /// Lets it ask its server, which has vanished.
+    fn go(mut self) -> Self {
+        self.stdin.write_all(b"go\n").expect("the client reads");
+        self
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

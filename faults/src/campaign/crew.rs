@@ -1,0 +1,284 @@
+//! The worker processes.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use workbench::{PgBouncer, PoolMode, RoundTrips};
+
+use super::keeper::Keeper;
+use super::ledger::Ledger;
+use super::site::Site;
+use crate::random::Random;
+use crate::record::{Primitive, Record};
+use crate::worker::Orders;
+
+/// How long a worker may take to end when nobody needs it any more.
+const ENDING: Duration = Duration::from_secs(5);
+
+/// How a worker reaches the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Route {
+    /// Over the server's Unix socket.
+    Socket,
+    /// Over TCP, through a proxy that can swallow everything.
+    Network,
+    /// The same, to PgBouncer in session mode.
+    SessionPooler,
+    /// The same, to PgBouncer in transaction mode.
+    TransactionPooler,
+}
+
+const ROUTES: [Route; 4] = [
+    Route::Network,
+    Route::SessionPooler,
+    Route::TransactionPooler,
+    Route::Socket,
+];
+
+/// All workers, each in its place.
+#[derive(Debug)]
+pub(super) struct Crew {
+    places: Vec<Place>,
+    keeper: Arc<Keeper>,
+    ledger: Arc<Ledger>,
+    random: Mutex<Random>,
+    _poolers: Mutex<[PgBouncer; 2]>,
+}
+
+/// Where one worker works, and another one when that was killed.
+#[derive(Debug)]
+struct Place {
+    number: usize,
+    route: Route,
+    url: String,
+    proxy: Option<RoundTrips>,
+    worker: Mutex<Option<Worker>>,
+}
+
+#[derive(Debug)]
+struct Worker {
+    child: Child,
+    stdin: ChildStdin,
+}
+
+impl Crew {
+    pub(super) fn start(
+        workers: usize,
+        site: &Site,
+        keeper: &Arc<Keeper>,
+        ledger: &Arc<Ledger>,
+        random: Random,
+    ) -> Self {
+        let pooler =
+            |mode, sessions| PgBouncer::in_front_of_socket(site.socket_directory(), mode, sessions);
+        let poolers = [
+            pooler(PoolMode::Session, 60),
+            pooler(PoolMode::Transaction, 6),
+        ];
+        let places = (0..workers)
+            .map(|number| {
+                let route = ROUTES[number % ROUTES.len()];
+                let target = match route {
+                    Route::Socket | Route::Network => site.url(),
+                    Route::SessionPooler => poolers[0].url("postgres"),
+                    Route::TransactionPooler => poolers[1].url("postgres"),
+                };
+                let proxy = (route != Route::Socket).then(|| RoundTrips::in_front_of_url(&target));
+                let url = proxy.as_ref().map_or(target, RoundTrips::url);
+                Place {
+                    number,
+                    route,
+                    url: with_settings(&url, number),
+                    proxy,
+                    worker: Mutex::new(None),
+                }
+            })
+            .collect();
+        let crew = Self {
+            places,
+            keeper: Arc::clone(keeper),
+            ledger: Arc::clone(ledger),
+            random: Mutex::new(random),
+            _poolers: Mutex::new(poolers),
+        };
+        for number in 0..workers {
+            crew.hire(number);
+        }
+        crew
+    }
+
+    pub(super) fn numbers(&self) -> std::ops::Range<usize> {
+        0..self.places.len()
+    }
+
+    /// Those whose network can be cut, with what cuts it.
+    pub(super) fn networks(&self) -> Vec<(usize, &RoundTrips)> {
+        self.places
+            .iter()
+            .filter_map(|place| Some((place.number, place.proxy.as_ref()?)))
+            .collect()
+    }
+
+    /// What this worker uses.
+    pub(super) fn primitives(&self, number: usize) -> &'static [Primitive] {
+        match self.places[number].route {
+            Route::TransactionPooler => &Primitive::ALL[1..],
+            _ => &Primitive::ALL,
+        }
+    }
+
+    fn hire(&self, number: usize) {
+        let place = &self.places[number];
+        let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared_sessions = place.route == Route::TransactionPooler;
+        let orders = Orders {
+            url: place.url.clone(),
+            seed: random.next(),
+            shared_sessions,
+            tests_connections: random.one_in(2),
+            impatient: !shared_sessions && random.one_in(2),
+        };
+        drop(random);
+        // It starts when the keeper knows it, and not at all if the campaign ends before.
+        let mut child = Command::new("/bin/sh")
+            .args(["-c", "read -r go && exec \"$@\"", "worker"])
+            .arg(std::env::current_exe().expect("this program has a path"))
+            .args(orders.arguments())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // Ctrl-C is for the campaign.
+            .process_group(0)
+            .spawn()
+            .expect("a worker can be started");
+        self.keeper.own(child.id());
+        let mut stdin = child.stdin.take().expect("standard input is a pipe");
+        stdin.write_all(b"go\n").expect("the worker reads");
+        let stdout = child.stdout.take().expect("standard output is a pipe");
+        let ledger = Arc::clone(&self.ledger);
+        thread::spawn(move || read(number, stdout, &ledger));
+        let stderr = child.stderr.take().expect("standard error is a pipe");
+        thread::spawn(move || complain(number, stderr));
+        *place.worker() = Some(Worker { child, stdin });
+    }
+
+    /// Kills a worker without a warning, and starts another one in its place.
+    pub(super) fn replace(&self, number: usize) {
+        self.end(number);
+        self.hire(number);
+    }
+
+    fn end(&self, number: usize) {
+        if let Some(mut worker) = self.places[number].worker().take() {
+            let _ = worker.child.kill();
+            self.keeper.disown(worker.child.id());
+            let _ = worker.child.wait();
+        }
+    }
+
+    /// Sends a signal, such as `STOP`.
+    pub(super) fn signal(&self, number: usize, signal: &str) {
+        // Nobody else waits for the child meanwhile, so its number is its own.
+        let worker = self.places[number].worker();
+        if let Some(worker) = &*worker {
+            let _ = Command::new("kill")
+                .arg(format!("-{signal}"))
+                .arg(worker.child.id().to_string())
+                .status();
+        }
+    }
+
+    /// Whether the process lives that should.
+    pub(super) fn is_alive(&self, number: usize) -> bool {
+        let mut worker = self.places[number].worker();
+        match &mut *worker {
+            Some(worker) => matches!(worker.child.try_wait(), Ok(None)),
+            None => false,
+        }
+    }
+
+    /// Lets all workers finish what they do, and rest with the connections they have.
+    pub(super) fn rest(&self) {
+        for place in &self.places {
+            if let Some(worker) = &mut *place.worker() {
+                let _ = worker.stdin.write_all(b"rest\n");
+            }
+        }
+    }
+
+    /// Ends all workers, in the orderly way first.
+    pub(super) fn dismiss(&self) {
+        for place in &self.places {
+            let Some(Worker { mut child, stdin }) = place.worker().take() else {
+                continue;
+            };
+            drop(stdin);
+            let end = Instant::now() + ENDING;
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
+                thread::sleep(Duration::from_millis(5));
+            }
+            let _ = child.kill();
+            self.keeper.disown(child.id());
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Place {
+    fn worker(&self) -> MutexGuard<'_, Option<Worker>> {
+        self.worker.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The connection string, in either form, with a name for the sessions, and with what bounds the time that a dead network
+/// is waited for.
+fn with_settings(url: &str, number: usize) -> String {
+    let settings = [
+        ("application_name", format!("worker-{number}")),
+        ("connect_timeout", "2".to_owned()),
+        ("keepalives_idle", "1".to_owned()),
+        ("keepalives_interval", "1".to_owned()),
+        ("keepalives_count", "2".to_owned()),
+        ("tcp_user_timeout", "2000".to_owned()),
+    ]
+    .map(|(name, value)| format!("{name}={value}"));
+    match (url.contains("://"), url.contains('?')) {
+        (false, _) => format!("{url} {}", settings.join(" ")),
+        (true, true) => format!("{url}&{}", settings.join("&")),
+        (true, false) => format!("{url}?{}", settings.join("&")),
+    }
+}
+
+/// Passes on what a worker has to say, but not what libpq prints of the server's notices.
+fn complain(number: usize, stderr: ChildStderr) {
+    for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+        let is_notice = ["WARNING:  ", "FATAL:  ", "DETAIL:  ", "HINT:  "]
+            .iter()
+            .any(|prefix| line.starts_with(prefix));
+        if !is_notice && !line.is_empty() {
+            eprintln!("worker {number}: {line}");
+        }
+    }
+}
+
+/// Reads what a worker tells until it ends. The last line may have been cut short.
+fn read(number: usize, stdout: ChildStdout, ledger: &Ledger) {
+    let mut stdout = BufReader::new(stdout);
+    let mut line = String::new();
+    while stdout.read_line(&mut line).is_ok_and(|length| length > 0) {
+        let Some(whole) = line.strip_suffix('\n') else {
+            break;
+        };
+        match Record::from_line(whole) {
+            Some(record) => ledger.take(number, record),
+            None => ledger.violation(format!(
+                "worker {number} tells what nobody understands: {whole}"
+            )),
+        }
+        line.clear();
+    }
+}

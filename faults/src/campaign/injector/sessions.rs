@@ -1,0 +1,88 @@
+//! Sessions that the server ends.
+
+use std::thread;
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel::sql_types::{Bool, Integer, Text};
+
+use super::Means;
+use crate::check::Death;
+use crate::clock;
+
+/// Name of the fault, and which of the workers' sessions.
+const KINDS: [(&str, &str); 3] = [
+    (
+        "ended session of a holder",
+        "EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory' AND granted)",
+    ),
+    (
+        "ended session of a waiter",
+        "EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory' AND NOT granted)",
+    ),
+    (
+        "ended idle session",
+        "state = 'idle' AND NOT EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory')",
+    ),
+];
+
+#[derive(QueryableByName)]
+struct Session {
+    #[diesel(sql_type = Integer)]
+    pid: i32,
+    #[diesel(sql_type = Text)]
+    application_name: String,
+}
+
+pub(super) fn inject(means: Means<'_>) {
+    means.rounds(&KINDS, |means, (kind, which)| {
+        // There may be no such session for a moment, and no server either.
+        for _ in 0..100 {
+            if let Ok(Some(worker)) = end_one(means, which) {
+                means.ledger.fault(kind, worker);
+                break;
+            }
+            means.pause(5, 20);
+        }
+        means.pause(50, 400);
+    });
+}
+
+/// Ends one of the sessions; answers whose, if the name tells.
+fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usize>>> {
+    let Ok(mut conn) = PgConnection::establish(&means.site.url()) else {
+        return Ok(None);
+    };
+    let sessions: Vec<Session> = diesel::sql_query(format!(
+        "SELECT pid, application_name FROM pg_stat_activity AS a \
+         WHERE application_name LIKE 'worker-%' AND backend_type = 'client backend' AND {which}"
+    ))
+    .load(&mut conn)?;
+    let Some(session) = means.random.pick(&sessions) else {
+        return Ok(None);
+    };
+    let sent = clock::now();
+    diesel::sql_query("SELECT pg_terminate_backend($1)")
+        .bind::<Integer, _>(session.pid)
+        .execute(&mut conn)?;
+    let is_gone = format!(
+        "NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = {})",
+        session.pid
+    );
+    for _ in 0..1000 {
+        if diesel::select(diesel::dsl::sql::<Bool>(&is_gone)).get_result(&mut conn)? {
+            means.ledger.death(Death {
+                pid: session.pid,
+                sent,
+                gone: clock::now(),
+            });
+            return Ok(Some(number(&session.application_name)));
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(None)
+}
+
+fn number(application_name: &str) -> Option<usize> {
+    application_name.strip_prefix("worker-")?.parse().ok()
+}

@@ -1,0 +1,80 @@
+//! The process that ends what the campaign has started, should the campaign itself be ended.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+
+/// A shell that kills the workers and removes the campaign's directory at the end of its standard input, whose other
+/// end this process holds. The kernel closes it however this process ends.
+#[derive(Debug)]
+pub(super) struct Keeper {
+    shell: Child,
+    /// `None` only while dropping.
+    commands: Mutex<Option<ChildStdin>>,
+    directory: PathBuf,
+}
+
+impl Keeper {
+    pub(super) fn start() -> Self {
+        let directory = PathBuf::from(format!("/tmp/interlock-faults-{}", std::process::id()));
+        let mut shell = Command::new("/bin/sh")
+            .args(["-c", "eval \"$KEEPER\"", "keeper"])
+            .arg(&directory)
+            .env("KEEPER", include_str!("keeper.sh"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .expect("/bin/sh can be started");
+        let commands = Mutex::new(shell.stdin.take());
+        let output = shell.stdout.take().expect("standard output is a pipe");
+        let first = BufReader::new(output).lines().next();
+        assert!(
+            matches!(&first, Some(Ok(line)) if line == "made"),
+            "cannot make the directory {}",
+            directory.display()
+        );
+        Self {
+            shell,
+            commands,
+            directory,
+        }
+    }
+
+    pub(super) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Before the process does anything that it must not do for ever.
+    pub(super) fn own(&self, pid: u32) {
+        self.tell(&format!("own {pid}\n"));
+    }
+
+    /// Before the process is waited for, while its number is still its own.
+    pub(super) fn disown(&self, pid: u32) {
+        self.tell(&format!("disown {pid}\n"));
+    }
+
+    fn tell(&self, line: &str) {
+        let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(commands) = &mut *commands {
+            commands
+                .write_all(line.as_bytes())
+                .expect("the keeper lives as long as the campaign");
+        }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        drop(
+            self.commands
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(),
+        );
+        let _ = self.shell.wait();
+    }
+}

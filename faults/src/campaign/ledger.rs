@@ -1,0 +1,124 @@
+//! What the workers tell and what was done to them.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::check::{Death, Failover, History, Outage};
+use crate::clock::{self, Micros};
+use crate::record::{Outcome, Primitive, Record};
+
+/// Collects the histories of all workers, from many threads.
+#[derive(Debug, Default)]
+pub(super) struct Ledger(Mutex<Book>);
+
+/// The contents of a [`Ledger`].
+#[derive(Debug, Default)]
+pub(super) struct Book {
+    pub(super) history: History,
+    pub(super) violations: Vec<String>,
+    pub(super) operations: BTreeMap<(Primitive, Outcome), u64>,
+    pub(super) faults: BTreeMap<String, u64>,
+    pub(super) longest_recovery: BTreeMap<String, Duration>,
+    recovering: Vec<Recovery>,
+    /// When the last operation began that succeeded, by worker.
+    successes: BTreeMap<(usize, Primitive), Micros>,
+    rested: BTreeMap<usize, (u32, u32)>,
+}
+
+/// A worker that has not succeeded since a fault.
+#[derive(Debug)]
+struct Recovery {
+    kind: String,
+    worker: usize,
+    since: Micros,
+}
+
+impl Ledger {
+    pub(super) fn book(&self) -> MutexGuard<'_, Book> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A fault that ended just now, and the workers that it hit.
+    pub(super) fn fault(&self, kind: &str, workers: impl IntoIterator<Item = usize>) {
+        let since = clock::now();
+        let mut book = self.book();
+        *book.faults.entry(kind.to_owned()).or_default() += 1;
+        let hit = workers.into_iter().map(|worker| Recovery {
+            kind: kind.to_owned(),
+            worker,
+            since,
+        });
+        book.recovering.extend(hit);
+    }
+
+    pub(super) fn death(&self, death: Death) {
+        self.book().history.deaths.push(death);
+    }
+
+    pub(super) fn outage(&self, outage: Outage) {
+        self.book().history.outages.push(outage);
+    }
+
+    pub(super) fn failover(&self, failover: Failover) {
+        self.book().history.failovers.push(failover);
+    }
+
+    pub(super) fn violation(&self, text: impl Into<String>) {
+        self.book().violations.push(text.into());
+    }
+
+    pub(super) fn take(&self, worker: usize, record: Record) {
+        let mut book = self.book();
+        match record {
+            Record::Did {
+                what,
+                outcome,
+                began,
+            } => {
+                *book.operations.entry((what, outcome)).or_default() += 1;
+                if matches!(outcome, Outcome::Done | Outcome::Busy) {
+                    book.succeeded(worker, what, began);
+                }
+            }
+            Record::Fault { kind } => *book.faults.entry(kind).or_default() += 1,
+            Record::Violation { text } => {
+                let text = format!("worker {worker}: {text}");
+                eprintln!("VIOLATION {text}");
+                book.violations.push(text);
+            }
+            Record::Rested { given, of } => _ = book.rested.insert(worker, (given, of)),
+            told => book.history.told.push((worker, told)),
+        }
+    }
+}
+
+impl Book {
+    fn succeeded(&mut self, worker: usize, what: Primitive, began: Micros) {
+        let latest = self.successes.entry((worker, what)).or_default();
+        *latest = began.max(*latest);
+        let now = clock::now();
+        let longest = &mut self.longest_recovery;
+        self.recovering.retain(|recovery| {
+            if recovery.worker != worker || began < recovery.since {
+                return true;
+            }
+            let took = Duration::from_micros((now - recovery.since).max(0) as u64);
+            let longest = longest.entry(recovery.kind.clone()).or_default();
+            *longest = took.max(*longest);
+            false
+        });
+    }
+
+    /// Whether the worker has succeeded in an operation of this kind that began since then.
+    pub(super) fn has_succeeded(&self, worker: usize, what: Primitive, since: Micros) -> bool {
+        self.successes
+            .get(&(worker, what))
+            .is_some_and(|&began| began >= since)
+    }
+
+    /// How many connections the pool of a resting worker gave, of how many.
+    pub(super) fn rested(&self, worker: usize) -> Option<(u32, u32)> {
+        self.rested.get(&worker).copied()
+    }
+}

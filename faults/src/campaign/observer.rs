@@ -1,0 +1,199 @@
+//! What the server says, asked by somebody who takes no part.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use diesel::prelude::*;
+use diesel::sql_types::{BigInt, Bool, Integer, Nullable, SmallInt, Text};
+use diesel_interlock::{Attempt, Error};
+
+use super::ledger::Ledger;
+use super::site::Site;
+use crate::check::{Booking, Grant, Request, Section, Truth};
+use crate::subjects::SEMAPHORES;
+
+const PAUSE: Duration = Duration::from_millis(40);
+
+/// How long the last of it may take: a session that is being ended, a release that was deferred.
+const SETTLING: Duration = Duration::from_secs(10);
+
+/// Whatever the server would never let happen; it is looked at all the same, in a failover above all. And locks whose
+/// session has been idle for longer than anybody here holds one or is frozen.
+const MUST_BE_EMPTY: &str = "
+    SELECT format('the lock %s/%s is held by %s, %s of them exclusively', classid, objid, count(*),
+            count(*) FILTER (WHERE mode = 'ExclusiveLock')) AS text
+        FROM pg_locks WHERE locktype = 'advisory' AND granted GROUP BY classid, objid, objsubid
+        HAVING count(*) > 1 AND bool_or(mode = 'ExclusiveLock')
+    UNION ALL
+    SELECT format('%s requests to %s are in flight', count(*), service)
+        FROM resource_control.service_request
+        WHERE completed_at IS NULL AND timed_out_at IS NULL AND expires_at > clock_timestamp()
+        GROUP BY service HAVING count(*) > CASE service WHEN 'short' THEN 3 WHEN 'lease' THEN 1 ELSE 5 END
+    UNION ALL
+    SELECT format('stuck: %s (pid %s) holds the lock %s/%s and has been idle since %s', application_name, pid, classid,
+            objid, state_change)
+        FROM pg_locks JOIN pg_stat_activity USING (pid)
+        WHERE locktype = 'advisory' AND granted AND state LIKE 'idle%'
+            AND state_change < clock_timestamp() - interval '15 s'";
+
+const AT_REST: &str = "
+    SELECT format('stuck: %s (pid %s, %s) holds the lock %s/%s at rest', application_name, pid, state, classid, objid) AS text
+        FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE locktype = 'advisory' AND granted
+    UNION ALL
+    SELECT format('%s (pid %s) is in a transaction at rest: %s', application_name, pid, state)
+        FROM pg_stat_activity
+        WHERE backend_type = 'client backend' AND pid <> pg_backend_pid() AND xact_start IS NOT NULL";
+
+#[derive(QueryableByName)]
+struct Line {
+    #[diesel(sql_type = Text)]
+    text: String,
+}
+
+/// Looks every few milliseconds while the faults strike; answers how often it could. Servers come and go meanwhile.
+pub(super) fn watch(site: &Site, ledger: &Ledger, done: &AtomicBool) -> u64 {
+    let mut looked = 0;
+    let mut reported = Vec::new();
+    while !done.load(Ordering::Relaxed) {
+        let Ok(mut conn) = PgConnection::establish(&site.url()) else {
+            thread::sleep(PAUSE);
+            continue;
+        };
+        while let Ok(lines) = diesel::sql_query(MUST_BE_EMPTY).load::<Line>(&mut conn) {
+            looked += 1;
+            for Line { text } in lines {
+                if !reported.contains(&text) {
+                    ledger.violation(format!("the server: {text}"));
+                    reported.push(text);
+                }
+            }
+            if done.load(Ordering::Relaxed) {
+                break;
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+    looked
+}
+
+/// What is still held and open when all workers rest.
+pub(super) fn at_rest(site: &Site) -> Vec<String> {
+    let mut conn = connect(site);
+    let end = Instant::now() + SETTLING;
+    loop {
+        let lines: Vec<Line> = diesel::sql_query(AT_REST)
+            .load(&mut conn)
+            .expect("the server answers");
+        if lines.is_empty() || Instant::now() > end {
+            return lines.into_iter().map(|line| line.text).collect();
+        }
+        thread::sleep(PAUSE);
+    }
+}
+
+/// Claims every slot, whose time-outs have passed.
+pub(super) fn missing_slots(site: &Site) -> Vec<String> {
+    let mut conn = connect(site);
+    let longest = SEMAPHORES.iter().map(|semaphore| semaphore.timeout()).max();
+    thread::sleep(longest.unwrap_or_default() + Duration::from_millis(100));
+    let mut missing = Vec::new();
+    for semaphore in &SEMAPHORES {
+        let claimed = (0..semaphore.slots())
+            .map_while(|_| match semaphore.claim_on(&mut conn) {
+                Ok(Attempt::Acquired(claim)) => Some(claim),
+                _ => None,
+            })
+            .count();
+        if claimed as u32 != semaphore.slots() {
+            missing.push(format!(
+                "only {claimed} slots of {:?} came back",
+                semaphore.service()
+            ));
+        }
+    }
+    missing
+}
+
+/// A denial of a throttle whose interval has passed.
+pub(super) fn closed_throttles(site: &Site) -> Vec<String> {
+    use diesel_interlock::{Decision, DeclaredResources, Throttle};
+    let mut conn = connect(site);
+    crate::subjects::Resource::ALL
+        .iter()
+        .filter_map(|resource| {
+            thread::sleep(resource.interval());
+            match Throttle::of(*resource).attempt(&mut conn, "the observer") {
+                Ok(Decision::Granted(_)) => None,
+                other => Some(format!("{resource:?} is due, and answers {other:?}")),
+            }
+        })
+        .collect()
+}
+
+/// All that the server has recorded.
+pub(super) fn truth(site: &Site) -> QueryResult<Truth> {
+    let mut conn = connect(site);
+    let sections: Vec<SectionRow> =
+        diesel::sql_query("SELECT lock, exclusive, pid, began, ended FROM faults.section")
+            .load(&mut conn)?;
+    let bookings: Vec<BookingRow> =
+        diesel::sql_query("SELECT lock, number, began, ended FROM faults.booking")
+            .load(&mut conn)?;
+    let grants: Vec<GrantRow> =
+        diesel::sql_query("SELECT resource, key, at FROM faults.granted").load(&mut conn)?;
+    let requests: Vec<RequestRow> = diesel::sql_query(
+        "SELECT id, service, slot, faults.micros(created_at) AS created, \
+         faults.micros(expires_at) AS expires, faults.micros(completed_at) AS completed \
+         FROM resource_control.service_request",
+    )
+    .load(&mut conn)?;
+    Ok(Truth {
+        sections: sections.into_iter().map(Section::from).collect(),
+        bookings: bookings.into_iter().map(Booking::from).collect(),
+        grants: grants.into_iter().map(Grant::from).collect(),
+        requests: requests.into_iter().map(Request::from).collect(),
+    })
+}
+
+fn connect(site: &Site) -> PgConnection {
+    PgConnection::establish(&site.url()).expect("the server runs")
+}
+
+/// Makes the tables of both.
+pub(super) fn install(site: &Site) -> Result<(), Error> {
+    use diesel::connection::SimpleConnection;
+    let mut conn = connect(site);
+    diesel_interlock::migrations::install(&mut conn)?;
+    diesel_interlock::sync::<crate::subjects::Resource>(&mut conn)?;
+    conn.batch_execute(include_str!("../setup.sql"))?;
+    Ok(())
+}
+
+/// Declares a row of the server's and the plain value that is made of it.
+macro_rules! rows {
+    ($($row:ident => $value:ident { $($field:ident: $sql:ty => $rust:ty),* $(,)? })*) => {$(
+        #[derive(QueryableByName)]
+        struct $row {
+            $(#[diesel(sql_type = $sql)] $field: $rust,)*
+        }
+
+        impl From<$row> for $value {
+            fn from(row: $row) -> Self {
+                Self { $($field: row.$field,)* }
+            }
+        }
+    )*};
+}
+
+rows! {
+    SectionRow => Section {
+        lock: Integer => i32, exclusive: Bool => bool, pid: Integer => i32, began: BigInt => i64, ended: BigInt => i64,
+    }
+    BookingRow => Booking { lock: Integer => i32, number: BigInt => i64, began: BigInt => i64, ended: BigInt => i64 }
+    GrantRow => Grant { resource: Text => String, key: Text => String, at: BigInt => i64 }
+    RequestRow => Request {
+        id: BigInt => i64, service: Text => String, slot: SmallInt => i16, created: BigInt => i64,
+        expires: BigInt => i64, completed: Nullable<BigInt> => Option<i64>,
+    }
+}

@@ -1,0 +1,152 @@
+//! The server of the campaign, which is another one after each failover.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel::sql_types::Bool;
+use workbench::{Cluster, StopMode};
+
+use crate::check::{Failover, Outage};
+use crate::clock;
+use crate::random::Random;
+
+/// How long a standby may take until it follows.
+const FOLLOWING: Duration = Duration::from_secs(60);
+
+/// The server that is in charge, behind an address that stays: a link to the directory of its socket, which is what a
+/// virtual address or a name is to servers in a network.
+#[derive(Debug)]
+pub(super) struct Site {
+    primary: Mutex<Arc<Cluster>>,
+    link: PathBuf,
+}
+
+impl Site {
+    pub(super) fn start(directory: &Path) -> Self {
+        let site = Self {
+            primary: Mutex::new(Arc::new(Cluster::start())),
+            link: directory.join("server"),
+        };
+        site.point_link();
+        site
+    }
+
+    /// The directory of the socket, whichever server is in charge.
+    pub(super) fn socket_directory(&self) -> &Path {
+        &self.link
+    }
+
+    /// A connection string, of keywords and values.
+    pub(super) fn url(&self) -> String {
+        format!(
+            "host='{}' port=5432 user=postgres dbname=postgres options='-c client_min_messages=error'",
+            self.link.display()
+        )
+    }
+
+    fn primary(&self) -> Arc<Cluster> {
+        Arc::clone(&self.primary.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Replaces the link at once: there is no time without one.
+    fn point_link(&self) {
+        let new = self.link.with_extension("new");
+        symlink(self.primary().socket_directory(), &new)
+            .and_then(|()| fs::rename(&new, &self.link))
+            .expect("links can be made in the campaign's directory");
+    }
+
+    pub(super) fn restart(&self, mode: StopMode) -> Outage {
+        let primary = self.primary();
+        let began = clock::now();
+        primary.stop(mode);
+        let stopped = clock::now();
+        primary.start_again();
+        Outage { began, stopped }
+    }
+
+    /// Makes a standby, lets it follow for a while, crashes the primary and promotes the standby.
+    ///
+    /// In half of the cases the standby has lost its connection to the primary a moment before. What was told meanwhile is
+    /// lost if replication is asynchronous. If it is synchronous, nothing is told meanwhile.
+    pub(super) fn fail_over(&self, synchronous: bool, random: &mut Random) -> (Outage, Failover) {
+        let old = self.primary();
+        let standby = old.standby();
+        let is_following = if synchronous {
+            // The standby was copied before, so that it will not wait for one of its own.
+            run(
+                &old,
+                "ALTER SYSTEM SET synchronous_standby_names = '*'; SELECT pg_reload_conf()",
+            );
+            "EXISTS (SELECT FROM pg_stat_replication WHERE state = 'streaming' AND sync_state = 'sync')"
+        } else {
+            "EXISTS (SELECT FROM pg_stat_replication WHERE state = 'streaming')"
+        };
+        wait_until(&old, is_following);
+        if synchronous {
+            // Done by the process that makes the setting known to the others, after it has.
+            run(&old, "CHECKPOINT");
+        }
+        thread::sleep(random.millis(200, 500));
+        if random.one_in(2) {
+            run(
+                &standby,
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_wal_receiver",
+            );
+            thread::sleep(random.millis(50, 200));
+        }
+
+        let began = clock::now();
+        old.stop(StopMode::Immediate);
+        let stopped = clock::now();
+        standby.promote();
+        *self.primary.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(standby);
+        self.point_link();
+        // Removing it takes a while.
+        thread::spawn(move || drop(old));
+        (
+            Outage { began, stopped },
+            Failover {
+                began,
+                stopped,
+                synchronous,
+            },
+        )
+    }
+}
+
+fn run(cluster: &Cluster, statements: &str) {
+    let mut conn = connect(cluster);
+    for statement in statements.split("; ") {
+        conn.batch_execute(statement)
+            .unwrap_or_else(|error| panic!("{statement}: {error}"));
+    }
+}
+
+fn wait_until(cluster: &Cluster, condition: &str) {
+    let mut conn = connect(cluster);
+    let end = Instant::now() + FOLLOWING;
+    loop {
+        let is_so = diesel::select(diesel::dsl::sql::<Bool>(condition)).get_result(&mut conn);
+        if is_so == Ok(true) {
+            return;
+        }
+        assert!(
+            Instant::now() < end,
+            "not after {FOLLOWING:?}: {condition}: {is_so:?}\n{}",
+            cluster.log()
+        );
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn connect(cluster: &Cluster) -> PgConnection {
+    PgConnection::establish(&cluster.url("postgres"))
+        .unwrap_or_else(|error| panic!("cannot connect: {error}\n{}", cluster.log()))
+}

@@ -1,0 +1,122 @@
+//! Whether the histories keep what was promised. No database here: plain data in, sentences out.
+
+mod locks;
+mod lost;
+mod semaphores;
+mod throttles;
+
+use std::collections::BTreeMap;
+
+pub(crate) use self::lost::Losses;
+use crate::clock::Micros;
+use crate::record::Record;
+
+/// What the workers told, and what was done to the server.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    /// By which worker, and what.
+    pub(crate) told: Vec<(usize, Record)>,
+    pub(crate) deaths: Vec<Death>,
+    pub(crate) outages: Vec<Outage>,
+    pub(crate) failovers: Vec<Failover>,
+}
+
+/// A session that was ended, and when it surely lived and surely was gone.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Death {
+    pub(crate) pid: i32,
+    pub(crate) sent: Micros,
+    pub(crate) gone: Micros,
+}
+
+/// An end of all sessions.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Outage {
+    pub(crate) began: Micros,
+    pub(crate) stopped: Micros,
+}
+
+/// When the old primary was crashed: in between, it may still have answered.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Failover {
+    pub(crate) began: Micros,
+    pub(crate) stopped: Micros,
+    pub(crate) synchronous: bool,
+}
+
+/// What the server has recorded.
+#[derive(Debug, Default)]
+pub(crate) struct Truth {
+    pub(crate) sections: Vec<Section>,
+    pub(crate) bookings: Vec<Booking>,
+    pub(crate) grants: Vec<Grant>,
+    pub(crate) requests: Vec<Request>,
+}
+
+/// A stretch in which a session surely held a session lock.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Section {
+    pub(crate) lock: i32,
+    pub(crate) exclusive: bool,
+    pub(crate) pid: i32,
+    pub(crate) began: Micros,
+    pub(crate) ended: Micros,
+}
+
+/// A stretch in which a committed transaction surely held a transaction lock, and the number that it gave.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Booking {
+    pub(crate) lock: i32,
+    pub(crate) number: i64,
+    pub(crate) began: Micros,
+    pub(crate) ended: Micros,
+}
+
+/// A grant of a throttle; without a key that is empty.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Grant {
+    pub(crate) resource: String,
+    pub(crate) key: String,
+    pub(crate) at: Micros,
+}
+
+/// A request to a service.
+#[derive(Debug, Clone)]
+pub(crate) struct Request {
+    pub(crate) id: i64,
+    pub(crate) service: String,
+    pub(crate) slot: i16,
+    pub(crate) created: Micros,
+    pub(crate) expires: Micros,
+    pub(crate) completed: Option<Micros>,
+}
+
+/// What was found.
+#[derive(Debug, Default)]
+pub(crate) struct Findings {
+    pub(crate) violations: Vec<String>,
+    /// What an asynchronous failover lost, and what followed from that, by kind.
+    pub(crate) losses: Losses,
+    /// How many of each were looked at.
+    pub(crate) examined: BTreeMap<&'static str, usize>,
+}
+
+/// Examines everything.
+pub(crate) fn examine(history: &History, truth: &Truth) -> Findings {
+    let mut findings = Findings::default();
+    let lost = lost::find(history, truth, &mut findings);
+    locks::examine(history, truth, &mut findings);
+    throttles::examine(history, truth, &lost, &mut findings);
+    semaphores::examine(history, truth, &lost, &mut findings);
+    findings
+}
+
+impl Findings {
+    fn violation(&mut self, text: String) {
+        self.violations.push(text);
+    }
+
+    fn examined(&mut self, what: &'static str, number: usize) {
+        *self.examined.entry(what).or_default() += number;
+    }
+}

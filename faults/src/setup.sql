@@ -1,0 +1,45 @@
+-- What the workers write while they hold something, so that an overlap is in the server's own records. Times are
+-- microseconds since 1970.
+CREATE SCHEMA faults;
+
+CREATE FUNCTION faults.micros(moment timestamptz) RETURNS bigint LANGUAGE sql IMMUTABLE STRICT
+    AS $$ SELECT (extract(epoch FROM moment) * 1000000)::bigint $$;
+
+-- A stretch of a session lock, written on the session that holds it: `ended` is the last time that the session
+-- answered, at least.
+CREATE TABLE faults.section (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    lock integer NOT NULL,
+    exclusive boolean NOT NULL,
+    pid integer NOT NULL,
+    began bigint NOT NULL,
+    ended bigint NOT NULL
+);
+
+-- "Lock, look, insert" under a transaction lock. Nothing but the lock keeps a number from being given twice.
+CREATE TABLE faults.booking (
+    lock integer NOT NULL,
+    number bigint NOT NULL,
+    began bigint NOT NULL,
+    ended bigint NOT NULL
+);
+CREATE INDEX ON faults.booking (lock, number);
+
+-- Every grant of a throttle that was committed.
+CREATE TABLE faults.granted (resource text NOT NULL, key text NOT NULL, at bigint NOT NULL);
+
+CREATE FUNCTION faults.log_resource() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO faults.granted VALUES (NEW.resource_id::text, '', faults.micros(NEW.last_locked));
+    RETURN NULL;
+END $$;
+CREATE TRIGGER log AFTER UPDATE OF last_locked ON resource_control.throttled_resource
+    FOR EACH ROW EXECUTE FUNCTION faults.log_resource();
+
+CREATE FUNCTION faults.log_key() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO faults.granted VALUES (NEW.resource_id::text, NEW.key, faults.micros(NEW.last_locked));
+    RETURN NULL;
+END $$;
+CREATE TRIGGER log AFTER INSERT OR UPDATE OF last_locked ON resource_control.throttled_key
+    FOR EACH ROW EXECUTE FUNCTION faults.log_key();

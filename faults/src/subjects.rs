@@ -1,0 +1,37 @@
+//! What the workers contend for.
+
+use std::time::Duration;
+
+use diesel_interlock::{AdvisoryLock, LockKey, Semaphore, throttled_resources};
+
+throttled_resources! {
+    /// The throttles.
+    pub(crate) enum Resource {
+        Quick = "quick" every Duration::from_millis(60),
+        Slow = "slow" every Duration::from_millis(500),
+    }
+}
+
+pub(crate) const LOCKS: u64 = 6;
+pub(crate) const BOOKINGS: u64 = 4;
+pub(crate) const KEYS: u64 = 4;
+
+/// Few slots, and time-outs that a frozen process sleeps through.
+pub(crate) static SEMAPHORES: [Semaphore; 3] = [
+    Semaphore::named("short", 3, Duration::from_millis(700)),
+    Semaphore::named("lease", 1, Duration::from_millis(500)),
+    Semaphore::named("long", 5, Duration::from_secs(3)),
+];
+
+/// A session lock, of either kind of key.
+pub(crate) fn session_lock(number: i32) -> AdvisoryLock {
+    AdvisoryLock::new(if number % 2 == 0 {
+        LockKey::parts(["faults", &number.to_string()])
+    } else {
+        LockKey::pair(77, number)
+    })
+}
+
+pub(crate) fn booking_lock(number: i32) -> AdvisoryLock {
+    AdvisoryLock::new(LockKey::parts(["faults booking", &number.to_string()]))
+}

@@ -1,0 +1,272 @@
+//! A worker: a process that uses every primitive through a pool, as an instance of an application does.
+
+mod errors;
+mod report;
+mod semaphores;
+mod session_locks;
+mod throttles;
+mod transaction_locks;
+
+use std::any::Any;
+use std::io::BufRead;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use diesel::connection::{CacheSize, SimpleConnection};
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel_interlock::{Error, PgPool};
+
+use self::report::report;
+use crate::clock;
+use crate::random::Random;
+use crate::record::{Outcome, Primitive, Record};
+
+/// More threads than connections, so that the pool is often exhausted.
+const THREADS: u64 = 5;
+const CONNECTIONS: u32 = 4;
+
+/// How long a pool may take to be whole again.
+const WHOLE: Duration = Duration::from_secs(30);
+
+/// What a worker is told as it is started.
+#[derive(Debug, Clone)]
+pub(crate) struct Orders {
+    pub(crate) url: String,
+    pub(crate) seed: u64,
+    /// Through a pooler in transaction mode: no session locks, no cached statements, no settings of the session.
+    pub(crate) shared_sessions: bool,
+    /// Whether the pool checks a connection before it gives it.
+    pub(crate) tests_connections: bool,
+    /// Whether the user has set time-outs on the sessions.
+    pub(crate) impatient: bool,
+}
+
+impl Orders {
+    pub(crate) fn arguments(&self) -> [String; 6] {
+        [
+            "worker".to_owned(),
+            self.url.clone(),
+            self.seed.to_string(),
+            self.shared_sessions.to_string(),
+            self.tests_connections.to_string(),
+            self.impatient.to_string(),
+        ]
+    }
+
+    fn from_arguments(arguments: &[String]) -> Option<Self> {
+        let [url, seed, shared_sessions, tests_connections, impatient] = arguments else {
+            return None;
+        };
+        Some(Self {
+            url: url.clone(),
+            seed: seed.parse().ok()?,
+            shared_sessions: shared_sessions.parse().ok()?,
+            tests_connections: tests_connections.parse().ok()?,
+            impatient: impatient.parse().ok()?,
+        })
+    }
+}
+
+/// Works until the standard input says to rest, and ends when that ends.
+pub(crate) fn run(arguments: &[String]) -> ExitCode {
+    let Some(orders) = Orders::from_arguments(arguments) else {
+        eprintln!("a worker is started by the campaign");
+        return ExitCode::from(2);
+    };
+    let default_hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        if !is_deliberate(info.payload()) {
+            default_hook(info);
+        }
+    }));
+    thread::spawn(obey);
+    let pool = pool(&orders);
+    let mut random = Random::new(orders.seed);
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            let mut hand = Hand {
+                pool: pool.clone(),
+                orders: &orders,
+                random: random.fork(),
+            };
+            scope.spawn(move || {
+                while !RESTING.load(Ordering::Relaxed) {
+                    hand.work();
+                }
+            });
+        }
+    });
+    report(&check_pool(&pool));
+    // With its connections, which are to be looked at.
+    loop {
+        thread::park();
+    }
+}
+
+/// Whether to take up nothing new.
+static RESTING: AtomicBool = AtomicBool::new(false);
+
+/// The first line says to rest. At the end the campaign is gone, or has no need of this worker any more.
+fn obey() {
+    for _ in std::io::stdin().lock().lines().map_while(Result::ok) {
+        RESTING.store(true, Ordering::Relaxed);
+    }
+    std::process::exit(0);
+}
+
+/// One thread of a worker.
+struct Hand<'a> {
+    pool: PgPool,
+    orders: &'a Orders,
+    random: Random,
+}
+
+impl Hand<'_> {
+    /// Does one thing, and rests a little.
+    fn work(&mut self) {
+        thread::sleep(self.random.millis(0, 30));
+        let what = match self.random.below(10) {
+            0..=3 if !self.orders.shared_sessions => Primitive::SessionLock,
+            0..=5 => Primitive::TransactionLock,
+            6..=7 => Primitive::Throttle,
+            _ => Primitive::Semaphore,
+        };
+        let began = clock::now();
+        let done = catch_unwind(AssertUnwindSafe(|| match what {
+            Primitive::SessionLock => session_locks::work(self),
+            Primitive::TransactionLock => transaction_locks::work(self),
+            Primitive::Throttle => throttles::work(self),
+            Primitive::Semaphore => semaphores::work(self),
+        }));
+        let outcome = match done {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(error)) => {
+                if let Some(violation) = errors::must_not_be(what, &error) {
+                    self.violation(violation);
+                }
+                Outcome::Failed
+            }
+            Err(panic) if is_deliberate(&*panic) => Outcome::Done,
+            Err(_) => {
+                self.violation(format!("a panic in {}", what.name()));
+                Outcome::Failed
+            }
+        };
+        report(&Record::Did {
+            what,
+            outcome,
+            began,
+        });
+    }
+
+    /// Takes a connection out of the pool, and looks what whoever had it last has left there.
+    fn connection(&self) -> Result<diesel_interlock::PooledPgConnection, Error> {
+        let mut conn = self.pool.get()?;
+        match conn.batch_execute(LOOK) {
+            Err(DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, found)) => {
+                self.violation(format!("the pool gave a connection {}", found.message()));
+            }
+            looked => looked?,
+        }
+        Ok(conn)
+    }
+
+    /// Takes every connection that the pool has, for a while.
+    fn exhaust_pool(&mut self) {
+        self.fault("full pool");
+        let until = Instant::now() + self.random.millis(100, 400);
+        let mut taken = Vec::new();
+        while let Some(left) = until.checked_duration_since(Instant::now()) {
+            match self.pool.get_timeout(left) {
+                Ok(conn) => taken.push(conn),
+                Err(_) => break,
+            }
+            if taken.len() as u32 == CONNECTIONS {
+                thread::sleep(until.saturating_duration_since(Instant::now()));
+            }
+        }
+    }
+
+    fn fault(&self, kind: &str) {
+        report(&Record::Fault {
+            kind: kind.to_owned(),
+        });
+    }
+
+    fn violation(&self, text: impl Into<String>) {
+        report(&Record::Violation { text: text.into() });
+    }
+}
+
+/// In one message of the simple protocol, which is a transaction of its own unless one is open already.
+const LOOK: &str = "DO $$ BEGIN
+    IF now() <> statement_timestamp() THEN RAISE check_violation USING MESSAGE = 'in a transaction'; END IF;
+    IF EXISTS (SELECT FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory') THEN
+        RAISE check_violation USING MESSAGE = 'with a lock';
+    END IF;
+END $$";
+
+/// The payload of the panics that are faults.
+struct Deliberate;
+
+fn panic_deliberately() -> ! {
+    std::panic::panic_any(Deliberate)
+}
+
+fn is_deliberate(payload: &(dyn Any + Send)) -> bool {
+    payload.is::<Deliberate>()
+}
+
+fn pool(orders: &Orders) -> PgPool {
+    Pool::builder()
+        .max_size(CONNECTIONS)
+        .min_idle(Some(0))
+        .connection_timeout(Duration::from_secs(2))
+        // A check would hide what is left on a connection.
+        .test_on_check_out(orders.tests_connections)
+        .connection_customizer(Box::new(SessionSettings(orders.clone())))
+        .build_unchecked(ConnectionManager::new(orders.url.clone()))
+}
+
+/// What the user of the campaign has set on every session.
+#[derive(Debug)]
+struct SessionSettings(Orders);
+
+/// Shorter than a slice of waiting, and than many waits.
+const IMPATIENCE: &str = "SET statement_timeout = '300ms'; SET lock_timeout = '50ms'; \
+    SET idle_in_transaction_session_timeout = '300ms'";
+
+impl CustomizeConnection<PgConnection, diesel::r2d2::Error> for SessionSettings {
+    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), diesel::r2d2::Error> {
+        if self.0.shared_sessions {
+            conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        }
+        if self.0.impatient {
+            conn.batch_execute(IMPATIENCE)
+                .map_err(diesel::r2d2::Error::QueryError)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether the pool gives all its connections at once, and each of them answers.
+fn check_pool(pool: &PgPool) -> Record {
+    let end = Instant::now() + WHOLE;
+    let mut given = Vec::new();
+    while (given.len() as u32) < CONNECTIONS && Instant::now() < end {
+        let Ok(mut conn) = pool.get() else { continue };
+        if diesel::sql_query("SELECT 1").execute(&mut conn).is_ok() {
+            given.push(conn);
+        }
+    }
+    Record::Rested {
+        given: given.len() as u32,
+        of: CONNECTIONS,
+    }
+}

@@ -1,0 +1,173 @@
+//! Semaphores: claimed, renewed, overstayed, dropped, abandoned.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use diesel_interlock::{Attempt, Claim, Error, Permit, Semaphore};
+
+use super::report::report;
+use super::{Hand, panic_deliberately};
+use crate::clock::{self, Micros};
+use crate::record::{Outcome, Record};
+use crate::subjects::SEMAPHORES;
+
+pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
+    let Some(semaphore) = hand.random.pick(&SEMAPHORES) else {
+        return Ok(Outcome::Busy);
+    };
+    let timeout = hand.random.millis(0, 400);
+    let sent = clock::now();
+    let attempt = match hand.random.below(4) {
+        0 => return elsewhere(hand, semaphore),
+        1 => semaphore.try_acquire(&hand.pool)?,
+        _ => {
+            let start = Instant::now();
+            let attempt = semaphore.acquire_timeout(&hand.pool, timeout)?;
+            if matches!(attempt, Attempt::Busy) && start.elapsed() < timeout {
+                hand.violation(format!(
+                    "a wait of {timeout:?} for a slot ended after {:?}",
+                    start.elapsed()
+                ));
+            }
+            attempt
+        }
+    };
+    let Attempt::Acquired(permit) = attempt else {
+        return Ok(Outcome::Busy);
+    };
+    let from = clock::now();
+    claimed(semaphore, permit.claim(), sent);
+    let mut stay = Stay {
+        service: semaphore.service(),
+        id: permit.fencing_token(),
+        until: None,
+    };
+    let done = stay.spend(hand, semaphore, permit);
+    if let Some(until) = stay.until {
+        report(&Record::Believed {
+            service: stay.service.to_owned(),
+            id: stay.id,
+            from,
+            until,
+        });
+    }
+    done
+}
+
+/// Claims and completes as plain data.
+fn elsewhere(hand: &mut Hand<'_>, semaphore: &Semaphore) -> Result<Outcome, Error> {
+    let sent = clock::now();
+    let Attempt::Acquired(claim) = semaphore.claim_on(&mut *hand.connection()?)? else {
+        return Ok(Outcome::Busy);
+    };
+    claimed(semaphore, &claim, sent);
+    thread::sleep(hand.random.millis(0, 30));
+    if hand.random.one_in(20) {
+        semaphore.renew_on(&mut *hand.connection()?, claim.id)?;
+    }
+    let mut conn = hand.connection()?;
+    let sent = clock::now();
+    let in_time = semaphore.complete_on(&mut conn, claim.id)?;
+    released(&claim, in_time, sent);
+    Ok(if in_time {
+        Outcome::Done
+    } else {
+        Outcome::Lost
+    })
+}
+
+fn claimed(semaphore: &Semaphore, claim: &Claim, sent: Micros) {
+    report(&Record::Claimed {
+        service: semaphore.service().to_owned(),
+        id: claim.id,
+        slot: claim.slot,
+        created: claim.created_at.timestamp_micros(),
+        sent,
+    });
+}
+
+fn released(claim: &Claim, in_time: bool, sent: Micros) {
+    report(&Record::Released {
+        id: claim.id,
+        created: claim.created_at.timestamp_micros(),
+        in_time,
+        sent,
+    });
+}
+
+/// Until when a permit said that it had not timed out.
+struct Stay {
+    service: &'static str,
+    id: i64,
+    /// `None` if the claim was answered so late that it had.
+    until: Option<Micros>,
+}
+
+impl Stay {
+    /// The clock is read before the permit is asked: what it says then was so at that time.
+    fn believe(&mut self, permit: &Permit) -> bool {
+        let now = clock::now();
+        let valid = !permit.remaining().is_zero();
+        if valid {
+            self.until = Some(now);
+        }
+        valid
+    }
+
+    fn spend(
+        &mut self,
+        hand: &mut Hand<'_>,
+        semaphore: &Semaphore,
+        mut permit: Permit,
+    ) -> Result<Outcome, Error> {
+        let end = Instant::now()
+            + match hand.random.below(40) {
+                0 => {
+                    hand.fault("overstayed permit");
+                    semaphore.timeout() + Duration::from_millis(50)
+                }
+                1 => semaphore.timeout() / 2,
+                _ => hand.random.millis(0, 30),
+            };
+        while self.believe(&permit) && Instant::now() < end {
+            thread::sleep(Duration::from_millis(5));
+            if hand.random.one_in(100) {
+                permit.renew()?;
+            }
+        }
+        match hand.random.below(40) {
+            0 => {
+                hand.fault("panic while holding");
+                panic_deliberately();
+            }
+            1 => {
+                hand.fault("abandoned permit");
+                let _: Claim = permit.into_claim();
+                return Ok(Outcome::Done);
+            }
+            2 => {
+                hand.exhaust_pool();
+                drop(permit);
+                return Ok(Outcome::Done);
+            }
+            3..=6 => {
+                drop(permit);
+                return Ok(Outcome::Done);
+            }
+            _ => {}
+        }
+        let claim = permit.claim().clone();
+        let sent = clock::now();
+        match permit.release() {
+            Ok(()) => {
+                released(&claim, true, sent);
+                Ok(Outcome::Done)
+            }
+            Err(Error::TimedOut { .. }) => {
+                released(&claim, false, sent);
+                Ok(Outcome::Lost)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}

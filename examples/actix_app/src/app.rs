@@ -6,6 +6,7 @@ use actix_web::web;
 use diesel_interlock::PgPool;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::config::Config;
 use crate::error::AppError;
@@ -47,7 +48,7 @@ impl App {
         let app = self.clone();
         let stop = self.stop.child_token();
         let _cancels_when_dropped = stop.clone().drop_guard();
-        let job = self.jobs.token();
+        let job = self.in_progress();
         let span = tracing::Span::current();
         let answer = web::block(move || {
             let _until_the_end = job;
@@ -69,6 +70,11 @@ impl App {
                 tracing::error!(error = &error as &dyn std::error::Error, "{what} failed");
             }
         });
+    }
+
+    /// What [`finish`](Self::finish) waits for to be dropped.
+    pub fn in_progress(&self) -> TaskTrackerToken {
+        self.jobs.token()
     }
 
     /// Waits for the end of all work.

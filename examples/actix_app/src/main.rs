@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use actix_web::middleware::from_fn;
 use actix_web::rt::signal::unix::{SignalKind, signal};
+use actix_web::rt::time::timeout;
 use actix_web::web::{self, Data};
 use actix_web::{HttpServer, rt};
 use anyhow::Context;
@@ -33,8 +34,8 @@ use crate::app::App;
 use crate::config::Config;
 use crate::geocoder::Geocoder;
 
-/// How long clients may take to let go of their connections when the application is to end, in seconds.
-const GRACE: u64 = 10;
+/// How long requests may take when the application is to end.
+const GRACE: Duration = Duration::from_secs(20);
 
 #[actix_web::main]
 async fn main() -> anyhow::Result<()> {
@@ -63,16 +64,19 @@ async fn main() -> anyhow::Result<()> {
     })
     .listen(listener)?
     .h1_allow_half_closed(false) // a client that hangs up is not waited for
-    .disable_signals() // the reports are to be told first
-    .shutdown_timeout(GRACE)
+    .disable_signals()
+    .shutdown_timeout(1)
     .run();
 
     let ended = shutdown_signal()?;
     rt::spawn({
-        let (stop, server) = (app.stop.clone(), server.handle());
+        let (app, server) = (app.clone(), server.handle());
         async move {
             ended.await;
-            stop.cancel();
+            // Waited for here, since actix-server may end a worker with requests in flight
+            // (actix/actix-net#945).
+            server.pause().await;
+            let _ = timeout(GRACE, app.finish()).await;
             server.stop(true).await;
         }
     });

@@ -37,6 +37,7 @@ pub async fn each_request(
     request: ServiceRequest,
     next: Next<impl MessageBody>,
 ) -> Result<ServiceResponse<impl MessageBody>, Error> {
+    let _waited_for = app.in_progress();
     let span = tracing::info_span!("request", method = %request.method(), uri = %request.uri());
     let limit = app.config.request_timeout;
     let answered = timeout(limit, next.call(request))

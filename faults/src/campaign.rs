@@ -130,7 +130,8 @@ fn rest(crew: &Crew, ledger: &Ledger) {
     let end = Instant::now() + RESTING;
     for worker in crew.numbers() {
         loop {
-            match ledger.book().rested(worker) {
+            let rested = ledger.book().rested(worker);
+            match rested {
                 Some((given, of)) if given == of => break,
                 Some((given, of)) => {
                     ledger.violation(format!(

@@ -21,10 +21,10 @@ const SETTLING: Duration = Duration::from_secs(10);
 /// Whatever the server would never let happen; it is looked at all the same, in a failover above all. And locks whose
 /// session has been idle for longer than anybody here holds one or is frozen.
 const MUST_BE_EMPTY: &str = "
-    SELECT format('the lock %s/%s is held by %s, %s of them exclusively', classid, objid, count(*),
+    SELECT format('the lock %s/%s is held by %s, %s of them exclusively', classid, objid, count(DISTINCT pid),
             count(*) FILTER (WHERE mode = 'ExclusiveLock')) AS text
         FROM pg_locks WHERE locktype = 'advisory' AND granted GROUP BY classid, objid, objsubid
-        HAVING count(*) > 1 AND bool_or(mode = 'ExclusiveLock')
+        HAVING count(DISTINCT pid) > 1 AND bool_or(mode = 'ExclusiveLock')
     UNION ALL
     SELECT format('%s requests to %s are in flight', count(*), service)
         FROM resource_control.service_request

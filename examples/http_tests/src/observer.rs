@@ -57,6 +57,14 @@ impl Observer {
             .len()
     }
 
+    /// How many sessions wait for anything.
+    pub(crate) fn blocked(&mut self) -> i64 {
+        self.count(
+            "pg_locks WHERE NOT granted AND database = \
+             (SELECT oid FROM pg_database WHERE datname = current_database())",
+        )
+    }
+
     /// How many calls have a slot.
     pub(crate) fn in_flight(&mut self) -> i64 {
         service_request::table

@@ -4,6 +4,7 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
+use diesel::connection::SimpleConnection;
 use fragile_geocoder::{FragileGeocoder, Stats};
 use serde_json::{Value, json};
 use workbench::Database;
@@ -56,21 +57,35 @@ fn count(answers: &[Answer], status: u16) -> usize {
 }
 
 /// Ten requests for one server and one period, over two instances: one gets it, nine are told.
+///
+/// Nobody can insert before all ten are at it, so those who only check first would all find it free.
 pub fn ten_overlapping_bookings_make_one_row(binary: &str) {
     let database = Database::new();
     let instances = [
         Start::of(binary, &database.url()).start(),
         Start::of(binary, &database.url()).start(),
     ];
-    let answers = at_once(10, |number| {
-        instances[number % 2].post_json("/reservations", reservation(number))
+    let mut observer = Observer::of(&database);
+    let mut bad_luck = database.connect();
+    bad_luck
+        .batch_execute("BEGIN; LOCK TABLE reservations IN SHARE MODE")
+        .expect("there is the table");
+    let answers = thread::scope(|scope| {
+        let answers = scope.spawn(|| {
+            at_once(10, |number| {
+                instances[number % 2].post_json("/reservations", reservation(number))
+            })
+        });
+        eventually("all ten are at it", || observer.blocked() == 10);
+        bad_luck.batch_execute("COMMIT").expect("it was begun");
+        answers.join().expect("they are answered")
     });
     assert_eq!(
         (count(&answers, 201), count(&answers, 409)),
         (1, 9),
         "{answers:#?}"
     );
-    assert_eq!(Observer::of(&database).count("reservations"), 1);
+    assert_eq!(observer.count("reservations"), 1);
 
     // Another server, and another period, are free.
     let mut other = reservation(1);
@@ -195,11 +210,8 @@ pub fn a_second_rebuild_is_told_when_to_come_back(binary: &str) {
     assert_eq!(first.post_json("/reservations", &now).status, 201);
     // As no client can: a reservation that lasts until today.
     let mut conn = database.connect();
-    diesel::connection::SimpleConnection::batch_execute(
-        &mut conn,
-        "UPDATE reservations SET end_date = 'infinity'",
-    )
-    .expect("it is there");
+    conn.batch_execute("UPDATE reservations SET end_date = 'infinity'")
+        .expect("it is there");
 
     let answer = first.post("/cache/rebuild");
     assert_eq!(answer.status, 202, "{answer:?}");

@@ -26,6 +26,10 @@ use crate::transaction;
 /// needed. What cannot be delivered, because the pool stays exhausted or the program ends, ends by its
 /// time-out.
 ///
+/// A permit must live as long as the request does: where an async handler is dropped because its client
+/// hung up, the slot is free while the service may still be at work. Make the call to its end on a
+/// blocking thread, or in a task of its own, that has the permit.
+///
 /// A release touches only the permit's own request, and a late one changes nothing.
 #[derive(Debug)]
 #[must_use = "if unused the slot is released at once"]

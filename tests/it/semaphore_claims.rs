@@ -97,10 +97,7 @@ fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {
             ONE.details("slow").claim_on(conn).unwrap()
         });
         eventually("the slow claim has its id and waits", || {
-            number(
-                observer.conn(),
-                "SELECT count(*) FROM pg_locks WHERE NOT granted",
-            ) == 1
+            observer.all_waiting() == 1
         });
         for _ in 0..3 {
             assert!(ONE.claim_on(conn).unwrap().is_busy());
@@ -169,7 +166,9 @@ fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused
     assert_eq!(setting(conn, "lock_timeout"), "4s");
     conn.batch_execute("COMMIT").unwrap();
     assert_eq!(setting(conn, "lock_timeout"), "3s");
-    assert_eq!(log(conn)[20].slot, late[7].slot);
+    let log = log(conn);
+    assert_eq!(log[20].slot, late[7].slot);
+    assert_eq!(log[20].id, late[19].id + 1, "no id was drawn in vain");
 }
 
 /// Where all that is left is overdue, and another claim is marking it, that claim's commit is waited
@@ -289,12 +288,7 @@ fn a_completion_waits_for_the_renewal_before_it() {
             conn.batch_execute(PATIENT).unwrap();
             ONE.complete_on(conn, held.id).unwrap()
         });
-        eventually("the completion waits", || {
-            number(
-                observer.conn(),
-                "SELECT count(*) FROM pg_locks WHERE NOT granted",
-            ) == 1
-        });
+        eventually("the completion waits", || observer.all_waiting() == 1);
         open.batch_execute("COMMIT").unwrap();
         assert!(completed.join().unwrap());
     });
@@ -321,7 +315,9 @@ fn a_transaction_opened_long_ago_sees_the_present() {
     let two = Semaphore::named("geocoder", 2, Duration::from_secs(30));
     fill(&two, conn);
     expire(conn, "geocoder");
+    old.batch_execute("SET LOCAL lock_timeout = '4s'").unwrap();
     assert!(claim_in_sql(old, "geocoder", 2));
+    assert_eq!(setting(old, "lock_timeout"), "4s");
     let rows = log(old);
     let [.., one, other, new] = &rows[..] else {
         panic!("{rows:?}")

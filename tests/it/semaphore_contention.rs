@@ -242,7 +242,9 @@ fn a_lowered_number_holds_for_new_claims_while_older_ones_end() {
                 scope.spawn(|| {
                     let conn = &mut at_level(&database, level);
                     start.wait();
-                    while !done.load(Ordering::SeqCst) {
+                    // Not for ever, should the others fail.
+                    let end = Instant::now() + Duration::from_secs(60);
+                    while !done.load(Ordering::SeqCst) && Instant::now() < end {
                         if let Some(claim) = four.claim_on(conn).unwrap().acquired() {
                             holders.enter(4);
                             assert!(claim.slot < 4);

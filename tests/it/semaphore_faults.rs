@@ -10,7 +10,10 @@ use diesel_interlock::{Error, PgPool, Semaphore, migrations};
 use workbench::{Cluster, Database, RoundTrips, StopMode};
 
 use crate::semaphores::{database, request};
-use crate::support::{Expect, Observer, backend_pid, eventually, panic_after_the_next_statement};
+use crate::support::{
+    Expect, Observer, backend_pid, eventually, panic_after_the_next_statement,
+    panic_before_the_next_statement,
+};
 
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(3600));
 
@@ -122,38 +125,43 @@ fn a_severed_network_is_reported_and_the_release_follows() {
 fn a_panic_in_the_instrumentation_neither_aborts_nor_loses_the_release() {
     let database = database();
     let pool = trusting_pool(&database);
-    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
-    let id = permit.claim().id;
-    panic_after_the_next_statement(&mut pool.get().unwrap());
-    drop(permit);
-    assert_released_in_the_background(&database, id);
+    for panics in [
+        panic_before_the_next_statement,
+        panic_after_the_next_statement,
+    ] {
+        let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        let id = permit.claim().id;
+        panics(&mut pool.get().unwrap());
+        drop(permit);
+        assert_released_in_the_background(&database, id);
 
-    // While another panic unwinds.
-    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
-    let id = permit.claim().id;
-    panic_after_the_next_statement(&mut pool.get().unwrap());
-    let panicked = catch_unwind(AssertUnwindSafe(|| {
-        let _permit = permit;
-        panic!("in the work");
-    }));
-    assert!(panicked.is_err());
-    assert_released_in_the_background(&database, id);
+        // While another panic unwinds.
+        let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        let id = permit.claim().id;
+        panics(&mut pool.get().unwrap());
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let _permit = permit;
+            panic!("in the work");
+        }));
+        assert!(panicked.is_err());
+        assert_released_in_the_background(&database, id);
 
-    // In the thread itself.
-    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
-    let id = permit.claim().id;
-    let mut only = pool.get().unwrap();
-    panic_after_the_next_statement(&mut only);
-    drop(permit);
-    drop(only);
-    assert_released_in_the_background(&database, id);
+        // In the thread itself.
+        let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        let id = permit.claim().id;
+        let mut only = pool.get().unwrap();
+        panics(&mut only);
+        drop(permit);
+        drop(only);
+        assert_released_in_the_background(&database, id);
 
-    // Out of the release itself.
-    let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
-    let id = permit.claim().id;
-    panic_after_the_next_statement(&mut pool.get().unwrap());
-    assert!(catch_unwind(AssertUnwindSafe(|| permit.release())).is_err());
-    assert_released_in_the_background(&database, id);
+        // Out of the release itself.
+        let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
+        let id = permit.claim().id;
+        panics(&mut pool.get().unwrap());
+        assert!(catch_unwind(AssertUnwindSafe(|| permit.release())).is_err());
+        assert_released_in_the_background(&database, id);
+    }
 }
 
 /// What is done in a transaction that somebody left open in the pool is never committed.

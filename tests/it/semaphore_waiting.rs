@@ -101,6 +101,29 @@ fn a_pool_without_a_connection_is_an_error() {
     assert!(start.elapsed() < Duration::from_secs(10));
 }
 
+/// The deadline includes the check-out, however patient the pool.
+#[test]
+fn a_wait_ends_in_time_though_the_pool_has_nothing_more_to_give() {
+    let database = database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .connection_timeout(LONG)
+        .build(ConnectionManager::new(proxy.url()))
+        .unwrap();
+    let _held = ONE.try_acquire(&pool).unwrap().expect_acquired();
+    std::thread::scope(|scope| {
+        let start = Instant::now();
+        let asked = proxy.round_trips();
+        let waiter = scope.spawn(|| ONE.acquire_timeout(&pool, Duration::from_secs(1)));
+        eventually("it has asked", || proxy.round_trips() > asked);
+        let _only = pool.get().unwrap();
+        assert!(waiter.join().unwrap().unwrap().is_busy());
+        assert!(start.elapsed() < Duration::from_secs(10));
+    });
+}
+
 #[test]
 fn a_holder_and_its_waiters_share_one_connection() {
     let database = database();

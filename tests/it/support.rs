@@ -76,6 +76,13 @@ impl Observer {
         )
     }
 
+    /// How many sessions of the database wait for a lock of whatever kind.
+    pub(crate) fn all_waiting(&mut self) -> i64 {
+        self.count(
+            "pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+        )
+    }
+
     /// How many advisory locks are held in the database, whatever their key.
     pub(crate) fn all_held(&mut self) -> i64 {
         self.count(
@@ -201,6 +208,17 @@ pub(crate) fn panic_after_the_next_statement(conn: &mut PgConnection) {
     conn.set_instrumentation(move |event: InstrumentationEvent<'_>| {
         let finished = matches!(event, InstrumentationEvent::FinishQuery { .. });
         if finished && !std::mem::replace(&mut panicked, true) {
+            panic!("in the instrumentation");
+        }
+    });
+}
+
+/// Makes the connection's instrumentation panic once, before the next statement is sent.
+pub(crate) fn panic_before_the_next_statement(conn: &mut PgConnection) {
+    let mut panicked = false;
+    conn.set_instrumentation(move |event: InstrumentationEvent<'_>| {
+        let starts = matches!(event, InstrumentationEvent::StartQuery { .. });
+        if starts && !std::mem::replace(&mut panicked, true) {
             panic!("in the instrumentation");
         }
     });

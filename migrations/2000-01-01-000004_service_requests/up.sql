@@ -136,12 +136,14 @@ BEGIN
         IF overdue <> '{}' THEN
             UPDATE resource_control.service_request AS r
                 SET timed_out_at = clock_timestamp()
-                WHERE r.id IN (
+                -- An array and + 0, or a plan that is made for a tiny table would follow the index of
+                -- the ids through all of a large one.
+                WHERE r.id = ANY (ARRAY (
                     SELECT d.id FROM resource_control.service_request AS d
                         WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
                             AND d.expires_at <= clock_timestamp()
-                        ORDER BY d.id
-                        FOR NO KEY UPDATE SKIP LOCKED);
+                        ORDER BY d.id + 0
+                        FOR NO KEY UPDATE SKIP LOCKED));
         END IF;
         -- What could not be marked may be being renewed, and counts.
         EXIT WHEN lowered AND slots < bound + (
@@ -273,12 +275,12 @@ BEGIN
             ) AS r;
         EXIT WHEN last IS NULL;
         DELETE FROM resource_control.service_request AS r
-            WHERE r.id IN (
+            WHERE r.id = ANY (ARRAY (
                 SELECT d.id FROM resource_control.service_request AS d
                     WHERE d.id = ANY (old)
                         AND COALESCE(GREATEST(d.completed_at, d.timed_out_at), d.expires_at) < before
                     ORDER BY d.id
-                    FOR UPDATE SKIP LOCKED);
+                    FOR UPDATE SKIP LOCKED));
         GET DIAGNOSTICS deleted = ROW_COUNT;
         pruned := pruned + deleted;
         EXIT WHEN young;

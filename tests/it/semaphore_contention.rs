@@ -120,7 +120,9 @@ fn hammer(database: &Database, level: &str, semaphore: &Semaphore, forgetful: bo
             });
         }
         let conn = &mut database.connect();
-        while running.load(Ordering::SeqCst) > 0 {
+        // Not for ever, should a client fail.
+        let end = Instant::now() + Duration::from_secs(60);
+        while running.load(Ordering::SeqCst) > 0 && Instant::now() < end {
             let in_flight = number(
                 conn,
                 &format!(

@@ -196,10 +196,16 @@ impl Drop for Permit {
         if self.released {
             return;
         }
-        // Diesel's instrumentation is the caller's code and runs with every statement.
-        let released = catch_unwind(AssertUnwindSafe(|| self.release_without_waiting()));
+        // Diesel's instrumentation is the caller's code and runs with every statement; so is whoever
+        // subscribes to events.
+        let released = catch_unwind(AssertUnwindSafe(|| {
+            let released = self.release_without_waiting();
+            if !released {
+                events::release_deferred(self.what(), self.since);
+            }
+            released
+        }));
         if !released.unwrap_or(false) {
-            events::release_deferred(self.what(), self.since);
             late::deliver(Release {
                 id: self.claim.id,
                 pool: self.pool.clone(),

@@ -117,10 +117,61 @@ fn a_busy_pooler_shows_as_well() {
 
 #[test]
 fn in_transaction_mode_transaction_locks_throttles_and_semaphores_hold() {
-    const CLIENTS: usize = 8;
-    const ROUNDS: usize = 50;
     let (_cluster, pooler) = pooled(PoolMode::Transaction, 4);
-    let pool = pool(&pooler, CLIENTS as u32);
+    transaction_locks_throttles_and_semaphores_hold(&pool(&pooler, CLIENTS as u32));
+}
+
+#[test]
+fn prepared_statements_work_where_the_pooler_follows_them_and_fail_loudly_where_not() {
+    let (_cluster, pooler) = pooled(PoolMode::Transaction, 4);
+    if PgBouncer::follows_prepared_statements() {
+        let pool = Pool::builder()
+            .max_size(CLIENTS as u32)
+            .build(ConnectionManager::new(pooler.url("postgres")))
+            .unwrap();
+        transaction_locks_throttles_and_semaphores_hold(&pool);
+        return;
+    }
+    eprintln!("this PgBouncer is older than 1.21");
+    // Sooner or later a client meets a session that knows no statement of its name, or another client's of the same one.
+    let connect = |_| PgConnection::establish(&pooler.url("postgres")).unwrap();
+    let mut clients: Vec<_> = (0..CLIENTS).map(connect).collect();
+    let start = Barrier::new(CLIENTS);
+    let failed = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for conn in &mut clients {
+            scope.spawn(|| {
+                start.wait();
+                for round in 0..ROUNDS {
+                    let import = Throttle::of(Resource::Import).key(round);
+                    match import.attempt(conn, "me") {
+                        Ok(_) => {}
+                        Err(error) => {
+                            assert!(causes(&error).contains("prepared statement"), "{error:?}");
+                            failed.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                }
+            });
+        }
+    });
+    assert!(failed.into_inner() > 0);
+}
+
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+const CLIENTS: usize = 8;
+const ROUNDS: usize = 50;
+
+fn transaction_locks_throttles_and_semaphores_hold(pool: &PgPool) {
     pool.get()
         .unwrap()
         .batch_execute("CREATE TABLE counter AS SELECT 0 AS n")

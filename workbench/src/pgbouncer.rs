@@ -3,6 +3,7 @@
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use diesel::connection::{Connection, SimpleConnection};
@@ -59,7 +60,7 @@ impl PgBouncer {
             PoolMode::Transaction => "transaction",
         };
         let directory = watcher.directory().display();
-        let settings = format!(
+        let mut settings = format!(
             "[databases]\n\
              * = host={} port={port} user=postgres\n\
              [pgbouncer]\n\
@@ -73,6 +74,9 @@ impl PgBouncer {
              server_login_retry = 0.2\n",
             server.display(),
         );
+        if Self::follows_prepared_statements() {
+            settings.push_str("max_prepared_statements = 200\n");
+        }
         let file = watcher.directory().join("pgbouncer.ini");
         fs::write(&file, settings)
             .unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
@@ -85,6 +89,20 @@ impl PgBouncer {
     /// Whether the program is installed.
     pub fn is_installed() -> bool {
         find().is_some()
+    }
+
+    /// Whether a client may name its prepared statements in transaction mode: since version 1.21.
+    ///
+    /// # Panics
+    ///
+    /// If the program is not installed, or does not tell its version.
+    pub fn follows_prepared_statements() -> bool {
+        let output = Command::new(binaries().join("pgbouncer"))
+            .arg("--version")
+            .output()
+            .expect("PgBouncer can be run");
+        let text = String::from_utf8_lossy(&output.stdout);
+        version(&text).unwrap_or_else(|| panic!("what version is this? {text}")) >= (1, 21)
     }
 
     /// A connection string for a database of the server behind it.
@@ -121,6 +139,13 @@ impl PgBouncer {
 
 fn binaries() -> PathBuf {
     find().expect("PgBouncer is not installed: install the package `pgbouncer`")
+}
+
+/// The first two numbers of `PgBouncer 1.18.0`.
+fn version(text: &str) -> Option<(u32, u32)> {
+    let numbers = text.strip_prefix("PgBouncer ")?.lines().next()?;
+    let mut numbers = numbers.split('.').map(|number| number.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
 }
 
 fn find() -> Option<PathBuf> {

@@ -4,6 +4,8 @@ mod guard;
 mod lease;
 mod mode;
 mod query;
+#[cfg(feature = "r2d2")]
+mod seats;
 mod session;
 mod wait;
 #[cfg(feature = "r2d2")]
@@ -217,11 +219,15 @@ impl AdvisoryLock {
     /// # Blocking
     ///
     /// Waits for a connection as [`try_acquire`](Self::try_acquire) does, and then for the lock,
-    /// without end, occupying the connection meanwhile: a pool of ten can serve nobody while ten
-    /// wait. [`acquire_timeout`](Self::acquire_timeout) ends the wait, and a pool of its own for
-    /// the waiters bounds what they take.
+    /// without end; [`acquire_timeout`](Self::acquire_timeout) ends the wait.
     ///
-    /// The wait is cut in slices of half a second, shorter than `deadlock_timeout`: a waiter's
+    /// Who waits occupies a connection. So that a crowd of waiters does not take the pool from everybody
+    /// else, the threads of a process that wait on the server occupy no more than half as many
+    /// connections as the pool may have (and one at least). The others hold none: they try when one of
+    /// those has the lock or gives up, and otherwise now and then, together about two hundred times a
+    /// second at most.
+    ///
+    /// The wait on the server is cut in slices of half a second, shorter than `deadlock_timeout`: a waiter's
     /// snapshot and the holder's `CREATE INDEX CONCURRENTLY` would otherwise wait for each other.
     /// Hence
     /// - no order among waiters is promised: the place in the queue is lost between slices;
@@ -239,7 +245,14 @@ impl AdvisoryLock {
     /// Those of [all session locks](#errors-of-all-of-them).
     #[cfg(feature = "r2d2")]
     pub fn acquire(&self, pool: &PgPool) -> Result<PooledGuard> {
-        session::acquire(self, self.check_out(pool, None)?)
+        // Without a deadline a wait ends with the lock, or with an error.
+        loop {
+            let lease = self.check_out(pool, None)?;
+            let attempt = session::acquire_in_turn(self, pool, lease, Deadline::NEVER)?;
+            if let Attempt::Acquired(guard) = attempt {
+                return Ok(guard);
+            }
+        }
     }
 
     /// Takes the lock, on the given connection; waits for it as long as it takes.
@@ -279,7 +292,7 @@ impl AdvisoryLock {
     ) -> Result<Attempt<PooledGuard>> {
         let deadline = Deadline::after(timeout);
         let lease = self.check_out(pool, Some(timeout))?;
-        session::acquire_until(self, lease, deadline)
+        session::acquire_in_turn(self, pool, lease, deadline)
     }
 
     /// Takes the lock, on the given connection; waits at most `timeout` for it.

@@ -152,6 +152,8 @@ mod key;
 pub mod migrations;
 pub mod monitor;
 #[cfg(feature = "r2d2")]
+mod pauses;
+#[cfg(feature = "r2d2")]
 mod pool;
 mod read_committed;
 /// The tables of `resource_control`, as `diesel print-schema` writes them: for queries of one's own.

@@ -6,8 +6,6 @@ mod late;
 #[cfg(feature = "r2d2")]
 mod permit;
 mod query;
-#[cfg(feature = "r2d2")]
-mod wait;
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -24,11 +22,11 @@ pub use self::admission::{Admission, Claim, Full};
 #[cfg(feature = "r2d2")]
 pub use self::permit::Permit;
 use self::query::ClaimRequest;
-#[cfg(feature = "r2d2")]
-use self::wait::Waiting;
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
 use crate::events::{self, What};
+#[cfg(feature = "r2d2")]
+use crate::pauses::{Crowd, Pauses};
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool};
 use crate::read_committed;
@@ -277,16 +275,18 @@ impl Semaphore {
 
     #[cfg(feature = "r2d2")]
     fn admit_until(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
-        let mut waiting = Waiting::until(Instant::now().checked_add(timeout));
+        static WAITERS: Crowd = Crowd::new();
+        let mut pauses = Pauses::until(Instant::now().checked_add(timeout), &WAITERS);
         let mut full = match self.admit_within(pool, Some(timeout))? {
             Admission::Full(full) => full,
             admitted => return Ok(admitted),
         };
-        while waiting.pause(full.retry_after) {
-            match self.admit_within(pool, Some(waiting.remaining())) {
+        while let Some(pause) = pauses.next(full.retry_after) {
+            std::thread::sleep(pause);
+            match self.admit_within(pool, Some(pauses.remaining())) {
                 Ok(Admission::Full(still)) => full = still,
                 // The pool's connections were in use to the end of the wait.
-                Err(Error::Pool(_)) if waiting.remaining().is_zero() => break,
+                Err(Error::Pool(_)) if pauses.remaining().is_zero() => break,
                 answer => return answer,
             }
         }

@@ -1,19 +1,28 @@
 //! Taking a session lock on a leased connection.
 
+#[cfg(feature = "r2d2")]
 use std::time::Duration;
 
 use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
 use super::AdvisoryLock;
+#[cfg(feature = "r2d2")]
+use super::PooledGuard;
 use super::guard::{AdvisoryLockGuard, Hold};
 use super::lease::{Doubt, Lease, Pinned};
 use super::query::{TryAcquire, TryAcquireFenced, TryAcquired, TryAcquiredFenced};
+#[cfg(feature = "r2d2")]
+use super::seats::Seat;
 use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
 use crate::events::{self, What};
 use crate::key::LockKey;
+#[cfg(feature = "r2d2")]
+use crate::pauses::{Crowd, Pauses};
+#[cfg(feature = "r2d2")]
+use crate::pool::{PgPool, PooledPgConnection};
 use crate::transaction::{self, Transaction};
 
 /// Takes the lock; waits for it as long as it takes.
@@ -22,9 +31,7 @@ pub(super) fn acquire<C: Lease>(lock: &AdvisoryLock, lease: C) -> Result<Advisor
         What::Lock(&lock.key),
         || {
             let mut tried = Tried::send(lock, lease)?;
-            while !tried.granted {
-                tried.wait(Duration::MAX)?;
-            }
+            tried.wait_until(Deadline::NEVER)?;
             Ok(tried.into_guard())
         },
         |_| "acquired",
@@ -41,18 +48,49 @@ pub(super) fn acquire_until<C: Lease>(
         What::Lock(&lock.key),
         || {
             let mut tried = Tried::send(lock, lease)?;
-            while !tried.granted {
-                let left = deadline.remaining();
-                if left.is_zero() {
-                    tried.pinned.trust();
-                    return Ok(Attempt::Busy);
-                }
-                tried.wait(left)?;
-            }
-            Ok(Attempt::Acquired(tried.into_guard()))
+            tried.wait_until(deadline)?;
+            Ok(tried.into_attempt())
         },
         Attempt::outcome,
     )
+}
+
+/// Takes the lock, on a connection out of the pool; waits for it until the deadline, but gives the
+/// connection back meanwhile if too many wait.
+#[cfg(feature = "r2d2")]
+pub(super) fn acquire_in_turn(
+    lock: &AdvisoryLock,
+    pool: &PgPool,
+    lease: PooledPgConnection,
+    deadline: Deadline,
+) -> Result<Attempt<PooledGuard>> {
+    static WITHOUT_SEAT: Crowd = Crowd::new();
+    let mut pauses = None;
+    let call = || {
+        let mut tried = Tried::send(lock, lease)?;
+        while !tried.granted {
+            if let Some(_seat) = Seat::take(pool.max_size()) {
+                pauses = None;
+                tried.wait_until(deadline)?;
+                break;
+            }
+            drop(tried.into_attempt());
+            let pauses =
+                pauses.get_or_insert_with(|| Pauses::until(deadline.instant(), &WITHOUT_SEAT));
+            let Some(pause) = pauses.next(Duration::MAX) else {
+                return Ok(Attempt::Busy);
+            };
+            Seat::wait_for_one(pause);
+            tried = match lock.check_out(pool, Some(pauses.remaining())) {
+                Ok(lease) => Tried::send(lock, lease)?,
+                // The pool's connections were in use to the end of the wait.
+                Err(Error::Pool(_)) if pauses.remaining().is_zero() => return Ok(Attempt::Busy),
+                Err(error) => return Err(error),
+            };
+        }
+        Ok(tried.into_attempt())
+    };
+    events::acquire(What::Lock(&lock.key), call, Attempt::outcome)
 }
 
 /// What the server said to either kind of try.
@@ -147,8 +185,15 @@ impl<C: Lease> Tried<C> {
         Ok(tried)
     }
 
-    fn wait(&mut self, limit: Duration) -> Result<()> {
-        self.granted = wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, limit)?;
+    /// Waits, slice by slice, until it has the lock or the time is up.
+    fn wait_until(&mut self, deadline: Deadline) -> Result<()> {
+        while !self.granted {
+            let left = deadline.remaining();
+            if left.is_zero() {
+                break;
+            }
+            self.granted = wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, left)?;
+        }
         Ok(())
     }
 
@@ -168,6 +213,15 @@ impl<C: Lease> Tried<C> {
             self.pinned.trust();
         }
         Error::InTransaction
+    }
+
+    fn into_attempt(mut self) -> Attempt<AdvisoryLockGuard<C>> {
+        if self.granted {
+            Attempt::Acquired(self.into_guard())
+        } else {
+            self.pinned.trust();
+            Attempt::Busy
+        }
     }
 
     fn into_guard(mut self) -> AdvisoryLockGuard<C> {

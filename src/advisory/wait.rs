@@ -48,9 +48,16 @@ const SESSION_MOVED: &str = "diesel_interlock_session_moved";
 pub(super) struct Deadline(Option<Instant>);
 
 impl Deadline {
+    pub(super) const NEVER: Self = Self(None);
+
     /// What the clock cannot express is never.
     pub(super) fn after(timeout: Duration) -> Self {
         Self(Instant::now().checked_add(timeout))
+    }
+
+    #[cfg(feature = "r2d2")]
+    pub(super) fn instant(self) -> Option<Instant> {
+        self.0
     }
 
     pub(super) fn remaining(self) -> Duration {

@@ -219,17 +219,18 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
 fn the_holder_creates_an_index_concurrently_while_twenty_sessions_wait() {
     const WAITERS: i64 = 20;
     let database = Database::new();
-    let pool = database.pool(WAITERS as u32 + 1);
     let mut observer = Observer::of(&database);
-    let mut guard = LOCK.acquire(&pool).unwrap();
+    let mut guard = LOCK.acquire(&database.pool(1)).unwrap();
+    let mut sessions: Vec<_> = (0..WAITERS).map(|_| database.connect()).collect();
     guard
         .conn()
         .batch_execute("CREATE TABLE t AS SELECT generate_series(1, 1000) AS id")
         .unwrap();
 
     std::thread::scope(|scope| {
-        let waiters: Vec<_> = (0..WAITERS)
-            .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
+        let waiters: Vec<_> = sessions
+            .iter_mut()
+            .map(|conn| scope.spawn(|| LOCK.acquire_on(conn)?.release()))
             .collect();
         crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == WAITERS);
         let indexed = guard
@@ -252,16 +253,17 @@ fn slices_suit_the_servers_deadlock_timeout() {
             .setting("deadlock_timeout", deadlock_timeout)
             .start();
         let database = cluster.database();
-        let pool = database.pool(3);
         let mut observer = Observer::of(&database);
-        let mut guard = LOCK.acquire(&pool).unwrap();
+        let mut guard = LOCK.acquire(&database.pool(1)).unwrap();
+        let mut sessions = [database.connect(), database.connect()];
         guard
             .conn()
             .batch_execute("CREATE TABLE t (id int); SET statement_timeout = '20s'")
             .unwrap();
         std::thread::scope(|scope| {
-            let waiters: Vec<_> = (0..2)
-                .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
+            let waiters: Vec<_> = sessions
+                .iter_mut()
+                .map(|conn| scope.spawn(|| LOCK.acquire_on(conn)?.release()))
                 .collect();
             crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == 2);
             let indexed: QueryResult<Vec<_>> = (0..3)
@@ -281,34 +283,14 @@ fn slices_suit_the_servers_deadlock_timeout() {
 }
 
 #[test]
-fn a_pool_full_of_waiters_does_not_starve_the_holder() {
-    let database = Database::new();
-    let pool = database.pool(4);
-    let mut observer = Observer::of(&database);
-    let mut guard = LOCK.acquire(&pool).unwrap();
-    std::thread::scope(|scope| {
-        let waiters: Vec<_> = (0..3)
-            .map(|_| scope.spawn(|| LOCK.acquire(&pool)?.release()))
-            .collect();
-        crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == 3);
-        // No second connection is to be had, and none is needed.
-        diesel::sql_query("SELECT 1").execute(guard.conn()).unwrap();
-        guard.release().unwrap();
-        for waiter in waiters {
-            waiter.join().unwrap().unwrap();
-        }
-    });
-}
-
-#[test]
 fn a_shared_wait_holds_what_it_waited_for() {
     let database = Database::new();
-    let pool = database.pool(1);
+    let mut conn = database.connect();
     let shared = AdvisoryLock::new(LockKey::pair(-1, 1)).shared();
     let holder = foreign_session_holding(&database, shared.key().id().unwrap());
     let mut observer = Observer::of(&database);
     std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| shared.acquire(&pool).unwrap());
+        let waiter = scope.spawn(|| shared.acquire_on(&mut conn).unwrap());
         while observer.waiters(shared.key()) == 0 {}
         drop(holder);
         let mut guard = waiter.join().unwrap();

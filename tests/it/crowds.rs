@@ -1,0 +1,98 @@
+//! Many threads that wait for one lock, over one pool.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{AdvisoryLock, PooledGuard};
+use workbench::Database;
+
+use crate::support::{Expect, Observer, eventually, foreign_session_holding};
+
+/// Far above what anything here takes.
+const LONG: Duration = Duration::from_secs(300);
+
+/// Starts that many threads with small stacks.
+fn crowd<'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    size: usize,
+    work: impl Fn() + Copy + Send + 'scope,
+) {
+    for _ in 0..size {
+        let small = thread::Builder::new().stack_size(256 * 1024);
+        small.spawn_scoped(scope, work).unwrap();
+    }
+}
+
+#[test]
+fn a_thousand_waiters_leave_connections_to_the_holder_and_to_everybody_else() {
+    static LOCK: AdvisoryLock = AdvisoryLock::named("wanted by a thousand");
+    static OTHER: AdvisoryLock = AdvisoryLock::named("wanted by nobody else");
+    const WAITERS: usize = 1000;
+    let database = Database::new();
+    let pool = database.pool(6);
+    let mut guard = LOCK.acquire(&pool).unwrap();
+    let watch = guard.watch(&pool, Duration::from_millis(10)).unwrap();
+    let start = Barrier::new(WAITERS + 1);
+    let (inside, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        crowd(scope, WAITERS, || {
+            start.wait();
+            let guard = LOCK.acquire_timeout(&pool, LONG).unwrap().expect_acquired();
+            assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+            inside.fetch_sub(1, Ordering::SeqCst);
+            guard.release().unwrap();
+            done.fetch_add(1, Ordering::SeqCst);
+        });
+        start.wait();
+        for _ in 0..50 {
+            guard.conn().batch_execute("SELECT 1").unwrap();
+            // Whoever needs a connection gets one, the lock's watch among them.
+            let mut conn = pool.get_timeout(LONG).unwrap();
+            conn.batch_execute("SELECT 1").unwrap();
+            drop(conn);
+            drop(OTHER.acquire(&pool).unwrap());
+        }
+        let before = watch.last_confirmed();
+        eventually("the watch asks", || watch.last_confirmed() < before);
+        assert_eq!(done.load(Ordering::SeqCst), 0);
+        guard.release().unwrap();
+    });
+    assert_eq!(done.into_inner(), WAITERS);
+}
+
+#[test]
+fn a_crowd_that_waits_in_vain_ends_in_time() {
+    static LOCK: AdvisoryLock = AdvisoryLock::named("never free");
+    let database = Database::new();
+    let pool = database.pool(4);
+    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    thread::scope(|scope| {
+        crowd(scope, 100, || {
+            let timeout = Duration::from_millis(300);
+            assert!(LOCK.acquire_timeout(&pool, timeout).unwrap().is_busy());
+        });
+    });
+    assert_eq!(Observer::of(&database).waiters(LOCK.key()), 0);
+}
+
+#[test]
+fn a_holder_and_its_waiter_share_a_pool_of_two() {
+    static LOCK: AdvisoryLock = AdvisoryLock::named("of two");
+    let database = Database::new();
+    let pool = database.pool(2);
+    let mut observer = Observer::of(&database);
+    let mut guard = LOCK.acquire(&pool).unwrap();
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| LOCK.acquire(&pool).and_then(PooledGuard::release));
+        eventually("it waits", || {
+            observer.waiters(LOCK.key()) == 1 || waiter.is_finished()
+        });
+        diesel::sql_query("SELECT 1").execute(guard.conn()).unwrap();
+        guard.release().unwrap();
+        waiter.join().unwrap().unwrap();
+    });
+}

@@ -245,6 +245,32 @@ fn the_holder_creates_an_index_concurrently_while_twenty_sessions_wait() {
     assert_eq!(observer.all_held(), 0);
 }
 
+/// One long statement's snapshot would keep every row that is deleted meanwhile.
+#[test]
+fn vacuum_gets_at_rows_that_were_deleted_while_sessions_wait() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let guard = LOCK.acquire(&database.pool(1)).unwrap();
+    let mut waiting = database.connect();
+    let mut other = database.connect();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| LOCK.acquire_on(&mut waiting)?.release());
+        crate::support::eventually("it waits", || observer.waiters(LOCK.key()) == 1);
+        other
+            .batch_execute("CREATE TABLE t AS SELECT generate_series(1, 1000) AS id")
+            .unwrap();
+        other.batch_execute("DELETE FROM t").unwrap();
+        crate::support::eventually("the table is empty", || {
+            other.batch_execute("VACUUM t").unwrap();
+            let emptied = diesel::sql_query("SELECT 1 WHERE pg_relation_size('t') = 0");
+            emptied.execute(&mut other).unwrap() == 1
+        });
+        assert!(!waiter.is_finished());
+        guard.release().unwrap();
+        waiter.join().unwrap().unwrap();
+    });
+}
+
 /// Also where the server detects deadlocks sooner than a slice is long by default, or hardly ever.
 #[test]
 fn slices_suit_the_servers_deadlock_timeout() {

@@ -9,7 +9,7 @@ mod network;
 
 use std::fs::OpenOptions;
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,60 +23,74 @@ use self::network::Network;
 /// What takes longer is said to take longer.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The server ends a session whose host has vanished, and the lock is free: what the session set, and whether it idles.
-const SERVER_SIDE: [(&str, &str); 7] = [
-    ("idle", ""),
+/// How much later than its settings say something may be noticed, on a busy machine.
+const SLACK: Duration = Duration::from_secs(8);
+
+/// The server ends a session whose host has vanished, and the lock is free: whether the session idles, what it set, and
+/// the seconds that this promises.
+const SERVER_SIDE: [(&str, &str, Option<u64>); 7] = [
+    ("idle", "", None),
     (
         "idle",
         "tcp_keepalives_idle=2 tcp_keepalives_interval=1 tcp_keepalives_count=3",
+        Some(5),
     ),
     (
         "idle",
         "tcp_keepalives_idle=5 tcp_keepalives_interval=2 tcp_keepalives_count=3",
+        Some(11),
     ),
     (
         "idle",
         "tcp_keepalives_idle=2 tcp_keepalives_interval=1 tcp_keepalives_count=3 tcp_user_timeout=10000",
+        Some(10),
     ),
-    ("idle", "tcp_user_timeout=4000"),
+    ("idle", "tcp_user_timeout=4000", None),
     (
         "busy",
         "tcp_keepalives_idle=2 tcp_keepalives_interval=1 tcp_keepalives_count=3",
+        None,
     ),
     (
         "busy",
         "tcp_keepalives_idle=2 tcp_keepalives_interval=1 tcp_keepalives_count=3 client_connection_check_interval=1000",
+        Some(6),
     ),
 ];
 
-/// A client finds out that its server has vanished: what it does, and its connection string's settings.
-const CLIENT_SIDE: [(&str, &str); 7] = [
-    ("is_held", ""),
+/// A client finds out that its server has vanished: what it does, its connection string's settings, and the seconds that
+/// they promise.
+const CLIENT_SIDE: [(&str, &str, Option<u64>); 7] = [
+    ("is_held", "", None),
     (
         "is_held",
         "keepalives_idle=2 keepalives_interval=1 keepalives_count=3",
+        None,
     ),
-    ("is_held", "tcp_user_timeout=4000"),
+    ("is_held", "tcp_user_timeout=4000", Some(4)),
     (
         "release",
         "keepalives_idle=2 keepalives_interval=1 keepalives_count=3 tcp_user_timeout=4000",
+        Some(4),
     ),
-    ("wait", "tcp_user_timeout=4000"),
+    ("wait", "tcp_user_timeout=4000", None),
     (
         "wait",
         "keepalives_idle=2 keepalives_interval=1 keepalives_count=3",
+        Some(5),
     ),
     (
         "wait",
         "keepalives_idle=2 keepalives_interval=1 keepalives_count=3 tcp_user_timeout=4000",
+        Some(4),
     ),
 ];
 
-fn main() {
+fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if let [what, url, key] = arguments.as_slice() {
         client::run(what, url, key.parse().expect("the key is a number"));
-        return;
+        return ExitCode::SUCCESS;
     }
     let network = Network::make();
     let cluster = server();
@@ -92,7 +106,7 @@ fn main() {
 
     let holders: Vec<Client> = (1..)
         .zip(&SERVER_SIDE)
-        .map(|(key, (state, settings))| {
+        .map(|(key, (state, settings, _))| {
             let options: Vec<_> = settings
                 .split_whitespace()
                 .map(|s| format!("-c {s}"))
@@ -106,7 +120,7 @@ fn main() {
         .collect();
     let askers: Vec<Client> = (101..)
         .zip(&CLIENT_SIDE)
-        .map(|(key, (what, settings))| {
+        .map(|(key, (what, settings, _))| {
             let key = if *what == "wait" { 0 } else { key };
             Client::start(what, &format!("{url} {settings}"), key)
         })
@@ -126,31 +140,50 @@ fn main() {
         }
         for (asker, noticed) in askers.iter_mut().zip(&mut noticed) {
             if noticed.is_none() {
-                *noticed = asker.answers.try_recv().ok();
+                *noticed = asker
+                    .answers
+                    .try_recv()
+                    .ok()
+                    .map(|answer| (vanished.elapsed(), answer));
             }
         }
         thread::sleep(Duration::from_millis(20));
     }
 
+    let mut late = 0;
     println!("The client's host vanishes: the server frees its lock after");
-    for ((state, settings), freed) in SERVER_SIDE.iter().zip(&freed) {
-        let freed = freed.map(|after| format!("{:.1} s", after.as_secs_f64()));
-        print_row(freed, state, settings);
+    for ((state, settings, promise), freed) in SERVER_SIDE.iter().zip(freed) {
+        let text = freed.map(|after| format!("{:.1} s", after.as_secs_f64()));
+        late += print_row(text, state, settings, is_late(freed, *promise));
     }
     println!("The server's host vanishes: a client knows after");
-    for ((what, settings), noticed) in CLIENT_SIDE.iter().zip(noticed) {
-        print_row(noticed, what, settings);
+    for ((what, settings, promise), noticed) in CLIENT_SIDE.iter().zip(noticed) {
+        let (after, text) = noticed.unzip();
+        late += print_row(text, what, settings, is_late(after, *promise));
+    }
+    if late == 0 {
+        ExitCode::SUCCESS
+    } else {
+        println!("{late} later than their settings promise");
+        ExitCode::FAILURE
     }
 }
 
-fn print_row(after: Option<String>, what: &str, settings: &str) {
+fn is_late(after: Option<Duration>, promise: Option<u64>) -> bool {
+    let bound = promise.map(|seconds| Duration::from_secs(seconds) + SLACK);
+    bound.is_some_and(|bound| after.is_none_or(|after| after > bound))
+}
+
+fn print_row(after: Option<String>, what: &str, settings: &str, late: bool) -> u32 {
     let after = after.unwrap_or(format!("> {} s", PATIENCE.as_secs()));
     let settings = if settings.is_empty() {
         "defaults"
     } else {
         settings
     };
-    println!("  {after:<28} {what:<8} {settings}");
+    let late_text = if late { " LATE" } else { "" };
+    println!("  {after:<28} {what:<8} {settings}{late_text}");
+    late.into()
 }
 
 /// A server that listens in this namespace, and trusts whoever reaches it.

@@ -153,8 +153,9 @@ impl AdvisoryLock {
 /// (PostgreSQL 14 and later), which would end the session and so lose the lock; the release puts
 /// it back.
 /// ```sql
-/// SELECT pg_backend_pid(), current_setting('idle_session_timeout', true),
-///        CASE WHEN pg_is_in_recovery() THEN NULL WHEN NOT pg_try_advisory_lock($1) THEN false … END
+/// SELECT current_setting('idle_session_timeout', true),
+///        CASE WHEN pg_is_in_recovery() THEN NULL WHEN NOT pg_try_advisory_lock($1) THEN - pg_backend_pid()
+///             … ELSE pg_backend_pid() END
 /// ```
 ///
 /// # Errors of all of them

@@ -12,7 +12,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use super::lease::{Doubt, Lease, Pinned, distrusted};
 use super::mode::LockMode;
-use super::query::{DrawToken, IsHeld, Release, Released};
+use super::query::{DrawToken, IsHeld, Release, ReleaseCarefully, get_numbered_result};
 #[cfg(feature = "r2d2")]
 use super::watch::Watch;
 use crate::error::{Error, Result};
@@ -101,6 +101,15 @@ pub(super) struct Hold {
     pub(super) idle_session_timeout: Option<String>,
     /// If one was drawn.
     pub(super) fencing_token: Option<i64>,
+}
+
+/// What the server said to an unlock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unlocked {
+    WasHeld,
+    WasNotHeld,
+    /// The session with this pid answered, and nothing was unlocked.
+    SessionMoved(i32),
 }
 
 impl<C: Lease> AdvisoryLockGuard<C> {
@@ -265,15 +274,15 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             Ok(released) => released,
             Err(source) => return self.repair(before, source),
         };
-        if released.pid != pid {
+        if let Unlocked::SessionMoved(answered_by) = released {
             self.pinned.doubt(Doubt::Certain);
             return Err(Error::SessionMoved {
                 key: self.key.clone(),
                 taken_by: pid,
-                answered_by: released.pid,
+                answered_by,
             });
         }
-        let was_held = released.was_held == Some(true);
+        let was_held = released == Unlocked::WasHeld;
         let conn = self.pinned.conn();
         let left_open = match before {
             Transaction::Open => true,
@@ -305,15 +314,29 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         }
     }
 
-    fn unlock(&mut self, prepared: bool) -> QueryResult<Released> {
-        Release {
+    fn unlock(&mut self, prepared: bool) -> QueryResult<Unlocked> {
+        let release = Release {
             id: &self.hold.id,
             mode: self.hold.mode,
             taken_by: self.hold.pid,
-            idle_session_timeout: self.hold.idle_session_timeout.as_deref(),
-            prepared,
-        }
-        .get_result(self.pinned.conn())
+        };
+        let idle_session_timeout = self.hold.idle_session_timeout.as_deref();
+        let answer: Option<i32> = if prepared && idle_session_timeout.is_none() {
+            get_numbered_result!(release, self.pinned.conn())?
+        } else {
+            let query = ReleaseCarefully {
+                release,
+                idle_session_timeout,
+                prepared,
+            };
+            let (answer, _restored): (_, Option<String>) = query.get_result(self.pinned.conn())?;
+            answer
+        };
+        Ok(match answer {
+            None => Unlocked::WasNotHeld,
+            Some(0) => Unlocked::WasHeld,
+            Some(pid) => Unlocked::SessionMoved(pid),
+        })
     }
 
     /// After a failed unlock: ends the aborted transaction that a borrowed connection is in, where
@@ -332,14 +355,15 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             return Err(Error::ReleaseFailed { key, source });
         }
         match self.unlock(false) {
-            Ok(released) if released.pid == self.hold.pid => {
+            Ok(Unlocked::WasHeld) => {
                 self.pinned.trust();
-                Err(match released.was_held {
-                    Some(true) => Error::TransactionLeftOpen { key },
-                    _ => Error::LockLost { key, source: None },
-                })
+                Err(Error::TransactionLeftOpen { key })
             }
-            _ => Err(Error::ReleaseFailed { key, source }),
+            Ok(Unlocked::WasNotHeld) => {
+                self.pinned.trust();
+                Err(Error::LockLost { key, source: None })
+            }
+            Ok(Unlocked::SessionMoved(_)) | Err(_) => Err(Error::ReleaseFailed { key, source }),
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::key::LockId;
 /// Makes a struct with a `QueryFragment` a query that is prepared once per connection.
 ///
 /// There is no static query id, so Diesel caches by the text, of which each statement has one per
-/// mode and kind of key.
+/// mode and kind of key. See [`Numbered`] for those that have to be fast.
 macro_rules! prepared_query {
     ($name:ident -> $row:ty) => {
         impl Query for $name<'_> {
@@ -26,13 +26,60 @@ macro_rules! prepared_query {
         }
 
         impl QueryId for $name<'_> {
-            type QueryId = ();
+            type QueryId = $name<'static>;
             const HAS_STATIC_QUERY_ID: bool = false;
         }
 
         impl<Conn> RunQueryDsl<Conn> for $name<'_> {}
     };
 }
+
+/// A query with the number of its text, by which Diesel finds the prepared statement. Composing and
+/// hashing the text each time would cost a quarter of what a lock costs on the client.
+#[derive(Debug)]
+pub(crate) struct Numbered<const TEXT: usize, Q>(pub(crate) Q);
+
+impl<const TEXT: usize, Q: Query> Query for Numbered<TEXT, Q> {
+    type SqlType = Q::SqlType;
+}
+
+impl<const TEXT: usize, Q: QueryId> QueryId for Numbered<TEXT, Q> {
+    type QueryId = Numbered<TEXT, Q::QueryId>;
+    const HAS_STATIC_QUERY_ID: bool = true;
+}
+
+impl<const TEXT: usize, Q, Conn> RunQueryDsl<Conn> for Numbered<TEXT, Q> {}
+
+impl<const TEXT: usize, Q: QueryFragment<Pg>> QueryFragment<Pg> for Numbered<TEXT, Q> {
+    fn walk_ast<'b>(&'b self, out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        self.0.walk_ast(out)
+    }
+}
+
+/// The number of the text that a statement has for a mode and a kind of key.
+pub(crate) fn text_number(mode: LockMode, id: &LockId) -> usize {
+    match (mode, id) {
+        (LockMode::Exclusive, LockId::BigInt(_)) => 0,
+        (LockMode::Exclusive, LockId::Pair(..)) => 1,
+        (LockMode::Shared, LockId::BigInt(_)) => 2,
+        (LockMode::Shared, LockId::Pair(..)) => 3,
+    }
+}
+
+/// Loads the one row of a query that has a mode and an id, under the number of its text.
+macro_rules! get_numbered_result {
+    ($query:expr, $conn:expr) => {{
+        use crate::advisory::query::{Numbered, text_number};
+        let query = $query;
+        match text_number(query.mode, query.id) {
+            0 => Numbered::<0, _>(query).get_result($conn),
+            1 => Numbered::<1, _>(query).get_result($conn),
+            2 => Numbered::<2, _>(query).get_result($conn),
+            _ => Numbered::<3, _>(query).get_result($conn),
+        }
+    }};
+}
+pub(super) use get_numbered_result;
 
 /// Takes a session lock if it is free, and lifts `idle_session_timeout` (PostgreSQL 14 and later)
 /// from the session that got it, or the server would end the session and with it the lock.
@@ -42,35 +89,35 @@ pub(crate) struct TryAcquire<'a> {
     pub(crate) mode: LockMode,
 }
 
-/// What [`TryAcquire`] answers.
+/// What [`TryAcquire`] answers. As few columns as possible: each costs the client as much as a
+/// function call costs the server.
 #[derive(Debug, Queryable)]
 pub(crate) struct TryAcquired {
-    pub(crate) pid: i32,
     /// As it was before; `None` before PostgreSQL 14.
     pub(crate) idle_session_timeout: Option<String>,
-    /// `None` on a hot standby, where nothing was tried.
-    pub(crate) granted: Option<bool>,
+    /// Negative if another session has the lock; `None` on a hot standby, where nothing was tried.
+    pub(crate) pid: Option<i32>,
 }
 
-prepared_query!(TryAcquire -> (Integer, Nullable<Text>, Nullable<Bool>));
+prepared_query!(TryAcquire -> (Nullable<Text>, Nullable<Integer>));
 
 impl QueryFragment<Pg> for TryAcquire<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         // PostgreSQL evaluates the columns in their order, so the setting is read before it is
         // lifted. A flat SELECT, since a subquery costs as much again as the lock itself.
         out.push_sql(
-            "SELECT pg_catalog.pg_backend_pid(), \
-             pg_catalog.current_setting('idle_session_timeout', true), \
+            "SELECT pg_catalog.current_setting('idle_session_timeout', true), \
              CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
              WHEN NOT pg_catalog.",
         );
         out.push_sql(self.mode.try_lock_function());
         push_key(&mut out, self.id)?;
         out.push_sql(
-            " THEN false \
+            " THEN OPERATOR(pg_catalog.-) pg_catalog.pg_backend_pid() \
              WHEN pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
-             THEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
-             ELSE true END",
+             THEN CASE WHEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
+             THEN pg_catalog.pg_backend_pid() END \
+             ELSE pg_catalog.pg_backend_pid() END",
         );
         Ok(())
     }
@@ -142,54 +189,57 @@ impl QueryFragment<Pg> for DrawToken<'_> {
     }
 }
 
-/// Releases a session lock, if this is still the session that took it, and gives it back its
-/// `idle_session_timeout` where that was lifted.
+/// Releases a session lock, if this is still the session that took it.
 ///
 /// On another session nothing is unlocked: it may hold the same lock for somebody else.
+///
+/// Answers the pid of the session that was met instead; else 0 if the lock was held, and null if not.
 #[derive(Debug)]
 pub(crate) struct Release<'a> {
     pub(crate) id: &'a LockId,
     pub(crate) mode: LockMode,
     pub(crate) taken_by: i32,
+}
+
+prepared_query!(Release -> Nullable<Integer>);
+
+impl QueryFragment<Pg> for Release<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql("SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) ");
+        out.push_bind_param::<Integer, _>(&self.taken_by)?;
+        out.push_sql(" THEN pg_catalog.pg_backend_pid() WHEN pg_catalog.");
+        out.push_sql(self.mode.unlock_function());
+        push_key(&mut out, self.id)?;
+        out.push_sql(" THEN 0 END");
+        Ok(())
+    }
+}
+
+/// As [`Release`], for what is rarely needed: to give the session back its `idle_session_timeout`,
+/// where that was lifted, and not to use a prepared statement, which somebody may have deallocated.
+#[derive(Debug)]
+pub(crate) struct ReleaseCarefully<'a> {
+    pub(crate) release: Release<'a>,
     pub(crate) idle_session_timeout: Option<&'a str>,
-    /// Whether to use a prepared statement, which somebody may have deallocated.
     pub(crate) prepared: bool,
 }
 
-/// What [`Release`] answers.
-#[derive(Debug, Queryable)]
-pub(crate) struct Released {
-    pub(crate) pid: i32,
-    /// PostgreSQL's own answer: whether the lock was held. `None` on another session.
-    pub(crate) was_held: Option<bool>,
-    _restored: Option<String>,
-}
+prepared_query!(ReleaseCarefully -> (Nullable<Integer>, Nullable<Text>));
 
-prepared_query!(Release -> (Integer, Nullable<Bool>, Nullable<Text>));
-
-impl QueryFragment<Pg> for Release<'_> {
+impl QueryFragment<Pg> for ReleaseCarefully<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         if !self.prepared {
             out.unsafe_to_cache_prepared();
         }
-        out.push_sql(
-            "SELECT pg_catalog.pg_backend_pid(), \
-             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ",
-        );
-        out.push_bind_param::<Integer, _>(&self.taken_by)?;
-        out.push_sql(" THEN pg_catalog.");
-        out.push_sql(self.mode.unlock_function());
-        push_key(&mut out, self.id)?;
-        out.push_sql(" END, ");
-        match &self.idle_session_timeout {
-            None => out.push_sql("NULL"),
-            Some(timeout) => {
-                out.push_sql("CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ");
-                out.push_bind_param::<Integer, _>(&self.taken_by)?;
-                out.push_sql(" THEN pg_catalog.set_config('idle_session_timeout', ");
-                out.push_bind_param::<Text, _>(timeout)?;
-                out.push_sql(", false) END");
-            }
+        self.release.walk_ast(out.reborrow())?;
+        if let Some(timeout) = &self.idle_session_timeout {
+            out.push_sql(", CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ");
+            out.push_bind_param::<Integer, _>(&self.release.taken_by)?;
+            out.push_sql(" THEN pg_catalog.set_config('idle_session_timeout', ");
+            out.push_bind_param::<Text, _>(timeout)?;
+            out.push_sql(", false) END");
+        } else {
+            out.push_sql(", NULL");
         }
         Ok(())
     }
@@ -318,35 +368,28 @@ fn push_key_of<'b>(
 }
 
 /// Takes a transaction lock if it is free, unless the isolation level makes it useless.
+///
+/// Answers 1 if it was granted, 0 if another session has it, and if nothing was tried, -1 at REPEATABLE
+/// READ and null on a hot standby.
 #[derive(Debug)]
 pub(crate) struct TryAcquireXact<'a> {
     pub(crate) id: &'a LockId,
     pub(crate) mode: LockMode,
 }
 
-/// What [`TryAcquireXact`] answers.
-#[derive(Debug, Queryable)]
-pub(crate) struct TryAcquiredXact {
-    pub(crate) transaction_isolation: String,
-    /// `None` at REPEATABLE READ and on a hot standby, where nothing was tried.
-    pub(crate) granted: Option<bool>,
-}
-
-prepared_query!(TryAcquireXact -> (Text, Nullable<Bool>));
+prepared_query!(TryAcquireXact -> Nullable<Integer>);
 
 impl QueryFragment<Pg> for TryAcquireXact<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql(
-            "SELECT transaction_isolation, \
-             CASE WHEN transaction_isolation OPERATOR(pg_catalog.<>) 'repeatable read' \
-             AND NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.",
+            "SELECT CASE WHEN pg_catalog.current_setting('transaction_isolation') \
+             OPERATOR(pg_catalog.=) 'repeatable read' THEN -1 \
+             WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN pg_catalog.",
         );
         out.push_sql(self.mode.try_xact_lock_function());
         push_key(&mut out, self.id)?;
-        out.push_sql(
-            " END FROM (SELECT pg_catalog.current_setting('transaction_isolation') \
-             AS transaction_isolation) AS settings",
-        );
+        out.push_sql(" THEN 1 ELSE 0 END");
         Ok(())
     }
 }
@@ -410,13 +453,14 @@ mod tests {
         };
         assert_eq!(
             sql(&query),
-            "SELECT pg_catalog.pg_backend_pid(), \
-             pg_catalog.current_setting('idle_session_timeout', true), \
+            "SELECT pg_catalog.current_setting('idle_session_timeout', true), \
              CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
-             WHEN NOT pg_catalog.pg_try_advisory_lock($1) THEN false \
+             WHEN NOT pg_catalog.pg_try_advisory_lock($1) \
+             THEN OPERATOR(pg_catalog.-) pg_catalog.pg_backend_pid() \
              WHEN pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
-             THEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
-             ELSE true END -- binds: [-5]"
+             THEN CASE WHEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
+             THEN pg_catalog.pg_backend_pid() END \
+             ELSE pg_catalog.pg_backend_pid() END -- binds: [-5]"
         );
     }
 
@@ -426,33 +470,51 @@ mod tests {
             id: &BIGINT,
             mode: LockMode::Exclusive,
             taken_by: 42,
-            idle_session_timeout: None,
-            prepared: true,
         };
         assert_eq!(
             sql(&query),
-            "SELECT pg_catalog.pg_backend_pid(), \
-             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 THEN pg_catalog.pg_advisory_unlock($2) END, NULL -- binds: [42, -5]"
+            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) $1 \
+             THEN pg_catalog.pg_backend_pid() \
+             WHEN pg_catalog.pg_advisory_unlock($2) THEN 0 END -- binds: [42, -5]"
         );
     }
 
     #[test]
-    fn a_release_gives_back_what_was_lifted() {
-        let query = Release {
-            id: &PAIR,
-            mode: LockMode::Shared,
-            taken_by: 42,
+    fn a_careful_release_gives_back_what_was_lifted() {
+        let query = ReleaseCarefully {
+            release: Release {
+                id: &PAIR,
+                mode: LockMode::Shared,
+                taken_by: 42,
+            },
             idle_session_timeout: Some("1min"),
             prepared: true,
         };
         assert_eq!(
             sql(&query),
-            "SELECT pg_catalog.pg_backend_pid(), \
-             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 THEN pg_catalog.pg_advisory_unlock_shared($2, $3) END, \
+            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) $1 \
+             THEN pg_catalog.pg_backend_pid() \
+             WHEN pg_catalog.pg_advisory_unlock_shared($2, $3) THEN 0 END, \
              CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $4 \
              THEN pg_catalog.set_config('idle_session_timeout', $5, false) END \
              -- binds: [42, 1, 2, 42, \"1min\"]"
         );
+    }
+
+    /// Two statements under one number would be one, for Diesel.
+    #[test]
+    fn each_text_has_a_number_of_its_own() {
+        let mut texts = std::collections::BTreeMap::new();
+        for mode in [LockMode::Exclusive, LockMode::Shared] {
+            for id in [&BIGINT, &LockId::BigInt(7), &PAIR, &LockId::Pair(-3, 4)] {
+                let text = diesel::debug_query::<Pg, _>(&TryAcquire { id, mode }).to_string();
+                let text = text.split(" -- ").next().map(str::to_owned);
+                let before = texts.insert(text_number(mode, id), text.clone());
+                assert!(before.is_none() || before == Some(text));
+            }
+        }
+        let distinct: std::collections::BTreeSet<_> = texts.values().collect();
+        assert_eq!((texts.len(), distinct.len()), (4, 4));
     }
 
     #[test]
@@ -483,12 +545,10 @@ mod tests {
         };
         assert_eq!(
             sql(&query),
-            "SELECT transaction_isolation, \
-             CASE WHEN transaction_isolation OPERATOR(pg_catalog.<>) 'repeatable read' \
-             AND NOT pg_catalog.pg_is_in_recovery() \
-             THEN pg_catalog.pg_try_advisory_xact_lock($1) END \
-             FROM (SELECT pg_catalog.current_setting('transaction_isolation') \
-             AS transaction_isolation) AS settings -- binds: [-5]"
+            "SELECT CASE WHEN pg_catalog.current_setting('transaction_isolation') \
+             OPERATOR(pg_catalog.=) 'repeatable read' THEN -1 \
+             WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN pg_catalog.pg_try_advisory_xact_lock($1) THEN 1 ELSE 0 END -- binds: [-5]"
         );
     }
 

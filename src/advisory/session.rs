@@ -11,7 +11,9 @@ use super::AdvisoryLock;
 use super::PooledGuard;
 use super::guard::{AdvisoryLockGuard, Hold};
 use super::lease::{Doubt, Lease, Pinned};
-use super::query::{TryAcquire, TryAcquireFenced, TryAcquired, TryAcquiredFenced};
+use super::query::{
+    TryAcquire, TryAcquireFenced, TryAcquired, TryAcquiredFenced, get_numbered_result,
+};
 #[cfg(feature = "r2d2")]
 use super::seats::Seat;
 use super::wait::{self, Deadline};
@@ -105,9 +107,9 @@ struct Answer {
 impl From<TryAcquired> for Answer {
     fn from(answer: TryAcquired) -> Self {
         Self {
-            pid: answer.pid,
+            pid: answer.pid.map_or(0, i32::abs),
             idle_session_timeout: answer.idle_session_timeout,
-            granted: answer.granted,
+            granted: answer.pid.map(|pid| pid > 0),
             token: None,
         }
     }
@@ -159,7 +161,9 @@ impl<C: Lease> Tried<C> {
                     .get_result::<TryAcquiredFenced>(pinned.conn())?,
             )
         } else {
-            Answer::from(TryAcquire { id: &id, mode }.get_result::<TryAcquired>(pinned.conn())?)
+            let answer: TryAcquired =
+                get_numbered_result!(TryAcquire { id: &id, mode }, pinned.conn())?;
+            Answer::from(answer)
         };
         let in_raw_transaction =
             before == Transaction::None && transaction::is_marked(pinned.conn());

@@ -7,7 +7,7 @@ use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
 use super::AdvisoryLock;
-use super::query::{TryAcquireXact, TryAcquiredXact};
+use super::query::{TryAcquireXact, get_numbered_result};
 use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
@@ -43,7 +43,8 @@ impl AdvisoryLock {
     ///
     /// Sends, if the lock is free, one prepared statement:
     /// ```sql
-    /// SELECT transaction_isolation, CASE WHEN … THEN pg_try_advisory_xact_lock($1) END FROM …
+    /// SELECT CASE WHEN current_setting('transaction_isolation') = 'repeatable read' THEN -1
+    ///             WHEN pg_is_in_recovery() THEN NULL WHEN pg_try_advisory_xact_lock($1) THEN 1 ELSE 0 END
     /// ```
     /// and otherwise a second message with `SELECT pg_advisory_xact_lock(…)`.
     ///
@@ -110,18 +111,15 @@ impl AdvisoryLock {
             Transaction::None => return Err(Error::NotInTransaction),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
-        let TryAcquiredXact {
-            transaction_isolation,
-            granted,
-        } = TryAcquireXact {
+        let query = TryAcquireXact {
             id: &id,
             mode: self.mode(),
-        }
-        .get_result(conn)?;
-        match granted {
-            Some(true) => Ok(Attempt::Acquired(())),
-            Some(false) => Ok(Attempt::Busy),
-            None if transaction_isolation == "repeatable read" => Err(Error::RepeatableRead),
+        };
+        let answer: Option<i32> = get_numbered_result!(query, conn)?;
+        match answer {
+            Some(1) => Ok(Attempt::Acquired(())),
+            Some(0) => Ok(Attempt::Busy),
+            Some(_) => Err(Error::RepeatableRead),
             None => Err(Error::Standby),
         }
     }

@@ -174,9 +174,8 @@ impl Semaphore {
     /// One round trip beyond the pool's own check-out, and one more to prepare the statement, once
     /// per connection:
     /// ```sql
-    /// SELECT …, CASE WHEN claimed.id IS NULL THEN resource_control.next_service_request_expiry($1) END
-    /// FROM (SELECT) AS always
-    /// LEFT JOIN resource_control.claim_service_request($2, $3, $4, $5) AS claimed ON true
+    /// SELECT id, slot, created_at, expires_at, answered_at, next_expiry
+    /// FROM resource_control.admit_service_request($1, $2, $3, $4)
     /// ```
     /// If every slot is taken the answer is [`Attempt::Busy`], and the statement has only read. A claim
     /// marks the requests of its service that have timed out. Where none but their slots are left, it

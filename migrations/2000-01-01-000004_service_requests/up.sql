@@ -28,33 +28,41 @@ AS $$
     SELECT pg_catalog.hashtextextended(service, 20000101000004 OPERATOR(pg_catalog.+) slot)
 $$;
 
-CREATE FUNCTION resource_control.claim_service_request(
+-- Claims a slot, or answers when the first of those in flight expires.
+CREATE FUNCTION resource_control.admit_service_request(
     service text,
     slots integer,
     timeout interval,
-    details text DEFAULT ''
-) RETURNS SETOF resource_control.service_request
-    LANGUAGE plpgsql VOLATILE ROWS 1
+    details text,
+    OUT id bigint,
+    OUT slot smallint,
+    OUT created_at timestamptz,
+    OUT expires_at timestamptz,
+    OUT answered_at timestamptz,
+    OUT next_expiry timestamptz
+)
+    LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
     SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
 DECLARE
-    wanted CONSTANT text := claim_service_request.service;
-    note CONSTANT text := claim_service_request.details;
-    moment CONSTANT timestamptz := clock_timestamp();
+    wanted CONSTANT text := admit_service_request.service;
+    note CONSTANT text := admit_service_request.details;
     lease interval;
-    taken smallint[];
+    -- In ascending order.
+    live smallint[];
     overdue smallint[];
-    held boolean[];
     lowered boolean;
-    bound integer := slots;
     free integer;
     first integer;
-    candidate integer;
+    nth integer;
+    candidate smallint;
+    following smallint;
     waited boolean := false;
-    user_lock_timeout CONSTANT text := current_setting('lock_timeout');
+    user_lock_timeout text;
 BEGIN
     IF wanted IS NULL OR octet_length(wanted) NOT BETWEEN 1 AND 1000 THEN
         RAISE check_violation USING
@@ -73,54 +81,54 @@ BEGIN
             CONSTRAINT = 'diesel_interlock_bad_details',
             MESSAGE = 'the details must not be null, and have at most 8192 bytes';
     END IF;
-    lease := resource_control.elapsed(timeout);
 
     -- A full semaphore answers from this read: no lock, no transaction id.
-    SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > moment), '{}'),
-            COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= moment), '{}')
-        INTO taken, overdue
-        FROM resource_control.service_request AS r
-        WHERE r.service = wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
-    free := slots - cardinality(taken);
+    answered_at := clock_timestamp();
+    SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > answered_at), '{}'),
+            COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= answered_at), '{}'),
+            min(r.expires_at) FILTER (WHERE r.expires_at > answered_at)
+        INTO live, overdue, next_expiry
+        FROM (
+            SELECT d.slot, d.expires_at
+                FROM resource_control.service_request AS d
+                WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
+                ORDER BY d.service, d.slot
+        ) AS r;
+    free := slots - cardinality(live);
     IF free <= 0 THEN
         RETURN;
     END IF;
-
-    -- Of each slot: null if nobody has it, false if its holder has overstayed.
-    FOREACH candidate IN ARRAY taken LOOP
-        held[candidate] := true;
-    END LOOP;
-    FOREACH candidate IN ARRAY overdue LOOP
-        held[candidate] := false;
-    END LOOP;
+    lease := resource_control.elapsed(timeout);
 
     -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
     -- claimed as requests are missing: who decides this at the same time decides on the same slots.
-    lowered := slots <= ANY (taken) OR slots <= ANY (overdue);
-    IF lowered THEN
-        bound := 0;
-        WHILE free > 0 LOOP
-            free := free - (held[bound] IS NOT TRUE)::integer;
-            bound := bound + 1;
-        END LOOP;
-    END IF;
+    lowered := slots <= GREATEST(live[cardinality(live)], overdue[cardinality(overdue)]);
 
     -- From anywhere, so that those who claim at the same time seldom meet. A slot that nobody has
     -- comes before one that its holder has overstayed.
-    first := trunc(random() * bound);
-    FOR step IN 0 .. 2 * bound - 1 LOOP
-        candidate := (first + step) % bound;
-        CONTINUE WHEN held[candidate] IS DISTINCT FROM CASE WHEN step >= bound THEN false END;
+    first := trunc(random() * free);
+    FOR step IN 0 .. CASE WHEN overdue = '{}' THEN free ELSE 2 * free END - 1 LOOP
+        -- The n-th slot that is not held: as many higher as held ones are below it.
+        nth := (first + step) % free;
+        candidate := nth;
+        LOOP
+            following := nth + width_bucket(candidate, live);
+            EXIT WHEN following = candidate;
+            candidate := following;
+        END LOOP;
+        CONTINUE WHEN (step < free)
+            = COALESCE(overdue[width_bucket(candidate, overdue)] = candidate, false);
 
         -- Whoever draws an id for a slot holds this lock until the commit, and sees the slot free
         -- after that: so the ids of a slot ascend from each holder to the next.
         CONTINUE WHEN NOT pg_try_advisory_xact_lock(
             resource_control.service_request_lock(wanted, candidate));
 
-        IF step >= bound AND NOT waited THEN
+        IF step >= free AND NOT waited THEN
             -- Another claim may be at it, one that takes another slot and marks this one as well.
             -- Nothing else is free, so its commit is waited for, once and if it comes soon.
             waited := true;
+            user_lock_timeout := current_setting('lock_timeout');
             BEGIN
                 PERFORM set_config('lock_timeout', '250ms', true);
                 UPDATE resource_control.service_request AS r
@@ -146,27 +154,46 @@ BEGIN
                         FOR NO KEY UPDATE SKIP LOCKED));
         END IF;
         -- What could not be marked may be being renewed, and counts.
-        EXIT WHEN lowered AND slots < bound + (
+        CONTINUE WHEN lowered AND slots <= candidate + (
             SELECT count(*) FROM resource_control.service_request AS r
-                WHERE r.service = wanted AND r.slot >= bound
+                WHERE r.service = wanted AND r.slot > candidate
                     AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
 
         -- The clock is read in the snapshot that shows the slot free, after the end of who had it: the
         -- statement may have waited for somebody who locked the table.
-        RETURN QUERY
-            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-                SELECT wanted, candidate, c.now, c.now + lease, note
-                    FROM clock_timestamp() AS c (now)
-                    WHERE NOT EXISTS (
-                        SELECT FROM resource_control.service_request AS d
-                            WHERE d.service = wanted AND d.slot = candidate
-                                AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
-                -- A row that this snapshot does not show is a serialization failure, not a duplicate.
-                ON CONFLICT DO NOTHING
-                RETURNING r.*;
+        INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
+            SELECT wanted, candidate, c.now, c.now + lease, note
+                FROM clock_timestamp() AS c (now)
+                WHERE NOT EXISTS (
+                    SELECT FROM resource_control.service_request AS d
+                        WHERE d.service = wanted AND d.slot = candidate
+                            AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
+            -- A row that this snapshot does not show is a serialization failure, not a duplicate.
+            ON CONFLICT DO NOTHING
+            RETURNING r.id, r.slot, r.created_at, r.expires_at
+            INTO id, slot, created_at, expires_at;
         EXIT WHEN FOUND;
     END LOOP;
+    answered_at := clock_timestamp();
 END
+$$;
+
+CREATE FUNCTION resource_control.claim_service_request(
+    service text,
+    slots integer,
+    timeout interval,
+    details text DEFAULT ''
+) RETURNS SETOF resource_control.service_request
+    LANGUAGE sql VOLATILE ROWS 1
+AS $$
+    SELECT a.id, claim_service_request.service, a.slot, a.created_at, a.expires_at,
+            NULL::timestamptz, NULL::timestamptz, claim_service_request.details
+        FROM resource_control.admit_service_request(
+            claim_service_request.service,
+            claim_service_request.slots,
+            claim_service_request.timeout,
+            claim_service_request.details) AS a
+        WHERE a.id IS NOT NULL
 $$;
 
 CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boolean
@@ -174,6 +201,7 @@ CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boo
     SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
     SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
 BEGIN
@@ -202,6 +230,7 @@ CREATE FUNCTION resource_control.renew_service_request(id bigint, timeout interv
     SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
     SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
 DECLARE
@@ -219,23 +248,6 @@ BEGIN
             AND r.expires_at > clock_timestamp()
         RETURNING r.expires_at INTO renewed;
     RETURN renewed;
-END
-$$;
-
-CREATE FUNCTION resource_control.next_service_request_expiry(service text) RETURNS timestamptz
-    LANGUAGE plpgsql VOLATILE STRICT
-    SET search_path = pg_catalog, pg_temp
-    SET enable_seqscan = off
-    SET enable_bitmapscan = off
-AS $$
-#variable_conflict use_column
-DECLARE
-    moment CONSTANT timestamptz := clock_timestamp();
-BEGIN
-    RETURN (
-        SELECT min(r.expires_at) FROM resource_control.service_request AS r
-            WHERE r.service = next_service_request_expiry.service
-                AND r.completed_at IS NULL AND r.timed_out_at IS NULL AND r.expires_at > moment);
 END
 $$;
 
@@ -297,14 +309,14 @@ COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
     'When it was found to have expired: by the next claim, or by its own late completion.';
 COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
     'The advisory lock that a claim of this slot holds until its transaction ends.';
+COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS
+    'As claim_service_request, always in one row: the claim, or when the first of the requests in flight expires.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
     'Claims one of the slots of the service, 0 to slots - 1, and answers the new row; none if all are in flight. Commit at once: until then the slot is kept from everyone. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated.';
 COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS
     'Ends the request and frees its slot; false if it had ended or timed out before. Changes no other request.';
 COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS
     'Lets the request expire that long from now, never sooner than before, and answers when; null if it had ended or timed out before.';
-COMMENT ON FUNCTION resource_control.next_service_request_expiry(text) IS
-    'When the first of the requests in flight to the service expires; null if there is none.';
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
     'Deletes at most that many requests that ended, or expired, longer ago than that, and answers how many.';
 

@@ -27,10 +27,6 @@ extern "SQL" {
     #[sql_name = "resource_control.renew_service_request"]
     fn renew_service_request(id: BigInt, timeout: Interval) -> Nullable<Timestamptz>;
 
-    /// When the first of the requests in flight to a service expires; null if there is none.
-    #[sql_name = "resource_control.next_service_request_expiry"]
-    fn next_service_request_expiry(service: Text) -> Nullable<Timestamptz>;
-
     /// Lets a fencing token pass unless a greater one has, and answers whether it did. For the
     /// transaction that writes what the fence protects.
     #[sql_name = "resource_control.pass_fence"]

@@ -22,7 +22,7 @@ pub(super) struct ClaimRequest<'a> {
     pub(super) details: &'a str,
 }
 
-/// A null `id` is a full semaphore.
+/// A null `id` is a full semaphore, of which `next_expiry` tells when its first request expires.
 #[derive(Debug, Queryable)]
 pub(super) struct Answer {
     pub(super) id: Option<i64>,
@@ -54,14 +54,8 @@ impl<Conn> RunQueryDsl<Conn> for ClaimRequest<'_> {}
 impl QueryFragment<Pg> for ClaimRequest<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql(
-            "SELECT claimed.id, claimed.slot, claimed.created_at, claimed.expires_at, \
-             pg_catalog.clock_timestamp(), CASE WHEN claimed.id IS NULL \
-             THEN resource_control.next_service_request_expiry(",
-        );
-        out.push_bind_param::<Text, _>(self.service)?;
-        out.push_sql(
-            ") END FROM (SELECT) AS always \
-             LEFT JOIN resource_control.claim_service_request(",
+            "SELECT id, slot, created_at, expires_at, answered_at, next_expiry \
+             FROM resource_control.admit_service_request(",
         );
         out.push_bind_param::<Text, _>(self.service)?;
         out.push_sql(", ");
@@ -70,7 +64,7 @@ impl QueryFragment<Pg> for ClaimRequest<'_> {
         out.push_bind_param::<Interval, _>(&self.timeout)?;
         out.push_sql(", ");
         out.push_bind_param::<Text, _>(self.details)?;
-        out.push_sql(") AS claimed ON true");
+        out.push_sql(")");
         Ok(())
     }
 }
@@ -108,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_claim_is_one_call_and_the_hint_another_only_if_it_is_full() {
+    fn a_claim_is_one_call() {
         let query = ClaimRequest {
             service: "geocoder",
             slots: 4,
@@ -117,12 +111,9 @@ mod tests {
         };
         assert_eq!(
             diesel::debug_query::<Pg, _>(&query).to_string(),
-            "SELECT claimed.id, claimed.slot, claimed.created_at, claimed.expires_at, \
-             pg_catalog.clock_timestamp(), CASE WHEN claimed.id IS NULL \
-             THEN resource_control.next_service_request_expiry($1) END \
-             FROM (SELECT) AS always \
-             LEFT JOIN resource_control.claim_service_request($2, $3, $4, $5) AS claimed ON true \
-             -- binds: [\"geocoder\", \"geocoder\", 4, PgInterval { microseconds: 30000000, \
+            "SELECT id, slot, created_at, expires_at, answered_at, next_expiry \
+             FROM resource_control.admit_service_request($1, $2, $3, $4) \
+             -- binds: [\"geocoder\", 4, PgInterval { microseconds: 30000000, \
              days: 0, months: 0 }, \"web-3\"]"
         );
     }

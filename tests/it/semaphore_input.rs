@@ -192,7 +192,6 @@ fn the_functions_refuse_bad_input_themselves() {
         "complete_service_request(NULL)",
         "renew_service_request(NULL, '1 s')",
         "renew_service_request(1, NULL)",
-        "next_service_request_expiry(NULL)",
         "prune_service_requests(NULL, 1)",
         "prune_service_requests('1 s', NULL)",
     ] {

@@ -163,10 +163,6 @@ fn no_call_reads_the_whole_table_once_it_has_grown() {
         assert!(claim_in_sql(conn, "geocoder", 2));
         assert!(!claim_in_sql(conn, "geocoder", 1));
         assert!(!claim_in_sql(conn, "geocoder", 2));
-        number(
-            conn,
-            "SELECT count(resource_control.next_service_request_expiry('geocoder'))",
-        );
         let newest = "(SELECT max(id) FROM resource_control.service_request)";
         for call in [
             format!("resource_control.renew_service_request({newest}, '30 s')"),

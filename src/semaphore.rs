@@ -2,6 +2,8 @@
 
 mod admission;
 #[cfg(feature = "r2d2")]
+mod handover;
+#[cfg(feature = "r2d2")]
 mod late;
 #[cfg(feature = "r2d2")]
 mod permit;
@@ -19,6 +21,8 @@ use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
 pub use self::admission::{Admission, Claim, Full};
+#[cfg(feature = "r2d2")]
+use self::handover::Waiter;
 #[cfg(feature = "r2d2")]
 pub use self::permit::Permit;
 use self::query::ClaimRequest;
@@ -240,7 +244,8 @@ impl Semaphore {
     ///
     /// Asks again and again, one round trip each, beyond the pool's own check-out. The pauses grow from
     /// 2 to 100 milliseconds, and with the number of threads that wait: together the waiters of one
-    /// process ask about two hundred times a second at most. No order among them is promised.
+    /// process ask about two hundred times a second at most, and once more as a slot is released in the
+    /// same process. No order among them is promised.
     ///
     /// # Blocking
     ///
@@ -276,12 +281,13 @@ impl Semaphore {
     fn admit_until(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
         static WAITERS: Crowd = Crowd::new();
         let mut pauses = Pauses::until(Instant::now().checked_add(timeout), &WAITERS);
+        let waiter = Waiter::of(&self.service);
         let mut full = match self.admit_within(pool, Some(timeout))? {
             Admission::Full(full) => full,
             admitted => return Ok(admitted),
         };
         while let Some(pause) = pauses.next(full.retry_after) {
-            std::thread::sleep(pause);
+            waiter.sleep(pause);
             match self.admit_within(pool, Some(pauses.remaining())) {
                 Ok(Admission::Full(still)) => full = still,
                 // The pool's connections were in use to the end of the wait.
@@ -400,7 +406,10 @@ impl Semaphore {
     /// - [`Error::NotInstalled`], [`Error::MissingRights`], [`Error::ReadOnly`], [`Error::Database`].
     /// - [`Error::StrictIsolation`] for a serialization failure inside the caller's own transaction.
     pub fn complete_on(&self, conn: &mut PgConnection, id: i64) -> Result<bool> {
-        query::complete(conn, id)
+        let completed = query::complete(conn, id)?;
+        #[cfg(feature = "r2d2")]
+        handover::wake_one(&self.service);
+        Ok(completed)
     }
 
     /// Lets a request time out as late as if it had been claimed now, and answers when that is; `None`

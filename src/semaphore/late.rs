@@ -1,5 +1,6 @@
 //! Releases that found no idle connection, and the thread that delivers them.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::Receiver;
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use diesel::pg::PgConnection;
 
-use super::query;
+use super::{handover, query};
 use crate::background::Background;
 use crate::error::Result;
 use crate::events;
@@ -19,6 +20,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 
 /// The release of a request that is still to be delivered.
 pub(super) struct Release {
+    pub(super) service: Cow<'static, str>,
     pub(super) id: i64,
     pub(super) pool: PgPool,
     /// From when on the request has timed out, and there is nothing to release.
@@ -41,7 +43,12 @@ impl Release {
         let Ok(mut conn) = pool::check_out(&self.pool, Some(patience)) else {
             return false;
         };
-        complete(&mut conn, self.id).is_ok()
+        let completed = complete(&mut conn, self.id).is_ok();
+        drop(conn);
+        if completed {
+            handover::wake_one(&self.service);
+        }
+        completed
     }
 }
 

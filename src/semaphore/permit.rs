@@ -7,7 +7,7 @@ use chrono::{DateTime, Utc};
 
 use super::admission::Claim;
 use super::late::{self, Release};
-use super::{Semaphore, query};
+use super::{Semaphore, handover, query};
 use crate::error::{Error, Result};
 use crate::events::{self, Since, What};
 use crate::pool::{self, PgPool};
@@ -151,6 +151,8 @@ impl Permit {
         let mut conn = pool::check_out(&self.pool, None)?;
         let completed = late::complete(&mut conn, self.claim.id)?;
         self.released = true;
+        drop(conn);
+        handover::wake_one(&self.semaphore.service);
         if completed {
             Ok(())
         } else {
@@ -185,6 +187,7 @@ impl Permit {
             return false;
         };
         drop(conn);
+        handover::wake_one(&self.semaphore.service);
         let released = completed.then_some(()).ok_or_else(|| self.timed_out());
         events::released(self.what(), self.since, &released);
         true
@@ -207,6 +210,7 @@ impl Drop for Permit {
         }));
         if !released.unwrap_or(false) {
             late::deliver(Release {
+                service: self.semaphore.service.clone(),
                 id: self.claim.id,
                 pool: self.pool.clone(),
                 deadline: self.deadline,

@@ -34,7 +34,8 @@ run() {
             exec "$@"
         ) </dev/null >>"$log" 2>&1 &
         echo $! >"$pid_file"
-        wait $!
+        # Without a word of the shell about how it ended.
+        wait $! 2>/dev/null
         status=$?
         rm -f "$pid_file"
         echo "exited $runs $status"

@@ -25,6 +25,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
         lock = lock.fenced();
     }
     let section = Section {
+        asked: clock::now(),
         number,
         exclusive,
         lock: &lock,
@@ -66,6 +67,8 @@ fn require_patience<G>(hand: &Hand<'_>, attempt: &Attempt<G>, sent: Instant, tim
 
 /// What is done under a lock.
 struct Section<'a> {
+    /// Before the lock was.
+    asked: Micros,
     number: i32,
     exclusive: bool,
     lock: &'a AdvisoryLock,
@@ -94,7 +97,7 @@ impl Section<'_> {
             .unwrap_or(false);
         let done = self.leave(hand, guard, acquired, lost);
         if let Some(token) = token.filter(|_| hand.befalls(Fault::LateWrite)) {
-            fenced_writes::write_late(hand, self.number, token)?;
+            fenced_writes::write_late(hand, self.number, token);
         }
         done
     }
@@ -108,12 +111,11 @@ impl Section<'_> {
         if !self.exclusive || hand.random.one_in(4) {
             return Ok(None);
         }
-        let sent = clock::now();
         let token = guard.fencing_token()?;
         report(&Record::Drawn {
             lock: self.number,
             token,
-            sent,
+            sent: self.asked,
         });
         Ok(Some(token))
     }

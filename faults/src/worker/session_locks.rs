@@ -141,7 +141,7 @@ impl Section<'_> {
         if let Some(token) = token {
             self.write(hand, guard, token)?;
         }
-        if hand.random.one_in(6) {
+        if hand.random.one_in(if self.exclusive { 8 } else { 2 }) {
             self.work_elsewhere(hand, guard, acquired)?;
         }
 
@@ -201,16 +201,15 @@ impl Section<'_> {
         acquired: Micros,
     ) -> Result<(), Error> {
         let watch = guard.watch(&hand.pool, hand.random.millis(10, 50))?;
-        let within = hand.random.millis(60, 200);
-        let end = Instant::now() + hand.random.millis(0, 500);
+        let within = hand.random.millis(60, 150);
+        let end = Instant::now() + hand.random.millis(100, 900);
         let mut last = None;
         while Instant::now() < end {
             // Read before the watch is asked: what it says was so at that time at the earliest.
             let at = clock::now();
-            if !watch.is_held_within(within) {
-                break;
+            if watch.is_held_within(within) {
+                last = Some(at);
             }
-            last = Some(at);
             thread::sleep(Duration::from_millis(3));
         }
         if let Some(at) = last {

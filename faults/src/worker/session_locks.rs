@@ -141,7 +141,7 @@ impl Section<'_> {
         if let Some(token) = token {
             self.write(hand, guard, token)?;
         }
-        if hand.random.one_in(if self.exclusive { 8 } else { 2 }) {
+        if hand.random.one_in(if self.exclusive { 8 } else { 3 }) {
             self.work_elsewhere(hand, guard, acquired)?;
         }
 

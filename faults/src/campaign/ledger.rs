@@ -43,15 +43,7 @@ impl Ledger {
 
     /// A fault that ended just now, and the workers that it hit.
     pub(super) fn fault(&self, kind: Fault, workers: impl IntoIterator<Item = usize>) {
-        let since = clock::now();
-        let mut book = self.book();
-        *book.faults.entry(kind).or_default() += 1;
-        let hit = workers.into_iter().map(|worker| Recovery {
-            kind,
-            worker,
-            since,
-        });
-        book.recovering.extend(hit);
+        self.book().struck(kind, workers);
     }
 
     /// The kind that was inflicted least often so far.
@@ -94,7 +86,7 @@ impl Ledger {
                     book.succeeded(worker, what, began);
                 }
             }
-            Record::Fault { kind } => *book.faults.entry(kind).or_default() += 1,
+            Record::Fault { kind } => book.struck(kind, [worker]),
             Record::Violation { text } => {
                 let text = format!("worker {worker}: {text}");
                 eprintln!("VIOLATION {text}");
@@ -111,6 +103,17 @@ impl Ledger {
 }
 
 impl Book {
+    fn struck(&mut self, kind: Fault, workers: impl IntoIterator<Item = usize>) {
+        let since = clock::now();
+        *self.faults.entry(kind).or_default() += 1;
+        let hit = workers.into_iter().map(|worker| Recovery {
+            kind,
+            worker,
+            since,
+        });
+        self.recovering.extend(hit);
+    }
+
     fn succeeded(&mut self, worker: usize, what: Primitive, began: Micros) {
         let latest = self.successes.entry((worker, what)).or_default();
         *latest = began.max(*latest);

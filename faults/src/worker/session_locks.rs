@@ -148,6 +148,10 @@ impl Section<'_> {
         for _ in 0..hand.random.below(4) {
             let long = hand.random.one_in(40);
             thread::sleep(hand.random.millis(0, if long { 700 } else { 25 }));
+            // It may have been stopped for longer than its session lives, and not know.
+            if let Some(token) = token.filter(|_| hand.random.one_in(3)) {
+                self.write(hand, guard, token)?;
+            }
             if hand.random.one_in(2) {
                 let asked = clock::now();
                 if !guard.is_held()? {

@@ -24,6 +24,8 @@ struct Means<'a> {
     crew: &'a Crew,
     ledger: Arc<Ledger>,
     random: Random,
+    /// When the next one is due.
+    due: Instant,
     end: Instant,
 }
 
@@ -41,6 +43,7 @@ pub(super) fn inject(
         crew,
         ledger: Arc::clone(ledger),
         random: random.fork(),
+        due: Instant::now(),
         end,
     };
     let injectors: [(Means<'_>, fn(Means<'_>)); 6] = [
@@ -65,6 +68,12 @@ impl Means<'_> {
             let kind = self.ledger.scarcest(kinds, &mut self.random);
             inflict(&mut self, kind);
         }
+    }
+
+    /// Waits for the next turn, of which there is one in so many milliseconds on the average. Who is late does not wait.
+    fn await_turn(&mut self, each: u64) {
+        self.due += self.random.millis(0, 2 * each);
+        thread::sleep(self.due.saturating_duration_since(Instant::now()));
     }
 
     fn pause(&mut self, from: u64, to: u64) {

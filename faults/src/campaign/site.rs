@@ -30,7 +30,7 @@ pub(super) struct Site {
 impl Site {
     pub(super) fn start(directory: &Path) -> Self {
         let site = Self {
-            primary: Mutex::new(Arc::new(Cluster::start())),
+            primary: Mutex::new(Arc::new(start())),
             link: directory.join("server"),
         };
         site.point_link();
@@ -93,7 +93,7 @@ impl Site {
             // Done by the process that makes the setting known to the others, after it has.
             run(&old, "CHECKPOINT");
         }
-        thread::sleep(random.millis(50, 250));
+        thread::sleep(random.millis(20, 150));
         let followed = clock::now();
         wait_until(
             &standby,
@@ -125,6 +125,18 @@ impl Site {
             },
         )
     }
+}
+
+/// As small as can be, since each failover takes a copy.
+fn start() -> Cluster {
+    let cluster = Cluster::builder().wal_segment_megabytes(1).start();
+    for template in ["template0", "template1"] {
+        run(
+            &cluster,
+            &format!("ALTER DATABASE {template} IS_TEMPLATE false; DROP DATABASE {template}"),
+        );
+    }
+    cluster
 }
 
 fn run(cluster: &Cluster, statements: &str) {

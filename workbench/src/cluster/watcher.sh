@@ -45,7 +45,8 @@ run() {
 while read -r command argument; do
     case $command in
     create)
-        run setup "$binaries/initdb" -D "$directory/data" -U postgres -A trust -E UTF8 --locale=C -N
+        run setup "$binaries/initdb" -D "$directory/data" -U postgres -A trust -E UTF8 --locale=C -N \
+            --wal-segsize "$argument"
         ;;
     copy)
         run setup "$binaries/pg_basebackup" -d "$argument" -D "$directory/data" -R -X stream -c fast -N

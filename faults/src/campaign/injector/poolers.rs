@@ -24,6 +24,6 @@ pub(super) fn inject(means: Means<'_>) {
             _ => crew.pooler(mode).crash(),
         }
         means.ledger.fault(kind, crew.behind(mode));
-        means.pause(300, 1000);
+        means.await_turn(900);
     });
 }

@@ -7,7 +7,7 @@ use crate::fault::{Fault, SERVERS};
 
 pub(super) fn inject(means: Means<'_>) {
     means.scarcest_first(&SERVERS, |means, kind| {
-        means.pause(50, 350);
+        means.await_turn(950);
         let restart = match kind {
             Fault::FastRestart => Some(StopMode::Fast),
             Fault::ImmediateRestart => Some(StopMode::Immediate),

@@ -125,7 +125,8 @@ impl AdvisoryLock {
     }
 
     /// Draws a [fencing token](AdvisoryLockGuard::fencing_token) in the round trip that takes a session
-    /// lock. Costs a transaction id each time. Defaults to drawing it when it is asked for.
+    /// lock. Costs a transaction id and a write to the log each time. Defaults to drawing it when it is
+    /// asked for.
     #[must_use = "the handle itself stays as it is"]
     pub const fn fenced(mut self) -> Self {
         self.fenced = true;

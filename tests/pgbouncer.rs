@@ -54,6 +54,31 @@ fn pool(pooler: &PgBouncer, size: u32) -> PgPool {
 }
 
 #[test]
+fn a_pooler_that_crashes_takes_the_session_locks_with_it() {
+    let (_cluster, mut pooler) = pooled(PoolMode::Session, 4);
+    let pool = pool(&pooler, 2);
+    let guard = LOCK.acquire(&pool).unwrap();
+    pooler.crash();
+    assert!(matches!(guard.release(), Err(Error::LockLost { .. })));
+    let again = LOCK.acquire_timeout(&pool, Duration::from_secs(60));
+    assert!(matches!(again, Ok(Attempt::Acquired(_))), "{again:?}");
+}
+
+#[test]
+fn a_pooler_that_is_paused_or_reloaded_takes_nothing_away() {
+    let (_cluster, mut pooler) = pooled(PoolMode::Transaction, 2);
+    let pool = pool(&pooler, 2);
+    let permit = GEOCODER.try_acquire(&pool).unwrap().acquired().unwrap();
+    pooler.pause();
+    pooler.reload();
+    std::thread::scope(|scope| {
+        let released = scope.spawn(|| permit.release());
+        pooler.resume();
+        released.join().unwrap().unwrap();
+    });
+}
+
+#[test]
 fn in_transaction_mode_session_locks_are_refused() {
     for sessions in [1, 2, 8] {
         let (_cluster, pooler) = pooled(PoolMode::Transaction, sessions);

@@ -20,9 +20,14 @@ use self::ledger::{Book, Ledger};
 use self::site::Site;
 use crate::check;
 use crate::clock;
+use crate::fault::Fault;
 use crate::options::Options;
 use crate::random::Random;
 use crate::record::Outcome;
+
+/// From this length on, a campaign that had fewer than `EACH` of a kind of faults was none.
+const STRONG: Duration = Duration::from_secs(600);
+const EACH: u64 = 100;
 
 /// How long everything may take to be well again after the last fault.
 const RECOVERING: Duration = Duration::from_secs(30);
@@ -70,7 +75,15 @@ pub(crate) fn run(options: Options) -> ExitCode {
     let findings = check::examine(&book.history, &truth);
     println!("{}", summary::of(&book, &findings, looked));
     let violations = summary::violations(&book, &findings).len();
-    let idle = what_was_not_tried(&crew, &book);
+    let mut idle = what_was_not_tried(&crew, &book);
+    let few = too_few(&book, options.duration);
+    if options.duration >= STRONG {
+        idle.extend(few);
+    } else {
+        for what in few {
+            println!("few: {what}");
+        }
+    }
     for what in &idle {
         println!("not tried: {what}");
     }
@@ -150,6 +163,16 @@ fn rest(crew: &Crew, ledger: &Ledger) {
     }
 }
 
+/// The kinds of faults that there were fewer of than a campaign of that length should have.
+fn too_few(book: &Book, duration: Duration) -> Vec<String> {
+    let wanted = EACH * duration.as_secs() / STRONG.as_secs();
+    Fault::all()
+        .map(|kind| (kind, book.faults.get(&kind).copied().unwrap_or(0)))
+        .filter(|(_, number)| *number < wanted)
+        .map(|(kind, number)| format!("{}, {number} times, and not {wanted}", kind.name()))
+        .collect()
+}
+
 /// A campaign that did nothing finds nothing.
 fn what_was_not_tried(crew: &Crew, book: &Book) -> Vec<String> {
     let mut missing: Vec<String> = crew
@@ -158,9 +181,6 @@ fn what_was_not_tried(crew: &Crew, book: &Book) -> Vec<String> {
         .filter(|what| !book.operations.contains_key(&(**what, Outcome::Done)))
         .map(|what| what.name().to_owned())
         .collect();
-    if book.faults.len() < 5 || book.history.told.is_empty() {
-        missing.push("faults".to_owned());
-    }
     missing.sort();
     missing.dedup();
     missing

@@ -1,9 +1,11 @@
 //! Whether the histories keep what was promised. No database here: plain data in, sentences out.
 
+mod fences;
 mod locks;
 mod lost;
 mod semaphores;
 mod throttles;
+mod watches;
 
 use std::collections::BTreeMap;
 
@@ -14,17 +16,24 @@ use crate::record::Record;
 /// What the workers told, and what was done to the server.
 #[derive(Debug, Default)]
 pub(crate) struct History {
-    /// By which worker, and what.
-    pub(crate) told: Vec<(usize, Record)>,
-    pub(crate) deaths: Vec<Death>,
+    pub(crate) told: Vec<Told>,
+    /// By pid.
+    pub(crate) deaths: BTreeMap<i32, Vec<Death>>,
     pub(crate) outages: Vec<Outage>,
     pub(crate) failovers: Vec<Failover>,
+}
+
+/// What a worker told, and when that arrived here, which is after it was so.
+#[derive(Debug, Clone)]
+pub(crate) struct Told {
+    pub(crate) worker: usize,
+    pub(crate) record: Record,
+    pub(crate) at: Micros,
 }
 
 /// A session that was ended, and when it surely lived and surely was gone.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Death {
-    pub(crate) pid: i32,
     pub(crate) sent: Micros,
     pub(crate) gone: Micros,
 }
@@ -39,6 +48,8 @@ pub(crate) struct Outage {
 /// When the old primary was crashed: in between, it may still have answered.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Failover {
+    /// What was told before has reached the standby, be it asynchronous.
+    pub(crate) followed: Micros,
     pub(crate) began: Micros,
     pub(crate) stopped: Micros,
     pub(crate) synchronous: bool,
@@ -48,6 +59,7 @@ pub(crate) struct Failover {
 #[derive(Debug, Default)]
 pub(crate) struct Truth {
     pub(crate) sections: Vec<Section>,
+    pub(crate) writes: Vec<Write>,
     pub(crate) bookings: Vec<Booking>,
     pub(crate) grants: Vec<Grant>,
     pub(crate) requests: Vec<Request>,
@@ -61,6 +73,16 @@ pub(crate) struct Section {
     pub(crate) pid: i32,
     pub(crate) began: Micros,
     pub(crate) ended: Micros,
+    pub(crate) token: Option<i64>,
+}
+
+/// A write behind the fence of a lock. While a transaction passes the fence, nobody else does: ids are in the order of
+/// the commits.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Write {
+    pub(crate) id: i64,
+    pub(crate) lock: i32,
+    pub(crate) token: i64,
 }
 
 /// A stretch in which a committed transaction surely held a transaction lock, and the number that it gave.
@@ -106,9 +128,24 @@ pub(crate) fn examine(history: &History, truth: &Truth) -> Findings {
     let mut findings = Findings::default();
     let lost = lost::find(history, truth, &mut findings);
     locks::examine(history, truth, &mut findings);
+    watches::examine(history, &mut findings);
+    fences::examine(history, truth, &mut findings);
     throttles::examine(history, truth, &lost, &mut findings);
     semaphores::examine(history, truth, &lost, &mut findings);
     findings
+}
+
+impl History {
+    /// Whether the session that had the lock since then was gone before that time.
+    fn was_dead(&self, pid: i32, acquired: Micros, at: Micros) -> bool {
+        let died = self.deaths.get(&pid).into_iter().flatten();
+        died.into_iter()
+            .any(|death| acquired < death.sent && death.gone < at)
+            || self
+                .outages
+                .iter()
+                .any(|outage| acquired < outage.began && outage.stopped < at)
+    }
 }
 
 impl Findings {

@@ -5,8 +5,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Microseconds since 1970.
 pub(crate) type Micros = i64;
 
-pub(crate) const SECOND: Micros = 1_000_000;
-
 pub(crate) fn now() -> Micros {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |since| since.as_micros() as Micros)

@@ -7,6 +7,7 @@
 mod campaign;
 mod check;
 mod clock;
+mod fault;
 mod options;
 mod random;
 mod record;

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 pub(crate) const USAGE: &str = "usage: scripts/faults [--seconds S] [--seed N] [--workers W]
 
-  --seconds S  how long to inject faults; 60 unless told
+  --seconds S  how long to inject faults; 60 unless told. From 600 on, the campaign fails if there were fewer than 100 of
+               any kind of fault; a shorter one says so, in proportion
   --seed N     what the random choices begin with; drawn and printed unless told
   --workers W  how many processes work at a time, 4 at least; 8 unless told";
 

@@ -1,6 +1,7 @@
 //! What a worker tells, line by line, while it works.
 
 use crate::clock::Micros;
+use crate::fault::Fault;
 
 /// One line. `sent` is when an operation began. Times are the worker's clock, which is the server's, unless they are called the database's.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -12,12 +13,30 @@ pub(crate) enum Record {
         began: Micros,
     },
     /// A fault that the worker inflicts on itself.
-    Fault { kind: String },
+    Fault { kind: Fault },
     /// The server said, when asked at `asked`, that the session still holds the lock, or that it held it to the end.
     Held {
         pid: i32,
         acquired: Micros,
         asked: Micros,
+    },
+    /// A watch said for the last time at `at` that the lock had been held that long before, at most.
+    Watched {
+        pid: i32,
+        acquired: Micros,
+        at: Micros,
+        within: Micros,
+    },
+    /// A fencing token was drawn.
+    Drawn { lock: i32, token: i64, sent: Micros },
+    /// A write behind a fence was committed.
+    Wrote { id: i64, token: i64, sent: Micros },
+    /// A write was refused by its fence; by a holder, who was one afterwards as well, or by a former one.
+    Fenced {
+        lock: i32,
+        token: i64,
+        holds: bool,
+        sent: Micros,
     },
     /// A booking under a transaction lock was committed.
     Booked {
@@ -63,6 +82,7 @@ pub(crate) enum Record {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Primitive {
     SessionLock,
+    Fence,
     TransactionLock,
     Throttle,
     Semaphore,
@@ -80,8 +100,9 @@ pub(crate) enum Outcome {
     Failed,
 }
 
-const PRIMITIVES: [(&str, Primitive); 4] = [
+const PRIMITIVES: [(&str, Primitive); 5] = [
     ("session locks", Primitive::SessionLock),
+    ("fenced writes", Primitive::Fence),
     ("transaction locks", Primitive::TransactionLock),
     ("throttles", Primitive::Throttle),
     ("semaphores", Primitive::Semaphore),
@@ -95,8 +116,9 @@ const OUTCOMES: [(&str, Outcome); 4] = [
 ];
 
 impl Primitive {
-    pub(crate) const ALL: [Self; 4] = [
+    pub(crate) const ALL: [Self; 5] = [
         Self::SessionLock,
+        Self::Fence,
         Self::TransactionLock,
         Self::Throttle,
         Self::Semaphore,
@@ -137,12 +159,26 @@ impl Record {
                 outcome,
                 began,
             } => format!("did\t{}\t{}\t{began}", what.name(), outcome.name()),
-            Self::Fault { kind } => format!("fault\t{kind}"),
+            Self::Fault { kind } => format!("fault\t{}", kind.name()),
             Self::Held {
                 pid,
                 acquired,
                 asked,
             } => format!("held\t{pid}\t{acquired}\t{asked}"),
+            Self::Watched {
+                pid,
+                acquired,
+                at,
+                within,
+            } => format!("watched\t{pid}\t{acquired}\t{at}\t{within}"),
+            Self::Drawn { lock, token, sent } => format!("drawn\t{lock}\t{token}\t{sent}"),
+            Self::Wrote { id, token, sent } => format!("wrote\t{id}\t{token}\t{sent}"),
+            Self::Fenced {
+                lock,
+                token,
+                holds,
+                sent,
+            } => format!("fenced\t{lock}\t{token}\t{holds}\t{sent}"),
             Self::Booked { lock, number, sent } => format!("booked\t{lock}\t{number}\t{sent}"),
             Self::Granted {
                 resource,
@@ -187,11 +223,35 @@ impl Record {
                 outcome: named(&OUTCOMES, &text()?)?,
                 began: text()?.parse().ok()?,
             },
-            "fault" => Self::Fault { kind: text()? },
+            "fault" => Self::Fault {
+                kind: Fault::named(&text()?)?,
+            },
             "held" => Self::Held {
                 pid: text()?.parse().ok()?,
                 acquired: text()?.parse().ok()?,
                 asked: text()?.parse().ok()?,
+            },
+            "watched" => Self::Watched {
+                pid: text()?.parse().ok()?,
+                acquired: text()?.parse().ok()?,
+                at: text()?.parse().ok()?,
+                within: text()?.parse().ok()?,
+            },
+            "drawn" => Self::Drawn {
+                lock: text()?.parse().ok()?,
+                token: text()?.parse().ok()?,
+                sent: text()?.parse().ok()?,
+            },
+            "wrote" => Self::Wrote {
+                id: text()?.parse().ok()?,
+                token: text()?.parse().ok()?,
+                sent: text()?.parse().ok()?,
+            },
+            "fenced" => Self::Fenced {
+                lock: text()?.parse().ok()?,
+                token: text()?.parse().ok()?,
+                holds: text()?.parse().ok()?,
+                sent: text()?.parse().ok()?,
             },
             "booked" => Self::Booked {
                 lock: text()?.parse().ok()?,
@@ -237,6 +297,7 @@ impl Record {
 #[cfg(test)]
 mod tests {
     use super::{Outcome, Primitive, Record};
+    use crate::fault::Fault;
 
     #[test]
     fn what_is_told_is_read() {
@@ -245,6 +306,31 @@ mod tests {
                 what: Primitive::Semaphore,
                 outcome: Outcome::Lost,
                 began: 5,
+            },
+            Record::Fault {
+                kind: Fault::LockTimeout,
+            },
+            Record::Watched {
+                pid: 1,
+                acquired: 2,
+                at: 3,
+                within: 4,
+            },
+            Record::Drawn {
+                lock: 1,
+                token: 2,
+                sent: 3,
+            },
+            Record::Wrote {
+                id: 1,
+                token: 2,
+                sent: 3,
+            },
+            Record::Fenced {
+                lock: 1,
+                token: 2,
+                holds: true,
+                sent: 3,
             },
             Record::Granted {
                 resource: "slow".into(),

@@ -13,7 +13,16 @@ CREATE TABLE faults.section (
     exclusive boolean NOT NULL,
     pid integer NOT NULL,
     began bigint NOT NULL,
-    ended bigint NOT NULL
+    ended bigint NOT NULL,
+    -- The fencing token that the session has drawn, if any.
+    token bigint
+);
+
+-- What is written behind a fence, one for each session lock, on whatever session.
+CREATE TABLE faults.fenced_write (
+    id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
+    lock integer NOT NULL,
+    token bigint NOT NULL
 );
 
 -- "Lock, look, insert" under a transaction lock. Nothing but the lock keeps a number from being given twice.

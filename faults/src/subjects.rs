@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use diesel_interlock::{AdvisoryLock, LockKey, Semaphore, throttled_resources};
+use diesel_interlock::{AdvisoryLock, Fence, LockKey, Semaphore, throttled_resources};
 
 throttled_resources! {
     /// The throttles.
@@ -23,6 +23,10 @@ pub(crate) static SEMAPHORES: [Semaphore; 3] = [
     Semaphore::named("long", 5, Duration::from_secs(3)),
 ];
 
+/// Claimed in plain SQL alone.
+pub(crate) static BY_THE_ARTICLE: Semaphore =
+    Semaphore::named("by the article", 1, Duration::from_millis(600));
+
 /// A session lock, of either kind of key.
 pub(crate) fn session_lock(number: i32) -> AdvisoryLock {
     AdvisoryLock::new(if number % 2 == 0 {
@@ -30,6 +34,11 @@ pub(crate) fn session_lock(number: i32) -> AdvisoryLock {
     } else {
         LockKey::pair(77, number)
     })
+}
+
+/// What a session lock protects.
+pub(crate) fn fence(number: i32) -> Fence {
+    Fence::new(format!("faults {number}"))
 }
 
 pub(crate) fn booking_lock(number: i32) -> AdvisoryLock {

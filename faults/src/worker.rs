@@ -1,6 +1,8 @@
 //! A worker: a process that uses every primitive through a pool, as an instance of an application does.
 
+mod article;
 mod errors;
+mod fenced_writes;
 mod report;
 mod semaphores;
 mod session_locks;
@@ -8,10 +10,12 @@ mod throttles;
 mod transaction_locks;
 
 use std::any::Any;
+use std::collections::BTreeSet;
 use std::io::BufRead;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -24,6 +28,7 @@ use diesel_interlock::{Error, PgPool};
 
 use self::report::report;
 use crate::clock;
+use crate::fault::Fault;
 use crate::random::Random;
 use crate::record::{Outcome, Primitive, Record};
 
@@ -112,10 +117,24 @@ pub(crate) fn run(arguments: &[String]) -> ExitCode {
 /// Whether to take up nothing new.
 static RESTING: AtomicBool = AtomicBool::new(false);
 
-/// The first line says to rest. At the end the campaign is gone, or has no need of this worker any more.
+/// The line that says so.
+pub(crate) const REST: &str = "rest";
+
+/// What this worker is to inflict on itself when it comes to it.
+static MISHAPS: Mutex<BTreeSet<Fault>> = Mutex::new(BTreeSet::new());
+
+fn mishaps() -> MutexGuard<'static, BTreeSet<Fault>> {
+    MISHAPS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// At the end of the lines the campaign is gone, or has no need of this worker any more.
 fn obey() {
-    for _ in std::io::stdin().lock().lines().map_while(Result::ok) {
-        RESTING.store(true, Ordering::Relaxed);
+    for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        if line == REST {
+            RESTING.store(true, Ordering::Relaxed);
+        } else {
+            mishaps().extend(Fault::named(&line));
+        }
     }
     std::process::exit(0);
 }
@@ -127,23 +146,20 @@ struct Hand<'a> {
     random: Random,
 }
 
+type Work = fn(&mut Hand<'_>) -> Result<Outcome, Error>;
+
 impl Hand<'_> {
     /// Does one thing, and rests a little.
     fn work(&mut self) {
         thread::sleep(self.random.millis(0, 30));
-        let what = match self.random.below(10) {
-            0..=3 if !self.orders.shared_sessions => Primitive::SessionLock,
-            0..=5 => Primitive::TransactionLock,
-            6..=7 => Primitive::Throttle,
-            _ => Primitive::Semaphore,
+        let (what, work): (_, Work) = match self.random.below(10) {
+            0..=3 if !self.orders.shared_sessions => (Primitive::SessionLock, session_locks::work),
+            0..=5 => (Primitive::TransactionLock, transaction_locks::work),
+            6..=7 => (Primitive::Throttle, throttles::work),
+            _ => (Primitive::Semaphore, semaphores::work),
         };
         let began = clock::now();
-        let done = catch_unwind(AssertUnwindSafe(|| match what {
-            Primitive::SessionLock => session_locks::work(self),
-            Primitive::TransactionLock => transaction_locks::work(self),
-            Primitive::Throttle => throttles::work(self),
-            Primitive::Semaphore => semaphores::work(self),
-        }));
+        let done = catch_unwind(AssertUnwindSafe(|| work(self)));
         let outcome = match done {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(error)) => {
@@ -179,7 +195,6 @@ impl Hand<'_> {
 
     /// Takes every connection that the pool has, for a while.
     fn exhaust_pool(&mut self) {
-        self.fault("full pool");
         let until = Instant::now() + self.random.millis(100, 400);
         let mut taken = Vec::new();
         while let Some(left) = until.checked_duration_since(Instant::now()) {
@@ -193,10 +208,13 @@ impl Hand<'_> {
         }
     }
 
-    fn fault(&self, kind: &str) {
-        report(&Record::Fault {
-            kind: kind.to_owned(),
-        });
+    /// Whether this is to be inflicted now, which is then told.
+    fn befalls(&self, kind: Fault) -> bool {
+        let befalls = mishaps().remove(&kind);
+        if befalls {
+            report(&Record::Fault { kind });
+        }
+        befalls
     }
 
     fn violation(&self, text: impl Into<String>) {

@@ -209,6 +209,10 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// where that is [`fenced`](crate::AdvisoryLock::fenced) and was free; otherwise the first call
     /// draws it, in one round trip. Of those who share a lock each has one, in no order.
     ///
+    /// An empty message in the write-ahead log, `pg_logical_emit_message`, keeps it over a crash of the
+    /// server. It is not kept where `synchronous_commit` is `off`, nor over a failover to an asynchronous
+    /// standby: the next holder's may then be smaller.
+    ///
     /// # Errors
     ///
     /// - [`Error::LockLost`] if the lock is not held any more.

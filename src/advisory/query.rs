@@ -144,7 +144,11 @@ pub(crate) struct TryAcquiredFenced {
 prepared_query!(TryAcquireFenced -> (Integer, Nullable<Text>, Nullable<BigInt>));
 
 /// Drawn once the lock is held: whoever holds it next draws later.
-const TOKEN: &str = "pg_catalog.pg_current_xact_id()::pg_catalog.text::bigint";
+///
+/// A transaction that has only its id is not waited for as it commits, and after a crash of the server
+/// the id would be given again. So it writes an empty message to the write-ahead log.
+const TOKEN: &str = "CASE WHEN pg_catalog.pg_logical_emit_message(true, 'diesel_interlock', ''::pg_catalog.text) IS NOT NULL \
+    THEN pg_catalog.pg_current_xact_id()::pg_catalog.text::bigint END";
 
 impl QueryFragment<Pg> for TryAcquireFenced<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {

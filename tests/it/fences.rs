@@ -2,7 +2,7 @@
 
 use diesel::prelude::*;
 use diesel_interlock::{AdvisoryLock, Error, Fence};
-use workbench::RoundTrips;
+use workbench::{Cluster, RoundTrips, StopMode};
 
 use crate::semaphores::database;
 use crate::support::{Expect, Observer, eventually};
@@ -83,6 +83,24 @@ fn a_lock_that_is_taken_draws_no_token() {
         assert!(LOCK.try_acquire_on(other).unwrap().is_busy());
         next(other) == before
     });
+}
+
+#[test]
+fn a_crash_of_the_server_gives_no_token_again() {
+    // Nobody writes the log out but whoever has to.
+    let cluster = Cluster::builder()
+        .setting("wal_writer_delay", "10s")
+        .start();
+    let mut last = 0;
+    for lock in [&LOCK, &PLAIN, &LOCK, &PLAIN] {
+        let conn = &mut PgConnection::establish(&cluster.url("postgres")).unwrap();
+        let mut guard = lock.try_acquire_on(conn).unwrap().expect_acquired();
+        let token = guard.fencing_token().unwrap();
+        assert!(token > last, "{token} after {last}");
+        last = token;
+        cluster.restart(StopMode::Immediate);
+        assert!(guard.release().is_err());
+    }
 }
 
 #[test]

@@ -84,7 +84,7 @@ impl Cluster {
 
     fn create(builder: ClusterBuilder) -> Self {
         let cluster = Self::watched(builder, binaries::directory());
-        cluster.set_up("create", "initdb");
+        cluster.set_up(&cluster.builder.creation(), "initdb");
         cluster.configure();
         cluster.start_again();
         cluster

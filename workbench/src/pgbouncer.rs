@@ -2,6 +2,7 @@
 
 use std::env;
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -86,6 +87,49 @@ impl PgBouncer {
         pooler
     }
 
+    /// Kills the pooler, as a crash does, and starts it again at the same address.
+    ///
+    /// # Panics
+    ///
+    /// If it does not end, or does not listen again.
+    pub fn crash(&mut self) {
+        self.watcher.signal("KILL");
+        assert!(
+            self.watcher.exit_within(STARTING).is_some(),
+            "PgBouncer cannot be killed"
+        );
+        self.watcher.run("pool");
+        let deadline = Instant::now() + STARTING;
+        // Not whether it answers: the server behind it may not.
+        while UnixStream::connect(self.watcher.directory().join(".s.PGSQL.6432")).is_err() {
+            assert!(
+                Instant::now() < deadline,
+                "PgBouncer does not listen again\n{}",
+                self.log()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Lets it read its settings again, as the command `RELOAD` does.
+    pub fn reload(&mut self) {
+        self.watcher.signal("HUP");
+    }
+
+    /// Lets it give out no more server sessions, as the command `PAUSE` does.
+    pub fn pause(&mut self) {
+        self.watcher.signal("USR1");
+    }
+
+    /// Ends a [`pause`](Self::pause), as the command `RESUME` does.
+    pub fn resume(&mut self) {
+        self.watcher.signal("USR2");
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.watcher.directory().join("log")).unwrap_or_default()
+    }
+
     /// Whether the program is installed.
     pub fn is_installed() -> bool {
         find().is_some()
@@ -126,11 +170,7 @@ impl PgBouncer {
                 });
             let Err(error) = answer else { return };
             if Instant::now() > deadline {
-                let log = fs::read_to_string(self.watcher.directory().join("log"));
-                panic!(
-                    "PgBouncer does not answer: {error}\n{}",
-                    log.unwrap_or_default()
-                );
+                panic!("PgBouncer does not answer: {error}\n{}", self.log());
             }
             std::thread::sleep(Duration::from_millis(10));
         }

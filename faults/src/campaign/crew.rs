@@ -12,9 +12,10 @@ use workbench::{PgBouncer, PoolMode, RoundTrips};
 use super::keeper::Keeper;
 use super::ledger::Ledger;
 use super::site::Site;
+use crate::fault::Fault;
 use crate::random::Random;
 use crate::record::{Primitive, Record};
-use crate::worker::Orders;
+use crate::worker::{Orders, REST};
 
 /// How long a worker may take to end when nobody needs it any more.
 const ENDING: Duration = Duration::from_secs(5);
@@ -46,7 +47,8 @@ pub(super) struct Crew {
     keeper: Arc<Keeper>,
     ledger: Arc<Ledger>,
     random: Mutex<Random>,
-    _poolers: Mutex<[PgBouncer; 2]>,
+    session_pooler: Mutex<PgBouncer>,
+    transaction_pooler: Mutex<PgBouncer>,
 }
 
 /// Where one worker works, and another one when that was killed.
@@ -61,6 +63,7 @@ struct Place {
 
 #[derive(Debug)]
 struct Worker {
+    orders: Orders,
     child: Child,
     stdin: ChildStdin,
 }
@@ -75,17 +78,15 @@ impl Crew {
     ) -> Self {
         let pooler =
             |mode, sessions| PgBouncer::in_front_of_socket(site.socket_directory(), mode, sessions);
-        let poolers = [
-            pooler(PoolMode::Session, 60),
-            pooler(PoolMode::Transaction, 6),
-        ];
+        let session_pooler = pooler(PoolMode::Session, 60);
+        let transaction_pooler = pooler(PoolMode::Transaction, 6);
         let places = (0..workers)
             .map(|number| {
                 let route = ROUTES[number % ROUTES.len()];
                 let target = match route {
                     Route::Socket | Route::Network => site.url(),
-                    Route::SessionPooler => poolers[0].url("postgres"),
-                    Route::TransactionPooler => poolers[1].url("postgres"),
+                    Route::SessionPooler => session_pooler.url("postgres"),
+                    Route::TransactionPooler => transaction_pooler.url("postgres"),
                 };
                 let proxy = (route != Route::Socket).then(|| RoundTrips::in_front_of_url(&target));
                 let url = proxy.as_ref().map_or(target, RoundTrips::url);
@@ -103,7 +104,8 @@ impl Crew {
             keeper: Arc::clone(keeper),
             ledger: Arc::clone(ledger),
             random: Mutex::new(random),
-            _poolers: Mutex::new(poolers),
+            session_pooler: Mutex::new(session_pooler),
+            transaction_pooler: Mutex::new(transaction_pooler),
         };
         for number in 0..workers {
             crew.hire(number);
@@ -126,8 +128,53 @@ impl Crew {
     /// What this worker uses.
     pub(super) fn primitives(&self, number: usize) -> &'static [Primitive] {
         match self.places[number].route {
-            Route::TransactionPooler => &Primitive::ALL[1..],
+            // Nothing that needs a session.
+            Route::TransactionPooler => &Primitive::ALL[2..],
             _ => &Primitive::ALL,
+        }
+    }
+
+    pub(super) fn pooler(&self, mode: PoolMode) -> MutexGuard<'_, PgBouncer> {
+        let pooler = match mode {
+            PoolMode::Session => &self.session_pooler,
+            PoolMode::Transaction => &self.transaction_pooler,
+        };
+        pooler.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whose connections lead through that pooler.
+    pub(super) fn behind(&self, mode: PoolMode) -> impl Iterator<Item = usize> {
+        let wanted = match mode {
+            PoolMode::Session => Route::SessionPooler,
+            PoolMode::Transaction => Route::TransactionPooler,
+        };
+        self.places
+            .iter()
+            .filter(move |place| place.route == wanted)
+            .map(|place| place.number)
+    }
+
+    /// Who can inflict that on itself.
+    pub(super) fn able(&self, mishap: Fault) -> Vec<usize> {
+        let is_able = |worker: &Worker| {
+            (worker.orders.impatient || !mishap.needs_impatience())
+                && (!worker.orders.shared_sessions || !mishap.needs_session_locks())
+        };
+        self.places
+            .iter()
+            .filter(|place| place.worker().as_ref().is_some_and(is_able))
+            .map(|place| place.number)
+            .collect()
+    }
+
+    /// Tells a worker to inflict that on itself once, when it comes to it.
+    pub(super) fn wish(&self, number: usize, mishap: Fault) {
+        self.tell(number, mishap.name());
+    }
+
+    fn tell(&self, number: usize, line: &str) {
+        if let Some(worker) = &mut *self.places[number].worker() {
+            let _ = worker.stdin.write_all(format!("{line}\n").as_bytes());
         }
     }
 
@@ -163,7 +210,11 @@ impl Crew {
         thread::spawn(move || read(number, stdout, &ledger));
         let stderr = child.stderr.take().expect("standard error is a pipe");
         thread::spawn(move || complain(number, stderr));
-        *place.worker() = Some(Worker { child, stdin });
+        *place.worker() = Some(Worker {
+            orders,
+            child,
+            stdin,
+        });
     }
 
     /// Kills a worker without a warning, and starts another one in its place.
@@ -203,17 +254,18 @@ impl Crew {
 
     /// Lets all workers finish what they do, and rest with the connections they have.
     pub(super) fn rest(&self) {
-        for place in &self.places {
-            if let Some(worker) = &mut *place.worker() {
-                let _ = worker.stdin.write_all(b"rest\n");
-            }
+        for number in self.numbers() {
+            self.tell(number, REST);
         }
     }
 
     /// Ends all workers, in the orderly way first.
     pub(super) fn dismiss(&self) {
         for place in &self.places {
-            let Some(Worker { mut child, stdin }) = place.worker().take() else {
+            let Some(Worker {
+                mut child, stdin, ..
+            }) = place.worker().take()
+            else {
                 continue;
             };
             drop(stdin);

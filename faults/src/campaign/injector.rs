@@ -1,6 +1,8 @@
-//! The faults that are inflicted from outside, four kinds of them at a time.
+//! What inflicts the faults: some at a time, and of each sort always the kind that there was least of.
 
+mod mishaps;
 mod network;
+mod poolers;
 mod processes;
 mod server;
 mod sessions;
@@ -12,6 +14,7 @@ use std::time::{Duration, Instant};
 use super::crew::Crew;
 use super::ledger::Ledger;
 use super::site::Site;
+use crate::fault::Fault;
 use crate::random::Random;
 
 /// What an injector needs.
@@ -21,6 +24,8 @@ struct Means<'a> {
     crew: &'a Crew,
     ledger: Arc<Ledger>,
     random: Random,
+    /// When the next one is due.
+    due: Instant,
     end: Instant,
 }
 
@@ -38,13 +43,16 @@ pub(super) fn inject(
         crew,
         ledger: Arc::clone(ledger),
         random: random.fork(),
+        due: Instant::now(),
         end,
     };
-    let injectors: [(Means<'_>, fn(Means<'_>)); 4] = [
+    let injectors: [(Means<'_>, fn(Means<'_>)); 6] = [
         (means(), processes::inject),
         (means(), sessions::inject),
         (means(), network::inject),
         (means(), server::inject),
+        (means(), poolers::inject),
+        (means(), mishaps::inject),
     ];
     thread::scope(|scope| {
         for (means, inject) in injectors {
@@ -54,16 +62,18 @@ pub(super) fn inject(
 }
 
 impl Means<'_> {
-    /// All kinds equally often, in an order that nobody knows, until the time is up.
-    fn rounds<K: Copy>(mut self, kinds: &[K], mut inflict: impl FnMut(&mut Self, K)) {
-        'rounds: loop {
-            for kind in self.random.shuffled(kinds) {
-                if Instant::now() >= self.end {
-                    break 'rounds;
-                }
-                inflict(&mut self, kind);
-            }
+    /// Inflicts the scarcest of these kinds, again and again, until the time is up.
+    fn scarcest_first(mut self, kinds: &[Fault], mut inflict: impl FnMut(&mut Self, Fault)) {
+        while Instant::now() < self.end {
+            let kind = self.ledger.scarcest(kinds, &mut self.random);
+            inflict(&mut self, kind);
         }
+    }
+
+    /// Waits for the next turn, of which there is one in so many milliseconds on the average. Who is late does not wait.
+    fn await_turn(&mut self, each: u64) {
+        self.due += self.random.millis(0, 2 * each);
+        thread::sleep(self.due.saturating_duration_since(Instant::now()));
     }
 
     fn pause(&mut self, from: u64, to: u64) {

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::check::{Death, Failover, History, Outage};
+use crate::check::{Death, Failover, History, Outage, Told};
 use crate::clock::{self, Micros};
+use crate::fault::Fault;
+use crate::random::Random;
 use crate::record::{Outcome, Primitive, Record};
 
 /// Collects the histories of all workers, from many threads.
@@ -18,8 +20,8 @@ pub(super) struct Book {
     pub(super) history: History,
     pub(super) violations: Vec<String>,
     pub(super) operations: BTreeMap<(Primitive, Outcome), u64>,
-    pub(super) faults: BTreeMap<String, u64>,
-    pub(super) longest_recovery: BTreeMap<String, Duration>,
+    pub(super) faults: BTreeMap<Fault, u64>,
+    pub(super) longest_recovery: BTreeMap<Fault, Duration>,
     recovering: Vec<Recovery>,
     /// When the last operation began that succeeded, by worker.
     successes: BTreeMap<(usize, Primitive), Micros>,
@@ -29,7 +31,7 @@ pub(super) struct Book {
 /// A worker that has not succeeded since a fault.
 #[derive(Debug)]
 struct Recovery {
-    kind: String,
+    kind: Fault,
     worker: usize,
     since: Micros,
 }
@@ -40,20 +42,23 @@ impl Ledger {
     }
 
     /// A fault that ended just now, and the workers that it hit.
-    pub(super) fn fault(&self, kind: &str, workers: impl IntoIterator<Item = usize>) {
-        let since = clock::now();
-        let mut book = self.book();
-        *book.faults.entry(kind.to_owned()).or_default() += 1;
-        let hit = workers.into_iter().map(|worker| Recovery {
-            kind: kind.to_owned(),
-            worker,
-            since,
-        });
-        book.recovering.extend(hit);
+    pub(super) fn fault(&self, kind: Fault, workers: impl IntoIterator<Item = usize>) {
+        self.book().struck(kind, workers);
     }
 
-    pub(super) fn death(&self, death: Death) {
-        self.book().history.deaths.push(death);
+    /// The kind that was inflicted least often so far.
+    pub(super) fn scarcest(&self, kinds: &[Fault], random: &mut Random) -> Fault {
+        let kinds = random.shuffled(kinds);
+        let book = self.book();
+        kinds
+            .into_iter()
+            .min_by_key(|kind| book.faults.get(kind).copied().unwrap_or(0))
+            .expect("there are some")
+    }
+
+    pub(super) fn death(&self, pid: i32, death: Death) {
+        let deaths = &mut self.book().history.deaths;
+        deaths.entry(pid).or_default().push(death);
     }
 
     pub(super) fn outage(&self, outage: Outage) {
@@ -81,19 +86,34 @@ impl Ledger {
                     book.succeeded(worker, what, began);
                 }
             }
-            Record::Fault { kind } => *book.faults.entry(kind).or_default() += 1,
+            Record::Fault { kind } => book.struck(kind, [worker]),
             Record::Violation { text } => {
                 let text = format!("worker {worker}: {text}");
                 eprintln!("VIOLATION {text}");
                 book.violations.push(text);
             }
             Record::Rested { given, of } => _ = book.rested.insert(worker, (given, of)),
-            told => book.history.told.push((worker, told)),
+            record => book.history.told.push(Told {
+                worker,
+                record,
+                at: clock::now(),
+            }),
         }
     }
 }
 
 impl Book {
+    fn struck(&mut self, kind: Fault, workers: impl IntoIterator<Item = usize>) {
+        let since = clock::now();
+        *self.faults.entry(kind).or_default() += 1;
+        let hit = workers.into_iter().map(|worker| Recovery {
+            kind,
+            worker,
+            since,
+        });
+        self.recovering.extend(hit);
+    }
+
     fn succeeded(&mut self, worker: usize, what: Primitive, began: Micros) {
         let latest = self.successes.entry((worker, what)).or_default();
         *latest = began.max(*latest);
@@ -104,7 +124,7 @@ impl Book {
                 return true;
             }
             let took = Duration::from_micros((now - recovery.since).max(0) as u64);
-            let longest = longest.entry(recovery.kind.clone()).or_default();
+            let longest = longest.entry(recovery.kind).or_default();
             *longest = took.max(*longest);
             false
         });

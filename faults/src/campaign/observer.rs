@@ -10,8 +10,8 @@ use diesel_interlock::{Attempt, Error};
 
 use super::ledger::Ledger;
 use super::site::Site;
-use crate::check::{Booking, Grant, Request, Section, Truth};
-use crate::subjects::SEMAPHORES;
+use crate::check::{Booking, Grant, Request, Section, Truth, Write};
+use crate::subjects::{BY_THE_ARTICLE, SEMAPHORES};
 
 const PAUSE: Duration = Duration::from_millis(40);
 
@@ -29,7 +29,7 @@ const MUST_BE_EMPTY: &str = "
     SELECT format('%s requests to %s are in flight', count(*), service)
         FROM resource_control.service_request
         WHERE completed_at IS NULL AND timed_out_at IS NULL AND expires_at > clock_timestamp()
-        GROUP BY service HAVING count(*) > CASE service WHEN 'short' THEN 3 WHEN 'lease' THEN 1 ELSE 5 END
+        GROUP BY service HAVING count(*) > CASE service WHEN 'short' THEN 3 WHEN 'lease' THEN 1 WHEN 'by the article' THEN 1 ELSE 5 END
     UNION ALL
     SELECT format('stuck: %s (pid %s) holds the lock %s/%s and has been idle since %s', application_name, pid, classid,
             objid, state_change)
@@ -98,7 +98,7 @@ pub(super) fn missing_slots(site: &Site) -> Vec<String> {
     let longest = SEMAPHORES.iter().map(|semaphore| semaphore.timeout()).max();
     thread::sleep(longest.unwrap_or_default() + Duration::from_millis(100));
     let mut missing = Vec::new();
-    for semaphore in &SEMAPHORES {
+    for semaphore in SEMAPHORES.iter().chain([&BY_THE_ARTICLE]) {
         let claimed = (0..semaphore.slots())
             .map_while(|_| match semaphore.claim_on(&mut conn) {
                 Ok(Attempt::Acquired(claim)) => Some(claim),
@@ -135,8 +135,10 @@ pub(super) fn closed_throttles(site: &Site) -> Vec<String> {
 pub(super) fn truth(site: &Site) -> QueryResult<Truth> {
     let mut conn = connect(site);
     let sections: Vec<SectionRow> =
-        diesel::sql_query("SELECT lock, exclusive, pid, began, ended FROM faults.section")
+        diesel::sql_query("SELECT lock, exclusive, pid, began, ended, token FROM faults.section")
             .load(&mut conn)?;
+    let writes: Vec<WriteRow> =
+        diesel::sql_query("SELECT id, lock, token FROM faults.fenced_write").load(&mut conn)?;
     let bookings: Vec<BookingRow> =
         diesel::sql_query("SELECT lock, number, began, ended FROM faults.booking")
             .load(&mut conn)?;
@@ -150,6 +152,7 @@ pub(super) fn truth(site: &Site) -> QueryResult<Truth> {
     .load(&mut conn)?;
     Ok(Truth {
         sections: sections.into_iter().map(Section::from).collect(),
+        writes: writes.into_iter().map(Write::from).collect(),
         bookings: bookings.into_iter().map(Booking::from).collect(),
         grants: grants.into_iter().map(Grant::from).collect(),
         requests: requests.into_iter().map(Request::from).collect(),
@@ -189,7 +192,9 @@ macro_rules! rows {
 rows! {
     SectionRow => Section {
         lock: Integer => i32, exclusive: Bool => bool, pid: Integer => i32, began: BigInt => i64, ended: BigInt => i64,
+        token: Nullable<BigInt> => Option<i64>,
     }
+    WriteRow => Write { id: BigInt => i64, lock: Integer => i32, token: BigInt => i64 }
     BookingRow => Booking { lock: Integer => i32, number: BigInt => i64, began: BigInt => i64, ended: BigInt => i64 }
     GrantRow => Grant { resource: Text => String, key: Text => String, at: BigInt => i64 }
     RequestRow => Request {

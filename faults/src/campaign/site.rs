@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel::sql_types::Bool;
+use diesel::sql_types::{Bool, Text};
 use workbench::{Cluster, StopMode};
 
 use crate::check::{Failover, Outage};
@@ -30,7 +30,7 @@ pub(super) struct Site {
 impl Site {
     pub(super) fn start(directory: &Path) -> Self {
         let site = Self {
-            primary: Mutex::new(Arc::new(Cluster::start())),
+            primary: Mutex::new(Arc::new(start())),
             link: directory.join("server"),
         };
         site.point_link();
@@ -93,13 +93,18 @@ impl Site {
             // Done by the process that makes the setting known to the others, after it has.
             run(&old, "CHECKPOINT");
         }
-        thread::sleep(random.millis(200, 500));
+        thread::sleep(random.millis(20, 150));
+        let followed = clock::now();
+        wait_until(
+            &standby,
+            &format!("pg_last_wal_receive_lsn() >= '{}'", written(&old)),
+        );
         if random.one_in(2) {
             run(
                 &standby,
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_wal_receiver",
             );
-            thread::sleep(random.millis(50, 200));
+            thread::sleep(random.millis(20, 150));
         }
 
         let began = clock::now();
@@ -113,6 +118,7 @@ impl Site {
         (
             Outage { began, stopped },
             Failover {
+                followed,
                 began,
                 stopped,
                 synchronous,
@@ -121,12 +127,31 @@ impl Site {
     }
 }
 
+/// As small as can be, since each failover takes a copy.
+fn start() -> Cluster {
+    let cluster = Cluster::builder().wal_segment_megabytes(1).start();
+    for template in ["template0", "template1"] {
+        run(
+            &cluster,
+            &format!("ALTER DATABASE {template} IS_TEMPLATE false; DROP DATABASE {template}"),
+        );
+    }
+    cluster
+}
+
 fn run(cluster: &Cluster, statements: &str) {
     let mut conn = connect(cluster);
     for statement in statements.split("; ") {
         conn.batch_execute(statement)
             .unwrap_or_else(|error| panic!("{statement}: {error}"));
     }
+}
+
+/// How far the log is on its way to the disk.
+fn written(cluster: &Cluster) -> String {
+    diesel::select(diesel::dsl::sql::<Text>("pg_current_wal_flush_lsn()::text"))
+        .get_result(&mut connect(cluster))
+        .unwrap_or_else(|error| panic!("the end of the log: {error}"))
 }
 
 fn wait_until(cluster: &Cluster, condition: &str) {

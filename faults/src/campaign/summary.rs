@@ -1,13 +1,15 @@
 //! What a campaign prints at its end.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::ledger::Book;
 use crate::check::Findings;
+use crate::fault::Fault;
 use crate::record::{Outcome, Primitive};
 
-/// How many violations are printed in full.
-const PRINTED: usize = 20;
+/// How many violations of a sort are printed in full.
+const PRINTED: usize = 5;
 
 /// The summary, for people.
 pub(super) fn of(book: &Book, findings: &Findings, looked: u64) -> String {
@@ -31,12 +33,14 @@ fn write(text: &mut String, book: &Book, findings: &Findings, looked: u64) -> st
         text,
         "faults, and the longest time until everyone hit by one had succeeded again"
     )?;
-    for (kind, number) in &book.faults {
-        let recovery = book.longest_recovery.get(kind);
+    for kind in Fault::all() {
+        let number = book.faults.get(&kind).unwrap_or(&0);
+        let name = kind.name();
+        let recovery = book.longest_recovery.get(&kind);
         let recovery = recovery.map_or(String::new(), |longest| {
             format!("{:>8.2} s", longest.as_secs_f64())
         });
-        writeln!(text, "  {kind:<40}{number:>7}{recovery}")?;
+        writeln!(text, "  {name:<40}{number:>7}{recovery}")?;
     }
     writeln!(text, "examined")?;
     writeln!(text, "  {:<40}{looked:>7}", "looks at the server's locks")?;
@@ -53,8 +57,17 @@ fn write(text: &mut String, book: &Book, findings: &Findings, looked: u64) -> st
         writeln!(text, "  {what:<40}{number:>7}")?;
     }
     let violations = violations(book, findings);
-    for violation in violations.iter().take(PRINTED) {
-        writeln!(text, "VIOLATION {violation}")?;
+    let mut sorts: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for violation in &violations {
+        sorts.entry(sort(violation)).or_default().push(violation);
+    }
+    for (sort, violations) in sorts {
+        for violation in violations.iter().take(PRINTED) {
+            writeln!(text, "VIOLATION {violation}")?;
+        }
+        if violations.len() > PRINTED {
+            writeln!(text, "{} of the sort \"{sort}\"", violations.len())?;
+        }
     }
     if !violations.is_empty() {
         for outage in &book.history.outages {
@@ -73,6 +86,14 @@ fn write(text: &mut String, book: &Book, findings: &Findings, looked: u64) -> st
     let stuck = violations.iter().filter(|text| text.contains("stuck:"));
     writeln!(text, "stuck locks: {}", stuck.count())?;
     writeln!(text, "violations: {}", violations.len())
+}
+
+/// What it has in common with others: its beginning without the numbers.
+fn sort(violation: &str) -> String {
+    let words = violation
+        .split(' ')
+        .filter(|word| !word.contains(|letter: char| letter.is_ascii_digit()));
+    words.take(4).collect::<Vec<_>>().join(" ")
 }
 
 /// All of them, whoever found them.

@@ -1,9 +1,9 @@
 //! Locks: who was inside together, and who was told to hold what was gone.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
 
-use super::{Findings, History, Truth};
+use super::{Findings, History, Told, Truth};
 use crate::clock::Micros;
 use crate::record::Record;
 
@@ -104,11 +104,7 @@ fn booked_twice(truth: &Truth, findings: &mut Findings) {
 
 /// "Still held" or "released in order", said of a session that had ended before the question.
 fn told_too_late(history: &History, findings: &mut Findings) {
-    let mut deaths: BTreeMap<i32, Vec<_>> = BTreeMap::new();
-    for death in &history.deaths {
-        deaths.entry(death.pid).or_default().push(death);
-    }
-    for (worker, record) in &history.told {
+    for Told { worker, record, .. } in &history.told {
         let Record::Held {
             pid,
             acquired,
@@ -118,18 +114,9 @@ fn told_too_late(history: &History, findings: &mut Findings) {
             continue;
         };
         findings.examined("answers that a session lock is held", 1);
-        let died = deaths
-            .get(pid)
-            .into_iter()
-            .flatten()
-            .any(|death| *acquired < death.sent && death.gone < *asked);
-        let ended = history
-            .outages
-            .iter()
-            .any(|outage| *acquired < outage.began && outage.stopped < *asked);
-        if died || ended {
+        if history.was_dead(*pid, *acquired, *asked) {
             findings.violation(format!(
-                "worker {worker}: pid {pid} was dead at {asked}, and its lock of {acquired} is said to be held"
+                "session lock: pid {pid} was dead at {asked}, and worker {worker} was told that its lock of {acquired} was held"
             ));
         }
     }
@@ -147,6 +134,7 @@ mod tests {
             pid: 7,
             began,
             ended,
+            token: None,
         }
     }
 
@@ -195,19 +183,16 @@ mod tests {
     #[test]
     fn a_lock_that_outlives_its_session_is_seen() {
         let history = History {
-            told: vec![(
-                0,
-                Record::Held {
+            told: vec![Told {
+                worker: 0,
+                record: Record::Held {
                     pid: 7,
                     acquired: 1,
                     asked: 9,
                 },
-            )],
-            deaths: vec![Death {
-                pid: 7,
-                sent: 2,
-                gone: 3,
+                at: 10,
             }],
+            deaths: [(7, vec![Death { sent: 2, gone: 3 }])].into(),
             ..History::default()
         };
         let mut findings = Findings::default();

@@ -2,12 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Failover, Findings, Grant, History, Truth};
-use crate::clock::{Micros, SECOND};
+use super::{Failover, Findings, Grant, History, Told, Truth};
+use crate::clock::Micros;
 use crate::record::Record;
-
-/// How far an asynchronous standby may lag behind: more than it takes to fall over.
-const LAG: Micros = 10 * SECOND;
 
 /// How much was lost, by kind.
 pub(crate) type Losses = BTreeMap<&'static str, usize>;
@@ -24,6 +21,7 @@ pub(super) struct Lost {
 pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) -> Lost {
     let bookings: BTreeSet<_> = truth.bookings.iter().map(|b| (b.lock, b.number)).collect();
     let grants: BTreeSet<_> = truth.grants.iter().collect();
+    let writes: BTreeSet<_> = truth.writes.iter().map(|w| (w.id, w.token)).collect();
     let requests: BTreeMap<_, _> = truth
         .requests
         .iter()
@@ -31,14 +29,15 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
         .collect();
 
     let mut lost = Lost::default();
-    let excused = |sent, kind: &'static str, text: String, findings: &mut Findings| {
-        if is_excused(&history.failovers, sent) {
+    let excused = |sent, at, kind: &'static str, text: String, findings: &mut Findings| {
+        if is_excused(&history.failovers, sent, at) {
             *findings.losses.entry(kind).or_default() += 1;
         } else {
             findings.violation(text);
         }
     };
-    for (worker, record) in &history.told {
+    for Told { worker, record, at } in &history.told {
+        let told_at = *at;
         match record {
             Record::Booked { lock, number, sent } => {
                 findings.examined("committed bookings", 1);
@@ -46,7 +45,16 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
                     let text = format!(
                         "worker {worker}: the booking {number} of {lock}, sent at {sent}, is lost"
                     );
-                    excused(*sent, "bookings", text, findings);
+                    excused(*sent, told_at, "bookings", text, findings);
+                }
+            }
+            Record::Wrote { id, token, sent } => {
+                findings.examined("committed writes behind fences", 1);
+                if !writes.contains(&(*id, *token)) {
+                    let text = format!(
+                        "worker {worker}: the write {id} with {token}, sent at {sent}, is lost"
+                    );
+                    excused(*sent, told_at, "writes behind fences", text, findings);
                 }
             }
             Record::Granted {
@@ -63,7 +71,7 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
                 };
                 if !grants.contains(&grant) {
                     let text = format!("worker {worker}: {grant:?}, sent at {sent}, is lost");
-                    excused(*sent, "grants", text, findings);
+                    excused(*sent, told_at, "grants", text, findings);
                     lost.grants.insert(grant);
                 }
             }
@@ -79,7 +87,7 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
                     let text = format!(
                         "worker {worker}: the claim {id} of {service}, sent at {sent}, is lost"
                     );
-                    excused(*sent, "claims", text, findings);
+                    excused(*sent, told_at, "claims", text, findings);
                     lost.requests.insert((*id, *created));
                 }
             }
@@ -101,7 +109,7 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
                         let text = format!(
                             "worker {worker}: the release of {id}, sent at {sent}, is lost"
                         );
-                        excused(*sent, "releases", text, findings);
+                        excused(*sent, told_at, "releases", text, findings);
                     }
                     _ => {}
                 }
@@ -112,9 +120,10 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
     lost
 }
 
-fn is_excused(failovers: &[Failover], sent: Micros) -> bool {
+/// What was asked of the old primary, and told after the standby was last known to have everything.
+pub(super) fn is_excused(failovers: &[Failover], sent: Micros, at: Micros) -> bool {
     failovers.iter().any(|failover| {
-        !failover.synchronous && sent <= failover.stopped && sent > failover.began - LAG
+        !failover.synchronous && sent <= failover.stopped && at >= failover.followed
     })
 }
 
@@ -127,16 +136,21 @@ mod tests {
             resource: "quick".into(),
             key: "a".into(),
             at: 1,
-            sent: 100 * SECOND,
+            sent: 100,
         }
     }
 
-    fn history(synchronous: bool) -> History {
+    fn history(synchronous: bool, at: Micros) -> History {
         History {
-            told: vec![(0, granted())],
+            told: vec![Told {
+                worker: 0,
+                record: granted(),
+                at,
+            }],
             failovers: vec![Failover {
-                began: 101 * SECOND,
-                stopped: 102 * SECOND,
+                followed: 101,
+                began: 102,
+                stopped: 103,
                 synchronous,
             }],
             ..History::default()
@@ -146,16 +160,23 @@ mod tests {
     #[test]
     fn an_asynchronous_failover_may_lose_what_was_told() {
         let mut findings = Findings::default();
-        let lost = find(&history(false), &Truth::default(), &mut findings);
+        let lost = find(&history(false, 101), &Truth::default(), &mut findings);
         assert!(findings.violations.is_empty());
         assert_eq!(findings.losses["grants"], 1);
         assert_eq!(lost.grants.len(), 1);
     }
 
     #[test]
+    fn nothing_is_lost_that_had_reached_the_standby() {
+        let mut findings = Findings::default();
+        find(&history(false, 100), &Truth::default(), &mut findings);
+        assert_eq!(findings.violations.len(), 1);
+    }
+
+    #[test]
     fn a_synchronous_one_may_not() {
         let mut findings = Findings::default();
-        find(&history(true), &Truth::default(), &mut findings);
+        find(&history(true, 101), &Truth::default(), &mut findings);
         assert_eq!(findings.violations.len(), 1);
     }
 }

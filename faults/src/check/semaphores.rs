@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use super::lost::Lost;
-use super::{Findings, History, Request, Truth};
+use super::{Findings, History, Request, Told, Truth};
 use crate::clock::Micros;
 use crate::record::Record;
-use crate::subjects::SEMAPHORES;
+use crate::subjects::{BY_THE_ARTICLE, SEMAPHORES};
 
 pub(super) fn examine(history: &History, truth: &Truth, lost: &Lost, findings: &mut Findings) {
     findings.examined("requests", truth.requests.len());
@@ -19,6 +19,7 @@ pub(super) fn examine(history: &History, truth: &Truth, lost: &Lost, findings: &
 fn slots(service: &str) -> usize {
     SEMAPHORES
         .iter()
+        .chain([&BY_THE_ARTICLE])
         .find(|semaphore| semaphore.service() == service)
         .map_or(0, |semaphore| semaphore.slots() as usize)
 }
@@ -39,9 +40,17 @@ struct Stay {
     lost: bool,
 }
 
+/// Those that our functions have claimed: the article's steps read the clock, and draw the id, before they have the slot.
+fn ours(truth: &Truth) -> impl Iterator<Item = &Request> {
+    truth
+        .requests
+        .iter()
+        .filter(|request| request.service != BY_THE_ARTICLE.service())
+}
+
 fn by_the_server(truth: &Truth, findings: &mut Findings) {
     let mut stays: BTreeMap<&str, Vec<Stay>> = BTreeMap::new();
-    for request in &truth.requests {
+    for request in ours(truth) {
         stays.entry(&request.service).or_default().push(Stay {
             id: request.id,
             from: request.created,
@@ -68,7 +77,7 @@ fn by_belief(history: &History, truth: &Truth, lost: &Lost, findings: &mut Findi
         .collect();
     let mut created: BTreeMap<(usize, i64), Micros> = BTreeMap::new();
     let mut stays: BTreeMap<&str, Vec<Stay>> = BTreeMap::new();
-    for (worker, record) in &history.told {
+    for Told { worker, record, .. } in &history.told {
         match record {
             Record::Claimed {
                 id, created: at, ..
@@ -136,7 +145,7 @@ fn crowds(mut stays: Vec<Stay>, allowed: usize) -> Vec<Vec<Stay>> {
 
 /// Ordered by id, the requests of a slot follow one another.
 fn ids_ascend(truth: &Truth, findings: &mut Findings) {
-    let mut requests: Vec<&Request> = truth.requests.iter().collect();
+    let mut requests: Vec<&Request> = ours(truth).collect();
     requests.sort_by_key(|request| (&request.service, request.slot, request.id));
     for pair in requests.windows(2) {
         let [one, next] = pair else { continue };

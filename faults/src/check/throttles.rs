@@ -16,7 +16,7 @@ pub(super) fn examine(history: &History, truth: &Truth, lost: &Lost, findings: &
     let told: Vec<_> = history
         .told
         .iter()
-        .filter_map(|(_, record)| match record {
+        .filter_map(|told| match &told.record {
             Record::Granted {
                 resource, key, at, ..
             } => Some((resource, key, *at)),

@@ -14,7 +14,13 @@ pub(super) fn must_not_be(what: Primitive, error: &Error) -> Option<String> {
         | Error::TransactionLeftOpen { .. }
         | Error::TimedOut { .. } => true,
         // A completion waits for whoever marks its row at that moment, and is then repeated in the background.
-        Error::Database(_) if what == Primitive::Semaphore && text.contains("lock timeout") => true,
+        // A writer waits for whoever passes the same fence.
+        Error::Database(_)
+            if matches!(what, Primitive::Semaphore | Primitive::Fence)
+                && text.contains("lock timeout") =>
+        {
+            true
+        }
         Error::Database(_) => !SYMPTOMS.iter().any(|symptom| text.contains(symptom)),
         _ => false,
     };

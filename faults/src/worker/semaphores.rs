@@ -8,10 +8,14 @@ use diesel_interlock::{Attempt, Claim, Error, Permit, Semaphore};
 use super::report::report;
 use super::{Hand, panic_deliberately};
 use crate::clock::{self, Micros};
+use crate::fault::Fault;
 use crate::record::{Outcome, Record};
 use crate::subjects::SEMAPHORES;
 
 pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
+    if hand.random.one_in(3) {
+        return super::article::work(hand);
+    }
     let Some(semaphore) = hand.random.pick(&SEMAPHORES) else {
         return Ok(Outcome::Busy);
     };
@@ -121,13 +125,12 @@ impl Stay {
         mut permit: Permit,
     ) -> Result<Outcome, Error> {
         let end = Instant::now()
-            + match hand.random.below(40) {
-                0 => {
-                    hand.fault("overstayed permit");
-                    semaphore.timeout() + Duration::from_millis(50)
-                }
-                1 => semaphore.timeout() / 2,
-                _ => hand.random.millis(0, 30),
+            + if hand.befalls(Fault::OverstayedPermit) {
+                semaphore.timeout() + Duration::from_millis(50)
+            } else if hand.random.one_in(40) {
+                semaphore.timeout() / 2
+            } else {
+                hand.random.millis(0, 30)
             };
         while self.believe(&permit) && Instant::now() < end {
             thread::sleep(Duration::from_millis(5));
@@ -135,26 +138,20 @@ impl Stay {
                 permit.renew()?;
             }
         }
-        match hand.random.below(40) {
-            0 => {
-                hand.fault("panic while holding");
-                panic_deliberately();
-            }
-            1 => {
-                hand.fault("abandoned permit");
-                let _: Claim = permit.into_claim();
-                return Ok(Outcome::Done);
-            }
-            2 => {
-                hand.exhaust_pool();
-                drop(permit);
-                return Ok(Outcome::Done);
-            }
-            3..=6 => {
-                drop(permit);
-                return Ok(Outcome::Done);
-            }
-            _ => {}
+        if hand.befalls(Fault::Panic) {
+            panic_deliberately();
+        }
+        if hand.befalls(Fault::AbandonedPermit) {
+            let _: Claim = permit.into_claim();
+            return Ok(Outcome::Done);
+        }
+        let full = hand.befalls(Fault::FullPool);
+        if full {
+            hand.exhaust_pool();
+        }
+        if full || hand.random.one_in(10) {
+            drop(permit);
+            return Ok(Outcome::Done);
         }
         let claim = permit.claim().clone();
         let sent = clock::now();

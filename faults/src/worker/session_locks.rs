@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::prelude::*;
-use diesel::sql_types::{BigInt, Bool, Integer};
+use diesel::sql_types::{BigInt, Bool, Integer, Nullable};
 use diesel_interlock::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, Lease, LockId};
 
 use super::report::report;
-use super::{Hand, panic_deliberately};
+use super::{Hand, fenced_writes, mishaps, panic_deliberately};
 use crate::clock::{self, Micros};
+use crate::fault::Fault;
 use crate::record::{Outcome, Record};
 use crate::subjects;
 
@@ -20,8 +21,11 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     let mut lock = subjects::session_lock(number);
     if !exclusive {
         lock = lock.shared();
+    } else if hand.random.one_in(2) {
+        lock = lock.fenced();
     }
     let section = Section {
+        asked: clock::now(),
         number,
         exclusive,
         lock: &lock,
@@ -63,6 +67,8 @@ fn require_patience<G>(hand: &Hand<'_>, attempt: &Attempt<G>, sent: Instant, tim
 
 /// What is done under a lock.
 struct Section<'a> {
+    /// Before the lock was.
+    asked: Micros,
     number: i32,
     exclusive: bool,
     lock: &'a AdvisoryLock,
@@ -85,8 +91,33 @@ impl Section<'_> {
         };
         let acquired = clock::now();
         // After an error the connection is broken, or the user's own time-out struck. The release tells which.
-        let lost = self.occupy(hand, &mut guard, acquired).unwrap_or(false);
-        self.leave(hand, guard, acquired, lost)
+        let token = self.draw(hand, &mut guard).unwrap_or(None);
+        let lost = self
+            .occupy(hand, &mut guard, acquired, token)
+            .unwrap_or(false);
+        let done = self.leave(hand, guard, acquired, lost);
+        if let Some(token) = token.filter(|_| hand.befalls(Fault::LateWrite)) {
+            fenced_writes::write_late(hand, self.number, token);
+        }
+        done
+    }
+
+    /// Most have a token: with the lock, where that is fenced, or drawn now.
+    fn draw<C: Lease>(
+        &self,
+        hand: &mut Hand<'_>,
+        guard: &mut AdvisoryLockGuard<C>,
+    ) -> Result<Option<i64>, Error> {
+        if !self.exclusive || hand.random.one_in(4) {
+            return Ok(None);
+        }
+        let token = guard.fencing_token()?;
+        report(&Record::Drawn {
+            lock: self.number,
+            token,
+            sent: self.asked,
+        });
+        Ok(Some(token))
     }
 
     /// Writes down that it is inside, on the session that holds the lock, for a while. Answers whether the lock was found
@@ -96,19 +127,31 @@ impl Section<'_> {
         hand: &mut Hand<'_>,
         guard: &mut AdvisoryLockGuard<C>,
         acquired: Micros,
+        token: Option<i64>,
     ) -> Result<bool, Error> {
         let pid = guard.backend_pid();
         let Id { id } = diesel::sql_query(
-            "INSERT INTO faults.section (lock, exclusive, pid, began, ended) \
-             SELECT $1, $2, pg_backend_pid(), at, at FROM faults.micros(clock_timestamp()) AS at RETURNING id",
+            "INSERT INTO faults.section (lock, exclusive, pid, began, ended, token) \
+             SELECT $1, $2, pg_backend_pid(), at, at, $3 FROM faults.micros(clock_timestamp()) AS at RETURNING id",
         )
         .bind::<Integer, _>(self.number)
         .bind::<Bool, _>(self.exclusive)
+        .bind::<Nullable<BigInt>, _>(token)
         .get_result(guard.conn())?;
+        if let Some(token) = token {
+            self.write(hand, guard, token)?;
+        }
+        if hand.random.one_in(if self.exclusive { 8 } else { 3 }) {
+            self.work_elsewhere(hand, guard, acquired)?;
+        }
 
         for _ in 0..hand.random.below(4) {
             let long = hand.random.one_in(40);
             thread::sleep(hand.random.millis(0, if long { 700 } else { 25 }));
+            // It may have been stopped for longer than its session lives, and not know.
+            if let Some(token) = token.filter(|_| hand.random.one_in(3)) {
+                self.write(hand, guard, token)?;
+            }
             if hand.random.one_in(2) {
                 let asked = clock::now();
                 if !guard.is_held()? {
@@ -129,6 +172,61 @@ impl Section<'_> {
         Ok(false)
     }
 
+    /// Behind the fence, on the session that holds the lock or on another one. Only somebody who came later may keep it
+    /// from that, and while it holds the lock nobody does.
+    fn write<C: Lease>(
+        &self,
+        hand: &mut Hand<'_>,
+        guard: &mut AdvisoryLockGuard<C>,
+        token: i64,
+    ) -> Result<(), Error> {
+        let sent = clock::now();
+        let other = hand.random.one_in(2).then(|| hand.pool.try_get()).flatten();
+        let passed = match other {
+            Some(mut conn) => fenced_writes::write(hand, self.number, token, &mut conn),
+            None => fenced_writes::write(hand, self.number, token, guard.conn()),
+        };
+        if passed == Some(false) {
+            report(&Record::Fenced {
+                lock: self.number,
+                token,
+                holds: guard.is_held()?,
+                sent,
+            });
+        }
+        Ok(())
+    }
+
+    /// Needs no connection, and relies on a watch.
+    fn work_elsewhere<C: Lease>(
+        &self,
+        hand: &mut Hand<'_>,
+        guard: &mut AdvisoryLockGuard<C>,
+        acquired: Micros,
+    ) -> Result<(), Error> {
+        let watch = guard.watch(&hand.pool, hand.random.millis(10, 50))?;
+        let within = hand.random.millis(60, 150);
+        let end = Instant::now() + hand.random.millis(100, 900);
+        let mut last = None;
+        while Instant::now() < end {
+            // Read before the watch is asked: what it says was so at that time at the earliest.
+            let at = clock::now();
+            if watch.is_held_within(within) {
+                last = Some(at);
+            }
+            thread::sleep(Duration::from_millis(3));
+        }
+        if let Some(at) = last {
+            report(&Record::Watched {
+                pid: guard.backend_pid(),
+                acquired,
+                at,
+                within: within.as_micros() as Micros,
+            });
+        }
+        Ok(())
+    }
+
     fn leave<C: Lease>(
         &self,
         hand: &mut Hand<'_>,
@@ -136,33 +234,25 @@ impl Section<'_> {
         acquired: Micros,
         lost: bool,
     ) -> Result<Outcome, Error> {
-        match hand.random.below(30) {
-            0..=2 => {
-                drop(guard);
-                return Ok(Outcome::Done);
-            }
-            3 => {
-                hand.fault("panic while holding");
-                panic_deliberately();
-            }
-            4 => {
-                hand.fault("transaction left open");
+        if hand.befalls(Fault::Panic) {
+            panic_deliberately();
+        }
+        if hand.befalls(Fault::TransactionLeftOpen) {
+            if hand.random.one_in(2) {
                 let _ = guard.conn().batch_execute("BEGIN");
-            }
-            5 => {
-                hand.fault("transaction aborted");
-                let _ = guard.conn().batch_execute("BEGIN; SELECT 1/0");
-            }
-            6 => {
-                hand.fault("transaction left open");
+            } else {
                 let _ = AnsiTransactionManager::begin_transaction(guard.conn());
             }
-            7 if hand.orders.impatient => {
-                hand.fault("statement_timeout");
-                let _ = diesel::sql_query("SELECT pg_sleep(1)").execute(guard.conn());
-            }
-            8 if hand.orders.impatient && self.exclusive => self.run_into_lock_timeout(hand),
-            _ => {}
+        } else if hand.befalls(Fault::TransactionAborted) {
+            let _ = guard.conn().batch_execute("BEGIN; SELECT 1/0");
+        } else if hand.orders.impatient && hand.befalls(Fault::StatementTimeout) {
+            let _ = diesel::sql_query("SELECT pg_sleep(1)").execute(guard.conn());
+        } else if hand.orders.impatient && self.exclusive {
+            self.run_into_lock_timeout(hand);
+        }
+        if hand.random.one_in(10) {
+            drop(guard);
+            return Ok(Outcome::Done);
         }
         self.release(hand, guard, acquired, lost)
     }
@@ -194,10 +284,15 @@ impl Section<'_> {
 
     /// The user's own wait for the lock, on another connection.
     fn run_into_lock_timeout(&self, hand: &Hand<'_>) {
+        if !mishaps().contains(&Fault::LockTimeout) {
+            return;
+        }
         let (Some(mut conn), Ok(id)) = (hand.pool.try_get(), self.lock.key().id()) else {
             return;
         };
-        hand.fault("lock_timeout");
+        if !hand.befalls(Fault::LockTimeout) {
+            return;
+        }
         let key = match id {
             LockId::BigInt(number) => number.to_string(),
             LockId::Pair(first, second) => format!("{first}, {second}"),

@@ -1,6 +1,7 @@
 //! Throttles, with and without a key, by themselves and inside transactions.
 
 use std::cell::Cell;
+use std::thread;
 
 use diesel::prelude::*;
 use diesel::result::Error as DieselError;
@@ -28,6 +29,9 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     if !key.is_empty() {
         throttle = throttle.key(&key);
     }
+    // So that others find it being taken. They are denied at once: none of them waits as long as their users'
+    // `lock_timeout`, which would be an error.
+    let pause = hand.random.millis(0, 120);
     let sent = clock::now();
     let granted: Option<Grant> = match hand.random.below(8) {
         0 => {
@@ -40,12 +44,17 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
         }
         1 => hand
             .connection()?
-            .transaction(|conn| throttle.attempt(conn, DETAILS))?
+            .transaction(|conn| {
+                let decision = throttle.attempt(conn, DETAILS)?;
+                thread::sleep(pause);
+                Ok::<_, Error>(decision)
+            })?
             .granted(),
         2 => {
             // As if never taken.
             let rolled_back = hand.connection()?.transaction(|conn| {
                 let _: Decision = throttle.attempt(conn, DETAILS)?;
+                thread::sleep(pause);
                 Err::<(), _>(Error::from(DieselError::RollbackTransaction))
             });
             match rolled_back {

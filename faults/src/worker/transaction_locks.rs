@@ -10,6 +10,7 @@ use diesel_interlock::{Attempt, Error};
 use super::report::report;
 use super::{Hand, panic_deliberately};
 use crate::clock;
+use crate::fault::Fault;
 use crate::random::Random;
 use crate::record::{Outcome, Record};
 use crate::subjects;
@@ -91,13 +92,8 @@ struct Misfortune {
 
 impl Misfortune {
     fn of(hand: &mut Hand<'_>) -> Self {
-        let panics = hand.random.one_in(40);
-        let idles = hand.orders.impatient && hand.random.one_in(12);
-        if panics {
-            hand.fault("panic while holding");
-        } else if idles {
-            hand.fault("idle_in_transaction_session_timeout");
-        }
+        let panics = hand.befalls(Fault::Panic);
+        let idles = hand.orders.impatient && hand.befalls(Fault::IdleInTransactionTimeout);
         Self {
             random: hand.random.fork(),
             panics,

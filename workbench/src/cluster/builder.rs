@@ -26,6 +26,7 @@ const DEFAULTS: [(&str, &str); 9] = [
 pub struct ClusterBuilder {
     settings: Vec<(String, String)>,
     environment: Vec<(String, String)>,
+    wal_segment_megabytes: u32,
 }
 
 impl ClusterBuilder {
@@ -36,6 +37,7 @@ impl ClusterBuilder {
         Self {
             settings,
             environment: Vec::new(),
+            wal_segment_megabytes: 16,
         }
     }
 
@@ -50,6 +52,13 @@ impl ClusterBuilder {
     /// process without the variables whose names start with `PG`.
     pub fn env(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.environment.push((name.into(), value.into()));
+        self
+    }
+
+    /// Writes the log in files of that size, a power of two. Defaults to PostgreSQL's 16 megabytes, of which each new
+    /// file, each standby and each promotion writes at least one.
+    pub const fn wal_segment_megabytes(mut self, megabytes: u32) -> Self {
+        self.wal_segment_megabytes = megabytes;
         self
     }
 
@@ -72,6 +81,11 @@ impl ClusterBuilder {
     #[must_use = "the server is stopped when the value drops"]
     pub fn start(self) -> Cluster {
         Cluster::create(self)
+    }
+
+    /// The watcher's command that makes the data directory.
+    pub(super) fn creation(&self) -> String {
+        format!("create {}", self.wal_segment_megabytes)
     }
 
     pub(super) fn environment(&self) -> &[(String, String)] {

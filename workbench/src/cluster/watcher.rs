@@ -122,7 +122,7 @@ impl Watcher {
     }
 
     /// Sends a signal, such as `INT`, to the program that runs.
-    pub(super) fn signal(&mut self, name: &str) {
+    pub(crate) fn signal(&mut self, name: &str) {
         self.send(&format!("signal {name}"));
     }
 
@@ -138,7 +138,7 @@ impl Watcher {
 
     /// Waits until the program that was run last has ended, and returns its exit status, or `None`
     /// after `timeout`.
-    pub(super) fn exit_within(&mut self, timeout: Duration) -> Option<u32> {
+    pub(crate) fn exit_within(&mut self, timeout: Duration) -> Option<u32> {
         let expected = format!("exited {} ", self.runs);
         let deadline = Instant::now() + timeout;
         loop {

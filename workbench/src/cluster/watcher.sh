@@ -34,7 +34,8 @@ run() {
             exec "$@"
         ) </dev/null >>"$log" 2>&1 &
         echo $! >"$pid_file"
-        wait $!
+        # Without a word of the shell about how it ended.
+        wait $! 2>/dev/null
         status=$?
         rm -f "$pid_file"
         echo "exited $runs $status"
@@ -44,7 +45,8 @@ run() {
 while read -r command argument; do
     case $command in
     create)
-        run setup "$binaries/initdb" -D "$directory/data" -U postgres -A trust -E UTF8 --locale=C -N
+        run setup "$binaries/initdb" -D "$directory/data" -U postgres -A trust -E UTF8 --locale=C -N \
+            --wal-segsize "$argument"
         ;;
     copy)
         run setup "$binaries/pg_basebackup" -d "$argument" -D "$directory/data" -R -X stream -c fast -N

@@ -1,29 +1,20 @@
 //! Workers that die or freeze.
 
 use super::Means;
-
-#[derive(Debug, Clone, Copy)]
-enum Kind {
-    Kill,
-    Freeze,
-}
+use crate::fault::{Fault, PROCESSES};
 
 pub(super) fn inject(means: Means<'_>) {
-    means.rounds(&[Kind::Kill, Kind::Freeze], |means, kind| {
+    means.scarcest_first(&PROCESSES, |means, kind| {
         let worker = means.any_worker();
-        match kind {
-            Kind::Kill => {
-                means.crew.replace(worker);
-                means.ledger.fault("kill -9 of a worker", [worker]);
-            }
-            Kind::Freeze => {
-                means.crew.signal(worker, "STOP");
-                // Longer than the time-outs of two of the semaphores.
-                means.pause(800, 2500);
-                means.crew.signal(worker, "CONT");
-                means.ledger.fault("frozen worker", [worker]);
-            }
+        if kind == Fault::Freeze {
+            means.crew.signal(worker, "STOP");
+            // Longer than the time-outs of two of the semaphores.
+            means.pause(800, 2500);
+            means.crew.signal(worker, "CONT");
+        } else {
+            means.crew.replace(worker);
         }
-        means.pause(300, 900);
+        means.ledger.fault(kind, [worker]);
+        means.pause(200, 700);
     });
 }

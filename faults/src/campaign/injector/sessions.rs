@@ -9,22 +9,22 @@ use diesel::sql_types::{Bool, Integer, Text};
 use super::Means;
 use crate::check::Death;
 use crate::clock;
+use crate::fault::{Fault, SESSIONS};
 
-/// Name of the fault, and which of the workers' sessions.
-const KINDS: [(&str, &str); 3] = [
-    (
-        "ended session of a holder",
-        "EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory' AND granted)",
-    ),
-    (
-        "ended session of a waiter",
-        "EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory' AND NOT granted)",
-    ),
-    (
-        "ended idle session",
-        "state = 'idle' AND NOT EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory')",
-    ),
-];
+/// Which of the workers' sessions.
+const fn of(kind: Fault) -> &'static str {
+    match kind {
+        Fault::EndedHolder => {
+            "EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory' AND granted)"
+        }
+        Fault::EndedWaiter => {
+            "EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory' AND NOT granted)"
+        }
+        _ => {
+            "state = 'idle' AND NOT EXISTS (SELECT FROM pg_locks WHERE pg_locks.pid = a.pid AND locktype = 'advisory')"
+        }
+    }
+}
 
 #[derive(QueryableByName)]
 struct Session {
@@ -35,10 +35,10 @@ struct Session {
 }
 
 pub(super) fn inject(means: Means<'_>) {
-    means.rounds(&KINDS, |means, (kind, which)| {
+    means.scarcest_first(&SESSIONS, |means, kind| {
         // There may be no such session for a moment, and no server either.
         for _ in 0..100 {
-            if let Ok(Some(worker)) = end_one(means, which) {
+            if let Ok(Some(worker)) = end_one(means, of(kind)) {
                 means.ledger.fault(kind, worker);
                 break;
             }
@@ -71,11 +71,8 @@ fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usiz
     );
     for _ in 0..1000 {
         if diesel::select(diesel::dsl::sql::<Bool>(&is_gone)).get_result(&mut conn)? {
-            means.ledger.death(Death {
-                pid: session.pid,
-                sent,
-                gone: clock::now(),
-            });
+            let gone = clock::now();
+            means.ledger.death(session.pid, Death { sent, gone });
             return Ok(Some(number(&session.application_name)));
         }
         thread::sleep(Duration::from_millis(1));

@@ -1,0 +1,143 @@
+//! The kinds of faults.
+
+/// What is done to the workers, and to all that they rely on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Fault {
+    Kill,
+    Freeze,
+    EndedHolder,
+    EndedWaiter,
+    EndedIdle,
+    LateNetwork,
+    LostNetwork,
+    FastRestart,
+    ImmediateRestart,
+    AsynchronousFailover,
+    SynchronousFailover,
+    KilledSessionPooler,
+    KilledTransactionPooler,
+    ReloadedPooler,
+    PausedPooler,
+    FullPool,
+    Panic,
+    TransactionLeftOpen,
+    TransactionAborted,
+    StatementTimeout,
+    LockTimeout,
+    IdleInTransactionTimeout,
+    OverstayedPermit,
+    AbandonedPermit,
+    LateWrite,
+}
+
+/// By the injector that inflicts them.
+pub(crate) const PROCESSES: [Fault; 2] = [Fault::Kill, Fault::Freeze];
+pub(crate) const SESSIONS: [Fault; 3] = [Fault::EndedHolder, Fault::EndedWaiter, Fault::EndedIdle];
+pub(crate) const NETWORKS: [Fault; 2] = [Fault::LateNetwork, Fault::LostNetwork];
+pub(crate) const SERVERS: [Fault; 4] = [
+    Fault::FastRestart,
+    Fault::ImmediateRestart,
+    Fault::AsynchronousFailover,
+    Fault::SynchronousFailover,
+];
+pub(crate) const POOLERS: [Fault; 4] = [
+    Fault::KilledSessionPooler,
+    Fault::KilledTransactionPooler,
+    Fault::ReloadedPooler,
+    Fault::PausedPooler,
+];
+/// Those that a worker inflicts on itself when it is told to.
+pub(crate) const MISHAPS: [Fault; 10] = [
+    Fault::FullPool,
+    Fault::Panic,
+    Fault::TransactionLeftOpen,
+    Fault::TransactionAborted,
+    Fault::StatementTimeout,
+    Fault::LockTimeout,
+    Fault::IdleInTransactionTimeout,
+    Fault::OverstayedPermit,
+    Fault::AbandonedPermit,
+    Fault::LateWrite,
+];
+
+impl Fault {
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        [
+            &PROCESSES[..],
+            &SESSIONS,
+            &NETWORKS,
+            &SERVERS,
+            &POOLERS,
+            &MISHAPS,
+        ]
+        .into_iter()
+        .flatten()
+        .copied()
+    }
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Kill => "kill -9 of a worker",
+            Self::Freeze => "frozen worker",
+            Self::EndedHolder => "ended session of a holder",
+            Self::EndedWaiter => "ended session of a waiter",
+            Self::EndedIdle => "ended idle session",
+            Self::LateNetwork => "cut network, late delivery",
+            Self::LostNetwork => "cut network, lost connections",
+            Self::FastRestart => "fast restart",
+            Self::ImmediateRestart => "immediate restart",
+            Self::AsynchronousFailover => "asynchronous failover",
+            Self::SynchronousFailover => "synchronous failover",
+            Self::KilledSessionPooler => "kill -9 of the pooler by session",
+            Self::KilledTransactionPooler => "kill -9 of the pooler by transaction",
+            Self::ReloadedPooler => "reloaded pooler",
+            Self::PausedPooler => "paused pooler",
+            Self::FullPool => "full pool",
+            Self::Panic => "panic while holding",
+            Self::TransactionLeftOpen => "transaction left open",
+            Self::TransactionAborted => "transaction aborted",
+            Self::StatementTimeout => "statement_timeout",
+            Self::LockTimeout => "lock_timeout",
+            Self::IdleInTransactionTimeout => "idle_in_transaction_session_timeout",
+            Self::OverstayedPermit => "overstayed permit",
+            Self::AbandonedPermit => "abandoned permit",
+            Self::LateWrite => "late write of a former holder",
+        }
+    }
+
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::all().find(|fault| fault.name() == name)
+    }
+
+    /// Whether it is one of the time-outs that a user sets.
+    pub(crate) const fn needs_impatience(self) -> bool {
+        matches!(
+            self,
+            Self::StatementTimeout | Self::LockTimeout | Self::IdleInTransactionTimeout
+        )
+    }
+
+    /// Whether it strikes under a session lock only.
+    pub(crate) const fn needs_session_locks(self) -> bool {
+        matches!(
+            self,
+            Self::TransactionLeftOpen
+                | Self::TransactionAborted
+                | Self::StatementTimeout
+                | Self::LockTimeout
+                | Self::LateWrite
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Fault;
+
+    #[test]
+    fn each_kind_has_a_name_of_its_own() {
+        for fault in Fault::all() {
+            assert_eq!(Fault::named(fault.name()), Some(fault));
+        }
+    }
+}

@@ -9,8 +9,11 @@ mod options;
 mod pgbench;
 mod redis_server;
 mod report;
+mod semaphores;
 mod session_locks;
 mod site;
+mod throttles;
+mod transaction_locks;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -34,7 +37,12 @@ pub(crate) struct Bench {
 
 type Scenario = (&'static str, fn(&Bench, &mut Report));
 
-const SCENARIOS: [Scenario; 1] = [("session_locks", session_locks::run)];
+const SCENARIOS: [Scenario; 4] = [
+    ("session_locks", session_locks::run),
+    ("transaction_locks", transaction_locks::run),
+    ("throttles", throttles::run),
+    ("semaphores", semaphores::run),
+];
 
 fn main() -> ExitCode {
     let names = SCENARIOS.map(|(name, _)| name);

@@ -3,8 +3,11 @@
 //! Every contender is checked to do its job before it is timed, and those that are compared take turns: `harness`.
 //! A panic anywhere ends it, so that no figure is made of something that went wrong.
 
+mod churn;
+mod growth;
 mod harness;
 mod libpq;
+mod memory;
 mod options;
 mod pgbench;
 mod redis_server;
@@ -14,6 +17,7 @@ mod session_locks;
 mod site;
 mod throttles;
 mod transaction_locks;
+mod waiting;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -37,11 +41,15 @@ pub(crate) struct Bench {
 
 type Scenario = (&'static str, fn(&Bench, &mut Report));
 
-const SCENARIOS: [Scenario; 4] = [
+const SCENARIOS: [Scenario; 8] = [
     ("session_locks", session_locks::run),
     ("transaction_locks", transaction_locks::run),
     ("throttles", throttles::run),
     ("semaphores", semaphores::run),
+    ("waiting", waiting::run),
+    ("growth", growth::run),
+    ("churn", churn::run),
+    ("memory", memory::run),
 ];
 
 fn main() -> ExitCode {

@@ -286,7 +286,7 @@ fn sqlx(
     })
 }
 
-fn sqlx_lock(thread: usize) -> PgAdvisoryLock {
+pub(crate) fn sqlx_lock(thread: usize) -> PgAdvisoryLock {
     PgAdvisoryLock::with_key(PgAdvisoryLockKey::BigInt(number(thread)))
 }
 

@@ -134,7 +134,7 @@ pub(crate) fn one_key(thread: usize) -> Option<String> {
     Some(thread.to_string())
 }
 
-fn new_key() -> String {
+pub(crate) fn new_key() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     format!("tenant {}", NEXT.fetch_add(1, Ordering::Relaxed))
 }

@@ -76,7 +76,8 @@ impl Rates {
         }
     }
 
-    fn of(&self, name: &str) -> &[f64] {
+    /// In each round.
+    pub(crate) fn of(&self, name: &str) -> &[f64] {
         let found = self.0.iter().find(|(known, _)| known == name);
         &found.unwrap_or_else(|| panic!("no contender {name}")).1
     }

@@ -23,12 +23,6 @@ pub(crate) struct Prepared {
     name: CString,
 }
 
-/// A parameter. Numbers are sent as PostgreSQL keeps them, as Diesel does.
-pub(crate) enum Value<'a> {
-    BigInt(i64),
-    Text(&'a str),
-}
-
 /// What the server answered.
 pub(crate) struct Answer {
     result: *mut PGresult,
@@ -62,25 +56,19 @@ impl Session {
         Prepared { name }
     }
 
-    /// Runs a prepared statement, with its answer in binary form.
-    pub(crate) fn run(&mut self, statement: &Prepared, parameters: &[Value<'_>]) -> Answer {
+    /// Runs a prepared statement, with parameters and answer in binary form, as Diesel does.
+    pub(crate) fn run(&mut self, statement: &Prepared, parameters: &[i64]) -> Answer {
         const MOST: usize = 8;
         assert!(parameters.len() <= MOST);
         let mut numbers = [[0; 8]; MOST];
         let mut values: [*const c_char; MOST] = [ptr::null(); MOST];
         let mut lengths: [c_int; MOST] = [0; MOST];
         for (at, parameter) in parameters.iter().enumerate() {
-            let bytes: &[u8] = match parameter {
-                Value::BigInt(number) => {
-                    numbers[at] = number.to_be_bytes();
-                    &numbers[at]
-                }
-                Value::Text(text) => text.as_bytes(),
-            };
-            values[at] = bytes.as_ptr().cast();
-            lengths[at] = bytes.len() as c_int;
+            numbers[at] = parameter.to_be_bytes();
+            values[at] = numbers[at].as_ptr().cast();
+            lengths[at] = numbers[at].len() as c_int;
         }
-        // Of text, the binary form is the text; its length is what counts, and no NUL is needed.
+        // In binary form, where the length is what counts.
         let formats: [c_int; MOST] = [1; MOST];
         // SAFETY: the connection is open and borrowed exclusively; as many values, lengths and formats are there as the
         // call is told of, each with as many bytes as its length says, and all of them outlive the call.

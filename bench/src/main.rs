@@ -4,10 +4,12 @@
 //! A panic anywhere ends it, so that no figure is made of something that went wrong.
 
 mod churn;
+mod delay;
 mod growth;
 mod harness;
 mod libpq;
 mod memory;
+mod model;
 mod options;
 mod pgbench;
 mod redis_server;
@@ -41,7 +43,7 @@ pub(crate) struct Bench {
 
 type Scenario = (&'static str, fn(&Bench, &mut Report));
 
-const SCENARIOS: [Scenario; 8] = [
+const SCENARIOS: [Scenario; 9] = [
     ("session_locks", session_locks::run),
     ("transaction_locks", transaction_locks::run),
     ("throttles", throttles::run),
@@ -50,6 +52,7 @@ const SCENARIOS: [Scenario; 8] = [
     ("growth", growth::run),
     ("churn", churn::run),
     ("memory", memory::run),
+    ("model", model::run),
 ];
 
 fn main() -> ExitCode {

@@ -9,7 +9,7 @@ use diesel_interlock::{Permit, PgPool, Semaphore};
 
 use crate::Bench;
 use crate::harness::{Contender, compare, threads};
-use crate::libpq::{Prepared, Session, Value};
+use crate::libpq::{Prepared, Session};
 use crate::report::{NO_GOAL, Report, at_least};
 use crate::site::Place;
 
@@ -261,18 +261,13 @@ impl Claimant for Bare {
     fn claim(&mut self) -> bool {
         self.id = self
             .session
-            .run(&self.insert, &[Value::BigInt(self.slot as i64)])
+            .run(&self.insert, &[self.slot as i64])
             .bigint(0);
         true
     }
 
     fn release(&mut self) {
-        assert_eq!(
-            self.session
-                .run(&self.update, &[Value::BigInt(self.id)])
-                .changed(),
-            1
-        );
+        assert_eq!(self.session.run(&self.update, &[self.id]).changed(), 1);
     }
 }
 

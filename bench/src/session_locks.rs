@@ -17,7 +17,7 @@ use tokio::runtime::Runtime;
 
 use crate::Bench;
 use crate::harness::{Contender, compare, tasks, threads};
-use crate::libpq::{Prepared, Session, Value};
+use crate::libpq::{Prepared, Session};
 use crate::pgbench::Pgbench;
 use crate::redis_server::RedisServer;
 use crate::report::{NO_GOAL, Report, at_least};
@@ -160,17 +160,11 @@ impl Libpq {
 
 impl Locker for Libpq {
     fn take(&mut self) -> bool {
-        self.session
-            .run(&self.take, &[Value::BigInt(self.key)])
-            .is_true(0)
+        self.session.run(&self.take, &[self.key]).is_true(0)
     }
 
     fn release(&mut self) {
-        assert!(
-            self.session
-                .run(&self.release, &[Value::BigInt(self.key)])
-                .is_true(0)
-        );
+        assert!(self.session.run(&self.release, &[self.key]).is_true(0));
     }
 }
 

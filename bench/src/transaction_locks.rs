@@ -5,7 +5,6 @@ use diesel_interlock::Error;
 
 use crate::Bench;
 use crate::harness::{Contender, compare, threads};
-use crate::libpq::Value;
 use crate::report::{NO_GOAL, Report};
 use crate::session_locks::{lock, number};
 use crate::site::Place;
@@ -70,13 +69,8 @@ fn libpq(place: &Place, threads_number: usize) -> Box<dyn Contender> {
         let key = number(thread);
         move || {
             session.query_c(c"BEGIN");
-            session.run(&lock, &[Value::BigInt(key)]);
-            assert_eq!(
-                session
-                    .run(&insert, &[Value::BigInt(thread as i64)])
-                    .changed(),
-                1
-            );
+            session.run(&lock, &[key]);
+            assert_eq!(session.run(&insert, &[thread as i64]).changed(), 1);
             session.query_c(c"COMMIT");
         }
     })

@@ -14,7 +14,7 @@ use workbench::RoundTrips;
 
 use crate::Bench;
 use crate::harness::{Contender, Plan, compare, median, quantile, tasks, threads};
-use crate::libpq::{Prepared, Session, Value};
+use crate::libpq::{Prepared, Session};
 use crate::report::{NO_GOAL, Report};
 use crate::session_locks::{lock, number, sqlx_lock, sqlx_pool};
 use crate::site::{Place, pool};
@@ -165,15 +165,11 @@ impl Libpq {
 
 impl Waiter for Libpq {
     fn acquire(&mut self) {
-        self.session.run(&self.take, &[Value::BigInt(number(0))]);
+        self.session.run(&self.take, &[number(0)]);
     }
 
     fn release(&mut self) {
-        assert!(
-            self.session
-                .run(&self.release, &[Value::BigInt(number(0))])
-                .is_true(0)
-        );
+        assert!(self.session.run(&self.release, &[number(0)]).is_true(0));
     }
 }
 

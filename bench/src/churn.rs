@@ -41,8 +41,7 @@ fn hour(bench: &Bench, report: &mut Report) {
     }
     let tenth = rates.len().div_ceil(10);
     let (first, last) = (median(&rates[..tenth]), &rates[rates.len() - tenth..]);
-    let mut ratios: Vec<f64> = last.iter().map(|rate| rate / first).collect();
-    ratios.sort_by(f64::total_cmp);
+    let ratios: Vec<f64> = last.iter().map(|rate| rate / first).collect();
     let (ours, reference) = (median(last), first);
     let ratio = Ratio {
         ours,

@@ -56,7 +56,7 @@ pub(crate) struct Rates(Vec<(String, Vec<f64>)>);
 pub(crate) struct Ratio {
     pub(crate) ours: f64,
     pub(crate) reference: f64,
-    /// Of each round, in ascending order.
+    /// Of each round.
     pub(crate) ratios: Vec<f64>,
 }
 
@@ -67,12 +67,10 @@ impl Rates {
 
     pub(crate) fn ratio(&self, ours: &str, reference: &str) -> Ratio {
         let (a, b) = (self.of(ours), self.of(reference));
-        let mut ratios: Vec<f64> = a.iter().zip(b).map(|(a, b)| a / b).collect();
-        ratios.sort_by(f64::total_cmp);
         Ratio {
             ours: median(a),
             reference: median(b),
-            ratios,
+            ratios: a.iter().zip(b).map(|(a, b)| a / b).collect(),
         }
     }
 
@@ -88,12 +86,14 @@ impl Ratio {
         median(&self.ratios)
     }
 
+    /// Of ten rounds, one lies below it.
     pub(crate) fn low(&self) -> f64 {
-        self.ratios[0]
+        quantile(&self.ratios, 0.1)
     }
 
+    /// Of ten rounds, one lies above it.
     pub(crate) fn high(&self) -> f64 {
-        self.ratios[self.ratios.len() - 1]
+        quantile(&self.ratios, 0.9)
     }
 }
 

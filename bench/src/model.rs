@@ -63,8 +63,8 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let plan = bench.options.plan();
     let plan = Plan {
         rounds: plan.rounds.min(5),
-        slice: plan.slice / 2,
-        warm_up: plan.slice / 5,
+        slice: plan.slice,
+        warm_up: plan.slice / 2,
     };
     let rates = compare(plan, contenders);
     permit.release().unwrap();
@@ -94,11 +94,10 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
             let predicted = here
                 + trips * slower(&|network, commit| round_trip(&rates, network, commit))
                 + commits * slower(&|network, commit| commit_time(&rates, network, commit));
-            let mut ratios: Vec<f64> = measured
+            let ratios: Vec<f64> = measured
                 .iter()
                 .map(|measured| predicted / measured)
                 .collect();
-            ratios.sort_by(f64::total_cmp);
             let ratio = Ratio {
                 ours: median(&measured),
                 reference: predicted,

@@ -57,14 +57,14 @@ impl Options {
     pub(crate) fn plan(&self) -> Plan {
         if self.quick {
             Plan {
-                rounds: 3,
-                slice: Duration::from_millis(150),
+                rounds: 5,
+                slice: Duration::from_millis(80),
                 warm_up: Duration::from_millis(50),
             }
         } else {
             Plan {
-                rounds: 11,
-                slice: Duration::from_millis(500),
+                rounds: 21,
+                slice: Duration::from_millis(250),
                 warm_up: Duration::from_millis(300),
             }
         }

@@ -17,6 +17,8 @@ pub(crate) struct Pgbench {
     database: String,
     directory: PathBuf,
     variables: Vec<(String, String)>,
+    /// How many transactions a second it did the last time.
+    rate: f64,
 }
 
 impl Pgbench {
@@ -40,6 +42,7 @@ impl Pgbench {
             database: place.name().to_owned(),
             directory,
             variables: Vec::new(),
+            rate: 0.0,
         }
     }
 
@@ -92,17 +95,23 @@ impl Contender for Pgbench {
         &self.name
     }
 
-    /// Takes whole seconds.
+    /// It takes whole seconds, or a number of transactions: as many as would have fitted into the slice before. The first
+    /// time it takes a second.
     fn run(&mut self, slice: Duration) -> f64 {
-        let seconds = slice.as_secs_f64().ceil().max(1.0).to_string();
-        let output = self.execute(&["-T", &seconds]);
+        let transactions = self.rate * slice.as_secs_f64() / self.clients as f64;
+        let output = if transactions < 1.0 {
+            self.execute(&["-T", "1"])
+        } else {
+            self.execute(&["-t", &transactions.round().to_string()])
+        };
         let text = String::from_utf8_lossy(&output.stdout).into_owned()
             + &String::from_utf8_lossy(&output.stderr);
         let rate = text
             .lines()
             .find_map(|line| line.strip_prefix("tps = ")?.split(' ').next()?.parse().ok());
-        rate.filter(|_| output.status.success())
-            .unwrap_or_else(|| panic!("pgbench failed:\n{text}"))
+        let rate = rate.filter(|_| output.status.success());
+        self.rate = rate.unwrap_or_else(|| panic!("pgbench failed:\n{text}"));
+        self.rate
     }
 }
 

@@ -48,7 +48,7 @@ impl Goal {
 impl Report {
     pub(crate) fn new(environment: Value) -> Self {
         println!(
-            "Rates are operations a second; a ratio above 1 means that ours is faster. [least .. greatest of the rounds]"
+            "Rates are operations a second; a ratio above 1 means that ours is faster. [what lies between in eight of ten rounds]"
         );
         for (name, value) in environment.as_object().expect("an object") {
             println!(
@@ -162,7 +162,7 @@ impl Report {
         }
         if let Some(file) = file {
             let document = json!({
-                "ratio": "ours / reference, as rates: above 1, ours is faster; `low` and `high` are the least and the greatest of the rounds",
+                "ratio": "ours / reference, as rates: above 1, ours is faster; `low` and `high` leave out one round of ten each; all are in `rounds`",
                 "environment": self.environment,
                 "entries": self.entries,
             });

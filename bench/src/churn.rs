@@ -1,5 +1,7 @@
 //! What becomes of claims as the day goes on: each leaves a dead row and dead index entries behind, which PostgreSQL
 //! cleans up, unless somebody's snapshot might still see them.
+//!
+//! The hours are compressed: commits do not wait for the disk here (`synchronous_commit` off), which is measured elsewhere.
 
 use std::time::{Duration, Instant};
 
@@ -7,9 +9,10 @@ use diesel_interlock::{Attempt, PgPool};
 
 use crate::Bench;
 use crate::harness::{Ratio, median};
+use crate::libpq::Session;
 use crate::report::{NO_GOAL, Report};
 use crate::semaphores::{self, semaphore};
-use crate::site::Place;
+use crate::site::{Place, pool};
 
 const CONNECTIONS: usize = 8;
 
@@ -25,17 +28,18 @@ fn hour(bench: &Bench, report: &mut Report) {
     } else {
         180_000.0
     };
+    let patience = Duration::from_secs(120);
     let place = bench.site.place();
     let mut session = place.session();
     session.query("ALTER SYSTEM SET autovacuum_naptime = '1s'");
     session.query("SELECT pg_reload_conf()");
 
     report.scenario("churn: an hour of 50 claims a second", CONNECTIONS);
-    let mut contender = semaphores::ours("ours", &place, CONNECTIONS);
+    let mut contender = semaphores::ours_of("ours", &pool_of(&place, CONNECTIONS), CONNECTIONS);
     let slice = Duration::from_millis(500);
     contender.run(slice);
-    let (mut rates, mut done) = (Vec::new(), 0.0);
-    while done < claims {
+    let (began, mut rates, mut done) = (Instant::now(), Vec::new(), 0.0);
+    while done < claims && began.elapsed() < patience {
         rates.push(contender.run(slice));
         done += rates[rates.len() - 1] * slice.as_secs_f64();
     }
@@ -61,50 +65,73 @@ fn hour(bench: &Bench, report: &mut Report) {
     session.query("SELECT pg_reload_conf()");
 }
 
-/// A transaction that stays open for hours, somewhere in the database.
+/// A transaction that stays open for hours, somewhere in the database, while a hundred thousand requests come and go.
+///
+/// They come in batches that take every slot, as rows, and leave behind what as many claims would. What is timed are
+/// claims.
 fn snapshot(bench: &Bench, report: &mut Report) {
-    let (claims, patience) = if bench.options.quick {
-        (3_000.0, Duration::from_secs(10))
-    } else {
-        (100_000.0, Duration::from_secs(150))
-    };
+    let requests: u32 = if bench.options.quick { 10_000 } else { 100_000 };
     let place = bench.site.place();
-    let pool = place.pool(1);
-    report.scenario("churn: claims under one long-open snapshot", CONNECTIONS);
-    let mut contender = semaphores::ours("ours", &place, CONNECTIONS);
-    contender.run(Duration::from_millis(300));
-    report.figure(
-        "claim and release before",
-        "µs, median of one connection",
-        claim_time(&pool),
-    );
+    let pool = pool_of(&place, 1);
+    report.scenario("churn: claims under one long-open snapshot", 1);
+    come_and_go(&place, requests / 10);
+    report.figure("claim and release before", "µs", claim_time(&pool));
 
     let mut reader = place.session();
     reader.query("BEGIN ISOLATION LEVEL REPEATABLE READ");
     reader.query("SELECT count(*) FROM resource_control.service_request");
-    let (began, mut done) = (Instant::now(), 0.0);
     for part in 1..=4 {
-        while done < claims * f64::from(part) / 4.0 && began.elapsed() < patience {
-            let slice = Duration::from_millis(250);
-            done += contender.run(slice) * slice.as_secs_f64();
-        }
-        let what = format!(
-            "claim and release after {:.0} claims",
-            (done / 100.0).round() * 100.0
+        come_and_go(&place, requests / 4);
+        report.figure(
+            &format!("claim and release after {} requests", requests / 4 * part),
+            "µs",
+            claim_time(&pool),
         );
-        report.figure(&what, "µs, median of one connection", claim_time(&pool));
     }
     sizes(&place, report);
     reader.query("COMMIT");
-    // The first claims afterwards clean up what they meet.
-    let first = one_claim(&pool);
-    report.figure("the first claim and release after it closed", "µs", first);
-    contender.run(Duration::from_millis(300));
     report.figure(
-        "claim and release once it closed",
-        "µs, median of one connection",
-        claim_time(&pool),
+        "the first claim and release after it closed",
+        "µs",
+        one_claim(&pool),
     );
+    report.figure("claim and release once it closed", "µs", claim_time(&pool));
+}
+
+fn come_and_go(place: &Place, number: u32) {
+    let mut session = Session::connect(&without_disk(place));
+    let come = session.prepare(
+        "come",
+        &format!(
+            "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+             SELECT 'geocoder', slot, now(), now() + '1 hour' FROM generate_series(0, {}) slot",
+            semaphore().slots() - 1
+        ),
+    );
+    let go = session.prepare(
+        "go",
+        "UPDATE resource_control.service_request SET completed_at = now() \
+         WHERE service = 'geocoder' AND id > $1 AND completed_at IS NULL AND timed_out_at IS NULL",
+    );
+    let last = session.prepare(
+        "last",
+        "SELECT coalesce(max(id), 0) FROM resource_control.service_request",
+    );
+    for _ in 0..number / semaphore().slots() {
+        let before = session.run(&last, &[]).bigint(0);
+        session.run(&come, &[]);
+        let ended = session.run(&go, &[before]).changed();
+        assert_eq!(ended, u64::from(semaphore().slots()));
+    }
+}
+
+fn pool_of(place: &Place, size: usize) -> PgPool {
+    pool(&without_disk(place), size, false)
+}
+
+/// How to connect so that commits do not wait for the disk.
+fn without_disk(place: &Place) -> String {
+    place.url_with("-c%20synchronous_commit%3Doff")
 }
 
 fn claim_time(pool: &PgPool) -> f64 {

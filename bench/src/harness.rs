@@ -2,7 +2,8 @@
 //!
 //! A machine is never the same for long: other work comes and goes, clocks change, files grow. So each round lets every
 //! contender run for a short slice, in an order that is shuffled for each round, and what is compared are the rates
-//! of one round. The ratio is the median over the rounds, its spread the least and the greatest of them.
+//! of one round. The ratio is the median over the rounds, its spread what lies between when one round of ten is left out
+//! at either end.
 
 use std::future::Future;
 use std::sync::{Arc, Barrier};

@@ -177,12 +177,12 @@ fn statements(url: &str, network: u64, commit: u64) -> Contenders {
 
 fn operations(url: &str, network: u64, commit: u64, full: &Semaphore) -> Contenders {
     let pool = pool(url, 1, false);
-    let contender = |at: usize, mut operation: Box<dyn FnMut() + Send>| -> Box<dyn Contender> {
+    let contender = |at: usize, operation: Box<dyn FnMut() + Send>| -> Box<dyn Contender> {
         let (what, _, _) = OPERATIONS[at];
-        // Nothing else borrows it: there is one thread.
-        let mut once = Some(move || operation());
+        // There is one thread, which takes it.
+        let mut operation = Some(operation);
         threads(&name(network, commit, what), 1, |_| {
-            once.take().expect("one thread")
+            operation.take().expect("one thread")
         })
     };
     let session_lock = {

@@ -71,8 +71,11 @@ pub(crate) fn semaphore() -> Semaphore {
 
 /// Our side of the comparison, also for other scenarios.
 pub(crate) fn ours(name: &str, place: &Place, number: usize) -> Box<dyn Contender> {
-    let pool = place.pool(number);
-    claimants(name, number, |_| Ours::new(&pool, semaphore()))
+    ours_of(name, &place.pool(number), number)
+}
+
+pub(crate) fn ours_of(name: &str, pool: &PgPool, number: usize) -> Box<dyn Contender> {
+    claimants(name, number, |_| Ours::new(pool, semaphore()))
 }
 
 pub(crate) fn refusals(name: &str, place: &Place, number: usize) -> Box<dyn Contender> {

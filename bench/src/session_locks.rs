@@ -263,7 +263,7 @@ fn sqlx(
     checks: bool,
 ) -> Box<dyn Contender> {
     let pool = sqlx_pool(bench, place, number, checks);
-    let locks: Vec<_> = (0..number).map(|thread| sqlx_lock(thread)).collect();
+    let locks: Vec<_> = (0..number).map(sqlx_lock).collect();
     let locks: Arc<[PgAdvisoryLock]> = locks.into();
     tasks(name, number, &bench.runtime, move |task| {
         let (pool, locks) = (pool.clone(), Arc::clone(&locks));

@@ -133,6 +133,12 @@ impl Place {
         &self.url
     }
 
+    /// The same with settings for its sessions, as a URL has them.
+    pub(crate) fn url_with(&self, settings: &str) -> String {
+        let mark = if self.url.contains('?') { '&' } else { '?' };
+        format!("{}{mark}options={settings}", self.url)
+    }
+
     pub(crate) fn session(&self) -> Session {
         Session::connect(&self.url)
     }

@@ -1,4 +1,10 @@
-//! How often the network is crossed, counted on the wire.
+//! How often the network is crossed, counted on the wire: of every operation, as often as its documentation says.
+
+mod beside_the_primitives;
+mod monitor;
+mod other_forms;
+mod throttles;
+mod transaction_locks;
 
 use std::time::Duration;
 
@@ -19,6 +25,16 @@ fn silent_pool(proxy: &RoundTrips) -> PgPool {
         .test_on_check_out(false)
         .build(manager)
         .unwrap()
+}
+
+/// Makes the call twice; the second one, which finds everything prepared, must take so many round trips and prepare
+/// nothing.
+#[track_caller]
+fn takes(trips: u64, proxy: &RoundTrips, mut call: impl FnMut()) {
+    call();
+    let parses = proxy.parses();
+    assert_eq!(proxy.count(call), trips);
+    assert_eq!(proxy.parses(), parses, "it was prepared before");
 }
 
 #[test]

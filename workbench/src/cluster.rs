@@ -318,6 +318,11 @@ impl Cluster {
         self.directory.join("data")
     }
 
+    /// The directory of the server's programs, for those that come with it, such as `pgbench`.
+    pub fn binaries(&self) -> &Path {
+        &self.binaries
+    }
+
     /// The directory of the Unix socket, for clients that take a host.
     pub fn socket_directory(&self) -> &Path {
         &self.directory

@@ -1,0 +1,183 @@
+//! What becomes of the figures as tables grow: a log of ten million finished requests, a million keys, ten thousand
+//! resources, beside empty tables.
+
+use std::time::Instant;
+
+use diesel_interlock::ThrottledResource;
+
+use crate::Bench;
+use crate::harness::{Contenders, compare};
+use crate::report::{Report, at_least};
+use crate::semaphores;
+use crate::session_locks;
+use crate::site::Place;
+use crate::throttles::{self, Resource};
+
+/// How large the tables are.
+struct Sizes {
+    some: u32,
+    many: u32,
+    keys: u32,
+    resources: u32,
+}
+
+const FULL: Sizes = Sizes {
+    some: 1_000_000,
+    many: 10_000_000,
+    keys: 1_000_000,
+    resources: 10_000,
+};
+
+const QUICK: Sizes = Sizes {
+    some: 10_000,
+    many: 100_000,
+    keys: 10_000,
+    resources: 200,
+};
+
+const EMPTY: &str = "empty tables";
+
+pub(crate) fn run(bench: &Bench, report: &mut Report) {
+    let sizes = if bench.options.quick { QUICK } else { FULL };
+    let began = Instant::now();
+    let empty = throttles::prepared(&bench.site);
+    let some = throttles::prepared(&bench.site);
+    log(&some, sizes.some);
+    let many = throttles::prepared(&bench.site);
+    log(&many, sizes.many);
+    keys(&many, sizes.keys);
+    resources(&many, sizes.resources);
+    many.session().query("CHECKPOINT");
+    let with_some = format!("a log of {}", sizes.some);
+    let with_many = format!("a log of {}", sizes.many);
+    let with_keys = format!("{} keys, {} resources", sizes.keys, sizes.resources);
+    println!(
+        "\n(growth: tables filled in {} s)",
+        began.elapsed().as_secs()
+    );
+
+    // Each contender on each place, all taking turns; the first place is what the others are compared with.
+    let by_size = |report: &mut Report,
+                   scenario,
+                   number,
+                   places: &[(&str, &Place)],
+                   make: &dyn Fn(&str, &Place) -> _| {
+        report.scenario(scenario, number);
+        let contenders: Contenders = places
+            .iter()
+            .map(|(name, place)| make(name, place))
+            .collect();
+        let rates = compare(bench.options.plan(), contenders);
+        for (name, _) in &places[1..] {
+            report.ratio(&rates, name, EMPTY, at_least(0.9));
+        }
+    };
+    let logs = [
+        (EMPTY, &empty),
+        (with_some.as_str(), &some),
+        (with_many.as_str(), &many),
+    ];
+    for number in [1, 8] {
+        by_size(
+            report,
+            "growth: claim and release",
+            number,
+            &logs,
+            &|name, place| semaphores::ours(name, place, number),
+        );
+    }
+    let filled = logs.map(|(_, place)| semaphores::fill_ours(place));
+    by_size(report, "growth: refusal", 8, &logs, &|name, place| {
+        semaphores::refusals(name, place, 8)
+    });
+    drop(filled);
+
+    let tables = [(EMPTY, &empty), (with_keys.as_str(), &many)];
+    by_size(
+        report,
+        "growth: throttle, denied",
+        8,
+        &tables,
+        &|name, place| throttles::ours(name, place, 8, Resource::Hourly, |_| None, false),
+    );
+    by_size(
+        report,
+        "growth: throttle, granted",
+        1,
+        &tables,
+        &|name, place| throttles::ours(name, place, 1, Resource::AtOnce, |_| None, true),
+    );
+    by_size(
+        report,
+        "growth: throttle, denied for a key",
+        8,
+        &tables,
+        &|name, place| throttles::ours(name, place, 8, Resource::Hourly, throttles::one_key, false),
+    );
+    by_size(
+        report,
+        "growth: throttle, granted for a key",
+        8,
+        &tables,
+        &|name, place| throttles::ours(name, place, 8, Resource::AtOnce, throttles::one_key, true),
+    );
+    by_size(
+        report,
+        "growth: throttle, granted for a new key",
+        8,
+        &tables,
+        &|name, place| {
+            throttles::ours(
+                name,
+                place,
+                8,
+                Resource::Hourly,
+                |_| Some(throttles::new_key()),
+                true,
+            )
+        },
+    );
+    let all = [(EMPTY, &empty), ("all of it", &many)];
+    by_size(report, "growth: session lock", 8, &all, &|name, place| {
+        session_locks::ours(name, &place.pool(8), 8)
+    });
+}
+
+/// Fills the log, with the indexes in place, as a service does in the course of time.
+fn log(place: &Place, number: u32) {
+    let mut session = place.session();
+    session.query(&semaphores::finished_requests(number));
+    session.query("VACUUM ANALYZE resource_control.service_request");
+    let count = session
+        .query("SELECT count(*)::text FROM resource_control.service_request")
+        .text(0);
+    assert_eq!(count, number.to_string());
+}
+
+fn keys(place: &Place, number: u32) {
+    let mut session = place.session();
+    session.query(&format!(
+        "INSERT INTO resource_control.throttled_key (resource_id, key, last_locked, last_locker_details) \
+         SELECT '{}', 'customer ' || n, now(), 'web-1 pid 7' FROM generate_series(1, {number}) n",
+        Resource::Hourly.label()
+    ));
+    session.query("VACUUM ANALYZE resource_control.throttled_key");
+}
+
+fn resources(place: &Place, number: u32) {
+    let mut session = place.session();
+    let labels: Vec<u32> = (1..=number).collect();
+    for labels in labels.chunks(500) {
+        let statements = labels.iter().map(|label| {
+            format!(
+                "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'resource {label}';"
+            )
+        });
+        session.query(&statements.collect::<String>());
+    }
+    session.query(&format!(
+        "INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval) \
+         SELECT ('resource ' || n)::resource_control.throttled_resource_enum, '1 hour' FROM generate_series(1, {number}) n"
+    ));
+    session.query("VACUUM ANALYZE resource_control.throttled_resource");
+}

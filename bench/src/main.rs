@@ -1,0 +1,106 @@
+//! Measures `diesel_interlock` beside what its users would pick instead, on throwaway servers: `scripts/bench`.
+//!
+//! Every contender is checked to do its job before it is timed, and those that are compared take turns: `harness`.
+//! A panic anywhere ends it, so that no figure is made of something that went wrong.
+
+mod churn;
+mod delay;
+mod growth;
+mod harness;
+mod libpq;
+mod memory;
+mod model;
+mod options;
+mod pgbench;
+mod redis_server;
+mod report;
+mod semaphores;
+mod session_locks;
+mod site;
+mod throttles;
+mod transaction_locks;
+mod waiting;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use serde_json::json;
+
+use crate::options::{Options, USAGE};
+use crate::redis_server::RedisServer;
+use crate::report::Report;
+use crate::site::{Site, Speed};
+
+/// What every scenario gets.
+pub(crate) struct Bench {
+    pub(crate) options: Options,
+    pub(crate) site: Site,
+    /// Redis as Debian configures it: an answer is not on the disk.
+    pub(crate) redis: RedisServer,
+    /// For asynchronous peers: as many threads as there are cores.
+    pub(crate) runtime: Arc<tokio::runtime::Runtime>,
+}
+
+type Scenario = (&'static str, fn(&Bench, &mut Report));
+
+const SCENARIOS: [Scenario; 9] = [
+    ("session_locks", session_locks::run),
+    ("transaction_locks", transaction_locks::run),
+    ("throttles", throttles::run),
+    ("semaphores", semaphores::run),
+    ("waiting", waiting::run),
+    ("growth", growth::run),
+    ("churn", churn::run),
+    ("memory", memory::run),
+    ("model", model::run),
+];
+
+fn main() -> ExitCode {
+    let names = SCENARIOS.map(|(name, _)| name);
+    let options = match Options::parse(std::env::args().skip(1), &names) {
+        Ok(options) => options,
+        Err(error) => {
+            eprintln!("{error}\n\n{USAGE}{}", names.join(", "));
+            return ExitCode::from(2);
+        }
+    };
+    // A panic in one thread would leave the others waiting for it.
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        hook(panic);
+        std::process::exit(101);
+    }));
+    let bench = Bench {
+        site: Site::start(options.transport),
+        redis: RedisServer::start(options.transport, &[]),
+        runtime: Arc::new(tokio::runtime::Runtime::new().expect("a runtime can be started")),
+        options,
+    };
+    let mut report = Report::new(environment(&bench));
+    for (name, run) in SCENARIOS {
+        if bench.options.wants(name) {
+            run(&bench, &mut report);
+        }
+    }
+    report.finish(bench.options.json.as_deref());
+    ExitCode::SUCCESS
+}
+
+fn environment(bench: &Bench) -> serde_json::Value {
+    let place = bench.site.place();
+    let speed = Speed::of(place.url());
+    let round = |value: f64| (value * 10.0).round() / 10.0;
+    json!({
+        "cores": site::cores(),
+        "processor": site::processor(),
+        "postgresql": bench.site.version(),
+        "redis": bench.redis.version(),
+        "transport": bench.options.transport.name(),
+        "round_trip_us": round(speed.round_trip.0),
+        "round_trip_p95_us": round(speed.round_trip.1),
+        "commit_us": round(speed.commit),
+        "settings": Site::settings(),
+        "quick": bench.options.quick,
+        "build": if cfg!(debug_assertions) { "debug" } else { "release" },
+    })
+}

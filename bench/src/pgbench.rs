@@ -1,0 +1,122 @@
+//! `pgbench -M prepared`: what the server's own benchmark makes of a statement.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use crate::harness::Contender;
+use crate::site::{Place, Site, cores};
+
+/// A script that `pgbench` runs again and again.
+pub(crate) struct Pgbench {
+    name: String,
+    clients: usize,
+    program: PathBuf,
+    address: (String, u16),
+    database: String,
+    directory: PathBuf,
+    variables: Vec<(String, String)>,
+    /// How many transactions a second it did the last time.
+    rate: f64,
+}
+
+impl Pgbench {
+    pub(crate) fn new(
+        name: &str,
+        site: &Site,
+        place: &Place,
+        clients: usize,
+        script: &str,
+    ) -> Self {
+        let directory =
+            std::env::temp_dir().join(format!("interlock-pgbench-{:016x}", fastrand::u64(..)));
+        fs::create_dir(&directory)
+            .and_then(|()| fs::write(directory.join("script"), script))
+            .expect("the directory for temporary files can be written");
+        Self {
+            name: name.to_owned(),
+            clients,
+            program: site.cluster.binaries().join("pgbench"),
+            address: site.address(),
+            database: place.name().to_owned(),
+            directory,
+            variables: Vec::new(),
+            rate: 0.0,
+        }
+    }
+
+    /// Sets a variable, which becomes a parameter of the prepared statement.
+    pub(crate) fn variable(mut self, name: &str, value: &str) -> Self {
+        self.variables.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// Whether the script runs without an error, once for each client.
+    pub(crate) fn succeeds_once(&self) -> bool {
+        let output = self.execute(&["-t", "1"]);
+        output.status.success()
+    }
+
+    fn execute(&self, how_long: &[&str]) -> Output {
+        let (clients, threads) = (
+            self.clients.to_string(),
+            self.clients.min(cores()).to_string(),
+        );
+        let mut command = Command::new(&self.program);
+        command
+            .args(["-M", "prepared", "-n", "-c", &clients, "-j", &threads, "-f"])
+            .arg(self.directory.join("script"))
+            .args(how_long)
+            .args([
+                "-h",
+                &self.address.0,
+                "-p",
+                &self.address.1.to_string(),
+                "-U",
+                "postgres",
+            ])
+            .env("LC_ALL", "C");
+        for (name, value) in &self.variables {
+            command.args(["-D", &format!("{name}={value}")]);
+        }
+        command.arg(&self.database).output().unwrap_or_else(|error| {
+            panic!(
+                "cannot start {}: {error}; it comes with the server, or with a package of its own (Fedora: \
+                 postgresql-contrib)",
+                self.program.display()
+            )
+        })
+    }
+}
+
+impl Contender for Pgbench {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// It takes whole seconds, or a number of transactions: as many as would have fitted into the slice before. The first
+    /// time it takes a second.
+    fn run(&mut self, slice: Duration) -> f64 {
+        let transactions = self.rate * slice.as_secs_f64() / self.clients as f64;
+        let output = if transactions < 1.0 {
+            self.execute(&["-T", "1"])
+        } else {
+            self.execute(&["-t", &transactions.round().to_string()])
+        };
+        let text = String::from_utf8_lossy(&output.stdout).into_owned()
+            + &String::from_utf8_lossy(&output.stderr);
+        let rate = text
+            .lines()
+            .find_map(|line| line.strip_prefix("tps = ")?.split(' ').next()?.parse().ok());
+        let rate = rate.filter(|_| output.status.success());
+        self.rate = rate.unwrap_or_else(|| panic!("pgbench failed:\n{text}"));
+        self.rate
+    }
+}
+
+impl Drop for Pgbench {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}

@@ -1,0 +1,118 @@
+//! Tokens and fences, watching, the look for a pooler, the stored functions, and installing.
+
+use std::time::Duration;
+
+use diesel::data_types::PgInterval;
+use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, Pool};
+use diesel_interlock::{Error, Fence, Sessions, functions, migrations, probe_sessions};
+use workbench::{Database, RoundTrips};
+
+use super::{LOCK, silent_pool, takes};
+use crate::support::Expect;
+
+#[test]
+fn one_to_draw_a_token_and_one_to_pass_a_fence() {
+    let database = crate::semaphores::database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = &silent_pool(&proxy);
+    let mut token = 0;
+    takes(3, &proxy, || {
+        let mut guard = LOCK.try_acquire(pool).unwrap().expect_acquired();
+        token = guard.fencing_token().unwrap();
+        assert_eq!(guard.fencing_token().unwrap(), token, "it is drawn once");
+    });
+    let fenced = LOCK.clone().fenced();
+    takes(2, &proxy, || {
+        let mut guard = fenced.try_acquire(pool).unwrap().expect_acquired();
+        assert!(guard.fencing_token().unwrap() > token);
+    });
+    let fence = Fence::named("ledger");
+    pool.get()
+        .unwrap()
+        .transaction(|conn| {
+            takes(1, &proxy, || fence.pass(conn, token).unwrap());
+            takes(1, &proxy, || {
+                assert!(matches!(
+                    fence.pass(conn, token - 1),
+                    Err(Error::Fenced { .. })
+                ))
+            });
+            QueryResult::Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn one_to_begin_to_watch() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = &silent_pool(&proxy);
+    let mut guard = LOCK.try_acquire(pool).unwrap().expect_acquired();
+    // The only connection is the guard's, so that the questions that follow are not asked.
+    takes(1, &proxy, || {
+        drop(guard.watch(pool, Duration::from_secs(3600)).unwrap())
+    });
+}
+
+#[test]
+fn five_to_look_for_a_pooler_once_per_connection() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = Pool::builder()
+        .max_size(2)
+        .test_on_check_out(false)
+        .build(ConnectionManager::new(proxy.url()))
+        .unwrap();
+    let probe = || assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Own);
+    assert_eq!(proxy.count(probe), 5);
+    assert_eq!(proxy.count(probe), 5);
+
+    let lock = || {
+        LOCK.try_acquire(&pool)
+            .unwrap()
+            .expect_acquired()
+            .release()
+            .unwrap()
+    };
+    // Whichever of the two connections it gets, both are known afterwards.
+    lock();
+    let both = (pool.get().unwrap(), pool.get().unwrap());
+    drop(both);
+    lock();
+    lock();
+    takes(2, &proxy, lock);
+}
+
+#[test]
+fn one_for_each_stored_function() {
+    let database = crate::semaphores::database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    let day = PgInterval::from_days(1);
+    takes(1, &proxy, || {
+        let pruned = diesel::select(functions::prune_service_requests(day, 10));
+        assert_eq!(pruned.get_result::<i32>(conn).unwrap(), 0);
+    });
+    takes(1, &proxy, || {
+        let pruned = diesel::select(functions::prune_throttled_keys(10));
+        assert_eq!(pruned.get_result::<i32>(conn).unwrap(), 0);
+    });
+    takes(1, &proxy, || {
+        let key = diesel::select(functions::lock_key("223 345"));
+        assert_eq!(
+            key.get_result::<i64>(conn).unwrap(),
+            3_755_351_481_708_176_604
+        );
+    });
+}
+
+#[cfg(feature = "migrations")]
+#[test]
+fn an_installation_that_is_there_is_seen_in_two() {
+    let database = crate::semaphores::database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    let install = || assert_eq!(migrations::install(conn).unwrap(), []);
+    assert_eq!(proxy.count(install), 2);
+}

@@ -1,0 +1,183 @@
+//! The other forms of locks and semaphores: on a borrowed connection, as a closure, with a limit, while they wait.
+
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel_interlock::{Admission, Error, Semaphore};
+use workbench::{Database, RoundTrips};
+
+use super::{LOCK, silent_pool, takes};
+use crate::support::{Expect, Observer, eventually, foreign_session_holding};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[test]
+fn two_for_a_lock_of_any_form_that_is_free() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = &silent_pool(&proxy);
+    takes(2, &proxy, || {
+        LOCK.with(pool, |_| Ok::<_, Error>(())).unwrap()
+    });
+    takes(2, &proxy, || {
+        LOCK.try_with(pool, |_| Ok::<_, Error>(()))
+            .unwrap()
+            .expect_acquired();
+    });
+    takes(2, &proxy, || {
+        LOCK.with_timeout(pool, LIMIT, |_| Ok::<_, Error>(()))
+            .unwrap()
+            .expect_acquired();
+    });
+
+    let conn = &mut pool.get().unwrap();
+    takes(2, &proxy, || drop(LOCK.acquire_on(conn).unwrap()));
+    takes(2, &proxy, || {
+        drop(LOCK.try_acquire_on(conn).unwrap().expect_acquired())
+    });
+    takes(2, &proxy, || {
+        drop(
+            LOCK.acquire_timeout_on(conn, LIMIT)
+                .unwrap()
+                .expect_acquired(),
+        )
+    });
+    takes(2, &proxy, || {
+        LOCK.with_on(conn, |_| Ok::<_, Error>(())).unwrap()
+    });
+    takes(2, &proxy, || {
+        LOCK.try_with_on(conn, |_| Ok::<_, Error>(()))
+            .unwrap()
+            .expect_acquired();
+    });
+    takes(2, &proxy, || {
+        LOCK.with_timeout_on(conn, LIMIT, |_| Ok::<_, Error>(()))
+            .unwrap()
+            .expect_acquired();
+    });
+}
+
+#[test]
+fn one_for_a_lock_of_any_form_that_is_taken() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = &silent_pool(&proxy);
+    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    takes(1, &proxy, || {
+        assert!(
+            LOCK.try_with(pool, |_| Ok::<_, Error>(()))
+                .unwrap()
+                .is_busy()
+        )
+    });
+    let conn = &mut pool.get().unwrap();
+    takes(1, &proxy, || {
+        assert!(LOCK.try_acquire_on(conn).unwrap().is_busy())
+    });
+    takes(1, &proxy, || {
+        assert!(
+            LOCK.try_with_on(conn, |_| Ok::<_, Error>(()))
+                .unwrap()
+                .is_busy()
+        )
+    });
+}
+
+/// A try, which shows that it is taken, and a message for each half second of waiting.
+#[test]
+fn a_lock_that_is_waited_for_takes_one_for_each_slice() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    drop(LOCK.acquire_on(conn).unwrap());
+    let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let mut observer = Observer::of(&database);
+    let before = proxy.round_trips();
+    let waited = std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let began = std::time::Instant::now();
+            drop(LOCK.acquire_on(conn).unwrap());
+            began.elapsed()
+        });
+        eventually("it waits", || observer.waiters(LOCK.key()) == 1);
+        drop(holder);
+        waiter.join().unwrap()
+    });
+    let trips = proxy.round_trips() - before;
+    let slices = waited.as_millis() as u64 / 500 + 1;
+    assert!((3..=2 + slices).contains(&trips), "{trips} in {waited:?}");
+}
+
+#[test]
+fn a_semaphore_of_any_form_takes_one_to_claim_and_one_to_release() {
+    let database = crate::semaphores::database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = &silent_pool(&proxy);
+    let semaphore = Semaphore::named("any form", 1, Duration::from_secs(30));
+    takes(2, &proxy, || {
+        semaphore
+            .try_with(pool, |_| Ok::<_, Error>(()))
+            .unwrap()
+            .expect_acquired();
+    });
+    takes(2, &proxy, || {
+        drop(
+            semaphore
+                .acquire_timeout(pool, LIMIT)
+                .unwrap()
+                .expect_acquired(),
+        )
+    });
+    let admitted = |admission| matches!(admission, Admission::Admitted(_));
+    takes(2, &proxy, || {
+        assert!(admitted(semaphore.admit(pool).unwrap()))
+    });
+    takes(2, &proxy, || {
+        assert!(admitted(semaphore.admit_timeout(pool, LIMIT).unwrap()))
+    });
+    // What a permit became ends elsewhere.
+    takes(2, &proxy, || {
+        let claim = semaphore
+            .try_acquire(pool)
+            .unwrap()
+            .expect_acquired()
+            .into_claim();
+        assert!(
+            semaphore
+                .complete_on(&mut pool.get().unwrap(), claim.id)
+                .unwrap()
+        );
+    });
+
+    let _permit = semaphore
+        .try_acquire(pool)
+        .unwrap()
+        .expect_acquired()
+        .into_claim();
+    takes(1, &proxy, || {
+        assert!(
+            semaphore
+                .try_with(pool, |_| Ok::<_, Error>(()))
+                .unwrap()
+                .is_busy()
+        )
+    });
+    takes(1, &proxy, || {
+        assert!(matches!(semaphore.admit(pool).unwrap(), Admission::Full(_)))
+    });
+    takes(1, &proxy, || {
+        assert!(
+            semaphore
+                .acquire_timeout(pool, Duration::ZERO)
+                .unwrap()
+                .is_busy()
+        )
+    });
+    let conn = &mut pool.get().unwrap();
+    takes(1, &proxy, || {
+        assert!(matches!(
+            semaphore.admit_on(conn).unwrap(),
+            Admission::Full(_)
+        ))
+    });
+}

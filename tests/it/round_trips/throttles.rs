@@ -1,0 +1,112 @@
+//! Throttles, granted and denied.
+
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel_interlock::{Error, Outcome, Throttle, sync, sync_intervals, throttled_resources};
+use workbench::RoundTrips;
+
+use super::{silent_pool, takes};
+
+throttled_resources! {
+    enum Resource {
+        AtOnce = "due at once" every Duration::from_micros(1),
+        Hourly = "due in an hour" every Duration::from_secs(3600),
+    }
+}
+
+#[test]
+fn one_for_an_attempt_whatever_is_decided() {
+    let database = crate::semaphores::database();
+    sync::<Resource>(&mut database.connect()).unwrap();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = &silent_pool(&proxy);
+    for key in [None, Some("tenant 7")] {
+        let throttle = |resource| {
+            let throttle = Throttle::of(resource);
+            match key {
+                Some(key) => throttle.key(key),
+                None => throttle,
+            }
+        };
+        let (at_once, hourly) = (throttle(Resource::AtOnce), throttle(Resource::Hourly));
+        let conn = &mut pool.get().unwrap();
+        let mut attempt =
+            |throttle: &Throttle<Resource>| throttle.attempt(conn, "web-3").unwrap().granted();
+        takes(1, &proxy, || assert!(attempt(&at_once).is_some()));
+        assert!(attempt(&hourly).is_some());
+        takes(1, &proxy, || assert_eq!(attempt(&hourly), None));
+    }
+    // The first attempt of a key makes its row.
+    let conn = &mut pool.get().unwrap();
+    let mut tenant = 0;
+    takes(1, &proxy, || {
+        tenant += 1;
+        let throttle = Throttle::of(Resource::Hourly).key(format!("new {tenant}"));
+        assert!(throttle.attempt(conn, "web-3").unwrap().granted().is_some());
+    });
+}
+
+#[test]
+fn one_for_the_closure_forms() {
+    let database = crate::semaphores::database();
+    sync::<Resource>(&mut database.connect()).unwrap();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = &silent_pool(&proxy);
+    let (at_once, hourly) = (
+        Throttle::of(Resource::AtOnce),
+        Throttle::of(Resource::Hourly),
+    );
+    let done = |outcome| matches!(outcome, Outcome::Done(()));
+    let nothing = |_| Ok::<_, Error>(());
+    takes(1, &proxy, || {
+        assert!(done(at_once.run(pool, "web-3", nothing).unwrap()))
+    });
+    assert!(done(hourly.run(pool, "web-3", nothing).unwrap()));
+    takes(1, &proxy, || {
+        assert!(!done(hourly.run(pool, "web-3", nothing).unwrap()))
+    });
+    let conn = &mut pool.get().unwrap();
+    let nothing_on = |_: &mut PgConnection, _| Ok::<_, Error>(());
+    takes(1, &proxy, || {
+        assert!(done(at_once.run_on(conn, "web-3", nothing_on).unwrap()))
+    });
+    takes(1, &proxy, || {
+        assert!(!done(hourly.run_on(conn, "web-3", nothing_on).unwrap()))
+    });
+}
+
+/// Its statements are not kept prepared: it runs once per start of a program.
+#[test]
+fn synchronizing_takes_one_per_resource_when_there_is_nothing_to_do() {
+    let database = crate::semaphores::database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    sync::<Resource>(conn).unwrap();
+    assert_eq!(
+        proxy.count(|| assert!(sync::<Resource>(conn).unwrap().added.is_empty())),
+        2
+    );
+    assert_eq!(
+        proxy.count(|| assert!(
+            sync_intervals::<Resource>(conn)
+                .unwrap()
+                .different
+                .is_empty()
+        )),
+        2
+    );
+    diesel::sql_query("UPDATE resource_control.throttled_resource SET throttle_interval = '1 day'")
+        .execute(conn)
+        .unwrap();
+    assert_eq!(
+        proxy.count(|| assert_eq!(sync::<Resource>(conn).unwrap().different.len(), 2)),
+        2
+    );
+    let overwriting = || assert_eq!(sync_intervals::<Resource>(conn).unwrap().different.len(), 2);
+    assert_eq!(
+        proxy.count(overwriting),
+        4,
+        "one more for each that differs"
+    );
+}

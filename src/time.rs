@@ -121,6 +121,8 @@ pub(crate) fn whole_seconds(duration: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -171,5 +173,47 @@ mod tests {
         assert!(of(-211_813_488_000_000_000).at().is_some());
         assert_eq!(of(9_223_371_331_199_999_999), Timestamp::Infinity);
         assert!(Timestamp::NegInfinity < of(0) && of(0) < Timestamp::Infinity);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_duration_is_sent_rounded_up_or_refused(seconds: u64, nanos in 0..1_000_000_000_u32, shift in 0..64) {
+            let duration = Duration::new(seconds >> shift, nanos);
+            match microseconds(duration) {
+                Some(sent) => {
+                    let sent = elapsed(PgInterval::from_microseconds(sent));
+                    prop_assert!(sent >= duration && sent - duration < Duration::from_micros(1));
+                    prop_assert!(Duration::ZERO < duration && duration <= LONGEST);
+                }
+                None => prop_assert!(duration.is_zero() || duration > LONGEST),
+            }
+            let up = whole_seconds(duration);
+            prop_assert!(up > 0 && Duration::from_secs(up) >= duration || up == u64::MAX);
+            prop_assert!(up == 1 || Duration::from_secs(up - 1) < duration);
+        }
+
+        #[test]
+        fn any_interval_is_a_duration(months: i32, days: i32, microseconds: i64) {
+            const DAY: i128 = 86_400_000_000;
+            let sum = i128::from(months) * 30 * DAY + i128::from(days) * DAY + i128::from(microseconds);
+            let loaded = elapsed(PgInterval::new(microseconds, days, months));
+            prop_assert_eq!(loaded.as_micros() as i128, sum.clamp(0, i64::MAX.into()));
+        }
+
+        #[test]
+        fn any_timestamp_of_postgresql_is_a_time_or_an_infinity(
+            // From 4714 BC on, or -infinity.
+            microseconds in prop_oneof![-211_813_488_000_000_000..=i64::MAX, Just(i64::MIN)],
+        ) {
+            match Timestamp::from(PgTimestamp(microseconds)) {
+                Timestamp::At(time) => {
+                    prop_assert_eq!(i128::from(time.timestamp_micros()), i128::from(microseconds) + i128::from(EPOCH));
+                }
+                Timestamp::NegInfinity => prop_assert_eq!(microseconds, i64::MIN),
+                Timestamp::Infinity => prop_assert!(microseconds > 8_000_000_000_000_000_000),
+            }
+        }
     }
 }

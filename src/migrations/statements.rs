@@ -60,6 +60,8 @@ fn through(rest: &str, quote: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::super::ours::OURS;
     use super::statements;
 
@@ -89,6 +91,35 @@ mod tests {
                 known.iter().any(|known| statement.starts_with(known)),
                 "{statement}"
             );
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_text_splits_and_nothing_of_a_statement_is_lost(
+            script in "([a-zß ;'\"$\n-]|\\$[a-z_1;]?\\$|--|\\PC){0,40}"
+        ) {
+            let mut rest = &*script;
+            for statement in statements(&script) {
+                prop_assert_eq!(statement, statement.trim());
+                let at = rest.find(statement).unwrap();
+                // What is between two of them is white space, a semicolon and comments.
+                let between = rest[..at].lines().map(|line| line.split("--").next().unwrap());
+                prop_assert!(between.flat_map(str::chars).all(|char| char == ';' || char.is_whitespace()));
+                rest = &rest[at + statement.len()..];
+            }
+        }
+
+        #[test]
+        fn quoted_semicolons_end_nothing(
+            pieces in proptest::collection::vec("[a-z0-9 =(),]{1,8}|'[a-z;$\"-]{0,5}'|\"[a-z;$'-]{0,5}\"|\\$t\\$[a-z;'\"-]{0,5}\\$t\\$|-- [a-z;']{0,5}\n", 1..9),
+            others in 1..4_usize,
+        ) {
+            let one = format!("SELECT {}", pieces.join(" "));
+            let script = vec![one.as_str(); others].join(";\n");
+            prop_assert_eq!(statements(&script), vec![one.trim_end(); others]);
         }
     }
 }

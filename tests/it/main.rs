@@ -24,6 +24,7 @@ mod nested_guards;
 mod permits;
 mod pooled_connections;
 mod processes;
+mod properties;
 mod releases;
 mod roles;
 mod round_trips;

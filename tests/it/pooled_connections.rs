@@ -1,5 +1,7 @@
 //! What the pool gets back, and what it never sees again.
 
+use std::time::Duration;
+
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::r2d2::{CustomizeConnection, Pool};
@@ -85,10 +87,9 @@ fn an_exhausted_pool_is_an_error() {
     let database = Database::new();
     let pool = Pool::builder()
         .max_size(1)
-        .connection_timeout(std::time::Duration::from_millis(50))
-        .build(database.manager())
-        .unwrap();
-    let _all = pool.get().unwrap();
+        .connection_timeout(Duration::from_millis(50))
+        .build_unchecked(database.manager());
+    let _all = pool.get_timeout(Duration::from_secs(10)).unwrap();
     assert!(matches!(LOCK.try_acquire(&pool), Err(Error::Pool(_))));
     assert!(matches!(LOCK.acquire(&pool), Err(Error::Pool(_))));
     let with = LOCK.with(&pool, |_| Ok::<_, Error>(()));
@@ -140,7 +141,7 @@ fn a_thousand_waiters_wait_for_the_pool_and_not_for_ever() {
                 std::thread::Builder::new()
                     .stack_size(128 * 1024)
                     .spawn_scoped(scope, || {
-                        let timeout = std::time::Duration::from_millis(300);
+                        let timeout = Duration::from_millis(300);
                         LOCK.acquire_timeout(&pool, timeout)
                             .is_ok_and(|it| !it.is_busy())
                     })

@@ -18,9 +18,11 @@ CREATE FUNCTION resource_control.elapsed(span interval) RETURNS interval
     LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
 AS $$
     SELECT pg_catalog.make_interval(secs => (
-        ((extract(year FROM span) * 12 + extract(month FROM span)) * 30 + extract(day FROM span)) * 86400
-        + extract(hour FROM span) * 3600 + extract(minute FROM span) * 60 + extract(second FROM span)
-    )::float8)
+            ((extract(year FROM span) * 12 + extract(month FROM span)) * 30 + extract(day FROM span)) * 86400
+            + extract(hour FROM span) * 3600 + extract(minute FROM span) * 60
+        )::float8)
+        -- Apart, since one number would round the microseconds of a century.
+        + pg_catalog.make_interval(secs => extract(second FROM span)::float8)
 $$;
 
 -- Of the settings: whatever the caller's search path, it neither hides a function nor an operator; and

@@ -1,4 +1,4 @@
-//! Many threads that wait for one lock, over one pool.
+//! Many threads that wait for one lock, or one slot, over one pool.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel_interlock::{AdvisoryLock, PooledGuard};
+use diesel::r2d2::Pool;
+use diesel_interlock::{AdvisoryLock, Error, PgPool, PooledGuard, Semaphore};
 use workbench::Database;
 
+use crate::semaphores::database;
 use crate::support::{Expect, Observer, eventually, foreign_session_holding};
 
 /// Far above what anything here takes.
@@ -27,13 +29,22 @@ fn crowd<'scope>(
     }
 }
 
+/// A pool that a crowd may want a connection of at the same time, on a slow machine.
+fn patient_pool(database: &Database, size: u32) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .connection_timeout(LONG)
+        .build(database.manager())
+        .unwrap()
+}
+
 #[test]
 fn a_thousand_waiters_leave_connections_to_the_holder_and_to_everybody_else() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("wanted by a thousand");
     static OTHER: AdvisoryLock = AdvisoryLock::named("wanted by nobody else");
     const WAITERS: usize = 1000;
     let database = Database::new();
-    let pool = database.pool(6);
+    let pool = patient_pool(&database, 6);
     let mut guard = LOCK.acquire(&pool).unwrap();
     let watch = guard.watch(&pool, Duration::from_millis(10)).unwrap();
     let start = Barrier::new(WAITERS + 1);
@@ -65,6 +76,36 @@ fn a_thousand_waiters_leave_connections_to_the_holder_and_to_everybody_else() {
 }
 
 #[test]
+fn a_thousand_waiters_for_a_slot_leave_the_holder_a_connection() {
+    static SEMAPHORE: Semaphore = Semaphore::named("wanted by a thousand", 1, LONG);
+    const WAITERS: usize = 1000;
+    let database = database();
+    let pool = patient_pool(&database, 4);
+    let permit = SEMAPHORE.try_acquire(&pool).unwrap().expect_acquired();
+    let start = Barrier::new(WAITERS + 1);
+    let (inside, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        crowd(scope, WAITERS, || {
+            start.wait();
+            let permit = SEMAPHORE.acquire_timeout(&pool, LONG);
+            let permit = permit.unwrap().expect_acquired();
+            assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+            inside.fetch_sub(1, Ordering::SeqCst);
+            permit.release().unwrap();
+            done.fetch_add(1, Ordering::SeqCst);
+        });
+        start.wait();
+        for _ in 0..50 {
+            let mut conn = pool.get_timeout(LONG).unwrap();
+            conn.batch_execute("SELECT 1").unwrap();
+        }
+        assert_eq!(done.load(Ordering::SeqCst), 0);
+        permit.release().unwrap();
+    });
+    assert_eq!(done.into_inner(), WAITERS);
+}
+
+#[test]
 fn a_crowd_that_waits_in_vain_ends_in_time() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("never free");
     let database = Database::new();
@@ -73,7 +114,11 @@ fn a_crowd_that_waits_in_vain_ends_in_time() {
     thread::scope(|scope| {
         crowd(scope, 100, || {
             let timeout = Duration::from_millis(300);
-            assert!(LOCK.acquire_timeout(&pool, timeout).unwrap().is_busy());
+            match LOCK.acquire_timeout(&pool, timeout) {
+                Ok(attempt) => assert!(attempt.is_busy()),
+                // Not once, in all that time, was there a connection.
+                Err(error) => assert!(matches!(error, Error::Pool(_)), "{error}"),
+            }
         });
     });
     assert_eq!(Observer::of(&database).waiters(LOCK.key()), 0);

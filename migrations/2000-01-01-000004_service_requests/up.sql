@@ -205,19 +205,21 @@ CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boo
 AS $$
 #variable_conflict use_column
 BEGIN
+    -- COALESCE hides the condition of the index of those in flight, which is small and looks cheap, but is read
+    -- to its end for an id, past all that it has kept of requests that are over.
     -- Twice, since it may look overdue while another transaction renews it: the second statement waits
     -- for that, and finds it renewed.
     FOR attempt IN 1 .. 2 LOOP
         UPDATE resource_control.service_request AS r
             SET completed_at = clock_timestamp()
-            WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+            WHERE r.id = complete_service_request.id AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
                 AND r.expires_at > clock_timestamp();
         IF FOUND THEN
             RETURN true;
         END IF;
         UPDATE resource_control.service_request AS r
             SET timed_out_at = clock_timestamp()
-            WHERE r.id = complete_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+            WHERE r.id = complete_service_request.id AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
                 AND r.expires_at <= clock_timestamp();
         EXIT WHEN FOUND;
     END LOOP;
@@ -244,7 +246,7 @@ BEGIN
     UPDATE resource_control.service_request AS r
         SET expires_at = GREATEST(
             r.expires_at, clock_timestamp() + resource_control.elapsed(timeout))
-        WHERE r.id = renew_service_request.id AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+        WHERE r.id = renew_service_request.id AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
             AND r.expires_at > clock_timestamp()
         RETURNING r.expires_at INTO renewed;
     RETURN renewed;

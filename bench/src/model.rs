@@ -69,9 +69,9 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let rates = compare(plan, contenders);
     permit.release().unwrap();
 
+    report.scenario("model: predicted / measured", 1);
     for (network, commit) in LINKS {
         let (network_ms, commit_ms) = (network as f64 / 1e3, commit as f64 / 1e3);
-        report.scenario("model: predicted / measured", 1);
         let what = |operation: &str| {
             format!("+{network_ms} ms network, +{commit_ms} ms commit: {operation}")
         };

@@ -147,9 +147,11 @@ impl Report {
     }
 
     /// Says which goals were missed, and writes the file if one is wanted.
-    pub(crate) fn finish(self, file: Option<&Path>) {
+    pub(crate) fn finish(mut self, after: Value, file: Option<&Path>) {
+        println!("\nafter it: {after}");
+        self.environment["after"] = after;
         println!(
-            "\n{} figures in {} s",
+            "{} figures in {} s",
             self.entries.len(),
             self.began.elapsed().as_secs()
         );

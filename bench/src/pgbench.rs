@@ -1,8 +1,8 @@
 //! `pgbench -M prepared`: what the server's own benchmark makes of a statement.
 
-use std::fs;
+use std::io::Write;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use crate::harness::Contender;
@@ -15,7 +15,7 @@ pub(crate) struct Pgbench {
     program: PathBuf,
     address: (String, u16),
     database: String,
-    directory: PathBuf,
+    script: String,
     variables: Vec<(String, String)>,
 }
 
@@ -27,18 +27,13 @@ impl Pgbench {
         clients: usize,
         script: &str,
     ) -> Self {
-        let directory =
-            std::env::temp_dir().join(format!("interlock-pgbench-{:016x}", fastrand::u64(..)));
-        fs::create_dir(&directory)
-            .and_then(|()| fs::write(directory.join("script"), script))
-            .expect("the directory for temporary files can be written");
         Self {
             name: name.to_owned(),
             clients,
             program: site.cluster.binaries().join("pgbench"),
             address: site.address(),
             database: place.name().to_owned(),
-            directory,
+            script: script.to_owned(),
             variables: Vec::new(),
         }
     }
@@ -62,28 +57,32 @@ impl Pgbench {
         );
         let mut command = Command::new(&self.program);
         command
-            .args(["-M", "prepared", "-n", "-c", &clients, "-j", &threads, "-f"])
-            .arg(self.directory.join("script"))
+            .args(["-M", "prepared", "-n", "-f", "-"])
+            .args(["-c", &clients, "-j", &threads])
             .args(how_long)
-            .args([
-                "-h",
-                &self.address.0,
-                "-p",
-                &self.address.1.to_string(),
-                "-U",
-                "postgres",
-            ])
+            .args(["-U", "postgres", "-h", &self.address.0])
+            .args(["-p", &self.address.1.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
             .env("LC_ALL", "C");
         for (name, value) in &self.variables {
             command.args(["-D", &format!("{name}={value}")]);
         }
-        command.arg(&self.database).output().unwrap_or_else(|error| {
+        let mut child = command.arg(&self.database).spawn().unwrap_or_else(|error| {
             panic!(
                 "cannot start {}: {error}; it comes with the server, or with a package of its own (Fedora: \
                  postgresql-contrib)",
                 self.program.display()
             )
-        })
+        });
+        // Closed at once, which is the end of the script.
+        let mut input = child.stdin.take().expect("it is a pipe");
+        input
+            .write_all(self.script.as_bytes())
+            .expect("pgbench reads its script");
+        drop(input);
+        child.wait_with_output().expect("pgbench can be waited for")
     }
 }
 
@@ -118,11 +117,5 @@ impl Contender for Pgbench {
         let rate: Option<f64> = progress.chain(total).next();
         let rate = rate.filter(|_| output.status.success());
         rate.unwrap_or_else(|| panic!("pgbench failed:\n{text}"))
-    }
-}
-
-impl Drop for Pgbench {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.directory);
     }
 }

@@ -77,12 +77,17 @@ fn main() -> ExitCode {
         options,
     };
     let mut report = Report::new(environment(&bench));
+    // Also at once, so that a file that cannot be written is no news after a quarter of an hour.
+    let save = |report: &Report| bench.options.json.iter().for_each(|file| report.save(file));
+    save(&report);
     for (name, run) in SCENARIOS {
         if bench.options.wants(name) {
             run(&bench, &mut report);
+            save(&report);
         }
     }
-    report.finish(speed(&bench), bench.options.json.as_deref());
+    report.finish(speed(&bench));
+    save(&report);
     ExitCode::SUCCESS
 }
 

@@ -77,28 +77,39 @@ fn main() -> ExitCode {
         options,
     };
     let mut report = Report::new(environment(&bench));
+    // Also at once, so that a file that cannot be written is no news after a quarter of an hour.
+    let save = |report: &Report| bench.options.json.iter().for_each(|file| report.save(file));
+    save(&report);
     for (name, run) in SCENARIOS {
         if bench.options.wants(name) {
             run(&bench, &mut report);
+            save(&report);
         }
     }
-    report.finish(bench.options.json.as_deref());
+    report.finish(speed(&bench));
+    save(&report);
     ExitCode::SUCCESS
 }
 
-fn environment(bench: &Bench) -> serde_json::Value {
-    let place = bench.site.place();
-    let speed = Speed::of(place.url());
+/// How fast the machine is now, in microseconds: at the beginning and at the end, which tells whether it was quiet.
+fn speed(bench: &Bench) -> serde_json::Value {
+    let speed = Speed::of(bench.site.place().url());
     let round = |value: f64| (value * 10.0).round() / 10.0;
+    json!({
+        "round_trip_us": round(speed.round_trip.0),
+        "round_trip_p95_us": round(speed.round_trip.1),
+        "commit_us": round(speed.commit),
+    })
+}
+
+fn environment(bench: &Bench) -> serde_json::Value {
     json!({
         "cores": site::cores(),
         "processor": site::processor(),
         "postgresql": bench.site.version(),
         "redis": bench.redis.version(),
         "transport": bench.options.transport.name(),
-        "round_trip_us": round(speed.round_trip.0),
-        "round_trip_p95_us": round(speed.round_trip.1),
-        "commit_us": round(speed.commit),
+        "before": speed(bench),
         "settings": Site::settings(),
         "quick": bench.options.quick,
         "build": if cfg!(debug_assertions) { "debug" } else { "release" },

@@ -69,9 +69,12 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let rates = compare(plan, contenders);
     permit.release().unwrap();
 
+    report.scenario("model: predicted / measured", 1);
     for (network, commit) in LINKS {
         let (network_ms, commit_ms) = (network as f64 / 1e3, commit as f64 / 1e3);
-        report.scenario("model: predicted / measured", 1);
+        // Each measured where nothing else is changed.
+        let longer = median(&round_trip(&rates, network, 0)) - median(&round_trip(&rates, 0, 0));
+        let slower = median(&commit_time(&rates, 0, commit)) - median(&commit_time(&rates, 0, 0));
         let what = |operation: &str| {
             format!("+{network_ms} ms network, +{commit_ms} ms commit: {operation}")
         };
@@ -88,12 +91,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         for (operation, trips, commits) in OPERATIONS {
             let measured = times(&rates, network, commit, operation);
             let here = median(&times(&rates, 0, 0, operation));
-            let slower = |of: &dyn Fn(u64, u64) -> Vec<f64>| {
-                median(&of(network, commit)) - median(&of(0, 0))
-            };
-            let predicted = here
-                + trips * slower(&|network, commit| round_trip(&rates, network, commit))
-                + commits * slower(&|network, commit| commit_time(&rates, network, commit));
+            let predicted = here + trips * longer + commits * slower;
             let ratios: Vec<f64> = measured
                 .iter()
                 .map(|measured| predicted / measured)

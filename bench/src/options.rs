@@ -69,4 +69,13 @@ impl Options {
             }
         }
     }
+    /// The same time in fewer and longer turns, for those who cannot make theirs short.
+    pub(crate) fn plan_of_long_turns(&self) -> Plan {
+        let plan = self.plan();
+        Plan {
+            rounds: plan.rounds / 2 + 1,
+            slice: plan.slice * 2,
+            ..plan
+        }
+    }
 }

@@ -1,8 +1,8 @@
 //! `pgbench -M prepared`: what the server's own benchmark makes of a statement.
 
-use std::fs;
+use std::io::Write;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use crate::harness::Contender;
@@ -15,10 +15,8 @@ pub(crate) struct Pgbench {
     program: PathBuf,
     address: (String, u16),
     database: String,
-    directory: PathBuf,
+    script: String,
     variables: Vec<(String, String)>,
-    /// How many transactions a second it did the last time.
-    rate: f64,
 }
 
 impl Pgbench {
@@ -29,20 +27,14 @@ impl Pgbench {
         clients: usize,
         script: &str,
     ) -> Self {
-        let directory =
-            std::env::temp_dir().join(format!("interlock-pgbench-{:016x}", fastrand::u64(..)));
-        fs::create_dir(&directory)
-            .and_then(|()| fs::write(directory.join("script"), script))
-            .expect("the directory for temporary files can be written");
         Self {
             name: name.to_owned(),
             clients,
             program: site.cluster.binaries().join("pgbench"),
             address: site.address(),
             database: place.name().to_owned(),
-            directory,
+            script: script.to_owned(),
             variables: Vec::new(),
-            rate: 0.0,
         }
     }
 
@@ -65,58 +57,65 @@ impl Pgbench {
         );
         let mut command = Command::new(&self.program);
         command
-            .args(["-M", "prepared", "-n", "-c", &clients, "-j", &threads, "-f"])
-            .arg(self.directory.join("script"))
+            .args(["-M", "prepared", "-n", "-f", "-"])
+            .args(["-c", &clients, "-j", &threads])
             .args(how_long)
-            .args([
-                "-h",
-                &self.address.0,
-                "-p",
-                &self.address.1.to_string(),
-                "-U",
-                "postgres",
-            ])
+            .args(["-U", "postgres", "-h", &self.address.0])
+            .args(["-p", &self.address.1.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
             .env("LC_ALL", "C");
         for (name, value) in &self.variables {
             command.args(["-D", &format!("{name}={value}")]);
         }
-        command.arg(&self.database).output().unwrap_or_else(|error| {
+        let mut child = command.arg(&self.database).spawn().unwrap_or_else(|error| {
             panic!(
                 "cannot start {}: {error}; it comes with the server, or with a package of its own (Fedora: \
                  postgresql-contrib)",
                 self.program.display()
             )
-        })
+        });
+        // Closed at once, which is the end of the script.
+        let mut input = child.stdin.take().expect("it is a pipe");
+        input
+            .write_all(self.script.as_bytes())
+            .expect("pgbench reads its script");
+        drop(input);
+        child.wait_with_output().expect("pgbench can be waited for")
     }
 }
+
+/// What a slice must be to be worth two seconds.
+const LONG: Duration = Duration::from_millis(400);
 
 impl Contender for Pgbench {
     fn name(&self) -> &str {
         &self.name
     }
 
-    /// It takes whole seconds, or a number of transactions: as many as would have fitted into the slice before. The first
-    /// time it takes a second.
+    /// It takes whole seconds. Its sessions are new each time and begin with catalogues to read and functions to compile,
+    /// so the first of two seconds does not count; a short slice, for a quick look, is one second in which that does.
     fn run(&mut self, slice: Duration) -> f64 {
-        let transactions = self.rate * slice.as_secs_f64() / self.clients as f64;
-        let output = if transactions < 1.0 {
+        let output = if slice < LONG {
             self.execute(&["-T", "1"])
         } else {
-            self.execute(&["-t", &transactions.round().to_string()])
+            self.execute(&["-T", "2", "-P", "1"])
         };
-        let text = String::from_utf8_lossy(&output.stdout).into_owned()
-            + &String::from_utf8_lossy(&output.stderr);
-        let rate = text
+        let text = String::from_utf8_lossy(&output.stderr).into_owned()
+            + &String::from_utf8_lossy(&output.stdout);
+        let progress = text.lines().rev().filter_map(|line| {
+            line.strip_prefix("progress: ")?
+                .split(' ')
+                .nth(2)?
+                .parse()
+                .ok()
+        });
+        let total = text
             .lines()
-            .find_map(|line| line.strip_prefix("tps = ")?.split(' ').next()?.parse().ok());
+            .filter_map(|line| line.strip_prefix("tps = ")?.split(' ').next()?.parse().ok());
+        let rate: Option<f64> = progress.chain(total).next();
         let rate = rate.filter(|_| output.status.success());
-        self.rate = rate.unwrap_or_else(|| panic!("pgbench failed:\n{text}"));
-        self.rate
-    }
-}
-
-impl Drop for Pgbench {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.directory);
+        rate.unwrap_or_else(|| panic!("pgbench failed:\n{text}"))
     }
 }

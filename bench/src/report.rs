@@ -146,10 +146,12 @@ impl Report {
         }));
     }
 
-    /// Says which goals were missed, and writes the file if one is wanted.
-    pub(crate) fn finish(self, file: Option<&Path>) {
+    /// Says which goals were missed, and how fast the machine is now.
+    pub(crate) fn finish(&mut self, after: Value) {
+        println!("\nafter it: {after}");
+        self.environment["after"] = after;
         println!(
-            "\n{} figures in {} s",
+            "{} figures in {} s",
             self.entries.len(),
             self.began.elapsed().as_secs()
         );
@@ -160,16 +162,18 @@ impl Report {
                 self.missed.join("\n  ")
             ),
         }
-        if let Some(file) = file {
-            let document = json!({
-                "ratio": "ours / reference, as rates: above 1, ours is faster; `low` and `high` leave out one round of ten each; all are in `rounds`",
-                "environment": self.environment,
-                "entries": self.entries,
-            });
-            let text = serde_json::to_string_pretty(&document).expect("it is JSON");
-            std::fs::write(file, text + "\n")
-                .unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
-        }
+    }
+
+    /// Writes what there is so far.
+    pub(crate) fn save(&self, file: &Path) {
+        let document = json!({
+            "ratio": "ours / reference, as rates: above 1, ours is faster; `low` and `high` leave out one round of ten each; all are in `rounds`",
+            "environment": self.environment,
+            "entries": self.entries,
+        });
+        let text = serde_json::to_string_pretty(&document).expect("it is JSON");
+        std::fs::write(file, text + "\n")
+            .unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
     }
 }
 

@@ -41,7 +41,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     for number in [1, 8, 32] {
         report.scenario("session lock, take and release", number);
         let rates = compare(
-            bench.options.plan(),
+            bench.options.plan_of_long_turns(),
             vec![
                 ours(OURS, &place.pool(number), number),
                 ours(OURS_CHECKED, &place.pool_with_checks(number), number),

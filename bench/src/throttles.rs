@@ -39,11 +39,11 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         &["--appendonly", "yes", "--appendfsync", "always"],
     );
     verify(bench, &place);
-    let plan = bench.options.plan();
+    let (plan, long_turns) = (bench.options.plan(), bench.options.plan_of_long_turns());
     for number in [1, 8] {
         report.scenario("throttle, denied", number);
         let rates = compare(
-            plan,
+            long_turns,
             vec![
                 ours(OURS, &place, number, Resource::Hourly, |_| None, false),
                 Box::new(pgbench(
@@ -61,7 +61,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
 
         report.scenario("throttle, denied for a key", number);
         let rates = compare(
-            plan,
+            long_turns,
             vec![
                 ours(OURS, &place, number, Resource::Hourly, one_key, false),
                 Box::new(pgbench(&bench.site, &place, number, Resource::Hourly, true)),
@@ -72,7 +72,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
 
     report.scenario("throttle, granted", 1);
     let rates = compare(
-        plan,
+        long_turns,
         vec![
             ours(OURS, &place, 1, Resource::AtOnce, |_| None, true),
             Box::new(pgbench(&bench.site, &place, 1, Resource::AtOnce, false)),
@@ -83,7 +83,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     for number in [1, 8] {
         report.scenario("throttle, granted for a key", number);
         let rates = compare(
-            plan,
+            long_turns,
             vec![
                 ours(OURS, &place, number, Resource::AtOnce, one_key, true),
                 Box::new(pgbench(&bench.site, &place, number, Resource::AtOnce, true)),

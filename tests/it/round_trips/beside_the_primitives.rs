@@ -116,3 +116,22 @@ fn an_installation_that_is_there_is_seen_in_two() {
     let install = || assert_eq!(migrations::install(conn).unwrap(), []);
     assert_eq!(proxy.count(install), 2);
 }
+
+#[cfg(feature = "migrations")]
+#[test]
+fn migrations_that_were_run_are_seen_in_two() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    let source = crate::migrations::directory(
+        "seen",
+        &[("2026-01-01-000000_users", "CREATE TABLE users (id int)")],
+    );
+    let mut run = || {
+        migrations::run_pending(conn, source.migrations())
+            .unwrap()
+            .len()
+    };
+    assert_eq!(run(), 1);
+    assert_eq!(proxy.count(|| assert_eq!(run(), 0)), 2);
+}

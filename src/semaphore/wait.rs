@@ -85,6 +85,26 @@ mod tests {
     }
 
     #[test]
+    fn pauses_grow_by_half_to_a_limit() {
+        let mut waiting = Waiting::until(None);
+        while waiting.next < LONGEST {
+            let before = waiting.next;
+            assert!(waiting.pause(Duration::ZERO));
+            assert!(waiting.next > before && waiting.next <= before * 2);
+        }
+        assert!(waiting.pause(Duration::ZERO));
+        assert_eq!(waiting.next, LONGEST);
+    }
+
+    #[test]
+    fn whoever_has_waited_does_not_count() {
+        for _ in 0..1000 {
+            drop(Waiting::until(None));
+        }
+        assert!(WAITERS.load(Ordering::Relaxed) < 1000);
+    }
+
+    #[test]
     fn a_wait_that_is_over_does_not_pause() {
         assert!(!Waiting::until(Some(Instant::now())).pause(Duration::MAX));
     }

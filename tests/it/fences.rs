@@ -172,3 +172,17 @@ fn misuse_is_refused() {
     ));
     of("x".repeat(1000), conn).unwrap();
 }
+
+#[test]
+fn at_a_stricter_level_a_late_writer_is_told_so() {
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    pass(other, 1).unwrap();
+    let late: Result<(), Error> = conn.build_transaction().repeatable_read().run(|conn| {
+        diesel::select(diesel::dsl::now).execute(conn)?;
+        pass(other, 2)?;
+        FENCE.pass(conn, 3)
+    });
+    assert!(matches!(late, Err(Error::StrictIsolation)), "{late:?}");
+    assert_eq!(FENCE.name(), "rows");
+}

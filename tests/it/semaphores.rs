@@ -334,3 +334,11 @@ fn slots_are_counted_per_service_and_the_row_says_what_was_claimed() {
         (claims[0].slot, claims[0].created_at, claims[0].expires_at)
     );
 }
+
+#[test]
+fn a_handle_tells_what_it_was_made_of() {
+    let semaphore = Semaphore::named("geocoder", 7, Duration::from_secs(30));
+    assert_eq!(semaphore.service(), "geocoder");
+    assert_eq!(semaphore.slots(), 7);
+    assert_eq!(semaphore.timeout(), Duration::from_secs(30));
+}

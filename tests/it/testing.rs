@@ -352,3 +352,9 @@ fn a_prefix_reaches_the_keys_of_throttles() {
     let refused = long.attempt(conn, "one");
     assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
 }
+
+#[test]
+fn a_prefix_is_shown() {
+    let prefix = testing::key_prefix("this test");
+    assert_eq!(format!("{prefix:?}"), r#"KeyPrefix(Some("this test"))"#);
+}

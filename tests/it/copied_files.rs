@@ -133,11 +133,13 @@ fn another_migration_of_the_same_version_is_named() {
 
 #[test]
 fn a_directory_that_is_not_there_is_an_error() {
-    let refused = migrations::write_to("/nowhere/at all");
+    let application = application("nowhere");
+    let nowhere = application.path().join("not there");
+    let refused = migrations::write_to(&nowhere);
     let Err(Error::File { path, .. }) = &refused else {
         panic!("{refused:?}");
     };
-    assert_eq!(path, Path::new("/nowhere/at all"));
+    assert_eq!(path, &nowhere);
 }
 
 #[test]

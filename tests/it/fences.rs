@@ -186,3 +186,13 @@ fn at_a_stricter_level_a_late_writer_is_told_so() {
     assert!(matches!(late, Err(Error::StrictIsolation)), "{late:?}");
     assert_eq!(FENCE.name(), "rows");
 }
+
+#[test]
+fn the_table_keeps_no_fence_without_a_name() {
+    let database = database();
+    let conn = &mut database.connect();
+    for name in ["''", "repeat('x', 1001)"] {
+        let passed = diesel::sql_query(format!("SELECT resource_control.pass_fence({name}, 1)"));
+        assert!(passed.execute(conn).is_err(), "{name}");
+    }
+}

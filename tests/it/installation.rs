@@ -316,3 +316,17 @@ fn a_broken_connection_is_not_called_a_transaction() {
     let refused = sync::<Resource>(conn);
     assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
 }
+
+#[test]
+fn what_fails_for_another_reason_than_missing_rights_is_told_as_it_is() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE FUNCTION refuse() RETURNS event_trigger LANGUAGE plpgsql \
+         AS $$ BEGIN RAISE 'no changes on Fridays'; END $$; \
+         CREATE EVENT TRIGGER refuse ON ddl_command_start EXECUTE FUNCTION refuse()",
+    )
+    .unwrap();
+    let refused = migrations::install(conn);
+    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+}

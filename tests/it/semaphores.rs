@@ -342,3 +342,14 @@ fn a_handle_tells_what_it_was_made_of() {
     assert_eq!(semaphore.slots(), 7);
     assert_eq!(semaphore.timeout(), Duration::from_secs(30));
 }
+
+#[test]
+fn a_request_does_not_choose_its_own_token() {
+    let database = database();
+    let conn = &mut database.connect();
+    let chosen = conn.batch_execute(
+        "INSERT INTO resource_control.service_request (id, service, slot, created_at, expires_at) \
+         VALUES (7, 'geocoder', 0, now(), now())",
+    );
+    assert!(chosen.is_err());
+}

@@ -62,6 +62,27 @@ fn a_lock_that_is_held_is_confirmed_again_and_again() {
 }
 
 #[test]
+fn it_is_asked_no_more_often_than_was_said() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = diesel::r2d2::Pool::builder()
+        .max_size(2)
+        .build_unchecked(diesel::r2d2::ConnectionManager::new(proxy.url()));
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    let watch = guard.watch(&pool, LONG).unwrap();
+    // While this session asks a thousand times, the thread asks once.
+    let mut observer = Observer::of(&database);
+    let asked = proxy.count(|| {
+        for _ in 0..1000 {
+            assert_eq!(observer.holders(lock().key()), 1);
+        }
+    });
+    assert!(asked < 20, "{asked} questions");
+    drop(watch);
+    guard.release().unwrap();
+}
+
+#[test]
 fn while_the_pool_is_exhausted_nothing_is_confirmed_and_nothing_lost() {
     let database = Database::new();
     let pool = database.pool(1);

@@ -1,5 +1,6 @@
 //! Fencing tokens of session locks, and the fence that checks them.
 
+use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_interlock::{AdvisoryLock, Error, Fence};
 use workbench::RoundTrips;
@@ -195,4 +196,19 @@ fn the_table_keeps_no_fence_without_a_name() {
         let passed = diesel::sql_query(format!("SELECT resource_control.pass_fence({name}, 1)"));
         assert!(passed.execute(conn).is_err(), "{name}");
     }
+}
+
+#[test]
+fn no_search_path_lets_a_smaller_token_pass() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE SCHEMA impostor; \
+         CREATE FUNCTION impostor.always(bigint, bigint) RETURNS boolean LANGUAGE sql AS 'SELECT true'; \
+         CREATE OPERATOR impostor.<= (FUNCTION = impostor.always, LEFTARG = bigint, RIGHTARG = bigint); \
+         SET search_path = impostor, pg_catalog",
+    )
+    .unwrap();
+    pass(conn, 9).unwrap();
+    assert!(matches!(pass(conn, 5), Err(Error::Fenced { .. })));
 }

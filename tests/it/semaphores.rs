@@ -344,6 +344,51 @@ fn a_handle_tells_what_it_was_made_of() {
 }
 
 #[test]
+fn of_one_slot_the_ids_ascend_whichever_session_claims() {
+    let database = database();
+    let mut sessions = [database.connect(), database.connect()];
+    let semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    let mut last = 0;
+    for session in [0, 1, 0, 1] {
+        let conn = &mut sessions[session];
+        let claim = semaphore.claim_on(conn).unwrap().expect_acquired();
+        assert!(claim.id > last);
+        last = claim.id;
+        assert!(semaphore.complete_on(conn, claim.id).unwrap());
+    }
+}
+
+#[test]
+fn a_claim_that_is_not_committed_keeps_no_other_service_waiting() {
+    let database = database();
+    let (one, two) = (&mut database.connect(), &mut database.connect());
+    one.batch_execute(
+        "BEGIN; SELECT * FROM resource_control.claim_service_request('mailer', 1, '1 minute')",
+    )
+    .unwrap();
+    let semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    let _ = semaphore.claim_on(two).unwrap().expect_acquired();
+}
+
+#[test]
+fn the_table_keeps_no_request_without_a_service_or_with_an_impossible_slot() {
+    let database = database();
+    let conn = &mut database.connect();
+    for (service, slot, is_kept) in [
+        ("'geocoder'", 0, true),
+        ("''", 0, false),
+        ("repeat('x', 1001)", 0, false),
+        ("'geocoder'", -1, false),
+    ] {
+        let kept = conn.batch_execute(&format!(
+            "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+             VALUES ({service}, {slot}, now(), now())"
+        ));
+        assert_eq!(kept.is_ok(), is_kept, "{service} {slot}");
+    }
+}
+
+#[test]
 fn a_request_does_not_choose_its_own_token() {
     let database = database();
     let conn = &mut database.connect();

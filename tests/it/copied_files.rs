@@ -142,7 +142,8 @@ fn a_file_that_cannot_be_read_is_an_error_and_one_that_is_no_migration_is_nothin
     let written = migrations::write_to(application.path()).unwrap();
     assert_eq!(written.len(), versions().len());
 
-    let up = written[0].join("up.sql");
+    let (missing, up) = (written[0].join("up.sql"), written[1].join("up.sql"));
+    fs::remove_file(&missing).unwrap();
     fs::remove_file(&up).unwrap();
     fs::create_dir(&up).unwrap();
     let refused = migrations::write_to(application.path());
@@ -150,6 +151,7 @@ fn a_file_that_cannot_be_read_is_an_error_and_one_that_is_no_migration_is_nothin
         matches!(&refused, Err(Error::File { path, .. }) if *path == up),
         "{refused:?}"
     );
+    assert!(!missing.exists(), "nothing was written");
 }
 
 #[test]

@@ -388,6 +388,33 @@ fn the_table_keeps_no_request_without_a_service_or_with_an_impossible_slot() {
     }
 }
 
+/// As a client in another language may mark it, whatever the time.
+#[test]
+fn what_was_marked_as_timed_out_stays_ended() {
+    let database = database();
+    let conn = &mut database.connect();
+    let claim = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    conn.batch_execute("UPDATE resource_control.service_request SET timed_out_at = now()")
+        .unwrap();
+    assert!(!GEOCODER.complete_on(conn, claim.id).unwrap());
+    assert_eq!(GEOCODER.renew_on(conn, claim.id).unwrap(), None);
+}
+
+#[test]
+fn a_year_of_the_log_is_twelve_times_thirty_days() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request \
+             (service, slot, created_at, expires_at, completed_at) \
+         SELECT 'geocoder', 0, ended, ended, ended \
+         FROM (SELECT now() - days * interval '24 hours' AS ended FROM (VALUES (358), (362)) AS old (days)) AS old",
+    )
+    .unwrap();
+    let pruned = "resource_control.prune_service_requests('12 months', 10)";
+    assert_eq!(number(conn, pruned), 1);
+}
+
 #[test]
 fn a_request_does_not_choose_its_own_token() {
     let database = database();

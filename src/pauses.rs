@@ -96,6 +96,28 @@ mod tests {
     }
 
     #[test]
+    fn pauses_grow_by_half_to_a_limit() {
+        let mut pauses = Pauses::until(None, &CROWD);
+        while pauses.length < LONGEST {
+            let before = pauses.length;
+            assert!(pauses.next(Duration::ZERO).is_some());
+            assert!(pauses.length > before && pauses.length <= before * 2);
+        }
+        assert!(pauses.next(Duration::ZERO).is_some());
+        assert_eq!(pauses.length, LONGEST);
+    }
+
+    #[test]
+    fn whoever_has_waited_does_not_count() {
+        static PASSING: Crowd = Crowd::new();
+        for _ in 0..3 {
+            drop(Pauses::until(None, &PASSING));
+        }
+        let _waiting = Pauses::until(None, &PASSING);
+        assert_eq!(PASSING.0.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
     fn a_wait_that_is_over_does_not_pause() {
         assert_eq!(
             Pauses::until(Some(Instant::now()), &CROWD).next(Duration::MAX),

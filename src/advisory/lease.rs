@@ -180,3 +180,16 @@ pub(super) mod distrusted {
         PIDS.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::distrusted;
+
+    #[test]
+    fn a_session_that_ends_is_distrusted_no_more() {
+        distrusted::remember(-7);
+        assert!(distrusted::contains(-7));
+        distrusted::forget(-7);
+        assert!(!distrusted::contains(-7));
+    }
+}

@@ -80,6 +80,8 @@ mod tests {
         assert_eq!(statements(" SELECT 1"), ["SELECT 1"]);
         assert_eq!(statements("SELECT 'open; "), ["SELECT 'open;"]);
         assert_eq!(statements("SELECT $1; --"), ["SELECT $1"]);
+        assert_eq!(statements("SELECT $1 - $2; END"), ["SELECT $1 - $2", "END"]);
+        assert_eq!(statements("DO $a_1$ ; $a_1$"), ["DO $a_1$ ; $a_1$"]);
         assert!(statements(" \n-- nothing").is_empty());
     }
 

@@ -28,3 +28,17 @@ pub(super) fn assert_none<T: Debug>(expected: &str, mut look: impl FnMut() -> Re
         std::thread::sleep(Duration::from_millis(10));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::assert_none;
+
+    #[test]
+    fn what_goes_away_soon_is_waited_for() {
+        let mut left = vec![1, 2, 3];
+        assert_none("nothing is left", || {
+            left.pop();
+            Ok(left.clone())
+        });
+    }
+}

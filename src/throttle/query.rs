@@ -106,14 +106,10 @@ pub(super) fn explain(conn: &mut PgConnection, error: DieselError, label: &str) 
         return Error::StrictIsolation;
     }
     if let DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, information) = &error {
-        match information.constraint_name() {
-            Some("diesel_interlock_empty_details") => return Error::EmptyDetails,
-            Some("diesel_interlock_empty_key") => return Error::EmptyKey,
-            Some("diesel_interlock_unknown_resource") => {
-                let label = label.to_owned();
-                return Error::UnknownResource { label };
-            }
-            _ => {}
+        // Empty details and keys were refused before.
+        if information.constraint_name() == Some("diesel_interlock_unknown_resource") {
+            let label = label.to_owned();
+            return Error::UnknownResource { label };
         }
     }
     installed::explain(conn, error, Some(label))

@@ -46,17 +46,12 @@ pub struct Difference {
 
 #[derive(QueryableByName)]
 struct Found {
-    #[diesel(sql_type = Bool)]
-    has_label: bool,
     #[diesel(sql_type = Nullable<BigInt>)]
     microseconds: Option<i64>,
 }
 
 const FIND: &str = "
-    SELECT EXISTS (
-            SELECT FROM pg_catalog.pg_enum
-            WHERE enumtypid = 'resource_control.throttled_resource_enum'::regtype AND enumlabel = $1
-        ) AS has_label, (
+    SELECT (
             SELECT (extract(epoch FROM resource_control.elapsed(throttle_interval)) * 1000000)::bigint
             FROM resource_control.throttled_resource WHERE resource_id::text = $1
         ) AS microseconds";
@@ -136,16 +131,15 @@ fn compare(conn: &mut PgConnection, declared: &[Declared]) -> Result<(Vec<Declar
             .get_result(conn)
             .map_err(|error| installed::explain(conn, error, None))?;
         match found.microseconds {
-            Some(in_database) if found.has_label => {
-                if in_database != *microseconds {
-                    synced.different.push(Difference {
-                        label: label.clone(),
-                        declared: from_microseconds(*microseconds),
-                        in_database: from_microseconds(in_database),
-                    });
-                }
+            None => missing.push((label.clone(), *microseconds)),
+            Some(in_database) if in_database != *microseconds => {
+                synced.different.push(Difference {
+                    label: label.clone(),
+                    declared: from_microseconds(*microseconds),
+                    in_database: from_microseconds(in_database),
+                });
             }
-            _ => missing.push((label.clone(), *microseconds)),
+            Some(_) => {}
         }
     }
     Ok((missing, synced))

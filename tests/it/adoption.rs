@@ -342,6 +342,39 @@ fn a_role_that_does_not_own_it_is_told_so() {
     );
 }
 
+#[test]
+fn an_owner_who_may_not_make_schemas_is_told_so() {
+    let database = crate::roles::server().database();
+    let role = crate::roles::Role::new(&database);
+    let conn = &mut database.connect();
+    let name = role.name();
+    conn.batch_execute(&format!(
+        "CREATE SCHEMA resource_control AUTHORIZATION {name}; SET SESSION AUTHORIZATION {name}"
+    ))
+    .unwrap();
+    let refused = migrations::install(conn);
+    assert!(
+        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.starts_with("CREATE on the database, to compare")),
+        "{refused:?}"
+    );
+    // Before the database goes, what the role owns in it.
+    conn.batch_execute("RESET SESSION AUTHORIZATION; DROP SCHEMA resource_control")
+        .unwrap();
+}
+
+#[test]
+fn columns_that_can_be_left_out_are_nobodys_business() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.batch_execute(BY_HAND).unwrap();
+    conn.batch_execute(
+        "ALTER TABLE resource_control.throttled_resource \
+         ADD note text, ADD tenant int NOT NULL DEFAULT 0",
+    )
+    .unwrap();
+    migrations::install(conn).unwrap();
+}
+
 #[derive(QueryableByName)]
 struct Count {
     #[diesel(sql_type = BigInt)]

@@ -132,12 +132,37 @@ fn another_migration_of_the_same_version_is_named() {
 }
 
 #[test]
+fn a_file_that_cannot_be_read_is_an_error_and_one_that_is_no_migration_is_nothing() {
+    let application = application("unreadable");
+    fs::write(
+        application.path().join("2000-01-01-000001_notes.md"),
+        "no directory",
+    )
+    .unwrap();
+    let written = migrations::write_to(application.path()).unwrap();
+    assert_eq!(written.len(), versions().len());
+
+    let (missing, up) = (written[0].join("up.sql"), written[1].join("up.sql"));
+    fs::remove_file(&missing).unwrap();
+    fs::remove_file(&up).unwrap();
+    fs::create_dir(&up).unwrap();
+    let refused = migrations::write_to(application.path());
+    assert!(
+        matches!(&refused, Err(Error::File { path, .. }) if *path == up),
+        "{refused:?}"
+    );
+    assert!(!missing.exists(), "nothing was written");
+}
+
+#[test]
 fn a_directory_that_is_not_there_is_an_error() {
-    let refused = migrations::write_to("/nowhere/at all");
+    let application = application("nowhere");
+    let nowhere = application.path().join("not there");
+    let refused = migrations::write_to(&nowhere);
     let Err(Error::File { path, .. }) = &refused else {
         panic!("{refused:?}");
     };
-    assert_eq!(path, Path::new("/nowhere/at all"));
+    assert_eq!(path, &nowhere);
 }
 
 #[test]

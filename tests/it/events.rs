@@ -3,10 +3,11 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::sync::Once;
+use std::sync::{Mutex, Once};
 use std::time::Duration;
 
 use diesel::RunQueryDsl;
+use diesel::connection::SimpleConnection;
 use diesel_interlock::{AdvisoryLock, Attempt, Error, Semaphore, Throttle};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
@@ -25,6 +26,9 @@ thread_local! {
     /// The events of this thread, while they are collected.
     static COLLECTED: RefCell<Option<Vec<Fields>>> = const { RefCell::new(None) };
 }
+
+/// The events of all threads.
+static TOLD_ANYWHERE: Mutex<Vec<Fields>> = Mutex::new(Vec::new());
 
 /// One for the whole process: those that come and go with a test disable each other's spans.
 struct Collector;
@@ -55,6 +59,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collector {
         if let Some(span) = context.event_span(event) {
             fields.insert("span", span.name().to_owned());
         }
+        TOLD_ANYWHERE.lock().unwrap().push(fields.clone());
         COLLECTED
             .with_borrow_mut(|collected| collected.iter_mut().for_each(|c| c.push(fields.clone())));
     }
@@ -91,6 +96,7 @@ fn a_lock_tells_of_its_acquisition_its_refusal_and_its_release() {
     let events = told(|| {
         let guard = LOCK.try_acquire(&pool).unwrap().expect_acquired();
         assert!(LOCK.try_acquire(&pool).unwrap().is_busy());
+        std::thread::sleep(Duration::from_millis(3));
         drop(guard);
     });
     assert_eq!(
@@ -103,7 +109,7 @@ fn a_lock_tells_of_its_acquisition_its_refusal_and_its_release() {
     }
     assert_eq!(events[0]["span"], "acquire");
     assert!(events[0]["waited_ms"].parse::<u64>().is_ok());
-    assert!(events[2]["held_ms"].parse::<u64>().is_ok());
+    assert!(events[2]["held_ms"].parse::<u64>().unwrap() >= 3);
 }
 
 #[test]
@@ -191,5 +197,46 @@ fn a_semaphore_tells_of_claims_releases_and_time_outs() {
         use diesel_interlock::schema::resource_control::service_request;
         let in_flight = service_request::table.filter(monitor::in_flight()).count();
         in_flight.get_result(conn) == Ok(0)
+    });
+}
+
+/// That one of the threads tells this.
+#[track_caller]
+fn eventually_told(operation: &str, outcome: &str, field: &str, value: &str) {
+    eventually("a thread tells of it", || {
+        TOLD_ANYWHERE.lock().unwrap().iter().any(|event| {
+            event["operation"] == operation
+                && event["outcome"] == outcome
+                && event.get(field).is_some_and(|told| told == value)
+        })
+    });
+}
+
+#[test]
+fn a_watch_tells_of_a_lock_that_is_gone() {
+    let database = workbench::Database::new();
+    let pool = database.pool(2);
+    let lock = AdvisoryLock::new(diesel_interlock::LockKey::pair(4242, -1));
+    told(|| {
+        let mut guard = lock.acquire(&pool).unwrap();
+        let _watch = guard.watch(&pool, Duration::from_millis(10)).unwrap();
+        Observer::of(&database).kill(guard.backend_pid());
+        eventually_told("watch", "lost", "key", &lock.key().to_string());
+    });
+}
+
+#[test]
+fn a_late_release_that_came_too_late_is_told() {
+    let database = crate::semaphores::database();
+    let pool = database.pool(1);
+    let conn = &mut database.connect();
+    conn.batch_execute("ALTER TABLE resource_control.service_request ALTER id RESTART 424242")
+        .unwrap();
+    told(|| {
+        let brief = Semaphore::named("geocoder", 1, Duration::from_millis(20));
+        let permit = brief.try_acquire(&pool).unwrap().expect_acquired();
+        let _only = pool.get().unwrap();
+        drop(permit);
+        eventually_told("release", "timed_out", "id", "424242");
     });
 }

@@ -1,5 +1,6 @@
 //! Fencing tokens of session locks, and the fence that checks them.
 
+use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_interlock::{AdvisoryLock, Error, Fence};
 use workbench::{Cluster, RoundTrips, StopMode};
@@ -189,4 +190,43 @@ fn misuse_is_refused() {
         Err(Error::TooLong { .. })
     ));
     of("x".repeat(1000), conn).unwrap();
+}
+
+#[test]
+fn at_a_stricter_level_a_late_writer_is_told_so() {
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    pass(other, 1).unwrap();
+    let late: Result<(), Error> = conn.build_transaction().repeatable_read().run(|conn| {
+        diesel::select(diesel::dsl::now).execute(conn)?;
+        pass(other, 2)?;
+        FENCE.pass(conn, 3)
+    });
+    assert!(matches!(late, Err(Error::StrictIsolation)), "{late:?}");
+    assert_eq!(FENCE.name(), "rows");
+}
+
+#[test]
+fn the_table_keeps_no_fence_without_a_name() {
+    let database = database();
+    let conn = &mut database.connect();
+    for name in ["''", "repeat('x', 1001)"] {
+        let passed = diesel::sql_query(format!("SELECT resource_control.pass_fence({name}, 1)"));
+        assert!(passed.execute(conn).is_err(), "{name}");
+    }
+}
+
+#[test]
+fn no_search_path_lets_a_smaller_token_pass() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE SCHEMA impostor; \
+         CREATE FUNCTION impostor.always(bigint, bigint) RETURNS boolean LANGUAGE sql AS 'SELECT true'; \
+         CREATE OPERATOR impostor.<= (FUNCTION = impostor.always, LEFTARG = bigint, RIGHTARG = bigint); \
+         SET search_path = impostor, pg_catalog",
+    )
+    .unwrap();
+    pass(conn, 9).unwrap();
+    assert!(matches!(pass(conn, 5), Err(Error::Fenced { .. })));
 }

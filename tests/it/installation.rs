@@ -316,3 +316,44 @@ fn a_broken_connection_is_not_called_a_transaction() {
     let refused = sync::<Resource>(conn);
     assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
 }
+
+#[test]
+fn what_fails_for_another_reason_than_missing_rights_is_told_as_it_is() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE FUNCTION refuse() RETURNS event_trigger LANGUAGE plpgsql \
+         AS $$ BEGIN RAISE 'no changes on Fridays'; END $$; \
+         CREATE EVENT TRIGGER refuse ON ddl_command_start EXECUTE FUNCTION refuse()",
+    )
+    .unwrap();
+    let refused = migrations::install(conn);
+    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+}
+
+#[test]
+fn nor_is_it_told_as_missing_rights_where_the_schema_is_there() {
+    let database = crate::roles::server().database();
+    let role = crate::roles::Role::new(&database);
+    let (conn, name) = (&mut database.connect(), role.name());
+    let on = format!("CREATE ON DATABASE {}", database.name());
+    conn.batch_execute(&format!("GRANT {on} TO {name}; SET ROLE {name}"))
+        .unwrap();
+    migrations::install(conn).unwrap();
+    // As if the last migration had yet to be run; its table is there.
+    conn.batch_execute(
+        "DELETE FROM resource_control.installed_migration \
+         WHERE version = (SELECT max(version) FROM resource_control.installed_migration)",
+    )
+    .unwrap();
+    let refused = migrations::install(conn);
+    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+    conn.batch_execute(&format!(
+        "RESET ROLE; REVOKE {on} FROM {name}; SET ROLE {name}"
+    ))
+    .unwrap();
+    let refused = migrations::install(conn);
+    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+    conn.batch_execute(&format!("RESET ROLE; DROP OWNED BY {name} CASCADE"))
+        .unwrap();
+}

@@ -196,3 +196,17 @@ fn an_empty_name_is_an_error_in_every_form() {
     assert!(LockKey::parts([" "]).id().is_ok());
     assert!(LockKey::named("\0").id().is_ok());
 }
+
+#[test]
+fn keys_spread_in_a_hash_map() {
+    let hasher = std::hash::RandomState::new();
+    let hash = |key: LockKey| std::hash::BuildHasher::hash_one(&hasher, key);
+    let hashes: HashSet<u64> = (0..100).map(LockKey::bigint).map(hash).collect();
+    assert_eq!(hashes.len(), 100);
+}
+
+#[test]
+fn a_number_is_that_of_a_bigint_and_never_of_a_pair() {
+    assert_eq!(LockId::BigInt(-7).as_bigint(), Some(-7));
+    assert_eq!(LockId::Pair(0, -7).as_bigint(), None);
+}

@@ -1,5 +1,6 @@
 //! Another session answers than the one that took the lock, as behind a pooler in transaction mode.
 
+use diesel::connection::SimpleConnection;
 use diesel_interlock::{AdvisoryLock, Error};
 use workbench::Database;
 
@@ -44,15 +45,44 @@ fn a_release_that_another_session_answers_is_an_error_and_unlocks_nothing_there(
 }
 
 #[test]
-fn a_borrowed_connection_is_marked() {
+fn a_borrowed_connection_is_marked_and_nothing_is_unlocked_there() {
     use diesel::connection::{AnsiTransactionManager, TransactionManager};
     let database = Database::new();
     let (mut one, mut two) = (database.connect(), database.connect());
-    let mut guard = LOCK.acquire_on(&mut one).unwrap();
+    let readers = LOCK.clone().shared();
+    std::mem::forget(readers.acquire_on(&mut two).unwrap());
+    let mut guard = readers.acquire_on(&mut one).unwrap();
     std::mem::swap(guard.conn(), &mut two);
     assert!(matches!(guard.release(), Err(Error::SessionMoved { .. })));
     assert!(AnsiTransactionManager::is_broken_transaction_manager(
         &mut one
     ));
+    assert_eq!(Observer::of(&database).holders(LOCK.key()), 2);
+}
+
+#[test]
+fn a_token_that_another_session_draws_is_none() {
+    let database = Database::new();
+    let (mut one, mut two) = (database.connect(), database.connect());
+    let readers = LOCK.clone().shared();
+    std::mem::forget(readers.acquire_on(&mut two).unwrap());
+    let mut guard = readers.acquire_on(&mut one).unwrap();
+    std::mem::swap(guard.conn(), &mut two);
+    let token = guard.fencing_token();
+    assert!(matches!(token, Err(Error::LockLost { source: None, .. })));
+}
+
+#[test]
+fn what_another_session_unlocks_once_its_transaction_was_rolled_back_is_not_ours() {
+    let database = Database::new();
+    let (mut one, mut two) = (database.connect(), database.connect());
+    let mut guard = LOCK.acquire_on(&mut one).unwrap();
+    two.batch_execute("BEGIN; SELECT 1 / 0").unwrap_err();
+    std::mem::swap(guard.conn(), &mut two);
+    let released = guard.release();
+    assert!(
+        matches!(released, Err(Error::ReleaseFailed { .. })),
+        "{released:?}"
+    );
     assert_eq!(Observer::of(&database).holders(LOCK.key()), 1);
 }

@@ -63,6 +63,39 @@ fn one_to_lock_and_one_to_release_and_both_are_prepared() {
     }
 }
 
+/// Whether a pooler moves sessions is asked once, by comparing two connections of the pool.
+#[test]
+fn what_was_found_out_of_a_connection_is_not_asked_again() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = Pool::builder()
+        .max_size(2)
+        .test_on_check_out(false)
+        .build(diesel::r2d2::ConnectionManager::new(proxy.url()))
+        .unwrap();
+    let both = [pool.get().unwrap(), pool.get().unwrap()];
+    drop(both);
+    let asked = proxy.count(|| LOCK.acquire(&pool).unwrap().release().unwrap());
+    assert!(asked > 4, "{asked}");
+    for _ in 0..2 {
+        // Prepared on both.
+        let guards =
+            [LOCK.clone().shared(), LOCK.clone().shared()].map(|lock| lock.acquire(&pool).unwrap());
+        drop(guards);
+    }
+    let again = proxy.count(|| {
+        for _ in 0..3 {
+            LOCK.clone()
+                .shared()
+                .acquire(&pool)
+                .unwrap()
+                .release()
+                .unwrap();
+        }
+    });
+    assert_eq!(again, 6);
+}
+
 #[test]
 fn one_to_find_the_lock_busy() {
     let database = Database::new();

@@ -124,6 +124,29 @@ fn a_wait_ends_in_time_though_the_pool_has_nothing_more_to_give() {
     });
 }
 
+/// The pool gives up long before the deadline.
+#[test]
+fn a_pool_that_runs_out_of_connections_during_the_wait_is_an_error() {
+    let database = database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .connection_timeout(Duration::from_millis(200))
+        .build_unchecked(ConnectionManager::new(proxy.url()));
+    let mut only = pool.get_timeout(LONG).unwrap();
+    fill(&ONE, &mut only);
+    drop(only);
+    std::thread::scope(|scope| {
+        let asked = proxy.round_trips();
+        let waiter = scope.spawn(|| ONE.acquire_timeout(&pool, LONG));
+        eventually("it has asked", || proxy.round_trips() > asked);
+        let _only = pool.get_timeout(LONG).unwrap();
+        let waited = waiter.join().unwrap();
+        assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
+    });
+}
+
 #[test]
 fn a_holder_and_its_waiters_share_one_connection() {
     let database = database();

@@ -334,3 +334,94 @@ fn slots_are_counted_per_service_and_the_row_says_what_was_claimed() {
         (claims[0].slot, claims[0].created_at, claims[0].expires_at)
     );
 }
+
+#[test]
+fn a_handle_tells_what_it_was_made_of() {
+    let semaphore = Semaphore::named("geocoder", 7, Duration::from_secs(30));
+    assert_eq!(semaphore.service(), "geocoder");
+    assert_eq!(semaphore.slots(), 7);
+    assert_eq!(semaphore.timeout(), Duration::from_secs(30));
+}
+
+#[test]
+fn of_one_slot_the_ids_ascend_whichever_session_claims() {
+    let database = database();
+    let mut sessions = [database.connect(), database.connect()];
+    let semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    let mut last = 0;
+    for session in [0, 1, 0, 1] {
+        let conn = &mut sessions[session];
+        let claim = semaphore.claim_on(conn).unwrap().expect_acquired();
+        assert!(claim.id > last);
+        last = claim.id;
+        assert!(semaphore.complete_on(conn, claim.id).unwrap());
+    }
+}
+
+#[test]
+fn a_claim_that_is_not_committed_keeps_no_other_service_waiting() {
+    let database = database();
+    let (one, two) = (&mut database.connect(), &mut database.connect());
+    one.batch_execute(
+        "BEGIN; SELECT * FROM resource_control.claim_service_request('mailer', 1, '1 minute')",
+    )
+    .unwrap();
+    let semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    let _ = semaphore.claim_on(two).unwrap().expect_acquired();
+}
+
+#[test]
+fn the_table_keeps_no_request_without_a_service_or_with_an_impossible_slot() {
+    let database = database();
+    let conn = &mut database.connect();
+    for (service, slot, is_kept) in [
+        ("'geocoder'", 0, true),
+        ("''", 0, false),
+        ("repeat('x', 1001)", 0, false),
+        ("'geocoder'", -1, false),
+    ] {
+        let kept = conn.batch_execute(&format!(
+            "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+             VALUES ({service}, {slot}, now(), now())"
+        ));
+        assert_eq!(kept.is_ok(), is_kept, "{service} {slot}");
+    }
+}
+
+/// As a client in another language may mark it, whatever the time.
+#[test]
+fn what_was_marked_as_timed_out_stays_ended() {
+    let database = database();
+    let conn = &mut database.connect();
+    let claim = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    conn.batch_execute("UPDATE resource_control.service_request SET timed_out_at = now()")
+        .unwrap();
+    assert!(!GEOCODER.complete_on(conn, claim.id).unwrap());
+    assert_eq!(GEOCODER.renew_on(conn, claim.id).unwrap(), None);
+}
+
+#[test]
+fn a_year_of_the_log_is_twelve_times_thirty_days() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request \
+             (service, slot, created_at, expires_at, completed_at) \
+         SELECT 'geocoder', 0, ended, ended, ended \
+         FROM (SELECT now() - days * interval '24 hours' AS ended FROM (VALUES (358), (362)) AS old (days)) AS old",
+    )
+    .unwrap();
+    let pruned = "resource_control.prune_service_requests('12 months', 10)";
+    assert_eq!(number(conn, pruned), 1);
+}
+
+#[test]
+fn a_request_does_not_choose_its_own_token() {
+    let database = database();
+    let conn = &mut database.connect();
+    let chosen = conn.batch_execute(
+        "INSERT INTO resource_control.service_request (id, service, slot, created_at, expires_at) \
+         VALUES (7, 'geocoder', 0, now(), now())",
+    );
+    assert!(chosen.is_err());
+}

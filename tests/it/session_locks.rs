@@ -4,8 +4,9 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
+use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel_interlock::{AdvisoryLock, Attempt, Error, LockKey};
+use diesel_interlock::{AdvisoryLock, Attempt, Error, LockId, LockKey};
 use workbench::Database;
 
 use crate::support::{Expect, Observer, foreign_session_holding, foreign_try};
@@ -184,6 +185,63 @@ fn is_held_learns_that_the_lock_was_lost() {
     assert!(!killed.is_held().unwrap());
     assert!(!killed.is_held().unwrap(), "and again");
     assert!(matches!(killed.release(), Err(Error::LockLost { .. })));
+}
+
+#[test]
+fn what_the_server_cannot_answer_says_nothing_about_the_lock() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut guard = LOCK.acquire(&pool).unwrap();
+    guard
+        .conn()
+        .batch_execute("BEGIN; SELECT 1 / 0")
+        .unwrap_err();
+    assert!(matches!(guard.is_held(), Err(Error::Database(_))));
+    assert!(matches!(guard.fencing_token(), Err(Error::Database(_))));
+    guard.conn().batch_execute("ROLLBACK").unwrap();
+    assert!(guard.is_held().unwrap());
+
+    Observer::of(&database).kill(guard.backend_pid());
+    let token = guard.fencing_token();
+    assert!(
+        matches!(
+            token,
+            Err(Error::LockLost {
+                source: Some(_),
+                ..
+            })
+        ),
+        "{token:?}"
+    );
+}
+
+#[test]
+fn is_held_is_about_this_key_alone() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let key = |upper: i64, lower: i64| LockId::BigInt(upper << 32 | lower);
+    for other in [key(1, 3), key(3, 2), LockId::Pair(1, 2)] {
+        let lock = AdvisoryLock::new(LockKey::bigint(1 << 32 | 2));
+        let mut guard = lock.acquire_on(&mut conn).unwrap();
+        assert!(foreign_try(guard.conn(), other));
+        diesel::sql_query(format!("SELECT pg_advisory_unlock({})", key(1, 2)))
+            .execute(guard.conn())
+            .unwrap();
+        assert!(!guard.is_held().unwrap(), "{other:?}");
+        assert!(matches!(guard.fencing_token(), Err(Error::LockLost { .. })));
+        assert!(matches!(guard.release(), Err(Error::LockLost { .. })));
+        conn.batch_execute("SELECT pg_advisory_unlock_all()")
+            .unwrap();
+    }
+}
+
+#[test]
+fn a_guard_is_shown_with_its_key() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let guard = LOCK.acquire_on(&mut conn).unwrap();
+    let shown = format!("{guard:?}");
+    assert!(shown.contains(&LOCK.key().to_string()), "{shown}");
 }
 
 #[test]

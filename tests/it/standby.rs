@@ -30,6 +30,8 @@ fn a_standby_refuses_until_it_is_promoted() {
     assert!(matches!(waited, Err(Error::Standby)));
     let shared = LOCK.clone().shared();
     assert!(matches!(shared.try_acquire_on(conn), Err(Error::Standby)));
+    let fenced = LOCK.clone().fenced();
+    assert!(matches!(fenced.try_acquire_on(conn), Err(Error::Standby)));
     let refused = LOCK.transaction(conn, |_| Ok::<_, Error>(()));
     assert!(matches!(refused, Err(Error::Standby)));
     let mut looking = connect();

@@ -352,3 +352,11 @@ fn a_prefix_reaches_the_keys_of_throttles() {
     let refused = long.attempt(conn, "one");
     assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
 }
+
+#[test]
+fn a_prefix_is_shown_and_makes_no_name_of_nothing() {
+    let prefix = testing::key_prefix("this test");
+    assert_eq!(format!("{prefix:?}"), r#"KeyPrefix(Some("this test"))"#);
+    // Nothing has no name, with a prefix neither.
+    assert_eq!(testing::prefixed(""), "");
+}

@@ -574,3 +574,16 @@ fn the_articles_psql_session_gets_the_articles_answers() {
         .unwrap();
     assert_eq!(lock_throttled_resource(conn, "'rowless'", "x"), Some(false));
 }
+
+#[test]
+fn a_reference_to_a_resource_is_the_resource() {
+    let database = database();
+    let conn = &mut database.connect();
+    granted(
+        Throttle::of(&Resource::Rebuild)
+            .attempt(conn, "me")
+            .unwrap(),
+    );
+    let denial = REBUILD.attempt(conn, "me").unwrap().denied();
+    assert!(denial.is_some());
+}

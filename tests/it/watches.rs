@@ -62,6 +62,31 @@ fn a_lock_that_is_held_is_confirmed_again_and_again() {
 }
 
 #[test]
+fn it_is_asked_no_more_often_than_was_said() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = diesel::r2d2::Pool::builder()
+        .max_size(2)
+        .build_unchecked(diesel::r2d2::ConnectionManager::new(proxy.url()));
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    let other_pool = database.pool(2);
+    let other = AdvisoryLock::new(LockKey::pair(7, -8));
+    let mut other = other.try_acquire(&other_pool).unwrap().expect_acquired();
+    // While the thread asks about another lock again and again, it asks about this one once.
+    let asked = proxy.count(|| {
+        let watch = guard.watch(&pool, LONG).unwrap();
+        let often = other.watch(&other_pool, OFTEN).unwrap();
+        for _ in 0..30 {
+            let before = often.last_confirmed();
+            eventually("it is asked again", || often.last_confirmed() < before);
+        }
+        assert!(watch.is_held_within(LONG));
+    });
+    assert!(asked < 20, "{asked} questions");
+    guard.release().unwrap();
+}
+
+#[test]
 fn while_the_pool_is_exhausted_nothing_is_confirmed_and_nothing_lost() {
     let database = Database::new();
     let pool = database.pool(1);

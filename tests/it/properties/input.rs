@@ -173,6 +173,11 @@ impl DeclaredResources for Declared {
 #[test]
 fn labels_of_resources() {
     let databases = Databases::new();
+    for length in [63, 64] {
+        LABEL.set("x".repeat(length).leak());
+        let synced = databases.call(sync::<Declared>);
+        assert_eq!(synced.is_some(), length == 63);
+    }
     hold(60, text(), |label| {
         LABEL.set(label.clone().leak());
         let synced = databases.call(sync::<Declared>);

@@ -184,16 +184,23 @@ CREATE FUNCTION resource_control.claim_service_request(
     timeout interval,
     details text DEFAULT ''
 ) RETURNS SETOF resource_control.service_request
-    LANGUAGE sql VOLATILE ROWS 1
+    LANGUAGE plpgsql VOLATILE ROWS 1
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
 AS $$
-    SELECT a.id, claim_service_request.service, a.slot, a.created_at, a.expires_at,
-            NULL::timestamptz, NULL::timestamptz, claim_service_request.details
-        FROM resource_control.admit_service_request(
-            claim_service_request.service,
-            claim_service_request.slots,
-            claim_service_request.timeout,
-            claim_service_request.details) AS a
-        WHERE a.id IS NOT NULL
+#variable_conflict use_column
+DECLARE
+    admitted CONSTANT bigint := (resource_control.admit_service_request(
+        claim_service_request.service,
+        claim_service_request.slots,
+        claim_service_request.timeout,
+        claim_service_request.details)).id;
+BEGIN
+    -- With whatever columns the table has by then.
+    RETURN QUERY SELECT r.* FROM resource_control.service_request AS r WHERE r.id = admitted;
+END
 $$;
 
 CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boolean

@@ -587,3 +587,37 @@ fn a_reference_to_a_resource_is_the_resource() {
     let denial = REBUILD.attempt(conn, "me").unwrap().denied();
     assert!(denial.is_some());
 }
+
+#[test]
+fn the_function_for_keys_refuses_bad_input_itself_and_pruning_keeps_to_its_batch() {
+    let database = database();
+    let conn = &mut database.connect();
+    for (arguments, constraint) in [
+        ("'cache rebuild', NULL, 'me'", "diesel_interlock_empty_key"),
+        ("'cache rebuild', '', 'me'", "diesel_interlock_empty_key"),
+        (
+            "'cache rebuild', 'k', NULL",
+            "diesel_interlock_empty_details",
+        ),
+        (
+            "'cache rebuild', 'k', '  '",
+            "diesel_interlock_empty_details",
+        ),
+        ("NULL, 'k', 'me'", "diesel_interlock_unknown_resource"),
+    ] {
+        let call = format!("SELECT resource_control.attempt_throttled_key({arguments})");
+        let refused = conn.batch_execute(&call);
+        let Err(diesel::result::Error::DatabaseError(_, information)) = &refused else {
+            panic!("{call}: {refused:?}");
+        };
+        assert_eq!(information.constraint_name(), Some(constraint), "{call}");
+    }
+    for key in 0..3 {
+        granted(REBUILD.key(key).attempt(conn, "me").unwrap());
+    }
+    age(conn, "1 hour");
+    for pruned in [2, 1, 0] {
+        let call = "resource_control.prune_throttled_keys(2)";
+        assert_eq!(crate::support::number(conn, call), pruned);
+    }
+}

@@ -1,5 +1,6 @@
 //! Advisory locks: the handle, and the two scopes in which it can be taken.
 
+mod first_wait;
 mod guard;
 mod lease;
 mod mode;
@@ -216,7 +217,7 @@ impl AdvisoryLock {
     /// Takes the lock, on a connection out of the pool; waits for it as long as it takes.
     ///
     /// One round trip beyond the pool's own check-out if the lock is free. Otherwise one more for
-    /// each half second of waiting.
+    /// each half second of waiting, and one more after the first of them.
     ///
     /// # Blocking
     ///
@@ -235,10 +236,10 @@ impl AdvisoryLock {
     /// - no order among waiters is promised: the place in the queue is lost between slices;
     /// - PostgreSQL does not detect a deadlock of two sessions that wait for each other's locks;
     /// - two sharers that both ask for the exclusive lock wait for each other for ever;
-    /// - each slice that ends without the lock is an error entry in the server's log, with the
-    ///   constraint name `diesel_interlock_lock_not_granted`.
+    /// - each slice that ends without the lock is an error entry in the server's log: the first about
+    ///   `lock_timeout`, the others with the constraint name `diesel_interlock_lock_not_granted`.
     ///
-    /// Waiting needs the language `plpgsql`, which is there and free for all by default.
+    /// All slices but the first need the language `plpgsql`, which is there and free for all by default.
     ///
     /// The user's own `statement_timeout` and `lock_timeout` do not cut the wait short.
     ///
@@ -259,7 +260,7 @@ impl AdvisoryLock {
 
     /// Takes the lock, on the given connection; waits for it as long as it takes.
     ///
-    /// One round trip if the lock is free. Otherwise one more for each half second of waiting.
+    /// Round trips as [`acquire`](Self::acquire).
     ///
     /// # Blocking
     ///

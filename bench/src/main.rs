@@ -4,6 +4,7 @@
 //! A panic anywhere ends it, so that no figure is made of something that went wrong.
 
 mod churn;
+mod cores;
 mod delay;
 mod growth;
 mod harness;

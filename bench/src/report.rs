@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
+use crate::cores;
 use crate::harness::{Rates, Ratio};
 
 /// All that was measured so far.
@@ -70,6 +71,7 @@ impl Report {
 
     /// Begins a scenario, for what follows.
     pub(crate) fn scenario(&mut self, scenario: &'static str, threads: usize) {
+        cores::assign(threads);
         let seconds = self.began.elapsed().as_secs();
         println!(
             "\n{scenario}, {threads} {}  ({seconds} s)",

@@ -17,6 +17,7 @@ use super::query::{DrawToken, IsHeld, Release, ReleaseCarefully, get_numbered_re
 use super::watch::Watch;
 use crate::error::{Error, Result};
 use crate::events::{self, Since, What};
+use crate::functions::pg_backend_pid;
 use crate::key::{LockId, LockKey};
 #[cfg(feature = "r2d2")]
 use crate::pool::PgPool;
@@ -38,7 +39,7 @@ use crate::transaction::{self, Transaction};
 ///
 /// The unlock runs on the session that took the lock, or not at all:
 /// ```sql
-/// SELECT pg_backend_pid(), CASE pg_backend_pid() WHEN $1 THEN pg_advisory_unlock($2) END, …
+/// SELECT CASE WHEN pg_backend_pid() = $1 THEN pg_advisory_unlock($2) END
 /// ```
 ///
 /// A pooled connection whose unlock did not surely succeed never goes back to the pool: it is
@@ -96,6 +97,7 @@ pub struct AdvisoryLockGuard<C: Lease> {
 pub(super) struct Hold {
     pub(super) id: LockId,
     pub(super) mode: LockMode,
+    /// 0 as long as it waits in a session that is not known.
     pub(super) pid: i32,
     /// To be given back to the session, where it was lifted.
     pub(super) idle_session_timeout: Option<String>,
@@ -108,8 +110,8 @@ pub(super) struct Hold {
 enum Unlocked {
     WasHeld,
     WasNotHeld,
-    /// The session with this pid answered, and nothing was unlocked.
-    SessionMoved(i32),
+    /// Another session answered, and nothing was unlocked.
+    SessionMoved,
 }
 
 impl<C: Lease> AdvisoryLockGuard<C> {
@@ -278,8 +280,10 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             Ok(released) => released,
             Err(source) => return self.repair(before, source),
         };
-        if let Unlocked::SessionMoved(answered_by) = released {
+        if released == Unlocked::SessionMoved {
             self.pinned.doubt(Doubt::Certain);
+            let answered_by = diesel::select(pg_backend_pid()).get_result(self.pinned.conn());
+            let answered_by = answered_by.unwrap_or_default();
             return Err(Error::SessionMoved {
                 key: self.key.clone(),
                 taken_by: pid,
@@ -325,7 +329,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             taken_by: self.hold.pid,
         };
         let idle_session_timeout = self.hold.idle_session_timeout.as_deref();
-        let answer: Option<i32> = if prepared && idle_session_timeout.is_none() {
+        let answer: Option<bool> = if prepared && idle_session_timeout.is_none() {
             get_numbered_result!(release, self.pinned.conn())?
         } else {
             let query = ReleaseCarefully {
@@ -337,9 +341,9 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             answer
         };
         Ok(match answer {
-            None => Unlocked::WasNotHeld,
-            Some(0) => Unlocked::WasHeld,
-            Some(pid) => Unlocked::SessionMoved(pid),
+            Some(true) => Unlocked::WasHeld,
+            Some(false) => Unlocked::WasNotHeld,
+            None => Unlocked::SessionMoved,
         })
     }
 
@@ -367,7 +371,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
                 self.pinned.trust();
                 Err(Error::LockLost { key, source: None })
             }
-            Ok(Unlocked::SessionMoved(_)) | Err(_) => Err(Error::ReleaseFailed { key, source }),
+            Ok(Unlocked::SessionMoved) | Err(_) => Err(Error::ReleaseFailed { key, source }),
         }
     }
 }

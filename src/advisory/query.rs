@@ -81,16 +81,43 @@ macro_rules! get_numbered_result {
 }
 pub(super) use get_numbered_result;
 
-/// Takes a session lock if it is free, and lifts `idle_session_timeout` (PostgreSQL 14 and later)
-/// from the session that got it, or the server would end the session and with it the lock.
+/// Takes a session lock if it is free, on a session where nothing else is to be done for it.
+///
+/// Answers the session's pid, null if another session has the lock, and 0 if nothing was tried, since it
+/// takes [`TryAcquireCarefully`]. One column, and as few functions as possible: PostgreSQL looks each up
+/// whenever the statement is executed, which costs more than to call it.
 #[derive(Debug)]
 pub(crate) struct TryAcquire<'a> {
     pub(crate) id: &'a LockId,
     pub(crate) mode: LockMode,
 }
 
-/// What [`TryAcquire`] answers. As few columns as possible: each costs the client as much as a
-/// function call costs the server.
+prepared_query!(TryAcquire -> Nullable<Integer>);
+
+impl QueryFragment<Pg> for TryAcquire<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        // A flat SELECT, since a subquery costs as much again as the lock itself.
+        out.push_sql(
+            "SELECT CASE WHEN pg_catalog.pg_is_in_recovery() \
+             OR pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
+             THEN 0 WHEN pg_catalog.",
+        );
+        out.push_sql(self.mode.try_lock_function());
+        push_key(&mut out, self.id)?;
+        out.push_sql(" THEN pg_catalog.pg_backend_pid() END");
+        Ok(())
+    }
+}
+
+/// Takes a session lock if it is free, and lifts `idle_session_timeout` (PostgreSQL 14 and later)
+/// from the session that got it, or the server would end the session and with it the lock.
+#[derive(Debug)]
+pub(crate) struct TryAcquireCarefully<'a> {
+    pub(crate) id: &'a LockId,
+    pub(crate) mode: LockMode,
+}
+
+/// What [`TryAcquireCarefully`] answers.
 #[derive(Debug, Queryable)]
 pub(crate) struct TryAcquired {
     /// As it was before; `None` before PostgreSQL 14.
@@ -99,12 +126,11 @@ pub(crate) struct TryAcquired {
     pub(crate) pid: Option<i32>,
 }
 
-prepared_query!(TryAcquire -> (Nullable<Text>, Nullable<Integer>));
+prepared_query!(TryAcquireCarefully -> (Nullable<Text>, Nullable<Integer>));
 
-impl QueryFragment<Pg> for TryAcquire<'_> {
+impl QueryFragment<Pg> for TryAcquireCarefully<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        // PostgreSQL evaluates the columns in their order, so the setting is read before it is
-        // lifted. A flat SELECT, since a subquery costs as much again as the lock itself.
+        // PostgreSQL evaluates the columns in their order, so the setting is read before it is lifted.
         out.push_sql(
             "SELECT pg_catalog.current_setting('idle_session_timeout', true), \
              CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
@@ -123,7 +149,7 @@ impl QueryFragment<Pg> for TryAcquire<'_> {
     }
 }
 
-/// As [`TryAcquire`], and draws a fencing token if the lock is granted: a transaction id, of which
+/// As [`TryAcquireCarefully`], and draws a fencing token if the lock is granted: a transaction id, of which
 /// PostgreSQL gives every later one a greater number.
 #[derive(Debug)]
 pub(crate) struct TryAcquireFenced<'a> {
@@ -193,11 +219,55 @@ impl QueryFragment<Pg> for DrawToken<'_> {
     }
 }
 
+/// Waits for a session lock in one prepared statement.
+///
+/// Answers the session's pid, negative if it did not try: where a setting of the session would strike before
+/// `lock_timeout`, which only a message of several statements can change in time. Those that strike have
+/// to leave room for the slice of a wait, half a second.
+///
+/// Not to be used where `idle_session_timeout` is to be lifted.
+#[derive(Debug)]
+pub(crate) struct Acquire<'a> {
+    pub(crate) id: &'a LockId,
+    pub(crate) mode: LockMode,
+    /// Its `lock_timeout`.
+    pub(crate) milliseconds: &'a str,
+}
+
+prepared_query!(Acquire -> Integer);
+
+impl QueryFragment<Pg> for Acquire<'_> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql("SELECT CASE WHEN ");
+        out.push_sql(TOO_SHORT);
+        out.push_sql(
+            " THEN OPERATOR(pg_catalog.-) pg_catalog.pg_backend_pid() \
+             WHEN pg_catalog.set_config('lock_timeout', ",
+        );
+        out.push_bind_param::<Text, _>(self.milliseconds)?;
+        out.push_sql(", true) IS NULL OR pg_catalog.");
+        out.push_sql(self.mode.lock_function());
+        push_key(&mut out, self.id)?;
+        out.push_sql(" IS NULL THEN 0 ELSE pg_catalog.pg_backend_pid() END");
+        Ok(())
+    }
+}
+
+/// That a time-out of this session leaves a slice no room. The last came with PostgreSQL 17.
+const TOO_SHORT: &str = "pg_catalog.current_setting('deadlock_timeout')::pg_catalog.interval \
+    OPERATOR(pg_catalog.<) '1s' \
+    OR pg_catalog.current_setting('statement_timeout') OPERATOR(pg_catalog.<>) '0' \
+    AND pg_catalog.current_setting('statement_timeout')::pg_catalog.interval \
+    OPERATOR(pg_catalog.<=) '1s' \
+    OR pg_catalog.current_setting('transaction_timeout', true) OPERATOR(pg_catalog.<>) '0' \
+    AND pg_catalog.current_setting('transaction_timeout', true)::pg_catalog.interval \
+    OPERATOR(pg_catalog.<=) '1s'";
+
 /// Releases a session lock, if this is still the session that took it.
 ///
 /// On another session nothing is unlocked: it may hold the same lock for somebody else.
 ///
-/// Answers the pid of the session that was met instead; else 0 if the lock was held, and null if not.
+/// Answers whether the lock was held, and null on another session.
 #[derive(Debug)]
 pub(crate) struct Release<'a> {
     pub(crate) id: &'a LockId,
@@ -205,16 +275,16 @@ pub(crate) struct Release<'a> {
     pub(crate) taken_by: i32,
 }
 
-prepared_query!(Release -> Nullable<Integer>);
+prepared_query!(Release -> Nullable<Bool>);
 
 impl QueryFragment<Pg> for Release<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql("SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) ");
+        out.push_sql("SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ");
         out.push_bind_param::<Integer, _>(&self.taken_by)?;
-        out.push_sql(" THEN pg_catalog.pg_backend_pid() WHEN pg_catalog.");
+        out.push_sql(" THEN pg_catalog.");
         out.push_sql(self.mode.unlock_function());
         push_key(&mut out, self.id)?;
-        out.push_sql(" THEN 0 END");
+        out.push_sql(" END");
         Ok(())
     }
 }
@@ -228,7 +298,7 @@ pub(crate) struct ReleaseCarefully<'a> {
     pub(crate) prepared: bool,
 }
 
-prepared_query!(ReleaseCarefully -> (Nullable<Integer>, Nullable<Text>));
+prepared_query!(ReleaseCarefully -> (Nullable<Bool>, Nullable<Text>));
 
 impl QueryFragment<Pg> for ReleaseCarefully<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
@@ -450,8 +520,23 @@ mod tests {
     }
 
     #[test]
-    fn a_try_asks_for_everything_at_once() {
+    fn a_try_is_one_column() {
         let query = TryAcquire {
+            id: &PAIR,
+            mode: LockMode::Shared,
+        };
+        assert_eq!(
+            sql(&query),
+            "SELECT CASE WHEN pg_catalog.pg_is_in_recovery() \
+             OR pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
+             THEN 0 WHEN pg_catalog.pg_try_advisory_lock_shared($1, $2) \
+             THEN pg_catalog.pg_backend_pid() END -- binds: [1, 2]"
+        );
+    }
+
+    #[test]
+    fn a_careful_try_asks_for_everything_at_once() {
+        let query = TryAcquireCarefully {
             id: &BIGINT,
             mode: LockMode::Exclusive,
         };
@@ -477,9 +562,8 @@ mod tests {
         };
         assert_eq!(
             sql(&query),
-            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) $1 \
-             THEN pg_catalog.pg_backend_pid() \
-             WHEN pg_catalog.pg_advisory_unlock($2) THEN 0 END -- binds: [42, -5]"
+            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 \
+             THEN pg_catalog.pg_advisory_unlock($2) END -- binds: [42, -5]"
         );
     }
 
@@ -496,9 +580,8 @@ mod tests {
         };
         assert_eq!(
             sql(&query),
-            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) $1 \
-             THEN pg_catalog.pg_backend_pid() \
-             WHEN pg_catalog.pg_advisory_unlock_shared($2, $3) THEN 0 END, \
+            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 \
+             THEN pg_catalog.pg_advisory_unlock_shared($2, $3) END, \
              CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $4 \
              THEN pg_catalog.set_config('idle_session_timeout', $5, false) END \
              -- binds: [42, 1, 2, 42, \"1min\"]"

@@ -1,5 +1,6 @@
 //! Taking a session lock on a leased connection.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 #[cfg(feature = "r2d2")]
 use std::time::Duration;
 
@@ -9,10 +10,12 @@ use diesel::result::Error as DieselError;
 use super::AdvisoryLock;
 #[cfg(feature = "r2d2")]
 use super::PooledGuard;
+use super::first_wait;
 use super::guard::{AdvisoryLockGuard, Hold};
 use super::lease::{Doubt, Lease, Pinned};
 use super::query::{
-    TryAcquire, TryAcquireFenced, TryAcquired, TryAcquiredFenced, get_numbered_result,
+    TryAcquire, TryAcquireCarefully, TryAcquireFenced, TryAcquired, TryAcquiredFenced,
+    get_numbered_result,
 };
 #[cfg(feature = "r2d2")]
 use super::seats::Seat;
@@ -20,7 +23,7 @@ use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
 use crate::events::{self, What};
-use crate::key::LockKey;
+use crate::key::{LockId, LockKey};
 #[cfg(feature = "r2d2")]
 use crate::pauses::{Crowd, Pauses};
 #[cfg(feature = "r2d2")]
@@ -95,8 +98,9 @@ pub(super) fn acquire_in_turn(
     events::acquire(What::Lock(&lock.key), call, Attempt::outcome)
 }
 
-/// What the server said to either kind of try.
+/// What the server said to a try of any kind.
 struct Answer {
+    /// 0 if it was not told.
     pid: i32,
     idle_session_timeout: Option<String>,
     /// `None` on a hot standby.
@@ -104,11 +108,45 @@ struct Answer {
     token: Option<i64>,
 }
 
+impl Answer {
+    /// Tries in one prepared round trip, but for the first of this process on sessions that have an
+    /// `idle_session_timeout`: that one takes two.
+    fn to(lock: &AdvisoryLock, id: LockId, conn: &mut PgConnection) -> QueryResult<Self> {
+        static CAREFULLY: AtomicBool = AtomicBool::new(false);
+        let mode = lock.mode;
+        if lock.fenced {
+            let query = TryAcquireFenced { id: &id, mode };
+            return query.get_result::<TryAcquiredFenced>(conn).map(Self::from);
+        }
+        if !CAREFULLY.load(Ordering::Relaxed) {
+            let pid: Option<i32> = get_numbered_result!(TryAcquire { id: &id, mode }, conn)?;
+            if pid != Some(0) {
+                return Ok(Self {
+                    pid: pid.unwrap_or_default(),
+                    idle_session_timeout: None,
+                    granted: Some(pid.is_some()),
+                    token: None,
+                });
+            }
+        }
+        let answer: TryAcquired =
+            get_numbered_result!(TryAcquireCarefully { id: &id, mode }, conn)?;
+        let answer = Self::from(answer);
+        CAREFULLY.store(answer.idle_session_timeout.is_some(), Ordering::Relaxed);
+        Ok(answer)
+    }
+}
+
+/// The time-out, if there is one.
+fn not_zero(idle_session_timeout: Option<String>) -> Option<String> {
+    idle_session_timeout.filter(|value| value != "0")
+}
+
 impl From<TryAcquired> for Answer {
     fn from(answer: TryAcquired) -> Self {
         Self {
             pid: answer.pid.map_or(0, i32::abs),
-            idle_session_timeout: answer.idle_session_timeout,
+            idle_session_timeout: not_zero(answer.idle_session_timeout),
             granted: answer.pid.map(|pid| pid > 0),
             token: None,
         }
@@ -119,7 +157,7 @@ impl From<TryAcquiredFenced> for Answer {
     fn from(answer: TryAcquiredFenced) -> Self {
         Self {
             pid: answer.pid,
-            idle_session_timeout: answer.idle_session_timeout,
+            idle_session_timeout: not_zero(answer.idle_session_timeout),
             granted: answer.token.map(|token| token != 0),
             token: answer.token.filter(|token| *token != 0),
         }
@@ -141,7 +179,7 @@ impl<C: Lease> Tried<C> {
     /// Tries in one prepared round trip. Waiting is only for what is found taken: PostgreSQL does
     /// not let a try overtake those who wait.
     fn send(lock: &AdvisoryLock, lease: C) -> Result<Self> {
-        let AdvisoryLock { key, mode, fenced } = lock;
+        let AdvisoryLock { key, mode, .. } = lock;
         let (id, mode) = (key.id()?, *mode);
         let mut pinned = Pinned::new(lease);
         let before = transaction::of(pinned.conn());
@@ -155,16 +193,7 @@ impl<C: Lease> Tried<C> {
             // Unless the server reports that no transaction is open, this mark stays.
             transaction::mark_broken(pinned.conn());
         }
-        let answer = if *fenced {
-            Answer::from(
-                TryAcquireFenced { id: &id, mode }
-                    .get_result::<TryAcquiredFenced>(pinned.conn())?,
-            )
-        } else {
-            let answer: TryAcquired =
-                get_numbered_result!(TryAcquire { id: &id, mode }, pinned.conn())?;
-            Answer::from(answer)
-        };
+        let answer = Answer::to(lock, id, pinned.conn())?;
         let in_raw_transaction =
             before == Transaction::None && transaction::is_marked(pinned.conn());
         let mut tried = Self {
@@ -174,7 +203,7 @@ impl<C: Lease> Tried<C> {
                 id,
                 mode,
                 pid: answer.pid,
-                idle_session_timeout: answer.idle_session_timeout.filter(|value| value != "0"),
+                idle_session_timeout: answer.idle_session_timeout,
                 fencing_token: answer.token,
             },
             granted: answer.granted == Some(true),
@@ -196,7 +225,11 @@ impl<C: Lease> Tried<C> {
             if left.is_zero() {
                 break;
             }
-            self.granted = wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, left)?;
+            self.granted = if self.hold.pid == 0 {
+                first_wait::for_session_lock(self.pinned.conn(), &mut self.hold, left)?
+            } else {
+                wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, left)?
+            };
         }
         Ok(())
     }

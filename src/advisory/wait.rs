@@ -1,5 +1,5 @@
 //! Waiting for a lock: messages of several statements, since a setting that bounds a statement
-//! must be changed before that statement begins.
+//! must be changed before that statement begins. Where none does, `first_wait` comes first.
 //!
 //! # A message, and not a prepared statement
 //!
@@ -35,7 +35,7 @@ use crate::transaction::{self, Transaction};
 /// CONCURRENTLY` waits for that snapshot to go: a circle, which PostgreSQL breaks with "deadlock
 /// detected" after `deadlock_timeout` (one second by default). A wait that gives way before then
 /// lets the holder pass. Where `deadlock_timeout` is set lower, so is the slice.
-const SLICE: Duration = Duration::from_millis(500);
+pub(super) const SLICE: Duration = Duration::from_millis(500);
 
 /// What PostgreSQL takes for a time-out, in milliseconds: almost 25 days.
 const LONGEST: u128 = i32::MAX as u128;
@@ -267,7 +267,7 @@ fn lock_call(function: &str, id: LockId) -> String {
 }
 
 /// Whole milliseconds, rounded up: a time-out of 0 would mean to wait for ever.
-fn milliseconds(duration: Duration) -> u128 {
+pub(super) fn milliseconds(duration: Duration) -> u128 {
     duration.as_nanos().div_ceil(1_000_000).clamp(1, LONGEST)
 }
 

@@ -47,7 +47,7 @@ fn a_session_with_settings_of_its_own() {
         "SET TimeZone = 'Australia/Lord_Howe'; SET DateStyle = 'SQL, DMY'; SET IntervalStyle = 'iso_8601'",
         "SET default_transaction_isolation = 'serializable'; SET default_transaction_deferrable = on",
         "SET search_path = ''",
-        "SET statement_timeout = '9s'; SET lock_timeout = '9s'; SET idle_session_timeout = '60s'",
+        "SET statement_timeout = '9s'; SET lock_timeout = '9s'",
         "SET plan_cache_mode = force_generic_plan; SET enable_indexscan = off; SET enable_indexonlyscan = off",
         "SET plan_cache_mode = force_custom_plan; SET jit_above_cost = 0",
         "SET row_security = off; SET standard_conforming_strings = off; SET backslash_quote = off",

@@ -89,23 +89,31 @@ fn a_lock_that_is_waited_for_takes_one_for_each_slice() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
-    drop(LOCK.acquire_on(conn).unwrap());
-    let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
     let mut observer = Observer::of(&database);
-    let before = proxy.round_trips();
-    let waited = std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| {
-            let began = std::time::Instant::now();
-            drop(LOCK.acquire_on(conn).unwrap());
-            began.elapsed()
+    let mut wait = || {
+        let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+        let before = proxy.round_trips();
+        let waited = std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let began = std::time::Instant::now();
+                drop(LOCK.acquire_on(conn).unwrap());
+                began.elapsed()
+            });
+            eventually("it waits", || observer.waiters(LOCK.key()) == 1);
+            drop(holder);
+            waiter.join().unwrap()
         });
-        eventually("it waits", || observer.waiters(LOCK.key()) == 1);
-        drop(holder);
-        waiter.join().unwrap()
-    });
-    let trips = proxy.round_trips() - before;
-    let slices = waited.as_millis() as u64 / 500 + 1;
-    assert!((3..=2 + slices).contains(&trips), "{trips} in {waited:?}");
+        (proxy.round_trips() - before, waited)
+    };
+    // Prepares the statements.
+    wait();
+    let (trips, waited) = wait();
+    // After the first slice it asks whether that was granted at the last moment.
+    let most = match waited.as_millis() as u64 / 500 {
+        0 => 3,
+        slices => 5 + slices,
+    };
+    assert!((3..=most).contains(&trips), "{trips} in {waited:?}");
 }
 
 #[test]

@@ -52,12 +52,14 @@ DECLARE
     wanted CONSTANT text := admit_service_request.service;
     note CONSTANT text := admit_service_request.details;
     lease interval;
+    taken smallint[];
     -- In ascending order.
     live smallint[];
-    overdue smallint[];
-    lowered boolean;
+    overdue smallint[] := '{}';
+    lowered boolean := false;
     free integer;
     first integer;
+    steps integer;
     nth integer;
     candidate smallint;
     following smallint;
@@ -84,40 +86,57 @@ BEGIN
 
     -- A full semaphore answers from this read: no lock, no transaction id.
     answered_at := clock_timestamp();
-    SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > answered_at), '{}'),
-            COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= answered_at), '{}'),
-            min(r.expires_at) FILTER (WHERE r.expires_at > answered_at)
-        INTO live, overdue, next_expiry
-        FROM (
-            SELECT d.slot, d.expires_at
-                FROM resource_control.service_request AS d
-                WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
-                ORDER BY d.service, d.slot
-        ) AS r;
-    free := slots - cardinality(live);
-    IF free <= 0 THEN
+    SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at)
+        INTO taken, next_expiry
+        FROM resource_control.service_request AS r
+        WHERE r.service = wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+    IF cardinality(taken) >= slots AND next_expiry > answered_at THEN
         RETURN;
     END IF;
     lease := resource_control.elapsed(timeout);
 
-    -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
-    -- claimed as requests are missing: who decides this at the same time decides on the same slots.
-    lowered := slots <= GREATEST(live[cardinality(live)], overdue[cardinality(overdue)]);
-
-    -- From anywhere, so that those who claim at the same time seldom meet. A slot that nobody has
-    -- comes before one that its holder has overstayed.
-    first := trunc(random() * free);
-    FOR step IN 0 .. CASE WHEN overdue = '{}' THEN free ELSE 2 * free END - 1 LOOP
-        -- The n-th slot that is not held: as many higher as held ones are below it.
-        nth := (first + step) % free;
-        candidate := nth;
-        LOOP
-            following := nth + width_bucket(candidate, live);
-            EXIT WHEN following = candidate;
-            candidate := following;
-        END LOOP;
-        CONTINUE WHEN (step < free)
-            = COALESCE(overdue[width_bucket(candidate, overdue)] = candidate, false);
+    -- From anywhere, so that those who claim at the same time seldom meet. Where nobody is overdue and all
+    -- slots are below N, a few guesses mostly find a free one, and the steps after these have to read more.
+    FOR step IN CASE WHEN next_expiry <= answered_at OR slots <= ANY (taken) THEN 0 ELSE -8 END .. 65533 LOOP
+        IF step < 0 THEN
+            candidate := trunc(random() * slots);
+            CONTINUE WHEN candidate = ANY (taken);
+        ELSE
+            IF step = 0 THEN
+                answered_at := clock_timestamp();
+                SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > answered_at), '{}'),
+                        COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= answered_at), '{}'),
+                        min(r.expires_at) FILTER (WHERE r.expires_at > answered_at)
+                    INTO live, overdue, next_expiry
+                    FROM (
+                        SELECT d.slot, d.expires_at
+                            FROM resource_control.service_request AS d
+                            WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
+                            ORDER BY d.service, d.slot
+                    ) AS r;
+                free := slots - cardinality(live);
+                IF free <= 0 THEN
+                    RETURN;
+                END IF;
+                -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
+                -- claimed as requests are missing: who decides this at the same time decides on the same slots.
+                lowered := slots <= GREATEST(live[cardinality(live)], overdue[cardinality(overdue)]);
+                first := trunc(random() * free);
+                steps := CASE WHEN overdue = '{}' THEN free ELSE 2 * free END;
+            END IF;
+            EXIT WHEN step >= steps;
+            -- The n-th slot that is not held: as many higher as held ones are below it. One that nobody has
+            -- comes before one that its holder has overstayed.
+            nth := (first + step) % free;
+            candidate := nth;
+            LOOP
+                following := nth + width_bucket(candidate, live);
+                EXIT WHEN following = candidate;
+                candidate := following;
+            END LOOP;
+            CONTINUE WHEN (step < free)
+                = COALESCE(overdue[width_bucket(candidate, overdue)] = candidate, false);
+        END IF;
 
         -- Whoever draws an id for a slot holds this lock until the commit, and sees the slot free
         -- after that: so the ids of a slot ascend from each holder to the next.
@@ -153,11 +172,13 @@ BEGIN
                         ORDER BY d.id + 0
                         FOR NO KEY UPDATE SKIP LOCKED));
         END IF;
-        -- What could not be marked may be being renewed, and counts.
-        CONTINUE WHEN lowered AND slots <= candidate + (
-            SELECT count(*) FROM resource_control.service_request AS r
-                WHERE r.service = wanted AND r.slot > candidate
-                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+        IF lowered THEN
+            -- What could not be marked may be being renewed, and counts.
+            CONTINUE WHEN slots <= candidate + (
+                SELECT count(*) FROM resource_control.service_request AS r
+                    WHERE r.service = wanted AND r.slot > candidate
+                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+        END IF;
 
         -- The clock is read in the snapshot that shows the slot free, after the end of who had it: the
         -- statement may have waited for somebody who locked the table.

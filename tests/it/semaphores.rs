@@ -359,6 +359,22 @@ fn of_one_slot_the_ids_ascend_whichever_session_claims() {
 }
 
 #[test]
+fn a_claim_that_is_not_committed_keeps_its_own_slot_alone() {
+    let database = database();
+    let (open, other) = (&mut database.connect(), &mut database.connect());
+    // Which slot is claimed first is chance.
+    for _ in 0..12 {
+        let claim = GEOCODER.claim_on(other).unwrap().expect_acquired();
+        open.batch_execute("BEGIN").unwrap();
+        assert!(claim_in_sql(open, "geocoder", 2));
+        assert!(GEOCODER.complete_on(other, claim.id).unwrap());
+        let claim = GEOCODER.claim_on(other).unwrap().expect_acquired();
+        assert!(GEOCODER.complete_on(other, claim.id).unwrap());
+        open.batch_execute("ROLLBACK").unwrap();
+    }
+}
+
+#[test]
 fn a_claim_that_is_not_committed_keeps_no_other_service_waiting() {
     let database = database();
     let (one, two) = (&mut database.connect(), &mut database.connect());

@@ -34,7 +34,10 @@ fn hour(bench: &Bench, report: &mut Report) {
     session.query("ALTER SYSTEM SET autovacuum_naptime = '1s'");
     session.query("SELECT pg_reload_conf()");
 
-    report.scenario("churn: an hour of 50 claims a second", CONNECTIONS);
+    report.scenario(
+        "churn, without waiting for the disk: an hour of 50 claims a second",
+        CONNECTIONS,
+    );
     let mut contender = semaphores::ours_of("ours", &pool_of(&place, CONNECTIONS), CONNECTIONS);
     let slice = Duration::from_millis(500);
     contender.run(slice);
@@ -73,7 +76,10 @@ fn snapshot(bench: &Bench, report: &mut Report) {
     let requests: u32 = if bench.options.quick { 10_000 } else { 100_000 };
     let place = bench.site.place();
     let pool = pool_of(&place, 1);
-    report.scenario("churn: claims under one long-open snapshot", 1);
+    report.scenario(
+        "churn, without waiting for the disk: claims under one long-open snapshot",
+        1,
+    );
     come_and_go(&place, requests / 10);
     report.figure("claim and release before", "µs", claim_time(&pool));
 

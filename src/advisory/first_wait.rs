@@ -31,7 +31,7 @@ pub(super) fn for_session_lock(
         match wait(conn, hold, limit) {
             Ok(pid) => {
                 hold.pid = pid.abs();
-                return Ok(pid > 0);
+                return Ok(pid.is_positive());
             }
             // Whatever strikes sooner is something else, and news for the caller.
             Err(DieselError::DatabaseError(DatabaseErrorKind::Unknown, _))

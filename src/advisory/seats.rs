@@ -40,3 +40,25 @@ impl Drop for Seat {
 fn taken() -> MutexGuard<'static, u32> {
     TAKEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All of this in one test, since the seats are the process's.
+    #[test]
+    fn half_of_a_pool_and_one_at_least() {
+        let seats: Vec<_> = std::iter::from_fn(|| Seat::take(7)).collect();
+        assert_eq!(seats.len(), 3);
+        assert!(Seat::take(1).is_none());
+        let fourth = Seat::take(8);
+        assert!(fourth.is_some());
+        drop((seats, fourth));
+
+        let one = Seat::take(1);
+        assert!(one.is_some());
+        assert!(Seat::take(2).is_none());
+        assert!(Seat::take(3).is_none());
+        assert!(Seat::take(4).is_some());
+    }
+}

@@ -3,13 +3,13 @@
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel::r2d2::Pool;
+use diesel::r2d2::{ConnectionManager, Pool};
 use diesel_interlock::{AdvisoryLock, Error, PgPool, PooledGuard, Semaphore};
-use workbench::Database;
+use workbench::{Database, RoundTrips};
 
 use crate::semaphores::database;
 use crate::support::{Expect, Observer, eventually, foreign_session_holding};
@@ -122,6 +122,30 @@ fn a_crowd_that_waits_in_vain_ends_in_time() {
         });
     });
     assert_eq!(Observer::of(&database).waiters(LOCK.key()), 0);
+}
+
+#[test]
+fn those_who_wait_without_a_connection_ask_a_bounded_number_of_times() {
+    static LOCK: AdvisoryLock = AdvisoryLock::named("asked for now and then");
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = Pool::builder()
+        .max_size(2)
+        .test_on_check_out(false)
+        .build(ConnectionManager::new(proxy.url()))
+        .unwrap();
+    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let (began, before) = (Instant::now(), proxy.round_trips());
+    thread::scope(|scope| {
+        crowd(scope, 32, || {
+            // A slow machine may have no connection for it, to the end.
+            if let Ok(attempt) = LOCK.acquire_timeout(&pool, Duration::from_secs(2)) {
+                assert!(attempt.is_busy());
+            }
+        });
+    });
+    let asked = (proxy.round_trips() - before) as f64 / began.elapsed().as_secs_f64();
+    assert!(asked < 500.0, "{asked} per second");
 }
 
 #[test]

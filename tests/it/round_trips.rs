@@ -3,6 +3,8 @@
 mod beside_the_primitives;
 mod monitor;
 mod other_forms;
+#[cfg(feature = "testing")]
+mod testing;
 mod throttles;
 mod transaction_locks;
 

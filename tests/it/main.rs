@@ -44,6 +44,7 @@ mod support;
 #[cfg(feature = "testing")]
 mod testing;
 mod throttle_contention;
+mod throttled_keys;
 mod throttles;
 mod transaction_locks;
 mod uninstallation;

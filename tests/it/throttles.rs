@@ -267,14 +267,19 @@ fn a_day_is_24_hours_and_a_month_30_days_whatever_the_time_zone() {
 fn a_resource_that_was_closed_by_hand_is_denied() {
     let database = database();
     let conn = &mut database.connect();
-    conn.batch_execute(
-        "UPDATE resource_control.throttled_resource SET last_locked = 'infinity', last_locker_details = 'closed'",
-    )
-    .unwrap();
-    let denial = REBUILD.attempt(conn, "me").unwrap().denied().unwrap();
-    assert_eq!((denial.next_at, denial.held_since), (None, None));
-    assert_eq!(denial.holder.as_deref(), Some("closed"));
-    assert_eq!(denial.retry_after, Duration::from_secs(15));
+    granted(REBUILD.key(7).attempt(conn, "me").unwrap());
+    for table in ["throttled_resource", "throttled_key"] {
+        conn.batch_execute(&format!(
+            "UPDATE resource_control.{table} SET last_locked = 'infinity', last_locker_details = 'closed'"
+        ))
+        .unwrap();
+    }
+    for throttle in [REBUILD, REBUILD.key(7)] {
+        let denial = throttle.attempt(conn, "me").unwrap().denied().unwrap();
+        assert_eq!((denial.next_at, denial.held_since), (None, None));
+        assert_eq!(denial.holder.as_deref(), Some("closed"));
+        assert_eq!(denial.retry_after, Duration::from_secs(15));
+    }
 }
 
 #[test]
@@ -619,5 +624,26 @@ fn the_function_for_keys_refuses_bad_input_itself_and_pruning_keeps_to_its_batch
     for pruned in [2, 1, 0] {
         let call = "resource_control.prune_throttled_keys(2)";
         assert_eq!(crate::support::number(conn, call), pruned);
+    }
+}
+
+#[test]
+fn the_table_keeps_no_interval_of_nothing_and_no_grant_without_a_holder() {
+    let database = database();
+    let conn = &mut database.connect();
+    for (change, is_kept) in [
+        ("throttle_interval = '1 us'", true),
+        ("throttle_interval = '0'", false),
+        ("last_locked = now(), last_locker_details = 'me'", true),
+        ("last_locked = now(), last_locker_details = ''", false),
+        ("last_locked = now(), last_locker_details = '  '", false),
+        ("last_locked = '-infinity', last_locker_details = ''", true),
+        (
+            "last_locked = '-infinity', last_locker_details = 'me'",
+            false,
+        ),
+    ] {
+        let update = format!("UPDATE resource_control.throttled_resource SET {change}");
+        assert_eq!(conn.batch_execute(&update).is_ok(), is_kept, "{change}");
     }
 }

@@ -45,6 +45,7 @@ mod support;
 mod testing;
 mod throttle_contention;
 mod throttled_keys;
+mod throttled_resources;
 mod throttles;
 mod transaction_locks;
 mod uninstallation;

@@ -167,6 +167,7 @@ fn a_denial_draws_no_transaction_id_and_locks_no_row() {
     let conn = &mut database.connect();
     for throttle in [REBUILD, REBUILD.key(7)] {
         granted(throttle.attempt(conn, "me").unwrap());
+        age(conn, "8 seconds");
         conn.transaction(|conn| {
             assert!(throttle.attempt(conn, "me")?.denied().is_some());
             let traces: Traces = diesel::sql_query(
@@ -594,28 +595,30 @@ fn a_reference_to_a_resource_is_the_resource() {
 }
 
 #[test]
-fn the_function_for_keys_refuses_bad_input_itself_and_pruning_keeps_to_its_batch() {
+fn the_functions_refuse_bad_input_themselves_and_pruning_keeps_to_its_batch() {
     let database = database();
     let conn = &mut database.connect();
-    for (arguments, constraint) in [
-        ("'cache rebuild', NULL, 'me'", "diesel_interlock_empty_key"),
-        ("'cache rebuild', '', 'me'", "diesel_interlock_empty_key"),
-        (
-            "'cache rebuild', 'k', NULL",
-            "diesel_interlock_empty_details",
-        ),
-        (
-            "'cache rebuild', 'k', '  '",
-            "diesel_interlock_empty_details",
-        ),
-        ("NULL, 'k', 'me'", "diesel_interlock_unknown_resource"),
+    for (call, constraint) in [
+        ("key('cache rebuild', NULL, 'me'", "empty_key"),
+        ("key('cache rebuild', '', 'me'", "empty_key"),
+        ("key('cache rebuild', 'k', NULL", "empty_details"),
+        ("key('cache rebuild', 'k', '  '", "empty_details"),
+        ("key(NULL, 'k', 'me'", "unknown_resource"),
+        ("resource('cache rebuild', NULL", "empty_details"),
+        ("resource('cache rebuild', '  '", "empty_details"),
+        ("resource(NULL, 'me'", "unknown_resource"),
     ] {
-        let call = format!("SELECT resource_control.attempt_throttled_key({arguments})");
+        let call = format!("SELECT resource_control.attempt_throttled_{call})");
         let refused = conn.batch_execute(&call);
         let Err(diesel::result::Error::DatabaseError(_, information)) = &refused else {
             panic!("{call}: {refused:?}");
         };
-        assert_eq!(information.constraint_name(), Some(constraint), "{call}");
+        let constraint = format!("diesel_interlock_{constraint}");
+        assert_eq!(
+            information.constraint_name(),
+            Some(&constraint[..]),
+            "{call}"
+        );
     }
     for key in 0..3 {
         granted(REBUILD.key(key).attempt(conn, "me").unwrap());

@@ -302,6 +302,18 @@ fn the_sql_function_hashes_names_as_rust_does() {
         );
         assert_eq!(key, expected, "{name:?}");
     }
+    let of_nothing = "resource_control.lock_key(NULL) IS NULL";
+    assert!(crate::support::truth(conn, of_nothing));
+}
+
+#[test]
+fn a_version_is_recorded_once() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    let again = "INSERT INTO resource_control.installed_migration (version) \
+                 SELECT version FROM resource_control.installed_migration";
+    assert!(conn.batch_execute(again).is_err());
 }
 
 #[test]

@@ -62,13 +62,19 @@ fn each_up_in_order_and_each_down_in_reverse_leaves_nothing() {
         conn.batch_execute(&std::fs::read_to_string(directory.join(file)).unwrap())
             .unwrap_or_else(|error| panic!("{}/{file}: {error}", directory.display()));
     };
+    let recorded = "SELECT count(*) FROM resource_control.installed_migration";
     for _ in 0..2 {
-        for directory in directories() {
+        for (before, directory) in (0..).zip(directories()) {
             run(conn, &directory, "up.sql");
+            assert_eq!(number(conn, recorded), before + 1);
         }
         sync::<Resource>(conn).unwrap();
-        for directory in directories().iter().rev() {
+        for (left, directory) in directories().iter().enumerate().rev() {
             run(conn, directory, "down.sql");
+            // The first one's table has gone with it.
+            if left > 0 {
+                assert_eq!(number(conn, recorded), left as i64);
+            }
         }
         assert_eq!(
             number(

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel::result::DatabaseErrorKind;
+use diesel::result::Error::DatabaseError;
 use diesel_interlock::Semaphore;
 
 use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
@@ -317,6 +319,25 @@ fn an_overdue_request_that_an_open_insert_references_is_marked() {
         .unwrap();
     assert!(FOUR.claim_on(conn).unwrap().acquired().is_some());
     assert!(request(conn, late.id).timed_out_at.is_some());
+}
+
+/// Not a duplicate, which would be no reason to repeat it.
+#[test]
+fn a_slot_whose_request_the_snapshot_does_not_show_is_a_serialization_failure() {
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")
+        .unwrap();
+    assert!(ONE.claim_on(other).unwrap().acquired().is_some());
+    let claim = "SELECT resource_control.claim_service_request('geocoder', 1, '30 s')";
+    let failed = diesel::sql_query(claim).execute(conn);
+    assert!(
+        matches!(
+            failed,
+            Err(DatabaseError(DatabaseErrorKind::SerializationFailure, _))
+        ),
+        "{failed:?}"
+    );
 }
 
 /// By what is committed it has expired, and its holder knows better.

@@ -62,13 +62,19 @@ fn each_up_in_order_and_each_down_in_reverse_leaves_nothing() {
         conn.batch_execute(&std::fs::read_to_string(directory.join(file)).unwrap())
             .unwrap_or_else(|error| panic!("{}/{file}: {error}", directory.display()));
     };
+    let recorded = "SELECT count(*) FROM resource_control.installed_migration";
     for _ in 0..2 {
-        for directory in directories() {
+        for (before, directory) in (0..).zip(directories()) {
             run(conn, &directory, "up.sql");
+            assert_eq!(number(conn, recorded), before + 1);
         }
         sync::<Resource>(conn).unwrap();
-        for directory in directories().iter().rev() {
+        for (left, directory) in directories().iter().enumerate().rev() {
             run(conn, directory, "down.sql");
+            // The first one's table has gone with it.
+            if left > 0 {
+                assert_eq!(number(conn, recorded), left as i64);
+            }
         }
         assert_eq!(
             number(
@@ -302,6 +308,18 @@ fn the_sql_function_hashes_names_as_rust_does() {
         );
         assert_eq!(key, expected, "{name:?}");
     }
+    let of_nothing = "resource_control.lock_key(NULL) IS NULL";
+    assert!(crate::support::truth(conn, of_nothing));
+}
+
+#[test]
+fn a_version_is_recorded_once() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    let again = "INSERT INTO resource_control.installed_migration (version) \
+                 SELECT version FROM resource_control.installed_migration";
+    assert!(conn.batch_execute(again).is_err());
 }
 
 #[test]

@@ -44,6 +44,8 @@ mod support;
 #[cfg(feature = "testing")]
 mod testing;
 mod throttle_contention;
+mod throttled_keys;
+mod throttled_resources;
 mod throttles;
 mod transaction_locks;
 mod uninstallation;

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel::result::DatabaseErrorKind;
+use diesel::result::Error::DatabaseError;
 use diesel_interlock::Semaphore;
 
 use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
@@ -18,6 +20,9 @@ const IMPATIENT: &str = "SET lock_timeout = '2s'";
 
 /// So that a test that fails while another thread waits does not hang.
 const PATIENT: &str = "SET lock_timeout = '20s'";
+
+/// So that a test in which a claim waits for its own thread does not hang.
+const BOUNDED: &str = "SET statement_timeout = '20s'";
 
 /// What the session holds, besides a reader's locks and that of its own virtual transaction.
 const MORE_THAN_A_READER_HOLDS: &str = "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() \
@@ -112,6 +117,7 @@ fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {
 fn an_overdue_row_that_is_locked_keeps_only_its_own_slot() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(BOUNDED).unwrap();
     let stuck = FOUR.claim_on(conn).unwrap().expect_acquired();
     expire(conn, "geocoder");
     open.batch_execute(&format!(
@@ -136,6 +142,7 @@ fn an_overdue_row_that_is_locked_keeps_only_its_own_slot() {
 fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(BOUNDED).unwrap();
     let twenty = Semaphore::named("geocoder", 20, Duration::from_secs(30));
     let late = fill(&twenty, conn);
     expire(conn, "geocoder");
@@ -211,6 +218,7 @@ fn a_claim_waits_for_another_that_marks_its_slot() {
 fn a_request_that_is_being_renewed_is_not_taken_over() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(BOUNDED).unwrap();
     let held = ONE.claim_on(conn).unwrap().expect_acquired();
     open.batch_execute("BEGIN").unwrap();
     diesel::sql_query(
@@ -232,35 +240,104 @@ fn a_request_that_is_being_renewed_is_not_taken_over() {
     assert!(ONE.complete_on(conn, held.id).unwrap());
 }
 
+/// Its holder renewed it in time, in a transaction that a claim waits for.
 #[test]
-fn a_request_that_is_being_renewed_counts_where_there_were_more_slots() {
+fn a_request_whose_renewal_was_waited_for_is_not_taken_over() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
-    let eight = Semaphore::named("geocoder", 8, Duration::from_secs(30));
-    for claim in fill(&eight, conn) {
-        if claim.slot != 6 {
-            assert!(eight.complete_on(conn, claim.id).unwrap());
-        }
+    let mut observer = Observer::of(&database);
+    let held = ONE.claim_on(conn).unwrap().expect_acquired();
+    // Whether the commit comes within the quarter second that it is waited for is up to the machine.
+    for _ in 0..5 {
+        expire(conn, "geocoder");
+        open.batch_execute(
+            "BEGIN; UPDATE resource_control.service_request SET expires_at = now() + interval '1 hour'",
+        )
+        .unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| ONE.claim_on(&mut database.connect()).unwrap().is_busy());
+            while !waiter.is_finished() && observer.all_waiting() == 0 {}
+            open.batch_execute("COMMIT").unwrap();
+            assert!(waiter.join().unwrap());
+        });
     }
-    let id = log(conn).into_iter().find(|r| r.is_unmarked()).unwrap().id;
-    open.batch_execute("BEGIN").unwrap();
-    diesel::sql_query("UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms' WHERE slot = 6")
+    assert_eq!(log(conn).len(), 1);
+    assert!(ONE.complete_on(conn, held.id).unwrap());
+}
+
+#[test]
+fn a_request_that_is_being_renewed_counts_where_there_were_more_slots() {
+    let eight = Semaphore::named("geocoder", 8, Duration::from_secs(30));
+    // The first that there would not be any more, and one above it.
+    for kept in [4, 6] {
+        let database = database();
+        let (conn, open) = (&mut database.connect(), &mut database.connect());
+        conn.batch_execute(BOUNDED).unwrap();
+        for claim in fill(&eight, conn) {
+            if claim.slot != kept {
+                assert!(eight.complete_on(conn, claim.id).unwrap());
+            }
+        }
+        let id = log(conn).into_iter().find(|r| r.is_unmarked()).unwrap().id;
+        open.batch_execute("BEGIN").unwrap();
+        diesel::sql_query(format!(
+            "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms' WHERE id = {id}"
+        ))
         .execute(conn)
         .unwrap();
-    assert!(eight.renew_on(open, id).unwrap().is_some());
-    eventually("it looks overdue", || {
-        truth(
-            conn,
-            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request WHERE slot = 6",
-        )
-    });
-    let claimed = fill(&FOUR, conn).len();
+        assert!(eight.renew_on(open, id).unwrap().is_some());
+        eventually("it looks overdue", || {
+            truth(
+                conn,
+                &format!(
+                    "SELECT expires_at < clock_timestamp() FROM resource_control.service_request WHERE id = {id}"
+                ),
+            )
+        });
+        let claimed = fill(&FOUR, conn).len();
+        assert!(
+            claimed <= 3,
+            "{claimed} beside the one that is being renewed"
+        );
+        open.batch_execute("COMMIT").unwrap();
+        assert_eq!(claimed + fill(&FOUR, conn).len(), 3);
+    }
+}
+
+/// The insert's foreign key holds a lock on the row that keeps nobody from marking it.
+#[test]
+fn an_overdue_request_that_an_open_insert_references_is_marked() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let late = FOUR.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    conn.batch_execute(
+        "CREATE TABLE replies (request bigint REFERENCES resource_control.service_request)",
+    )
+    .unwrap();
+    open.batch_execute(&format!("BEGIN; INSERT INTO replies VALUES ({})", late.id))
+        .unwrap();
+    assert!(FOUR.claim_on(conn).unwrap().acquired().is_some());
+    assert!(request(conn, late.id).timed_out_at.is_some());
+}
+
+/// Not a duplicate, which would be no reason to repeat it.
+#[test]
+fn a_slot_whose_request_the_snapshot_does_not_show_is_a_serialization_failure() {
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")
+        .unwrap();
+    assert!(ONE.claim_on(other).unwrap().acquired().is_some());
+    let claim = "SELECT resource_control.claim_service_request('geocoder', 1, '30 s')";
+    let failed = diesel::sql_query(claim).execute(conn);
     assert!(
-        claimed <= 3,
-        "{claimed} beside the one that is being renewed"
+        matches!(
+            failed,
+            Err(DatabaseError(DatabaseErrorKind::SerializationFailure, _))
+        ),
+        "{failed:?}"
     );
-    open.batch_execute("COMMIT").unwrap();
-    assert_eq!(claimed + fill(&FOUR, conn).len(), 3);
 }
 
 /// By what is committed it has expired, and its holder knows better.

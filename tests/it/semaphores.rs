@@ -11,7 +11,7 @@ use diesel_interlock::schema::resource_control::service_request;
 use diesel_interlock::{Admission, Attempt, Claim, Error, Semaphore, migrations};
 use workbench::Database;
 
-use crate::support::{Expect, Observer, eventually, number};
+use crate::support::{Expect, Observer, eventually, number, truth};
 
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 
@@ -387,11 +387,12 @@ fn a_claim_that_is_not_committed_keeps_no_other_service_waiting() {
 }
 
 #[test]
-fn the_table_keeps_no_request_without_a_service_or_with_an_impossible_slot() {
+fn the_table_keeps_no_request_without_a_service_or_with_an_impossible_slot_or_one_that_is_taken() {
     let database = database();
     let conn = &mut database.connect();
     for (service, slot, is_kept) in [
         ("'geocoder'", 0, true),
+        ("'geocoder'", 0, false),
         ("''", 0, false),
         ("repeat('x', 1001)", 0, false),
         ("'geocoder'", -1, false),
@@ -414,6 +415,69 @@ fn what_was_marked_as_timed_out_stays_ended() {
         .unwrap();
     assert!(!GEOCODER.complete_on(conn, claim.id).unwrap());
     assert_eq!(GEOCODER.renew_on(conn, claim.id).unwrap(), None);
+    assert_eq!(fill(&GEOCODER, conn).len(), 2);
+}
+
+#[test]
+fn what_was_completed_is_not_marked_as_timed_out_later() {
+    let database = database();
+    let conn = &mut database.connect();
+    let completed = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    assert!(GEOCODER.complete_on(conn, completed.id).unwrap());
+    let late = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    conn.batch_execute("UPDATE resource_control.service_request SET expires_at = now()")
+        .unwrap();
+    assert!(GEOCODER.claim_on(conn).unwrap().acquired().is_some());
+    assert!(request(conn, late.id).timed_out_at.is_some());
+    assert_eq!(request(conn, completed.id).timed_out_at, None);
+}
+
+#[test]
+fn a_renewal_and_a_late_completion_leave_the_other_requests_alone() {
+    let database = database();
+    let conn = &mut database.connect();
+    let [first, second] = &fill(&GEOCODER, conn)[..] else {
+        panic!("two slots");
+    };
+    let before = request(conn, first.id);
+    assert!(GEOCODER.renew_on(conn, second.id).unwrap().is_some());
+    assert_eq!(request(conn, first.id), before);
+    expire(conn, "geocoder");
+    assert!(!GEOCODER.complete_on(conn, second.id).unwrap());
+    assert!(request(conn, second.id).timed_out_at.is_some());
+    assert!(request(conn, first.id).is_unmarked());
+}
+
+#[test]
+fn an_overdue_request_is_nothing_to_wait_for() {
+    let database = database();
+    let conn = &mut database.connect();
+    let claims = fill(&GEOCODER, conn);
+    conn.batch_execute(&format!(
+        "UPDATE resource_control.service_request SET expires_at = now() WHERE id = {}",
+        claims[0].id
+    ))
+    .unwrap();
+    // Of one slot: the other request has it.
+    let answer = "SELECT id IS NULL AND next_expiry > answered_at \
+                  FROM resource_control.admit_service_request('geocoder', 1, '30 s', '')";
+    assert!(truth(conn, answer));
+}
+
+#[test]
+fn the_log_is_as_old_as_the_ends_of_its_requests() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request \
+             (service, slot, created_at, expires_at, completed_at) \
+         VALUES ('geocoder', 0, now() - interval '2 hours', now() + interval '2 hours', now() - interval '1 hour'), \
+             ('geocoder', 1, now() - interval '2 hours', now() - interval '1 hour', now())",
+    )
+    .unwrap();
+    let pruned = "resource_control.prune_service_requests('30 minutes', 10)";
+    assert_eq!(number(conn, pruned), 1);
+    assert_eq!(log(conn)[0].slot, 1);
 }
 
 #[test]

@@ -167,6 +167,7 @@ fn a_denial_draws_no_transaction_id_and_locks_no_row() {
     let conn = &mut database.connect();
     for throttle in [REBUILD, REBUILD.key(7)] {
         granted(throttle.attempt(conn, "me").unwrap());
+        age(conn, "8 seconds");
         conn.transaction(|conn| {
             assert!(throttle.attempt(conn, "me")?.denied().is_some());
             let traces: Traces = diesel::sql_query(
@@ -267,14 +268,19 @@ fn a_day_is_24_hours_and_a_month_30_days_whatever_the_time_zone() {
 fn a_resource_that_was_closed_by_hand_is_denied() {
     let database = database();
     let conn = &mut database.connect();
-    conn.batch_execute(
-        "UPDATE resource_control.throttled_resource SET last_locked = 'infinity', last_locker_details = 'closed'",
-    )
-    .unwrap();
-    let denial = REBUILD.attempt(conn, "me").unwrap().denied().unwrap();
-    assert_eq!((denial.next_at, denial.held_since), (None, None));
-    assert_eq!(denial.holder.as_deref(), Some("closed"));
-    assert_eq!(denial.retry_after, Duration::from_secs(15));
+    granted(REBUILD.key(7).attempt(conn, "me").unwrap());
+    for table in ["throttled_resource", "throttled_key"] {
+        conn.batch_execute(&format!(
+            "UPDATE resource_control.{table} SET last_locked = 'infinity', last_locker_details = 'closed'"
+        ))
+        .unwrap();
+    }
+    for throttle in [REBUILD, REBUILD.key(7)] {
+        let denial = throttle.attempt(conn, "me").unwrap().denied().unwrap();
+        assert_eq!((denial.next_at, denial.held_since), (None, None));
+        assert_eq!(denial.holder.as_deref(), Some("closed"));
+        assert_eq!(denial.retry_after, Duration::from_secs(15));
+    }
 }
 
 #[test]
@@ -589,28 +595,30 @@ fn a_reference_to_a_resource_is_the_resource() {
 }
 
 #[test]
-fn the_function_for_keys_refuses_bad_input_itself_and_pruning_keeps_to_its_batch() {
+fn the_functions_refuse_bad_input_themselves_and_pruning_keeps_to_its_batch() {
     let database = database();
     let conn = &mut database.connect();
-    for (arguments, constraint) in [
-        ("'cache rebuild', NULL, 'me'", "diesel_interlock_empty_key"),
-        ("'cache rebuild', '', 'me'", "diesel_interlock_empty_key"),
-        (
-            "'cache rebuild', 'k', NULL",
-            "diesel_interlock_empty_details",
-        ),
-        (
-            "'cache rebuild', 'k', '  '",
-            "diesel_interlock_empty_details",
-        ),
-        ("NULL, 'k', 'me'", "diesel_interlock_unknown_resource"),
+    for (call, constraint) in [
+        ("key('cache rebuild', NULL, 'me'", "empty_key"),
+        ("key('cache rebuild', '', 'me'", "empty_key"),
+        ("key('cache rebuild', 'k', NULL", "empty_details"),
+        ("key('cache rebuild', 'k', '  '", "empty_details"),
+        ("key(NULL, 'k', 'me'", "unknown_resource"),
+        ("resource('cache rebuild', NULL", "empty_details"),
+        ("resource('cache rebuild', '  '", "empty_details"),
+        ("resource(NULL, 'me'", "unknown_resource"),
     ] {
-        let call = format!("SELECT resource_control.attempt_throttled_key({arguments})");
+        let call = format!("SELECT resource_control.attempt_throttled_{call})");
         let refused = conn.batch_execute(&call);
         let Err(diesel::result::Error::DatabaseError(_, information)) = &refused else {
             panic!("{call}: {refused:?}");
         };
-        assert_eq!(information.constraint_name(), Some(constraint), "{call}");
+        let constraint = format!("diesel_interlock_{constraint}");
+        assert_eq!(
+            information.constraint_name(),
+            Some(&constraint[..]),
+            "{call}"
+        );
     }
     for key in 0..3 {
         granted(REBUILD.key(key).attempt(conn, "me").unwrap());
@@ -619,5 +627,26 @@ fn the_function_for_keys_refuses_bad_input_itself_and_pruning_keeps_to_its_batch
     for pruned in [2, 1, 0] {
         let call = "resource_control.prune_throttled_keys(2)";
         assert_eq!(crate::support::number(conn, call), pruned);
+    }
+}
+
+#[test]
+fn the_table_keeps_no_interval_of_nothing_and_no_grant_without_a_holder() {
+    let database = database();
+    let conn = &mut database.connect();
+    for (change, is_kept) in [
+        ("throttle_interval = '1 us'", true),
+        ("throttle_interval = '0'", false),
+        ("last_locked = now(), last_locker_details = 'me'", true),
+        ("last_locked = now(), last_locker_details = ''", false),
+        ("last_locked = now(), last_locker_details = '  '", false),
+        ("last_locked = '-infinity', last_locker_details = ''", true),
+        (
+            "last_locked = '-infinity', last_locker_details = 'me'",
+            false,
+        ),
+    ] {
+        let update = format!("UPDATE resource_control.throttled_resource SET {change}");
+        assert_eq!(conn.batch_execute(&update).is_ok(), is_kept, "{change}");
     }
 }

@@ -1,0 +1,142 @@
+//! A throttled resource beside what other sessions do with it, and what a grant costs.
+
+use diesel::connection::SimpleConnection;
+use diesel::dsl::sql;
+use diesel::prelude::*;
+use diesel::sql_types::Timestamptz;
+use diesel_interlock::{Decision, DenialReason, Throttle};
+
+use crate::support::{Observer, eventually, number, truth};
+use crate::throttles::{Resource, age, database};
+
+const REBUILD: Throttle<Resource> = Throttle::of(Resource::Rebuild);
+
+/// Lets others read the resources, and makes whoever takes one wait.
+const CLOSE_THE_GATE: &str =
+    "BEGIN; LOCK TABLE resource_control.throttled_resource IN EXCLUSIVE MODE";
+
+/// An attempt on a session of its own.
+fn attempt(conn: &mut PgConnection) -> Decision {
+    conn.batch_execute("SET lock_timeout = '20s'").unwrap();
+    REBUILD.attempt(conn, "waiter").unwrap()
+}
+
+/// What was due when it was read may have been taken before it could be locked.
+#[test]
+fn an_attempt_that_comes_second_to_the_row_is_denied() {
+    let database = database();
+    let conn = &mut database.connect();
+    let mut observer = Observer::of(&database);
+    conn.batch_execute(CLOSE_THE_GATE).unwrap();
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| attempt(&mut database.connect()));
+        eventually("the second has read", || observer.waiters_for_tables() == 1);
+        let first = REBUILD.attempt(conn, "first").unwrap();
+        assert!(first.granted().is_some());
+        conn.batch_execute("COMMIT").unwrap();
+        let denial = second.join().unwrap().denied();
+        let denial = denial.expect("it was granted twice");
+        assert_eq!(denial.reason, DenialReason::TooSoon);
+        assert_eq!(denial.holder.as_deref(), Some("first"));
+    });
+}
+
+#[test]
+fn a_grant_that_waited_for_the_table_begins_after_the_wait() {
+    let database = database();
+    let conn = &mut database.connect();
+    let mut observer = Observer::of(&database);
+    conn.batch_execute(CLOSE_THE_GATE).unwrap();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| attempt(&mut database.connect()));
+        eventually("the attempt waits", || observer.waiters_for_tables() == 1);
+        let now: chrono::DateTime<chrono::Utc> =
+            diesel::select(sql::<Timestamptz>("clock_timestamp()"))
+                .get_result(conn)
+                .unwrap();
+        conn.batch_execute("COMMIT").unwrap();
+        assert!(waiter.join().unwrap().granted().unwrap().granted_at >= now);
+    });
+}
+
+/// As soon as whoever takes it could have been denied in turn.
+#[test]
+fn what_is_being_taken_is_worth_a_look_once_the_hint_has_passed() {
+    let database = database();
+    let (open, conn) = (&mut database.connect(), &mut database.connect());
+    open.batch_execute("BEGIN").unwrap();
+    for throttle in [REBUILD, REBUILD.key(1)] {
+        let taken = throttle.attempt(open, "taker").unwrap();
+        assert!(taken.granted().is_some());
+    }
+    for call in [
+        "attempt_throttled_resource('cache rebuild', 'me')",
+        "attempt_throttled_key('cache rebuild', '1', 'me')",
+    ] {
+        let answer = format!(
+            "SELECT being_taken AND retry_after = '15 s' AND next_at = decided_at + retry_after \
+             FROM resource_control.{call}"
+        );
+        assert!(truth(conn, &answer), "{call}");
+    }
+}
+
+/// The next version of each row has room in its page, however full the table is.
+#[test]
+fn a_grant_does_not_write_to_the_index() {
+    let database = database();
+    let conn = &mut database.connect();
+    let names: Vec<_> = (0..16).map(|number| format!("number {number}")).collect();
+    for name in &names {
+        let add = "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE";
+        conn.batch_execute(&format!("{add} '{name}'")).unwrap();
+    }
+    // Rows so large that few fill a page.
+    conn.batch_execute(
+        "INSERT INTO resource_control.throttled_resource \
+         SELECT label, '1 s', '2026-01-01', repeat('x', 1900) \
+         FROM unnest(enum_range(NULL::resource_control.throttled_resource_enum)) AS label \
+         WHERE label::text LIKE 'number %'",
+    )
+    .unwrap();
+    conn.batch_execute("BEGIN").unwrap();
+    for name in &names {
+        let call = format!("resource_control.lock_throttled_resource('{name}', repeat('y', 1900))");
+        assert!(truth(conn, &call));
+    }
+    let [updated, beside] = ["updated", "hot_updated"].map(|what| {
+        let table = "'resource_control.throttled_resource'::regclass";
+        number(conn, &format!("pg_stat_get_xact_tuples_{what}({table})"))
+    });
+    assert_eq!((updated, beside), (16, 16));
+}
+
+/// The operator stands in the way of every comparison of resources.
+#[test]
+fn no_search_path_changes_a_decision() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE SCHEMA impostor; \
+         CREATE FUNCTION impostor.never(\
+             resource_control.throttled_resource_enum, resource_control.throttled_resource_enum) \
+             RETURNS boolean LANGUAGE sql AS 'SELECT false'; \
+         CREATE OPERATOR impostor.= (FUNCTION = impostor.never, \
+             LEFTARG = resource_control.throttled_resource_enum, \
+             RIGHTARG = resource_control.throttled_resource_enum)",
+    )
+    .unwrap();
+    for settings in ["impostor, pg_catalog", "''"] {
+        age(conn, "15 seconds");
+        let conn = &mut database.connect();
+        conn.batch_execute(&format!("SET search_path = {settings}"))
+            .unwrap();
+        let call = "resource_control.lock_throttled_resource('cache rebuild', 'me')";
+        assert!(truth(conn, call), "{settings}");
+        assert!(!truth(conn, call), "{settings}");
+        let key = REBUILD.key(1);
+        assert!(key.attempt(conn, "me").unwrap().granted().is_some());
+        assert!(key.attempt(conn, "me").unwrap().denied().is_some());
+        assert!(REBUILD.attempt(conn, "me").unwrap().denied().is_some());
+    }
+}

@@ -463,7 +463,7 @@ fn the_last_of_very_many_slots_is_found_soon() {
         assert!(all.complete_on(conn, claim.id).unwrap());
     }
     assert!(
-        start.elapsed() < Duration::from_secs(10),
+        start.elapsed() < Duration::from_secs(60),
         "{:?}",
         start.elapsed()
     );

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel::result::DatabaseErrorKind::{ClosedConnection, Unknown};
+use diesel::result::Error as DieselError;
 
 use super::guard::Hold;
 use super::query::{Acquire, IsHeld, get_numbered_result};
@@ -33,8 +34,9 @@ pub(super) fn for_session_lock(
                 hold.pid = pid.abs();
                 return Ok(pid.is_positive());
             }
-            // Whatever strikes sooner is something else, and news for the caller.
-            Err(DieselError::DatabaseError(DatabaseErrorKind::Unknown, _))
+            // Whatever strikes sooner is something else, and news for the caller. To Diesel the time-out, too, is an
+            // error of a closed connection, if that has been closed before it was read.
+            Err(DieselError::DatabaseError(Unknown | ClosedConnection, _))
                 if began.elapsed() >= limit.mul_f64(0.9) => {}
             Err(error) => return Err(error.into()),
         }

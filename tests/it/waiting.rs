@@ -332,8 +332,20 @@ fn a_wait_leaves_the_sessions_settings_as_they_were() {
     let mut conn = database.connect();
     conn.batch_execute("SET statement_timeout = '7s'; SET lock_timeout = '5s'")
         .unwrap();
-    let _holder = held_elsewhere(&database);
+    let as_they_were = |conn: &mut PgConnection| {
+        assert_eq!(setting(conn, "statement_timeout"), "7s");
+        assert_eq!(setting(conn, "lock_timeout"), "5s");
+    };
+    let holder = held_elsewhere(&database);
     assert!(LOCK.acquire_timeout_on(&mut conn, SHORT).unwrap().is_busy());
-    assert_eq!(setting(&mut conn, "statement_timeout"), "7s");
-    assert_eq!(setting(&mut conn, "lock_timeout"), "5s");
+    as_they_were(&mut conn);
+
+    let mut observer = Observer::of(&database);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| LOCK.acquire_on(&mut conn).unwrap().release().unwrap());
+        while observer.waiters(LOCK.key()) == 0 {}
+        drop(holder);
+        waiter.join().unwrap();
+    });
+    as_they_were(&mut conn);
 }

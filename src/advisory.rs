@@ -150,15 +150,16 @@ impl AdvisoryLock {
 /// transactions. **Behind a pooler in transaction mode they are unsafe**, since the statements of
 /// one connection run on many sessions: use [`transaction`](Self::transaction) there.
 ///
-/// Taking one is a single prepared statement, which also answers the session's pid, refuses on a
-/// hot standby, whose locks exclude nobody on the primary, and lifts `idle_session_timeout`
-/// (PostgreSQL 14 and later), which would end the session and so lose the lock; the release puts
-/// it back.
+/// Taking one is a single prepared statement. It answers the session's pid, refuses on a hot standby,
+/// whose locks exclude nobody on the primary, and tells whether the session has an
+/// `idle_session_timeout` (PostgreSQL 14 and later), which would end it and so lose the lock:
 /// ```sql
-/// SELECT current_setting('idle_session_timeout', true),
-///        CASE WHEN pg_is_in_recovery() THEN NULL WHEN NOT pg_try_advisory_lock($1) THEN - pg_backend_pid()
-///             … ELSE pg_backend_pid() END
+/// SELECT CASE WHEN pg_is_in_recovery() OR current_setting('idle_session_timeout', true) <> '0' THEN 0
+///             WHEN pg_try_advisory_lock($1) THEN pg_backend_pid() END
 /// ```
+/// Where there is one, a longer statement lifts it as it takes the lock, and the release puts it back.
+/// The first time that a process meets one it takes one more round trip; from then on it sends the longer
+/// statement at once. So does a [`fenced`](Self::fenced) lock.
 ///
 /// # Errors of all of them
 ///

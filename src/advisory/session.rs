@@ -1,5 +1,6 @@
 //! Taking a session lock on a leased connection.
 
+use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 #[cfg(feature = "r2d2")]
 use std::time::Duration;
@@ -109,8 +110,8 @@ struct Answer {
 }
 
 impl Answer {
-    /// Tries in one prepared round trip, but for the first of this process on sessions that have an
-    /// `idle_session_timeout`: that one takes two.
+    /// Tries in one prepared round trip. The first of this process that meets a session with an
+    /// `idle_session_timeout` takes two, and from then on all are careful: nobody knows which session is next.
     fn to(lock: &AdvisoryLock, id: LockId, conn: &mut PgConnection) -> QueryResult<Self> {
         static CAREFULLY: AtomicBool = AtomicBool::new(false);
         let mode = lock.mode;
@@ -132,7 +133,7 @@ impl Answer {
         let answer: TryAcquired =
             get_numbered_result!(TryAcquireCarefully { id: &id, mode }, conn)?;
         let answer = Self::from(answer);
-        CAREFULLY.store(answer.idle_session_timeout.is_some(), Ordering::Relaxed);
+        CAREFULLY.fetch_or(answer.idle_session_timeout.is_some(), Ordering::Relaxed);
         Ok(answer)
     }
 }
@@ -220,12 +221,14 @@ impl<C: Lease> Tried<C> {
 
     /// Waits, slice by slice, until it has the lock or the time is up.
     fn wait_until(&mut self, deadline: Deadline) -> Result<()> {
+        // The statement for the first slice does not lift a time-out.
+        let mut is_first = self.hold.idle_session_timeout.is_none();
         while !self.granted {
             let left = deadline.remaining();
             if left.is_zero() {
                 break;
             }
-            self.granted = if self.hold.pid == 0 {
+            self.granted = if mem::take(&mut is_first) {
                 first_wait::for_session_lock(self.pinned.conn(), &mut self.hold, left)?
             } else {
                 wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, left)?

@@ -5,7 +5,7 @@ use std::time::Duration;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_interlock::{AdvisoryLock, Error};
-use workbench::{Cluster, Database};
+use workbench::{Cluster, Database, RoundTrips};
 
 use crate::support::{Expect, Observer, foreign_session_holding, setting};
 
@@ -129,6 +129,23 @@ fn a_lock_is_not_lost_to_idle_session_timeout() {
         guard.release().unwrap();
         assert_eq!(setting(&mut conn, "idle_session_timeout"), "200ms");
     }
+}
+
+#[test]
+fn a_lock_whose_session_has_an_idle_session_timeout_takes_no_more_round_trips() {
+    let database = Database::new();
+    let plain = &mut database.connect();
+    if version(plain) < 14 {
+        return;
+    }
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    conn.batch_execute("SET idle_session_timeout = '1h'")
+        .unwrap();
+    // The first in a process finds out, and prepares.
+    drop(LOCK.acquire_on(conn).unwrap());
+    drop(LOCK.acquire_on(plain).unwrap());
+    assert_eq!(proxy.count(|| drop(LOCK.acquire_on(conn).unwrap())), 2);
 }
 
 #[test]

@@ -84,10 +84,9 @@ BEGIN
             MESSAGE = 'the details must not be null, and have at most 8192 bytes';
     END IF;
 
-    -- A full semaphore answers from this read: no lock, no transaction id.
-    answered_at := clock_timestamp();
-    SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at)
-        INTO taken, next_expiry
+    -- A full semaphore answers from this read: no lock, no transaction id. The clock is read after the requests.
+    SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp()
+        INTO taken, next_expiry, answered_at
         FROM resource_control.service_request AS r
         WHERE r.service = wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
     IF cardinality(taken) >= slots AND next_expiry > answered_at THEN
@@ -115,9 +114,7 @@ BEGIN
                             ORDER BY d.service, d.slot
                     ) AS r;
                 free := slots - cardinality(live);
-                IF free <= 0 THEN
-                    RETURN;
-                END IF;
+                EXIT WHEN free <= 0;
                 -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
                 -- claimed as requests are missing: who decides this at the same time decides on the same slots.
                 lowered := slots <= GREATEST(live[cardinality(live)], overdue[cardinality(overdue)]);

@@ -7,7 +7,7 @@ use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::result::DatabaseErrorKind;
 use diesel::result::Error::DatabaseError;
-use diesel_interlock::Semaphore;
+use diesel_interlock::{Admission, Semaphore};
 
 use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
 use crate::support::{Expect, Observer, backend_pid, eventually, number, setting, truth};
@@ -371,6 +371,31 @@ fn a_completion_waits_for_the_renewal_before_it() {
     });
     let row = request(conn, held.id);
     assert!(row.completed_at.is_some() && row.timed_out_at.is_none());
+}
+
+/// Between the call and its look at the requests others claim.
+#[test]
+fn a_refusal_never_asks_for_more_patience_than_the_time_out() {
+    let database = database();
+    let open = &mut database.connect();
+    let mut observer = Observer::of(&database);
+    open.batch_execute("BEGIN; LOCK TABLE resource_control.service_request")
+        .unwrap();
+    let admission = std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let conn = &mut database.connect();
+            conn.batch_execute(PATIENT).unwrap();
+            ONE.admit_on(conn).unwrap()
+        });
+        eventually("the table is waited for", || observer.all_waiting() > 0);
+        assert!(claim_in_sql(open, "geocoder", 1));
+        open.batch_execute("COMMIT").unwrap();
+        waiter.join().unwrap()
+    });
+    let Admission::Full(full) = admission else {
+        panic!("{admission:?}")
+    };
+    assert!(full.retry_after <= ONE.timeout(), "{full:?}");
 }
 
 /// Neither the transaction's start nor the message's decides, but the clock.

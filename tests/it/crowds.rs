@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel::r2d2::{ConnectionManager, Pool};
+use diesel::r2d2::Pool;
 use diesel_interlock::{AdvisoryLock, Error, PgPool, PooledGuard, Semaphore};
 use workbench::{Database, RoundTrips};
 
 use crate::semaphores::database;
-use crate::support::{Expect, Observer, eventually, foreign_session_holding};
+use crate::support::{Expect, Observer, eventually, foreign_session_holding, silent_pool};
 
 /// Far above what anything here takes.
 const LONG: Duration = Duration::from_secs(300);
@@ -129,11 +129,7 @@ fn those_who_wait_without_a_connection_ask_a_bounded_number_of_times() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("asked for now and then");
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = Pool::builder()
-        .max_size(2)
-        .test_on_check_out(false)
-        .build(ConnectionManager::new(proxy.url()))
-        .unwrap();
+    let pool = silent_pool(&proxy, 2);
     let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
     let (began, before) = (Instant::now(), proxy.round_trips());
     thread::scope(|scope| {

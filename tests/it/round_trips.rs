@@ -11,23 +11,12 @@ mod transaction_locks;
 use std::time::Duration;
 
 use diesel::prelude::*;
-use diesel::r2d2::Pool;
-use diesel_interlock::{AdvisoryLock, Error, PgPool, Semaphore};
+use diesel_interlock::{AdvisoryLock, Error, Semaphore};
 use workbench::{Database, RoundTrips};
 
-use crate::support::{Expect, foreign_session_holding};
+use crate::support::{Expect, foreign_session_holding, silent_pool};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("round trips");
-
-/// A pool whose check-out sends nothing, so that what is counted is ours.
-fn silent_pool(proxy: &RoundTrips) -> PgPool {
-    let manager = diesel::r2d2::ConnectionManager::new(proxy.url());
-    Pool::builder()
-        .max_size(1)
-        .test_on_check_out(false)
-        .build(manager)
-        .unwrap()
-}
 
 /// Makes the call twice; the second one, which finds everything prepared, must take so many round trips and prepare
 /// nothing.
@@ -43,7 +32,7 @@ fn takes(trips: u64, proxy: &RoundTrips, mut call: impl FnMut()) {
 fn one_to_lock_and_one_to_release_and_both_are_prepared() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = silent_pool(&proxy);
+    let pool = silent_pool(&proxy, 1);
     for lock in [LOCK.clone(), LOCK.clone().shared()] {
         let mut guard = lock.acquire(&pool).unwrap();
         assert!(guard.is_held().unwrap());
@@ -70,11 +59,7 @@ fn one_to_lock_and_one_to_release_and_both_are_prepared() {
 fn what_was_found_out_of_a_connection_is_not_asked_again() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = Pool::builder()
-        .max_size(2)
-        .test_on_check_out(false)
-        .build(diesel::r2d2::ConnectionManager::new(proxy.url()))
-        .unwrap();
+    let pool = silent_pool(&proxy, 2);
     let both = [pool.get().unwrap(), pool.get().unwrap()];
     drop(both);
     let asked = proxy.count(|| LOCK.acquire(&pool).unwrap().release().unwrap());
@@ -102,7 +87,7 @@ fn what_was_found_out_of_a_connection_is_not_asked_again() {
 fn one_to_find_the_lock_busy() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = silent_pool(&proxy);
+    let pool = silent_pool(&proxy, 1);
     LOCK.acquire(&pool).unwrap().release().unwrap();
     let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
     assert_eq!(
@@ -155,7 +140,7 @@ fn what_is_refused_sends_nothing() {
 fn one_to_claim_one_to_be_refused_one_to_renew_and_one_to_release() {
     let database = crate::semaphores::database();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = silent_pool(&proxy);
+    let pool = silent_pool(&proxy, 1);
     let semaphore = Semaphore::named("round trips", 1, Duration::from_secs(30));
     let mut permit = semaphore.try_acquire(&pool).unwrap().expect_acquired();
     permit.renew().unwrap();
@@ -199,7 +184,7 @@ fn one_to_claim_one_to_be_refused_one_to_renew_and_one_to_release() {
 fn a_severed_connection_is_given_up_and_replaced() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = silent_pool(&proxy);
+    let pool = silent_pool(&proxy, 1);
     let guard = LOCK.try_acquire(&pool).unwrap().expect_acquired();
     proxy.sever();
     assert!(matches!(guard.release(), Err(Error::LockLost { .. })));

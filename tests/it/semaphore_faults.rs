@@ -12,7 +12,7 @@ use workbench::{Cluster, Database, RoundTrips, StopMode};
 use crate::semaphores::{database, request};
 use crate::support::{
     Expect, Observer, backend_pid, eventually, panic_after_the_next_statement,
-    panic_before_the_next_statement,
+    panic_before_the_next_statement, silent_pool,
 };
 
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(3600));
@@ -107,12 +107,7 @@ fn a_server_that_is_down_is_waited_for_in_the_background() {
 fn a_severed_network_is_reported_and_the_release_follows() {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);
-    let manager = diesel::r2d2::ConnectionManager::new(proxy.url());
-    let pool = Pool::builder()
-        .max_size(1)
-        .test_on_check_out(false)
-        .build(manager)
-        .unwrap();
+    let pool = silent_pool(&proxy, 1);
     let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     let id = permit.claim().id;
     proxy.sever();

@@ -5,23 +5,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use diesel::r2d2::{ConnectionManager, Pool};
-use diesel_interlock::{Attempt, Error, PgPool, Semaphore};
+use diesel_interlock::{Attempt, Error, Semaphore};
 use workbench::RoundTrips;
 
 use crate::semaphores::{database, expire, fill, log};
-use crate::support::{Expect, Observer, eventually, number};
+use crate::support::{Expect, Observer, eventually, number, silent_pool};
 
 const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
 const LONG: Duration = Duration::from_secs(60);
-
-/// A pool that sends nothing of its own.
-fn silent_pool(proxy: &RoundTrips, size: u32) -> PgPool {
-    Pool::builder()
-        .max_size(size)
-        .test_on_check_out(false)
-        .build(ConnectionManager::new(proxy.url()))
-        .unwrap()
-}
 
 /// Runs `end` once the waiter has asked some times in vain; the waiter must then get its slot.
 fn waits_until(end: impl FnOnce(&mut diesel::PgConnection)) {

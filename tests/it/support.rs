@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 use diesel::connection::{InstrumentationEvent, SimpleConnection};
 use diesel::dsl::sql;
 use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, Pool};
 use diesel::sql_types::{BigInt, Bool, Integer, Text};
 use diesel_interlock::{Attempt, LockId, LockKey, PgPool};
-use workbench::Database;
+use workbench::{Database, RoundTrips};
 
 /// A session that only looks.
 pub(crate) struct Observer(PgConnection);
@@ -183,6 +184,15 @@ pub(crate) fn setting(conn: &mut PgConnection, name: &str) -> String {
         .get_result::<Value>(conn)
         .unwrap()
         .value
+}
+
+/// A pool over the proxy whose check-out sends nothing, so that what is counted is ours.
+pub(crate) fn silent_pool(proxy: &RoundTrips, size: u32) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .test_on_check_out(false)
+        .build(ConnectionManager::new(proxy.url()))
+        .unwrap()
 }
 
 /// The pool gives out as many connections as it should; none of them holds a lock or is in a

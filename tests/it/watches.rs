@@ -6,7 +6,7 @@ use diesel::connection::SimpleConnection;
 use diesel_interlock::{AdvisoryLock, LockKey};
 use workbench::{Database, RoundTrips};
 
-use crate::support::{Expect, Observer, eventually, foreign_session_holding};
+use crate::support::{Expect, Observer, eventually, foreign_session_holding, silent_pool};
 
 const OFTEN: Duration = Duration::from_millis(10);
 const LONG: Duration = Duration::from_secs(600);
@@ -108,12 +108,7 @@ fn while_the_pool_is_exhausted_nothing_is_confirmed_and_nothing_lost() {
 fn when_nobody_watches_any_more_nothing_is_asked() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let manager = diesel::r2d2::ConnectionManager::new(proxy.url());
-    let pool = diesel::r2d2::Pool::builder()
-        .max_size(2)
-        .test_on_check_out(false)
-        .build(manager)
-        .unwrap();
+    let pool = silent_pool(&proxy, 2);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
     let watch = guard.watch(&pool, OFTEN).unwrap();
     let clone = watch.clone();

@@ -4,18 +4,17 @@ use std::time::Duration;
 
 use diesel::data_types::PgInterval;
 use diesel::prelude::*;
-use diesel::r2d2::{ConnectionManager, Pool};
 use diesel_interlock::{Error, Fence, Sessions, functions, migrations, probe_sessions};
 use workbench::{Database, RoundTrips};
 
-use super::{LOCK, silent_pool, takes};
-use crate::support::Expect;
+use super::{LOCK, takes};
+use crate::support::{Expect, silent_pool};
 
 #[test]
 fn one_to_draw_a_token_and_one_to_pass_a_fence() {
     let database = crate::semaphores::database();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = &silent_pool(&proxy);
+    let pool = &silent_pool(&proxy, 1);
     let mut token = 0;
     takes(3, &proxy, || {
         let mut guard = LOCK.try_acquire(pool).unwrap().expect_acquired();
@@ -47,7 +46,7 @@ fn one_to_draw_a_token_and_one_to_pass_a_fence() {
 fn one_to_begin_to_watch() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = &silent_pool(&proxy);
+    let pool = &silent_pool(&proxy, 1);
     let mut guard = LOCK.try_acquire(pool).unwrap().expect_acquired();
     // The only connection is the guard's, so that the questions that follow are not asked.
     takes(1, &proxy, || {
@@ -59,11 +58,7 @@ fn one_to_begin_to_watch() {
 fn five_to_look_for_a_pooler_once_per_connection() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = Pool::builder()
-        .max_size(2)
-        .test_on_check_out(false)
-        .build(ConnectionManager::new(proxy.url()))
-        .unwrap();
+    let pool = silent_pool(&proxy, 2);
     let probe = || assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Own);
     assert_eq!(proxy.count(probe), 5);
     assert_eq!(proxy.count(probe), 5);

@@ -6,8 +6,8 @@ use diesel::prelude::*;
 use diesel_interlock::{Admission, Error, Semaphore};
 use workbench::{Database, RoundTrips};
 
-use super::{LOCK, silent_pool, takes};
-use crate::support::{Expect, Observer, eventually, foreign_session_holding};
+use super::{LOCK, takes};
+use crate::support::{Expect, Observer, eventually, foreign_session_holding, silent_pool};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 fn two_for_a_lock_of_any_form_that_is_free() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = &silent_pool(&proxy);
+    let pool = &silent_pool(&proxy, 1);
     takes(2, &proxy, || {
         LOCK.with(pool, |_| Ok::<_, Error>(())).unwrap()
     });
@@ -61,7 +61,7 @@ fn two_for_a_lock_of_any_form_that_is_free() {
 fn one_for_a_lock_of_any_form_that_is_taken() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = &silent_pool(&proxy);
+    let pool = &silent_pool(&proxy, 1);
     let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
     takes(1, &proxy, || {
         assert!(
@@ -120,7 +120,7 @@ fn a_lock_that_is_waited_for_takes_one_for_each_slice() {
 fn a_semaphore_of_any_form_takes_one_to_claim_and_one_to_release() {
     let database = crate::semaphores::database();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = &silent_pool(&proxy);
+    let pool = &silent_pool(&proxy, 1);
     let semaphore = Semaphore::named("any form", 1, Duration::from_secs(30));
     takes(2, &proxy, || {
         semaphore

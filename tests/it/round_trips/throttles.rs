@@ -6,7 +6,8 @@ use diesel::prelude::*;
 use diesel_interlock::{Error, Outcome, Throttle, sync, sync_intervals, throttled_resources};
 use workbench::RoundTrips;
 
-use super::{silent_pool, takes};
+use super::takes;
+use crate::support::silent_pool;
 
 throttled_resources! {
     enum Resource {
@@ -20,7 +21,7 @@ fn one_for_an_attempt_whatever_is_decided() {
     let database = crate::semaphores::database();
     sync::<Resource>(&mut database.connect()).unwrap();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = &silent_pool(&proxy);
+    let pool = &silent_pool(&proxy, 1);
     for key in [None, Some("tenant 7")] {
         let throttle = |resource| {
             let throttle = Throttle::of(resource);
@@ -52,7 +53,7 @@ fn one_for_the_closure_forms() {
     let database = crate::semaphores::database();
     sync::<Resource>(&mut database.connect()).unwrap();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = &silent_pool(&proxy);
+    let pool = &silent_pool(&proxy, 1);
     let (at_once, hourly) = (
         Throttle::of(Resource::AtOnce),
         Throttle::of(Resource::Hourly),

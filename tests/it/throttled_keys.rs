@@ -28,10 +28,10 @@ fn prune(conn: &mut PgConnection, batch: i32) -> i64 {
     number(conn, &call)
 }
 
-/// A database where [`PAUSE`] does what it says, and the session that has the gate closed.
-fn with_a_gate() -> (Database, PgConnection) {
-    let database = database();
-    let mut gate = database.connect();
+/// Gives key 1 out while the call, on a session of its own, has read that it is due and stands before its lock; answers
+/// what the call then did.
+fn overtaken<T: Send>(database: &Database, call: impl FnOnce(&mut PgConnection) -> T + Send) -> T {
+    let (conn, gate) = (&mut database.connect(), &mut database.connect());
     gate.batch_execute(
         "CREATE OR REPLACE FUNCTION resource_control.throttled_key_lock(\
              resource resource_control.throttled_resource_enum, key text) RETURNS bigint \
@@ -42,7 +42,20 @@ fn with_a_gate() -> (Database, PgConnection) {
          SELECT pg_advisory_lock(1)",
     )
     .unwrap();
-    (database, gate)
+    assert!(is_granted(conn, 1));
+    age(conn, "15 seconds");
+    let mut observer = Observer::of(database);
+    std::thread::scope(|scope| {
+        let call = scope.spawn(|| {
+            let conn = &mut database.connect();
+            conn.batch_execute(PAUSE).unwrap();
+            call(conn)
+        });
+        eventually("the call has read", || observer.all_waiting() == 1);
+        assert!(is_granted(conn, 1));
+        gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
+        call.join().unwrap()
+    })
 }
 
 #[test]
@@ -116,45 +129,17 @@ fn an_open_insert_that_references_a_key_does_not_deny_it() {
 /// What was due when it was read may have been taken before it could be locked.
 #[test]
 fn an_attempt_that_comes_second_to_the_lock_of_a_key_is_denied() {
-    let (database, mut gate) = with_a_gate();
-    let conn = &mut database.connect();
-    assert!(is_granted(conn, 1));
-    age(conn, "15 seconds");
-    let mut observer = Observer::of(&database);
-    std::thread::scope(|scope| {
-        let second = scope.spawn(|| {
-            let conn = &mut database.connect();
-            conn.batch_execute(PAUSE).unwrap();
-            REBUILD.key(1).attempt(conn, "second").unwrap().denied()
-        });
-        eventually("the second has read", || observer.all_waiting() == 1);
-        assert!(is_granted(conn, 1));
-        gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
-        let denial = second.join().unwrap().expect("it was granted twice");
-        assert_eq!(denial.reason, DenialReason::TooSoon);
-        assert_eq!(denial.holder.as_deref(), Some("me"));
-    });
+    let second = |conn: &mut PgConnection| REBUILD.key(1).attempt(conn, "second").unwrap().denied();
+    let denial = overtaken(&database(), second).expect("it was granted twice");
+    assert_eq!(denial.reason, DenialReason::TooSoon);
+    assert_eq!(denial.holder.as_deref(), Some("me"));
 }
 
 #[test]
 fn a_key_that_is_taken_while_it_is_about_to_be_pruned_stays() {
-    let (database, mut gate) = with_a_gate();
-    let conn = &mut database.connect();
-    assert!(is_granted(conn, 1));
-    age(conn, "15 seconds");
-    let mut observer = Observer::of(&database);
-    std::thread::scope(|scope| {
-        let pruned = scope.spawn(|| {
-            let conn = &mut database.connect();
-            conn.batch_execute(PAUSE).unwrap();
-            prune(conn, 100)
-        });
-        eventually("it was found to be old", || observer.all_waiting() == 1);
-        assert!(is_granted(conn, 1));
-        gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
-        assert_eq!(pruned.join().unwrap(), 0);
-    });
-    assert!(!is_granted(conn, 1));
+    let database = database();
+    assert_eq!(overtaken(&database, |conn| prune(conn, 100)), 0);
+    assert!(!is_granted(&mut database.connect(), 1));
 }
 
 /// Not a duplicate, which would be no reason to repeat it.

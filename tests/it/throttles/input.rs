@@ -1,0 +1,176 @@
+//! Throttles that are told something impossible, and databases that lack something.
+
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel_interlock::{Error, ResourceLabel, Throttle, migrations, sync, throttled_resources};
+use workbench::{Cluster, Database};
+
+use super::{REBUILD, Resource, age, database, granted, install};
+
+#[test]
+fn bad_input_is_an_error_that_changes_nothing() {
+    let database = database();
+    let conn = &mut database.connect();
+    for details in ["", "   "] {
+        assert!(matches!(
+            REBUILD.attempt(conn, details),
+            Err(Error::EmptyDetails)
+        ));
+        assert!(matches!(
+            REBUILD.key(1).attempt(conn, details),
+            Err(Error::EmptyDetails)
+        ));
+    }
+    assert!(matches!(
+        REBUILD.attempt(conn, "a\0b"),
+        Err(Error::NulCharacter)
+    ));
+    assert!(matches!(
+        REBUILD.key("a\0b").attempt(conn, "me"),
+        Err(Error::NulCharacter)
+    ));
+    assert!(matches!(
+        REBUILD.key("").attempt(conn, "me"),
+        Err(Error::EmptyKey)
+    ));
+    let unknown = Throttle::of(ResourceLabel("no such".into()));
+    for refused in [
+        unknown.attempt(conn, "me"),
+        unknown.clone().key(1).attempt(conn, "me"),
+    ] {
+        assert!(
+            matches!(&refused, Err(Error::UnknownResource { label }) if label == "no such"),
+            "{refused:?}"
+        );
+    }
+    conn.batch_execute("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'no row'")
+        .unwrap();
+    let rowless = Throttle::of(ResourceLabel("no row".into()));
+    let refused = rowless.attempt(conn, "me");
+    assert!(
+        matches!(&refused, Err(Error::UnknownResource { label }) if label == "no row"),
+        "{refused:?}"
+    );
+
+    conn.batch_execute("SET default_transaction_read_only = on")
+        .unwrap();
+    let refused = REBUILD.attempt(conn, "me");
+    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
+    conn.batch_execute("RESET default_transaction_read_only")
+        .unwrap();
+    let long = "x".repeat(1 << 20);
+    for refused in [
+        REBUILD.attempt(conn, &long),
+        REBUILD.key(&long).attempt(conn, "me"),
+        Throttle::of(ResourceLabel(long.clone())).attempt(conn, "me"),
+    ] {
+        assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
+    }
+    granted(REBUILD.attempt(conn, &long[..8192]).unwrap());
+    granted(REBUILD.key(&long[..1000]).attempt(conn, "me").unwrap());
+}
+
+#[test]
+fn a_missing_schema_and_missing_rights_are_named() {
+    let bare = Database::new();
+    let conn = &mut bare.connect();
+    assert!(matches!(
+        REBUILD.attempt(conn, "me"),
+        Err(Error::NotInstalled)
+    ));
+    assert!(matches!(sync::<Resource>(conn), Err(Error::NotInstalled)));
+
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    install(&database);
+    let conn = &mut database.connect();
+    conn.batch_execute("CREATE ROLE app; SET ROLE app").unwrap();
+    let refused = REBUILD.attempt(conn, "me");
+    assert!(
+        matches!(&refused, Err(Error::MissingRights { role, .. }) if role == "app"),
+        "{refused:?}"
+    );
+    conn.batch_execute("RESET ROLE; GRANT USAGE ON SCHEMA resource_control TO app; SET ROLE app")
+        .unwrap();
+    let refused = REBUILD.attempt(conn, "me");
+    assert!(
+        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.contains("tables")),
+        "{refused:?}"
+    );
+
+    // What the documentation grants is enough, and what is installed needs no DDL.
+    conn.batch_execute(
+        "RESET ROLE; GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA resource_control TO app; SET ROLE app",
+    )
+    .unwrap();
+    assert_eq!(migrations::install(conn).unwrap(), []);
+    assert_eq!(sync::<Resource>(conn).unwrap().added, Vec::<String>::new());
+    granted(REBUILD.attempt(conn, "me").unwrap());
+    granted(REBUILD.key(1).attempt(conn, "me").unwrap());
+    throttled_resources! {
+        enum New { New = "new" every Duration::from_secs(1) }
+    }
+    let refused = sync::<New>(conn);
+    assert!(
+        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.contains("owner")),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn the_functions_refuse_bad_input_themselves_and_pruning_keeps_to_its_batch() {
+    let database = database();
+    let conn = &mut database.connect();
+    for (call, constraint) in [
+        ("key('cache rebuild', NULL, 'me'", "empty_key"),
+        ("key('cache rebuild', '', 'me'", "empty_key"),
+        ("key('cache rebuild', 'k', NULL", "empty_details"),
+        ("key('cache rebuild', 'k', '  '", "empty_details"),
+        ("key(NULL, 'k', 'me'", "unknown_resource"),
+        ("resource('cache rebuild', NULL", "empty_details"),
+        ("resource('cache rebuild', '  '", "empty_details"),
+        ("resource(NULL, 'me'", "unknown_resource"),
+    ] {
+        let call = format!("SELECT resource_control.attempt_throttled_{call})");
+        let refused = conn.batch_execute(&call);
+        let Err(diesel::result::Error::DatabaseError(_, information)) = &refused else {
+            panic!("{call}: {refused:?}");
+        };
+        let constraint = format!("diesel_interlock_{constraint}");
+        assert_eq!(
+            information.constraint_name(),
+            Some(&constraint[..]),
+            "{call}"
+        );
+    }
+    for key in 0..3 {
+        granted(REBUILD.key(key).attempt(conn, "me").unwrap());
+    }
+    age(conn, "1 hour");
+    for pruned in [2, 1, 0] {
+        let call = "resource_control.prune_throttled_keys(2)";
+        assert_eq!(crate::support::number(conn, call), pruned);
+    }
+}
+
+#[test]
+fn the_table_keeps_no_interval_of_nothing_and_no_grant_without_a_holder() {
+    let database = database();
+    let conn = &mut database.connect();
+    for (change, is_kept) in [
+        ("throttle_interval = '1 us'", true),
+        ("throttle_interval = '0'", false),
+        ("last_locked = now(), last_locker_details = 'me'", true),
+        ("last_locked = now(), last_locker_details = ''", false),
+        ("last_locked = now(), last_locker_details = '  '", false),
+        ("last_locked = '-infinity', last_locker_details = ''", true),
+        (
+            "last_locked = '-infinity', last_locker_details = 'me'",
+            false,
+        ),
+    ] {
+        let update = format!("UPDATE resource_control.throttled_resource SET {change}");
+        assert_eq!(conn.batch_execute(&update).is_ok(), is_kept, "{change}");
+    }
+}

@@ -85,6 +85,37 @@ fn what_is_in_flight_or_ended_lately_is_kept() {
 }
 
 #[test]
+fn the_log_is_as_old_as_the_ends_of_its_requests() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request \
+             (service, slot, created_at, expires_at, completed_at) \
+         VALUES ('geocoder', 0, now() - interval '2 hours', now() + interval '2 hours', now() - interval '1 hour'), \
+             ('geocoder', 1, now() - interval '2 hours', now() - interval '1 hour', now())",
+    )
+    .unwrap();
+    let pruned = "resource_control.prune_service_requests('30 minutes', 10)";
+    assert_eq!(number(conn, pruned), 1);
+    assert_eq!(log(conn)[0].slot, 1);
+}
+
+#[test]
+fn a_year_of_the_log_is_twelve_times_thirty_days() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request \
+             (service, slot, created_at, expires_at, completed_at) \
+         SELECT 'geocoder', 0, ended, ended, ended \
+         FROM (SELECT now() - days * interval '24 hours' AS ended FROM (VALUES (358), (362)) AS old (days)) AS old",
+    )
+    .unwrap();
+    let pruned = "resource_control.prune_service_requests('12 months', 10)";
+    assert_eq!(number(conn, pruned), 1);
+}
+
+#[test]
 fn what_is_locked_is_skipped() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());

@@ -1,0 +1,256 @@
+//! Overdue requests that another session has locked, is marking, or is renewing.
+
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::Semaphore;
+
+use super::{FOUR, ONE, PATIENT};
+use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
+use crate::support::{Expect, Observer, backend_pid, eventually, setting, truth};
+
+/// So that a test in which a claim waits for its own thread does not hang.
+const BOUNDED: &str = "SET statement_timeout = '20s'";
+
+#[test]
+fn an_overdue_row_that_is_locked_keeps_only_its_own_slot() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(BOUNDED).unwrap();
+    let stuck = FOUR.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    open.batch_execute(&format!(
+        "BEGIN; SELECT FROM resource_control.service_request WHERE id = {} FOR UPDATE",
+        stuck.id
+    ))
+    .unwrap();
+    conn.batch_execute("SET lock_timeout = '50ms'").unwrap();
+    let claims = fill(&FOUR, conn);
+    assert_eq!(claims.len(), 3);
+    assert!(claims.iter().all(|claim| claim.slot != stuck.slot));
+    assert!(request(conn, stuck.id).is_unmarked());
+    open.batch_execute("COMMIT").unwrap();
+    assert_eq!(
+        FOUR.claim_on(conn).unwrap().expect_acquired().slot,
+        stuck.slot
+    );
+    assert!(request(conn, stuck.id).timed_out_at.is_some());
+}
+
+#[test]
+fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(BOUNDED).unwrap();
+    let twenty = Semaphore::named("geocoder", 20, Duration::from_secs(30));
+    let late = fill(&twenty, conn);
+    expire(conn, "geocoder");
+    open.batch_execute("BEGIN; SELECT FROM resource_control.service_request FOR UPDATE")
+        .unwrap();
+    conn.batch_execute("SET lock_timeout = '3s'; BEGIN; SET LOCAL lock_timeout = '4s'")
+        .unwrap();
+    let start = Instant::now();
+    assert!(!claim_in_sql(conn, "geocoder", 20));
+    let waited = start.elapsed();
+    // A quarter second, not one for each of twenty.
+    assert!(waited >= Duration::from_millis(200), "{waited:?}");
+    assert!(waited < Duration::from_secs(3), "{waited:?}");
+    assert_eq!(setting(conn, "lock_timeout"), "4s");
+    conn.batch_execute("COMMIT").unwrap();
+    assert_eq!(setting(conn, "lock_timeout"), "3s");
+    assert_eq!(log(conn).len(), 20);
+
+    // All but one.
+    open.batch_execute(&format!(
+        "COMMIT; BEGIN; SELECT FROM resource_control.service_request WHERE id <> {} FOR UPDATE",
+        late[7].id
+    ))
+    .unwrap();
+    conn.batch_execute("BEGIN; SET LOCAL lock_timeout = '4s'")
+        .unwrap();
+    assert!(claim_in_sql(conn, "geocoder", 20));
+    assert_eq!(setting(conn, "lock_timeout"), "4s");
+    conn.batch_execute("COMMIT").unwrap();
+    assert_eq!(setting(conn, "lock_timeout"), "3s");
+    let log = log(conn);
+    assert_eq!(log[20].slot, late[7].slot);
+    assert_eq!(log[20].id, late[19].id + 1, "no id was drawn in vain");
+}
+
+/// Where all that is left is overdue, and another claim is marking it, that claim's commit is waited
+/// for.
+#[test]
+fn a_claim_waits_for_another_that_marks_its_slot() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let two = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+    let mut observer = Observer::of(&database);
+    // Whether the commit comes within the quarter second is up to the machine.
+    let waited = (0..20).any(|_| {
+        conn.batch_execute("TRUNCATE resource_control.service_request")
+            .unwrap();
+        fill(&two, conn);
+        expire(conn, "geocoder");
+        open.batch_execute("BEGIN").unwrap();
+        assert!(claim_in_sql(open, "geocoder", 2));
+        let (sender, pid) = channel();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let conn = &mut database.connect();
+                sender.send(backend_pid(conn)).unwrap();
+                two.claim_on(conn).unwrap().acquired().is_some()
+            });
+            let waits = format!(
+                "EXISTS (SELECT FROM pg_locks WHERE NOT granted AND pid = {})",
+                pid.recv().unwrap()
+            );
+            while !waiter.is_finished() && !truth(observer.conn(), &waits) {}
+            open.batch_execute("COMMIT").unwrap();
+            waiter.join().unwrap()
+        })
+    });
+    assert!(waited);
+    assert!(two.claim_on(conn).unwrap().is_busy());
+}
+
+#[test]
+fn a_request_that_is_being_renewed_is_not_taken_over() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(BOUNDED).unwrap();
+    let held = ONE.claim_on(conn).unwrap().expect_acquired();
+    open.batch_execute("BEGIN").unwrap();
+    diesel::sql_query(
+        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms'",
+    )
+    .execute(conn)
+    .unwrap();
+    assert!(ONE.renew_on(open, held.id).unwrap().is_some());
+    eventually("it looks overdue", || {
+        truth(
+            conn,
+            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request",
+        )
+    });
+    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    open.batch_execute("COMMIT").unwrap();
+    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    assert_eq!(log(conn).len(), 1);
+    assert!(ONE.complete_on(conn, held.id).unwrap());
+}
+
+/// Its holder renewed it in time, in a transaction that a claim waits for.
+#[test]
+fn a_request_whose_renewal_was_waited_for_is_not_taken_over() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let mut observer = Observer::of(&database);
+    let held = ONE.claim_on(conn).unwrap().expect_acquired();
+    // Whether the commit comes within the quarter second that it is waited for is up to the machine.
+    for _ in 0..5 {
+        expire(conn, "geocoder");
+        open.batch_execute(
+            "BEGIN; UPDATE resource_control.service_request SET expires_at = now() + interval '1 hour'",
+        )
+        .unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| ONE.claim_on(&mut database.connect()).unwrap().is_busy());
+            while !waiter.is_finished() && observer.all_waiting() == 0 {}
+            open.batch_execute("COMMIT").unwrap();
+            assert!(waiter.join().unwrap());
+        });
+    }
+    assert_eq!(log(conn).len(), 1);
+    assert!(ONE.complete_on(conn, held.id).unwrap());
+}
+
+#[test]
+fn a_request_that_is_being_renewed_counts_where_there_were_more_slots() {
+    let eight = Semaphore::named("geocoder", 8, Duration::from_secs(30));
+    // The first that there would not be any more, and one above it.
+    for kept in [4, 6] {
+        let database = database();
+        let (conn, open) = (&mut database.connect(), &mut database.connect());
+        conn.batch_execute(BOUNDED).unwrap();
+        for claim in fill(&eight, conn) {
+            if claim.slot != kept {
+                assert!(eight.complete_on(conn, claim.id).unwrap());
+            }
+        }
+        let id = log(conn).into_iter().find(|r| r.is_unmarked()).unwrap().id;
+        open.batch_execute("BEGIN").unwrap();
+        diesel::sql_query(format!(
+            "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms' WHERE id = {id}"
+        ))
+        .execute(conn)
+        .unwrap();
+        assert!(eight.renew_on(open, id).unwrap().is_some());
+        eventually("it looks overdue", || {
+            truth(
+                conn,
+                &format!(
+                    "SELECT expires_at < clock_timestamp() FROM resource_control.service_request WHERE id = {id}"
+                ),
+            )
+        });
+        let claimed = fill(&FOUR, conn).len();
+        assert!(
+            claimed <= 3,
+            "{claimed} beside the one that is being renewed"
+        );
+        open.batch_execute("COMMIT").unwrap();
+        assert_eq!(claimed + fill(&FOUR, conn).len(), 3);
+    }
+}
+
+/// The insert's foreign key holds a lock on the row that keeps nobody from marking it.
+#[test]
+fn an_overdue_request_that_an_open_insert_references_is_marked() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let late = FOUR.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    conn.batch_execute(
+        "CREATE TABLE replies (request bigint REFERENCES resource_control.service_request)",
+    )
+    .unwrap();
+    open.batch_execute(&format!("BEGIN; INSERT INTO replies VALUES ({})", late.id))
+        .unwrap();
+    assert!(FOUR.claim_on(conn).unwrap().acquired().is_some());
+    assert!(request(conn, late.id).timed_out_at.is_some());
+}
+
+/// By what is committed it has expired, and its holder knows better.
+#[test]
+fn a_completion_waits_for_the_renewal_before_it() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let held = ONE.claim_on(conn).unwrap().expect_acquired();
+    let mut observer = Observer::of(&database);
+    open.batch_execute("BEGIN").unwrap();
+    diesel::sql_query(
+        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms'",
+    )
+    .execute(conn)
+    .unwrap();
+    assert!(ONE.renew_on(open, held.id).unwrap().is_some());
+    eventually("it looks overdue", || {
+        truth(
+            observer.conn(),
+            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request",
+        )
+    });
+    std::thread::scope(|scope| {
+        let completed = scope.spawn(|| {
+            conn.batch_execute(PATIENT).unwrap();
+            ONE.complete_on(conn, held.id).unwrap()
+        });
+        eventually("the completion waits", || observer.all_waiting() == 1);
+        open.batch_execute("COMMIT").unwrap();
+        assert!(completed.join().unwrap());
+    });
+    let row = request(conn, held.id);
+    assert!(row.completed_at.is_some() && row.timed_out_at.is_none());
+}

@@ -14,15 +14,27 @@ CREATE TABLE resource_control.throttled_resource (
 -- Room for the next version of a row in its own page, or each grant would write to the index.
 WITH (fillfactor = 50);
 
+-- Not STRICT, so that PostgreSQL inlines it; and qualified, since it does so under the caller's search path.
 CREATE FUNCTION resource_control.elapsed(span interval) RETURNS interval
-    LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
-    SELECT pg_catalog.make_interval(secs => (
-            ((extract(year FROM span) * 12 + extract(month FROM span)) * 30 + extract(day FROM span)) * 86400
-            + extract(hour FROM span) * 3600 + extract(minute FROM span) * 60
-        )::float8)
-        -- Apart, since one number would round the microseconds of a century.
-        + pg_catalog.make_interval(secs => extract(second FROM span)::float8)
+    SELECT CASE
+        -- Nearly always there is nothing to convert.
+        WHEN pg_catalog.date_part('day', span) OPERATOR(pg_catalog.=) 0
+            AND pg_catalog.date_trunc('month', span) OPERATOR(pg_catalog.=) '0'
+        THEN span
+        ELSE pg_catalog.make_interval(secs => (
+                (
+                    (
+                        (extract(year FROM span) OPERATOR(pg_catalog.*) 12) OPERATOR(pg_catalog.+) extract(month FROM span)
+                    ) OPERATOR(pg_catalog.*) 30 OPERATOR(pg_catalog.+) extract(day FROM span)
+                ) OPERATOR(pg_catalog.*) 86400
+                OPERATOR(pg_catalog.+) (extract(hour FROM span) OPERATOR(pg_catalog.*) 3600)
+                OPERATOR(pg_catalog.+) (extract(minute FROM span) OPERATOR(pg_catalog.*) 60)
+            )::pg_catalog.float8)
+            -- Apart, since one number would round the microseconds of a century.
+            OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => extract(second FROM span)::pg_catalog.float8)
+    END
 $$;
 
 -- Of the settings: whatever the caller's search path, it neither hides a function nor an operator; and

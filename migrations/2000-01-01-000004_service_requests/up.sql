@@ -28,17 +28,11 @@ AS $$
     SELECT pg_catalog.hashtextextended(service, 20000101000004 OPERATOR(pg_catalog.+) slot)
 $$;
 
--- Claims a slot, or answers when the first of those in flight expires.
-CREATE FUNCTION resource_control.admit_service_request(
+-- Finds a free slot and holds its lock, or answers none if all are in flight; marks what is overdue.
+CREATE FUNCTION resource_control.lock_free_slot(
     service text,
     slots integer,
-    timeout interval,
-    details text,
-    OUT id bigint,
     OUT slot smallint,
-    OUT created_at timestamptz,
-    OUT expires_at timestamptz,
-    OUT answered_at timestamptz,
     OUT next_expiry timestamptz
 )
     LANGUAGE plpgsql VOLATILE
@@ -49,94 +43,53 @@ CREATE FUNCTION resource_control.admit_service_request(
 AS $$
 #variable_conflict use_column
 DECLARE
-    wanted CONSTANT text := admit_service_request.service;
-    note CONSTANT text := admit_service_request.details;
-    lease interval;
-    taken smallint[];
+    wanted CONSTANT text := lock_free_slot.service;
+    now CONSTANT timestamptz := clock_timestamp();
     -- In ascending order.
     live smallint[];
-    overdue smallint[] := '{}';
-    lowered boolean := false;
+    overdue smallint[];
+    lowered boolean;
     free integer;
     first integer;
-    steps integer;
     nth integer;
     candidate smallint;
     following smallint;
     waited boolean := false;
     user_lock_timeout text;
 BEGIN
-    IF wanted IS NULL OR octet_length(wanted) NOT BETWEEN 1 AND 1000 THEN
-        RAISE check_violation USING
-            CONSTRAINT = 'diesel_interlock_bad_service',
-            MESSAGE = 'the name of a service must have 1 to 1000 bytes';
-    ELSIF slots IS NULL OR slots NOT BETWEEN 1 AND 32767 THEN
-        RAISE check_violation USING
-            CONSTRAINT = 'diesel_interlock_bad_slots',
-            MESSAGE = 'the number of slots must be 1 to 32767';
-    ELSIF timeout IS NULL OR timeout <= '0' OR timeout > '1000 years' THEN
-        RAISE check_violation USING
-            CONSTRAINT = 'diesel_interlock_bad_timeout',
-            MESSAGE = 'the time-out must be longer than zero and at most a thousand years';
-    ELSIF note IS NULL OR octet_length(note) > 8192 THEN
-        RAISE check_violation USING
-            CONSTRAINT = 'diesel_interlock_bad_details',
-            MESSAGE = 'the details must not be null, and have at most 8192 bytes';
-    END IF;
-
-    -- A full semaphore answers from this read: no lock, no transaction id. The clock is read after the requests.
-    SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp()
-        INTO taken, next_expiry, answered_at
-        FROM resource_control.service_request AS r
-        WHERE r.service = wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
-    IF cardinality(taken) >= slots AND next_expiry > answered_at THEN
+    SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > now), '{}'),
+            COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= now), '{}'),
+            min(r.expires_at) FILTER (WHERE r.expires_at > now)
+        INTO live, overdue, next_expiry
+        FROM (
+            SELECT d.slot, d.expires_at
+                FROM resource_control.service_request AS d
+                WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
+                ORDER BY d.service, d.slot
+        ) AS r;
+    free := slots - cardinality(live);
+    IF free <= 0 THEN
         RETURN;
     END IF;
-    lease := resource_control.elapsed(timeout);
+    -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
+    -- claimed as requests are missing: who decides this at the same time decides on the same slots.
+    lowered := slots <= GREATEST(live[cardinality(live)], overdue[cardinality(overdue)]);
 
-    -- From anywhere, so that those who claim at the same time seldom meet. Where nobody is overdue and all
-    -- slots are below N, a few guesses mostly find a free one, and the steps after these have to read more.
-    FOR step IN CASE WHEN next_expiry <= answered_at OR slots <= ANY (taken) THEN 0 ELSE -8 END .. 65533 LOOP
-        IF step < 0 THEN
-            candidate := trunc(random() * slots);
-            CONTINUE WHEN candidate = ANY (taken);
-        ELSE
-            IF step = 0 THEN
-                answered_at := clock_timestamp();
-                SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > answered_at), '{}'),
-                        COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= answered_at), '{}'),
-                        min(r.expires_at) FILTER (WHERE r.expires_at > answered_at)
-                    INTO live, overdue, next_expiry
-                    FROM (
-                        SELECT d.slot, d.expires_at
-                            FROM resource_control.service_request AS d
-                            WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
-                            ORDER BY d.service, d.slot
-                    ) AS r;
-                free := slots - cardinality(live);
-                EXIT WHEN free <= 0;
-                -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
-                -- claimed as requests are missing: who decides this at the same time decides on the same slots.
-                lowered := slots <= GREATEST(live[cardinality(live)], overdue[cardinality(overdue)]);
-                first := trunc(random() * free);
-                steps := CASE WHEN overdue = '{}' THEN free ELSE 2 * free END;
-            END IF;
-            EXIT WHEN step >= steps;
-            -- The n-th slot that is not held: as many higher as held ones are below it. One that nobody has
-            -- comes before one that its holder has overstayed.
-            nth := (first + step) % free;
-            candidate := nth;
-            LOOP
-                following := nth + width_bucket(candidate, live);
-                EXIT WHEN following = candidate;
-                candidate := following;
-            END LOOP;
-            CONTINUE WHEN (step < free)
-                = COALESCE(overdue[width_bucket(candidate, overdue)] = candidate, false);
-        END IF;
+    -- From anywhere, so that those who search at the same time seldom meet.
+    first := trunc(random() * free);
+    FOR step IN 0 .. CASE WHEN overdue = '{}' THEN free ELSE 2 * free END - 1 LOOP
+        -- The n-th slot that is not held: as many higher as held ones are below it. One that nobody has
+        -- comes before one that its holder has overstayed.
+        nth := (first + step) % free;
+        candidate := nth;
+        LOOP
+            following := nth + width_bucket(candidate, live);
+            EXIT WHEN following = candidate;
+            candidate := following;
+        END LOOP;
+        CONTINUE WHEN (step < free)
+            = COALESCE(overdue[width_bucket(candidate, overdue)] = candidate, false);
 
-        -- Whoever draws an id for a slot holds this lock until the commit, and sees the slot free
-        -- after that: so the ids of a slot ascend from each holder to the next.
         CONTINUE WHEN NOT pg_try_advisory_xact_lock(
             resource_control.service_request_lock(wanted, candidate));
 
@@ -176,15 +129,98 @@ BEGIN
                     WHERE r.service = wanted AND r.slot > candidate
                         AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
         END IF;
+        -- Somebody has taken it meanwhile, or its row is locked and could not be marked.
+        CONTINUE WHEN EXISTS (
+            SELECT FROM resource_control.service_request AS r
+                WHERE r.service = wanted AND r.slot = candidate
+                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+        slot := candidate;
+        RETURN;
+    END LOOP;
+END
+$$;
+
+-- Claims a slot, or answers when the first of those in flight expires.
+--
+-- Without a search path of its own, which costs a claim as much as its lock does: so each name is qualified.
+CREATE FUNCTION resource_control.admit_service_request(
+    service text,
+    slots integer,
+    timeout interval,
+    details text,
+    OUT id bigint,
+    OUT slot smallint,
+    OUT created_at timestamptz,
+    OUT expires_at timestamptz,
+    OUT answered_at timestamptz,
+    OUT next_expiry timestamptz
+)
+    LANGUAGE plpgsql VOLATILE
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
+AS $$
+#variable_conflict use_column
+DECLARE
+    wanted CONSTANT pg_catalog.text := admit_service_request.service;
+    note CONSTANT pg_catalog.text := admit_service_request.details;
+    fault CONSTANT pg_catalog.text[] := CASE
+        WHEN wanted IS NULL OR pg_catalog.octet_length(wanted) OPERATOR(pg_catalog.<) 1
+                OR pg_catalog.octet_length(wanted) OPERATOR(pg_catalog.>) 1000
+            THEN ARRAY['diesel_interlock_bad_service', 'the name of a service must have 1 to 1000 bytes']
+        WHEN slots IS NULL OR slots OPERATOR(pg_catalog.<) 1 OR slots OPERATOR(pg_catalog.>) 32767
+            THEN ARRAY['diesel_interlock_bad_slots', 'the number of slots must be 1 to 32767']
+        WHEN timeout IS NULL OR timeout OPERATOR(pg_catalog.<=) '0' OR timeout OPERATOR(pg_catalog.>) '1000 years'
+            THEN ARRAY['diesel_interlock_bad_timeout',
+                'the time-out must be longer than zero and at most a thousand years']
+        WHEN note IS NULL OR pg_catalog.octet_length(note) OPERATOR(pg_catalog.>) 8192
+            THEN ARRAY['diesel_interlock_bad_details', 'the details must not be null, and have at most 8192 bytes']
+    END;
+    taken pg_catalog.int2[];
+    simple pg_catalog.bool;
+    candidate pg_catalog.int2;
+BEGIN
+    IF fault IS NOT NULL THEN
+        RAISE check_violation USING CONSTRAINT = fault[1], MESSAGE = fault[2];
+    END IF;
+
+    -- A full semaphore answers from this read: no lock, no transaction id. The clock is read after the requests.
+    -- Simple is: nobody is overdue, all slots are below N, and one of them is free.
+    SELECT COALESCE(pg_catalog.array_agg(r.slot), '{}'), pg_catalog.min(r.expires_at), pg_catalog.clock_timestamp(),
+            (pg_catalog.min(r.expires_at) OPERATOR(pg_catalog.<=) pg_catalog.clock_timestamp()
+                OR slots OPERATOR(pg_catalog.<=) ANY (pg_catalog.array_agg(r.slot))
+                OR slots OPERATOR(pg_catalog.<=) pg_catalog.cardinality(pg_catalog.array_agg(r.slot))) IS NOT TRUE
+        INTO taken, next_expiry, answered_at, simple
+        FROM resource_control.service_request AS r
+        WHERE r.service OPERATOR(pg_catalog.=) wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+    IF NOT simple AND slots OPERATOR(pg_catalog.<=) pg_catalog.cardinality(taken)
+            AND next_expiry OPERATOR(pg_catalog.>) answered_at THEN
+        RETURN;
+    END IF;
+
+    FOR attempt IN 1 .. 65536 LOOP
+        -- Whoever draws an id for a slot holds its lock until the commit, and sees the slot free
+        -- after that: so the ids of a slot ascend from each holder to the next.
+        IF simple AND attempt OPERATOR(pg_catalog.<=) 8 THEN
+            -- A few guesses mostly find a free slot, and those who claim at the same time seldom meet.
+            candidate := pg_catalog.trunc(pg_catalog.random() OPERATOR(pg_catalog.*) slots);
+            CONTINUE WHEN candidate OPERATOR(pg_catalog.=) ANY (taken)
+                OR NOT pg_catalog.pg_try_advisory_xact_lock(
+                    resource_control.service_request_lock(wanted, candidate));
+        ELSE
+            SELECT f.slot, f.next_expiry INTO candidate, next_expiry
+                FROM resource_control.lock_free_slot(wanted, slots) AS f;
+            EXIT WHEN candidate IS NULL;
+        END IF;
 
         -- The clock is read in the snapshot that shows the slot free, after the end of who had it: the
         -- statement may have waited for somebody who locked the table.
         INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-            SELECT wanted, candidate, c.now, c.now + lease, note
-                FROM clock_timestamp() AS c (now)
+            SELECT wanted, candidate, c.now, c.now OPERATOR(pg_catalog.+) resource_control.elapsed(timeout), note
+                FROM (SELECT pg_catalog.clock_timestamp() AS now) AS c
                 WHERE NOT EXISTS (
                     SELECT FROM resource_control.service_request AS d
-                        WHERE d.service = wanted AND d.slot = candidate
+                        WHERE d.service OPERATOR(pg_catalog.=) wanted AND d.slot OPERATOR(pg_catalog.=) candidate
                             AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
             -- A row that this snapshot does not show is a serialization failure, not a duplicate.
             ON CONFLICT DO NOTHING
@@ -192,7 +228,7 @@ BEGIN
             INTO id, slot, created_at, expires_at;
         EXIT WHEN FOUND;
     END LOOP;
-    answered_at := clock_timestamp();
+    answered_at := pg_catalog.clock_timestamp();
 END
 $$;
 
@@ -221,9 +257,9 @@ BEGIN
 END
 $$;
 
+-- Without a search path of its own, either.
 CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boolean
     LANGUAGE plpgsql VOLATILE STRICT
-    SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
     SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
@@ -236,16 +272,16 @@ BEGIN
     -- for that, and finds it renewed.
     FOR attempt IN 1 .. 2 LOOP
         UPDATE resource_control.service_request AS r
-            SET completed_at = clock_timestamp()
-            WHERE r.id = complete_service_request.id AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
-                AND r.expires_at > clock_timestamp();
+            SET completed_at = pg_catalog.clock_timestamp()
+            WHERE r.id OPERATOR(pg_catalog.=) complete_service_request.id
+                AND COALESCE(r.completed_at, r.timed_out_at) IS NULL AND r.expires_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp();
         IF FOUND THEN
             RETURN true;
         END IF;
         UPDATE resource_control.service_request AS r
-            SET timed_out_at = clock_timestamp()
-            WHERE r.id = complete_service_request.id AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
-                AND r.expires_at <= clock_timestamp();
+            SET timed_out_at = pg_catalog.clock_timestamp()
+            WHERE r.id OPERATOR(pg_catalog.=) complete_service_request.id
+                AND COALESCE(r.completed_at, r.timed_out_at) IS NULL AND r.expires_at OPERATOR(pg_catalog.<=) pg_catalog.clock_timestamp();
         EXIT WHEN FOUND;
     END LOOP;
     RETURN false;
@@ -336,6 +372,8 @@ COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
     'When it was found to have expired: by the next claim, or by its own late completion.';
 COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
     'The advisory lock that a claim of this slot holds until its transaction ends.';
+COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
+    'A part of claim_service_request: locks a free slot, and marks the overdue requests of the service.';
 COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS
     'As claim_service_request, always in one row: the claim, or when the first of the requests in flight expires.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS

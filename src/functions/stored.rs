@@ -1,6 +1,17 @@
 //! The functions of the schema `resource_control` that answer a value.
 
-use diesel::sql_types::{BigInt, Integer, Interval, Text};
+use diesel::sql_types::{BigInt, Integer, Interval, Nullable, Record, SmallInt, Text, Timestamptz};
+
+/// A claim's id, slot, and times of creation and expiry, all null if none was free; when that was answered;
+/// and when the first of those in flight expires, where that was read.
+pub type Admitted = Record<(
+    Nullable<BigInt>,
+    Nullable<SmallInt>,
+    Nullable<Timestamptz>,
+    Nullable<Timestamptz>,
+    Timestamptz,
+    Nullable<Timestamptz>,
+)>;
 
 #[diesel::declare_sql_function]
 extern "SQL" {
@@ -17,6 +28,15 @@ extern "SQL" {
     /// the hundreds.
     #[sql_name = "resource_control.prune_throttled_keys"]
     fn prune_throttled_keys(batch: Integer) -> Integer;
+
+    /// Claims one of the slots of a service. In a transaction, the slot is kept from everyone until its end.
+    #[sql_name = "resource_control.admit_service_request"]
+    fn admit_service_request(
+        service: Text,
+        slots: Integer,
+        timeout: Interval,
+        details: Text,
+    ) -> Admitted;
 
     /// Ends a request to a service and frees its slot; false if it had ended or timed out before.
     #[sql_name = "resource_control.complete_service_request"]

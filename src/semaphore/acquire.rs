@@ -36,8 +36,7 @@ impl Semaphore {
     /// One round trip beyond the pool's own check-out, and one more to prepare the statement, once
     /// per connection:
     /// ```sql
-    /// SELECT id, slot, created_at, expires_at, answered_at, next_expiry
-    /// FROM resource_control.admit_service_request($1, $2, $3, $4)
+    /// SELECT resource_control.admit_service_request($1, $2, $3, $4)
     /// ```
     /// If every slot is taken the answer is [`Attempt::Busy`], and the statement has only read. A claim
     /// marks the requests of its service that have timed out. Where none but their slots are left, it

@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use diesel::data_types::PgInterval;
 use diesel::pg::PgConnection;
-use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
 use super::Semaphore;
 use super::admission::{self, Admission, Claim};
-use super::query::{self, ClaimRequest};
+use super::query;
 use crate::error::{Error, Result};
-use crate::read_committed;
 use crate::text;
 use crate::transaction::{self, Transaction};
 
@@ -77,18 +75,7 @@ impl<'a> Request<'a> {
     }
 
     fn ask(&self, conn: &mut PgConnection) -> Result<Admission<Claim>> {
-        let answered = read_committed::repeat(conn, |conn| {
-            let request = ClaimRequest {
-                service: &self.service,
-                slots: self.slots,
-                timeout: self.interval,
-                details: self.details,
-            };
-            request.get_result(conn)
-        });
-        match answered {
-            Ok(answer) => Ok(admission::from_answer(&answer, self.timeout)),
-            Err(error) => Err(query::explain(conn, error)),
-        }
+        let answer = query::claim(conn, &self.service, self.slots, self.interval, self.details)?;
+        Ok(admission::from_answer(&answer, self.timeout))
     }
 }

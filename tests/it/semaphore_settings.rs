@@ -10,7 +10,7 @@ use diesel_interlock::{Admission, Error, Semaphore};
 use workbench::{Cluster, Database};
 
 use crate::semaphores::{database, expire, fill, log};
-use crate::support::{Expect, number, setting};
+use crate::support::{Expect, number};
 
 const TWO: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 
@@ -61,45 +61,98 @@ fn a_session_with_settings_of_its_own() {
     }
 }
 
+/// A trap for each operator, aggregate, function and type of PostgreSQL's own that has to do with what semaphores
+/// are made of.
+const TRAPS: &str = r#"
+CREATE SCHEMA mine;
+CREATE FUNCTION mine.trap() RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN RAISE 'a trap'; END $$;
+DO $do$
+DECLARE
+    types CONSTANT oid[] := ARRAY['text'::regtype, 'text[]'::regtype, 'bool'::regtype, 'int2'::regtype,
+        'int2[]'::regtype, 'int4'::regtype, 'int8'::regtype, 'float8'::regtype, 'numeric'::regtype,
+        'timestamptz'::regtype, 'interval'::regtype];
+    body CONSTANT text := 'LANGUAGE plpgsql AS $$ BEGIN RAISE ''a trap''; END $$';
+    what record;
+BEGIN
+    FOR what IN
+        SELECT 'operator_' || oid AS trap, oprname, oprleft::regtype AS l, oprright::regtype AS r, oprresult::regtype AS result
+        FROM pg_operator
+        WHERE oprnamespace = 'pg_catalog'::regnamespace AND oprleft = ANY (types) AND oprright = ANY (types)
+    LOOP
+        EXECUTE format('CREATE FUNCTION mine.%s(%s, %s) RETURNS %s %s', what.trap, what.l, what.r, what.result, body);
+        EXECUTE format('CREATE OPERATOR mine.%s (FUNCTION = mine.%s, LEFTARG = %s, RIGHTARG = %s)',
+            what.oprname, what.trap, what.l, what.r);
+    END LOOP;
+    FOR what IN
+        SELECT proname, oidvectortypes(proargtypes) AS arguments, prorettype::regtype AS result
+        FROM pg_proc
+        WHERE pronamespace = 'pg_catalog'::regnamespace AND prorettype = ANY (types)
+            AND types @> proargtypes::oid[] AND prokind IN ('f', 'a') AND NOT proretset AND proargmodes IS NULL
+    LOOP
+        EXECUTE format('CREATE FUNCTION mine.%I(%s) RETURNS %s %s', what.proname, what.arguments, what.result, body);
+    END LOOP;
+    -- PostgreSQL's own take whatever array.
+    EXECUTE 'CREATE FUNCTION mine.array_agg(smallint) RETURNS smallint[] ' || body;
+    EXECUTE 'CREATE FUNCTION mine.cardinality(smallint[]) RETURNS integer ' || body;
+    FOR what IN SELECT typname, oid::regtype AS type FROM pg_type WHERE oid = ANY (types) AND typname !~ '^_' LOOP
+        EXECUTE format('CREATE DOMAIN mine.%I AS %s CHECK (mine.trap())', what.typname, what.type);
+    END LOOP;
+END $do$;
+CREATE TABLE mine.service_request (LIKE resource_control.service_request);
+"#;
+
 #[test]
 fn what_shadows_the_catalogue_is_not_called() {
     let database = database();
     let conn = &mut database.connect();
-    conn.batch_execute(
-        "CREATE SCHEMA mine; \
-         CREATE TABLE mine.service_request (LIKE resource_control.service_request); \
-         CREATE FUNCTION mine.trap() RETURNS void LANGUAGE plpgsql AS $$ BEGIN RAISE 'a trap'; END $$; \
-         CREATE FUNCTION mine.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS 'SELECT mine.trap(); SELECT now()'; \
-         CREATE FUNCTION mine.random() RETURNS float8 LANGUAGE sql AS 'SELECT mine.trap(); SELECT 0::float8'; \
-         CREATE FUNCTION mine.pg_try_advisory_xact_lock(bigint) RETURNS boolean LANGUAGE sql AS 'SELECT mine.trap(); SELECT true'; \
-         CREATE FUNCTION mine.set_config(text, text, boolean) RETURNS text LANGUAGE sql AS 'SELECT mine.trap(); SELECT $1'; \
-         CREATE FUNCTION mine.hashtextextended(text, bigint) RETURNS bigint LANGUAGE sql AS 'SELECT mine.trap(); SELECT 1::bigint'; \
-         CREATE FUNCTION mine.equal(text, text) RETURNS boolean LANGUAGE sql AS 'SELECT mine.trap(); SELECT true'; \
-         CREATE FUNCTION mine.later(timestamptz, timestamptz) RETURNS boolean LANGUAGE sql AS 'SELECT mine.trap(); SELECT true'; \
-         CREATE OPERATOR mine.= (FUNCTION = mine.equal, LEFTARG = text, RIGHTARG = text); \
-         CREATE OPERATOR mine.> (FUNCTION = mine.later, LEFTARG = timestamptz, RIGHTARG = timestamptz); \
-         CREATE OPERATOR mine.<= (FUNCTION = mine.later, LEFTARG = timestamptz, RIGHTARG = timestamptz); \
-         CREATE TEMPORARY TABLE service_request (LIKE resource_control.service_request)",
-    )
-    .unwrap();
-    let mut shadowed = database.connect();
+    conn.batch_execute(TRAPS).unwrap();
+    let shadowed = &mut database.connect();
     shadowed
         .batch_execute(
             "CREATE TEMPORARY TABLE service_request (); SET search_path = pg_temp, mine, pg_catalog",
         )
         .unwrap();
-    let claim = TWO.claim_on(&mut shadowed).unwrap().expect_acquired();
-    assert!(TWO.renew_on(&mut shadowed, claim.id).unwrap().is_some());
-    assert!(TWO.complete_on(&mut shadowed, claim.id).unwrap());
+    let assert_trapped = |shadowed: &mut PgConnection| {
+        for trap in ["1 + 1", "min(1)", "clock_timestamp()", "'1'::text"] {
+            let caught = shadowed.batch_execute(&format!("SELECT {trap}"));
+            assert!(caught.unwrap_err().to_string().contains("a trap"), "{trap}");
+        }
+    };
+    assert_trapped(shadowed);
+
+    let claim = TWO.claim_on(shadowed).unwrap().expect_acquired();
+    assert!(TWO.renew_on(shadowed, claim.id).unwrap().is_some());
+    assert!(TWO.complete_on(shadowed, claim.id).unwrap());
+    assert!(!TWO.complete_on(shadowed, claim.id).unwrap());
     fill(&TWO, conn);
-    assert!(TWO.claim_on(&mut shadowed).unwrap().is_busy());
+    assert!(TWO.claim_on(shadowed).unwrap().is_busy());
+    // Of those that are overdue, and where there were more slots.
     expire(conn, "geocoder");
-    assert_eq!(fill(&TWO, &mut shadowed).len(), 2);
-    assert_eq!(log(conn).len(), 5);
-    assert_eq!(
-        setting(&mut shadowed, "search_path"),
-        "pg_temp, mine, pg_catalog"
-    );
+    let [first, second] = &fill(&TWO, shadowed)[..] else {
+        panic!("two slots")
+    };
+    assert!(TWO.complete_on(shadowed, first.id).unwrap());
+    let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    assert!(one.claim_on(shadowed).unwrap().is_busy());
+    expire(conn, "geocoder");
+    assert!(!TWO.complete_on(shadowed, second.id).unwrap());
+    assert!(one.claim_on(shadowed).unwrap().acquired().is_some());
+    for bad in [
+        "'', 1, '1 s', ''",
+        "'a', 0, '1 s', ''",
+        "'a', 1, '0', ''",
+        "'a', 1, '1 s', NULL",
+    ] {
+        let claim = format!("SELECT * FROM resource_control.claim_service_request({bad})");
+        let refused = shadowed.batch_execute(&claim).unwrap_err().to_string();
+        assert!(refused.contains(" must "), "{bad}: {refused}");
+    }
+    // As an interval that has to be converted.
+    let claim =
+        "SELECT * FROM resource_control.claim_service_request('daily', 1, '1 mon 1 day', '')";
+    shadowed.batch_execute(claim).unwrap();
+    assert_eq!(log(conn).len(), 7);
+    assert_trapped(shadowed);
 }
 
 #[test]

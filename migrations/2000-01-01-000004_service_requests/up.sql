@@ -29,6 +29,7 @@ AS $$
 $$;
 
 -- Finds a free slot and holds its lock, or answers none if all are in flight; marks what is overdue.
+-- The planner's settings are those of the function that calls it.
 CREATE FUNCTION resource_control.lock_free_slot(
     service text,
     slots integer,
@@ -37,9 +38,6 @@ CREATE FUNCTION resource_control.lock_free_slot(
 )
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
-    SET enable_seqscan = off
-    SET enable_bitmapscan = off
-    SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
 DECLARE

@@ -130,3 +130,22 @@ fn migrations_that_were_run_are_seen_in_two() {
     assert_eq!(run(), 1);
     assert_eq!(proxy.count(|| assert_eq!(run(), 0)), 2);
 }
+
+/// Once per database, on a connection that has prepared the statements.
+#[cfg(feature = "migrations")]
+#[test]
+fn eight_and_nine_to_move_the_schema_and_25_to_uninstall_it() {
+    let database = crate::semaphores::database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+    let installed = migrations::hand_over(conn).unwrap();
+    assert_eq!(migrations::take_over(conn).unwrap(), installed);
+    migrations::uninstall(conn).unwrap();
+    migrations::install(conn).unwrap();
+
+    let mut counts = [0; 3];
+    counts[0] = proxy.count(|| assert_eq!(migrations::hand_over(conn).unwrap(), installed));
+    counts[1] = proxy.count(|| assert_eq!(migrations::take_over(conn).unwrap(), installed));
+    counts[2] = proxy.count(|| assert_eq!(migrations::uninstall(conn).unwrap().len(), 5));
+    assert_eq!(counts, [8, 9, 25]);
+}

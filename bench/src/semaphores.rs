@@ -10,7 +10,7 @@ use diesel_interlock::{Permit, PgPool, Semaphore};
 use crate::Bench;
 use crate::harness::{Contender, compare, threads};
 use crate::libpq::{Prepared, Session};
-use crate::report::{NO_GOAL, Report, at_least};
+use crate::report::{Goal, NO_GOAL, Report, at_least};
 use crate::site::Place;
 
 const OURS: &str = "ours, r2d2";
@@ -35,17 +35,8 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
                 claimants(BARE, number, |thread| Bare::new(&place, thread)),
             ],
         );
-        let at_once = number > 1;
-        report.ratio(
-            &rates,
-            OURS,
-            ARTICLE,
-            if at_once {
-                at_least(3.0).aiming_at(5.0)
-            } else {
-                NO_GOAL
-            },
-        );
+        let goal = at_once(number, at_least(3.0).aiming_at(5.0));
+        report.ratio(&rates, OURS, ARTICLE, goal);
         report.ratio(&rates, OURS, BARE, at_least(0.6).aiming_at(0.85));
     }
     for number in [1, 8, 32] {
@@ -61,8 +52,14 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
                 })
             }],
         );
-        report.ratio(&rates, OURS, ARTICLE, at_least(10.0));
+        let goal = at_once(number, at_least(10.0));
+        report.ratio(&rates, OURS, ARTICLE, goal);
     }
+}
+
+/// The article's claims lock the table: the goals are about what that does to many.
+fn at_once(number: usize, goal: Goal) -> Goal {
+    if number > 1 { goal } else { NO_GOAL }
 }
 
 pub(crate) fn semaphore() -> Semaphore {

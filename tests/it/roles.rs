@@ -186,6 +186,16 @@ fn a_role_with_only_the_grants_does_everything_and_sends_no_ddl() {
 }
 
 #[test]
+fn no_function_lends_the_rights_of_its_owner() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    let lend = "SELECT count(*) FROM pg_proc WHERE pronamespace = 'resource_control'::regnamespace AND prosecdef = ";
+    assert_eq!(number(conn, &format!("{lend}true")), 0);
+    assert!(number(conn, &format!("{lend}false")) > 10);
+}
+
+#[test]
 fn what_a_later_release_adds_is_granted_by_default() {
     let database = server().database();
     let role = Role::new(&database);

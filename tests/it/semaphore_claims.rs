@@ -189,6 +189,14 @@ fn a_transaction_opened_long_ago_sees_the_present() {
     assert!(extended > new.expires_at);
     assert!(ONE.complete_on(old, new.id).unwrap());
     assert!(request(old, new.id).completed_at.unwrap() >= new.created_at);
+    old.batch_execute("COMMIT; BEGIN").unwrap();
+
+    // One of two, so that there is a slot that nobody has.
+    assert!(truth(old, "now() <= clock_timestamp()"));
+    let overdue = two.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    assert!(claim_in_sql(old, "geocoder", 2));
+    assert!(request(old, overdue.id).timed_out_at.is_some());
 }
 
 /// Two who see one place left see the same one.

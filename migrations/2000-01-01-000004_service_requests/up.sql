@@ -28,20 +28,21 @@ AS $$
     SELECT pg_catalog.hashtextextended(service, 20000101000004 OPERATOR(pg_catalog.+) slot)
 $$;
 
--- Finds a free slot and holds its lock, or answers none if all are in flight; marks what is overdue.
--- The planner's settings are those of the function that calls it.
+-- Finds a free slot and holds its lock, or answers none if all are in flight; marks what is overdue. Contended is where
+-- a slot is free, and others are at it. The planner's settings are those of the function that calls it.
 CREATE FUNCTION resource_control.lock_free_slot(
     service text,
     slots integer,
     OUT slot smallint,
-    OUT next_expiry timestamptz
+    OUT next_expiry timestamptz,
+    OUT contended boolean
 )
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
 AS $$
 #variable_conflict use_column
+<<look>>
 DECLARE
-    wanted CONSTANT text := lock_free_slot.service;
     now CONSTANT timestamptz := clock_timestamp();
     -- In ascending order.
     live smallint[];
@@ -55,14 +56,15 @@ DECLARE
     waited boolean := false;
     user_lock_timeout text;
 BEGIN
-    SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > now), '{}'),
-            COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= now), '{}'),
-            min(r.expires_at) FILTER (WHERE r.expires_at > now)
+    contended := false;
+    SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > look.now), '{}'),
+            COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= look.now), '{}'),
+            min(r.expires_at) FILTER (WHERE r.expires_at > look.now)
         INTO live, overdue, next_expiry
         FROM (
             SELECT d.slot, d.expires_at
                 FROM resource_control.service_request AS d
-                WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
+                WHERE d.service = lock_free_slot.service AND d.completed_at IS NULL AND d.timed_out_at IS NULL
                 ORDER BY d.service, d.slot
         ) AS r;
     free := slots - cardinality(live);
@@ -73,7 +75,7 @@ BEGIN
     -- claimed as requests are missing: who decides this at the same time decides on the same slots.
     lowered := slots <= GREATEST(live[cardinality(live)], overdue[cardinality(overdue)]);
 
-    -- From anywhere, so that those who search at the same time seldom meet.
+    -- From anywhere, so that those who look at the same time seldom meet.
     first := trunc(random() * free);
     FOR step IN 0 .. CASE WHEN overdue = '{}' THEN free ELSE 2 * free END - 1 LOOP
         -- The n-th slot that is not held: as many higher as held ones are below it. One that nobody has
@@ -88,8 +90,10 @@ BEGIN
         CONTINUE WHEN (step < free)
             = COALESCE(overdue[width_bucket(candidate, overdue)] = candidate, false);
 
-        CONTINUE WHEN NOT pg_try_advisory_xact_lock(
-            resource_control.service_request_lock(wanted, candidate));
+        IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
+            contended := true;
+            CONTINUE;
+        END IF;
 
         IF step >= free AND NOT waited THEN
             -- Another claim may be at it, one that takes another slot and marks this one as well.
@@ -100,7 +104,7 @@ BEGIN
                 PERFORM set_config('lock_timeout', '250ms', true);
                 UPDATE resource_control.service_request AS r
                     SET timed_out_at = clock_timestamp()
-                    WHERE r.service = wanted AND r.slot = candidate
+                    WHERE r.service = lock_free_slot.service AND r.slot = look.candidate
                         AND r.completed_at IS NULL AND r.timed_out_at IS NULL
                         AND r.expires_at <= clock_timestamp();
                 PERFORM set_config('lock_timeout', user_lock_timeout, true);
@@ -115,7 +119,8 @@ BEGIN
                 -- the ids through all of a large one.
                 WHERE r.id = ANY (ARRAY (
                     SELECT d.id FROM resource_control.service_request AS d
-                        WHERE d.service = wanted AND d.completed_at IS NULL AND d.timed_out_at IS NULL
+                        WHERE d.service = lock_free_slot.service
+                            AND d.completed_at IS NULL AND d.timed_out_at IS NULL
                             AND d.expires_at <= clock_timestamp()
                         ORDER BY d.id + 0
                         FOR NO KEY UPDATE SKIP LOCKED));
@@ -124,23 +129,22 @@ BEGIN
             -- What could not be marked may be being renewed, and counts.
             CONTINUE WHEN slots <= candidate + (
                 SELECT count(*) FROM resource_control.service_request AS r
-                    WHERE r.service = wanted AND r.slot > candidate
+                    WHERE r.service = lock_free_slot.service AND r.slot > look.candidate
                         AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
         END IF;
         -- Somebody has taken it meanwhile, or its row is locked and could not be marked.
         CONTINUE WHEN EXISTS (
             SELECT FROM resource_control.service_request AS r
-                WHERE r.service = wanted AND r.slot = candidate
+                WHERE r.service = lock_free_slot.service AND r.slot = look.candidate
                     AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
         slot := candidate;
         RETURN;
     END LOOP;
+    contended := contended AND NOT waited;
 END
 $$;
 
 -- Claims a slot, or answers when the first of those in flight expires.
---
--- Without a search path of its own, which costs a claim as much as its lock does: so each name is qualified.
 CREATE FUNCTION resource_control.admit_service_request(
     service text,
     slots integer,
@@ -154,29 +158,30 @@ CREATE FUNCTION resource_control.admit_service_request(
     OUT next_expiry timestamptz
 )
     LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
     SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
+<<claim>>
 DECLARE
-    wanted CONSTANT pg_catalog.text := admit_service_request.service;
-    note CONSTANT pg_catalog.text := admit_service_request.details;
-    fault CONSTANT pg_catalog.text[] := CASE
-        WHEN wanted IS NULL OR pg_catalog.octet_length(wanted) OPERATOR(pg_catalog.<) 1
-                OR pg_catalog.octet_length(wanted) OPERATOR(pg_catalog.>) 1000
+    fault CONSTANT text[] := CASE
+        WHEN service IS NULL OR octet_length(service) NOT BETWEEN 1 AND 1000
             THEN ARRAY['diesel_interlock_bad_service', 'the name of a service must have 1 to 1000 bytes']
-        WHEN slots IS NULL OR slots OPERATOR(pg_catalog.<) 1 OR slots OPERATOR(pg_catalog.>) 32767
+        WHEN slots IS NULL OR slots NOT BETWEEN 1 AND 32767
             THEN ARRAY['diesel_interlock_bad_slots', 'the number of slots must be 1 to 32767']
-        WHEN timeout IS NULL OR timeout OPERATOR(pg_catalog.<=) '0' OR timeout OPERATOR(pg_catalog.>) '1000 years'
+        WHEN timeout IS NULL OR timeout <= '0' OR timeout > '1000 years'
             THEN ARRAY['diesel_interlock_bad_timeout',
                 'the time-out must be longer than zero and at most a thousand years']
-        WHEN note IS NULL OR pg_catalog.octet_length(note) OPERATOR(pg_catalog.>) 8192
+        WHEN details IS NULL OR octet_length(details) > 8192
             THEN ARRAY['diesel_interlock_bad_details', 'the details must not be null, and have at most 8192 bytes']
     END;
-    taken pg_catalog.int2[];
-    simple pg_catalog.bool;
-    candidate pg_catalog.int2;
+    taken smallint[];
+    simple boolean;
+    one_snapshot boolean;
+    candidate smallint;
+    contended boolean;
 BEGIN
     IF fault IS NOT NULL THEN
         RAISE check_violation USING CONSTRAINT = fault[1], MESSAGE = fault[2];
@@ -184,41 +189,43 @@ BEGIN
 
     -- A full semaphore answers from this read: no lock, no transaction id. The clock is read after the requests.
     -- Simple is: nobody is overdue, all slots are below N, and one of them is free.
-    SELECT COALESCE(pg_catalog.array_agg(r.slot), '{}'), pg_catalog.min(r.expires_at), pg_catalog.clock_timestamp(),
-            (pg_catalog.min(r.expires_at) OPERATOR(pg_catalog.<=) pg_catalog.clock_timestamp()
-                OR slots OPERATOR(pg_catalog.<=) ANY (pg_catalog.array_agg(r.slot))
-                OR slots OPERATOR(pg_catalog.<=) pg_catalog.cardinality(pg_catalog.array_agg(r.slot))) IS NOT TRUE
-        INTO taken, next_expiry, answered_at, simple
+    SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp(),
+            (min(r.expires_at) <= clock_timestamp()
+                OR admit_service_request.slots <= ANY (array_agg(r.slot))
+                OR admit_service_request.slots <= cardinality(array_agg(r.slot))) IS NOT TRUE,
+            current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
+        INTO taken, next_expiry, answered_at, simple, one_snapshot
         FROM resource_control.service_request AS r
-        WHERE r.service OPERATOR(pg_catalog.=) wanted AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
-    IF NOT simple AND slots OPERATOR(pg_catalog.<=) pg_catalog.cardinality(taken)
-            AND next_expiry OPERATOR(pg_catalog.>) answered_at THEN
+        WHERE r.service = admit_service_request.service AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+    IF NOT simple AND slots <= cardinality(taken) AND next_expiry > answered_at THEN
         RETURN;
     END IF;
 
-    FOR attempt IN 1 .. 65536 LOOP
+    FOR attempt IN CASE WHEN simple THEN 1 ELSE 9 END .. 10 LOOP
         -- Whoever draws an id for a slot holds its lock until the commit, and sees the slot free
         -- after that: so the ids of a slot ascend from each holder to the next.
-        IF simple AND attempt OPERATOR(pg_catalog.<=) 8 THEN
+        IF attempt <= 8 THEN
             -- A few guesses mostly find a free slot, and those who claim at the same time seldom meet.
-            candidate := pg_catalog.trunc(pg_catalog.random() OPERATOR(pg_catalog.*) slots);
-            CONTINUE WHEN candidate OPERATOR(pg_catalog.=) ANY (taken)
-                OR NOT pg_catalog.pg_try_advisory_xact_lock(
-                    resource_control.service_request_lock(wanted, candidate));
+            candidate := trunc(random() * slots);
+            CONTINUE WHEN candidate = ANY (taken)
+                OR NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate));
         ELSE
-            SELECT f.slot, f.next_expiry INTO candidate, next_expiry
-                FROM resource_control.lock_free_slot(wanted, slots) AS f;
-            EXIT WHEN candidate IS NULL;
+            SELECT f.slot, f.next_expiry, f.contended INTO candidate, next_expiry, contended
+                FROM resource_control.lock_free_slot(
+                    admit_service_request.service, admit_service_request.slots) AS f;
+            EXIT WHEN candidate IS NULL AND NOT contended;
+            CONTINUE WHEN candidate IS NULL;
         END IF;
 
         -- The clock is read in the snapshot that shows the slot free, after the end of who had it: the
         -- statement may have waited for somebody who locked the table.
         INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-            SELECT wanted, candidate, c.now, c.now OPERATOR(pg_catalog.+) resource_control.elapsed(timeout), note
-                FROM (SELECT pg_catalog.clock_timestamp() AS now) AS c
+            SELECT admit_service_request.service, claim.candidate, c.now,
+                    c.now + resource_control.elapsed(admit_service_request.timeout), admit_service_request.details
+                FROM (SELECT clock_timestamp() AS now) AS c
                 WHERE NOT EXISTS (
                     SELECT FROM resource_control.service_request AS d
-                        WHERE d.service OPERATOR(pg_catalog.=) wanted AND d.slot OPERATOR(pg_catalog.=) candidate
+                        WHERE d.service = admit_service_request.service AND d.slot = claim.candidate
                             AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
             -- A row that this snapshot does not show is a serialization failure, not a duplicate.
             ON CONFLICT DO NOTHING
@@ -226,7 +233,18 @@ BEGIN
             INTO id, slot, created_at, expires_at;
         EXIT WHEN FOUND;
     END LOOP;
-    answered_at := pg_catalog.clock_timestamp();
+    IF id IS NULL OR one_snapshot THEN
+        answered_at := clock_timestamp();
+        IF id IS NOT NULL THEN
+            -- A snapshot of long ago may show the slot free while it has a holder, whose end the INSERT waited for.
+            UPDATE resource_control.service_request AS r
+                SET created_at = admit_service_request.answered_at,
+                    expires_at = admit_service_request.answered_at
+                        + resource_control.elapsed(admit_service_request.timeout)
+                WHERE r.id = admit_service_request.id
+                RETURNING r.created_at, r.expires_at INTO created_at, expires_at;
+        END IF;
+    END IF;
 END
 $$;
 
@@ -243,6 +261,7 @@ CREATE FUNCTION resource_control.claim_service_request(
     SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
+<<claim>>
 DECLARE
     admitted CONSTANT bigint := (resource_control.admit_service_request(
         claim_service_request.service,
@@ -251,11 +270,12 @@ DECLARE
         claim_service_request.details)).id;
 BEGIN
     -- With whatever columns the table has by then.
-    RETURN QUERY SELECT r.* FROM resource_control.service_request AS r WHERE r.id = admitted;
+    RETURN QUERY SELECT r.* FROM resource_control.service_request AS r WHERE r.id = claim.admitted;
 END
 $$;
 
--- Without a search path of its own, either.
+-- Short enough to do without a search path of its own, which would cost as much as all else beside the UPDATE: each
+-- operator is qualified.
 CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boolean
     LANGUAGE plpgsql VOLATILE STRICT
     SET enable_seqscan = off
@@ -304,7 +324,7 @@ BEGIN
     END IF;
     UPDATE resource_control.service_request AS r
         SET expires_at = GREATEST(
-            r.expires_at, clock_timestamp() + resource_control.elapsed(timeout))
+            r.expires_at, clock_timestamp() + resource_control.elapsed(renew_service_request.timeout))
         WHERE r.id = renew_service_request.id AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
             AND r.expires_at > clock_timestamp()
         RETURNING r.expires_at INTO renewed;
@@ -318,6 +338,8 @@ CREATE FUNCTION resource_control.prune_service_requests(older_than interval, bat
     SET enable_seqscan = off
     SET enable_bitmapscan = off
 AS $$
+#variable_conflict use_column
+<<prune>>
 DECLARE
     now CONSTANT timestamptz := clock_timestamp();
     before timestamptz;
@@ -337,21 +359,21 @@ BEGIN
     WHILE pruned < batch LOOP
         SELECT max(r.id),
                 array_agg(r.id) FILTER (WHERE
-                    COALESCE(GREATEST(r.completed_at, r.timed_out_at), r.expires_at) < before),
-                bool_or(r.created_at >= before AND r.created_at <= now)
+                    COALESCE(GREATEST(r.completed_at, r.timed_out_at), r.expires_at) < prune.before),
+                bool_or(r.created_at >= prune.before AND r.created_at <= prune.now)
             INTO last, old, young
             FROM (
                 SELECT d.* FROM resource_control.service_request AS d
-                    WHERE d.id > last
+                    WHERE d.id > prune.last
                     ORDER BY d.id
-                    LIMIT LEAST(batch - pruned, 1000)
+                    LIMIT LEAST(prune_service_requests.batch - prune.pruned, 1000)
             ) AS r;
         EXIT WHEN last IS NULL;
         DELETE FROM resource_control.service_request AS r
             WHERE r.id = ANY (ARRAY (
                 SELECT d.id FROM resource_control.service_request AS d
-                    WHERE d.id = ANY (old)
-                        AND COALESCE(GREATEST(d.completed_at, d.timed_out_at), d.expires_at) < before
+                    WHERE d.id = ANY (prune.old)
+                        AND COALESCE(GREATEST(d.completed_at, d.timed_out_at), d.expires_at) < prune.before
                     ORDER BY d.id
                     FOR UPDATE SKIP LOCKED));
         GET DIAGNOSTICS deleted = ROW_COUNT;

@@ -152,7 +152,89 @@ fn what_shadows_the_catalogue_is_not_called() {
         "SELECT * FROM resource_control.claim_service_request('daily', 1, '1 mon 1 day', '')";
     shadowed.batch_execute(claim).unwrap();
     assert_eq!(log(conn).len(), 7);
+    let elapsed = "SELECT resource_control.elapsed('1 mon 1 day 00:00:01')";
+    shadowed.batch_execute(elapsed).unwrap();
     assert_trapped(shadowed);
+}
+
+/// The parameters and variables of the functions, whose names a user may like as well.
+#[test]
+fn columns_of_the_users_own_change_nothing() {
+    let database = database();
+    let conn = &mut database.connect();
+    for name in [
+        "slots",
+        "timeout",
+        "fault",
+        "taken",
+        "simple",
+        "one_snapshot",
+        "candidate",
+        "contended",
+        "attempt",
+        "answered_at",
+        "next_expiry",
+        "live",
+        "overdue",
+        "lowered",
+        "free",
+        "first",
+        "nth",
+        "following",
+        "step",
+        "waited",
+        "user_lock_timeout",
+        "admitted",
+        "renewed",
+        "older_than",
+        "batch",
+        "before",
+        "now",
+        "pruned",
+        "deleted",
+        "last",
+        "old",
+        "young",
+        "look",
+        "claim",
+        "prune",
+        "lock_free_slot",
+        "admit_service_request",
+    ] {
+        let add = format!("ALTER TABLE resource_control.service_request ADD {name} uuid");
+        conn.batch_execute(&add).unwrap();
+    }
+    works(conn);
+    // Where there were more slots.
+    fill(&TWO, conn);
+    let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    assert!(one.claim_on(conn).unwrap().is_busy());
+    expire(conn, "geocoder");
+    assert!(one.claim_on(conn).unwrap().acquired().is_some());
+}
+
+/// What keeps a row out does so at the second try, too.
+#[test]
+fn a_constraint_of_the_users_own_makes_a_refusal() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE UNIQUE INDEX one_per_host ON resource_control.service_request (service, details) \
+         WHERE completed_at IS NULL AND timed_out_at IS NULL",
+    )
+    .unwrap();
+    let many = Semaphore::named("geocoder", 1000, Duration::from_secs(30));
+    let claim = many.claim_on(conn).unwrap().expect_acquired();
+    assert!(many.claim_on(conn).unwrap().is_busy());
+    let tries = "(SELECT last_value FROM resource_control.service_request_id_seq)";
+    assert!(number(conn, tries) <= claim.id + 10);
+    assert!(
+        many.details("web-4")
+            .claim_on(conn)
+            .unwrap()
+            .acquired()
+            .is_some()
+    );
 }
 
 #[test]

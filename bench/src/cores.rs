@@ -8,15 +8,25 @@ use std::fs;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// Gives this process, and all below it, one core if there is one such pair, else all cores.
-pub(crate) fn assign(threads: usize) {
+/// How many cores there are for a measurement.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cores {
+    One,
+    All,
+}
+
+/// Gives them to this process and all below it.
+pub(crate) fn assign(cores: Cores) {
     static ALL: OnceLock<String> = OnceLock::new();
     let all = ALL.get_or_init(allowed);
     let first = all
         .split([',', '-'])
         .next()
         .expect("a string has a beginning");
-    let cores = if threads == 1 { first } else { all };
+    let cores = match cores {
+        Cores::One => first,
+        Cores::All => all,
+    };
     for process in family() {
         // One that has ended meanwhile needs nothing.
         let output = Command::new("taskset")

@@ -9,6 +9,7 @@ mod delay;
 mod growth;
 mod harness;
 mod libpq;
+mod libpq_pool;
 mod memory;
 mod model;
 mod options;
@@ -94,7 +95,7 @@ fn main() -> ExitCode {
 
 /// How fast the machine is now, in microseconds: at the beginning and at the end, which tells whether it was quiet.
 fn speed(bench: &Bench) -> serde_json::Value {
-    cores::assign(1);
+    cores::assign(cores::Cores::One);
     let speed = Speed::of(bench.site.place().url());
     let round = |value: f64| (value * 10.0).round() / 10.0;
     json!({

@@ -69,6 +69,16 @@ impl Options {
             }
         }
     }
+    /// The same time in more and shorter turns, for those whose processes the scheduler spreads over the cores anew for each.
+    pub(crate) fn plan_of_short_turns(&self) -> Plan {
+        let plan = self.plan();
+        Plan {
+            rounds: plan.rounds * 2 + 1,
+            slice: plan.slice / 2,
+            ..plan
+        }
+    }
+
     /// The same time in fewer and longer turns, for those who cannot make theirs short.
     pub(crate) fn plan_of_long_turns(&self) -> Plan {
         let plan = self.plan();

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use crate::cores;
+use crate::cores::{self, Cores};
 use crate::harness::{Rates, Ratio};
 
 /// All that was measured so far.
@@ -69,9 +69,16 @@ impl Report {
         }
     }
 
-    /// Begins a scenario, for what follows.
+    /// Begins a scenario, for what follows: on one core if there is one client, which always waits for the server or
+    /// lets it wait.
     pub(crate) fn scenario(&mut self, scenario: &'static str, threads: usize) {
-        cores::assign(threads);
+        let cores = if threads == 1 { Cores::One } else { Cores::All };
+        self.scenario_on(cores, scenario, threads);
+    }
+
+    /// Begins a scenario on so many cores.
+    pub(crate) fn scenario_on(&mut self, cores: Cores, scenario: &'static str, threads: usize) {
+        cores::assign(cores);
         let seconds = self.began.elapsed().as_secs();
         println!(
             "\n{scenario}, {threads} {}  ({seconds} s)",

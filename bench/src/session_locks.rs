@@ -16,8 +16,10 @@ use sqlx::{Either, Postgres};
 use tokio::runtime::Runtime;
 
 use crate::Bench;
+use crate::cores::Cores;
 use crate::harness::{Contender, compare, tasks, threads};
 use crate::libpq::{Prepared, Session};
+use crate::libpq_pool::{LibpqPool, PooledSession, libpq_pool};
 use crate::pgbench::Pgbench;
 use crate::redis_server::RedisServer;
 use crate::report::{NO_GOAL, Report, at_least};
@@ -26,27 +28,45 @@ use crate::site::Place;
 const OURS: &str = "ours, r2d2";
 const OURS_CHECKED: &str = "ours, r2d2 that checks connections";
 const LIBPQ: &str = "libpq, prepared";
+const LIBPQ_AGAIN: &str = "libpq, prepared, once more";
+const LIBPQ_POOLED: &str = "libpq, prepared, r2d2";
 const PGBENCH: &str = "pgbench -M prepared";
 const SQL_QUERY: &str = "Diesel's sql_query, r2d2";
 const SQLX: &str = "sqlx PgAdvisoryLock";
 const SQLX_CHECKED: &str = "sqlx whose pool checks connections";
 const REDIS: &str = "Redis SET NX PX";
 
-const TAKE: &str = "SELECT pg_try_advisory_lock($1)";
-const RELEASE: &str = "SELECT pg_advisory_unlock($1)";
+pub(crate) const TAKE: &str = "SELECT pg_try_advisory_lock($1)";
+pub(crate) const RELEASE: &str = "SELECT pg_advisory_unlock($1)";
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let place = bench.site.place();
     verify(bench, &place);
-    for number in [1, 8, 32] {
-        report.scenario("session lock, take and release", number);
+    let alone = "session lock, take and release";
+    for (number, cores, scenario) in [
+        (1, Cores::One, alone),
+        (
+            8,
+            Cores::One,
+            "session lock, take and release, all on one core",
+        ),
+        (8, Cores::All, alone),
+        (32, Cores::All, alone),
+    ] {
+        report.scenario_on(cores, scenario, number);
         let rates = compare(
-            bench.options.plan_of_long_turns(),
+            bench.options.plan_of_short_turns(),
             vec![
                 ours(OURS, &place.pool(number), number),
                 ours(OURS_CHECKED, &place.pool_with_checks(number), number),
                 lockers(LIBPQ, number, |thread| Libpq::new(&place, thread)),
-                pgbench(bench, &place, number),
+                lockers(LIBPQ_AGAIN, number, |thread| Libpq::new(&place, thread)),
+                {
+                    let pool = libpq_pool(&place, number);
+                    lockers(LIBPQ_POOLED, number, move |thread| {
+                        LibpqPooled::new(&pool, thread)
+                    })
+                },
                 {
                     let pool = place.pool(number);
                     lockers(SQL_QUERY, number, move |thread| {
@@ -58,17 +78,27 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
                 lockers(REDIS, number, |thread| Redis::new(&bench.redis, thread)),
             ],
         );
-        let goal = if number == 32 {
-            NO_GOAL
-        } else {
-            at_least(0.85)
+        let alone = match cores {
+            Cores::One => at_least(0.85).aiming_at(0.95),
+            Cores::All => NO_GOAL,
         };
-        report.ratio(&rates, OURS, LIBPQ, goal);
-        report.ratio(&rates, OURS, PGBENCH, NO_GOAL);
+        report.ratio(&rates, OURS, LIBPQ, alone);
+        let pooled = if number <= 8 { at_least(0.85) } else { NO_GOAL };
+        report.ratio(&rates, OURS, LIBPQ_POOLED, pooled);
+        // How far the same can be from itself.
+        report.ratio(&rates, LIBPQ_AGAIN, LIBPQ, NO_GOAL);
         report.ratio(&rates, OURS, SQL_QUERY, NO_GOAL);
         report.ratio(&rates, OURS, SQLX, at_least(1.0));
         report.ratio(&rates, OURS_CHECKED, SQLX_CHECKED, NO_GOAL);
         report.ratio(&rates, OURS, REDIS, NO_GOAL);
+        let rates = compare(
+            bench.options.plan_of_long_turns(),
+            vec![
+                ours(OURS, &place.pool(number), number),
+                pgbench(bench, &place, number),
+            ],
+        );
+        report.ratio(&rates, OURS, PGBENCH, NO_GOAL);
     }
 }
 
@@ -165,6 +195,36 @@ impl Locker for Libpq {
 
     fn release(&mut self) {
         assert!(self.session.run(&self.release, &[self.key]).is_true(0));
+    }
+}
+
+/// The same two statements with a connection out of a pool for each lock.
+struct LibpqPooled {
+    pool: LibpqPool,
+    held: Option<PooledSession>,
+    key: i64,
+}
+
+impl LibpqPooled {
+    fn new(pool: &LibpqPool, thread: usize) -> Self {
+        Self {
+            pool: pool.clone(),
+            held: None,
+            key: number(thread),
+        }
+    }
+}
+
+impl Locker for LibpqPooled {
+    fn take(&mut self) -> bool {
+        let mut session = self.pool.get().unwrap();
+        let taken = session.take(self.key);
+        self.held = taken.then_some(session);
+        taken
+    }
+
+    fn release(&mut self) {
+        assert!(self.held.take().unwrap().release(self.key));
     }
 }
 
@@ -342,6 +402,10 @@ fn verify(bench: &Bench, place: &Place) {
     let pool = place.pool(8);
     excludes(OURS, Some(&mut *observer), || Ours::new(&pool, 0));
     excludes(LIBPQ, Some(&mut *observer), || Libpq::new(place, 0));
+    let libpq_pool = libpq_pool(place, 8);
+    excludes(LIBPQ_POOLED, Some(&mut *observer), || {
+        LibpqPooled::new(&libpq_pool, 0)
+    });
     excludes(SQL_QUERY, Some(&mut *observer), || SqlQuery::new(&pool, 0));
     let sqlx_pool = sqlx_pool(bench, place, 8, false);
     let sqlx_lock: &'static _ = Box::leak(Box::new(sqlx_lock(0)));

@@ -284,12 +284,17 @@ fn a_day_is_24_hours_whatever_the_time_zone() {
         "extract(epoch FROM (now() + interval '1 day') - now())",
     );
     assert_eq!(day, 23 * 3600, "the clocks change within the day");
-    for (timeout, hours) in [("1 day", 24), ("1 month", 720), ("1 year", 8640)] {
-        let expiry = format!(
-            "SELECT extract(epoch FROM expires_at - created_at) \
-             FROM resource_control.claim_service_request('{timeout}', 1, '{timeout}')"
-        );
-        assert_eq!(number(conn, &expiry), hours * 3600, "{timeout}");
+    for level in ["READ COMMITTED", "REPEATABLE READ"] {
+        for (timeout, hours) in [("1 day", 24), ("1 month", 720), ("1 year", 8640)] {
+            conn.batch_execute(&format!("BEGIN ISOLATION LEVEL {level}"))
+                .unwrap();
+            let expiry = format!(
+                "SELECT extract(epoch FROM expires_at - created_at) \
+                 FROM resource_control.claim_service_request('{timeout}', 2, '{timeout}')"
+            );
+            assert_eq!(number(conn, &expiry), hours * 3600, "{timeout}");
+            conn.batch_execute("COMMIT").unwrap();
+        }
     }
     let day = diesel::data_types::PgInterval::from_days(1);
     let id = log(conn)[0].id;

@@ -179,7 +179,6 @@ DECLARE
     END;
     taken smallint[];
     simple boolean;
-    one_snapshot boolean;
     candidate smallint;
     contended boolean;
 BEGIN
@@ -192,9 +191,8 @@ BEGIN
     SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp(),
             (min(r.expires_at) <= clock_timestamp()
                 OR admit_service_request.slots <= ANY (array_agg(r.slot))
-                OR admit_service_request.slots <= cardinality(array_agg(r.slot))) IS NOT TRUE,
-            current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
-        INTO taken, next_expiry, answered_at, simple, one_snapshot
+                OR admit_service_request.slots <= cardinality(array_agg(r.slot))) IS NOT TRUE
+        INTO taken, next_expiry, answered_at, simple
         FROM resource_control.service_request AS r
         WHERE r.service = admit_service_request.service AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
     IF NOT simple AND slots <= cardinality(taken) AND next_expiry > answered_at THEN
@@ -233,18 +231,7 @@ BEGIN
             INTO id, slot, created_at, expires_at;
         EXIT WHEN FOUND;
     END LOOP;
-    IF id IS NULL OR one_snapshot THEN
-        answered_at := clock_timestamp();
-        IF id IS NOT NULL THEN
-            -- A snapshot of long ago may show the slot free while it has a holder, whose end the INSERT waited for.
-            UPDATE resource_control.service_request AS r
-                SET created_at = admit_service_request.answered_at,
-                    expires_at = admit_service_request.answered_at
-                        + resource_control.elapsed(admit_service_request.timeout)
-                WHERE r.id = admit_service_request.id
-                RETURNING r.created_at, r.expires_at INTO created_at, expires_at;
-        END IF;
-    END IF;
+    answered_at := clock_timestamp();
 END
 $$;
 

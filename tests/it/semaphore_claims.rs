@@ -4,7 +4,6 @@ mod overdue;
 
 use std::time::{Duration, Instant};
 
-use chrono::TimeDelta;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::result::DatabaseErrorKind;
@@ -16,8 +15,6 @@ use crate::support::{Expect, Observer, eventually, number, setting, truth};
 
 const FOUR: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
 const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
-
-const ONE_LEASE: TimeDelta = TimeDelta::seconds(30);
 
 /// Turns a wait for another session's lock into an error.
 const IMPATIENT: &str = "SET lock_timeout = '2s'";
@@ -131,42 +128,6 @@ fn a_slot_whose_request_the_snapshot_does_not_show_is_a_serialization_failure() 
         ),
         "{failed:?}"
     );
-}
-
-/// The snapshot shows neither the holder before nor that it is ending.
-#[test]
-fn a_claim_under_an_old_snapshot_begins_after_the_end_that_it_waits_for() {
-    for level in ["REPEATABLE READ", "SERIALIZABLE"] {
-        let database = database();
-        let (old, other) = (&mut database.connect(), &mut database.connect());
-        let mut observer = Observer::of(&database);
-        old.batch_execute(&format!(
-            "{PATIENT}; BEGIN ISOLATION LEVEL {level}; SELECT 1"
-        ))
-        .unwrap();
-        let before = ONE.claim_on(other).unwrap().expect_acquired();
-        other
-            .batch_execute(
-                "BEGIN; UPDATE resource_control.service_request SET details = 'soon over'",
-            )
-            .unwrap();
-        std::thread::scope(|scope| {
-            let claim = scope.spawn(|| {
-                assert!(claim_in_sql(old, "geocoder", 1));
-                old.batch_execute("COMMIT").unwrap();
-            });
-            eventually("the end is waited for", || observer.all_waiting() > 0);
-            let completed = format!("resource_control.complete_service_request({})", before.id);
-            assert!(truth(other, &completed));
-            other.batch_execute("COMMIT").unwrap();
-            claim.join().unwrap();
-        });
-        let [before, after] = &log(other)[..] else {
-            panic!("two requests")
-        };
-        assert!(after.created_at >= before.completed_at.unwrap(), "{level}");
-        assert_eq!(after.expires_at - after.created_at, ONE_LEASE);
-    }
 }
 
 /// Between the call and its look at the requests others claim.

@@ -168,7 +168,6 @@ fn columns_of_the_users_own_change_nothing() {
         "fault",
         "taken",
         "simple",
-        "one_snapshot",
         "candidate",
         "contended",
         "attempt",

@@ -43,7 +43,9 @@ impl Semaphore {
     /// waits for another claim that is marking them, a quarter second at most.
     ///
     /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization
-    /// failure is repeated once, in a READ COMMITTED transaction of its own.
+    /// failure is repeated once, in a READ COMMITTED transaction of its own. A claim that there waits for
+    /// the commit of whoever had the slot keeps the time at which it was sent: its `created_at` may lie
+    /// before that end.
     ///
     /// # Blocking
     ///

@@ -29,7 +29,11 @@ extern "SQL" {
     #[sql_name = "resource_control.prune_throttled_keys"]
     fn prune_throttled_keys(batch: Integer) -> Integer;
 
-    /// Claims one of the slots of a service. In a transaction, the slot is kept from everyone until its end.
+    /// Claims one of the slots of a service; never waits for one. What it answers is [`Admitted`]. In a
+    /// transaction, the slot is kept from everyone until its end.
+    ///
+    /// Bad arguments are a check violation whose constraint names the argument, as
+    /// `diesel_interlock_bad_slots` does.
     #[sql_name = "resource_control.admit_service_request"]
     fn admit_service_request(
         service: Text,

@@ -14,6 +14,23 @@ use crate::support::{Expect, Observer, backend_pid, eventually, setting, truth};
 /// So that a test in which a claim waits for its own thread does not hang.
 const BOUNDED: &str = "SET statement_timeout = '20s'";
 
+/// Renews the request in a transaction that stays open, so that it looks overdue to everyone else.
+fn renew_unseen(conn: &mut PgConnection, open: &mut PgConnection, id: i64) {
+    open.batch_execute("BEGIN").unwrap();
+    diesel::sql_query(
+        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms'",
+    )
+    .execute(conn)
+    .unwrap();
+    assert!(ONE.renew_on(open, id).unwrap().is_some());
+    eventually("it looks overdue", || {
+        truth(
+            conn,
+            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request",
+        )
+    });
+}
+
 #[test]
 fn an_overdue_row_that_is_locked_keeps_only_its_own_slot() {
     let database = database();
@@ -121,19 +138,7 @@ fn a_request_that_is_being_renewed_is_not_taken_over() {
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     conn.batch_execute(BOUNDED).unwrap();
     let held = ONE.claim_on(conn).unwrap().expect_acquired();
-    open.batch_execute("BEGIN").unwrap();
-    diesel::sql_query(
-        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms'",
-    )
-    .execute(conn)
-    .unwrap();
-    assert!(ONE.renew_on(open, held.id).unwrap().is_some());
-    eventually("it looks overdue", || {
-        truth(
-            conn,
-            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request",
-        )
-    });
+    renew_unseen(conn, open, held.id);
     assert!(ONE.claim_on(conn).unwrap().is_busy());
     open.batch_execute("COMMIT").unwrap();
     assert!(ONE.claim_on(conn).unwrap().is_busy());
@@ -229,19 +234,7 @@ fn a_completion_waits_for_the_renewal_before_it() {
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     let held = ONE.claim_on(conn).unwrap().expect_acquired();
     let mut observer = Observer::of(&database);
-    open.batch_execute("BEGIN").unwrap();
-    diesel::sql_query(
-        "UPDATE resource_control.service_request SET expires_at = clock_timestamp() + '200ms'",
-    )
-    .execute(conn)
-    .unwrap();
-    assert!(ONE.renew_on(open, held.id).unwrap().is_some());
-    eventually("it looks overdue", || {
-        truth(
-            observer.conn(),
-            "SELECT expires_at < clock_timestamp() FROM resource_control.service_request",
-        )
-    });
+    renew_unseen(conn, open, held.id);
     std::thread::scope(|scope| {
         let completed = scope.spawn(|| {
             conn.batch_execute(PATIENT).unwrap();

@@ -34,10 +34,7 @@ pub(super) fn for_session_lock(
                 hold.pid = pid.abs();
                 return Ok(pid.is_positive());
             }
-            // Whatever strikes sooner is something else, and news for the caller. To Diesel the time-out, too, is an
-            // error of a closed connection, if that has been closed before it was read.
-            Err(DieselError::DatabaseError(Unknown | ClosedConnection, _))
-                if began.elapsed() >= limit.mul_f64(0.9) => {}
+            Err(error) if is_time_out(&error, began.elapsed(), limit) => {}
             Err(error) => return Err(error.into()),
         }
     }
@@ -54,6 +51,15 @@ pub(super) fn for_session_lock(
     Ok(held)
 }
 
+/// Whatever strikes sooner is something else, and news for the caller. To Diesel the time-out, too, is an error of a
+/// closed connection, if that has been closed before it was read.
+fn is_time_out(error: &DieselError, elapsed: Duration, limit: Duration) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(Unknown | ClosedConnection, _)
+    ) && elapsed >= limit.mul_f64(0.9)
+}
+
 fn wait(conn: &mut PgConnection, hold: &Hold, limit: Duration) -> QueryResult<i32> {
     let query = Acquire {
         id: &hold.id,
@@ -66,6 +72,7 @@ fn wait(conn: &mut PgConnection, hold: &Hold, limit: Duration) -> QueryResult<i3
 #[cfg(test)]
 mod tests {
     use diesel::connection::SimpleConnection;
+    use diesel::result::DatabaseErrorKind;
 
     use super::*;
     use crate::advisory::mode::LockMode;
@@ -175,5 +182,17 @@ mod tests {
             for_session_lock(conn, hold, SLICE),
             Err(Error::Database(_))
         ));
+    }
+
+    #[test]
+    fn a_time_out_that_is_read_after_the_connection_was_closed_is_one() {
+        let error = |kind| DieselError::DatabaseError(kind, Box::new(String::new()));
+        let (slice, early) = (Duration::from_millis(500), Duration::from_millis(400));
+        for kind in [Unknown, ClosedConnection] {
+            assert!(is_time_out(&error(kind), slice, slice));
+        }
+        assert!(!is_time_out(&error(ClosedConnection), early, slice));
+        let other = DatabaseErrorKind::SerializationFailure;
+        assert!(!is_time_out(&error(other), slice, slice));
     }
 }

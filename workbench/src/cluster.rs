@@ -259,7 +259,7 @@ impl Cluster {
     /// `postgresql://postgres@%2Ftmp%2Finterlock-0123456789abcdef:5432/postgres`, with the
     /// socket's directory as the host.
     pub fn url(&self, database: &str) -> String {
-        ConnectionString::new(self.server_url())
+        ConnectionString::new(&self.server_url())
             .with_database(database)
             .to_string()
     }

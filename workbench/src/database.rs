@@ -47,15 +47,14 @@ impl Database {
     /// Makes a database, on the server of the environment variable `DATABASE_URL` if that is set,
     /// else on a server that is started for this process at the first call.
     ///
-    /// `DATABASE_URL` may be a URL or a string of keywords such as `host=localhost user=me
-    /// dbname=postgres`. Its database must exist and is only connected to. Databases that
-    /// killed runs left on that server are dropped when they are an hour old and nobody is
-    /// connected to them.
+    /// `DATABASE_URL` is a `postgresql://` URL. Its database must exist and is only connected to.
+    /// Databases that killed runs left on that server are dropped when they are an hour old and
+    /// nobody is connected to them.
     ///
     /// # Panics
     ///
-    /// If the server cannot be started or reached, or if the role of `DATABASE_URL` may not create
-    /// databases.
+    /// If the server cannot be started or reached, if `DATABASE_URL` is no URL, or if its role may not
+    /// create databases.
     #[must_use = "the database is dropped when the value drops"]
     // Not a cheap constant, as `default` would suggest.
     #[allow(clippy::new_without_default)]
@@ -65,7 +64,8 @@ impl Database {
 
         match env::var("DATABASE_URL") {
             Ok(url) if !url.is_empty() => {
-                let maintenance = ConnectionString::new(url);
+                let maintenance = ConnectionString::parse(&url)
+                    .unwrap_or_else(|error| panic!("DATABASE_URL: {error}"));
                 let mut conn = connect_to_maintain(&maintenance).unwrap_or_else(|error| {
                     panic!("cannot connect to the server of DATABASE_URL: {error}")
                 });
@@ -78,7 +78,7 @@ impl Database {
     }
 
     pub(crate) fn on_cluster(cluster: &Cluster) -> Self {
-        let maintenance = ConnectionString::new(cluster.url("postgres"));
+        let maintenance = ConnectionString::new(&cluster.url("postgres"));
         let mut conn = connect_to_maintain(&maintenance).unwrap_or_else(|error| {
             panic!(
                 "cannot connect to {maintenance}: {error}\n{}",
@@ -117,8 +117,7 @@ impl Database {
         &self.name
     }
 
-    /// The connection string, in the form that `DATABASE_URL` has, or else a URL as of
-    /// [`Cluster::url`].
+    /// The URL of the database.
     pub fn url(&self) -> String {
         self.url.to_string()
     }

@@ -73,7 +73,7 @@ impl RoundTrips {
         Self::listen(database.connection_string(), true)
     }
 
-    /// Starts a proxy in front of the server of a connection string. Where that cannot be reached, as during a restart,
+    /// Starts a proxy in front of the server of a URL. Where that cannot be reached, as during a restart,
     /// the proxy closes the client's connection without a word.
     #[must_use = "the proxy ends when the value drops"]
     pub fn in_front_of_url(url: &str) -> Self {

@@ -286,8 +286,7 @@ impl Place {
     }
 }
 
-/// The connection string, in either form, with a name for the sessions, and with what bounds the time that a dead network
-/// is waited for.
+/// The URL with a name for the sessions, and with the settings that bound the wait for a dead network.
 fn with_settings(url: &str, number: usize) -> String {
     let settings = [
         ("application_name", format!("worker-{number}")),
@@ -298,11 +297,8 @@ fn with_settings(url: &str, number: usize) -> String {
         ("tcp_user_timeout", "2000".to_owned()),
     ]
     .map(|(name, value)| format!("{name}={value}"));
-    match (url.contains("://"), url.contains('?')) {
-        (false, _) => format!("{url} {}", settings.join(" ")),
-        (true, true) => format!("{url}&{}", settings.join("&")),
-        (true, false) => format!("{url}?{}", settings.join("&")),
-    }
+    let separator = if url.contains('?') { '&' } else { '?' };
+    format!("{url}{separator}{}", settings.join("&"))
 }
 
 /// Passes on what a worker has to say, but not what libpq prints of the server's notices.

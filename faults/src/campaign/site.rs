@@ -42,10 +42,10 @@ impl Site {
         &self.link
     }
 
-    /// A connection string, of keywords and values.
+    /// The URL of the server that is in charge.
     pub(super) fn url(&self) -> String {
         format!(
-            "host='{}' port=5432 user=postgres dbname=postgres options='-c client_min_messages=error'",
+            "postgresql:///postgres?host={}&port=5432&user=postgres&options=-c%20client_min_messages%3Derror",
             self.link.display()
         )
     }

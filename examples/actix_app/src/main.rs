@@ -1,59 +1,32 @@
 //! A web application on actix-web and Diesel whose instances share one database: see README.md.
 
 // An application, not an interface.
-#![allow(missing_docs, unreachable_pub)]
+#![allow(missing_docs, missing_debug_implementations, unreachable_pub)]
 
-mod admin;
-mod app;
-mod cache;
-mod chaos;
-mod config;
-mod database;
-mod error;
-mod geocoder;
-mod reports;
-mod reservations;
+mod blocking;
+mod failure;
 mod routes;
-mod schema;
 
-use std::future::Future;
-use std::io::IsTerminal;
 use std::net::TcpListener;
 use std::time::Duration;
 
 use actix_web::middleware::from_fn;
-use actix_web::rt::signal::unix::{SignalKind, signal};
 use actix_web::rt::time::timeout;
 use actix_web::web::{self, Data};
 use actix_web::{HttpServer, rt};
-use anyhow::Context;
-use tracing_subscriber::filter::Targets;
-use tracing_subscriber::prelude::*;
-
-use crate::app::App;
-use crate::config::Config;
-use crate::geocoder::Geocoder;
+use booking::{Config, startup};
 
 /// How long requests may take when the application is to end.
 const GRACE: Duration = Duration::from_secs(20);
 
 #[actix_web::main]
 async fn main() -> anyhow::Result<()> {
-    let log: Targets = std::env::var("LOG")
-        .as_deref()
-        .unwrap_or("info,diesel_interlock=debug")
-        .parse()?;
-    let format = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal());
-    tracing_subscriber::registry()
-        .with(format.with_filter(log))
-        .init();
-    let config = Config::from_env()?;
+    startup::log()?;
+    let config = Config::from_env(env!("CARGO_PKG_NAME"))?;
     let listener =
-        TcpListener::bind(&config.listen).with_context(|| format!("LISTEN={}", config.listen))?;
+        TcpListener::bind(&config.listen).map_err(|error| config.cannot_listen(error))?;
     let address = listener.local_addr()?;
-    let app = web::block(move || start(config)).await??;
+    let app = web::block(move || startup::start(config)).await??;
 
     let state = Data::new(app.clone());
     let server = HttpServer::new(move || {
@@ -68,7 +41,7 @@ async fn main() -> anyhow::Result<()> {
     .shutdown_timeout(1)
     .run();
 
-    let ended = shutdown_signal()?;
+    let ended = startup::end_asked_for()?;
     rt::spawn({
         let (app, server) = (app.clone(), server.handle());
         async move {
@@ -80,41 +53,9 @@ async fn main() -> anyhow::Result<()> {
             server.stop(true).await;
         }
     });
-    println!("listening on http://{address}");
+    startup::announce(address);
     server.await?;
     app.finish().await;
     tracing::info!("ended");
     Ok(())
-}
-
-/// All that is to be done before the first request. Blocks.
-fn start(config: Config) -> anyhow::Result<App> {
-    let pool = database::pool(&config).context("DATABASE_URL")?;
-    database::prepare(&pool)?;
-    let backend = match &config.backend {
-        Some(url) => url.clone(),
-        None => {
-            let service =
-                fragile_geocoder::FragileGeocoder::start("127.0.0.1:0", Duration::from_secs(1))?;
-            tracing::info!(
-                "a geocoder for this and other instances: BACKEND={}",
-                service.url()
-            );
-            service.url()
-        }
-    };
-    let geocoder = Geocoder::new(&config, &backend);
-    Ok(App::new(config, pool, geocoder))
-}
-
-/// Completes at Ctrl-C, or when whoever started the application wants it to end.
-fn shutdown_signal() -> std::io::Result<impl Future<Output = ()>> {
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    Ok(async move {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
-    })
 }

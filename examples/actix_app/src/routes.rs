@@ -2,30 +2,33 @@
 
 use actix_web::body::MessageBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
-use actix_web::http::StatusCode;
 use actix_web::middleware::Next;
 use actix_web::rt::time::timeout;
 use actix_web::web::{self, Data, Html, Json, JsonConfig, Query, QueryConfig, ServiceConfig};
 use actix_web::{Error, HttpResponse, get, post};
-use serde::Deserialize;
-use serde_json::{Value, json};
+use booking::geocoder::{Located, Question};
+use booking::reservations::NewReservation;
+use booking::status::Status;
+use booking::{App, AppError, cache, chaos, pages, reports, reservations, status};
+use diesel_interlock::Attempt;
 use tracing::Instrument;
 
-use crate::app::App;
-use crate::error::AppError;
-use crate::reservations::NewReservation;
-use crate::{admin, cache, chaos, reports, reservations};
+use crate::blocking::block;
+use crate::failure::Failure;
 
 /// Adds the routes.
 pub fn configure(service: &mut ServiceConfig, chaos: bool) {
     service
-        .app_data(JsonConfig::default().error_handler(|error, _| AppError::from(error).into()))
-        .app_data(QueryConfig::default().error_handler(|error, _| AppError::from(error).into()))
+        .app_data(JsonConfig::default().error_handler(|error, _| Failure::from(error).into()))
+        .app_data(QueryConfig::default().error_handler(|error, _| Failure::from(error).into()))
+        .service(root)
+        .service(show_status)
+        .service(show_locks)
         .service(reserve)
         .service(write_report)
         .service(rebuild_cache)
         .service(geocode)
-        .service(locks);
+        .default_service(web::to(nothing_here));
     if chaos {
         service.route("/chaos/panic", web::post().to(panic));
     }
@@ -40,65 +43,84 @@ pub async fn each_request(
     let _waited_for = app.in_progress();
     let span = tracing::info_span!("request", method = %request.method(), uri = %request.uri());
     let limit = app.config.request_timeout;
-    let answered = timeout(limit, next.call(request))
+    let returned = timeout(limit, next.call(request))
         .instrument(span.clone())
         .await;
-    let response = answered.unwrap_or_else(|_| {
-        let message = "it took too long".to_owned();
-        Err(AppError::Rejected(StatusCode::GATEWAY_TIMEOUT, message).into())
+    let response = returned.unwrap_or_else(|_| {
+        let message = "the request timed out".to_owned();
+        Err(Failure::from(AppError::Rejected(504, message)).into())
     });
     let status = match &response {
         Ok(response) => response.status(),
         Err(error) => error.as_response_error().status_code(),
     };
-    span.in_scope(|| tracing::info!(status = status.as_u16(), "answered"));
+    span.in_scope(|| tracing::info!(status = status.as_u16(), "responded"));
     response
 }
 
-#[post("/reservations")]
-async fn reserve(app: Data<App>, wanted: Json<NewReservation>) -> Result<HttpResponse, AppError> {
-    let id = app
-        .block(move |app, _| reservations::reserve(app, &wanted))
-        .await?;
-    Ok(HttpResponse::Created().json(json!({ "id": id })))
-}
-
+/// A handler with a guard. The guard stays on the blocking thread, so a client that hangs up drops the
+/// response and not the guard.
 #[post("/reports/nightly")]
-async fn write_report(app: Data<App>) -> Result<HttpResponse, AppError> {
-    let report = app.block(reports::write).await?;
+async fn write_report(app: Data<App>) -> Result<HttpResponse, Failure> {
+    let report = block(App::clone(&app), |app, stop| {
+        let Attempt::Acquired(mut guard) = reports::NIGHTLY.try_acquire(&app.pool)? else {
+            return Err(reports::already_running(app));
+        };
+        let report = reports::write(app, &mut guard, stop)?;
+        guard.release()?; // an error if the lock was lost on the way
+        Ok(report)
+    })
+    .await?;
     Ok(HttpResponse::Created().json(report))
 }
 
-#[post("/cache/rebuild")]
-async fn rebuild_cache(app: Data<App>) -> Result<HttpResponse, AppError> {
-    let grant = app.block(|app, _| cache::rebuild(app)).await?;
-    Ok(HttpResponse::Accepted().json(json!({ "due_again": grant.until })))
+#[post("/reservations")]
+async fn reserve(app: Data<App>, wanted: Json<NewReservation>) -> Result<HttpResponse, Failure> {
+    let reservation = block(App::clone(&app), move |app, _| {
+        reservations::reserve(app, &wanted)
+    })
+    .await?;
+    Ok(HttpResponse::Created().json(reservation))
 }
 
-#[derive(Debug, Deserialize)]
-struct Question {
-    q: String,
+#[post("/cache/rebuild")]
+async fn rebuild_cache(app: Data<App>) -> Result<HttpResponse, Failure> {
+    let rebuild = block(App::clone(&app), |app, _| cache::rebuild(app)).await?;
+    Ok(HttpResponse::Accepted().json(rebuild))
 }
 
 #[get("/geocode")]
-async fn geocode(app: Data<App>, question: Query<Question>) -> Result<Json<Value>, AppError> {
-    let q = question.into_inner().q;
-    if q.trim().is_empty() || q.len() > 200 {
-        return Err(AppError::Invalid("q must have 1 to 200 bytes".to_owned()));
-    }
-    let question = q.clone();
-    let place = app
-        .block(move |app, _| app.geocoder.locate(app, &question))
-        .await?;
-    Ok(Json(json!({ "q": q, "place": place })))
+async fn geocode(app: Data<App>, question: Query<Question>) -> Result<Json<Located>, Failure> {
+    let question = question.into_inner();
+    let located = block(App::clone(&app), |app, _| {
+        app.geocoder.locate(app, question)
+    })
+    .await?;
+    Ok(Json(located))
+}
+
+#[get("/")]
+async fn root() -> Html {
+    Html::new(pages::ROOT)
+}
+
+#[get("/status")]
+async fn show_status(app: Data<App>) -> Result<Json<Status>, Failure> {
+    let status = block(App::clone(&app), |app, _| status::status(app)).await?;
+    Ok(Json(status))
 }
 
 #[get("/admin/locks")]
-async fn locks(app: Data<App>) -> Result<Html, AppError> {
-    app.block(|app, _| admin::page(app)).await.map(Html::new)
+async fn show_locks(app: Data<App>) -> Result<Html, Failure> {
+    let page = block(App::clone(&app), |app, _| pages::locks(app)).await?;
+    Ok(Html::new(page))
 }
 
-async fn panic(app: Data<App>) -> Result<HttpResponse, AppError> {
-    app.block(|app, _| chaos::panic(app)).await?;
+async fn nothing_here() -> Result<HttpResponse, Failure> {
+    Err(AppError::NotFound.into())
+}
+
+async fn panic(app: Data<App>) -> Result<HttpResponse, Failure> {
+    block(App::clone(&app), |app, _| chaos::panic(app)).await?;
     Ok(HttpResponse::NoContent().finish())
 }

@@ -1,57 +1,31 @@
 //! A web application on axum and Diesel whose instances share one database: see README.md.
 
 // An application, not an interface.
-#![allow(missing_docs, unreachable_pub)]
+#![allow(missing_docs, missing_debug_implementations, unreachable_pub)]
 
-mod admin;
-mod app;
-mod cache;
-mod chaos;
-mod config;
-mod database;
-mod error;
-mod geocoder;
-mod reports;
-mod reservations;
+mod blocking;
+mod failure;
 mod routes;
-mod schema;
 
-use std::future::{Future, IntoFuture};
-use std::io::IsTerminal;
+use std::future::IntoFuture;
 use std::time::Duration;
 
-use anyhow::Context;
+use booking::{App, Config, startup};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::filter::Targets;
-use tracing_subscriber::prelude::*;
-
-use crate::app::App;
-use crate::config::Config;
-use crate::geocoder::Geocoder;
 
 /// How long clients may take to let go of their connections when the application is to end.
 const GRACE: Duration = Duration::from_secs(10);
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    let log: Targets = std::env::var("LOG")
-        .as_deref()
-        .unwrap_or("info,diesel_interlock=debug")
-        .parse()?;
-    let format = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal());
-    tracing_subscriber::registry()
-        .with(format.with_filter(log))
-        .init();
-    let config = Config::from_env()?;
+    startup::log()?;
+    let config = Config::from_env(env!("CARGO_PKG_NAME"))?;
     let listener = TcpListener::bind(&config.listen)
         .await
-        .with_context(|| format!("LISTEN={}", config.listen))?;
-    let app = tokio::task::spawn_blocking(move || start(config)).await??;
+        .map_err(|error| config.cannot_listen(error))?;
+    let app = tokio::task::spawn_blocking(move || startup::start(config)).await??;
 
-    let ended = shutdown_signal()?;
+    let ended = startup::end_asked_for()?;
     tokio::spawn({
         let stop = app.stop.clone();
         async move {
@@ -60,7 +34,7 @@ async fn main() -> anyhow::Result<()> {
         }
     });
 
-    println!("listening on http://{}", listener.local_addr()?);
+    startup::announce(listener.local_addr()?);
     let server = axum::serve(listener, routes::router(app.clone()))
         .with_graceful_shutdown(app.stop.clone().cancelled_owned())
         .into_future();
@@ -71,38 +45,6 @@ async fn main() -> anyhow::Result<()> {
     app.finish().await;
     tracing::info!("ended");
     Ok(())
-}
-
-/// All that is to be done before the first request. Blocks.
-fn start(config: Config) -> anyhow::Result<App> {
-    let pool = database::pool(&config).context("DATABASE_URL")?;
-    database::prepare(&pool)?;
-    let backend = match &config.backend {
-        Some(url) => url.clone(),
-        None => {
-            let service =
-                fragile_geocoder::FragileGeocoder::start("127.0.0.1:0", Duration::from_secs(1))?;
-            tracing::info!(
-                "a geocoder for this and other instances: BACKEND={}",
-                service.url()
-            );
-            service.url()
-        }
-    };
-    let geocoder = Geocoder::new(&config, &backend);
-    Ok(App::new(config, pool, geocoder))
-}
-
-/// Completes at Ctrl-C, or when whoever started the application wants it to end.
-fn shutdown_signal() -> std::io::Result<impl Future<Output = ()>> {
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    Ok(async move {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
-    })
 }
 
 async fn after(grace: Duration, app: &App) {

@@ -7,27 +7,32 @@ use axum::http::StatusCode;
 use axum::response::Html;
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use serde::Deserialize;
-use serde_json::{Value, json};
+use booking::cache::{self, Rebuild};
+use booking::geocoder::{Located, Question};
+use booking::reports::{self, Report};
+use booking::reservations::{self, NewReservation, Reservation};
+use booking::status::{self, Status};
+use booking::{App, AppError, chaos, pages};
+use diesel_interlock::Attempt;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::timeout::TimeoutLayer;
 use tower_http::trace::{DefaultMakeSpan, DefaultOnResponse, TraceLayer};
 use tracing::Level;
 
-use crate::app::App;
-use crate::error::AppError;
-use crate::reports::Report;
-use crate::reservations::NewReservation;
-use crate::{admin, cache, chaos, reports, reservations};
+use crate::blocking::block;
+use crate::failure::Failure;
 
 /// The whole application as a service.
 pub fn router(app: App) -> Router {
     let mut router = Router::new()
+        .route("/", get(root))
+        .route("/status", get(show_status))
+        .route("/admin/locks", get(show_locks))
         .route("/reservations", post(reserve))
         .route("/reports/nightly", post(write_report))
         .route("/cache/rebuild", post(rebuild_cache))
         .route("/geocode", get(geocode))
-        .route("/admin/locks", get(locks));
+        .fallback(nothing_here);
     if app.config.chaos {
         router = router.route("/chaos/panic", post(panic));
     }
@@ -48,62 +53,70 @@ fn time_limit(limit: Duration) -> TimeoutLayer {
     TimeoutLayer::with_status_code(StatusCode::GATEWAY_TIMEOUT, limit)
 }
 
-/// A body, or an [`AppError`] that says what is wrong with it.
+/// A body, or a [`Failure`] that says what is wrong with it.
 #[derive(FromRequest)]
-#[from_request(via(Json), rejection(AppError))]
+#[from_request(via(Json), rejection(Failure))]
 struct Body<T>(T);
 
-/// A query string, or an [`AppError`] that says what is wrong with it.
+/// A query string, or a [`Failure`] that says what is wrong with it.
 #[derive(FromRequestParts)]
-#[from_request(via(axum::extract::Query), rejection(AppError))]
+#[from_request(via(axum::extract::Query), rejection(Failure))]
 struct Query<T>(T);
+
+/// A handler with a guard. The guard stays on the blocking thread, so a client that hangs up drops the
+/// response and not the guard.
+async fn write_report(State(app): State<App>) -> Result<(StatusCode, Json<Report>), Failure> {
+    let report = block(app, |app, stop| {
+        let Attempt::Acquired(mut guard) = reports::NIGHTLY.try_acquire(&app.pool)? else {
+            return Err(reports::already_running(app));
+        };
+        let report = reports::write(app, &mut guard, stop)?;
+        guard.release()?; // an error if the lock was lost on the way
+        Ok(report)
+    })
+    .await?;
+    Ok((StatusCode::CREATED, Json(report)))
+}
 
 async fn reserve(
     State(app): State<App>,
     Body(wanted): Body<NewReservation>,
-) -> Result<(StatusCode, Json<Value>), AppError> {
-    let id = app
-        .block(move |app, _| reservations::reserve(app, &wanted))
-        .await?;
-    Ok((StatusCode::CREATED, Json(json!({ "id": id }))))
+) -> Result<(StatusCode, Json<Reservation>), Failure> {
+    let reservation = block(app, move |app, _| reservations::reserve(app, &wanted)).await?;
+    Ok((StatusCode::CREATED, Json(reservation)))
 }
 
-async fn write_report(State(app): State<App>) -> Result<(StatusCode, Json<Report>), AppError> {
-    let report = app.block(reports::write).await?;
-    Ok((StatusCode::CREATED, Json(report)))
-}
-
-async fn rebuild_cache(State(app): State<App>) -> Result<(StatusCode, Json<Value>), AppError> {
-    let grant = app.block(|app, _| cache::rebuild(app)).await?;
-    Ok((
-        StatusCode::ACCEPTED,
-        Json(json!({ "due_again": grant.until })),
-    ))
-}
-
-#[derive(Debug, Deserialize)]
-struct Question {
-    q: String,
+async fn rebuild_cache(State(app): State<App>) -> Result<(StatusCode, Json<Rebuild>), Failure> {
+    let rebuild = block(app, |app, _| cache::rebuild(app)).await?;
+    Ok((StatusCode::ACCEPTED, Json(rebuild)))
 }
 
 async fn geocode(
     State(app): State<App>,
-    Query(Question { q }): Query<Question>,
-) -> Result<Json<Value>, AppError> {
-    if q.trim().is_empty() || q.len() > 200 {
-        return Err(AppError::Invalid("q must have 1 to 200 bytes".to_owned()));
-    }
-    let question = q.clone();
-    let place = app
-        .block(move |app, _| app.geocoder.locate(app, &question))
-        .await?;
-    Ok(Json(json!({ "q": q, "place": place })))
+    Query(question): Query<Question>,
+) -> Result<Json<Located>, Failure> {
+    let located = block(app, |app, _| app.geocoder.locate(app, question)).await?;
+    Ok(Json(located))
 }
 
-async fn locks(State(app): State<App>) -> Result<Html<String>, AppError> {
-    app.block(|app, _| admin::page(app)).await.map(Html)
+async fn root() -> Html<&'static str> {
+    Html(pages::ROOT)
 }
 
-async fn panic(State(app): State<App>) -> Result<(), AppError> {
-    app.block(|app, _| chaos::panic(app)).await
+async fn show_status(State(app): State<App>) -> Result<Json<Status>, Failure> {
+    let status = block(app, |app, _| status::status(app)).await?;
+    Ok(Json(status))
+}
+
+async fn show_locks(State(app): State<App>) -> Result<Html<String>, Failure> {
+    let page = block(app, |app, _| pages::locks(app)).await?;
+    Ok(Html(page))
+}
+
+async fn nothing_here() -> Failure {
+    AppError::NotFound.into()
+}
+
+async fn panic(State(app): State<App>) -> Result<(), Failure> {
+    Ok(block(app, |app, _| chaos::panic(app)).await?)
 }

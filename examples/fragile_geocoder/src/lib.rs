@@ -5,7 +5,7 @@
 //! It speaks as much HTTP/1.1 as its callers need, one call per connection:
 //!
 //! ```text
-//! GET /geocode?q=…    200 {"lat": 52.5, "lon": 13.4}, or 500
+//! GET /geocode?q=…    200 {"lat": 52.5, "lon": 13.4}, or 500; a question that begins with "slow" takes longer
 //! GET /stats          200 {"calls": 200, "in_flight": 0, "most": 4, "violations": 0}
 //! ```
 
@@ -19,6 +19,9 @@ use std::time::{Duration, Instant};
 
 /// How many calls it can handle at a time.
 pub const CAPACITY: u32 = 4;
+
+/// How much longer a slow call takes than another.
+pub const SLOWNESS: u32 = 12;
 
 /// A running service. It runs until the process ends.
 #[derive(Debug, Clone)]
@@ -142,7 +145,12 @@ impl Shared {
         if broken {
             state.stats.violations += 1;
         }
-        while let Some(rest) = state.takes.checked_sub(began.elapsed()) {
+        let slowness = if target.contains("q=slow") {
+            SLOWNESS
+        } else {
+            1
+        };
+        while let Some(rest) = (state.takes * slowness).checked_sub(began.elapsed()) {
             if rest.is_zero() {
                 break;
             }

@@ -48,6 +48,7 @@ impl Start {
             .env("LOG", "warn")
             .env("RUST_BACKTRACE", "0")
             .env("REPORT_PAUSE_SECS", "0")
+            .env("RESERVATION_PAUSE_SECS", "0")
             .env("GEOCODE_TIMEOUT_SECS", "600")
             .env("REQUEST_TIMEOUT_SECS", "600")
             .stdin(Stdio::null())
@@ -84,7 +85,8 @@ impl Start {
             address: first
                 .as_ref()
                 .ok()
-                .and_then(|line| line.strip_prefix("listening on http://"))
+                .and_then(|line| line.strip_prefix("try it:  http://"))
+                .and_then(|address| address.strip_suffix("/"))
                 .unwrap_or_default()
                 .to_owned(),
             agent: Agent::config_builder()

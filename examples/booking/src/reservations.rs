@@ -1,12 +1,13 @@
 //! Reservations of servers: no two of one server overlap.
 
+use std::thread;
 use std::time::Duration;
 
 use chrono::{DateTime, Datelike, TimeDelta, Utc};
 use diesel::dsl::exists;
 use diesel::prelude::*;
 use diesel_interlock::{AdvisoryLock, Attempt, LockKey};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::app::App;
 use crate::error::AppError;
@@ -27,16 +28,22 @@ pub struct NewReservation {
     end_date: DateTime<Utc>,
 }
 
+/// A reservation that was made.
+#[derive(Debug, Serialize)]
+pub struct Reservation {
+    id: i64,
+}
+
 /// The lock on a server, in whatever its reservations are about.
 pub fn lock(datacenter_id: i32, server_id: i32) -> LockKey {
     LockKey::parts(["server", &datacenter_id.to_string(), &server_id.to_string()])
 }
 
-/// Reserves the server if it is free in that period, and answers the number of the reservation.
+/// Reserves the server if it is free in that period.
 ///
-/// "Check, then insert" under the lock of that server: whoever checks sees what everybody before has
-/// inserted, for the lock ends with the commit.
-pub fn reserve(app: &App, wanted: &NewReservation) -> Result<i64, AppError> {
+/// "Check, then insert" under the lock of that server. Each check sees all earlier inserts, because the
+/// lock ends with the commit.
+pub fn reserve(app: &App, wanted: &NewReservation) -> Result<Reservation, AppError> {
     wanted.validate()?;
     let conn = &mut app.pool.get()?;
     let lock = AdvisoryLock::new(lock(wanted.datacenter_id, wanted.server_id));
@@ -47,14 +54,15 @@ pub fn reserve(app: &App, wanted: &NewReservation) -> Result<i64, AppError> {
         if wanted.overlaps_another(conn)? {
             return Err(AppError::Reserved);
         }
+        thread::sleep(app.config.reservation_pause); // it takes a while to work out the price
         let id = diesel::insert_into(reservations::table)
             .values(wanted)
             .returning(reservations::id)
             .get_result(conn)?;
-        Ok(id)
+        Ok(Reservation { id })
     })?;
     match reserved {
-        Attempt::Acquired(id) => Ok(id),
+        Attempt::Acquired(reservation) => Ok(reservation),
         Attempt::Busy => Err(AppError::Busy),
     }
 }

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
+use chrono::{DateTime, Utc};
 use diesel::prelude::*;
-use diesel_interlock::{Decision, Grant, Throttle, throttled_resources};
+use diesel_interlock::{Decision, Throttle, throttled_resources};
+use serde::Serialize;
 
 use crate::app::App;
 use crate::error::AppError;
@@ -15,16 +17,25 @@ throttled_resources! {
     }
 }
 
+/// A rebuild that has begun.
+#[derive(Debug, Serialize)]
+pub struct Rebuild {
+    due_again: DateTime<Utc>,
+}
+
 /// Starts to rebuild the cache if it is due, and does not wait for the end of it.
 ///
-/// The grant is committed before the work begins: outside a transaction, an attempt is one of its own.
-pub fn rebuild(app: &App) -> Result<Grant, AppError> {
+/// The grant is committed before the work begins, because an attempt outside a transaction is a
+/// transaction of its own.
+pub fn rebuild(app: &App) -> Result<Rebuild, AppError> {
     let throttle = Throttle::of(Resource::CacheRebuild);
     let decision = throttle.attempt(&mut *app.pool.get()?, &app.config.instance)?;
     match decision {
         Decision::Granted(grant) => {
             app.in_background("the rebuild of the cache", refresh);
-            Ok(grant)
+            Ok(Rebuild {
+                due_again: grant.until,
+            })
         }
         Decision::Denied(denial) => Err(AppError::Throttled(denial)),
     }

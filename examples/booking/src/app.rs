@@ -1,10 +1,11 @@
-//! What all requests share, and how they do work that blocks.
+//! What all requests share.
 
 use std::sync::Arc;
 
 use diesel_interlock::PgPool;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::config::Config;
 use crate::error::AppError;
@@ -32,28 +33,6 @@ impl App {
         }
     }
 
-    /// Does the work of a request on a thread that may block: Diesel, and whatever is held while it
-    /// lasts.
-    ///
-    /// The work runs to its end, so what it holds is released on every way out: an early `?`, a panic,
-    /// or an answer that nobody waits for any more. What takes long asks its token whether to go on:
-    /// it is cancelled when the client hangs up, the request times out, or the application is to end.
-    pub async fn block<T, F>(&self, work: F) -> Result<T, AppError>
-    where
-        T: Send + 'static,
-        F: FnOnce(&App, &CancellationToken) -> Result<T, AppError> + Send + 'static,
-    {
-        let app = self.clone();
-        let stop = self.stop.child_token();
-        let _cancels_when_dropped = stop.clone().drop_guard();
-        let span = tracing::Span::current();
-        let job = self
-            .jobs
-            .spawn_blocking(move || span.in_scope(|| work(&app, &stop)));
-        job.await
-            .map_err(|panic| AppError::Panicked(panic.to_string()))?
-    }
-
     /// Does work that no request waits for.
     pub fn in_background<F>(&self, what: &'static str, work: F)
     where
@@ -65,6 +44,11 @@ impl App {
                 tracing::error!(error = &error as &dyn std::error::Error, "{what} failed");
             }
         });
+    }
+
+    /// Returns a token; [`finish`](Self::finish) waits until it is dropped.
+    pub fn in_progress(&self) -> TaskTrackerToken {
+        self.jobs.token()
     }
 
     /// Waits for the end of all work.

@@ -1,10 +1,11 @@
 //! The configuration, by environment variables.
 
 use std::env::{self, VarError};
+use std::io;
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 
 /// What the environment says; README.md has the list.
 #[derive(Debug, Clone)]
@@ -18,6 +19,8 @@ pub struct Config {
     pub backend: Option<String>,
     pub request_timeout: Duration,
     pub geocode_timeout: Duration,
+    /// How long a reservation takes between its check and its insert.
+    pub reservation_pause: Duration,
     /// How long the report takes for each night.
     pub report_pause: Duration,
     /// Whether there is a route that panics, for tests.
@@ -25,27 +28,33 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads the environment.
-    pub fn from_env() -> anyhow::Result<Self> {
+    /// Reads the environment of this program.
+    pub fn from_env(program: &str) -> anyhow::Result<Self> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
-        let instance = format!(
-            "{} on {host}, pid {}",
-            env!("CARGO_PKG_NAME"),
-            std::process::id()
-        );
+        let instance = format!("{program} on {host}, pid {}", std::process::id());
         Ok(Self {
             database_url: variable("DATABASE_URL")?
                 .context("DATABASE_URL is not set: say postgres://user@host/database, or start with examples/run")?,
             listen: or("LISTEN", "127.0.0.1:3000".to_owned())?,
             instance: or("INSTANCE", instance)?,
             host,
-            pool_size: or("POOL_SIZE", 10)?,
+            pool_size: or("POOL_SIZE", 16)?,
             backend: variable("BACKEND")?,
             request_timeout: seconds("REQUEST_TIMEOUT_SECS", 30.0)?,
             geocode_timeout: seconds("GEOCODE_TIMEOUT_SECS", 10.0)?,
+            reservation_pause: seconds("RESERVATION_PAUSE_SECS", 1.0)?,
             report_pause: seconds("REPORT_PAUSE_SECS", 0.2)?,
             chaos: or("CHAOS", false)?,
         })
+    }
+
+    /// The error of a program that cannot listen where it is told to.
+    pub fn cannot_listen(&self, error: io::Error) -> anyhow::Error {
+        let listen = &self.listen;
+        let context = format!(
+            "cannot listen at LISTEN={listen}: with LISTEN=127.0.0.1:0 the system picks a free port"
+        );
+        anyhow!(error).context(context)
     }
 }
 

@@ -1,5 +1,7 @@
 //! A service that takes four calls at a time, from all instances together.
 
+use std::time::Duration;
+
 use diesel_interlock::{Admission, Semaphore};
 use serde::{Deserialize, Serialize};
 use ureq::Agent;
@@ -8,7 +10,7 @@ use crate::app::App;
 use crate::config::Config;
 use crate::error::AppError;
 
-/// What the semaphore is called.
+/// The name of the semaphore.
 pub const SERVICE: &str = "geocoder";
 
 /// How many calls the service can take.
@@ -20,6 +22,19 @@ pub struct Geocoder {
     semaphore: Semaphore,
     agent: Agent,
     url: String,
+}
+
+/// What a client asks for.
+#[derive(Debug, Deserialize)]
+pub struct Question {
+    q: String,
+}
+
+/// The answer to a question.
+#[derive(Debug, Serialize)]
+pub struct Located {
+    q: String,
+    place: Place,
 }
 
 /// Where something is.
@@ -44,18 +59,27 @@ impl Geocoder {
     ///
     /// The call is made to its end, or to that of its permit, also if the client hangs up: the service
     /// does not notice that nobody waits any more, so neither may the permit.
-    pub fn locate(&self, app: &App, question: &str) -> Result<Place, AppError> {
+    pub fn locate(&self, app: &App, Question { q }: Question) -> Result<Located, AppError> {
+        if q.trim().is_empty() || q.len() > 200 {
+            return Err(AppError::Invalid("q must have 1 to 200 bytes".to_owned()));
+        }
         let permit = match self.semaphore.admit(&app.pool)? {
             Admission::Admitted(permit) => permit,
             Admission::Full(full) => return Err(AppError::Full(full)),
         };
-        let call = self.agent.get(&self.url).query("q", question);
-        let call = call
-            .config()
-            .timeout_global(Some(permit.remaining()))
-            .build();
-        let place = call.call()?.body_mut().read_json()?;
+        let place = self.ask(&q, permit.remaining()).map_err(AppError::from);
+        if let Err(AppError::BackendTimedOut) = place {
+            // The service may be at it for longer: the slot is left to its own time-out.
+            let _nobodys = permit.into_claim();
+            return Err(AppError::BackendTimedOut);
+        }
         permit.release()?;
-        Ok(place)
+        Ok(Located { q, place: place? })
+    }
+
+    fn ask(&self, question: &str, at_most: Duration) -> Result<Place, ureq::Error> {
+        let call = self.agent.get(&self.url).query("q", question);
+        let call = call.config().timeout_global(Some(at_most)).build();
+        call.call()?.body_mut().read_json()
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use chrono::{DateTime, NaiveDate, TimeDelta, Utc};
 use diesel::prelude::*;
 use diesel_interlock::functions::clock_timestamp;
-use diesel_interlock::{AdvisoryLock, Attempt, monitor};
+use diesel_interlock::{AdvisoryLock, PooledGuard, monitor};
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
@@ -37,23 +37,20 @@ pub struct Running {
     since: Option<DateTime<Utc>>,
 }
 
-/// Writes the report, unless somebody is at it.
-///
-/// All of it runs on the connection whose session has the lock. The guard is released on every way
-/// out, and `release` tells if the lock was lost on the way.
-pub fn write(app: &App, stop: &CancellationToken) -> Result<Report, AppError> {
-    let Attempt::Acquired(mut guard) = NIGHTLY.try_acquire(&app.pool)? else {
-        return Err(AppError::ReportRunning(running(&mut *app.pool.get()?)?));
-    };
+/// Writes the report on the connection whose session has the lock, until it is told to stop.
+pub fn write(
+    app: &App,
+    guard: &mut PooledGuard,
+    stop: &CancellationToken,
+) -> Result<Report, AppError> {
     let backend_pid = guard.backend_pid();
-    let conn = guard.conn();
     let (run, started_at): (i64, DateTime<Utc>) = diesel::insert_into(report_runs::table)
         .values((
             report_runs::host.eq(&app.config.host),
             report_runs::backend_pid.eq(backend_pid),
         ))
         .returning((report_runs::id, report_runs::started_at))
-        .get_result(conn)?;
+        .get_result(guard.conn())?;
 
     for night in (1..=NIGHTS).map(|ago| started_at.date_naive() - TimeDelta::days(ago)) {
         if stop.is_cancelled() {
@@ -65,7 +62,6 @@ pub fn write(app: &App, stop: &CancellationToken) -> Result<Report, AppError> {
     diesel::update(report_runs::table.find(run))
         .set(report_runs::finished_at.eq(clock_timestamp().nullable()))
         .execute(guard.conn())?;
-    guard.release()?;
     Ok(Report {
         run,
         nights: NIGHTS,
@@ -98,8 +94,15 @@ fn write_night(
     })
 }
 
-/// Asks who has the lock, and since when by the row that they wrote.
-fn running(conn: &mut PgConnection) -> Result<Running, AppError> {
+/// The refusal while somebody else has the lock: who, and since when by the row that they wrote.
+pub fn already_running(app: &App) -> AppError {
+    match app.pool.get() {
+        Ok(mut conn) => running(&mut conn).map_or_else(AppError::from, AppError::ReportRunning),
+        Err(error) => error.into(),
+    }
+}
+
+fn running(conn: &mut PgConnection) -> Result<Running, diesel_interlock::Error> {
     let holder = monitor::holders()
         .filter(monitor::of_key(NIGHTLY.key())?)
         .left_join(report_runs::table.on(of_this_session()))

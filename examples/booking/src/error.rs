@@ -1,0 +1,121 @@
+//! What goes wrong or is refused, and how a client is told.
+
+use diesel_interlock::{Denial, Error, Full};
+use serde_json::{Value, json};
+
+use crate::reports::Running;
+
+/// Everything that a handler returns instead of a success.
+#[derive(Debug, thiserror::Error)]
+pub enum AppError {
+    /// The framework refused the request with this status.
+    #[error("{1}")]
+    Rejected(u16, String),
+    #[error("there is nothing at this address: the page to try everything is at /")]
+    NotFound,
+    #[error("{0}")]
+    Invalid(String),
+    #[error("there is no such server")]
+    UnknownServer,
+    #[error("the server is reserved in that period")]
+    Reserved,
+    #[error("the nightly report is being written")]
+    ReportRunning(Running),
+    #[error("the resource was taken a moment ago, or is being taken: retry later")]
+    Throttled(Denial),
+    #[error("the service has as many calls in flight as it can take: retry later")]
+    Full(Full),
+    #[error("timed out waiting for other reservations of this server: retry")]
+    Busy,
+    #[error("the work was given up, because its client hung up or the application ends: retry")]
+    Stopped,
+    #[error("the service did not reply before the call timed out")]
+    BackendTimedOut,
+    #[error("the call to the service failed")]
+    Backend(#[source] ureq::Error),
+    #[error("a panic: {0}")]
+    Panicked(String),
+    #[error("the page could not be written")]
+    Page(#[from] askama::Error),
+    #[error(transparent)]
+    Interlock(#[from] Error),
+}
+
+/// An HTTP response to what was refused or went wrong, in no framework's types.
+#[derive(Debug)]
+pub struct Refusal {
+    pub status: u16,
+    /// The seconds of `Retry-After`.
+    pub retry_after: Option<u64>,
+    /// JSON.
+    pub body: Value,
+}
+
+impl AppError {
+    /// What the client is told. Logs what is nobody's business but ours.
+    pub fn refusal(&self) -> Refusal {
+        let (status, retry_after) = self.status_and_retry_after();
+        let mut body = json!({ "error": self.to_string() });
+        if status == 500 {
+            tracing::error!(error = self as &dyn std::error::Error);
+            body = json!({ "error": "internal error: the log of the application has the details" });
+        }
+        if let Self::ReportRunning(running) = self {
+            body["running"] = json!(running);
+        }
+        Refusal {
+            status,
+            retry_after,
+            body,
+        }
+    }
+
+    /// The status.
+    pub fn status(&self) -> u16 {
+        self.status_and_retry_after().0
+    }
+
+    fn status_and_retry_after(&self) -> (u16, Option<u64>) {
+        match self {
+            // The refusals and errors of the library.
+            Self::ReportRunning(_) => (409, None),
+            Self::Throttled(denial) => (429, Some(denial.retry_after_secs())),
+            Self::Full(full) => (503, Some(full.retry_after_secs())),
+            Self::Interlock(Error::Pool(_)) => (503, Some(1)),
+            Self::Interlock(Error::TimedOut { .. }) => (504, None),
+            Self::Interlock(_) => (500, None),
+            // Our own.
+            Self::Rejected(status, _) => (*status, None),
+            Self::Invalid(_) => (422, None),
+            Self::UnknownServer | Self::NotFound => (404, None),
+            Self::Reserved => (409, None),
+            Self::Busy | Self::Stopped => (503, Some(1)),
+            Self::BackendTimedOut => (504, None),
+            Self::Backend(_) => (502, None),
+            Self::Panicked(_) | Self::Page(_) => (500, None),
+        }
+    }
+}
+
+/// For `?` on Diesel's queries, in transactions and out of them.
+impl From<diesel::result::Error> for AppError {
+    fn from(error: diesel::result::Error) -> Self {
+        Self::Interlock(error.into())
+    }
+}
+
+/// For `?` on `pool.get()`.
+impl From<diesel::r2d2::PoolError> for AppError {
+    fn from(error: diesel::r2d2::PoolError) -> Self {
+        Self::Interlock(error.into())
+    }
+}
+
+impl From<ureq::Error> for AppError {
+    fn from(error: ureq::Error) -> Self {
+        match error {
+            ureq::Error::Timeout(_) => Self::BackendTimedOut,
+            error => Self::Backend(error),
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The pages for a browser.
+
+use askama::Template;
+
+use crate::app::App;
+use crate::error::AppError;
+use crate::status::{self, Status};
+
+/// The page at `/`, where everything can be tried. It asks for all that it shows: `/status`.
+pub const ROOT: &str = include_str!("../templates/index.html");
+
+/// The page for operators, which needs no script.
+#[derive(Debug, Template)]
+#[template(path = "locks.html")]
+struct Locks {
+    status: Status,
+}
+
+/// Writes the page for operators.
+pub fn locks(app: &App) -> Result<String, AppError> {
+    let status = status::status(app)?;
+    Ok(Locks { status }.render()?)
+}

@@ -1,0 +1,71 @@
+//! From the environment to a running application, and the signal that ends it.
+
+use std::io::IsTerminal;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::prelude::*;
+
+use crate::app::App;
+use crate::config::Config;
+use crate::database;
+use crate::geocoder::Geocoder;
+
+/// Logs to standard error, as the variable `LOG` says.
+pub fn log() -> anyhow::Result<()> {
+    let log: Targets = std::env::var("LOG")
+        .as_deref()
+        .unwrap_or("info,diesel_interlock=debug")
+        .parse()?;
+    let format = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
+    tracing_subscriber::registry()
+        .with(format.with_filter(log))
+        .init();
+    Ok(())
+}
+
+/// Does all that comes before the first request. Blocks.
+pub fn start(config: Config) -> anyhow::Result<App> {
+    let pool = database::pool(&config).context("DATABASE_URL")?;
+    database::prepare(&pool)?;
+    let backend = match &config.backend {
+        Some(url) => url.clone(),
+        None => {
+            let service =
+                fragile_geocoder::FragileGeocoder::start("127.0.0.1:0", Duration::from_secs(1))?;
+            tracing::info!(
+                "a geocoder for this and other instances: BACKEND={}",
+                service.url()
+            );
+            service.url()
+        }
+    };
+    let geocoder = Geocoder::new(&config, &backend);
+    Ok(App::new(config, pool, geocoder))
+}
+
+/// Prints where to look, in a form that a browser on this machine takes.
+pub fn announce(mut listening: SocketAddr) {
+    if listening.ip().is_unspecified() {
+        listening.set_ip(Ipv4Addr::LOCALHOST.into());
+    }
+    println!("try it:  http://{listening}/");
+    println!("locks:   http://{listening}/admin/locks");
+}
+
+/// Returns a future that completes at Ctrl-C or SIGTERM.
+pub fn end_asked_for() -> std::io::Result<impl Future<Output = ()>> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    })
+}

@@ -26,7 +26,7 @@ async fn main() -> anyhow::Result<()> {
     let listener =
         TcpListener::bind(&config.listen).map_err(|error| config.cannot_listen(error))?;
     let address = listener.local_addr()?;
-    let app = web::block(move || startup::start(config)).await??;
+    let app = web::block(move || startup::start(config, address)).await??;
 
     let state = Data::new(app.clone());
     let server = HttpServer::new(move || {
@@ -53,7 +53,7 @@ async fn main() -> anyhow::Result<()> {
             server.stop(true).await;
         }
     });
-    startup::announce(address);
+    startup::announce(&app);
     server.await?;
     app.finish().await;
     tracing::info!("ended");

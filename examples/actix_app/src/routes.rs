@@ -6,6 +6,7 @@ use actix_web::middleware::Next;
 use actix_web::rt::time::timeout;
 use actix_web::web::{self, Data, Html, Json, JsonConfig, Query, QueryConfig, ServiceConfig};
 use actix_web::{Error, HttpResponse, get, post};
+use booking::burst::{self, Burst, Response};
 use booking::geocoder::{Located, Question};
 use booking::reservations::NewReservation;
 use booking::status::Status;
@@ -23,6 +24,7 @@ pub fn configure(service: &mut ServiceConfig, chaos: bool) {
         .app_data(QueryConfig::default().error_handler(|error, _| Failure::from(error).into()))
         .service(root)
         .service(show_status)
+        .service(send_burst)
         .service(show_locks)
         .service(reserve)
         .service(write_report)
@@ -108,6 +110,12 @@ async fn root() -> Html {
 async fn show_status(app: Data<App>) -> Result<Json<Status>, Failure> {
     let status = block(App::clone(&app), |app, _| status::status(app)).await?;
     Ok(Json(status))
+}
+
+#[post("/burst")]
+async fn send_burst(app: Data<App>, burst: Json<Burst>) -> Result<Json<Vec<Response>>, Failure> {
+    let responses = block(App::clone(&app), move |app, _| burst::send(app, &burst)).await?;
+    Ok(Json(responses))
 }
 
 #[get("/admin/locks")]

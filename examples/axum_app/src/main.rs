@@ -23,7 +23,8 @@ async fn main() -> anyhow::Result<()> {
     let listener = TcpListener::bind(&config.listen)
         .await
         .map_err(|error| config.cannot_listen(error))?;
-    let app = tokio::task::spawn_blocking(move || startup::start(config)).await??;
+    let address = listener.local_addr()?;
+    let app = tokio::task::spawn_blocking(move || startup::start(config, address)).await??;
 
     let ended = startup::end_asked_for()?;
     tokio::spawn({
@@ -34,7 +35,7 @@ async fn main() -> anyhow::Result<()> {
         }
     });
 
-    startup::announce(listener.local_addr()?);
+    startup::announce(&app);
     let server = axum::serve(listener, routes::router(app.clone()))
         .with_graceful_shutdown(app.stop.clone().cancelled_owned())
         .into_future();

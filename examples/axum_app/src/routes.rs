@@ -7,6 +7,7 @@ use axum::http::StatusCode;
 use axum::response::Html;
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use booking::burst::{self, Burst, Response};
 use booking::cache::{self, Rebuild};
 use booking::geocoder::{Located, Question};
 use booking::reports::{self, Report};
@@ -27,6 +28,7 @@ pub fn router(app: App) -> Router {
     let mut router = Router::new()
         .route("/", get(root))
         .route("/status", get(show_status))
+        .route("/burst", post(burst))
         .route("/admin/locks", get(show_locks))
         .route("/reservations", post(reserve))
         .route("/reports/nightly", post(write_report))
@@ -106,6 +108,14 @@ async fn root() -> Html<&'static str> {
 async fn show_status(State(app): State<App>) -> Result<Json<Status>, Failure> {
     let status = block(app, |app, _| status::status(app)).await?;
     Ok(Json(status))
+}
+
+async fn burst(
+    State(app): State<App>,
+    Body(burst): Body<Burst>,
+) -> Result<Json<Vec<Response>>, Failure> {
+    let responses = block(app, move |app, _| burst::send(app, &burst)).await?;
+    Ok(Json(responses))
 }
 
 async fn show_locks(State(app): State<App>) -> Result<Html<String>, Failure> {

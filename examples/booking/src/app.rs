@@ -1,5 +1,6 @@
 //! What all requests share.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use diesel_interlock::PgPool;
@@ -17,17 +18,20 @@ pub struct App {
     pub pool: PgPool,
     pub config: Arc<Config>,
     pub geocoder: Arc<Geocoder>,
+    /// Where it can be asked from this machine.
+    pub address: SocketAddr,
     /// Cancelled when the application is to end.
     pub stop: CancellationToken,
     jobs: TaskTracker,
 }
 
 impl App {
-    pub fn new(config: Config, pool: PgPool, geocoder: Geocoder) -> Self {
+    pub fn new(config: Config, pool: PgPool, geocoder: Geocoder, address: SocketAddr) -> Self {
         Self {
             pool,
             config: Arc::new(config),
             geocoder: Arc::new(geocoder),
+            address,
             stop: CancellationToken::new(),
             jobs: TaskTracker::new(),
         }

@@ -7,6 +7,7 @@
 #![allow(missing_docs)]
 
 pub mod app;
+pub mod burst;
 pub mod cache;
 pub mod chaos;
 pub mod config;

@@ -1,7 +1,7 @@
 //! From the environment to a running application, and the signal that ends it.
 
 use std::io::IsTerminal;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -29,8 +29,8 @@ pub fn log() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Does all that comes before the first request. Blocks.
-pub fn start(config: Config) -> anyhow::Result<App> {
+/// Does all that comes before the first request of a program that listens there. Blocks.
+pub fn start(config: Config, listening: SocketAddr) -> anyhow::Result<App> {
     let pool = database::pool(&config).context("DATABASE_URL")?;
     database::prepare(&pool)?;
     let backend = match &config.backend {
@@ -46,16 +46,23 @@ pub fn start(config: Config) -> anyhow::Result<App> {
         }
     };
     let geocoder = Geocoder::new(&config, &backend);
-    Ok(App::new(config, pool, geocoder))
+    Ok(App::new(config, pool, geocoder, from_here(listening)))
 }
 
-/// Prints where to look, in a form that a browser on this machine takes.
-pub fn announce(mut listening: SocketAddr) {
-    if listening.ip().is_unspecified() {
-        listening.set_ip(Ipv4Addr::LOCALHOST.into());
+/// Prints where to look.
+pub fn announce(app: &App) {
+    println!("try it:  http://{}/", app.address);
+    println!("locks:   http://{}/admin/locks", app.address);
+}
+
+/// The address that a program on this machine reaches it by.
+fn from_here(mut listening: SocketAddr) -> SocketAddr {
+    match listening.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => listening.set_ip(Ipv4Addr::LOCALHOST.into()),
+        IpAddr::V6(ip) if ip.is_unspecified() => listening.set_ip(Ipv6Addr::LOCALHOST.into()),
+        _ => {}
     }
-    println!("try it:  http://{listening}/");
-    println!("locks:   http://{listening}/admin/locks");
+    listening
 }
 
 /// Returns a future that completes at Ctrl-C or SIGTERM.

@@ -20,6 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Instance {
     process: Child,
     address: String,
+    /// The paths of the addresses that it printed.
+    pages: Vec<String>,
     agent: Agent,
 }
 
@@ -28,6 +30,7 @@ pub(crate) struct Instance {
 pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) retry_after: Option<String>,
+    pub(crate) content_type: String,
     pub(crate) text: String,
 }
 
@@ -79,16 +82,15 @@ impl Start {
     pub(crate) fn start(mut self) -> Instance {
         let mut process = self.command.spawn().expect("the binary can be started");
         let output = lines(process.stdout.take().expect("it is a pipe"));
-        let first = output.recv_timeout(PATIENCE);
+        // Nothing is printed later than this.
+        let printed: Vec<_> = (0..2)
+            .map_while(|_| output.recv_timeout(PATIENCE).ok())
+            .collect();
+        let (address, pages) = addresses(&printed).unwrap_or_default();
         let instance = Instance {
             process,
-            address: first
-                .as_ref()
-                .ok()
-                .and_then(|line| line.strip_prefix("try it:  http://"))
-                .and_then(|address| address.strip_suffix("/"))
-                .unwrap_or_default()
-                .to_owned(),
+            address,
+            pages,
             agent: Agent::config_builder()
                 .http_status_as_error(false)
                 .timeout_global(Some(PATIENCE))
@@ -97,10 +99,22 @@ impl Start {
         };
         assert!(
             !instance.address.is_empty(),
-            "it does not listen: {first:?}"
+            "it does not listen: {printed:?}"
         );
         instance
     }
+}
+
+/// Reads the address of `try it:  http://127.0.0.1:3000/` and its like, and the path in each line.
+fn addresses(printed: &[String]) -> Option<(String, Vec<String>)> {
+    let urls: Option<Vec<_>> = printed
+        .iter()
+        .map(|line| line.split_once("  http://")?.1.split_once('/'))
+        .collect();
+    let urls = urls?;
+    let address = urls.first()?.0.to_owned();
+    let pages = urls.iter().map(|(_, path)| format!("/{path}"));
+    Some((address, pages.collect()))
 }
 
 /// Reads what the process prints, to its end, so that printing never fails.
@@ -115,6 +129,11 @@ fn lines(output: ChildStdout) -> mpsc::Receiver<String> {
 }
 
 impl Instance {
+    /// The paths of the addresses that it printed.
+    pub(crate) fn printed_addresses(&self) -> &[String] {
+        &self.pages
+    }
+
     pub(crate) fn get(&self, target: &str) -> Answer {
         self.send("GET", target, None)
     }
@@ -196,10 +215,14 @@ impl Drop for Instance {
 
 impl Answer {
     fn read(mut response: Response<ureq::Body>) -> Result<Self, ureq::Error> {
-        let retry_after = response.headers().get("retry-after");
+        let header = |name| {
+            let value = response.headers().get(name)?;
+            Some(value.to_str().expect("it is ASCII").to_owned())
+        };
         Ok(Self {
             status: response.status().as_u16(),
-            retry_after: retry_after.map(|value| value.to_str().expect("it is ASCII").to_owned()),
+            retry_after: header("retry-after"),
+            content_type: header("content-type").unwrap_or_default(),
             text: response.body_mut().read_to_string()?,
         })
     }

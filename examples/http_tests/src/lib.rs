@@ -9,10 +9,12 @@ mod endings;
 mod instance;
 mod observer;
 mod requests;
+mod root;
 
 pub use admin::*;
 pub use endings::*;
 pub use requests::*;
+pub use root::*;
 
 /// Writes a `#[test]` for every promise, about the application with this binary.
 #[macro_export]
@@ -26,6 +28,13 @@ macro_rules! tests {
             two_hundred_calls_over_two_instances_never_exceed_four,
             the_page_tells_who_holds_and_who_waits_by_name,
             the_page_is_escaped,
+            the_addresses_that_are_printed_lead_to_pages,
+            the_root_is_a_page_that_asks_for_everything_and_needs_nothing_else,
+            a_burst_is_sent_at_once_and_each_of_its_responses_is_told,
+            an_address_that_leads_nowhere_names_the_one_that_does_not,
+            the_status_tells_who_holds_who_waits_and_when_what_is_free,
+            a_call_that_takes_too_long_is_seen_to_time_out,
+            the_status_tells_that_the_database_is_away_and_finds_it_again,
             a_killed_instance_frees_its_lock_at_once_and_its_slots_by_their_time_out,
             a_panic_leaves_the_pool_whole,
             a_client_that_hangs_up_leaves_nothing_held,

@@ -4,6 +4,7 @@ mod child;
 mod cluster;
 mod database;
 mod database_url;
+mod installation;
 mod left_behind;
 mod poll;
 mod round_trips;

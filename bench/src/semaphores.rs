@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use diesel_interlock::{Permit, PgPool, Semaphore};
 
@@ -19,6 +19,8 @@ const BARE: &str = "bare insert and update by key";
 
 const SLOTS: u32 = 64;
 const TIMEOUT: Duration = Duration::from_secs(3600);
+/// How long a check may take that something happens at all.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let place = bench.site.place();
@@ -339,6 +341,7 @@ fn admits_four<C: Claimant>(name: &str, place: &Place, table: &str, make: impl F
         &AtomicUsize::new(5),
     );
     let claimants: Vec<_> = (0..16).map(&make).collect();
+    let began = Instant::now();
     thread::scope(|scope| {
         for mut claimant in claimants {
             scope.spawn(move || {
@@ -346,6 +349,15 @@ fn admits_four<C: Claimant>(name: &str, place: &Place, table: &str, make: impl F
                 while claimed < 5 {
                     if claimant.claim() {
                         most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                        // Stays until another is inside as well, because two that only might meet do not on a busy
+                        // machine.
+                        while most.load(Ordering::SeqCst) < 2 {
+                            assert!(
+                                began.elapsed() < PATIENCE,
+                                "{name}: nobody is admitted beside the first"
+                            );
+                            thread::yield_now();
+                        }
                         thread::sleep(Duration::from_millis(1));
                         inside.fetch_sub(1, Ordering::SeqCst);
                         claimant.release();

@@ -1,43 +1,352 @@
-//! Threads of this crate, started when they are first needed.
+//! Threads of this crate: one for each pool over which there is something to do, for as long as there is.
+//!
+//! A question to a server that hangs blocks the thread that asks, so each pool has a thread of its own. A pool does not
+//! tell which one it is, but a connection never leaves its pool. The threads therefore mark the connections that they
+//! check out. A thread that finds the mark of an older one hands over what it has to do, and ends.
 
-use std::sync::mpsc::{Receiver, SendError, Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
 
-/// A thread that works on what it is sent, and waits for more for as long as the process lives.
-#[derive(Debug)]
-pub(crate) struct Background<T> {
-    name: &'static str,
-    run: fn(&Receiver<T>),
-    sender: Mutex<Option<Sender<T>>>,
+use crate::panics::{caught, lock, unpoisoned};
+use crate::pool::{self, PgPool, PooledPgConnection};
+
+/// Something to be done over a pool, again and again until it is over.
+pub(crate) trait Chore: Send + Sync + 'static {
+    /// How long the thread may wait for a connection.
+    const PATIENCE: Duration;
+
+    /// How long to wait until it is to be done again. At most [`LONGEST_PAUSE`] is waited.
+    fn pause(&self) -> Duration;
+
+    /// Whether there is nothing left to do, not even with a connection.
+    fn is_over(&self) -> bool;
+
+    /// Does it. Returns whether it is over.
+    fn attend(&self, conn: PooledPgConnection) -> bool;
 }
 
-impl<T: Send + 'static> Background<T> {
-    pub(crate) const fn new(name: &'static str, run: fn(&Receiver<T>)) -> Self {
-        Self {
-            name,
-            run,
-            sender: Mutex::new(None),
+/// No clock overflows by it.
+pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+
+/// The pool that a connection is out of, as far as the threads know. Several marks may stand for one pool; no mark
+/// stands for two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Mark(u64);
+
+impl Mark {
+    fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Reads the mark of a connection, which gets one if it has none.
+    pub(crate) fn of(conn: &mut PooledPgConnection) -> Self {
+        let marks = PooledPgConnection::extensions_mut(conn);
+        match marks.get::<Self>() {
+            Some(mark) => *mark,
+            None => {
+                let mark = Self::new();
+                marks.insert(mark);
+                mark
+            }
         }
     }
 
-    /// Sends the thread something to do, and starts it if there is none. Where no thread can be
-    /// started, what was sent is dropped.
-    pub(crate) fn send(&self, item: T) {
-        let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
-        let item = match &*sender {
-            Some(running) => match running.send(item) {
-                Ok(()) => return,
-                Err(SendError(item)) => item,
-            },
-            None => item,
-        };
-        let (new, receiver) = channel();
-        let run = self.run;
-        let started = std::thread::Builder::new()
-            .name(self.name.into())
-            .spawn(move || run(&receiver));
-        if started.is_ok() && new.send(item).is_ok() {
-            *sender = Some(new);
+    fn replace_that_of(self, conn: &mut PooledPgConnection) {
+        PooledPgConnection::extensions_mut(conn).insert(self);
+    }
+}
+
+/// Chores of one kind, and the threads that do them.
+#[derive(Debug)]
+pub(crate) struct Background<T> {
+    name: &'static str,
+    threads: Mutex<BTreeMap<Mark, Vec<Entry<T>>>>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Entry<T> {
+    chore: Arc<T>,
+    pool: PgPool,
+    due: Instant,
+}
+
+impl<T: Chore> Background<T> {
+    pub(crate) const fn new(name: &'static str) -> Self {
+        Self {
+            name,
+            threads: Mutex::new(BTreeMap::new()),
+            changed: Condvar::new(),
         }
+    }
+
+    /// Has the chore done from now on. `mark` is that of a connection of the pool, if one was at hand: with it, no thread
+    /// is started where the pool has one. Where no thread can be started, nothing is done.
+    pub(crate) fn start(&'static self, pool: &PgPool, mark: Option<Mark>, chore: Arc<T>) {
+        let mark = mark.unwrap_or_else(Mark::new);
+        let entry = Entry {
+            chore,
+            pool: pool.clone(),
+            due: Instant::now(),
+        };
+        let mut threads = lock(&self.threads);
+        if let Some(entries) = threads.get_mut(&mark) {
+            entries.push(entry);
+            self.changed.notify_all();
+            return;
+        }
+        threads.insert(mark, vec![entry]);
+        let thread = thread::Builder::new().name(self.name.into());
+        let dropped = match thread.spawn(move || self.run(mark)) {
+            Ok(_) => None,
+            Err(_) => threads.remove(&mark),
+        };
+        drop(threads);
+        drop(dropped);
+    }
+
+    /// Forgets the chore, and the pool with it. One that is being done is done to its end.
+    pub(crate) fn stop(&self, chore: &Arc<T>) {
+        let is_it = |entry: &Entry<T>| Arc::ptr_eq(&entry.chore, chore);
+        let mut stopped = None;
+        let mut threads = lock(&self.threads);
+        for entries in threads.values_mut() {
+            if let Some(at) = entries.iter().position(is_it) {
+                stopped = Some(entries.swap_remove(at));
+            }
+        }
+        self.changed.notify_all();
+        drop(threads);
+        // Its pool may end with it, which takes a while.
+        drop(stopped);
+    }
+
+    /// What a thread does: whatever is due first, until nothing is left.
+    fn run(&self, me: Mark) {
+        let mut threads = lock(&self.threads);
+        while let Some(entries) = threads.get_mut(&me) {
+            let Some(next) = entries.iter_mut().min_by_key(|entry| entry.due) else {
+                threads.remove(&me);
+                return;
+            };
+            let wait = next.due.saturating_duration_since(Instant::now());
+            if !wait.is_zero() {
+                threads = unpoisoned(self.changed.wait_timeout(threads, wait)).0;
+                continue;
+            }
+            let (chore, pool) = (Arc::clone(&next.chore), next.pool.clone());
+            drop(threads);
+            if caught(|| self.attend(me, &*chore, &pool)).unwrap_or(false) {
+                self.stop(&chore);
+            }
+            drop(pool);
+            threads = lock(&self.threads);
+            let entries = threads.values_mut().flatten();
+            for entry in entries.filter(|entry| Arc::ptr_eq(&entry.chore, &chore)) {
+                entry.due = Instant::now() + chore.pause().min(LONGEST_PAUSE);
+            }
+        }
+    }
+
+    /// Does the chore, unless there is no connection. Returns whether it is over.
+    fn attend(&self, me: Mark, chore: &T, pool: &PgPool) -> bool {
+        if chore.is_over() {
+            return true;
+        }
+        // Unlike a plain try, this makes the pool open one more, up to its size.
+        let Ok(mut conn) = pool::check_out(pool, Some(T::PATIENCE)) else {
+            return false;
+        };
+        let mark = Mark::of(&mut conn);
+        if mark != me && !(mark < me && self.hand_over(me, mark)) {
+            me.replace_that_of(&mut conn);
+        }
+        chore.attend(conn)
+    }
+
+    /// Gives all that this thread has to do to an older one of the same pool, if that still runs.
+    fn hand_over(&self, me: Mark, older: Mark) -> bool {
+        let mut threads = lock(&self.threads);
+        if !threads.contains_key(&older) {
+            return false;
+        }
+        let mine = threads.remove(&me).unwrap_or_default();
+        threads.entry(older).or_default().extend(mine);
+        self.changed.notify_all();
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::thread::ThreadId;
+
+    use workbench::Database;
+
+    use super::*;
+
+    /// Tells which threads have done it, and how often.
+    #[derive(Debug, Default)]
+    struct Told {
+        by: Mutex<Vec<ThreadId>>,
+        panics: bool,
+        pause: Duration,
+    }
+
+    impl Told {
+        fn times(&self) -> usize {
+            lock(&self.by).len()
+        }
+    }
+
+    impl Chore for Told {
+        const PATIENCE: Duration = Duration::ZERO;
+
+        fn pause(&self) -> Duration {
+            self.pause
+        }
+
+        fn is_over(&self) -> bool {
+            false
+        }
+
+        fn attend(&self, conn: PooledPgConnection) -> bool {
+            lock(&self.by).push(thread::current().id());
+            assert!(!self.panics, "as a caller's instrumentation may");
+            drop(conn);
+            false
+        }
+    }
+
+    fn background() -> &'static Background<Told> {
+        Box::leak(Box::new(Background::new("chores of a test")))
+    }
+
+    fn started(on: &'static Background<Told>, pool: &PgPool, told: Told) -> Arc<Told> {
+        let told = Arc::new(told);
+        on.start(pool, None, Arc::clone(&told));
+        told
+    }
+
+    fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+        let end = Instant::now() + Duration::from_secs(20);
+        while !is_so() {
+            assert!(Instant::now() < end, "not within twenty seconds: {what}");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn a_pool_has_one_thread_and_another_pool_another() {
+        let database = Database::new();
+        let (pool, other) = (database.pool(3), database.pool(1));
+        let on = background();
+        let chores = [(); 5].map(|()| started(on, &pool.clone(), Told::default()));
+        let apart = started(on, &other, Told::default());
+        eventually("the threads of the pool are one", || {
+            lock(&on.threads).len() == 2
+        });
+        // Those who did it before have ended.
+        chores.iter().for_each(|chore| lock(&chore.by).clear());
+        lock(&apart.by).clear();
+        let enough = |chore: &Arc<Told>| chore.times() > 20;
+        eventually("all are done again and again", || {
+            chores.iter().all(enough) && enough(&apart)
+        });
+        let by = |chore: &Arc<Told>| lock(&chore.by)[15..].to_vec();
+        let one: BTreeSet<_> = chores.iter().flat_map(by).map(id).collect();
+        let another: BTreeSet<_> = by(&apart).into_iter().map(id).collect();
+        assert_eq!((one.len(), another.len()), (1, 1));
+        assert!(one.is_disjoint(&another));
+
+        for chore in chores.iter().chain([&apart]) {
+            on.stop(chore);
+        }
+        eventually("no thread is left", || lock(&on.threads).is_empty());
+    }
+
+    fn id(thread: ThreadId) -> String {
+        format!("{thread:?}")
+    }
+
+    #[test]
+    fn a_mark_leads_to_the_thread_of_its_pool_also_where_no_connection_is_idle() {
+        let database = Database::new();
+        let pool = database.pool(1);
+        let on = background();
+        let mut only = pool.get().unwrap();
+        let mark = Mark::of(&mut only);
+        for _ in 0..50 {
+            on.start(&pool, Some(mark), Arc::default());
+        }
+        assert_eq!(lock(&on.threads).len(), 1);
+    }
+
+    #[test]
+    fn a_panic_ends_neither_the_thread_nor_what_else_it_does() {
+        let database = Database::new();
+        let pool = database.pool(2);
+        let on = background();
+        let panics = Told {
+            panics: true,
+            // One panic after the other would fill the screen.
+            pause: Duration::from_secs(600),
+            ..Told::default()
+        };
+        let panicked = started(on, &pool, panics);
+        eventually("it panics", || panicked.times() == 1);
+        let other = started(on, &pool, Told::default());
+        eventually("the other one is done", || other.times() > 3);
+    }
+
+    #[test]
+    fn an_absurd_pause_ends_no_thread() {
+        let database = Database::new();
+        let pool = database.pool(1);
+        let on = background();
+        let absurd = Told {
+            pause: Duration::MAX,
+            ..Told::default()
+        };
+        let absurd = started(on, &pool, absurd);
+        eventually("it is done once", || absurd.times() == 1);
+        let other = started(on, &pool, Told::default());
+        eventually("the other one is done", || other.times() > 3);
+        assert_eq!(absurd.times(), 1);
+    }
+
+    #[test]
+    fn no_pool_is_kept_for_what_was_stopped() {
+        let database = Database::new();
+        let pool = database.pool(1);
+        let on = background();
+        let rarely = Told {
+            pause: Duration::MAX,
+            ..Told::default()
+        };
+        let chore = started(on, &pool, rarely);
+        eventually("it is done", || chore.times() == 1);
+        drop(pool);
+        on.stop(&chore);
+        let looking = &mut database.connect();
+        eventually("the connections of the pool are closed", || {
+            sessions(looking) == 0
+        });
+        eventually("no thread is left", || lock(&on.threads).is_empty());
+    }
+
+    fn sessions(conn: &mut diesel::pg::PgConnection) -> i64 {
+        use diesel::prelude::*;
+        diesel::select(diesel::dsl::sql::<diesel::sql_types::BigInt>(
+            "(SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+             AND pid <> pg_backend_pid() AND backend_type = 'client backend')",
+        ))
+        .get_result(conn)
+        .unwrap()
     }
 }

@@ -140,6 +140,8 @@ mod advisory;
 mod attempt;
 #[cfg(feature = "r2d2")]
 mod background;
+#[cfg(feature = "r2d2")]
+mod clock;
 mod error;
 mod events;
 mod fence;
@@ -151,6 +153,8 @@ mod key;
 #[cfg(feature = "migrations")]
 pub mod migrations;
 pub mod monitor;
+#[cfg(feature = "r2d2")]
+mod panics;
 #[cfg(feature = "r2d2")]
 mod pauses;
 #[cfg(feature = "r2d2")]

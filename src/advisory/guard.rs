@@ -15,7 +15,7 @@ use super::lease::{Lease, Pinned};
 use super::mode::LockMode;
 use super::query::{DrawToken, IsHeld};
 #[cfg(feature = "r2d2")]
-use super::watch::Watch;
+use super::watch::{Watch, Watches};
 use crate::error::{Error, Result};
 use crate::events::{self, Since, What};
 use crate::key::{LockId, LockKey};
@@ -88,6 +88,8 @@ pub struct AdvisoryLockGuard<C: Lease> {
     key: LockKey,
     hold: Hold,
     since: Since,
+    #[cfg(feature = "r2d2")]
+    watches: Watches,
     released: bool,
 }
 
@@ -111,6 +113,8 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             key,
             hold,
             since: Since::now(),
+            #[cfg(feature = "r2d2")]
+            watches: Watches::default(),
             released: false,
         }
     }
@@ -161,8 +165,12 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// Watches over the lock from now on: a thread asks the server about it that often, over a connection
     /// out of the pool, and the [`Watch`](crate::Watch) tells what it last heard.
     ///
-    /// One round trip here, and one for each question. The thread waits for no connection: it takes
-    /// one that is idle, or none. `every` is at least 10 milliseconds.
+    /// One round trip here, which asks whether the lock is held now, and one for each question of the
+    /// thread, which waits for no connection: it takes one that is idle, or none. `every` is at least 10
+    /// milliseconds and at most a year.
+    ///
+    /// A lock that is gone already is told as lost from the beginning. The watch ends with the
+    /// [release](Watch#release).
     ///
     /// # Errors
     ///
@@ -186,12 +194,15 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     ///     // … import the page, which needs no connection
     /// }
     /// guard.release()?;
+    /// assert!(!watch.is_held_within(Duration::MAX) && !watch.is_lost());
     /// # Ok::<(), diesel_interlock::Error>(())
     /// ```
     #[cfg(feature = "r2d2")]
     pub fn watch(&mut self, pool: &PgPool, every: Duration) -> Result<Watch> {
         let Hold { mode, pid, .. } = self.hold;
-        Watch::begin(self.pinned.conn(), pool, &self.key, mode, pid, every)
+        let watch = Watch::begin(self.pinned.conn(), pool, &self.key, mode, pid, every)?;
+        self.watches.add(&watch);
+        Ok(watch)
     }
 
     /// A number that is greater than that of everybody who held the lock before: what a
@@ -251,7 +262,11 @@ impl<C: Lease> AdvisoryLockGuard<C> {
 
     fn release_inner(&mut self) -> Result<()> {
         self.released = true;
+        #[cfg(feature = "r2d2")]
+        self.watches.releasing();
         let released = self.unlock_and_check();
+        #[cfg(feature = "r2d2")]
+        self.watches.released(&released);
         events::released(What::Lock(&self.key), self.since, &released);
         released
     }

@@ -17,7 +17,7 @@ use diesel::sql_types::{BigInt, Integer};
 
 pub(super) use self::held::{HELD_BY_THIS_SESSION, IsHeld, Locator};
 #[cfg(feature = "r2d2")]
-pub(super) use self::held::{HeldBy, SessionStart};
+pub(super) use self::held::{HeldBy, WatchedFrom};
 pub(super) use self::prepared::get_numbered_result;
 pub(super) use self::release::{Release, ReleaseCarefully};
 pub(super) use self::take::{

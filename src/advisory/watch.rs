@@ -1,22 +1,21 @@
 //! Watching over a session lock from another connection.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
 
 use diesel::data_types::PgTimestamp;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
 use super::mode::LockMode;
-use super::query::{HeldBy, Locator, SessionStart};
-use crate::background::Background;
-use crate::error::Result;
+use super::query::{HeldBy, Locator, WatchedFrom};
+use crate::background::{Background, Chore};
+use crate::clock::Moment;
+use crate::error::{Error, Result};
 use crate::events;
 use crate::key::LockKey;
-use crate::pool::{self, PgPool};
+use crate::panics::lock;
+use crate::pool::{PgPool, PooledPgConnection};
 
 /// The shortest time between two questions.
 const SHORTEST: Duration = Duration::from_millis(10);
@@ -25,7 +24,21 @@ const SHORTEST: Duration = Duration::from_millis(10);
 /// now and then, over a connection out of the pool, which it has only while it asks.
 ///
 /// Made by [`AdvisoryLockGuard::watch`](crate::AdvisoryLockGuard::watch). Clone it into the threads that do
-/// the work; the asking ends when all clones are gone.
+/// the work. The asking ends when the guard releases the lock, when the lock is lost, or when all clones
+/// are gone; the watch then keeps neither the thread nor the pool.
+///
+/// # Release
+///
+/// A lock that its guard releases is not lost: [`is_lost`](Self::is_lost) stays false, and
+/// [`is_held_within`](Self::is_held_within) is false from the beginning of the release on. Only where
+/// the release itself reports [`Error::LockLost`](crate::Error::LockLost) does `is_lost` turn true.
+///
+/// # Servers that hang
+///
+/// Each pool that locks are watched over has a thread of its own, so a server that hangs delays no watch
+/// over another pool. The watches over one pool share its thread: while one of their questions hangs,
+/// none of them is confirmed. How long a question may hang is set by `tcp_user_timeout` and
+/// `keepalives_*` in the connection string.
 ///
 /// # What it protects from
 ///
@@ -34,12 +47,20 @@ const SHORTEST: Duration = Duration::from_millis(10);
 /// writes on the guard's own connection.
 #[derive(Debug, Clone)]
 pub struct Watch {
-    watched: Arc<Watched>,
+    handle: Arc<Handle>,
 }
 
+/// Ends the asking when the last clone of a [`Watch`] is gone.
+#[derive(Debug)]
+struct Handle(Arc<Watched>);
+
+/// The watches over the lock of a guard.
+#[derive(Debug, Default)]
+pub(super) struct Watches(Vec<Weak<Handle>>);
+
+/// What the watch and the thread share.
 #[derive(Debug)]
 struct Watched {
-    pool: PgPool,
     key: LockKey,
     locator: Locator,
     mode: LockMode,
@@ -47,14 +68,26 @@ struct Watched {
     /// The server may use the pid again. `None` where it is hidden.
     session_start: Option<PgTimestamp>,
     every: Duration,
-    /// When the watch began, which is a confirmation.
-    began: Instant,
-    /// Milliseconds from then to the latest confirmation.
-    confirmed: AtomicU64,
-    lost: AtomicBool,
+    heard: Mutex<Heard>,
 }
 
-static WATCHER: Background<Weak<Watched>> = Background::new("lock watcher", run);
+#[derive(Debug)]
+struct Heard {
+    state: State,
+    /// When the latest question was sent that the server has confirmed.
+    confirmed: Moment,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// As far as is known.
+    Held,
+    /// The guard has released it, or is about to.
+    Released,
+    Lost,
+}
+
+static WATCHERS: Background<Watched> = Background::new("lock watcher");
 
 impl Watch {
     pub(super) fn begin(
@@ -66,53 +99,125 @@ impl Watch {
         every: Duration,
     ) -> Result<Self> {
         let locator = key.id()?.into();
-        let began = Instant::now();
-        let (answered_by, session_start) = SessionStart
-            .get_result::<(i32, Option<PgTimestamp>)>(conn)
-            .map_err(crate::Error::from)?;
+        let confirmed = Moment::now();
+        let question = WatchedFrom {
+            locator: &locator,
+            mode,
+        };
+        let (answered_by, session_start, held) = question
+            .get_result::<(i32, Option<PgTimestamp>, bool)>(conn)
+            .map_err(Error::from)?;
         let watched = Arc::new(Watched {
-            pool: pool.clone(),
             key: key.clone(),
             locator,
             mode,
             pid,
             session_start,
             every: every.max(SHORTEST),
-            began,
-            confirmed: AtomicU64::new(0),
-            lost: AtomicBool::new(answered_by != pid),
+            heard: Mutex::new(Heard {
+                state: State::Held,
+                confirmed,
+            }),
         });
-        WATCHER.send(Arc::downgrade(&watched));
-        Ok(Self { watched })
+        if held && answered_by == pid {
+            WATCHERS.start(pool, None, Arc::clone(&watched));
+        } else {
+            watched.lose();
+        }
+        Ok(Self {
+            handle: Arc::new(Handle(watched)),
+        })
     }
 
-    /// Answers whether the server has said that the lock is not held any more. No round trip.
+    /// Returns whether the lock was lost: the server has said that it is not held any more, though the
+    /// guard did not release it. No round trip.
     pub fn is_lost(&self) -> bool {
-        self.watched.lost.load(Ordering::Relaxed)
+        self.heard(|heard| heard.state == State::Lost)
     }
 
     /// How long ago the server last said that the lock is held. Grows while it cannot be asked: the pool
     /// is exhausted, or the network is cut. No round trip.
+    ///
+    /// Time is counted by the monotonic or the wall clock of this machine, whichever says that more has
+    /// passed, because the monotonic clock stops while the machine is suspended.
     pub fn last_confirmed(&self) -> Duration {
-        let confirmed = Duration::from_millis(self.watched.confirmed.load(Ordering::Relaxed));
-        self.watched.began.elapsed().saturating_sub(confirmed)
+        self.heard(|heard| heard.confirmed.elapsed())
     }
 
-    /// Answers whether the server said so within that time, and has not said otherwise since. No round
-    /// trip.
+    /// Returns whether the server said within that time that the lock is held, and it was neither lost
+    /// nor released since. No round trip.
     pub fn is_held_within(&self, time: Duration) -> bool {
-        !self.is_lost() && self.last_confirmed() <= time
+        self.heard(|heard| heard.state == State::Held && heard.confirmed.elapsed() <= time)
+    }
+
+    fn heard<T>(&self, read: impl FnOnce(&Heard) -> T) -> T {
+        read(&lock(&self.handle.0.heard))
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        WATCHERS.stop(&self.0);
+    }
+}
+
+impl Watches {
+    pub(super) fn add(&mut self, watch: &Watch) {
+        self.0.retain(|other| other.strong_count() > 0);
+        self.0.push(Arc::downgrade(&watch.handle));
+    }
+
+    /// Tells them that the lock is about to be released: from now on the server may say that it is not
+    /// held.
+    pub(super) fn releasing(&self) {
+        for handle in self.0.iter().filter_map(Weak::upgrade) {
+            handle.0.turn(State::Held, State::Released);
+            WATCHERS.stop(&handle.0);
+        }
+    }
+
+    /// Tells them what came of the release.
+    pub(super) fn released(&self, released: &Result<()>) {
+        if matches!(released, Err(Error::LockLost { .. })) {
+            for handle in self.0.iter().filter_map(Weak::upgrade) {
+                handle.0.turn(State::Released, State::Lost);
+            }
+        }
     }
 }
 
 impl Watched {
-    /// Asks once; answers whether there is something left to ask.
-    fn ask(&self) -> bool {
-        let asked = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
-        // Unlike a plain try, this makes the pool open one more, up to its size.
-        let Ok(mut conn) = pool::check_out(&self.pool, Some(Duration::ZERO)) else {
-            return true;
-        };
+    /// Returns whether the state was the one that it is turned from.
+    fn turn(&self, from: State, to: State) -> bool {
+        let mut heard = lock(&self.heard);
+        let turns = heard.state == from;
+        if turns {
+            heard.state = to;
+        }
+        turns
+    }
+
+    fn lose(&self) {
+        if self.turn(State::Held, State::Lost) {
+            events::lock_lost(&self.key);
+        }
+    }
+}
+
+impl Chore for Watched {
+    /// Takes a connection that is idle, or none.
+    const PATIENCE: Duration = Duration::ZERO;
+
+    fn pause(&self) -> Duration {
+        self.every
+    }
+
+    fn is_over(&self) -> bool {
+        lock(&self.heard).state != State::Held
+    }
+
+    fn attend(&self, mut conn: PooledPgConnection) -> bool {
+        let asked = Moment::now();
         let question = HeldBy {
             locator: &self.locator,
             mode: self.mode,
@@ -120,44 +225,35 @@ impl Watched {
             session_start: self.session_start,
         };
         match question.get_result::<bool>(&mut *conn) {
-            Ok(true) => {
-                self.confirmed.store(asked, Ordering::Relaxed);
-                true
-            }
-            Ok(false) => {
-                self.lost.store(true, Ordering::Relaxed);
-                events::lock_lost(&self.key);
-                false
-            }
-            Err(_) => true,
+            Ok(true) => lock(&self.heard).confirmed = asked,
+            Ok(false) => self.lose(),
+            Err(_) => {}
         }
+        self.is_over()
     }
 }
 
-fn run(receiver: &Receiver<Weak<Watched>>) {
-    let mut watches: Vec<(Instant, Weak<Watched>)> = Vec::new();
-    loop {
-        let next = watches.iter().map(|(when, _)| *when).min();
-        let begun = match next {
-            None => receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            Some(next) => receiver.recv_timeout(next.saturating_duration_since(Instant::now())),
-        };
-        match begun {
-            Ok(watched) => watches.push((Instant::now(), watched)),
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return,
-        }
-        watches.retain_mut(|(when, watched)| {
-            let Some(watched) = watched.upgrade() else {
-                return false;
-            };
-            if *when > Instant::now() {
-                return true;
-            }
-            // A panic is the caller's instrumentation's.
-            let goes_on = catch_unwind(AssertUnwindSafe(|| watched.ask())).unwrap_or(true);
-            *when = Instant::now() + watched.every;
-            goes_on
-        });
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AdvisoryLock, clock};
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn while_the_machine_is_suspended_nothing_is_confirmed() {
+        let database = workbench::Database::new();
+        // The thread that asks has a clock of its own here, so it must not.
+        let pool = database.pool(1);
+        let lock = AdvisoryLock::named("suspended");
+        let mut guard = lock.acquire(&pool).unwrap();
+        let watch = guard.watch(&pool, MINUTE).unwrap();
+        assert!(watch.is_held_within(MINUTE));
+        clock::suspend(2 * MINUTE);
+        assert!(!watch.is_held_within(MINUTE) && !watch.is_lost());
+        assert!(watch.last_confirmed() >= 2 * MINUTE);
+        clock::set_back(10 * MINUTE);
+        assert!(watch.is_held_within(MINUTE));
+        guard.release().unwrap();
     }
 }

@@ -6,6 +6,8 @@ use super::handover::Waiter;
 use super::request::{Request, Sent};
 use super::{Admission, Permit, Semaphore};
 use crate::attempt::Attempt;
+use crate::background::Mark;
+use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::events::{self, What};
 use crate::pauses::{Crowd, Pauses};
@@ -180,14 +182,15 @@ impl Semaphore {
         let mut conn = pool::check_out(pool, limit)?;
         // Before the claim is sent, so that the permit never believes in a slot longer than the
         // database does.
-        let sent = Instant::now();
+        let sent = Moment::now();
         let admission = match request.send(&mut conn)? {
             Sent::Answered(admission) => admission,
             // Whoever had the connection last left it behind. It is marked, so the pool discards it,
             // and the claim with it.
             Sent::InTransaction(_) => return Err(Error::TransactionInPool),
         };
+        let mark = Mark::of(&mut conn);
         drop(conn);
-        Ok(admission.map(|claim| Permit::new(self, claim, pool.clone(), sent)))
+        Ok(admission.map(|claim| Permit::new(self, claim, pool.clone(), mark, sent)))
     }
 }

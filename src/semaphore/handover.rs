@@ -2,8 +2,10 @@
 //! process releases is found as a waiter asks again.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
+
+use crate::panics::{lock, unpoisoned};
 
 /// Those who wait, for a slot of whatever service; the one that is to be woken next comes first.
 static QUEUE: Mutex<VecDeque<Arc<Bell>>> = Mutex::new(VecDeque::new());
@@ -37,7 +39,7 @@ impl Waiter {
             .0
             .ringing
             .wait_timeout_while(rung, pause, |rung| !*rung);
-        *woken.unwrap_or_else(PoisonError::into_inner).0 = false;
+        *unpoisoned(woken).0 = false;
     }
 }
 
@@ -62,10 +64,6 @@ pub(super) fn wake_one(service: &str) {
         *lock(&bell.rung) = true;
         bell.ringing.notify_one();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -1,15 +1,17 @@
 //! The permit of a semaphore.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
 use super::admission::Claim;
 use super::late::{self, Release};
 use super::{Semaphore, handover, query};
+use crate::background::Mark;
+use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::events::{self, Since, What};
+use crate::panics::caught;
 use crate::pool::{self, PgPool};
 use crate::time::Timestamp;
 use crate::transaction;
@@ -23,7 +25,7 @@ use crate::transaction;
 /// [`release`](Self::release) gives the slot back in one round trip, and tells whether the permit had
 /// timed out. Dropping the permit never waits for a connection: it tries the pool for one that is idle,
 /// and otherwise leaves the release to a thread of this crate, which is started when it is first
-/// needed. What cannot be delivered, because the pool stays exhausted or the program ends, ends by its
+/// needed, one for each pool. What cannot be delivered, because the pool stays exhausted or the program ends, ends by its
 /// time-out.
 ///
 /// A permit must live as long as the request does: where an async handler is dropped because its client
@@ -38,20 +40,31 @@ pub struct Permit {
     claim: Claim,
     semaphore: Semaphore,
     pool: PgPool,
-    /// Not after the request's expiry by the database's clock; what the clock cannot express is never.
-    deadline: Option<Instant>,
+    mark: Mark,
+    /// Before the claim, or the latest renewal, was sent.
+    sent: Moment,
+    /// From then on; zero once the server has said that it is over.
+    lasts: Duration,
     since: Since,
     released: bool,
 }
 
 impl Permit {
-    /// `sent` is when the claim was sent, or before.
-    pub(super) fn new(semaphore: &Semaphore, claim: Claim, pool: PgPool, sent: Instant) -> Self {
+    /// `sent` is when the claim was sent, or before; `mark` is that of the connection that sent it.
+    pub(super) fn new(
+        semaphore: &Semaphore,
+        claim: Claim,
+        pool: PgPool,
+        mark: Mark,
+        sent: Moment,
+    ) -> Self {
         Self {
             claim,
             semaphore: semaphore.clone(),
             pool,
-            deadline: sent.checked_add(semaphore.timeout),
+            mark,
+            sent,
+            lasts: semaphore.timeout,
             since: Since::now(),
             released: false,
         }
@@ -73,12 +86,15 @@ impl Permit {
     /// How long until it times out, at least: zero when it may have. For the time limit of the request
     /// itself.
     ///
-    /// Counts on this machine's monotonic clock, from before the claim was sent. It does not count
-    /// while the machine is suspended.
+    /// Counts on this machine, from before the claim was sent, by the monotonic or the wall clock,
+    /// whichever says that more time has passed: the monotonic clock stops while the machine is
+    /// suspended. A wall clock that was set forward makes it too small, until it is set right or the
+    /// permit is renewed.
+    ///
+    /// The time-out itself is decided by the database's clock. Where that is set forward, the permit
+    /// times out earlier than this tells.
     pub fn remaining(&self) -> Duration {
-        self.deadline.map_or(Duration::MAX, |deadline| {
-            deadline.saturating_duration_since(Instant::now())
-        })
+        self.lasts.saturating_sub(self.sent.elapsed())
     }
 
     /// Lets the permit time out as late as if it had been claimed now, and answers when that is by the
@@ -107,19 +123,19 @@ impl Permit {
     fn renew_inner(&mut self) -> Result<DateTime<Utc>> {
         let mut conn = pool::check_out(&self.pool, None)?;
         let interval = self.semaphore.interval()?;
-        let sent = Instant::now();
+        let sent = Moment::now();
         let renewed = transaction::refuse_left_open(&mut conn, |conn| {
             query::renew(conn, self.claim.id, interval)
         })?;
         drop(conn);
         match renewed.map(Timestamp::at) {
             Some(expires_at) => {
-                self.deadline = sent.checked_add(self.semaphore.timeout);
+                (self.sent, self.lasts) = (sent, self.semaphore.timeout);
                 self.claim.expires_at = expires_at.unwrap_or(self.claim.expires_at);
                 Ok(self.claim.expires_at)
             }
             None => {
-                self.deadline = Some(sent);
+                self.lasts = Duration::ZERO;
                 Err(self.timed_out())
             }
         }
@@ -199,22 +215,48 @@ impl Drop for Permit {
         if self.released {
             return;
         }
-        // Diesel's instrumentation is the caller's code and runs with every statement; so is whoever
-        // subscribes to events.
-        let released = catch_unwind(AssertUnwindSafe(|| {
+        let released = caught(|| {
             let released = self.release_without_waiting();
             if !released {
                 events::release_deferred(self.what(), self.since);
             }
             released
-        }));
+        });
         if !released.unwrap_or(false) {
-            late::deliver(Release {
+            let release = Release {
                 service: self.semaphore.service.clone(),
                 id: self.claim.id,
-                pool: self.pool.clone(),
-                deadline: self.deadline,
-            });
+                deadline: self.sent.monotonic().checked_add(self.lasts),
+            };
+            late::deliver(&self.pool, self.mark, release);
         }
+    }
+}
+
+#[cfg(all(test, feature = "migrations"))]
+mod tests {
+    use super::*;
+    use crate::clock;
+
+    const TIMEOUT: Duration = Duration::from_secs(600);
+
+    /// What is promised on a machine that was suspended.
+    #[test]
+    fn a_suspended_machine_uses_up_a_permit_and_a_renewal_restores_it() {
+        let database = workbench::Database::new();
+        crate::migrations::install(&mut database.connect()).unwrap();
+        let pool = database.pool(1);
+        let semaphore = Semaphore::named("suspended", 1, TIMEOUT);
+        let mut permit = semaphore.try_acquire(&pool).unwrap().acquired().unwrap();
+        assert!(permit.remaining() <= TIMEOUT && permit.remaining() > TIMEOUT / 2);
+        clock::suspend(TIMEOUT / 2);
+        assert!(permit.remaining() <= TIMEOUT / 2);
+        clock::suspend(TIMEOUT);
+        assert_eq!(permit.remaining(), Duration::ZERO);
+        permit.renew().unwrap();
+        assert!(permit.remaining() > TIMEOUT / 2);
+        clock::set_back(2 * TIMEOUT);
+        assert!(permit.remaining() <= TIMEOUT);
+        permit.release().unwrap();
     }
 }

@@ -42,34 +42,27 @@ impl QueryFragment<Pg> for IsHeld<'_> {
     }
 }
 
-/// Answers when this session began, by which its pid is told from a later session's.
+/// Returns when this session began, by which its pid is told from a later session's, and whether it holds the lock in
+/// this mode.
 #[cfg(feature = "r2d2")]
 #[derive(Debug)]
-pub(crate) struct SessionStart;
-
-#[cfg(feature = "r2d2")]
-impl Query for SessionStart {
-    type SqlType = (Integer, Nullable<Timestamptz>);
+pub(crate) struct WatchedFrom<'a> {
+    pub(crate) locator: &'a Locator,
+    pub(crate) mode: LockMode,
 }
 
 #[cfg(feature = "r2d2")]
-impl QueryId for SessionStart {
-    type QueryId = Self;
-    const HAS_STATIC_QUERY_ID: bool = true;
-}
+prepared_query!(WatchedFrom -> (Integer, Nullable<Timestamptz>, Bool));
 
 #[cfg(feature = "r2d2")]
-impl<Conn> RunQueryDsl<Conn> for SessionStart {}
-
-#[cfg(feature = "r2d2")]
-impl QueryFragment<Pg> for SessionStart {
+impl QueryFragment<Pg> for WatchedFrom<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql(
             "SELECT pg_catalog.pg_backend_pid(), (SELECT backend_start \
              FROM pg_catalog.pg_stat_activity \
-             WHERE pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid())",
+             WHERE pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid()), ",
         );
-        Ok(())
+        push_is_held(&mut out, self.locator, self.mode)
     }
 }
 

@@ -50,6 +50,8 @@ pub(crate) fn run(options: Options) -> ExitCode {
     observer::install(&site).expect("the schema can be installed");
     let crew = Crew::start(options.workers, &site, &keeper, &ledger, random.fork());
 
+    ledger.book().history.direct = crew.direct().collect();
+
     let done = AtomicBool::new(false);
     let looked = thread::scope(|scope| {
         let watching = scope.spawn(|| observer::watch(&site, &ledger, &done));

@@ -2,12 +2,13 @@
 
 mod fences;
 mod locks;
+mod losses;
 mod lost;
 mod semaphores;
 mod throttles;
 mod watches;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use self::lost::Losses;
 use crate::clock::Micros;
@@ -17,8 +18,14 @@ use crate::record::Record;
 #[derive(Debug, Default)]
 pub(crate) struct History {
     pub(crate) told: Vec<Told>,
+    /// The workers that reach the server with nothing in between.
+    pub(crate) direct: BTreeSet<usize>,
     /// By pid.
     pub(crate) deaths: BTreeMap<i32, Vec<Death>>,
+    /// When the end of a session was asked for, by pid, whether it was seen or not.
+    pub(crate) condemned: BTreeMap<i32, Vec<Micros>>,
+    /// When settings were changed by a reload, and were as before.
+    pub(crate) reloads: Vec<Reload>,
     pub(crate) outages: Vec<Outage>,
     pub(crate) failovers: Vec<Failover>,
 }
@@ -43,6 +50,14 @@ pub(crate) struct Death {
 pub(crate) struct Outage {
     pub(crate) began: Micros,
     pub(crate) stopped: Micros,
+}
+
+/// A setting of the server that a reload changed for a while.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Reload {
+    pub(crate) setting: &'static str,
+    pub(crate) began: Micros,
+    pub(crate) ended: Micros,
 }
 
 /// When the old primary was crashed: in between, it may still have answered.
@@ -128,6 +143,7 @@ pub(crate) fn examine(history: &History, truth: &Truth) -> Findings {
     let mut findings = Findings::default();
     let lost = lost::find(history, truth, &mut findings);
     locks::examine(history, truth, &mut findings);
+    losses::examine(history, &mut findings);
     watches::examine(history, &mut findings);
     fences::examine(history, truth, &mut findings);
     throttles::examine(history, truth, &lost, &mut findings);

@@ -14,10 +14,14 @@ pub(crate) enum Fault {
     ImmediateRestart,
     AsynchronousFailover,
     SynchronousFailover,
+    ReloadedIdleTimeout,
+    ReloadedLockTimeout,
     KilledSessionPooler,
     KilledTransactionPooler,
     ReloadedPooler,
     PausedPooler,
+    HangingServer,
+    CopiedDatabase,
     FullPool,
     Panic,
     TransactionLeftOpen,
@@ -28,17 +32,21 @@ pub(crate) enum Fault {
     OverstayedPermit,
     AbandonedPermit,
     LateWrite,
+    CopyTo,
+    CopyFrom,
 }
 
 /// By the injector that inflicts them.
 pub(crate) const PROCESSES: [Fault; 2] = [Fault::Kill, Fault::Freeze];
 pub(crate) const SESSIONS: [Fault; 3] = [Fault::EndedHolder, Fault::EndedWaiter, Fault::EndedIdle];
 pub(crate) const NETWORKS: [Fault; 2] = [Fault::LateNetwork, Fault::LostNetwork];
-pub(crate) const SERVERS: [Fault; 4] = [
+pub(crate) const SERVERS: [Fault; 6] = [
     Fault::FastRestart,
     Fault::ImmediateRestart,
     Fault::AsynchronousFailover,
     Fault::SynchronousFailover,
+    Fault::ReloadedIdleTimeout,
+    Fault::ReloadedLockTimeout,
 ];
 pub(crate) const POOLERS: [Fault; 4] = [
     Fault::KilledSessionPooler,
@@ -46,8 +54,10 @@ pub(crate) const POOLERS: [Fault; 4] = [
     Fault::ReloadedPooler,
     Fault::PausedPooler,
 ];
+pub(crate) const NEIGHBOURS: [Fault; 1] = [Fault::HangingServer];
+pub(crate) const COPIES: [Fault; 1] = [Fault::CopiedDatabase];
 /// Those that a worker inflicts on itself when it is told to.
-pub(crate) const MISHAPS: [Fault; 10] = [
+pub(crate) const MISHAPS: [Fault; 12] = [
     Fault::FullPool,
     Fault::Panic,
     Fault::TransactionLeftOpen,
@@ -58,6 +68,8 @@ pub(crate) const MISHAPS: [Fault; 10] = [
     Fault::OverstayedPermit,
     Fault::AbandonedPermit,
     Fault::LateWrite,
+    Fault::CopyTo,
+    Fault::CopyFrom,
 ];
 
 impl Fault {
@@ -68,6 +80,8 @@ impl Fault {
             &NETWORKS,
             &SERVERS,
             &POOLERS,
+            &NEIGHBOURS,
+            &COPIES,
             &MISHAPS,
         ]
         .into_iter()
@@ -88,10 +102,14 @@ impl Fault {
             Self::ImmediateRestart => "immediate restart",
             Self::AsynchronousFailover => "asynchronous failover",
             Self::SynchronousFailover => "synchronous failover",
+            Self::ReloadedIdleTimeout => "reloaded idle_session_timeout",
+            Self::ReloadedLockTimeout => "reloaded lock_timeout",
             Self::KilledSessionPooler => "kill -9 of the pooler by session",
             Self::KilledTransactionPooler => "kill -9 of the pooler by transaction",
             Self::ReloadedPooler => "reloaded pooler",
             Self::PausedPooler => "paused pooler",
+            Self::HangingServer => "another server that hangs",
+            Self::CopiedDatabase => "copied database",
             Self::FullPool => "full pool",
             Self::Panic => "panic while holding",
             Self::TransactionLeftOpen => "transaction left open",
@@ -102,6 +120,8 @@ impl Fault {
             Self::OverstayedPermit => "overstayed permit",
             Self::AbandonedPermit => "abandoned permit",
             Self::LateWrite => "late write of a former holder",
+            Self::CopyTo => "COPY TO under a lock",
+            Self::CopyFrom => "COPY FROM under a lock",
         }
     }
 
@@ -126,6 +146,8 @@ impl Fault {
                 | Self::StatementTimeout
                 | Self::LockTimeout
                 | Self::LateWrite
+                | Self::CopyTo
+                | Self::CopyFrom
         )
     }
 }

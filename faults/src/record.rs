@@ -20,6 +20,13 @@ pub(crate) enum Record {
         acquired: Micros,
         asked: Micros,
     },
+    /// The server said, or the release did, that a lock was not held any more. Only of sessions without time-outs of
+    /// their own.
+    Lost {
+        pid: i32,
+        acquired: Micros,
+        asked: Micros,
+    },
     /// A watch said for the last time at `at` that the lock had been held that long before, at most.
     Watched {
         pid: i32,
@@ -165,6 +172,11 @@ impl Record {
                 acquired,
                 asked,
             } => format!("held\t{pid}\t{acquired}\t{asked}"),
+            Self::Lost {
+                pid,
+                acquired,
+                asked,
+            } => format!("lost\t{pid}\t{acquired}\t{asked}"),
             Self::Watched {
                 pid,
                 acquired,
@@ -227,6 +239,11 @@ impl Record {
                 kind: Fault::named(&text()?)?,
             },
             "held" => Self::Held {
+                pid: text()?.parse().ok()?,
+                acquired: text()?.parse().ok()?,
+                asked: text()?.parse().ok()?,
+            },
+            "lost" => Self::Lost {
                 pid: text()?.parse().ok()?,
                 acquired: text()?.parse().ok()?,
                 asked: text()?.parse().ok()?,
@@ -309,6 +326,11 @@ mod tests {
             },
             Record::Fault {
                 kind: Fault::LockTimeout,
+            },
+            Record::Lost {
+                pid: 1,
+                acquired: 2,
+                asked: 3,
             },
             Record::Watched {
                 pid: 1,

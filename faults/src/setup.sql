@@ -34,6 +34,10 @@ CREATE TABLE faults.booking (
 );
 CREATE INDEX ON faults.booking (lock, number);
 
+-- What is copied out of and into, while a lock is held. More than one message has.
+CREATE TABLE faults.copied (number integer NOT NULL, text text NOT NULL);
+INSERT INTO faults.copied SELECT number, repeat('copied ', 10) FROM generate_series(1, 300) AS number;
+
 -- Every grant of a throttle that was committed.
 CREATE TABLE faults.granted (resource text NOT NULL, key text NOT NULL, at bigint NOT NULL);
 

@@ -1,8 +1,10 @@
 //! A worker: a process that uses every primitive through a pool, as an instance of an application does.
 
 mod article;
+mod copies;
 mod errors;
 mod fenced_writes;
+mod neighbour;
 mod report;
 mod semaphores;
 mod session_locks;
@@ -43,6 +45,8 @@ const WHOLE: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone)]
 pub(crate) struct Orders {
     pub(crate) url: String,
+    /// Where another server is, as far as the worker knows.
+    pub(crate) neighbour: String,
     pub(crate) seed: u64,
     /// Through a pooler in transaction mode: no session locks, no cached statements, no settings of the session.
     pub(crate) shared_sessions: bool,
@@ -53,10 +57,11 @@ pub(crate) struct Orders {
 }
 
 impl Orders {
-    pub(crate) fn arguments(&self) -> [String; 6] {
+    pub(crate) fn arguments(&self) -> [String; 7] {
         [
             "worker".to_owned(),
             self.url.clone(),
+            self.neighbour.clone(),
             self.seed.to_string(),
             self.shared_sessions.to_string(),
             self.tests_connections.to_string(),
@@ -65,11 +70,20 @@ impl Orders {
     }
 
     fn from_arguments(arguments: &[String]) -> Option<Self> {
-        let [url, seed, shared_sessions, tests_connections, impatient] = arguments else {
+        let [
+            url,
+            neighbour,
+            seed,
+            shared_sessions,
+            tests_connections,
+            impatient,
+        ] = arguments
+        else {
             return None;
         };
         Some(Self {
             url: url.clone(),
+            neighbour: neighbour.clone(),
             seed: seed.parse().ok()?,
             shared_sessions: shared_sessions.parse().ok()?,
             tests_connections: tests_connections.parse().ok()?,
@@ -91,12 +105,19 @@ pub(crate) fn run(arguments: &[String]) -> ExitCode {
         }
     }));
     thread::spawn(obey);
-    let pool = pool(&orders);
+    let pool = pool_of(&orders, &orders.url);
+    // For the questions of the watches alone, which must find a connection.
+    let asking = pool_of(&orders, &orders.url);
+    let neighbour = pool_of(&orders, &orders.neighbour);
     let mut random = Random::new(orders.seed);
     thread::scope(|scope| {
+        if !orders.shared_sessions {
+            scope.spawn(|| neighbour::work(&neighbour));
+        }
         for _ in 0..THREADS {
             let mut hand = Hand {
                 pool: pool.clone(),
+                asking: asking.clone(),
                 orders: &orders,
                 random: random.fork(),
             };
@@ -142,6 +163,7 @@ fn obey() {
 /// One thread of a worker.
 struct Hand<'a> {
     pool: PgPool,
+    asking: PgPool,
     orders: &'a Orders,
     random: Random,
 }
@@ -241,7 +263,7 @@ fn is_deliberate(payload: &(dyn Any + Send)) -> bool {
     payload.is::<Deliberate>()
 }
 
-fn pool(orders: &Orders) -> PgPool {
+fn pool_of(orders: &Orders, url: &str) -> PgPool {
     Pool::builder()
         .max_size(CONNECTIONS)
         .min_idle(Some(0))
@@ -249,7 +271,7 @@ fn pool(orders: &Orders) -> PgPool {
         // A check would hide what is left on a connection.
         .test_on_check_out(orders.tests_connections)
         .connection_customizer(Box::new(SessionSettings(orders.clone())))
-        .build_unchecked(ConnectionManager::new(orders.url.clone()))
+        .build_unchecked(ConnectionManager::new(url))
 }
 
 /// What the user of the campaign has set on every session.

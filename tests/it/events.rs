@@ -226,6 +226,29 @@ fn a_watch_tells_of_a_lock_that_is_gone() {
 }
 
 #[test]
+fn a_watch_tells_nothing_of_a_lock_that_its_guard_releases() {
+    let database = workbench::Database::new();
+    let pool = database.pool(2);
+    let lock = AdvisoryLock::new(diesel_interlock::LockKey::pair(4242, -2));
+    let events = told(|| {
+        let mut guard = lock.acquire(&pool).unwrap();
+        let watch = guard.watch(&pool, Duration::from_millis(10)).unwrap();
+        guard.release().unwrap();
+        let asked = watch.last_confirmed();
+        // Time enough for several questions.
+        eventually("some time has passed", || {
+            watch.last_confirmed() > asked + Duration::from_millis(100)
+        });
+    });
+    assert_eq!(brief(&events), ["acquire acquired", "release released"]);
+    let told = TOLD_ANYWHERE.lock().unwrap();
+    let of_the_watch = |event: &&Fields| {
+        event["operation"] == "watch" && event.get("key") == Some(&lock.key().to_string())
+    };
+    assert_eq!(told.iter().find(of_the_watch), None);
+}
+
+#[test]
 fn a_late_release_that_came_too_late_is_told() {
     let database = crate::semaphores::database();
     let pool = database.pool(1);

@@ -6,10 +6,11 @@ use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{BigInt, Bool, Integer};
-use diesel_interlock::{Error, Semaphore, monitor};
+use diesel_interlock::{Error, Semaphore, migrations, monitor};
+use workbench::{Database, RoundTrips};
 
 use crate::semaphores::{database, expire};
-use crate::support::{Expect, eventually};
+use crate::support::{Expect, eventually, silent_pool};
 
 const ONE: Semaphore = Semaphore::named("importer", 1, Duration::from_secs(30));
 
@@ -77,6 +78,33 @@ fn a_dropped_permit_waits_for_no_connection_and_its_slot_comes_back() {
     eventually("the slot is free", || {
         monitor::slots(conn, "importer", 1).unwrap().free == [0]
     });
+}
+
+#[test]
+fn a_server_that_hangs_delays_no_release_on_another() {
+    let hanging = Database::new();
+    migrations::install(&mut hanging.connect()).unwrap();
+    let proxy = RoundTrips::in_front_of(&hanging);
+    let hanging_pool = silent_pool(&proxy, 1);
+    let permit = ONE.try_acquire(&hanging_pool).unwrap().expect_acquired();
+    let only = hanging_pool.get().unwrap();
+    drop(permit); // left to the thread of this pool
+    proxy.cut();
+    drop(only);
+    eventually("the thread tries to deliver it", || {
+        hanging_pool.state().idle_connections == 0
+    });
+
+    let database = database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let permit = ONE.try_acquire(&pool).unwrap().expect_acquired();
+    let only = pool.get().unwrap();
+    drop(permit);
+    drop(only);
+    eventually("the slot is free", || {
+        monitor::slots(conn, "importer", 1).unwrap().free == [0]
+    });
+    proxy.restore();
 }
 
 #[test]

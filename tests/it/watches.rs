@@ -1,9 +1,14 @@
 //! Watching over a session lock.
 
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-use diesel::connection::SimpleConnection;
-use diesel_interlock::{AdvisoryLock, LockKey};
+use diesel::connection::{InstrumentationEvent, SimpleConnection};
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::r2d2::{CustomizeConnection, Pool};
+use diesel_interlock::{AdvisoryLock, Error, LockKey, PooledGuard, Watch};
 use workbench::{Database, RoundTrips};
 
 use crate::support::{Expect, Observer, eventually, foreign_session_holding, silent_pool};
@@ -52,13 +57,19 @@ fn a_lock_that_is_held_is_confirmed_again_and_again() {
         .expect_acquired();
     let watch = guard.watch(&pool, OFTEN).unwrap();
     for _ in 0..3 {
-        let mut before = watch.last_confirmed();
-        eventually("the last word is younger than it was", || {
-            let now = watch.last_confirmed();
-            std::mem::replace(&mut before, now) > now
-        });
+        await_confirmation(&watch);
     }
     assert!(!watch.is_lost());
+}
+
+/// Waits until the lock is confirmed once more.
+#[track_caller]
+fn await_confirmation(watch: &Watch) {
+    let mut before = watch.last_confirmed();
+    eventually("the last word is younger than it was", || {
+        let now = watch.last_confirmed();
+        std::mem::replace(&mut before, now) > now
+    });
 }
 
 #[test]
@@ -77,11 +88,7 @@ fn it_is_asked_no_more_often_than_was_said() {
         let watch = guard.watch(&pool, LONG).unwrap();
         let often = other.watch(&other_pool, OFTEN).unwrap();
         for _ in 0..30 {
-            let mut before = often.last_confirmed();
-            eventually("it is asked again", || {
-                let now = often.last_confirmed();
-                std::mem::replace(&mut before, now) > now
-            });
+            await_confirmation(&often);
         }
         assert!(watch.is_held_within(LONG));
     });
@@ -101,7 +108,7 @@ fn while_the_pool_is_exhausted_nothing_is_confirmed_and_nothing_lost() {
     assert!(!watch.is_lost());
     assert!(!watch.is_held_within(OFTEN));
     guard.release().unwrap();
-    eventually("released, it is not held any more", || watch.is_lost());
+    assert!(!watch.is_held_within(LONG) && !watch.is_lost());
 }
 
 #[test]
@@ -123,4 +130,176 @@ fn when_nobody_watches_any_more_nothing_is_asked() {
         proxy.count(|| std::thread::sleep(10 * OFTEN)) == 0
     });
     guard.release().unwrap();
+}
+
+#[test]
+fn a_lock_that_is_released_is_neither_held_nor_lost() {
+    let database = Database::new();
+    let pool = database.pool(2);
+    let other = AdvisoryLock::new(LockKey::pair(7, -9));
+    let mut other = other.try_acquire(&pool).unwrap().expect_acquired();
+    let still_held = other.watch(&pool, OFTEN).unwrap();
+    for is_dropped in [false, true] {
+        let mut guard = lock()
+            .try_acquire(&database.pool(1))
+            .unwrap()
+            .expect_acquired();
+        let watch = guard.watch(&pool, OFTEN).unwrap();
+        assert!(watch.is_held_within(LONG));
+        if is_dropped {
+            drop(guard);
+        } else {
+            guard.release().unwrap();
+        }
+        assert!(!watch.is_held_within(Duration::MAX));
+        // Time enough to ask about it.
+        for _ in 0..5 {
+            await_confirmation(&still_held);
+        }
+        assert!(!watch.is_lost());
+    }
+}
+
+#[test]
+fn a_release_that_reports_a_loss_tells_the_watch() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    // The pool has no second connection, so nobody else tells it.
+    let watch = guard.watch(&pool, LONG).unwrap();
+    guard
+        .conn()
+        .batch_execute("SELECT pg_advisory_unlock_all()")
+        .unwrap();
+    assert!(matches!(guard.release(), Err(Error::LockLost { .. })));
+    assert!(watch.is_lost() && !watch.is_held_within(LONG));
+}
+
+#[test]
+fn a_lock_that_is_gone_already_is_lost_from_the_beginning() {
+    let database = Database::new();
+    // No second connection to ask on.
+    let pool = database.pool(1);
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    guard
+        .conn()
+        .batch_execute("SELECT pg_advisory_unlock_all()")
+        .unwrap();
+    let watch = guard.watch(&pool, OFTEN).unwrap();
+    assert!(watch.is_lost() && !watch.is_held_within(Duration::MAX));
+}
+
+#[test]
+fn an_absurd_interval_ends_no_watch() {
+    let database = Database::new();
+    let pool = database.pool(3);
+    let mut never = lock().try_acquire(&pool).unwrap().expect_acquired();
+    let never = never.watch(&pool, Duration::MAX).unwrap();
+    // By now the thread has asked about it.
+    let other = AdvisoryLock::new(LockKey::pair(7, -10));
+    for _ in 0..2 {
+        let mut guard = other.try_acquire(&pool).unwrap().expect_acquired();
+        let watch = guard.watch(&pool, OFTEN).unwrap();
+        await_confirmation(&watch);
+        Observer::of(&database).kill(guard.backend_pid());
+        eventually("the loss is noticed", || watch.is_lost());
+    }
+    assert!(!never.is_lost());
+}
+
+#[test]
+fn a_server_that_hangs_delays_no_watch_over_another() {
+    let hanging = Database::new();
+    let proxy = RoundTrips::in_front_of(&hanging);
+    let hanging_pool = silent_pool(&proxy, 4);
+    let watched = |number| {
+        let lock = AdvisoryLock::new(LockKey::pair(8, number));
+        let mut guard = lock.try_acquire(&hanging_pool).unwrap().expect_acquired();
+        let watch = guard.watch(&hanging_pool, OFTEN).unwrap();
+        (guard, watch)
+    };
+    let hung: [(PooledGuard, Watch); 2] = [watched(1), watched(2)];
+    hung.iter().for_each(|(_, watch)| await_confirmation(watch));
+    proxy.cut();
+    eventually("nothing is confirmed any more", || {
+        hung.iter()
+            .all(|(_, watch)| watch.last_confirmed() > 20 * OFTEN)
+    });
+
+    let database = Database::new();
+    let pool = database.pool(2);
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    let watch = guard.watch(&pool, OFTEN).unwrap();
+    await_confirmation(&watch);
+    Observer::of(&database).kill(guard.backend_pid());
+    eventually("the loss is noticed", || watch.is_lost());
+
+    assert!(hung.iter().all(|(_, watch)| !watch.is_lost()));
+    proxy.restore();
+}
+
+#[test]
+fn a_panic_in_the_instrumentation_ends_no_watch() {
+    static PANICS_LEFT: AtomicU32 = AtomicU32::new(3);
+
+    #[derive(Debug)]
+    struct Instrumented;
+
+    impl CustomizeConnection<PgConnection, diesel::r2d2::Error> for Instrumented {
+        fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), diesel::r2d2::Error> {
+            conn.set_instrumentation(|event: InstrumentationEvent<'_>| {
+                let is_question = matches!(event, InstrumentationEvent::StartQuery { query, .. }
+                    if query.to_string().contains("pg_stat_activity AS a"));
+                let left = |left: u32| left.checked_sub(1);
+                if is_question && PANICS_LEFT.fetch_update(SeqCst, SeqCst, left).is_ok() {
+                    panic!("in the instrumentation");
+                }
+            });
+            Ok(())
+        }
+    }
+
+    let database = Database::new();
+    let pool = Pool::builder()
+        .max_size(4)
+        .connection_customizer(Box::new(Instrumented))
+        .build(database.manager())
+        .unwrap();
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    let watch = guard.watch(&pool, OFTEN).unwrap();
+    let other = AdvisoryLock::new(LockKey::pair(7, -11));
+    let mut other = other.try_acquire(&pool).unwrap().expect_acquired();
+    let other = other.watch(&pool, OFTEN).unwrap();
+    eventually("it has panicked", || PANICS_LEFT.load(SeqCst) == 0);
+    await_confirmation(&watch);
+    await_confirmation(&other);
+    Observer::of(&database).kill(guard.backend_pid());
+    eventually("the loss is noticed", || watch.is_lost());
+}
+
+#[test]
+fn a_watch_whose_lock_was_released_keeps_no_pool() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let pool = database.pool(2);
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    // Asked about once, and then not for a year.
+    let watch = guard.watch(&pool, Duration::MAX).unwrap();
+    drop(pool);
+    guard.release().unwrap();
+    eventually("its connections are closed", || observer.sessions() == 0);
+    assert!(!watch.is_lost());
+}
+
+#[test]
+fn a_guard_that_is_leaked_is_watched_as_long_as_somebody_wants_to_know() {
+    let database = Database::new();
+    let pool = database.pool(2);
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    let watch = guard.watch(&pool, OFTEN).unwrap();
+    let pid = guard.backend_pid();
+    std::mem::forget(guard);
+    await_confirmation(&watch);
+    Observer::of(&database).kill(pid);
+    eventually("the loss is noticed", || watch.is_lost());
 }

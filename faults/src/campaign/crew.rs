@@ -49,6 +49,8 @@ pub(super) struct Crew {
     random: Mutex<Random>,
     session_pooler: Mutex<PgBouncer>,
     transaction_pooler: Mutex<PgBouncer>,
+    /// In front of what is another server to the workers.
+    neighbour: RoundTrips,
 }
 
 /// Where one worker works, and another one when that was killed.
@@ -93,7 +95,7 @@ impl Crew {
                 Place {
                     number,
                     route,
-                    url: with_settings(&url, number),
+                    url: with_settings(&url, &format!("worker-{number}")),
                     proxy,
                     worker: Mutex::new(None),
                 }
@@ -106,6 +108,7 @@ impl Crew {
             random: Mutex::new(random),
             session_pooler: Mutex::new(session_pooler),
             transaction_pooler: Mutex::new(transaction_pooler),
+            neighbour: RoundTrips::in_front_of_url(&site.url()),
         };
         for number in 0..workers {
             crew.hire(number);
@@ -115,6 +118,19 @@ impl Crew {
 
     pub(super) fn numbers(&self) -> std::ops::Range<usize> {
         0..self.places.len()
+    }
+
+    /// Those that reach the server with nothing in between.
+    pub(super) fn direct(&self) -> impl Iterator<Item = usize> {
+        self.places
+            .iter()
+            .filter(|place| place.route == Route::Socket)
+            .map(|place| place.number)
+    }
+
+    /// The network to the other server, which can be cut.
+    pub(super) fn neighbour(&self) -> &RoundTrips {
+        &self.neighbour
     }
 
     /// Those whose network can be cut, with what cuts it.
@@ -184,6 +200,7 @@ impl Crew {
         let shared_sessions = place.route == Route::TransactionPooler;
         let orders = Orders {
             url: place.url.clone(),
+            neighbour: with_settings(&self.neighbour.url(), &format!("neighbour-{number}")),
             seed: random.next(),
             shared_sessions,
             tests_connections: random.one_in(2),
@@ -287,9 +304,9 @@ impl Place {
 }
 
 /// The URL with a name for the sessions, and with the settings that bound the wait for a dead network.
-fn with_settings(url: &str, number: usize) -> String {
+fn with_settings(url: &str, name: &str) -> String {
     let settings = [
-        ("application_name", format!("worker-{number}")),
+        ("application_name", name.to_owned()),
         ("connect_timeout", "2".to_owned()),
         ("keepalives_idle", "1".to_owned()),
         ("keepalives_interval", "1".to_owned()),

@@ -1,6 +1,8 @@
 //! What inflicts the faults: some at a time, and of each sort always the kind that there was least of.
 
+mod copies;
 mod mishaps;
+mod neighbour;
 mod network;
 mod poolers;
 mod processes;
@@ -46,12 +48,14 @@ pub(super) fn inject(
         due: Instant::now(),
         end,
     };
-    let injectors: [(Means<'_>, fn(Means<'_>)); 6] = [
+    let injectors: [(Means<'_>, fn(Means<'_>)); 8] = [
         (means(), processes::inject),
         (means(), sessions::inject),
         (means(), network::inject),
         (means(), server::inject),
         (means(), poolers::inject),
+        (means(), neighbour::inject),
+        (means(), copies::inject),
         (means(), mishaps::inject),
     ];
     thread::scope(|scope| {

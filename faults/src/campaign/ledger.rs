@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::check::{Death, Failover, History, Outage, Told};
+use crate::check::{Death, Failover, History, Outage, Reload, Told};
 use crate::clock::{self, Micros};
 use crate::fault::Fault;
 use crate::random::Random;
@@ -59,6 +59,16 @@ impl Ledger {
     pub(super) fn death(&self, pid: i32, death: Death) {
         let deaths = &mut self.book().history.deaths;
         deaths.entry(pid).or_default().push(death);
+    }
+
+    /// Before the session's end is asked for.
+    pub(super) fn condemned(&self, pid: i32, sent: Micros) {
+        let condemned = &mut self.book().history.condemned;
+        condemned.entry(pid).or_default().push(sent);
+    }
+
+    pub(super) fn reload(&self, reload: Reload) {
+        self.book().history.reloads.push(reload);
     }
 
     pub(super) fn outage(&self, outage: Outage) {

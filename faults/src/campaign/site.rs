@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use diesel::prelude::*;
 use diesel::sql_types::{Bool, Text};
 use workbench::{Cluster, StopMode};
 
-use crate::check::{Failover, Outage};
+use crate::check::{Failover, Outage, Reload};
 use crate::clock;
 use crate::random::Random;
 
@@ -69,6 +70,50 @@ impl Site {
         let stopped = clock::now();
         primary.start_again();
         Outage { began, stopped }
+    }
+
+    /// Changes a setting for all sessions by a reload, and takes it back after a while. `None` where PostgreSQL has no such
+    /// setting yet.
+    ///
+    /// Nobody may copy the server meanwhile, or its successor would keep the setting.
+    pub(super) fn reload(
+        &self,
+        setting: &'static str,
+        value: &str,
+        period: Duration,
+    ) -> Option<Reload> {
+        let primary = self.primary();
+        let is_known = format!("EXISTS (SELECT FROM pg_settings WHERE name = '{setting}')");
+        if !is_so(&mut connect(&primary), &is_known) {
+            return None;
+        }
+        let began = clock::now();
+        run(
+            &primary,
+            &format!("ALTER SYSTEM SET {setting} = '{value}'; SELECT pg_reload_conf()"),
+        );
+        thread::sleep(period);
+        run(
+            &primary,
+            &format!("ALTER SYSTEM RESET {setting}; SELECT pg_reload_conf()"),
+        );
+        // A session that was idle then may still be told.
+        Some(Reload {
+            setting,
+            began,
+            ended: clock::now(),
+        })
+    }
+
+    /// The definition of the whole database, as `pg_dump` writes it. `None` if the server went away meanwhile.
+    pub(super) fn definition(&self) -> Option<String> {
+        let primary = self.primary();
+        let dumped = Command::new(primary.binaries().join("pg_dump"))
+            .args(["--schema-only", "--no-owner", "--dbname", &self.url()])
+            .output()
+            .expect("pg_dump is beside the server's programs");
+        let text = String::from_utf8(dumped.stdout).ok();
+        text.filter(|_| dumped.status.success())
     }
 
     /// Makes a standby, lets it follow for a while, crashes the primary and promotes the standby.
@@ -158,17 +203,20 @@ fn wait_until(cluster: &Cluster, condition: &str) {
     let mut conn = connect(cluster);
     let end = Instant::now() + FOLLOWING;
     loop {
-        let is_so = diesel::select(diesel::dsl::sql::<Bool>(condition)).get_result(&mut conn);
-        if is_so == Ok(true) {
+        if is_so(&mut conn, condition) {
             return;
         }
         assert!(
             Instant::now() < end,
-            "not after {FOLLOWING:?}: {condition}: {is_so:?}\n{}",
+            "not after {FOLLOWING:?}: {condition}\n{}",
             cluster.log()
         );
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+fn is_so(conn: &mut PgConnection, condition: &str) -> bool {
+    diesel::select(diesel::dsl::sql::<Bool>(condition)).get_result(conn) == Ok(true)
 }
 
 fn connect(cluster: &Cluster) -> PgConnection {

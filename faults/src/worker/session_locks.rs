@@ -8,8 +8,9 @@ use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable};
 use diesel_interlock::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, Lease, LockId};
 
+use super::neighbour::{LATE, Lateness};
 use super::report::report;
-use super::{Hand, fenced_writes, mishaps, panic_deliberately};
+use super::{Hand, copies, fenced_writes, mishaps, panic_deliberately};
 use crate::clock::{self, Micros};
 use crate::fault::Fault;
 use crate::record::{Outcome, Record};
@@ -155,6 +156,7 @@ impl Section<'_> {
             if hand.random.one_in(2) {
                 let asked = clock::now();
                 if !guard.is_held()? {
+                    self.report_loss(hand, pid, acquired, asked);
                     return Ok(true);
                 }
                 report(&Record::Held {
@@ -204,15 +206,25 @@ impl Section<'_> {
         guard: &mut AdvisoryLockGuard<C>,
         acquired: Micros,
     ) -> Result<(), Error> {
-        let watch = guard.watch(&hand.pool, hand.random.millis(10, 50))?;
+        let watch = guard.watch(&hand.asking, hand.random.millis(10, 50))?;
         let within = hand.random.millis(60, 150);
         let end = Instant::now() + hand.random.millis(100, 900);
         let mut last = None;
-        while Instant::now() < end {
+        let mut lateness = Lateness::new();
+        // Where it is late at the end, it is looked at for longer.
+        let is_late = || !watch.is_lost() && watch.last_confirmed() > LATE;
+        while Instant::now() < end || is_late() && Instant::now() < end + Duration::from_secs(3) {
             // Read before the watch is asked: what it says was so at that time at the earliest.
             let at = clock::now();
             if watch.is_held_within(within) {
                 last = Some(at);
+            }
+            if lateness.is_too_late(&watch, &hand.asking) {
+                hand.violation(format!(
+                    "late watch: nothing was confirmed for {:?}, and the pool answered all the time",
+                    watch.last_confirmed()
+                ));
+                break;
             }
             thread::sleep(Duration::from_millis(3));
         }
@@ -236,6 +248,11 @@ impl Section<'_> {
     ) -> Result<Outcome, Error> {
         if hand.befalls(Fault::Panic) {
             panic_deliberately();
+        }
+        if hand.befalls(Fault::CopyTo) {
+            copies::copy_to(hand, guard.conn());
+        } else if hand.befalls(Fault::CopyFrom) {
+            copies::copy_from(hand, guard.conn());
         }
         if hand.befalls(Fault::TransactionLeftOpen) {
             if hand.random.one_in(2) {
@@ -276,10 +293,25 @@ impl Section<'_> {
                 asked,
             }),
             Err(Error::TransactionLeftOpen { .. }) => {}
-            Err(Error::LockLost { .. } | Error::ReleaseFailed { .. }) => return Ok(Outcome::Lost),
+            Err(Error::LockLost { .. }) => {
+                self.report_loss(hand, pid, acquired, asked);
+                return Ok(Outcome::Lost);
+            }
+            Err(Error::ReleaseFailed { .. }) => return Ok(Outcome::Lost),
             Err(error) => return Err(error),
         }
         Ok(Outcome::Done)
+    }
+
+    /// Sessions with time-outs of their own end for reasons that nobody else knows.
+    fn report_loss(&self, hand: &Hand<'_>, pid: i32, acquired: Micros, asked: Micros) {
+        if !hand.orders.impatient {
+            report(&Record::Lost {
+                pid,
+                acquired,
+                asked,
+            });
+        }
     }
 
     /// The user's own wait for the lock, on another connection.

@@ -1,4 +1,4 @@
-//! Servers that restart, crash, and are succeeded by their standby.
+//! Servers that restart, crash, are succeeded by their standby, and read their settings again.
 
 use workbench::StopMode;
 
@@ -7,7 +7,21 @@ use crate::fault::{Fault, SERVERS};
 
 pub(super) fn inject(means: Means<'_>) {
     means.scarcest_first(&SERVERS, |means, kind| {
-        means.await_turn(950);
+        means.await_turn(750);
+        let setting = match kind {
+            // Shorter than some locks are held without a statement.
+            Fault::ReloadedIdleTimeout => Some(("idle_session_timeout", "250ms")),
+            Fault::ReloadedLockTimeout => Some(("lock_timeout", "40ms")),
+            _ => None,
+        };
+        if let Some((setting, value)) = setting {
+            let period = means.random.millis(300, 600);
+            if let Some(reload) = means.site.reload(setting, value, period) {
+                means.ledger.reload(reload);
+                means.ledger.fault(kind, means.crew.numbers());
+            }
+            return;
+        }
         let restart = match kind {
             Fault::FastRestart => Some(StopMode::Fast),
             Fault::ImmediateRestart => Some(StopMode::Immediate),

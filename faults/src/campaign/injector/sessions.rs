@@ -62,6 +62,7 @@ fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usiz
         return Ok(None);
     };
     let sent = clock::now();
+    means.ledger.condemned(session.pid, sent);
     diesel::sql_query("SELECT pg_terminate_backend($1)")
         .bind::<Integer, _>(session.pid)
         .execute(&mut conn)?;

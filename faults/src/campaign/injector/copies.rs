@@ -1,0 +1,105 @@
+//! Copies of the database on another server, as a move, an upgrade or a restored backup makes them: first of its
+//! definition alone, then with rows that were written under ids that its sequence does not know of, as a logical
+//! replication leaves them.
+
+use std::error::Error as _;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{Attempt, Decision, DeclaredResources, Error, Throttle, migrations};
+use workbench::Database;
+
+use super::Means;
+use crate::fault::COPIES;
+use crate::subjects::{Resource, SEMAPHORES};
+
+/// Requests that have ended, as the other server's log has them.
+const REPLICATED: &str = "INSERT INTO resource_control.service_request \
+    (id, service, slot, created_at, expires_at, completed_at) OVERRIDING SYSTEM VALUE \
+    SELECT id, 'long', 0, now(), now() + interval '1 min', now() FROM generate_series(1, 1000) AS id \
+    ON CONFLICT DO NOTHING";
+
+const SET_SEQUENCE: &str = "SELECT setval(pg_get_serial_sequence('resource_control.service_request', 'id'), max(id)) \
+    FROM resource_control.service_request";
+
+pub(super) fn inject(means: Means<'_>) {
+    means.scarcest_first(&COPIES, |means, kind| {
+        if let Some(definition) = means.site.definition() {
+            if let Some(problem) = problem_of_a_copy(&definition) {
+                means.ledger.violation(format!("copy: {problem}"));
+            }
+            means.ledger.fault(kind, []);
+        }
+        means.pause(1000, 4000);
+    });
+}
+
+/// What does not work on a copy.
+fn problem_of_a_copy(definition: &str) -> Option<String> {
+    let database = Database::new();
+    // Without psql's own commands.
+    let lines = definition.lines().filter(|line| !line.starts_with('\\'));
+    let statements: Vec<_> = lines.collect();
+    database
+        .connect()
+        .batch_execute(&statements.join("\n"))
+        .expect("what pg_dump wrote can be run");
+
+    let conn = &mut database.connect();
+    if let Err(error) = migrations::install(conn) {
+        return Some(format!("install fails: {}", in_full(&error)));
+    }
+    if let Err(error) = diesel_interlock::sync::<Resource>(conn) {
+        return Some(format!("sync fails: {}", in_full(&error)));
+    }
+    for resource in Resource::ALL {
+        match Throttle::of(*resource).attempt(conn, "a copy") {
+            Ok(Decision::Granted(_)) => {}
+            other => {
+                return Some(format!(
+                    "{resource:?} was never taken, and answers {other:?}"
+                ));
+            }
+        }
+    }
+    for semaphore in &SEMAPHORES {
+        match semaphore.claim_on(conn).map(Attempt::acquired) {
+            Ok(Some(_)) => {}
+            other => {
+                return Some(format!(
+                    "{:?} is free, and answers {other:?}",
+                    semaphore.service()
+                ));
+            }
+        }
+    }
+
+    conn.batch_execute(REPLICATED).expect("rows are copied");
+    conn.batch_execute("DELETE FROM resource_control.service_request WHERE completed_at IS NULL")
+        .expect("rows are deleted");
+    let [_, semaphore, _] = &SEMAPHORES;
+    // An error may say that the sequence is behind. That the semaphore is full would be wrong.
+    if let Ok(None) = semaphore.claim_on(conn).map(Attempt::acquired) {
+        return Some(
+            "the sequence is behind, nothing is in flight, and a claim finds it full".into(),
+        );
+    }
+    conn.batch_execute(SET_SEQUENCE)
+        .expect("the sequence can be set");
+    match semaphore.claim_on(conn).map(Attempt::acquired) {
+        Ok(Some(_)) => None,
+        other => Some(format!(
+            "nothing is in flight, the sequence is set, and a claim answers {other:?}"
+        )),
+    }
+}
+
+fn in_full(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

@@ -1,0 +1,109 @@
+//! Losses of session locks: each must have a cause.
+
+use super::{Findings, History, Told};
+use crate::clock::Micros;
+use crate::record::Record;
+
+/// How long a session may live after its end was asked for.
+const DYING: Micros = 2_000_000;
+
+pub(super) fn examine(history: &History, findings: &mut Findings) {
+    for Told { worker, record, at } in &history.told {
+        let Record::Lost {
+            pid,
+            acquired,
+            asked,
+        } = record
+        else {
+            continue;
+        };
+        // Networks and poolers lose connections, and nobody writes down which.
+        if !history.direct.contains(worker) {
+            continue;
+        }
+        findings.examined("losses of session locks", 1);
+        if !history.has_cause(*pid, *acquired, *at) {
+            let reload = history
+                .reloads
+                .iter()
+                .find(|reload| reload.began <= *at && reload.ended >= *acquired);
+            let meanwhile = reload.map_or(String::new(), |reload| {
+                format!(", while a reload had changed {}", reload.setting)
+            });
+            findings.violation(format!(
+                "loss: worker {worker} was told at {asked} that pid {pid} had lost the lock of {acquired}, without a cause{meanwhile}"
+            ));
+        }
+    }
+}
+
+impl History {
+    /// Whether somebody ended the session, or all of them, while it had the lock.
+    fn has_cause(&self, pid: i32, acquired: Micros, at: Micros) -> bool {
+        let condemned = self.condemned.get(&pid).into_iter().flatten();
+        let mut condemned = condemned.filter(|sent| **sent >= acquired - DYING);
+        condemned.any(|sent| *sent <= at)
+            || self
+                .outages
+                .iter()
+                .any(|outage| outage.began <= at && outage.stopped >= acquired)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Outage;
+    use super::*;
+
+    fn violations(history: History) -> usize {
+        let record = Record::Lost {
+            pid: 7,
+            acquired: 10_000_000,
+            asked: 10_000_400,
+        };
+        let history = History {
+            told: vec![Told {
+                worker: 3,
+                record,
+                at: 10_000_500,
+            }],
+            ..history
+        };
+        let mut findings = Findings::default();
+        examine(&history, &mut findings);
+        findings.violations.len()
+    }
+
+    fn direct() -> History {
+        History {
+            direct: [3].into(),
+            ..History::default()
+        }
+    }
+
+    #[test]
+    fn a_loss_without_a_cause_is_none_that_may_be() {
+        assert_eq!(violations(direct()), 1);
+        assert_eq!(violations(History::default()), 0);
+    }
+
+    #[test]
+    fn an_ended_session_or_an_outage_is_a_cause() {
+        let condemned = |pid, sent| History {
+            condemned: [(pid, vec![sent])].into(),
+            ..direct()
+        };
+        assert_eq!(violations(condemned(7, 10_000_100)), 0);
+        assert_eq!(violations(condemned(7, 9_999_000)), 0);
+        assert_eq!(violations(condemned(8, 10_000_100)), 1);
+        assert_eq!(violations(condemned(7, 10_000_600)), 1);
+        assert_eq!(violations(condemned(7, 1_000_000)), 1);
+        let outage = |began, stopped| History {
+            outages: vec![Outage { began, stopped }],
+            ..direct()
+        };
+        assert_eq!(violations(outage(9_999_000, 10_000_100)), 0);
+        assert_eq!(violations(outage(9_998_000, 9_999_000)), 1);
+        assert_eq!(violations(outage(10_000_600, 10_000_700)), 1);
+    }
+}

@@ -75,6 +75,14 @@ struct Entry<T> {
     due: Instant,
 }
 
+/// What became of a chore.
+enum Attended {
+    Over,
+    ToBeRepeated,
+    /// An older thread of the same pool has it now, and all others of this one.
+    HandedOver,
+}
+
 impl<T: Chore> Background<T> {
     pub(crate) const fn new(name: &'static str) -> Self {
         Self {
@@ -140,8 +148,10 @@ impl<T: Chore> Background<T> {
             }
             let (chore, pool) = (Arc::clone(&next.chore), next.pool.clone());
             drop(threads);
-            if caught(|| self.attend(me, &*chore, &pool)).unwrap_or(false) {
-                self.stop(&chore);
+            match caught(|| self.attend(me, &*chore, &pool)) {
+                Some(Attended::Over) => self.stop(&chore),
+                Some(Attended::HandedOver) => return,
+                Some(Attended::ToBeRepeated) | None => {}
             }
             drop(pool);
             threads = lock(&self.threads);
@@ -152,20 +162,25 @@ impl<T: Chore> Background<T> {
         }
     }
 
-    /// Does the chore, unless there is no connection. Returns whether it is over.
-    fn attend(&self, me: Mark, chore: &T, pool: &PgPool) -> bool {
+    /// Does the chore, unless there is no connection.
+    fn attend(&self, me: Mark, chore: &T, pool: &PgPool) -> Attended {
         if chore.is_over() {
-            return true;
+            return Attended::Over;
         }
         // Unlike a plain try, this makes the pool open one more, up to its size.
         let Ok(mut conn) = pool::check_out(pool, Some(T::PATIENCE)) else {
-            return false;
+            return Attended::ToBeRepeated;
         };
         let mark = Mark::of(&mut conn);
-        if mark != me && !(mark < me && self.hand_over(me, mark)) {
-            me.replace_that_of(&mut conn);
+        if mark < me && self.hand_over(me, mark) {
+            return Attended::HandedOver;
         }
-        chore.attend(conn)
+        me.replace_that_of(&mut conn);
+        if chore.attend(conn) {
+            Attended::Over
+        } else {
+            Attended::ToBeRepeated
+        }
     }
 
     /// Gives all that this thread has to do to an older one of the same pool, if that still runs.
@@ -183,9 +198,12 @@ impl<T: Chore> Background<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::collections::HashSet;
     use std::thread::ThreadId;
 
+    use diesel::dsl::sql;
+    use diesel::prelude::*;
+    use diesel::sql_types::BigInt;
     use workbench::Database;
 
     use super::*;
@@ -195,7 +213,8 @@ mod tests {
     struct Told {
         by: Mutex<Vec<ThreadId>>,
         panics: bool,
-        pause: Duration,
+        /// Once a year.
+        rarely: bool,
     }
 
     impl Told {
@@ -208,7 +227,11 @@ mod tests {
         const PATIENCE: Duration = Duration::ZERO;
 
         fn pause(&self) -> Duration {
-            self.pause
+            if self.rarely {
+                Duration::MAX
+            } else {
+                Duration::from_millis(1)
+            }
         }
 
         fn is_over(&self) -> bool {
@@ -223,14 +246,49 @@ mod tests {
         }
     }
 
-    fn background() -> &'static Background<Told> {
-        Box::leak(Box::new(Background::new("chores of a test")))
+    /// The chores of one test, which end with it.
+    struct Started {
+        on: &'static Background<Told>,
+        chores: Vec<Arc<Told>>,
     }
 
-    fn started(on: &'static Background<Told>, pool: &PgPool, told: Told) -> Arc<Told> {
-        let told = Arc::new(told);
-        on.start(pool, None, Arc::clone(&told));
-        told
+    impl Started {
+        fn none() -> Self {
+            Self {
+                on: Box::leak(Box::new(Background::new("chores of a test"))),
+                chores: Vec::new(),
+            }
+        }
+
+        fn start(&mut self, pool: &PgPool, mark: Option<Mark>, told: Told) -> Arc<Told> {
+            let told = Arc::new(told);
+            self.on.start(pool, mark, Arc::clone(&told));
+            self.chores.push(Arc::clone(&told));
+            told
+        }
+
+        fn threads(&self) -> usize {
+            lock(&self.on.threads).len()
+        }
+
+        fn stop_all(&mut self) {
+            for chore in self.chores.drain(..) {
+                self.on.stop(&chore);
+            }
+        }
+    }
+
+    impl Drop for Started {
+        fn drop(&mut self) {
+            self.stop_all();
+        }
+    }
+
+    /// A pool with an idle connection.
+    fn pool(database: &Database, size: u32) -> PgPool {
+        let pool = database.pool(size);
+        drop(pool.get().unwrap());
+        pool
     }
 
     fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -244,78 +302,69 @@ mod tests {
     #[test]
     fn a_pool_has_one_thread_and_another_pool_another() {
         let database = Database::new();
-        let (pool, other) = (database.pool(3), database.pool(1));
-        let on = background();
-        let chores = [(); 5].map(|()| started(on, &pool.clone(), Told::default()));
-        let apart = started(on, &other, Told::default());
-        eventually("the threads of the pool are one", || {
-            lock(&on.threads).len() == 2
-        });
-        // Those who did it before have ended.
-        chores.iter().for_each(|chore| lock(&chore.by).clear());
-        lock(&apart.by).clear();
-        let enough = |chore: &Arc<Told>| chore.times() > 20;
+        let (several, one) = (pool(&database, 3), pool(&database, 1));
+        let mut started = Started::none();
+        let chores = [(); 5].map(|()| started.start(&several.clone(), None, Told::default()));
+        let apart = started.start(&one, None, Told::default());
+        eventually("the threads of the pool are one", || started.threads() == 2);
+        // Those that did it before have ended.
+        let all = || chores.iter().chain([&apart]);
+        all().for_each(|chore| lock(&chore.by).clear());
         eventually("all are done again and again", || {
-            chores.iter().all(enough) && enough(&apart)
+            all().all(|chore| chore.times() > 20)
         });
-        let by = |chore: &Arc<Told>| lock(&chore.by)[15..].to_vec();
-        let one: BTreeSet<_> = chores.iter().flat_map(by).map(id).collect();
-        let another: BTreeSet<_> = by(&apart).into_iter().map(id).collect();
-        assert_eq!((one.len(), another.len()), (1, 1));
-        assert!(one.is_disjoint(&another));
+        let last = |chore: &Arc<Told>| *lock(&chore.by).last().unwrap();
+        let by: HashSet<_> = chores.iter().map(last).collect();
+        assert_eq!(by.len(), 1);
+        assert!(!by.contains(&last(&apart)));
 
-        for chore in chores.iter().chain([&apart]) {
-            on.stop(chore);
-        }
-        eventually("no thread is left", || lock(&on.threads).is_empty());
-    }
-
-    fn id(thread: ThreadId) -> String {
-        format!("{thread:?}")
+        started.stop_all();
+        eventually("no thread is left", || started.threads() == 0);
     }
 
     #[test]
     fn a_mark_leads_to_the_thread_of_its_pool_also_where_no_connection_is_idle() {
         let database = Database::new();
         let pool = database.pool(1);
-        let on = background();
         let mut only = pool.get().unwrap();
         let mark = Mark::of(&mut only);
+        let mut started = Started::none();
         for _ in 0..50 {
-            on.start(&pool, Some(mark), Arc::default());
+            started.start(&pool, Some(mark), Told::default());
         }
-        assert_eq!(lock(&on.threads).len(), 1);
+        assert_eq!(started.threads(), 1);
     }
 
     #[test]
     fn a_panic_ends_neither_the_thread_nor_what_else_it_does() {
         let database = Database::new();
-        let pool = database.pool(2);
-        let on = background();
+        let pool = pool(&database, 2);
+        let mut started = Started::none();
         let panics = Told {
             panics: true,
             // One panic after the other would fill the screen.
-            pause: Duration::from_secs(600),
+            rarely: true,
             ..Told::default()
         };
-        let panicked = started(on, &pool, panics);
-        eventually("it panics", || panicked.times() == 1);
-        let other = started(on, &pool, Told::default());
+        let panics = started.start(&pool, None, panics);
+        eventually("it panics", || panics.times() == 1);
+        let other = started.start(&pool, None, Told::default());
         eventually("the other one is done", || other.times() > 3);
+        eventually("their thread is one", || started.threads() == 1);
     }
 
     #[test]
     fn an_absurd_pause_ends_no_thread() {
         let database = Database::new();
-        let pool = database.pool(1);
-        let on = background();
+        let pool = pool(&database, 1);
+        let mut started = Started::none();
         let absurd = Told {
-            pause: Duration::MAX,
+            rarely: true,
             ..Told::default()
         };
-        let absurd = started(on, &pool, absurd);
+        let absurd = started.start(&pool, None, absurd);
         eventually("it is done once", || absurd.times() == 1);
-        let other = started(on, &pool, Told::default());
+        let other = started.start(&pool, None, Told::default());
         eventually("the other one is done", || other.times() > 3);
         assert_eq!(absurd.times(), 1);
     }
@@ -323,30 +372,28 @@ mod tests {
     #[test]
     fn no_pool_is_kept_for_what_was_stopped() {
         let database = Database::new();
-        let pool = database.pool(1);
-        let on = background();
+        let pool = pool(&database, 1);
+        let mut started = Started::none();
         let rarely = Told {
-            pause: Duration::MAX,
+            rarely: true,
             ..Told::default()
         };
-        let chore = started(on, &pool, rarely);
-        eventually("it is done", || chore.times() == 1);
+        let rarely = started.start(&pool, None, rarely);
+        eventually("it is done", || rarely.times() == 1);
         drop(pool);
-        on.stop(&chore);
+        started.stop_all();
         let looking = &mut database.connect();
         eventually("the connections of the pool are closed", || {
             sessions(looking) == 0
         });
-        eventually("no thread is left", || lock(&on.threads).is_empty());
+        eventually("no thread is left", || started.threads() == 0);
     }
 
-    fn sessions(conn: &mut diesel::pg::PgConnection) -> i64 {
-        use diesel::prelude::*;
-        diesel::select(diesel::dsl::sql::<diesel::sql_types::BigInt>(
-            "(SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
-             AND pid <> pg_backend_pid() AND backend_type = 'client backend')",
-        ))
-        .get_result(conn)
-        .unwrap()
+    fn sessions(conn: &mut PgConnection) -> i64 {
+        let count = "(SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+            AND pid <> pg_backend_pid() AND backend_type = 'client backend')";
+        diesel::select(sql::<BigInt>(count))
+            .get_result(conn)
+            .unwrap()
     }
 }

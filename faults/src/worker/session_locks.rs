@@ -10,10 +10,10 @@ use diesel_interlock::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, Lease, L
 
 use super::neighbour::{LATE, Lateness};
 use super::report::report;
-use super::{Hand, copies, fenced_writes, mishaps, panic_deliberately};
+use super::{Hand, copies, errors, fenced_writes, mishaps, panic_deliberately};
 use crate::clock::{self, Micros};
 use crate::fault::Fault;
-use crate::record::{Outcome, Record};
+use crate::record::{Outcome, Primitive, Record};
 use crate::subjects;
 
 pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
@@ -249,10 +249,18 @@ impl Section<'_> {
         if hand.befalls(Fault::Panic) {
             panic_deliberately();
         }
-        if hand.befalls(Fault::CopyTo) {
+        let (copies_to, copies_from) = (hand.befalls(Fault::CopyTo), hand.befalls(Fault::CopyFrom));
+        if copies_to {
             copies::copy_to(hand, guard.conn());
-        } else if hand.befalls(Fault::CopyFrom) {
+        }
+        if copies_from {
             copies::copy_from(hand, guard.conn());
+        }
+        if (copies_to || copies_from) && hand.random.one_in(2) {
+            let asked = clock::now();
+            if matches!(guard.is_held(), Ok(false)) {
+                self.report_loss(hand, guard.backend_pid(), acquired, asked);
+            }
         }
         if hand.befalls(Fault::TransactionLeftOpen) {
             if hand.random.one_in(2) {
@@ -293,8 +301,11 @@ impl Section<'_> {
                 asked,
             }),
             Err(Error::TransactionLeftOpen { .. }) => {}
-            Err(Error::LockLost { .. }) => {
+            Err(error @ Error::LockLost { .. }) => {
                 self.report_loss(hand, pid, acquired, asked);
+                if let Some(violation) = errors::must_not_be(Primitive::SessionLock, &error) {
+                    hand.violation(violation);
+                }
                 return Ok(Outcome::Lost);
             }
             Err(Error::ReleaseFailed { .. }) => return Ok(Outcome::Lost),

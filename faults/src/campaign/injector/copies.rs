@@ -5,7 +5,6 @@
 use std::error::Error as _;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 use diesel_interlock::{Attempt, Decision, DeclaredResources, Error, Throttle, migrations};
 use workbench::Database;
 
@@ -24,12 +23,14 @@ const SET_SEQUENCE: &str = "SELECT setval(pg_get_serial_sequence('resource_contr
 
 pub(super) fn inject(means: Means<'_>) {
     means.scarcest_first(&COPIES, |means, kind| {
-        if let Some(definition) = means.site.definition() {
-            if let Some(problem) = problem_of_a_copy(&definition) {
-                means.ledger.violation(format!("copy: {problem}"));
-            }
-            means.ledger.fault(kind, []);
+        let Some(definition) = means.site.definition() else {
+            means.pause(10, 50);
+            return;
+        };
+        if let Some(problem) = problem_of_a_copy(&definition) {
+            means.ledger.violation(format!("copy: {problem}"));
         }
+        means.ledger.fault(kind, []);
         means.pause(1000, 4000);
     });
 }

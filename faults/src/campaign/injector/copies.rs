@@ -31,7 +31,7 @@ pub(super) fn inject(means: Means<'_>) {
             means.ledger.violation(format!("copy: {problem}"));
         }
         means.ledger.fault(kind, []);
-        means.pause(1000, 4000);
+        means.pause(500, 2500);
     });
 }
 

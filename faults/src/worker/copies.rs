@@ -8,6 +8,7 @@ use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
 use super::{Hand, panic_deliberately};
+use crate::fault::Fault;
 
 diesel::table! {
     faults.copied (number) {
@@ -16,7 +17,19 @@ diesel::table! {
     }
 }
 
-pub(super) fn copy_to(hand: &mut Hand<'_>, conn: &mut PgConnection) {
+/// Copies, if that is to be inflicted now. Returns whether it was.
+pub(super) fn befall(hand: &mut Hand<'_>, conn: &mut PgConnection) -> bool {
+    if hand.befalls(Fault::CopyTo) {
+        copy_to(hand, conn);
+    } else if hand.befalls(Fault::CopyFrom) {
+        copy_from(hand, conn);
+    } else {
+        return false;
+    }
+    true
+}
+
+fn copy_to(hand: &mut Hand<'_>, conn: &mut PgConnection) {
     let copy = diesel::copy_to(copied::table).with_format(CopyFormat::Text);
     let Ok(mut rows) = copy.load_raw(conn) else {
         return;
@@ -26,7 +39,7 @@ pub(super) fn copy_to(hand: &mut Hand<'_>, conn: &mut PgConnection) {
     }
 }
 
-pub(super) fn copy_from(hand: &mut Hand<'_>, conn: &mut PgConnection) {
+fn copy_from(hand: &mut Hand<'_>, conn: &mut PgConnection) {
     let ending = hand.random.below(3);
     let copy = diesel::copy_from(copied::table)
         .from_raw_data(copied::table, move |rows| -> Result<(), DieselError> {

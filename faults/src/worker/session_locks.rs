@@ -249,20 +249,13 @@ impl Section<'_> {
         if hand.befalls(Fault::Panic) {
             panic_deliberately();
         }
-        let (copies_to, copies_from) = (hand.befalls(Fault::CopyTo), hand.befalls(Fault::CopyFrom));
-        if copies_to {
-            copies::copy_to(hand, guard.conn());
-        }
-        if copies_from {
-            copies::copy_from(hand, guard.conn());
-        }
-        if (copies_to || copies_from) && hand.random.one_in(2) {
+        // The last that is sent before the release: after a panic in a `copy_from`, Diesel's `execute` may never end.
+        if copies::befall(hand, guard.conn()) {
             let asked = clock::now();
-            if matches!(guard.is_held(), Ok(false)) {
+            if hand.random.one_in(2) && matches!(guard.is_held(), Ok(false)) {
                 self.report_loss(hand, guard.backend_pid(), acquired, asked);
             }
-        }
-        if hand.befalls(Fault::TransactionLeftOpen) {
+        } else if hand.befalls(Fault::TransactionLeftOpen) {
             if hand.random.one_in(2) {
                 let _ = guard.conn().batch_execute("BEGIN");
             } else {

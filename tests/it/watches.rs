@@ -220,7 +220,7 @@ fn a_server_that_hangs_delays_no_watch_over_another() {
     };
     let hung: [(PooledGuard, Watch); 2] = [watched(1), watched(2)];
     hung.iter().for_each(|(_, watch)| await_confirmation(watch));
-    proxy.cut();
+    let _cut = Cut::of(&proxy);
     eventually("nothing is confirmed any more", || {
         hung.iter()
             .all(|(_, watch)| watch.last_confirmed() > 20 * OFTEN)
@@ -235,7 +235,22 @@ fn a_server_that_hangs_delays_no_watch_over_another() {
     eventually("the loss is noticed", || watch.is_lost());
 
     assert!(hung.iter().all(|(_, watch)| !watch.is_lost()));
-    proxy.restore();
+}
+
+/// A network that swallows everything as long as this lives. A test that fails must not wait for it.
+struct Cut<'a>(&'a RoundTrips);
+
+impl<'a> Cut<'a> {
+    fn of(network: &'a RoundTrips) -> Self {
+        network.cut();
+        Self(network)
+    }
+}
+
+impl Drop for Cut<'_> {
+    fn drop(&mut self) {
+        self.0.restore();
+    }
 }
 
 #[test]

@@ -2,7 +2,8 @@
 //!
 //! A question to a server that hangs blocks the thread that asks, so each pool has a thread of its own. A pool does not
 //! tell which one it is, but a connection never leaves its pool. The threads therefore mark the connections that they
-//! check out. A thread that finds the mark of an older one hands over what it has to do, and ends.
+//! check out. A thread that finds the mark of an older one hands over what it has to do, and ends. Before it has had a
+//! connection it cannot know, so there may be as many threads as there are things to do.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +22,7 @@ pub(crate) trait Chore: Send + Sync + 'static {
     /// How long to wait until it is to be done again. At most [`LONGEST_PAUSE`] is waited.
     fn pause(&self) -> Duration;
 
-    /// Whether there is nothing left to do, not even with a connection.
+    /// Whether there is nothing left to do, not even with a connection. Tells it, where that is of interest.
     fn is_over(&self) -> bool;
 
     /// Does it. Returns whether it is over.
@@ -148,10 +149,15 @@ impl<T: Chore> Background<T> {
             }
             let (chore, pool) = (Arc::clone(&next.chore), next.pool.clone());
             drop(threads);
-            match caught(|| self.attend(me, &*chore, &pool)) {
-                Some(Attended::Over) => self.stop(&chore),
-                Some(Attended::HandedOver) => return,
-                Some(Attended::ToBeRepeated) | None => {}
+            // Where its end is told, a panic must not begin it anew.
+            if caught(|| chore.is_over()).unwrap_or(true) {
+                self.stop(&chore);
+            } else {
+                match caught(|| self.attend(me, &*chore, &pool)) {
+                    Some(Attended::Over) => self.stop(&chore),
+                    Some(Attended::HandedOver) => return,
+                    Some(Attended::ToBeRepeated) | None => {}
+                }
             }
             drop(pool);
             threads = lock(&self.threads);
@@ -164,9 +170,6 @@ impl<T: Chore> Background<T> {
 
     /// Does the chore, unless there is no connection.
     fn attend(&self, me: Mark, chore: &T, pool: &PgPool) -> Attended {
-        if chore.is_over() {
-            return Attended::Over;
-        }
         // Unlike a plain try, this makes the pool open one more, up to its size.
         let Ok(mut conn) = pool::check_out(pool, Some(T::PATIENCE)) else {
             return Attended::ToBeRepeated;

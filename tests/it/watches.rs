@@ -76,7 +76,7 @@ fn await_confirmation(watch: &Watch) {
 fn it_is_asked_no_more_often_than_was_said() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = diesel::r2d2::Pool::builder()
+    let pool = Pool::builder()
         .max_size(2)
         .build_unchecked(diesel::r2d2::ConnectionManager::new(proxy.url()));
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();

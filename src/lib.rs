@@ -83,7 +83,7 @@
 //! # let database = workbench::Database::new();
 //! # let (pool, conn) = (database.pool(1), &mut database.connect());
 //! # diesel_interlock::migrations::install(conn)?;
-//! # diesel_interlock::sync::<Resource>(conn)?;
+//! # let _ = diesel_interlock::sync::<Resource>(conn)?;
 //! # nightly(&pool)?;
 //! # assert!(book(conn, 223, 345)?);
 //! # assert!(import(conn, 7)?.starts_with("202 since "));
@@ -124,15 +124,16 @@
 //!
 //! | Field | Is |
 //! |---|---|
-//! | `operation` | `acquire`, `release`, `renew`, `attempt` (at a throttle), `discard` (of a connection), `watch` |
+//! | `operation` | `acquire`, `release`, `renew`, `attempt` (at a throttle), `discard` (of a connection), `watch`, `sync` |
 //! | `key` | the lock, by name and number; or the key of a throttle |
 //! | `service`, `resource` | the semaphore; the throttled resource |
-//! | `outcome` | `acquired`, `busy`, `released`, `lost`, `timed_out`, `deferred`, `renewed`, `granted`, `denied`, `discarded`, `error` |
+//! | `outcome` | `acquired`, `busy`, `released`, `lost`, `timed_out`, `deferred`, `renewed`, `granted`, `denied`, `discarded`, `different`, `error` |
 //! | `waited_ms`, `held_ms`, `retry_after_ms` | how long, in milliseconds |
+//! | `declared_ms`, `in_database_ms` | the intervals of a resource that `sync` found `different`, in milliseconds |
 //! | `error` | the message and its causes |
 //!
-//! What somebody should look at is a warning: `lost`, `timed_out`, `discarded`, `error`; the rest is
-//! at the level `DEBUG`.
+//! What somebody should look at is a warning: `lost`, `timed_out`, `discarded`, `different`,
+//! `error`; the rest is at the level `DEBUG`.
 //!
 //! [pg]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
 

@@ -30,7 +30,8 @@ use crate::transaction::{self, Transaction};
 /// it is due again when the interval is over, also if whoever took it has crashed.
 ///
 /// The interval is a column of the table `resource_control.throttled_resource`, which the database
-/// owns: [`sync`](crate::sync) adds what a program declares and never changes what is there.
+/// owns: [`sync`](crate::sync) adds what a program declares and never changes what is there. It counts as
+/// 1,000 years where it is longer, or infinite.
 ///
 /// # Examples
 ///
@@ -49,7 +50,8 @@ use crate::transaction::{self, Transaction};
 /// # let database = workbench::Database::new();
 /// # let conn = &mut database.connect();
 /// # diesel_interlock::migrations::install(conn)?;
-/// diesel_interlock::sync::<Resource>(conn)?; // at start-up
+/// let synced = diesel_interlock::sync::<Resource>(conn)?; // at start-up
+/// assert!(synced.different.is_empty(), "changed since, see `sync_intervals`");
 ///
 /// let import = Throttle::of(Resource::TenantImport).key(7); // tenant 7 alone
 /// let answer = match import.attempt(conn, "web-3 pid 811")? {
@@ -99,7 +101,8 @@ impl<R> Throttle<R> {
     ///
     /// The interval is the resource's. The first attempt makes the key's row in
     /// `resource_control.throttled_key`; `SELECT resource_control.prune_throttled_keys(500)` deletes
-    /// rows whose interval has passed. Defaults to no key, which is a state of its own.
+    /// rows whose interval has passed. Attempts at those keys are denied, as [being
+    /// taken](DenialReason::BeingTaken), for the milliseconds between their deletion and its commit. Defaults to no key, which is a state of its own.
     pub fn key(mut self, key: impl fmt::Display) -> Self {
         self.key = Some(key.to_string());
         self

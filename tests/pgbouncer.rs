@@ -40,7 +40,7 @@ fn pooled(mode: PoolMode, sessions: u32) -> (Cluster, PgBouncer) {
     let cluster = Cluster::start();
     let conn = &mut PgConnection::establish(&cluster.url("postgres")).unwrap();
     migrations::install(conn).unwrap();
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
     let pooler = PgBouncer::in_front_of(&cluster, mode, sessions);
     (cluster, pooler)
 }

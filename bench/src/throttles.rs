@@ -120,7 +120,7 @@ pub(crate) fn prepared(site: &Site) -> Place {
 }
 
 pub(crate) fn prepare(conn: &mut PgConnection) {
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
     let throttle = Throttle::of(Resource::Hourly);
     assert!(attempt(&throttle, conn), "it was never taken");
     for thread in 0..8 {

@@ -61,7 +61,7 @@ fn tour() -> Result<(), Box<dyn Error>> {
     bad_endings::three_guards_that_end_badly(&database)?;
 
     migrations::install(conn)?; // the schema resource_control, which locks do without
-    sync::<Job>(conn)?;
+    let _ = sync::<Job>(conn)?;
     cron_job::three_instances_of_one_cron_job(&database)?;
     fragile_service::twelve_workers_share_four_slots(&database)?;
     state::what_goes_on(&database)?;

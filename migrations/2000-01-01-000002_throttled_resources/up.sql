@@ -15,10 +15,13 @@ CREATE TABLE resource_control.throttled_resource (
 WITH (fillfactor = 50);
 
 -- Not STRICT, so that PostgreSQL inlines it; and qualified, since it does so under the caller's search path.
+-- Bounded, since a later time than PostgreSQL has is an error, and a resource with such an interval would fail
+-- every attempt and, of all resources, the pruning.
 CREATE FUNCTION resource_control.elapsed(span interval) RETURNS interval
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT CASE
+        WHEN span OPERATOR(pg_catalog.>) '1000 years' THEN '8640000:00:00'
         -- Nearly always there is nothing to convert.
         WHEN pg_catalog.date_part('day', span) OPERATOR(pg_catalog.=) 0
             AND pg_catalog.date_trunc('month', span) OPERATOR(pg_catalog.=) '0'
@@ -35,6 +38,20 @@ AS $$
             -- Apart, since one number would round the microseconds of a century.
             OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => extract(second FROM span)::pg_catalog.float8)
     END
+$$;
+
+-- For a row that was not found: a transaction whose snapshot is older than the row does not see it.
+CREATE FUNCTION resource_control.require_read_committed() RETURNS void
+    LANGUAGE plpgsql STABLE
+    SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE serialization_failure USING
+            MESSAGE = 'could not see a row that may be newer than the snapshot of the transaction',
+            HINT = 'Repeat the call in a READ COMMITTED transaction.';
+    END IF;
+END
 $$;
 
 -- Of the settings: whatever the caller's search path, it neither hides a function nor an operator; and
@@ -57,45 +74,50 @@ CREATE FUNCTION resource_control.attempt_throttled_resource(
 AS $$
 DECLARE
     span interval;
-    hint interval;
+    due boolean;
+    tried boolean := false;
 BEGIN
     IF details IS NULL OR length(btrim(details)) = 0 THEN
         RAISE check_violation USING
             CONSTRAINT = 'diesel_interlock_empty_details',
             MESSAGE = 'the details are empty: say who takes the resource';
     END IF;
-
-    -- Most attempts come too soon and end with this read: no lock, no transaction id.
-    SELECT resource_control.elapsed(r.throttle_interval), r.last_locked, r.last_locker_details
-        INTO span, held_since, holder
-        FROM resource_control.throttled_resource AS r WHERE r.resource_id = resource;
-    IF NOT FOUND THEN
-        RAISE check_violation USING
-            CONSTRAINT = 'diesel_interlock_unknown_resource',
-            MESSAGE = format('%L has no row in resource_control.throttled_resource', resource);
-    END IF;
-    hint := span;
     granted := false;
-    being_taken := false;
-    decided_at := clock_timestamp();
 
-    IF held_since + span <= decided_at THEN
-        -- Due. Not FOR UPDATE, which the foreign key of an open transaction's insert would hold up.
+    LOOP
+        -- Most attempts come too soon and end with this read: no lock, no transaction id.
         SELECT resource_control.elapsed(r.throttle_interval), r.last_locked, r.last_locker_details
             INTO span, held_since, holder
-            FROM resource_control.throttled_resource AS r WHERE r.resource_id = resource
-            FOR NO KEY UPDATE SKIP LOCKED;
-        being_taken := NOT FOUND;
-        -- Read once the row is locked: the grant before this one may be younger than the statement.
+            FROM resource_control.throttled_resource AS r WHERE r.resource_id = resource;
+        IF NOT FOUND THEN
+            PERFORM resource_control.require_read_committed();
+            RAISE check_violation USING
+                CONSTRAINT = 'diesel_interlock_unknown_resource',
+                MESSAGE = format('%L has no row in resource_control.throttled_resource', resource);
+        END IF;
         decided_at := clock_timestamp();
-        IF held_since + span <= decided_at THEN
+        due := held_since <= decided_at - span;
+        EXIT WHEN NOT due OR tried;
+
+        -- Only if it is due still, because a denial would keep the lock until the transaction ends. Not
+        -- FOR UPDATE, which the foreign key of an open transaction's insert would hold up.
+        PERFORM FROM resource_control.throttled_resource AS r
+            WHERE r.resource_id = resource
+                AND r.last_locked <= clock_timestamp() - resource_control.elapsed(r.throttle_interval)
+            FOR NO KEY UPDATE SKIP LOCKED;
+        IF FOUND THEN
+            -- Read once the row is locked: the grant before this one may be younger than the statement.
+            decided_at := clock_timestamp();
             UPDATE resource_control.throttled_resource AS r
                 SET last_locked = decided_at, last_locker_details = details
                 WHERE r.resource_id = resource;
             granted := true;
+            EXIT;
         END IF;
-    END IF;
+        tried := true;
+    END LOOP;
 
+    being_taken := due AND NOT granted;
     IF granted THEN
         held_since := decided_at;
         holder := details;
@@ -104,8 +126,8 @@ BEGIN
         -- By whom is not committed yet, nor whether it will be.
         held_since := NULL;
         holder := NULL;
-        retry_after := hint;
-        next_at := decided_at + hint;
+        retry_after := span;
+        next_at := decided_at + span;
     ELSE
         next_at := held_since + span;
         -- Set to infinity by hand, it is closed until it is set to something else.
@@ -124,25 +146,28 @@ CREATE FUNCTION resource_control.lock_throttled_resource(
     SET enable_bitmapscan = off
 AS $$
 BEGIN
-    RETURN EXISTS (
-            SELECT FROM resource_control.throttled_resource WHERE resource_id = resource_id_var
-        ) AND (
-            SELECT granted FROM resource_control.attempt_throttled_resource(resource_id_var, details_var)
-        );
+    PERFORM FROM resource_control.throttled_resource WHERE resource_id = resource_id_var;
+    IF NOT FOUND THEN
+        PERFORM resource_control.require_read_committed();
+        RETURN false;
+    END IF;
+    RETURN (SELECT granted FROM resource_control.attempt_throttled_resource(resource_id_var, details_var));
 END
 $$;
 
 COMMENT ON TABLE resource_control.throttled_resource IS
     'Resources that are handed out at most once per interval.';
 COMMENT ON COLUMN resource_control.throttled_resource.throttle_interval IS
-    'Elapsed time: a day is 24 hours and a month 30 days, whatever the time zone.';
+    'Elapsed time: a day is 24 hours and a month 30 days, whatever the time zone. More than 1000 years, and infinity, count as 1000 years.';
 COMMENT ON COLUMN resource_control.throttled_resource.last_locked IS
     'When it was handed out last, by the server''s clock; -infinity for never.';
 COMMENT ON FUNCTION resource_control.elapsed(interval) IS
-    'The interval as elapsed time. Adding a day to a timestamptz adds 23 or 25 hours where the clocks change.';
+    'The interval as elapsed time, at most 1000 years. Adding a day to a timestamptz adds 23 or 25 hours where the clocks change.';
+COMMENT ON FUNCTION resource_control.require_read_committed() IS
+    'Raises a serialization failure at an isolation level stricter than READ COMMITTED.';
 COMMENT ON FUNCTION resource_control.attempt_throttled_resource(resource_control.throttled_resource_enum, text) IS
-    'Hands the resource out if it is due, and answers the decision. Never waits. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated. Commit at once, and do the work afterwards.';
+    'Hands the resource out if it is due, and returns the decision. Never waits. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated. Commit at once, and do the work afterwards.';
 COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS
-    'Hands the resource out if it is due, and answers whether it did; false for a resource without a row. Otherwise as attempt_throttled_resource.';
+    'Hands the resource out if it is due, and returns whether it did; false for a resource without a row. Otherwise as attempt_throttled_resource.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000002');

@@ -1,6 +1,7 @@
 CREATE TABLE resource_control.throttled_key (
     resource_id resource_control.throttled_resource_enum NOT NULL,
-    key text NOT NULL CONSTRAINT key_not_empty CHECK (key <> ''),
+    -- Bytes, and not a language's order, which would change with the server's libraries.
+    key text COLLATE "C" NOT NULL CONSTRAINT key_not_empty CHECK (key <> ''),
     last_locked timestamptz NOT NULL,
     last_locker_details text NOT NULL
         CONSTRAINT details_not_empty CHECK (length(trim(last_locker_details)) > 0),
@@ -8,14 +9,15 @@ CREATE TABLE resource_control.throttled_key (
 )
 WITH (fillfactor = 70);
 
--- What stands for a key until its row exists: an advisory lock of the transaction.
+-- What stands for a key until its row exists: an advisory lock of the transaction. Of the bytes, whatever the
+-- collation of the argument.
 CREATE FUNCTION resource_control.throttled_key_lock(
     resource resource_control.throttled_resource_enum,
     key text
 ) RETURNS bigint
     LANGUAGE sql STABLE STRICT PARALLEL SAFE
 AS $$
-    SELECT pg_catalog.hashtextextended(key, pg_catalog.hashtextextended(resource::text, 20000101000003))
+    SELECT pg_catalog.hashtextextended(key COLLATE "C", pg_catalog.hashtextextended(resource::text, 20000101000003))
 $$;
 
 CREATE FUNCTION resource_control.attempt_throttled_key(
@@ -36,9 +38,12 @@ CREATE FUNCTION resource_control.attempt_throttled_key(
     SET enable_bitmapscan = off
 AS $$
 DECLARE
-    wanted CONSTANT text := key;
+    -- The argument has the collation of the column that it comes from, by which the index cannot be read.
+    wanted CONSTANT text COLLATE "C" := key;
     span interval;
+    due boolean;
     has_row boolean;
+    tried_row boolean;
 BEGIN
     IF details IS NULL OR length(btrim(details)) = 0 THEN
         RAISE check_violation USING
@@ -50,57 +55,54 @@ BEGIN
             CONSTRAINT = 'diesel_interlock_empty_key',
             MESSAGE = 'the key is empty: say what the resource is throttled for';
     END IF;
-
-    -- Most attempts come too soon and end with this read: no lock, no transaction id.
-    SELECT resource_control.elapsed(r.throttle_interval), k.last_locked, k.last_locker_details
-        INTO span, held_since, holder
-        FROM resource_control.throttled_resource AS r
-        LEFT JOIN resource_control.throttled_key AS k ON k.resource_id = r.resource_id AND k.key = wanted
-        WHERE r.resource_id = resource;
-    IF NOT FOUND THEN
-        RAISE check_violation USING
-            CONSTRAINT = 'diesel_interlock_unknown_resource',
-            MESSAGE = format('%L has no row in resource_control.throttled_resource', resource);
-    END IF;
     granted := false;
-    being_taken := false;
-    decided_at := clock_timestamp();
 
-    IF held_since IS NULL OR held_since + span <= decided_at THEN
-        -- Due, or never seen. An INSERT would wait for another transaction's first attempt, so the
-        -- key is locked before there is a row; nobody inserts, takes or prunes it without that.
-        being_taken := NOT pg_try_advisory_xact_lock(
-            resource_control.throttled_key_lock(resource, wanted));
-        IF NOT being_taken THEN
-            SELECT true, k.last_locked, k.last_locker_details
-                INTO has_row, held_since, holder
-                FROM resource_control.throttled_key AS k
-                WHERE k.resource_id = resource AND k.key = wanted;
-            IF has_row THEN
-                SELECT k.last_locked, k.last_locker_details
-                    INTO held_since, holder
-                    FROM resource_control.throttled_key AS k
-                    WHERE k.resource_id = resource AND k.key = wanted
-                    FOR NO KEY UPDATE SKIP LOCKED;
-                being_taken := NOT FOUND;
-            END IF;
+    LOOP
+        -- Most attempts come too soon and end with this read: no lock, no transaction id.
+        SELECT resource_control.elapsed(r.throttle_interval), k.last_locked, k.last_locker_details
+            INTO span, held_since, holder
+            FROM resource_control.throttled_resource AS r
+            LEFT JOIN resource_control.throttled_key AS k ON k.resource_id = r.resource_id AND k.key = wanted
+            WHERE r.resource_id = resource;
+        IF NOT FOUND THEN
+            PERFORM resource_control.require_read_committed();
+            RAISE check_violation USING
+                CONSTRAINT = 'diesel_interlock_unknown_resource',
+                MESSAGE = format('%L has no row in resource_control.throttled_resource', resource);
         END IF;
         decided_at := clock_timestamp();
-        IF NOT being_taken AND has_row AND held_since + span <= decided_at THEN
-            UPDATE resource_control.throttled_key AS k
-                SET last_locked = decided_at, last_locker_details = details
-                WHERE k.resource_id = resource AND k.key = wanted;
-            granted := true;
-        ELSIF NOT being_taken AND has_row IS NULL THEN
-            -- A row that this snapshot does not show is a serialization failure, not a duplicate.
+        has_row := held_since IS NOT NULL;
+        due := NOT has_row OR held_since <= decided_at - span;
+        -- The row may have been pruned, or inserted, since the first try.
+        EXIT WHEN NOT due OR has_row = tried_row;
+        tried_row := has_row;
+
+        IF has_row THEN
+            -- As in attempt_throttled_resource.
+            PERFORM FROM resource_control.throttled_key AS k
+                WHERE k.resource_id = resource AND k.key = wanted
+                    AND k.last_locked <= clock_timestamp() - span
+                FOR NO KEY UPDATE SKIP LOCKED;
+            IF FOUND THEN
+                decided_at := clock_timestamp();
+                UPDATE resource_control.throttled_key AS k
+                    SET last_locked = decided_at, last_locker_details = details
+                    WHERE k.resource_id = resource AND k.key = wanted;
+                granted := true;
+            END IF;
+        ELSIF pg_try_advisory_xact_lock(resource_control.throttled_key_lock(resource, wanted)) THEN
+            -- Without the lock, an INSERT would wait for another transaction's first attempt. A row that this
+            -- snapshot does not show is a serialization failure, not a duplicate.
+            decided_at := clock_timestamp();
             INSERT INTO resource_control.throttled_key (resource_id, key, last_locked, last_locker_details)
                 VALUES (resource, wanted, decided_at, details)
                 ON CONFLICT DO NOTHING;
             granted := FOUND;
-            being_taken := NOT FOUND;
         END IF;
-    END IF;
+        EXIT WHEN granted;
+    END LOOP;
 
+    being_taken := due AND NOT granted;
     IF granted THEN
         held_since := decided_at;
         holder := details;
@@ -118,41 +120,56 @@ BEGIN
 END
 $$;
 
+-- Reads first and locks nothing meanwhile, because attempts at what it locks are denied until it commits. Of the
+-- settings: the rows are deleted by the index, however small the table was when the plan was made.
 CREATE FUNCTION resource_control.prune_throttled_keys(batch integer) RETURNS integer
     LANGUAGE plpgsql VOLATILE STRICT
     SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
     SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
 AS $$
 DECLARE
-    pruned integer := 0;
-    candidate record;
+    resources resource_control.throttled_resource_enum[];
+    keys text[] COLLATE "C";
+    -- More than the batch, for those that are just being taken.
+    at_most CONSTANT bigint := 2 * greatest(batch, 0)::bigint;
+    pruned integer;
 BEGIN
-    FOR candidate IN
-        SELECT k.resource_id, k.key
-        FROM resource_control.throttled_key AS k
-        LEFT JOIN resource_control.throttled_resource AS r USING (resource_id)
-        WHERE r.resource_id IS NULL
-            OR k.last_locked + resource_control.elapsed(r.throttle_interval) <= clock_timestamp()
-    LOOP
-        EXIT WHEN pruned >= batch;
-        CONTINUE WHEN NOT pg_try_advisory_xact_lock(
-            resource_control.throttled_key_lock(candidate.resource_id, candidate.key));
-        -- Looked up again under the lock: it may have been taken meanwhile.
-        DELETE FROM resource_control.throttled_key AS k
-            WHERE (k.resource_id, k.key) IN (
-                SELECT d.resource_id, d.key
-                FROM resource_control.throttled_key AS d
-                LEFT JOIN resource_control.throttled_resource AS r USING (resource_id)
-                WHERE d.resource_id = candidate.resource_id AND d.key = candidate.key
-                    AND (r.resource_id IS NULL
-                        OR d.last_locked + resource_control.elapsed(r.throttle_interval)
-                            <= clock_timestamp())
-                FOR UPDATE OF d SKIP LOCKED);
-        IF FOUND THEN
-            pruned := pruned + 1;
-        END IF;
-    END LOOP;
+    -- Label by label, because a join of each key with its resource takes three times as long.
+    SELECT array_agg(c.resource_id), array_agg(c.key) INTO resources, keys
+        FROM (
+            SELECT passed.resource_id, passed.key
+            FROM (
+                SELECT label, coalesce(
+                    clock_timestamp() - resource_control.elapsed(r.throttle_interval), 'infinity') AS passed_before
+                FROM unnest(enum_range(NULL::resource_control.throttled_resource_enum)) AS label
+                LEFT JOIN resource_control.throttled_resource AS r ON r.resource_id = label
+            ) AS l
+            CROSS JOIN LATERAL (
+                SELECT k.resource_id, k.key
+                FROM resource_control.throttled_key AS k
+                WHERE k.resource_id = l.label AND k.last_locked <= l.passed_before
+                LIMIT at_most
+            ) AS passed
+            LIMIT at_most
+        ) AS c;
+
+    -- Looked at again once they are locked: they may have been taken meanwhile.
+    DELETE FROM resource_control.throttled_key AS k
+        USING (
+            SELECT d.resource_id, d.key
+            FROM unnest(resources, keys) AS c (resource_id, key)
+            JOIN resource_control.throttled_key AS d ON d.resource_id = c.resource_id AND d.key = c.key
+            LEFT JOIN resource_control.throttled_resource AS r ON r.resource_id = d.resource_id
+            WHERE r.resource_id IS NULL
+                OR d.last_locked <= clock_timestamp() - resource_control.elapsed(r.throttle_interval)
+            LIMIT greatest(batch, 0)
+            FOR UPDATE OF d SKIP LOCKED
+        ) AS locked
+        WHERE k.resource_id = locked.resource_id AND k.key = locked.key;
+    GET DIAGNOSTICS pruned = ROW_COUNT;
     RETURN pruned;
 END
 $$;
@@ -160,10 +177,10 @@ $$;
 COMMENT ON TABLE resource_control.throttled_key IS
     'Resources that are handed out at most once per interval and key. A row is made by the first attempt.';
 COMMENT ON FUNCTION resource_control.throttled_key_lock(resource_control.throttled_resource_enum, text) IS
-    'The advisory lock that an attempt at a key holds until its transaction ends.';
+    'The advisory lock that the first attempt at a key holds until its transaction ends.';
 COMMENT ON FUNCTION resource_control.attempt_throttled_key(resource_control.throttled_resource_enum, text, text) IS
-    'Hands the resource out for this key if it is due, and answers the decision. Otherwise as attempt_throttled_resource.';
+    'Hands the resource out for this key if it is due, and returns the decision. Otherwise as attempt_throttled_resource.';
 COMMENT ON FUNCTION resource_control.prune_throttled_keys(integer) IS
-    'Deletes at most that many keys whose interval has passed, skipping those that are being taken, and answers how many. Each holds an advisory lock until the transaction ends: keep the batch in the hundreds.';
+    'Deletes at most that many keys whose interval has passed, skipping those that are being taken, and returns how many. Attempts at those keys are denied while they are deleted and until the transaction ends: keep the batch in the hundreds, and commit at once.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000003');

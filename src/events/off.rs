@@ -4,7 +4,7 @@ use super::What;
 use crate::error::Result;
 #[cfg(feature = "r2d2")]
 use crate::key::LockKey;
-use crate::throttle::Decision;
+use crate::throttle::{Decision, Difference};
 
 /// No time.
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +31,8 @@ pub(crate) fn attempt(
 ) -> Result<Decision> {
     call()
 }
+
+pub(crate) fn different(_: &Difference) {}
 
 #[cfg(feature = "r2d2")]
 pub(crate) fn renewed<T>(_: What<'_>, _: &Result<T>) {}

@@ -3,7 +3,7 @@
 
 use std::error::Error as _;
 use std::fmt;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tracing::field::{DisplayValue, display};
 use tracing::{debug, debug_span, warn};
@@ -11,7 +11,7 @@ use tracing::{debug, debug_span, warn};
 use super::What;
 use crate::error::{Error, Result};
 use crate::key::LockKey;
-use crate::throttle::Decision;
+use crate::throttle::{Decision, Difference};
 
 const TARGET: &str = "diesel_interlock";
 
@@ -95,6 +95,14 @@ pub(crate) fn attempt(
         }
         decision
     })
+}
+
+/// Logs that the database has another interval than the program declares.
+pub(crate) fn different(difference: &Difference) {
+    let ms = |interval: Duration| u64::try_from(interval.as_millis()).unwrap_or(u64::MAX);
+    let resource = &*difference.label;
+    let (declared_ms, in_database_ms) = (ms(difference.declared), ms(difference.in_database));
+    warn!(target: TARGET, operation = "sync", resource, outcome = "different", declared_ms, in_database_ms);
 }
 
 /// Tells what came of a renewal.

@@ -19,13 +19,13 @@ extern "SQL" {
     #[sql_name = "resource_control.lock_key"]
     fn lock_key(name: Text) -> BigInt;
 
-    /// An interval as elapsed time, in which a day is 24 hours and a month 30 days.
+    /// An interval as elapsed time, in which a day is 24 hours and a month 30 days. At most 1,000 years.
     #[sql_name = "resource_control.elapsed"]
     fn elapsed(span: Interval) -> Interval;
 
-    /// Deletes at most that many keys whose interval has passed, and answers how many. Skips those
-    /// that are being taken. Each holds an advisory lock until the transaction ends: keep the batch in
-    /// the hundreds.
+    /// Deletes at most that many keys whose interval has passed, and returns how many. Skips those
+    /// that are being taken. Attempts at those keys are denied while they are deleted and until the
+    /// transaction ends: keep the batch in the hundreds, and commit at once.
     #[sql_name = "resource_control.prune_throttled_keys"]
     fn prune_throttled_keys(batch: Integer) -> Integer;
 

@@ -73,7 +73,7 @@ struct Answer {
 /// # let database = workbench::Database::new();
 /// # let conn = &mut database.connect();
 /// # diesel_interlock::migrations::install(conn)?;
-/// # sync::<Resource>(conn)?;
+/// # let _ = sync::<Resource>(conn)?;
 /// let import = Throttle::of(Resource::TenantImport).key(7);
 /// assert!(import.attempt(conn, "this test")?.granted().is_some());
 /// assert!(import.attempt(conn, "this test")?.denied().is_some());

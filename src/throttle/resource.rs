@@ -1,5 +1,6 @@
 //! What can be throttled: resources that a program declares, and those it learns at run time.
 
+use std::fmt;
 use std::io::Write as _;
 use std::time::Duration;
 
@@ -37,6 +38,13 @@ pub trait DeclaredResources: ThrottledResource + Sized + 'static {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, AsExpression, FromSqlRow)]
 #[diesel(sql_type = ThrottledResourceEnum)]
 pub struct ResourceLabel(pub String);
+
+/// The label.
+impl fmt::Display for ResourceLabel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.0)
+    }
+}
 
 impl ThrottledResource for ResourceLabel {
     fn label(&self) -> &str {

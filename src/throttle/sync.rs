@@ -12,6 +12,7 @@ use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text};
 use super::resource::{DeclaredResources, checked};
 use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
+use crate::events;
 use crate::installed;
 use crate::key::LockKey;
 use crate::transaction;
@@ -24,6 +25,7 @@ static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
 
 /// What [`sync`] found and did.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[must_use = "`sync` leaves the intervals in `different` as they are in the database"]
 #[non_exhaustive]
 pub struct Synced {
     /// The labels of resources that were added, by this call.
@@ -56,7 +58,7 @@ const FIND: &str = "
             FROM resource_control.throttled_resource WHERE resource_id::text = $1
         ) AS microseconds";
 
-/// Adds the declared resources that the database does not have, and answers what it added and
+/// Adds the declared resources that the database does not have, and returns what it added and
 /// which intervals differ.
 ///
 /// Meant for every start of a program, also of twenty instances at once. It reads first, one round
@@ -65,8 +67,9 @@ const FIND: &str = "
 /// missing resource (`ALTER TYPE … ADD VALUE IF NOT EXISTS`, `INSERT … ON CONFLICT DO NOTHING`),
 /// each committed by itself.
 ///
-/// The database owns the interval from then on: rows that exist are never changed, see
-/// [`sync_intervals`]. Resources that are not declared are left alone.
+/// The database's interval counts from then on: a changed `every` has no effect until [`sync_intervals`],
+/// because an operator may have changed the row. Each interval that differs is returned, and logged as a
+/// [warning](crate#events). Resources that are not declared are left alone.
 ///
 /// # Errors
 ///
@@ -77,6 +80,14 @@ const FIND: &str = "
 ///   own the type.
 /// - Those of [`AdvisoryLock::acquire_on`].
 pub fn sync<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
+    let synced = add_missing::<R>(conn)?;
+    for difference in &synced.different {
+        events::different(difference);
+    }
+    Ok(synced)
+}
+
+fn add_missing<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
     let declared: Vec<_> = R::ALL.iter().map(checked).collect::<Result<_>>()?;
     transaction::refuse_any(conn)?;
     let (missing, mut synced) = compare(conn, &declared)?;
@@ -94,14 +105,14 @@ pub fn sync<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
     Ok(synced)
 }
 
-/// As [`sync`], and then overwrites the intervals that differ with the declared ones; answers those
-/// that it overwrote as `different`.
+/// As [`sync`], and then overwrites the intervals that differ with the declared ones, which it returns as
+/// `different` and does not log.
 ///
 /// # Errors
 ///
 /// As [`sync`].
 pub fn sync_intervals<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
-    let synced = sync::<R>(conn)?;
+    let synced = add_missing::<R>(conn)?;
     for Difference {
         label, declared, ..
     } in &synced.different

@@ -82,7 +82,7 @@ fn database() -> Database {
     let database = Database::new();
     let conn = &mut database.connect();
     migrations::install(conn).unwrap();
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
     conn.batch_execute(include_str!("grants.sql")).unwrap();
     database
 }

@@ -68,7 +68,7 @@ fn each_up_in_order_and_each_down_in_reverse_leaves_nothing() {
             run(conn, &directory, "up.sql");
             assert_eq!(number(conn, recorded), before + 1);
         }
-        sync::<Resource>(conn).unwrap();
+        let _ = sync::<Resource>(conn).unwrap();
         for (left, directory) in directories().iter().enumerate().rev() {
             run(conn, directory, "down.sql");
             // The first one's table has gone with it.

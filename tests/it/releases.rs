@@ -87,7 +87,7 @@ fn a_new_program_on_an_old_schema_says_so() {
     };
     refused(conn);
     install_first(conn, 2);
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
     refused(conn);
     let claim = Semaphore::named("geocoder", 4, Duration::from_secs(30)).claim_on(conn);
     assert!(matches!(claim, Err(Error::NotInstalled)), "{claim:?}");

@@ -127,7 +127,7 @@ pub(crate) const NOTHING_FOR_ALL: &str = "
 fn work(conn: &mut PgConnection) -> Result<(), Error> {
     assert_eq!(migrations::install(conn)?, []);
     assert_eq!(sync::<Resource>(conn)?.added, Vec::<String>::new());
-    sync_intervals::<Resource>(conn)?;
+    let _ = sync_intervals::<Resource>(conn)?;
     let mail = Throttle::of(Resource::Mail);
     let _ = mail.attempt(conn, "me")?;
     let _ = mail.key(7).attempt(conn, "me")?;
@@ -161,7 +161,7 @@ fn a_role_with_only_the_grants_does_everything_and_sends_no_ddl() {
     let owner = &mut database.connect();
     owner.batch_execute(NOTHING_FOR_ALL).unwrap();
     migrations::install(owner).unwrap();
-    sync::<Resource>(owner).unwrap();
+    let _ = sync::<Resource>(owner).unwrap();
     migrations::run_pending(owner, source.migrations()).unwrap();
     role.grant(owner);
     let before = catalogue(owner);
@@ -207,7 +207,7 @@ fn what_a_later_release_adds_is_granted_by_default() {
     }
     role.grant(owner);
     migrations::install(owner).unwrap();
-    sync::<Resource>(owner).unwrap();
+    let _ = sync::<Resource>(owner).unwrap();
     work(&mut role.connect()).unwrap();
     assert_eq!(role.ddl(), Vec::<String>::new());
 }
@@ -219,7 +219,7 @@ fn without_a_grant_the_error_names_it() {
     let owner = &mut database.connect();
     owner.batch_execute(NOTHING_FOR_ALL).unwrap();
     migrations::install(owner).unwrap();
-    sync::<Resource>(owner).unwrap();
+    let _ = sync::<Resource>(owner).unwrap();
     let conn = &mut role.connect();
     let missing = |refused: Result<(), Error>| match refused {
         Err(Error::MissingRights { role, missing }) => (role, missing),
@@ -304,7 +304,7 @@ fn a_role_that_owns_the_schema_needs_no_more_to_install() {
         .unwrap();
     let conn = &mut role.connect();
     migrations::install(conn).unwrap();
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
     work(conn).unwrap();
     migrations::uninstall(conn).unwrap();
 }
@@ -330,7 +330,7 @@ fn psql_runs_the_script() {
     };
     assert!(!psql(Some(&role)).status.success(), "there is no schema");
     migrations::install(owner).unwrap();
-    sync::<Resource>(owner).unwrap();
+    let _ = sync::<Resource>(owner).unwrap();
     let source = directory("psql", &[("2026-01-01-000000_one", "SELECT 1")]);
     migrations::run_pending(owner, source.migrations()).unwrap();
     assert!(!psql(None).status.success(), "no role is named");

@@ -33,7 +33,7 @@ pub(crate) fn database() -> Database {
 pub(crate) fn install(database: &Database) {
     let conn = &mut database.connect();
     migrations::install(conn).unwrap();
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
 }
 
 fn granted(decision: Decision) -> Grant {

@@ -37,7 +37,7 @@ fn what_was_installed_or_adopted_is_gone_without_a_trace() {
     for make in ["SELECT 1", BY_HAND] {
         conn.batch_execute(make).unwrap();
         migrations::install(conn).unwrap();
-        sync::<Resource>(conn).unwrap();
+        let _ = sync::<Resource>(conn).unwrap();
         conn.batch_execute(
             "CREATE INDEX theirs ON resource_control.throttled_resource (last_locked); \
              SELECT resource_control.claim_service_request('s', 1, '1 s')",

@@ -63,6 +63,6 @@ fn main() -> anyhow::Result<()> {
 fn prepare(conn: &mut PgConnection) -> Result<(), diesel_interlock::Error> {
     migrations::install(conn)?;
     migrations::run_pending(conn, MIGRATIONS)?;
-    sync::<Job>(conn)?;
+    let _ = sync::<Job>(conn)?;
     Ok(())
 }

@@ -168,7 +168,7 @@ pub(super) fn install(site: &Site) -> Result<(), Error> {
     use diesel::connection::SimpleConnection;
     let mut conn = connect(site);
     diesel_interlock::migrations::install(&mut conn)?;
-    diesel_interlock::sync::<crate::subjects::Resource>(&mut conn)?;
+    let _ = diesel_interlock::sync::<crate::subjects::Resource>(&mut conn)?;
     conn.batch_execute(include_str!("../setup.sql"))?;
     Ok(())
 }

@@ -31,7 +31,7 @@ thread_local! {
         let database = Database::new();
         let mut conn = database.connect();
         migrations::install(&mut conn).unwrap();
-        sync::<Resource>(&mut conn).unwrap();
+        let _ = sync::<Resource>(&mut conn).unwrap();
         Server { conn, _database: database }
     });
 }

@@ -96,7 +96,7 @@ fn services_and_details() {
 fn keys_and_details_of_throttles() {
     let databases = Databases::new();
     LABEL.set("resource");
-    sync::<Declared>(&mut databases.installed.borrow_mut()).unwrap();
+    let _ = sync::<Declared>(&mut databases.installed.borrow_mut()).unwrap();
     let key = proptest::option::of(text());
     hold(100, (key, text()), |(key, details)| {
         let throttle = Throttle::of(ResourceLabel("resource".into()));

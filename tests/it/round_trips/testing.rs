@@ -22,7 +22,7 @@ fn takes(trips: u64, proxy: &RoundTrips, mut call: impl FnMut()) {
 #[test]
 fn as_many_as_it_says_for_each_question_and_each_change() {
     let database = crate::semaphores::database();
-    diesel_interlock::sync::<Resource>(&mut database.connect()).unwrap();
+    let _ = diesel_interlock::sync::<Resource>(&mut database.connect()).unwrap();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     let semaphore = Semaphore::named("asked about", 2, Duration::from_secs(30));

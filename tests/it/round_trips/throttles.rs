@@ -19,7 +19,7 @@ throttled_resources! {
 #[test]
 fn one_for_an_attempt_whatever_is_decided() {
     let database = crate::semaphores::database();
-    sync::<Resource>(&mut database.connect()).unwrap();
+    let _ = sync::<Resource>(&mut database.connect()).unwrap();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = &silent_pool(&proxy, 1);
     for key in [None, Some("tenant 7")] {
@@ -51,7 +51,7 @@ fn one_for_an_attempt_whatever_is_decided() {
 #[test]
 fn one_for_the_closure_forms() {
     let database = crate::semaphores::database();
-    sync::<Resource>(&mut database.connect()).unwrap();
+    let _ = sync::<Resource>(&mut database.connect()).unwrap();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = &silent_pool(&proxy, 1);
     let (at_once, hourly) = (
@@ -83,7 +83,7 @@ fn synchronizing_takes_one_per_resource_when_there_is_nothing_to_do() {
     let database = crate::semaphores::database();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
     assert_eq!(
         proxy.count(|| assert!(sync::<Resource>(conn).unwrap().added.is_empty())),
         2

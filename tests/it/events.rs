@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use diesel::RunQueryDsl;
 use diesel::connection::SimpleConnection;
-use diesel_interlock::{AdvisoryLock, Attempt, Error, Semaphore, Throttle};
+use diesel_interlock::{AdvisoryLock, Attempt, Error, Semaphore, Throttle, sync, sync_intervals};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
@@ -154,6 +154,27 @@ fn a_throttle_tells_its_decision() {
     assert_eq!(brief(&events), ["attempt granted", "attempt denied"]);
     assert_eq!(events[1]["key"], "7");
     assert!(events[1].contains_key("resource") && events[1].contains_key("retry_after_ms"));
+}
+
+/// A changed declaration has no effect by itself.
+#[test]
+fn an_interval_that_differs_from_the_declared_one_is_a_warning() {
+    let database = crate::throttles::database();
+    let conn = &mut database.connect();
+    assert_eq!(told(|| drop(sync::<Resource>(conn).unwrap())), []);
+    conn.batch_execute(
+        "UPDATE resource_control.throttled_resource SET throttle_interval = '1 minute' \
+         WHERE resource_id = 'cache rebuild'",
+    )
+    .unwrap();
+    let events = told(|| assert_eq!(sync::<Resource>(conn).unwrap().different.len(), 1));
+    assert_eq!(brief(&events), ["sync different !"]);
+    let told_of = ["resource", "declared_ms", "in_database_ms"].map(|field| &*events[0][field]);
+    assert_eq!(told_of, ["cache rebuild", "15000", "60000"]);
+
+    let overwriting = || assert_eq!(sync_intervals::<Resource>(conn).unwrap().different.len(), 1);
+    assert_eq!(told(overwriting), []);
+    assert_eq!(told(|| drop(sync::<Resource>(conn).unwrap())), []);
 }
 
 #[test]

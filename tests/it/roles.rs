@@ -185,6 +185,45 @@ fn a_role_with_only_the_grants_does_everything_and_sends_no_ddl() {
     crate::support::eventually("the server has logged it", || role.ddl().len() == 1);
 }
 
+/// The sequences among what the role may not read, as `pg_dump` does.
+const UNREADABLE_SEQUENCES: &str = "SELECT count(*) FROM pg_class \
+    WHERE relnamespace = 'resource_control'::regnamespace AND relkind = 'S' \
+    AND NOT has_sequence_privilege(oid, 'SELECT')";
+
+#[test]
+fn a_role_with_only_the_grants_dumps_the_schema_with_pg_dump() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
+    migrations::install(owner).unwrap();
+    let _ = sync::<Resource>(owner).unwrap();
+    assert_eq!(number(&mut role.connect(), UNREADABLE_SEQUENCES), 1);
+    role.grant(owner);
+    assert_eq!(number(&mut role.connect(), UNREADABLE_SEQUENCES), 0);
+
+    let Ok(version) = Command::new("pg_dump").arg("--version").output() else {
+        eprintln!("no pg_dump here: not tried");
+        return;
+    };
+    let version = String::from_utf8(version.stdout).unwrap();
+    let major = number(
+        owner,
+        "SELECT current_setting('server_version_num')::int / 10000",
+    );
+    if !version.contains(&format!(" {major}.")) {
+        eprintln!("{version} does not dump PostgreSQL {major}: not tried");
+        return;
+    }
+    let dumped = Command::new("pg_dump")
+        .args(["--schema=resource_control", &role.url()])
+        .output()
+        .unwrap();
+    assert!(dumped.status.success(), "{dumped:?}");
+    let dumped = String::from_utf8(dumped.stdout).unwrap();
+    assert!(dumped.contains("mail"), "{dumped}");
+}
+
 #[test]
 fn no_function_lends_the_rights_of_its_owner() {
     let database = Database::new();
@@ -209,6 +248,7 @@ fn what_a_later_release_adds_is_granted_by_default() {
     migrations::install(owner).unwrap();
     let _ = sync::<Resource>(owner).unwrap();
     work(&mut role.connect()).unwrap();
+    assert_eq!(number(&mut role.connect(), UNREADABLE_SEQUENCES), 0);
     assert_eq!(role.ddl(), Vec::<String>::new());
 }
 

@@ -7,7 +7,7 @@ use diesel::prelude::*;
 use diesel_interlock::{DenialReason, Error, Throttle};
 use workbench::Database;
 
-use crate::support::{Observer, eventually, number};
+use crate::support::{Observer, eventually, number, truth};
 use crate::throttles::{Resource, age, database};
 
 const REBUILD: Throttle<Resource> = Throttle::of(Resource::Rebuild);
@@ -15,8 +15,8 @@ const REBUILD: Throttle<Resource> = Throttle::of(Resource::Rebuild);
 /// Turns a wait for another session's lock into an error.
 const IMPATIENT: &str = "SET lock_timeout = '2s'";
 
-/// Makes whoever is about to lock a key, on a session that has this set, wait for the gate.
-const PAUSE: &str = "SET it.pause = 'on'; SET lock_timeout = '20s'";
+/// Lets others read the keys, and makes sessions that take, insert or delete one wait.
+const CLOSE_THE_GATE: &str = "BEGIN; LOCK TABLE resource_control.throttled_key IN EXCLUSIVE MODE";
 
 fn is_granted(conn: &mut PgConnection, key: i32) -> bool {
     let decision = REBUILD.key(key).attempt(conn, "me").unwrap();
@@ -28,32 +28,27 @@ fn prune(conn: &mut PgConnection, batch: i32) -> i64 {
     number(conn, &call)
 }
 
-/// Gives key 1 out while the call, on a session of its own, has read that it is due and stands before its lock; answers
-/// what the call then did.
-fn overtaken<T: Send>(database: &Database, call: impl FnOnce(&mut PgConnection) -> T + Send) -> T {
-    let (conn, gate) = (&mut database.connect(), &mut database.connect());
-    gate.batch_execute(
-        "CREATE OR REPLACE FUNCTION resource_control.throttled_key_lock(\
-             resource resource_control.throttled_resource_enum, key text) RETURNS bigint \
-         LANGUAGE plpgsql AS $$ BEGIN \
-             IF current_setting('it.pause', true) = 'on' THEN PERFORM pg_advisory_lock_shared(1); END IF; \
-             RETURN hashtextextended(key, hashtextextended(resource::text, 20000101000003)); \
-         END $$; \
-         SELECT pg_advisory_lock(1)",
-    )
-    .unwrap();
+/// Makes the call on a session of its own, which reads that key 1 is due and waits; then does `first` and
+/// commits it; returns what the call then returned.
+fn overtaken<T: Send>(
+    database: &Database,
+    first: impl FnOnce(&mut PgConnection),
+    call: impl FnOnce(&mut PgConnection) -> T + Send,
+) -> T {
+    let conn = &mut database.connect();
     assert!(is_granted(conn, 1));
     age(conn, "15 seconds");
     let mut observer = Observer::of(database);
+    conn.batch_execute(CLOSE_THE_GATE).unwrap();
     std::thread::scope(|scope| {
         let call = scope.spawn(|| {
             let conn = &mut database.connect();
-            conn.batch_execute(PAUSE).unwrap();
+            conn.batch_execute("SET lock_timeout = '20s'").unwrap();
             call(conn)
         });
-        eventually("the call has read", || observer.all_waiting() == 1);
-        assert!(is_granted(conn, 1));
-        gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
+        eventually("the call has read", || observer.waiters_for_tables() == 1);
+        first(conn);
+        conn.batch_execute("COMMIT").unwrap();
         call.join().unwrap()
     })
 }
@@ -130,7 +125,8 @@ fn an_open_insert_that_references_a_key_does_not_deny_it() {
 #[test]
 fn an_attempt_that_comes_second_to_the_lock_of_a_key_is_denied() {
     let second = |conn: &mut PgConnection| REBUILD.key(1).attempt(conn, "second").unwrap().denied();
-    let denial = overtaken(&database(), second).expect("it was granted twice");
+    let take = |conn: &mut PgConnection| assert!(is_granted(conn, 1));
+    let denial = overtaken(&database(), take, second).expect("it was granted twice");
     assert_eq!(denial.reason, DenialReason::TooSoon);
     assert_eq!(denial.holder.as_deref(), Some("me"));
 }
@@ -138,8 +134,110 @@ fn an_attempt_that_comes_second_to_the_lock_of_a_key_is_denied() {
 #[test]
 fn a_key_that_is_taken_while_it_is_about_to_be_pruned_stays() {
     let database = database();
-    assert_eq!(overtaken(&database, |conn| prune(conn, 100)), 0);
+    let take = |conn: &mut PgConnection| assert!(is_granted(conn, 1));
+    assert_eq!(overtaken(&database, take, |conn| prune(conn, 100)), 0);
     assert!(!is_granted(&mut database.connect(), 1));
+}
+
+#[test]
+fn a_key_that_is_pruned_while_it_is_about_to_be_taken_is_granted() {
+    let database = database();
+    let pruned = |conn: &mut PgConnection| assert_eq!(prune(conn, 100), 1);
+    assert!(overtaken(&database, pruned, |conn| is_granted(conn, 1)));
+    assert!(!is_granted(&mut database.connect(), 1));
+}
+
+#[test]
+fn a_denied_attempt_at_a_key_keeps_no_lock_in_its_transaction() {
+    let database = database();
+    let take = |conn: &mut PgConnection| assert!(is_granted(conn, 1));
+    let mut loser = overtaken(&database, take, |_| {
+        let mut conn = database.connect();
+        conn.batch_execute("SET lock_timeout = '20s'; BEGIN")
+            .unwrap();
+        assert!(!is_granted(&mut conn, 1));
+        conn
+    });
+    assert!(truth(
+        &mut loser,
+        "pg_current_xact_id_if_assigned() IS NULL"
+    ));
+    assert_eq!(Observer::of(&database).all_held(), 0);
+    let conn = &mut database.connect();
+    age(conn, "15 seconds");
+    assert!(is_granted(conn, 1));
+}
+
+/// With a million keys the read takes a second.
+#[test]
+fn pruning_denies_no_key_while_it_reads() {
+    let database = database();
+    let (gate, conn) = (&mut database.connect(), &mut database.connect());
+    let import = Throttle::of(Resource::Import);
+    for key in 0..100 {
+        assert!(is_granted(conn, key));
+        assert!(
+            import
+                .clone()
+                .key(key)
+                .attempt(conn, "me")
+                .unwrap()
+                .granted()
+                .is_some()
+        );
+    }
+    age(conn, "15 seconds");
+    // Pruning waits before it reads the second resource's keys.
+    gate.batch_execute(
+        "CREATE OR REPLACE FUNCTION resource_control.elapsed(span interval) RETURNS interval \
+         LANGUAGE plpgsql IMMUTABLE AS $$ BEGIN \
+             IF span = '100 ms' AND current_setting('it.pause', true) = 'on' THEN \
+                 PERFORM pg_catalog.pg_advisory_lock_shared(1); \
+             END IF; \
+             RETURN span; \
+         END $$; \
+         SELECT pg_advisory_lock(1)",
+    )
+    .unwrap();
+    let mut observer = Observer::of(&database);
+    std::thread::scope(|scope| {
+        let pruning = scope.spawn(|| {
+            let conn = &mut database.connect();
+            conn.batch_execute("SET it.pause = 'on'; SET lock_timeout = '20s'")
+                .unwrap();
+            prune(conn, 1000)
+        });
+        eventually("it waits", || observer.all_waiting() == 1);
+        let granted = (0..100).filter(|key| is_granted(conn, *key)).count();
+        gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
+        assert_eq!((granted, pruning.join().unwrap()), (100, 100));
+    });
+}
+
+#[test]
+fn pruning_holds_no_advisory_lock() {
+    let database = database();
+    let conn = &mut database.connect();
+    for key in 0..10 {
+        assert!(is_granted(conn, key));
+    }
+    age(conn, "15 seconds");
+    conn.batch_execute("BEGIN").unwrap();
+    assert_eq!(prune(conn, 100), 10);
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+#[test]
+fn pruning_no_keys_is_fine() {
+    let database = database();
+    let conn = &mut database.connect();
+    assert_eq!(prune(conn, 100), 0);
+    assert!(is_granted(conn, 1));
+    age(conn, "15 seconds");
+    for batch in [0, -1, i32::MIN] {
+        assert_eq!(prune(conn, batch), 0);
+    }
+    assert_eq!(prune(conn, i32::MAX), 1);
 }
 
 /// Not a duplicate, which would be no reason to repeat it.
@@ -167,11 +265,11 @@ fn pruning_takes_what_has_passed_and_never_gives_a_key_out_twice() {
     age(conn, "15 seconds");
     assert!(is_granted(conn, 0));
 
-    // One is about to be taken: locked, and its row not yet touched.
+    // One is about to be taken: its row is locked, and not yet written.
     let about = &mut database.connect();
     about
         .batch_execute(
-            "BEGIN; SELECT pg_advisory_xact_lock(resource_control.throttled_key_lock('cache rebuild', '2'))",
+            "BEGIN; SELECT FROM resource_control.throttled_key WHERE key = '2' FOR NO KEY UPDATE",
         )
         .unwrap();
 

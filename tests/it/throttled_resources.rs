@@ -41,6 +41,33 @@ fn an_attempt_that_comes_second_to_the_row_is_denied() {
     });
 }
 
+/// Else others would be denied until its transaction ends, however often the resource is due meanwhile.
+#[test]
+fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
+    let database = database();
+    let conn = &mut database.connect();
+    let mut observer = Observer::of(&database);
+    conn.batch_execute(CLOSE_THE_GATE).unwrap();
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| {
+            let mut conn = database.connect();
+            conn.batch_execute("BEGIN").unwrap();
+            assert!(attempt(&mut conn).denied().is_some());
+            conn
+        });
+        eventually("the second has read", || observer.waiters_for_tables() == 1);
+        assert!(REBUILD.attempt(conn, "first").unwrap().granted().is_some());
+        conn.batch_execute("COMMIT").unwrap();
+        let mut second = second.join().unwrap();
+        assert!(truth(
+            &mut second,
+            "pg_current_xact_id_if_assigned() IS NULL"
+        ));
+        age(conn, "15 seconds");
+        assert!(REBUILD.attempt(conn, "third").unwrap().granted().is_some());
+    });
+}
+
 #[test]
 fn a_grant_that_waited_for_the_table_begins_after_the_wait() {
     let database = database();

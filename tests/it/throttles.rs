@@ -1,8 +1,11 @@
 //! What a throttle grants, what it denies, and what it says.
 
 mod article;
+mod collations;
 mod enums;
 mod input;
+mod intervals;
+mod isolation;
 
 use std::time::Duration;
 

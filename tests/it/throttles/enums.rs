@@ -1,7 +1,7 @@
 //! Resources are values of Rust enums, and of the enumerated type.
 
 use diesel::prelude::*;
-use diesel_interlock::Throttle;
+use diesel_interlock::{ResourceLabel, Throttle};
 
 use super::{REBUILD, Resource, database, granted};
 
@@ -89,4 +89,11 @@ fn a_reference_to_a_resource_is_the_resource() {
     );
     let denial = REBUILD.attempt(conn, "me").unwrap().denied();
     assert!(denial.is_some());
+}
+
+#[test]
+fn a_label_known_at_run_time_displays_as_itself() {
+    let label = ResourceLabel("cache rebuild".into());
+    assert_eq!(label.to_string(), "cache rebuild");
+    assert_eq!(format!("{label:>15}|"), "  cache rebuild|");
 }

@@ -74,7 +74,6 @@ CREATE FUNCTION resource_control.attempt_throttled_resource(
 AS $$
 DECLARE
     span interval;
-    due boolean;
     tried boolean := false;
 BEGIN
     IF details IS NULL OR length(btrim(details)) = 0 THEN
@@ -82,10 +81,8 @@ BEGIN
             CONSTRAINT = 'diesel_interlock_empty_details',
             MESSAGE = 'the details are empty: say who takes the resource';
     END IF;
-    granted := false;
 
     LOOP
-        -- Most attempts come too soon and end with this read: no lock, no transaction id.
         SELECT resource_control.elapsed(r.throttle_interval), r.last_locked, r.last_locker_details
             INTO span, held_since, holder
             FROM resource_control.throttled_resource AS r WHERE r.resource_id = resource;
@@ -96,8 +93,16 @@ BEGIN
                 MESSAGE = format('%L has no row in resource_control.throttled_resource', resource);
         END IF;
         decided_at := clock_timestamp();
-        due := held_since <= decided_at - span;
-        EXIT WHEN NOT due OR tried;
+        IF held_since > decided_at - span THEN
+            -- Most attempts come too soon and end with this read: no lock, no transaction id.
+            granted := false;
+            being_taken := false;
+            next_at := held_since + span;
+            -- Set to infinity by hand, it is closed until it is set to something else.
+            retry_after := CASE WHEN isfinite(next_at) THEN next_at - decided_at ELSE span END;
+            RETURN;
+        END IF;
+        EXIT WHEN tried;
 
         -- Only if it is due still, because a denial would keep the lock until the transaction ends. Not
         -- FOR UPDATE, which the foreign key of an open transaction's insert would hold up.
@@ -112,27 +117,22 @@ BEGIN
                 SET last_locked = decided_at, last_locker_details = details
                 WHERE r.resource_id = resource;
             granted := true;
-            EXIT;
+            being_taken := false;
+            next_at := decided_at + span;
+            holder := details;
+            held_since := decided_at;
+            RETURN;
         END IF;
         tried := true;
     END LOOP;
 
-    being_taken := due AND NOT granted;
-    IF granted THEN
-        held_since := decided_at;
-        holder := details;
-        next_at := decided_at + span;
-    ELSIF being_taken THEN
-        -- By whom is not committed yet, nor whether it will be.
-        held_since := NULL;
-        holder := NULL;
-        retry_after := span;
-        next_at := decided_at + span;
-    ELSE
-        next_at := held_since + span;
-        -- Set to infinity by hand, it is closed until it is set to something else.
-        retry_after := CASE WHEN isfinite(next_at) THEN next_at - decided_at ELSE span END;
-    END IF;
+    -- By whom is not committed yet, nor whether it will be.
+    granted := false;
+    being_taken := true;
+    next_at := decided_at + span;
+    retry_after := span;
+    holder := NULL;
+    held_since := NULL;
 END
 $$;
 

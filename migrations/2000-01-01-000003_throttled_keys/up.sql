@@ -41,8 +41,6 @@ DECLARE
     -- The argument has the collation of the column that it comes from, by which the index cannot be read.
     wanted CONSTANT text COLLATE "C" := key;
     span interval;
-    due boolean;
-    has_row boolean;
     tried_row boolean;
 BEGIN
     IF details IS NULL OR length(btrim(details)) = 0 THEN
@@ -55,10 +53,9 @@ BEGIN
             CONSTRAINT = 'diesel_interlock_empty_key',
             MESSAGE = 'the key is empty: say what the resource is throttled for';
     END IF;
-    granted := false;
 
+    -- As in attempt_throttled_resource. They share no function, because the call would make a denial slower by 4 %.
     LOOP
-        -- Most attempts come too soon and end with this read: no lock, no transaction id.
         SELECT resource_control.elapsed(r.throttle_interval), k.last_locked, k.last_locker_details
             INTO span, held_since, holder
             FROM resource_control.throttled_resource AS r
@@ -71,14 +68,18 @@ BEGIN
                 MESSAGE = format('%L has no row in resource_control.throttled_resource', resource);
         END IF;
         decided_at := clock_timestamp();
-        has_row := held_since IS NOT NULL;
-        due := NOT has_row OR held_since <= decided_at - span;
+        IF held_since > decided_at - span THEN
+            granted := false;
+            being_taken := false;
+            next_at := held_since + span;
+            retry_after := CASE WHEN isfinite(next_at) THEN next_at - decided_at ELSE span END;
+            RETURN;
+        END IF;
         -- The row may have been pruned, or inserted, since the first try.
-        EXIT WHEN NOT due OR has_row = tried_row;
-        tried_row := has_row;
+        EXIT WHEN tried_row = (held_since IS NOT NULL);
+        tried_row := held_since IS NOT NULL;
 
-        IF has_row THEN
-            -- As in attempt_throttled_resource.
+        IF tried_row THEN
             PERFORM FROM resource_control.throttled_key AS k
                 WHERE k.resource_id = resource AND k.key = wanted
                     AND k.last_locked <= clock_timestamp() - span
@@ -99,24 +100,21 @@ BEGIN
                 ON CONFLICT DO NOTHING;
             granted := FOUND;
         END IF;
-        EXIT WHEN granted;
+        IF granted THEN
+            being_taken := false;
+            next_at := decided_at + span;
+            holder := details;
+            held_since := decided_at;
+            RETURN;
+        END IF;
     END LOOP;
 
-    being_taken := due AND NOT granted;
-    IF granted THEN
-        held_since := decided_at;
-        holder := details;
-        next_at := decided_at + span;
-    ELSIF being_taken THEN
-        held_since := NULL;
-        holder := NULL;
-        retry_after := span;
-        next_at := decided_at + span;
-    ELSE
-        next_at := held_since + span;
-        -- Set to infinity by hand, it is closed until it is set to something else.
-        retry_after := CASE WHEN isfinite(next_at) THEN next_at - decided_at ELSE span END;
-    END IF;
+    granted := false;
+    being_taken := true;
+    next_at := decided_at + span;
+    retry_after := span;
+    holder := NULL;
+    held_since := NULL;
 END
 $$;
 

@@ -43,7 +43,7 @@ fn a_resource_that_the_snapshot_does_not_show_is_a_serialization_failure() {
             .execute(other)
             .unwrap();
             let transaction = conn.build_transaction();
-            let transaction = match is_serializable {
+            let mut transaction = match is_serializable {
                 true => transaction.serializable(),
                 false => transaction.repeatable_read(),
             };

@@ -74,6 +74,7 @@ CREATE FUNCTION resource_control.attempt_throttled_resource(
 AS $$
 DECLARE
     span interval;
+    version tid;
     tried boolean := false;
 BEGIN
     IF details IS NULL OR length(btrim(details)) = 0 THEN
@@ -106,16 +107,18 @@ BEGIN
 
         -- Only if it is due still, because a denial would keep the lock until the transaction ends. Not
         -- FOR UPDATE, which the foreign key of an open transaction's insert would hold up.
-        PERFORM FROM resource_control.throttled_resource AS r
+        SELECT resource_control.elapsed(r.throttle_interval), r.ctid INTO span, version
+            FROM resource_control.throttled_resource AS r
             WHERE r.resource_id = resource
                 AND r.last_locked <= clock_timestamp() - resource_control.elapsed(r.throttle_interval)
             FOR NO KEY UPDATE SKIP LOCKED;
         IF FOUND THEN
             -- Read once the row is locked: the grant before this one may be younger than the statement.
             decided_at := clock_timestamp();
+            -- By its place, because the index leads past all versions of the row that an old snapshot keeps.
             UPDATE resource_control.throttled_resource AS r
                 SET last_locked = decided_at, last_locker_details = details
-                WHERE r.resource_id = resource;
+                WHERE r.ctid = version;
             granted := true;
             being_taken := false;
             next_at := decided_at + span;

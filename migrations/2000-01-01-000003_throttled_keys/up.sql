@@ -41,6 +41,7 @@ DECLARE
     -- The argument has the collation of the column that it comes from, by which the index cannot be read.
     wanted CONSTANT text COLLATE "C" := key;
     span interval;
+    version tid;
     tried_row boolean;
 BEGIN
     IF details IS NULL OR length(btrim(details)) = 0 THEN
@@ -80,7 +81,7 @@ BEGIN
         tried_row := held_since IS NOT NULL;
 
         IF tried_row THEN
-            PERFORM FROM resource_control.throttled_key AS k
+            SELECT k.ctid INTO version FROM resource_control.throttled_key AS k
                 WHERE k.resource_id = resource AND k.key = wanted
                     AND k.last_locked <= clock_timestamp() - span
                 FOR NO KEY UPDATE SKIP LOCKED;
@@ -88,7 +89,7 @@ BEGIN
                 decided_at := clock_timestamp();
                 UPDATE resource_control.throttled_key AS k
                     SET last_locked = decided_at, last_locker_details = details
-                    WHERE k.resource_id = resource AND k.key = wanted;
+                    WHERE k.ctid = version;
                 granted := true;
             END IF;
         ELSIF pg_try_advisory_xact_lock(resource_control.throttled_key_lock(resource, wanted)) THEN

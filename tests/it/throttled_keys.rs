@@ -227,6 +227,22 @@ fn pruning_holds_no_advisory_lock() {
     assert_eq!(Observer::of(&database).all_held(), 0);
 }
 
+/// However many others are read before it.
+#[test]
+fn pruning_finds_one_key_among_many_that_are_not_due() {
+    let database = database();
+    let conn = &mut database.connect();
+    for key in 0..10 {
+        assert!(is_granted(conn, key));
+    }
+    conn.batch_execute(
+        "UPDATE resource_control.throttled_key SET last_locked = '-infinity' WHERE key = '9'",
+    )
+    .unwrap();
+    assert_eq!((prune(conn, 1), prune(conn, 1)), (1, 0));
+    assert!(is_granted(conn, 9));
+}
+
 #[test]
 fn pruning_no_keys_is_fine() {
     let database = database();

@@ -158,7 +158,7 @@ BEGIN
     -- Looked at again once they are locked: they may have been taken meanwhile.
     DELETE FROM resource_control.throttled_key AS k
         USING (
-            SELECT d.resource_id, d.key
+            SELECT d.ctid, d.resource_id, d.key
             FROM unnest(resources, keys) AS c (resource_id, key)
             JOIN resource_control.throttled_key AS d ON d.resource_id = c.resource_id AND d.key = c.key
             LEFT JOIN resource_control.throttled_resource AS r ON r.resource_id = d.resource_id
@@ -167,7 +167,7 @@ BEGIN
             LIMIT greatest(batch, 0)
             FOR UPDATE OF d SKIP LOCKED
         ) AS locked
-        WHERE k.resource_id = locked.resource_id AND k.key = locked.key;
+        WHERE k.ctid = locked.ctid AND k.resource_id = locked.resource_id AND k.key = locked.key;
     GET DIAGNOSTICS pruned = ROW_COUNT;
     RETURN pruned;
 END

@@ -107,10 +107,8 @@ BEGIN
 
         -- Only if it is due still, because a denial would keep the lock until the transaction ends. Not
         -- FOR UPDATE, which the foreign key of an open transaction's insert would hold up.
-        SELECT resource_control.elapsed(r.throttle_interval), r.ctid INTO span, version
-            FROM resource_control.throttled_resource AS r
-            WHERE r.resource_id = resource
-                AND r.last_locked <= clock_timestamp() - resource_control.elapsed(r.throttle_interval)
+        SELECT r.ctid INTO version FROM resource_control.throttled_resource AS r
+            WHERE r.resource_id = resource AND r.last_locked <= clock_timestamp() - span
             FOR NO KEY UPDATE SKIP LOCKED;
         IF FOUND THEN
             -- Read once the row is locked: the grant before this one may be younger than the statement.

@@ -82,8 +82,7 @@ BEGIN
 
         IF tried_row THEN
             SELECT k.ctid INTO version FROM resource_control.throttled_key AS k
-                WHERE k.resource_id = resource AND k.key = wanted
-                    AND k.last_locked <= clock_timestamp() - span
+                WHERE k.resource_id = resource AND k.key = wanted AND k.last_locked <= clock_timestamp() - span
                 FOR NO KEY UPDATE SKIP LOCKED;
             IF FOUND THEN
                 decided_at := clock_timestamp();

@@ -117,6 +117,8 @@ BEGIN
             UPDATE resource_control.throttled_resource AS r
                 SET last_locked = decided_at, last_locker_details = details
                 WHERE r.ctid = version;
+        END IF;
+        IF FOUND THEN
             granted := true;
             being_taken := false;
             next_at := decided_at + span;

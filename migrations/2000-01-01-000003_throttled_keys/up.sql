@@ -1,7 +1,7 @@
 CREATE TABLE resource_control.throttled_key (
     resource_id resource_control.throttled_resource_enum NOT NULL,
     -- Bytes, and not a language's order, which would change with the server's libraries.
-    key text COLLATE "C" NOT NULL CONSTRAINT key_not_empty CHECK (key <> ''),
+    key text COLLATE pg_catalog."C" NOT NULL CONSTRAINT key_not_empty CHECK (key <> ''),
     last_locked timestamptz NOT NULL,
     last_locker_details text NOT NULL
         CONSTRAINT details_not_empty CHECK (length(trim(last_locker_details)) > 0),
@@ -17,7 +17,8 @@ CREATE FUNCTION resource_control.throttled_key_lock(
 ) RETURNS bigint
     LANGUAGE sql STABLE STRICT PARALLEL SAFE
 AS $$
-    SELECT pg_catalog.hashtextextended(key COLLATE "C", pg_catalog.hashtextextended(resource::text, 20000101000003))
+    SELECT pg_catalog.hashtextextended(
+        key COLLATE pg_catalog."C", pg_catalog.hashtextextended(resource::pg_catalog.text, 20000101000003))
 $$;
 
 CREATE FUNCTION resource_control.attempt_throttled_key(
@@ -89,7 +90,7 @@ BEGIN
                 UPDATE resource_control.throttled_key AS k
                     SET last_locked = decided_at, last_locker_details = details
                     WHERE k.ctid = version;
-                granted := true;
+                granted := FOUND;
             END IF;
         ELSIF pg_try_advisory_xact_lock(resource_control.throttled_key_lock(resource, wanted)) THEN
             -- Without the lock, an INSERT would wait for another transaction's first attempt. A row that this
@@ -97,7 +98,7 @@ BEGIN
             decided_at := clock_timestamp();
             INSERT INTO resource_control.throttled_key (resource_id, key, last_locked, last_locker_details)
                 VALUES (resource, wanted, decided_at, details)
-                ON CONFLICT DO NOTHING;
+                ON CONFLICT ON CONSTRAINT throttled_key_pkey DO NOTHING;
             granted := FOUND;
         END IF;
         IF granted THEN

@@ -1,6 +1,6 @@
 CREATE TABLE resource_control.fence (
     -- Bytes, and not a language's order, which would change with the server's libraries.
-    name text COLLATE "C" PRIMARY KEY CONSTRAINT fences_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
+    name text COLLATE pg_catalog."C" PRIMARY KEY CONSTRAINT fences_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
     token bigint NOT NULL
 )
 -- Room for the next version of a row in its own page.

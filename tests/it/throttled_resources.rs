@@ -68,6 +68,26 @@ fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
     });
 }
 
+/// A rule or a trigger of somebody else may keep the row as it was: then all would be granted.
+#[test]
+fn nothing_is_granted_that_was_not_written() {
+    let database = database();
+    let conn = &mut database.connect();
+    let key = REBUILD.key(1);
+    assert!(key.attempt(conn, "me").unwrap().granted().is_some());
+    age(conn, "15 seconds");
+    for table in ["throttled_resource", "throttled_key"] {
+        conn.batch_execute(&format!(
+            "CREATE RULE keep AS ON UPDATE TO resource_control.{table} DO INSTEAD NOTHING"
+        ))
+        .unwrap();
+    }
+    for throttle in [REBUILD, key] {
+        let denial = throttle.attempt(conn, "me").unwrap().denied().unwrap();
+        assert_eq!(denial.reason, DenialReason::BeingTaken);
+    }
+}
+
 #[test]
 fn a_grant_that_waited_for_the_table_begins_after_the_wait() {
     let database = database();

@@ -94,13 +94,15 @@ impl Fence {
         if self.name.is_empty() {
             return Err(Error::EmptyName);
         }
-        text::check(&self.name, "the name of a fence", text::LONGEST_NAME)?;
+        let _names = text::names_on(conn);
+        let name = text::name(&self.name);
+        text::check(&name, "the name of a fence", text::LONGEST_NAME)?;
         match transaction::of(conn) {
             Transaction::Open | Transaction::Test => {}
             Transaction::None => return Err(Error::FenceOutsideTransaction),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
-        match diesel::select(pass_fence(&*self.name, token)).get_result(conn) {
+        match diesel::select(pass_fence(&*name, token)).get_result(conn) {
             Ok(true) => Ok(()),
             Ok(false) => Err(Error::Fenced {
                 name: self.name.to_string(),

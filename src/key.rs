@@ -6,6 +6,8 @@ use std::borrow::Cow;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
+use diesel::pg::PgConnection;
+
 use crate::error::{Error, Result};
 use crate::text;
 
@@ -190,6 +192,20 @@ impl LockKey {
             return Err(Error::EmptyName);
         }
         Ok(self.number())
+    }
+
+    /// The key that a guard keeps: what was locked stays what it was, on whichever thread it is asked.
+    pub(crate) fn with_id(&self, id: LockId) -> Self {
+        Self {
+            name: self.name.clone(),
+            number: Number::Given(id),
+        }
+    }
+
+    /// The number for this key on that connection, which may carry a prefix of the tests.
+    pub(crate) fn id_on(&self, conn: &mut PgConnection) -> Result<LockId> {
+        let _names = text::names_on(conn);
+        self.id()
     }
 
     /// The name that the key was made from, if there was one.

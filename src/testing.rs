@@ -6,7 +6,7 @@
 //! | a slot whose holder was too slow, without waiting for its time-out | [`expire`] |
 //! | to know that a handler left nothing behind | [`assert_nothing_held`], [`assert_not_held`], [`assert_none_in_flight`] |
 //! | to look for itself | [`held_locks`], [`requests_in_flight`] |
-//! | names that no other test uses | [`key_prefix`] |
+//! | names that no other test uses, on its own thread or wherever its handlers work | [`key_prefix`], [`KeyPrefix`] |
 //!
 //! ```
 //! use std::time::Duration;
@@ -50,4 +50,5 @@ pub use self::due::make_due;
 pub use self::expiry::expire;
 pub use self::held::{assert_not_held, assert_nothing_held, held_locks};
 pub use self::in_flight::{assert_none_in_flight, requests_in_flight};
-pub use self::prefix::{KeyPrefix, key_prefix, prefixed};
+pub(crate) use self::prefix::enter_carried;
+pub use self::prefix::{EnteredPrefix, KEY_PREFIX_VARIABLE, KeyPrefix, key_prefix, prefixed};

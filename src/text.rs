@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+use diesel::pg::PgConnection;
+
 use crate::error::{Error, Result};
 
 /// What names a throttled key or a service: it is indexed, and an index entry has a limit.
@@ -34,4 +36,26 @@ pub(crate) fn name(name: &str) -> Cow<'_, str> {
 #[cfg(feature = "testing")]
 pub(crate) fn name(name: &str) -> Cow<'_, str> {
     crate::testing::prefixed(name)
+}
+
+/// While it lives, `name` returns what a name is to be on that connection. Where a name is sent on a
+/// connection, it is asked for under this.
+#[cfg(not(feature = "testing"))]
+pub(crate) fn names_on(_: &mut PgConnection) -> Names {
+    Names {}
+}
+
+/// The connections of a test's pool may carry a prefix, so that it reaches threads which are not the
+/// test's own.
+#[cfg(feature = "testing")]
+pub(crate) fn names_on(conn: &mut PgConnection) -> Names {
+    Names {
+        _entered: crate::testing::enter_carried(conn),
+    }
+}
+
+#[must_use = "if unused names are as on any connection"]
+pub(crate) struct Names {
+    #[cfg(feature = "testing")]
+    _entered: Option<crate::testing::EnteredPrefix>,
 }

@@ -140,6 +140,7 @@ impl<R: ThrottledResource> Throttle<R> {
     }
 
     fn decide(&self, conn: &mut PgConnection, details: &str) -> Result<Decision> {
+        let _names = text::names_on(conn);
         let (label, key) = self.checked()?;
         text::check(details, "the details", text::LONGEST_DETAILS)?;
         if details.trim_matches(' ').is_empty() {

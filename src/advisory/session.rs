@@ -181,8 +181,8 @@ impl<C: Lease> Tried<C> {
     /// not let a try overtake those who wait.
     fn send(lock: &AdvisoryLock, lease: C) -> Result<Self> {
         let AdvisoryLock { key, mode, .. } = lock;
-        let (id, mode) = (key.id()?, *mode);
         let mut pinned = Pinned::new(lease);
+        let (id, mode) = (key.id_on(pinned.conn())?, *mode);
         let before = transaction::of(pinned.conn());
         match before {
             Transaction::None | Transaction::Test => {}
@@ -199,7 +199,7 @@ impl<C: Lease> Tried<C> {
             before == Transaction::None && transaction::is_marked(pinned.conn());
         let mut tried = Self {
             pinned,
-            key: key.clone(),
+            key: key.with_id(id),
             hold: Hold {
                 id,
                 mode,

@@ -87,7 +87,10 @@ impl AdvisoryLock {
     pub fn acquire_xact(&self, conn: &mut PgConnection) -> Result<()> {
         let call = || match self.try_xact(conn)? {
             Attempt::Acquired(()) => Ok(()),
-            Attempt::Busy => wait::for_xact_lock(conn, self.key().id()?, self.mode()),
+            Attempt::Busy => {
+                let id = self.key().id_on(conn)?;
+                wait::for_xact_lock(conn, id, self.mode())
+            }
         };
         events::acquire(What::Lock(self.key()), call, |()| "acquired")
     }
@@ -105,7 +108,7 @@ impl AdvisoryLock {
     }
 
     fn try_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
-        let id = self.key().id()?;
+        let id = self.key().id_on(conn)?;
         match transaction::of(conn) {
             Transaction::Open | Transaction::Test => {}
             Transaction::None => return Err(Error::NotInTransaction),
@@ -149,7 +152,7 @@ impl AdvisoryLock {
             if let Attempt::Acquired(()) = self.try_xact(conn)? {
                 return Ok(Attempt::Acquired(()));
             }
-            let id = self.key().id()?;
+            let id = self.key().id_on(conn)?;
             Ok(
                 if wait::for_xact_lock_until(conn, self.key(), id, self.mode(), deadline)? {
                     Attempt::Acquired(())

@@ -15,6 +15,7 @@ use super::lock_id::of_key;
 use super::locks::{AdvisoryLocks, advisory_lock};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
+use crate::text;
 
 /// The server session that holds an advisory lock, or waits for it.
 ///
@@ -149,6 +150,7 @@ pub fn waiters() -> _ {
 ///
 /// [`Error::EmptyName`], [`Error::Database`].
 pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>> {
+    let _names = text::names_on(conn);
     let query = holders().filter(of_key(key)?);
     query.load(conn).map_err(Error::Database)
 }
@@ -161,6 +163,7 @@ pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>>
 ///
 /// [`Error::EmptyName`], [`Error::Database`].
 pub fn waiters_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Waiter>> {
+    let _names = text::names_on(conn);
     let query = waiters()
         .filter(of_key(key)?)
         .order(advisory_lock::waiting_since);

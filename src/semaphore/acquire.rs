@@ -178,8 +178,9 @@ impl Semaphore {
     }
 
     fn admit_within(&self, pool: &PgPool, limit: Option<Duration>) -> Result<Admission<Permit>> {
-        let request = Request::of(self)?;
+        Request::of(self)?; // bad input is reported before the pool is asked
         let mut conn = pool::check_out(pool, limit)?;
+        let request = Request::on(&mut conn, self)?;
         // Before the claim is sent, so that the permit never believes in a slot longer than the
         // database does.
         let sent = Moment::now();

@@ -54,7 +54,7 @@ impl Semaphore {
     ///
     /// Those of [all of them](#errors-of-all-of-them).
     pub fn admit_on(&self, conn: &mut PgConnection) -> Result<Admission<Claim>> {
-        let call = || match Request::of(self)?.send(conn)? {
+        let call = || match Request::on(conn, self)?.send(conn)? {
             Sent::Answered(admission) => Ok(admission),
             // The transaction is the caller's, so what was claimed is released in it.
             Sent::InTransaction(admission) => {

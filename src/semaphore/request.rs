@@ -31,6 +31,12 @@ pub(super) enum Sent {
 }
 
 impl<'a> Request<'a> {
+    /// As `of`, with the name that the service has on that connection.
+    pub(super) fn on(conn: &mut PgConnection, semaphore: &'a Semaphore) -> Result<Self> {
+        let _names = text::names_on(conn);
+        Self::of(semaphore)
+    }
+
     pub(super) fn of(semaphore: &'a Semaphore) -> Result<Self> {
         let service = text::name(&semaphore.service);
         if service.is_empty() {

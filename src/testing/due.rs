@@ -7,6 +7,7 @@ use diesel::sql_types::{Bool, Text};
 use crate::error::{Error, Result};
 use crate::installed;
 use crate::read_committed;
+use crate::text;
 use crate::throttle::{Throttle, ThrottledResource};
 
 /// The label is compared as a text: one that the enumerated type does not have is no error, which would
@@ -86,6 +87,7 @@ pub fn make_due<R: ThrottledResource>(
     conn: &mut PgConnection,
     throttle: &Throttle<R>,
 ) -> Result<()> {
+    let _names = text::names_on(conn);
     let (label, key) = throttle.checked()?;
     let answered: QueryResult<Answer> = read_committed::repeat(conn, |conn| match key.as_deref() {
         None => diesel::sql_query(RESOURCE)

@@ -11,6 +11,7 @@ use crate::monitor;
 use crate::read_committed;
 use crate::schema::resource_control::service_request;
 use crate::semaphore::Semaphore;
+use crate::text;
 
 /// Lets every request in flight to the service time out now, as if its holder had been too slow or had
 /// crashed, and answers how many there were.
@@ -49,7 +50,10 @@ use crate::semaphore::Semaphore;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn expire(conn: &mut PgConnection, semaphore: &Semaphore) -> Result<usize> {
-    let service = prefixed(semaphore.service());
+    let service = {
+        let _names = text::names_on(conn);
+        prefixed(semaphore.service())
+    };
     read_committed::repeat(conn, |conn| {
         let requests = service_request::table
             .filter(monitor::of_service(&service))

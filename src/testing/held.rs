@@ -10,6 +10,7 @@ use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
 use crate::installed;
 use crate::monitor::{self, Holder, ServiceRequest};
+use crate::text;
 
 /// Lists the advisory locks that are held in this database, by whichever session.
 ///
@@ -110,6 +111,7 @@ pub fn assert_nothing_held(conn: &mut PgConnection) {
 /// ```
 #[track_caller]
 pub fn assert_not_held(conn: &mut PgConnection, lock: &AdvisoryLock) {
+    let _names = text::names_on(conn);
     let expected = format!("nobody holds the lock {}", lock.key());
     assert_none(&expected, || monitor::holders_of(conn, lock.key()));
 }

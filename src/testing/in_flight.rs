@@ -11,6 +11,7 @@ use crate::installed;
 use crate::monitor::{self, ServiceRequest};
 use crate::schema::resource_control::service_request;
 use crate::semaphore::Semaphore;
+use crate::text;
 
 /// Lists the requests to services that are in flight in this database, whoever made them; none where
 /// the schema `resource_control` is not installed.
@@ -84,7 +85,10 @@ pub fn requests_in_flight(conn: &mut PgConnection) -> Result<Vec<ServiceRequest>
 /// ```
 #[track_caller]
 pub fn assert_none_in_flight(conn: &mut PgConnection, semaphore: &Semaphore) {
-    let service = prefixed(semaphore.service());
+    let service = {
+        let _names = text::names_on(conn);
+        prefixed(semaphore.service())
+    };
     let expected = format!("no request to {service:?} is in flight");
     assert_none(&expected, || {
         service_request::table

@@ -1,19 +1,156 @@
-//! A prefix per test.
+//! A prefix per test, per pool and per process.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
+use std::sync::{Arc, LazyLock};
 
-/// Prefixes the names of locks and services and the keys of throttles on this thread until it is
-/// dropped, so that tests which run side by side on one database do not exclude each other.
+use diesel::connection::{
+    Connection, Instrumentation, InstrumentationEvent, get_default_instrumentation,
+};
+use diesel::pg::PgConnection;
+
+/// The environment variable that prefixes the names of a whole process: see [`KeyPrefix`].
+pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
+
+/// Separates the names of one test from those of the tests that run beside it on the same database.
 ///
-/// Reaches the keys of [`LockKey::named`](crate::LockKey::named) and
-/// [`LockKey::parts`](crate::LockKey::parts) whose locks are taken on this thread, and the slots that
-/// are claimed and the throttles with a [key](crate::Throttle::key) that are attempted on it; call it on
-/// every thread that does any of these. Lock keys that are numbers, or that other ecosystems share, stay
-/// what they are. So does a throttle without a key, which is one for the whole database: a test that
-/// takes it needs a database of its own, or a test transaction and no other test at it.
+/// A lock named `geocoder` is then the lock `this test geocoder`. The prefix reaches the locks of
+/// [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts), the services
+/// of semaphores, the [keys](crate::Throttle::key) of throttles and the names of
+/// [fences](crate::Fence). It does not reach lock keys that are numbers or that other ecosystems share,
+/// and it does not reach a throttle without a key, because such a throttle is one row for the whole
+/// database. A test that takes one needs a database of its own, or a test transaction and no other test
+/// at it.
+///
+/// A prefix is carried by one of three, and the first that has one counts:
+///
+/// 1. The **connection**: those of a pool that was built with the prefix as its `connection_customizer`,
+///    and those that [`carry_on`](Self::carry_on) was called with. The thread does not matter, so this
+///    is the one for handlers, which work on threads that the test does not own, such as those of
+///    tokio's `spawn_blocking` or actix-web's `web::block`.
+/// 2. The **thread**, from [`enter`](Self::enter) on. It is the one for a test that works on its own
+///    thread, and for what is asked without a connection, such as [`LockKey::id`](crate::LockKey::id),
+///    [`monitor`](crate::monitor)'s expressions and [`prefixed`].
+/// 3. The **process**, by the environment variable `DIESEL_INTERLOCK_KEY_PREFIX`, which is read once. It
+///    is the one for a server that a test starts as a process. The server must be built with the feature
+///    `testing`, as `cargo test` builds a package's binaries if the feature is among its dev-dependencies.
+///
+/// Prefixes are not combined. Give a test's pool and its own thread the same prefix, because both then
+/// mean the same lock.
+///
+/// # Examples
+///
+/// A handler that works on another thread:
+///
+/// ```
+/// use diesel::r2d2::Pool;
+/// use diesel_interlock::{AdvisoryLock, Error, PgPool, testing};
+///
+/// static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+///
+/// fn handler(pool: &PgPool) -> Result<bool, Error> {
+///     Ok(!NIGHTLY.try_acquire(pool)?.is_busy())
+/// }
+///
+/// # let database = workbench::Database::new();
+/// # let beside = NIGHTLY.acquire(&database.pool(1))?;
+/// let prefix = testing::KeyPrefix::new("the handler reports");
+/// let pool = Pool::builder()
+///     .max_size(2)
+///     .connection_customizer(Box::new(prefix.clone()))
+///     .build(database.manager())?;
+/// let handled = std::thread::scope(|threads| threads.spawn(|| handler(&pool)).join());
+/// assert!(handled.unwrap()?, "whatever the tests beside this one hold");
+///
+/// let _prefix = prefix.enter(); // the test's own thread means the same lock
+/// testing::assert_not_held(&mut pool.get()?, &NIGHTLY);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// A server that a test starts as a process:
+///
+/// ```no_run
+/// # use std::process::Command;
+/// use diesel_interlock::testing::{KEY_PREFIX_VARIABLE, KeyPrefix};
+///
+/// let prefix = KeyPrefix::new("the server refuses a fifth");
+/// let server = Command::new("target/debug/server")
+///     .env(KEY_PREFIX_VARIABLE, prefix.as_str())
+///     .spawn()?;
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct KeyPrefix(Arc<str>);
+
+impl KeyPrefix {
+    /// Makes a prefix, which does nothing until a connection carries it or a thread enters it.
+    pub fn new(prefix: impl Into<String>) -> Self {
+        Self(prefix.into().into())
+    }
+
+    /// Returns the prefix as a text, for the environment of a process.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Prefixes the names that are used on this thread until the returned value is dropped.
+    ///
+    /// Threads that are started meanwhile do not inherit it: a clone can be entered there. A thread of
+    /// tokio's enters it for good by `on_thread_start(move || std::mem::forget(prefix.enter()))`.
+    pub fn enter(&self) -> EnteredPrefix {
+        EnteredPrefix::entering(self.clone())
+    }
+
+    /// Prefixes the names that are used with this connection, on whichever thread, until it is closed.
+    ///
+    /// For connections that no r2d2 pool makes, and for a `connection_customizer` of one's own. No round
+    /// trip. The prefix is kept in the connection's
+    /// [instrumentation](diesel::connection::Instrumentation), so it replaces one that was set on this
+    /// connection before, and one that is set afterwards ends it. The
+    /// [default](diesel::connection::set_default_instrumentation) instrumentation goes on.
+    ///
+    /// # Examples
+    ///
+    /// Beside r2d2's `TestCustomizer`:
+    ///
+    /// ```
+    /// use diesel::PgConnection;
+    /// use diesel::r2d2::{CustomizeConnection, Error, TestCustomizer};
+    /// use diesel_interlock::testing::KeyPrefix;
+    ///
+    /// #[derive(Debug)]
+    /// struct InTest(KeyPrefix);
+    ///
+    /// impl CustomizeConnection<PgConnection, Error> for InTest {
+    ///     fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), Error> {
+    ///         self.0.carry_on(conn);
+    ///         TestCustomizer.on_acquire(conn)
+    ///     }
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # InTest(KeyPrefix::new("p")).on_acquire(&mut database.connect()).unwrap();
+    /// ```
+    pub fn carry_on(&self, conn: &mut PgConnection) {
+        conn.set_instrumentation(Carried {
+            prefix: self.clone(),
+            default: get_default_instrumentation(),
+        });
+    }
+}
+
+/// As the `connection_customizer` of a pool, the prefix is carried by every connection that it opens.
+#[cfg(feature = "r2d2")]
+impl diesel::r2d2::CustomizeConnection<PgConnection, diesel::r2d2::Error> for KeyPrefix {
+    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), diesel::r2d2::Error> {
+        self.carry_on(conn);
+        Ok(())
+    }
+}
+
+/// Prefixes the names that are used on this thread until the returned value is dropped: short for
+/// [`KeyPrefix::new`] and [`enter`](KeyPrefix::enter), for a test that works on its own thread alone.
 ///
 /// # Examples
 ///
@@ -32,40 +169,71 @@ use std::marker::PhantomData;
 /// # drop(permit);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[must_use = "if unused the prefix ends at once"]
-pub fn key_prefix(prefix: impl Into<String>) -> KeyPrefix {
-    let before = PREFIX.with_borrow_mut(|current| current.replace(prefix.into()));
-    KeyPrefix {
-        before,
-        _of_this_thread: PhantomData,
-    }
+pub fn key_prefix(prefix: impl Into<String>) -> EnteredPrefix {
+    KeyPrefix::new(prefix).enter()
 }
 
-/// A prefix in force. Made by [`key_prefix`]; dropping it brings back the one before.
-pub struct KeyPrefix {
-    before: Option<String>,
+/// A prefix in force on this thread. Dropping it brings back the one before.
+#[must_use = "if unused the prefix ends at once"]
+pub struct EnteredPrefix {
+    before: Option<KeyPrefix>,
     _of_this_thread: PhantomData<*const ()>,
 }
 
-impl Drop for KeyPrefix {
-    fn drop(&mut self) {
-        let before = self.before.take();
-        PREFIX.with_borrow_mut(|current| *current = before);
+impl EnteredPrefix {
+    fn entering(prefix: KeyPrefix) -> Self {
+        let before = OF_THREAD.with_borrow_mut(|current| current.replace(prefix));
+        Self {
+            before,
+            _of_this_thread: PhantomData,
+        }
     }
 }
 
-impl fmt::Debug for KeyPrefix {
+impl Drop for EnteredPrefix {
+    fn drop(&mut self) {
+        let before = self.before.take();
+        OF_THREAD.with_borrow_mut(|current| *current = before);
+    }
+}
+
+impl fmt::Debug for EnteredPrefix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        PREFIX.with_borrow(|current| f.debug_tuple("KeyPrefix").field(current).finish())
+        OF_THREAD.with_borrow(|current| f.debug_tuple("EnteredPrefix").field(current).finish())
     }
 }
 
 thread_local! {
-    static PREFIX: RefCell<Option<String>> = const { RefCell::new(None) };
+    static OF_THREAD: RefCell<Option<KeyPrefix>> = const { RefCell::new(None) };
 }
 
-/// Answers a name as the database has it, with the prefix that is in force on this thread: for queries
-/// of one's own, such as those of [`monitor`](crate::monitor), which know of no prefix.
+static OF_PROCESS: LazyLock<Option<KeyPrefix>> = LazyLock::new(|| {
+    let prefix = std::env::var_os(KEY_PREFIX_VARIABLE)?;
+    (!prefix.is_empty()).then(|| KeyPrefix::new(prefix.to_string_lossy()))
+});
+
+/// The prefix of a connection. Diesel keeps an instrumentation with each connection and lends it, which
+/// makes it the one place for a value of a test's that goes where the connection goes.
+struct Carried {
+    prefix: KeyPrefix,
+    default: Option<Box<dyn Instrumentation>>,
+}
+
+impl Instrumentation for Carried {
+    fn on_connection_event(&mut self, event: InstrumentationEvent<'_>) {
+        self.default.on_connection_event(event);
+    }
+}
+
+/// Enters the prefix that the connection carries, if it carries one.
+pub(crate) fn enter_carried(conn: &mut PgConnection) -> Option<EnteredPrefix> {
+    let carried: &Carried = conn.instrumentation().downcast_ref()?;
+    Some(carried.prefix.enter())
+}
+
+/// Returns a name as the database has it, with the prefix that is in force on this thread or in this
+/// process, for queries of one's own, such as those of [`monitor`](crate::monitor), which know of no
+/// prefix.
 ///
 /// # Examples
 ///
@@ -77,8 +245,13 @@ thread_local! {
 /// assert_eq!(testing::prefixed("geocoder"), "this test geocoder");
 /// ```
 pub fn prefixed(name: &str) -> Cow<'_, str> {
-    PREFIX.with_borrow(|prefix| match prefix {
-        Some(prefix) if !name.is_empty() => format!("{prefix} {name}").into(),
-        _ => name.into(),
-    })
+    if name.is_empty() {
+        return name.into();
+    }
+    OF_THREAD.with_borrow(
+        |of_thread| match of_thread.as_ref().or(OF_PROCESS.as_ref()) {
+            Some(KeyPrefix(prefix)) => format!("{prefix} {name}").into(),
+            None => name.into(),
+        },
+    )
 }

@@ -356,7 +356,10 @@ fn a_prefix_reaches_the_keys_of_throttles() {
 #[test]
 fn a_prefix_is_shown_and_makes_no_name_of_nothing() {
     let prefix = testing::key_prefix("this test");
-    assert_eq!(format!("{prefix:?}"), r#"KeyPrefix(Some("this test"))"#);
+    assert_eq!(
+        format!("{prefix:?}"),
+        r#"EnteredPrefix(Some(KeyPrefix("this test")))"#
+    );
     // Nothing has no name, with a prefix neither.
     assert_eq!(testing::prefixed(""), "");
 }

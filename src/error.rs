@@ -335,17 +335,24 @@ pub enum Error {
 
     /// The pool had no connection to give in time.
     #[cfg(feature = "r2d2")]
-    #[error("the pool gave no connection")]
-    Pool(#[source] diesel::r2d2::PoolError),
+    ///
+    /// It says what r2d2 says, such as `timed out waiting for connection`, and then why no connection
+    /// could be opened, if that was the reason.
+    #[error(transparent)]
+    Pool(diesel::r2d2::PoolError),
 
     /// A migration could not be run.
     #[cfg(feature = "migrations")]
-    #[error("a migration could not be run")]
-    Migration(#[source] Box<dyn std::error::Error + Send + Sync>),
+    ///
+    /// It says what Diesel's migration harness says, which names the migration if that is the reason.
+    #[error(transparent)]
+    Migration(Box<dyn std::error::Error + Send + Sync>),
 
     /// The database reported an error, or could not be reached.
-    #[error("the database reported an error")]
-    Database(#[source] DieselError),
+    ///
+    /// It says what Diesel says, which is the message of the server or of libpq in the server's language.
+    #[error(transparent)]
+    Database(DieselError),
 }
 
 impl From<DieselError> for Error {

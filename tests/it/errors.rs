@@ -36,16 +36,73 @@ fn a_round_trip_through_diesels_error_changes_nothing() {
     assert_eq!(inner.to_string(), "theirs");
 }
 
+/// The message and its causes, as anyhow's `{:#}` and many a logger print them.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", with_causes(cause)),
+        None => error.to_string(),
+    }
+}
+
 #[test]
-fn the_cause_is_the_source_and_not_a_part_of_the_message() {
+fn a_database_error_says_what_the_database_says_and_says_it_once() {
     let database = Database::new();
     let mut conn = database.connect();
+    let error: Error = conn.batch_execute("SELECT 1/0").unwrap_err().into();
+    assert_eq!(error.to_string(), "division by zero");
+    assert_eq!(with_causes(&error), "division by zero");
+
     conn.batch_execute("BEGIN").unwrap();
     conn.batch_execute("SELECT 1/0").unwrap_err();
     let error = LOCK.acquire_on(&mut conn).map(drop).unwrap_err();
-    let source = error.source().unwrap().to_string();
-    assert!(!error.to_string().contains(&source), "{error}: {source}");
-    assert!(source.contains("aborted"), "{source}");
+    assert_eq!(with_causes(&error).matches("aborted").count(), 1, "{error}");
+
+    let unreadable = DieselError::DeserializationError("not a number".into());
+    assert_eq!(with_causes(&Error::Database(unreadable)), "not a number");
+}
+
+#[test]
+#[cfg(feature = "r2d2")]
+fn an_exhausted_pool_says_why_it_gave_no_connection() {
+    use diesel::r2d2::{ConnectionManager, Pool};
+    let pool = Pool::builder()
+        .max_size(1)
+        .connection_timeout(std::time::Duration::from_millis(50))
+        .build_unchecked(ConnectionManager::new("host=/nowhere"));
+    let error = LOCK.try_acquire(&pool).unwrap_err();
+    assert!(matches!(error, Error::Pool(_)), "{error:?}");
+    let message = error.to_string();
+    assert!(
+        message.starts_with("timed out waiting for connection"),
+        "{message}"
+    );
+    assert_eq!(with_causes(&error), message);
+}
+
+#[test]
+#[cfg(feature = "migrations")]
+fn a_migration_that_fails_says_which_and_why_and_says_it_once() {
+    let database = Database::new();
+    let source =
+        crate::migrations::directory("failing", &[("2026-01-01-000000_fails", "SELECT 1/0")]);
+    let error =
+        diesel_interlock::migrations::run_pending(&mut database.connect(), source.migrations())
+            .unwrap_err();
+    let message = with_causes(&error);
+    assert!(message.contains("fails"), "{message}");
+    assert_eq!(message.matches("division by zero").count(), 1, "{message}");
+    assert!(error.to_string().contains("division by zero"), "{error}");
+}
+
+#[test]
+fn a_cause_is_the_source_and_not_a_part_of_the_message() {
+    let cause = DieselError::BrokenTransactionManager;
+    let error = Error::LockLost {
+        key: LOCK.key().clone(),
+        source: Some(cause),
+    };
+    let cause = error.source().unwrap().to_string();
+    assert!(!error.to_string().contains(&cause), "{error}: {cause}");
 }
 
 #[test]

@@ -160,6 +160,9 @@ impl LockKey {
     /// The key that version 2 and later of the Ruby gem [`with_advisory_lock`][gem] takes for a
     /// name: the pair of the name's CRC-32 without its highest bit, and 0.
     ///
+    /// The gem does not hash an integer: `with_advisory_lock(42)` locks `LockKey::pair(42, 0)`, as any
+    /// other integer locks its lowest 31 bits and 0.
+    ///
     /// [gem]: https://github.com/ClosureTree/with_advisory_lock
     pub fn with_advisory_lock(name: &str) -> Self {
         Self::with_advisory_lock_prefix(name, 0)
@@ -176,10 +179,43 @@ impl LockKey {
     /// The key that version 1 of the Python package `django-pglocks` takes for a name: its CRC-32 as
     /// a signed 32-bit number, sent as a `bigint`.
     ///
-    /// Version 2 takes the first eight bytes of the name's SHA-256, big-endian and signed, which is a
-    /// [`bigint`](Self::bigint) of its own.
-    pub fn django_pglocks(name: &str) -> Self {
+    /// An integer is that [`bigint`](Self::bigint) there, and a tuple of two is that [`pair`](Self::pair).
+    /// Version 2, which `pip install django-pglocks` installs today, takes another key:
+    /// `django_pglocks_2`, with the feature `sha2`.
+    pub fn django_pglocks_1(name: &str) -> Self {
         Self::foreign(name, LockId::BigInt(i64::from(hash::crc32(name) as i32)))
+    }
+
+    /// The key that version 2 of the Python package `django-pglocks`, and `django-pgware`, to which it
+    /// has moved, take for a name: the first eight bytes of its SHA-256, big-endian and signed, sent as a
+    /// `bigint`.
+    ///
+    /// An integer is that [`bigint`](Self::bigint) there, and a tuple of two is that [`pair`](Self::pair).
+    ///
+    /// ```
+    /// # use diesel_interlock::LockKey;
+    /// assert_eq!(LockKey::django_pglocks_2("223 345"), LockKey::bigint(-284536697673700257));
+    /// ```
+    #[cfg(feature = "sha2")]
+    pub fn django_pglocks_2(name: &str) -> Self {
+        let key = i64::from_be_bytes(hash::sha256(name));
+        Self::foreign(name, LockId::BigInt(key))
+    }
+
+    /// The key that the Python package `django-pglock` takes for a name: the first eight bytes of its
+    /// SHA-256, little-endian and signed, sent as a `bigint`.
+    ///
+    /// An integer is that [`bigint`](Self::bigint) there. As a decorator without an argument, it takes the
+    /// name of the module and the function, such as `reports.tasks.nightly`.
+    ///
+    /// ```
+    /// # use diesel_interlock::LockKey;
+    /// assert_eq!(LockKey::django_pglock("223 345"), LockKey::bigint(6894052845404753404));
+    /// ```
+    #[cfg(feature = "sha2")]
+    pub fn django_pglock(name: &str) -> Self {
+        let key = i64::from_le_bytes(hash::sha256(name));
+        Self::foreign(name, LockId::BigInt(key))
     }
 
     /// The number that PostgreSQL locks for this key.
@@ -249,9 +285,8 @@ impl LockKey {
 /// 64-bit FNV-1a of a name's UTF-8 bytes, read as a signed number: the hash behind
 /// [`LockKey::named`], for those who put keys into their own SQL.
 ///
-/// Python's `fnv.hash(data, algorithm=fnv.fnv_1a, bits=64)` answers the same bits unsigned, which
-/// PostgreSQL refuses as a `bigint` for half of all names (`bigint out of range`): there, subtract
-/// 2⁶⁴ from what is 2⁶³ or more.
+/// Python's `fnv.hash(data, algorithm=fnv.fnv_1a, bits=64)` returns the same bits unsigned, which
+/// PostgreSQL refuses as a `bigint` for half of all names: there, subtract 2⁶⁴ from what is 2⁶³ or more.
 ///
 /// ```
 /// assert_eq!(diesel_interlock::fnv1a("223 345"), 3755351481708176604);

@@ -114,6 +114,7 @@
 //! - `r2d2` (default): the forms that take a pool.
 //! - `migrations` (default): [`migrations`].
 //! - `tracing`: [spans and events](#events).
+//! - `sha2`: the lock keys of two Python packages that hash with SHA-256.
 //! - `testing`: the module `testing`, for an application's own tests.
 //!
 //! # Events

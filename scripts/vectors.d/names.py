@@ -199,6 +199,7 @@ def print_names(directory):
     times31, _ = answers(directory, "times31")
     pglocks_1, sql_1 = answers(directory, "pglocks_1")
     pglocks_2, sql_2 = answers(directory, "pglocks_2")
+    pglock, _ = answers(directory, "pglock_1")
     ruby = answers(directory, "crc32")[0] if os.path.exists(os.path.join(directory, "crc32")) else None
 
     columns = [
@@ -208,6 +209,7 @@ def print_names(directory):
         "times31",
         "django_pglocks_1",
         "django_pglocks_2",
+        "django_pglock",
         "fnv1a64_unsigned",
         "about",
     ]
@@ -222,7 +224,8 @@ def print_names(directory):
     print(*(f"#   {line[2:]}" for line in sql_1), sep="\n")
     print("# django_pglocks_2: django-pglocks 2.1.0 with django-pgware 1.0.0; what it sent for \"223 345\":")
     print(*(f"#   {line[2:]}" for line in sql_2), sep="\n")
-    print("# The empty name tests the hashes only. No tool of this table refuses any of the names.")
+    print("# django_pglock: django-pglock 1.8.0, pglock.advisory(name).int_lock_id; as a lock it refuses the empty name")
+    print("# The empty name tests the hashes only. No other tool of this table refuses any of the names.")
     print("# A name with NUL in it cannot be a PostgreSQL text: there is nothing to compare in SQL.")
     seen = set()
     for i, (written, name, about) in enumerate(names()):
@@ -232,7 +235,7 @@ def print_names(directory):
         crc32 = zlib.crc32(name.encode())
         assert ruby is None or int(ruby[i]) == crc32, written
         unsigned, signed = fnv1a64(name)
-        print(written, signed, crc32, times31[i], pglocks_1[i], pglocks_2[i], unsigned, about, sep="\t")
+        print(written, signed, crc32, times31[i], pglocks_1[i], pglocks_2[i], pglock[i], unsigned, about, sep="\t")
 
 
 def joined(parts):

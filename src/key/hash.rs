@@ -14,6 +14,15 @@ pub(super) fn crc32(name: &str) -> u32 {
     crc32fast::hash(name.as_bytes())
 }
 
+/// The first eight bytes of SHA-256.
+#[cfg(feature = "sha2")]
+pub(super) fn sha256(name: &str) -> [u8; 8] {
+    let digest = <sha2::Sha256 as sha2::Digest>::digest(name);
+    let mut first = [0; 8];
+    first.copy_from_slice(&digest[..8]);
+    first
+}
+
 /// `hash * 31 + unit` over UTF-16 code units, wrapping in 32 bits, as JavaScript's `(hash << 5) -
 /// hash + unit | 0` does it.
 pub(super) fn times31(name: &str) -> i32 {

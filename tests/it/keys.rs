@@ -60,9 +60,15 @@ fn names_have_the_numbers_of_python_ruby_and_node() {
         assert_eq!(LockKey::crc32(&name), bigint(row("crc32")));
         assert_eq!(LockKey::times31(&name), bigint(row("times31")));
         assert_eq!(
-            LockKey::django_pglocks(&name),
+            LockKey::django_pglocks_1(&name),
             bigint(row("django_pglocks_1"))
         );
+        #[cfg(feature = "sha2")]
+        {
+            let django_pglocks_2 = bigint(row("django_pglocks_2"));
+            assert_eq!(LockKey::django_pglocks_2(&name), django_pglocks_2);
+            assert_eq!(LockKey::django_pglock(&name), bigint(row("django_pglock")));
+        }
         count += 1;
     }
     assert!(count >= 90, "only {count} vectors");
@@ -189,7 +195,11 @@ fn an_empty_name_is_an_error_in_every_form() {
         LockKey::crc32(""),
         LockKey::times31(""),
         LockKey::with_advisory_lock(""),
-        LockKey::django_pglocks(""),
+        LockKey::django_pglocks_1(""),
+        #[cfg(feature = "sha2")]
+        LockKey::django_pglocks_2(""),
+        #[cfg(feature = "sha2")]
+        LockKey::django_pglock(""),
     ] {
         assert!(matches!(key.id(), Err(Error::EmptyName)), "{key}");
     }

@@ -46,7 +46,7 @@ fn every_kind_of_key_excludes_foreign_clients_in_both_directions() {
         LockKey::crc32("job 4008307722"),
         LockKey::times31("nightly report"),
         LockKey::with_advisory_lock("nightly report"),
-        LockKey::django_pglocks("nightly report"),
+        LockKey::django_pglocks_1("nightly report"),
     ] {
         let id = key.id().unwrap();
         let lock = AdvisoryLock::new(key);

@@ -39,7 +39,7 @@ fn names(text: &str) {
         LockKey::crc32(text),
         LockKey::times31(text),
         LockKey::with_advisory_lock(text),
-        LockKey::django_pglocks(text),
+        LockKey::django_pglocks_1(text),
     ];
     for key in &foreign {
         match key.id() {

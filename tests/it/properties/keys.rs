@@ -30,7 +30,7 @@ fn hashes_are_those_of_straightforward_implementations() {
                 Some(LockId::BigInt(i64::from(crc)))
             );
             assert_eq!(
-                id(LockKey::django_pglocks(&name)),
+                id(LockKey::django_pglocks_1(&name)),
                 Some(LockId::BigInt(i64::from(crc as i32)))
             );
             assert_eq!(

@@ -5,13 +5,15 @@
 
 use std::env;
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::Duration;
 
-use diesel_interlock::{AdvisoryLock, Attempt, Error, LockId, LockKey, PgPool};
+use diesel_interlock::{
+    AdvisoryLock, Attempt, Error, LockId, LockKey, PgPool, sync, throttled_resources,
+};
 use workbench::Database;
 
 const NAMES: [&str; 8] = [
@@ -36,24 +38,34 @@ const NOTICING: Duration = Duration::from_secs(30);
 enum Hash {
     PythonFnv,
     PythonCrc32,
+    DjangoPglocks2,
+    DjangoPglock,
     NodeTimes31,
 }
 
 impl Hash {
-    const ALL: [Self; 3] = [Self::PythonFnv, Self::PythonCrc32, Self::NodeTimes31];
+    const ALL: [Self; 5] = [
+        Self::PythonFnv,
+        Self::PythonCrc32,
+        Self::DjangoPglocks2,
+        Self::DjangoPglock,
+        Self::NodeTimes31,
+    ];
 
     /// Our lock of the same name.
     fn lock(self, name: &'static str) -> AdvisoryLock {
         AdvisoryLock::new(match self {
             Self::PythonFnv => LockKey::named(name),
             Self::PythonCrc32 => LockKey::crc32(name),
+            Self::DjangoPglocks2 => LockKey::django_pglocks_2(name),
+            Self::DjangoPglock => LockKey::django_pglock(name),
             Self::NodeTimes31 => LockKey::times31(name),
         })
     }
 
     /// The program, up to its connection string.
     fn program(self) -> (Command, &'static str) {
-        let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/interop");
+        let programs = programs();
         let python = || {
             let mut command = Command::new(required("INTEROP_PYTHON"));
             // The name is UTF-8, whatever the locale is.
@@ -63,6 +75,8 @@ impl Hash {
         match self {
             Self::PythonFnv => (python(), "fnv"),
             Self::PythonCrc32 => (python(), "crc32"),
+            Self::DjangoPglocks2 => (python(), "django_pglocks_2"),
+            Self::DjangoPglock => (python(), "django_pglock"),
             Self::NodeTimes31 => {
                 let mut command = Command::new("node");
                 command
@@ -72,6 +86,10 @@ impl Hash {
             }
         }
     }
+}
+
+fn programs() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/interop")
 }
 
 /// The value of an environment variable that `scripts/interop` sets.
@@ -189,8 +207,57 @@ fn python_with_crc32_and_our_guards_exclude_each_other() {
 }
 
 #[test]
+fn django_pglocks_2_and_our_guards_exclude_each_other() {
+    exclude_each_other(Hash::DjangoPglocks2);
+}
+
+#[test]
+fn django_pglock_and_our_guards_exclude_each_other() {
+    exclude_each_other(Hash::DjangoPglock);
+}
+
+#[test]
 fn node_with_the_knex_articles_hash_and_our_guards_exclude_each_other() {
     exclude_each_other(Hash::NodeTimes31);
+}
+
+/// The key that a program has locked with the code of `docs/interop.md`, after it has tried all that the
+/// page says.
+#[track_caller]
+fn try_the_page(mut command: Command) -> LockKey {
+    throttled_resources! {
+        enum Resource { TenantImport = "tenant import" every Duration::from_secs(3600) }
+    }
+    let database = Database::new();
+    let conn = &mut database.connect();
+    diesel_interlock::migrations::install(conn).unwrap();
+    sync::<Resource>(conn).unwrap();
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/interop.md");
+    let done = command.arg(database.url()).arg(page).output().unwrap();
+    assert!(
+        done.status.success(),
+        "{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
+    let key = String::from_utf8(done.stdout).unwrap();
+    LockKey::bigint(key.trim().parse().unwrap())
+}
+
+#[test]
+fn the_python_of_the_page_does_what_the_page_says() {
+    let mut command = Command::new(required("INTEROP_PYTHON"));
+    command.args(["-X", "utf8", "-W", "ignore"]);
+    command.arg(programs().join("page.py"));
+    assert_eq!(try_the_page(command), LockKey::named("nightly report"));
+}
+
+#[test]
+fn the_javascript_of_the_page_does_what_the_page_says() {
+    let mut command = Command::new("node");
+    command
+        .env("NODE_PATH", required("INTEROP_NODE_MODULES"))
+        .arg(programs().join("page.mjs"));
+    assert_eq!(try_the_page(command), LockKey::named("nightly report"));
 }
 
 #[test]
@@ -236,8 +303,8 @@ fn a_program_and_our_transaction_exclude_each_other() {
 fn the_names_have_numbers_on_both_sides_of_where_signs_go_wrong() {
     for hash in Hash::ALL {
         let middle = match hash {
-            Hash::PythonFnv | Hash::NodeTimes31 => 0,
             Hash::PythonCrc32 => 1 << 31,
+            _ => 0,
         };
         let is_low = NAMES.map(|name| match hash.lock(name).key().id() {
             Ok(LockId::BigInt(number)) => number < middle,

@@ -85,8 +85,8 @@ impl Semaphore {
         Ok(completed)
     }
 
-    /// Lets a request time out as late as if it had been claimed now, and answers when that is; `None`
-    /// if it had ended or timed out before.
+    /// Extends a request to a full timeout from now, never shortens it, and returns when it expires;
+    /// `None` if it had ended or timed out before.
     ///
     /// One round trip: `SELECT resource_control.renew_service_request($1, $2)`.
     ///

@@ -97,8 +97,8 @@ impl Permit {
         self.lasts.saturating_sub(self.sent.elapsed())
     }
 
-    /// Lets the permit time out as late as if it had been claimed now, and answers when that is by the
-    /// database's clock.
+    /// Extends the permit to a full timeout from now, never shortens it, and returns when it expires by
+    /// the database's clock.
     ///
     /// One round trip beyond the pool's own check-out:
     /// `SELECT resource_control.renew_service_request($1, $2)`.

@@ -1,6 +1,6 @@
 """Locks one name the way a Python program does, on command.
 
-    client.py DATABASE_URL fnv|crc32 NAME
+    client.py DATABASE_URL fnv|crc32|django_pglocks_2|django_pglock NAME
 
 Reads commands from standard input, one per line: `try` answers `granted` or `busy`, `unlock`
 answers `unlocked` or `not held`. Ends with the input.
@@ -23,7 +23,27 @@ def crc32(name):
     return zlib.crc32(name.encode())
 
 
-HASHES = {"fnv": fnv_1a, "crc32": crc32}
+def django_pglocks_2(name):
+    from django_pg_utils.locks._lock import resolve_lock_id
+
+    return resolve_lock_id(name)
+
+
+def django_pglock(name):
+    from django.conf import settings
+
+    settings.configure()
+    import pglock
+
+    return pglock.advisory(name).int_lock_id
+
+
+HASHES = {
+    "fnv": fnv_1a,
+    "crc32": crc32,
+    "django_pglocks_2": django_pglocks_2,
+    "django_pglock": django_pglock,
+}
 
 
 def main(url, mode, name):

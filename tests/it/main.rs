@@ -21,6 +21,7 @@ mod monitor;
 mod monitored_tables;
 mod moved_sessions;
 mod nested_guards;
+mod other_languages;
 mod permits;
 mod pooled_connections;
 mod processes;

@@ -213,7 +213,9 @@ static OF_PROCESS: LazyLock<Option<KeyPrefix>> = LazyLock::new(|| {
 });
 
 /// The prefix of a connection. Diesel keeps an instrumentation with each connection and lends it, which
-/// makes it the one place for a value of a test's that goes where the connection goes.
+/// makes it the one place for a value of a test's that goes where the connection goes: r2d2's extensions
+/// are not reachable from a `&mut PgConnection`, its `handle_checkout` is not called by `try_get` and is
+/// about a thread, and a setting of the session would cost a round trip before each lock.
 struct Carried {
     prefix: KeyPrefix,
     default: Option<Box<dyn Instrumentation>>,

@@ -1,3 +1,11 @@
+DO $migration$
+BEGIN
+-- One at a time, and only where it was not run, by whichever means.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL THEN
+    RETURN;
+END IF;
+
 CREATE SCHEMA resource_control;
 
 -- Each migration writes its own row, so that whoever ran it, the schema knows.
@@ -33,3 +41,5 @@ COMMENT ON FUNCTION resource_control.lock_key(text) IS
     'The advisory lock key of a name: 64-bit FNV-1a of its UTF-8 bytes, as a signed number. It never changes.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000001');
+END
+$migration$;

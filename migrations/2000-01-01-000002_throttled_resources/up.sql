@@ -1,3 +1,13 @@
+DO $migration$
+BEGIN
+-- One at a time, and only where it was not run, by whichever means.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000002') THEN
+    RETURN;
+END IF;
+
+-- Where migrations::install adopts a schema made by hand, the type and the table are there.
+IF pg_catalog.to_regtype('resource_control.throttled_resource_enum') IS NULL THEN
 CREATE TYPE resource_control.throttled_resource_enum AS ENUM ();
 
 CREATE TABLE resource_control.throttled_resource (
@@ -13,6 +23,9 @@ CREATE TABLE resource_control.throttled_resource (
 )
 -- Room for the next version of a row in its own page, or each grant would write to the index.
 WITH (fillfactor = 50);
+ELSE
+    ALTER TABLE resource_control.throttled_resource SET (fillfactor = 50);
+END IF;
 
 -- Not STRICT, so that PostgreSQL inlines it; and qualified, since it does so under the caller's search path.
 -- Bounded, since a later time than PostgreSQL has is an error, and a resource with such an interval would fail
@@ -139,7 +152,7 @@ BEGIN
 END
 $$;
 
-CREATE FUNCTION resource_control.lock_throttled_resource(
+CREATE OR REPLACE FUNCTION resource_control.lock_throttled_resource(
     resource_id_var resource_control.throttled_resource_enum,
     details_var text
 ) RETURNS boolean
@@ -174,3 +187,5 @@ COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.th
     'Hands the resource out if it is due, and returns whether it did; false for a resource without a row. Otherwise as attempt_throttled_resource.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000002');
+END
+$migration$;

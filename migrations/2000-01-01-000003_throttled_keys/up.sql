@@ -1,3 +1,11 @@
+DO $migration$
+BEGIN
+-- One at a time, and only where it was not run, by whichever means.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000003') THEN
+    RETURN;
+END IF;
+
 CREATE TABLE resource_control.throttled_key (
     resource_id resource_control.throttled_resource_enum NOT NULL,
     -- Bytes, and not a language's order, which would change with the server's libraries.
@@ -183,3 +191,5 @@ COMMENT ON FUNCTION resource_control.prune_throttled_keys(integer) IS
     'Deletes at most that many keys whose interval has passed, skipping those that are being taken, and returns how many. Attempts at those keys are denied while they are deleted and until the transaction ends: keep the batch in the hundreds, and commit at once.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000003');
+END
+$migration$;

@@ -1,3 +1,11 @@
+DO $migration$
+BEGIN
+-- One at a time, and only where it was not run, by whichever means.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000004') THEN
+    RETURN;
+END IF;
+
 CREATE TABLE resource_control.service_request (
     -- The fencing token. Numbers set aside for a session would be handed out late: no cache.
     id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
@@ -393,3 +401,5 @@ COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) I
     'Deletes at most that many requests that ended, or expired, longer ago than that, and answers how many.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000004');
+END
+$migration$;

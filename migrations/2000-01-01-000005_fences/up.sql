@@ -1,3 +1,11 @@
+DO $migration$
+BEGIN
+-- One at a time, and only where it was not run, by whichever means.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000005') THEN
+    RETURN;
+END IF;
+
 CREATE TABLE resource_control.fence (
     -- Bytes, and not a language's order, which would change with the server's libraries.
     name text COLLATE pg_catalog."C" PRIMARY KEY CONSTRAINT fences_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
@@ -28,3 +36,5 @@ COMMENT ON FUNCTION resource_control.pass_fence(text, bigint) IS
     'Lets a token pass unless a greater one has; answers whether it did. To be called inside the transaction that writes what the fence protects, which is to be rolled back if it answers false.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000005');
+END
+$migration$;

@@ -28,26 +28,26 @@ struct Present {
 /// `grants.sql` gives, and the function that was added last.
 const PRESENT: &str = "
     WITH schema AS (
-        SELECT oid FROM pg_catalog.pg_namespace WHERE nspname = 'resource_control'
+        SELECT oid FROM pg_catalog.pg_namespace WHERE nspname OPERATOR(pg_catalog.=) 'resource_control'
     )
-    SELECT current_user::text AS role,
+    SELECT current_user::pg_catalog.text AS role,
         NOT EXISTS (SELECT FROM schema
             WHERE NOT pg_catalog.has_schema_privilege(schema.oid, 'USAGE')) AS usage,
         EXISTS (SELECT FROM pg_catalog.pg_proc, schema
-            WHERE pronamespace = schema.oid AND proname = 'pass_fence') AS newest,
+            WHERE pronamespace OPERATOR(pg_catalog.=) schema.oid AND proname OPERATOR(pg_catalog.=) 'pass_fence') AS newest,
         NOT EXISTS (SELECT FROM pg_catalog.pg_class, schema
-            WHERE relnamespace = schema.oid AND relkind = 'r'
+            WHERE relnamespace OPERATOR(pg_catalog.=) schema.oid AND relkind OPERATOR(pg_catalog.=) 'r'
             AND NOT (pg_catalog.has_table_privilege(pg_class.oid, 'SELECT')
-                AND (relname = 'installed_migration'
+                AND (relname OPERATOR(pg_catalog.=) 'installed_migration'
                     OR pg_catalog.has_table_privilege(pg_class.oid, 'INSERT')
                     AND pg_catalog.has_table_privilege(pg_class.oid, 'UPDATE')
                     AND pg_catalog.has_table_privilege(pg_class.oid, 'DELETE')))) AS tables,
         NOT EXISTS (SELECT FROM pg_catalog.pg_proc, schema
-            WHERE pronamespace = schema.oid
+            WHERE pronamespace OPERATOR(pg_catalog.=) schema.oid
             AND NOT pg_catalog.has_function_privilege(pg_proc.oid, 'EXECUTE')) AS functions,
-        EXISTS (SELECT FROM pg_catalog.pg_enum JOIN pg_catalog.pg_type ON pg_type.oid = enumtypid, schema
-            WHERE typnamespace = schema.oid AND typname = 'throttled_resource_enum'
-            AND enumlabel = $1) AS label";
+        EXISTS (SELECT FROM pg_catalog.pg_enum JOIN pg_catalog.pg_type ON pg_type.oid OPERATOR(pg_catalog.=) enumtypid, schema
+            WHERE typnamespace OPERATOR(pg_catalog.=) schema.oid AND typname OPERATOR(pg_catalog.=) 'throttled_resource_enum'
+            AND enumlabel OPERATOR(pg_catalog.=) $1) AS label";
 
 /// Says what an error of the database means, as far as its kind or the catalogue tells.
 ///

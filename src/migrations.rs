@@ -38,20 +38,20 @@
 //! [`uninstall`] of an older release refuses the schema of a newer one.
 
 mod adopt;
-mod description;
+mod contents;
 mod diesels_table;
 mod install;
 mod ours;
+mod recorded;
 mod rights;
 mod run_pending;
-mod statements;
 mod uninstall;
 mod write_to;
 
 use crate::advisory::AdvisoryLock;
 use crate::key::LockKey;
 
-pub use self::diesels_table::{hand_over, take_over};
+pub use self::diesels_table::take_over;
 pub use self::install::install;
 pub use self::run_pending::run_pending;
 pub use self::uninstall::uninstall;

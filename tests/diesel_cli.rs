@@ -194,23 +194,39 @@ fn beside_an_embedded_installation_every_command_works_and_leaves_it_alone() {
 }
 
 #[test]
-fn an_embedded_installation_is_handed_over_to_files() {
-    let application = Application::new("hand_over");
+fn an_embedded_installation_goes_over_to_files() {
+    let application = Application::new("to_files");
     application.add_its_own();
     application.install();
     application.diesel(&["migration", "run"]);
 
     let all = application.add_ours() + 3;
     assert_eq!(application.list(), (3, ours()));
-    assert!(application.fails(&["migration", "run"]), "it is there");
-    let handed_over = migrations::hand_over(&mut application.database.connect()).unwrap();
-    assert_eq!(handed_over.len(), ours());
     application.diesel(&["migration", "run"]);
     application.try_every_command(all);
     assert_eq!(application.install(), 0, "install may stay where it was");
     application.try_every_command(all);
     application.diesel(&["migration", "revert", "--all"]);
     assert!(!application.has("resource_control.installed_migration"));
+}
+
+#[test]
+fn install_comes_before_the_files_on_a_fresh_database_and_beside_them() {
+    let application = Application::new("both");
+    let all = application.add_ours() + 3;
+    application.add_its_own();
+    application.install();
+    application.diesel(&["migration", "run"]);
+    application.try_every_command(all);
+
+    application.diesel(&["migration", "revert", "--all"]);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| application.install());
+        }
+        application.diesel(&["migration", "run"]);
+    });
+    application.try_every_command(all);
 }
 
 #[test]
@@ -235,7 +251,7 @@ fn what_files_have_run_is_taken_over_by_install() {
 }
 
 #[test]
-fn a_migration_that_install_ran_first_counts_as_run() {
+fn a_migration_that_install_ran_first_is_only_recorded() {
     let application = Application::new("next_release");
     let directory = application.directory.join("migrations");
     let newest = migrations::write_to(&directory).unwrap().pop().unwrap();
@@ -263,7 +279,6 @@ fn a_schema_made_by_hand_goes_to_files_by_way_of_install() {
     application.add_its_own();
     assert!(application.fails(&["migration", "run"]), "it is there");
     application.install();
-    migrations::hand_over(&mut application.database.connect()).unwrap();
     application.diesel(&["migration", "run"]);
     application.try_every_command(ours() + 3);
 }

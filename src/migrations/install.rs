@@ -2,13 +2,12 @@
 
 use diesel::migration::MigrationVersion;
 use diesel::pg::PgConnection;
-use diesel::prelude::*;
-use diesel::sql_types::{Bool, Text};
 
-use super::ours::{OURS, OurMigration};
-use super::{LOCK, adopt, diesels_table, rights};
+use super::adopt::adopt;
+use super::contents::pin_search_path;
+use super::recorded::Recorded;
+use super::{LOCK, rights};
 use crate::error::Result;
-use crate::installed;
 use crate::transaction;
 
 /// Installs this crate's schema `resource_control`, or brings it up to date; answers the versions
@@ -77,92 +76,23 @@ use crate::transaction;
 /// [`Error::Migration`]: crate::Error::Migration
 pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;
-    if installed(conn)?.pending().next().is_none() {
+    if Recorded::of(conn)?.pending().next().is_none() {
         return Ok(Vec::new());
     }
     let mut guard = LOCK.acquire_on(conn)?;
-    let found = installed(guard.conn())?;
+    let recorded = Recorded::of(guard.conn())?;
     let mut ran = Vec::new();
-    if let Installed::Unrecorded = found {
-        ran = rights::transaction(guard.conn(), adopt::adopt)?;
+    if let Recorded::NoVersion = recorded {
+        ran = rights::transaction(guard.conn(), adopt)?;
     } else {
-        for migration in found.pending() {
-            rights::transaction(guard.conn(), |conn| run(conn, migration))?;
+        for migration in recorded.pending() {
+            rights::transaction(guard.conn(), |conn| {
+                pin_search_path(conn)?;
+                migration.run(conn)
+            })?;
             ran.push(migration.version());
         }
     }
     guard.release()?;
     Ok(ran)
-}
-
-/// Runs a migration. Where the ones before it were run by files, it is recorded as if it had been, too.
-fn run(conn: &mut PgConnection, migration: &OurMigration) -> Result<()> {
-    if let Some(table) = diesels_table::find(conn)? {
-        let first = OURS[0].version().to_string();
-        if diesels_table::versions(conn, &table)?.contains(&first) {
-            diesels_table::record(conn, &table, &[migration.version().to_string()])?;
-        }
-    }
-    adopt::pin_search_path(conn)?;
-    migration.run(conn)
-}
-
-/// What of this crate is in a database.
-#[derive(Debug)]
-pub(super) enum Installed {
-    /// There is no schema `resource_control`.
-    Nothing,
-    /// There is one, without a table of versions: somebody made it by hand.
-    Unrecorded,
-    /// The versions that were run, those of newer releases among them.
-    Versions(Vec<String>),
-}
-
-impl Installed {
-    /// Our migrations that were not run, in their order.
-    fn pending(&self) -> impl Iterator<Item = &'static OurMigration> {
-        let ran: &[String] = match self {
-            Installed::Versions(ran) => ran,
-            _ => &[],
-        };
-        OURS.iter()
-            .filter(move |ours| !ran.contains(&ours.version().to_string()))
-    }
-}
-
-/// Looks what is installed: two reads.
-pub(super) fn installed(conn: &mut PgConnection) -> Result<Installed> {
-    #[derive(QueryableByName)]
-    struct Present {
-        #[diesel(sql_type = Bool)]
-        schema: bool,
-        #[diesel(sql_type = Bool)]
-        versions: bool,
-    }
-    #[derive(QueryableByName)]
-    struct Row {
-        #[diesel(sql_type = Text)]
-        version: String,
-    }
-    let present: Present = diesel::sql_query(
-        "SELECT count(nspname) > 0 AS schema, count(relname) > 0 AS versions \
-         FROM pg_catalog.pg_namespace LEFT JOIN pg_catalog.pg_class \
-         ON relnamespace = pg_namespace.oid AND relname = 'installed_migration' \
-         WHERE nspname = 'resource_control'",
-    )
-    .get_result(conn)?;
-    match present {
-        Present { schema: false, .. } => Ok(Installed::Nothing),
-        Present {
-            versions: false, ..
-        } => Ok(Installed::Unrecorded),
-        _ => {
-            let rows: Vec<Row> =
-                diesel::sql_query("SELECT version FROM resource_control.installed_migration")
-                    .load(conn)
-                    .map_err(|error| installed::explain(conn, error, None))?;
-            let versions = rows.into_iter().map(|row| row.version).collect();
-            Ok(Installed::Versions(versions))
-        }
-    }
 }

@@ -37,6 +37,8 @@ pub(super) static OURS: [OurMigration; 5] = embedded![
     "2000-01-01-000005_fences",
 ];
 
+const CREATE_SCHEMA: &str = "CREATE SCHEMA resource_control;";
+
 /// Why one of them could not be run.
 #[derive(Debug, thiserror::Error)]
 #[error("the migration {name} failed")]
@@ -56,13 +58,17 @@ impl OurMigration {
         self.execute(conn, self.up)
     }
 
+    /// Runs `up.sql` where the schema is there, empty or made by hand.
+    pub(super) fn run_in_the_schema(&self, conn: &mut PgConnection) -> Result<()> {
+        self.execute(conn, &self.up.replacen(CREATE_SCHEMA, "", 1))
+    }
+
     /// Runs `down.sql`.
     pub(super) fn revert(&self, conn: &mut PgConnection) -> Result<()> {
         self.execute(conn, self.down)
     }
 
-    /// Runs some of its SQL.
-    pub(super) fn execute(&self, conn: &mut PgConnection, sql: &str) -> Result<()> {
+    fn execute(&self, conn: &mut PgConnection, sql: &str) -> Result<()> {
         conn.batch_execute(sql).map_err(|source| {
             let name = self.name;
             Error::Migration(Box::new(Failed { name, source }))
@@ -82,7 +88,7 @@ mod tests {
     use std::fs;
     use std::path::Path;
 
-    use super::OURS;
+    use super::{CREATE_SCHEMA, OURS};
 
     #[test]
     fn they_are_exactly_the_directory_migrations() {
@@ -114,11 +120,17 @@ mod tests {
             let delete = format!(
                 "DELETE FROM resource_control.installed_migration WHERE version = '{version}';"
             );
-            assert!(ours.up.trim_end().ends_with(&insert), "{}", ours.name);
+            let end = format!("{insert}\nEND\n$migration$;");
+            assert!(ours.up.trim_end().ends_with(&end), "{}", ours.name);
             let drops_the_table = "DROP TABLE resource_control.installed_migration;";
             let first = std::ptr::eq(ours, &OURS[0]);
             let deletes = if first { drops_the_table } else { &delete };
             assert!(ours.down.contains(deletes), "{}", ours.name);
         }
+    }
+
+    #[test]
+    fn the_first_creates_the_schema_in_a_statement_of_its_own() {
+        assert_eq!(OURS[0].up.matches(CREATE_SCHEMA).count(), 1);
     }
 }

@@ -22,14 +22,14 @@ struct Rights {
 
 const RIGHTS: &str = "
     WITH schema AS (
-        SELECT oid, nspowner FROM pg_catalog.pg_namespace WHERE nspname = 'resource_control'
+        SELECT oid, nspowner FROM pg_catalog.pg_namespace WHERE nspname OPERATOR(pg_catalog.=) 'resource_control'
     ), owners (owner) AS (
         SELECT nspowner FROM schema
-        UNION SELECT relowner FROM pg_catalog.pg_class JOIN schema ON relnamespace = schema.oid
-        UNION SELECT proowner FROM pg_catalog.pg_proc JOIN schema ON pronamespace = schema.oid
-        UNION SELECT typowner FROM pg_catalog.pg_type JOIN schema ON typnamespace = schema.oid
+        UNION SELECT relowner FROM pg_catalog.pg_class JOIN schema ON relnamespace OPERATOR(pg_catalog.=) schema.oid
+        UNION SELECT proowner FROM pg_catalog.pg_proc JOIN schema ON pronamespace OPERATOR(pg_catalog.=) schema.oid
+        UNION SELECT typowner FROM pg_catalog.pg_type JOIN schema ON typnamespace OPERATOR(pg_catalog.=) schema.oid
     )
-    SELECT current_user::text AS role,
+    SELECT current_user::pg_catalog.text AS role,
         pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE') AS creates_schemas,
         EXISTS (SELECT FROM schema) AS has_schema,
         NOT EXISTS (SELECT FROM owners WHERE NOT pg_catalog.pg_has_role(owner, 'USAGE')) AS owns_all";

@@ -2,49 +2,13 @@
 
 use diesel::migration::MigrationVersion;
 use diesel::pg::PgConnection;
-use diesel::prelude::*;
-use diesel::sql_types::{Array, Text};
 
-use super::description::OBJECTS;
-use super::install::{Installed, installed};
-use super::ours::OURS;
-use super::{LOCK, adopt, diesels_table, rights};
+use super::contents::{Contents, beside, pin_search_path};
+use super::ours::{OURS, OurMigration};
+use super::recorded::Recorded;
+use super::{LOCK, diesels_table, rights};
 use crate::error::{Error, Result};
 use crate::transaction;
-
-/// Follows the objects of ours, the first bind parameter, to what is a part of them, and answers what
-/// else depends on those or lies in the schema.
-const IN_THE_WAY: &str = "
-    , ours (classid, objid) AS (
-        SELECT classid, objid FROM objects WHERE object = ANY ($1)
-        UNION
-        SELECT pg_depend.classid, pg_depend.objid
-            FROM pg_catalog.pg_depend JOIN ours ON refclassid = ours.classid AND refobjid = ours.objid
-            WHERE deptype IN ('a', 'i')
-    ), dependent (classid, objid, objsubid) AS (
-        SELECT pg_depend.classid, pg_depend.objid, objsubid
-            FROM pg_catalog.pg_depend JOIN ours ON refclassid = ours.classid AND refobjid = ours.objid
-            WHERE (pg_depend.classid, pg_depend.objid) NOT IN (SELECT classid, objid FROM ours)
-    ), named (classid, objid, objsubid) AS (
-        -- A view depends by its rule and its columns.
-        SELECT CASE WHEN is_view THEN 'pg_catalog.pg_class'::regclass ELSE dependent.classid END,
-                CASE WHEN is_view THEN relation.oid ELSE dependent.objid END,
-                CASE WHEN is_view THEN 0 ELSE objsubid END
-            FROM dependent LEFT JOIN pg_catalog.pg_rewrite ON pg_rewrite.oid = dependent.objid
-                AND dependent.classid = 'pg_catalog.pg_rewrite'::regclass AND rulename = '_RETURN'
-            LEFT JOIN pg_catalog.pg_class AS relation ON relation.oid = ev_class
-                OR relation.oid = dependent.objid AND dependent.classid = 'pg_catalog.pg_class'::regclass,
-            LATERAL (SELECT COALESCE(relkind IN ('v', 'm'), false)) AS kind (is_view)
-    )
-    SELECT DISTINCT identified.type || ' ' || identity AS object
-        FROM named, LATERAL pg_catalog.pg_identify_object(classid, objid, objsubid) AS identified
-        ORDER BY object";
-
-#[derive(QueryableByName)]
-struct InTheWay {
-    #[diesel(sql_type = Text)]
-    object: String,
-}
 
 /// Drops this crate's schema `resource_control` and all that is ours in it; answers the versions that
 /// it reverted, the newest first. Where nothing is installed it does nothing.
@@ -97,13 +61,14 @@ struct InTheWay {
 pub fn uninstall(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;
     let mut guard = LOCK.acquire_on(conn)?;
-    let reverted = match installed(guard.conn())? {
-        Installed::Nothing => Vec::new(),
-        Installed::Unrecorded => {
-            let differences = vec!["relation installed_migration is missing".to_owned()];
+    let reverted = match Recorded::of(guard.conn())? {
+        Recorded::Nothing => Vec::new(),
+        Recorded::NoVersion => {
+            let differences =
+                vec!["no version is recorded in resource_control.installed_migration".to_owned()];
             return Err(Error::ForeignInstallation { differences });
         }
-        Installed::Versions(versions) => {
+        Recorded::Versions(versions) => {
             rights::transaction(guard.conn(), |conn| revert(conn, &versions))?
         }
     };
@@ -113,35 +78,48 @@ pub fn uninstall(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static
 
 fn revert(conn: &mut PgConnection, versions: &[String]) -> Result<Vec<MigrationVersion<'static>>> {
     diesels_table::forget(conn, versions)?;
-    adopt::pin_search_path(conn)?;
-    let objects = in_the_way(conn, versions)?;
+    pin_search_path(conn)?;
+    let (newer, ran) = by_release(versions);
+    let objects = if newer.is_empty() {
+        in_the_way(conn, &ran)?
+    } else {
+        newer
+    };
     if !objects.is_empty() {
         return Err(Error::InTheWay { objects });
     }
     let mut reverted = Vec::new();
-    for migration in OURS.iter().rev() {
-        let version = migration.version();
-        if versions.contains(&version.to_string()) {
-            migration.revert(conn)?;
-            reverted.push(version);
-        }
+    for migration in ran.iter().rev() {
+        migration.revert(conn)?;
+        reverted.push(migration.version());
     }
     Ok(reverted)
 }
 
-fn in_the_way(conn: &mut PgConnection, versions: &[String]) -> Result<Vec<String>> {
-    let known: Vec<_> = OURS.iter().map(|ours| ours.version().to_string()).collect();
-    let newer: Vec<_> = versions
-        .iter()
-        .filter(|version| !known.contains(version))
-        .map(|version| format!("migration {version} of a newer release"))
-        .collect();
-    if !newer.is_empty() {
-        return Ok(newer);
+/// What a newer release has run, and ours that were run.
+fn by_release(versions: &[String]) -> (Vec<String>, Vec<&'static OurMigration>) {
+    let mut newer = versions.to_vec();
+    let mut ran = Vec::new();
+    for migration in &OURS {
+        let version = migration.version().to_string();
+        if versions.contains(&version) {
+            newer.retain(|it| *it != version);
+            ran.push(migration);
+        }
     }
-    let ours: Vec<String> = adopt::expected(conn)?.objects().iter().cloned().collect();
-    let found: Vec<InTheWay> = diesel::sql_query(format!("{OBJECTS}{IN_THE_WAY}"))
-        .bind::<Array<Text>, _>(ours)
-        .load(conn)?;
-    Ok(found.into_iter().map(|it| it.object).collect())
+    let newer = newer.into_iter();
+    let named = newer.map(|version| format!("migration {version} of a newer release"));
+    (named.collect(), ran)
+}
+
+/// What lies in the schema or on it and is not what these migrations make, and what depends on that.
+fn in_the_way(conn: &mut PgConnection, ran: &[&OurMigration]) -> Result<Vec<String>> {
+    let found = Contents::of(conn)?;
+    let ours = beside(conn, |conn| {
+        for migration in ran {
+            migration.run(conn)?;
+        }
+        Ok(Contents::of(conn)?)
+    })?;
+    Ok(found.beyond(&ours).cloned().collect())
 }

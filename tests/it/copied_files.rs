@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Barrier;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
@@ -165,20 +166,92 @@ fn a_directory_that_is_not_there_is_an_error() {
     assert_eq!(path, &nowhere);
 }
 
+fn installed(conn: &mut PgConnection) -> i64 {
+    let installed = "SELECT count(*) FROM resource_control.installed_migration";
+    number(conn, installed)
+}
+
+/// Deletes our files, as somebody does who goes over to `install`.
+fn delete_ours(application: &Directory) {
+    for migration in fs::read_dir(application.path()).unwrap() {
+        let path = migration.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if name.starts_with("2000") {
+            fs::remove_dir_all(path).unwrap();
+        }
+    }
+}
+
+/// The README's `start_up`, with our files in the application's directory.
+#[test]
+fn install_goes_before_the_applications_own_with_our_files_among_them() {
+    let all = versions().len() as i64;
+    for used_before in ["nothing", "install", "the files", "diesel"] {
+        let database = Database::new();
+        let conn = &mut database.connect();
+        let application = application(&format!("start_up_{}", used_before.replace(' ', "_")));
+        migrations::write_to(application.path()).unwrap();
+        match used_before {
+            "install" => drop(migrations::install(conn).unwrap()),
+            "the files" => drop(migrations::run_pending(conn, application.migrations()).unwrap()),
+            "diesel" => drop(
+                conn.run_pending_migrations(application.migrations())
+                    .unwrap(),
+            ),
+            _ => {}
+        }
+        for _ in 0..2 {
+            migrations::install(conn).unwrap();
+            migrations::run_pending(conn, application.migrations()).unwrap();
+            assert_eq!(installed(conn), all, "after {used_before}");
+            assert_eq!(recorded(conn), all + 1, "after {used_before}");
+        }
+        conn.revert_all_migrations(application.migrations())
+            .unwrap();
+        assert_eq!(recorded(conn), 0);
+        let schema = "SELECT count(*) FROM pg_namespace WHERE nspname = 'resource_control'";
+        assert_eq!(number(conn, schema), 0, "after {used_before}");
+    }
+}
+
+#[test]
+fn install_runs_beside_diesels_own_runner() {
+    let application = application("side_by_side");
+    migrations::write_to(application.path()).unwrap();
+    for _ in 0..10 {
+        let database = Database::new();
+        let start = Barrier::new(3);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let conn = &mut database.connect();
+                start.wait();
+                conn.run_pending_migrations(application.migrations())
+                    .unwrap();
+            });
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let conn = &mut database.connect();
+                    start.wait();
+                    migrations::install(conn).unwrap();
+                });
+            }
+        });
+        let conn = &mut database.connect();
+        assert_eq!(installed(conn), versions().len() as i64);
+        assert_eq!(recorded(conn), versions().len() as i64 + 1);
+        assert_eq!(migrations::install(conn).unwrap(), []);
+    }
+}
+
 #[test]
 fn install_leaves_alone_what_the_files_have_run() {
     let database = Database::new();
     let conn = &mut database.connect();
     let application = application("files_first");
+    let all = versions().len() as i64;
     migrations::write_to(application.path()).unwrap();
     migrations::run_pending(conn, application.migrations()).unwrap();
-    assert_eq!(
-        number(
-            conn,
-            "SELECT count(*) FROM resource_control.installed_migration"
-        ),
-        versions().len() as i64
-    );
+    assert_eq!(installed(conn), all);
 
     let before = catalogue(conn);
     assert_eq!(migrations::install(conn).unwrap(), []);
@@ -189,16 +262,20 @@ fn install_leaves_alone_what_the_files_have_run() {
         .unwrap();
     conn.revert_last_migration(application.migrations())
         .unwrap();
-    assert_eq!(recorded(conn), versions().len() as i64 - 1);
+    assert_eq!(recorded(conn), all - 1);
     assert_eq!(migrations::install(conn).unwrap().len(), 1);
-    // Diesel's table knows of it.
-    assert_eq!(recorded(conn), versions().len() as i64);
+    // Diesel learns of it from the file, which does nothing else.
+    let before = catalogue(conn);
+    let newest = FileBasedMigrations::from_path(application.path()).unwrap();
+    conn.run_next_migration(newest).unwrap();
+    assert_eq!(recorded(conn), all);
+    assert_eq!(catalogue(conn), before);
     let ran = migrations::run_pending(conn, application.migrations()).unwrap();
     assert_eq!(ran.len(), 1, "users");
 }
 
 #[test]
-fn a_new_migration_that_either_side_runs_first_is_run_once() {
+fn a_new_migration_may_be_run_by_either_side_first() {
     for files_first in [true, false] {
         let database = Database::new();
         let conn = &mut database.connect();
@@ -210,22 +287,17 @@ fn a_new_migration_that_either_side_runs_first_is_run_once() {
         migrations::run_pending(conn, application.migrations()).unwrap();
         fs::rename(&aside, newest).unwrap();
 
-        let (mut by_files, mut by_install) = (0, 0);
-        if files_first {
-            by_files = migrations::run_pending(conn, application.migrations())
-                .unwrap()
-                .len();
-            by_install = migrations::install(conn).unwrap().len();
+        let by_install = if files_first {
+            migrations::run_pending(conn, application.migrations()).unwrap();
+            migrations::install(conn).unwrap()
         } else {
-            by_install += migrations::install(conn).unwrap().len();
-            by_files += migrations::run_pending(conn, application.migrations())
-                .unwrap()
-                .len();
-        }
-        assert_eq!(
-            (by_files, by_install),
-            (usize::from(files_first), usize::from(!files_first))
-        );
+            let ran = migrations::install(conn).unwrap();
+            migrations::run_pending(conn, application.migrations()).unwrap();
+            ran
+        };
+        assert_eq!(by_install.len(), usize::from(!files_first));
+        assert_eq!(installed(conn), versions().len() as i64);
+        assert_eq!(recorded(conn), versions().len() as i64 + 1);
         conn.revert_all_migrations(application.migrations())
             .unwrap();
         assert_eq!(recorded(conn), 0);
@@ -233,57 +305,32 @@ fn a_new_migration_that_either_side_runs_first_is_run_once() {
 }
 
 #[test]
-fn an_installation_is_handed_over_and_taken_back() {
+fn an_installation_goes_over_to_files_and_back() {
     let database = Database::new();
     let conn = &mut database.connect();
-    let application = application("hand_over");
-    assert_eq!(
-        migrations::hand_over(conn).unwrap(),
-        [],
-        "nothing is installed"
-    );
+    let application = application("take_over");
     assert_eq!(migrations::take_over(conn).unwrap(), []);
     migrations::install(conn).unwrap();
     migrations::run_pending(conn, application.migrations()).unwrap();
+    assert_eq!(recorded(conn), 1);
 
     migrations::write_to(application.path()).unwrap();
-    assert!(migrations::run_pending(conn, application.migrations()).is_err());
-    let handed_over = migrations::hand_over(conn).unwrap();
-    assert_eq!(
-        handed_over
-            .iter()
-            .map(ToString::to_string)
-            .collect::<Vec<_>>(),
-        versions()
-    );
-    assert_eq!(migrations::hand_over(conn).unwrap(), [], "twice");
-    assert_eq!(
-        migrations::run_pending(conn, application.migrations()).unwrap(),
-        []
-    );
+    let ran = migrations::run_pending(conn, application.migrations()).unwrap();
+    assert_eq!(ran.len(), versions().len(), "none of which did anything");
     assert_eq!(migrations::install(conn).unwrap(), []);
     conn.revert_all_migrations(application.migrations())
         .unwrap();
     migrations::run_pending(conn, application.migrations()).unwrap();
 
-    for version in fs::read_dir(application.path()).unwrap() {
-        let path = version.unwrap().path();
-        if path
-            .file_name()
-            .unwrap()
-            .to_str()
-            .unwrap()
-            .starts_with("2000")
-        {
-            fs::remove_dir_all(path).unwrap();
-        }
-    }
+    delete_ours(&application);
     assert!(
         conn.revert_all_migrations(application.migrations())
             .is_err()
     );
     migrations::run_pending(conn, application.migrations()).unwrap();
-    assert_eq!(migrations::take_over(conn).unwrap(), handed_over);
+    let taken_over = migrations::take_over(conn).unwrap();
+    let taken_over: Vec<_> = taken_over.iter().map(ToString::to_string).collect();
+    assert_eq!(taken_over, versions());
     assert_eq!(migrations::take_over(conn).unwrap(), [], "twice");
     conn.revert_all_migrations(application.migrations())
         .unwrap();
@@ -291,25 +338,16 @@ fn an_installation_is_handed_over_and_taken_back() {
 }
 
 #[test]
-fn a_database_that_diesel_has_never_seen_is_handed_over() {
-    let database = Database::new();
-    let conn = &mut database.connect();
-    migrations::install(conn).unwrap();
-    assert_eq!(migrations::hand_over(conn).unwrap().len(), versions().len());
-    assert_eq!(recorded(conn), versions().len() as i64);
-}
-
-#[test]
-fn a_schema_made_by_hand_is_not_handed_over_before_it_was_adopted() {
+fn the_files_never_run_over_a_schema_made_by_hand_before_it_was_adopted() {
     let database = Database::new();
     let conn = &mut database.connect();
     conn.batch_execute(BY_HAND).unwrap();
-    let refused = migrations::hand_over(conn);
-    assert!(matches!(refused, Err(Error::NotInstalled)), "{refused:?}");
-    migrations::install(conn).unwrap();
-    migrations::hand_over(conn).unwrap();
     let application = application("by_hand");
     migrations::write_to(application.path()).unwrap();
+    let refused = migrations::run_pending(conn, application.migrations());
+    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+    assert_eq!(recorded(conn), 0);
+    migrations::install(conn).unwrap();
     migrations::run_pending(conn, application.migrations()).unwrap();
     conn.revert_all_migrations(application.migrations())
         .unwrap();
@@ -329,17 +367,15 @@ fn uninstalling_makes_diesel_forget_them() {
 }
 
 #[test]
-fn each_is_refused_inside_a_transaction() {
+fn taking_over_is_refused_inside_a_transaction() {
     let database = Database::new();
     let conn = &mut database.connect();
-    migrations::install(conn).unwrap();
     conn.begin_test_transaction().unwrap();
-    for refused in [migrations::hand_over(conn), migrations::take_over(conn)] {
-        assert!(
-            matches!(refused, Err(Error::CommitsInTransaction)),
-            "{refused:?}"
-        );
-    }
+    let refused = migrations::take_over(conn);
+    assert!(
+        matches!(refused, Err(Error::CommitsInTransaction)),
+        "{refused:?}"
+    );
 }
 
 #[test]

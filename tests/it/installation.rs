@@ -375,3 +375,66 @@ fn nor_is_it_told_as_missing_rights_where_the_schema_is_there() {
     conn.batch_execute(&format!("RESET ROLE; DROP OWNED BY {name} CASCADE"))
         .unwrap();
 }
+
+/// Operators of another schema that say no to everything, ahead of the server's own.
+const IMPOSTORS: &str = r#"
+    CREATE SCHEMA impostor;
+    DO $$
+    DECLARE
+        type text;
+        name text;
+    BEGIN
+        FOREACH type IN ARRAY ARRAY['text', 'name', 'oid', '"char"', 'int', 'bigint', 'smallint', 'boolean'] LOOP
+            EXECUTE format('CREATE FUNCTION impostor.no(%1$s, %1$s) RETURNS boolean LANGUAGE sql AS $f$ SELECT false $f$', type);
+            FOREACH name IN ARRAY ARRAY['=', '<>', '>', '<', '>=', '<='] LOOP
+                EXECUTE format('CREATE OPERATOR impostor.%1$s (LEFTARG = %2$s, RIGHTARG = %2$s, FUNCTION = impostor.no)', name, type);
+            END LOOP;
+        END LOOP;
+        CREATE FUNCTION impostor.no(bigint, int) RETURNS boolean LANGUAGE sql AS $f$ SELECT false $f$;
+        CREATE OPERATOR impostor.> (LEFTARG = bigint, RIGHTARG = int, FUNCTION = impostor.no);
+        CREATE DOMAIN impostor.text AS int;
+    END $$;
+    SET search_path = impostor, public, pg_catalog"#;
+
+#[test]
+fn impostors_of_operators_deceive_neither_install_nor_uninstall() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let truly = &mut database.connect();
+    conn.batch_execute(IMPOSTORS).unwrap();
+    let schema = "SELECT count(*) FROM pg_namespace WHERE nspname = 'resource_control'";
+    for _ in 0..2 {
+        assert_eq!(migrations::install(conn).unwrap().len(), versions().len());
+        assert_eq!(migrations::install(conn).unwrap(), []);
+        assert_eq!(number(truly, schema), 1);
+        assert_eq!(migrations::take_over(conn).unwrap(), []);
+        assert_eq!(migrations::uninstall(conn).unwrap().len(), versions().len());
+        assert_eq!(number(truly, schema), 0);
+        assert_eq!(migrations::uninstall(conn).unwrap(), []);
+    }
+}
+
+#[test]
+fn what_has_the_name_of_the_table_of_versions_is_named() {
+    for impostor in [
+        "CREATE VIEW resource_control.installed_migration AS SELECT 1 AS id",
+        "CREATE VIEW resource_control.installed_migration AS SELECT '20000101000001' AS version",
+        "CREATE TABLE resource_control.installed_migration (id int)",
+        "CREATE MATERIALIZED VIEW resource_control.installed_migration AS SELECT 1 AS version",
+        "CREATE SEQUENCE resource_control.installed_migration",
+    ] {
+        let database = Database::new();
+        let conn = &mut database.connect();
+        conn.batch_execute("CREATE SCHEMA resource_control")
+            .unwrap();
+        conn.batch_execute(impostor).unwrap();
+        let message = match migrations::install(conn) {
+            Err(error @ Error::ForeignInstallation { .. }) => error.to_string(),
+            other => panic!("{impostor}: {other:?}"),
+        };
+        assert!(
+            message.contains("resource_control.installed_migration"),
+            "{message}"
+        );
+    }
+}

@@ -334,11 +334,9 @@ fn a_role_that_owns_the_schema_needs_no_more_to_install() {
     let database = server().database();
     let role = Role::new(&database);
     let owner = &mut database.connect();
-    // So that it may compare the empty schema with what is to be in it.
     owner
         .batch_execute(&format!(
-            "CREATE SCHEMA resource_control AUTHORIZATION {0}; \
-             DO $$ BEGIN EXECUTE format('GRANT CREATE ON DATABASE %I TO {0}', current_database()); END $$",
+            "CREATE SCHEMA resource_control AUTHORIZATION {}",
             role.name()
         ))
         .unwrap();
@@ -346,6 +344,18 @@ fn a_role_that_owns_the_schema_needs_no_more_to_install() {
     migrations::install(conn).unwrap();
     let _ = sync::<Resource>(conn).unwrap();
     work(conn).unwrap();
+    // To learn what is not its own, it would make the schema a second time.
+    let refused = migrations::uninstall(conn);
+    assert!(
+        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.starts_with("CREATE on the database")),
+        "{refused:?}"
+    );
+    owner
+        .batch_execute(&format!(
+            "DO $$ BEGIN EXECUTE format('GRANT CREATE ON DATABASE %I TO {}', current_database()); END $$",
+            role.name()
+        ))
+        .unwrap();
     migrations::uninstall(conn).unwrap();
 }
 

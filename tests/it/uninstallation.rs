@@ -6,7 +6,7 @@ use diesel_interlock::{DeclaredResources, Error, migrations, sync, throttled_res
 use workbench::Database;
 
 use crate::adoption::{BY_HAND, catalogue};
-use crate::installation::{number, versions};
+use crate::installation::{directories, number, versions};
 use crate::support::Observer;
 
 throttled_resources! {
@@ -39,8 +39,11 @@ fn what_was_installed_or_adopted_is_gone_without_a_trace() {
         migrations::install(conn).unwrap();
         let _ = sync::<Resource>(conn).unwrap();
         conn.batch_execute(
-            "CREATE INDEX theirs ON resource_control.throttled_resource (last_locked); \
-             SELECT resource_control.claim_service_request('s', 1, '1 s')",
+            "SELECT resource_control.claim_service_request('s', 1, '1 s'); \
+             COMMENT ON TABLE resource_control.throttled_key IS 'theirs'; \
+             GRANT SELECT ON resource_control.throttled_key TO pg_monitor; \
+             ALTER DEFAULT PRIVILEGES IN SCHEMA resource_control GRANT SELECT ON TABLES TO pg_monitor; \
+             ALTER TABLE resource_control.throttled_key SET (autovacuum_enabled = off)",
         )
         .unwrap();
         let reverted = migrations::uninstall(conn).unwrap();
@@ -127,6 +130,71 @@ fn whatever_depends_on_it_or_lies_in_it_is_named() {
                 "type resource_control.theirs",
                 "view resource_control.shown",
             ],
+        ),
+        (
+            "CREATE INDEX theirs ON resource_control.throttled_resource (last_locked)",
+            &["index resource_control.theirs"],
+        ),
+        (
+            "ALTER TABLE resource_control.throttled_resource ADD note text DEFAULT 'none'",
+            &["table column resource_control.throttled_resource.note"],
+        ),
+        (
+            "ALTER TABLE resource_control.throttled_resource ALTER throttle_interval SET DEFAULT '1 s'",
+            &["default value for resource_control.throttled_resource.throttle_interval"],
+        ),
+        (
+            "ALTER TABLE resource_control.throttled_resource ADD CONSTRAINT theirs UNIQUE (last_locked)",
+            &["table constraint theirs on resource_control.throttled_resource"],
+        ),
+        (
+            "CREATE SCHEMA theirs; \
+             CREATE STATISTICS theirs.s ON last_locked, throttle_interval FROM resource_control.throttled_resource; \
+             CREATE STATISTICS resource_control.s ON service, slot FROM resource_control.service_request",
+            &[
+                "statistics object resource_control.s",
+                "statistics object theirs.s",
+            ],
+        ),
+        (
+            "CREATE SEQUENCE resource_control.numbers OWNED BY resource_control.fence.token",
+            &["sequence resource_control.numbers"],
+        ),
+        (
+            "CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'; \
+             CREATE TRIGGER theirs AFTER UPDATE ON resource_control.fence EXECUTE FUNCTION f()",
+            &["trigger theirs on resource_control.fence"],
+        ),
+        (
+            "CREATE RULE theirs AS ON DELETE TO resource_control.fence DO ALSO NOTIFY theirs",
+            &["rule theirs on resource_control.fence"],
+        ),
+        (
+            "CREATE POLICY theirs ON resource_control.fence USING (true)",
+            &["policy theirs on resource_control.fence"],
+        ),
+        (
+            "CREATE PUBLICATION theirs FOR TABLE resource_control.fence",
+            &["publication relation resource_control.fence in publication theirs"],
+        ),
+        (
+            "CREATE OPERATOR resource_control.=== (LEFTARG = text, RIGHTARG = text, FUNCTION = pg_catalog.texteq); \
+             CREATE TEXT SEARCH CONFIGURATION resource_control.theirs (COPY = simple); \
+             CREATE COLLATION resource_control.theirs FROM \"C\"",
+            &[
+                "collation resource_control.theirs",
+                "operator resource_control.===(pg_catalog.text,pg_catalog.text)",
+                "text search configuration resource_control.theirs",
+            ],
+        ),
+        (
+            "CREATE CAST (resource_control.throttled_resource_enum AS int) WITH INOUT",
+            &["cast (resource_control.throttled_resource_enum AS integer)"],
+        ),
+        (
+            "CREATE OPERATOR public.=== (LEFTARG = resource_control.throttled_resource_enum, RIGHTARG = text, \
+             FUNCTION = resource_control.lock_throttled_resource)",
+            &["operator public.===(resource_control.throttled_resource_enum,pg_catalog.text)"],
         ),
         (
             // An overload of ours is theirs.
@@ -242,4 +310,50 @@ fn twenty_at_once_drop_it_once() {
     });
     assert_eq!(dropped, versions().len());
     assert!(is_gone(&mut database.connect()));
+}
+
+#[test]
+fn what_it_names_stays_and_goes_on_after_the_rest_is_gone() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    conn.batch_execute(
+        "CREATE SEQUENCE resource_control.numbers OWNED BY resource_control.fence.token; \
+         SELECT nextval('resource_control.numbers'); \
+         CREATE STATISTICS theirs ON service, slot FROM resource_control.service_request",
+    )
+    .unwrap();
+    assert_eq!(
+        in_the_way(conn),
+        [
+            "sequence resource_control.numbers",
+            "statistics object public.theirs"
+        ]
+    );
+    conn.batch_execute(
+        "ALTER SEQUENCE resource_control.numbers OWNED BY NONE; \
+         ALTER SEQUENCE resource_control.numbers SET SCHEMA public; DROP STATISTICS theirs",
+    )
+    .unwrap();
+    assert_eq!(migrations::uninstall(conn).unwrap().len(), versions().len());
+    assert_eq!(number(conn, "SELECT nextval('numbers')"), 2);
+}
+
+#[test]
+fn what_an_older_release_has_made_is_removed_and_nothing_that_looks_like_the_rest() {
+    for count in 1..versions().len() {
+        let database = Database::new();
+        let conn = &mut database.connect();
+        for directory in &directories()[..count] {
+            let up = std::fs::read_to_string(directory.join("up.sql")).unwrap();
+            conn.batch_execute(&up).unwrap();
+        }
+        conn.batch_execute("CREATE TABLE resource_control.fence (id int)")
+            .unwrap();
+        assert_eq!(in_the_way(conn), ["table resource_control.fence"]);
+        conn.batch_execute("DROP TABLE resource_control.fence")
+            .unwrap();
+        assert_eq!(migrations::uninstall(conn).unwrap().len(), count);
+        assert!(is_gone(conn));
+    }
 }

@@ -196,8 +196,8 @@ pub enum Error {
     )]
     NotInstalled,
 
-    /// The schema `resource_control` is there, was made by hand, and differs from what the migrations
-    /// make. Nothing was changed.
+    /// The schema `resource_control` is there without a recorded version, and is neither the article's
+    /// four objects nor what the migrations make. Nothing was changed.
     #[cfg(feature = "migrations")]
     #[error(
         "the schema resource_control was not made by this crate and differs from what it makes: {}; \
@@ -205,8 +205,8 @@ pub enum Error {
         .differences.join("; ")
     )]
     ForeignInstallation {
-        /// Each difference, in English: `column throttled_resource.last_locked is timestamp without time
-        /// zone, expected timestamp with time zone`.
+        /// Each difference, in English: `table column resource_control.throttled_resource.last_locked is
+        /// "timestamp without time zone NOT NULL", expected "timestamp with time zone NOT NULL"`.
         differences: Vec<String>,
     },
 

@@ -15,15 +15,25 @@
 //! | After an upgrade of this crate | nothing to do | call [`write_to`] again, then `diesel migration run` |
 //! | `diesel migration run`, `list`, `revert`, `redo`, with `--all` or without | do not know of it | treat it as the oldest of the application's migrations |
 //! | Remove | [`uninstall`] | `revert` them and delete the files, or [`uninstall`] and delete the files |
-//! | Change to the other way | [`write_to`], then [`hand_over`] once per database | delete the files, then [`take_over`] once per database |
+//! | Change to the other way | call [`write_to`], then `diesel migration run` | delete the files, then call [`take_over`] once per database |
 //!
-//! Both at once is allowed, and neither has to win. [`install`] leaves alone what the files have run,
-//! as it sees the same rows. What [`install`] runs where the files ran what was before it, it also
-//! records in Diesel's table `__diesel_schema_migrations`, so that `diesel migration run` does not run
-//! it a second time; until [`write_to`] has written its files, `diesel migration revert --all` and
-//! `redo --all` fail when they come to it.
+//! Both ways together are allowed, one after the other and at the same moment. Each `up.sql` does nothing
+//! where its version is recorded in `installed_migration`, and holds an advisory lock until its
+//! transaction ends, so two sessions never run one at the same time. A program may therefore call
+//! [`install`] and then [`run_pending`] on a directory that contains the files, on a fresh database, too.
+//! Diesel then records in `__diesel_schema_migrations` what [`install`] has run, and `diesel migration
+//! revert` and `redo` work. Two limits remain:
+//! - If [`install`] has run a migration whose file [`write_to`] has not written yet, `diesel migration
+//!   revert --all` and `redo --all` fail at the older files, because newer objects are in the schema.
+//! - If the default isolation level is stricter than READ COMMITTED, Diesel's own runner may fail with
+//!   "already exists" where [`install`] runs the same migration at that moment. Nothing is changed then;
+//!   run it again.
 //!
-//! A schema `resource_control` that was made by hand is adopted by [`install`], see there.
+//! `down.sql` drops the tables with everything that was put on them, such as indexes and triggers.
+//! [`uninstall`] names it instead.
+//!
+//! A schema `resource_control` that was made by hand, or copied without its rows, is
+//! [adopted](install#a-schema-without-recorded-versions) by [`install`].
 //!
 //! # Between releases
 //!

@@ -25,11 +25,13 @@ struct Version {
 
 /// Takes this crate's schema over from the copied files: removes our versions from Diesel's table
 /// `__diesel_schema_migrations`, so that `diesel migration revert --all` and `redo --all` do not look
-/// for files that were deleted. Answers the versions that it removed.
+/// for files that were deleted. Returns the versions that it removed.
 ///
 /// Call it once per database, after the files of [`write_to`](super::write_to) were deleted and the
-/// program calls [`install`](super::install). It changes nothing else: the schema itself knows what is
-/// installed. It does nothing where nothing is recorded.
+/// program calls [`install`](super::install). It changes nothing else, because the schema itself knows
+/// what is installed. It does nothing where nothing is recorded. The other direction needs no call:
+/// `diesel migration run` runs the files, which do nothing where [`install`](super::install) has run
+/// them, and Diesel records them.
 /// ```sql
 /// DELETE FROM __diesel_schema_migrations WHERE version = ANY ($1)
 /// ```
@@ -41,7 +43,32 @@ struct Version {
 ///
 /// # Errors
 ///
-/// As [`hand_over`].
+/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
+/// - [`Error::Database`] if the role may not write to Diesel's table, among others.
+/// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
+///
+/// [`Error::CommitsInTransaction`]: crate::Error::CommitsInTransaction
+/// [`Error::Database`]: crate::Error::Database
+///
+/// # Examples
+///
+/// ```
+/// use diesel_interlock::migrations;
+///
+/// # let database = workbench::Database::new();
+/// # let conn = &mut database.connect();
+/// # let directory = std::env::temp_dir().join(format!("take-over-{}", std::process::id()));
+/// # std::fs::create_dir_all(&directory)?;
+/// let written = migrations::write_to(&directory)?; // "migrations", in the sources
+/// # let source = diesel_migrations::FileBasedMigrations::from_path(&directory).unwrap();
+/// # migrations::run_pending(conn, source)?; // `diesel migration run`
+/// // Later: the files are deleted, and the program calls `install`.
+/// migrations::install(conn)?;
+/// let forgotten = migrations::take_over(conn)?; // once in each database
+/// assert_eq!(forgotten.len(), written.len());
+/// # std::fs::remove_dir_all(&directory)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn take_over(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;
     let mut guard = LOCK.acquire_on(conn)?;

@@ -10,8 +10,8 @@ use super::{LOCK, rights};
 use crate::error::Result;
 use crate::transaction;
 
-/// Installs this crate's schema `resource_control`, or brings it up to date; answers the versions
-/// that it ran.
+/// Installs this crate's schema `resource_control`, or brings it up to date; returns the versions
+/// that it ran, or recorded.
 ///
 /// Meant for every start of a program, also of twenty instances at once. It reads first, in two
 /// round trips; with nothing to do it sends no DDL and needs no rights beyond those of the
@@ -23,17 +23,32 @@ use crate::transaction;
 /// files among the application's own: see [the module](super#this-crates-own-schema), also for how the
 /// two go together.
 ///
-/// # A schema that was made by hand
+/// # A schema without recorded versions
 ///
-/// with the same type, table and function, is adopted: in one transaction, what is missing is added in
-/// place (tables, functions, comments, storage parameters), and functions are replaced. Its rows and
-/// labels stay, and so does what refers to it; what else lies in the schema is nobody's business.
+/// `install` adopts a schema in which no version is recorded if it is one of these:
+/// - An empty schema, such as an administrator makes for a role that may not create schemas.
+/// - The four objects of the article on throttled resources, and nothing else: the schema, the enumerated
+///   type `throttled_resource_enum`, the table `throttled_resource` and the function
+///   `lock_throttled_resource(resource_id_var, details_var)`.
+/// - A copy of this crate's schema without its rows, such as `pg_dump --schema-only` makes. The copy may
+///   be that of an older release.
 ///
-/// What is there must be what the migrations make, compared in the server's own catalogue: kinds,
-/// columns with their types, defaults and nullability, constraints and indexes with names and
-/// definitions, the functions' arguments and results. Anything else is refused with the list of
-/// differences, and nothing is changed. To compare, the schema is renamed and a new one made, both
-/// undone before anybody sees it; the role must own the schema and have `CREATE` on the database.
+/// Adoption happens in one transaction: it adds what is missing, replaces the article's function by this
+/// crate's, and sets comments and storage parameters. Rows, labels and grants stay, and so does what
+/// refers to the schema from outside. Adopting a copy changes nothing but `installed_migration`.
+///
+/// Everything else is refused with the list of differences, and nothing is changed. Compared is what the
+/// server's own catalogue tells of columns, defaults, constraints, indexes, triggers, rules, policies, row
+/// security, inheritance, persistence, and the functions' arguments and results. The body of the
+/// article's function, comments, grants and storage parameters may differ. In a copy, the bodies of the
+/// functions must be this crate's, and other objects may have been added. To compare, `install` renames
+/// the schema and makes a new one, and undoes both before anybody sees it. So the role must own the schema
+/// and have `CREATE` on the database, unless the schema is empty.
+///
+/// Load the rows of a copy before the first `install`, because `install` records the versions, and the
+/// rows that are loaded later would be duplicates. Logical replication copies neither tables nor the
+/// values of sequences: call `install` on the subscriber, and keep `resource_control` out of the
+/// publication.
 ///
 /// # Grants
 ///
@@ -45,13 +60,15 @@ use crate::transaction;
 ///
 /// # Blocking
 ///
-/// With nothing to do it never waits. Otherwise it waits for [`LOCK`], while other instances run
-/// migrations, as [`AdvisoryLock::acquire_on`] does.
+/// With nothing to do it waits for nobody, with one exception: reading `installed_migration` waits for a
+/// session that has locked that table `ACCESS EXCLUSIVE`, as `VACUUM FULL`, `LOCK TABLE` and
+/// `diesel migration redo --all` do. `lock_timeout` bounds that wait. Otherwise it waits for [`LOCK`], while
+/// other instances run migrations, as [`AdvisoryLock::acquire_on`] does.
 ///
 /// # Errors
 ///
 /// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
-/// - [`Error::ForeignInstallation`] if the schema was made by hand and differs.
+/// - [`Error::ForeignInstallation`] if no version is recorded in the schema, and it cannot be adopted.
 /// - [`Error::MissingRights`] if something is to be done, and the role may not; or if nothing is, and
 ///   it lacks the grants.
 /// - [`Error::Migration`] if a migration failed for another reason. Those before it stay.

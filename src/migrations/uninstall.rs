@@ -10,18 +10,23 @@ use super::{LOCK, diesels_table, rights};
 use crate::error::{Error, Result};
 use crate::transaction;
 
-/// Drops this crate's schema `resource_control` and all that is ours in it; answers the versions that
+/// Drops this crate's schema `resource_control` and all that is ours in it; returns the versions that
 /// it reverted, the newest first. Where nothing is installed it does nothing.
 ///
 /// **Lost with it** are the resources with their intervals, who took them last, every key, the log of
-/// requests to services, and what was put on our tables: columns, indexes, triggers, policies, grants.
-/// A program that still runs gets errors from then on: stop it first. Nobody must be in the middle of
-/// a claim or of work under a throttle, since nothing protects it then.
+/// requests to services, and the grants, comments and storage parameters of our objects. A program that
+/// still runs gets errors from then on: stop it first. Nobody must be in the middle of a claim or of work
+/// under a throttle, since nothing protects it then.
 ///
-/// Never by CASCADE: what is the user's is named in an error before anything is dropped. That is what
-/// depends on the schema (foreign keys, columns of our enumerated type, views, functions), and whatever
-/// else lies in it. What the server does not record is not found: the text of a function that calls
-/// one of ours.
+/// Never by CASCADE: whatever is the user's is named in an error before anything is dropped. That is
+/// - what depends on the schema from outside, such as foreign keys, columns of our enumerated type, views
+///   and functions;
+/// - what was put on our tables, such as columns, defaults, constraints, indexes, extended statistics,
+///   triggers, rules, policies, and sequences that one of our columns owns;
+/// - the membership of our tables in publications, unless those are `FOR ALL TABLES`;
+/// - everything else that lies in the schema.
+///
+/// What the server does not record is not found, such as the text of a function that calls one of ours.
 ///
 /// It runs each `down.sql`, in one transaction, under the session lock [`LOCK`], whoever ran the
 /// migrations, or adopted the schema. If they are recorded in Diesel's table
@@ -37,7 +42,8 @@ use crate::transaction;
 ///
 /// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
 /// - [`Error::InTheWay`] with what is the user's, or with versions of a newer release.
-/// - [`Error::ForeignInstallation`] if the schema was made by hand and not adopted.
+/// - [`Error::ForeignInstallation`] if no version is recorded in the schema: [`install`](super::install)
+///   adopts it, or says why it cannot.
 /// - [`Error::MissingRights`] if the role does not own it, or lacks `CREATE` on the database, which
 ///   is needed to learn what is ours.
 /// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
@@ -65,7 +71,7 @@ pub fn uninstall(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static
         Recorded::Nothing => Vec::new(),
         Recorded::NoVersion => {
             let differences =
-                vec!["no version is recorded in resource_control.installed_migration".to_owned()];
+                vec!["no version is recorded in it: migrations::install may adopt it".to_owned()];
             return Err(Error::ForeignInstallation { differences });
         }
         Recorded::Versions(versions) => {

@@ -34,8 +34,8 @@ use crate::error::{Error, Result};
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 ///
-/// Needs no database. In a database where [`install`](super::install) made the schema, call
-/// [`hand_over`](super::hand_over) before `diesel migration run`.
+/// Needs no database. In a database where [`install`](super::install) has run a migration, its file does
+/// nothing, and `diesel migration run` records it.
 ///
 /// # Errors
 ///

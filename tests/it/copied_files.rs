@@ -13,6 +13,7 @@ use workbench::Database;
 use crate::adoption::{BY_HAND, catalogue};
 use crate::installation::{number, versions};
 use crate::migrations::{Directory, directory};
+use crate::support::{Observer, eventually};
 
 /// A migration directory with a migration of the application's own.
 fn application(test: &str) -> Directory {
@@ -389,5 +390,42 @@ fn diesels_own_functions_run_and_revert_the_files() {
         let ran = conn.run_pending_migrations(source()).unwrap().len();
         assert_eq!(ran, versions().len() + 1);
         conn.revert_all_migrations(source()).unwrap();
+    }
+}
+
+/// Diesel's runner comes while `install` is in the middle of the second migration.
+#[test]
+fn a_file_waits_for_whoever_runs_the_same_and_then_does_nothing() {
+    let application = application("meeting");
+    migrations::write_to(application.path()).unwrap();
+    let ours = crate::installation::directories();
+    for level in ["read committed", "repeatable read"] {
+        let database = Database::new();
+        let first = &mut database.connect();
+        let up = |index: usize| fs::read_to_string(ours[index].join("up.sql")).unwrap();
+        first.batch_execute(&up(0)).unwrap();
+        first.batch_execute(&format!("BEGIN; {}", up(1))).unwrap();
+        let conn = &mut database.connect();
+        conn.batch_execute(&format!("SET default_transaction_isolation = '{level}'"))
+            .unwrap();
+        std::thread::scope(|scope| {
+            let running = scope.spawn(|| {
+                let ran = conn.run_pending_migrations(application.migrations());
+                ran.map(|ran| ran.len()).map_err(|error| error.to_string())
+            });
+            let mut observer = Observer::of(&database);
+            eventually("the file waits", || observer.all_waiting() == 1);
+            first.batch_execute("COMMIT").unwrap();
+            let ran = running.join().unwrap();
+            if level == "read committed" {
+                assert_eq!(ran, Ok(versions().len() + 1));
+            } else {
+                ran.unwrap_err(); // its snapshot is older than what it waited for
+            }
+        });
+        conn.run_pending_migrations(application.migrations())
+            .unwrap();
+        assert_eq!(installed(conn), versions().len() as i64);
+        assert_eq!(recorded(conn), versions().len() as i64 + 1);
     }
 }

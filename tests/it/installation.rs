@@ -438,3 +438,30 @@ fn what_has_the_name_of_the_table_of_versions_is_named() {
         );
     }
 }
+
+#[test]
+fn only_who_locks_the_table_of_versions_holds_up_an_install_with_nothing_to_do() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    let locking = &mut database.connect();
+    for table in ["throttled_resource", "throttled_key", "service_request"] {
+        locking
+            .batch_execute(&format!("BEGIN; LOCK TABLE resource_control.{table}"))
+            .unwrap();
+        assert_eq!(migrations::install(conn).unwrap(), []);
+        locking.batch_execute("COMMIT").unwrap();
+    }
+    locking
+        .batch_execute("BEGIN; LOCK TABLE resource_control.installed_migration IN EXCLUSIVE MODE")
+        .unwrap();
+    assert_eq!(migrations::install(conn).unwrap(), []);
+    locking
+        .batch_execute("LOCK TABLE resource_control.installed_migration")
+        .unwrap();
+    conn.batch_execute("SET lock_timeout = '50ms'").unwrap();
+    let bounded = migrations::install(conn);
+    assert!(matches!(bounded, Err(Error::Database(_))), "{bounded:?}");
+    locking.batch_execute("COMMIT").unwrap();
+    assert_eq!(migrations::install(conn).unwrap(), []);
+}

@@ -8,6 +8,7 @@ mod query;
 #[cfg(feature = "r2d2")]
 mod seats;
 mod session;
+mod token;
 mod wait;
 #[cfg(feature = "r2d2")]
 mod watch;
@@ -168,7 +169,7 @@ impl AdvisoryLock {
 /// - [`Error::InTransaction`](crate::Error::InTransaction) if a transaction is open on the
 ///   connection, whoever opened it; only that of `begin_test_transaction` is none.
 /// - [`Error::SharedSessions`](crate::Error::SharedSessions) if a pool's connections share server
-///   sessions. Asked once per connection of a pool, in five round trips, if the pool has a second one
+///   sessions. Asked once per connection of a pool, in six round trips, if the pool has a second one
 ///   to compare it with.
 /// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
 /// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler moved the session while it

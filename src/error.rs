@@ -26,6 +26,14 @@ pub enum Error {
     )]
     EmptyName,
 
+    /// A part of a lock's key, or the key of a throttle, could not be formatted: its `Display` returned an
+    /// error.
+    #[error(
+        "a part of the lock's key, or the key of the throttle, could not be formatted: its Display returned an error, \
+         which must be corrected there"
+    )]
+    Unformatted,
+
     /// A session lock was asked for inside an open transaction, whose rollback it would outlive.
     ///
     /// The transaction lock is made for this: [`AdvisoryLock::acquire_xact`]. A transaction
@@ -328,6 +336,14 @@ pub enum Error {
         /// The token that was refused.
         token: i64,
     },
+
+    /// A fencing token was asked for inside an open transaction. If that does not commit before the server
+    /// crashes, the same number is given again, to a later holder.
+    #[error(
+        "a fencing token cannot be drawn inside an open transaction, since a crash before its commit would give it \
+         again: call fencing_token before the transaction begins, or make the lock .fenced()"
+    )]
+    TokenInTransaction,
 
     /// Migrations or a sync were asked for inside a transaction, a test transaction included.
     #[error("migrations and sync commit as they go: run them outside a transaction")]

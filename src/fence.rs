@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::functions::pass_fence;
 use crate::installed;
 use crate::read_committed::is_serialization_failure;
+use crate::send::send;
 use crate::text;
 use crate::transaction::{self, Transaction};
 
@@ -102,7 +103,8 @@ impl Fence {
             Transaction::None => return Err(Error::FenceOutsideTransaction),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
-        match diesel::select(pass_fence(&*name, token)).get_result(conn) {
+        let pass = |conn: &mut _| diesel::select(pass_fence(&*name, token)).get_result(conn);
+        match send(conn, pass) {
             Ok(true) => Ok(()),
             Ok(false) => Err(Error::Fenced {
                 name: self.name.to_string(),

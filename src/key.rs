@@ -57,6 +57,8 @@ pub struct LockKey {
 enum Number {
     /// FNV-1a of the name, computed when it is needed: `named` is `const`, the hasher is not.
     OfName,
+    /// None, since a part of the name could not be formatted.
+    Unformatted,
     Given(LockId),
 }
 
@@ -95,7 +97,8 @@ impl LockKey {
     ///
     /// The parts are joined by one space to a name. In each part `\` becomes `\\` and a space
     /// becomes `\ `, so different lists of parts are different names: `["a b"]` is not
-    /// `["a", "b"]`. No parts at all is an empty name, and thereby an error.
+    /// `["a", "b"]`. No parts at all is an empty name, and thereby an error. So is a part whose `Display`
+    /// returns an error; the first operation reports it, as [`Error::Unformatted`].
     ///
     /// ```
     /// use diesel_interlock::LockKey;
@@ -114,7 +117,13 @@ impl LockKey {
             if position > 0 {
                 name.push(' ');
             }
-            for character in part.to_string().chars() {
+            let Some(part) = text::formatted(part) else {
+                return Self {
+                    name: Some(Cow::Owned(name)),
+                    number: Number::Unformatted,
+                };
+            };
+            for character in part.chars() {
                 if matches!(character, '\\' | ' ') {
                     name.push('\\');
                 }
@@ -222,12 +231,14 @@ impl LockKey {
     ///
     /// # Errors
     ///
-    /// [`Error::EmptyName`] if the key's name is empty or it was made of no parts.
+    /// - [`Error::EmptyName`] if the key's name is empty or it was made of no parts.
+    /// - [`Error::Unformatted`] if the `Display` of a part returned an error.
     pub fn id(&self) -> Result<LockId> {
+        let number = self.number().ok_or(Error::Unformatted)?;
         if self.name.as_deref().is_some_and(str::is_empty) {
             return Err(Error::EmptyName);
         }
-        Ok(self.number())
+        Ok(number)
     }
 
     /// The key that a guard keeps: what was locked stays what it was, on whichever thread it is asked.
@@ -271,13 +282,14 @@ impl LockKey {
         }
     }
 
-    fn number(&self) -> LockId {
+    fn number(&self) -> Option<LockId> {
         match (self.number, &self.name) {
-            (Number::Given(id), _) => id,
+            (Number::Given(id), _) => Some(id),
             (Number::OfName, name) => {
                 let name = text::name(name.as_deref().unwrap_or_default());
-                LockId::BigInt(fnv1a(&name))
+                Some(LockId::BigInt(fnv1a(&name)))
             }
+            (Number::Unformatted, _) => None,
         }
     }
 }
@@ -340,15 +352,16 @@ impl Hash for LockKey {
 /// The number or the pair, after the name where there is one: `"nightly report" (6597228812378105932)`.
 impl fmt::Display for LockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(name) = &self.name else {
-            return match self.number() {
-                id @ LockId::Pair(..) => write!(f, "({id})"),
-                id => id.fmt(f),
-            };
+        let name = self.name.as_deref().unwrap_or_default();
+        let (shown, more) = match name.char_indices().nth(SHOWN) {
+            Some((end, _)) => (&name[..end], "…"),
+            None => (name, ""),
         };
-        match name.char_indices().nth(SHOWN) {
-            Some((end, _)) => write!(f, "{:?}… ({})", &name[..end], self.number()),
-            None => write!(f, "{name:?} ({})", self.number()),
+        match (&self.name, self.number()) {
+            (None, Some(LockId::BigInt(number))) => number.fmt(f),
+            (None, Some(id)) => write!(f, "({id})"),
+            (Some(_), Some(id)) => write!(f, "{shown:?}{more} ({id})"),
+            (_, None) => write!(f, "{shown:?}{more} (not formatted)"),
         }
     }
 }

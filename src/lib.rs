@@ -166,6 +166,7 @@ mod read_committed;
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 mod semaphore;
+mod send;
 #[cfg(feature = "r2d2")]
 mod sessions;
 #[cfg(feature = "testing")]

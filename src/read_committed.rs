@@ -4,6 +4,7 @@ use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
+use crate::send::send;
 use crate::transaction::{self, Transaction};
 
 /// Makes the call, and makes it again in a READ COMMITTED transaction if a stricter level fails
@@ -12,7 +13,7 @@ pub(crate) fn repeat<T>(
     conn: &mut PgConnection,
     call: impl Fn(&mut PgConnection) -> QueryResult<T>,
 ) -> QueryResult<T> {
-    match call(conn) {
+    match send(conn, &call) {
         Err(error)
             if is_serialization_failure(&error) && transaction::of(conn) == Transaction::None =>
         {

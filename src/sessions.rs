@@ -8,10 +8,12 @@
 use diesel::connection::Connection;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
+use diesel::result::Error as DieselError;
 use diesel::sql_types::Integer;
 
 use crate::error::{Error, Result};
 use crate::pool::{PgPool, PooledPgConnection};
+use crate::send::send;
 use crate::transaction::{self, Transaction};
 
 /// What is known of the server sessions behind the connections of a pool.
@@ -31,18 +33,24 @@ pub enum Sessions {
 /// For the start of a program. The forms of [`AdvisoryLock`](crate::AdvisoryLock) that take a pool ask
 /// by themselves, once per connection, and answer [`Error::SharedSessions`].
 ///
-/// Takes two connections out of the pool, opens a transaction on one, and compares
-/// `pg_backend_pid()`: five round trips. The transaction ends within five seconds, whatever happens
-/// (`idle_in_transaction_session_timeout`). A busy pooler may hide itself from that by chance;
+/// Takes two connections out of the pool, compares `pg_backend_pid()`, and compares again while a
+/// transaction is open on one of them: six round trips. The transaction is rolled back, at the latest after
+/// five seconds (`idle_in_transaction_session_timeout`). A busy pooler may hide itself from that by chance;
 /// [`Error::SessionMoved`] is what tells then.
 ///
 /// # Blocking
 ///
-/// Waits for the first connection as long as the pool is set to wait, and not for the second.
+/// Waits for the first connection as long as the pool is set to wait. Of the second, it only takes one that
+/// is idle; but r2d2 tests a connection as it hands it out (`test_on_check_out`, on by default). On an idle
+/// connection that a NAT or a firewall has dropped silently, that test waits as any other check-out does: as
+/// long as `tcp_user_timeout` and the `keepalives_*` settings of the connection string allow. Without them
+/// this takes minutes, so set them where such a device may be in between.
 ///
 /// # Errors
 ///
-/// [`Error::Pool`], [`Error::Database`].
+/// - [`Error::TransactionInPool`] if somebody had left one of the two connections in a transaction. The
+///   connection is discarded, and nothing of that transaction is committed.
+/// - [`Error::Pool`], [`Error::Database`].
 ///
 /// # Examples
 ///
@@ -59,7 +67,7 @@ pub enum Sessions {
 pub fn probe_sessions(pool: &PgPool) -> Result<Sessions> {
     let mut conn = crate::pool::check_out(pool, None)?;
     match pool.try_get() {
-        Some(mut other) => Ok(compare(&mut conn, &mut other)?),
+        Some(mut other) => compare(&mut conn, &mut other),
         None => Ok(Sessions::Unknown),
     }
 }
@@ -70,7 +78,7 @@ pub(crate) fn require_own(pool: &PgPool, conn: &mut PooledPgConnection) -> Resul
     let known = recall(conn);
     let sessions = match known {
         Some(sessions) => sessions,
-        None => find_out(pool, conn),
+        None => find_out(pool, conn)?,
     };
     match sessions {
         Sessions::Shared => Err(Error::SharedSessions),
@@ -78,47 +86,57 @@ pub(crate) fn require_own(pool: &PgPool, conn: &mut PooledPgConnection) -> Resul
     }
 }
 
-/// Whatever fails here fails again where it is reported: at the lock.
-fn find_out(pool: &PgPool, conn: &mut PooledPgConnection) -> Sessions {
+/// Fails only for the connection itself, not for the one that it is compared with.
+fn find_out(pool: &PgPool, conn: &mut PooledPgConnection) -> Result<Sessions> {
     if pool.max_size() < 2 || transaction::of(conn) != Transaction::None {
-        return Sessions::Unknown;
+        return Ok(Sessions::Unknown);
     }
     let Some(mut other) = pool.try_get() else {
-        return Sessions::Unknown;
+        return Ok(Sessions::Unknown);
     };
     let sessions = match recall(&other) {
         Some(sessions) => sessions,
-        None => compare(conn, &mut other).unwrap_or(Sessions::Unknown),
+        None => match compare(conn, &mut other) {
+            Err(error) if transaction::of(conn) != Transaction::None => return Err(error),
+            compared => compared.unwrap_or(Sessions::Unknown),
+        },
     };
     if sessions != Sessions::Unknown {
         PooledPgConnection::extensions_mut(conn).insert(sessions);
         PooledPgConnection::extensions_mut(&mut other).insert(sessions);
     }
-    sessions
+    Ok(sessions)
 }
 
 fn recall(conn: &PooledPgConnection) -> Option<Sessions> {
     PooledPgConnection::extensions(conn).get().copied()
 }
 
-fn compare(conn: &mut PgConnection, other: &mut PgConnection) -> QueryResult<Sessions> {
+/// A connection that somebody left in a transaction stays marked, so that the pool discards it.
+fn compare(conn: &mut PgConnection, other: &mut PgConnection) -> Result<Sessions> {
     if transaction::of(other) != Transaction::None {
         return Ok(Sessions::Unknown);
     }
-    let before = backend_pid(conn)?;
-    let (occupied, after) = other.transaction(|other| {
+    let before = transaction::refuse_left_open(conn, backend_pid)?;
+    if transaction::refuse_left_open(other, backend_pid)? == before {
+        return Ok(Sessions::Shared);
+    }
+    let mut sessions = Sessions::Unknown;
+    let ended = other.transaction(|other| -> Result<()> {
         let occupied = occupy_session(other)?;
-        let after = if occupied == before {
-            before
+        // Were it the same, the second question would wait for this transaction to end.
+        let moved = occupied == before || backend_pid(conn)? != before;
+        sessions = if moved {
+            Sessions::Shared
         } else {
-            backend_pid(conn)?
+            Sessions::Own
         };
-        QueryResult::Ok((occupied, after))
-    })?;
-    if occupied == before || after != before {
-        Ok(Sessions::Shared)
-    } else {
-        Ok(Sessions::Own)
+        Err(DieselError::RollbackTransaction.into())
+    });
+    match ended {
+        Err(Error::Database(DieselError::RollbackTransaction)) => Ok(sessions),
+        Err(error) => Err(error),
+        Ok(()) => Ok(sessions),
     }
 }
 
@@ -130,9 +148,10 @@ struct Session {
 
 // Neither is prepared: a pooler may have it prepared on one session and executed on another.
 
-fn backend_pid(conn: &mut PgConnection) -> QueryResult<i32> {
-    let session: Session =
-        diesel::sql_query("SELECT pg_catalog.pg_backend_pid() AS pid").get_result(conn)?;
+fn backend_pid(conn: &mut PgConnection) -> Result<i32> {
+    let session: Session = send(conn, |conn| {
+        diesel::sql_query("SELECT pg_catalog.pg_backend_pid() AS pid").get_result(conn)
+    })?;
     Ok(session.pid)
 }
 

@@ -1,6 +1,7 @@
 //! What a text must be like before it is sent, and what is sent for a name.
 
 use std::borrow::Cow;
+use std::fmt::{self, Write};
 
 use diesel::pg::PgConnection;
 
@@ -26,7 +27,13 @@ pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<()
     Ok(())
 }
 
-/// The name of a lock, a service or a throttled key as it is sent.
+/// What the caller's `Display` writes; `None` if it returns an error, at which `to_string` would panic.
+pub(crate) fn formatted(value: impl fmt::Display) -> Option<String> {
+    let mut text = String::new();
+    write!(text, "{value}").is_ok().then_some(text)
+}
+
+/// The name of a lock, a service, a throttled key or a fence as it is sent.
 #[cfg(not(feature = "testing"))]
 pub(crate) fn name(name: &str) -> Cow<'_, str> {
     Cow::Borrowed(name)

@@ -83,7 +83,8 @@ use crate::transaction::{self, Transaction};
 #[must_use = "a throttle does nothing until it is attempted"]
 pub struct Throttle<R> {
     resource: R,
-    key: Option<String>,
+    /// `Some(None)` is one that could not be formatted.
+    key: Option<Option<String>>,
 }
 
 impl<R> Throttle<R> {
@@ -102,9 +103,11 @@ impl<R> Throttle<R> {
     /// The interval is the resource's. The first attempt makes the key's row in
     /// `resource_control.throttled_key`; `SELECT resource_control.prune_throttled_keys(500)` deletes
     /// rows whose interval has passed. Attempts at those keys are denied, as [being
-    /// taken](DenialReason::BeingTaken), for the milliseconds between their deletion and its commit. Defaults to no key, which is a state of its own.
+    /// taken](DenialReason::BeingTaken), for the milliseconds between their deletion and its commit. A key
+    /// whose `Display` returns an error is reported by the attempt, as [`Error::Unformatted`]. Defaults to no
+    /// key, which is a state of its own.
     pub fn key(mut self, key: impl fmt::Display) -> Self {
-        self.key = Some(key.to_string());
+        self.key = Some(text::formatted(key));
         self
     }
 }
@@ -136,7 +139,8 @@ impl<R: ThrottledResource> Throttle<R> {
     /// - [`Error::Database`] for anything else.
     pub fn attempt(&self, conn: &mut PgConnection, details: &str) -> Result<Decision> {
         let call = || self.decide(conn, details);
-        events::attempt(self.resource.label(), self.key.as_deref(), call)
+        let key = self.key.as_ref().and_then(Option::as_deref);
+        events::attempt(self.resource.label(), key, call)
     }
 
     fn decide(&self, conn: &mut PgConnection, details: &str) -> Result<Decision> {
@@ -213,7 +217,10 @@ impl<R: ThrottledResource> Throttle<R> {
     pub(crate) fn checked(&self) -> Result<(&str, Option<Cow<'_, str>>)> {
         let label = self.resource.label();
         text::check(label, "the label", text::LONGEST_LABEL)?;
-        let key = self.key.as_deref().map(text::name);
+        let key = match &self.key {
+            Some(key) => Some(text::name(key.as_deref().ok_or(Error::Unformatted)?)),
+            None => None,
+        };
         if let Some(key) = &key {
             text::check(key, "the key", text::LONGEST_NAME)?;
             if key.is_empty() {

@@ -57,6 +57,22 @@ pub(crate) fn mark_broken(conn: &mut PgConnection) {
     status(conn).set_in_error();
 }
 
+/// Makes a call, and tells whether a transaction is open on the connection that Diesel does not know of.
+///
+/// If so, the connection is left marked. It also is where the call failed before the server reported on a
+/// transaction: a `PREPARE` failed, or the connection is closed.
+pub(crate) fn probed<T>(
+    conn: &mut PgConnection,
+    call: impl FnOnce(&mut PgConnection) -> T,
+) -> (T, bool) {
+    if of(conn) != Transaction::None {
+        return (call(conn), false);
+    }
+    mark_broken(conn);
+    let answer = call(conn);
+    (answer, is_marked(conn))
+}
+
 /// Makes a call on a connection out of a pool, and refuses what was done in a transaction that
 /// somebody had left open there. Then, and where the call failed in a way that leaves the state of the
 /// connection in doubt, it stays marked, so that the pool discards it.
@@ -65,15 +81,10 @@ pub(crate) fn refuse_left_open<T>(
     conn: &mut PgConnection,
     call: impl FnOnce(&mut PgConnection) -> Result<T>,
 ) -> Result<T> {
-    if of(conn) != Transaction::None {
-        return call(conn);
+    match probed(conn, call) {
+        (Ok(_), true) => Err(Error::TransactionInPool),
+        (answer, _) => answer,
     }
-    mark_broken(conn);
-    let answer = call(conn)?;
-    if is_marked(conn) {
-        return Err(Error::TransactionInPool);
-    }
-    Ok(answer)
 }
 
 /// Takes the mark back, where it is known that only a transaction of the caller's kept it alive.

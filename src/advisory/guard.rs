@@ -1,12 +1,14 @@
 //! The guard of a session lock.
 
 mod release;
+mod verdict;
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 #[cfg(feature = "r2d2")]
 use std::time::Duration;
 
+use diesel::data_types::PgTimestamp;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
@@ -14,6 +16,7 @@ use self::release::is_closed;
 use super::lease::{Lease, Pinned};
 use super::mode::LockMode;
 use super::query::{DrawToken, IsHeld};
+use super::token::{Session, Token};
 #[cfg(feature = "r2d2")]
 use super::watch::{Watch, Watches};
 use crate::error::{Error, Result};
@@ -21,6 +24,8 @@ use crate::events::{self, Since, What};
 use crate::key::{LockId, LockKey};
 #[cfg(feature = "r2d2")]
 use crate::pool::PgPool;
+use crate::send::send;
+use crate::transaction::{self, Transaction};
 
 /// A held session lock, together with the connection whose session holds it.
 ///
@@ -103,7 +108,7 @@ pub(super) struct Hold {
     /// To be given back to the session, where it was lifted.
     pub(super) idle_session_timeout: Option<String>,
     /// If one was drawn.
-    pub(super) fencing_token: Option<i64>,
+    pub(super) fencing_token: Option<Token>,
 }
 
 impl<C: Lease> AdvisoryLockGuard<C> {
@@ -150,12 +155,15 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     ///   after an error inside a transaction it answers again when that was rolled back.
     pub fn is_held(&mut self) -> Result<bool> {
         let locator = self.hold.id.into();
-        let question = IsHeld {
-            locator: &locator,
-            mode: self.hold.mode,
-            prepared: true,
-        };
-        match question.get_result::<(i32, bool)>(self.pinned.conn()) {
+        let answer = send(self.pinned.conn(), |conn| {
+            let question = IsHeld {
+                locator: &locator,
+                mode: self.hold.mode,
+                prepared: true,
+            };
+            question.get_result::<(i32, bool)>(conn)
+        });
+        match answer {
             Ok((pid, held)) => Ok(held && pid == self.hold.pid),
             Err(error) if is_closed(&error) => Ok(false),
             Err(error) => Err(error.into()),
@@ -221,22 +229,38 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// - [`Error::LockLost`] if the lock is not held any more.
     /// - [`Error::Database`] if the server could not answer.
     pub fn fencing_token(&mut self) -> Result<i64> {
-        if let Some(token) = self.hold.fencing_token {
-            return Ok(token);
+        if let Some(token) = &self.hold.fencing_token {
+            return Ok(token.number());
         }
-        let locator = self.hold.id.into();
-        let draw = DrawToken {
-            locator: &locator,
-            mode: self.hold.mode,
-        };
+        let Hold { id, mode, .. } = self.hold;
+        let conn = self.pinned.conn();
+        if transaction::of(conn) == Transaction::Open {
+            return Err(Error::TokenInTransaction);
+        }
+        let (drawn, in_transaction) = transaction::probed(conn, |conn| {
+            send(conn, |conn| {
+                let locator = &id.into();
+                let draw = DrawToken { locator, mode };
+                draw.get_result::<(i32, Option<PgTimestamp>, Option<i64>)>(conn)
+            })
+        });
+        if in_transaction {
+            // It is the caller's, who may go on with it.
+            transaction::clear_mark(conn);
+        }
         let lost = |source| Error::LockLost {
             key: self.key.clone(),
             source,
         };
-        match draw.get_result::<(i32, Option<i64>)>(self.pinned.conn()) {
-            Ok((pid, Some(token))) if pid == self.hold.pid => {
+        match drawn {
+            Ok((pid, start, Some(number))) if pid == self.hold.pid => {
+                if in_transaction {
+                    return Err(Error::TokenInTransaction);
+                }
+                let token = Token::drawn(Session { pid, start }, id, mode, number);
+                let number = token.number();
                 self.hold.fencing_token = Some(token);
-                Ok(token)
+                Ok(number)
             }
             Ok(_) => Err(lost(None)),
             Err(error) if is_closed(&error) => Err(lost(Some(error))),

@@ -13,6 +13,7 @@ use super::mode::LockMode;
 use super::query::IsHeld;
 use crate::events;
 use crate::key::LockId;
+use crate::send::send;
 use crate::transaction::{self, Transaction};
 
 /// How a guard has its connection: taken out of a pool, or lent by the caller.
@@ -57,9 +58,9 @@ pub(super) enum Doubt {
     /// A statement that releases this lock was sent, to the session with this pid, and its answer
     /// did not arrive.
     Releasing(LockId, LockMode, i32),
-    /// The connection cannot be trusted, and there is nothing to ask: another session answers on
-    /// it, or somebody marked it before.
-    Certain,
+    /// The connection, whose session has this pid, cannot be trusted, and there is nothing to ask: another
+    /// session replies on it, it is closed, or somebody marked it before.
+    Certain(i32),
 }
 
 impl<C: Lease> Pinned<C> {
@@ -87,59 +88,88 @@ impl<C: Lease> Drop for Pinned<C> {
         let Some(doubt) = self.doubt else { return };
         let conn = &mut *self.lease;
         if C::POOLED {
-            if let Doubt::Releasing(_, _, pid) = doubt {
+            if let Some(pid) = doubt.pid() {
                 distrusted::forget(pid);
             }
         } else {
             // Diesel's instrumentation is the caller's code and runs with every statement.
-            let settled = catch_unwind(AssertUnwindSafe(|| settle(conn, doubt)));
-            if settled.unwrap_or(false) {
-                return;
-            }
-        }
-        events::discarded(C::POOLED);
-        // Last of all: the next successful statement would take the mark back.
-        transaction::mark_broken(conn);
-    }
-}
-
-/// Does what can be done for a borrowed connection, which cannot be discarded. Answers whether
-/// all is well with it.
-fn settle(conn: &mut PgConnection, doubt: Doubt) -> bool {
-    match (doubt, transaction::of(conn)) {
-        (Doubt::Certain, _) => false,
-        (Doubt::Acquiring(id, mode) | Doubt::Releasing(id, mode, _), Transaction::None) => {
-            match is_held(conn, id, mode) {
-                Ok(false) => true,
-                // By the statement in doubt or by a guard further out: PostgreSQL keeps the count to
-                // itself.
-                Ok(true) | Err(_) => {
-                    end_session(conn);
-                    false
+            match catch_unwind(AssertUnwindSafe(|| settle(conn, doubt))) {
+                Ok(Settled::Well) => return,
+                Ok(Settled::Ended) => {}
+                Ok(Settled::InDoubt) | Err(_) => {
+                    if let Some(pid) = doubt.pid() {
+                        distrusted::remember(pid);
+                    }
                 }
             }
         }
-        // An error has aborted the test, and with it the statement.
-        (Doubt::Acquiring(..), Transaction::Test) => true,
-        (Doubt::Acquiring(..), _) => false,
-        (Doubt::Releasing(_, _, pid), _) => {
-            distrusted::remember(pid);
-            false
+        // After the last statement, since the next one that succeeds would take the mark back; and before
+        // the event, since a subscriber is the caller's code and may panic, here perhaps while unwinding.
+        transaction::mark_broken(conn);
+        let _ = catch_unwind(|| events::discarded(C::POOLED));
+    }
+}
+
+impl Doubt {
+    /// The pid of the session that is in doubt, where it is known.
+    fn pid(self) -> Option<i32> {
+        match self {
+            Doubt::Acquiring(..) => None,
+            Doubt::Releasing(_, _, pid) | Doubt::Certain(pid) => Some(pid),
         }
+    }
+}
+
+/// What became of a borrowed connection that was in doubt.
+enum Settled {
+    /// Its session holds nothing that it should not.
+    Well,
+    /// Its session was ended.
+    Ended,
+    /// Its session may hold the lock.
+    InDoubt,
+}
+
+/// Does what can be done for a borrowed connection, which cannot be discarded.
+fn settle(conn: &mut PgConnection, doubt: Doubt) -> Settled {
+    let (Doubt::Acquiring(id, mode) | Doubt::Releasing(id, mode, _)) = doubt else {
+        return Settled::InDoubt;
+    };
+    match transaction::of(conn) {
+        // A mark, if there is one, is that of the statement in doubt.
+        Transaction::None | Transaction::Broken => match is_held(conn, id, mode) {
+            Ok(false) => {
+                // A transaction that keeps the mark alive is the caller's.
+                transaction::clear_mark(conn);
+                Settled::Well
+            }
+            // Aborted by the caller, whose transaction it is; or closed.
+            Err(_) if transaction::is_marked(conn) => Settled::InDoubt,
+            // Held by the statement in doubt or by a guard further out: PostgreSQL keeps the count to
+            // itself.
+            Ok(true) | Err(_) => {
+                end_session(conn);
+                Settled::Ended
+            }
+        },
+        // An error has aborted the test, and with it the statement.
+        Transaction::Test if matches!(doubt, Doubt::Acquiring(..)) => Settled::Well,
+        Transaction::Test | Transaction::Open => Settled::InDoubt,
     }
 }
 
 /// Not prepared, since it may be the prepared statements that are gone.
 fn is_held(conn: &mut PgConnection, id: LockId, mode: LockMode) -> QueryResult<bool> {
     let locator = id.into();
-    let question = IsHeld {
-        locator: &locator,
-        mode,
-        prepared: false,
-    };
-    question
-        .get_result::<(i32, bool)>(conn)
-        .map(|(_, held)| held)
+    let (_, held): (i32, bool) = send(conn, |conn| {
+        let question = IsHeld {
+            locator: &locator,
+            mode,
+            prepared: false,
+        };
+        question.get_result(conn)
+    })?;
+    Ok(held)
 }
 
 /// Only the end of the session surely ends what it holds. Where the role may not end its own, all

@@ -20,6 +20,7 @@ use super::query::{
 };
 #[cfg(feature = "r2d2")]
 use super::seats::Seat;
+use super::token::Token;
 use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
@@ -29,6 +30,7 @@ use crate::key::{LockId, LockKey};
 use crate::pauses::{Crowd, Pauses};
 #[cfg(feature = "r2d2")]
 use crate::pool::{PgPool, PooledPgConnection};
+use crate::send::send;
 use crate::transaction::{self, Transaction};
 
 /// Takes the lock; waits for it as long as it takes.
@@ -106,7 +108,7 @@ struct Answer {
     idle_session_timeout: Option<String>,
     /// `None` on a hot standby.
     granted: Option<bool>,
-    token: Option<i64>,
+    token: Option<Token>,
 }
 
 impl Answer {
@@ -117,7 +119,12 @@ impl Answer {
         let mode = lock.mode;
         if lock.fenced {
             let query = TryAcquireFenced { id: &id, mode };
-            return query.get_result::<TryAcquiredFenced>(conn).map(Self::from);
+            let answer = query.get_result::<TryAcquiredFenced>(conn)?;
+            let token = answer.token(id, mode);
+            return Ok(Self {
+                token,
+                ..Self::from(answer)
+            });
         }
         if !CAREFULLY.load(Ordering::Relaxed) {
             let pid: Option<i32> = get_numbered_result!(TryAcquire { id: &id, mode }, conn)?;
@@ -160,7 +167,7 @@ impl From<TryAcquiredFenced> for Answer {
             pid: answer.pid,
             idle_session_timeout: not_zero(answer.idle_session_timeout),
             granted: answer.token.map(|token| token != 0),
-            token: answer.token.filter(|token| *token != 0),
+            token: None,
         }
     }
 }
@@ -183,20 +190,16 @@ impl<C: Lease> Tried<C> {
         let AdvisoryLock { key, mode, .. } = lock;
         let mut pinned = Pinned::new(lease);
         let (id, mode) = (key.id_on(pinned.conn())?, *mode);
-        let before = transaction::of(pinned.conn());
-        match before {
+        match transaction::of(pinned.conn()) {
             Transaction::None | Transaction::Test => {}
             Transaction::Open => return Err(Error::InTransaction),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
         pinned.doubt(Doubt::Acquiring(id, mode));
-        if before == Transaction::None {
-            // Unless the server reports that no transaction is open, this mark stays.
-            transaction::mark_broken(pinned.conn());
-        }
-        let answer = Answer::to(lock, id, pinned.conn())?;
-        let in_raw_transaction =
-            before == Transaction::None && transaction::is_marked(pinned.conn());
+        let (answer, in_raw_transaction) = transaction::probed(pinned.conn(), |conn| {
+            send(conn, |conn| Answer::to(lock, id, conn))
+        });
+        let answer = answer?;
         let mut tried = Self {
             pinned,
             key: key.with_id(id),

@@ -16,6 +16,7 @@ use crate::events;
 use crate::key::LockKey;
 use crate::panics::lock;
 use crate::pool::{PgPool, PooledPgConnection};
+use crate::send::send;
 
 /// The shortest time between two questions.
 const SHORTEST: Duration = Duration::from_millis(10);
@@ -100,13 +101,15 @@ impl Watch {
     ) -> Result<Self> {
         let locator = key.id()?.into();
         let confirmed = Moment::now();
-        let question = WatchedFrom {
-            locator: &locator,
-            mode,
+        let question = |conn: &mut PgConnection| {
+            WatchedFrom {
+                locator: &locator,
+                mode,
+            }
+            .get_result(conn)
         };
-        let (answered_by, session_start, held) = question
-            .get_result::<(i32, Option<PgTimestamp>, bool)>(conn)
-            .map_err(Error::from)?;
+        let (answered_by, session_start, held): (i32, Option<PgTimestamp>, bool) =
+            send(conn, question)?;
         let watched = Arc::new(Watched {
             key: key.clone(),
             locator,

@@ -12,6 +12,7 @@ use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
 use crate::events::{self, What};
+use crate::send::send;
 use crate::transaction::{self, Transaction};
 
 /// # Transaction locks
@@ -114,11 +115,10 @@ impl AdvisoryLock {
             Transaction::None => return Err(Error::NotInTransaction),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
-        let query = TryAcquireXact {
-            id: &id,
-            mode: self.mode(),
-        };
-        let answer: Option<i32> = get_numbered_result!(query, conn)?;
+        let answer: Option<i32> = send(conn, |conn| {
+            let (id, mode) = (&id, self.mode());
+            get_numbered_result!(TryAcquireXact { id, mode }, conn)
+        })?;
         match answer {
             Some(1) => Ok(Attempt::Acquired(())),
             Some(0) => Ok(Attempt::Busy),

@@ -15,6 +15,7 @@ use crate::error::Result;
 use crate::functions::clock_timestamp;
 use crate::installed;
 use crate::schema::resource_control::service_request;
+use crate::send::send;
 use crate::time::Timestamp;
 
 /// A row of `resource_control.service_request`.
@@ -164,12 +165,14 @@ impl Slots {
 /// ```
 pub fn slots(conn: &mut PgConnection, service: &str, slots: u32) -> Result<Slots> {
     let slots = i16::try_from(slots).unwrap_or(i16::MAX);
-    let taken: Vec<(i16, Timestamp)> = service_request::table
-        .filter(of_service(service))
-        .filter(in_flight())
-        .select((service_request::slot, service_request::expires_at))
-        .load(conn)
-        .map_err(|error| installed::explain(conn, error, None))?;
+    let taken: Vec<(i16, Timestamp)> = send(conn, |conn| {
+        service_request::table
+            .filter(of_service(service))
+            .filter(in_flight())
+            .select((service_request::slot, service_request::expires_at))
+            .load(conn)
+    })
+    .map_err(|error| installed::explain(conn, error, None))?;
     let occupied: HashSet<i16> = taken.iter().map(|(slot, _)| *slot).collect();
     Ok(Slots {
         free: (0..slots).filter(|slot| !occupied.contains(slot)).collect(),

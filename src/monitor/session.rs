@@ -15,6 +15,7 @@ use super::lock_id::of_key;
 use super::locks::{AdvisoryLocks, advisory_lock};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
+use crate::send::send;
 use crate::text;
 
 /// The server session that holds an advisory lock, or waits for it.
@@ -151,8 +152,7 @@ pub fn waiters() -> _ {
 /// [`Error::EmptyName`], [`Error::Database`].
 pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>> {
     let _names = text::names_on(conn);
-    let query = holders().filter(of_key(key)?);
-    query.load(conn).map_err(Error::Database)
+    send(conn, |conn| holders().filter(of_key(key)?).load(conn)).map_err(Error::from)
 }
 
 /// Answers who waits for the lock, whoever waits longest first.
@@ -164,10 +164,11 @@ pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>>
 /// [`Error::EmptyName`], [`Error::Database`].
 pub fn waiters_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Waiter>> {
     let _names = text::names_on(conn);
-    let query = waiters()
-        .filter(of_key(key)?)
-        .order(advisory_lock::waiting_since);
-    query.load(conn).map_err(Error::Database)
+    send(conn, |conn| {
+        let query = waiters().filter(of_key(key)?);
+        query.order(advisory_lock::waiting_since).load(conn)
+    })
+    .map_err(Error::from)
 }
 
 #[cfg(test)]

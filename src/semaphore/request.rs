@@ -70,13 +70,9 @@ impl<'a> Request<'a> {
             Transaction::Open => return Err(Error::ClaimInTransaction),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
-        // Unless the server reports that no transaction is open, this mark stays.
-        transaction::mark_broken(conn);
-        let admission = self.ask(conn)?;
-        if transaction::is_marked(conn) {
-            Ok(Sent::InTransaction(admission))
-        } else {
-            Ok(Sent::Answered(admission))
+        match transaction::probed(conn, |conn| self.ask(conn)) {
+            (Ok(admission), true) => Ok(Sent::InTransaction(admission)),
+            (answer, _) => answer.map(Sent::Answered),
         }
     }
 

@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::events;
 use crate::installed;
 use crate::key::LockKey;
+use crate::send::send;
 use crate::transaction;
 
 /// The lock under which [`sync`] writes. Its key never changes.
@@ -137,10 +138,13 @@ fn compare(conn: &mut PgConnection, declared: &[Declared]) -> Result<(Vec<Declar
     let mut missing = Vec::new();
     let mut synced = Synced::default();
     for (label, microseconds) in declared {
-        let found: Found = diesel::sql_query(FIND)
-            .bind::<Text, _>(label)
-            .get_result(conn)
-            .map_err(|error| installed::explain(conn, error, None))?;
+        let find = |conn: &mut _| {
+            diesel::sql_query(FIND)
+                .bind::<Text, _>(label)
+                .get_result(conn)
+        };
+        let found: Found =
+            send(conn, find).map_err(|error| installed::explain(conn, error, None))?;
         match found.microseconds {
             None => missing.push((label.clone(), *microseconds)),
             Some(in_database) if in_database != *microseconds => {

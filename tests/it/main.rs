@@ -6,6 +6,7 @@
 mod adoption;
 mod borrowed_connections;
 mod copied_files;
+mod copies;
 mod crowds;
 mod errors;
 #[cfg(all(feature = "tracing", feature = "r2d2"))]

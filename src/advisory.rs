@@ -129,6 +129,10 @@ impl AdvisoryLock {
     /// Draws a [fencing token](AdvisoryLockGuard::fencing_token) in the round trip that takes a session
     /// lock. Costs a transaction id and a write to the log each time. Defaults to drawing it when it is
     /// asked for.
+    ///
+    /// The statement that takes the lock is then a commit that writes. Where `synchronous_standby_names` is set
+    /// it waits for the standbys, holding the lock, and neither the timeout of `acquire_timeout` nor a
+    /// `statement_timeout` ends that: see [`fencing_token`](AdvisoryLockGuard::fencing_token).
     #[must_use = "the handle itself stays as it is"]
     pub const fn fenced(mut self) -> Self {
         self.fenced = true;

@@ -199,6 +199,9 @@ pub enum Error {
     },
 
     /// The schema `resource_control` is missing, or older than this crate.
+    ///
+    /// Inside a transaction this is an [`Error::Database`], since the server's error has aborted the
+    /// transaction, and the catalogue cannot be asked what is missing.
     #[error(
         "the schema resource_control is missing or too old: call migrations::install, or run the files of migrations::write_to"
     )]
@@ -253,7 +256,8 @@ pub enum Error {
         source: std::io::Error,
     },
 
-    /// The role lacks a right.
+    /// The role lacks a right. Inside a transaction this is an [`Error::Database`], as
+    /// [`NotInstalled`](Error::NotInstalled) is.
     #[error("the role {role} lacks rights on the schema resource_control: {missing}")]
     MissingRights {
         /// The role that is connected.
@@ -326,9 +330,10 @@ pub enum Error {
     )]
     FenceOutsideTransaction,
 
-    /// A greater fencing token has passed the fence: somebody else has become the holder.
+    /// A greater fencing token has passed the fence: a later holder's.
     #[error(
-        "the fencing token {token} comes too late at the fence {name:?}: somebody else holds the lock or the slot now"
+        "the fencing token {token} is too old for the fence {name:?}, which a greater one has passed: a later holder \
+         has taken over the lock or the slot, so stop this work"
     )]
     Fenced {
         /// The fence.

@@ -69,7 +69,7 @@ impl Fence {
         }
     }
 
-    /// The name.
+    /// The name, without the prefix of a test.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -85,12 +85,16 @@ impl Fence {
     ///
     /// # Errors
     ///
-    /// - [`Error::Fenced`] if a greater token has passed.
+    /// - [`Error::Fenced`] if a greater token has passed: that of a later holder. Guards of one lock on one
+    ///   session have [one token](crate::AdvisoryLockGuard::fencing_token).
     /// - [`Error::FenceOutsideTransaction`] outside a transaction, where nothing would be protected. One
     ///   that was opened by a plain SQL `BEGIN` is not seen.
     /// - [`Error::EmptyName`], [`Error::TooLong`] and [`Error::NulCharacter`], before anything is sent.
-    /// - [`Error::NotInstalled`], [`Error::MissingRights`], [`Error::ReadOnly`], [`Error::Database`].
+    /// - [`Error::ReadOnly`] in a read-only transaction.
     /// - [`Error::StrictIsolation`] for a serialization failure.
+    /// - [`Error::Database`] for anything else, a missing schema or a missing right among it. Such an error
+    ///   has aborted the transaction, so this cannot ask the catalogue which of them it was, as operations
+    ///   outside a transaction do; the message of the server tells.
     pub fn pass(&self, conn: &mut PgConnection, token: i64) -> Result<()> {
         if self.name.is_empty() {
             return Err(Error::EmptyName);

@@ -126,7 +126,9 @@ impl<C: Lease> AdvisoryLockGuard<C> {
 
     /// Lends the connection whose session holds the lock.
     ///
-    /// Anything may run on it, transactions included; they must have ended when the guard goes.
+    /// Anything may run on it, transactions included; they must have ended when the guard goes. After a `COPY`
+    /// through Diesel, the next statement of the guard takes one more round trip, which reads what is left of
+    /// the rows.
     /// After `pg_advisory_unlock_all()` or `DISCARD ALL` the lock is lost, and
     /// [`release`](Self::release) answers an error.
     pub fn conn(&mut self) -> &mut PgConnection {
@@ -220,12 +222,28 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// where that is [`fenced`](crate::AdvisoryLock::fenced) and was free; otherwise the first call
     /// draws it, in one round trip. Of those who share a lock each has one, in no order.
     ///
+    /// Guards of one lock on one session, nested in each other, have one token, since they hold the lock
+    /// together: the first that was drawn among those that live. Only who takes exclusively what its session
+    /// holds shared draws one of its own, and the sharer's is then refused at a fence that the new one has
+    /// passed.
+    ///
     /// An empty message in the write-ahead log, `pg_logical_emit_message`, keeps it over a crash of the
     /// server. It is not kept where `synchronous_commit` is `off`, nor over a failover to an asynchronous
     /// standby: the next holder's may then be smaller.
     ///
+    /// # Blocking
+    ///
+    /// The transaction that draws a token waits for the log as every commit does: with
+    /// `synchronous_standby_names` set, for the standbys, without end while they are away. No timeout of a wait
+    /// for the lock and no `statement_timeout` ends this, because the statement itself is over by then. Only
+    /// `synchronous_commit = local` on the session bounds it, at the price of a token that a failover may give
+    /// again.
+    ///
     /// # Errors
     ///
+    /// - [`Error::TokenInTransaction`] if it is to be drawn while a transaction is open on the connection,
+    ///   also by a plain SQL `BEGIN`: nothing of it is in the log before the commit, and a crash would give
+    ///   the number again.
     /// - [`Error::LockLost`] if the lock is not held any more.
     /// - [`Error::Database`] if the server could not answer.
     pub fn fencing_token(&mut self) -> Result<i64> {

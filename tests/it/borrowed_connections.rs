@@ -312,3 +312,103 @@ fn a_doubtful_grant_under_a_panicking_instrumentation_does_not_abort_the_process
     drop(conn);
     Observer::of(&database).assert_free(LOCK.key());
 }
+
+/// Takes the names that Diesel is going to prepare its next statements under.
+fn take_the_names_of_prepared_statements(conn: &mut PgConnection) {
+    for number in 0..20 {
+        let _ = conn.batch_execute(&format!("PREPARE __diesel_stmt_{number} AS SELECT 1"));
+    }
+}
+
+#[test]
+fn a_release_that_cannot_be_prepared_is_sent_unprepared() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    for by_drop in [false, true] {
+        let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+        take_the_names_of_prepared_statements(guard.conn());
+        if by_drop {
+            drop(guard);
+        } else {
+            guard.release().unwrap();
+        }
+        assert_eq!(Observer::of(&database).all_held(), 0);
+        assert!(!AnsiTransactionManager::is_broken_transaction_manager(
+            &mut conn
+        ));
+    }
+}
+
+#[test]
+fn a_release_that_cannot_be_prepared_releases_one_hold_of_several() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let mut observer = Observer::of(&database);
+    let mut outer = LOCK.acquire_on(&mut conn).unwrap();
+    let mut inner = LOCK.acquire_on(outer.conn()).unwrap();
+    take_the_names_of_prepared_statements(inner.conn());
+    inner.release().unwrap();
+    assert_eq!(observer.all_held(), 1);
+    outer.release().unwrap();
+    assert_eq!(observer.all_held(), 0);
+}
+
+#[test]
+fn a_release_that_cannot_be_prepared_in_a_raw_transaction_says_that_it_was_left_open() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+    take_the_names_of_prepared_statements(guard.conn());
+    guard.conn().batch_execute("BEGIN").unwrap();
+    let released = guard.release();
+    assert!(
+        matches!(released, Err(Error::TransactionLeftOpen { .. })),
+        "{released:?}"
+    );
+    assert_eq!(Observer::of(&database).all_held(), 0);
+    conn.transaction(|_| QueryResult::Ok(())).unwrap();
+}
+
+#[test]
+fn an_attempt_that_cannot_be_prepared_leaves_the_connection_usable() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    let pid = backend_pid(&mut conn);
+    take_the_names_of_prepared_statements(&mut conn);
+    let failed = LOCK.try_acquire_on(&mut conn).map(drop);
+    assert!(matches!(failed, Err(Error::Database(_))), "{failed:?}");
+    assert!(!AnsiTransactionManager::is_broken_transaction_manager(
+        &mut conn
+    ));
+    conn.transaction(|_| QueryResult::Ok(())).unwrap();
+    assert_eq!(backend_pid(&mut conn), pid);
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+/// As outside of one: nobody got to know that the lock was granted.
+#[test]
+fn a_panic_between_the_grant_and_the_guard_ends_the_session_in_a_raw_transaction_too() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let mut conn = database.connect();
+    let pid = backend_pid(&mut conn);
+    conn.batch_execute("BEGIN").unwrap();
+    crate::support::panic_after_the_next_statement(&mut conn);
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        LOCK.try_acquire_on(&mut conn).map(drop)
+    }));
+    assert!(caught.is_err());
+    observer.assert_free(LOCK.key());
+    assert!(!observer.is_alive(pid));
+}
+
+#[test]
+fn a_panic_before_the_unlock_leaves_nothing_held() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let mut conn = database.connect();
+    let mut guard = LOCK.acquire_on(&mut conn).unwrap();
+    crate::support::panic_before_the_next_statement(guard.conn());
+    drop(guard);
+    observer.assert_free(LOCK.key());
+}

@@ -1,6 +1,6 @@
 //! What the feature `tracing` tells.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::{Mutex, Once};
@@ -25,6 +25,9 @@ type Fields = BTreeMap<&'static str, String>;
 thread_local! {
     /// The events of this thread, while they are collected.
     static COLLECTED: RefCell<Option<Vec<Fields>>> = const { RefCell::new(None) };
+
+    /// Whether the subscriber panics at each event of this thread that tells of a connection given up.
+    static PANICS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The events of all threads.
@@ -62,6 +65,9 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collector {
         TOLD_ANYWHERE.lock().unwrap().push(fields.clone());
         COLLECTED
             .with_borrow_mut(|collected| collected.iter_mut().for_each(|c| c.push(fields.clone())));
+        if PANICS.get() && fields["operation"] == "discard" {
+            panic!("in the subscriber");
+        }
     }
 }
 
@@ -283,4 +289,43 @@ fn a_late_release_that_came_too_late_is_told() {
         drop(permit);
         eventually_told("release", "timed_out", "id", "424242");
     });
+}
+
+#[test]
+fn a_subscriber_that_panics_keeps_no_connection_from_being_given_up() {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    let database = workbench::Database::new();
+    let pool = database.pool(2);
+    let mut observer = Observer::of(&database);
+    let events = told(|| {
+        PANICS.set(true);
+        for while_unwinding in [false, true] {
+            let mut guard = LOCK.acquire(&pool).unwrap();
+            let pid = guard.backend_pid();
+            guard.conn().batch_execute("BEGIN").unwrap();
+            if while_unwinding {
+                let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+                    let _guard = guard;
+                    panic!("in the protected work");
+                }));
+                assert!(caught.is_err());
+            } else {
+                drop(guard);
+            }
+            eventually("the session is given up", || !observer.is_alive(pid));
+        }
+
+        let conn = &mut database.connect();
+        let mut guard = LOCK.acquire_on(conn).unwrap();
+        AnsiTransactionManager::begin_transaction(guard.conn()).unwrap();
+        guard.conn().batch_execute("SELECT 1/0").unwrap_err();
+        drop(guard);
+        assert!(AnsiTransactionManager::is_broken_transaction_manager(conn));
+        PANICS.set(false);
+    });
+    let discarded = events
+        .iter()
+        .filter(|event| event["operation"] == "discard");
+    assert_eq!(discarded.count(), 3);
+    crate::support::assert_pool_whole(&pool, &database);
 }

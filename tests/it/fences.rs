@@ -1,9 +1,9 @@
 //! Fencing tokens of session locks, and the fence that checks them.
 
-use diesel::connection::SimpleConnection;
+use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::prelude::*;
 use diesel_interlock::{AdvisoryLock, Error, Fence};
-use workbench::{Cluster, RoundTrips, StopMode};
+use workbench::{Cluster, Database, RoundTrips, StopMode};
 
 use crate::semaphores::database;
 use crate::support::{Expect, Observer, eventually};
@@ -229,4 +229,169 @@ fn no_search_path_lets_a_smaller_token_pass() {
     .unwrap();
     pass(conn, 9).unwrap();
     assert!(matches!(pass(conn, 5), Err(Error::Fenced { .. })));
+}
+
+/// Its transaction id is not in the log before that commits: a crash would give it again.
+#[test]
+fn a_token_is_not_drawn_inside_an_open_transaction() {
+    let database = database();
+    let pool = database.pool(1);
+    let conn = &mut database.connect();
+    let mut guard = PLAIN.acquire(&pool).unwrap();
+    for _ in 0..2 {
+        guard.conn().batch_execute("BEGIN").unwrap();
+        let refused = guard.fencing_token();
+        assert!(
+            matches!(refused, Err(Error::TokenInTransaction)),
+            "{refused:?}"
+        );
+        guard.conn().batch_execute("COMMIT").unwrap();
+    }
+    let token = guard.fencing_token().unwrap();
+    guard.conn().batch_execute("BEGIN").unwrap();
+    assert_eq!(guard.fencing_token().unwrap(), token);
+    guard.conn().batch_execute("COMMIT").unwrap();
+    guard.release().unwrap();
+
+    let mut guard = PLAIN.acquire_on(conn).unwrap();
+    AnsiTransactionManager::begin_transaction(guard.conn()).unwrap();
+    let refused = guard.fencing_token();
+    assert!(
+        matches!(refused, Err(Error::TokenInTransaction)),
+        "{refused:?}"
+    );
+    AnsiTransactionManager::commit_transaction(guard.conn()).unwrap();
+    guard.conn().batch_execute("BEGIN").unwrap();
+    guard.conn().batch_execute("SELECT 1/0").unwrap_err();
+    assert!(matches!(guard.fencing_token(), Err(Error::Database(_))));
+    guard.conn().batch_execute("ROLLBACK").unwrap();
+    assert!(guard.fencing_token().unwrap() > token);
+    guard.release().unwrap();
+    conn.transaction(|_| QueryResult::Ok(())).unwrap();
+
+    conn.begin_test_transaction().unwrap();
+    let mut guard = PLAIN.acquire_on(conn).unwrap();
+    guard.fencing_token().unwrap();
+}
+
+#[test]
+fn guards_of_one_lock_on_one_session_have_one_token() {
+    let database = database();
+    let pool = database.pool(2);
+    for (outer, inner) in [(&LOCK, &LOCK), (&PLAIN, &PLAIN), (&LOCK, &PLAIN)] {
+        let mut outer_guard = outer.acquire(&pool).unwrap();
+        let token = outer_guard.fencing_token().unwrap();
+        let mut inner_guard = inner.acquire_on(outer_guard.conn()).unwrap();
+        assert_eq!(inner_guard.fencing_token().unwrap(), token);
+        let mut third = LOCK
+            .clone()
+            .shared()
+            .acquire_on(inner_guard.conn())
+            .unwrap();
+        assert_eq!(third.fencing_token().unwrap(), token);
+        pass(&mut pool.get().unwrap(), token).unwrap();
+        third.release().unwrap();
+        inner_guard.release().unwrap();
+        pass(&mut pool.get().unwrap(), token).unwrap();
+        outer_guard.release().unwrap();
+
+        let mut next = outer.acquire(&pool).unwrap();
+        assert!(next.fencing_token().unwrap() > token);
+        next.release().unwrap();
+    }
+    // Another lock on the same session is held by itself.
+    let mut outer = LOCK.acquire(&pool).unwrap();
+    let token = outer.fencing_token().unwrap();
+    let other = AdvisoryLock::named("fenced, another").fenced();
+    let mut inner = other.acquire_on(outer.conn()).unwrap();
+    assert!(inner.fencing_token().unwrap() > token);
+}
+
+/// As every commit does. `statement_timeout` has ended by then.
+#[test]
+fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_locally() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut observer = Observer::of(&database);
+    let conn = &mut database.connect();
+    // The only standby that is waited for does not exist.
+    observer
+        .conn()
+        .batch_execute("SET synchronous_commit = local")
+        .unwrap();
+    let standbys = |observer: &mut Observer, names: &str| {
+        let change = format!("ALTER SYSTEM SET synchronous_standby_names = '{names}'");
+        observer.conn().batch_execute(&change).unwrap();
+        observer
+            .conn()
+            .batch_execute("SELECT pg_reload_conf()")
+            .unwrap();
+    };
+    standbys(&mut observer, "nobody");
+    eventually("the setting is in force", || {
+        crate::support::setting(conn, "synchronous_standby_names") == "nobody"
+    });
+
+    conn.batch_execute("SET statement_timeout = '100ms'")
+        .unwrap();
+    let timeout = std::time::Duration::from_millis(10);
+    std::thread::scope(|scope| {
+        let fenced = scope.spawn(|| {
+            let guard = LOCK.acquire_timeout_on(conn, timeout).unwrap();
+            let mut guard = guard.expect_acquired();
+            guard.fencing_token().unwrap();
+            guard.release().unwrap();
+        });
+        eventually("it waits for the standby, and holds the lock", || {
+            let waiting = crate::support::number(
+                observer.conn(),
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+                 AND wait_event = 'SyncRep'",
+            );
+            waiting == 1 && observer.holders(LOCK.key()) == 1
+        });
+        let local = &mut database.connect();
+        local
+            .batch_execute("SET synchronous_commit = local")
+            .unwrap();
+        let other = AdvisoryLock::named("fenced, locally").fenced();
+        other.acquire_on(local).unwrap().release().unwrap();
+        standbys(&mut observer, "");
+        fenced.join().unwrap();
+    });
+    observer.assert_free(LOCK.key());
+}
+
+/// The error has aborted the transaction that a fence is passed in, and nothing more can be asked.
+#[test]
+fn a_fence_that_is_not_installed_or_not_allowed_is_an_error_of_the_database() {
+    let bare = &mut Database::new().connect();
+    let refused = pass(bare, 1);
+    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+
+    let cluster = Cluster::start();
+    let conn = &mut cluster.database().connect();
+    diesel_interlock::migrations::install(conn).unwrap();
+    conn.batch_execute("CREATE ROLE limited; SET ROLE limited")
+        .unwrap();
+    let refused = pass(conn, 1);
+    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+}
+
+#[cfg(feature = "testing")]
+#[test]
+fn fences_of_tests_with_a_prefix_each_do_not_meet() {
+    use diesel_interlock::testing::key_prefix;
+    let database = database();
+    let conn = &mut database.connect();
+    {
+        let _prefix = key_prefix("one test");
+        pass(conn, 9).unwrap();
+        assert!(matches!(pass(conn, 8), Err(Error::Fenced { .. })));
+    }
+    let _prefix = key_prefix("another test");
+    pass(conn, 1).unwrap();
+    let too_long = Fence::new("x".repeat(1000));
+    let refused = conn.transaction(|conn| too_long.pass(conn, 1));
+    assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
 }

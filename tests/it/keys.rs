@@ -220,3 +220,31 @@ fn a_number_is_that_of_a_bigint_and_never_of_a_pair() {
     assert_eq!(LockId::BigInt(-7).as_bigint(), Some(-7));
     assert_eq!(LockId::Pair(0, -7).as_bigint(), None);
 }
+
+/// Its `Display` fails, at which `to_string` panics.
+pub(crate) struct Unprintable;
+
+impl std::fmt::Display for Unprintable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("half")?;
+        Err(std::fmt::Error)
+    }
+}
+
+#[test]
+fn a_part_that_cannot_be_formatted_is_an_error_of_the_first_operation() {
+    let key = LockKey::parts([Unprintable]);
+    assert!(matches!(key.id(), Err(Error::Unformatted)), "{key}");
+    assert_eq!(key.to_string(), "\"\" (not formatted)");
+    assert_ne!(key, LockKey::named(""));
+    assert_ne!(key, LockKey::named("half"));
+    let parts: [&dyn std::fmt::Display; 3] = [&"tenant", &Unprintable, &7];
+    let key = LockKey::parts(parts);
+    assert_eq!(key.to_string(), "\"tenant \" (not formatted)");
+
+    let database = workbench::Database::new();
+    let conn = &mut database.connect();
+    let lock = AdvisoryLock::new(key);
+    let refused = lock.try_acquire_on(conn).map(drop);
+    assert!(matches!(refused, Err(Error::Unformatted)), "{refused:?}");
+}

@@ -122,3 +122,21 @@ fn a_refused_inner_guard_leaves_the_outer_alone() {
     outer.release().unwrap();
     assert_pool_whole(&pool, &database);
 }
+
+/// The inner guard puts the mark back as it goes, and the next statement takes it off again.
+#[test]
+fn what_was_marked_under_an_inner_guard_does_not_get_into_the_pool() {
+    let database = Database::new();
+    let pool = database.pool(1);
+    let mut outer = OUTER.acquire(&pool).unwrap();
+    let pid = outer.backend_pid();
+    let mut inner = INNER.acquire_on(outer.conn()).unwrap();
+    AnsiTransactionManager::transaction_manager_status_mut(inner.conn()).set_in_error();
+    inner.release().unwrap();
+    outer.conn().batch_execute("SELECT 1").unwrap();
+    outer.release().unwrap();
+
+    let mut observer = Observer::of(&database);
+    crate::support::eventually("the session is given up", || !observer.is_alive(pid));
+    assert_pool_whole(&pool, &database);
+}

@@ -5,7 +5,7 @@ use std::time::Duration;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::r2d2::{CustomizeConnection, Pool};
-use diesel_interlock::{AdvisoryLock, Error};
+use diesel_interlock::{AdvisoryLock, Error, PgPool, Sessions, probe_sessions};
 use workbench::Database;
 
 use crate::support::{Expect, Observer, assert_pool_whole, backend_pid, foreign_session_holding};
@@ -173,4 +173,71 @@ fn a_mark_that_was_made_under_the_guard_is_honoured() {
     let mut observer = Observer::of(&database);
     crate::support::eventually("the session is given up", || !observer.is_alive(pid));
     assert_pool_whole(&pool, &database);
+}
+
+/// Two connections of the pool, of which one was left in a transaction that has work in it. `dirty_first` says
+/// which of them the pool gives out first.
+fn pool_with_abandoned_work(database: &Database, dirty_first: bool) -> (PgPool, i32) {
+    let pool = database.pool(2);
+    let (mut clean, mut dirty) = (pool.get().unwrap(), pool.get().unwrap());
+    clean
+        .batch_execute("CREATE TABLE IF NOT EXISTS work (id int); TRUNCATE work")
+        .unwrap();
+    dirty
+        .batch_execute("BEGIN; INSERT INTO work VALUES (1)")
+        .unwrap();
+    let pid = backend_pid(&mut dirty);
+    // The pool gives out what came back last.
+    if dirty_first {
+        drop(clean);
+        drop(dirty);
+    } else {
+        drop(dirty);
+        drop(clean);
+    }
+    (pool, pid)
+}
+
+#[track_caller]
+fn assert_given_up_and_not_committed(database: &Database, pid: i32) {
+    let mut observer = Observer::of(database);
+    crate::support::eventually("the session is given up", || !observer.is_alive(pid));
+    let committed = crate::support::number(observer.conn(), "SELECT count(*) FROM work");
+    assert_eq!(committed, 0);
+}
+
+#[test]
+fn abandoned_work_in_the_pool_is_never_committed_by_a_lock() {
+    let database = Database::new();
+    let (pool, pid) = pool_with_abandoned_work(&database, false);
+    let guard = LOCK.acquire(&pool).unwrap();
+    assert_ne!(guard.backend_pid(), pid);
+    assert_given_up_and_not_committed(&database, pid);
+    guard.release().unwrap();
+    assert_pool_whole(&pool, &database);
+
+    let (pool, pid) = pool_with_abandoned_work(&database, true);
+    let refused = LOCK.acquire(&pool).map(drop);
+    assert!(
+        matches!(refused, Err(Error::TransactionInPool)),
+        "{refused:?}"
+    );
+    assert_given_up_and_not_committed(&database, pid);
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn abandoned_work_in_the_pool_is_never_committed_by_the_probe() {
+    for dirty_first in [false, true] {
+        let database = Database::new();
+        let (pool, pid) = pool_with_abandoned_work(&database, dirty_first);
+        let probed = probe_sessions(&pool);
+        assert!(
+            matches!(probed, Err(Error::TransactionInPool)),
+            "{probed:?}"
+        );
+        assert_given_up_and_not_committed(&database, pid);
+        assert_pool_whole(&pool, &database);
+        assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Own);
+    }
 }

@@ -55,13 +55,13 @@ fn one_to_begin_to_watch() {
 }
 
 #[test]
-fn five_to_look_for_a_pooler_once_per_connection() {
+fn six_to_look_for_a_pooler_once_per_connection() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy, 2);
     let probe = || assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Own);
-    assert_eq!(proxy.count(probe), 5);
-    assert_eq!(proxy.count(probe), 5);
+    assert_eq!(proxy.count(probe), 6);
+    assert_eq!(proxy.count(probe), 6);
 
     let lock = || {
         LOCK.try_acquire(&pool)

@@ -34,6 +34,10 @@ fn bad_input_is_an_error_that_changes_nothing() {
         REBUILD.key("").attempt(conn, "me"),
         Err(Error::EmptyKey)
     ));
+    assert!(matches!(
+        REBUILD.key(crate::keys::Unprintable).attempt(conn, "me"),
+        Err(Error::Unformatted)
+    ));
     let unknown = Throttle::of(ResourceLabel("no such".into()));
     for refused in [
         unknown.attempt(conn, "me"),

@@ -8,7 +8,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 #[cfg(feature = "r2d2")]
 use std::time::Duration;
 
-use diesel::data_types::PgTimestamp;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
@@ -16,7 +15,7 @@ use self::release::is_closed;
 use super::lease::{Lease, Pinned};
 use super::mode::LockMode;
 use super::query::{DrawToken, IsHeld};
-use super::token::{Session, Token};
+use super::token::Token;
 #[cfg(feature = "r2d2")]
 use super::watch::{Watch, Watches};
 use crate::error::{Error, Result};
@@ -223,9 +222,10 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// draws it, in one round trip. Of those who share a lock each has one, in no order.
     ///
     /// Guards of one lock on one session, nested in each other, have one token, since they hold the lock
-    /// together: the first that was drawn among those that live. Only who takes exclusively what its session
-    /// holds shared draws one of its own, and the sharer's is then refused at a fence that the new one has
-    /// passed.
+    /// together: the first that was drawn among those that live. The session gets a name for this, in the
+    /// setting `diesel_interlock.session`; after a `RESET ALL` between the two guards they are not known to
+    /// share a session. A guard that takes exclusively what its session holds shared draws a token of its own,
+    /// because it comes after other sharers. A fence that this one has passed refuses the sharer's.
     ///
     /// An empty message in the write-ahead log, `pg_logical_emit_message`, keeps it over a crash of the
     /// server. It is not kept where `synchronous_commit` is `off`, nor over a failover to an asynchronous
@@ -259,7 +259,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             send(conn, |conn| {
                 let locator = &id.into();
                 let draw = DrawToken { locator, mode };
-                draw.get_result::<(i32, Option<PgTimestamp>, Option<i64>)>(conn)
+                draw.get_result::<(i32, String, Option<i64>)>(conn)
             })
         });
         if in_transaction {
@@ -271,11 +271,11 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             source,
         };
         match drawn {
-            Ok((pid, start, Some(number))) if pid == self.hold.pid => {
+            Ok((pid, session, Some(number))) if pid == self.hold.pid => {
                 if in_transaction {
                     return Err(Error::TokenInTransaction);
                 }
-                let token = Token::drawn(Session { pid, start }, id, mode, number);
+                let token = Token::drawn(session, id, mode, number);
                 let number = token.number();
                 self.hold.fencing_token = Some(token);
                 Ok(number)

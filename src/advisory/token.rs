@@ -3,8 +3,6 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use diesel::data_types::PgTimestamp;
-
 use super::mode::LockMode;
 use crate::key::LockId;
 
@@ -14,18 +12,11 @@ pub(super) struct Token(Arc<Drawn>);
 
 #[derive(Debug)]
 struct Drawn {
-    session: Session,
+    /// The name that the session has, until somebody resets it.
+    session: String,
     id: LockId,
     mode: LockMode,
     number: i64,
-}
-
-/// A server session. The server uses a pid again, and another server has its own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Session {
-    pub(super) pid: i32,
-    /// `None` where it is hidden: the session is then like no other.
-    pub(super) start: Option<PgTimestamp>,
 }
 
 static LIVE: Mutex<Vec<Weak<Drawn>>> = Mutex::new(Vec::new());
@@ -33,7 +24,7 @@ static LIVE: Mutex<Vec<Weak<Drawn>>> = Mutex::new(Vec::new());
 impl Token {
     /// The token of a guard for which the session has just drawn this number: that of a guard further out, if
     /// there is one.
-    pub(super) fn drawn(session: Session, id: LockId, mode: LockMode, number: i64) -> Self {
+    pub(super) fn drawn(session: String, id: LockId, mode: LockMode, number: i64) -> Self {
         let drawn = Drawn {
             session,
             id,
@@ -62,8 +53,7 @@ impl Drawn {
     /// Who takes exclusively what its session holds shared comes after other sharers, and needs a token of its
     /// own.
     fn covers(&self, inner: &Self) -> bool {
-        self.session.start.is_some()
-            && self.session == inner.session
+        self.session == inner.session
             && self.id == inner.id
             && (self.mode == LockMode::Exclusive || inner.mode == LockMode::Shared)
     }
@@ -76,37 +66,23 @@ mod tests {
 
     #[test]
     fn guards_that_hold_a_lock_together_have_one_token() {
-        let here = Session {
-            pid: -1,
-            start: Some(PgTimestamp(1)),
-        };
         let (id, other_id) = (LockId::BigInt(1), LockId::Pair(0, 1));
-        let later = Session {
-            start: Some(PgTimestamp(2)),
-            ..here
-        };
-        let hidden = Session {
-            start: None,
-            ..here
-        };
-        let outer = Token::drawn(here, id, Exclusive, 10);
-        let hidden_outer = Token::drawn(hidden, id, Exclusive, 10);
-        let token = |session, id, mode| Token::drawn(session, id, mode, 11).number();
-        assert_eq!(token(here, id, Exclusive), 10);
-        assert_eq!(token(here, id, Shared), 10);
-        assert_eq!(token(here, other_id, Exclusive), 11);
-        assert_eq!(token(later, id, Exclusive), 11);
-        assert_eq!(token(Session { pid: -2, ..here }, id, Exclusive), 11);
-        assert_eq!(token(hidden, id, Exclusive), 11);
-        drop((outer, hidden_outer));
-        assert_eq!(token(here, id, Exclusive), 11);
+        let outer = Token::drawn("here".into(), id, Exclusive, 10);
+        let token = |session: &str, id, mode| Token::drawn(session.into(), id, mode, 11).number();
+        assert_eq!(token("here", id, Exclusive), 10);
+        assert_eq!(token("here", id, Shared), 10);
+        assert_eq!(token("here", other_id, Exclusive), 11);
+        assert_eq!(token("elsewhere", id, Exclusive), 11);
+        drop(outer);
+        assert_eq!(token("here", id, Exclusive), 11);
 
-        let sharer = Token::drawn(here, id, Shared, 20);
-        let upgraded = Token::drawn(here, id, Exclusive, 21);
+        let token = |mode, number| Token::drawn("here".into(), id, mode, number);
+        let sharer = token(Shared, 20);
+        let upgraded = token(Exclusive, 21);
         assert_eq!(upgraded.number(), 21);
-        assert_eq!(Token::drawn(here, id, Shared, 22).number(), 21);
+        assert_eq!(token(Shared, 22).number(), 21);
         drop(upgraded);
-        assert_eq!(Token::drawn(here, id, Shared, 23).number(), 20);
+        assert_eq!(token(Shared, 23).number(), 20);
         drop(sharer);
     }
 }

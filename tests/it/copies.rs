@@ -220,8 +220,7 @@ fn a_raw_transaction_is_seen_through_a_copy() {
         let refused = LOCK.try_acquire_on(conn).map(drop);
         assert!(matches!(refused, Err(Error::InTransaction)), "{refused:?}");
         assert_eq!(Observer::of(&database).all_held(), 0);
-        conn.batch_execute("INSERT INTO copied VALUES (0); COMMIT")
-            .unwrap();
+        conn.batch_execute("CREATE TABLE later (); COMMIT").unwrap();
 
         let mut guard = LOCK.acquire(&pool).unwrap();
         let pid = guard.backend_pid();

@@ -365,12 +365,13 @@ fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_local
 /// The error has aborted the transaction that a fence is passed in, and nothing more can be asked.
 #[test]
 fn a_fence_that_is_not_installed_or_not_allowed_is_an_error_of_the_database() {
-    let bare = &mut Database::new().connect();
-    let refused = pass(bare, 1);
+    let database = Database::new();
+    let refused = pass(&mut database.connect(), 1);
     assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
 
     let cluster = Cluster::start();
-    let conn = &mut cluster.database().connect();
+    let database = cluster.database();
+    let conn = &mut database.connect();
     diesel_interlock::migrations::install(conn).unwrap();
     conn.batch_execute("CREATE ROLE limited; SET ROLE limited")
         .unwrap();

@@ -30,10 +30,6 @@ pub(crate) const HELD_BY_THIS_SESSION: &str = "SELECT FROM pg_catalog.pg_locks \
     AND database OPERATOR(pg_catalog.=) (SELECT oid FROM pg_catalog.pg_database \
     WHERE datname OPERATOR(pg_catalog.=) pg_catalog.current_database())";
 
-/// When this session began.
-pub(super) const SESSION_START: &str = "(SELECT backend_start FROM pg_catalog.pg_stat_activity \
-    WHERE pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid())";
-
 prepared_query!(IsHeld -> (Integer, Bool));
 
 impl QueryFragment<Pg> for IsHeld<'_> {
@@ -61,9 +57,11 @@ prepared_query!(WatchedFrom -> (Integer, Nullable<Timestamptz>, Bool));
 #[cfg(feature = "r2d2")]
 impl QueryFragment<Pg> for WatchedFrom<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql("SELECT pg_catalog.pg_backend_pid(), ");
-        out.push_sql(SESSION_START);
-        out.push_sql(", ");
+        out.push_sql(
+            "SELECT pg_catalog.pg_backend_pid(), (SELECT backend_start \
+             FROM pg_catalog.pg_stat_activity \
+             WHERE pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid()), ",
+        );
         push_is_held(&mut out, self.locator, self.mode)
     }
 }

@@ -1,15 +1,14 @@
 //! Fencing tokens, drawn with the lock or afterwards.
 
-use diesel::data_types::PgTimestamp;
 use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
-use diesel::sql_types::{BigInt, Integer, Nullable, Text, Timestamptz};
+use diesel::sql_types::{BigInt, Integer, Nullable, Text};
 
-use super::held::{Locator, SESSION_START, push_is_held};
+use super::held::{Locator, push_is_held};
 use super::push_key;
 use crate::advisory::mode::LockMode;
-use crate::advisory::token::{Session, Token};
+use crate::advisory::token::Token;
 use crate::key::LockId;
 
 /// As [`TryAcquireCarefully`](super::TryAcquireCarefully), and draws a fencing token if the lock is granted: a transaction id, of which
@@ -24,26 +23,29 @@ pub(crate) struct TryAcquireFenced<'a> {
 #[derive(Debug, Queryable)]
 pub(crate) struct TryAcquiredFenced {
     pub(crate) pid: i32,
-    pub(crate) session_start: Option<PgTimestamp>,
+    pub(crate) session: String,
     /// As it was before; `None` before PostgreSQL 14.
     pub(crate) idle_session_timeout: Option<String>,
     /// `None` on a hot standby, where nothing was tried; 0 if the lock was not granted.
     pub(crate) token: Option<i64>,
 }
 
-prepared_query!(TryAcquireFenced -> (Integer, Nullable<Timestamptz>, Nullable<Text>, Nullable<BigInt>));
+prepared_query!(TryAcquireFenced -> (Integer, Text, Nullable<Text>, Nullable<BigInt>));
 
 impl TryAcquiredFenced {
     /// The token, if the lock was granted.
     pub(crate) fn token(&self, id: LockId, mode: LockMode) -> Option<Token> {
-        let session = Session {
-            pid: self.pid,
-            start: self.session_start,
-        };
         let number = self.token.filter(|number| *number != 0)?;
-        Some(Token::drawn(session, id, mode, number))
+        Some(Token::drawn(self.session.clone(), id, mode, number))
     }
 }
+
+/// Which session this is: a name that it is given when it draws its first token. The pid is used again, and
+/// `pg_stat_activity` costs more the more sessions there are.
+const SESSION: &str = "CASE WHEN COALESCE(pg_catalog.current_setting('diesel_interlock.session', true), '') \
+    OPERATOR(pg_catalog.<>) '' THEN pg_catalog.current_setting('diesel_interlock.session') \
+    ELSE pg_catalog.set_config('diesel_interlock.session', \
+    pg_catalog.gen_random_uuid()::pg_catalog.text, false) END";
 
 /// Drawn once the lock is held: whoever holds it next draws later.
 ///
@@ -55,7 +57,7 @@ const TOKEN: &str = "CASE WHEN pg_catalog.pg_logical_emit_message(true, 'diesel_
 impl QueryFragment<Pg> for TryAcquireFenced<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql("SELECT pg_catalog.pg_backend_pid(), ");
-        out.push_sql(SESSION_START);
+        out.push_sql(SESSION);
         out.push_sql(
             ", pg_catalog.current_setting('idle_session_timeout', true), \
              CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
@@ -83,12 +85,12 @@ pub(crate) struct DrawToken<'a> {
     pub(crate) mode: LockMode,
 }
 
-prepared_query!(DrawToken -> (Integer, Nullable<Timestamptz>, Nullable<BigInt>));
+prepared_query!(DrawToken -> (Integer, Text, Nullable<BigInt>));
 
 impl QueryFragment<Pg> for DrawToken<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql("SELECT pg_catalog.pg_backend_pid(), ");
-        out.push_sql(SESSION_START);
+        out.push_sql(SESSION);
         out.push_sql(", CASE WHEN ");
         push_is_held(&mut out, self.locator, self.mode)?;
         out.push_sql(" THEN ");

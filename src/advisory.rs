@@ -1,6 +1,5 @@
 //! Advisory locks: the handle, and the two scopes in which it can be taken.
 
-mod first_wait;
 mod guard;
 mod lease;
 mod mode;
@@ -57,7 +56,7 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 /// | held | until the transaction ends | until the guard is released, over many transactions |
 /// | by | the transaction | the session, whose connection the guard pins |
 /// | behind a pooler in transaction mode | safe | **unsafe** |
-/// | deadlocks | detected by PostgreSQL | not detected: use a timeout, or one order |
+/// | deadlocks | detected by PostgreSQL | not detected: use a timeout, or one order, that of [`LockId`](crate::LockId) |
 ///
 /// # Examples
 ///
@@ -166,6 +165,12 @@ impl AdvisoryLock {
 /// The first time that a process meets one it takes one more round trip; from then on it sends the longer
 /// statement at once. So does a [`fenced`](Self::fenced) lock.
 ///
+/// An `idle_session_timeout` that comes into force while a lock is held, by a reload of the server's
+/// configuration, ends an idle session and so loses the lock, which the release reports as
+/// [`Error::LockLost`](crate::Error::LockLost). Setting it to 0 with every lock would prevent that, but
+/// would make a lock and its release 3 to 6 % slower. A session with a value of its own is not reached by a
+/// reload: connect with `options=-c idle_session_timeout=0`, or use `ALTER ROLE … SET`.
+///
 /// # Errors of all of them
 ///
 /// - [`Error::EmptyName`](crate::Error::EmptyName), before anything is sent.
@@ -223,31 +228,39 @@ impl AdvisoryLock {
     /// Takes the lock, on a connection out of the pool; waits for it as long as it takes.
     ///
     /// One round trip beyond the pool's own check-out if the lock is free. Otherwise one more for
-    /// each half second of waiting, and one more after the first of them.
+    /// each 200 milliseconds of waiting, and one after each of them that ends without the lock.
     ///
     /// # Blocking
     ///
     /// Waits for a connection as [`try_acquire`](Self::try_acquire) does, and then for the lock,
-    /// without end; [`acquire_timeout`](Self::acquire_timeout) ends the wait.
+    /// without end; [`acquire_timeout`](Self::acquire_timeout) ends the wait. Once it waits for the lock,
+    /// a pool that has no connection in time does not end the wait.
     ///
-    /// Who waits occupies a connection. So that a crowd of waiters does not take the pool from everybody
-    /// else, the threads of a process that wait on the server occupy no more than half as many
-    /// connections as the pool may have (and one at least). The others hold none: they try when one of
-    /// those has the lock or gives up, and otherwise now and then, together about two hundred times a
-    /// second at most.
+    /// A thread that waits on the server occupies a connection. So that a crowd of waiters does not take
+    /// the pool from everybody else, the waiting threads of a process occupy no more than half as many
+    /// connections as the pool may have (and one at least). The keys that are waited for share these
+    /// connections equally, or take turns. The other threads hold no connection: they try when it is
+    /// their turn, and otherwise now and then, together about two hundred times a second at most, of
+    /// which each key has the same share. So a thread that is alone at its key hardly waits longer
+    /// because of a crowd at another.
     ///
-    /// The wait on the server is cut in slices of half a second, shorter than `deadlock_timeout`: a waiter's
-    /// snapshot and the holder's `CREATE INDEX CONCURRENTLY` would otherwise wait for each other.
-    /// Hence
-    /// - no order among waiters is promised: the place in the queue is lost between slices;
+    /// The wait on the server is cut into slices of 200 milliseconds, or of half of `deadlock_timeout`
+    /// where that is shorter. Otherwise a waiter's snapshot and the holder's `CREATE INDEX
+    /// CONCURRENTLY` would wait for each other. Hence
+    /// - a holder that sets a `lock_timeout` and then waits for snapshots, as `CREATE INDEX CONCURRENTLY`
+    ///   does, needs one of more than a slice: 300 milliseconds or more;
+    /// - no order among waiters is promised, because the place in the queue is lost between slices;
     /// - PostgreSQL does not detect a deadlock of two sessions that wait for each other's locks;
     /// - two sharers that both ask for the exclusive lock wait for each other for ever;
-    /// - each slice that ends without the lock is an error entry in the server's log: the first about
-    ///   `lock_timeout`, the others with the constraint name `diesel_interlock_lock_not_granted`.
+    /// - each slice that ends without the lock is an error entry in the server's log, about
+    ///   `lock_timeout`;
+    /// - `pg_cancel_backend` ends the wait with the server's error. A cancellation within the last
+    ///   hundredth of a slice is taken for the slice's timeout, and the wait goes on, because Diesel does
+    ///   not tell the two errors apart and the server's messages are localised.
     ///
-    /// All slices but the first need the language `plpgsql`, which is there and free for all by default.
-    ///
-    /// The user's own `statement_timeout` and `lock_timeout` do not cut the wait short.
+    /// The user's own `statement_timeout`, `lock_timeout` and `transaction_timeout` do not cut the wait
+    /// short. Where one of them would end a slice, the slice takes two round trips more, for a
+    /// transaction of its own in which they are lifted.
     ///
     /// # Errors
     ///
@@ -277,6 +290,17 @@ impl AdvisoryLock {
     /// Those of [all session locks](#errors-of-all-of-them).
     pub fn acquire_on<'conn>(&self, conn: &'conn mut PgConnection) -> Result<BorrowedGuard<'conn>> {
         session::acquire(self, conn)
+    }
+
+    /// Takes the lock, on the given connection; waits for it as long as it takes, by asking again and again,
+    /// with a growing pause of 20 to 250 milliseconds. Unlike another waiter it has no snapshot in between,
+    /// so that the holder's migrations may have any `lock_timeout`.
+    #[cfg(feature = "migrations")]
+    pub(crate) fn acquire_without_snapshot_on<'conn>(
+        &self,
+        conn: &'conn mut PgConnection,
+    ) -> Result<BorrowedGuard<'conn>> {
+        session::acquire_without_snapshot(self, conn)
     }
 
     /// Takes the lock, on a connection out of the pool; waits at most `timeout` for both.

@@ -63,7 +63,19 @@ enum Number {
 }
 
 /// The number that PostgreSQL locks, in either of its two separate key spaces.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+///
+/// Its order is the one order in which sessions that need several locks can take them without a
+/// deadlock: `bigint` keys come before pairs, and each are ordered by their numbers.
+///
+/// ```
+/// use diesel_interlock::LockKey;
+///
+/// let mut ids = [LockKey::pair(0, 1).id()?, LockKey::named("b").id()?, LockKey::bigint(7).id()?];
+/// ids.sort();
+/// assert_eq!(ids[2], LockKey::pair(0, 1).id()?);
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LockId {
     /// One 64-bit number, as in `pg_advisory_lock(bigint)`.
     BigInt(i64),

@@ -144,6 +144,8 @@ mod attempt;
 mod background;
 #[cfg(feature = "r2d2")]
 mod clock;
+#[cfg(feature = "r2d2")]
+mod crowds;
 mod error;
 mod events;
 mod fence;
@@ -157,7 +159,7 @@ pub mod migrations;
 pub mod monitor;
 #[cfg(feature = "r2d2")]
 mod panics;
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "migrations"))]
 mod pauses;
 #[cfg(feature = "r2d2")]
 mod pool;

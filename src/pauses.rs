@@ -1,137 +1,107 @@
 //! How long to wait before asking again for a slot, or for a lock that is waited for without a connection.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const SHORTEST: Duration = Duration::from_millis(2);
+#[cfg(feature = "r2d2")]
 const LONGEST: Duration = Duration::from_millis(100);
 
-/// The waiters of a crowd ask one after the other, so far apart on average, however many there are:
-/// what bounds the load that they put on the server.
-const APART: Duration = Duration::from_millis(5);
-
-/// The threads of this process that wait so for one kind of thing.
-#[derive(Debug)]
-pub(crate) struct Crowd(AtomicU32);
-
-impl Crowd {
-    pub(crate) const fn new() -> Self {
-        Self(AtomicU32::new(0))
-    }
-}
-
-/// A wait that asks again and again, until its deadline.
+/// The pauses of a wait that asks again and again. They grow by half each.
 #[derive(Debug)]
 pub(crate) struct Pauses {
-    crowd: &'static Crowd,
-    /// What the clock cannot express is never.
-    deadline: Option<Instant>,
     length: Duration,
+    longest: Duration,
+    taken: u64,
     random: RandomState,
 }
 
 impl Pauses {
-    /// Joins the crowd.
-    pub(crate) fn until(deadline: Option<Instant>, crowd: &'static Crowd) -> Self {
-        crowd.0.fetch_add(1, Ordering::Relaxed);
+    #[cfg(feature = "r2d2")]
+    pub(crate) fn new() -> Self {
+        Self::between(SHORTEST, LONGEST)
+    }
+
+    pub(crate) fn between(shortest: Duration, longest: Duration) -> Self {
         Self {
-            crowd,
-            deadline,
-            length: SHORTEST,
+            length: shortest,
+            longest,
+            taken: 0,
             random: RandomState::new(),
         }
     }
 
-    pub(crate) fn remaining(&self) -> Duration {
-        self.deadline.map_or(Duration::MAX, |deadline| {
-            deadline.saturating_duration_since(Instant::now())
-        })
-    }
-
-    /// How long to wait before it is time to ask again; `None` if the wait is over. No longer than until
-    /// what it waits for is surely free, unless a crowd of waiters would then ask all at once.
-    pub(crate) fn next(&mut self, surely_free: Duration) -> Option<Duration> {
-        let remaining = self.remaining();
+    /// How long to wait before it is time to ask again; `None` if the wait is over. At least `apart` on
+    /// average, and no longer than until what it waits for is surely free, unless a crowd of waiters would
+    /// then ask all at once.
+    pub(crate) fn next(
+        &mut self,
+        apart: Duration,
+        surely_free: Duration,
+        remaining: Duration,
+    ) -> Option<Duration> {
         if remaining.is_zero() {
             return None;
         }
-        let apart = SHORTEST.max(APART * self.crowd.0.load(Ordering::Relaxed).saturating_sub(1));
         let pause = self.spread(self.length.max(apart));
-        self.length = LONGEST.min(self.length * 3 / 2);
-        Some(pause.min(surely_free.max(apart)).min(remaining))
+        self.length = self.longest.min(self.length * 3 / 2);
+        Some(
+            pause
+                .min(surely_free.max(apart).max(SHORTEST))
+                .min(remaining),
+        )
     }
 
     /// Anything from half to one and a half times as long, so that those who were refused together do
     /// not come again together.
-    fn spread(&self, pause: Duration) -> Duration {
+    fn spread(&mut self, pause: Duration) -> Duration {
         let mut hasher = self.random.build_hasher();
-        hasher.write_u128(self.length.as_nanos());
-        hasher.write_u128(self.remaining().as_nanos());
+        hasher.write_u64(self.taken);
+        self.taken += 1;
         let random = hasher.finish() as u32;
         pause / 2 + pause.mul_f64(f64::from(random) / f64::from(u32::MAX))
     }
 }
 
-impl Drop for Pauses {
-    fn drop(&mut self) {
-        self.crowd.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-#[cfg(test)]
+#[cfg(all(test, feature = "r2d2"))]
 mod tests {
     use super::*;
 
-    static CROWD: Crowd = Crowd::new();
+    const LONG: Duration = Duration::from_secs(60);
 
     #[test]
     fn pauses_are_spread_around_their_length() {
-        let pauses = Pauses::until(None, &CROWD);
+        let mut pauses = Pauses::new();
+        let mut sum = Duration::ZERO;
         for _ in 0..1000 {
             let pause = pauses.spread(Duration::from_millis(100));
             assert!(pause >= Duration::from_millis(50), "{pause:?}");
             assert!(pause <= Duration::from_millis(150), "{pause:?}");
+            sum += pause;
         }
+        let mean = sum / 1000;
+        assert!(mean > Duration::from_millis(90) && mean < Duration::from_millis(110));
     }
 
     #[test]
     fn pauses_grow_by_half_to_a_limit() {
-        let mut pauses = Pauses::until(None, &CROWD);
+        let mut pauses = Pauses::new();
         while pauses.length < LONGEST {
             let before = pauses.length;
-            assert!(pauses.next(Duration::ZERO).is_some());
+            assert!(pauses.next(Duration::ZERO, LONG, LONG).is_some());
             assert!(pauses.length > before && pauses.length <= before * 2);
         }
-        assert!(pauses.next(Duration::ZERO).is_some());
+        assert!(pauses.next(Duration::ZERO, LONG, LONG).is_some());
         assert_eq!(pauses.length, LONGEST);
     }
 
     #[test]
-    fn whoever_has_waited_does_not_count() {
-        static PASSING: Crowd = Crowd::new();
-        for _ in 0..3 {
-            drop(Pauses::until(None, &PASSING));
-        }
-        let _waiting = Pauses::until(None, &PASSING);
-        assert_eq!(PASSING.0.load(Ordering::Relaxed), 1);
-    }
-
-    #[test]
-    fn a_wait_that_is_over_does_not_pause() {
-        assert_eq!(
-            Pauses::until(Some(Instant::now()), &CROWD).next(Duration::MAX),
-            None
-        );
-    }
-
-    #[test]
-    fn a_wait_ends_with_its_deadline() {
-        let deadline = Instant::now() + Duration::from_millis(5);
-        let mut pauses = Pauses::until(Some(deadline), &CROWD);
-        while let Some(pause) = pauses.next(Duration::MAX) {
-            std::thread::sleep(pause);
-        }
-        assert!(Instant::now() >= deadline);
+    fn a_pause_ends_when_the_slot_is_surely_free_and_with_the_wait() {
+        let mut pauses = Pauses::between(LONG, LONG);
+        let (none, short) = (Duration::ZERO, Duration::from_millis(5));
+        assert_eq!(pauses.next(none, short, LONG), Some(short));
+        assert_eq!(pauses.next(none, none, LONG), Some(SHORTEST));
+        assert_eq!(pauses.next(none, LONG, short), Some(short));
+        assert_eq!(pauses.next(none, LONG, none), None);
     }
 }

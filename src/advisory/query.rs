@@ -15,15 +15,13 @@ use diesel::query_builder::AstPass;
 use diesel::result::QueryResult;
 use diesel::sql_types::{BigInt, Integer};
 
-pub(super) use self::held::{HELD_BY_THIS_SESSION, IsHeld, Locator};
 #[cfg(feature = "r2d2")]
 pub(super) use self::held::{HeldBy, WatchedFrom};
+pub(super) use self::held::{IsHeld, Locator};
 pub(super) use self::prepared::get_numbered_result;
 pub(super) use self::release::{Release, ReleaseCarefully};
-pub(super) use self::take::{
-    Acquire, TryAcquire, TryAcquireCarefully, TryAcquireXact, TryAcquired,
-};
-pub(super) use self::token::{DrawToken, TryAcquireFenced, TryAcquiredFenced};
+pub(super) use self::take::{Answer, Look, Looked, TryAcquireXact, Wait, Waited};
+pub(super) use self::token::DrawToken;
 use crate::key::LockId;
 
 fn push_key<'b>(out: &mut AstPass<'_, 'b, Pg>, id: &'b LockId) -> QueryResult<()> {

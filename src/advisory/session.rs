@@ -1,8 +1,8 @@
 //! Taking a session lock on a leased connection.
 
-use std::mem;
-use std::sync::atomic::{AtomicBool, Ordering};
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "migrations"))]
+use std::thread;
+#[cfg(any(feature = "r2d2", feature = "migrations"))]
 use std::time::Duration;
 
 use diesel::prelude::*;
@@ -11,23 +11,22 @@ use diesel::result::Error as DieselError;
 use super::AdvisoryLock;
 #[cfg(feature = "r2d2")]
 use super::PooledGuard;
-use super::first_wait;
 use super::guard::{AdvisoryLockGuard, Hold};
 use super::lease::{Doubt, Lease, Pinned};
-use super::query::{
-    TryAcquire, TryAcquireCarefully, TryAcquireFenced, TryAcquired, TryAcquiredFenced,
-    get_numbered_result,
-};
+use super::query::Answer;
 #[cfg(feature = "r2d2")]
-use super::seats::Seat;
-use super::token::Token;
+use super::seats::Waiter;
 use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
+#[cfg(feature = "r2d2")]
+use crate::crowds::Crowds;
 use crate::error::{Error, Result};
 use crate::events::{self, What};
-use crate::key::{LockId, LockKey};
 #[cfg(feature = "r2d2")]
-use crate::pauses::{Crowd, Pauses};
+use crate::key::LockId;
+use crate::key::LockKey;
+#[cfg(any(feature = "r2d2", feature = "migrations"))]
+use crate::pauses::Pauses;
 #[cfg(feature = "r2d2")]
 use crate::pool::{PgPool, PooledPgConnection};
 use crate::send::send;
@@ -39,7 +38,7 @@ pub(super) fn acquire<C: Lease>(lock: &AdvisoryLock, lease: C) -> Result<Advisor
         What::Lock(&lock.key),
         || {
             let mut tried = Tried::send(lock, lease)?;
-            tried.wait_until(Deadline::NEVER)?;
+            tried.wait(Deadline::NEVER, || false)?;
             Ok(tried.into_guard())
         },
         |_| "acquired",
@@ -56,11 +55,33 @@ pub(super) fn acquire_until<C: Lease>(
         What::Lock(&lock.key),
         || {
             let mut tried = Tried::send(lock, lease)?;
-            tried.wait_until(deadline)?;
+            tried.wait(deadline, || false)?;
             Ok(tried.into_attempt())
         },
         Attempt::outcome,
     )
+}
+
+/// Takes the lock; waits for it as long as it takes, but asks for it now and then only, with no
+/// transaction in between: what its holder does never waits for the snapshot of a waiter.
+#[cfg(feature = "migrations")]
+pub(super) fn acquire_without_snapshot<'conn>(
+    lock: &AdvisoryLock,
+    conn: &'conn mut PgConnection,
+) -> Result<AdvisoryLockGuard<&'conn mut PgConnection>> {
+    const SHORTEST: Duration = Duration::from_millis(20);
+    const LONGEST: Duration = Duration::from_millis(250);
+    let call = || {
+        let mut tried = Tried::send(lock, conn)?;
+        let mut pauses = Pauses::between(SHORTEST, LONGEST);
+        while !tried.granted {
+            let pause = pauses.next(Duration::ZERO, Duration::MAX, Duration::MAX);
+            thread::sleep(pause.unwrap_or(LONGEST));
+            tried = tried.send_again(lock)?;
+        }
+        Ok(tried.into_guard())
+    };
+    events::acquire(What::Lock(&lock.key), call, |_| "acquired")
 }
 
 /// Takes the lock, on a connection out of the pool; waits for it until the deadline, but gives the
@@ -72,104 +93,45 @@ pub(super) fn acquire_in_turn(
     lease: PooledPgConnection,
     deadline: Deadline,
 ) -> Result<Attempt<PooledGuard>> {
-    static WITHOUT_SEAT: Crowd = Crowd::new();
-    let mut pauses = None;
+    static STANDING: Crowds<LockId> = Crowds::new();
     let call = || {
         let mut tried = Tried::send(lock, lease)?;
+        if tried.granted {
+            return Ok(tried.into_attempt());
+        }
+        let pool_size = pool.max_size();
+        let mut waiter = Waiter::of(tried.hold.id);
+        let mut standing = None;
         while !tried.granted {
-            if let Some(_seat) = Seat::take(pool.max_size()) {
-                pauses = None;
-                tried.wait_until(deadline)?;
-                break;
+            if waiter.sit(pool_size) {
+                standing = None;
+                tried.wait(deadline, || waiter.is_to_stand(pool_size))?;
+                waiter.stand();
+                if tried.granted || deadline.remaining().is_zero() {
+                    break;
+                }
             }
             drop(tried.into_attempt());
-            let pauses =
-                pauses.get_or_insert_with(|| Pauses::until(deadline.instant(), &WITHOUT_SEAT));
-            let Some(pause) = pauses.next(Duration::MAX) else {
-                return Ok(Attempt::Busy);
-            };
-            Seat::wait_for_one(pause);
-            tried = match lock.check_out(pool, Some(pauses.remaining())) {
-                Ok(lease) => Tried::send(lock, lease)?,
-                // The pool's connections were in use to the end of the wait.
-                Err(Error::Pool(_)) if pauses.remaining().is_zero() => return Ok(Attempt::Busy),
-                Err(error) => return Err(error),
+            let (member, pauses) =
+                standing.get_or_insert_with(|| (STANDING.join(waiter.id()), Pauses::new()));
+            tried = loop {
+                let remaining = deadline.remaining();
+                let Some(pause) = pauses.next(member.apart(), Duration::MAX, remaining) else {
+                    return Ok(Attempt::Busy);
+                };
+                waiter.wait_for_seat(pool_size, pause);
+                match lock.check_out(pool, Some(deadline.remaining())) {
+                    Ok(lease) => break Tried::send(lock, lease)?,
+                    // The connections were in use for as long as the pool waits, but the wait for the
+                    // lock is not over.
+                    Err(Error::Pool(_)) => thread::sleep(pause.min(deadline.remaining())),
+                    Err(error) => return Err(error),
+                }
             };
         }
         Ok(tried.into_attempt())
     };
     events::acquire(What::Lock(&lock.key), call, Attempt::outcome)
-}
-
-/// What the server said to a try of any kind.
-struct Answer {
-    /// 0 if it was not told.
-    pid: i32,
-    idle_session_timeout: Option<String>,
-    /// `None` on a hot standby.
-    granted: Option<bool>,
-    token: Option<Token>,
-}
-
-impl Answer {
-    /// Tries in one prepared round trip. The first of this process that meets a session with an
-    /// `idle_session_timeout` takes two, and from then on all are careful: nobody knows which session is next.
-    fn to(lock: &AdvisoryLock, id: LockId, conn: &mut PgConnection) -> QueryResult<Self> {
-        static CAREFULLY: AtomicBool = AtomicBool::new(false);
-        let mode = lock.mode;
-        if lock.fenced {
-            let query = TryAcquireFenced { id: &id, mode };
-            let answer = query.get_result::<TryAcquiredFenced>(conn)?;
-            let token = answer.token(id, mode);
-            return Ok(Self {
-                token,
-                ..Self::from(answer)
-            });
-        }
-        if !CAREFULLY.load(Ordering::Relaxed) {
-            let pid: Option<i32> = get_numbered_result!(TryAcquire { id: &id, mode }, conn)?;
-            if pid != Some(0) {
-                return Ok(Self {
-                    pid: pid.unwrap_or_default(),
-                    idle_session_timeout: None,
-                    granted: Some(pid.is_some()),
-                    token: None,
-                });
-            }
-        }
-        let answer: TryAcquired =
-            get_numbered_result!(TryAcquireCarefully { id: &id, mode }, conn)?;
-        let answer = Self::from(answer);
-        CAREFULLY.fetch_or(answer.idle_session_timeout.is_some(), Ordering::Relaxed);
-        Ok(answer)
-    }
-}
-
-/// The time-out, if there is one.
-fn not_zero(idle_session_timeout: Option<String>) -> Option<String> {
-    idle_session_timeout.filter(|value| value != "0")
-}
-
-impl From<TryAcquired> for Answer {
-    fn from(answer: TryAcquired) -> Self {
-        Self {
-            pid: answer.pid.map_or(0, i32::abs),
-            idle_session_timeout: not_zero(answer.idle_session_timeout),
-            granted: answer.pid.map(|pid| pid > 0),
-            token: None,
-        }
-    }
-}
-
-impl From<TryAcquiredFenced> for Answer {
-    fn from(answer: TryAcquiredFenced) -> Self {
-        Self {
-            pid: answer.pid,
-            idle_session_timeout: not_zero(answer.idle_session_timeout),
-            granted: answer.token.map(|token| token != 0),
-            token: None,
-        }
-    }
 }
 
 /// A session that was asked for the lock.
@@ -189,53 +151,55 @@ impl<C: Lease> Tried<C> {
     fn send(lock: &AdvisoryLock, lease: C) -> Result<Self> {
         let AdvisoryLock { key, mode, .. } = lock;
         let mut pinned = Pinned::new(lease);
-        let (id, mode) = (key.id_on(pinned.conn())?, *mode);
-        match transaction::of(pinned.conn()) {
+        let hold = Hold {
+            id: key.id_on(pinned.conn())?,
+            mode: *mode,
+            pid: 0,
+            idle_session_timeout: None,
+            fencing_token: None,
+        };
+        Self {
+            pinned,
+            key: key.with_id(hold.id),
+            hold,
+            granted: false,
+        }
+        .send_again(lock)
+    }
+
+    fn send_again(mut self, lock: &AdvisoryLock) -> Result<Self> {
+        let Hold { id, mode, .. } = self.hold;
+        match transaction::of(self.pinned.conn()) {
             Transaction::None | Transaction::Test => {}
             Transaction::Open => return Err(Error::InTransaction),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
-        pinned.doubt(Doubt::Acquiring(id, mode));
-        let (answer, in_raw_transaction) = transaction::probed(pinned.conn(), |conn| {
-            send(conn, |conn| Answer::to(lock, id, conn))
+        self.pinned.doubt(Doubt::Acquiring(id, mode));
+        let (answer, in_raw_transaction) = transaction::probed(self.pinned.conn(), |conn| {
+            send(conn, |conn| Answer::to(conn, &id, mode, lock.fenced))
         });
         let answer = answer?;
-        let mut tried = Self {
-            pinned,
-            key: key.with_id(id),
-            hold: Hold {
-                id,
-                mode,
-                pid: answer.pid,
-                idle_session_timeout: answer.idle_session_timeout,
-                fencing_token: answer.token,
-            },
-            granted: answer.granted == Some(true),
-        };
+        self.hold.pid = answer.pid;
+        self.hold.idle_session_timeout = answer.idle_session_timeout;
+        self.hold.fencing_token = answer.token;
+        self.granted = answer.granted == Some(true);
         if in_raw_transaction {
-            return Err(tried.refuse_raw_transaction());
+            return Err(self.refuse_raw_transaction());
         }
         if answer.granted.is_none() {
-            tried.pinned.trust();
+            self.pinned.trust();
             return Err(Error::Standby);
         }
-        Ok(tried)
+        Ok(self)
     }
 
-    /// Waits, slice by slice, until it has the lock or the time is up.
-    fn wait_until(&mut self, deadline: Deadline) -> Result<()> {
-        // The statement for the first slice does not lift a time-out.
-        let mut is_first = self.hold.idle_session_timeout.is_none();
-        while !self.granted {
-            let left = deadline.remaining();
-            if left.is_zero() {
-                break;
-            }
-            self.granted = if mem::take(&mut is_first) {
-                first_wait::for_session_lock(self.pinned.conn(), &mut self.hold, left)?
-            } else {
-                wait::for_session_lock(self.pinned.conn(), &self.key, &self.hold, left)?
-            };
+    /// Waits until it has the lock, or the time is up, or `give_up` says so between two slices.
+    fn wait(&mut self, deadline: Deadline, give_up: impl FnMut() -> bool) -> Result<()> {
+        if !self.granted {
+            let Self {
+                pinned, key, hold, ..
+            } = self;
+            self.granted = wait::for_session_lock(pinned.conn(), key, hold, deadline, give_up)?;
         }
         Ok(())
     }

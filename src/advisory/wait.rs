@@ -1,47 +1,51 @@
-//! Waiting for a lock: messages of several statements, since a setting that bounds a statement
-//! must be changed before that statement begins. Where none does, `first_wait` comes first.
+//! Waiting for a lock that another session has.
 //!
-//! # A message, and not a prepared statement
+//! # Session locks
 //!
-//! `lock_timeout` bounds the wait, and the caller's own `statement_timeout` must not cut it short.
-//! PostgreSQL arms `statement_timeout` as a statement starts, so `set_config` in the same statement
-//! comes too late, while an earlier statement of the same message is in time. The message is one
-//! round trip and one implicit transaction, at whose end the settings are as they were; inside the
-//! caller's transaction the last statement puts them back.
+//! A wait is cut into slices, each a transaction of its own: see [`SLICE`]. A slice is one prepared
+//! statement, which sets its own `lock_timeout`. Where the session's `statement_timeout` or
+//! `transaction_timeout` would end it sooner, an earlier message lifts those, because PostgreSQL arms
+//! them as a statement begins: `BEGIN; SET LOCAL …`, the same prepared statement, `COMMIT`. A session
+//! lock outlives that transaction, and the settings do not. In a test transaction a savepoint does
+//! the same, and keeps a timeout from aborting the test.
 //!
-//! # How a time-out is told from other errors
+//! # Transaction locks
 //!
-//! Diesel hands out no SQLSTATE, and the server's messages are localised. So the block turns
-//! `lock_not_available` into a `check_violation`, which Diesel tells by its kind, with the name of a
-//! constraint of ours.
+//! A transaction lock is waited for in one message of several statements inside the caller's
+//! transaction: they lift the settings, wait, and restore them.
+//!
+//! # Timeouts
+//!
+//! A timeout can only be recognised by elapsed time: the server's message is localised, and Diesel
+//! does not expose the SQLSTATE. See [`is_timeout`].
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel::result::DatabaseErrorKind::{ClosedConnection, Unknown};
+use diesel::result::Error as DieselError;
 
 use super::guard::Hold;
 use super::mode::LockMode;
-use super::query::{HELD_BY_THIS_SESSION, Locator};
+use super::query::{Look, Looked, Wait, Waited, get_numbered_result};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
 use crate::transaction::{self, Transaction};
 
-/// How long one message waits for a session lock.
+/// How long one statement waits for a session lock.
 ///
 /// While it waits, its transaction has a snapshot, and a holder who runs `CREATE INDEX
-/// CONCURRENTLY` waits for that snapshot to go: a circle, which PostgreSQL breaks with "deadlock
-/// detected" after `deadlock_timeout` (one second by default). A wait that gives way before then
-/// lets the holder pass. Where `deadlock_timeout` is set lower, so is the slice.
-pub(super) const SLICE: Duration = Duration::from_millis(500);
+/// CONCURRENTLY` waits for that snapshot to go. That is a circle, which PostgreSQL breaks with
+/// "deadlock detected" after `deadlock_timeout` (one second by default), or with the holder's own
+/// `lock_timeout`. A slice that ends before then lets the holder pass. Shorter slices would let a
+/// smaller `lock_timeout` pass, but each leaves an error entry in the server's log.
+pub(super) const SLICE: Duration = Duration::from_millis(200);
 
-/// What PostgreSQL takes for a time-out, in milliseconds: almost 25 days.
+/// PostgreSQL's limit for a timeout, in milliseconds: almost 25 days.
 const LONGEST: u128 = i32::MAX as u128;
-
-const NOT_GRANTED: &str = "diesel_interlock_lock_not_granted";
-const SESSION_MOVED: &str = "diesel_interlock_session_moved";
 
 /// When to stop waiting.
 #[derive(Debug, Clone, Copy)]
@@ -50,14 +54,9 @@ pub(super) struct Deadline(Option<Instant>);
 impl Deadline {
     pub(super) const NEVER: Self = Self(None);
 
-    /// What the clock cannot express is never.
+    /// A moment that the clock cannot express is never.
     pub(super) fn after(timeout: Duration) -> Self {
         Self(Instant::now().checked_add(timeout))
-    }
-
-    #[cfg(feature = "r2d2")]
-    pub(super) fn instant(self) -> Option<Instant> {
-        self.0
     }
 
     pub(super) fn remaining(self) -> Duration {
@@ -67,186 +66,190 @@ impl Deadline {
     }
 }
 
-/// Waits for one slice, or for `limit` if that is shorter, for a session lock that another session
-/// has, on the session with this pid; answers whether it was granted.
+/// Waits, slice by slice, for a session lock that another session has. Returns whether it was
+/// granted; false once the deadline has passed, or once `give_up` says so between two slices.
 ///
-/// The place in the server's queue is lost between two slices. A slice that ends without the lock
-/// leaves an error entry in the server's log.
+/// The place in the server's queue is lost between two slices.
 ///
-/// Should the time-out strike as the lock is granted, PostgreSQL reports the time-out and the lock
-/// is held all the same. The block therefore looks at `pg_locks`, and what it finds held is taken:
-/// a session that waits in this mode did not hold it before, or it would not have to wait.
+/// Should the timeout strike as the lock is granted, PostgreSQL reports the timeout and the lock is
+/// held all the same. So each slice that timed out is followed by a look at `pg_locks`, and a lock
+/// that is found held is taken: a session that waits in this mode did not hold it before, or it
+/// would not have to wait.
 pub(super) fn for_session_lock(
     conn: &mut PgConnection,
     key: &LockKey,
-    hold: &Hold,
-    limit: Duration,
+    hold: &mut Hold,
+    deadline: Deadline,
+    mut give_up: impl FnMut() -> bool,
 ) -> Result<bool> {
-    let limit = limit.min(SLICE);
-    let sent = match transaction::of(conn) {
-        // A savepoint keeps a time-out from aborting the test.
-        Transaction::Test => {
-            conn.transaction(|conn| conn.batch_execute(&session_lock_message(hold, limit)))
+    let mut slice = SLICE;
+    let mut settings_strike = transaction::of(conn) == Transaction::Test;
+    loop {
+        let limit = deadline.remaining().min(slice);
+        if limit.is_zero() || give_up() {
+            return Ok(false);
         }
-        // What bounds a transaction must not bound a slice (PostgreSQL 17 and later).
-        _ => conn.batch_execute(&format!(
-            "SELECT CASE WHEN pg_catalog.current_setting('transaction_timeout', true) \
-             OPERATOR(pg_catalog.<>) '0' \
-             THEN pg_catalog.set_config('transaction_timeout', '0', true) END; {}",
-            session_lock_message(hold, limit)
-        )),
+        let waited = if settings_strike {
+            with_settings_lifted(conn, |conn| wait(conn, hold, limit))?
+        } else {
+            wait(conn, hold, limit)?
+        };
+        let (pid, idle_session_timeout) = match waited {
+            Some(waited) => {
+                if waited.pid.is_negative() {
+                    // It did not wait. The next time, nothing is left that could forbid it.
+                    settings_strike = true;
+                    slice = slice.min(Duration::from_millis(waited.longest.unsigned_abs().into()));
+                }
+                (waited.pid, waited.idle_session_timeout)
+            }
+            None => {
+                let looked = look(conn, hold)?;
+                (looked.pid, looked.idle_session_timeout)
+            }
+        };
+        if hold.pid != 0 && hold.pid != pid.abs() {
+            return Err(Error::SessionMoved {
+                key: key.clone(),
+                taken_by: hold.pid,
+                answered_by: pid.abs(),
+            });
+        }
+        hold.pid = pid.abs();
+        if pid.is_positive() {
+            // In a test transaction the lifting was rolled back, where it makes no difference.
+            hold.idle_session_timeout = idle_session_timeout.filter(|value| value != "0");
+            return Ok(true);
+        }
+    }
+}
+
+/// Waits for one slice; `None` if it timed out.
+fn wait(conn: &mut PgConnection, hold: &Hold, limit: Duration) -> QueryResult<Option<Waited>> {
+    let query = Wait {
+        id: &hold.id,
+        mode: hold.mode,
+        pid: hold.pid,
+        milliseconds: milliseconds(limit),
     };
-    was_granted(sent, key, hold.pid)
+    let began = Instant::now();
+    match get_numbered_result!(query, conn) {
+        Err(error) if is_timeout(&error, began.elapsed(), limit) => Ok(None),
+        answer => answer.map(Some),
+    }
+}
+
+fn look(conn: &mut PgConnection, hold: &Hold) -> QueryResult<Looked> {
+    let locator = hold.id.into();
+    let query = Look {
+        locator: &locator,
+        mode: hold.mode,
+    };
+    query.get_result(conn)
+}
+
+/// Runs a statement in a transaction of its own, or in a savepoint of a test transaction, where no
+/// setting of the session bounds it.
+fn with_settings_lifted<T>(
+    conn: &mut PgConnection,
+    statement: impl FnOnce(&mut PgConnection) -> QueryResult<T>,
+) -> QueryResult<T> {
+    // Such as DEFERRABLE might wait by itself. The last setting came with PostgreSQL 17.
+    const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; \
+        SET LOCAL idle_in_transaction_session_timeout = 0; \
+        SELECT CASE WHEN pg_catalog.current_setting('transaction_timeout', true) \
+        OPERATOR(pg_catalog.<>) '0' \
+        THEN pg_catalog.set_config('transaction_timeout', '0', true) END";
+    const SAVEPOINT: &str = "SAVEPOINT diesel_interlock_wait; SET LOCAL statement_timeout = 0";
+    const ROLLBACK_TO_SAVEPOINT: &str = "ROLLBACK TO SAVEPOINT diesel_interlock_wait; \
+        RELEASE SAVEPOINT diesel_interlock_wait";
+    // A transaction that a timeout has aborted is rolled back by COMMIT. Otherwise there is nothing
+    // to commit but that `idle_session_timeout` is lifted.
+    let (begin, end, undo) = match transaction::of(conn) {
+        Transaction::Test => (SAVEPOINT, ROLLBACK_TO_SAVEPOINT, ROLLBACK_TO_SAVEPOINT),
+        _ => (BEGIN, "COMMIT", "ROLLBACK"),
+    };
+    let mut open = OpenTransaction {
+        conn,
+        undo: Some(undo),
+    };
+    open.conn.batch_execute(begin)?;
+    let answer = statement(open.conn)?;
+    open.conn.batch_execute(end)?;
+    open.undo = None;
+    Ok(answer)
+}
+
+/// A transaction that Diesel does not know of. It ends on every way out, be it an error or a panic.
+struct OpenTransaction<'a> {
+    conn: &'a mut PgConnection,
+    undo: Option<&'static str>,
+}
+
+impl Drop for OpenTransaction<'_> {
+    fn drop(&mut self) {
+        let Some(undo) = self.undo else { return };
+        let conn = &mut *self.conn;
+        // Diesel's instrumentation is the caller's code and runs with every statement.
+        let undone = catch_unwind(AssertUnwindSafe(|| conn.batch_execute(undo)));
+        let is_test = transaction::of(self.conn) == Transaction::Test;
+        if !matches!(undone, Ok(Ok(()))) && !is_test {
+            transaction::mark_broken(self.conn);
+        }
+    }
 }
 
 /// Waits for a transaction lock, in the server's queue and under its deadlock detection.
 pub(super) fn for_xact_lock(conn: &mut PgConnection, id: LockId, mode: LockMode) -> Result<()> {
-    Ok(conn.batch_execute(&xact_lock_message(id, mode))?)
+    Ok(conn.batch_execute(&xact_lock_message(id, mode, 0))?)
 }
 
-/// Waits for a transaction lock until the deadline; answers whether it was granted.
+/// Waits for a transaction lock until the deadline; returns whether it was granted.
 ///
-/// In a savepoint, whose rollback keeps the transaction usable after a time-out and undoes a grant
-/// of the last moment.
+/// In a savepoint, whose rollback keeps the transaction usable after a timeout, restores its
+/// settings, and undoes a grant of the last moment.
 pub(super) fn for_xact_lock_until(
     conn: &mut PgConnection,
-    key: &LockKey,
     id: LockId,
     mode: LockMode,
     deadline: Deadline,
 ) -> Result<bool> {
-    let left = deadline.remaining();
-    if left.is_zero() {
+    let limit = deadline.remaining();
+    if limit.is_zero() {
         return Ok(false);
     }
-    let message = xact_lock_timeout_message(id, mode, left);
-    let sent = conn.transaction(|conn| conn.batch_execute(&message));
-    was_granted(sent, key, 0)
-}
-
-fn was_granted(sent: QueryResult<()>, key: &LockKey, taken_by: i32) -> Result<bool> {
-    let error = match sent {
-        Ok(()) => return Ok(true),
-        Err(error) => error,
-    };
-    if let DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, information) = &error {
-        match information.constraint_name() {
-            Some(NOT_GRANTED) => return Ok(false),
-            Some(SESSION_MOVED) => {
-                return Err(Error::SessionMoved {
-                    key: key.clone(),
-                    taken_by,
-                    answered_by: information
-                        .details()
-                        .and_then(|pid| pid.parse().ok())
-                        .unwrap_or_default(),
-                });
-            }
-            _ => {}
-        }
+    let milliseconds = milliseconds(limit);
+    let limit = limit.min(Duration::from_millis(milliseconds.unsigned_abs().into()));
+    let mut timed_out = false;
+    let sent = conn.transaction(|conn| {
+        let began = Instant::now();
+        conn.batch_execute(&xact_lock_message(id, mode, milliseconds))
+            .inspect_err(|error| timed_out = is_timeout(error, began.elapsed(), limit))
+    });
+    match sent {
+        Ok(()) => Ok(true),
+        Err(DieselError::DatabaseError(Unknown, _)) if timed_out => Ok(false),
+        Err(error) => Err(error.into()),
     }
-    Err(error.into())
 }
 
-fn session_lock_message(hold: &Hold, slice: Duration) -> String {
-    let &Hold { id, mode, pid, .. } = hold;
-    let lock = lock_call(mode.lock_function(), id);
-    let pg_locks_mode = mode.pg_locks_mode();
-    let slice = milliseconds(slice);
-    let Locator {
-        classid,
-        objid,
-        objsubid,
-    } = id.into();
-    bounded(
-        id,
-        &format!(
-            "greatest(1, least({slice}, (extract(epoch FROM \
-             pg_catalog.current_setting('deadlock_timeout')::interval) \
-             OPERATOR(pg_catalog.*) 500)::int))::pg_catalog.text"
-        ),
-        &[
-            ("pid", pid.into()),
-            ("classid", classid.into()),
-            ("objid", objid.into()),
-            ("objsubid", objsubid.into()),
-        ],
-        &format!(
-            "DO $interlock$ BEGIN \
-             IF pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) \
-             pg_catalog.current_setting('diesel_interlock.pid')::int THEN \
-             RAISE check_violation USING CONSTRAINT = '{SESSION_MOVED}', \
-             DETAIL = pg_catalog.pg_backend_pid()::pg_catalog.text, \
-             MESSAGE = 'diesel_interlock: another session answers than the one that was asked'; \
-             END IF; \
-             BEGIN PERFORM {lock}; \
-             EXCEPTION WHEN lock_not_available THEN \
-             IF NOT EXISTS ({HELD_BY_THIS_SESSION} \
-             AND classid OPERATOR(pg_catalog.=) \
-             pg_catalog.current_setting('diesel_interlock.classid')::pg_catalog.oid \
-             AND objid OPERATOR(pg_catalog.=) \
-             pg_catalog.current_setting('diesel_interlock.objid')::pg_catalog.oid \
-             AND objsubid OPERATOR(pg_catalog.=) \
-             pg_catalog.current_setting('diesel_interlock.objsubid')::int \
-             AND mode OPERATOR(pg_catalog.=) '{pg_locks_mode}') \
-             THEN {NOT_GRANTED_NOW} END IF; \
-             END; \
-             IF pg_catalog.current_setting('idle_session_timeout', true) \
-             OPERATOR(pg_catalog.<>) '0' THEN \
-             PERFORM pg_catalog.set_config('idle_session_timeout', '0', false); END IF; \
-             END $interlock$"
-        ),
-    )
-}
-
-fn xact_lock_message(id: LockId, mode: LockMode) -> String {
-    let lock = lock_call(mode.xact_lock_function(), id);
-    bounded(id, "'0'", &[], &format!("SELECT {lock}"))
-}
-
-fn xact_lock_timeout_message(id: LockId, mode: LockMode, timeout: Duration) -> String {
-    let lock = lock_call(mode.xact_lock_function(), id);
-    bounded(
-        id,
-        &format!("'{}'", milliseconds(timeout)),
-        &[],
-        &format!(
-            "DO $interlock$ BEGIN PERFORM {lock}; \
-             EXCEPTION WHEN lock_not_available THEN {NOT_GRANTED_NOW} \
-             END $interlock$"
-        ),
-    )
-}
-
-const NOT_GRANTED_NOW: &str = "RAISE check_violation USING \
-     CONSTRAINT = 'diesel_interlock_lock_not_granted', \
-     MESSAGE = 'diesel_interlock: the advisory lock is still held by another session';";
-
-/// Runs a statement with the given `lock_timeout` and no `statement_timeout`.
-///
-/// What differs from call to call is handed over as settings of our own: `pg_stat_statements` keeps
-/// each text of a `DO` apart, and would keep one for every key and session.
-fn bounded(id: LockId, lock_timeout: &str, ours: &[(&str, i64)], statement: &str) -> String {
+/// The settings of our own keep the caller's values, which a released savepoint does not restore.
+fn xact_lock_message(id: LockId, mode: LockMode, lock_timeout: i32) -> String {
+    let function = mode.xact_lock_function();
+    // In quotes, because the smallest number is no `bigint` without its sign.
     let key = match id {
-        LockId::BigInt(number) => vec![("key", number)],
-        LockId::Pair(first, second) => vec![("key", first.into()), ("key2", second.into())],
+        LockId::BigInt(number) => format!("'{number}'::bigint"),
+        LockId::Pair(first, second) => format!("'{first}'::int, '{second}'::int"),
     };
-    let ours: String = key
-        .iter()
-        .chain(ours)
-        .map(|(name, value)| {
-            format!("pg_catalog.set_config('diesel_interlock.{name}', '{value}', true), ")
-        })
-        .collect();
     format!(
-        "SELECT {ours}\
+        "SELECT \
          pg_catalog.set_config('diesel_interlock.statement_timeout', \
          pg_catalog.current_setting('statement_timeout'), true), \
          pg_catalog.set_config('diesel_interlock.lock_timeout', \
          pg_catalog.current_setting('lock_timeout'), true), \
          pg_catalog.set_config('statement_timeout', '0', true), \
-         pg_catalog.set_config('lock_timeout', {lock_timeout}, true); \
-         {statement}; \
+         pg_catalog.set_config('lock_timeout', '{lock_timeout}', true); \
+         SELECT pg_catalog.{function}({key}); \
          SELECT \
          pg_catalog.set_config('statement_timeout', \
          pg_catalog.current_setting('diesel_interlock.statement_timeout'), true), \
@@ -255,28 +258,66 @@ fn bounded(id: LockId, lock_timeout: &str, ours: &[(&str, i64)], statement: &str
     )
 }
 
-fn lock_call(function: &str, id: LockId) -> String {
-    let key = "pg_catalog.current_setting('diesel_interlock.key')";
-    match id {
-        LockId::BigInt(_) => format!("pg_catalog.{function}({key}::bigint)"),
-        LockId::Pair(..) => format!(
-            "pg_catalog.{function}({key}::int, \
-             pg_catalog.current_setting('diesel_interlock.key2')::int)"
-        ),
-    }
+/// Returns whether an error is the timeout of a wait that began so long ago: no earlier than that.
+///
+/// The server starts to count after the client did, so only a clock that runs slower, as while it
+/// is being adjusted, makes a timeout look early. A hundredth allows for that. Another error in that
+/// last hundredth, such as a cancellation, is taken for the timeout.
+///
+/// Diesel reports a timeout as an error of a closed connection if the connection was closed before
+/// the timeout was read.
+fn is_timeout(error: &DieselError, elapsed: Duration, limit: Duration) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(Unknown | ClosedConnection, _)
+    ) && elapsed >= limit.mul_f64(0.99)
 }
 
-/// Whole milliseconds, rounded up: a time-out of 0 would mean to wait for ever.
-pub(super) fn milliseconds(duration: Duration) -> u128 {
-    duration.as_nanos().div_ceil(1_000_000).clamp(1, LONGEST)
+/// Whole milliseconds, rounded up, because a timeout of 0 would mean to wait for ever.
+fn milliseconds(duration: Duration) -> i32 {
+    duration.as_nanos().div_ceil(1_000_000).clamp(1, LONGEST) as i32
 }
 
 #[cfg(test)]
 mod tests {
+    use diesel::result::DatabaseErrorKind;
+
     use super::*;
+    use crate::functions::{pg_advisory_unlock, pg_backend_pid, pg_try_advisory_lock};
+
+    fn hold() -> Hold {
+        Hold {
+            id: LockId::BigInt(1),
+            mode: LockMode::Exclusive,
+            pid: 0,
+            idle_session_timeout: None,
+            fencing_token: None,
+        }
+    }
+
+    fn pid(conn: &mut PgConnection) -> i32 {
+        diesel::select(pg_backend_pid()).get_result(conn).unwrap()
+    }
+
+    fn take(conn: &mut PgConnection) -> bool {
+        diesel::select(pg_try_advisory_lock(1_i64))
+            .get_result(conn)
+            .unwrap()
+    }
+
+    fn unlock(conn: &mut PgConnection) -> bool {
+        diesel::select(pg_advisory_unlock(1_i64))
+            .get_result(conn)
+            .unwrap()
+    }
+
+    fn wait_for(conn: &mut PgConnection, hold: &mut Hold, milliseconds: u64) -> Result<bool> {
+        let deadline = Deadline::after(Duration::from_millis(milliseconds));
+        for_session_lock(conn, &LockKey::bigint(1), hold, deadline, || false)
+    }
 
     #[test]
-    fn time_outs_are_whole_milliseconds_that_postgresql_takes() {
+    fn timeouts_are_whole_milliseconds_that_postgresql_takes() {
         assert_eq!(milliseconds(Duration::ZERO), 1);
         assert_eq!(milliseconds(Duration::from_nanos(1)), 1);
         assert_eq!(milliseconds(Duration::from_micros(300)), 1);
@@ -292,64 +333,153 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_on_another_session_than_was_asked_takes_nothing() {
+    fn a_free_lock_is_taken_and_the_session_known() {
+        let database = workbench::Database::new();
+        let (conn, hold) = (&mut database.connect(), &mut hold());
+        assert!(wait_for(conn, hold, 60_000).unwrap());
+        assert_eq!(hold.pid, pid(conn));
+        assert!(unlock(conn));
+        assert!(!unlock(conn));
+    }
+
+    #[test]
+    fn a_timeout_is_no_error_and_nothing_is_held() {
+        let database = workbench::Database::new();
+        let (conn, other, hold) = (
+            &mut database.connect(),
+            &mut database.connect(),
+            &mut hold(),
+        );
+        assert!(take(other));
+        assert!(!wait_for(conn, hold, 20).unwrap());
+        assert_eq!(hold.pid, pid(conn));
+        assert!(unlock(other));
+        assert!(!unlock(conn));
+    }
+
+    #[test]
+    fn a_lock_that_was_granted_as_the_time_ran_out_is_found() {
+        let database = workbench::Database::new();
+        let (conn, hold) = (&mut database.connect(), &mut hold());
+        assert_eq!(look(conn, hold).unwrap().pid, -pid(conn));
+        assert!(take(conn));
+        assert_eq!(look(conn, hold).unwrap().pid, pid(conn));
+        assert!(unlock(conn));
+        assert!(!unlock(conn), "it was not taken twice");
+    }
+
+    #[test]
+    fn a_slice_is_not_waited_for_where_a_setting_would_strike_sooner() {
+        let database = workbench::Database::new();
+        for (settings, waits) in [
+            ("SET statement_timeout = '699ms'", false),
+            ("SET statement_timeout = '700ms'", true),
+            ("SET statement_timeout = '1d'", true),
+            (
+                "SET IntervalStyle = 'sql_standard'; SET statement_timeout = '2h'",
+                true,
+            ),
+            ("SET deadlock_timeout = '398ms'", false),
+            (
+                "SET deadlock_timeout = '400ms'; SET lock_timeout = '1ms'",
+                true,
+            ),
+        ] {
+            let (conn, hold) = (&mut database.connect(), &mut hold());
+            conn.batch_execute(settings).unwrap();
+            let waited = wait(conn, hold, SLICE).unwrap().unwrap();
+            let expected = if waits { pid(conn) } else { -pid(conn) };
+            assert_eq!(waited.pid, expected, "{settings}");
+            assert_eq!(unlock(conn), waits, "{settings}");
+            assert!(wait_for(conn, hold, 60_000).unwrap(), "{settings}");
+            assert!(unlock(conn));
+            assert_eq!(transaction::of(conn), Transaction::None);
+            assert!(
+                conn.batch_execute("SAVEPOINT s").is_err(),
+                "no transaction is open"
+            );
+        }
+    }
+
+    #[test]
+    fn a_wait_on_another_session_than_was_tried_takes_nothing() {
         let database = workbench::Database::new();
         let conn = &mut database.connect();
-        let key = LockKey::bigint(1);
-        let hold = Hold {
-            id: LockId::BigInt(1),
-            mode: LockMode::Exclusive,
-            pid: -1,
-            idle_session_timeout: None,
-            fencing_token: None,
-        };
-        let moved = for_session_lock(conn, &key, &hold, SLICE);
-        let pid: i32 = diesel::select(crate::functions::pg_backend_pid())
-            .get_result(conn)
-            .unwrap();
-        match moved {
+        let mut hold = hold();
+        hold.pid = -1;
+        match wait_for(conn, &mut hold, 60_000) {
             Err(Error::SessionMoved {
                 taken_by: -1,
                 answered_by,
                 ..
-            }) => assert_eq!(answered_by, pid),
+            }) => assert_eq!(answered_by, pid(conn)),
             other => panic!("{other:?}"),
         }
-        let unlocked: bool = diesel::select(crate::functions::pg_advisory_unlock(1_i64))
-            .get_result(conn)
-            .unwrap();
-        assert!(!unlocked);
+        assert!(!unlock(conn));
     }
 
     #[test]
-    fn the_text_of_a_wait_differs_in_its_settings_alone() {
-        let message = |number| {
-            xact_lock_timeout_message(
-                LockId::BigInt(number),
-                LockMode::Shared,
-                Duration::from_millis(7),
-            )
-        };
-        let mut statements = message(i64::MIN)
-            .split("; ")
-            .map(str::to_owned)
-            .collect::<Vec<_>>();
-        assert_eq!(
-            statements.remove(0),
-            "SELECT pg_catalog.set_config('diesel_interlock.key', '-9223372036854775808', true), \
-             pg_catalog.set_config('diesel_interlock.statement_timeout', \
-             pg_catalog.current_setting('statement_timeout'), true), \
-             pg_catalog.set_config('diesel_interlock.lock_timeout', \
-             pg_catalog.current_setting('lock_timeout'), true), \
-             pg_catalog.set_config('statement_timeout', '0', true), \
-             pg_catalog.set_config('lock_timeout', '7', true)"
-        );
-        assert_eq!(
-            statements.remove(0),
-            "DO $interlock$ BEGIN PERFORM pg_catalog.pg_advisory_xact_lock_shared(\
-             pg_catalog.current_setting('diesel_interlock.key')::bigint)"
-        );
-        let other = message(5);
-        assert!(statements.iter().all(|statement| other.contains(statement)));
+    fn another_error_is_not_taken_for_the_timeout() {
+        let database = workbench::Database::new();
+        let (conn, hold) = (&mut database.connect(), &mut hold());
+        conn.batch_execute("BEGIN; SAVEPOINT s").unwrap();
+        assert!(conn.batch_execute("SELECT 1 / 0").is_err());
+        assert!(matches!(
+            wait_for(conn, hold, 60_000),
+            Err(Error::Database(_))
+        ));
+    }
+
+    #[test]
+    fn only_an_error_of_the_last_hundredth_is_taken_for_the_timeout() {
+        let error = |kind| DieselError::DatabaseError(kind, Box::new(String::new()));
+        let slice = Duration::from_millis(200);
+        for kind in [Unknown, ClosedConnection] {
+            assert!(is_timeout(&error(kind), slice, slice));
+            assert!(!is_timeout(&error(kind), slice.mul_f64(0.98), slice));
+        }
+        let other = DatabaseErrorKind::SerializationFailure;
+        assert!(!is_timeout(&error(other), slice, slice));
+    }
+
+    #[test]
+    fn nothing_is_left_open_by_a_statement_that_fails_or_panics() {
+        let database = workbench::Database::new();
+        let fails = |conn: &mut PgConnection| conn.batch_execute("SELECT 1 / 0");
+        let panics = |_: &mut PgConnection| -> QueryResult<()> { panic!("in the statement") };
+        for is_test in [false, true] {
+            let conn = &mut database.connect();
+            if is_test {
+                conn.begin_test_transaction().unwrap();
+            }
+            conn.batch_execute("SET statement_timeout = '7s'").unwrap();
+            assert!(with_settings_lifted(conn, fails).is_err());
+            let panicked = catch_unwind(AssertUnwindSafe(|| with_settings_lifted(conn, panics)));
+            assert!(panicked.is_err());
+            let is_as_before = conn.batch_execute(
+                "DO $$ BEGIN ASSERT current_setting('statement_timeout') = '7s'; END $$",
+            );
+            is_as_before.unwrap();
+            assert!(
+                conn.batch_execute("RELEASE SAVEPOINT diesel_interlock_wait")
+                    .is_err()
+            );
+            if !is_test {
+                assert_eq!(transaction::of(conn), Transaction::None);
+                let committed = conn.batch_execute("SAVEPOINT s");
+                assert!(committed.is_err(), "no transaction is open");
+            }
+        }
+    }
+
+    #[test]
+    fn a_message_for_a_transaction_lock_has_the_key_and_the_timeout() {
+        let message = xact_lock_message(LockId::BigInt(i64::MIN), LockMode::Shared, 7);
+        assert!(message.contains("'lock_timeout', '7', true)"));
+        assert!(message.contains(
+            "; SELECT pg_catalog.pg_advisory_xact_lock_shared('-9223372036854775808'::bigint); "
+        ));
+        let message = xact_lock_message(LockId::Pair(-1, 2), LockMode::Exclusive, 0);
+        assert!(message.contains("SELECT pg_catalog.pg_advisory_xact_lock('-1'::int, '2'::int); "));
     }
 }

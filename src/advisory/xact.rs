@@ -47,7 +47,8 @@ impl AdvisoryLock {
     /// SELECT CASE WHEN current_setting('transaction_isolation') = 'repeatable read' THEN -1
     ///             WHEN pg_is_in_recovery() THEN NULL WHEN pg_try_advisory_xact_lock($1) THEN 1 ELSE 0 END
     /// ```
-    /// and otherwise a second message with `SELECT pg_advisory_xact_lock(…)`.
+    /// and otherwise a second message, which lifts the two settings below, waits with
+    /// `SELECT pg_advisory_xact_lock(…)` and restores them.
     ///
     /// # Blocking
     ///
@@ -138,6 +139,9 @@ impl AdvisoryLock {
     /// For `timeout`, rounded up to whole milliseconds; zero is a try. What exceeds PostgreSQL's
     /// limit of almost 25 days is cut to it. Otherwise as [`acquire_xact`](Self::acquire_xact).
     ///
+    /// An error of the server within the last hundredth of that time, such as a deadlock or a
+    /// cancellation, is taken for the timeout, because Diesel does not tell these errors apart.
+    ///
     /// # Errors
     ///
     /// As [`acquire_xact`](Self::acquire_xact), but after an error while waiting (a deadlock,
@@ -154,7 +158,7 @@ impl AdvisoryLock {
             }
             let id = self.key().id_on(conn)?;
             Ok(
-                if wait::for_xact_lock_until(conn, self.key(), id, self.mode(), deadline)? {
+                if wait::for_xact_lock_until(conn, id, self.mode(), deadline)? {
                     Attempt::Acquired(())
                 } else {
                     Attempt::Busy

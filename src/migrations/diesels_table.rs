@@ -71,7 +71,7 @@ struct Version {
 /// ```
 pub fn take_over(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;
-    let mut guard = LOCK.acquire_on(conn)?;
+    let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
     let ours: Vec<_> = OURS.iter().map(|ours| ours.version().to_string()).collect();
     let forgotten = rights::transaction(guard.conn(), |conn| forget(conn, &ours))?;
     guard.release()?;

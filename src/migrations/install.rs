@@ -63,7 +63,7 @@ use crate::transaction;
 /// With nothing to do it waits for nobody, with one exception: reading `installed_migration` waits for a
 /// session that has locked that table `ACCESS EXCLUSIVE`, as `VACUUM FULL`, `LOCK TABLE` and
 /// `diesel migration redo --all` do. `lock_timeout` bounds that wait. Otherwise it waits for [`LOCK`], while
-/// other instances run migrations, as [`AdvisoryLock::acquire_on`] does.
+/// other instances run migrations, as [`run_pending`](super::run_pending) does.
 ///
 /// # Errors
 ///
@@ -96,7 +96,7 @@ pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>
     if Recorded::of(conn)?.pending().next().is_none() {
         return Ok(Vec::new());
     }
-    let mut guard = LOCK.acquire_on(conn)?;
+    let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
     let recorded = Recorded::of(guard.conn())?;
     let mut ran = Vec::new();
     if let Recorded::NoVersion = recorded {

@@ -23,9 +23,11 @@ use crate::transaction;
 ///
 /// # Blocking
 ///
-/// Waits for the other instances' migrations as [`AdvisoryLock::acquire`] does, without end. To wait
-/// for a limited time, call it under `LOCK.acquire_timeout_on(conn, …)`, on that guard's connection:
-/// the lock is reentrant.
+/// Waits for the other instances' migrations without end. It asks again and again, with pauses that
+/// grow from 20 to 250 milliseconds, and has no snapshot in between. So migrations may set any
+/// `lock_timeout`: a `CREATE INDEX CONCURRENTLY` does not wait for the instances that wait. To wait
+/// for a limited time, call it under `LOCK.acquire_timeout_on(conn, …)`, on that guard's connection,
+/// because the lock is reentrant. That wait has snapshots, see [`AdvisoryLock::acquire`].
 ///
 /// # Errors
 ///
@@ -63,7 +65,7 @@ where
     if is_up_to_date(conn, &source)? {
         return Ok(Vec::new());
     }
-    let mut guard = LOCK.acquire_on(conn)?;
+    let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
     let ran = guard
         .conn()
         .run_pending_migrations(source)

@@ -66,7 +66,7 @@ use crate::transaction;
 /// ```
 pub fn uninstall(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;
-    let mut guard = LOCK.acquire_on(conn)?;
+    let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
     let reverted = match Recorded::of(guard.conn())? {
         Recorded::Nothing => Vec::new(),
         Recorded::NoVersion => {

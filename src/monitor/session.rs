@@ -120,7 +120,7 @@ pub fn holders() -> _ {
 /// The waits for advisory locks of the current database, of whichever session. Loads as [`Waiter`].
 ///
 /// One round trip, as of [`holders()`]. Whoever waits for a session lock through this crate does so in
-/// slices of at most half a second: such a wait is as long as its slice, and not seen between two.
+/// slices of at most 200 milliseconds: such a wait is as long as its slice, and not seen between two.
 ///
 /// # Examples
 ///

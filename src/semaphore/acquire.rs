@@ -8,9 +8,10 @@ use super::{Admission, Permit, Semaphore};
 use crate::attempt::Attempt;
 use crate::background::Mark;
 use crate::clock::Moment;
+use crate::crowds::Crowds;
 use crate::error::{Error, Result};
 use crate::events::{self, What};
-use crate::pauses::{Crowd, Pauses};
+use crate::pauses::Pauses;
 use crate::pool::{self, PgPool};
 
 /// # With a pool
@@ -102,14 +103,14 @@ impl Semaphore {
     /// Claims a slot; waits for one at most `timeout`, holding no connection while it waits.
     ///
     /// Asks again and again, one round trip each, beyond the pool's own check-out. The pauses grow from
-    /// 2 to 100 milliseconds, and with the number of threads that wait: together the waiters of one
-    /// process ask about two hundred times a second at most, and once more as a slot is released in the
-    /// same process. No order among them is promised.
+    /// 2 to 100 milliseconds, and with the number of threads that wait for the same service: together the
+    /// waiters of one process ask about two hundred times a second at most, of which each service has the
+    /// same share, and once more as a slot is released in the same process. No order among them is promised.
     ///
     /// # Blocking
     ///
     /// For `timeout`, of which the check-outs are a part; the pool's own `connection_timeout` may end
-    /// the first one sooner. Zero waits for neither.
+    /// the first one sooner, but not the wait once it has begun. Zero waits for neither.
     ///
     /// # Errors
     ///
@@ -135,19 +136,28 @@ impl Semaphore {
     }
 
     fn admit_until(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
-        static WAITERS: Crowd = Crowd::new();
-        let mut pauses = Pauses::until(Instant::now().checked_add(timeout), &WAITERS);
+        static WAITERS: Crowds<String> = Crowds::new();
+        let deadline = Instant::now().checked_add(timeout);
+        // What the clock cannot express is never.
+        let remaining = || {
+            deadline.map_or(Duration::MAX, |deadline| {
+                deadline.saturating_duration_since(Instant::now())
+            })
+        };
         let waiter = Waiter::of(&self.service);
         let mut full = match self.admit_within(pool, Some(timeout))? {
             Admission::Full(full) => full,
             admitted => return Ok(admitted),
         };
-        while let Some(pause) = pauses.next(full.retry_after) {
+        let member = WAITERS.join(self.service.clone().into_owned());
+        let mut pauses = Pauses::new();
+        while let Some(pause) = pauses.next(member.apart(), full.retry_after, remaining()) {
             waiter.sleep(pause);
-            match self.admit_within(pool, Some(pauses.remaining())) {
+            match self.admit_within(pool, Some(remaining())) {
                 Ok(Admission::Full(still)) => full = still,
-                // The pool's connections were in use to the end of the wait.
-                Err(Error::Pool(_)) if pauses.remaining().is_zero() => break,
+                // The connections were in use for as long as the pool waits, but the wait for a slot is
+                // not over.
+                Err(Error::Pool(_)) => {}
                 answer => return answer,
             }
         }

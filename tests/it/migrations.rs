@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 
+use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_interlock::{Error, migrations};
 use diesel_migrations::FileBasedMigrations;
@@ -65,12 +66,15 @@ fn twenty_instances_run_each_migration_once_one_of_them_concurrently_indexing() 
             ("2026-01-03-000000_more", "INSERT INTO users VALUES (0)"),
         ],
     );
+    // Shorter than a waiter's snapshot would last if it waited on the server.
+    let settings = "SET lock_timeout = '150ms'";
     let start = Barrier::new(INSTANCES);
     let ran: Vec<usize> = std::thread::scope(|scope| {
         let instances: Vec<_> = (0..INSTANCES)
             .map(|_| {
                 scope.spawn(|| {
                     let conn = &mut database.connect();
+                    conn.batch_execute(settings).unwrap();
                     start.wait();
                     migrations::run_pending(conn, source.migrations())
                         .unwrap()

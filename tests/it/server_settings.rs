@@ -168,6 +168,45 @@ fn a_lock_that_was_busy_leaves_idle_session_timeout_alone() {
     assert_eq!(setting(&mut conn, "idle_session_timeout"), "30s");
 }
 
+/// The server applies a configuration that is read again to every session that has no value of its own.
+#[test]
+fn a_reloaded_idle_session_timeout_ends_only_a_session_without_a_value_of_its_own() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut observer = Observer::of(&database);
+    if version(observer.conn()) < 14 {
+        return;
+    }
+    let (lost, kept) = (
+        AdvisoryLock::named("lost to a reload"),
+        AdvisoryLock::named("kept over a reload"),
+    );
+    let mut conn = database.connect();
+    let guard = lost.acquire_on(&mut conn).unwrap();
+    let pinned = database.url_with("options", "-c idle_session_timeout=0");
+    let mut pinned = PgConnection::establish(&pinned).unwrap();
+    let mut pinned = kept.acquire_on(&mut pinned).unwrap();
+    observer
+        .conn()
+        .batch_execute("SET idle_session_timeout = 0")
+        .unwrap();
+    for statement in [
+        "ALTER SYSTEM SET idle_session_timeout = '200ms'",
+        "SELECT pg_reload_conf()",
+    ] {
+        observer.conn().batch_execute(statement).unwrap();
+    }
+    let pid = guard.backend_pid();
+    crate::support::eventually("the session is ended", || !observer.is_alive(pid));
+    let released = guard.release();
+    assert!(
+        matches!(released, Err(Error::LockLost { .. })),
+        "{released:?}"
+    );
+    assert!(pinned.is_held().unwrap());
+    pinned.release().unwrap();
+}
+
 #[test]
 fn no_search_path_time_zone_or_isolation_level_changes_anything() {
     let database = Database::new();

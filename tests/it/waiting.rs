@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel::r2d2::R2D2Connection;
+use diesel::result::Error as DieselError;
 use diesel_interlock::{AdvisoryLock, Error, LockKey};
 use workbench::{Cluster, Database};
 
@@ -243,6 +245,125 @@ fn the_holder_creates_an_index_concurrently_while_twenty_sessions_wait() {
         indexed.unwrap();
     });
     assert_eq!(observer.all_held(), 0);
+}
+
+/// Each waiter's snapshot lasts no longer than a slice of its wait.
+#[test]
+fn a_holder_with_a_lock_timeout_creates_indexes_concurrently_while_twenty_sessions_wait() {
+    const WAITERS: i64 = 20;
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let mut guard = LOCK.acquire(&database.pool(1)).unwrap();
+    let mut sessions: Vec<_> = (0..WAITERS).map(|_| database.connect()).collect();
+    // Between the 200 milliseconds of a slice and the half second of a longer one.
+    guard
+        .conn()
+        .batch_execute("CREATE TABLE t (id int); SET lock_timeout = '400ms'")
+        .unwrap();
+    std::thread::scope(|scope| {
+        let waiters: Vec<_> = sessions
+            .iter_mut()
+            .map(|conn| scope.spawn(|| LOCK.acquire_on(conn)?.release()))
+            .collect();
+        crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == WAITERS);
+        let indexed: QueryResult<Vec<_>> = (0..5)
+            .map(|number| {
+                let index = format!("CREATE INDEX CONCURRENTLY i{number} ON t (id)");
+                guard.conn().batch_execute(&index)
+            })
+            .collect();
+        guard.release().unwrap();
+        for waiter in waiters {
+            waiter.join().unwrap().unwrap();
+        }
+        indexed.unwrap();
+    });
+}
+
+/// Where the session's settings would end a slice, and where a test transaction is open, a slice has a
+/// transaction or a savepoint of its own.
+#[test]
+fn a_wait_whose_settings_are_lifted_leaves_nothing_open_and_nothing_held() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    for is_test in [false, true] {
+        let conn = &mut database.connect();
+        if is_test {
+            conn.begin_test_transaction().unwrap();
+        }
+        conn.batch_execute("SET statement_timeout = '100ms'")
+            .unwrap();
+        let holder = held_elsewhere(&database);
+        let long = Duration::from_millis(500);
+        assert!(LOCK.acquire_timeout_on(conn, long).unwrap().is_busy());
+        drop(holder);
+        observer.assert_free(LOCK.key());
+        let mut holder = held_elsewhere(&database);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| LOCK.acquire_on(conn).unwrap().release().unwrap());
+            while observer.waiters(LOCK.key()) == 0 {}
+            holder
+                .batch_execute("SELECT pg_sleep(0.3); SELECT pg_advisory_unlock_all()")
+                .unwrap();
+            waiter.join().unwrap();
+        });
+        assert_eq!(setting(conn, "statement_timeout"), "100ms");
+        assert_eq!(setting(conn, "lock_timeout"), "0");
+        assert_eq!(observer.holders(LOCK.key()), 0);
+        assert_eq!(observer.in_transaction(), i64::from(is_test));
+        let in_transaction = conn.transaction(|conn| conn.batch_execute("SELECT 1"));
+        in_transaction.unwrap();
+    }
+}
+
+#[test]
+fn a_wait_that_somebody_cancels_ends_with_that_error() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let holder = held_elsewhere(&database);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let mut conn = database.connect();
+            LOCK.acquire_on(&mut conn).map(drop)
+        });
+        // In the last hundredth of a slice it is taken for the slice's timeout: then once more.
+        crate::support::eventually("it is cancelled", || {
+            observer
+                .conn()
+                .batch_execute("SELECT pg_cancel_backend(pid) FROM pg_locks WHERE NOT granted")
+                .unwrap();
+            waiter.is_finished()
+        });
+        let cancelled = waiter.join().unwrap();
+        assert!(
+            matches!(cancelled, Err(Error::Database(_))),
+            "{cancelled:?}"
+        );
+    });
+    drop(holder);
+}
+
+/// PostgreSQL knows a prepared statement of that name already.
+#[test]
+fn a_try_that_cannot_be_prepared_leaves_a_borrowed_connection_unmarked() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    for number in 0..20 {
+        let taken = format!("PREPARE __diesel_stmt_{number} AS SELECT 1");
+        conn.batch_execute(&taken).unwrap();
+    }
+    for _ in 0..2 {
+        let failed = LOCK.try_acquire_on(&mut conn).map(drop);
+        match failed {
+            Err(Error::Database(DieselError::DatabaseError(..))) => {}
+            other => panic!("{other:?}"),
+        }
+        assert!(!R2D2Connection::is_broken(&mut conn));
+    }
+    conn.batch_execute("DEALLOCATE ALL").unwrap();
+    let guard = LOCK.try_acquire_on(&mut conn).unwrap().expect_acquired();
+    guard.release().unwrap();
+    assert_eq!(Observer::of(&database).all_held(), 0);
 }
 
 /// One long statement's snapshot would keep every row that is deleted meanwhile.

@@ -83,9 +83,10 @@ fn one_for_a_lock_of_any_form_that_is_taken() {
     });
 }
 
-/// A try, which shows that it is taken, and a message for each half second of waiting.
+/// A try, which shows that it is taken, a statement for each 200 milliseconds of waiting, and a look after each
+/// of them that timed out.
 #[test]
-fn a_lock_that_is_waited_for_takes_one_for_each_slice() {
+fn a_lock_that_is_waited_for_takes_two_for_each_slice() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
@@ -108,10 +109,10 @@ fn a_lock_that_is_waited_for_takes_one_for_each_slice() {
     // Prepares the statements.
     wait();
     let (trips, waited) = wait();
-    // After the first slice it asks whether that was granted at the last moment.
-    let most = match waited.as_millis() as u64 / 500 {
+    // The first look has to be prepared, in one round trip more.
+    let most = match waited.as_millis() as u64 / 200 {
         0 => 3,
-        slices => 5 + slices,
+        slices => 4 + 2 * slices,
     };
     assert!((3..=most).contains(&trips), "{trips} in {waited:?}");
 }

@@ -193,7 +193,7 @@ impl<C: Lease> Tried<C> {
         Ok(self)
     }
 
-    /// Waits until it has the lock, or the time is up, or `give_up` says so between two slices.
+    /// Waits until it has the lock, or the time is up, or `give_up` says so after a slice.
     fn wait(&mut self, deadline: Deadline, give_up: impl FnMut() -> bool) -> Result<()> {
         if !self.granted {
             let Self {

@@ -67,7 +67,7 @@ impl Deadline {
 }
 
 /// Waits, slice by slice, for a session lock that another session has. Returns whether it was
-/// granted; false once the deadline has passed, or once `give_up` says so between two slices.
+/// granted; false once the deadline has passed, or once `give_up` says so after a slice.
 ///
 /// The place in the server's queue is lost between two slices.
 ///
@@ -86,7 +86,7 @@ pub(super) fn for_session_lock(
     let mut settings_strike = transaction::of(conn) == Transaction::Test;
     loop {
         let limit = deadline.remaining().min(slice);
-        if limit.is_zero() || give_up() {
+        if limit.is_zero() {
             return Ok(false);
         }
         let waited = if settings_strike {
@@ -94,6 +94,7 @@ pub(super) fn for_session_lock(
         } else {
             wait(conn, hold, limit)?
         };
+        let timed_out = waited.is_none();
         let (pid, idle_session_timeout) = match waited {
             Some(waited) => {
                 if waited.pid.is_negative() {
@@ -120,6 +121,9 @@ pub(super) fn for_session_lock(
             // In a test transaction the lifting was rolled back, where it makes no difference.
             hold.idle_session_timeout = idle_session_timeout.filter(|value| value != "0");
             return Ok(true);
+        }
+        if timed_out && give_up() {
+            return Ok(false);
         }
     }
 }

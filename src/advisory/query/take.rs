@@ -200,9 +200,10 @@ impl QueryFragment<Pg> for Wait<'_> {
                 " OR pg_catalog.current_setting('{setting}', true) OPERATOR(pg_catalog.<>) '0' \
                  AND extract(epoch FROM \
                  pg_catalog.current_setting('{setting}', true)::pg_catalog.interval) \
-                 OPERATOR(pg_catalog.*) 1000 OPERATOR(pg_catalog.<) 500 OPERATOR(pg_catalog.+) "
+                 OPERATOR(pg_catalog.*) 1000 OPERATOR(pg_catalog.<) (500 OPERATOR(pg_catalog.+) "
             ));
             out.push_bind_param::<Integer, _>(&self.milliseconds)?;
+            out.push_sql(")");
         }
         out.push_sql(
             " THEN OPERATOR(pg_catalog.-) pg_catalog.pg_backend_pid() \

@@ -1,4 +1,6 @@
 //! Many requests at the same time, for the page at `/`: a browser sends six to one server at most.
+//!
+//! Leave it out of a copy that strangers reach, because one request makes twenty.
 
 use std::net::SocketAddr;
 use std::sync::{Barrier, Mutex, PoisonError};

@@ -75,7 +75,7 @@ pub(crate) use get_numbered_result;
 
 #[cfg(test)]
 mod tests {
-    use super::super::TryAcquire;
+    use super::super::take::TryAcquire;
     use super::super::texts::*;
     use super::*;
 

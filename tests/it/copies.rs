@@ -286,7 +286,7 @@ fn the_other_primitives_work_after_a_copy() {
     for copy in COPIES {
         let database = database();
         let conn = &mut database.connect();
-        sync::<Resource>(conn).unwrap();
+        let _ = sync::<Resource>(conn).unwrap();
         let semaphore = Semaphore::named("copies", 4, Duration::from_secs(60));
         let mail = Throttle::of(Resource::Mail);
         for round in 0..2 {
@@ -317,7 +317,7 @@ fn the_other_primitives_work_after_a_copy() {
             copy(conn);
             assert_eq!(monitor::slots(conn, "copies", 4).unwrap().in_flight, 0);
             copy(conn);
-            sync::<Resource>(conn).unwrap();
+            let _ = sync::<Resource>(conn).unwrap();
         }
     }
     for copy in [copy_to_the_end, copy_to_the_first_row] {

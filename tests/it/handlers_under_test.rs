@@ -260,7 +260,7 @@ fn handler(pool: &PgPool, test: usize, together: &Barrier) -> Vec<(&'static str,
 fn side_by_side(in_test: impl Fn(&KeyPrefix) -> Customizer + Sync) -> Vec<&'static str> {
     let database = Database::new();
     migrations::install(&mut database.connect()).unwrap();
-    sync::<Resource>(&mut database.connect()).unwrap();
+    let _ = sync::<Resource>(&mut database.connect()).unwrap();
     let together = Arc::new(Barrier::new(TESTS));
     let test = |number: usize| {
         let prefix = KeyPrefix::new(format!("test {number}"));

@@ -27,7 +27,7 @@ fn database() -> Database {
     let database = Database::new();
     let conn = &mut database.connect();
     diesel_interlock::migrations::install(conn).unwrap();
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
     database
 }
 

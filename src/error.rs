@@ -312,6 +312,15 @@ pub enum Error {
     )]
     ClaimInTransaction,
 
+    /// The sequence that numbers the requests is behind the ids in the table, as in a copy of a database that
+    /// was made by logical replication or a blue/green upgrade: neither copies sequences. Every claim fails until the
+    /// sequence is set.
+    #[error(
+        "the sequence of resource_control.service_request is behind the ids of the table, as after a copy without it: run \
+         SELECT setval('resource_control.service_request_id_seq', (SELECT max(id) FROM resource_control.service_request))"
+    )]
+    SequenceBehind,
+
     /// The request had timed out before it was released or renewed: from then on another may have
     /// had its slot.
     #[error(

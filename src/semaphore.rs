@@ -76,13 +76,14 @@ use crate::time;
 /// # When instances disagree
 ///
 /// about the number of slots, as they do during a deploy, the larger number holds. With a smaller
-/// number new claims wait until fewer than that are in flight.
+/// number new claims are refused until fewer than that are in flight.
 ///
 /// # The log
 ///
 /// grows by a row per request. `SELECT resource_control.prune_service_requests('30 days', 10000)`
-/// deletes the oldest ones that ended. A transaction that stays open for hours anywhere in the
-/// database keeps PostgreSQL from cleaning up after each claim, and claims get slower meanwhile.
+/// deletes the oldest ones that ended, and marks those that are overdue. A transaction that stays open
+/// for hours anywhere in the database keeps PostgreSQL from cleaning up after each claim, and claims get
+/// slower meanwhile: [by how much](crate::guide::growing#long-open-transactions).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[must_use = "a semaphore does nothing until a slot is acquired"]
 pub struct Semaphore {

@@ -9,7 +9,8 @@ END IF;
 CREATE TABLE resource_control.service_request (
     -- The fencing token. Numbers set aside for a session would be handed out late: no cache.
     id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
-    service text NOT NULL
+    -- By bytes, so that neither the argument's collation nor a new version of the system's changes what is equal.
+    service text COLLATE "C" NOT NULL
         CONSTRAINT services_have_names CHECK (octet_length(service) BETWEEN 1 AND 1000),
     slot smallint NOT NULL CONSTRAINT slots_count_from_zero CHECK (slot >= 0),
     created_at timestamptz NOT NULL,
@@ -33,11 +34,30 @@ CREATE UNIQUE INDEX service_request_in_flight ON resource_control.service_reques
 CREATE FUNCTION resource_control.service_request_lock(service text, slot integer) RETURNS bigint
     LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
 AS $$
-    SELECT pg_catalog.hashtextextended(service, 20000101000004 OPERATOR(pg_catalog.+) slot)
+    SELECT pg_catalog.hashtextextended(service COLLATE pg_catalog."C", 20000101000004 OPERATOR(pg_catalog.+) slot)
 $$;
 
--- Finds a free slot and holds its lock, or answers none if all are in flight; marks what is overdue. Contended is where
--- a slot is free, and others are at it. The planner's settings are those of the function that calls it.
+-- Fails where the transaction cannot see what was committed since its snapshot, which is older than this statement. A
+-- statement that is a transaction of its own has its snapshot from now: its messages arrive some microseconds apart, and
+-- those of a transaction that has done something else at least a few round trips.
+CREATE FUNCTION resource_control.refuse_old_snapshot() RETURNS void
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
+        AND statement_timestamp() - now() > '100 us'
+    THEN
+        RAISE serialization_failure USING
+            MESSAGE = 'a transaction stricter than READ COMMITTED cannot see requests that were claimed or ended since it began',
+            HINT = 'Call the function at READ COMMITTED, or repeat the transaction.';
+    END IF;
+END
+$$;
+
+-- The second step of a claim: reads all that is in flight, marks what is overdue, and locks a free slot. Returns none if
+-- the semaphore is full. Contended is true where a slot may be free, and other claims hold its lock. The planner's settings
+-- are those of the function that calls it.
 CREATE FUNCTION resource_control.lock_free_slot(
     service text,
     slots integer,
@@ -52,58 +72,79 @@ AS $$
 <<look>>
 DECLARE
     now CONSTANT timestamptz := clock_timestamp();
-    -- In ascending order.
     live smallint[];
     overdue smallint[];
-    lowered boolean;
-    free integer;
-    first integer;
-    nth integer;
+    highest smallint;
+    -- How many more may be in flight.
+    missing integer;
     candidate smallint;
-    following smallint;
+    is_overdue boolean;
     waited boolean := false;
     user_lock_timeout text;
 BEGIN
     contended := false;
     SELECT COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at > look.now), '{}'),
             COALESCE(array_agg(r.slot) FILTER (WHERE r.expires_at <= look.now), '{}'),
-            min(r.expires_at) FILTER (WHERE r.expires_at > look.now)
-        INTO live, overdue, next_expiry
-        FROM (
-            SELECT d.slot, d.expires_at
-                FROM resource_control.service_request AS d
-                WHERE d.service = lock_free_slot.service AND d.completed_at IS NULL AND d.timed_out_at IS NULL
-                ORDER BY d.service, d.slot
-        ) AS r;
-    free := slots - cardinality(live);
-    IF free <= 0 THEN
+            min(r.expires_at) FILTER (WHERE r.expires_at > look.now),
+            max(r.slot)
+        INTO live, overdue, next_expiry, highest
+        FROM resource_control.service_request AS r
+        WHERE r.service = lock_free_slot.service COLLATE "C" AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+    missing := slots - cardinality(live);
+    IF missing < 0 THEN
+        -- There were more slots. As many must expire before fewer than N are in flight.
+        SELECT d.expires_at INTO next_expiry
+            FROM resource_control.service_request AS d
+            WHERE d.service = lock_free_slot.service COLLATE "C"
+                AND d.completed_at IS NULL AND d.timed_out_at IS NULL AND d.expires_at > look.now
+            ORDER BY d.expires_at
+            OFFSET - look.missing LIMIT 1;
+    END IF;
+    IF missing <= 0 THEN
         RETURN;
     END IF;
-    -- Some were claimed when there were more slots. Only as many of the lowest free slots may be
-    -- claimed as requests are missing: who decides this at the same time decides on the same slots.
-    lowered := slots <= GREATEST(live[cardinality(live)], overdue[cardinality(overdue)]);
 
-    -- From anywhere, so that those who look at the same time seldom meet.
-    first := trunc(random() * free);
-    FOR step IN 0 .. CASE WHEN overdue = '{}' THEN free ELSE 2 * free END - 1 LOOP
-        -- The n-th slot that is not held: as many higher as held ones are below it. One that nobody has
-        -- comes before one that its holder has overstayed.
-        nth := (first + step) % free;
-        candidate := nth;
-        LOOP
-            following := nth + width_bucket(candidate, live);
-            EXIT WHEN following = candidate;
-            candidate := following;
-        END LOOP;
-        CONTINUE WHEN (step < free)
-            = COALESCE(overdue[width_bucket(candidate, overdue)] = candidate, false);
+    IF overdue <> '{}' THEN
+        WITH marked AS (
+            UPDATE resource_control.service_request AS r
+                SET timed_out_at = clock_timestamp()
+                -- An array and + 0, or a plan that is made for a tiny table would follow the index of
+                -- the ids through all of a large one.
+                WHERE r.id = ANY (ARRAY (
+                    SELECT d.id FROM resource_control.service_request AS d
+                        WHERE d.service = lock_free_slot.service COLLATE "C"
+                            AND d.completed_at IS NULL AND d.timed_out_at IS NULL
+                            AND d.expires_at <= clock_timestamp()
+                        ORDER BY d.id + 0
+                        LIMIT 1000
+                        FOR NO KEY UPDATE SKIP LOCKED))
+                RETURNING r.slot
+        )
+        SELECT COALESCE(array_agg(o.slot), '{}') INTO overdue
+            FROM (SELECT unnest(look.overdue) EXCEPT SELECT m.slot FROM marked AS m) AS o (slot);
+    END IF;
 
+    -- Only a few, since each lock is kept until the transaction ends; in any order, so that claims at the same time seldom
+    -- meet; those last that are overdue and could not be marked.
+    FOR candidate, is_overdue IN
+        SELECT f.slot, f.slot IN (SELECT unnest(look.overdue))
+            FROM (
+                -- Where there were more slots, only as many of the lowest as may be claimed: claims at the same time then
+                -- decide on the same slots.
+                SELECT g.slot FROM generate_series(0, lock_free_slot.slots - 1) AS g (slot)
+                    WHERE g.slot NOT IN (SELECT unnest(look.live))
+                    ORDER BY g.slot
+                    LIMIT look.missing
+            ) AS f
+            ORDER BY 2, random()
+            LIMIT 8
+    LOOP
+        CONTINUE WHEN is_overdue AND waited;
         IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
             contended := true;
             CONTINUE;
         END IF;
-
-        IF step >= free AND NOT waited THEN
+        IF is_overdue THEN
             -- Another claim may be at it, one that takes another slot and marks this one as well.
             -- Nothing else is free, so its commit is waited for, once and if it comes soon.
             waited := true;
@@ -112,39 +153,27 @@ BEGIN
                 PERFORM set_config('lock_timeout', '250ms', true);
                 UPDATE resource_control.service_request AS r
                     SET timed_out_at = clock_timestamp()
-                    WHERE r.service = lock_free_slot.service AND r.slot = look.candidate
+                    WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
                         AND r.completed_at IS NULL AND r.timed_out_at IS NULL
                         AND r.expires_at <= clock_timestamp();
                 PERFORM set_config('lock_timeout', user_lock_timeout, true);
             EXCEPTION WHEN lock_not_available THEN
                 CONTINUE;
             END;
-        END IF;
-        IF overdue <> '{}' THEN
-            UPDATE resource_control.service_request AS r
-                SET timed_out_at = clock_timestamp()
-                -- An array and + 0, or a plan that is made for a tiny table would follow the index of
-                -- the ids through all of a large one.
-                WHERE r.id = ANY (ARRAY (
-                    SELECT d.id FROM resource_control.service_request AS d
-                        WHERE d.service = lock_free_slot.service
-                            AND d.completed_at IS NULL AND d.timed_out_at IS NULL
-                            AND d.expires_at <= clock_timestamp()
-                        ORDER BY d.id + 0
-                        FOR NO KEY UPDATE SKIP LOCKED));
-        END IF;
-        IF lowered THEN
-            -- What could not be marked may be being renewed, and counts.
-            CONTINUE WHEN slots <= candidate + (
-                SELECT count(*) FROM resource_control.service_request AS r
-                    WHERE r.service = lock_free_slot.service AND r.slot > look.candidate
+            -- Its holder renewed it.
+            CONTINUE WHEN EXISTS (
+                SELECT FROM resource_control.service_request AS r
+                    WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
                         AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
         END IF;
-        -- Somebody has taken it meanwhile, or its row is locked and could not be marked.
-        CONTINUE WHEN EXISTS (
-            SELECT FROM resource_control.service_request AS r
-                WHERE r.service = lock_free_slot.service AND r.slot = look.candidate
-                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+        IF slots <= highest THEN
+            -- There were more slots: if all below this one were taken, there must still be room for it. What is overdue and
+            -- could not be marked may be being renewed, and counts.
+            CONTINUE WHEN slots <= candidate + (
+                SELECT count(*) FROM resource_control.service_request AS r
+                    WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot > look.candidate
+                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+        END IF;
         slot := candidate;
         RETURN;
     END LOOP;
@@ -152,7 +181,7 @@ BEGIN
 END
 $$;
 
--- Claims a slot, or answers when the first of those in flight expires.
+-- Claims a slot, or returns when one is free at the latest.
 CREATE FUNCTION resource_control.admit_service_request(
     service text,
     slots integer,
@@ -185,8 +214,12 @@ DECLARE
         WHEN details IS NULL OR octet_length(details) > 8192
             THEN ARRAY['diesel_interlock_bad_details', 'the details must not be null, and have at most 8192 bytes']
     END;
+    -- Until when this session takes it that an old snapshot keeps many requests that are over in the index: seconds as text,
+    -- which compare whatever a user sets.
+    old_snapshot_until text := current_setting('resource_control.old_snapshot_until', true);
+    snapshot_is_old boolean := false;
+    entries bigint;
     taken smallint[];
-    simple boolean;
     candidate smallint;
     contended boolean;
 BEGIN
@@ -194,35 +227,115 @@ BEGIN
         RAISE check_violation USING CONSTRAINT = fault[1], MESSAGE = fault[2];
     END IF;
 
-    -- A full semaphore answers from this read: no lock, no transaction id. The clock is read after the requests.
-    -- Simple is: nobody is overdue, all slots are below N, and one of them is free.
-    SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp(),
-            (min(r.expires_at) <= clock_timestamp()
-                OR admit_service_request.slots <= ANY (array_agg(r.slot))
-                OR admit_service_request.slots <= cardinality(array_agg(r.slot))) IS NOT TRUE
-        INTO taken, next_expiry, answered_at, simple
-        FROM resource_control.service_request AS r
-        WHERE r.service = admit_service_request.service AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
-    IF NOT simple AND slots <= cardinality(taken) AND next_expiry > answered_at THEN
-        RETURN;
+    IF old_snapshot_until <> '' THEN
+        snapshot_is_old := old_snapshot_until COLLATE "C" > date_part('epoch', clock_timestamp())::bigint::text;
     END IF;
 
-    FOR attempt IN CASE WHEN simple THEN 1 ELSE 9 END .. 10 LOOP
-        -- Whoever draws an id for a slot holds its lock until the commit, and sees the slot free
-        -- after that: so the ids of a slot ascend from each holder to the next.
-        IF attempt <= 8 THEN
-            -- A few guesses mostly find a free slot, and those who claim at the same time seldom meet.
-            candidate := trunc(random() * slots);
-            CONTINUE WHEN candidate = ANY (taken)
-                OR NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate));
+    -- The first step is a guess, which mostly finds a free slot, and claims at the same time seldom meet. Where it takes
+    -- long to read all that is in flight, a few slots are looked at alone, and whether any request is above N.
+    IF slots > 256 OR snapshot_is_old THEN
+        SELECT g.slot INTO candidate
+            FROM (
+                SELECT trunc(random() * admit_service_request.slots)::smallint AS slot FROM generate_series(1, 4)
+                -- Of very many, nearly all of which are taken, one that was released lately.
+                UNION ALL
+                (SELECT n.slot FROM (
+                    SELECT l.service, l.slot FROM resource_control.service_request AS l ORDER BY l.id DESC LIMIT 8
+                ) AS n WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots)
+            ) AS g
+            WHERE NOT EXISTS (
+                    SELECT FROM resource_control.service_request AS r
+                        WHERE r.service = admit_service_request.service COLLATE "C"
+                            AND r.slot >= admit_service_request.slots
+                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL)
+                AND NOT EXISTS (SELECT FROM (
+                    SELECT r.slot
+                        FROM resource_control.service_request AS r
+                        WHERE r.service = admit_service_request.service COLLATE "C"
+                            AND r.slot >= g.slot AND r.slot <= g.slot
+                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                        -- Of a slot's entries the one in flight is nearly always the last. (An equation would lose the order.)
+                        ORDER BY r.slot DESC
+                        LIMIT 1) AS r)
+            LIMIT 1;
+    END IF;
+    IF candidate IS NULL THEN
+        -- A full semaphore refuses from this read: no lock, no transaction id. The clock is read after the requests.
+        IF snapshot_is_old AND slots <= 256 THEN
+            SELECT COALESCE(array_agg(s.slot), '{}'), min(s.expires_at), clock_timestamp()
+                INTO taken, next_expiry, answered_at
+                FROM (
+                    SELECT n.slot, n.expires_at
+                        FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
+                        CROSS JOIN LATERAL (
+                            SELECT r.slot, r.expires_at
+                                FROM resource_control.service_request AS r
+                                WHERE r.service = admit_service_request.service COLLATE "C"
+                                    AND r.slot >= g.slot AND r.slot <= g.slot
+                                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                                ORDER BY r.slot DESC
+                                LIMIT 1
+                        ) AS n
+                    UNION ALL
+                    SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
+                        WHERE r.service = admit_service_request.service COLLATE "C"
+                            AND r.slot >= admit_service_request.slots
+                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                ) AS s;
         ELSE
+            entries := pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass);
+            SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp()
+                INTO taken, next_expiry, answered_at
+                FROM resource_control.service_request AS r
+                WHERE r.service = admit_service_request.service COLLATE "C"
+                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+            IF slots <= 256 AND 1000 + 8 * slots
+                < pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass) - entries
+            THEN
+                PERFORM set_config('resource_control.old_snapshot_until',
+                    (date_part('epoch', answered_at)::bigint + 10)::text, false);
+            END IF;
+        END IF;
+        IF slots = cardinality(taken) AND next_expiry > answered_at THEN
+            IF statement_timestamp() - now() > '100 us' THEN
+                PERFORM resource_control.refuse_old_snapshot();
+            END IF;
+            RETURN;
+        END IF;
+        IF slots > cardinality(taken) AND slots > ALL (taken) THEN
+            FOR attempt IN 1 .. 8 LOOP
+                candidate := trunc(random() * slots);
+                EXIT WHEN candidate <> ALL (taken);
+                candidate := NULL;
+            END LOOP;
+            IF candidate IS NULL THEN
+                SELECT g.slot INTO candidate
+                    FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
+                    WHERE g.slot NOT IN (SELECT unnest(claim.taken))
+                    ORDER BY random()
+                    LIMIT 1;
+            END IF;
+        END IF;
+    END IF;
+    -- A claim that draws an id for a slot holds its lock until the commit, and sees the slot free after that: so the ids
+    -- of a slot ascend from each holder to the next.
+    IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
+        candidate := NULL;
+    END IF;
+
+    FOR attempt IN 1 .. 5 LOOP
+        -- The second step is a search.
+        IF candidate IS NULL THEN
             SELECT f.slot, f.next_expiry, f.contended INTO candidate, next_expiry, contended
                 FROM resource_control.lock_free_slot(
                     admit_service_request.service, admit_service_request.slots) AS f;
             EXIT WHEN candidate IS NULL AND NOT contended;
-            CONTINUE WHEN candidate IS NULL;
+            IF candidate IS NULL THEN
+                -- One claim may hold the locks of several slots, and leave all but one of them free in a moment.
+                PERFORM pg_sleep(0.001);
+                CONTINUE;
+            END IF;
         END IF;
-
         -- The clock is read in the snapshot that shows the slot free, after the end of who had it: the
         -- statement may have waited for somebody who locked the table.
         INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
@@ -231,15 +344,20 @@ BEGIN
                 FROM (SELECT clock_timestamp() AS now) AS c
                 WHERE NOT EXISTS (
                     SELECT FROM resource_control.service_request AS d
-                        WHERE d.service = admit_service_request.service AND d.slot = claim.candidate
+                        WHERE d.service = admit_service_request.service COLLATE "C" AND d.slot = claim.candidate
                             AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
-            -- A row that this snapshot does not show is a serialization failure, not a duplicate.
-            ON CONFLICT DO NOTHING
+            -- A row that this snapshot does not show is a serialization failure, not a duplicate. An id that is there
+            -- already is an error.
+            ON CONFLICT (service, slot) WHERE completed_at IS NULL AND timed_out_at IS NULL DO NOTHING
             RETURNING r.id, r.slot, r.created_at, r.expires_at
             INTO id, slot, created_at, expires_at;
         EXIT WHEN FOUND;
+        candidate := NULL;
     END LOOP;
     answered_at := clock_timestamp();
+    IF id IS NULL THEN
+        PERFORM resource_control.refuse_old_snapshot();
+    END IF;
 END
 $$;
 
@@ -258,12 +376,25 @@ AS $$
 #variable_conflict use_column
 <<claim>>
 DECLARE
-    admitted CONSTANT bigint := (resource_control.admit_service_request(
-        claim_service_request.service,
-        claim_service_request.slots,
-        claim_service_request.timeout,
-        claim_service_request.details)).id;
+    admitted bigint;
+    violated text;
 BEGIN
+    BEGIN
+        admitted := (resource_control.admit_service_request(
+            claim_service_request.service,
+            claim_service_request.slots,
+            claim_service_request.timeout,
+            claim_service_request.details)).id;
+    EXCEPTION WHEN unique_violation THEN
+        GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
+        IF violated <> 'service_request_pkey' THEN
+            RAISE;
+        END IF;
+        RAISE unique_violation USING
+            CONSTRAINT = violated,
+            MESSAGE = 'the sequence of resource_control.service_request is behind the ids of the table, as after a copy without it',
+            HINT = 'SELECT setval(''resource_control.service_request_id_seq'', (SELECT max(id) FROM resource_control.service_request))';
+    END;
     -- With whatever columns the table has by then.
     RETURN QUERY SELECT r.* FROM resource_control.service_request AS r WHERE r.id = claim.admitted;
 END
@@ -297,6 +428,11 @@ BEGIN
                 AND COALESCE(r.completed_at, r.timed_out_at) IS NULL AND r.expires_at OPERATOR(pg_catalog.<=) pg_catalog.clock_timestamp();
         EXIT WHEN FOUND;
     END LOOP;
+    IF NOT EXISTS (
+        SELECT FROM resource_control.service_request AS r WHERE r.id OPERATOR(pg_catalog.=) complete_service_request.id)
+    THEN
+        PERFORM resource_control.refuse_old_snapshot();
+    END IF;
     RETURN false;
 END
 $$;
@@ -323,6 +459,11 @@ BEGIN
         WHERE r.id = renew_service_request.id AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
             AND r.expires_at > clock_timestamp()
         RETURNING r.expires_at INTO renewed;
+    IF renewed IS NULL AND NOT EXISTS (
+        SELECT FROM resource_control.service_request AS r WHERE r.id = renew_service_request.id)
+    THEN
+        PERFORM resource_control.refuse_old_snapshot();
+    END IF;
     RETURN renewed;
 END
 $$;
@@ -375,30 +516,63 @@ BEGIN
         pruned := pruned + deleted;
         EXIT WHEN young;
     END LOOP;
+    -- Until a claim needs its slot, nothing else marks what is overdue.
+    UPDATE resource_control.service_request AS r
+        SET timed_out_at = clock_timestamp()
+        WHERE r.id = ANY (ARRAY (
+            SELECT d.id FROM resource_control.service_request AS d
+                WHERE d.completed_at IS NULL AND d.timed_out_at IS NULL AND d.expires_at <= prune.now
+                ORDER BY d.id + 0
+                LIMIT prune_service_requests.batch
+                FOR NO KEY UPDATE SKIP LOCKED));
     RETURN pruned;
 END
 $$;
+
+CREATE FUNCTION resource_control.keep_service_request_ended() RETURNS trigger
+    LANGUAGE plpgsql
+AS $$
+BEGIN
+    UPDATE resource_control.service_request AS r
+        SET completed_at = OLD.completed_at, timed_out_at = OLD.timed_out_at
+        WHERE r.id OPERATOR(pg_catalog.=) NEW.id;
+    RETURN NULL;
+END
+$$;
+
+-- An object that an ORM read before its request ended, and saves afterwards, writes every column as it was. The functions
+-- above name no created_at, and so pay nothing for this; a trigger that comes before the update would lock the row first.
+CREATE TRIGGER ended_requests_stay_ended
+    AFTER UPDATE OF created_at ON resource_control.service_request
+    FOR EACH ROW
+    WHEN ((OLD.completed_at IS NOT NULL OR OLD.timed_out_at IS NOT NULL)
+        AND NEW.completed_at IS NULL AND NEW.timed_out_at IS NULL)
+    EXECUTE FUNCTION resource_control.keep_service_request_ended();
 
 COMMENT ON TABLE resource_control.service_request IS
     'Requests to services that take only so many at a time: those in flight, and the log of those that ended.';
 COMMENT ON COLUMN resource_control.service_request.expires_at IS
     'From then on it no longer counts as in flight, marked or not.';
 COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
-    'When it was found to have expired: by the next claim, or by its own late completion.';
+    'When it was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.';
 COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
     'The advisory lock that a claim of this slot holds until its transaction ends.';
+COMMENT ON FUNCTION resource_control.refuse_old_snapshot() IS
+    'A serialization failure in a transaction stricter than READ COMMITTED whose snapshot may be older than the statement.';
+COMMENT ON FUNCTION resource_control.keep_service_request_ended() IS
+    'Restores completed_at and timed_out_at where an update of all columns would set an ended request in flight again.';
 COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
-    'A part of claim_service_request: locks a free slot, and marks the overdue requests of the service.';
+    'A part of claim_service_request: marks the overdue requests of the service, and locks a free slot.';
 COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS
-    'As claim_service_request, always in one row: the claim, or when the first of the requests in flight expires.';
+    'As claim_service_request, always in one row: the claim, or when a slot is free at the latest.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
     'Claims one of the slots of the service, 0 to slots - 1, and answers the new row; none if all are in flight. Commit at once: until then the slot is kept from everyone. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated.';
 COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS
-    'Ends the request and frees its slot; false if it had ended or timed out before. Changes no other request.';
+    'Ends the request and frees its slot; false if it had ended or timed out before. Changes no other request. In a transaction stricter than READ COMMITTED that cannot see the request, a serialization failure.';
 COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS
-    'Lets the request expire that long from now, never sooner than before, and answers when; null if it had ended or timed out before.';
+    'Lets the request expire that long from now, never sooner than before, and returns when; null if it had ended or timed out before. In a transaction stricter than READ COMMITTED that cannot see the request, a serialization failure.';
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
-    'Deletes at most that many requests that ended, or expired, longer ago than that, and answers how many.';
+    'Deletes at most that many requests that ended, or expired, longer ago than that, and returns how many. Marks at most as many of those that are overdue.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000004');
 END

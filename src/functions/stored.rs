@@ -3,7 +3,7 @@
 use diesel::sql_types::{BigInt, Integer, Interval, Nullable, Record, SmallInt, Text, Timestamptz};
 
 /// A claim's id, slot, and times of creation and expiry, all null if none was free; when that was answered;
-/// and when the first of those in flight expires, where that was read.
+/// and when enough of those in flight will have expired for a claim, where that was read.
 pub type Admitted = Record<(
     Nullable<BigInt>,
     Nullable<SmallInt>,
@@ -57,7 +57,8 @@ extern "SQL" {
     fn pass_fence(name: Text, token: BigInt) -> Bool;
 
     /// Deletes at most that many requests to services that ended, or expired, longer ago than that,
-    /// and answers how many. Begins with the oldest and skips those that are locked.
+    /// and answers how many. Begins with the oldest and skips those that are locked. Marks at most as many of those that
+    /// are overdue.
     #[sql_name = "resource_control.prune_service_requests"]
     fn prune_service_requests(older_than: Interval, batch: Integer) -> Integer;
 }

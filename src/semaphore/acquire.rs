@@ -31,6 +31,7 @@ use crate::pool::{self, PgPool};
 /// - [`Error::NotInstalled`] and [`Error::MissingRights`] if the schema, or the right to it, is
 ///   missing.
 /// - [`Error::ReadOnly`] on a standby.
+/// - [`Error::SequenceBehind`] in a copy of a database whose sequence was not copied.
 /// - [`Error::Database`] for anything else. Where the connection broke, a slot may have been claimed
 ///   all the same; it comes back after its time-out.
 impl Semaphore {
@@ -41,9 +42,11 @@ impl Semaphore {
     /// ```sql
     /// SELECT resource_control.admit_service_request($1, $2, $3, $4)
     /// ```
-    /// If every slot is taken the answer is [`Attempt::Busy`], and the statement has only read. A claim
-    /// marks the requests of its service that have timed out. Where none but their slots are left, it
-    /// waits for another claim that is marking them, a quarter second at most.
+    /// If every slot is taken the answer is [`Attempt::Busy`], and the statement has only read. A claim that
+    /// finds no other slot free marks the requests of its service that have timed out, a thousand at most. Where none
+    /// but their slots are left and other transactions have locked their rows, it waits for one of them, a quarter
+    /// second at most. It tries a few dozen slots at most, so among very many claims at the same time one may be
+    /// [refused although a slot is free](crate::guide::growing#very-many-slots).
     ///
     /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization
     /// failure is repeated once, in a READ COMMITTED transaction of its own. A claim that there waits for

@@ -70,8 +70,9 @@ impl<P> Admission<P> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Full {
-    /// How long until the first of the requests in flight times out, by the database's clock: always
-    /// above zero. A hint: most are released long before, and some are renewed. Where those in
+    /// How long until a slot is free at the latest, by the database's clock: always above zero. That is when the
+    /// first of the requests in flight times out, or as many as are in flight beyond a number of slots that was
+    /// lowered, and one more. A hint, because most are released long before, and some are renewed. Where those in
     /// flight are being claimed right now, the time-out of the semaphore.
     pub retry_after: Duration,
 }

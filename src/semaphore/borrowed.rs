@@ -77,7 +77,8 @@ impl Semaphore {
     /// # Errors
     ///
     /// - [`Error::NotInstalled`], [`Error::MissingRights`], [`Error::ReadOnly`], [`Error::Database`].
-    /// - [`Error::StrictIsolation`] for a serialization failure inside the caller's own transaction.
+    /// - [`Error::StrictIsolation`] for a serialization failure inside the caller's own transaction, which also occurs where
+    ///   its snapshot is older than the claim and cannot show the request.
     pub fn complete_on(&self, conn: &mut PgConnection, id: i64) -> Result<bool> {
         let completed = query::complete(conn, id)?;
         #[cfg(feature = "r2d2")]

@@ -3,7 +3,7 @@
 use diesel::data_types::PgInterval;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::result::Error as DieselError;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use crate::error::Error;
 use crate::functions::{admit_service_request, complete_service_request, renew_service_request};
@@ -11,8 +11,8 @@ use crate::installed;
 use crate::read_committed::{self, is_serialization_failure};
 use crate::time::Timestamp;
 
-/// What a claim answers: a null `id` is a full semaphore, of which `next_expiry` tells when its first request
-/// expires.
+/// What a claim returns: a null `id` is a full semaphore, and `next_expiry` is when enough requests will have expired
+/// for a claim.
 #[derive(Debug)]
 pub(super) struct Answer {
     pub(super) id: Option<i64>,
@@ -72,7 +72,19 @@ fn explain(conn: &mut PgConnection, error: DieselError) -> Error {
     if is_serialization_failure(&error) {
         return Error::StrictIsolation;
     }
+    if is_duplicate_id(&error) {
+        return Error::SequenceBehind;
+    }
     installed::explain(conn, error, None)
+}
+
+/// Whether the id that the sequence gave is another request's.
+fn is_duplicate_id(error: &DieselError) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(DatabaseErrorKind::UniqueViolation, information)
+            if information.constraint_name() == Some("service_request_pkey")
+    )
 }
 
 #[cfg(test)]

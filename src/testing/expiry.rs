@@ -18,7 +18,7 @@ use crate::text;
 ///
 /// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE …`,
 /// of the requests that are [in flight](monitor::in_flight()) to the service, under a
-/// [prefix](super::key_prefix) to that of the prefix. Nothing else changes: the next claim marks them
+/// [prefix](super::key_prefix) to that of the prefix. Nothing else changes: the next claim that finds no other slot free marks them
 /// and takes their slots, and their own releases and renewals are told that they come too late.
 /// [`Permit::remaining`](crate::Permit::remaining) counts on the holder's clock and does not hear of it.
 ///

@@ -77,8 +77,12 @@ fn what_is_in_flight_or_ended_lately_is_kept() {
     assert_eq!(left.len(), 5);
     assert!(left.iter().all(|request| request.service == "a"));
 
-    // Nobody came to mark it.
-    conn.batch_execute("UPDATE resource_control.service_request SET expires_at = now() - interval '2 days' WHERE slot = 4")
+    // Nobody came to mark it but the pruning.
+    assert!(left[4].timed_out_at.is_some());
+    conn.batch_execute(
+        "UPDATE resource_control.service_request SET expires_at = now() - interval '2 days', timed_out_at = NULL \
+         WHERE slot = 4",
+    )
         .unwrap();
     assert_eq!(prune(conn, "1 day", 100), 1);
     assert!(log(conn).iter().all(|request| request.slot != 4));
@@ -258,4 +262,134 @@ fn an_id_is_not_looked_for_among_those_in_flight() {
     }
     assert_eq!(number(conn, scans), before);
     conn.batch_execute("COMMIT").unwrap();
+}
+
+/// Entries of the index of those in flight that the call read, dead ones too.
+fn entries(conn: &mut PgConnection, call: &mut dyn FnMut(&mut PgConnection)) -> i64 {
+    let read =
+        "pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass)";
+    conn.batch_execute("BEGIN").unwrap();
+    let before = number(conn, read);
+    call(conn);
+    let after = number(conn, read);
+    conn.batch_execute("COMMIT").unwrap();
+    after - before
+}
+
+/// Its entries of all requests that have ended since are dead, but cannot be removed.
+#[test]
+fn under_an_old_snapshot_a_session_reads_all_that_ended_once_in_ten_seconds() {
+    let database = database();
+    let (conn, old) = (&mut database.connect(), &mut database.connect());
+    let slots = 16;
+    old.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM resource_control.service_request")
+        .unwrap();
+    for _ in 0..200 {
+        conn.batch_execute(
+            "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+                 SELECT 'geocoder', slot, now(), now() + interval '1 hour' FROM generate_series(0, 15) AS slot; \
+             UPDATE resource_control.service_request SET completed_at = now() \
+                 WHERE id > (SELECT max(id) - 16 FROM resource_control.service_request)",
+        )
+        .unwrap();
+    }
+    let semaphore = Semaphore::named("geocoder", slots, Duration::from_secs(3600));
+    let mut claims: Vec<_> = (0..slots)
+        .map(|_| semaphore.claim_on(conn).unwrap().expect_acquired())
+        .collect();
+    claims.sort_by_key(|claim| claim.slot);
+    conn.batch_execute("RESET resource_control.old_snapshot_until")
+        .unwrap();
+    let mut refuse = |conn: &mut PgConnection| assert!(!claim_in_sql(conn, "geocoder", 16));
+    let first = entries(conn, &mut refuse);
+    assert!(first > 3_200, "{first}");
+    let next = entries(conn, &mut refuse);
+    // Some for each slot, not all.
+    assert!(next < 100, "{next}");
+    assert!(semaphore.complete_on(conn, claims[3].id).unwrap());
+    // Of 15 slots one is free, and as many are in flight.
+    assert!(!claim_in_sql(conn, "geocoder", 15));
+    // One of 16 is free: whether it is guessed or searched, the refusals after it are quick again.
+    assert_eq!(
+        semaphore.claim_on(conn).unwrap().expect_acquired().slot,
+        claims[3].slot
+    );
+    let next = entries(conn, &mut refuse);
+    assert!(next < 100, "{next}");
+    // One above N is seen, and an overdue one is not counted.
+    let fewer = |conn: &mut PgConnection| {
+        entries(conn, &mut |conn| {
+            assert!(!claim_in_sql(conn, "geocoder", 15));
+        })
+    };
+    fewer(conn);
+    expire(conn, "geocoder");
+    assert!(claim_in_sql(conn, "geocoder", 16));
+    old.batch_execute("COMMIT").unwrap();
+}
+
+#[test]
+fn of_very_many_slots_a_claim_looks_at_a_few() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+         SELECT 'geocoder', slot, now(), now() + interval '1 hour' FROM generate_series(0, 9999) AS slot; \
+         ANALYZE resource_control.service_request",
+    )
+    .unwrap();
+    let all = Semaphore::named("geocoder", 32_767, Duration::from_secs(3600));
+    let mut reads: Vec<i64> = (0..30)
+        .map(|_| {
+            entries(conn, &mut |conn| {
+                assert!(claim_in_sql(conn, "geocoder", 32_767));
+            })
+        })
+        .collect();
+    // A hundredth of the claims guesses four that are taken.
+    reads.sort();
+    assert!(reads[20] < 50, "{reads:?}");
+
+    // Of those that are nearly all taken, the one that was released last.
+    conn.batch_execute(
+        "TRUNCATE resource_control.service_request; \
+         INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+         SELECT 'geocoder', slot, now(), now() + interval '1 hour' FROM generate_series(0, 32765) AS slot",
+    )
+    .unwrap();
+    for _ in 0..3 {
+        let claim = all.claim_on(conn).unwrap().expect_acquired();
+        assert_eq!(claim.slot, 32_766);
+        assert!(all.complete_on(conn, claim.id).unwrap());
+    }
+    let read = entries(conn, &mut |conn| {
+        assert!(claim_in_sql(conn, "geocoder", 32_767));
+    });
+    assert!(read < 50, "{read}");
+    assert!(!claim_in_sql(conn, "geocoder", 32_767));
+}
+
+#[test]
+fn a_lowered_number_of_very_many_slots_holds_for_new_claims_at_once() {
+    let database = database();
+    let conn = &mut database.connect();
+    let fewer = Semaphore::named("geocoder", 300, Duration::from_secs(3600));
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+         SELECT 'geocoder', slot, now(), now() + interval '1 hour' FROM generate_series(300, 599) AS slot",
+    )
+    .unwrap();
+    assert!(fewer.claim_on(conn).unwrap().is_busy());
+
+    // The slot that was released last is above it.
+    conn.batch_execute(
+        "TRUNCATE resource_control.service_request; \
+         INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+         SELECT 'geocoder', slot, now(), now() + interval '1 hour' FROM generate_series(0, 299) AS slot WHERE slot <> 5; \
+         INSERT INTO resource_control.service_request (service, slot, created_at, expires_at, completed_at) \
+         VALUES ('geocoder', 400, now(), now() + interval '1 hour', now())",
+    )
+    .unwrap();
+    assert_eq!(fewer.claim_on(conn).unwrap().expect_acquired().slot, 5);
+    assert!(fewer.claim_on(conn).unwrap().is_busy());
 }

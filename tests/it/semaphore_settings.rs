@@ -5,12 +5,14 @@ use std::time::Duration;
 use chrono::TimeDelta;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel::result::DatabaseErrorKind;
+use diesel::result::Error::DatabaseError;
 use diesel_interlock::functions::renew_service_request;
-use diesel_interlock::{Admission, Error, Semaphore};
-use workbench::{Cluster, Database};
+use diesel_interlock::{Admission, Attempt, Error, Semaphore};
+use workbench::{Cluster, Database, RoundTrips};
 
-use crate::semaphores::{database, expire, fill, log};
-use crate::support::{Expect, number};
+use crate::semaphores::{database, expire, fill, log, request};
+use crate::support::{Expect, eventually, number, setting};
 
 const TWO: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 
@@ -124,6 +126,11 @@ fn what_shadows_the_catalogue_is_not_called() {
     assert!(TWO.renew_on(shadowed, claim.id).unwrap().is_some());
     assert!(TWO.complete_on(shadowed, claim.id).unwrap());
     assert!(!TWO.complete_on(shadowed, claim.id).unwrap());
+    let stale = "UPDATE resource_control.service_request \
+                 SET created_at = created_at, completed_at = NULL, timed_out_at = NULL \
+                 WHERE completed_at IS NOT NULL";
+    shadowed.batch_execute(stale).unwrap();
+    assert!(!request(conn, claim.id).is_unmarked());
     fill(&TWO, conn);
     assert!(TWO.claim_on(shadowed).unwrap().is_busy());
     // Of those that are overdue, and where there were more slots.
@@ -182,6 +189,15 @@ fn columns_of_the_users_own_change_nothing() {
         "following",
         "step",
         "waited",
+        "highest",
+        "read_at",
+        "missing",
+        "is_overdue",
+        "entries",
+        "old_snapshot_until",
+        "snapshot_is_old",
+        "violated",
+        "marked",
         "user_lock_timeout",
         "admitted",
         "renewed",
@@ -212,9 +228,9 @@ fn columns_of_the_users_own_change_nothing() {
     assert!(one.claim_on(conn).unwrap().acquired().is_some());
 }
 
-/// What keeps a row out does so at the second try, too.
+/// A slot is free, so it is no refusal.
 #[test]
-fn a_constraint_of_the_users_own_makes_a_refusal() {
+fn a_constraint_of_the_users_own_that_a_claim_breaks_is_an_error() {
     let database = database();
     let conn = &mut database.connect();
     conn.batch_execute(
@@ -224,7 +240,15 @@ fn a_constraint_of_the_users_own_makes_a_refusal() {
     .unwrap();
     let many = Semaphore::named("geocoder", 1000, Duration::from_secs(30));
     let claim = many.claim_on(conn).unwrap().expect_acquired();
-    assert!(many.claim_on(conn).unwrap().is_busy());
+    let broken = many.claim_on(conn);
+    assert!(
+        matches!(
+            &broken,
+            Err(Error::Database(DatabaseError(DatabaseErrorKind::UniqueViolation, information)))
+                if information.constraint_name() == Some("one_per_host")
+        ),
+        "{broken:?}"
+    );
     let tries = "(SELECT last_value FROM resource_control.service_request_id_seq)";
     assert!(number(conn, tries) <= claim.id + 10);
     assert!(
@@ -327,4 +351,190 @@ fn a_statement_timeout_that_ends_a_claim_leaves_nothing_behind() {
     conn.batch_execute("SET statement_timeout = 0").unwrap();
     assert_eq!(log(conn), []);
     assert_eq!(fill(&TWO, conn).len(), 2);
+}
+
+/// Neither logical replication nor a blue/green upgrade copies a sequence.
+#[test]
+fn a_sequence_that_was_not_copied_is_an_error_that_says_how_to_set_it() {
+    let database = database();
+    let conn = &mut database.connect();
+    for claim in fill(&TWO, conn) {
+        assert!(TWO.complete_on(conn, claim.id).unwrap());
+    }
+    conn.batch_execute("ALTER SEQUENCE resource_control.service_request_id_seq RESTART")
+        .unwrap();
+    let error = TWO.claim_on(conn).unwrap_err();
+    assert!(matches!(error, Error::SequenceBehind), "{error:?}");
+    let claim = "SELECT resource_control.claim_service_request('geocoder', 2, '30 s')";
+    let Err(DatabaseError(DatabaseErrorKind::UniqueViolation, information)) =
+        diesel::sql_query(claim).execute(conn)
+    else {
+        panic!("the second id is there, too");
+    };
+    // The statement that both name.
+    let statement = information.hint().unwrap();
+    assert!(
+        error.to_string().contains(statement),
+        "{error}, {statement}"
+    );
+    conn.batch_execute(statement).unwrap();
+    assert_eq!(TWO.claim_on(conn).unwrap().expect_acquired().id, 3);
+}
+
+/// What comes of it in a transaction of that level, after whatever the others do meanwhile.
+fn in_older_transaction<T>(
+    conn: &mut PgConnection,
+    level: &str,
+    meanwhile: impl FnOnce(),
+    call: impl FnOnce(&mut PgConnection) -> Result<T, Error>,
+) -> Result<T, Error> {
+    let transaction = conn.build_transaction();
+    let mut transaction = match level {
+        "repeatable read" => transaction.repeatable_read(),
+        _ => transaction.serializable(),
+    };
+    transaction.run(|conn| {
+        number(conn, "SELECT 1");
+        meanwhile();
+        call(conn)
+    })
+}
+
+/// What its snapshot cannot show has not ended, and what it shows in flight may have.
+#[test]
+fn in_a_transaction_older_than_the_claim_every_call_is_a_serialization_failure() {
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    for level in ["repeatable read", "serializable"] {
+        let mut claimed = None;
+        let completed = in_older_transaction(
+            conn,
+            level,
+            || claimed = TWO.claim_on(other).unwrap().acquired(),
+            |conn| {
+                let id = last_id(conn);
+                TWO.complete_on(conn, id)
+            },
+        );
+        assert!(
+            matches!(completed, Err(Error::StrictIsolation)),
+            "{completed:?}"
+        );
+        let claim = claimed.expect("two slots are free");
+        let mut claimed = None;
+        let renewed = in_older_transaction(
+            conn,
+            level,
+            || claimed = TWO.claim_on(other).unwrap().acquired(),
+            |conn| {
+                let id = last_id(conn);
+                TWO.renew_on(conn, id)
+            },
+        );
+        assert!(
+            matches!(renewed, Err(Error::StrictIsolation)),
+            "{renewed:?}"
+        );
+        assert!(claimed.is_some());
+
+        // It was full, and is not any more.
+        let refused = in_older_transaction(
+            conn,
+            level,
+            || assert!(TWO.complete_on(other, claim.id).unwrap()),
+            |conn| {
+                diesel::sql_query(
+                    "SELECT resource_control.claim_service_request('geocoder', 2, '30 s')",
+                )
+                .execute(conn)
+                .map_err(Error::from)
+            },
+        );
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Database(DatabaseError(
+                    DatabaseErrorKind::SerializationFailure,
+                    _
+                )))
+            ),
+            "{refused:?}"
+        );
+        conn.batch_execute("TRUNCATE resource_control.service_request")
+            .unwrap();
+    }
+}
+
+/// A sequence shows what no snapshot does.
+fn last_id(conn: &mut PgConnection) -> i64 {
+    number(
+        conn,
+        "SELECT last_value FROM resource_control.service_request_id_seq",
+    )
+}
+
+/// What it shows as ended has ended, however old it is.
+#[test]
+fn in_a_strict_transaction_an_ended_request_is_told_from_one_that_it_cannot_see() {
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    let claim = TWO.claim_on(conn).unwrap().expect_acquired();
+    assert!(TWO.complete_on(conn, claim.id).unwrap());
+    let mut claimed = None;
+    let known = in_older_transaction(
+        conn,
+        "repeatable read",
+        || claimed = TWO.claim_on(other).unwrap().acquired(),
+        |conn| {
+            Ok((
+                TWO.complete_on(conn, claim.id)?,
+                TWO.renew_on(conn, claim.id)?,
+            ))
+        },
+    );
+    assert_eq!(known.unwrap(), (false, None));
+    assert!(claimed.is_some());
+}
+
+/// A statement of its own has a snapshot of its own, and so needs no second round trip to believe what it reads.
+#[test]
+fn at_a_stricter_default_level_an_end_and_a_refusal_are_known_at_once() {
+    let database = database();
+    for level in ["repeatable read", "serializable"] {
+        let proxy = RoundTrips::in_front_of(&database);
+        let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
+        conn.batch_execute(&format!("SET default_transaction_isolation = '{level}'"))
+            .unwrap();
+        let claims = fill(&TWO, conn);
+        assert_eq!(claims.len(), 2);
+        // Prepares the statements.
+        assert!(TWO.complete_on(conn, claims[0].id).unwrap());
+        assert!(TWO.renew_on(conn, claims[1].id).unwrap().is_some());
+        let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+        // Where the machine is busy, the messages of a statement may arrive too far apart.
+        eventually("four calls take four round trips", || {
+            let before = proxy.round_trips();
+            assert!(!TWO.complete_on(conn, claims[0].id).unwrap());
+            assert!(!TWO.complete_on(conn, claims[0].id + 1_000_000).unwrap());
+            assert_eq!(TWO.renew_on(conn, claims[0].id).unwrap(), None);
+            assert!(matches!(one.claim_on(conn).unwrap(), Attempt::Busy));
+            proxy.round_trips() - before == 4
+        });
+        assert!(TWO.complete_on(conn, claims[1].id).unwrap());
+    }
+}
+
+/// The session only takes it that reading is long, whatever the setting says.
+#[test]
+fn the_setting_that_a_session_remembers_an_old_snapshot_by_may_be_anything() {
+    let database = database();
+    let conn = &mut database.connect();
+    for value in ["", "no number", "0", "99999999999", "-1", "NaN"] {
+        conn.batch_execute(&format!(
+            "SET resource_control.old_snapshot_until = '{value}'"
+        ))
+        .unwrap();
+        works(conn);
+        assert_eq!(setting(conn, "resource_control.old_snapshot_until"), value);
+    }
 }

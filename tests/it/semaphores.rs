@@ -282,3 +282,59 @@ fn a_request_does_not_choose_its_own_token() {
     );
     assert!(chosen.is_err());
 }
+
+/// Two names are the same if their bytes are, whatever the argument's collation takes for the same.
+#[test]
+fn the_collation_of_the_argument_changes_nothing() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE COLLATION any_case (provider = icu, locale = 'und-u-ks-level2', deterministic = false)",
+    )
+    .unwrap();
+    let claim = |name: &str| {
+        format!(
+            "SELECT count(*) FROM resource_control.claim_service_request(('{name}'::text) COLLATE any_case, 1, '30 s')"
+        )
+    };
+    assert_eq!(number(conn, &claim("geo")), 1);
+    assert_eq!(number(conn, &claim("GEO")), 1);
+    assert_eq!(number(conn, &claim("geo")), 0);
+    expire(conn, "geo");
+    assert_eq!(number(conn, &claim("GEO")), 0);
+    assert_eq!(number(conn, &claim("geo")), 1);
+    let lock = "count(DISTINCT resource_control.service_request_lock(name COLLATE any_case, 0)) \
+                FROM (VALUES ('geo'), ('GEO')) AS n (name)";
+    assert_eq!(number(conn, &format!("SELECT {lock}")), 2);
+}
+
+/// Of the requests beyond a lowered number all must end, and one more.
+#[test]
+fn a_full_semaphore_tells_when_a_slot_is_free_at_the_latest() {
+    let database = database();
+    let conn = &mut database.connect();
+    for seconds in [100, 400, 200, 300] {
+        let semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(seconds));
+        let _ = semaphore.claim_on(conn).unwrap().expect_acquired();
+    }
+    for (slots, overdue, seconds) in [
+        (4, 0, 100),
+        (3, 0, 200),
+        (2, 0, 300),
+        (1, 0, 400),
+        (2, 1, 300),
+    ] {
+        diesel::sql_query(format!(
+            "UPDATE resource_control.service_request SET expires_at = clock_timestamp() \
+             WHERE {overdue} = 1 AND expires_at < created_at + interval '101 s'"
+        ))
+        .execute(conn)
+        .unwrap();
+        let semaphore = Semaphore::named("geocoder", slots, Duration::from_secs(30));
+        let Admission::Full(full) = semaphore.admit_on(conn).unwrap() else {
+            panic!("{slots} slots have a free one");
+        };
+        let hint = full.retry_after_secs();
+        assert!(hint <= seconds && hint + 60 > seconds, "{slots}: {full:?}");
+    }
+}

@@ -86,28 +86,18 @@ impl Model {
         })
     }
 
-    /// The slots that a claim may take.
+    /// The slots that a claim may take: of those below a number that was lowered, the lowest.
     fn free(&self, service: usize, slots: u32) -> Vec<i16> {
         let slots = slots as i16;
         let taken: Vec<i16> = self.in_flight(service).map(|one| one.slot).collect();
         let missing = usize::try_from(slots).unwrap().saturating_sub(taken.len());
-        let unmarked = |slot: i16| {
-            self.requests
-                .iter()
-                .any(|one| one.service == service && one.end == End::Open && one.slot == slot)
-        };
         let mut free: Vec<i16> = (0..slots).filter(|slot| !taken.contains(slot)).collect();
-        if (slots..i16::MAX).take(8).any(unmarked) {
-            free.truncate(missing);
-        }
-        if missing == 0 {
-            free.clear();
-        }
-        // One that nobody has comes before one whose holder has overstayed.
-        if free.iter().any(|slot| !unmarked(*slot)) {
-            free.retain(|slot| !unmarked(*slot));
-        }
+        free.truncate(missing);
         free
+    }
+
+    fn is_overdue(&self, request: &Request) -> bool {
+        request.end == End::Open && request.expires <= self.now
     }
 
     fn end(&mut self, at: usize, end: End) {
@@ -238,6 +228,13 @@ fn take(conn: &mut PgConnection, model: &mut Model, step: Step) {
             let age = diesel::data_types::PgInterval::from_microseconds(hours * 3_600_000_000);
             let pruned = diesel::select(prune_service_requests(age, batch)).get_result(conn);
             assert_eq!(pruned, Ok(batch - left));
+            let overdue: Vec<usize> = (0..model.requests.len())
+                .filter(|at| model.is_overdue(&model.requests[*at]))
+                .take(usize::try_from(batch).unwrap())
+                .collect();
+            for at in overdue {
+                model.end(at, End::TimedOut);
+            }
         }
     }
 }
@@ -252,12 +249,25 @@ fn claim(conn: &mut PgConnection, model: &mut Model, service: usize, slots: u32,
                 (claim.expires_at - claim.created_at).to_std(),
                 Ok(HOUR * hours)
             );
-            for at in 0..model.requests.len() {
-                let request = &model.requests[at];
-                let overdue = request.end == End::Open && request.expires <= model.now;
-                if overdue && request.service == service {
-                    model.end(at, End::TimedOut);
-                }
+            let overdue: Vec<usize> = (0..model.requests.len())
+                .filter(|at| {
+                    let request = &model.requests[*at];
+                    request.service == service && model.is_overdue(request)
+                })
+                .collect();
+            // Where a slot was free that nobody has, they may stay as they are.
+            let has = |at: &usize| model.requests[*at].slot;
+            let nobody_has_one = free
+                .iter()
+                .any(|slot| overdue.iter().all(|at| has(at) != *slot));
+            let needed = !nobody_has_one || overdue.iter().any(|at| has(at) == claim.slot);
+            let marked = overdue.iter().any(|at| {
+                let id = model.requests[*at].id;
+                stored(conn).iter().any(|row| row.0 == id && row.3)
+            });
+            assert!(marked || overdue.is_empty() || !needed, "{claim:?}");
+            for at in overdue.into_iter().filter(|_| marked) {
+                model.end(at, End::TimedOut);
             }
             model.last = claim.id;
             model.requests.push(Request {
@@ -271,8 +281,11 @@ fn claim(conn: &mut PgConnection, model: &mut Model, service: usize, slots: u32,
         }
         Admission::Full(full) => {
             assert_eq!(free, []);
-            let next = model.in_flight(service).map(|one| one.expires).min();
-            let next = HOUR * u32::try_from(next.unwrap() - model.now).unwrap();
+            let mut expiries: Vec<i64> = model.in_flight(service).map(|one| one.expires).collect();
+            expiries.sort_unstable();
+            // As many as are too many, and one more.
+            let next = expiries[expiries.len() - usize::try_from(slots).unwrap()];
+            let next = HOUR * u32::try_from(next - model.now).unwrap();
             assert!(full.retry_after <= next && full.retry_after + HOUR > next);
         }
     }

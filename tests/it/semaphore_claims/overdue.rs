@@ -9,7 +9,7 @@ use diesel_interlock::Semaphore;
 
 use super::{FOUR, ONE, PATIENT};
 use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
-use crate::support::{Expect, Observer, backend_pid, eventually, setting, truth};
+use crate::support::{Expect, Observer, backend_pid, eventually, number, setting, truth};
 
 /// So that a test in which a claim waits for its own thread does not hang.
 const BOUNDED: &str = "SET statement_timeout = '20s'";
@@ -215,7 +215,7 @@ fn a_request_that_is_being_renewed_counts_where_there_were_more_slots() {
 fn an_overdue_request_that_an_open_insert_references_is_marked() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
-    let late = FOUR.claim_on(conn).unwrap().expect_acquired();
+    let late = ONE.claim_on(conn).unwrap().expect_acquired();
     expire(conn, "geocoder");
     conn.batch_execute(
         "CREATE TABLE replies (request bigint REFERENCES resource_control.service_request)",
@@ -223,7 +223,7 @@ fn an_overdue_request_that_an_open_insert_references_is_marked() {
     .unwrap();
     open.batch_execute(&format!("BEGIN; INSERT INTO replies VALUES ({})", late.id))
         .unwrap();
-    assert!(FOUR.claim_on(conn).unwrap().acquired().is_some());
+    assert!(ONE.claim_on(conn).unwrap().acquired().is_some());
     assert!(request(conn, late.id).timed_out_at.is_some());
 }
 
@@ -246,4 +246,114 @@ fn a_completion_waits_for_the_renewal_before_it() {
     });
     let row = request(conn, held.id);
     assert!(row.completed_at.is_some() && row.timed_out_at.is_none());
+}
+
+/// Each try for a slot keeps an advisory lock until the transaction ends, and the server has room for few thousands.
+#[test]
+fn among_thousands_of_locked_overdue_rows_a_claim_is_refused_soon_and_holds_few_locks() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+         SELECT 'geocoder', slot, now(), now() FROM generate_series(0, 2999) AS slot",
+    )
+    .unwrap();
+    open.batch_execute("BEGIN; SELECT FROM resource_control.service_request FOR UPDATE")
+        .unwrap();
+    conn.batch_execute("BEGIN").unwrap();
+    let start = Instant::now();
+    assert!(!claim_in_sql(conn, "geocoder", 3000));
+    // A slot after the other took it twelve seconds.
+    assert!(
+        start.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        start.elapsed()
+    );
+    let held = number(
+        conn,
+        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()",
+    );
+    assert!(held <= 4, "{held} advisory locks");
+    conn.batch_execute("COMMIT").unwrap();
+
+    // One that nobody has locked is found among them.
+    open.batch_execute(
+        "COMMIT; BEGIN; SELECT FROM resource_control.service_request WHERE slot <> 1234 FOR UPDATE",
+    )
+    .unwrap();
+    let thousands = Semaphore::named("geocoder", 3000, Duration::from_secs(30));
+    assert_eq!(
+        thousands.claim_on(conn).unwrap().expect_acquired().slot,
+        1234
+    );
+}
+
+#[test]
+fn of_very_many_overdue_requests_a_claim_marks_a_thousand() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+         SELECT 'geocoder', slot, now(), now() FROM generate_series(0, 1499) AS slot",
+    )
+    .unwrap();
+    let many = Semaphore::named("geocoder", 1500, Duration::from_secs(30));
+    let claim = many.claim_on(conn).unwrap().expect_acquired();
+    let marked: Vec<_> = log(conn)
+        .into_iter()
+        .filter(|request| request.timed_out_at.is_some())
+        .collect();
+    assert_eq!(marked.len(), 1000);
+    assert!(
+        marked.iter().all(|request| request.id <= 1000),
+        "the oldest"
+    );
+    assert!(marked.iter().any(|request| request.slot == claim.slot));
+}
+
+#[test]
+fn an_overdue_request_is_marked_when_its_slot_is_needed_or_by_pruning() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    // So many that eight guesses do not all find the one that is overdue.
+    let hundred = Semaphore::named("geocoder", 100, Duration::from_secs(30));
+    let late = hundred.claim_on(conn).unwrap().expect_acquired();
+    expire(conn, "geocoder");
+    let other = hundred.claim_on(conn).unwrap().expect_acquired();
+    assert!(request(conn, late.id).is_unmarked());
+    // Of one slot it is beyond the number, and so in the way.
+    expire(conn, "geocoder");
+    let one = ONE.claim_on(conn).unwrap().expect_acquired();
+    for overdue in [&late, &other] {
+        assert!(request(conn, overdue.id).timed_out_at.is_some());
+    }
+    assert!(ONE.complete_on(conn, one.id).unwrap());
+
+    let four = fill(&FOUR, conn);
+    expire(conn, "geocoder");
+    let live = Semaphore::named("mailer", 1, Duration::from_secs(30));
+    let live = live.claim_on(conn).unwrap().expect_acquired();
+    open.batch_execute(&format!(
+        "BEGIN; SELECT FROM resource_control.service_request WHERE id = {} FOR UPDATE",
+        four[0].id
+    ))
+    .unwrap();
+    let prune = "resource_control.prune_service_requests('1 day', 2)";
+    assert_eq!(number(conn, prune), 0);
+    // The oldest ones but the one that is locked.
+    let unmarked = four
+        .iter()
+        .map(|claim| request(conn, claim.id).is_unmarked());
+    assert_eq!(unmarked.collect::<Vec<_>>(), [true, false, false, true]);
+    let marked = request(conn, four[1].id);
+    assert!(marked.timed_out_at.unwrap() >= marked.expires_at);
+    open.batch_execute("COMMIT").unwrap();
+    assert_eq!(number(conn, prune), 0);
+    assert_eq!(number(conn, prune), 0);
+    let unmarked: Vec<_> = log(conn)
+        .into_iter()
+        .filter(|one| one.is_unmarked())
+        .map(|one| one.id)
+        .collect();
+    assert_eq!(unmarked, [live.id]);
 }

@@ -165,11 +165,13 @@ fn what_was_completed_is_not_marked_as_timed_out_later() {
     let conn = &mut database.connect();
     let completed = GEOCODER.claim_on(conn).unwrap().expect_acquired();
     assert!(GEOCODER.complete_on(conn, completed.id).unwrap());
-    let late = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    let late = fill(&GEOCODER, conn);
     conn.batch_execute("UPDATE resource_control.service_request SET expires_at = now()")
         .unwrap();
     assert!(GEOCODER.claim_on(conn).unwrap().acquired().is_some());
-    assert!(request(conn, late.id).timed_out_at.is_some());
+    for late in late {
+        assert!(request(conn, late.id).timed_out_at.is_some());
+    }
     assert_eq!(request(conn, completed.id).timed_out_at, None);
 }
 
@@ -203,4 +205,56 @@ fn an_overdue_request_is_nothing_to_wait_for() {
     let answer = "SELECT id IS NULL AND next_expiry > answered_at \
                   FROM resource_control.admit_service_request('geocoder', 1, '30 s', '')";
     assert!(truth(conn, answer));
+}
+
+/// An object that was read while the request was in flight, and is saved with another change after it had ended.
+#[test]
+fn a_save_of_every_column_as_it_was_does_not_set_an_ended_request_in_flight_again() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute("SET search_path = ''").unwrap();
+    let one_slot = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    let save = |conn: &mut PgConnection, claim: &diesel_interlock::Claim| {
+        diesel::update(service_request::table.find(claim.id))
+            .set((
+                service_request::service.eq("geocoder"),
+                service_request::slot.eq(claim.slot),
+                service_request::created_at.eq(claim.created_at),
+                service_request::expires_at.eq(claim.expires_at),
+                service_request::completed_at.eq(None::<DateTime<Utc>>),
+                service_request::timed_out_at.eq(None::<DateTime<Utc>>),
+                service_request::details.eq("stale"),
+            ))
+            .execute(conn)
+    };
+    // While nobody has the slot.
+    for timed_out in [false, true] {
+        let claim = one_slot.claim_on(conn).unwrap().expect_acquired();
+        if timed_out {
+            expire(conn, "geocoder");
+        }
+        assert_eq!(one_slot.complete_on(conn, claim.id).unwrap(), !timed_out);
+        let ended = request(conn, claim.id);
+        assert_eq!(save(conn, &claim), Ok(1));
+        let saved = request(conn, claim.id);
+        assert_eq!(saved.details, "stale");
+        assert_eq!(
+            (saved.completed_at, saved.timed_out_at),
+            (ended.completed_at, ended.timed_out_at)
+        );
+        assert!(!one_slot.complete_on(conn, claim.id).unwrap());
+        assert_eq!(one_slot.renew_on(conn, claim.id).unwrap(), None);
+    }
+    // While the next holder has it.
+    let older = one_slot.claim_on(conn).unwrap().expect_acquired();
+    assert!(one_slot.complete_on(conn, older.id).unwrap());
+    let newer = one_slot.claim_on(conn).unwrap().expect_acquired();
+    assert!(save(conn, &older).is_err());
+    assert!(request(conn, older.id).completed_at.is_some());
+    assert!(one_slot.complete_on(conn, newer.id).unwrap());
+
+    // A save of one that is in flight changes what it says.
+    let live = one_slot.claim_on(conn).unwrap().expect_acquired();
+    assert_eq!(save(conn, &live), Ok(1));
+    assert!(request(conn, live.id).is_unmarked());
 }

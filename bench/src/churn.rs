@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use diesel_interlock::{Attempt, PgPool};
+use diesel_interlock::PgPool;
 
 use crate::Bench;
 use crate::harness::{Ratio, median};
@@ -80,8 +80,19 @@ fn snapshot(bench: &Bench, report: &mut Report) {
         "churn, without waiting for the disk: claims under one long-open snapshot",
         1,
     );
+    let claim_time = || semaphores::time_of(|| one_claim(&pool));
+    let refusal_time = || {
+        let taken: Vec<_> = (0..semaphore().slots())
+            .map(|_| semaphore().try_acquire(&pool).unwrap().acquired())
+            .collect();
+        assert!(taken.iter().all(Option::is_some));
+        semaphores::time_of(|| semaphores::be_refused(&pool, &semaphore()))
+    };
+    let bare_time = || semaphores::bare_time(Session::connect(&without_disk(&place)));
     come_and_go(&place, requests / 10);
-    report.figure("claim and release before", "µs", claim_time(&pool));
+    report.figure("claim and release before", "µs", claim_time());
+    report.figure("refusal before", "µs", refusal_time());
+    report.figure("bare insert and update before", "µs", bare_time());
 
     let mut reader = place.session();
     reader.query("BEGIN ISOLATION LEVEL REPEATABLE READ");
@@ -91,17 +102,21 @@ fn snapshot(bench: &Bench, report: &mut Report) {
         report.figure(
             &format!("claim and release after {} requests", requests / 4 * part),
             "µs",
-            claim_time(&pool),
+            claim_time(),
         );
     }
+    report.figure("refusal after them", "µs", refusal_time());
+    report.figure("bare insert and update after them", "µs", bare_time());
     sizes(&place, report);
     reader.query("COMMIT");
+    let closed = Instant::now();
+    one_claim(&pool);
     report.figure(
         "the first claim and release after it closed",
         "µs",
-        one_claim(&pool),
+        closed.elapsed().as_secs_f64() * 1e6,
     );
-    report.figure("claim and release once it closed", "µs", claim_time(&pool));
+    report.figure("claim and release once it closed", "µs", claim_time());
 }
 
 fn come_and_go(place: &Place, number: u32) {
@@ -140,18 +155,8 @@ fn without_disk(place: &Place) -> String {
     place.url_with("-c%20synchronous_commit%3Doff")
 }
 
-fn claim_time(pool: &PgPool) -> f64 {
-    let times: Vec<f64> = (0..50).map(|_| one_claim(pool)).collect();
-    median(&times)
-}
-
-fn one_claim(pool: &PgPool) -> f64 {
-    let sent = Instant::now();
-    let Attempt::Acquired(permit) = semaphore().try_acquire(pool).unwrap() else {
-        panic!("a slot is free")
-    };
-    permit.release().unwrap();
-    sent.elapsed().as_secs_f64() * 1e6
+fn one_claim(pool: &PgPool) {
+    semaphores::claim_and_release(pool, &semaphore());
 }
 
 fn sizes(place: &Place, report: &mut Report) {

@@ -1,9 +1,9 @@
 //! What becomes of the figures as tables grow: a log of ten million finished requests, a million keys, ten thousand
 //! resources, beside empty tables.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use diesel_interlock::ThrottledResource;
+use diesel_interlock::{Semaphore, ThrottledResource};
 
 use crate::Bench;
 use crate::harness::{Contenders, compare};
@@ -91,6 +91,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         semaphores::refusals(name, place, 8)
     });
     drop(filled);
+    in_flight(bench, report);
 
     let tables = [(EMPTY, &empty), (with_keys.as_str(), &many)];
     by_size(
@@ -141,6 +142,38 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     by_size(report, "growth: session lock", 8, &all, &|name, place| {
         session_locks::ours(name, &place.pool(8), 8)
     });
+}
+
+/// Claims where very many requests are in flight. They come as rows; what is timed are claims.
+fn in_flight(bench: &Bench, report: &mut Report) {
+    const SLOTS: u32 = 32_767;
+    let semaphore = Semaphore::named("geocoder", SLOTS, Duration::from_secs(3600));
+    let place = bench.site.place();
+    let pool = place.pool(1);
+    report.scenario("growth: claims of 32,767 slots", 1);
+    for number in [10, 1_000, 10_000, SLOTS - 1, SLOTS] {
+        place.session().query(&format!(
+            "TRUNCATE resource_control.service_request; \
+             INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+             SELECT 'geocoder', slot, now(), now() + '1 hour' FROM generate_series(0, {number} - 1) slot \
+             ORDER BY random(); \
+             ANALYZE resource_control.service_request"
+        ));
+        let (what, time) = if number == SLOTS {
+            let refusal = || semaphores::be_refused(&pool, &semaphore);
+            ("refusal", semaphores::time_of(refusal))
+        } else {
+            let pair = || semaphores::claim_and_release(&pool, &semaphore);
+            ("claim and release", semaphores::time_of(pair))
+        };
+        report.figure(&format!("{what}, {number} in flight"), "µs", time);
+        let bare = semaphores::bare_time(place.session());
+        report.figure(
+            &format!("bare insert and update by key, {number} in flight"),
+            "µs",
+            bare,
+        );
+    }
 }
 
 /// Fills the log, with the indexes in place, as a service does in the course of time.

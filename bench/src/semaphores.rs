@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use diesel_interlock::{Permit, PgPool, Semaphore};
 
 use crate::Bench;
-use crate::harness::{Contender, compare, threads};
+use crate::harness::{Contender, compare, median, threads};
 use crate::libpq::{Prepared, Session};
 use crate::report::{Goal, NO_GOAL, Report, at_least};
 use crate::site::Place;
@@ -66,6 +66,37 @@ fn at_once(number: usize, goal: Goal) -> Goal {
 
 pub(crate) fn semaphore() -> Semaphore {
     Semaphore::named("geocoder", SLOTS, TIMEOUT)
+}
+
+/// How long one thing takes, in microseconds: the median of fifty.
+pub(crate) fn time_of(mut once: impl FnMut()) -> f64 {
+    let times: Vec<f64> = (0..50)
+        .map(|_| {
+            let sent = Instant::now();
+            once();
+            sent.elapsed().as_secs_f64() * 1e6
+        })
+        .collect();
+    median(&times)
+}
+
+pub(crate) fn claim_and_release(pool: &PgPool, semaphore: &Semaphore) {
+    let permit = semaphore.try_acquire(pool).unwrap().acquired();
+    permit.expect("a slot is free").release().unwrap();
+}
+
+pub(crate) fn be_refused(pool: &PgPool, semaphore: &Semaphore) {
+    let busy = semaphore.try_acquire(pool).unwrap().is_busy();
+    assert!(busy, "every slot is taken");
+}
+
+/// What the same session's rows cost without a semaphore.
+pub(crate) fn bare_time(session: Session) -> f64 {
+    let mut bare = Bare::over(session, 0);
+    time_of(|| {
+        bare.claim();
+        bare.release();
+    })
 }
 
 /// Our side of the comparison, also for other scenarios.
@@ -241,7 +272,10 @@ struct Bare {
 
 impl Bare {
     fn new(place: &Place, slot: usize) -> Self {
-        let mut session = place.session();
+        Self::over(place.session(), slot)
+    }
+
+    fn over(mut session: Session, slot: usize) -> Self {
         Self {
             insert: session.prepare(
                 "insert",

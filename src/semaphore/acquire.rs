@@ -113,7 +113,7 @@ impl Semaphore {
     /// # Blocking
     ///
     /// For `timeout`, of which the check-outs are a part; the pool's own `connection_timeout` may end
-    /// the first one sooner, but not the wait once it has begun. Zero waits for neither.
+    /// the first one sooner. Zero waits for neither.
     ///
     /// # Errors
     ///
@@ -158,9 +158,8 @@ impl Semaphore {
             waiter.sleep(pause);
             match self.admit_within(pool, Some(remaining())) {
                 Ok(Admission::Full(still)) => full = still,
-                // The connections were in use for as long as the pool waits, but the wait for a slot is
-                // not over.
-                Err(Error::Pool(_)) => {}
+                // The pool's connections were in use to the end of the wait.
+                Err(Error::Pool(_)) if remaining().is_zero() => break,
                 answer => return answer,
             }
         }

@@ -182,7 +182,7 @@ fn a_reloaded_idle_session_timeout_ends_only_a_session_without_a_value_of_its_ow
         AdvisoryLock::named("kept over a reload"),
     );
     let mut conn = database.connect();
-    let guard = lost.acquire_on(&mut conn).unwrap();
+    let mut guard = lost.acquire_on(&mut conn).unwrap();
     let pinned = database.url_with("options", "-c idle_session_timeout=0");
     let mut pinned = PgConnection::establish(&pinned).unwrap();
     let mut pinned = kept.acquire_on(&mut pinned).unwrap();
@@ -195,6 +195,10 @@ fn a_reloaded_idle_session_timeout_ends_only_a_session_without_a_value_of_its_ow
         "SELECT pg_reload_conf()",
     ] {
         observer.conn().batch_execute(statement).unwrap();
+    }
+    // A session reads the configuration as it gets its next statement.
+    for conn in [guard.conn(), pinned.conn()] {
+        conn.batch_execute("SELECT 1").unwrap();
     }
     let pid = guard.backend_pid();
     crate::support::eventually("the session is ended", || !observer.is_alive(pid));

@@ -166,8 +166,8 @@ impl AdvisoryLock {
 /// statement at once. So does a [`fenced`](Self::fenced) lock.
 ///
 /// An `idle_session_timeout` that comes into force while a lock is held, by a reload of the server's
-/// configuration, ends a session that is idle after its next statement and so loses the lock, which the release reports as
-/// [`Error::LockLost`](crate::Error::LockLost). Setting it to 0 with every lock would prevent that, but
+/// configuration, ends a session that is idle after its next statement. The lock is then lost, which the
+/// release reports as [`Error::LockLost`](crate::Error::LockLost). Setting it to 0 with every lock would prevent that, but
 /// would make a lock and its release 3 to 6 % slower. A session with a value of its own is not reached by a
 /// reload: connect with `options=-c idle_session_timeout=0`, or use `ALTER ROLE … SET`.
 ///

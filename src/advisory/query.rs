@@ -15,9 +15,9 @@ use diesel::query_builder::AstPass;
 use diesel::result::QueryResult;
 use diesel::sql_types::{BigInt, Integer};
 
+pub(super) use self::held::IsHeld;
 #[cfg(feature = "r2d2")]
-pub(super) use self::held::{HeldBy, WatchedFrom};
-pub(super) use self::held::{IsHeld, Locator};
+pub(super) use self::held::{HeldBy, Locator, WatchedFrom};
 pub(super) use self::prepared::get_numbered_result;
 pub(super) use self::release::{Release, ReleaseCarefully};
 pub(super) use self::take::{Answer, Look, Looked, TryAcquireXact, Wait, Waited};

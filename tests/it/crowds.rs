@@ -213,11 +213,15 @@ fn who_is_alone_at_a_service_does_not_wait_for_a_thousand_at_another() {
     let pool = patient_pool(&database, 8);
     let conn = &mut database.connect();
     let permit = CROWDED.try_acquire(&pool).unwrap().expect_acquired();
+    let tried = AtomicUsize::new(0);
     thread::scope(|scope| {
         crowd(scope, WAITERS, || {
+            assert!(CROWDED.try_acquire(&pool).unwrap().is_busy());
+            tried.fetch_add(1, Ordering::SeqCst);
             let attempt = CROWDED.acquire_timeout(&pool, LONG).unwrap();
             attempt.expect_acquired().release().unwrap();
         });
+        eventually("all wait", || tried.load(Ordering::SeqCst) == WAITERS);
         let waited = best_of_three(|| {
             let claim = ALONE.try_acquire(&pool).unwrap().expect_acquired();
             let id = claim.into_claim().id;

@@ -5,7 +5,8 @@ use std::thread;
 #[cfg(any(feature = "r2d2", feature = "migrations"))]
 use std::time::Duration;
 
-use diesel::prelude::*;
+#[cfg(feature = "migrations")]
+use diesel::pg::PgConnection;
 use diesel::result::Error as DieselError;
 
 use super::AdvisoryLock;

@@ -65,7 +65,7 @@ pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 /// assert!(handled.unwrap()?, "whatever the tests beside this one hold");
 ///
 /// let _prefix = prefix.enter(); // the test's own thread means the same lock
-/// testing::assert_not_held(&mut pool.get()?, &NIGHTLY);
+/// testing::assert_not_held(&mut *pool.get()?, &NIGHTLY);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///

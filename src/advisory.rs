@@ -293,7 +293,7 @@ impl AdvisoryLock {
     }
 
     /// Takes the lock, on the given connection; waits for it as long as it takes, by asking again and again,
-    /// with a growing pause of 20 to 250 milliseconds. Unlike another waiter it has no snapshot in between,
+    /// with a growing pause of 20 to 250 milliseconds on average. Unlike another waiter it has no snapshot in between,
     /// so that the holder's migrations may have any `lock_timeout`.
     #[cfg(feature = "migrations")]
     pub(crate) fn acquire_without_snapshot_on<'conn>(

@@ -57,7 +57,7 @@ impl<K: Ord + Clone + 'static> Drop for Member<K> {
 }
 
 /// All crowds have the same share of what a process may ask, so that a waiter pays for its own crowd,
-/// and hardly for the size of another. The only waiter of a process has not to wait for anybody.
+/// and hardly for the size of another. The only waiter of a process need not wait for others.
 fn apart(own: u32, crowds: u32) -> Duration {
     APART.saturating_mul(own.saturating_mul(crowds).saturating_sub(1))
 }

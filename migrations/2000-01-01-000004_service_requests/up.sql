@@ -566,7 +566,7 @@ COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
 COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS
     'As claim_service_request, always in one row: the claim, or when a slot is free at the latest.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
-    'Claims one of the slots of the service, 0 to slots - 1, and answers the new row; none if all are in flight. Commit at once: until then the slot is kept from everyone. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated.';
+    'Claims one of the slots of the service, 0 to slots - 1, and returns the new row; none if all are in flight. Commit at once: until then the slot is kept from everyone. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated.';
 COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS
     'Ends the request and frees its slot; false if it had ended or timed out before. Changes no other request. In a transaction stricter than READ COMMITTED that cannot see the request, a serialization failure.';
 COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS

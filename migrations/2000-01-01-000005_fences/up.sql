@@ -33,7 +33,7 @@ $$;
 COMMENT ON TABLE resource_control.fence IS
     'The greatest fencing token that has passed each fence.';
 COMMENT ON FUNCTION resource_control.pass_fence(text, bigint) IS
-    'Lets a token pass unless a greater one has; answers whether it did. To be called inside the transaction that writes what the fence protects, which is to be rolled back if it answers false.';
+    'Lets a token pass unless a greater one has; returns whether it did. Call it inside the transaction that writes what the fence protects, and roll that back if it returns false.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000005');
 END

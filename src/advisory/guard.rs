@@ -11,7 +11,7 @@ use std::time::Duration;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use self::release::is_closed;
+pub(super) use self::release::is_closed;
 use super::lease::{Lease, Pinned};
 use super::mode::LockMode;
 use super::query::{DrawToken, IsHeld};
@@ -222,7 +222,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// draws it, in one round trip. Of those who share a lock each has one, in no order.
     ///
     /// Guards of one lock on one session, nested in each other, have one token, since they hold the lock
-    /// together: the first that was drawn among those that live. The session gets a name for this, in the
+    /// together: that of the innermost guard further out which has one. The session gets a name for this, in the
     /// setting `diesel_interlock.session`; after a `RESET ALL` between the two guards they are not known to
     /// share a session. A guard that takes exclusively what its session holds shared draws a token of its own,
     /// because it comes after other sharers. A fence that this one has passed refuses the sharer's.
@@ -262,8 +262,8 @@ impl<C: Lease> AdvisoryLockGuard<C> {
                 draw.get_result::<(i32, String, Option<i64>)>(conn)
             })
         });
-        if in_transaction {
-            // It is the caller's, who may go on with it.
+        if in_transaction && !drawn.as_ref().is_err_and(is_closed) {
+            // The transaction is the caller's, who may go on with it.
             transaction::clear_mark(conn);
         }
         let lost = |source| Error::LockLost {
@@ -307,6 +307,8 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         #[cfg(feature = "r2d2")]
         self.watches.releasing();
         let released = self.unlock_and_check();
+        // Before the connection is back in its pool, because the next guard on this session must not share the token.
+        self.hold.fencing_token = None;
         #[cfg(feature = "r2d2")]
         self.watches.released(&released);
         events::released(What::Lock(&self.key), self.since, &released);

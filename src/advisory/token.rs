@@ -85,4 +85,54 @@ mod tests {
         assert_eq!(token(Shared, 23).number(), 20);
         drop(sharer);
     }
+
+    /// Takes the lock on the same session at the earliest moment at which the pool can give the connection to another.
+    #[cfg(feature = "r2d2")]
+    #[derive(Debug, Default)]
+    struct NextHolder {
+        session: Mutex<Option<String>>,
+        number: Mutex<Option<i64>>,
+    }
+
+    #[cfg(feature = "r2d2")]
+    #[derive(Debug)]
+    struct Waiting(Arc<NextHolder>);
+
+    #[cfg(feature = "r2d2")]
+    impl diesel::r2d2::HandleEvent for Waiting {
+        fn handle_checkin(&self, _: diesel::r2d2::event::CheckinEvent) {
+            if let Some(session) = self.0.session.lock().unwrap().clone() {
+                let next = Token::drawn(session, LockId::BigInt(7), Exclusive, i64::MAX);
+                *self.0.number.lock().unwrap() = Some(next.number());
+            }
+        }
+    }
+
+    #[cfg(feature = "r2d2")]
+    #[test]
+    fn the_next_holder_on_a_pooled_session_has_a_token_of_its_own() {
+        use diesel::prelude::*;
+        use diesel::sql_types::Text;
+
+        let database = workbench::Database::new();
+        let next = Arc::new(NextHolder::default());
+        let pool = diesel::r2d2::Pool::builder()
+            .max_size(1)
+            .event_handler(Box::new(Waiting(Arc::clone(&next))))
+            .build(database.manager())
+            .unwrap();
+        let lock = crate::AdvisoryLock::new(crate::LockKey::bigint(7)).fenced();
+        for release in [
+            |guard: crate::PooledGuard| guard.release().unwrap(),
+            |guard| drop(guard),
+        ] {
+            let mut guard = lock.try_acquire(&pool).unwrap().acquired().unwrap();
+            let name = diesel::dsl::sql::<Text>("current_setting('diesel_interlock.session')");
+            let session: String = diesel::select(name).get_result(guard.conn()).unwrap();
+            *next.session.lock().unwrap() = Some(session);
+            release(guard);
+            assert_eq!(next.number.lock().unwrap().take(), Some(i64::MAX));
+            *next.session.lock().unwrap() = None;
+        }
+    }
 }

@@ -7,6 +7,7 @@ use diesel::data_types::PgTimestamp;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
+use super::guard::is_closed;
 use super::mode::LockMode;
 use super::query::{HeldBy, Locator, WatchedFrom};
 use crate::background::{Background, Chore};
@@ -109,7 +110,11 @@ impl Watch {
             .get_result(conn)
         };
         let (answered_by, session_start, held): (i32, Option<PgTimestamp>, bool) =
-            send(conn, question)?;
+            match send(conn, question) {
+                // The session has ended, and its locks with it.
+                Err(error) if is_closed(&error) => (0, None, false),
+                answer => answer?,
+            };
         let watched = Arc::new(Watched {
             key: key.clone(),
             locator,
@@ -221,13 +226,16 @@ impl Chore for Watched {
 
     fn attend(&self, mut conn: PooledPgConnection) -> bool {
         let asked = Moment::now();
-        let question = HeldBy {
-            locator: &self.locator,
-            mode: self.mode,
-            pid: self.pid,
-            session_start: self.session_start,
+        let question = |conn: &mut PgConnection| {
+            HeldBy {
+                locator: &self.locator,
+                mode: self.mode,
+                pid: self.pid,
+                session_start: self.session_start,
+            }
+            .get_result::<bool>(conn)
         };
-        match question.get_result::<bool>(&mut *conn) {
+        match send(&mut conn, question) {
             Ok(true) => lock(&self.heard).confirmed = asked,
             Ok(false) => self.lose(),
             Err(_) => {}

@@ -57,7 +57,7 @@ extern "SQL" {
     fn pass_fence(name: Text, token: BigInt) -> Bool;
 
     /// Deletes at most that many requests to services that ended, or expired, longer ago than that,
-    /// and answers how many. Begins with the oldest and skips those that are locked. Marks at most as many of those that
+    /// and returns how many. Begins with the oldest and skips those that are locked. Marks at most as many of those that
     /// are overdue.
     #[sql_name = "resource_control.prune_service_requests"]
     fn prune_service_requests(older_than: Interval, batch: Integer) -> Integer;

@@ -24,7 +24,7 @@ use crate::transaction;
 /// # Blocking
 ///
 /// Waits for the other instances' migrations without end. It asks again and again, with pauses that
-/// grow from 20 to 250 milliseconds, and has no snapshot in between. So migrations may set any
+/// grow from 20 to 250 milliseconds on average, and has no snapshot in between. So migrations may set any
 /// `lock_timeout`: a `CREATE INDEX CONCURRENTLY` does not wait for the instances that wait. To wait
 /// for a limited time, call it under `LOCK.acquire_timeout_on(conn, …)`, on that guard's connection,
 /// because the lock is reentrant. That wait has snapshots, see [`AdvisoryLock::acquire`].

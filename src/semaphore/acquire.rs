@@ -106,7 +106,7 @@ impl Semaphore {
     /// Claims a slot; waits for one at most `timeout`, holding no connection while it waits.
     ///
     /// Asks again and again, one round trip each, beyond the pool's own check-out. The pauses grow from
-    /// 2 to 100 milliseconds, and with the number of threads that wait for the same service: together the
+    /// 2 to 100 milliseconds on average, and with the number of threads that wait for the same service: together the
     /// waiters of one process ask about two hundred times a second at most, of which each service has the
     /// same share, and once more as a slot is released in the same process. No order among them is promised.
     ///
@@ -158,8 +158,8 @@ impl Semaphore {
             waiter.sleep(pause);
             match self.admit_within(pool, Some(remaining())) {
                 Ok(Admission::Full(still)) => full = still,
-                // The pool's connections were in use to the end of the wait.
-                Err(Error::Pool(_)) if remaining().is_zero() => break,
+                // The connections were in use for as long as the pool waits, but the wait for a slot is not over.
+                Err(Error::Pool(_)) => {}
                 answer => return answer,
             }
         }

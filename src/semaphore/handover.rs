@@ -60,8 +60,9 @@ pub(super) fn wake_one(service: &str) {
     if let Some(bell) = first.and_then(|first| queue.remove(first)) {
         // Should it be refused, it goes on waiting, behind the others.
         queue.push_back(Arc::clone(&bell));
-        drop(queue);
+        // Under the lock of the queue: a waiter that leaves the queue afterwards finds its bell rung, and passes it on.
         *lock(&bell.rung) = true;
+        drop(queue);
         bell.ringing.notify_one();
     }
 }

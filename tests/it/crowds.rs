@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel::r2d2::Pool;
+use diesel::r2d2::{ConnectionManager, Pool};
 use diesel_interlock::{AdvisoryLock, Error, PgPool, PooledGuard, Semaphore};
 use workbench::{Database, RoundTrips};
 
 use crate::semaphores::database;
-use crate::support::{Expect, Observer, eventually, foreign_session_holding, silent_pool};
+use crate::support::{
+    Expect, Observer, TimeoutsOfAPool, eventually, foreign_session_holding, silent_pool,
+};
 
 /// Far above what anything here takes.
 const LONG: Duration = Duration::from_secs(300);
@@ -250,10 +252,13 @@ fn who_is_alone_at_a_service_does_not_wait_for_a_thousand_at_another() {
 fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("goes on");
     let database = Database::new();
+    let (events, timeouts) = TimeoutsOfAPool::counted();
+    let proxy = RoundTrips::in_front_of(&database);
     let pool = Pool::builder()
         .max_size(3)
         .connection_timeout(Duration::from_millis(200))
-        .build_unchecked(database.manager());
+        .event_handler(events)
+        .build_unchecked(ConnectionManager::new(proxy.url()));
     eventually("the pool is filled", || pool.state().connections == 3);
     let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
     let mut observer = Observer::of(&database);
@@ -266,15 +271,21 @@ fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
         let first = scope.spawn(acquire);
         eventually("it waits", || observer.waiters(LOCK.key()) == 1);
         // For these there is no seat.
+        let tried = proxy.round_trips();
         let others = [scope.spawn(acquire), scope.spawn(acquire_in_time)];
-        thread::sleep(Duration::from_millis(200));
+        // Their tries and some that follow, beside the slices of the first.
+        eventually("they have begun to wait", || {
+            proxy.round_trips() >= tried + 20
+        });
         let mut taken = Vec::new();
         eventually("the pool is exhausted", || {
             taken.extend(pool.get());
             taken.len() == 2
         });
-        // Many times the pool's patience.
-        thread::sleep(Duration::from_millis(1500));
+        let before = timeouts.load(Ordering::Relaxed);
+        eventually("they got no connection several times", || {
+            timeouts.load(Ordering::Relaxed) >= before + 6
+        });
         drop(taken);
         drop(holder);
         first.join().unwrap().unwrap();

@@ -1,11 +1,13 @@
 //! What the tests look through: other sessions' eyes.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use diesel::connection::{InstrumentationEvent, SimpleConnection};
 use diesel::dsl::sql;
 use diesel::prelude::*;
-use diesel::r2d2::{ConnectionManager, Pool};
+use diesel::r2d2::{ConnectionManager, HandleEvent, Pool, event};
 use diesel::sql_types::{BigInt, Bool, Integer, Text};
 use diesel_interlock::{Attempt, LockId, LockKey, PgPool};
 use workbench::{Database, RoundTrips};
@@ -262,5 +264,22 @@ impl<G> Expect<G> for Attempt<G> {
     #[track_caller]
     fn expect_acquired(self) -> G {
         self.acquired().expect("another session has the lock")
+    }
+}
+
+/// Counts how often a pool had no connection to give in time.
+#[derive(Debug)]
+pub(crate) struct TimeoutsOfAPool(Arc<AtomicU32>);
+
+impl TimeoutsOfAPool {
+    pub(crate) fn counted() -> (Box<Self>, Arc<AtomicU32>) {
+        let count = Arc::new(AtomicU32::new(0));
+        (Box::new(Self(Arc::clone(&count))), count)
+    }
+}
+
+impl HandleEvent for TimeoutsOfAPool {
+    fn handle_timeout(&self, _: event::TimeoutEvent) {
+        self.0.fetch_add(1, Ordering::Relaxed);
     }
 }

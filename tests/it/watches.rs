@@ -187,6 +187,12 @@ fn a_lock_that_is_gone_already_is_lost_from_the_beginning() {
         .unwrap();
     let watch = guard.watch(&pool, OFTEN).unwrap();
     assert!(watch.is_lost() && !watch.is_held_within(Duration::MAX));
+    drop(guard);
+
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    Observer::of(&database).kill(guard.backend_pid());
+    let watch = guard.watch(&pool, OFTEN).unwrap();
+    assert!(watch.is_lost() && !watch.is_held_within(Duration::MAX));
 }
 
 #[test]

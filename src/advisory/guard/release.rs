@@ -150,10 +150,10 @@ impl From<Option<bool>> for Unlocked {
     }
 }
 
-/// The session has ended, and the server has freed its locks. libpq notices it as an answer fails
-/// to come, and from then on sends nothing any more. Of an error that [`send`] let pass: libpq also refuses to
-/// send in the middle of a `COPY`.
-pub(super) fn is_closed(error: &DieselError) -> bool {
+/// Returns whether the session has ended, and the server has freed its locks. libpq notices this as a reply fails
+/// to come, and from then on sends nothing any more. To be asked only about an error that [`send`] has returned,
+/// because libpq also refuses to send in the middle of a `COPY`.
+pub(in crate::advisory) fn is_closed(error: &DieselError) -> bool {
     use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
     matches!(
         error,

@@ -1,10 +1,14 @@
 DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
 -- One at a time, and only where it was not run, by whichever means.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL THEN
     RETURN;
 END IF;
+-- Names of the caller's would be bound to what is created here.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 CREATE SCHEMA resource_control;
 
@@ -16,6 +20,7 @@ CREATE TABLE resource_control.installed_migration (
 
 CREATE FUNCTION resource_control.lock_key(name text) RETURNS bigint
     LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE
+    SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     -- The 64 bits in two halves, since bigint has no multiplication that wraps.
@@ -40,6 +45,7 @@ COMMENT ON TABLE resource_control.installed_migration IS
 COMMENT ON FUNCTION resource_control.lock_key(text) IS
     'The advisory lock key of a name: 64-bit FNV-1a of its UTF-8 bytes, as a signed number. It never changes.';
 
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000001');
 END
 $migration$;

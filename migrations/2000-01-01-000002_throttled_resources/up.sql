@@ -1,10 +1,14 @@
 DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
 -- One at a time, and only where it was not run, by whichever means.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000002') THEN
     RETURN;
 END IF;
+-- Names of the caller's would be bound to what is created here.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 -- Where migrations::install adopts a schema made by hand, the type and the table are there.
 IF pg_catalog.to_regtype('resource_control.throttled_resource_enum') IS NULL THEN
@@ -61,8 +65,8 @@ AS $$
 BEGIN
     IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
         RAISE serialization_failure USING
-            MESSAGE = 'could not see a row that may be newer than the snapshot of the transaction',
-            HINT = 'Repeat the call in a READ COMMITTED transaction.';
+            MESSAGE = 'a transaction stricter than READ COMMITTED may not see what was committed since it began',
+            HINT = 'Call the function at READ COMMITTED, or repeat the transaction.';
     END IF;
 END
 $$;
@@ -124,12 +128,12 @@ BEGIN
             WHERE r.resource_id = resource AND r.last_locked <= clock_timestamp() - span
             FOR NO KEY UPDATE SKIP LOCKED;
         IF FOUND THEN
-            -- Read once the row is locked: the grant before this one may be younger than the statement.
-            decided_at := clock_timestamp();
-            -- By its place, because the index leads past all versions of the row that an old snapshot keeps.
+            -- The clock is read as the row is written, because the UPDATE may wait for a lock of the table. By its
+            -- place, because the index leads past all versions of the row that an old snapshot keeps.
             UPDATE resource_control.throttled_resource AS r
-                SET last_locked = decided_at, last_locker_details = details
-                WHERE r.ctid = version;
+                SET last_locked = clock_timestamp(), last_locker_details = details
+                WHERE r.ctid = version
+                RETURNING r.last_locked INTO decided_at;
         END IF;
         IF FOUND THEN
             granted := true;
@@ -186,6 +190,7 @@ COMMENT ON FUNCTION resource_control.attempt_throttled_resource(resource_control
 COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS
     'Hands the resource out if it is due, and returns whether it did; false for a resource without a row. Otherwise as attempt_throttled_resource.';
 
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000002');
 END
 $migration$;

@@ -1,10 +1,14 @@
 DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
 -- One at a time, and only where it was not run, by whichever means.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000003') THEN
     RETURN;
 END IF;
+-- Names of the caller's would be bound to what is created here.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 CREATE TABLE resource_control.throttled_key (
     resource_id resource_control.throttled_resource_enum NOT NULL,
@@ -94,19 +98,19 @@ BEGIN
                 WHERE k.resource_id = resource AND k.key = wanted AND k.last_locked <= clock_timestamp() - span
                 FOR NO KEY UPDATE SKIP LOCKED;
             IF FOUND THEN
-                decided_at := clock_timestamp();
                 UPDATE resource_control.throttled_key AS k
-                    SET last_locked = decided_at, last_locker_details = details
-                    WHERE k.ctid = version;
+                    SET last_locked = clock_timestamp(), last_locker_details = details
+                    WHERE k.ctid = version
+                    RETURNING k.last_locked INTO decided_at;
                 granted := FOUND;
             END IF;
         ELSIF pg_try_advisory_xact_lock(resource_control.throttled_key_lock(resource, wanted)) THEN
             -- Without the lock, an INSERT would wait for another transaction's first attempt. A row that this
             -- snapshot does not show is a serialization failure, not a duplicate.
-            decided_at := clock_timestamp();
-            INSERT INTO resource_control.throttled_key (resource_id, key, last_locked, last_locker_details)
-                VALUES (resource, wanted, decided_at, details)
-                ON CONFLICT ON CONSTRAINT throttled_key_pkey DO NOTHING;
+            INSERT INTO resource_control.throttled_key AS k (resource_id, key, last_locked, last_locker_details)
+                VALUES (resource, wanted, clock_timestamp(), details)
+                ON CONFLICT ON CONSTRAINT throttled_key_pkey DO NOTHING
+                RETURNING k.last_locked INTO decided_at;
             granted := FOUND;
         END IF;
         IF granted THEN
@@ -190,6 +194,7 @@ COMMENT ON FUNCTION resource_control.attempt_throttled_key(resource_control.thro
 COMMENT ON FUNCTION resource_control.prune_throttled_keys(integer) IS
     'Deletes at most that many keys whose interval has passed, skipping those that are being taken, and returns how many. Attempts at those keys are denied while they are deleted and until the transaction ends: keep the batch in the hundreds, and commit at once.';
 
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000003');
 END
 $migration$;

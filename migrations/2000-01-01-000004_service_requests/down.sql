@@ -5,7 +5,6 @@ DROP FUNCTION resource_control.complete_service_request(bigint);
 DROP FUNCTION resource_control.claim_service_request(text, integer, interval, text);
 DROP FUNCTION resource_control.admit_service_request(text, integer, interval, text);
 DROP FUNCTION resource_control.lock_free_slot(text, integer);
-DROP FUNCTION resource_control.refuse_old_snapshot();
 DROP FUNCTION resource_control.service_request_lock(text, integer);
 DROP TABLE resource_control.service_request;
 DROP FUNCTION resource_control.keep_service_request_ended();

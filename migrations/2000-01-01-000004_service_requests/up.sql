@@ -1,16 +1,20 @@
 DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
 -- One at a time, and only where it was not run, by whichever means.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000004') THEN
     RETURN;
 END IF;
+-- Names of the caller's would be bound to what is created here.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 CREATE TABLE resource_control.service_request (
     -- The fencing token. Numbers set aside for a session would be handed out late: no cache.
     id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
     -- By bytes, so that neither the argument's collation nor a new version of the system's changes what is equal.
-    service text COLLATE "C" NOT NULL
+    service text COLLATE pg_catalog."C" NOT NULL
         CONSTRAINT services_have_names CHECK (octet_length(service) BETWEEN 1 AND 1000),
     slot smallint NOT NULL CONSTRAINT slots_count_from_zero CHECK (slot >= 0),
     created_at timestamptz NOT NULL,
@@ -35,24 +39,6 @@ CREATE FUNCTION resource_control.service_request_lock(service text, slot integer
     LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
 AS $$
     SELECT pg_catalog.hashtextextended(service COLLATE pg_catalog."C", 20000101000004 OPERATOR(pg_catalog.+) slot)
-$$;
-
--- Fails where the transaction cannot see what was committed since its snapshot, which is older than this statement. A
--- statement that is a transaction of its own has its snapshot from now: its messages arrive some microseconds apart, and
--- those of a transaction that has done something else at least a few round trips.
-CREATE FUNCTION resource_control.refuse_old_snapshot() RETURNS void
-    LANGUAGE plpgsql VOLATILE
-    SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
-        AND statement_timestamp() - now() > '100 us'
-    THEN
-        RAISE serialization_failure USING
-            MESSAGE = 'a transaction stricter than READ COMMITTED cannot see requests that were claimed or ended since it began',
-            HINT = 'Call the function at READ COMMITTED, or repeat the transaction.';
-    END IF;
-END
 $$;
 
 -- The second step of a claim: reads all that is in flight, marks what is overdue, and locks a free slot. Returns none if
@@ -116,7 +102,8 @@ BEGIN
                             AND d.completed_at IS NULL AND d.timed_out_at IS NULL
                             AND d.expires_at <= clock_timestamp()
                         ORDER BY d.id + 0
-                        LIMIT 1000
+                        -- Where there were more slots, all that is overdue counts, until it is marked.
+                        LIMIT CASE WHEN look.highest < lock_free_slot.slots THEN 1000 ELSE 16000 END
                         FOR NO KEY UPDATE SKIP LOCKED))
                 RETURNING r.slot
         )
@@ -157,7 +144,7 @@ BEGIN
                         AND r.completed_at IS NULL AND r.timed_out_at IS NULL
                         AND r.expires_at <= clock_timestamp();
                 PERFORM set_config('lock_timeout', user_lock_timeout, true);
-            EXCEPTION WHEN lock_not_available THEN
+            EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
                 CONTINUE;
             END;
             -- Its holder renewed it.
@@ -297,8 +284,9 @@ BEGIN
             END IF;
         END IF;
         IF slots = cardinality(taken) AND next_expiry > answered_at THEN
-            IF statement_timestamp() - now() > '100 us' THEN
-                PERFORM resource_control.refuse_old_snapshot();
+            -- A stricter transaction may not see that a slot was freed. Asked here, because the call costs more.
+            IF current_setting('transaction_isolation') <> 'read committed' THEN
+                PERFORM resource_control.require_read_committed();
             END IF;
             RETURN;
         END IF;
@@ -356,7 +344,7 @@ BEGIN
     END LOOP;
     answered_at := clock_timestamp();
     IF id IS NULL THEN
-        PERFORM resource_control.refuse_old_snapshot();
+        PERFORM resource_control.require_read_committed();
     END IF;
 END
 $$;
@@ -431,7 +419,7 @@ BEGIN
     IF NOT EXISTS (
         SELECT FROM resource_control.service_request AS r WHERE r.id OPERATOR(pg_catalog.=) complete_service_request.id)
     THEN
-        PERFORM resource_control.refuse_old_snapshot();
+        PERFORM resource_control.require_read_committed();
     END IF;
     RETURN false;
 END
@@ -462,7 +450,7 @@ BEGIN
     IF renewed IS NULL AND NOT EXISTS (
         SELECT FROM resource_control.service_request AS r WHERE r.id = renew_service_request.id)
     THEN
-        PERFORM resource_control.refuse_old_snapshot();
+        PERFORM resource_control.require_read_committed();
     END IF;
     RETURN renewed;
 END
@@ -540,10 +528,11 @@ BEGIN
 END
 $$;
 
--- An object that an ORM read before its request ended, and saves afterwards, writes every column as it was. The functions
--- above name no created_at, and so pay nothing for this; a trigger that comes before the update would lock the row first.
+-- An object that an ORM read before its request ended, and saves afterwards, writes every column as it was, or every one
+-- that may change. The functions above name none of these columns, and so pay nothing for this; a trigger that comes before
+-- the update would lock the row first.
 CREATE TRIGGER ended_requests_stay_ended
-    AFTER UPDATE OF created_at ON resource_control.service_request
+    AFTER UPDATE OF service, slot, created_at, details ON resource_control.service_request
     FOR EACH ROW
     WHEN ((OLD.completed_at IS NOT NULL OR OLD.timed_out_at IS NOT NULL)
         AND NEW.completed_at IS NULL AND NEW.timed_out_at IS NULL)
@@ -557,8 +546,6 @@ COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
     'When it was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.';
 COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
     'The advisory lock that a claim of this slot holds until its transaction ends.';
-COMMENT ON FUNCTION resource_control.refuse_old_snapshot() IS
-    'A serialization failure in a transaction stricter than READ COMMITTED whose snapshot may be older than the statement.';
 COMMENT ON FUNCTION resource_control.keep_service_request_ended() IS
     'Restores completed_at and timed_out_at where an update of all columns would set an ended request in flight again.';
 COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
@@ -574,6 +561,7 @@ COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
     'Deletes at most that many requests that ended, or expired, longer ago than that, and returns how many. Marks at most as many of those that are overdue.';
 
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000004');
 END
 $migration$;

@@ -4,7 +4,7 @@ use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::sql_types::Timestamptz;
-use diesel_interlock::{Decision, DenialReason, Throttle};
+use diesel_interlock::{Decision, DenialReason, Error, Throttle};
 
 use crate::support::{Observer, eventually, number, truth};
 use crate::throttles::{Resource, age, database};
@@ -68,7 +68,8 @@ fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
     });
 }
 
-/// A rule or a trigger of somebody else may keep the row as it was: then all would be granted.
+/// A rule or a trigger of somebody else may keep the row as it was: then all would be granted. PostgreSQL itself refuses
+/// to return a row where a rule replaces the update.
 #[test]
 fn nothing_is_granted_that_was_not_written() {
     let database = database();
@@ -82,9 +83,51 @@ fn nothing_is_granted_that_was_not_written() {
         ))
         .unwrap();
     }
+    for throttle in [&REBUILD, &key] {
+        let refused = throttle.attempt(conn, "me");
+        assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+    }
+    for table in ["throttled_resource", "throttled_key"] {
+        conn.batch_execute(&format!(
+            "DROP RULE keep ON resource_control.{table};
+            CREATE FUNCTION keep_{table}() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+            CREATE TRIGGER skip BEFORE UPDATE ON resource_control.{table}
+                FOR EACH ROW EXECUTE FUNCTION keep_{table}()"
+        ))
+        .unwrap();
+    }
     for throttle in [REBUILD, key] {
         let denial = throttle.attempt(conn, "me").unwrap().denied().unwrap();
         assert_eq!(denial.reason, DenialReason::BeingTaken);
+    }
+}
+
+/// `CREATE INDEX` locks a table like that: rows of it can be locked meanwhile, but not written.
+#[test]
+fn a_grant_whose_write_waited_for_the_table_begins_after_the_wait() {
+    let database = database();
+    let conn = &mut database.connect();
+    let mut observer = Observer::of(&database);
+    let known = REBUILD.key("known");
+    assert!(known.attempt(conn, "me").unwrap().granted().is_some());
+    age(conn, "15 seconds");
+    for throttle in [REBUILD, known, REBUILD.key("new")] {
+        conn.batch_execute(
+            "BEGIN;
+            LOCK TABLE resource_control.throttled_resource, resource_control.throttled_key IN SHARE MODE",
+        )
+        .unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| throttle.attempt(&mut database.connect(), "waiter"));
+            eventually("the attempt waits", || observer.waiters_for_tables() == 1);
+            let now: chrono::DateTime<chrono::Utc> =
+                diesel::select(sql::<Timestamptz>("clock_timestamp()"))
+                    .get_result(conn)
+                    .unwrap();
+            conn.batch_execute("COMMIT").unwrap();
+            let granted = waiter.join().unwrap().unwrap().granted().unwrap();
+            assert!(granted.granted_at >= now);
+        });
     }
 }
 

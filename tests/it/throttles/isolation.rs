@@ -1,6 +1,7 @@
 //! Attempts in a transaction whose snapshot is older than what they look for.
 
 use diesel::prelude::*;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel_interlock::{Decision, Error, ResourceLabel, Result, Throttle};
 
 use super::database;
@@ -52,11 +53,14 @@ fn a_resource_that_the_snapshot_does_not_show_is_a_serialization_failure() {
                 diesel::sql_query(LATER).execute(other)?;
                 call(conn)
             });
-            let is_told = match &failed {
-                Err(Error::StrictIsolation) => true,
-                Err(Error::Database(error)) => error.to_string().contains("snapshot"),
-                _ => false,
-            };
+            let is_told = matches!(
+                &failed,
+                Err(Error::StrictIsolation
+                    | Error::Database(DieselError::DatabaseError(
+                        DatabaseErrorKind::SerializationFailure,
+                        _
+                    )))
+            );
             assert!(is_told, "{failed:?}");
             call(conn).unwrap();
         }

@@ -27,7 +27,7 @@ pub mod resource_control {
             /// From then on it no longer counts as in flight, marked or not.
             expires_at -> Timestamptz,
             completed_at -> Nullable<Timestamptz>,
-            /// When it was found to have expired: by the next claim, or by its own late completion.
+            /// When it was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.
             timed_out_at -> Nullable<Timestamptz>,
             details -> Text,
         }
@@ -53,7 +53,7 @@ pub mod resource_control {
         /// Resources that are handed out at most once per interval.
         resource_control.throttled_resource (resource_id) {
             resource_id -> ThrottledResourceEnum,
-            /// Elapsed time: a day is 24 hours and a month 30 days, whatever the time zone.
+            /// Elapsed time: a day is 24 hours and a month 30 days, whatever the time zone. More than 1000 years, and infinity, count as 1000 years.
             throttle_interval -> Interval,
             /// When it was handed out last, by the server's clock; -infinity for never.
             last_locked -> Timestamptz,

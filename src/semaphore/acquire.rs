@@ -43,13 +43,14 @@ impl Semaphore {
     /// SELECT resource_control.admit_service_request($1, $2, $3, $4)
     /// ```
     /// If every slot is taken the answer is [`Attempt::Busy`], and the statement has only read. A claim that
-    /// finds no other slot free marks the requests of its service that have timed out, a thousand at most. Where none
-    /// but their slots are left and other transactions have locked their rows, it waits for one of them, a quarter
-    /// second at most. It tries a few dozen slots at most, so among very many claims at the same time one may be
+    /// finds no other slot free marks the requests of its service that have timed out: a thousand at most, or 16,000
+    /// where there were more slots before. Where none but their slots are left and other transactions have locked
+    /// their rows, it waits for one of them, a quarter second at most, even where `lock_timeout` is shorter. It tries a few dozen slots at most, so among very many claims at the same time one may be
     /// [refused although a slot is free](crate::guide::growing#very-many-slots).
     ///
     /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization
-    /// failure is repeated once, in a READ COMMITTED transaction of its own. A claim that there waits for
+    /// failure is repeated once, in a READ COMMITTED transaction of its own; so is each refusal, because the stricter
+    /// snapshot may not show that a slot was freed. A claim that there waits for
     /// the commit of whoever had the slot keeps the time at which it was sent: its `created_at` may lie
     /// before that end.
     ///

@@ -12,7 +12,7 @@ use diesel_interlock::{Admission, Attempt, Error, Semaphore};
 use workbench::{Cluster, Database, RoundTrips};
 
 use crate::semaphores::{database, expire, fill, log, request};
-use crate::support::{Expect, eventually, number, setting};
+use crate::support::{Expect, number, setting};
 
 const TWO: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 

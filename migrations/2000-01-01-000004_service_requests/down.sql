@@ -7,4 +7,3 @@ DROP FUNCTION resource_control.admit_service_request(text, integer, interval, te
 DROP FUNCTION resource_control.lock_free_slot(text, integer);
 DROP FUNCTION resource_control.service_request_lock(text, integer);
 DROP TABLE resource_control.service_request;
-DROP FUNCTION resource_control.keep_service_request_ended();

@@ -517,27 +517,6 @@ BEGIN
 END
 $$;
 
-CREATE FUNCTION resource_control.keep_service_request_ended() RETURNS trigger
-    LANGUAGE plpgsql
-AS $$
-BEGIN
-    UPDATE resource_control.service_request AS r
-        SET completed_at = OLD.completed_at, timed_out_at = OLD.timed_out_at
-        WHERE r.id OPERATOR(pg_catalog.=) NEW.id;
-    RETURN NULL;
-END
-$$;
-
--- An object that an ORM read before its request ended, and saves afterwards, writes every column as it was, or every one
--- that may change. The functions above name none of these columns, and so pay nothing for this; a trigger that comes before
--- the update would lock the row first.
-CREATE TRIGGER ended_requests_stay_ended
-    AFTER UPDATE OF service, slot, created_at, details ON resource_control.service_request
-    FOR EACH ROW
-    WHEN ((OLD.completed_at IS NOT NULL OR OLD.timed_out_at IS NOT NULL)
-        AND NEW.completed_at IS NULL AND NEW.timed_out_at IS NULL)
-    EXECUTE FUNCTION resource_control.keep_service_request_ended();
-
 COMMENT ON TABLE resource_control.service_request IS
     'Requests to services that take only so many at a time: those in flight, and the log of those that ended.';
 COMMENT ON COLUMN resource_control.service_request.expires_at IS
@@ -546,8 +525,6 @@ COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
     'When it was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.';
 COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
     'The advisory lock that a claim of this slot holds until its transaction ends.';
-COMMENT ON FUNCTION resource_control.keep_service_request_ended() IS
-    'Restores completed_at and timed_out_at where an update of all columns would set an ended request in flight again.';
 COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
     'A part of claim_service_request: marks the overdue requests of the service, and locks a free slot.';
 COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS

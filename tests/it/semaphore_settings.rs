@@ -11,7 +11,7 @@ use diesel_interlock::functions::renew_service_request;
 use diesel_interlock::{Admission, Attempt, Error, Semaphore};
 use workbench::{Cluster, Database, RoundTrips};
 
-use crate::semaphores::{database, expire, fill, log, request};
+use crate::semaphores::{database, expire, fill, log};
 use crate::support::{Expect, number, setting};
 
 const TWO: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
@@ -126,11 +126,6 @@ fn what_shadows_the_catalogue_is_not_called() {
     assert!(TWO.renew_on(shadowed, claim.id).unwrap().is_some());
     assert!(TWO.complete_on(shadowed, claim.id).unwrap());
     assert!(!TWO.complete_on(shadowed, claim.id).unwrap());
-    let stale = "UPDATE resource_control.service_request \
-                 SET created_at = created_at, completed_at = NULL, timed_out_at = NULL \
-                 WHERE completed_at IS NOT NULL";
-    shadowed.batch_execute(stale).unwrap();
-    assert!(!request(conn, claim.id).is_unmarked());
     fill(&TWO, conn);
     assert!(TWO.claim_on(shadowed).unwrap().is_busy());
     // Of those that are overdue, and where there were more slots.

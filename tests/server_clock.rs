@@ -1,4 +1,4 @@
-//! What depends on the server's clock, tried on a server whose clock is set: scripts/server_clock.
+//! What depends on the server's clock, tried on a server whose clock is set: `scripts/server_clock`.
 //!
 //! Nothing here waits on the server: libfaketime gives signal handlers the true time, so PostgreSQL's own time-outs do not
 //! strike there.
@@ -53,7 +53,7 @@ impl Server {
         let database = cluster.database();
         let conn = &mut database.connect();
         migrations::install(conn).unwrap();
-        sync::<Resource>(conn).unwrap();
+        let _ = sync::<Resource>(conn).unwrap();
         Self {
             database,
             _cluster: cluster,

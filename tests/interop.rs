@@ -231,7 +231,7 @@ fn try_the_page(mut command: Command) -> LockKey {
     let database = Database::new();
     let conn = &mut database.connect();
     diesel_interlock::migrations::install(conn).unwrap();
-    sync::<Resource>(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/interop.md");
     let done = command.arg(database.url()).arg(page).output().unwrap();
     assert!(

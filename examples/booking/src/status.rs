@@ -1,7 +1,7 @@
 //! What the database shows: who holds what and who waits, which slots are taken, what timed out, what is
 //! due when.
 //!
-//! [`look`] reads, [`Status::of`] makes of it what the pages show, without a connection and without a
+//! `look` reads, [`Status::of`] makes of it what the pages show, without a connection and without a
 //! clock.
 
 use std::collections::BTreeMap;

@@ -293,7 +293,9 @@ BEGIN
         IF slots > cardinality(taken) AND slots > ALL (taken) THEN
             FOR attempt IN 1 .. 8 LOOP
                 candidate := trunc(random() * slots);
-                EXIT WHEN candidate <> ALL (taken);
+                -- Another claim may be at it. Locked again below, which costs little.
+                EXIT WHEN CASE WHEN candidate <> ALL (taken)
+                    THEN pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) END;
                 candidate := NULL;
             END LOOP;
             IF candidate IS NULL THEN

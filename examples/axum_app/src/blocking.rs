@@ -3,7 +3,7 @@
 use booking::{App, AppError};
 use tokio_util::sync::CancellationToken;
 
-/// Does the work of a request on a thread that may block: Diesel, and whatever is held while it lasts.
+/// Does the work of a request on a thread that may block, because Diesel and the guards do.
 ///
 /// The work runs to its end, so it releases what it holds on every way out: an early `?`, a panic, or a
 /// response that nobody waits for any more. Long work polls its token and stops when it is cancelled,

@@ -103,7 +103,7 @@ impl AdvisoryLock {
     /// Names a lock. The same as `AdvisoryLock::new(LockKey::named(name))`.
     ///
     /// An empty name is reported by the first operation, as
-    /// [`Error::EmptyName`](crate::Error::EmptyName).
+    /// [`Input::EmptyName`](crate::error::Input::EmptyName).
     pub const fn named(name: &'static str) -> Self {
         Self::new(LockKey::named(name))
     }
@@ -173,9 +173,9 @@ impl AdvisoryLock {
 ///
 /// # Errors of all of them
 ///
-/// - [`Error::EmptyName`](crate::Error::EmptyName), before anything is sent.
+/// - [`Input::EmptyName`](crate::error::Input::EmptyName), before anything is sent.
 /// - [`Error::Pool`](crate::Error::Pool) if the pool gave no connection in time.
-/// - [`Error::InTransaction`](crate::Error::InTransaction) if a transaction is open on the
+/// - [`Misplaced::SessionLockInTransaction`](crate::error::Misplaced::SessionLockInTransaction) if a transaction is open on the
 ///   connection, whoever opened it; only that of `begin_test_transaction` is none.
 /// - [`Error::SharedSessions`](crate::Error::SharedSessions) if a pool's connections share server
 ///   sessions. Asked once per connection of a pool, in six round trips, if the pool has a second one

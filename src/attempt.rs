@@ -1,5 +1,7 @@
 //! The answer of everything that may find a lock taken.
 
+use crate::events::Outcome;
+
 /// What came of an attempt that does not wait for ever: the thing, or the news that somebody
 /// else has it.
 ///
@@ -67,10 +69,10 @@ impl<G> Attempt<G> {
     }
 
     /// How an event names it.
-    pub(crate) const fn outcome(&self) -> &'static str {
+    pub(crate) const fn outcome(&self) -> Outcome {
         match self {
-            Attempt::Acquired(_) => "acquired",
-            Attempt::Busy => "busy",
+            Attempt::Acquired(_) => Outcome::Acquired,
+            Attempt::Busy => Outcome::Busy,
         }
     }
 

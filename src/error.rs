@@ -1,4 +1,4 @@
-//! What can go wrong, and what to do about it.
+//! Errors: what failed, why, and what to do about it.
 
 use diesel::result::Error as DieselError;
 
@@ -7,238 +7,183 @@ use crate::key::LockKey;
 /// A [`Result`](std::result::Result) with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why an operation could not be carried out.
+/// Why an operation failed.
 ///
-/// That somebody else has the lock is not an error but an answer: [`Attempt::Busy`].
+/// A lock that another session holds, a full semaphore and a throttle that is not due are not errors. Operations report
+/// them as [`Attempt::Busy`], [`Admission::Full`] and [`Decision::Denied`].
 ///
-/// It converts into [`diesel::result::Error`], so `?` works in functions that return a
-/// [`QueryResult`](diesel::QueryResult): a [`Database`](Error::Database) error becomes what it
-/// was, every other is wrapped as a `QueryBuilderError` with the same message, from which
-/// `Error::from` unwraps it again.
+/// Four variants are kinds of errors that are handled alike: [`Input`](Error::Input) is a mistake in what was passed,
+/// [`Misplaced`](Error::Misplaced) a call in the wrong kind of transaction, [`Schema`](Error::Schema) a database that is
+/// not set up, and [`Database`](Error::Database) everything that Diesel reports.
+///
+/// An `Error` converts into [`diesel::result::Error`], so `?` works in functions that return a
+/// [`QueryResult`](diesel::QueryResult). A `Database` error becomes what it was. Every other is wrapped as a
+/// `QueryBuilderError` with the same message, and `Error::from` unwraps it again.
 ///
 /// [`Attempt::Busy`]: crate::Attempt::Busy
+/// [`Admission::Full`]: crate::Admission::Full
+/// [`Decision::Denied`]: crate::Decision::Denied
+///
+/// # Examples
+///
+/// ```
+/// use diesel_interlock::{AdvisoryLock, Error, PgPool, error::Input};
+///
+/// fn status(error: &Error) -> u16 {
+///     match error {
+///         Error::Input(_) => 400,
+///         Error::Pool(_) | Error::Database(_) => 503,
+///         _ => 500,
+///     }
+/// }
+///
+/// # let pool = workbench::Database::new().pool(1);
+/// let error = AdvisoryLock::named("").try_acquire(&pool).unwrap_err();
+/// assert!(matches!(error, Error::Input(Input::EmptyName)));
+/// assert_eq!(status(&error), 400);
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The name of a lock or of a service is empty, or the key of a lock was made of no parts.
-    #[error(
-        "the name of a lock or a service must not be empty: give it a name, or the key of a lock at least one part"
-    )]
-    EmptyName,
+    /// An argument is invalid. Nothing was sent.
+    #[error(transparent)]
+    Input(#[from] Input),
 
-    /// A part of a lock's key, or the key of a throttle, could not be formatted: its `Display` returned an
-    /// error.
-    #[error(
-        "a part of the lock's key, or the key of the throttle, could not be formatted: its Display returned an error, \
-         which must be corrected there"
-    )]
-    Unformatted,
+    /// The operation does not work in the transaction that is open on the connection, or needs one that is not. Nothing
+    /// was changed.
+    #[error(transparent)]
+    Misplaced(#[from] Misplaced),
 
-    /// A session lock was asked for inside an open transaction, whose rollback it would outlive.
-    ///
-    /// The transaction lock is made for this: [`AdvisoryLock::acquire_xact`]. A transaction
-    /// opened by `begin_test_transaction` does not count.
-    ///
-    /// [`AdvisoryLock::acquire_xact`]: crate::AdvisoryLock::acquire_xact
-    #[error(
-        "a session lock outlives the transaction that is open on this connection: \
-         take it before the transaction, or use acquire_xact inside it"
-    )]
-    InTransaction,
+    /// The schema `resource_control` is missing, incomplete, or not usable by this role.
+    #[error(transparent)]
+    Schema(#[from] Schema),
 
-    /// The pool gave a connection on which somebody had left a transaction open, with a plain SQL
-    /// `BEGIN` that Diesel does not see. The connection was discarded.
+    /// The pool returned a connection on which an earlier user had left a transaction open, with a plain SQL `BEGIN` that
+    /// Diesel does not see. The connection was discarded.
     #[cfg(feature = "r2d2")]
     #[error(
-        "the pool gave a connection in a transaction that somebody left open, and it was discarded: \
-         try again, and look for a BEGIN without its COMMIT or ROLLBACK"
+        "the pool returned a connection with an open transaction, which was discarded: some code sends BEGIN without \
+         COMMIT or ROLLBACK; find it, and try again"
     )]
     TransactionInPool,
 
-    /// [`AdvisoryLock::transaction`] was called inside an open transaction, whose snapshot may be
-    /// older than the lock and whose end, not the closure's, would release it.
-    ///
-    /// [`AdvisoryLock::transaction`]: crate::AdvisoryLock::transaction
-    #[error(
-        "a transaction is open on this connection already: \
-         call acquire_xact inside it instead of opening another"
-    )]
-    AlreadyInTransaction,
-
-    /// A transaction lock was asked for outside a transaction, where PostgreSQL would release it
-    /// as soon as it is granted.
-    #[error(
-        "a transaction lock protects nothing outside a transaction: \
-         call it inside one, or use AdvisoryLock::transaction"
-    )]
-    NotInTransaction,
-
-    /// A transaction lock was asked for at REPEATABLE READ, where what is read after waiting for
-    /// the lock is as old as the transaction's first statement: "lock, check, insert" would insert
-    /// twice.
-    #[error(
-        "a transaction lock does not protect a REPEATABLE READ transaction, which cannot see what \
-         the previous holder committed: use READ COMMITTED or SERIALIZABLE"
-    )]
-    RepeatableRead,
-
     /// The server is a hot standby, whose advisory locks exclude nobody on the primary.
     #[error(
-        "this server is a standby, whose advisory locks exclude nobody on the primary: \
-         connect to the primary (target_session_attrs=read-write finds it)"
+        "cannot take a lock on a standby: its advisory locks exclude nobody on the primary; connect to the primary \
+         (target_session_attrs=read-write finds it)"
     )]
     Standby,
 
-    /// The lock was no longer held when it was to be released: its session had ended, or somebody
-    /// had unlocked it there.
+    /// The server is a standby, or the transaction is read-only.
     #[error(
-        "the lock {key} was lost before it was released: part of the work may have run unprotected"
+        "cannot write: the server is a standby, or the transaction is read-only; connect to the primary \
+         (target_session_attrs=read-write finds it)"
+    )]
+    ReadOnly,
+
+    /// The lock was no longer held when it was to be released: its session had ended, or some code had unlocked it
+    /// there.
+    #[error(
+        "the lock {key} was lost before its release: its session ended, or some code unlocked it, so part of the work may \
+         have run unprotected; check that work, or protect it with a Fence"
     )]
     LockLost {
         /// The lock.
         key: LockKey,
-        /// How the end of the session showed. `None` if the session lives.
+        /// The error that revealed the end of the session. `None` if the session is alive.
         source: Option<DieselError>,
     },
 
-    /// Another server session answered than the one that took the lock: a pooler in transaction
-    /// mode sits in between, and session locks are unsafe there.
+    /// A different server session replied than the one that took the lock: a pooler in transaction mode is in between, and
+    /// session locks are unsafe there.
     #[error(
-        "the lock {key} was taken by the session with pid {taken_by}, but pid {answered_by} answers \
-         now: session locks do not work behind a pooler in transaction mode, use \
-         AdvisoryLock::transaction"
+        "the lock {key} was taken by the session with pid {taken_by}, but pid {replied_by} replied: session locks do not \
+         work behind a pooler in transaction mode; use AdvisoryLock::transaction"
     )]
     SessionMoved {
         /// The lock.
         key: LockKey,
         /// The `pg_backend_pid()` of the session that took the lock.
         taken_by: i32,
-        /// The `pg_backend_pid()` of the session that answered later.
-        answered_by: i32,
+        /// The `pg_backend_pid()` of the session that replied later.
+        replied_by: i32,
     },
 
-    /// The connections of the pool share server sessions: a pooler in transaction mode sits in
-    /// between, and session locks are unsafe there.
+    /// The connections of the pool share server sessions: a pooler in transaction mode is in between, and session locks
+    /// are unsafe there.
     #[cfg(feature = "r2d2")]
     #[error(
-        "the connections of this pool share server sessions, as behind a pooler in transaction mode, where session \
-         locks do not work: use AdvisoryLock::transaction or a Semaphore of one slot, or connect past the pooler"
+        "cannot take session locks through this pool: its connections share server sessions, as behind a pooler in \
+         transaction mode; use AdvisoryLock::transaction or a Semaphore with one slot, or connect past the pooler"
     )]
     SharedSessions,
 
-    /// A transaction was still open on the lent connection when its lock was released, so what it
-    /// wrote was not committed while the lock was held.
+    /// A transaction was still open on the connection when its lock was released, so what it wrote was not committed while
+    /// the lock was held.
     ///
-    /// A pooled connection is discarded, which rolls the transaction back; on a borrowed
-    /// connection an aborted one is rolled back, any other is left to the caller. If the caller rolls
-    /// it back, an `idle_session_timeout` of that session stays lifted.
+    /// A pooled connection is discarded, which rolls the transaction back. On a borrowed connection an aborted transaction
+    /// is rolled back, and any other is left to the caller. If the caller rolls it back, an `idle_session_timeout` of
+    /// that session stays lifted.
     #[error(
-        "a transaction was left open when the lock {key} was released: commit it before the guard goes"
+        "a transaction was still open when the lock {key} was released: what it wrote was not committed under the lock; \
+         commit it before the guard is released"
     )]
     TransactionLeftOpen {
         /// The lock.
         key: LockKey,
     },
 
-    /// The unlock did not surely succeed.
+    /// The unlock may not have succeeded.
     ///
-    /// A pooled connection is discarded, and the server frees the lock as the session ends; a
-    /// borrowed one is marked as broken.
-    #[error("the lock {key} could not be released on its connection, which is given up")]
+    /// A pooled connection is discarded, and the server frees the lock as the session ends. A borrowed one is marked as
+    /// broken.
+    #[error(
+        "failed to release the lock {key}: the session may still hold it; do not use this connection again"
+    )]
     ReleaseFailed {
         /// The lock.
         key: LockKey,
-        /// Why.
+        /// Why the unlock failed.
         source: DieselError,
     },
 
-    /// The details of an attempt are empty: nobody could tell who took the resource.
-    #[error("the details are empty: say who takes the resource, such as a host and a process id")]
-    EmptyDetails,
-
-    /// The key of a throttle is empty.
+    /// A serialization failure inside the caller's own transaction, whose isolation level is stricter than READ
+    /// COMMITTED.
     #[error(
-        "the key of a throttle is empty: leave it out, or say what the resource is throttled for"
+        "a transaction stricter than READ COMMITTED met a concurrent change that its snapshot does not show: retry the \
+         transaction, or make this call outside it"
     )]
-    EmptyKey,
+    StrictIsolation,
 
-    /// A text holds the character NUL, which PostgreSQL's `text` cannot.
-    #[error("PostgreSQL's text cannot hold the character NUL: leave it out")]
-    NulCharacter,
-
-    /// A text is longer than it may be.
-    #[error("{what} may have {longest} bytes at most: shorten it, or send a hash of it")]
-    TooLong {
-        /// Which text.
-        what: &'static str,
-        /// How many bytes it may have.
-        longest: usize,
-    },
-
-    /// The label of a resource is empty or longer than the 63 bytes of a PostgreSQL enum label.
-    #[error("the label {label:?} must have 1 to 63 bytes")]
-    BadLabel {
-        /// The label.
-        label: String,
-    },
-
-    /// The interval of a resource is zero, or longer than a thousand years.
-    #[error("the interval of {label:?} must be longer than zero and at most a thousand years")]
-    BadInterval {
-        /// The resource.
-        label: String,
-    },
-
-    /// The database does not know the resource.
+    /// The request had timed out before it was released or renewed. Since then another may have taken its slot.
     #[error(
-        "the resource {label:?} is not in resource_control.throttled_resource: run sync at start-up, or add it in a migration"
+        "the request {id} to {service:?} timed out before its release or renewal: more requests than allowed may have been \
+         in flight; use a longer timeout, or renew it"
     )]
-    UnknownResource {
-        /// Its label.
-        label: String,
+    TimedOut {
+        /// The service.
+        service: String,
+        /// The id of the request, which is its fencing token.
+        id: i64,
     },
 
-    /// The schema `resource_control` is missing, or older than this crate.
-    ///
-    /// Inside a transaction this is an [`Error::Database`], since the server's error has aborted the
-    /// transaction, and the catalogue cannot be asked what is missing.
+    /// A greater fencing token has passed the fence: that of a later holder.
     #[error(
-        "the schema resource_control is missing or too old: call migrations::install, or run the files of migrations::write_to"
+        "the fencing token {token} is too old for the fence {name:?}: a later holder of the lock or slot has passed it; \
+         stop this work"
     )]
-    NotInstalled,
+    Fenced {
+        /// The fence.
+        name: String,
+        /// The token that was refused.
+        token: i64,
+    },
 
-    /// The schema `resource_control` is there without a recorded version, and is neither the article's
-    /// four objects nor what the migrations make. Nothing was changed.
+    /// A file or directory exists where one of this crate's migrations is to be written, and differs from it. Nothing was
+    /// written.
     #[cfg(feature = "migrations")]
     #[error(
-        "the schema resource_control was not made by this crate and differs from what it makes: {}; \
-         change it, or rename it out of the way",
-        .differences.join("; ")
-    )]
-    ForeignInstallation {
-        /// Each difference, in English: `table column resource_control.throttled_resource.last_locked is
-        /// "timestamp without time zone NOT NULL", expected "timestamp with time zone NOT NULL"`.
-        differences: Vec<String>,
-    },
-
-    /// Something of the user's depends on the schema `resource_control`, or lies in it. Nothing was
-    /// dropped.
-    #[cfg(feature = "migrations")]
-    #[error(
-        "the schema resource_control cannot be dropped before what is not this crate's, drop or move: {}",
-        .objects.join(", ")
-    )]
-    InTheWay {
-        /// Each object, with its kind and its qualified name: `table constraint tenant_fkey on
-        /// public.tenant`.
-        objects: Vec<String>,
-    },
-
-    /// A file or directory is where one of this crate's migrations is to be written, and differs from
-    /// it. Nothing was written.
-    #[cfg(feature = "migrations")]
-    #[error(
-        "{} differs from this crate's migration of that version: delete it, or rename it to another version",
+        "cannot write a migration to {}: something else is there; delete it, or rename it to another version",
         .path.display()
     )]
     DifferentFile {
@@ -248,17 +193,215 @@ pub enum Error {
 
     /// A file could not be read or written.
     #[cfg(feature = "migrations")]
-    #[error("{} could not be read or written", .path.display())]
+    #[error("failed to read or write {}", .path.display())]
     File {
         /// The file or directory.
         path: std::path::PathBuf,
-        /// Why.
+        /// Why it failed.
         source: std::io::Error,
     },
 
-    /// The role lacks a right. Inside a transaction this is an [`Error::Database`], as
-    /// [`NotInstalled`](Error::NotInstalled) is.
-    #[error("the role {role} lacks rights on the schema resource_control: {missing}")]
+    /// A migration failed.
+    ///
+    /// The message is that of Diesel's migration harness, which names the migration.
+    #[cfg(feature = "migrations")]
+    #[error(transparent)]
+    Migration(Box<dyn std::error::Error + Send + Sync>),
+
+    /// The pool had no connection in time.
+    ///
+    /// The message is that of r2d2, such as `timed out waiting for connection`, followed by the reason why no connection
+    /// could be opened, if there is one.
+    #[cfg(feature = "r2d2")]
+    #[error(transparent)]
+    Pool(#[from] diesel::r2d2::PoolError),
+
+    /// The database reported an error, or could not be reached.
+    ///
+    /// The message is that of Diesel: the message of the server or of libpq, in the server's language.
+    #[error(transparent)]
+    Database(DieselError),
+}
+
+/// An invalid argument: the kind [`Error::Input`]. Nothing was sent.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Input {
+    /// The name of a lock, a service or a fence is empty, or the key of a lock has no parts.
+    #[error(
+        "cannot use an empty name: everything without a name would be the same lock, service or fence; pass a name, or at \
+         least one part for the key of a lock"
+    )]
+    EmptyName,
+
+    /// A part of a lock's key, or the key of a throttle, could not be formatted.
+    #[error(
+        "cannot format a key: the Display of one of its parts returned an error; correct that implementation"
+    )]
+    Unformatted,
+
+    /// The details of an attempt are empty.
+    #[error(
+        "cannot attempt a throttle without details: operators could not tell who took the resource; pass a host and a \
+         process id, for example"
+    )]
+    EmptyDetails,
+
+    /// The key of a throttle is empty.
+    #[error(
+        "cannot attempt a throttle with an empty key: it would be shared by everything without a key; omit the key, or \
+         pass what the resource is throttled for"
+    )]
+    EmptyKey,
+
+    /// A text contains the character NUL.
+    #[error("cannot send a text with a NUL character: PostgreSQL does not store it; remove it")]
+    NulCharacter,
+
+    /// A text is longer than its limit.
+    #[error(
+        "cannot send {what}: the limit is {longest} bytes; shorten the text, or pass a hash of it"
+    )]
+    TooLong {
+        /// Which text.
+        what: &'static str,
+        /// The limit in bytes.
+        longest: usize,
+    },
+
+    /// The label of a resource is empty or longer than the 63 bytes of a PostgreSQL enum label.
+    #[error(
+        "cannot use the resource label {label:?}: a PostgreSQL enum label has 1 to 63 bytes; rename the resource"
+    )]
+    BadLabel {
+        /// The label.
+        label: String,
+    },
+
+    /// The interval of a resource is zero, or longer than a thousand years.
+    #[error(
+        "cannot use the interval of the resource {label:?}: it must be longer than zero and at most a thousand years; \
+         correct its declaration"
+    )]
+    BadInterval {
+        /// The resource.
+        label: String,
+    },
+
+    /// A semaphore has no slots, or more than a PostgreSQL `smallint` can number.
+    #[error(
+        "cannot use {slots} slots for the semaphore {service:?}: a semaphore has 1 to 32767; correct its declaration"
+    )]
+    BadSlots {
+        /// The service.
+        service: String,
+        /// The number of slots.
+        slots: u32,
+    },
+
+    /// The timeout of a semaphore is zero, or longer than a thousand years.
+    #[error(
+        "cannot use the timeout of the semaphore {service:?}: it must be longer than zero and at most a thousand years; \
+         correct its declaration"
+    )]
+    BadTimeout {
+        /// The service.
+        service: String,
+    },
+}
+
+/// A call in the wrong kind of transaction: the kind [`Error::Misplaced`]. Nothing was changed.
+///
+/// A transaction that was opened by `begin_test_transaction` counts as no transaction for locks, claims and throttles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Misplaced {
+    /// A session lock was requested inside an open transaction, whose rollback it would outlive. Use
+    /// [`AdvisoryLock::acquire_xact`](crate::AdvisoryLock::acquire_xact) there.
+    #[error(
+        "cannot take a session lock inside an open transaction: a rollback would not release it; take it before the \
+         transaction, or use acquire_xact inside it"
+    )]
+    SessionLockInTransaction,
+
+    /// [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) was called inside an open transaction, whose
+    /// snapshot may be older than the lock, and whose end would release it instead of the closure's.
+    #[error(
+        "cannot open a transaction for the lock inside another: its snapshot may be older than the lock; call acquire_xact \
+         in the open transaction"
+    )]
+    NestedTransaction,
+
+    /// A transaction lock was requested outside a transaction, where PostgreSQL would release it at once.
+    #[error(
+        "cannot take a transaction lock outside a transaction: PostgreSQL would release it at once; call this inside a \
+         transaction, or use AdvisoryLock::transaction"
+    )]
+    XactLockOutsideTransaction,
+
+    /// A transaction lock was requested at REPEATABLE READ. What is read there after waiting for the lock is as old as the
+    /// transaction's first statement, so "lock, check, insert" would insert twice.
+    #[error(
+        "cannot rely on a transaction lock at REPEATABLE READ: the transaction does not see what the previous holder \
+         committed; use READ COMMITTED or SERIALIZABLE"
+    )]
+    XactLockAtRepeatableRead,
+
+    /// A slot was requested inside an open transaction, which would keep it from everyone until its end, and would undo
+    /// the claim by a rollback.
+    #[error(
+        "cannot claim a slot inside an open transaction: other instances would be blocked until it commits; claim the slot \
+         before the transaction starts"
+    )]
+    ClaimInTransaction,
+
+    /// Work that runs after a committed grant was requested inside an open transaction.
+    #[error(
+        "cannot run throttled work inside an open transaction: the grant would not be committed before the work runs; call \
+         this outside a transaction, or use attempt_on"
+    )]
+    GrantInTransaction,
+
+    /// A fence was to be passed outside a transaction.
+    #[error(
+        "cannot pass a fence outside a transaction: it protects what its own transaction writes; pass it inside that \
+         transaction, before the first write"
+    )]
+    FenceOutsideTransaction,
+
+    /// A fencing token was requested inside an open transaction. If the server crashes before that commits, a later holder
+    /// is given the same number.
+    #[error(
+        "cannot draw a fencing token inside an open transaction: a crash of the server before the commit would give the \
+         same token again; call fencing_token before the transaction begins, or make the lock .fenced()"
+    )]
+    TokenInTransaction,
+
+    /// Migrations or a sync were requested inside a transaction. A test transaction counts here.
+    #[error(
+        "cannot run migrations or sync inside a transaction: they commit as they go; run them outside a transaction"
+    )]
+    CommitsInTransaction,
+}
+
+/// A schema `resource_control` that is missing, incomplete, or not usable by this role: the kind [`Error::Schema`].
+///
+/// Inside a transaction [`NotInstalled`](Schema::NotInstalled) and [`MissingRights`](Schema::MissingRights) are an
+/// [`Error::Database`], because the server's error has aborted the transaction, and the catalogue cannot be queried.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Schema {
+    /// The schema is missing, or older than this crate.
+    #[error(
+        "cannot find what this crate needs in the schema resource_control: it is missing or too old; call \
+         migrations::install, or run the files of migrations::write_to"
+    )]
+    NotInstalled,
+
+    /// The role lacks a right.
+    #[error(
+        "the role {role} may not do this in the schema resource_control: it lacks {missing}; grant it, as grants.sql does"
+    )]
     MissingRights {
         /// The role that is connected.
         role: String,
@@ -266,123 +409,50 @@ pub enum Error {
         missing: &'static str,
     },
 
-    /// The server is a standby, or the transaction is read-only.
+    /// The database does not have the resource.
     #[error(
-        "the server or the transaction is read-only: connect to the primary (target_session_attrs=read-write finds it)"
+        "cannot find the resource {label:?}: it has no row in resource_control.throttled_resource; run sync at start-up, or \
+         add it in a migration"
     )]
-    ReadOnly,
-
-    /// A serialization failure inside the caller's own transaction, whose isolation level is
-    /// stricter than READ COMMITTED.
-    #[error(
-        "a transaction stricter than READ COMMITTED cannot follow concurrent attempts: attempt outside it, or repeat it"
-    )]
-    StrictIsolation,
-
-    /// A closure that is to run after the commit was given inside an open transaction.
-    #[error(
-        "the grant could not be committed before the work runs: call it outside a transaction, or use attempt"
-    )]
-    GrantInTransaction,
-
-    /// A semaphore was told to have no slots, or more than PostgreSQL's `smallint` numbers.
-    #[error("the semaphore {service:?} must have 1 to 32767 slots, not {slots}")]
-    BadSlots {
-        /// The service.
-        service: String,
-        /// How many slots it was told to have.
-        slots: u32,
+    UnknownResource {
+        /// Its label.
+        label: String,
     },
 
-    /// The time-out of a semaphore is zero, or longer than a thousand years.
-    #[error(
-        "the time-out of the semaphore {service:?} must be longer than zero and at most a thousand years"
-    )]
-    BadTimeout {
-        /// The service.
-        service: String,
-    },
-
-    /// A slot was asked for inside an open transaction, which would keep it from everyone until it
-    /// ends, and would undo the claim if it is rolled back.
-    ///
-    /// A transaction opened by `begin_test_transaction` does not count.
-    #[error(
-        "a slot claimed inside an open transaction is nobody's until the commit: claim it before the transaction"
-    )]
-    ClaimInTransaction,
-
-    /// The sequence that numbers the requests is behind the ids in the table, as in a copy of a database that
-    /// was made by logical replication or a blue/green upgrade: neither copies sequences. Every claim fails until the
+    /// The sequence that numbers the requests is behind the ids in the table, as in a copy of a database that was made by
+    /// logical replication or a blue/green upgrade, neither of which copies sequences. Every claim fails until the
     /// sequence is set.
     #[error(
-        "the sequence of resource_control.service_request is behind the ids of the table, as after a copy without it: run \
-         SELECT setval('resource_control.service_request_id_seq', (SELECT max(id) FROM resource_control.service_request))"
+        "cannot number a request: the sequence of resource_control.service_request is behind the ids of the table, as in a \
+         copy that left it out; run SELECT setval('resource_control.service_request_id_seq', (SELECT max(id) FROM \
+         resource_control.service_request))"
     )]
     SequenceBehind,
 
-    /// The request had timed out before it was released or renewed: from then on another may have
-    /// had its slot.
-    #[error(
-        "the request {id} to {service:?} had timed out: more requests than allowed may have been in flight; give it a longer time-out, or renew it"
-    )]
-    TimedOut {
-        /// The service.
-        service: String,
-        /// The id of the request, its fencing token.
-        id: i64,
-    },
-
-    /// A fence was to be passed outside a transaction.
-    #[error(
-        "a fence protects what its own transaction writes: pass it inside that transaction, before the first write"
-    )]
-    FenceOutsideTransaction,
-
-    /// A greater fencing token has passed the fence: a later holder's.
-    #[error(
-        "the fencing token {token} is too old for the fence {name:?}, which a greater one has passed: a later holder \
-         has taken over the lock or the slot, so stop this work"
-    )]
-    Fenced {
-        /// The fence.
-        name: String,
-        /// The token that was refused.
-        token: i64,
-    },
-
-    /// A fencing token was asked for inside an open transaction. If that does not commit before the server
-    /// crashes, the same number is given again, to a later holder.
-    #[error(
-        "a fencing token cannot be drawn inside an open transaction, since a crash before its commit would give it \
-         again: call fencing_token before the transaction begins, or make the lock .fenced()"
-    )]
-    TokenInTransaction,
-
-    /// Migrations or a sync were asked for inside a transaction, a test transaction included.
-    #[error("migrations and sync commit as they go: run them outside a transaction")]
-    CommitsInTransaction,
-
-    /// The pool had no connection to give in time.
-    #[cfg(feature = "r2d2")]
-    ///
-    /// It says what r2d2 says, such as `timed out waiting for connection`, and then why no connection
-    /// could be opened, if that was the reason.
-    #[error(transparent)]
-    Pool(diesel::r2d2::PoolError),
-
-    /// A migration could not be run.
+    /// The schema exists without a recorded version, and has neither exactly the article's four objects nor what the
+    /// migrations create. Nothing was changed.
     #[cfg(feature = "migrations")]
-    ///
-    /// It says what Diesel's migration harness says, which names the migration if that is the reason.
-    #[error(transparent)]
-    Migration(Box<dyn std::error::Error + Send + Sync>),
+    #[error(
+        "cannot install into the schema resource_control: it was not created by this crate and differs from what it \
+         creates: {}; change the schema, or rename it",
+        .differences.join("; ")
+    )]
+    Foreign {
+        /// Each difference, in English: `table column resource_control.throttled_resource.last_locked is
+        /// "timestamp without time zone NOT NULL", expected "timestamp with time zone NOT NULL"`.
+        differences: Vec<String>,
+    },
 
-    /// The database reported an error, or could not be reached.
-    ///
-    /// It says what Diesel says, which is the message of the server or of libpq in the server's language.
-    #[error(transparent)]
-    Database(DieselError),
+    /// Objects that are not this crate's depend on the schema, or are in it. Nothing was dropped.
+    #[cfg(feature = "migrations")]
+    #[error(
+        "cannot drop the schema resource_control: these objects are not this crate's: {}; drop or move them first",
+        .objects.join(", ")
+    )]
+    InUse {
+        /// Each object, with its kind and its qualified name: `table constraint tenant_fkey on public.tenant`.
+        objects: Vec<String>,
+    },
 }
 
 impl From<DieselError> for Error {
@@ -403,12 +473,5 @@ impl From<Error> for DieselError {
             Error::Database(error) => error,
             other => DieselError::QueryBuilderError(Box::new(other)),
         }
-    }
-}
-
-#[cfg(feature = "r2d2")]
-impl From<diesel::r2d2::PoolError> for Error {
-    fn from(error: diesel::r2d2::PoolError) -> Self {
-        Error::Pool(error)
     }
 }

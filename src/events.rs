@@ -1,20 +1,320 @@
-//! What operators read: the spans and events of the feature `tracing`, and nothing without it.
+//! Events: what an operator reads about the operations of this crate.
+//!
+//! [`record`] is the one place that an event passes. The feature `tracing` logs it there; without the feature nothing
+//! happens. The target, the operations, the outcomes and the names of the fields are part of this crate's contract: see
+//! the crate's documentation.
 
-#[cfg(not(feature = "tracing"))]
-mod off;
-#[cfg(feature = "tracing")]
-mod on;
+use std::future::Future;
+use std::time::{Duration, Instant};
 
-#[cfg(not(feature = "tracing"))]
-pub(crate) use self::off::*;
-#[cfg(feature = "tracing")]
-pub(crate) use self::on::*;
+use crate::error::{Error, Result};
 use crate::key::LockKey;
+
+/// Something that happened.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Event<'a> {
+    pub(crate) operation: &'static str,
+    pub(crate) subject: Subject<'a>,
+    pub(crate) outcome: Outcome,
+    /// How long the operation took.
+    pub(crate) waited: Option<Duration>,
+    /// How long the lock or the slot was held.
+    pub(crate) held: Option<Duration>,
+    pub(crate) error: Option<&'a Error>,
+}
 
 /// What an event is about.
 #[derive(Debug, Clone, Copy)]
-#[cfg_attr(not(feature = "tracing"), allow(dead_code))]
-pub(crate) enum What<'a> {
+pub(crate) enum Subject<'a> {
     Lock(&'a LockKey),
-    Service(&'a str),
+    Semaphore {
+        service: &'a str,
+        /// The id of the request, where there is one.
+        id: Option<i64>,
+    },
+    Throttle {
+        resource: &'a str,
+        key: Option<&'a str>,
+    },
+    Connection {
+        pooled: bool,
+    },
+}
+
+/// What came of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Acquired,
+    Busy,
+    Released,
+    /// The release is left to a background thread.
+    Deferred,
+    Renewed,
+    Lost,
+    TimedOut,
+    Granted,
+    Denied {
+        retry_after: Duration,
+    },
+    Different {
+        declared: Duration,
+        in_database: Duration,
+    },
+    Discarded,
+    Error,
+}
+
+impl<'a> Event<'a> {
+    pub(crate) fn new(operation: &'static str, subject: Subject<'a>, outcome: Outcome) -> Self {
+        Self {
+            operation,
+            subject,
+            outcome,
+            waited: None,
+            held: None,
+            error: None,
+        }
+    }
+
+    /// The event of an operation that may have failed.
+    pub(crate) fn of<T>(
+        operation: &'static str,
+        subject: Subject<'a>,
+        result: &'a Result<T>,
+        outcome: impl FnOnce(&T) -> Outcome,
+    ) -> Self {
+        let (outcome, error) = match result {
+            Ok(value) => (outcome(value), None),
+            Err(error) => (Outcome::of_failure(error), Some(error)),
+        };
+        Self {
+            error,
+            ..Self::new(operation, subject, outcome)
+        }
+    }
+
+    pub(crate) fn held_since(self, since: Instant) -> Self {
+        Self {
+            held: Some(since.elapsed()),
+            ..self
+        }
+    }
+}
+
+impl Outcome {
+    fn of_failure(error: &Error) -> Self {
+        match error {
+            Error::LockLost { .. } => Self::Lost,
+            Error::TimedOut { .. } => Self::TimedOut,
+            _ => Self::Error,
+        }
+    }
+}
+
+/// Runs an operation in a span of its own, and records what came of it.
+pub(crate) async fn observe<T>(
+    operation: &'static str,
+    subject: Subject<'_>,
+    run: impl Future<Output = Result<T>>,
+    outcome: impl FnOnce(&T) -> Outcome,
+) -> Result<T> {
+    in_span(operation, subject, async move {
+        let since = Instant::now();
+        let result = run.await;
+        let waited = Some(since.elapsed());
+        record(&Event {
+            waited,
+            ..Event::of(operation, subject, &result, outcome)
+        });
+        result
+    })
+    .await
+}
+
+#[cfg(not(feature = "tracing"))]
+pub(crate) fn record(_: &Event<'_>) {}
+
+#[cfg(not(feature = "tracing"))]
+fn in_span<F: Future>(_: &'static str, _: Subject<'_>, run: F) -> F {
+    run
+}
+
+#[cfg(feature = "tracing")]
+use self::traced::in_span;
+#[cfg(feature = "tracing")]
+pub(crate) use self::traced::record;
+
+#[cfg(feature = "tracing")]
+mod traced {
+    use std::error::Error as _;
+    use std::fmt;
+
+    use tracing::field::{DisplayValue, display};
+    use tracing::instrument::{Instrument, Instrumented};
+    use tracing::{debug_span, event};
+
+    use super::*;
+
+    const TARGET: &str = "diesel_interlock";
+
+    /// Logs the event.
+    pub(crate) fn record(event: &Event<'_>) {
+        macro_rules! log {
+            ($level:ident) => {
+                event!(
+                    target: TARGET,
+                    tracing::Level::$level,
+                    operation = event.operation,
+                    kind = event.subject.kind(),
+                    key = event.subject.lock(),
+                    key = event.subject.throttled_key(),
+                    service = event.subject.service(),
+                    id = event.subject.id(),
+                    resource = event.subject.resource(),
+                    pooled = event.subject.pooled(),
+                    outcome = event.outcome.name(),
+                    waited_ms = event.waited.map(ms),
+                    held_ms = event.held.map(ms),
+                    retry_after_ms = event.outcome.retry_after().map(ms),
+                    declared_ms = event.outcome.intervals().map(|(declared, _)| ms(declared)),
+                    in_database_ms = event.outcome.intervals().map(|(_, in_database)| ms(in_database)),
+                    error = event.error.map(|error| display(Causes(error))),
+                )
+            };
+        }
+        if event.outcome.needs_attention() {
+            log!(WARN);
+        } else {
+            log!(DEBUG);
+        }
+    }
+
+    pub(super) fn in_span<F: Future>(
+        operation: &'static str,
+        subject: Subject<'_>,
+        run: F,
+    ) -> Instrumented<F> {
+        let (kind, service) = (subject.kind(), subject.service());
+        let (lock, throttled, resource) =
+            (subject.lock(), subject.throttled_key(), subject.resource());
+        run.instrument(match operation {
+            "attempt" => {
+                debug_span!(target: TARGET, "attempt", kind, resource, key = throttled)
+            }
+            _ => debug_span!(target: TARGET, "acquire", kind, key = lock, service),
+        })
+    }
+
+    impl<'a> Subject<'a> {
+        fn kind(self) -> &'static str {
+            match self {
+                Self::Lock(_) => "lock",
+                Self::Semaphore { .. } => "semaphore",
+                Self::Throttle { .. } => "throttle",
+                Self::Connection { .. } => "connection",
+            }
+        }
+
+        fn lock(self) -> Option<DisplayValue<&'a LockKey>> {
+            match self {
+                Self::Lock(key) => Some(display(key)),
+                _ => None,
+            }
+        }
+
+        fn throttled_key(self) -> Option<&'a str> {
+            match self {
+                Self::Throttle { key, .. } => key,
+                _ => None,
+            }
+        }
+
+        fn service(self) -> Option<&'a str> {
+            match self {
+                Self::Semaphore { service, .. } => Some(service),
+                _ => None,
+            }
+        }
+
+        fn id(self) -> Option<i64> {
+            match self {
+                Self::Semaphore { id, .. } => id,
+                _ => None,
+            }
+        }
+
+        fn resource(self) -> Option<&'a str> {
+            match self {
+                Self::Throttle { resource, .. } => Some(resource),
+                _ => None,
+            }
+        }
+
+        fn pooled(self) -> Option<bool> {
+            match self {
+                Self::Connection { pooled } => Some(pooled),
+                _ => None,
+            }
+        }
+    }
+
+    impl Outcome {
+        fn name(self) -> &'static str {
+            match self {
+                Self::Acquired => "acquired",
+                Self::Busy => "busy",
+                Self::Released => "released",
+                Self::Deferred => "deferred",
+                Self::Renewed => "renewed",
+                Self::Lost => "lost",
+                Self::TimedOut => "timed_out",
+                Self::Granted => "granted",
+                Self::Denied { .. } => "denied",
+                Self::Different { .. } => "different",
+                Self::Discarded => "discarded",
+                Self::Error => "error",
+            }
+        }
+
+        fn needs_attention(self) -> bool {
+            use Outcome::{Different, Discarded, Error, Lost, TimedOut};
+            matches!(self, Lost | TimedOut | Different { .. } | Discarded | Error)
+        }
+
+        fn retry_after(self) -> Option<Duration> {
+            match self {
+                Self::Denied { retry_after } => Some(retry_after),
+                _ => None,
+            }
+        }
+
+        fn intervals(self) -> Option<(Duration, Duration)> {
+            match self {
+                Self::Different {
+                    declared,
+                    in_database,
+                } => Some((declared, in_database)),
+                _ => None,
+            }
+        }
+    }
+
+    fn ms(duration: Duration) -> u64 {
+        u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// An error with its causes, in one line.
+    struct Causes<'a>(&'a Error);
+
+    impl fmt::Display for Causes<'_> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            self.0.fmt(f)?;
+            let mut cause = self.0.source();
+            while let Some(error) = cause {
+                write!(f, ": {error}")?;
+                cause = error.source();
+            }
+            Ok(())
+        }
+    }
 }

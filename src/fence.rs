@@ -3,16 +3,13 @@
 use std::borrow::Cow;
 
 use diesel::pg::PgConnection;
-use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Input, Misplaced, Result};
 use crate::functions::pass_fence;
 use crate::installed;
-use crate::read_committed::is_serialization_failure;
-use crate::send::send;
-use crate::text;
-use crate::transaction::{self, Transaction};
+use crate::session::{Blocking, Session, is_serialization_failure, now};
+use crate::transaction::Transaction;
 
 /// Guards what is written in the database from a holder of a lock, or of a slot, that lost it and does
 /// not know: a process that was suspended, or cut off, and goes on.
@@ -87,35 +84,39 @@ impl Fence {
     ///
     /// - [`Error::Fenced`] if a greater token has passed: that of a later holder. Guards of one lock on one
     ///   session have [one token](crate::AdvisoryLockGuard::fencing_token).
-    /// - [`Error::FenceOutsideTransaction`] outside a transaction, where nothing would be protected. One
+    /// - [`Misplaced::FenceOutsideTransaction`](crate::error::Misplaced::FenceOutsideTransaction) outside a transaction, where nothing would be protected. One
     ///   that was opened by a plain SQL `BEGIN` is not seen.
-    /// - [`Error::EmptyName`], [`Error::TooLong`] and [`Error::NulCharacter`], before anything is sent.
+    /// - [`Input::EmptyName`](crate::error::Input::EmptyName), [`Input::TooLong`](crate::error::Input::TooLong) and [`Input::NulCharacter`](crate::error::Input::NulCharacter), before anything is sent.
     /// - [`Error::ReadOnly`] in a read-only transaction.
     /// - [`Error::StrictIsolation`] for a serialization failure.
     /// - [`Error::Database`] for anything else, a missing schema or a missing right among it. Such an error
     ///   has aborted the transaction, so this cannot ask the catalogue which of them it was, as operations
     ///   outside a transaction do; the message of the server tells.
     pub fn pass(&self, conn: &mut PgConnection, token: i64) -> Result<()> {
+        now(self.pass_in(&mut Blocking::lent(conn), token))
+    }
+
+    async fn pass_in<S: Session>(&self, session: &mut S, token: i64) -> Result<()> {
         if self.name.is_empty() {
-            return Err(Error::EmptyName);
+            return Err(Input::EmptyName.into());
         }
-        let _names = text::names_on(conn);
-        let name = text::name(&self.name);
-        text::check(&name, "the name of a fence", text::LONGEST_NAME)?;
-        match transaction::of(conn) {
+        let name = session.name(&self.name).checked("the name of a fence")?;
+        match session.transaction() {
             Transaction::Open | Transaction::Test => {}
-            Transaction::None => return Err(Error::FenceOutsideTransaction),
+            Transaction::None => return Err(Misplaced::FenceOutsideTransaction.into()),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
-        let pass = |conn: &mut _| diesel::select(pass_fence(&*name, token)).get_result(conn);
-        match send(conn, pass) {
+        match session
+            .one(diesel::select(pass_fence(name.as_str(), token)))
+            .await
+        {
             Ok(true) => Ok(()),
             Ok(false) => Err(Error::Fenced {
                 name: self.name.to_string(),
                 token,
             }),
             Err(error) if is_serialization_failure(&error) => Err(Error::StrictIsolation),
-            Err(error) => Err(installed::explain(conn, error, None)),
+            Err(error) => Err(installed::explain(session, error, None).await),
         }
     }
 }

@@ -1,12 +1,13 @@
-//! Whether what this crate needs is in the database, asked once something failed.
+//! What is missing in the database, queried after an operation failed.
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{Bool, Text};
 
-use crate::error::Error;
-use crate::transaction::{self, Transaction};
+use crate::error::{Error, Schema};
+use crate::session::{Blocking, Session, now};
+use crate::transaction::Transaction;
 
 #[derive(QueryableByName)]
 struct Present {
@@ -24,8 +25,8 @@ struct Present {
     label: bool,
 }
 
-/// What is there, read from the catalogue alone, which needs no rights on the schema: those that
-/// `grants.sql` gives, and the function that was added last.
+/// Reads from the catalogue, which needs no rights on the schema, whether the role has the rights that `grants.sql` gives,
+/// and whether the function that was added last exists.
 const PRESENT: &str = "
     WITH schema AS (
         SELECT oid FROM pg_catalog.pg_namespace WHERE nspname OPERATOR(pg_catalog.=) 'resource_control'
@@ -49,10 +50,14 @@ const PRESENT: &str = "
             WHERE typnamespace OPERATOR(pg_catalog.=) schema.oid AND typname OPERATOR(pg_catalog.=) 'throttled_resource_enum'
             AND enumlabel OPERATOR(pg_catalog.=) $1) AS label";
 
-/// Says what an error of the database means, as far as its kind or the catalogue tells.
+/// Returns what an error of the database means, as far as its kind or the catalogue tells.
 ///
-/// Inside a transaction the error has aborted it, and nothing more can be asked.
-pub(crate) fn explain(conn: &mut PgConnection, error: DieselError, label: Option<&str>) -> Error {
+/// Inside a transaction the error has aborted it, and the catalogue cannot be queried.
+pub(crate) async fn explain<S: Session>(
+    session: &mut S,
+    error: DieselError,
+    label: Option<&str>,
+) -> Error {
     match &error {
         DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _) => {
             return Error::ReadOnly;
@@ -60,30 +65,43 @@ pub(crate) fn explain(conn: &mut PgConnection, error: DieselError, label: Option
         DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) => {}
         _ => return error.into(),
     }
-    // A connection that was marked as broken, as a probe, can be asked, and loses the mark by it.
-    if let Transaction::Test | Transaction::Open = transaction::of(conn) {
+    // A connection that was marked as broken, as a probe, can be queried, which clears the mark.
+    if let Transaction::Test | Transaction::Open = session.transaction() {
         return error.into();
     }
-    let present: QueryResult<Present> = diesel::sql_query(PRESENT)
-        .bind::<Text, _>(label.unwrap_or_default())
-        .get_result(conn);
-    match (present, label) {
-        (Ok(present), _) if !present.usage => Error::MissingRights {
-            role: present.role,
-            missing: "USAGE on it (grants.sql)",
+    let query = diesel::sql_query(PRESENT).bind::<Text, _>(label.unwrap_or_default());
+    let present: Present = match session.one(query).await {
+        Ok(present) => present,
+        Err(_) => return error.into(),
+    };
+    let role = present.role;
+    match label {
+        _ if !present.usage => Schema::MissingRights {
+            role,
+            missing: "USAGE on the schema",
         },
-        (Ok(present), _) if !present.newest => Error::NotInstalled,
-        (Ok(present), Some(label)) if !present.label => Error::UnknownResource {
+        _ if !present.newest => Schema::NotInstalled,
+        Some(label) if !present.label => Schema::UnknownResource {
             label: label.to_owned(),
         },
-        (Ok(present), _) if !present.tables => Error::MissingRights {
-            role: present.role,
-            missing: "SELECT, INSERT, UPDATE and DELETE on its tables (grants.sql)",
+        _ if !present.tables => Schema::MissingRights {
+            role,
+            missing: "SELECT, INSERT, UPDATE and DELETE on the tables",
         },
-        (Ok(present), _) if !present.functions => Error::MissingRights {
-            role: present.role,
-            missing: "EXECUTE on its functions (grants.sql)",
+        _ if !present.functions => Schema::MissingRights {
+            role,
+            missing: "EXECUTE on the functions",
         },
-        _ => error.into(),
+        _ => return error.into(),
     }
+    .into()
+}
+
+/// [`explain`], on a blocking connection.
+pub(crate) fn explain_on(
+    conn: &mut PgConnection,
+    error: DieselError,
+    label: Option<&str>,
+) -> Error {
+    now(explain(&mut Blocking::lent(conn), error, label))
 }

@@ -8,7 +8,7 @@ use std::hash::{Hash, Hasher};
 
 use diesel::pg::PgConnection;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Input, Result};
 use crate::text;
 
 /// The longest piece of a name that `Debug` and `Display` show, in characters.
@@ -45,7 +45,7 @@ const SHOWN: usize = 80;
 ///
 /// # An empty name
 ///
-/// is an error, reported as [`Error::EmptyName`] by the first operation that uses the key, before
+/// is an error, reported as [`Input::EmptyName`](crate::error::Input::EmptyName) by the first operation that uses the key, before
 /// anything is sent. A name may hold any character, NUL included: it is only hashed.
 #[derive(Clone)]
 pub struct LockKey {
@@ -110,7 +110,7 @@ impl LockKey {
     /// The parts are joined by one space to a name. In each part `\` becomes `\\` and a space
     /// becomes `\ `, so different lists of parts are different names: `["a b"]` is not
     /// `["a", "b"]`. No parts at all is an empty name, and thereby an error. So is a part whose `Display`
-    /// returns an error; the first operation reports it, as [`Error::Unformatted`].
+    /// returns an error; the first operation reports it, as [`Input::Unformatted`](crate::error::Input::Unformatted).
     ///
     /// ```
     /// use diesel_interlock::LockKey;
@@ -243,12 +243,12 @@ impl LockKey {
     ///
     /// # Errors
     ///
-    /// - [`Error::EmptyName`] if the key's name is empty or it was made of no parts.
-    /// - [`Error::Unformatted`] if the `Display` of a part returned an error.
+    /// - [`Input::EmptyName`](crate::error::Input::EmptyName) if the key's name is empty or it was made of no parts.
+    /// - [`Input::Unformatted`](crate::error::Input::Unformatted) if the `Display` of a part returned an error.
     pub fn id(&self) -> Result<LockId> {
-        let number = self.number().ok_or(Error::Unformatted)?;
+        let number = self.number().ok_or(Error::Input(Input::Unformatted))?;
         if self.name.as_deref().is_some_and(str::is_empty) {
-            return Err(Error::EmptyName);
+            return Err(Error::Input(Input::EmptyName));
         }
         Ok(number)
     }
@@ -298,7 +298,7 @@ impl LockKey {
         match (self.number, &self.name) {
             (Number::Given(id), _) => Some(id),
             (Number::OfName, name) => {
-                let name = text::name(name.as_deref().unwrap_or_default());
+                let name = text::prefixed(name.as_deref().unwrap_or_default());
                 Some(LockId::BigInt(fnv1a(&name)))
             }
             (Number::Unformatted, _) => None,

@@ -59,7 +59,7 @@
 //!
 //! fn import(conn: &mut PgConnection, tenant: i64) -> Result<String, Error> {
 //!     let throttle = Throttle::of(Resource::TenantImport).key(tenant);
-//!     Ok(match throttle.attempt(conn, "web-3 pid 811")? {
+//!     Ok(match throttle.clone().details("web-3 pid 811").attempt_on(conn)? {
 //!         Decision::Granted(grant) => format!("202 since {}", grant.granted_at),
 //!         Decision::Denied(denied) => format!("429 Retry-After: {}", denied.retry_after_secs()),
 //!     })
@@ -146,7 +146,7 @@ mod background;
 mod clock;
 #[cfg(feature = "r2d2")]
 mod crowds;
-mod error;
+pub mod error;
 mod events;
 mod fence;
 pub mod functions;
@@ -163,12 +163,12 @@ mod panics;
 mod pauses;
 #[cfg(feature = "r2d2")]
 mod pool;
-mod read_committed;
 /// The tables of `resource_control`, as `diesel print-schema` writes them: for queries of one's own.
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 mod semaphore;
-mod send;
+mod session;
+
 #[cfg(feature = "r2d2")]
 mod sessions;
 #[cfg(feature = "testing")]
@@ -193,8 +193,8 @@ pub use crate::semaphore::{Admission, Claim, Full, Semaphore};
 #[cfg(feature = "r2d2")]
 pub use crate::sessions::{Sessions, probe_sessions};
 pub use crate::throttle::{
-    Decision, DeclaredResources, Denial, DenialReason, Difference, Grant, Outcome, ResourceLabel,
-    Synced, Throttle, ThrottledResource, sync, sync_intervals,
+    Decision, DeclaredResources, Denial, DenialReason, Difference, Grant, ResourceLabel, Synced,
+    Throttle, ThrottledResource, sync, sync_intervals,
 };
 
 #[cfg(doctest)]

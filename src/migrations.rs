@@ -42,7 +42,7 @@
 //! result is a new function. So
 //! - an old program runs on the schema of a newer release, during a rolling deployment and after a
 //!   rollback of the program: it overlooks what it does not know, and [`install`] leaves it alone;
-//! - a new program on the schema of an older release answers [`Error::NotInstalled`](crate::Error)
+//! - a new program on the schema of an older release answers [`Schema::NotInstalled`](crate::Error)
 //!   where it needs something newer, and works where it does not. Whoever may install does so first.
 //!
 //! [`uninstall`] of an older release refuses the schema of a newer one.

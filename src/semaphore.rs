@@ -21,7 +21,8 @@ use diesel::data_types::PgInterval;
 pub use self::admission::{Admission, Claim, Full};
 #[cfg(feature = "r2d2")]
 pub use self::permit::Permit;
-use crate::error::{Error, Result};
+use crate::error::{Error, Input, Result};
+use crate::events::Subject;
 use crate::time;
 
 /// At most so many requests at a time to a service, across all instances, with no connection held
@@ -139,12 +140,19 @@ impl Semaphore {
         self.timeout
     }
 
+    fn subject(&self) -> Subject<'_> {
+        Subject::Semaphore {
+            service: &self.service,
+            id: None,
+        }
+    }
+
     fn interval(&self) -> Result<PgInterval> {
         match time::microseconds(self.timeout) {
             Some(microseconds) => Ok(PgInterval::from_microseconds(microseconds)),
-            None => Err(Error::BadTimeout {
+            None => Err(Error::Input(Input::BadTimeout {
                 service: self.service.to_string(),
-            }),
+            })),
         }
     }
 }

@@ -13,7 +13,7 @@ use diesel::sql_types::Integer;
 
 use crate::error::{Error, Result};
 use crate::pool::{PgPool, PooledPgConnection};
-use crate::send::send;
+use crate::session::sent as send;
 use crate::transaction::{self, Transaction};
 
 /// What is known of the server sessions behind the connections of a pool.

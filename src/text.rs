@@ -1,11 +1,11 @@
-//! What a text must be like before it is sent, and what is sent for a name.
+//! Limits of the texts that are sent, and names.
 
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
 use diesel::pg::PgConnection;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Input, Result};
 
 /// What names a throttled key or a service: it is indexed, and an index entry has a limit.
 pub(crate) const LONGEST_NAME: usize = 1000;
@@ -19,10 +19,10 @@ pub(crate) const LONGEST_DETAILS: usize = 8192;
 /// PostgreSQL's `text` holds any character but one.
 pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<()> {
     if text.contains('\0') {
-        return Err(Error::NulCharacter);
+        return Err(Error::Input(Input::NulCharacter));
     }
     if text.len() > longest {
-        return Err(Error::TooLong { what, longest });
+        return Err(Error::Input(Input::TooLong { what, longest }));
     }
     Ok(())
 }
@@ -33,20 +33,43 @@ pub(crate) fn formatted(value: impl fmt::Display) -> Option<String> {
     write!(text, "{value}").is_ok().then_some(text)
 }
 
-/// The name of a lock, a service, a throttled key or a fence as it is sent.
+/// A name as it is sent: that of a service, a throttled key or a fence, with the prefix of a test if there is one.
+///
+/// [`Session::name`](crate::session::Session::name) makes it, so that no statement can be sent without the prefix.
+#[derive(Debug, Clone)]
+pub(crate) struct Name<'a>(Cow<'a, str>);
+
+impl<'a> Name<'a> {
+    /// The name for a connection that is not known yet, with the prefix of the thread or the process.
+    pub(crate) fn anywhere(name: &'a str) -> Self {
+        Self(prefixed(name))
+    }
+
+    pub(crate) fn on(conn: &mut PgConnection, name: &'a str) -> Self {
+        let _names = names_on(conn);
+        Self::anywhere(name)
+    }
+
+    /// Returns the name if it can be stored and indexed.
+    pub(crate) fn checked(self, what: &'static str) -> Result<Self> {
+        check(&self.0, what, LONGEST_NAME)?;
+        Ok(self)
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
 #[cfg(not(feature = "testing"))]
-pub(crate) fn name(name: &str) -> Cow<'_, str> {
+pub(crate) fn prefixed(name: &str) -> Cow<'_, str> {
     Cow::Borrowed(name)
 }
 
-/// The names of a test may carry a prefix, so that they do not meet those of another test.
 #[cfg(feature = "testing")]
-pub(crate) fn name(name: &str) -> Cow<'_, str> {
-    crate::testing::prefixed(name)
-}
+pub(crate) use crate::testing::prefixed;
 
-/// While it lives, `name` returns what a name is to be on that connection. Where a name is sent on a
-/// connection, it is asked for under this.
+/// While it lives, names are prefixed as on that connection.
 #[cfg(not(feature = "testing"))]
 pub(crate) fn names_on(_: &mut PgConnection) -> Names {
     Names {}

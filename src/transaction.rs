@@ -9,7 +9,7 @@ use diesel::connection::{AnsiTransactionManager, TransactionManager, Transaction
 use diesel::pg::PgConnection;
 use diesel::result::Error as DieselError;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Misplaced, Result};
 
 /// The transaction on a connection, as far as Diesel opened it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,9 @@ pub(crate) fn of(conn: &mut PgConnection) -> Transaction {
 pub(crate) fn refuse_any(conn: &mut PgConnection) -> Result<()> {
     match of(conn) {
         Transaction::None => Ok(()),
-        Transaction::Test | Transaction::Open => Err(Error::CommitsInTransaction),
+        Transaction::Test | Transaction::Open => {
+            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
+        }
         Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
     }
 }

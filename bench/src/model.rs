@@ -214,7 +214,8 @@ fn operations(url: &str, network: u64, commit: u64, full: &Semaphore) -> Contend
         move || {
             let mut conn = pool.get().unwrap();
             let decision = Throttle::of(resource)
-                .attempt(&mut conn, "web-3 pid 811")
+                .details("web-3 pid 811")
+                .attempt_on(&mut conn)
                 .unwrap();
             assert_eq!(decision.granted().is_some(), granted);
         }

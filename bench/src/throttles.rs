@@ -141,7 +141,7 @@ pub(crate) fn new_key() -> String {
 
 fn attempt(throttle: &Throttle<Resource>, conn: &mut PgConnection) -> bool {
     matches!(
-        throttle.attempt(conn, DETAILS).unwrap(),
+        throttle.clone().details(DETAILS).attempt_on(conn).unwrap(),
         Decision::Granted(_)
     )
 }

@@ -25,8 +25,10 @@ pub(crate) fn run(instance: &Instance) -> Result<(), Box<dyn Error>> {
     let conn = &mut instance.connect()?;
     instance.say(READY)?;
     instance.wait()?;
-    let details = format!("cron on {}", instance.name);
-    match Throttle::of(Job::Newsletter).attempt(conn, &details)? {
+    match Throttle::of(Job::Newsletter)
+        .details(format!("cron on {}", instance.name))
+        .attempt_on(conn)?
+    {
         Decision::Granted(_) => instance.say("granted")?,
         Decision::Denied(denied) => instance.say(&denied.retry_after_secs().to_string())?,
     }
@@ -36,7 +38,7 @@ pub(crate) fn run(instance: &Instance) -> Result<(), Box<dyn Error>> {
 pub(crate) fn three_instances_of_one_cron_job(database: &Database) -> Result<(), Box<dyn Error>> {
     title("4. Three instances run the same cron job, at most once per hour");
 
-    say("Each: Throttle::of(Job::Newsletter).attempt(conn, \"cron on web-…\")?");
+    say("Each: Throttle::of(Job::Newsletter).details(\"cron on web-…\").attempt_on(conn)?");
     let mut instances = Vec::new();
     for number in 1..=3 {
         instances.push(Process::start(ROLE, &format!("web-{number}"), database)?);

@@ -7,6 +7,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 #[cfg(feature = "r2d2")]
 use std::time::Duration;
+use std::time::Instant;
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
@@ -18,12 +19,12 @@ use super::query::{DrawToken, IsHeld};
 use super::token::Token;
 #[cfg(feature = "r2d2")]
 use super::watch::{Watch, Watches};
-use crate::error::{Error, Result};
-use crate::events::{self, Since, What};
+use crate::error::{Error, Misplaced, Result};
+use crate::events::{self, Event, Outcome, Subject};
 use crate::key::{LockId, LockKey};
 #[cfg(feature = "r2d2")]
 use crate::pool::PgPool;
-use crate::send::send;
+use crate::session::sent as send;
 use crate::transaction::{self, Transaction};
 
 /// A held session lock, together with the connection whose session holds it.
@@ -91,7 +92,7 @@ pub struct AdvisoryLockGuard<C: Lease> {
     pinned: Pinned<C>,
     key: LockKey,
     hold: Hold,
-    since: Since,
+    since: Instant,
     #[cfg(feature = "r2d2")]
     watches: Watches,
     released: bool,
@@ -116,7 +117,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             pinned,
             key,
             hold,
-            since: Since::now(),
+            since: Instant::now(),
             #[cfg(feature = "r2d2")]
             watches: Watches::default(),
             released: false,
@@ -241,7 +242,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     ///
     /// # Errors
     ///
-    /// - [`Error::TokenInTransaction`] if it is to be drawn while a transaction is open on the connection,
+    /// - [`Misplaced::TokenInTransaction`](crate::error::Misplaced::TokenInTransaction) if it is to be drawn while a transaction is open on the connection,
     ///   also by a plain SQL `BEGIN`: nothing of it is in the log before the commit, and a crash would give
     ///   the number again.
     /// - [`Error::LockLost`] if the lock is not held any more.
@@ -253,7 +254,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         let Hold { id, mode, .. } = self.hold;
         let conn = self.pinned.conn();
         if transaction::of(conn) == Transaction::Open {
-            return Err(Error::TokenInTransaction);
+            return Err(Error::Misplaced(Misplaced::TokenInTransaction));
         }
         let (drawn, in_transaction) = transaction::probed(conn, |conn| {
             send(conn, |conn| {
@@ -273,7 +274,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         match drawn {
             Ok((pid, session, Some(number))) if pid == self.hold.pid => {
                 if in_transaction {
-                    return Err(Error::TokenInTransaction);
+                    return Err(Error::Misplaced(Misplaced::TokenInTransaction));
                 }
                 let token = Token::drawn(session, id, mode, number);
                 let number = token.number();
@@ -311,7 +312,10 @@ impl<C: Lease> AdvisoryLockGuard<C> {
         self.hold.fencing_token = None;
         #[cfg(feature = "r2d2")]
         self.watches.released(&released);
-        events::released(What::Lock(&self.key), self.since, &released);
+        let event = Event::of("release", Subject::Lock(&self.key), &released, |()| {
+            Outcome::Released
+        });
+        events::record(&event.held_since(self.since));
         released
     }
 }

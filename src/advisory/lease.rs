@@ -11,9 +11,9 @@ use diesel::prelude::*;
 
 use super::mode::LockMode;
 use super::query::IsHeld;
-use crate::events;
+use crate::events::{self, Event, Outcome, Subject};
 use crate::key::LockId;
-use crate::send::send;
+use crate::session::sent as send;
 use crate::transaction::{self, Transaction};
 
 /// How a guard has its connection: taken out of a pool, or lent by the caller.
@@ -106,7 +106,10 @@ impl<C: Lease> Drop for Pinned<C> {
         // After the last statement, since the next one that succeeds would take the mark back; and before
         // the event, since a subscriber is the caller's code and may panic, here perhaps while unwinding.
         transaction::mark_broken(conn);
-        let _ = catch_unwind(|| events::discarded(C::POOLED));
+        let _ = catch_unwind(|| {
+            let connection = Subject::Connection { pooled: C::POOLED };
+            events::record(&Event::new("discard", connection, Outcome::Discarded));
+        });
     }
 }
 

@@ -21,8 +21,8 @@ use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
 #[cfg(feature = "r2d2")]
 use crate::crowds::Crowds;
-use crate::error::{Error, Result};
-use crate::events::{self, What};
+use crate::error::{Error, Misplaced, Result};
+use crate::events::{self, Outcome, Subject};
 #[cfg(feature = "r2d2")]
 use crate::key::LockId;
 use crate::key::LockKey;
@@ -30,20 +30,22 @@ use crate::key::LockKey;
 use crate::pauses::Pauses;
 #[cfg(feature = "r2d2")]
 use crate::pool::{PgPool, PooledPgConnection};
-use crate::send::send;
+use crate::session::{now, sent as send};
 use crate::transaction::{self, Transaction};
 
 /// Takes the lock; waits for it as long as it takes.
 pub(super) fn acquire<C: Lease>(lock: &AdvisoryLock, lease: C) -> Result<AdvisoryLockGuard<C>> {
-    events::acquire(
-        What::Lock(&lock.key),
-        || {
-            let mut tried = Tried::send(lock, lease)?;
-            tried.wait(Deadline::NEVER, || false)?;
-            Ok(tried.into_guard())
-        },
-        |_| "acquired",
-    )
+    let call = || {
+        let mut tried = Tried::send(lock, lease)?;
+        tried.wait(Deadline::NEVER, || false)?;
+        Ok(tried.into_guard())
+    };
+    now(events::observe(
+        "acquire",
+        Subject::Lock(&lock.key),
+        async { call() },
+        |_| Outcome::Acquired,
+    ))
 }
 
 /// Takes the lock; waits for it until the deadline.
@@ -52,15 +54,17 @@ pub(super) fn acquire_until<C: Lease>(
     lease: C,
     deadline: Deadline,
 ) -> Result<Attempt<AdvisoryLockGuard<C>>> {
-    events::acquire(
-        What::Lock(&lock.key),
-        || {
-            let mut tried = Tried::send(lock, lease)?;
-            tried.wait(deadline, || false)?;
-            Ok(tried.into_attempt())
-        },
+    let call = || {
+        let mut tried = Tried::send(lock, lease)?;
+        tried.wait(deadline, || false)?;
+        Ok(tried.into_attempt())
+    };
+    now(events::observe(
+        "acquire",
+        Subject::Lock(&lock.key),
+        async { call() },
         Attempt::outcome,
-    )
+    ))
 }
 
 /// Takes the lock; waits for it as long as it takes, but asks for it now and then only, with no
@@ -82,7 +86,12 @@ pub(super) fn acquire_without_snapshot<'conn>(
         }
         Ok(tried.into_guard())
     };
-    events::acquire(What::Lock(&lock.key), call, |_| "acquired")
+    now(events::observe(
+        "acquire",
+        Subject::Lock(&lock.key),
+        async { call() },
+        |_| Outcome::Acquired,
+    ))
 }
 
 /// Takes the lock, on a connection out of the pool; waits for it until the deadline, but gives the
@@ -132,7 +141,12 @@ pub(super) fn acquire_in_turn(
         }
         Ok(tried.into_attempt())
     };
-    events::acquire(What::Lock(&lock.key), call, Attempt::outcome)
+    now(events::observe(
+        "acquire",
+        Subject::Lock(&lock.key),
+        async { call() },
+        Attempt::outcome,
+    ))
 }
 
 /// A session that was asked for the lock.
@@ -172,7 +186,7 @@ impl<C: Lease> Tried<C> {
         let Hold { id, mode, .. } = self.hold;
         match transaction::of(self.pinned.conn()) {
             Transaction::None | Transaction::Test => {}
-            Transaction::Open => return Err(Error::InTransaction),
+            Transaction::Open => return Err(Error::Misplaced(Misplaced::SessionLockInTransaction)),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
         self.pinned.doubt(Doubt::Acquiring(id, mode));
@@ -220,7 +234,7 @@ impl<C: Lease> Tried<C> {
         } else {
             self.pinned.trust();
         }
-        Error::InTransaction
+        Error::Misplaced(Misplaced::SessionLockInTransaction)
     }
 
     fn into_attempt(mut self) -> Attempt<AdvisoryLockGuard<C>> {

@@ -113,7 +113,7 @@ pub(super) fn for_session_lock(
             return Err(Error::SessionMoved {
                 key: key.clone(),
                 taken_by: hold.pid,
-                answered_by: pid.abs(),
+                replied_by: pid.abs(),
             });
         }
         hold.pid = pid.abs();
@@ -414,9 +414,9 @@ mod tests {
         match wait_for(conn, &mut hold, 60_000) {
             Err(Error::SessionMoved {
                 taken_by: -1,
-                answered_by,
+                replied_by,
                 ..
-            }) => assert_eq!(answered_by, pid(conn)),
+            }) => assert_eq!(replied_by, pid(conn)),
             other => panic!("{other:?}"),
         }
         assert!(!unlock(conn));

@@ -13,11 +13,11 @@ use super::query::{HeldBy, Locator, WatchedFrom};
 use crate::background::{Background, Chore};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
-use crate::events;
+use crate::events::{self, Event, Outcome, Subject};
 use crate::key::LockKey;
 use crate::panics::lock;
 use crate::pool::{PgPool, PooledPgConnection};
-use crate::send::send;
+use crate::session::sent as send;
 
 /// The shortest time between two questions.
 const SHORTEST: Duration = Duration::from_millis(10);
@@ -109,7 +109,7 @@ impl Watch {
             }
             .get_result(conn)
         };
-        let (answered_by, session_start, held): (i32, Option<PgTimestamp>, bool) =
+        let (replied_by, session_start, held): (i32, Option<PgTimestamp>, bool) =
             match send(conn, question) {
                 // The session has ended, and its locks with it.
                 Err(error) if is_closed(&error) => (0, None, false),
@@ -127,7 +127,7 @@ impl Watch {
                 confirmed,
             }),
         });
-        if held && answered_by == pid {
+        if held && replied_by == pid {
             WATCHERS.start(pool, None, Arc::clone(&watched));
         } else {
             watched.lose();
@@ -207,7 +207,11 @@ impl Watched {
 
     fn lose(&self) {
         if self.turn(State::Held, State::Lost) {
-            events::lock_lost(&self.key);
+            events::record(&Event::new(
+                "watch",
+                Subject::Lock(&self.key),
+                Outcome::Lost,
+            ));
         }
     }
 }

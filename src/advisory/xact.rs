@@ -10,9 +10,9 @@ use super::AdvisoryLock;
 use super::query::{TryAcquireXact, get_numbered_result};
 use super::wait::{self, Deadline};
 use crate::attempt::Attempt;
-use crate::error::{Error, Result};
-use crate::events::{self, What};
-use crate::send::send;
+use crate::error::{Error, Misplaced, Result};
+use crate::events::{self, Outcome, Subject};
+use crate::session::{now, sent as send};
 use crate::transaction::{self, Transaction};
 
 /// # Transaction locks
@@ -29,7 +29,7 @@ use crate::transaction::{self, Transaction};
 /// "Lock, check, insert" is right only if the check sees what the previous holder committed. At
 /// REPEATABLE READ it does not: the snapshot is as old as the transaction's first statement, and
 /// four sessions that waited for each other still insert four rows. So a lock there is refused, as
-/// [`Error::RepeatableRead`]. SERIALIZABLE is allowed: PostgreSQL then lets one succeed and fails
+/// [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead). SERIALIZABLE is allowed: PostgreSQL then lets one succeed and fails
 /// the others with a serialization failure
 /// ([`DatabaseErrorKind::SerializationFailure`](diesel::result::DatabaseErrorKind)), which is the
 /// caller's to repeat.
@@ -62,10 +62,10 @@ impl AdvisoryLock {
     ///
     /// # Errors
     ///
-    /// - [`Error::NotInTransaction`] outside a transaction. One that was opened by a plain SQL
+    /// - [`Misplaced::XactLockOutsideTransaction`](crate::error::Misplaced::XactLockOutsideTransaction) outside a transaction. One that was opened by a plain SQL
     ///   `BEGIN` is not seen.
-    /// - [`Error::RepeatableRead`] and [`Error::Standby`], where the lock would not protect.
-    /// - [`Error::EmptyName`], before anything is sent.
+    /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) and [`Error::Standby`], where the lock would not protect.
+    /// - [`Input::EmptyName`](crate::error::Input::EmptyName), before anything is sent.
     /// - [`Error::Database`] for anything else, a deadlock among it. The transaction is then
     ///   aborted.
     ///
@@ -87,14 +87,19 @@ impl AdvisoryLock {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn acquire_xact(&self, conn: &mut PgConnection) -> Result<()> {
-        let call = || match self.try_xact(conn)? {
+        let mut call = || match self.try_xact(conn)? {
             Attempt::Acquired(()) => Ok(()),
             Attempt::Busy => {
                 let id = self.key().id_on(conn)?;
                 wait::for_xact_lock(conn, id, self.mode())
             }
         };
-        events::acquire(What::Lock(self.key()), call, |()| "acquired")
+        now(events::observe(
+            "acquire",
+            Subject::Lock(self.key()),
+            async { call() },
+            |()| Outcome::Acquired,
+        ))
     }
 
     /// Takes the lock until the transaction ends, if it is free; never waits for it.
@@ -105,15 +110,22 @@ impl AdvisoryLock {
     ///
     /// As [`acquire_xact`](Self::acquire_xact).
     pub fn try_acquire_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
-        let call = || self.try_xact(conn);
-        events::acquire(What::Lock(self.key()), call, Attempt::outcome)
+        let mut call = || self.try_xact(conn);
+        now(events::observe(
+            "acquire",
+            Subject::Lock(self.key()),
+            async { call() },
+            Attempt::outcome,
+        ))
     }
 
     fn try_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
         let id = self.key().id_on(conn)?;
         match transaction::of(conn) {
             Transaction::Open | Transaction::Test => {}
-            Transaction::None => return Err(Error::NotInTransaction),
+            Transaction::None => {
+                return Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction));
+            }
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
         let answer: Option<i32> = send(conn, |conn| {
@@ -123,7 +135,7 @@ impl AdvisoryLock {
         match answer {
             Some(1) => Ok(Attempt::Acquired(())),
             Some(0) => Ok(Attempt::Busy),
-            Some(_) => Err(Error::RepeatableRead),
+            Some(_) => Err(Error::Misplaced(Misplaced::XactLockAtRepeatableRead)),
             None => Err(Error::Standby),
         }
     }
@@ -152,7 +164,7 @@ impl AdvisoryLock {
         timeout: Duration,
     ) -> Result<Attempt<()>> {
         let deadline = Deadline::after(timeout);
-        let call = || {
+        let mut call = || {
             if let Attempt::Acquired(()) = self.try_xact(conn)? {
                 return Ok(Attempt::Acquired(()));
             }
@@ -165,7 +177,12 @@ impl AdvisoryLock {
                 },
             )
         };
-        events::acquire(What::Lock(self.key()), call, Attempt::outcome)
+        now(events::observe(
+            "acquire",
+            Subject::Lock(self.key()),
+            async { call() },
+            Attempt::outcome,
+        ))
     }
 
     /// Opens a transaction, takes the lock in it, runs `work` and commits; rolls back if `work`
@@ -182,10 +199,10 @@ impl AdvisoryLock {
     ///
     /// # Errors
     ///
-    /// - [`Error::AlreadyInTransaction`] inside an open transaction: use
+    /// - [`Misplaced::NestedTransaction`](crate::error::Misplaced::NestedTransaction) inside an open transaction: use
     ///   [`acquire_xact`](Self::acquire_xact) there. One that was opened by a plain SQL `BEGIN` is
     ///   not seen, and would be committed.
-    /// - [`Error::RepeatableRead`] inside a test transaction of that level, whose savepoint has no
+    /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) inside a test transaction of that level, whose savepoint has no
     ///   level of its own.
     /// - What `work` answers, and otherwise as [`acquire_xact`](Self::acquire_xact). Nothing was
     ///   committed then.
@@ -306,7 +323,9 @@ fn run_transaction<T, E: From<Error>>(
     match transaction::of(conn) {
         Transaction::None => conn.build_transaction().read_committed().run(work),
         Transaction::Test => conn.transaction(work),
-        Transaction::Open => Err(Failure::Lock(Error::AlreadyInTransaction)),
+        Transaction::Open => Err(Failure::Lock(Error::Misplaced(
+            Misplaced::NestedTransaction,
+        ))),
         Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
     }
     .map_err(|failure| match failure {

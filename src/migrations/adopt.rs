@@ -9,7 +9,7 @@ use diesel::sql_types::Text;
 
 use super::contents::{Contents, beside, pin_search_path};
 use super::ours::OURS;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Schema};
 
 /// The article's four objects. The function stands for its name, its arguments and its result: ours
 /// replaces what it does.
@@ -67,7 +67,7 @@ fn require_the_article(conn: &mut PgConnection, found: Contents) -> Result<()> {
     if differences.is_empty() {
         return Ok(());
     }
-    Err(Error::ForeignInstallation { differences })
+    Err(Error::Schema(Schema::Foreign { differences }))
 }
 
 /// Returns how many of our migrations a copy without rows was made of.
@@ -88,8 +88,8 @@ fn recognise(conn: &mut PgConnection, found: &Contents) -> Result<usize> {
     };
     match releases.iter().rposition(|release| is_whole(&release)) {
         Some(last) => Ok(last + 1),
-        None => Err(Error::ForeignInstallation {
+        None => Err(Error::Schema(Schema::Foreign {
             differences: found.differences(newest),
-        }),
+        })),
     }
 }

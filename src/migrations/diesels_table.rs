@@ -43,11 +43,10 @@ struct Version {
 ///
 /// # Errors
 ///
-/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
 /// - [`Error::Database`] if the role may not write to Diesel's table, among others.
 /// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
 ///
-/// [`Error::CommitsInTransaction`]: crate::Error::CommitsInTransaction
 /// [`Error::Database`]: crate::Error::Database
 ///
 /// # Examples

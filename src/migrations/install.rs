@@ -67,9 +67,9 @@ use crate::transaction;
 ///
 /// # Errors
 ///
-/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
-/// - [`Error::ForeignInstallation`] if no version is recorded in the schema, and it cannot be adopted.
-/// - [`Error::MissingRights`] if something is to be done, and the role may not; or if nothing is, and
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
+/// - [`Schema::Foreign`](crate::error::Schema::Foreign) if no version is recorded in the schema, and it cannot be adopted.
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if something is to be done, and the role may not; or if nothing is, and
 ///   it lacks the grants.
 /// - [`Error::Migration`] if a migration failed for another reason. Those before it stay.
 /// - Those of [`AdvisoryLock::acquire_on`].
@@ -87,9 +87,6 @@ use crate::transaction;
 /// ```
 ///
 /// [`AdvisoryLock::acquire_on`]: crate::AdvisoryLock::acquire_on
-/// [`Error::CommitsInTransaction`]: crate::Error::CommitsInTransaction
-/// [`Error::ForeignInstallation`]: crate::Error::ForeignInstallation
-/// [`Error::MissingRights`]: crate::Error::MissingRights
 /// [`Error::Migration`]: crate::Error::Migration
 pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;

@@ -67,7 +67,7 @@ impl Recorded {
             "SELECT version::pg_catalog.text FROM resource_control.installed_migration",
         )
         .load(conn)
-        .map_err(|error| installed::explain(conn, error, None))?;
+        .map_err(|error| installed::explain_on(conn, error, None))?;
         let versions: Vec<_> = rows.into_iter().map(|row| row.version).collect();
         Ok(if versions.is_empty() {
             Recorded::NoVersion

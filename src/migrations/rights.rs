@@ -6,7 +6,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{Bool, Text};
 
 use super::ours::Failed;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Schema};
 
 #[derive(QueryableByName)]
 struct Rights {
@@ -52,10 +52,10 @@ pub(super) fn require_creating_schemas(conn: &mut PgConnection) -> Result<()> {
     if rights.creates_schemas {
         return Ok(());
     }
-    Err(Error::MissingRights {
+    Err(Error::Schema(Schema::MissingRights {
         role: rights.role,
         missing: "CREATE on the database, to compare it with a new one",
-    })
+    }))
 }
 
 fn explain(conn: &mut PgConnection, error: Error) -> Error {
@@ -76,14 +76,18 @@ fn explain(conn: &mut PgConnection, error: Error) -> Error {
     }
     let rights: QueryResult<Rights> = diesel::sql_query(RIGHTS).get_result(conn);
     match rights {
-        Ok(rights) if rights.has_schema && !rights.owns_all => Error::MissingRights {
-            role: rights.role,
-            missing: "the ownership of the schema and of what is in it",
-        },
-        Ok(rights) if !rights.has_schema && !rights.creates_schemas => Error::MissingRights {
-            role: rights.role,
-            missing: "CREATE on the database, to make it",
-        },
+        Ok(rights) if rights.has_schema && !rights.owns_all => {
+            Error::Schema(Schema::MissingRights {
+                role: rights.role,
+                missing: "the ownership of the schema and of what is in it",
+            })
+        }
+        Ok(rights) if !rights.has_schema && !rights.creates_schemas => {
+            Error::Schema(Schema::MissingRights {
+                role: rights.role,
+                missing: "CREATE on the database, to make it",
+            })
+        }
         _ => error,
     }
 }

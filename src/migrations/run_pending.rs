@@ -32,7 +32,7 @@ use crate::transaction;
 /// # Errors
 ///
 /// - [`Error::Migration`] if a migration failed. Those before it stay applied.
-/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
 /// - Those of [`AdvisoryLock::acquire_on`].
 ///
 /// # Examples

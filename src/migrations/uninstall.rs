@@ -7,7 +7,7 @@ use super::contents::{Contents, beside, pin_search_path};
 use super::ours::{OURS, OurMigration};
 use super::recorded::Recorded;
 use super::{LOCK, diesels_table, rights};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Schema};
 use crate::transaction;
 
 /// Drops this crate's schema `resource_control` and all that is ours in it; returns the versions that
@@ -40,11 +40,11 @@ use crate::transaction;
 ///
 /// # Errors
 ///
-/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
-/// - [`Error::InTheWay`] with what is the user's, or with versions of a newer release.
-/// - [`Error::ForeignInstallation`] if no version is recorded in the schema: [`install`](super::install)
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
+/// - [`Schema::InUse`](crate::error::Schema::InUse) with what is the user's, or with versions of a newer release.
+/// - [`Schema::Foreign`](crate::error::Schema::Foreign) if no version is recorded in the schema: [`install`](super::install)
 ///   adopts it, or says why it cannot.
-/// - [`Error::MissingRights`] if the role does not own it, or lacks `CREATE` on the database, which
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if the role does not own it, or lacks `CREATE` on the database, which
 ///   is needed to learn what is ours.
 /// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
 ///
@@ -58,7 +58,7 @@ use crate::transaction;
 /// # migrations::install(conn)?;
 /// match migrations::uninstall(conn) {
 ///     Ok(_) => println!("gone"),
-///     Err(Error::InTheWay { objects }) => println!("to be dropped first: {objects:?}"),
+///     Err(Error::Schema(Schema::InUse { objects })) => println!("to be dropped first: {objects:?}"),
 ///     Err(error) => return Err(error),
 /// }
 /// # assert!(migrations::uninstall(conn)?.is_empty());
@@ -72,7 +72,7 @@ pub fn uninstall(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static
         Recorded::NoVersion => {
             let differences =
                 vec!["no version is recorded in it: migrations::install may adopt it".to_owned()];
-            return Err(Error::ForeignInstallation { differences });
+            return Err(Error::Schema(Schema::Foreign { differences }));
         }
         Recorded::Versions(versions) => {
             rights::transaction(guard.conn(), |conn| revert(conn, &versions))?
@@ -92,7 +92,7 @@ fn revert(conn: &mut PgConnection, versions: &[String]) -> Result<Vec<MigrationV
         newer
     };
     if !objects.is_empty() {
-        return Err(Error::InTheWay { objects });
+        return Err(Error::Schema(Schema::InUse { objects }));
     }
     let mut reverted = Vec::new();
     for migration in ran.iter().rev() {

@@ -17,7 +17,7 @@ use crate::key::{LockId, LockKey};
 ///
 /// # Errors
 ///
-/// [`Error::EmptyName`](crate::Error::EmptyName).
+/// [`Input::EmptyName`](crate::error::Input::EmptyName).
 pub fn of_key(key: &LockKey) -> Result<of_id> {
     key.id().map(of_id)
 }

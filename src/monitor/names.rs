@@ -38,7 +38,7 @@ impl Names {
     ///
     /// # Errors
     ///
-    /// [`Error::EmptyName`](crate::Error::EmptyName).
+    /// [`Input::EmptyName`](crate::error::Input::EmptyName).
     pub fn new<'a>(keys: impl IntoIterator<Item = &'a LockKey>) -> Result<Self> {
         let mut names = HashMap::new();
         for key in keys {

@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::functions::clock_timestamp;
 use crate::installed;
 use crate::schema::resource_control::service_request;
-use crate::send::send;
+use crate::session::sent as send;
 use crate::time::Timestamp;
 
 /// A row of `resource_control.service_request`.
@@ -147,8 +147,8 @@ impl Slots {
 ///
 /// # Errors
 ///
-/// [`Error::NotInstalled`](crate::Error::NotInstalled),
-/// [`Error::MissingRights`](crate::Error::MissingRights),
+/// [`Schema::NotInstalled`](crate::error::Schema::NotInstalled),
+/// [`Schema::MissingRights`](crate::error::Schema::MissingRights),
 /// [`Error::Database`](crate::Error::Database).
 ///
 /// # Examples
@@ -172,7 +172,7 @@ pub fn slots(conn: &mut PgConnection, service: &str, slots: u32) -> Result<Slots
             .select((service_request::slot, service_request::expires_at))
             .load(conn)
     })
-    .map_err(|error| installed::explain(conn, error, None))?;
+    .map_err(|error| installed::explain_on(conn, error, None))?;
     let occupied: HashSet<i16> = taken.iter().map(|(slot, _)| *slot).collect();
     Ok(Slots {
         free: (0..slots).filter(|slot| !occupied.contains(slot)).collect(),

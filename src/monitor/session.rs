@@ -15,7 +15,7 @@ use super::lock_id::of_key;
 use super::locks::{AdvisoryLocks, advisory_lock};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
-use crate::send::send;
+use crate::session::sent as send;
 use crate::text;
 
 /// The server session that holds an advisory lock, or waits for it.
@@ -149,7 +149,7 @@ pub fn waiters() -> _ {
 ///
 /// # Errors
 ///
-/// [`Error::EmptyName`], [`Error::Database`].
+/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`].
 pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>> {
     let _names = text::names_on(conn);
     send(conn, |conn| holders().filter(of_key(key)?).load(conn)).map_err(Error::from)
@@ -161,7 +161,7 @@ pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>>
 ///
 /// # Errors
 ///
-/// [`Error::EmptyName`], [`Error::Database`].
+/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`].
 pub fn waiters_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Waiter>> {
     let _names = text::names_on(conn);
     send(conn, |conn| {

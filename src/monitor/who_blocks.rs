@@ -126,7 +126,7 @@ pub fn blocked() -> _ {
 ///
 /// # Errors
 ///
-/// [`Error::EmptyName`](crate::Error::EmptyName).
+/// [`Input::EmptyName`](crate::error::Input::EmptyName).
 pub fn blocked_on(key: &LockKey) -> Result<blocked_on_id> {
     key.id().map(blocked_on_id)
 }

@@ -10,9 +10,10 @@ use crate::background::Mark;
 use crate::clock::Moment;
 use crate::crowds::Crowds;
 use crate::error::{Error, Result};
-use crate::events::{self, What};
+use crate::events;
 use crate::pauses::Pauses;
 use crate::pool::{self, PgPool};
+use crate::session::now;
 
 /// # With a pool
 ///
@@ -21,17 +22,17 @@ use crate::pool::{self, PgPool};
 ///
 /// # Errors of all of them
 ///
-/// - [`Error::EmptyName`], [`Error::BadSlots`], [`Error::BadTimeout`], [`Error::TooLong`] and
-///   [`Error::NulCharacter`], before anything is sent.
+/// - [`Input::EmptyName`](crate::error::Input::EmptyName), [`Input::BadSlots`](crate::error::Input::BadSlots), [`Input::BadTimeout`](crate::error::Input::BadTimeout), [`Input::TooLong`](crate::error::Input::TooLong) and
+///   [`Input::NulCharacter`](crate::error::Input::NulCharacter), before anything is sent.
 /// - [`Error::Pool`](crate::Error::Pool) if the pool gave no connection in time.
-/// - [`Error::ClaimInTransaction`] if a transaction is open on the connection, whoever opened it; only
+/// - [`Misplaced::ClaimInTransaction`](crate::error::Misplaced::ClaimInTransaction) if a transaction is open on the connection, whoever opened it; only
 ///   that of `begin_test_transaction` is none.
 /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if the pool gave a connection that
 ///   somebody had left in a transaction.
-/// - [`Error::NotInstalled`] and [`Error::MissingRights`] if the schema, or the right to it, is
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and [`Schema::MissingRights`](crate::error::Schema::MissingRights) if the schema, or the right to it, is
 ///   missing.
 /// - [`Error::ReadOnly`] on a standby.
-/// - [`Error::SequenceBehind`] in a copy of a database whose sequence was not copied.
+/// - [`Schema::SequenceBehind`](crate::error::Schema::SequenceBehind) in a copy of a database whose sequence was not copied.
 /// - [`Error::Database`] for anything else. Where the connection broke, a slot may have been claimed
 ///   all the same; it comes back after its time-out.
 impl Semaphore {
@@ -97,11 +98,13 @@ impl Semaphore {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn admit(&self, pool: &PgPool) -> Result<Admission<Permit>> {
-        events::acquire(
-            What::Service(&self.service),
-            || self.admit_within(pool, None),
+        let call = async { self.admit_within(pool, None) };
+        now(events::observe(
+            "acquire",
+            self.subject(),
+            call,
             Admission::outcome,
-        )
+        ))
     }
 
     /// Claims a slot; waits for one at most `timeout`, holding no connection while it waits.
@@ -132,11 +135,13 @@ impl Semaphore {
     ///
     /// Those of [`acquire_timeout`](Self::acquire_timeout).
     pub fn admit_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
-        events::acquire(
-            What::Service(&self.service),
-            || self.admit_until(pool, timeout),
+        let call = async { self.admit_until(pool, timeout) };
+        now(events::observe(
+            "acquire",
+            self.subject(),
+            call,
             Admission::outcome,
-        )
+        ))
     }
 
     fn admit_until(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {

@@ -6,6 +6,7 @@ use chrono::{DateTime, Utc};
 
 use super::query::Answer;
 use crate::attempt::Attempt;
+use crate::events::Outcome;
 use crate::time::{self, Timestamp};
 
 /// A slot of a semaphore that was claimed, as plain data: for work that ends elsewhere than it
@@ -50,10 +51,10 @@ impl<P> Admission<P> {
     }
 
     /// How an event names it.
-    pub(super) const fn outcome(&self) -> &'static str {
+    pub(super) const fn outcome(&self) -> Outcome {
         match self {
-            Admission::Admitted(_) => "acquired",
-            Admission::Full(_) => "busy",
+            Admission::Admitted(_) => Outcome::Acquired,
+            Admission::Full(_) => Outcome::Busy,
         }
     }
 

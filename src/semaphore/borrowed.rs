@@ -8,8 +8,9 @@ use super::handover;
 use super::request::{Request, Sent};
 use super::{Admission, Claim, Semaphore, query};
 use crate::attempt::Attempt;
-use crate::error::{Error, Result};
-use crate::events::{self, What};
+use crate::error::{Error, Misplaced, Result};
+use crate::events;
+use crate::session::now;
 use crate::time::Timestamp;
 use crate::transaction;
 
@@ -54,7 +55,7 @@ impl Semaphore {
     ///
     /// Those of [all of them](#errors-of-all-of-them).
     pub fn admit_on(&self, conn: &mut PgConnection) -> Result<Admission<Claim>> {
-        let call = || match Request::on(conn, self)?.send(conn)? {
+        let mut call = || match Request::on(conn, self)?.send(conn)? {
             Sent::Answered(admission) => Ok(admission),
             // The transaction is the caller's, so what was claimed is released in it.
             Sent::InTransaction(admission) => {
@@ -62,10 +63,15 @@ impl Semaphore {
                 if let Admission::Admitted(claim) = admission {
                     query::complete(conn, claim.id)?;
                 }
-                Err(Error::ClaimInTransaction)
+                Err(Error::Misplaced(Misplaced::ClaimInTransaction))
             }
         };
-        events::acquire(What::Service(&self.service), call, Admission::outcome)
+        now(events::observe(
+            "acquire",
+            self.subject(),
+            async { call() },
+            Admission::outcome,
+        ))
     }
 
     /// Ends a request and frees its slot; answers whether this ended it. False if it had been ended
@@ -76,7 +82,7 @@ impl Semaphore {
     ///
     /// # Errors
     ///
-    /// - [`Error::NotInstalled`], [`Error::MissingRights`], [`Error::ReadOnly`], [`Error::Database`].
+    /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled), [`Schema::MissingRights`](crate::error::Schema::MissingRights), [`Error::ReadOnly`], [`Error::Database`].
     /// - [`Error::StrictIsolation`] for a serialization failure inside the caller's own transaction, which also occurs where
     ///   its snapshot is older than the claim and cannot show the request.
     pub fn complete_on(&self, conn: &mut PgConnection, id: i64) -> Result<bool> {
@@ -93,7 +99,7 @@ impl Semaphore {
     ///
     /// # Errors
     ///
-    /// As [`complete_on`](Self::complete_on), and [`Error::BadTimeout`].
+    /// As [`complete_on`](Self::complete_on), and [`Input::BadTimeout`](crate::error::Input::BadTimeout).
     pub fn renew_on(&self, conn: &mut PgConnection, id: i64) -> Result<Option<DateTime<Utc>>> {
         let renewed = query::renew(conn, id, self.interval()?)?;
         Ok(renewed.and_then(Timestamp::at))

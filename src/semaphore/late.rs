@@ -9,7 +9,7 @@ use diesel::pg::PgConnection;
 use super::{handover, query};
 use crate::background::{Background, Chore, Mark};
 use crate::error::Result;
-use crate::events;
+use crate::events::{self, Event, Outcome, Subject};
 use crate::pool::{PgPool, PooledPgConnection};
 use crate::transaction;
 
@@ -38,7 +38,11 @@ impl Chore for Release {
     fn is_over(&self) -> bool {
         let is_over = self.deadline.is_some_and(|end| end <= Instant::now());
         if is_over {
-            events::release_given_up(self.id);
+            let request = Subject::Semaphore {
+                service: &self.service,
+                id: Some(self.id),
+            };
+            events::record(&Event::new("release", request, Outcome::TimedOut));
         }
         is_over
     }

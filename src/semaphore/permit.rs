@@ -1,6 +1,6 @@
 //! The permit of a semaphore.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
@@ -10,7 +10,7 @@ use super::{Semaphore, handover, query};
 use crate::background::Mark;
 use crate::clock::Moment;
 use crate::error::{Error, Result};
-use crate::events::{self, Since, What};
+use crate::events::{self, Event, Outcome, Subject};
 use crate::panics::caught;
 use crate::pool::{self, PgPool};
 use crate::time::Timestamp;
@@ -45,7 +45,7 @@ pub struct Permit {
     sent: Moment,
     /// From then on; zero once the server has said that it is over.
     lasts: Duration,
-    since: Since,
+    since: Instant,
     released: bool,
 }
 
@@ -65,7 +65,7 @@ impl Permit {
             mark,
             sent,
             lasts: semaphore.timeout,
-            since: Since::now(),
+            since: Instant::now(),
             released: false,
         }
     }
@@ -116,7 +116,9 @@ impl Permit {
     ///   renewed.
     pub fn renew(&mut self) -> Result<DateTime<Utc>> {
         let renewed = self.renew_inner();
-        events::renewed(self.what(), &renewed);
+        events::record(&Event::of("renew", self.subject(), &renewed, |_| {
+            Outcome::Renewed
+        }));
         renewed
     }
 
@@ -159,7 +161,7 @@ impl Permit {
     ///   their like. The release is then tried again in the background, as if the permit were dropped.
     pub fn release(mut self) -> Result<()> {
         let released = self.release_inner();
-        events::released(self.what(), self.since, &released);
+        self.record_release(&released);
         released
     }
 
@@ -183,8 +185,16 @@ impl Permit {
         self.claim.clone()
     }
 
-    fn what(&self) -> What<'_> {
-        What::Service(&self.semaphore.service)
+    fn subject(&self) -> Subject<'_> {
+        Subject::Semaphore {
+            service: &self.semaphore.service,
+            id: Some(self.claim.id),
+        }
+    }
+
+    fn record_release(&self, released: &Result<()>) {
+        let event = Event::of("release", self.subject(), released, |()| Outcome::Released);
+        events::record(&event.held_since(self.since));
     }
 
     fn timed_out(&self) -> Error {
@@ -205,7 +215,7 @@ impl Permit {
         drop(conn);
         handover::wake_one(&self.semaphore.service);
         let released = completed.then_some(()).ok_or_else(|| self.timed_out());
-        events::released(self.what(), self.since, &released);
+        self.record_release(&released);
         true
     }
 }
@@ -218,7 +228,8 @@ impl Drop for Permit {
         let released = caught(|| {
             let released = self.release_without_waiting();
             if !released {
-                events::release_deferred(self.what(), self.since);
+                let deferred = Event::new("release", self.subject(), Outcome::Deferred);
+                events::record(&deferred.held_since(self.since));
             }
             released
         });

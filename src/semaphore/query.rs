@@ -5,10 +5,10 @@ use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
-use crate::error::Error;
+use crate::error::{Error, Schema};
 use crate::functions::{admit_service_request, complete_service_request, renew_service_request};
 use crate::installed;
-use crate::read_committed::{self, is_serialization_failure};
+use crate::session::{is_serialization_failure, repeat_at_read_committed};
 use crate::time::Timestamp;
 
 /// What a claim returns: a null `id` is a full semaphore, and `next_expiry` is when enough requests will have expired
@@ -31,7 +31,7 @@ pub(super) fn claim(
     timeout: PgInterval,
     details: &str,
 ) -> Result<Answer, Error> {
-    read_committed::repeat(conn, |conn| {
+    repeat_at_read_committed(conn, |conn| {
         diesel::select(admit_service_request(service, slots, timeout, details)).get_result(conn)
     })
     .map(
@@ -49,7 +49,7 @@ pub(super) fn claim(
 
 /// Answers whether the request was ended by this.
 pub(super) fn complete(conn: &mut PgConnection, id: i64) -> Result<bool, Error> {
-    read_committed::repeat(conn, |conn| {
+    repeat_at_read_committed(conn, |conn| {
         diesel::select(complete_service_request(id)).get_result(conn)
     })
     .map_err(|error| explain(conn, error))
@@ -61,7 +61,7 @@ pub(super) fn renew(
     id: i64,
     timeout: PgInterval,
 ) -> Result<Option<Timestamp>, Error> {
-    read_committed::repeat(conn, |conn| {
+    repeat_at_read_committed(conn, |conn| {
         diesel::select(renew_service_request(id, timeout)).get_result(conn)
     })
     .map_err(|error| explain(conn, error))
@@ -73,9 +73,9 @@ fn explain(conn: &mut PgConnection, error: DieselError) -> Error {
         return Error::StrictIsolation;
     }
     if is_duplicate_id(&error) {
-        return Error::SequenceBehind;
+        return Error::Schema(Schema::SequenceBehind);
     }
-    installed::explain(conn, error, None)
+    installed::explain_on(conn, error, None)
 }
 
 /// Whether the id that the sequence gave is another request's.

@@ -1,6 +1,5 @@
 //! A request for a slot: what is checked before it is sent, and what comes back.
 
-use std::borrow::Cow;
 use std::time::Duration;
 
 use diesel::data_types::PgInterval;
@@ -10,13 +9,13 @@ use diesel::result::Error as DieselError;
 use super::Semaphore;
 use super::admission::{self, Admission, Claim};
 use super::query;
-use crate::error::{Error, Result};
-use crate::text;
+use crate::error::{Error, Input, Misplaced, Result};
+use crate::text::{self, Name};
 use crate::transaction::{self, Transaction};
 
 /// A claim that passed every check that needs no database.
 pub(super) struct Request<'a> {
-    service: Cow<'a, str>,
+    service: Name<'a>,
     slots: i32,
     timeout: Duration,
     interval: PgInterval,
@@ -33,24 +32,26 @@ pub(super) enum Sent {
 impl<'a> Request<'a> {
     /// As `of`, with the name that the service has on that connection.
     pub(super) fn on(conn: &mut PgConnection, semaphore: &'a Semaphore) -> Result<Self> {
-        let _names = text::names_on(conn);
-        Self::of(semaphore)
+        Self::new(semaphore, Name::on(conn, &semaphore.service))
     }
 
     pub(super) fn of(semaphore: &'a Semaphore) -> Result<Self> {
-        let service = text::name(&semaphore.service);
-        if service.is_empty() {
-            return Err(Error::EmptyName);
+        Self::new(semaphore, Name::anywhere(&semaphore.service))
+    }
+
+    fn new(semaphore: &'a Semaphore, service: Name<'a>) -> Result<Self> {
+        if semaphore.service.is_empty() {
+            return Err(Error::Input(Input::EmptyName));
         }
-        text::check(&service, "the name of a service", text::LONGEST_NAME)?;
+        let service = service.checked("the name of a service")?;
         text::check(&semaphore.details, "the details", text::LONGEST_DETAILS)?;
         let slots = match i16::try_from(semaphore.slots) {
             Ok(slots @ 1..) => slots,
             _ => {
-                return Err(Error::BadSlots {
-                    service: service.into_owned(),
+                return Err(Error::Input(Input::BadSlots {
+                    service: semaphore.service.to_string(),
                     slots: semaphore.slots,
-                });
+                }));
             }
         };
         Ok(Self {
@@ -67,7 +68,7 @@ impl<'a> Request<'a> {
         match before {
             Transaction::None => {}
             Transaction::Test => return self.ask(conn).map(Sent::Answered),
-            Transaction::Open => return Err(Error::ClaimInTransaction),
+            Transaction::Open => return Err(Error::Misplaced(Misplaced::ClaimInTransaction)),
             Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
         }
         match transaction::probed(conn, |conn| self.ask(conn)) {
@@ -77,7 +78,13 @@ impl<'a> Request<'a> {
     }
 
     fn ask(&self, conn: &mut PgConnection) -> Result<Admission<Claim>> {
-        let answer = query::claim(conn, &self.service, self.slots, self.interval, self.details)?;
+        let answer = query::claim(
+            conn,
+            self.service.as_str(),
+            self.slots,
+            self.interval,
+            self.details,
+        )?;
         Ok(admission::from_answer(&answer, self.timeout))
     }
 }

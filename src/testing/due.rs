@@ -4,10 +4,10 @@ use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{Bool, Text};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Schema};
 use crate::installed;
-use crate::read_committed;
-use crate::text;
+use crate::session::repeat_at_read_committed;
+use crate::text::Name;
 use crate::throttle::{Throttle, ThrottledResource};
 
 /// The label is compared as a text: one that the enumerated type does not have is no error, which would
@@ -55,9 +55,9 @@ struct Answer {
 ///
 /// # Errors
 ///
-/// - [`Error::UnknownResource`] if the resource has no row: run [`sync`](crate::sync).
-/// - [`Error::EmptyKey`], [`Error::NulCharacter`], [`Error::TooLong`], before anything is sent.
-/// - [`Error::NotInstalled`], [`Error::MissingRights`], [`Error::ReadOnly`], [`Error::Database`].
+/// - [`Schema::UnknownResource`](crate::error::Schema::UnknownResource) if the resource has no row: run [`sync`](crate::sync).
+/// - [`Input::EmptyKey`](crate::error::Input::EmptyKey), [`Input::NulCharacter`](crate::error::Input::NulCharacter), [`Input::TooLong`](crate::error::Input::TooLong), before anything is sent.
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled), [`Schema::MissingRights`](crate::error::Schema::MissingRights), [`Error::ReadOnly`], [`Error::Database`].
 ///
 /// # Examples
 ///
@@ -76,33 +76,33 @@ struct Answer {
 /// # diesel_interlock::migrations::install(conn)?;
 /// # let _ = sync::<Resource>(conn)?;
 /// let import = Throttle::of(Resource::TenantImport).key(7);
-/// assert!(import.attempt(conn, "this test")?.granted().is_some());
-/// assert!(import.attempt(conn, "this test")?.denied().is_some());
+/// assert!(import.clone().details("this test").attempt_on(conn)?.granted().is_some());
+/// assert!(import.clone().details("this test").attempt_on(conn)?.denied().is_some());
 ///
 /// testing::make_due(conn, &import)?; // an hour later
-/// assert!(import.attempt(conn, "this test")?.granted().is_some());
+/// assert!(import.clone().details("this test").attempt_on(conn)?.granted().is_some());
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 pub fn make_due<R: ThrottledResource>(
     conn: &mut PgConnection,
     throttle: &Throttle<R>,
 ) -> Result<()> {
-    let _names = text::names_on(conn);
-    let (label, key) = throttle.checked()?;
-    let answered: QueryResult<Answer> = read_committed::repeat(conn, |conn| match key.as_deref() {
+    let checked = throttle.checked(|key| Name::on(conn, key))?;
+    let label = checked.label;
+    let answered: QueryResult<Answer> = repeat_at_read_committed(conn, |conn| match &checked.key {
         None => diesel::sql_query(RESOURCE)
             .bind::<Text, _>(label)
             .get_result(conn),
         Some(key) => diesel::sql_query(KEY)
             .bind::<Text, _>(label)
-            .bind::<Text, _>(key)
+            .bind::<Text, _>(key.as_str())
             .get_result(conn),
     });
     match answered {
         Ok(Answer { is_known: true }) => Ok(()),
-        Ok(Answer { is_known: false }) => Err(Error::UnknownResource {
+        Ok(Answer { is_known: false }) => Err(Error::Schema(Schema::UnknownResource {
             label: label.to_owned(),
-        }),
-        Err(error) => Err(installed::explain(conn, error, Some(label))),
+        })),
+        Err(error) => Err(installed::explain_on(conn, error, Some(label))),
     }
 }

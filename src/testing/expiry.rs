@@ -8,9 +8,9 @@ use crate::error::Result;
 use crate::functions::clock_timestamp;
 use crate::installed;
 use crate::monitor;
-use crate::read_committed;
 use crate::schema::resource_control::service_request;
 use crate::semaphore::Semaphore;
+use crate::session::repeat_at_read_committed;
 use crate::text;
 
 /// Lets every request in flight to the service time out now, as if its holder had been too slow or had
@@ -24,8 +24,8 @@ use crate::text;
 ///
 /// # Errors
 ///
-/// [`Error::NotInstalled`](crate::Error::NotInstalled),
-/// [`Error::MissingRights`](crate::Error::MissingRights),
+/// [`Schema::NotInstalled`](crate::error::Schema::NotInstalled),
+/// [`Schema::MissingRights`](crate::error::Schema::MissingRights),
 /// [`Error::Database`](crate::Error::Database).
 ///
 /// # Examples
@@ -54,7 +54,7 @@ pub fn expire(conn: &mut PgConnection, semaphore: &Semaphore) -> Result<usize> {
         let _names = text::names_on(conn);
         prefixed(semaphore.service())
     };
-    read_committed::repeat(conn, |conn| {
+    repeat_at_read_committed(conn, |conn| {
         let requests = service_request::table
             .filter(monitor::of_service(&service))
             .filter(monitor::in_flight());
@@ -62,5 +62,5 @@ pub fn expire(conn: &mut PgConnection, semaphore: &Semaphore) -> Result<usize> {
             .set(service_request::expires_at.eq(clock_timestamp()))
             .execute(conn)
     })
-    .map_err(|error| installed::explain(conn, error, None))
+    .map_err(|error| installed::explain_on(conn, error, None))
 }

@@ -21,7 +21,7 @@ use crate::text;
 ///
 /// # Errors
 ///
-/// [`Error::MissingRights`], [`Error::Database`].
+/// [`Schema::MissingRights`](crate::error::Schema::MissingRights), [`Error::Database`].
 pub fn held_locks(conn: &mut PgConnection) -> Result<Vec<Holder>> {
     let mut held: Vec<Holder> = monitor::holders()
         .order((monitor::key, monitor::key1, monitor::key2, monitor::pid))
@@ -29,7 +29,7 @@ pub fn held_locks(conn: &mut PgConnection) -> Result<Vec<Holder>> {
         .map_err(Error::Database)?;
     if !held.is_empty() {
         let not_asked_for = tables::locks_of_transactions(conn)
-            .map_err(|error| installed::explain(conn, error, None))?;
+            .map_err(|error| installed::explain_on(conn, error, None))?;
         held.retain(|lock| !not_asked_for.contains(&lock.key));
     }
     Ok(held)

@@ -21,7 +21,7 @@ use crate::text;
 ///
 /// # Errors
 ///
-/// [`Error::MissingRights`](crate::Error::MissingRights),
+/// [`Schema::MissingRights`](crate::error::Schema::MissingRights),
 /// [`Error::Database`](crate::Error::Database).
 ///
 /// # Examples
@@ -54,7 +54,7 @@ pub fn requests_in_flight(conn: &mut PgConnection) -> Result<Vec<ServiceRequest>
             .select(ServiceRequest::as_select())
             .load(conn)
     });
-    requests.map_err(|error| installed::explain(conn, error, None))
+    requests.map_err(|error| installed::explain_on(conn, error, None))
 }
 
 /// Panics if a request to the service is in flight, and says which and by whom.
@@ -97,6 +97,6 @@ pub fn assert_none_in_flight(conn: &mut PgConnection, semaphore: &Semaphore) {
             .order(service_request::slot)
             .select(ServiceRequest::as_select())
             .load(conn)
-            .map_err(|error| installed::explain(conn, error, None))
+            .map_err(|error| installed::explain_on(conn, error, None))
     });
 }

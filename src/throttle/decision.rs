@@ -1,117 +1,107 @@
-//! What an attempt at a throttle answers.
+//! The outcome of an attempt at a throttle.
 
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
-use super::query::Attempted;
-use crate::time::{self, Timestamp, elapsed};
+use crate::events;
+use crate::time;
 
-/// The database's decision on an attempt.
+/// The database's decision on an attempt: a [`Grant`] or a [`Denial`].
+///
+/// [`Throttle::run`](crate::Throttle::run) returns the value of its closure in place of the grant.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[must_use = "a grant that is overlooked is spent: nobody else gets the resource for its interval"]
-pub enum Decision {
-    /// The resource is ours for this interval.
-    Granted(Grant),
-    /// Not now.
+#[must_use = "an unused grant is spent: nobody else gets the resource for its interval"]
+pub enum Decision<T = Grant> {
+    /// The resource was granted for this interval.
+    Granted(T),
+    /// The resource was not granted. Nothing was changed.
     Denied(Denial),
 }
 
-impl Decision {
-    /// The grant, if it is one.
-    #[must_use = "a grant that is overlooked is spent"]
-    pub fn granted(self) -> Option<Grant> {
+impl<T> Decision<T> {
+    /// Returns what was granted, and drops a denial.
+    #[must_use = "an unused grant is spent"]
+    pub fn granted(self) -> Option<T> {
         match self {
-            Decision::Granted(grant) => Some(grant),
+            Decision::Granted(inner) => Some(inner),
             Decision::Denied(_) => None,
         }
     }
 
-    /// The denial, if it is one.
-    #[must_use = "a grant that is overlooked is spent"]
+    /// Returns the denial, and drops a grant.
+    #[must_use = "an unused grant is spent"]
     pub fn denied(self) -> Option<Denial> {
         match self {
             Decision::Granted(_) => None,
             Decision::Denied(denial) => Some(denial),
         }
     }
+
+    /// Returns whether the resource was denied.
+    #[must_use]
+    pub const fn is_denied(&self) -> bool {
+        matches!(self, Decision::Denied(_))
+    }
+
+    /// Applies `f` to what was granted, and leaves a denial as it is.
+    pub fn map<U>(self, f: impl FnOnce(T) -> U) -> Decision<U> {
+        match self {
+            Decision::Granted(inner) => Decision::Granted(f(inner)),
+            Decision::Denied(denial) => Decision::Denied(denial),
+        }
+    }
+
+    pub(super) fn outcome(&self) -> events::Outcome {
+        match self {
+            Decision::Granted(_) => events::Outcome::Granted,
+            Decision::Denied(denial) => events::Outcome::Denied {
+                retry_after: denial.retry_after,
+            },
+        }
+    }
 }
 
-/// A resource that was handed out, by the database's clock.
+/// A grant, by the database's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Grant {
-    /// When it was handed out.
+    /// When it was granted.
     pub granted_at: DateTime<Utc>,
-    /// From when on it is due again.
+    /// When the resource is due again.
     pub until: DateTime<Utc>,
 }
 
-/// Why a resource was not handed out, and when to ask again.
+/// A denial: why, and when to try again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Denial {
-    /// Why.
+    /// Why the resource was denied.
     pub reason: DenialReason,
-    /// How long until it is due, by the database's clock: always above zero. Where the resource is
-    /// being taken right now, the whole interval, as a hint.
+    /// How long until the resource is due, by the database's clock. Never zero. While another transaction is taking the
+    /// resource, it is the whole interval, as a hint.
     pub retry_after: Duration,
-    /// When it is due; `None` if it was closed by hand, with a `last_locked` of `infinity`.
+    /// When the resource is due. `None` if an operator closed it, with a `last_locked` of `infinity`.
     pub next_at: Option<DateTime<Utc>>,
-    /// Who took it last, in their own words (`last_locker_details`); `None` while it is being taken.
+    /// The details of the last grant (`last_locker_details`). `None` while another transaction is taking the resource.
     pub holder: Option<String>,
-    /// When they took it; `None` while it is being taken.
+    /// When the last grant was made. `None` while another transaction is taking the resource.
     pub held_since: Option<DateTime<Utc>>,
 }
 
 impl Denial {
-    /// Whole seconds until it is due, rounded up: what HTTP's `Retry-After` wants. At least 1.
+    /// The time until the resource is due in whole seconds, rounded up and at least 1, for the HTTP header `Retry-After`.
     pub fn retry_after_secs(&self) -> u64 {
         time::whole_seconds(self.retry_after)
     }
 }
 
-/// Why a resource was not handed out.
+/// Why a resource was denied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DenialReason {
     /// The interval since the last grant has not passed.
     TooSoon,
-    /// Another transaction takes it right now, and has not committed yet.
+    /// Another transaction is taking the resource, and has not committed yet.
     BeingTaken,
-}
-
-/// What came of a closure that runs only if its throttle is granted.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[must_use = "the work may not have run"]
-pub enum Outcome<T> {
-    /// The work ran, and answered this.
-    Done(T),
-    /// The work did not run.
-    Denied(Denial),
-}
-
-pub(super) fn from_row(row: Attempted) -> Decision {
-    let next_at = Timestamp::from(row.next_at).at();
-    if row.granted {
-        let granted_at = Timestamp::from(row.decided_at).at().unwrap_or_default();
-        return Decision::Granted(Grant {
-            granted_at,
-            until: next_at.unwrap_or(granted_at),
-        });
-    }
-    Decision::Denied(Denial {
-        reason: if row.being_taken {
-            DenialReason::BeingTaken
-        } else {
-            DenialReason::TooSoon
-        },
-        retry_after: row
-            .retry_after
-            .map_or(Duration::ZERO, elapsed)
-            .max(Duration::from_micros(1)),
-        next_at,
-        holder: row.holder,
-        held_since: row.held_since.and_then(|since| Timestamp::from(since).at()),
-    })
 }

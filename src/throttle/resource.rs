@@ -9,7 +9,7 @@ use diesel::expression::AsExpression;
 use diesel::pg::{Pg, PgValue};
 use diesel::serialize::{self, IsNull, Output, ToSql};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Input, Result};
 use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 use crate::text;
 use crate::time;
@@ -75,14 +75,14 @@ impl<R: ThrottledResource> ThrottledResource for &R {
 pub(super) fn checked<R: DeclaredResources>(resource: &R) -> Result<(String, i64)> {
     let label = resource.label().to_owned();
     if label.contains('\0') {
-        return Err(Error::NulCharacter);
+        return Err(Error::Input(Input::NulCharacter));
     }
     if label.is_empty() || label.len() > text::LONGEST_LABEL {
-        return Err(Error::BadLabel { label });
+        return Err(Error::Input(Input::BadLabel { label }));
     }
     match time::microseconds(resource.interval()) {
         Some(microseconds) => Ok((label, microseconds)),
-        None => Err(Error::BadInterval { label }),
+        None => Err(Error::Input(Input::BadInterval { label })),
     }
 }
 

@@ -11,11 +11,11 @@ use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text};
 
 use super::resource::{DeclaredResources, checked};
 use crate::advisory::AdvisoryLock;
-use crate::error::{Error, Result};
-use crate::events;
+use crate::error::{Error, Result, Schema};
+use crate::events::{self, Event, Outcome, Subject};
 use crate::installed;
 use crate::key::LockKey;
-use crate::send::send;
+use crate::session::sent as send;
 use crate::transaction;
 
 /// The lock under which [`sync`] writes. Its key never changes.
@@ -74,16 +74,24 @@ const FIND: &str = "
 ///
 /// # Errors
 ///
-/// - [`Error::BadLabel`], [`Error::BadInterval`] and [`Error::NulCharacter`], before anything is
+/// - [`Input::BadLabel`](crate::error::Input::BadLabel), [`Input::BadInterval`](crate::error::Input::BadInterval) and [`Input::NulCharacter`](crate::error::Input::NulCharacter), before anything is
 ///   sent.
-/// - [`Error::CommitsInTransaction`] inside a transaction, a test transaction included.
-/// - [`Error::NotInstalled`]; [`Error::MissingRights`] if something is missing and the role does not
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled); [`Schema::MissingRights`](crate::error::Schema::MissingRights) if something is missing and the role does not
 ///   own the type.
 /// - Those of [`AdvisoryLock::acquire_on`].
 pub fn sync<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
     let synced = add_missing::<R>(conn)?;
     for difference in &synced.different {
-        events::different(difference);
+        let resource = Subject::Throttle {
+            resource: &difference.label,
+            key: None,
+        };
+        let outcome = Outcome::Different {
+            declared: difference.declared,
+            in_database: difference.in_database,
+        };
+        events::record(&Event::new("sync", resource, outcome));
     }
     Ok(synced)
 }
@@ -126,7 +134,7 @@ pub fn sync_intervals<R: DeclaredResources>(conn: &mut PgConnection) -> Result<S
         .bind::<Interval, _>(PgInterval::from_microseconds(microseconds))
         .bind::<Text, _>(label)
         .execute(conn)
-        .map_err(|error| installed::explain(conn, error, None))?;
+        .map_err(|error| installed::explain_on(conn, error, None))?;
     }
     Ok(synced)
 }
@@ -144,7 +152,7 @@ fn compare(conn: &mut PgConnection, declared: &[Declared]) -> Result<(Vec<Declar
                 .get_result(conn)
         };
         let found: Found =
-            send(conn, find).map_err(|error| installed::explain(conn, error, None))?;
+            send(conn, find).map_err(|error| installed::explain_on(conn, error, None))?;
         match found.microseconds {
             None => missing.push((label.clone(), *microseconds)),
             Some(in_database) if in_database != *microseconds => {
@@ -175,7 +183,7 @@ fn add(conn: &mut PgConnection, label: &str, microseconds: i64) -> Result<()> {
     .bind::<Text, _>(label)
     .bind::<Interval, _>(PgInterval::from_microseconds(microseconds))
     .execute(conn)
-    .map_err(|error| installed::explain(conn, error, None))?;
+    .map_err(|error| installed::explain_on(conn, error, None))?;
     Ok(())
 }
 
@@ -197,10 +205,10 @@ fn explain_ddl(conn: &mut PgConnection, error: DieselError) -> Error {
         .get_result(conn);
         if let Ok(Owner { role, owns: false }) = owner {
             let missing = "the ownership of throttled_resource_enum, to add a resource";
-            return Error::MissingRights { role, missing };
+            return Error::Schema(Schema::MissingRights { role, missing });
         }
     }
-    installed::explain(conn, error, None)
+    installed::explain_on(conn, error, None)
 }
 
 fn from_microseconds(microseconds: i64) -> Duration {

@@ -54,14 +54,18 @@ pub(crate) fn run(url: &str, connections: usize, keys: usize) {
 fn attempt_resource(dice: &mut Dice, conn: &mut PgConnection) -> bool {
     let throttle = Throttle::of(Resource::Hammered);
     if !dice.one_in(10) {
-        let decision = throttle.attempt(conn, "by the crate").unwrap();
+        let decision = throttle
+            .clone()
+            .details("by the crate")
+            .attempt_on(conn)
+            .unwrap();
         return decision.granted().is_some();
     }
     let undone = conn
         .build_transaction()
         .read_committed()
         .run(|conn| -> Result<(), Error> {
-            let _ = throttle.attempt(conn, "undone")?;
+            let _ = throttle.clone().details("undone").attempt_on(conn)?;
             Err(diesel::result::Error::RollbackTransaction.into())
         });
     assert!(undone.is_err());
@@ -70,6 +74,10 @@ fn attempt_resource(dice: &mut Dice, conn: &mut PgConnection) -> bool {
 
 fn attempt_key(conn: &mut PgConnection, key: usize) -> bool {
     let throttle = Throttle::of(Resource::HammeredByKey).key(key);
-    let decision = throttle.attempt(conn, "by the crate").unwrap();
+    let decision = throttle
+        .clone()
+        .details("by the crate")
+        .attempt_on(conn)
+        .unwrap();
     decision.granted().is_some()
 }

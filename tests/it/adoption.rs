@@ -6,6 +6,7 @@ use std::sync::Barrier;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Nullable, Text};
+use diesel_interlock::error::Schema;
 use diesel_interlock::{Error, ResourceLabel, Throttle, migrations};
 use workbench::Database;
 
@@ -94,7 +95,7 @@ fn expected_schema() -> Vec<Line> {
 fn differences(conn: &mut PgConnection) -> Vec<String> {
     let before = catalogue(conn);
     let differences = match migrations::install(conn) {
-        Err(Error::ForeignInstallation { differences }) => differences,
+        Err(Error::Schema(Schema::Foreign { differences })) => differences,
         other => panic!("{other:?}"),
     };
     assert_eq!(catalogue(conn), before, "{differences:?}");
@@ -131,11 +132,14 @@ fn a_schema_made_by_hand_is_adopted_and_all_that_was_built_on_it_stays() {
     assert_eq!(migrations::install(conn).unwrap(), []);
     assert_eq!(catalogue(conn), settled);
 
-    let denied = Throttle::of(ResourceLabel("nightly report".into())).attempt(conn, "me");
+    let denied = Throttle::of(ResourceLabel("nightly report".into()))
+        .details("me")
+        .attempt_on(conn);
     assert!(denied.unwrap().denied().is_some());
     let _ = Throttle::of(ResourceLabel("nightly report".into()))
         .key(7)
-        .attempt(conn, "me")
+        .details("me")
+        .attempt_on(conn)
         .unwrap();
     assert_eq!(Observer::of(&database).all_held(), 0);
 }
@@ -528,7 +532,7 @@ fn a_copy_without_rows_is_recognised_and_brought_up_to_date() {
         let conn = &mut copy.connect();
         let uninstalled = migrations::uninstall(conn);
         assert!(
-            matches!(uninstalled, Err(Error::ForeignInstallation { .. })),
+            matches!(uninstalled, Err(Error::Schema(Schema::Foreign { .. }))),
             "{uninstalled:?}"
         );
         let installed = migrations::install(conn).unwrap();
@@ -610,7 +614,7 @@ fn a_role_that_does_not_own_it_is_told_so() {
         .unwrap();
     let refused = migrations::install(conn);
     assert!(
-        matches!(refused, Err(Error::MissingRights { .. })),
+        matches!(refused, Err(Error::Schema(Schema::MissingRights { .. }))),
         "{refused:?}"
     );
 }
@@ -628,7 +632,7 @@ fn an_owner_who_may_not_make_schemas_is_told_so() {
     .unwrap();
     let refused = migrations::install(conn);
     assert!(
-        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.starts_with("CREATE on the database, to compare")),
+        matches!(&refused, Err(Error::Schema(Schema::MissingRights { missing, .. })) if missing.starts_with("CREATE on the database, to compare")),
         "{refused:?}"
     );
     // Before the database goes, what the role owns in it.

@@ -2,6 +2,7 @@
 
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::prelude::*;
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::{AdvisoryLock, Error};
 use workbench::Database;
 
@@ -139,11 +140,17 @@ fn inside_an_open_transaction_a_session_lock_is_refused() {
     conn.transaction(|conn| {
         assert!(matches!(
             LOCK.try_acquire_on(conn),
-            Err(Error::InTransaction)
+            Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
         ));
-        assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
+        assert!(matches!(
+            LOCK.acquire_on(conn),
+            Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
+        ));
         conn.transaction(|conn| {
-            assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
+            assert!(matches!(
+                LOCK.acquire_on(conn),
+                Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
+            ));
             QueryResult::Ok(())
         })
     })
@@ -151,7 +158,10 @@ fn inside_an_open_transaction_a_session_lock_is_refused() {
     conn.build_transaction()
         .serializable()
         .run(|conn| {
-            assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
+            assert!(matches!(
+                LOCK.acquire_on(conn),
+                Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
+            ));
             QueryResult::Ok(())
         })
         .unwrap();
@@ -166,12 +176,12 @@ fn inside_a_raw_transaction_it_is_refused_and_the_transaction_goes_on() {
         .unwrap();
     assert!(matches!(
         LOCK.try_acquire_on(&mut conn),
-        Err(Error::InTransaction)
+        Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
     ));
     let holder = crate::support::foreign_session_holding(&database, LOCK.key().id().unwrap());
     assert!(matches!(
         LOCK.acquire_on(&mut conn),
-        Err(Error::InTransaction)
+        Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
     ));
     drop(holder);
     conn.batch_execute("INSERT INTO t VALUES (1); COMMIT")

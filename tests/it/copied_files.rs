@@ -6,6 +6,7 @@ use std::sync::Barrier;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::{Error, migrations};
 use diesel_migrations::{FileBasedMigrations, MigrationHarness};
 use workbench::Database;
@@ -374,7 +375,10 @@ fn taking_over_is_refused_inside_a_transaction() {
     conn.begin_test_transaction().unwrap();
     let refused = migrations::take_over(conn);
     assert!(
-        matches!(refused, Err(Error::CommitsInTransaction)),
+        matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
+        ),
         "{refused:?}"
     );
 }

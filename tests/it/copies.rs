@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::prelude::*;
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::{
     AdvisoryLock, Error, Fence, Semaphore, Throttle, monitor, sync, throttled_resources,
 };
@@ -218,7 +219,13 @@ fn a_raw_transaction_is_seen_through_a_copy() {
         );
         copy(conn);
         let refused = LOCK.try_acquire_on(conn).map(drop);
-        assert!(matches!(refused, Err(Error::InTransaction)), "{refused:?}");
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
+            ),
+            "{refused:?}"
+        );
         assert_eq!(Observer::of(&database).all_held(), 0);
         conn.batch_execute("CREATE TABLE later (); COMMIT").unwrap();
 
@@ -298,14 +305,20 @@ fn the_other_primitives_work_after_a_copy() {
             assert!(semaphore.complete_on(conn, claim.id).unwrap());
             copy(conn);
             assert_eq!(
-                mail.attempt(conn, "me").unwrap().granted().is_some(),
+                mail.clone()
+                    .details("me")
+                    .attempt_on(conn)
+                    .unwrap()
+                    .granted()
+                    .is_some(),
                 round == 0
             );
             copy(conn);
             assert!(
                 mail.clone()
                     .key(round)
-                    .attempt(conn, "me")
+                    .details("me")
+                    .attempt_on(conn)
                     .unwrap()
                     .granted()
                     .is_some()
@@ -346,7 +359,10 @@ fn a_claim_in_a_raw_transaction_is_refused_though_a_copy_went_before() {
     copy_to_the_end(conn);
     let refused = semaphore.claim_on(conn).map(drop);
     assert!(
-        matches!(refused, Err(Error::ClaimInTransaction)),
+        matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::ClaimInTransaction))
+        ),
         "{refused:?}"
     );
     conn.batch_execute("COMMIT").unwrap();

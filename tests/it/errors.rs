@@ -4,6 +4,7 @@ use std::error::Error as _;
 
 use diesel::connection::SimpleConnection;
 use diesel::result::Error as DieselError;
+use diesel_interlock::error::{Input, Misplaced};
 use diesel_interlock::{AdvisoryLock, Error};
 use workbench::Database;
 
@@ -18,9 +19,15 @@ fn they_can_be_sent_anywhere() {
 
 #[test]
 fn a_round_trip_through_diesels_error_changes_nothing() {
-    let diesel: DieselError = Error::EmptyName.into();
-    assert_eq!(diesel.to_string(), Error::EmptyName.to_string());
-    assert!(matches!(Error::from(diesel), Error::EmptyName));
+    let diesel: DieselError = Error::Input(Input::EmptyName).into();
+    assert_eq!(
+        diesel.to_string(),
+        Error::Input(Input::EmptyName).to_string()
+    );
+    assert!(matches!(
+        Error::from(diesel),
+        Error::Input(Input::EmptyName)
+    ));
 
     let diesel: DieselError = Error::Database(DieselError::NotFound).into();
     assert_eq!(diesel, DieselError::NotFound);
@@ -108,11 +115,23 @@ fn a_cause_is_the_source_and_not_a_part_of_the_message() {
 #[test]
 fn messages_are_lowercase_and_name_the_way_out() {
     for (error, way_out) in [
-        (Error::EmptyName, "give it a name"),
-        (Error::InTransaction, "acquire_xact"),
-        (Error::AlreadyInTransaction, "acquire_xact"),
-        (Error::NotInTransaction, "AdvisoryLock::transaction"),
-        (Error::RepeatableRead, "READ COMMITTED"),
+        (Error::Input(Input::EmptyName), "give it a name"),
+        (
+            Error::Misplaced(Misplaced::SessionLockInTransaction),
+            "acquire_xact",
+        ),
+        (
+            Error::Misplaced(Misplaced::NestedTransaction),
+            "acquire_xact",
+        ),
+        (
+            Error::Misplaced(Misplaced::XactLockOutsideTransaction),
+            "AdvisoryLock::transaction",
+        ),
+        (
+            Error::Misplaced(Misplaced::XactLockAtRepeatableRead),
+            "READ COMMITTED",
+        ),
         (Error::Standby, "primary"),
     ] {
         let message = error.to_string();

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use diesel::RunQueryDsl;
 use diesel::connection::SimpleConnection;
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::{AdvisoryLock, Attempt, Error, Semaphore, Throttle, sync, sync_intervals};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
@@ -141,11 +142,14 @@ fn an_error_is_a_warning_with_its_causes() {
     let events = told(|| {
         assert!(matches!(
             LOCK.acquire_xact(conn),
-            Err(Error::NotInTransaction)
+            Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction))
         ));
     });
     assert_eq!(brief(&events), ["acquire error !"]);
-    assert_eq!(events[0]["error"], Error::NotInTransaction.to_string());
+    assert_eq!(
+        events[0]["error"],
+        Error::Misplaced(Misplaced::XactLockOutsideTransaction).to_string()
+    );
 }
 
 #[test]
@@ -154,8 +158,24 @@ fn a_throttle_tells_its_decision() {
     let conn = &mut database.connect();
     let import = Throttle::of(Resource::Import).key(7);
     let events = told(|| {
-        assert!(import.attempt(conn, "me").unwrap().granted().is_some());
-        assert!(import.attempt(conn, "me").unwrap().denied().is_some());
+        assert!(
+            import
+                .clone()
+                .details("me")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_some()
+        );
+        assert!(
+            import
+                .clone()
+                .details("me")
+                .attempt_on(conn)
+                .unwrap()
+                .denied()
+                .is_some()
+        );
     });
     assert_eq!(brief(&events), ["attempt granted", "attempt denied"]);
     assert_eq!(events[1]["key"], "7");

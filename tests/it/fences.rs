@@ -2,6 +2,7 @@
 
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::prelude::*;
+use diesel_interlock::error::{Input, Misplaced};
 use diesel_interlock::{AdvisoryLock, Error, Fence};
 use workbench::{Cluster, Database, RoundTrips, StopMode};
 
@@ -178,16 +179,22 @@ fn misuse_is_refused() {
     let conn = &mut database.connect();
     assert!(matches!(
         FENCE.pass(conn, 1),
-        Err(Error::FenceOutsideTransaction)
+        Err(Error::Misplaced(Misplaced::FenceOutsideTransaction))
     ));
     let of = |name: String, conn: &mut PgConnection| {
         conn.transaction(|conn| Fence::new(name).pass(conn, 1))
     };
-    assert!(matches!(of(String::new(), conn), Err(Error::EmptyName)));
-    assert!(matches!(of("a\0b".into(), conn), Err(Error::NulCharacter)));
+    assert!(matches!(
+        of(String::new(), conn),
+        Err(Error::Input(Input::EmptyName))
+    ));
+    assert!(matches!(
+        of("a\0b".into(), conn),
+        Err(Error::Input(Input::NulCharacter))
+    ));
     assert!(matches!(
         of("x".repeat(1001), conn),
-        Err(Error::TooLong { .. })
+        Err(Error::Input(Input::TooLong { .. }))
     ));
     of("x".repeat(1000), conn).unwrap();
 }
@@ -242,7 +249,10 @@ fn a_token_is_not_drawn_inside_an_open_transaction() {
         guard.conn().batch_execute("BEGIN").unwrap();
         let refused = guard.fencing_token();
         assert!(
-            matches!(refused, Err(Error::TokenInTransaction)),
+            matches!(
+                refused,
+                Err(Error::Misplaced(Misplaced::TokenInTransaction))
+            ),
             "{refused:?}"
         );
         guard.conn().batch_execute("COMMIT").unwrap();
@@ -257,7 +267,10 @@ fn a_token_is_not_drawn_inside_an_open_transaction() {
     AnsiTransactionManager::begin_transaction(guard.conn()).unwrap();
     let refused = guard.fencing_token();
     assert!(
-        matches!(refused, Err(Error::TokenInTransaction)),
+        matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::TokenInTransaction))
+        ),
         "{refused:?}"
     );
     AnsiTransactionManager::commit_transaction(guard.conn()).unwrap();
@@ -394,5 +407,8 @@ fn fences_of_tests_with_a_prefix_each_do_not_meet() {
     pass(conn, 1).unwrap();
     let too_long = Fence::new("x".repeat(1000));
     let refused = conn.transaction(|conn| too_long.pass(conn, 1));
-    assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Error::Input(Input::TooLong { .. }))),
+        "{refused:?}"
+    );
 }

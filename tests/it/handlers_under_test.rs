@@ -15,6 +15,7 @@ use diesel::connection::{
 };
 use diesel::prelude::*;
 use diesel::r2d2::{CustomizeConnection, NopConnectionCustomizer, Pool, TestCustomizer};
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::testing::{self, KeyPrefix};
 use diesel_interlock::{
     AdvisoryLock, Attempt, Error, Fence, PgPool, Semaphore, Throttle, migrations, monitor, sync,
@@ -132,9 +133,15 @@ fn what_would_be_refused_in_production_is_refused_there_too() {
     let mut conn = database.connect();
     conn.begin_test_transaction().unwrap();
     conn.transaction(|conn| {
-        assert!(matches!(LOCK.acquire_on(conn), Err(Error::InTransaction)));
+        assert!(matches!(
+            LOCK.acquire_on(conn),
+            Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
+        ));
         let nested = LOCK.transaction(conn, |_| Ok::<_, Error>(()));
-        assert!(matches!(nested, Err(Error::AlreadyInTransaction)));
+        assert!(matches!(
+            nested,
+            Err(Error::Misplaced(Misplaced::NestedTransaction))
+        ));
         LOCK.acquire_xact(conn)
     })
     .unwrap();
@@ -148,7 +155,10 @@ fn migrations_are_refused_there() {
     let source = crate::migrations::directory("refused", &[]);
     let refused = migrations::run_pending(&mut conn, source.migrations());
     assert!(
-        matches!(refused, Err(Error::CommitsInTransaction)),
+        matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
+        ),
         "{refused:?}"
     );
 }
@@ -226,7 +236,11 @@ fn handler(pool: &PgPool, test: usize, together: &Barrier) -> Vec<(&'static str,
     let conn = &mut pool.get().unwrap();
     let claim = MAILER.claim_on(conn).unwrap();
     let import = Throttle::of(Resource::TenantImport).key(7);
-    let decision = import.attempt(conn, "a handler").unwrap();
+    let decision = import
+        .clone()
+        .details("a handler")
+        .attempt_on(conn)
+        .unwrap();
     let mut passed = false;
     for turn in 0..TESTS {
         if turn == test {

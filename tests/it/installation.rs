@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::{Input, Misplaced, Schema};
 use diesel_interlock::{
     DeclaredResources, Error, ThrottledResource, migrations, sync, sync_intervals,
     throttled_resources,
@@ -235,17 +236,26 @@ fn what_cannot_be_declared_is_refused_before_anything_is_sent() {
     }
     let database = Database::new();
     let conn = &mut database.connect(); // without the schema: asking would fail otherwise
-    assert!(matches!(sync::<Zero>(conn), Err(Error::BadInterval { .. })));
+    assert!(matches!(
+        sync::<Zero>(conn),
+        Err(Error::Input(Input::BadInterval { .. }))
+    ));
     assert!(matches!(
         sync::<Endless>(conn),
-        Err(Error::BadInterval { .. })
+        Err(Error::Input(Input::BadInterval { .. }))
     ));
     assert!(matches!(
         sync::<Nameless>(conn),
-        Err(Error::BadLabel { .. })
+        Err(Error::Input(Input::BadLabel { .. }))
     ));
-    assert!(matches!(sync::<Long>(conn), Err(Error::BadLabel { .. })));
-    assert!(matches!(sync::<Nul>(conn), Err(Error::NulCharacter)));
+    assert!(matches!(
+        sync::<Long>(conn),
+        Err(Error::Input(Input::BadLabel { .. }))
+    ));
+    assert!(matches!(
+        sync::<Nul>(conn),
+        Err(Error::Input(Input::NulCharacter))
+    ));
 }
 
 #[test]
@@ -255,11 +265,11 @@ fn both_are_refused_inside_a_transaction() {
     conn.transaction(|conn| {
         assert!(matches!(
             migrations::install(conn),
-            Err(Error::CommitsInTransaction)
+            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
         ));
         assert!(matches!(
             sync::<Resource>(conn),
-            Err(Error::CommitsInTransaction)
+            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
         ));
         QueryResult::Ok(())
     })
@@ -267,11 +277,11 @@ fn both_are_refused_inside_a_transaction() {
     conn.begin_test_transaction().unwrap();
     assert!(matches!(
         migrations::install(conn),
-        Err(Error::CommitsInTransaction)
+        Err(Error::Misplaced(Misplaced::CommitsInTransaction))
     ));
     assert!(matches!(
         sync::<Resource>(conn),
-        Err(Error::CommitsInTransaction)
+        Err(Error::Misplaced(Misplaced::CommitsInTransaction))
     ));
 }
 
@@ -429,7 +439,7 @@ fn what_has_the_name_of_the_table_of_versions_is_named() {
             .unwrap();
         conn.batch_execute(impostor).unwrap();
         let message = match migrations::install(conn) {
-            Err(error @ Error::ForeignInstallation { .. }) => error.to_string(),
+            Err(error @ Error::Schema(Schema::Foreign { .. })) => error.to_string(),
             other => panic!("{impostor}: {other:?}"),
         };
         assert!(

@@ -68,7 +68,12 @@ fn tenants_join_throttled_keys_and_their_resources() {
     let conn = &mut database.connect();
     let import = Throttle::of(Resource::Rebuild);
     for tenant in ["acme", "globex"] {
-        let _ = import.clone().key(tenant).attempt(conn, "web-1").unwrap();
+        let _ = import
+            .clone()
+            .key(tenant)
+            .details("web-1")
+            .attempt_on(conn)
+            .unwrap();
     }
 
     let throttled: Vec<(String, String)> = throttled_key::table

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use diesel_interlock::error::Input;
 use diesel_interlock::{AdvisoryLock, Error, LockId, LockKey, fnv1a};
 
 const NAMES: &str = include_str!("vectors/names.tsv");
@@ -201,7 +202,10 @@ fn an_empty_name_is_an_error_in_every_form() {
         #[cfg(feature = "sha2")]
         LockKey::django_pglock(""),
     ] {
-        assert!(matches!(key.id(), Err(Error::EmptyName)), "{key}");
+        assert!(
+            matches!(key.id(), Err(Error::Input(Input::EmptyName))),
+            "{key}"
+        );
     }
     assert!(LockKey::parts([" "]).id().is_ok());
     assert!(LockKey::named("\0").id().is_ok());
@@ -234,7 +238,10 @@ impl std::fmt::Display for Unprintable {
 #[test]
 fn a_part_that_cannot_be_formatted_is_an_error_of_the_first_operation() {
     let key = LockKey::parts([Unprintable]);
-    assert!(matches!(key.id(), Err(Error::Unformatted)), "{key}");
+    assert!(
+        matches!(key.id(), Err(Error::Input(Input::Unformatted))),
+        "{key}"
+    );
     assert_eq!(key.to_string(), "\"\" (not formatted)");
     assert_ne!(key, LockKey::named(""));
     assert_ne!(key, LockKey::named("half"));
@@ -246,5 +253,8 @@ fn a_part_that_cannot_be_formatted_is_an_error_of_the_first_operation() {
     let conn = &mut database.connect();
     let lock = AdvisoryLock::new(key);
     let refused = lock.try_acquire_on(conn).map(drop);
-    assert!(matches!(refused, Err(Error::Unformatted)), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Error::Input(Input::Unformatted))),
+        "{refused:?}"
+    );
 }

@@ -6,6 +6,7 @@ use std::sync::Barrier;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::{Error, migrations};
 use diesel_migrations::FileBasedMigrations;
 use workbench::Database;
@@ -123,7 +124,10 @@ fn inside_a_transaction_they_are_refused() {
     conn.transaction(|conn| {
         let refused = migrations::run_pending(conn, source.migrations());
         assert!(
-            matches!(refused, Err(Error::CommitsInTransaction)),
+            matches!(
+                refused,
+                Err(Error::Misplaced(Misplaced::CommitsInTransaction))
+            ),
             "{refused:?}"
         );
         QueryResult::Ok(())

@@ -6,6 +6,7 @@ use std::time::Duration;
 use diesel::connection::SimpleConnection;
 use diesel::dsl::{IntervalDsl, count_star};
 use diesel::prelude::*;
+use diesel_interlock::error::Input;
 use diesel_interlock::monitor::{self, Blocked, Holder, blocking};
 use diesel_interlock::{AdvisoryLock, Error, LockId, LockKey};
 use workbench::{Cluster, Database};
@@ -131,15 +132,15 @@ fn the_condition_of_a_key_is_met_by_that_key_alone() {
     let empty = LockKey::named("");
     assert!(matches!(
         monitor::holders_of(look, &empty),
-        Err(Error::EmptyName)
+        Err(Error::Input(Input::EmptyName))
     ));
     assert!(matches!(
         monitor::waiters_of(look, &empty),
-        Err(Error::EmptyName)
+        Err(Error::Input(Input::EmptyName))
     ));
     assert!(matches!(
         monitor::blocked_on(&empty).err(),
-        Some(Error::EmptyName)
+        Some(Error::Input(Input::EmptyName))
     ));
 }
 

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::Schema;
 use diesel_interlock::monitor::{
     self, ServiceRequest, ThrottledKeyRow, ThrottledResourceRow, Timestamp,
 };
@@ -58,7 +59,8 @@ fn a_resource_that_was_never_taken_and_one_that_is_closed_load() {
     );
 
     let grant = Throttle::of(Resource::Rebuild)
-        .attempt(conn, "web-1")
+        .details("web-1")
+        .attempt_on(conn)
         .unwrap();
     let granted_at = grant.granted().unwrap().granted_at;
     let taken = row(conn, Resource::Rebuild);
@@ -128,7 +130,9 @@ fn what_is_due_and_what_is_not_is_as_an_attempt_finds() {
 
     let rebuild = Throttle::of(Resource::Rebuild);
     let until = rebuild
-        .attempt(conn, "web-1")
+        .clone()
+        .details("web-1")
+        .attempt_on(conn)
         .unwrap()
         .granted()
         .unwrap()
@@ -143,10 +147,11 @@ fn what_is_due_and_what_is_not_is_as_an_attempt_finds() {
     age(conn, "15 seconds");
     assert_eq!(due(conn), both);
 
-    let _ = rebuild.attempt(conn, "web-2").unwrap();
+    let _ = rebuild.clone().details("web-2").attempt_on(conn).unwrap();
     age(conn, "1 second");
     let _ = Throttle::of(Resource::Import)
-        .attempt(conn, "web-3")
+        .details("web-3")
+        .attempt_on(conn)
         .unwrap();
     let lockers: Vec<_> = monitor::last_lockers()
         .load::<ThrottledResourceRow>(conn)
@@ -162,11 +167,17 @@ fn keys_are_due_by_the_interval_of_their_resource() {
     let database = database();
     let conn = &mut database.connect();
     let rebuild = Throttle::of(Resource::Rebuild);
-    let _ = rebuild.clone().key(7).attempt(conn, "web-1").unwrap();
+    let _ = rebuild
+        .clone()
+        .key(7)
+        .details("web-1")
+        .attempt_on(conn)
+        .unwrap();
     age(conn, "15 seconds");
     let grant = rebuild
         .key(8)
-        .attempt(conn, "web-2")
+        .details("web-2")
+        .attempt_on(conn)
         .unwrap()
         .granted()
         .unwrap();
@@ -299,7 +310,7 @@ fn without_the_schema_the_answer_says_so() {
     let conn = &mut database.connect();
     assert!(matches!(
         monitor::slots(conn, "geocoder", 4),
-        Err(Error::NotInstalled)
+        Err(Error::Schema(Schema::NotInstalled))
     ));
     let empty = monitor::holders().load::<monitor::Holder>(conn);
     assert_eq!(empty, Ok(vec![]), "locks need no schema");

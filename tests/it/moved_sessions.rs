@@ -18,7 +18,7 @@ fn a_release_that_another_session_answers_is_an_error_and_unlocks_nothing_there(
     // The other session holds the same lock, for somebody else.
     let mut elsewhere = database.connect();
     let theirs = readers.acquire_on(&mut elsewhere).unwrap();
-    let answered_by = theirs.backend_pid();
+    let replied_by = theirs.backend_pid();
     std::mem::forget(theirs);
 
     let mut guard = readers.acquire(&pool).unwrap();
@@ -28,15 +28,13 @@ fn a_release_that_another_session_answers_is_an_error_and_unlocks_nothing_there(
     match guard.release() {
         Err(Error::SessionMoved {
             taken_by: taken,
-            answered_by: answered,
+            replied_by: answered,
             ..
-        }) => assert_eq!((taken, answered), (taken_by, answered_by)),
+        }) => assert_eq!((taken, answered), (taken_by, replied_by)),
         other => panic!("{other:?}"),
     }
     // Of the two sessions, the one that was discarded is gone; nothing was unlocked on either.
-    crate::support::eventually("the session is given up", || {
-        !observer.is_alive(answered_by)
-    });
+    crate::support::eventually("the session is given up", || !observer.is_alive(replied_by));
     assert_eq!(backend_pid(&mut elsewhere), taken_by);
     assert_eq!(observer.holders(LOCK.key()), 1);
     drop(elsewhere);

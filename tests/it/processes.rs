@@ -47,7 +47,11 @@ fn start_up() {
     let ran = migrations::run_pending(conn, source).unwrap().len();
     for label in ["mail", "nightly report"] {
         let throttle = Throttle::of(ResourceLabel(label.into()));
-        let _ = throttle.attempt(conn, "a process").unwrap();
+        let _ = throttle
+            .clone()
+            .details("a process")
+            .attempt_on(conn)
+            .unwrap();
     }
     println!("done: {installed} {added} {ran}");
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::Schema;
 use diesel_interlock::{Error, Semaphore, Throttle, migrations, sync, throttled_resources};
 use workbench::Database;
 
@@ -44,8 +45,24 @@ fn an_old_program_runs_on_a_new_schema() {
     assert_eq!(sync::<Resource>(conn).unwrap().added, ["mail"]);
     let mail = Throttle::of(Resource::Mail);
     for throttle in [mail.clone(), mail.key(7)] {
-        assert!(throttle.attempt(conn, "me").unwrap().granted().is_some());
-        assert!(throttle.attempt(conn, "me").unwrap().denied().is_some());
+        assert!(
+            throttle
+                .clone()
+                .details("me")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_some()
+        );
+        assert!(
+            throttle
+                .clone()
+                .details("me")
+                .attempt_on(conn)
+                .unwrap()
+                .denied()
+                .is_some()
+        );
     }
     let geocoder = Semaphore::named("geocoder", 4, Duration::from_secs(30));
     let claim = geocoder.claim_on(conn).unwrap().acquired().unwrap();
@@ -80,8 +97,11 @@ fn a_new_program_on_an_old_schema_says_so() {
     let conn = &mut database.connect();
     let key = Throttle::of(Resource::Mail).key(7);
     let refused = |conn: &mut PgConnection| {
-        let refused = key.attempt(conn, "me");
-        assert!(matches!(refused, Err(Error::NotInstalled)), "{refused:?}");
+        let refused = key.clone().details("me").attempt_on(conn);
+        assert!(
+            matches!(refused, Err(Error::Schema(Schema::NotInstalled))),
+            "{refused:?}"
+        );
         let message = refused.unwrap_err().to_string();
         assert!(message.contains("migrations::install"), "{message}");
     };
@@ -90,11 +110,17 @@ fn a_new_program_on_an_old_schema_says_so() {
     let _ = sync::<Resource>(conn).unwrap();
     refused(conn);
     let claim = Semaphore::named("geocoder", 4, Duration::from_secs(30)).claim_on(conn);
-    assert!(matches!(claim, Err(Error::NotInstalled)), "{claim:?}");
+    assert!(
+        matches!(claim, Err(Error::Schema(Schema::NotInstalled))),
+        "{claim:?}"
+    );
     // What is there works, until somebody may install the rest.
-    let _ = Throttle::of(Resource::Mail).attempt(conn, "me").unwrap();
+    let _ = Throttle::of(Resource::Mail)
+        .details("me")
+        .attempt_on(conn)
+        .unwrap();
     migrations::install(conn).unwrap();
-    let _ = key.attempt(conn, "me").unwrap();
+    let _ = key.clone().details("me").attempt_on(conn).unwrap();
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::sql_types::Text;
+use diesel_interlock::error::Schema;
 use diesel_interlock::{
     AdvisoryLock, Error, Semaphore, Throttle, migrations, sync, sync_intervals, throttled_resources,
 };
@@ -129,8 +130,8 @@ fn work(conn: &mut PgConnection) -> Result<(), Error> {
     assert_eq!(sync::<Resource>(conn)?.added, Vec::<String>::new());
     let _ = sync_intervals::<Resource>(conn)?;
     let mail = Throttle::of(Resource::Mail);
-    let _ = mail.attempt(conn, "me")?;
-    let _ = mail.key(7).attempt(conn, "me")?;
+    let _ = mail.clone().details("me").attempt_on(conn)?;
+    let _ = mail.key(7).details("me").attempt_on(conn)?;
     let geocoder = Semaphore::named("geocoder", 4, Duration::from_secs(30));
     let claim = geocoder.claim_on(conn)?.acquired().expect("a free slot");
     geocoder.renew_on(conn, claim.id)?;
@@ -262,7 +263,7 @@ fn without_a_grant_the_error_names_it() {
     let _ = sync::<Resource>(owner).unwrap();
     let conn = &mut role.connect();
     let missing = |refused: Result<(), Error>| match refused {
-        Err(Error::MissingRights { role, missing }) => (role, missing),
+        Err(Error::Schema(Schema::MissingRights { role, missing })) => (role, missing),
         other => panic!("{other:?}"),
     };
     for (revoke, expected) in [
@@ -283,8 +284,13 @@ fn without_a_grant_the_error_names_it() {
             .batch_execute("UPDATE resource_control.throttled_resource SET last_locked = '-infinity', last_locker_details = ''")
             .unwrap();
         let refused = migrations::install(conn)
-            .and_then(|_| Throttle::of(Resource::Mail).attempt(conn, "me"))
-            .and_then(|_| Throttle::of(Resource::Mail).key(1).attempt(conn, "me"))
+            .and_then(|_| Throttle::of(Resource::Mail).details("me").attempt_on(conn))
+            .and_then(|_| {
+                Throttle::of(Resource::Mail)
+                    .key(1)
+                    .details("me")
+                    .attempt_on(conn)
+            })
             .map(drop);
         if expected == "DELETE" {
             continue; // nothing above deletes
@@ -305,7 +311,7 @@ fn with_something_to_do_a_role_without_rights_is_told_what_it_lacks() {
     let owner = &mut database.connect();
     let conn = &mut role.connect();
     let missing = |refused: Result<(), Error>| match refused {
-        Err(Error::MissingRights { missing, .. }) => missing,
+        Err(Error::Schema(Schema::MissingRights { missing, .. })) => missing,
         other => panic!("{other:?}"),
     };
     let make_it = missing(migrations::install(conn).map(drop));
@@ -347,7 +353,7 @@ fn a_role_that_owns_the_schema_needs_no_more_to_install() {
     // To learn what is not its own, it would make the schema a second time.
     let refused = migrations::uninstall(conn);
     assert!(
-        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.starts_with("CREATE on the database")),
+        matches!(&refused, Err(Error::Schema(Schema::MissingRights { missing, .. })) if missing.starts_with("CREATE on the database")),
         "{refused:?}"
     );
     owner

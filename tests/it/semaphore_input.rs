@@ -6,6 +6,7 @@ use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::result::DatabaseErrorKind;
 use diesel::result::Error as DieselError;
+use diesel_interlock::error::{Input, Schema};
 use diesel_interlock::{Error, Semaphore, migrations};
 use workbench::{Cluster, Database};
 
@@ -43,7 +44,7 @@ fn bad_input_is_told_before_anything_is_sent() {
     for slots in [0, 32_768, 40_000, u32::MAX] {
         let error = refused(Semaphore::named("geocoder", slots, SECOND));
         assert!(
-            matches!(&error, Error::BadSlots { service, slots: told } if service == "geocoder" && *told == slots),
+            matches!(&error, Error::Input(Input::BadSlots { service, slots: told }) if service == "geocoder" && *told == slots),
             "{error:?}"
         );
     }
@@ -55,23 +56,26 @@ fn bad_input_is_told_before_anything_is_sent() {
         let semaphore = Semaphore::named("geocoder", 1, timeout);
         let renewed = semaphore.renew_on(nowhere, 1);
         assert!(
-            matches!(renewed, Err(Error::BadTimeout { .. })),
+            matches!(renewed, Err(Error::Input(Input::BadTimeout { .. }))),
             "{renewed:?}"
         );
         let error = refused(semaphore);
         assert!(
-            matches!(&error, Error::BadTimeout { service } if service == "geocoder"),
+            matches!(&error, Error::Input(Input::BadTimeout { service }) if service == "geocoder"),
             "{error:?}"
         );
     }
     let error = refused(Semaphore::named("", 1, SECOND));
-    assert!(matches!(error, Error::EmptyName), "{error:?}");
+    assert!(matches!(error, Error::Input(Input::EmptyName)), "{error:?}");
     for semaphore in [
         Semaphore::named("a\0b", 1, SECOND),
         Semaphore::named("geocoder", 1, SECOND).details("a\0b"),
     ] {
         let error = refused(semaphore);
-        assert!(matches!(error, Error::NulCharacter), "{error:?}");
+        assert!(
+            matches!(error, Error::Input(Input::NulCharacter)),
+            "{error:?}"
+        );
     }
     for semaphore in [
         Semaphore::new(&megabyte[..1001], 1, SECOND),
@@ -80,7 +84,10 @@ fn bad_input_is_told_before_anything_is_sent() {
         Semaphore::named("geocoder", 1, SECOND).details(megabyte.clone()),
     ] {
         let error = refused(semaphore);
-        assert!(matches!(error, Error::TooLong { .. }), "{error:?}");
+        assert!(
+            matches!(error, Error::Input(Input::TooLong { .. })),
+            "{error:?}"
+        );
     }
 
     // As large as it may be.
@@ -206,22 +213,25 @@ fn a_missing_schema_is_named() {
     let bare = Database::new();
     let (pool, conn) = (bare.pool(1), &mut bare.connect());
     let semaphore = Semaphore::named("geocoder", 1, SECOND);
-    assert!(matches!(semaphore.claim_on(conn), Err(Error::NotInstalled)));
+    assert!(matches!(
+        semaphore.claim_on(conn),
+        Err(Error::Schema(Schema::NotInstalled))
+    ));
     assert!(matches!(
         semaphore.try_acquire(&pool),
-        Err(Error::NotInstalled)
+        Err(Error::Schema(Schema::NotInstalled))
     ));
     assert!(matches!(
         semaphore.acquire_timeout(&pool, Duration::from_secs(10)),
-        Err(Error::NotInstalled)
+        Err(Error::Schema(Schema::NotInstalled))
     ));
     assert!(matches!(
         semaphore.complete_on(conn, 1),
-        Err(Error::NotInstalled)
+        Err(Error::Schema(Schema::NotInstalled))
     ));
     assert!(matches!(
         semaphore.renew_on(conn, 1),
-        Err(Error::NotInstalled)
+        Err(Error::Schema(Schema::NotInstalled))
     ));
     // Neither connection is the worse for it.
     migrations::install(conn).unwrap();
@@ -244,7 +254,7 @@ fn missing_rights_are_named_and_the_documented_ones_are_enough() {
     ] {
         let refused = semaphore.claim_on(conn);
         assert!(
-            matches!(&refused, Err(Error::MissingRights { role, .. }) if role == "app"),
+            matches!(&refused, Err(Error::Schema(Schema::MissingRights { role, .. })) if role == "app"),
             "{refused:?}"
         );
         conn.batch_execute(&format!("RESET ROLE; GRANT {grant} TO app; SET ROLE app"))

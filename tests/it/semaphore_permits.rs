@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::r2d2::{Pool, TestCustomizer};
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::{Attempt, Error, Permit, Semaphore};
 
 use crate::semaphores::{Request, database, expire, log, request};
@@ -248,7 +249,10 @@ fn in_a_test_transaction_slots_are_claimed_and_released_and_rolled_back() {
     // As in production, where a transaction of one's own is open.
     let refused = in_it.transaction(|conn| GEOCODER.claim_on(conn).map(drop));
     assert!(
-        matches!(refused, Err(Error::ClaimInTransaction)),
+        matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::ClaimInTransaction))
+        ),
         "{refused:?}"
     );
     drop(in_it);

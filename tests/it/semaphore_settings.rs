@@ -7,6 +7,7 @@ use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::result::DatabaseErrorKind;
 use diesel::result::Error::DatabaseError;
+use diesel_interlock::error::Schema;
 use diesel_interlock::functions::renew_service_request;
 use diesel_interlock::{Admission, Attempt, Error, Semaphore};
 use workbench::{Cluster, Database, RoundTrips};
@@ -268,7 +269,10 @@ fn a_server_that_speaks_german() {
     assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
     let bare: Database = cluster.database();
     let refused = TWO.claim_on(&mut bare.connect());
-    assert!(matches!(refused, Err(Error::NotInstalled)), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Error::Schema(Schema::NotInstalled))),
+        "{refused:?}"
+    );
 }
 
 /// Every zone that PostgreSQL knows would do, if it only changed its clocks today: one that is made so.
@@ -359,7 +363,10 @@ fn a_sequence_that_was_not_copied_is_an_error_that_says_how_to_set_it() {
     conn.batch_execute("ALTER SEQUENCE resource_control.service_request_id_seq RESTART")
         .unwrap();
     let error = TWO.claim_on(conn).unwrap_err();
-    assert!(matches!(error, Error::SequenceBehind), "{error:?}");
+    assert!(
+        matches!(error, Error::Schema(Schema::SequenceBehind)),
+        "{error:?}"
+    );
     let claim = "SELECT resource_control.claim_service_request('geocoder', 2, '30 s')";
     let Err(DatabaseError(DatabaseErrorKind::UniqueViolation, information)) =
         diesel::sql_query(claim).execute(conn)

@@ -9,6 +9,7 @@ use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::sql_types::Timestamptz;
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::schema::resource_control::service_request;
 use diesel_interlock::{Admission, Attempt, Claim, Error, Semaphore, migrations};
 use workbench::Database;
@@ -125,14 +126,20 @@ fn a_claim_inside_a_transaction_is_refused_whoever_opened_it() {
     let conn = &mut database.connect();
     let refused = conn.transaction(|conn| GEOCODER.claim_on(conn).map(drop));
     assert!(
-        matches!(refused, Err(Error::ClaimInTransaction)),
+        matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::ClaimInTransaction))
+        ),
         "{refused:?}"
     );
 
     conn.batch_execute("BEGIN").unwrap();
     let refused = GEOCODER.claim_on(conn);
     assert!(
-        matches!(refused, Err(Error::ClaimInTransaction)),
+        matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::ClaimInTransaction))
+        ),
         "{refused:?}"
     );
     conn.batch_execute("COMMIT").unwrap();

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::Input;
 use diesel_interlock::{AdvisoryLock, Attempt, Error, LockId, LockKey};
 use workbench::Database;
 
@@ -313,11 +314,17 @@ fn bad_names_are_refused_before_the_pool_is_asked() {
     let pool = database.pool(1);
     let _taken = pool.get().unwrap();
     let nameless = AdvisoryLock::named("");
-    assert!(matches!(nameless.try_acquire(&pool), Err(Error::EmptyName)));
-    assert!(matches!(nameless.acquire(&pool), Err(Error::EmptyName)));
+    assert!(matches!(
+        nameless.try_acquire(&pool),
+        Err(Error::Input(Input::EmptyName))
+    ));
+    assert!(matches!(
+        nameless.acquire(&pool),
+        Err(Error::Input(Input::EmptyName))
+    ));
     let timeout = Duration::from_secs(60);
     let waited = nameless.acquire_timeout(&pool, timeout);
-    assert!(matches!(waited, Err(Error::EmptyName)));
+    assert!(matches!(waited, Err(Error::Input(Input::EmptyName))));
 }
 
 #[test]

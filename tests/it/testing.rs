@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::{Input, Schema};
 use diesel_interlock::schema::resource_control::{service_request, throttled_resource};
 use diesel_interlock::{
     AdvisoryLock, DenialReason, Error, LockId, LockKey, ResourceLabel, Semaphore, Throttle,
@@ -176,9 +177,15 @@ fn what_the_schema_is_needed_for_says_that_it_is_missing() {
     let database = Database::new();
     let conn = &mut database.connect();
     let expired = testing::expire(conn, &GEOCODER);
-    assert!(matches!(expired, Err(Error::NotInstalled)), "{expired:?}");
+    assert!(
+        matches!(expired, Err(Error::Schema(Schema::NotInstalled))),
+        "{expired:?}"
+    );
     let due = testing::make_due(conn, &Throttle::of(Resource::CacheRebuild));
-    assert!(matches!(due, Err(Error::NotInstalled)), "{due:?}");
+    assert!(
+        matches!(due, Err(Error::Schema(Schema::NotInstalled))),
+        "{due:?}"
+    );
     let message = panic_message(|| testing::assert_none_in_flight(conn, &GEOCODER));
     assert!(message.contains("NotInstalled"), "{message}");
 }
@@ -215,8 +222,24 @@ fn a_throttle_is_made_due_and_keeps_its_last_locker() {
     for resource in [Resource::CacheRebuild, Resource::TenantImport] {
         let throttle = Throttle::of(resource);
         testing::make_due(conn, &throttle).unwrap(); // never taken
-        assert!(throttle.attempt(conn, "one").unwrap().granted().is_some());
-        assert!(throttle.attempt(conn, "two").unwrap().granted().is_none());
+        assert!(
+            throttle
+                .clone()
+                .details("one")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_some()
+        );
+        assert!(
+            throttle
+                .clone()
+                .details("two")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_none()
+        );
 
         testing::make_due(conn, &throttle).unwrap();
         testing::make_due(conn, &throttle).unwrap(); // due already
@@ -225,8 +248,24 @@ fn a_throttle_is_made_due_and_keeps_its_last_locker() {
             .first(conn)
             .unwrap();
         assert_eq!(last.last_locker_details, "one");
-        assert!(throttle.attempt(conn, "two").unwrap().granted().is_some());
-        assert!(throttle.attempt(conn, "one").unwrap().granted().is_none());
+        assert!(
+            throttle
+                .clone()
+                .details("two")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_some()
+        );
+        assert!(
+            throttle
+                .clone()
+                .details("one")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_none()
+        );
     }
 }
 
@@ -238,19 +277,39 @@ fn a_key_is_made_due_and_no_other() {
     let (one, two) = (throttle.clone().key(1), throttle.clone().key(2));
     testing::make_due(conn, &one).unwrap(); // never taken
     for throttle in [&one, &two, &throttle] {
-        let decision = throttle.attempt(conn, "this test").unwrap();
+        let decision = throttle
+            .clone()
+            .details("this test")
+            .attempt_on(conn)
+            .unwrap();
         assert!(decision.granted().is_some());
     }
     testing::make_due(conn, &one).unwrap();
-    assert!(two.attempt(conn, "a test").unwrap().granted().is_none());
     assert!(
-        throttle
-            .attempt(conn, "a test")
+        two.clone()
+            .details("a test")
+            .attempt_on(conn)
             .unwrap()
             .granted()
             .is_none()
     );
-    assert!(one.attempt(conn, "a test").unwrap().granted().is_some());
+    assert!(
+        throttle
+            .clone()
+            .details("a test")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_none()
+    );
+    assert!(
+        one.clone()
+            .details("a test")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_some()
+    );
 }
 
 #[test]
@@ -265,9 +324,25 @@ fn a_throttle_that_was_closed_by_hand_is_opened() {
         ))
         .execute(conn)
         .unwrap();
-    assert!(throttle.attempt(conn, "one").unwrap().granted().is_none());
+    assert!(
+        throttle
+            .clone()
+            .details("one")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_none()
+    );
     testing::make_due(conn, &throttle).unwrap();
-    assert!(throttle.attempt(conn, "one").unwrap().granted().is_some());
+    assert!(
+        throttle
+            .clone()
+            .details("one")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_some()
+    );
 }
 
 #[test]
@@ -279,12 +354,15 @@ fn a_resource_that_is_unknown_is_an_error_which_aborts_no_test_transaction() {
     for throttle in [unknown.clone(), unknown.key(7)] {
         let due = testing::make_due(conn, &throttle);
         assert!(
-            matches!(&due, Err(Error::UnknownResource { label }) if label == "unknown"),
+            matches!(&due, Err(Error::Schema(Schema::UnknownResource { label })) if label == "unknown"),
             "{due:?}"
         );
     }
     let empty = testing::make_due(conn, &Throttle::of(Resource::CacheRebuild).key(""));
-    assert!(matches!(empty, Err(Error::EmptyKey)), "{empty:?}");
+    assert!(
+        matches!(empty, Err(Error::Input(Input::EmptyKey))),
+        "{empty:?}"
+    );
     conn.batch_execute("SELECT 1").unwrap();
 }
 
@@ -295,7 +373,7 @@ fn throttles_and_requests_are_moved_inside_a_test_transaction() {
     conn.begin_test_transaction().unwrap();
     let throttle = Throttle::of(Resource::CacheRebuild);
     for _ in 0..2 {
-        let decision = throttle.attempt(conn, "a test").unwrap();
+        let decision = throttle.clone().details("a test").attempt_on(conn).unwrap();
         assert!(decision.granted().is_some());
         testing::make_due(conn, &throttle).unwrap();
 
@@ -303,7 +381,7 @@ fn throttles_and_requests_are_moved_inside_a_test_transaction() {
         assert!(GEOCODER.claim_on(conn).unwrap().is_busy());
         assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 1);
     }
-    let tenant = throttle.key(7).attempt(conn, "a test").unwrap();
+    let tenant = throttle.key(7).details("a test").attempt_on(conn).unwrap();
     assert!(tenant.granted().is_some());
     assert_eq!(testing::held_locks(conn).unwrap(), []);
     testing::assert_nothing_held(conn);
@@ -334,23 +412,50 @@ fn a_prefix_reaches_the_keys_of_throttles() {
     let tenant = throttle.clone().key(7);
     let _prefix = testing::key_prefix("one");
     for throttle in [&throttle, &tenant] {
-        let decision = throttle.attempt(conn, "one").unwrap();
+        let decision = throttle.clone().details("one").attempt_on(conn).unwrap();
         assert!(decision.granted().is_some());
     }
     let _prefix = testing::key_prefix("two");
-    let of_the_database = throttle.attempt(conn, "two").unwrap();
+    let of_the_database = throttle.clone().details("two").attempt_on(conn).unwrap();
     assert_eq!(
         of_the_database.denied().unwrap().reason,
         DenialReason::TooSoon
     );
-    assert!(tenant.attempt(conn, "two").unwrap().granted().is_some());
+    assert!(
+        tenant
+            .clone()
+            .details("two")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_some()
+    );
     testing::make_due(conn, &tenant).unwrap();
-    assert!(tenant.attempt(conn, "two").unwrap().granted().is_some());
+    assert!(
+        tenant
+            .clone()
+            .details("two")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_some()
+    );
     drop(_prefix);
-    assert!(tenant.attempt(conn, "one").unwrap().granted().is_none());
+    assert!(
+        tenant
+            .clone()
+            .details("one")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_none()
+    );
     let long = throttle.key("k".repeat(999));
-    let refused = long.attempt(conn, "one");
-    assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
+    let refused = long.clone().details("one").attempt_on(conn);
+    assert!(
+        matches!(refused, Err(Error::Input(Input::TooLong { .. }))),
+        "{refused:?}"
+    );
 }
 
 #[test]

@@ -26,7 +26,13 @@ fn hammer(database: &Database, settings: &str) -> Vec<DateTime<Utc>> {
                 start.wait();
                 let end = Instant::now() + Duration::from_secs(2);
                 while Instant::now() < end {
-                    if let Some(grant) = IMPORT.attempt(conn, "hammer").unwrap().granted() {
+                    if let Some(grant) = IMPORT
+                        .clone()
+                        .details("hammer")
+                        .attempt_on(conn)
+                        .unwrap()
+                        .granted()
+                    {
                         grants.lock().unwrap().push(grant.granted_at);
                     }
                 }
@@ -72,7 +78,12 @@ fn of_many_first_attempts_at_a_key_one_is_granted() {
                     let rebuild = Throttle::of(Resource::Rebuild);
                     start.wait();
                     for key in 0..KEYS {
-                        let decision = rebuild.clone().key(key).attempt(conn, "me").unwrap();
+                        let decision = rebuild
+                            .clone()
+                            .key(key)
+                            .details("me")
+                            .attempt_on(conn)
+                            .unwrap();
                         if decision.granted().is_some() {
                             *granted.lock().unwrap().entry(key).or_default() += 1;
                         }
@@ -97,9 +108,16 @@ fn a_stricter_transaction_of_the_callers_own_is_told_so() {
     let failed = conn.build_transaction().repeatable_read().run(|conn| {
         diesel::sql_query("SELECT 1").execute(conn)?;
         let import = Throttle::of(ResourceLabel("cache rebuild".into()));
-        assert!(import.attempt(other, "other")?.granted().is_some());
+        assert!(
+            import
+                .clone()
+                .details("other")
+                .attempt_on(other)?
+                .granted()
+                .is_some()
+        );
         // By this transaction's snapshot it is due.
-        import.attempt(conn, "me").map(drop)
+        import.clone().details("me").attempt_on(conn).map(drop)
     });
     assert!(matches!(failed, Err(Error::StrictIsolation)), "{failed:?}");
 }

@@ -19,7 +19,7 @@ const IMPATIENT: &str = "SET lock_timeout = '2s'";
 const CLOSE_THE_GATE: &str = "BEGIN; LOCK TABLE resource_control.throttled_key IN EXCLUSIVE MODE";
 
 fn is_granted(conn: &mut PgConnection, key: i32) -> bool {
-    let decision = REBUILD.key(key).attempt(conn, "me").unwrap();
+    let decision = REBUILD.key(key).details("me").attempt_on(conn).unwrap();
     decision.granted().is_some()
 }
 
@@ -63,7 +63,15 @@ fn a_first_attempt_keeps_no_other_key_and_no_other_resource_waiting() {
     assert!(!is_granted(conn, 1));
     assert!(is_granted(conn, 2));
     let import = Throttle::of(Resource::Import).key(1);
-    assert!(import.attempt(conn, "me").unwrap().granted().is_some());
+    assert!(
+        import
+            .clone()
+            .details("me")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_some()
+    );
 }
 
 /// Nobody is named who had it before, since whoever takes it may have it in a moment.
@@ -75,7 +83,12 @@ fn while_a_key_is_taken_again_its_last_holder_is_not_told() {
     age(conn, "15 seconds");
     open.batch_execute("BEGIN").unwrap();
     assert!(is_granted(open, 1));
-    let denial = REBUILD.key(1).attempt(conn, "me").unwrap().denied();
+    let denial = REBUILD
+        .key(1)
+        .details("me")
+        .attempt_on(conn)
+        .unwrap()
+        .denied();
     let denial = denial.unwrap();
     assert_eq!(denial.reason, DenialReason::BeingTaken);
     assert_eq!((denial.holder, denial.held_since), (None, None));
@@ -95,7 +108,12 @@ fn a_row_that_somebody_has_locked_is_being_taken_and_is_not_pruned() {
     )
     .unwrap();
     conn.batch_execute(IMPATIENT).unwrap();
-    let denial = REBUILD.key(1).attempt(conn, "me").unwrap().denied();
+    let denial = REBUILD
+        .key(1)
+        .details("me")
+        .attempt_on(conn)
+        .unwrap()
+        .denied();
     let denial = denial.unwrap();
     assert_eq!(denial.reason, DenialReason::BeingTaken);
     assert_eq!(denial.retry_after, Duration::from_secs(15));
@@ -124,7 +142,14 @@ fn an_open_insert_that_references_a_key_does_not_deny_it() {
 /// What was due when it was read may have been taken before it could be locked.
 #[test]
 fn an_attempt_that_comes_second_to_the_lock_of_a_key_is_denied() {
-    let second = |conn: &mut PgConnection| REBUILD.key(1).attempt(conn, "second").unwrap().denied();
+    let second = |conn: &mut PgConnection| {
+        REBUILD
+            .key(1)
+            .details("second")
+            .attempt_on(conn)
+            .unwrap()
+            .denied()
+    };
     let take = |conn: &mut PgConnection| assert!(is_granted(conn, 1));
     let denial = overtaken(&database(), take, second).expect("it was granted twice");
     assert_eq!(denial.reason, DenialReason::TooSoon);
@@ -180,7 +205,8 @@ fn pruning_denies_no_key_while_it_reads() {
             import
                 .clone()
                 .key(key)
-                .attempt(conn, "me")
+                .details("me")
+                .attempt_on(conn)
                 .unwrap()
                 .granted()
                 .is_some()
@@ -264,7 +290,7 @@ fn a_first_attempt_that_the_snapshot_does_not_show_is_a_serialization_failure() 
     let failed = conn.build_transaction().repeatable_read().run(|conn| {
         diesel::sql_query("SELECT 1").execute(conn)?;
         assert!(is_granted(other, 1));
-        REBUILD.key(1).attempt(conn, "me").map(drop)
+        REBUILD.key(1).details("me").attempt_on(conn).map(drop)
     });
     assert!(matches!(failed, Err(Error::StrictIsolation)), "{failed:?}");
 }
@@ -311,7 +337,15 @@ fn a_grant_leaves_the_same_key_of_another_resource_alone() {
     let database = database();
     let conn = &mut database.connect();
     let import = Throttle::of(Resource::Import).key(1);
-    assert!(import.attempt(conn, "other").unwrap().granted().is_some());
+    assert!(
+        import
+            .clone()
+            .details("other")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_some()
+    );
     assert!(is_granted(conn, 1));
     age(conn, "15 seconds");
     assert!(is_granted(conn, 1));

@@ -18,7 +18,7 @@ const CLOSE_THE_GATE: &str =
 /// An attempt on a session of its own.
 fn attempt(conn: &mut PgConnection) -> Decision {
     conn.batch_execute("SET lock_timeout = '20s'").unwrap();
-    REBUILD.attempt(conn, "waiter").unwrap()
+    REBUILD.clone().details("waiter").attempt_on(conn).unwrap()
 }
 
 /// What was due when it was read may have been taken before it could be locked.
@@ -31,7 +31,7 @@ fn an_attempt_that_comes_second_to_the_row_is_denied() {
     std::thread::scope(|scope| {
         let second = scope.spawn(|| attempt(&mut database.connect()));
         eventually("the second has read", || observer.waiters_for_tables() == 1);
-        let first = REBUILD.attempt(conn, "first").unwrap();
+        let first = REBUILD.clone().details("first").attempt_on(conn).unwrap();
         assert!(first.granted().is_some());
         conn.batch_execute("COMMIT").unwrap();
         let denial = second.join().unwrap().denied();
@@ -56,7 +56,15 @@ fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
             conn
         });
         eventually("the second has read", || observer.waiters_for_tables() == 1);
-        assert!(REBUILD.attempt(conn, "first").unwrap().granted().is_some());
+        assert!(
+            REBUILD
+                .clone()
+                .details("first")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_some()
+        );
         conn.batch_execute("COMMIT").unwrap();
         let mut second = second.join().unwrap();
         assert!(truth(
@@ -64,7 +72,15 @@ fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
             "pg_current_xact_id_if_assigned() IS NULL"
         ));
         age(conn, "15 seconds");
-        assert!(REBUILD.attempt(conn, "third").unwrap().granted().is_some());
+        assert!(
+            REBUILD
+                .clone()
+                .details("third")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_some()
+        );
     });
 }
 
@@ -75,7 +91,14 @@ fn nothing_is_granted_that_was_not_written() {
     let database = database();
     let conn = &mut database.connect();
     let key = REBUILD.key(1);
-    assert!(key.attempt(conn, "me").unwrap().granted().is_some());
+    assert!(
+        key.clone()
+            .details("me")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_some()
+    );
     age(conn, "15 seconds");
     for table in ["throttled_resource", "throttled_key"] {
         conn.batch_execute(&format!(
@@ -84,7 +107,7 @@ fn nothing_is_granted_that_was_not_written() {
         .unwrap();
     }
     for throttle in [&REBUILD, &key] {
-        let refused = throttle.attempt(conn, "me");
+        let refused = throttle.clone().details("me").attempt_on(conn);
         assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
     }
     for table in ["throttled_resource", "throttled_key"] {
@@ -97,7 +120,13 @@ fn nothing_is_granted_that_was_not_written() {
         .unwrap();
     }
     for throttle in [REBUILD, key] {
-        let denial = throttle.attempt(conn, "me").unwrap().denied().unwrap();
+        let denial = throttle
+            .clone()
+            .details("me")
+            .attempt_on(conn)
+            .unwrap()
+            .denied()
+            .unwrap();
         assert_eq!(denial.reason, DenialReason::BeingTaken);
     }
 }
@@ -109,7 +138,15 @@ fn a_grant_whose_write_waited_for_the_table_begins_after_the_wait() {
     let conn = &mut database.connect();
     let mut observer = Observer::of(&database);
     let known = REBUILD.key("known");
-    assert!(known.attempt(conn, "me").unwrap().granted().is_some());
+    assert!(
+        known
+            .clone()
+            .details("me")
+            .attempt_on(conn)
+            .unwrap()
+            .granted()
+            .is_some()
+    );
     age(conn, "15 seconds");
     for throttle in [REBUILD, known, REBUILD.key("new")] {
         conn.batch_execute(
@@ -118,7 +155,12 @@ fn a_grant_whose_write_waited_for_the_table_begins_after_the_wait() {
         )
         .unwrap();
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| throttle.attempt(&mut database.connect(), "waiter"));
+            let waiter = scope.spawn(|| {
+                throttle
+                    .clone()
+                    .details("waiter")
+                    .attempt_on(&mut database.connect())
+            });
             eventually("the attempt waits", || observer.waiters_for_tables() == 1);
             let now: chrono::DateTime<chrono::Utc> =
                 diesel::select(sql::<Timestamptz>("clock_timestamp()"))
@@ -156,7 +198,7 @@ fn what_is_being_taken_is_worth_a_look_once_the_hint_has_passed() {
     let (open, conn) = (&mut database.connect(), &mut database.connect());
     open.batch_execute("BEGIN").unwrap();
     for throttle in [REBUILD, REBUILD.key(1)] {
-        let taken = throttle.attempt(open, "taker").unwrap();
+        let taken = throttle.clone().details("taker").attempt_on(open).unwrap();
         assert!(taken.granted().is_some());
     }
     for call in [
@@ -225,8 +267,30 @@ fn no_search_path_changes_a_decision() {
         assert!(truth(conn, call), "{settings}");
         assert!(!truth(conn, call), "{settings}");
         let key = REBUILD.key(1);
-        assert!(key.attempt(conn, "me").unwrap().granted().is_some());
-        assert!(key.attempt(conn, "me").unwrap().denied().is_some());
-        assert!(REBUILD.attempt(conn, "me").unwrap().denied().is_some());
+        assert!(
+            key.clone()
+                .details("me")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_some()
+        );
+        assert!(
+            key.clone()
+                .details("me")
+                .attempt_on(conn)
+                .unwrap()
+                .denied()
+                .is_some()
+        );
+        assert!(
+            REBUILD
+                .clone()
+                .details("me")
+                .attempt_on(conn)
+                .unwrap()
+                .denied()
+                .is_some()
+        );
     }
 }

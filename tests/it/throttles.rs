@@ -12,8 +12,9 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::Misplaced;
 use diesel_interlock::{
-    Decision, DenialReason, Error, Grant, Outcome, Throttle, migrations, sync, throttled_resources,
+    Decision, DenialReason, Error, Grant, Throttle, migrations, sync, throttled_resources,
 };
 use workbench::Database;
 
@@ -61,13 +62,25 @@ fn it_is_granted_once_per_interval_and_says_to_whom() {
     let database = database();
     let (one, two) = (&mut database.connect(), &mut database.connect());
     for throttle in [REBUILD, REBUILD.key(7), REBUILD.key("⚿ \\ '")] {
-        let grant = granted(throttle.attempt(one, "web-1 pid 811").unwrap());
+        let grant = granted(
+            throttle
+                .clone()
+                .details("web-1 pid 811")
+                .attempt_on(one)
+                .unwrap(),
+        );
         assert_eq!(
             grant.until - grant.granted_at,
             chrono::TimeDelta::seconds(15)
         );
 
-        let denial = throttle.attempt(two, "web-2").unwrap().denied().unwrap();
+        let denial = throttle
+            .clone()
+            .details("web-2")
+            .attempt_on(two)
+            .unwrap()
+            .denied()
+            .unwrap();
         assert_eq!(denial.reason, DenialReason::TooSoon);
         assert_eq!(denial.holder.as_deref(), Some("web-1 pid 811"));
         assert_eq!(denial.held_since, Some(grant.granted_at));
@@ -81,8 +94,16 @@ fn it_is_granted_once_per_interval_and_says_to_whom() {
     }
     age(one, "15 seconds");
     for throttle in [REBUILD, REBUILD.key(7)] {
-        granted(throttle.attempt(two, "web-2").unwrap());
-        assert!(throttle.attempt(one, "web-1").unwrap().granted().is_none());
+        granted(throttle.clone().details("web-2").attempt_on(two).unwrap());
+        assert!(
+            throttle
+                .clone()
+                .details("web-1")
+                .attempt_on(one)
+                .unwrap()
+                .granted()
+                .is_none()
+        );
     }
 }
 
@@ -90,15 +111,16 @@ fn it_is_granted_once_per_interval_and_says_to_whom() {
 fn keys_are_throttled_each_on_its_own() {
     let database = database();
     let conn = &mut database.connect();
-    granted(REBUILD.attempt(conn, "me").unwrap());
+    granted(REBUILD.clone().details("me").attempt_on(conn).unwrap());
     for key in 0..10 {
-        granted(REBUILD.key(key).attempt(conn, "me").unwrap());
+        granted(REBUILD.key(key).details("me").attempt_on(conn).unwrap());
     }
     for key in 0..10 {
         assert!(
             REBUILD
                 .key(key)
-                .attempt(conn, "me")
+                .details("me")
+                .attempt_on(conn)
                 .unwrap()
                 .denied()
                 .is_some()
@@ -107,7 +129,8 @@ fn keys_are_throttled_each_on_its_own() {
     granted(
         Throttle::of(Resource::Import)
             .key(0)
-            .attempt(conn, "me")
+            .details("me")
+            .attempt_on(conn)
             .unwrap(),
     );
 }
@@ -120,15 +143,27 @@ fn while_another_transaction_takes_it_it_is_denied_at_once() {
     for throttle in [REBUILD, REBUILD.key("first attempt")] {
         for end in ["ROLLBACK", "COMMIT"] {
             taker.batch_execute("BEGIN").unwrap();
-            granted(throttle.attempt(taker, "taker").unwrap());
+            granted(throttle.clone().details("taker").attempt_on(taker).unwrap());
 
-            let denial = throttle.attempt(other, "other").unwrap().denied().unwrap();
+            let denial = throttle
+                .clone()
+                .details("other")
+                .attempt_on(other)
+                .unwrap()
+                .denied()
+                .unwrap();
             assert_eq!(denial.reason, DenialReason::BeingTaken);
             assert_eq!((denial.holder, denial.held_since), (None, None));
             assert_eq!(denial.retry_after, Duration::from_secs(15));
             taker.batch_execute(end).unwrap();
         }
-        let denial = throttle.attempt(other, "other").unwrap().denied().unwrap();
+        let denial = throttle
+            .clone()
+            .details("other")
+            .attempt_on(other)
+            .unwrap()
+            .denied()
+            .unwrap();
         assert_eq!(denial.holder.as_deref(), Some("taker"));
     }
 }
@@ -139,11 +174,11 @@ fn after_a_rollback_it_is_as_if_never_taken() {
     let conn = &mut database.connect();
     for throttle in [REBUILD, REBUILD.key(7)] {
         let rolled_back: Result<(), Error> = conn.transaction(|conn| {
-            granted(throttle.attempt(conn, "me")?);
+            granted(throttle.clone().details("me").attempt_on(conn)?);
             Err(diesel::result::Error::RollbackTransaction.into())
         });
         rolled_back.unwrap_err();
-        granted(throttle.attempt(conn, "me").unwrap());
+        granted(throttle.clone().details("me").attempt_on(conn).unwrap());
     }
 }
 
@@ -159,7 +194,7 @@ fn an_open_insert_that_references_the_resource_does_not_deny_it() {
     .unwrap();
     open.batch_execute("BEGIN; INSERT INTO runs VALUES ('cache rebuild')")
         .unwrap();
-    granted(REBUILD.attempt(conn, "me").unwrap());
+    granted(REBUILD.clone().details("me").attempt_on(conn).unwrap());
 }
 
 #[derive(QueryableByName)]
@@ -175,10 +210,17 @@ fn a_denial_draws_no_transaction_id_and_locks_no_row() {
     let database = database();
     let conn = &mut database.connect();
     for throttle in [REBUILD, REBUILD.key(7)] {
-        granted(throttle.attempt(conn, "me").unwrap());
+        granted(throttle.clone().details("me").attempt_on(conn).unwrap());
         age(conn, "8 seconds");
         conn.transaction(|conn| {
-            assert!(throttle.attempt(conn, "me")?.denied().is_some());
+            assert!(
+                throttle
+                    .clone()
+                    .details("me")
+                    .attempt_on(conn)?
+                    .denied()
+                    .is_some()
+            );
             let traces: Traces = diesel::sql_query(
                 "SELECT pg_current_xact_id_if_assigned() IS NOT NULL AS transaction_id, \
                  count(*) AS locks FROM pg_locks WHERE pid = pg_backend_pid() \
@@ -201,9 +243,9 @@ fn a_transaction_opened_long_ago_sees_the_present() {
     let import = Throttle::of(Resource::Import);
     for throttle in [import.clone(), import.key(7)] {
         conn.transaction(|conn| {
-            let first = granted(throttle.attempt(conn, "me")?);
+            let first = granted(throttle.clone().details("me").attempt_on(conn)?);
             diesel::sql_query("SELECT pg_sleep(0.11)").execute(conn)?;
-            let second = granted(throttle.attempt(conn, "me")?);
+            let second = granted(throttle.clone().details("me").attempt_on(conn)?);
             assert!(second.granted_at >= first.until);
             Ok::<_, Error>(())
         })
@@ -244,7 +286,9 @@ fn a_day_is_24_hours_and_a_month_30_days_whatever_the_time_zone() {
         [REBUILD, REBUILD.key(7)]
             .map(|throttle| {
                 throttle
-                    .attempt(conn, "me")
+                    .clone()
+                    .details("me")
+                    .attempt_on(conn)
                     .unwrap()
                     .denied()
                     .unwrap()
@@ -277,7 +321,7 @@ fn a_day_is_24_hours_and_a_month_30_days_whatever_the_time_zone() {
 fn a_resource_that_was_closed_by_hand_is_denied() {
     let database = database();
     let conn = &mut database.connect();
-    granted(REBUILD.key(7).attempt(conn, "me").unwrap());
+    granted(REBUILD.key(7).details("me").attempt_on(conn).unwrap());
     for table in ["throttled_resource", "throttled_key"] {
         conn.batch_execute(&format!(
             "UPDATE resource_control.{table} SET last_locked = 'infinity', last_locker_details = 'closed'"
@@ -285,7 +329,13 @@ fn a_resource_that_was_closed_by_hand_is_denied() {
         .unwrap();
     }
     for throttle in [REBUILD, REBUILD.key(7)] {
-        let denial = throttle.attempt(conn, "me").unwrap().denied().unwrap();
+        let denial = throttle
+            .clone()
+            .details("me")
+            .attempt_on(conn)
+            .unwrap()
+            .denied()
+            .unwrap();
         assert_eq!((denial.next_at, denial.held_since), (None, None));
         assert_eq!(denial.holder.as_deref(), Some("closed"));
         assert_eq!(denial.retry_after, Duration::from_secs(15));
@@ -297,28 +347,41 @@ fn the_closure_form_commits_first_and_works_afterwards() {
     let database = database();
     let pool = database.pool(1);
     let seen = REBUILD
-        .run(&pool, "me", |grant| {
+        .clone()
+        .details("me")
+        .run(&pool, |grant| {
             // The only connection is free again, and whoever asks sees the grant.
             let denial = REBUILD
-                .attempt(&mut pool.get().unwrap(), "other")?
+                .clone()
+                .details("other")
+                .attempt_on(&mut pool.get().unwrap())?
                 .denied()
                 .unwrap();
             Ok::<_, Error>(denial.held_since == Some(grant.granted_at))
         })
         .unwrap();
-    assert_eq!(seen, Outcome::Done(true));
-    let denied = REBUILD.run(&pool, "me", |_| Ok::<_, Error>(())).unwrap();
-    assert!(matches!(denied, Outcome::Denied(_)));
+    assert_eq!(seen, Decision::Granted(true));
+    let denied = REBUILD
+        .details("me")
+        .run(&pool, |_| Ok::<_, Error>(()))
+        .unwrap();
+    assert!(matches!(denied, Decision::Denied(_)));
 
     let conn = &mut database.connect();
-    let ran = REBUILD.key(1).run_on(conn, "me", |conn, _| {
+    let ran = REBUILD.key(1).details("me").run_on(conn, |conn, _| {
         conn.batch_execute("SELECT 1")?;
         QueryResult::Ok(5)
     });
-    assert_eq!(ran.unwrap(), Outcome::Done(5));
+    assert_eq!(ran.unwrap(), Decision::Granted(5));
     conn.transaction(|conn| {
-        let refused = REBUILD.key(2).run_on(conn, "me", |_, _| Ok::<_, Error>(()));
-        assert!(matches!(refused, Err(Error::GrantInTransaction)));
+        let refused = REBUILD
+            .key(2)
+            .details("me")
+            .run_on(conn, |_, _| Ok::<_, Error>(()));
+        assert!(matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::GrantInTransaction))
+        ));
         QueryResult::Ok(())
     })
     .unwrap();

@@ -6,6 +6,7 @@ use std::time::Duration;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel_interlock::error::{Input, Misplaced};
 use diesel_interlock::{AdvisoryLock, Attempt, Error, LockKey};
 use workbench::Database;
 
@@ -167,15 +168,15 @@ fn outside_a_transaction_it_is_refused() {
     let conn = &mut database.connect();
     assert!(matches!(
         LOCK.acquire_xact(conn),
-        Err(Error::NotInTransaction)
+        Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction))
     ));
     assert!(matches!(
         LOCK.try_acquire_xact(conn),
-        Err(Error::NotInTransaction)
+        Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction))
     ));
     assert!(matches!(
         LOCK.acquire_xact_timeout(conn, SHORT),
-        Err(Error::NotInTransaction)
+        Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction))
     ));
 }
 
@@ -185,11 +186,20 @@ fn opening_one_inside_another_is_refused() {
     let conn = &mut database.connect();
     conn.transaction(|conn| {
         let refused = LOCK.transaction(conn, |_| Ok::<_, Error>(()));
-        assert!(matches!(refused, Err(Error::AlreadyInTransaction)));
+        assert!(matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::NestedTransaction))
+        ));
         let refused = LOCK.try_transaction(conn, |_| Ok::<_, Error>(()));
-        assert!(matches!(refused, Err(Error::AlreadyInTransaction)));
+        assert!(matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::NestedTransaction))
+        ));
         let refused = LOCK.transaction_timeout(conn, SHORT, |_| Ok::<_, Error>(()));
-        assert!(matches!(refused, Err(Error::AlreadyInTransaction)));
+        assert!(matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::NestedTransaction))
+        ));
         // The transaction is none the worse for it.
         LOCK.acquire_xact(conn)
     })
@@ -202,7 +212,7 @@ fn an_empty_name_is_refused() {
     let conn = &mut database.connect();
     let nameless = AdvisoryLock::named("");
     let refused = nameless.transaction(conn, |_| Ok::<_, Error>(()));
-    assert!(matches!(refused, Err(Error::EmptyName)));
+    assert!(matches!(refused, Err(Error::Input(Input::EmptyName))));
 }
 
 #[test]
@@ -323,7 +333,13 @@ fn four_sessions_that_lock_check_and_insert_make_one_row_or_are_refused() {
         let (rows, results) = four_sessions_book("repeatable read", lock);
         assert_eq!(rows, 0);
         for result in results {
-            assert!(matches!(result, Err(Error::RepeatableRead)), "{result:?}");
+            assert!(
+                matches!(
+                    result,
+                    Err(Error::Misplaced(Misplaced::XactLockAtRepeatableRead))
+                ),
+                "{result:?}"
+            );
         }
     }
 }

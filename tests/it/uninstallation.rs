@@ -2,6 +2,7 @@
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
+use diesel_interlock::error::{Misplaced, Schema};
 use diesel_interlock::{DeclaredResources, Error, migrations, sync, throttled_resources};
 use workbench::Database;
 
@@ -16,7 +17,7 @@ throttled_resources! {
 fn in_the_way(conn: &mut PgConnection) -> Vec<String> {
     let before = catalogue(conn);
     let objects = match migrations::uninstall(conn) {
-        Err(Error::InTheWay { objects }) => objects,
+        Err(Error::Schema(Schema::InUse { objects })) => objects,
         other => panic!("{other:?}"),
     };
     assert_eq!(catalogue(conn), before, "{objects:?}");
@@ -246,7 +247,7 @@ fn a_newer_releases_schema_and_one_made_by_hand_are_left_alone() {
     conn.batch_execute(BY_HAND).unwrap();
     let refused = migrations::uninstall(conn);
     assert!(
-        matches!(refused, Err(Error::ForeignInstallation { .. })),
+        matches!(refused, Err(Error::Schema(Schema::Foreign { .. }))),
         "{refused:?}"
     );
 }
@@ -259,7 +260,10 @@ fn it_is_refused_inside_a_transaction() {
     conn.transaction(|conn| {
         let refused = migrations::uninstall(conn);
         assert!(
-            matches!(refused, Err(Error::CommitsInTransaction)),
+            matches!(
+                refused,
+                Err(Error::Misplaced(Misplaced::CommitsInTransaction))
+            ),
             "{refused:?}"
         );
         QueryResult::Ok(())
@@ -268,7 +272,10 @@ fn it_is_refused_inside_a_transaction() {
     conn.begin_test_transaction().unwrap();
     let refused = migrations::uninstall(conn);
     assert!(
-        matches!(refused, Err(Error::CommitsInTransaction)),
+        matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
+        ),
         "{refused:?}"
     );
 }
@@ -284,7 +291,7 @@ fn a_role_that_does_not_own_it_may_not() {
         .unwrap();
     let refused = migrations::uninstall(conn);
     assert!(
-        matches!(refused, Err(Error::MissingRights { .. })),
+        matches!(refused, Err(Error::Schema(Schema::MissingRights { .. }))),
         "{refused:?}"
     );
     conn.batch_execute("RESET SESSION AUTHORIZATION").unwrap();

@@ -29,7 +29,10 @@ pub struct Rebuild {
 /// transaction of its own.
 pub fn rebuild(app: &App) -> Result<Rebuild, AppError> {
     let throttle = Throttle::of(Resource::CacheRebuild);
-    let decision = throttle.attempt(&mut *app.pool.get()?, &app.config.instance)?;
+    let decision = throttle
+        .clone()
+        .details(app.config.instance.clone())
+        .attempt_on(&mut *app.pool.get()?)?;
     match decision {
         Decision::Granted(grant) => {
             app.in_background("the rebuild of the cache", refresh);

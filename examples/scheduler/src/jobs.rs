@@ -75,7 +75,10 @@ impl Instance {
         let Attempt::Acquired(mut guard) = lock.try_acquire(&self.pool)? else {
             return Ok(ASK_AGAIN);
         };
-        match Throttle::of(job).attempt(guard.conn(), &self.name)? {
+        match Throttle::of(job)
+            .details(self.name.clone())
+            .attempt_on(guard.conn())?
+        {
             Decision::Denied(denial) => {
                 guard.release()?;
                 Ok(denial.retry_after)

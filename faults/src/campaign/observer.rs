@@ -123,7 +123,10 @@ pub(super) fn closed_throttles(site: &Site) -> Vec<String> {
         .iter()
         .filter_map(|resource| {
             thread::sleep(resource.interval());
-            match Throttle::of(*resource).attempt(&mut conn, "the observer") {
+            match Throttle::of(*resource)
+                .details("the observer")
+                .attempt_on(&mut conn)
+            {
                 Ok(Decision::Granted(_)) => None,
                 other => Some(format!("{resource:?} is due, and answers {other:?}")),
             }

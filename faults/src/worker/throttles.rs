@@ -36,7 +36,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     let granted: Option<Grant> = match hand.random.below(8) {
         0 => {
             let granted = Cell::new(None);
-            let _ = throttle.run(&hand.pool, DETAILS, |grant| {
+            let _ = throttle.clone().details(DETAILS).run(&hand.pool, |grant| {
                 granted.set(Some(grant));
                 Ok::<_, Error>(())
             })?;
@@ -45,7 +45,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
         1 => hand
             .connection()?
             .transaction(|conn| {
-                let decision = throttle.attempt(conn, DETAILS)?;
+                let decision = throttle.clone().details(DETAILS).attempt_on(conn)?;
                 thread::sleep(pause);
                 Ok::<_, Error>(decision)
             })?
@@ -53,7 +53,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
         2 => {
             // As if never taken.
             let rolled_back = hand.connection()?.transaction(|conn| {
-                let _: Decision = throttle.attempt(conn, DETAILS)?;
+                let _: Decision = throttle.clone().details(DETAILS).attempt_on(conn)?;
                 thread::sleep(pause);
                 Err::<(), _>(Error::from(DieselError::RollbackTransaction))
             });
@@ -68,7 +68,9 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
             None
         }
         _ => throttle
-            .attempt(&mut *hand.connection()?, DETAILS)?
+            .clone()
+            .details(DETAILS)
+            .attempt_on(&mut *hand.connection()?)?
             .granted(),
     };
     let Some(grant) = granted else {

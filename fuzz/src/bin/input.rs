@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use diesel::prelude::*;
+use diesel_interlock::error::{Input, Schema};
 use diesel_interlock::schema::resource_control::{fence, service_request, throttled_key};
 use diesel_interlock::{
     AdvisoryLock, Attempt, Error, Fence, LockKey, ResourceLabel, Semaphore, Throttle, migrations, sync,
@@ -62,11 +63,11 @@ fn fits(text: &str, longest: usize) -> bool {
 fn refused<T: std::fmt::Debug>(answer: Result<T, Error>) {
     match answer {
         Err(
-            Error::EmptyName
-            | Error::EmptyKey
-            | Error::EmptyDetails
-            | Error::NulCharacter
-            | Error::TooLong { .. },
+            Error::Input(Input::EmptyName)
+            | Error::Input(Input::EmptyKey)
+            | Error::Input(Input::EmptyDetails)
+            | Error::Input(Input::NulCharacter)
+            | Error::Input(Input::TooLong { .. }),
         ) => {}
         other => panic!("{other:?}"),
     }
@@ -90,7 +91,7 @@ fn service(conn: &mut PgConnection, name: &str, details: &str) {
 
 fn key(conn: &mut PgConnection, name: &str, details: &str) {
     let throttle = Throttle::of(Resource::Import).key(name);
-    let decision = throttle.attempt(conn, details);
+    let decision = throttle.clone().details(details.to_owned()).attempt_on(conn);
     if name.is_empty() || !fits(name, 1000) || details.trim_matches(' ').is_empty() || !fits(details, 8192) {
         return refused(decision);
     }
@@ -104,7 +105,7 @@ fn key(conn: &mut PgConnection, name: &str, details: &str) {
 
 fn label(conn: &mut PgConnection, name: &str, details: &str) {
     let throttle = Throttle::of(ResourceLabel(name.into()));
-    let decision = throttle.attempt(conn, details);
+    let decision = throttle.clone().details(details.to_owned()).attempt_on(conn);
     if !fits(name, 63) || details.trim_matches(' ').is_empty() || !fits(details, 8192) {
         return refused(decision);
     }
@@ -113,7 +114,7 @@ fn label(conn: &mut PgConnection, name: &str, details: &str) {
             assert_eq!(name, "import");
             testing::make_due(conn, &throttle).unwrap();
         }
-        Err(Error::UnknownResource { label }) => assert_eq!(label, name),
+        Err(Error::Schema(Schema::UnknownResource { label })) => assert_eq!(label, name),
         Err(error) => panic!("{error:?}"),
     }
 }

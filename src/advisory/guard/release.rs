@@ -11,7 +11,7 @@ use crate::advisory::lease::{Doubt, Lease, Pinned, distrusted};
 use crate::advisory::query::{Release, ReleaseCarefully, get_numbered_result};
 use crate::error::{Error, Result};
 use crate::functions::pg_backend_pid;
-use crate::send::send;
+use crate::session::sent as send;
 use crate::transaction::{self, Transaction};
 
 impl<C: Lease> AdvisoryLockGuard<C> {
@@ -59,11 +59,11 @@ impl<C: Lease> AdvisoryLockGuard<C> {
             Loss::Lock => Error::LockLost { key, source: None },
             Loss::Commit => Error::TransactionLeftOpen { key },
             Loss::SessionMoved => {
-                let answered_by = diesel::select(pg_backend_pid()).get_result(self.pinned.conn());
+                let replied_by = diesel::select(pg_backend_pid()).get_result(self.pinned.conn());
                 Error::SessionMoved {
                     key,
                     taken_by: self.hold.pid,
-                    answered_by: answered_by.unwrap_or_default(),
+                    replied_by: replied_by.unwrap_or_default(),
                 }
             }
         }

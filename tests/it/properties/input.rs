@@ -5,6 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::time::Duration;
 
 use diesel::prelude::*;
+use diesel_interlock::error::{Input, Schema};
 use diesel_interlock::schema::resource_control::{fence, service_request, throttled_key};
 use diesel_interlock::{
     DeclaredResources, Error, Fence, ResourceLabel, Semaphore, Throttle, ThrottledResource,
@@ -43,18 +44,21 @@ impl Databases {
             .expect("the database has no schema");
         match call(&mut self.installed.borrow_mut()) {
             Ok(answer) => {
-                assert!(matches!(nowhere, Error::NotInstalled), "{nowhere:?}");
+                assert!(
+                    matches!(nowhere, Error::Schema(Schema::NotInstalled)),
+                    "{nowhere:?}"
+                );
                 Some(answer)
             }
             Err(error) => {
                 let ours = matches!(
                     error,
-                    Error::EmptyName
-                        | Error::EmptyKey
-                        | Error::EmptyDetails
-                        | Error::NulCharacter
-                        | Error::TooLong { .. }
-                        | Error::BadLabel { .. }
+                    Error::Input(Input::EmptyName)
+                        | Error::Input(Input::EmptyKey)
+                        | Error::Input(Input::EmptyDetails)
+                        | Error::Input(Input::NulCharacter)
+                        | Error::Input(Input::TooLong { .. })
+                        | Error::Input(Input::BadLabel { .. })
                 );
                 assert!(ours, "{error:?}");
                 assert_eq!(error.to_string(), nowhere.to_string());
@@ -104,7 +108,8 @@ fn keys_and_details_of_throttles() {
             None => throttle,
             Some(key) => throttle.key(key),
         };
-        let decision = databases.call(|conn| throttle.attempt(conn, &details));
+        let decision =
+            databases.call(|conn| throttle.clone().details(details.clone()).attempt_on(conn));
         let good = !details.trim_matches(' ').is_empty()
             && fits(&details, 8192)
             && key
@@ -133,7 +138,7 @@ fn names_of_fences() {
             conn.transaction(|conn| guarded.pass(conn, token))
                 .map_err(|error| match error {
                     // What failed there can no longer be asked for its reason.
-                    Error::Database(_) => Error::NotInstalled,
+                    Error::Database(_) => Error::Schema(Schema::NotInstalled),
                     Error::Fenced { .. } => panic!("{error:?}"),
                     other => other,
                 })
@@ -185,15 +190,20 @@ fn labels_of_resources() {
 
         let throttle = Throttle::of(ResourceLabel(label.clone()));
         let conn = &mut *databases.installed.borrow_mut();
-        let attempt = throttle.attempt(conn, "somebody");
+        let attempt = throttle.clone().details("somebody").attempt_on(conn);
         if synced.is_some() {
             assert!(sync::<Declared>(conn).unwrap().added.is_empty());
             attempt.unwrap().granted().unwrap();
-            let denial = throttle.attempt(conn, "another").unwrap().denied();
+            let denial = throttle
+                .clone()
+                .details("another")
+                .attempt_on(conn)
+                .unwrap()
+                .denied();
             assert_eq!(denial.unwrap().holder.as_deref(), Some("somebody"));
             testing::make_due(conn, &throttle).unwrap();
         } else if fits(&label, 63) {
-            let unknown = |error: &Error| matches!(error, Error::UnknownResource { label: told } if *told == label);
+            let unknown = |error: &Error| matches!(error, Error::Schema(Schema::UnknownResource { label: told }) if *told == label);
             assert!(attempt.as_ref().is_err_and(unknown), "{attempt:?}");
             let due = testing::make_due(conn, &throttle);
             assert!(due.as_ref().is_err_and(unknown), "{due:?}");

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 use diesel::prelude::*;
+use diesel_interlock::error::Input;
 use diesel_interlock::functions::lock_key;
 use diesel_interlock::monitor::Names;
 use diesel_interlock::{AdvisoryLock, Error, LockId, LockKey, fnv1a, migrations};
@@ -54,7 +55,7 @@ impl NumberOrEmpty for LockKey {
     fn number_or_empty(&self) -> Option<LockId> {
         match self.id() {
             Ok(id) => Some(id),
-            Err(Error::EmptyName) => None,
+            Err(Error::Input(Input::EmptyName)) => None,
             Err(error) => panic!("{error:?}"),
         }
     }
@@ -183,7 +184,7 @@ fn any_key_is_locked_as_itself() {
                 assert_eq!((observer.holders(&key), observer.all_held()), (1, 1));
                 guard.release().unwrap();
             }
-            Err(Error::EmptyName) => assert_eq!(key.name(), Some("")),
+            Err(Error::Input(Input::EmptyName)) => assert_eq!(key.name(), Some("")),
             Err(error) => panic!("{error:?}"),
         }
         assert_eq!(observer.all_held(), 0);

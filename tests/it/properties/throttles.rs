@@ -173,7 +173,10 @@ fn take(conn: &mut PgConnection, model: &mut Model, step: Step, by: String) {
 
 fn attempt(conn: &mut PgConnection, model: &mut Model, subject: Subject, by: String) {
     let interval = HOUR * model.interval;
-    let decision = throttle(subject).attempt(conn, &by).unwrap();
+    let decision = throttle(subject)
+        .details(by.clone())
+        .attempt_on(conn)
+        .unwrap();
     match (decision, model.due_in(subject)) {
         (Decision::Granted(grant), None) => {
             assert_eq!((grant.until - grant.granted_at).to_std(), Ok(interval));

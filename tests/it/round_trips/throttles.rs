@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use diesel::prelude::*;
-use diesel_interlock::{Error, Outcome, Throttle, sync, sync_intervals, throttled_resources};
+use diesel_interlock::{Decision, Error, Throttle, sync, sync_intervals, throttled_resources};
 use workbench::RoundTrips;
 
 use super::takes;
@@ -32,8 +32,14 @@ fn one_for_an_attempt_whatever_is_decided() {
         };
         let (at_once, hourly) = (throttle(Resource::AtOnce), throttle(Resource::Hourly));
         let conn = &mut pool.get().unwrap();
-        let mut attempt =
-            |throttle: &Throttle<Resource>| throttle.attempt(conn, "web-3").unwrap().granted();
+        let mut attempt = |throttle: &Throttle<Resource>| {
+            throttle
+                .clone()
+                .details("web-3")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+        };
         takes(1, &proxy, || assert!(attempt(&at_once).is_some()));
         assert!(attempt(&hourly).is_some());
         takes(1, &proxy, || assert_eq!(attempt(&hourly), None));
@@ -44,7 +50,15 @@ fn one_for_an_attempt_whatever_is_decided() {
     takes(1, &proxy, || {
         tenant += 1;
         let throttle = Throttle::of(Resource::Hourly).key(format!("new {tenant}"));
-        assert!(throttle.attempt(conn, "web-3").unwrap().granted().is_some());
+        assert!(
+            throttle
+                .clone()
+                .details("web-3")
+                .attempt_on(conn)
+                .unwrap()
+                .granted()
+                .is_some()
+        );
     });
 }
 
@@ -58,22 +72,40 @@ fn one_for_the_closure_forms() {
         Throttle::of(Resource::AtOnce),
         Throttle::of(Resource::Hourly),
     );
-    let done = |outcome| matches!(outcome, Outcome::Done(()));
+    let done = |outcome| matches!(outcome, Decision::Granted(()));
     let nothing = |_| Ok::<_, Error>(());
     takes(1, &proxy, || {
-        assert!(done(at_once.run(pool, "web-3", nothing).unwrap()))
+        assert!(done(
+            at_once.clone().details("web-3").run(pool, nothing).unwrap()
+        ))
     });
-    assert!(done(hourly.run(pool, "web-3", nothing).unwrap()));
+    assert!(done(
+        hourly.clone().details("web-3").run(pool, nothing).unwrap()
+    ));
     takes(1, &proxy, || {
-        assert!(!done(hourly.run(pool, "web-3", nothing).unwrap()))
+        assert!(!done(
+            hourly.clone().details("web-3").run(pool, nothing).unwrap()
+        ))
     });
     let conn = &mut pool.get().unwrap();
     let nothing_on = |_: &mut PgConnection, _| Ok::<_, Error>(());
     takes(1, &proxy, || {
-        assert!(done(at_once.run_on(conn, "web-3", nothing_on).unwrap()))
+        assert!(done(
+            at_once
+                .clone()
+                .details("web-3")
+                .run_on(conn, nothing_on)
+                .unwrap()
+        ))
     });
     takes(1, &proxy, || {
-        assert!(!done(hourly.run_on(conn, "web-3", nothing_on).unwrap()))
+        assert!(!done(
+            hourly
+                .clone()
+                .details("web-3")
+                .run_on(conn, nothing_on)
+                .unwrap()
+        ))
     });
 }
 

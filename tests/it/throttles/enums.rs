@@ -52,11 +52,17 @@ impl diesel_interlock::ThrottledResource for Mapped {
 fn an_enum_of_diesel_derive_enum_is_a_resource() {
     let database = database();
     let conn = &mut database.connect();
-    granted(Throttle::of(Mapped::Import).attempt(conn, "me").unwrap());
-    granted(REBUILD.attempt(conn, "me").unwrap());
+    granted(
+        Throttle::of(Mapped::Import)
+            .details("me")
+            .attempt_on(conn)
+            .unwrap(),
+    );
+    granted(REBUILD.clone().details("me").attempt_on(conn).unwrap());
     assert!(
         Throttle::of(Mapped::Rebuild)
-            .attempt(conn, "me")
+            .details("me")
+            .attempt_on(conn)
             .unwrap()
             .denied()
             .is_some()
@@ -84,10 +90,16 @@ fn a_reference_to_a_resource_is_the_resource() {
     let conn = &mut database.connect();
     granted(
         Throttle::of(&Resource::Rebuild)
-            .attempt(conn, "me")
+            .details("me")
+            .attempt_on(conn)
             .unwrap(),
     );
-    let denial = REBUILD.attempt(conn, "me").unwrap().denied();
+    let denial = REBUILD
+        .clone()
+        .details("me")
+        .attempt_on(conn)
+        .unwrap()
+        .denied();
     assert!(denial.is_some());
 }
 

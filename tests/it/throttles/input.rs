@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
+use diesel_interlock::error::{Input, Schema};
 use diesel_interlock::{Error, ResourceLabel, Throttle, migrations, sync, throttled_resources};
 use workbench::{Cluster, Database};
 
@@ -14,65 +15,85 @@ fn bad_input_is_an_error_that_changes_nothing() {
     let conn = &mut database.connect();
     for details in ["", "   "] {
         assert!(matches!(
-            REBUILD.attempt(conn, details),
-            Err(Error::EmptyDetails)
+            REBUILD.clone().details(details.to_owned()).attempt_on(conn),
+            Err(Error::Input(Input::EmptyDetails))
         ));
         assert!(matches!(
-            REBUILD.key(1).attempt(conn, details),
-            Err(Error::EmptyDetails)
+            REBUILD.key(1).details(details.to_owned()).attempt_on(conn),
+            Err(Error::Input(Input::EmptyDetails))
         ));
     }
     assert!(matches!(
-        REBUILD.attempt(conn, "a\0b"),
-        Err(Error::NulCharacter)
+        REBUILD.clone().details("a\0b").attempt_on(conn),
+        Err(Error::Input(Input::NulCharacter))
     ));
     assert!(matches!(
-        REBUILD.key("a\0b").attempt(conn, "me"),
-        Err(Error::NulCharacter)
+        REBUILD.key("a\0b").details("me").attempt_on(conn),
+        Err(Error::Input(Input::NulCharacter))
     ));
     assert!(matches!(
-        REBUILD.key("").attempt(conn, "me"),
-        Err(Error::EmptyKey)
+        REBUILD.key("").details("me").attempt_on(conn),
+        Err(Error::Input(Input::EmptyKey))
     ));
     assert!(matches!(
-        REBUILD.key(crate::keys::Unprintable).attempt(conn, "me"),
-        Err(Error::Unformatted)
+        REBUILD
+            .key(crate::keys::Unprintable)
+            .details("me")
+            .attempt_on(conn),
+        Err(Error::Input(Input::Unformatted))
     ));
     let unknown = Throttle::of(ResourceLabel("no such".into()));
     for refused in [
-        unknown.attempt(conn, "me"),
-        unknown.clone().key(1).attempt(conn, "me"),
+        unknown.clone().details("me").attempt_on(conn),
+        unknown.clone().key(1).details("me").attempt_on(conn),
     ] {
         assert!(
-            matches!(&refused, Err(Error::UnknownResource { label }) if label == "no such"),
+            matches!(&refused, Err(Error::Schema(Schema::UnknownResource { label })) if label == "no such"),
             "{refused:?}"
         );
     }
     conn.batch_execute("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'no row'")
         .unwrap();
     let rowless = Throttle::of(ResourceLabel("no row".into()));
-    let refused = rowless.attempt(conn, "me");
+    let refused = rowless.clone().details("me").attempt_on(conn);
     assert!(
-        matches!(&refused, Err(Error::UnknownResource { label }) if label == "no row"),
+        matches!(&refused, Err(Error::Schema(Schema::UnknownResource { label })) if label == "no row"),
         "{refused:?}"
     );
 
     conn.batch_execute("SET default_transaction_read_only = on")
         .unwrap();
-    let refused = REBUILD.attempt(conn, "me");
+    let refused = REBUILD.clone().details("me").attempt_on(conn);
     assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
     conn.batch_execute("RESET default_transaction_read_only")
         .unwrap();
     let long = "x".repeat(1 << 20);
     for refused in [
-        REBUILD.attempt(conn, &long),
-        REBUILD.key(&long).attempt(conn, "me"),
-        Throttle::of(ResourceLabel(long.clone())).attempt(conn, "me"),
+        REBUILD.clone().details(long.clone()).attempt_on(conn),
+        REBUILD.key(&long).details("me").attempt_on(conn),
+        Throttle::of(ResourceLabel(long.clone()))
+            .details("me")
+            .attempt_on(conn),
     ] {
-        assert!(matches!(refused, Err(Error::TooLong { .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Input(Input::TooLong { .. }))),
+            "{refused:?}"
+        );
     }
-    granted(REBUILD.attempt(conn, &long[..8192]).unwrap());
-    granted(REBUILD.key(&long[..1000]).attempt(conn, "me").unwrap());
+    granted(
+        REBUILD
+            .clone()
+            .details(long[..8192].to_owned())
+            .attempt_on(conn)
+            .unwrap(),
+    );
+    granted(
+        REBUILD
+            .key(&long[..1000])
+            .details("me")
+            .attempt_on(conn)
+            .unwrap(),
+    );
 }
 
 #[test]
@@ -80,26 +101,29 @@ fn a_missing_schema_and_missing_rights_are_named() {
     let bare = Database::new();
     let conn = &mut bare.connect();
     assert!(matches!(
-        REBUILD.attempt(conn, "me"),
-        Err(Error::NotInstalled)
+        REBUILD.clone().details("me").attempt_on(conn),
+        Err(Error::Schema(Schema::NotInstalled))
     ));
-    assert!(matches!(sync::<Resource>(conn), Err(Error::NotInstalled)));
+    assert!(matches!(
+        sync::<Resource>(conn),
+        Err(Error::Schema(Schema::NotInstalled))
+    ));
 
     let cluster = Cluster::start();
     let database = cluster.database();
     install(&database);
     let conn = &mut database.connect();
     conn.batch_execute("CREATE ROLE app; SET ROLE app").unwrap();
-    let refused = REBUILD.attempt(conn, "me");
+    let refused = REBUILD.clone().details("me").attempt_on(conn);
     assert!(
-        matches!(&refused, Err(Error::MissingRights { role, .. }) if role == "app"),
+        matches!(&refused, Err(Error::Schema(Schema::MissingRights { role, .. })) if role == "app"),
         "{refused:?}"
     );
     conn.batch_execute("RESET ROLE; GRANT USAGE ON SCHEMA resource_control TO app; SET ROLE app")
         .unwrap();
-    let refused = REBUILD.attempt(conn, "me");
+    let refused = REBUILD.clone().details("me").attempt_on(conn);
     assert!(
-        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.contains("tables")),
+        matches!(&refused, Err(Error::Schema(Schema::MissingRights { missing, .. })) if missing.contains("tables")),
         "{refused:?}"
     );
 
@@ -110,14 +134,14 @@ fn a_missing_schema_and_missing_rights_are_named() {
     .unwrap();
     assert_eq!(migrations::install(conn).unwrap(), []);
     assert_eq!(sync::<Resource>(conn).unwrap().added, Vec::<String>::new());
-    granted(REBUILD.attempt(conn, "me").unwrap());
-    granted(REBUILD.key(1).attempt(conn, "me").unwrap());
+    granted(REBUILD.clone().details("me").attempt_on(conn).unwrap());
+    granted(REBUILD.key(1).details("me").attempt_on(conn).unwrap());
     throttled_resources! {
         enum New { New = "new" every Duration::from_secs(1) }
     }
     let refused = sync::<New>(conn);
     assert!(
-        matches!(&refused, Err(Error::MissingRights { missing, .. }) if missing.contains("owner")),
+        matches!(&refused, Err(Error::Schema(Schema::MissingRights { missing, .. })) if missing.contains("owner")),
         "{refused:?}"
     );
 }
@@ -149,7 +173,7 @@ fn the_functions_refuse_bad_input_themselves_and_pruning_keeps_to_its_batch() {
         );
     }
     for key in 0..3 {
-        granted(REBUILD.key(key).attempt(conn, "me").unwrap());
+        granted(REBUILD.key(key).details("me").attempt_on(conn).unwrap());
     }
     age(conn, "1 hour");
     for pruned in [2, 1, 0] {

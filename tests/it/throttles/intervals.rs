@@ -38,18 +38,24 @@ fn an_interval_counts_as_a_thousand_years_at_most() {
         }
         set.unwrap();
         for throttle in [REBUILD, REBUILD.key(7)] {
-            let grant = granted(throttle.attempt(conn, "me").unwrap());
+            let grant = granted(throttle.clone().details("me").attempt_on(conn).unwrap());
             assert_eq!(
                 (grant.until - grant.granted_at).to_std(),
                 Ok(millennium),
                 "{interval}"
             );
-            let denial = throttle.attempt(conn, "me").unwrap().denied().unwrap();
+            let denial = throttle
+                .clone()
+                .details("me")
+                .attempt_on(conn)
+                .unwrap()
+                .denied()
+                .unwrap();
             assert_eq!(denial.next_at, Some(grant.until), "{interval}");
             assert!(denial.retry_after > millennium - Duration::from_secs(3600));
         }
         let other = super::Throttle::of(Resource::Import).key(7);
-        granted(other.attempt(conn, "me").unwrap());
+        granted(other.clone().details("me").attempt_on(conn).unwrap());
         super::age(conn, "100 ms");
         assert_eq!(
             number(conn, "resource_control.prune_throttled_keys(10)"),

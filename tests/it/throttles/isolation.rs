@@ -2,6 +2,7 @@
 
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel_interlock::error::Schema;
 use diesel_interlock::{Decision, Error, ResourceLabel, Result, Throttle};
 
 use super::database;
@@ -12,13 +13,16 @@ const LATER: &str = "INSERT INTO resource_control.throttled_resource VALUES ('la
 type Call = fn(&mut PgConnection) -> Result<()>;
 
 fn later(conn: &mut PgConnection) -> Result<Decision> {
-    Throttle::of(ResourceLabel("later".into())).attempt(conn, "me")
+    Throttle::of(ResourceLabel("later".into()))
+        .details("me")
+        .attempt_on(conn)
 }
 
 fn later_key(conn: &mut PgConnection) -> Result<Decision> {
     Throttle::of(ResourceLabel("later".into()))
         .key(1)
-        .attempt(conn, "me")
+        .details("me")
+        .attempt_on(conn)
 }
 
 fn by_hand(conn: &mut PgConnection) -> Result<()> {
@@ -85,8 +89,7 @@ fn an_unknown_resource_is_told_at_any_default_isolation_level() {
             .execute(conn)
             .unwrap();
         for refused in [later(conn), later_key(conn)] {
-            let is_told =
-                matches!(&refused, Err(Error::UnknownResource { label }) if label == "later");
+            let is_told = matches!(&refused, Err(Error::Schema(Schema::UnknownResource { label })) if label == "later");
             assert!(is_told, "{level}: {refused:?}");
         }
     }

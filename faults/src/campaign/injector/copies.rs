@@ -54,7 +54,7 @@ fn problem_of_a_copy(definition: &str) -> Option<String> {
         return Some(format!("sync fails: {}", in_full(&error)));
     }
     for resource in Resource::ALL {
-        match Throttle::of(*resource).attempt(conn, "a copy") {
+        match Throttle::of(*resource).details("a copy").attempt_on(conn) {
             Ok(Decision::Granted(_)) => {}
             other => {
                 return Some(format!(

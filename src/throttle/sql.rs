@@ -1,26 +1,53 @@
-//! The statements behind the throttles, one round trip each, for any connection to PostgreSQL.
+//! The statements of a throttle, and how their rows are read.
+
+use std::time::Duration;
 
 use diesel::data_types::{PgInterval, PgTimestamp};
-use diesel::pg::{Pg, PgConnection};
+use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
-use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{Bool, Interval, Nullable, Text, Timestamptz};
 
-use crate::error::Error;
-use crate::installed;
-use crate::read_committed::is_serialization_failure;
+use super::decision::{Decision, Denial, DenialReason, Grant};
+use crate::time::{Timestamp, elapsed};
 
-/// The row that both functions answer.
+/// The row of both functions.
 #[derive(Debug, Queryable)]
-pub(crate) struct Attempted {
-    pub(crate) granted: bool,
-    pub(crate) being_taken: bool,
-    pub(crate) decided_at: PgTimestamp,
-    pub(crate) next_at: PgTimestamp,
-    pub(crate) retry_after: Option<PgInterval>,
-    pub(crate) holder: Option<String>,
-    pub(crate) held_since: Option<PgTimestamp>,
+pub(super) struct Attempted {
+    granted: bool,
+    being_taken: bool,
+    decided_at: PgTimestamp,
+    next_at: PgTimestamp,
+    retry_after: Option<PgInterval>,
+    holder: Option<String>,
+    held_since: Option<PgTimestamp>,
+}
+
+impl From<Attempted> for Decision {
+    fn from(row: Attempted) -> Self {
+        let next_at = Timestamp::from(row.next_at).at();
+        if row.granted {
+            let granted_at = Timestamp::from(row.decided_at).at().unwrap_or_default();
+            return Decision::Granted(Grant {
+                granted_at,
+                until: next_at.unwrap_or(granted_at),
+            });
+        }
+        Decision::Denied(Denial {
+            reason: if row.being_taken {
+                DenialReason::BeingTaken
+            } else {
+                DenialReason::TooSoon
+            },
+            retry_after: row
+                .retry_after
+                .map_or(Duration::ZERO, elapsed)
+                .max(Duration::from_micros(1)),
+            next_at,
+            holder: row.holder,
+            held_since: row.held_since.and_then(|since| Timestamp::from(since).at()),
+        })
+    }
 }
 
 type Row = (
@@ -38,10 +65,10 @@ const COLUMNS: &str =
 const LABEL_CAST: &str = "::resource_control.throttled_resource_enum, ";
 
 /// An attempt at a resource.
-#[derive(Debug)]
-pub(crate) struct AttemptResource<'a> {
-    pub(crate) label: &'a str,
-    pub(crate) details: &'a str,
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AttemptResource<'a> {
+    pub(super) label: &'a str,
+    pub(super) details: &'a str,
 }
 
 impl Query for AttemptResource<'_> {
@@ -68,11 +95,11 @@ impl QueryFragment<Pg> for AttemptResource<'_> {
 }
 
 /// An attempt at a resource for one key.
-#[derive(Debug)]
-pub(crate) struct AttemptKey<'a> {
-    pub(crate) label: &'a str,
-    pub(crate) key: &'a str,
-    pub(crate) details: &'a str,
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AttemptKey<'a> {
+    pub(super) label: &'a str,
+    pub(super) key: &'a str,
+    pub(super) details: &'a str,
 }
 
 impl Query for AttemptKey<'_> {
@@ -98,21 +125,6 @@ impl QueryFragment<Pg> for AttemptKey<'_> {
         out.push_sql(")");
         Ok(())
     }
-}
-
-/// What an attempt's error means. Asks the database where it can still be asked.
-pub(super) fn explain(conn: &mut PgConnection, error: DieselError, label: &str) -> Error {
-    if is_serialization_failure(&error) {
-        return Error::StrictIsolation;
-    }
-    if let DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, information) = &error {
-        // Empty details and keys were refused before.
-        if information.constraint_name() == Some("diesel_interlock_unknown_resource") {
-            let label = label.to_owned();
-            return Error::UnknownResource { label };
-        }
-    }
-    installed::explain(conn, error, Some(label))
 }
 
 #[cfg(test)]

@@ -1,0 +1,268 @@
+//! A connection as the operations of this crate see it: one server session, and the statements that are sent to it.
+//!
+//! An operation that sends statements is written once, as an `async fn` over [`Session`]. On a blocking connection every
+//! reply is there before the function goes on, so the function is ready when it is first polled: see [`now`].
+
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, Waker};
+
+use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::query_dsl::methods::LoadQuery;
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+
+#[cfg(feature = "r2d2")]
+use crate::error::Error;
+use crate::error::Result;
+use crate::key::{LockId, LockKey};
+use crate::text::Name;
+use crate::transaction::{self, Transaction};
+
+/// What a statement replies, once that is awaited.
+pub(crate) type Reply<'conn, T> = Pin<Box<dyn Future<Output = T> + Send + 'conn>>;
+
+/// A statement that returns one row, which loads as `U`. It may have to be sent again, so it is `Clone`.
+pub(crate) trait Statement<U>: Clone {
+    fn load(&self, conn: &mut PgConnection) -> QueryResult<U>;
+}
+
+impl<'query, Q, U> Statement<U> for Q
+where
+    Q: Clone + RunQueryDsl<PgConnection> + LoadQuery<'query, PgConnection, U>,
+{
+    fn load(&self, conn: &mut PgConnection) -> QueryResult<U> {
+        self.clone().get_result(conn)
+    }
+}
+
+/// A server session. It belongs to one connection, whose statements run one after the other.
+pub(crate) trait Session: Send {
+    /// The transaction on the connection, as far as Diesel knows. No round trip.
+    fn transaction(&mut self) -> Transaction;
+
+    /// Whether the connection goes back to a pool, which discards it if it is marked as broken.
+    fn is_pooled(&self) -> bool;
+
+    /// A name as it is sent on this session.
+    fn name<'a>(&mut self, name: &'a str) -> Name<'a>;
+
+    /// The number of a lock on this session.
+    fn lock_id(&mut self, key: &LockKey) -> Result<LockId>;
+
+    /// Sends a statement and returns its row.
+    fn one<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<U>>
+    where
+        Q: Statement<U>,
+        U: Send + 'conn;
+
+    /// As [`one`](Self::one), and also returns whether a transaction is open that Diesel does not know of. The
+    /// connection is then left marked as broken: see [`transaction::probed`].
+    fn probe<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, (QueryResult<U>, bool)>
+    where
+        Q: Statement<U>,
+        U: Send + 'conn;
+
+    /// Sends statements that return nothing, in one message.
+    fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>>;
+
+    /// Opens a transaction at READ COMMITTED.
+    fn begin_read_committed(&mut self) -> Reply<'_, QueryResult<()>>;
+
+    /// Commits the transaction that was opened last, or releases its savepoint.
+    fn commit(&mut self) -> Reply<'_, QueryResult<()>>;
+
+    /// Rolls back the transaction that was opened last, or to its savepoint.
+    fn rollback(&mut self) -> Reply<'_, QueryResult<()>>;
+}
+
+/// The session of a blocking connection, whose replies are always ready.
+pub(crate) struct Blocking<'conn> {
+    conn: &'conn mut PgConnection,
+    is_pooled: bool,
+}
+
+impl<'conn> Blocking<'conn> {
+    /// On a connection that the caller lends.
+    pub(crate) fn lent(conn: &'conn mut PgConnection) -> Self {
+        Self {
+            conn,
+            is_pooled: false,
+        }
+    }
+
+    /// On a connection out of a pool.
+    #[cfg(feature = "r2d2")]
+    pub(crate) fn pooled(conn: &'conn mut PgConnection) -> Self {
+        Self {
+            conn,
+            is_pooled: true,
+        }
+    }
+}
+
+impl Session for Blocking<'_> {
+    fn transaction(&mut self) -> Transaction {
+        transaction::of(self.conn)
+    }
+
+    fn is_pooled(&self) -> bool {
+        self.is_pooled
+    }
+
+    fn name<'a>(&mut self, name: &'a str) -> Name<'a> {
+        Name::on(self.conn, name)
+    }
+
+    fn lock_id(&mut self, key: &LockKey) -> Result<LockId> {
+        key.id_on(self.conn)
+    }
+
+    fn one<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<U>>
+    where
+        Q: Statement<U>,
+        U: Send + 'conn,
+    {
+        ready(sent(self.conn, |conn| statement.load(conn)))
+    }
+
+    fn probe<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, (QueryResult<U>, bool)>
+    where
+        Q: Statement<U>,
+        U: Send + 'conn,
+    {
+        ready(transaction::probed(self.conn, |conn| {
+            sent(conn, |conn| statement.load(conn))
+        }))
+    }
+
+    fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>> {
+        ready(self.conn.batch_execute(sql))
+    }
+
+    fn begin_read_committed(&mut self) -> Reply<'_, QueryResult<()>> {
+        const BEGIN: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED";
+        ready(AnsiTransactionManager::begin_transaction_sql(
+            self.conn, BEGIN,
+        ))
+    }
+
+    fn commit(&mut self) -> Reply<'_, QueryResult<()>> {
+        ready(AnsiTransactionManager::commit_transaction(self.conn))
+    }
+
+    fn rollback(&mut self) -> Reply<'_, QueryResult<()>> {
+        ready(AnsiTransactionManager::rollback_transaction(self.conn))
+    }
+}
+
+fn ready<'conn, T: Send + 'conn>(reply: T) -> Reply<'conn, T> {
+    Box::pin(std::future::ready(reply))
+}
+
+/// Runs an operation on a blocking connection.
+pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {
+    match pin!(operation).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(value) => value,
+        Poll::Pending => unreachable!("a blocking session replies before it returns"),
+    }
+}
+
+/// Makes a call whose first statement libpq may refuse to send because of a `COPY`. In that case nothing was sent: this
+/// ends the `COPY`, and makes the call again. A connection that is closed fails again.
+///
+/// Diesel does not read libpq to the end of a `COPY TO`, even where the caller read all of its rows. A panic in the
+/// closure of `copy_from` leaves a `COPY FROM` open likewise. libpq then refuses to send a prepared statement, or one
+/// with parameters, with the error that it also reports for a closed connection.
+///
+/// Ending a `COPY TO` reads what is left of it. Ending a `COPY FROM` cancels it, which aborts the transaction around it.
+/// Either costs a round trip, after such a refusal only.
+pub(crate) fn sent<T>(
+    conn: &mut PgConnection,
+    mut call: impl FnMut(&mut PgConnection) -> QueryResult<T>,
+) -> QueryResult<T> {
+    match call(conn) {
+        Err(DieselError::DatabaseError(DatabaseErrorKind::UnableToSendCommand, _)) => {
+            let was_marked = transaction::of(conn) == Transaction::Broken;
+            // Without parameters libpq ends the COPY before it sends. The statement itself may fail, as it does in an
+            // aborted transaction.
+            let _ = conn.batch_execute("SELECT 1");
+            if was_marked {
+                // The statement cleared the mark, by which the call may find an open transaction.
+                transaction::mark_broken(conn);
+            }
+            call(conn)
+        }
+        reply => reply,
+    }
+}
+
+/// Sends a statement and returns its row, unless the connection is out of a pool, and an earlier user left a transaction
+/// open there. The connection is then left marked as broken, so that the pool discards it.
+pub(crate) async fn one_outside_leftovers<S, U, Q>(session: &mut S, statement: Q) -> QueryResult<U>
+where
+    S: Session,
+    Q: Statement<U>,
+    U: Send,
+{
+    if !session.is_pooled() {
+        return session.one(statement).await;
+    }
+    match session.probe(statement).await {
+        #[cfg(feature = "r2d2")]
+        (Ok(_), true) => Err(Error::TransactionInPool.into()),
+        (reply, _) => reply,
+    }
+}
+
+/// As [`one_outside_leftovers`], and sends the statement again in a READ COMMITTED transaction if a stricter default level
+/// fails it. Not inside a transaction, whose level is the caller's.
+pub(crate) async fn one_at_read_committed<S, U, Q>(session: &mut S, statement: Q) -> QueryResult<U>
+where
+    S: Session,
+    Q: Statement<U>,
+    U: Send,
+{
+    match one_outside_leftovers(session, statement.clone()).await {
+        Err(error)
+            if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
+        {
+            session.begin_read_committed().await?;
+            match session.one(statement).await {
+                Ok(row) => {
+                    session.commit().await?;
+                    Ok(row)
+                }
+                Err(error) => {
+                    session.rollback().await?;
+                    Err(error)
+                }
+            }
+        }
+        reply => reply,
+    }
+}
+
+/// Makes a call on a blocking connection, and makes it again in a READ COMMITTED transaction if a stricter default level
+/// fails it.
+pub(crate) fn repeat_at_read_committed<T>(
+    conn: &mut PgConnection,
+    call: impl Fn(&mut PgConnection) -> QueryResult<T>,
+) -> QueryResult<T> {
+    match sent(conn, &call) {
+        Err(error)
+            if is_serialization_failure(&error) && transaction::of(conn) == Transaction::None =>
+        {
+            conn.build_transaction().read_committed().run(call)
+        }
+        reply => reply,
+    }
+}
+
+pub(crate) fn is_serialization_failure(error: &DieselError) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(DatabaseErrorKind::SerializationFailure, _)
+    )
+}

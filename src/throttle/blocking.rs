@@ -1,0 +1,119 @@
+//! Throttles over a pool and on a connection, blocking.
+
+use diesel::pg::PgConnection;
+
+use super::operations;
+use super::{Decision, Grant, Throttle, ThrottledResource};
+use crate::error::{Error, Result};
+#[cfg(feature = "r2d2")]
+use crate::pool::{self, PgPool};
+use crate::session::{Blocking, now};
+#[cfg(feature = "r2d2")]
+use crate::text::Name;
+
+/// # Attempts
+///
+/// An attempt is one round trip, and one more to prepare the statement, once per connection:
+/// ```sql
+/// SELECT … FROM resource_control.attempt_throttled_resource($1, $2)
+/// SELECT … FROM resource_control.attempt_throttled_key($1, $2, $3) -- with a key
+/// ```
+/// A denial only reads. It locks no row and assigns no transaction id. Where the session's default isolation level is
+/// stricter than READ COMMITTED, a serialization failure is retried once, in a READ COMMITTED transaction of its own. After
+/// an error whose kind Diesel does not expose, one more round trip queries the catalogue for what is missing.
+///
+/// # Errors of attempts
+///
+/// - [`Error::Input`] for an empty or too long key (1,000 bytes) or details (8,192 bytes), and for a NUL character. Nothing
+///   was sent.
+/// - [`Schema::UnknownResource`](crate::error::Schema::UnknownResource) if the resource has no row: run
+///   [`sync`](crate::sync).
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
+///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
+/// - [`Error::ReadOnly`] on a standby and in a read-only transaction.
+/// - [`Error::StrictIsolation`] for a serialization failure inside the caller's own transaction.
+/// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time, and
+///   [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the connection had left a
+///   transaction open.
+/// - [`Error::Database`] for anything else.
+impl<R: ThrottledResource> Throttle<R> {
+    /// Takes the resource if it is due, through a connection from the pool. Never waits for the resource.
+    ///
+    /// The grant is committed when this returns, and the connection is back in the pool.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool's `connection_timeout` allows.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of attempts](#errors-of-attempts).
+    #[cfg(feature = "r2d2")]
+    pub fn attempt(&self, pool: &PgPool) -> Result<Decision> {
+        self.checked_with_details(Name::anywhere)?; // before the pool is asked
+        let mut conn = pool::check_out(pool, None)?;
+        now(operations::attempt_committed(
+            &mut Blocking::pooled(&mut conn),
+            self,
+        ))
+    }
+
+    /// Takes the resource if it is due, on the given connection. Never waits for the resource.
+    ///
+    /// Inside a transaction, the grant counts when that commits: see [the type](Self#commit-first-work-afterwards).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of attempts](#errors-of-attempts).
+    pub fn attempt_on(&self, conn: &mut PgConnection) -> Result<Decision> {
+        now(operations::attempt(&mut Blocking::lent(conn), self))
+    }
+
+    /// Runs `work` if the resource is due, and returns its value, or the denial.
+    ///
+    /// The grant is committed, and the connection is back in the pool, before `work` runs. If `work` fails, the resource is
+    /// due again when its interval has passed, not before.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool's `connection_timeout` allows.
+    ///
+    /// # Errors
+    ///
+    /// The error of `work`, and the [errors of attempts](#errors-of-attempts).
+    #[cfg(feature = "r2d2")]
+    pub fn run<T, E, F>(&self, pool: &PgPool, work: F) -> Result<Decision<T>, E>
+    where
+        F: FnOnce(Grant) -> Result<T, E>,
+        E: From<Error>,
+    {
+        match self.attempt(pool)? {
+            Decision::Granted(grant) => work(grant).map(Decision::Granted),
+            Decision::Denied(denial) => Ok(Decision::Denied(denial)),
+        }
+    }
+
+    /// Runs `work` on the given connection if the resource is due, and returns its value, or the denial.
+    ///
+    /// The grant is committed before `work` runs, as with [`run`](Self::run).
+    ///
+    /// # Errors
+    ///
+    /// The error of `work`, the [errors of attempts](#errors-of-attempts), and
+    /// [`Misplaced::GrantInTransaction`](crate::error::Misplaced::GrantInTransaction) inside an open transaction, where the
+    /// grant could not be committed before `work` runs.
+    pub fn run_on<T, E, F>(&self, conn: &mut PgConnection, work: F) -> Result<Decision<T>, E>
+    where
+        F: FnOnce(&mut PgConnection, Grant) -> Result<T, E>,
+        E: From<Error>,
+    {
+        let decision = now(operations::attempt_committed(
+            &mut Blocking::lent(conn),
+            self,
+        ))?;
+        match decision {
+            Decision::Granted(grant) => work(conn, grant).map(Decision::Granted),
+            Decision::Denied(denial) => Ok(Decision::Denied(denial)),
+        }
+    }
+}

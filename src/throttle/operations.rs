@@ -1,0 +1,88 @@
+//! What an attempt sends, on a blocking or an asynchronous session.
+
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+
+use super::sql::{AttemptKey, AttemptResource, Attempted};
+use super::{Decision, Throttle, ThrottledResource};
+use crate::error::{Error, Misplaced, Result, Schema};
+use crate::events::{self, Subject};
+use crate::installed;
+use crate::session::{Session, is_serialization_failure, one_at_read_committed};
+use crate::transaction::Transaction;
+
+/// Attempts the throttle in one round trip.
+pub(super) async fn attempt<S, R>(session: &mut S, throttle: &Throttle<R>) -> Result<Decision>
+where
+    S: Session,
+    R: ThrottledResource,
+{
+    let subject = Subject::Throttle {
+        resource: throttle.resource.label(),
+        key: throttle.key.as_ref().and_then(Option::as_deref),
+    };
+    events::observe(
+        "attempt",
+        subject,
+        send(session, throttle),
+        Decision::outcome,
+    )
+    .await
+}
+
+/// Attempts the throttle where the grant is committed when it is returned.
+pub(super) async fn attempt_committed<S, R>(
+    session: &mut S,
+    throttle: &Throttle<R>,
+) -> Result<Decision>
+where
+    S: Session,
+    R: ThrottledResource,
+{
+    if session.transaction() == Transaction::Open {
+        return Err(Misplaced::GrantInTransaction.into());
+    }
+    attempt(session, throttle).await
+}
+
+async fn send<S, R>(session: &mut S, throttle: &Throttle<R>) -> Result<Decision>
+where
+    S: Session,
+    R: ThrottledResource,
+{
+    let checked = throttle.checked_with_details(|key| session.name(key))?;
+    let (label, details) = (checked.label, checked.details);
+    let reply = match &checked.key {
+        None => one_at_read_committed(session, AttemptResource { label, details }).await,
+        Some(key) => {
+            let key = key.as_str();
+            one_at_read_committed(
+                session,
+                AttemptKey {
+                    label,
+                    key,
+                    details,
+                },
+            )
+            .await
+        }
+    };
+    match reply {
+        Ok(row) => Ok(Attempted::into(row)),
+        Err(error) => Err(explain(session, error, label).await),
+    }
+}
+
+/// Returns what the error of an attempt means. Queries the catalogue where that is still possible.
+async fn explain<S: Session>(session: &mut S, error: DieselError, label: &str) -> Error {
+    if is_serialization_failure(&error) {
+        return Error::StrictIsolation;
+    }
+    if let DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, information) = &error {
+        // Empty details and keys were refused before.
+        if information.constraint_name() == Some("diesel_interlock_unknown_resource") {
+            let label = label.to_owned();
+            return Schema::UnknownResource { label }.into();
+        }
+    }
+    installed::explain(session, error, Some(label)).await
+}

@@ -115,7 +115,7 @@ fn a_cause_is_the_source_and_not_a_part_of_the_message() {
 #[test]
 fn messages_are_lowercase_and_name_the_way_out() {
     for (error, way_out) in [
-        (Error::Input(Input::EmptyName), "give it a name"),
+        (Error::Input(Input::EmptyName), "pass a name"),
         (
             Error::Misplaced(Misplaced::SessionLockInTransaction),
             "acquire_xact",

@@ -223,7 +223,7 @@ fn the_message_names_each_and_what_to_do() {
         .unwrap();
     let message = migrations::uninstall(conn).unwrap_err().to_string();
     assert!(
-        message.ends_with("drop or move: view public.v"),
+        message.contains("are not this crate's: view public.v; drop or move"),
         "{message}"
     );
 }

@@ -8,6 +8,7 @@ mod borrowed_connections;
 mod copied_files;
 mod copies;
 mod crowds;
+mod documents;
 mod errors;
 #[cfg(all(feature = "tracing", feature = "r2d2"))]
 mod events;

@@ -1,18 +1,58 @@
-//! The guide: which primitive when, and what each leaves open.
-//!
-//! [`recipes`] has code to copy, [`poolers`] the arithmetic of connection pools, [`interop`] the keys
-//! of Rails, Django and Node, [`growing`] what changes on managed and distributed databases.
-//!
+//! The guide: a tutorial, recipes, explanations and the reference.
+#![doc = ""]
 #![doc = include_str!("../docs/guide.md")]
 
+/// A tutorial: from an empty project to a job on two instances.
+#[doc = ""]
+#[doc = include_str!("../docs/tutorial.md")]
+pub mod tutorial {}
+
+/// How-to: code to copy.
+#[doc = ""]
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
 
+/// How-to: a checklist for the first deployment.
+#[doc = ""]
+#[doc = include_str!("../docs/production.md")]
+pub mod production {}
+
+/// How-to: what each error means and what to do.
+#[doc = ""]
+#[doc = include_str!("../docs/troubleshooting.md")]
+pub mod troubleshooting {}
+
+/// Explanation: why the primitives behave as they do.
+#[doc = ""]
+#[doc = include_str!("../docs/explanation.md")]
+pub mod explanation {}
+
+/// Explanation: pool sizes, PgBouncer and its like.
+#[doc = ""]
 #[doc = include_str!("../docs/poolers.md")]
 pub mod poolers {}
 
+/// Explanation: managed databases, failover, dead hosts, large tables, other engines.
+#[doc = ""]
+#[doc = include_str!("../docs/growing.md")]
+pub mod growing {}
+
+/// Explanation: other libraries, with code on both sides.
+#[doc = ""]
+#[doc = include_str!("../docs/comparison.md")]
+pub mod comparison {}
+
+/// Reference: events, settings, SQL functions, limits, guarantees, hazards.
+#[doc = ""]
+#[doc = include_str!("../docs/reference.md")]
+pub mod reference {}
+
+/// Reference: Ruby, Python, Node and psql.
+#[doc = ""]
 #[doc = include_str!("../docs/interop.md")]
 pub mod interop {}
 
-#[doc = include_str!("../docs/growing.md")]
-pub mod growing {}
+/// Reference: measurements.
+#[doc = ""]
+#[doc = include_str!("../docs/performance.md")]
+pub mod performance {}

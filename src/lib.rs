@@ -1,37 +1,42 @@
-//! Locks, throttles and semaphores for Diesel applications that run as several instances, coordinated
-//! by the PostgreSQL that they already have.
+//! PostgreSQL advisory locks for Diesel, with throttles and semaphores beside them, for applications that run as several
+//! instances on one database.
 //!
-//! PostgreSQL can lock a number for an application, an [advisory lock][pg]: at most one session of
-//! the database holds it, and the server frees it when that session ends, however it ends. Nothing
-//! needs to be installed for it. This crate gives such locks names, typed queries, and guards that
-//! pin a pooled connection, so that a lock is always released on the session that took it. What must
-//! outlive a session is kept in tables, and decided by the server's clock: how often something may be
-//! done, and how many may do it at a time.
+//! PostgreSQL can lock a number for an application, an [advisory lock][pg]. At most one session of the database holds it, and
+//! the server frees it when that session ends, however it ends. Locks need nothing installed. This crate gives them names,
+//! and guards that pin a pooled connection, so that a lock is always released on the session that took it. State that must
+//! outlive a session is kept in tables and decided by the server's clock: how often something may be done, and how many may
+//! do it at a time.
 //!
-//! # Which one
+//! Throttles, semaphores and fences need the schema of this crate: [`migrations::install`], or files among the application's
+//! own migrations.
 //!
-//! | The problem | Use |
+//! # Choosing a primitive
+//!
+//! | Problem | Use |
 //! |---|---|
 //! | Check, then write, in one transaction: bookings, "insert if absent" | [`AdvisoryLock::transaction`] |
 //! | The same inside a transaction that is open already | [`AdvisoryLock::acquire_xact`] |
 //! | A job over many transactions, on one instance only | [`AdvisoryLock::try_acquire`] |
-//! | The same, waiting for one's turn | [`AdvisoryLock::acquire_timeout`] |
+//! | The same, waiting for the lock | [`AdvisoryLock::acquire_timeout`] |
 //! | Many readers, one writer | [`AdvisoryLock::shared`] |
-//! | At most once per interval, whoever asks | [`Throttle`] |
-//! | At most so many at a time: calls to a fragile service | [`Semaphore`] |
+//! | At most once per interval on any instance | [`Throttle`] |
+//! | At most N at a time: calls to a fragile service | [`Semaphore`] |
+//! | Refuse a holder that lost its lock or slot | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
-//! | Behind a pooler in transaction mode | the first two, throttles and semaphores |
-//! | A lock over many transactions there: one with a lease | a [`Semaphore`] of one slot |
+//! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`Semaphore`] |
+//! | A lock over many transactions there | a [`Semaphore`] with one slot |
 //! | See who holds, who waits, what is in flight and what is due | [`monitor`] |
-//! | Something of one's own | [`functions`] |
+//! | A query of your own | [`functions`] |
+//!
+//! # Examples
 //!
 //! ```
 //! use std::time::Duration;
 //!
 //! use diesel::prelude::*;
 //! use diesel_interlock::{
-//!     AdvisoryLock, Attempt, Decision, Error, LockKey, PgPool, Semaphore, Throttle, monitor,
-//!     throttled_resources,
+//!     Admission, AdvisoryLock, Attempt, Decision, Error, LockKey, PgPool, Semaphore, Throttle,
+//!     monitor, throttled_resources,
 //! };
 //!
 //! static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
@@ -46,10 +51,10 @@
 //!
 //! fn nightly(pool: &PgPool) -> Result<(), Error> {
 //!     let Attempt::Acquired(mut guard) = NIGHTLY.try_acquire(pool)? else {
-//!         return Ok(()); // another instance is at it
+//!         return Ok(()); // another instance runs it
 //!     };
 //!     write_report(guard.conn())?; // on the connection whose session holds the lock
-//!     guard.release() // an error if the lock was lost on the way
+//!     guard.release() // an error if the lock was lost meanwhile
 //! }
 //!
 //! fn book(conn: &mut PgConnection, datacenter: i32, server: i32) -> QueryResult<bool> {
@@ -58,20 +63,20 @@
 //! }
 //!
 //! fn import(conn: &mut PgConnection, tenant: i64) -> Result<String, Error> {
-//!     let throttle = Throttle::of(Resource::TenantImport).key(tenant);
-//!     Ok(match throttle.clone().details("web-3 pid 811").attempt_on(conn)? {
+//!     let throttle = Throttle::of(Resource::TenantImport).key(tenant).details("web-3 pid 811");
+//!     Ok(match throttle.attempt_on(conn)? {
 //!         Decision::Granted(grant) => format!("202 since {}", grant.granted_at),
 //!         Decision::Denied(denied) => format!("429 Retry-After: {}", denied.retry_after_secs()),
 //!     })
 //! }
 //!
 //! fn geocode(pool: &PgPool, q: &str) -> Result<Option<String>, Error> {
-//!     let Attempt::Acquired(permit) = GEOCODER.try_acquire(pool)? else {
+//!     let Admission::Admitted(permit) = GEOCODER.try_acquire(pool)? else {
 //!         return Ok(None); // four are in flight
 //!     };
-//!     let answer = call_geocoder(q, permit.fencing_token()); // no connection is held meanwhile
+//!     let found = call_geocoder(q, permit.fencing_token()); // no connection is held meanwhile
 //!     permit.release()?; // an error if it had timed out
-//!     Ok(Some(answer))
+//!     Ok(Some(found))
 //! }
 //!
 //! fn stuck(conn: &mut PgConnection) -> QueryResult<Vec<monitor::Waiter>> {
@@ -93,48 +98,39 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! Locks, and looking at them, need nothing in the database. Throttles and semaphores need the schema
-//! of this crate: [`migrations::install`], or files among the application's own migrations.
-//!
 //! # Two forms of every operation
 //!
-//! The plain form takes a [`PgPool`], Diesel's r2d2 pool; the form that ends in `_on` takes a
-//! `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are taken on the
-//! connection that has the transaction.
+//! One form takes a [`PgPool`], Diesel's r2d2 pool. The form that ends in `_on` takes a `&mut PgConnection`, which every other
+//! pool or wrapper lends. Transaction locks are taken on the connection that has the transaction. The API is synchronous.
 //!
-//! # Answers and errors
+//! # Outcomes and errors
 //!
-//! Whoever may find a lock or every slot taken answers [`Attempt`]: acquired, or busy. That is not an
-//! error, and it cannot be overlooked. Where it is known when to ask again, [`Decision`] and
-//! [`Admission`] tell. Errors are [`Error`], which converts into Diesel's, so `?` works in
-//! functions that return a [`QueryResult`](diesel::QueryResult).
+//! Operations that can find a lock or all slots taken return an outcome: [`Attempt`] for locks, [`Admission`] for semaphores,
+//! [`Decision`] for throttles. Being busy is not an error, and the compiler warns if you ignore an outcome. The last two
+//! say when to retry.
+//!
+//! Errors are [`Error`], which converts into Diesel's, so `?` works in functions that return a
+//! [`QueryResult`](diesel::QueryResult). The guide has [a section for each](crate::guide::troubleshooting).
 //!
 //! # Features
 //!
 //! - `r2d2` (default): the forms that take a pool.
-//! - `migrations` (default): [`migrations`].
-//! - `tracing`: [spans and events](#events).
+//! - `migrations` (default): the module [`migrations`].
+//! - `tracing`: [events](#events).
 //! - `sha2`: the lock keys of two Python packages that hash with SHA-256.
 //! - `testing`: the module `testing`, for an application's own tests.
 //!
 //! # Events
 //!
-//! With the feature `tracing`, every operation is an event with the target `diesel_interlock`, within a
-//! span of its own, `acquire` or `attempt`, where it may wait. The fields are part of this crate's
-//! contract:
+//! With the feature `tracing`, each operation logs one event with the target `diesel_interlock`. Events that need attention are
+//! logged at `WARN`, everything else at `DEBUG`. The fields are part of this crate's contract: see
+//! [the reference](crate::guide::reference#events).
 //!
-//! | Field | Is |
-//! |---|---|
-//! | `operation` | `acquire`, `release`, `renew`, `attempt` (at a throttle), `discard` (of a connection), `watch`, `sync` |
-//! | `key` | the lock, by name and number; or the key of a throttle |
-//! | `service`, `resource` | the semaphore; the throttled resource |
-//! | `outcome` | `acquired`, `busy`, `released`, `lost`, `timed_out`, `deferred`, `renewed`, `granted`, `denied`, `discarded`, `different`, `error` |
-//! | `waited_ms`, `held_ms`, `retry_after_ms` | how long, in milliseconds |
-//! | `declared_ms`, `in_database_ms` | the intervals of a resource that `sync` found `different`, in milliseconds |
-//! | `error` | the message and its causes |
+//! # Guide
 //!
-//! What somebody should look at is a warning: `lost`, `timed_out`, `discarded`, `different`,
-//! `error`; the rest is at the level `DEBUG`.
+//! The module [`guide`] has a tutorial, recipes, explanations and the reference, with
+//! [guarantees](crate::guide::reference#guarantees), [hazards](crate::guide::reference#hazards) and a
+//! [checklist for production](crate::guide::production).
 //!
 //! [pg]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
 
@@ -163,7 +159,7 @@ mod panics;
 mod pauses;
 #[cfg(feature = "r2d2")]
 mod pool;
-/// The tables of `resource_control`, as `diesel print-schema` writes them: for queries of one's own.
+/// The tables of `resource_control`, as `diesel print-schema` writes them, for queries of your own.
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 mod semaphore;

@@ -33,10 +33,14 @@ fn error_variants() -> BTreeSet<String> {
     let source = read("src/error.rs");
     let mut variants = BTreeSet::new();
     for name in ["Error", "Input", "Misplaced", "Schema"] {
-        let (_, rest) = source.split_once(&format!("\npub enum {name} {{\n")).unwrap();
+        let (_, rest) = source
+            .split_once(&format!("\npub enum {name} {{\n"))
+            .unwrap();
         let (body, _) = rest.split_once("\n}\n").unwrap();
         for line in body.lines() {
-            let Some(declaration) = line.strip_prefix("    ") else { continue };
+            let Some(declaration) = line.strip_prefix("    ") else {
+                continue;
+            };
             if declaration.starts_with(|first: char| first.is_ascii_uppercase()) {
                 let end = declaration.find(|letter: char| !letter.is_ascii_alphanumeric());
                 variants.insert(format!("{name}::{}", &declaration[..end.unwrap()]));
@@ -163,10 +167,13 @@ fn each_link_of_the_sources_to_the_guide_leads_to_a_heading() {
     let mut broken = Vec::new();
     for source in sources {
         for rest in read(&source).split("crate::guide").skip(1) {
-            let end = rest.find(|letter: char| !letter.is_alphanumeric() && !"_:#-".contains(letter));
+            let end =
+                rest.find(|letter: char| !letter.is_alphanumeric() && !"_:#-".contains(letter));
             let link = format!("crate::guide{}", &rest[..end.unwrap_or(rest.len())]);
             let (path, wanted) = link.split_once('#').unwrap_or((&link, ""));
-            let Some(page) = page_of_the_guide(path) else { continue };
+            let Some(page) = page_of_the_guide(path) else {
+                continue;
+            };
             if !page.exists() || !(wanted.is_empty() || has_anchor(&read(&page), wanted)) {
                 broken.push(format!("{}: {link}", source.display()));
             }
@@ -184,6 +191,9 @@ fn each_page_of_the_guide_is_shown_in_the_documentation_and_linked_from_its_firs
     for page in pages {
         let name = page.file_stem().unwrap().to_str().unwrap();
         assert!(guide.contains(&format!("\"../docs/{name}.md\"")), "{name}");
-        assert!(name == "guide" || first.contains(&format!("crate::guide::{name}")), "{name}");
+        assert!(
+            name == "guide" || first.contains(&format!("crate::guide::{name}")),
+            "{name}"
+        );
     }
 }

@@ -1,6 +1,6 @@
 //! The documents: each error has its section, and each link its target.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -28,26 +28,48 @@ fn files(directory: &Path, extension: &str, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The variants of the four enums of `src/error.rs`, as `Error::LockLost`.
-fn error_variants() -> BTreeSet<String> {
+/// The variants of the four enums of `src/error.rs`, as `Error::LockLost`, each with the beginning of its message up to the
+/// first colon. An `…` stands for each value in it. The message is empty where another error's is passed on.
+fn errors() -> BTreeMap<String, String> {
     let source = read("src/error.rs");
-    let mut variants = BTreeSet::new();
+    let mut errors = BTreeMap::new();
     for name in ["Error", "Input", "Misplaced", "Schema"] {
         let (_, rest) = source
             .split_once(&format!("\npub enum {name} {{\n"))
             .unwrap();
         let (body, _) = rest.split_once("\n}\n").unwrap();
+        let mut attribute = String::new();
         for line in body.lines() {
-            let Some(declaration) = line.strip_prefix("    ") else {
+            let Some(line) = line.strip_prefix("    ") else {
                 continue;
             };
-            if declaration.starts_with(|first: char| first.is_ascii_uppercase()) {
-                let end = declaration.find(|letter: char| !letter.is_ascii_alphanumeric());
-                variants.insert(format!("{name}::{}", &declaration[..end.unwrap()]));
+            if line.starts_with("#[error(") {
+                attribute.clear();
+            }
+            if line.starts_with(|first: char| first.is_ascii_uppercase()) {
+                let end = line.find(|letter: char| !letter.is_ascii_alphanumeric());
+                let variant = format!("{name}::{}", &line[..end.unwrap()]);
+                errors.insert(variant, beginning(&attribute));
+            } else if !line.starts_with("//") {
+                attribute.push_str(line.trim());
             }
         }
     }
-    variants
+    errors
+}
+
+/// The beginning of the message in an attribute `#[error(…)]` without line breaks.
+fn beginning(attribute: &str) -> String {
+    let literal = attribute.split('"').nth(1).unwrap_or_default();
+    let mut pieces = literal.split('{');
+    let mut message = pieces.next().unwrap_or_default().replace('\\', " ");
+    for piece in pieces {
+        message.push('…');
+        let (_, text) = piece.split_once('}').unwrap();
+        message.push_str(&text.replace('\\', " "));
+    }
+    let message = message.split(':').next().unwrap_or_default();
+    message.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// The lines of a markdown text that are not in a code block.
@@ -120,7 +142,8 @@ fn each_error_has_a_section_in_the_troubleshooting_page_and_each_section_an_erro
         .map(str::to_owned)
         .collect();
 
-    let variants = error_variants();
+    let errors = errors();
+    let variants: BTreeSet<String> = errors.keys().cloned().collect();
     assert!(variants.len() > 40, "{variants:?}");
     let without_section: Vec<_> = variants.difference(&sections).collect();
     let without_error: Vec<_> = sections.difference(&variants).collect();
@@ -128,6 +151,19 @@ fn each_error_has_a_section_in_the_troubleshooting_page_and_each_section_an_erro
         without_section.is_empty() && without_error.is_empty(),
         "no section for {without_section:?}, no error for {without_error:?}"
     );
+}
+
+#[test]
+fn each_section_of_an_error_begins_with_the_beginning_of_its_message() {
+    let page = read("docs/troubleshooting.md");
+    let mut different = Vec::new();
+    for (variant, message) in errors() {
+        let begins = format!("\n## `{variant}`\n\n> {message}\n");
+        if !message.is_empty() && !page.contains(&begins) {
+            different.push((variant, message));
+        }
+    }
+    assert!(different.is_empty(), "{different:#?}");
 }
 
 #[test]

@@ -28,15 +28,20 @@ fn files(directory: &Path, extension: &str, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The variants of the four enums of `src/error.rs`, as `Error::LockLost`, each with the beginning of its message up to the
+/// The variants of the four enums of errors, as `Error::LockLost`, each with the beginning of its message up to the
 /// first colon. An `…` stands for each value in it. The message is empty where another error's is passed on.
 fn errors() -> BTreeMap<String, String> {
-    let source = read("src/error.rs");
+    let mut sources = Vec::new();
+    files(&root().join("src"), "rs", &mut sources);
+    let sources: Vec<String> = sources.iter().map(read).collect();
     let mut errors = BTreeMap::new();
     for name in ["Error", "Input", "Misplaced", "Schema"] {
-        let (_, rest) = source
-            .split_once(&format!("\npub enum {name} {{\n"))
-            .unwrap();
+        let declaration = format!("\npub enum {name} {{\n");
+        let mut found = sources
+            .iter()
+            .filter_map(|source| source.split_once(&declaration));
+        let (_, rest) = found.next().unwrap();
+        assert!(found.next().is_none(), "two enums {name}");
         let (body, _) = rest.split_once("\n}\n").unwrap();
         let mut attribute = String::new();
         for line in body.lines() {

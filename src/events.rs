@@ -46,6 +46,10 @@ pub(crate) enum Subject<'a> {
 pub(crate) enum Outcome {
     Acquired,
     Busy,
+    /// A semaphore without a free slot. Logged as `busy`.
+    Full {
+        retry_after: Duration,
+    },
     Released,
     /// The release is left to a background thread.
     Deferred,
@@ -262,7 +266,7 @@ mod traced {
         fn name(self) -> &'static str {
             match self {
                 Self::Acquired => "acquired",
-                Self::Busy => "busy",
+                Self::Busy | Self::Full { .. } => "busy",
                 Self::Released => "released",
                 Self::Deferred => "deferred",
                 Self::Renewed => "renewed",
@@ -283,7 +287,7 @@ mod traced {
 
         fn retry_after(self) -> Option<Duration> {
             match self {
-                Self::Denied { retry_after } => Some(retry_after),
+                Self::Denied { retry_after } | Self::Full { retry_after } => Some(retry_after),
                 _ => None,
             }
         }

@@ -1,55 +1,47 @@
-//! Semaphores over requests to a service: so many at a time, across all instances.
+//! Semaphores: a service takes a limited number of concurrent requests, across all instances.
 
-#[cfg(feature = "r2d2")]
-mod acquire;
 mod admission;
-mod borrowed;
-#[cfg(feature = "r2d2")]
-mod handover;
-#[cfg(feature = "r2d2")]
-mod late;
+mod blocking;
+mod operations;
 #[cfg(feature = "r2d2")]
 mod permit;
-mod query;
-mod request;
+mod rules;
+mod sql;
+#[cfg(feature = "r2d2")]
+mod wakeups;
 
 use std::borrow::Cow;
 use std::time::Duration;
 
-use diesel::data_types::PgInterval;
-
 pub use self::admission::{Admission, Claim, Full};
 #[cfg(feature = "r2d2")]
 pub use self::permit::Permit;
-use crate::error::{Error, Input, Result};
 use crate::events::Subject;
-use crate::time;
 
-/// At most so many requests at a time to a service, across all instances, with no connection held
-/// while a request runs.
+/// A limit on the number of concurrent requests to a service, across all instances. No connection is held while a request
+/// runs.
 ///
-/// PostgreSQL keeps each request as a row of `resource_control.service_request`. Those in flight
-/// have a slot each, 0 to N − 1, which a partial unique index gives to one of them at a time. A
-/// request whose holder crashed or hangs gives its slot back when it times out. Ended requests stay,
-/// as a log.
+/// PostgreSQL stores each request as a row of `resource_control.service_request`. A request in flight has a slot, numbered
+/// from 0 to N − 1, and a partial unique index ensures that a slot has one holder at a time. If a holder crashes or hangs,
+/// its slot is free after the timeout. Rows of ended requests remain as a log.
 ///
-/// A handle is a small value that holds no connection; make it a `static`, or on the fly.
+/// A `Semaphore` is a small value that holds no connection. Declare it as a `static`, or create it where it is used.
 ///
 /// # Examples
 ///
 /// ```
 /// use std::time::Duration;
-/// use diesel_interlock::{Attempt, Error, PgPool, Semaphore};
+/// use diesel_interlock::{Admission, Error, PgPool, Semaphore};
 ///
 /// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
 ///
 /// fn geocode(pool: &PgPool, q: &str) -> Result<Option<String>, Error> {
-///     let Attempt::Acquired(permit) = GEOCODER.try_acquire(pool)? else {
+///     let Admission::Admitted(permit) = GEOCODER.try_acquire(pool)? else {
 ///         return Ok(None); // four are in flight
 ///     };
-///     let answer = call_geocoder(q, permit.fencing_token()); // no connection is held meanwhile
-///     permit.release()?; // an error if it had timed out
-///     Ok(Some(answer))
+///     let street = call_geocoder(q, permit.fencing_token()); // no connection is held meanwhile
+///     permit.release()?; // an error if the permit had timed out
+///     Ok(Some(street))
 /// }
 /// # fn call_geocoder(q: &str, _: i64) -> String { q.to_owned() }
 /// # let database = workbench::Database::new();
@@ -59,32 +51,32 @@ use crate::time;
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// # The time-out
+/// # Expiry
 ///
-/// decides, by the database's clock: from its expiry on, a request no longer counts, whether its row
-/// is marked or not, and its slot may be another's. Choose the time-out longer than the request can
-/// take, give the request a time limit of its own that is shorter ([`Permit::remaining`]), or
-/// [renew](Permit::renew) it.
+/// Expiry is decided by the database clock. Once `expires_at` has passed, the request no longer counts, even if its row has
+/// not been marked yet, and another holder may take the slot. Choose a timeout that is longer than the request can take.
+/// Give the request itself a shorter timeout ([`Permit::remaining`]), or [renew](Permit::renew) the permit.
 ///
-/// # What it does not protect from
+/// # Holders that outlive their permit
 ///
-/// A holder that sleeps through its own expiry goes on as if it still had its slot. What protects
-/// the data then is the [fencing token](Permit::fencing_token): the service refuses a token that is
-/// smaller than one it has seen for that slot. Of a semaphore with one slot the tokens ascend from
-/// each holder to the next, which makes it a lock with a lease, one that works behind a pooler in
-/// transaction mode. An asynchronous failover of the server may lose claims and give their ids again.
+/// A semaphore cannot stop a holder that has timed out without noticing, as a suspended process does. The
+/// [fencing token](Permit::fencing_token) protects the data in that case: the service refuses a token that is smaller than
+/// one it has seen for that slot.
 ///
-/// # When instances disagree
+/// With one slot, each new holder gets a larger token, so the semaphore is a lock with a lease, which also works behind a
+/// pooler in transaction mode. An asynchronous failover of the server may lose claims, and assign their ids again.
 ///
-/// about the number of slots, as they do during a deploy, the larger number holds. With a smaller
-/// number new claims are refused until fewer than that are in flight.
+/// # Instances with different numbers of slots
 ///
-/// # The log
+/// While instances disagree about the number of slots, as during a deploy, the larger number applies. An instance with a
+/// smaller number claims no slot until fewer requests than that are in flight.
 ///
-/// grows by a row per request. `SELECT resource_control.prune_service_requests('30 days', 10000)`
-/// deletes the oldest ones that ended, and marks those that are overdue. A transaction that stays open
-/// for hours anywhere in the database keeps PostgreSQL from cleaning up after each claim, and claims get
-/// slower meanwhile: [by how much](crate::guide::growing#long-open-transactions).
+/// # Growth of the log
+///
+/// Each request adds a row. `SELECT resource_control.prune_service_requests('30 days', 10000)` deletes the oldest requests
+/// that have ended, and marks requests that are overdue. While a transaction stays open for hours anywhere in the database,
+/// PostgreSQL cannot clean up after each claim, and claims get slower:
+/// [measured in the guide](crate::guide::growing#long-open-transactions).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[must_use = "a semaphore does nothing until a slot is acquired"]
 pub struct Semaphore {
@@ -95,11 +87,11 @@ pub struct Semaphore {
 }
 
 impl Semaphore {
-    /// Names a service, how many requests to it may be in flight, and after how long one that was
-    /// not released no longer counts.
+    /// Makes the semaphore of a service. At most `slots` requests are in flight, and a request that is not released ends
+    /// after `timeout`.
     ///
-    /// The service has 1 to 1,000 bytes, the slots are 1 to 32,767, and the time-out is rounded up
-    /// to microseconds; anything else is reported by the first operation.
+    /// The service has 1 to 1,000 bytes. The number of slots is 1 to 32,767. The timeout is longer than zero, at most a
+    /// thousand years, and rounded up to microseconds. The first operation returns an error for any other value.
     pub const fn named(service: &'static str, slots: u32, timeout: Duration) -> Self {
         Self {
             service: Cow::Borrowed(service),
@@ -109,8 +101,7 @@ impl Semaphore {
         }
     }
 
-    /// As [`named`](Self::named), for a service whose name is put together at run time, such as one
-    /// per tenant.
+    /// As [`named`](Self::named), for a service whose name is known only at run time, such as one per tenant.
     pub fn new(service: impl Into<String>, slots: u32, timeout: Duration) -> Self {
         Self {
             service: Cow::Owned(service.into()),
@@ -118,24 +109,24 @@ impl Semaphore {
         }
     }
 
-    /// What the log says about each request, for operators: who makes it, and what for. At most
-    /// 8,192 bytes. Defaults to nothing.
-    pub fn details(mut self, details: impl Into<String>) -> Self {
-        self.details = Cow::Owned(details.into());
+    /// Sets the details of each request in the log, for operators: who made it, and what for. At most 8,192 bytes. Defaults
+    /// to none.
+    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
+        self.details = details.into();
         self
     }
 
-    /// The service.
+    /// Returns the name of the service.
     pub fn service(&self) -> &str {
         &self.service
     }
 
-    /// How many requests may be in flight.
+    /// Returns how many requests may be in flight.
     pub const fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// After how long a request no longer counts.
+    /// Returns how long a request lasts if it is neither released nor renewed.
     pub const fn timeout(&self) -> Duration {
         self.timeout
     }
@@ -144,15 +135,6 @@ impl Semaphore {
         Subject::Semaphore {
             service: &self.service,
             id: None,
-        }
-    }
-
-    fn interval(&self) -> Result<PgInterval> {
-        match time::microseconds(self.timeout) {
-            Some(microseconds) => Ok(PgInterval::from_microseconds(microseconds)),
-            None => Err(Error::Input(Input::BadTimeout {
-                service: self.service.to_string(),
-            })),
         }
     }
 }

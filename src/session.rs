@@ -64,6 +64,9 @@ pub(crate) trait Session: Send {
         Q: Statement<U>,
         U: Send + 'conn;
 
+    /// Removes the mark that a probe left, where the open transaction is the caller's and the connection stays in use.
+    fn clear_mark(&mut self);
+
     /// Sends statements that return nothing, in one message.
     fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>>;
 
@@ -135,6 +138,10 @@ impl Session for Blocking<'_> {
         ready(transaction::probed(self.conn, |conn| {
             sent(conn, |conn| statement.load(conn))
         }))
+    }
+
+    fn clear_mark(&mut self) {
+        transaction::clear_mark(self.conn);
     }
 
     fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>> {
@@ -228,19 +235,49 @@ where
         Err(error)
             if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
         {
-            session.begin_read_committed().await?;
-            match session.one(statement).await {
-                Ok(row) => {
-                    session.commit().await?;
-                    Ok(row)
-                }
-                Err(error) => {
-                    session.rollback().await?;
-                    Err(error)
-                }
-            }
+            one_in_read_committed(session, statement).await
         }
         reply => reply,
+    }
+}
+
+/// As [`Session::probe`], and sends the statement again in a READ COMMITTED transaction if a stricter default level fails
+/// it.
+pub(crate) async fn probe_at_read_committed<S, U, Q>(
+    session: &mut S,
+    statement: Q,
+) -> (QueryResult<U>, bool)
+where
+    S: Session,
+    Q: Statement<U>,
+    U: Send,
+{
+    match session.probe(statement.clone()).await {
+        (Err(error), _)
+            if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
+        {
+            (one_in_read_committed(session, statement).await, false)
+        }
+        probed => probed,
+    }
+}
+
+async fn one_in_read_committed<S, U, Q>(session: &mut S, statement: Q) -> QueryResult<U>
+where
+    S: Session,
+    Q: Statement<U>,
+    U: Send,
+{
+    session.begin_read_committed().await?;
+    match session.one(statement).await {
+        Ok(row) => {
+            session.commit().await?;
+            Ok(row)
+        }
+        Err(error) => {
+            session.rollback().await?;
+            Err(error)
+        }
     }
 }
 

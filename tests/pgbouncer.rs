@@ -10,7 +10,7 @@ use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel_interlock::{
-    AdvisoryLock, Attempt, Error, PgPool, Semaphore, Sessions, Throttle, migrations,
+    Admission, AdvisoryLock, Attempt, Error, PgPool, Semaphore, Sessions, Throttle, migrations,
     probe_sessions, sync, throttled_resources,
 };
 use workbench::{Cluster, PgBouncer, PoolMode};
@@ -68,7 +68,7 @@ fn a_pooler_that_crashes_takes_the_session_locks_with_it() {
 fn a_pooler_that_is_paused_or_reloaded_takes_nothing_away() {
     let (_cluster, mut pooler) = pooled(PoolMode::Transaction, 2);
     let pool = pool(&pooler, 2);
-    let permit = GEOCODER.try_acquire(&pool).unwrap().acquired().unwrap();
+    let permit = GEOCODER.try_acquire(&pool).unwrap().admitted().unwrap();
     pooler.pause();
     pooler.reload();
     std::thread::scope(|scope| {
@@ -233,7 +233,7 @@ fn transaction_locks_throttles_and_semaphores_hold(pool: &PgPool) {
                         granted.fetch_add(1, Ordering::Relaxed);
                     }
                     let claim = GEOCODER.claim_on(conn).unwrap();
-                    if let Attempt::Acquired(claim) = claim {
+                    if let Admission::Admitted(claim) = claim {
                         let now = in_flight.fetch_add(1, Ordering::SeqCst) + 1;
                         most.fetch_max(now, Ordering::SeqCst);
                         in_flight.fetch_sub(1, Ordering::SeqCst);

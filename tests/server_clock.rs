@@ -101,11 +101,11 @@ fn unique() -> String {
 fn a_clock_that_is_set_forward_ends_permits_early_and_the_release_and_the_token_tell() {
     let mut server = Server::start();
     let pool = server.pool();
-    let first = SEMAPHORE.try_acquire(&pool).unwrap().acquired().unwrap();
+    let first = SEMAPHORE.try_acquire(&pool).unwrap().admitted().unwrap();
     server.step(HOUR);
     // Nobody has told this machine.
     assert!(first.remaining() > Duration::ZERO);
-    let second = SEMAPHORE.try_acquire(&pool).unwrap().acquired().unwrap();
+    let second = SEMAPHORE.try_acquire(&pool).unwrap().admitted().unwrap();
     assert!(second.fencing_token() > first.fencing_token());
     assert!(matches!(first.release(), Err(Error::TimedOut { .. })));
     second.release().unwrap();
@@ -115,12 +115,12 @@ fn a_clock_that_is_set_forward_ends_permits_early_and_the_release_and_the_token_
 fn a_clock_that_is_set_back_keeps_slots_taken_and_never_gives_one_twice() {
     let mut server = Server::start();
     let pool = server.pool();
-    let first = SEMAPHORE.try_acquire(&pool).unwrap().acquired().unwrap();
+    let first = SEMAPHORE.try_acquire(&pool).unwrap().admitted().unwrap();
     server.step(-HOUR);
-    assert!(SEMAPHORE.try_acquire(&pool).unwrap().is_busy());
+    assert!(SEMAPHORE.try_acquire(&pool).unwrap().is_full());
     let token = first.fencing_token();
     first.release().unwrap();
-    let mut second = SEMAPHORE.try_acquire(&pool).unwrap().acquired().unwrap();
+    let mut second = SEMAPHORE.try_acquire(&pool).unwrap().admitted().unwrap();
     assert!(second.fencing_token() > token);
     server.step(-HOUR);
     second.renew().unwrap();

@@ -83,7 +83,7 @@ fn snapshot(bench: &Bench, report: &mut Report) {
     let claim_time = || semaphores::time_of(|| one_claim(&pool));
     let refusal_time = || {
         let taken: Vec<_> = (0..semaphore().slots())
-            .map(|_| semaphore().try_acquire(&pool).unwrap().acquired())
+            .map(|_| semaphore().try_acquire(&pool).unwrap().admitted())
             .collect();
         assert!(taken.iter().all(Option::is_some));
         semaphores::time_of(|| semaphores::be_refused(&pool, &semaphore()))

@@ -58,7 +58,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     semaphore
         .try_acquire(&pool)
         .unwrap()
-        .acquired()
+        .admitted()
         .unwrap()
         .release()
         .unwrap();
@@ -70,7 +70,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         size_of::<PooledGuard>() as f64,
     );
     report.figure("guard: on the heap beyond that", "bytes", with_guard);
-    let with_permit = growth(|| semaphore.try_acquire(&pool).unwrap().acquired().unwrap());
+    let with_permit = growth(|| semaphore.try_acquire(&pool).unwrap().admitted().unwrap());
     report.figure("permit: its own size", "bytes", size_of::<Permit>() as f64);
     report.figure("permit: on the heap beyond that", "bytes", with_permit);
     report.figure(

@@ -52,7 +52,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let permit = full
         .try_acquire(&place.pool(1))
         .unwrap()
-        .acquired()
+        .admitted()
         .expect("nobody else is here");
 
     let mut contenders = Contenders::new();
@@ -226,7 +226,7 @@ fn operations(url: &str, network: u64, commit: u64, full: &Semaphore) -> Contend
             semaphore
                 .try_acquire(&pool)
                 .unwrap()
-                .acquired()
+                .admitted()
                 .expect("a slot is free")
                 .release()
                 .unwrap()
@@ -234,7 +234,7 @@ fn operations(url: &str, network: u64, commit: u64, full: &Semaphore) -> Contend
     };
     let refusal = {
         let (full, pool) = (full.clone(), pool.clone());
-        move || assert!(full.try_acquire(&pool).unwrap().is_busy())
+        move || assert!(full.try_acquire(&pool).unwrap().is_full())
     };
     vec![
         contender(0, Box::new(session_lock)),

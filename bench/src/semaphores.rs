@@ -81,12 +81,12 @@ pub(crate) fn time_of(mut once: impl FnMut()) -> f64 {
 }
 
 pub(crate) fn claim_and_release(pool: &PgPool, semaphore: &Semaphore) {
-    let permit = semaphore.try_acquire(pool).unwrap().acquired();
+    let permit = semaphore.try_acquire(pool).unwrap().admitted();
     permit.expect("a slot is free").release().unwrap();
 }
 
 pub(crate) fn be_refused(pool: &PgPool, semaphore: &Semaphore) {
-    let busy = semaphore.try_acquire(pool).unwrap().is_busy();
+    let busy = semaphore.try_acquire(pool).unwrap().is_full();
     assert!(busy, "every slot is taken");
 }
 
@@ -114,7 +114,7 @@ pub(crate) fn refusals(name: &str, place: &Place, number: usize) -> Box<dyn Cont
         let (pool, semaphore) = (pool.clone(), semaphore());
         move || {
             assert!(
-                semaphore.try_acquire(&pool).unwrap().is_busy(),
+                semaphore.try_acquire(&pool).unwrap().is_full(),
                 "every slot is taken"
             )
         }
@@ -137,7 +137,7 @@ pub(crate) fn fill_ours(place: &Place) -> Vec<Permit> {
         semaphore()
             .try_acquire(&pool)
             .unwrap()
-            .acquired()
+            .admitted()
             .expect("a slot is free")
     };
     (0..SLOTS).map(claim).collect()
@@ -182,7 +182,7 @@ impl Ours {
 
 impl Claimant for Ours {
     fn claim(&mut self) -> bool {
-        self.permit = self.semaphore.try_acquire(&self.pool).unwrap().acquired();
+        self.permit = self.semaphore.try_acquire(&self.pool).unwrap().admitted();
         self.permit.is_some()
     }
 

@@ -281,7 +281,7 @@ fn hand_over_of_a_slot(bench: &Bench, place: &Place, report: &mut Report) {
     let semaphore = Semaphore::named("one at a time", 1, LONG);
     let claim = || {
         let claimed = semaphore.acquire_timeout(&pool, LONG).unwrap();
-        claimed.acquired().expect("it is released soon")
+        claimed.admitted().expect("it is released soon")
     };
     let mut times = Vec::new();
     let mut permit = claim();
@@ -328,7 +328,7 @@ fn crowd_for_slots(bench: &Bench, place: &Place, report: &mut Report) {
             let permit = semaphore
                 .acquire_timeout(&pool, LONG)
                 .unwrap()
-                .acquired()
+                .admitted()
                 .expect("others release soon");
             assert!(inside.fetch_add(1, Ordering::SeqCst) < 4, "five are inside");
             inside.fetch_sub(1, Ordering::SeqCst);
@@ -361,10 +361,10 @@ fn load(bench: &Bench, place: &Place, report: &mut Report) {
     let permit = full
         .try_acquire(&direct)
         .unwrap()
-        .acquired()
+        .admitted()
         .expect("nobody else is here");
     waits(report, "of a semaphore", place, &proxy, time, || {
-        assert!(full.acquire_timeout(&through, time).unwrap().is_busy());
+        assert!(full.acquire_timeout(&through, time).unwrap().is_full());
     });
     permit.release().unwrap();
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use diesel::prelude::*;
 use diesel_interlock::monitor::{self, ServiceRequest};
 use diesel_interlock::schema::resource_control::service_request;
-use diesel_interlock::{Attempt, Semaphore};
+use diesel_interlock::{Admission, Semaphore};
 use workbench::Database;
 
 use self::service::{Service, call};
@@ -37,9 +37,9 @@ pub(crate) fn work(worker: &Instance) -> Result<(), Box<dyn Error>> {
     worker.say("called")?;
     worker.wait()?;
 
-    let semaphore = GEOCODER.clone().details(&worker.name);
+    let semaphore = GEOCODER.clone().details(worker.name.clone());
     loop {
-        let Attempt::Acquired(permit) =
+        let Admission::Admitted(permit) =
             semaphore.acquire_timeout(&pool, Duration::from_secs(10))?
         else {
             return Err("no slot within ten seconds".into());

@@ -9,7 +9,7 @@ use diesel_interlock::monitor::{
     self, Names, ServiceRequest, ThrottledResourceRow, Timestamp, blocking,
 };
 use diesel_interlock::schema::resource_control::{service_request, throttled_resource};
-use diesel_interlock::{AdvisoryLock, Attempt, LockKey, Semaphore};
+use diesel_interlock::{Admission, AdvisoryLock, LockKey, Semaphore};
 use workbench::Database;
 
 use crate::NIGHTLY;
@@ -32,13 +32,13 @@ pub(crate) fn report(instance: &Instance) -> Result<(), Box<dyn Error>> {
     let pool = instance.pool()?;
     let permit = GEOCODER
         .clone()
-        .details(&instance.name)
+        .details(instance.name.clone())
         .try_acquire(&pool)?;
     let guard = NIGHTLY.acquire(&pool)?;
     instance.say(READY)?;
     instance.wait()?;
     guard.release()?;
-    let Attempt::Acquired(permit) = permit else {
+    let Admission::Admitted(permit) = permit else {
         return Err("the service is in use".into());
     };
     Ok(permit.release()?)
@@ -47,8 +47,11 @@ pub(crate) fn report(instance: &Instance) -> Result<(), Box<dyn Error>> {
 /// Has the transaction lock, or waits for whoever has it.
 pub(crate) fn book(instance: &Instance) -> Result<(), Box<dyn Error>> {
     let conn = &mut instance.connect()?;
-    let claim = GEOCODER.clone().details(&instance.name).claim_on(conn)?;
-    let Attempt::Acquired(claim) = claim else {
+    let claim = GEOCODER
+        .clone()
+        .details(instance.name.clone())
+        .claim_on(conn)?;
+    let Admission::Admitted(claim) = claim else {
         return Err("the service is in use".into());
     };
     instance.say(READY)?;

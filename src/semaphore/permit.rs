@@ -1,56 +1,66 @@
-//! The permit of a semaphore.
+//! The permit of a semaphore, and its release in the background.
 
+use std::borrow::Cow;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
-use super::admission::Claim;
-use super::late::{self, Release};
-use super::{Semaphore, handover, query};
-use crate::background::Mark;
+use super::operations;
+use super::rules;
+use super::wakeups;
+use super::{Admission, Claim, Semaphore};
+use crate::background::{Background, Chore, Mark};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::events::{self, Event, Outcome, Subject};
 use crate::panics::caught;
-use crate::pool::{self, PgPool};
+use crate::pool::{self, PgPool, PooledPgConnection};
+use crate::session::{Blocking, now};
 use crate::time::Timestamp;
-use crate::transaction;
 
-/// A slot of a semaphore, ours until it is released or times out. Holds no connection.
+/// A slot of a semaphore, held until the permit is released, dropped or timed out. A permit holds no connection.
 ///
-/// Made by [`Semaphore`].
+/// The methods of [`Semaphore`] make permits.
 ///
 /// # Release
 ///
-/// [`release`](Self::release) gives the slot back in one round trip, and tells whether the permit had
-/// timed out. Dropping the permit never waits for a connection: it tries the pool for one that is idle,
-/// and otherwise leaves the release to a thread of this crate, which is started when it is first
-/// needed, one for each pool. What cannot be delivered, because the pool stays exhausted or the program ends, ends by its
-/// time-out.
+/// [`release`](Self::release) frees the slot in one round trip, and returns an error if the permit had timed out.
+/// [`run`](Self::run) runs a closure and then releases the permit.
 ///
-/// A permit must live as long as the request does: where an async handler is dropped because its client
-/// hung up, the slot is free while the service may still be at work. Make the call to its end on a
-/// blocking thread, or in a task of its own, that has the permit.
+/// Dropping a permit also frees the slot, and never waits for a connection. If the pool has an idle connection, the drop
+/// releases the permit on it. Otherwise it leaves the release to a background thread, which is started on first use, one
+/// for each pool. A release that the thread cannot send, because the pool stays exhausted or the program ends, is lost, and
+/// the slot is free after the timeout.
 ///
-/// A release touches only the permit's own request, and a late one changes nothing.
+/// A release changes only the permit's own request. A release after the timeout changes nothing.
+///
+/// # Asynchronous handlers
+///
+/// Keep the permit as long as the request runs. If an asynchronous handler is dropped because its client disconnected, the
+/// permit is dropped with it, and the slot is free while the service may still be at work. Make the call on a blocking
+/// thread or in a task of its own, and move the permit there.
 #[derive(Debug)]
 #[must_use = "if unused the slot is released at once"]
 #[clippy::has_significant_drop]
 pub struct Permit {
     claim: Claim,
-    semaphore: Semaphore,
+    service: Cow<'static, str>,
+    /// The timeout of the semaphore, for renewals.
+    timeout: Duration,
     pool: PgPool,
     mark: Mark,
     /// Before the claim, or the latest renewal, was sent.
     sent: Moment,
-    /// From then on; zero once the server has said that it is over.
+    /// How long the permit lasts from then on. Zero once the server has reported that it timed out.
     lasts: Duration,
     since: Instant,
-    released: bool,
+    /// Whether a drop has nothing left to release.
+    is_over: bool,
 }
 
 impl Permit {
-    /// `sent` is when the claim was sent, or before; `mark` is that of the connection that sent it.
+    /// `sent` is when the claim was sent, or before. `mark` is that of the connection that sent it.
     pub(super) fn new(
         semaphore: &Semaphore,
         claim: Claim,
@@ -60,60 +70,60 @@ impl Permit {
     ) -> Self {
         Self {
             claim,
-            semaphore: semaphore.clone(),
+            service: semaphore.service.clone(),
+            timeout: semaphore.timeout,
             pool,
             mark,
             sent,
             lasts: semaphore.timeout,
             since: Instant::now(),
-            released: false,
+            is_over: false,
         }
     }
 
-    /// A number that grows from each holder of this slot to its next: what a service, or a table, is to
-    /// refuse when it has seen a greater one for the same slot.
+    /// Returns the fencing token: each new holder of this slot gets a larger one.
     ///
-    /// It is the `id` of the request. Ordered within a [slot](Claim::slot), not within a service.
+    /// A service or a [`Fence`](crate::Fence) refuses a token that is smaller than one it has seen for the same slot. The
+    /// token is the `id` of the request. Tokens are ordered within a [slot](Claim::slot), not across the slots of a
+    /// service.
     pub const fn fencing_token(&self) -> i64 {
         self.claim.id
     }
 
-    /// The claim as plain data: which slot, since when, until when.
+    /// Returns the claim as plain data: the slot, when it was claimed, and when it expires.
     pub const fn claim(&self) -> &Claim {
         &self.claim
     }
 
-    /// How long until it times out, at least: zero when it may have. For the time limit of the request
-    /// itself.
+    /// Returns how long the permit lasts at least, for the timeout of the work itself. Zero if it may have timed out.
     ///
-    /// Counts on this machine, from before the claim was sent, by the monotonic or the wall clock,
-    /// whichever says that more time has passed: the monotonic clock stops while the machine is
-    /// suspended. A wall clock that was set forward makes it too small, until it is set right or the
-    /// permit is renewed.
+    /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic clock or the wall
+    /// clock, whichever has advanced more, because the monotonic clock stops while the machine is suspended. If the wall
+    /// clock is set forward, the result is too small until the clock is corrected or the permit is renewed.
     ///
-    /// The time-out itself is decided by the database's clock. Where that is set forward, the permit
-    /// times out earlier than this tells.
+    /// The database clock decides when the permit times out. If that clock is set forward, the permit times out earlier
+    /// than this method returns.
     pub fn remaining(&self) -> Duration {
         self.lasts.saturating_sub(self.sent.elapsed())
     }
 
-    /// Extends the permit to a full timeout from now, never shortens it, and returns when it expires by
-    /// the database's clock.
+    /// Extends the permit to a full timeout from now, and returns when it expires by the database's clock. Never shortens
+    /// it.
     ///
-    /// One round trip beyond the pool's own check-out:
+    /// One round trip besides the pool's own check-out:
     /// `SELECT resource_control.renew_service_request($1, $2)`.
     ///
     /// # Blocking
     ///
-    /// Waits for a connection as long as the pool is set to wait.
+    /// Waits for a connection as long as the pool's `connection_timeout` allows.
     ///
     /// # Errors
     ///
-    /// - [`Error::TimedOut`] if it had timed out. It is over: stop what it was for.
-    /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if the pool gave a connection that
-    ///   somebody had left in a transaction. It is as it was.
-    /// - [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and their like. It is as it was, or
-    ///   renewed.
+    /// - [`Error::TimedOut`] if the permit had timed out. Stop the work, because another holder may have taken the slot.
+    /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the connection had left a
+    ///   transaction open. The permit was not renewed.
+    /// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time. The permit was not renewed.
+    /// - [`Error::Database`] for anything else. The permit may have been renewed.
     pub fn renew(&mut self) -> Result<DateTime<Utc>> {
         let renewed = self.renew_inner();
         events::record(&Event::of("renew", self.subject(), &renewed, |_| {
@@ -124,15 +134,17 @@ impl Permit {
 
     fn renew_inner(&mut self) -> Result<DateTime<Utc>> {
         let mut conn = pool::check_out(&self.pool, None)?;
-        let interval = self.semaphore.interval()?;
+        let timeout = rules::interval(&self.service, self.timeout)?;
         let sent = Moment::now();
-        let renewed = transaction::refuse_left_open(&mut conn, |conn| {
-            query::renew(conn, self.claim.id, interval)
-        })?;
+        let renewed = now(operations::renew(
+            &mut Blocking::pooled(&mut conn),
+            self.claim.id,
+            timeout,
+        ))?;
         drop(conn);
         match renewed.map(Timestamp::at) {
             Some(expires_at) => {
-                (self.sent, self.lasts) = (sent, self.semaphore.timeout);
+                (self.sent, self.lasts) = (sent, self.timeout);
                 self.claim.expires_at = expires_at.unwrap_or(self.claim.expires_at);
                 Ok(self.claim.expires_at)
             }
@@ -143,22 +155,21 @@ impl Permit {
         }
     }
 
-    /// Gives the slot back.
+    /// Releases the permit, which frees the slot.
     ///
-    /// One round trip beyond the pool's own check-out:
+    /// One round trip besides the pool's own check-out:
     /// `SELECT resource_control.complete_service_request($1)`.
     ///
     /// # Blocking
     ///
-    /// Waits for a connection as long as the pool is set to wait.
+    /// Waits for a connection as long as the pool's `connection_timeout` allows.
     ///
     /// # Errors
     ///
-    /// - [`Error::TimedOut`] if it had timed out: part of the work may have run while more than the
-    ///   allowed requests were in flight. Nothing was changed.
-    /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if the pool gave a connection that
-    ///   somebody had left in a transaction; [`Error::Pool`](crate::Error::Pool), [`Error::Database`] and
-    ///   their like. The release is then tried again in the background, as if the permit were dropped.
+    /// - [`Error::TimedOut`] if the permit had timed out. Part of the work may have run while more requests than allowed
+    ///   were in flight. Nothing was changed.
+    /// - [`Error::Pool`](crate::Error::Pool), [`Error::TransactionInPool`](crate::Error::TransactionInPool) and
+    ///   [`Error::Database`]. The release is then retried in the background, as for a dropped permit.
     pub fn release(mut self) -> Result<()> {
         let released = self.release_inner();
         self.record_release(&released);
@@ -167,10 +178,10 @@ impl Permit {
 
     fn release_inner(&mut self) -> Result<()> {
         let mut conn = pool::check_out(&self.pool, None)?;
-        let completed = late::complete(&mut conn, self.claim.id)?;
-        self.released = true;
+        let completed = complete(&mut conn, self.claim.id)?;
+        self.is_over = true;
         drop(conn);
-        handover::wake_one(&self.semaphore.service);
+        wakeups::wake_one(&self.service);
         if completed {
             Ok(())
         } else {
@@ -178,16 +189,58 @@ impl Permit {
         }
     }
 
-    /// Answers the claim, which nothing releases any more but
-    /// [`Semaphore::complete_on`] and the time-out: for work that ends elsewhere.
+    /// Runs `work`, releases the permit, and returns the value of `work`.
+    ///
+    /// If `work` fails or panics, the permit is dropped, which releases it as well.
+    ///
+    /// # Blocking
+    ///
+    /// After `work`, as [`release`](Self::release).
+    ///
+    /// # Errors
+    ///
+    /// The error of `work`. If `work` succeeded, the errors of [`release`](Self::release), because the value was made
+    /// without a slot if the permit had timed out.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::{Error, PgPool, Semaphore};
+    ///
+    /// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
+    ///
+    /// fn geocode(pool: &PgPool, q: &str) -> Result<String, Error> {
+    ///     GEOCODER.acquire(pool)?.run(|permit| {
+    ///         Ok(format!("{q} within {:?}", permit.remaining())) // a call with a timeout
+    ///     })
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # diesel_interlock::migrations::install(&mut database.connect())?;
+    /// # assert!(geocode(&database.pool(1), "Main St")?.starts_with("Main St within 2"));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn run<T, E, F>(mut self, work: F) -> Result<T, E>
+    where
+        F: FnOnce(&mut Permit) -> Result<T, E>,
+        E: From<Error>,
+    {
+        let value = work(&mut self)?;
+        self.release()?;
+        Ok(value)
+    }
+
+    /// Turns the permit into its claim, for work that ends elsewhere.
+    ///
+    /// Afterwards only [`Semaphore::complete_on`] or the timeout frees the slot.
     pub fn into_claim(mut self) -> Claim {
-        self.released = true;
+        self.is_over = true;
         self.claim.clone()
     }
 
     fn subject(&self) -> Subject<'_> {
         Subject::Semaphore {
-            service: &self.semaphore.service,
+            service: &self.service,
             id: Some(self.claim.id),
         }
     }
@@ -199,30 +252,76 @@ impl Permit {
 
     fn timed_out(&self) -> Error {
         Error::TimedOut {
-            service: self.semaphore.service.to_string(),
+            service: self.service.to_string(),
             id: self.claim.id,
         }
     }
 
-    /// Answers whether there is nothing more to do.
+    /// Releases the permit on an idle connection. Returns whether nothing is left to release.
     fn release_without_waiting(&self) -> bool {
         let Some(mut conn) = self.pool.try_get() else {
             return false;
         };
-        let Ok(completed) = late::complete(&mut conn, self.claim.id) else {
+        let Ok(completed) = complete(&mut conn, self.claim.id) else {
             return false;
         };
         drop(conn);
-        handover::wake_one(&self.semaphore.service);
+        wakeups::wake_one(&self.service);
         let released = completed.then_some(()).ok_or_else(|| self.timed_out());
         self.record_release(&released);
         true
     }
 }
 
+impl Admission<Permit> {
+    /// Runs `work` with the permit, releases it, and returns the value of `work`. On a full semaphore `work` does not run.
+    ///
+    /// # Blocking
+    ///
+    /// After `work`, as [`Permit::release`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Permit::run`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::{Admission, Error, PgPool, Semaphore};
+    ///
+    /// static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    ///
+    /// fn geocode(pool: &PgPool) -> Result<String, Error> {
+    ///     let admission = GEOCODER.try_acquire(pool)?.run(|_permit| Ok::<_, Error>("Main St"))?;
+    ///     Ok(match admission {
+    ///         Admission::Admitted(street) => format!("200 {street}"),
+    ///         Admission::Full(full) => format!("503 Retry-After: {}", full.retry_after_secs()),
+    ///     })
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # diesel_interlock::migrations::install(&mut database.connect())?;
+    /// # let pool = database.pool(1);
+    /// # assert_eq!(geocode(&pool)?, "200 Main St");
+    /// # let _permit = GEOCODER.acquire(&pool)?;
+    /// # assert!(geocode(&pool)?.starts_with("503 Retry-After: "));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn run<T, E, F>(self, work: F) -> Result<Admission<T>, E>
+    where
+        F: FnOnce(&mut Permit) -> Result<T, E>,
+        E: From<Error>,
+    {
+        match self {
+            Admission::Admitted(permit) => permit.run(work).map(Admission::Admitted),
+            Admission::Full(full) => Ok(Admission::Full(full)),
+        }
+    }
+}
+
 impl Drop for Permit {
     fn drop(&mut self) {
-        if self.released {
+        if self.is_over {
             return;
         }
         let released = caught(|| {
@@ -234,14 +333,73 @@ impl Drop for Permit {
             released
         });
         if !released.unwrap_or(false) {
-            let release = Release {
-                service: self.semaphore.service.clone(),
-                id: self.claim.id,
-                deadline: self.sent.monotonic().checked_add(self.lasts),
-            };
-            late::deliver(&self.pool, self.mark, release);
+            release_in_background(
+                &self.pool,
+                self.mark,
+                LateRelease {
+                    service: self.service.clone(),
+                    id: self.claim.id,
+                    deadline: self.sent.monotonic().checked_add(self.lasts),
+                },
+            );
         }
     }
+}
+
+/// Ends the request on a connection out of its pool. Returns whether this call ended it.
+fn complete(conn: &mut PooledPgConnection, id: i64) -> Result<bool> {
+    now(operations::complete(&mut Blocking::pooled(conn), id))
+}
+
+/// How long the background thread waits before it retries a release.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// A release that found no idle connection, and is left to the background thread of its pool.
+#[derive(Debug)]
+struct LateRelease {
+    service: Cow<'static, str>,
+    id: i64,
+    /// When the request has timed out, and there is nothing left to release. By the monotonic clock alone, because a
+    /// release that comes too late changes nothing, but a release that is given up too early, after the wall clock was set
+    /// forward, keeps the slot taken.
+    deadline: Option<Instant>,
+}
+
+impl Chore for LateRelease {
+    /// A pool whose connections are always in use never has an idle one, so the thread waits for a connection.
+    const PATIENCE: Duration = PAUSE;
+
+    fn pause(&self) -> Duration {
+        PAUSE
+    }
+
+    fn is_over(&self) -> bool {
+        let is_over = self.deadline.is_some_and(|end| end <= Instant::now());
+        if is_over {
+            let request = Subject::Semaphore {
+                service: &self.service,
+                id: Some(self.id),
+            };
+            events::record(&Event::new("release", request, Outcome::TimedOut));
+        }
+        is_over
+    }
+
+    fn attend(&self, mut conn: PooledPgConnection) -> bool {
+        let was_sent = complete(&mut conn, self.id).is_ok();
+        drop(conn);
+        if was_sent {
+            wakeups::wake_one(&self.service);
+        }
+        was_sent
+    }
+}
+
+/// Leaves the release to the background thread of the pool. If no thread can be started, the slot is free after its
+/// timeout.
+fn release_in_background(pool: &PgPool, mark: Mark, release: LateRelease) {
+    static LATE_RELEASES: Background<LateRelease> = Background::new("late releases");
+    LATE_RELEASES.start(pool, Some(mark), Arc::new(release));
 }
 
 #[cfg(all(test, feature = "migrations"))]
@@ -251,14 +409,13 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(600);
 
-    /// What is promised on a machine that was suspended.
     #[test]
     fn a_suspended_machine_uses_up_a_permit_and_a_renewal_restores_it() {
         let database = workbench::Database::new();
         crate::migrations::install(&mut database.connect()).unwrap();
         let pool = database.pool(1);
         let semaphore = Semaphore::named("suspended", 1, TIMEOUT);
-        let mut permit = semaphore.try_acquire(&pool).unwrap().acquired().unwrap();
+        let mut permit = semaphore.try_acquire(&pool).unwrap().admitted().unwrap();
         assert!(permit.remaining() <= TIMEOUT && permit.remaining() > TIMEOUT / 2);
         clock::suspend(TIMEOUT / 2);
         assert!(permit.remaining() <= TIMEOUT / 2);

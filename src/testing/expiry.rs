@@ -40,11 +40,11 @@ use crate::text;
 /// # let pool = database.pool(1);
 /// # let conn = &mut database.connect();
 /// # diesel_interlock::migrations::install(&mut database.connect())?;
-/// let slow = GEOCODER.try_acquire(&pool)?.acquired().expect("nobody else is here");
-/// assert!(GEOCODER.try_acquire(&pool)?.is_busy());
+/// let slow = GEOCODER.try_acquire(&pool)?.admitted().expect("nobody else is here");
+/// assert!(GEOCODER.try_acquire(&pool)?.is_full());
 ///
 /// assert_eq!(testing::expire(conn, &GEOCODER)?, 1);
-/// let next = GEOCODER.try_acquire(&pool)?.acquired().expect("the slot is free again");
+/// let next = GEOCODER.try_acquire(&pool)?.admitted().expect("the slot is free again");
 /// assert!(matches!(slow.release(), Err(Error::TimedOut { .. })));
 /// next.release()?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())

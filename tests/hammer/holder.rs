@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use diesel::r2d2::{ConnectionManager, Pool};
-use diesel_interlock::{Attempt, Error, Permit, PgPool, Semaphore};
+use diesel_interlock::{Admission, Error, Permit, PgPool, Semaphore};
 
 use crate::clients::say;
 use crate::dice::Dice;
@@ -59,7 +59,7 @@ fn hold(
     } else {
         semaphore.try_acquire(pool)?
     };
-    let Attempt::Acquired(mut permit) = attempt else {
+    let Admission::Admitted(mut permit) = attempt else {
         say("refused");
         thread::sleep(dice.milliseconds(0..10));
         return Ok(());

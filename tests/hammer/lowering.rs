@@ -97,7 +97,7 @@ impl OneOfEight {
         let deadline = SystemTime::now() + timeout;
         let attempt = semaphore.claim_on(conn).unwrap();
         Self {
-            claim: attempt.acquired().expect("eight slots are free"),
+            claim: attempt.admitted().expect("eight slots are free"),
             semaphore,
             work,
             deadline,

@@ -298,7 +298,7 @@ fn the_other_primitives_work_after_a_copy() {
         let mail = Throttle::of(Resource::Mail);
         for round in 0..2 {
             copy(conn);
-            let claim = semaphore.claim_on(conn).unwrap().acquired().unwrap();
+            let claim = semaphore.claim_on(conn).unwrap().admitted().unwrap();
             copy(conn);
             assert!(semaphore.renew_on(conn, claim.id).unwrap().is_some());
             copy(conn);
@@ -353,7 +353,7 @@ fn a_claim_in_a_raw_transaction_is_refused_though_a_copy_went_before() {
     let conn = &mut database.connect();
     make_table(conn);
     let semaphore = Semaphore::named("copies", 4, Duration::from_secs(60));
-    let claim = semaphore.claim_on(conn).unwrap().acquired().unwrap();
+    let claim = semaphore.claim_on(conn).unwrap().admitted().unwrap();
     assert!(semaphore.complete_on(conn, claim.id).unwrap());
     conn.batch_execute("BEGIN").unwrap();
     copy_to_the_end(conn);

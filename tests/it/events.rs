@@ -9,7 +9,7 @@ use std::time::Duration;
 use diesel::RunQueryDsl;
 use diesel::connection::SimpleConnection;
 use diesel_interlock::error::Misplaced;
-use diesel_interlock::{AdvisoryLock, Attempt, Error, Semaphore, Throttle, sync, sync_intervals};
+use diesel_interlock::{Admission, AdvisoryLock, Error, Semaphore, Throttle, sync, sync_intervals};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
@@ -209,7 +209,7 @@ fn a_semaphore_tells_of_claims_releases_and_time_outs() {
     let pool = database.pool(1);
     let events = told(|| {
         let mut permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
-        let Attempt::Busy = GEOCODER.try_acquire(&pool).unwrap() else {
+        let Admission::Full(_) = GEOCODER.try_acquire(&pool).unwrap() else {
             panic!("two permits of one");
         };
         permit.renew().unwrap();
@@ -236,6 +236,10 @@ fn a_semaphore_tells_of_claims_releases_and_time_outs() {
         ]
     );
     assert!(events.iter().all(|event| event["service"] == "geocoder"));
+    for event in &events {
+        let is_busy = event["outcome"] == "busy";
+        assert_eq!(event.contains_key("retry_after_ms"), is_busy, "{event:?}");
+    }
     // Not through the pool, whose only connection it waits for.
     let conn = &mut database.connect();
     eventually("the deferred release is delivered", || {

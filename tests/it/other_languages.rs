@@ -74,7 +74,7 @@ fn a_client_with_rows_of_its_own_and_our_claims_keep_one_limit() {
     for _ in 0..2 {
         let _ = GEOCODER.claim_on(conn).unwrap().expect_acquired();
     }
-    assert!(GEOCODER.claim_on(conn).unwrap().is_busy());
+    assert!(GEOCODER.claim_on(conn).unwrap().is_full());
     conn.batch_execute(own_claim()).unwrap();
     assert_eq!(count(conn, "completed_at IS NULL"), 4);
     assert_eq!(count(conn, "slot BETWEEN 0 AND 3"), 4);

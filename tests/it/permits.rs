@@ -44,7 +44,7 @@ fn whoever_waits_for_a_slot_holds_no_connection_meanwhile() {
         let (asked, has_asked) = std::sync::mpsc::channel();
         let pool = &pool;
         let waiter = scope.spawn(move || {
-            assert!(ONE.try_acquire(pool).unwrap().is_busy());
+            assert!(ONE.try_acquire(pool).unwrap().is_full());
             asked.send(()).unwrap();
             let timeout = Duration::from_secs(20);
             ONE.acquire_timeout(pool, timeout)
@@ -63,7 +63,7 @@ fn a_wait_for_a_slot_that_stays_taken_is_busy() {
     let pool = database.pool(1);
     let _permit = ONE.try_acquire(&pool).unwrap().expect_acquired();
     let timeout = Duration::from_millis(30);
-    assert!(ONE.acquire_timeout(&pool, timeout).unwrap().is_busy());
+    assert!(ONE.acquire_timeout(&pool, timeout).unwrap().is_full());
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn a_late_completion_by_another_process_says_so_and_changes_nothing() {
     assert_eq!(ONE.renew_on(conn, claim.id).unwrap(), None);
     let next = ONE.claim_on(conn).unwrap().expect_acquired();
     assert!(!ONE.complete_on(conn, claim.id).unwrap());
-    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    assert!(ONE.claim_on(conn).unwrap().is_full());
     assert!(ONE.complete_on(conn, next.id).unwrap());
     assert!(!ONE.complete_on(conn, next.id).unwrap());
 }
@@ -161,7 +161,7 @@ fn the_slots_are_the_same_from_sql() {
     let database = database();
     let (pool, conn) = (database.pool(1), &mut database.connect());
     let id = claim_in_sql(conn).expect("it is free");
-    assert!(ONE.try_acquire(&pool).unwrap().is_busy());
+    assert!(ONE.try_acquire(&pool).unwrap().is_full());
     assert_eq!(claim_in_sql(conn), None);
 
     let renewed = format!("resource_control.renew_service_request({id}, '1 hour') IS NOT NULL");
@@ -190,7 +190,7 @@ fn whatever_a_program_does_a_slot_has_one_holder() {
                   (service, slot, created_at, expires_at) \
                   VALUES ('importer', 0, now(), now() + '30 s')";
     diesel::sql_query(insert).execute(conn).unwrap();
-    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    assert!(ONE.claim_on(conn).unwrap().is_full());
     let second = diesel::sql_query(insert).execute(conn);
     assert!(
         matches!(

@@ -65,7 +65,7 @@ fn an_old_program_runs_on_a_new_schema() {
         );
     }
     let geocoder = Semaphore::named("geocoder", 4, Duration::from_secs(30));
-    let claim = geocoder.claim_on(conn).unwrap().acquired().unwrap();
+    let claim = geocoder.claim_on(conn).unwrap().admitted().unwrap();
     assert!(geocoder.renew_on(conn, claim.id).unwrap().is_some());
     assert!(geocoder.complete_on(conn, claim.id).unwrap());
     conn.batch_execute(

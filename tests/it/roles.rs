@@ -133,7 +133,7 @@ fn work(conn: &mut PgConnection) -> Result<(), Error> {
     let _ = mail.clone().details("me").attempt_on(conn)?;
     let _ = mail.key(7).details("me").attempt_on(conn)?;
     let geocoder = Semaphore::named("geocoder", 4, Duration::from_secs(30));
-    let claim = geocoder.claim_on(conn)?.acquired().expect("a free slot");
+    let claim = geocoder.claim_on(conn)?.admitted().expect("a free slot");
     geocoder.renew_on(conn, claim.id)?;
     assert!(geocoder.complete_on(conn, claim.id)?);
     AdvisoryLock::named("roles").with_on(conn, |_| Ok::<_, Error>(()))?;

@@ -148,10 +148,10 @@ fn one_to_claim_one_to_be_refused_one_to_renew_and_one_to_release() {
     let parses = proxy.parses();
 
     let mut permit = None;
-    let claim = || permit = semaphore.try_acquire(&pool).unwrap().acquired();
+    let claim = || permit = semaphore.try_acquire(&pool).unwrap().admitted();
     assert_eq!(proxy.count(claim), 1);
     let mut permit = permit.unwrap();
-    let refusal = || assert!(semaphore.try_acquire(&pool).unwrap().is_busy());
+    let refusal = || assert!(semaphore.try_acquire(&pool).unwrap().is_full());
     assert_eq!(proxy.count(refusal), 1);
     let renewal = || assert!(permit.renew().is_ok());
     assert_eq!(proxy.count(renewal), 1);
@@ -164,7 +164,7 @@ fn one_to_claim_one_to_be_refused_one_to_renew_and_one_to_release() {
     let conn = &mut pool.get().unwrap();
     let all = || {
         let claim = semaphore.claim_on(conn).unwrap().expect_acquired();
-        assert!(semaphore.claim_on(conn).unwrap().is_busy());
+        assert!(semaphore.claim_on(conn).unwrap().is_full());
         assert!(semaphore.renew_on(conn, claim.id).unwrap().is_some());
         assert!(semaphore.complete_on(conn, claim.id).unwrap());
     };

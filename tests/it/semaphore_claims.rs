@@ -67,7 +67,7 @@ fn a_claim_passes_by_those_that_are_not_committed() {
             assert!(claim_in_sql(open, "geocoder", 4));
         }
         let fourth = FOUR.claim_on(conn).unwrap().expect_acquired();
-        assert!(FOUR.claim_on(conn).unwrap().is_busy());
+        assert!(FOUR.claim_on(conn).unwrap().is_full());
         open.batch_execute("ROLLBACK").unwrap();
         let others = fill(&FOUR, conn);
         assert_eq!(others.len(), 3);
@@ -103,12 +103,12 @@ fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {
             observer.all_waiting() == 1
         });
         for _ in 0..3 {
-            assert!(ONE.claim_on(conn).unwrap().is_busy());
+            assert!(ONE.claim_on(conn).unwrap().is_full());
         }
         gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
-        assert!(slow.join().unwrap().acquired().is_some());
+        assert!(slow.join().unwrap().admitted().is_some());
     });
-    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    assert!(ONE.claim_on(conn).unwrap().is_full());
 }
 
 /// Not a duplicate, which would be no reason to repeat it.
@@ -118,7 +118,7 @@ fn a_slot_whose_request_the_snapshot_does_not_show_is_a_serialization_failure() 
     let (conn, other) = (&mut database.connect(), &mut database.connect());
     conn.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")
         .unwrap();
-    assert!(ONE.claim_on(other).unwrap().acquired().is_some());
+    assert!(ONE.claim_on(other).unwrap().admitted().is_some());
     let claim = "SELECT resource_control.claim_service_request('geocoder', 1, '30 s')";
     let failed = diesel::sql_query(claim).execute(conn);
     assert!(
@@ -142,7 +142,7 @@ fn a_refusal_never_asks_for_more_patience_than_the_time_out() {
         let waiter = scope.spawn(|| {
             let conn = &mut database.connect();
             conn.batch_execute(PATIENT).unwrap();
-            ONE.admit_on(conn).unwrap()
+            ONE.claim_on(conn).unwrap()
         });
         eventually("the table is waited for", || observer.all_waiting() > 0);
         assert!(claim_in_sql(open, "geocoder", 1));
@@ -209,22 +209,22 @@ fn of_fewer_slots_only_as_many_are_offered_as_requests_are_missing() {
     conn.batch_execute(IMPATIENT).unwrap();
     let eight = Semaphore::named("geocoder", 8, Duration::from_secs(30));
     let claims = fill(&eight, conn);
-    assert!(FOUR.claim_on(conn).unwrap().is_busy());
+    assert!(FOUR.claim_on(conn).unwrap().is_full());
     let (kept, ended): (Vec<_>, Vec<_>) = claims.into_iter().partition(|claim| claim.slot >= 5);
     for (ended, claim) in (1..).zip(ended) {
         assert!(FOUR.complete_on(conn, claim.id).unwrap());
         if ended <= 4 {
-            assert!(FOUR.claim_on(conn).unwrap().is_busy(), "{ended} ended");
+            assert!(FOUR.claim_on(conn).unwrap().is_full(), "{ended} ended");
         }
     }
     for _ in 0..8 {
         open.batch_execute("BEGIN").unwrap();
         assert!(claim_in_sql(open, "geocoder", 4));
-        assert!(FOUR.claim_on(conn).unwrap().is_busy());
+        assert!(FOUR.claim_on(conn).unwrap().is_full());
         open.batch_execute("ROLLBACK").unwrap();
     }
     assert!(FOUR.claim_on(conn).unwrap().expect_acquired().slot < 4);
-    assert!(FOUR.claim_on(conn).unwrap().is_busy());
+    assert!(FOUR.claim_on(conn).unwrap().is_full());
 
     // Those that have crashed do not count.
     for claim in kept {
@@ -251,7 +251,7 @@ fn the_last_of_very_many_slots_is_found_soon() {
     for _ in 0..20 {
         let claim = all.claim_on(conn).unwrap().expect_acquired();
         assert_eq!(claim.slot, 12345);
-        assert!(all.claim_on(conn).unwrap().is_busy());
+        assert!(all.claim_on(conn).unwrap().is_full());
         assert!(all.complete_on(conn, claim.id).unwrap());
     }
     assert!(

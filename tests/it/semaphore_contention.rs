@@ -100,7 +100,7 @@ fn hammer(database: &Database, level: &str, semaphore: &Semaphore, forgetful: bo
                     if Instant::now() > end {
                         break;
                     }
-                    let Some(claim) = semaphore.claim_on(conn).unwrap().acquired() else {
+                    let Some(claim) = semaphore.claim_on(conn).unwrap().admitted() else {
                         continue;
                     };
                     if !forgetful {
@@ -176,7 +176,7 @@ fn of_one_slot_the_tokens_ascend_from_each_holder_to_the_next() {
                 start.wait();
                 let end = Instant::now() + Duration::from_secs(2);
                 while Instant::now() < end {
-                    if let Some(claim) = one.claim_on(conn).unwrap().acquired() {
+                    if let Some(claim) = one.claim_on(conn).unwrap().admitted() {
                         tokens
                             .try_lock()
                             .expect("nobody else holds it")
@@ -207,7 +207,7 @@ fn of_overdue_slots_each_is_taken_over_once() {
                 scope.spawn(|| {
                     let conn = &mut database.connect();
                     start.wait();
-                    if FOUR.claim_on(conn).unwrap().acquired().is_some() {
+                    if FOUR.claim_on(conn).unwrap().admitted().is_some() {
                         claimed.fetch_add(1, Ordering::Relaxed);
                     }
                 });
@@ -247,7 +247,7 @@ fn a_lowered_number_holds_for_new_claims_while_older_ones_end() {
                     // Not for ever, should the others fail.
                     let end = Instant::now() + Duration::from_secs(60);
                     while !done.load(Ordering::SeqCst) && Instant::now() < end {
-                        if let Some(claim) = four.claim_on(conn).unwrap().acquired() {
+                        if let Some(claim) = four.claim_on(conn).unwrap().admitted() {
                             holders.enter(4);
                             assert!(claim.slot < 4);
                             claimed.fetch_add(1, Ordering::SeqCst);
@@ -307,7 +307,7 @@ fn while_instances_disagree_the_larger_number_holds() {
                     if Instant::now() > end {
                         break;
                     }
-                    let claim = semaphore.claim_on(conn).unwrap().acquired();
+                    let claim = semaphore.claim_on(conn).unwrap().admitted();
                     if let Some(claim) = claim.filter(|_| turn % 4 != 0) {
                         semaphore.complete_on(conn, claim.id).unwrap();
                     }
@@ -394,7 +394,7 @@ fn a_client_that_follows_the_article_and_ours_share_the_slots() {
                             article.release(id);
                         }
                     } else {
-                        let claim = four.claim_on(conn).unwrap().acquired();
+                        let claim = four.claim_on(conn).unwrap().admitted();
                         if let Some(claim) = claim.filter(|_| turn % 8 != 1) {
                             four.complete_on(conn, claim.id).unwrap();
                         }

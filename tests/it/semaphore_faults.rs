@@ -100,7 +100,7 @@ fn a_server_that_is_down_is_waited_for_in_the_background() {
     drop(permit);
     cluster.start_again();
     assert_released_in_the_background(&database, id);
-    assert!(GEOCODER.try_acquire(&pool).unwrap().acquired().is_some());
+    assert!(GEOCODER.try_acquire(&pool).unwrap().admitted().is_some());
 }
 
 #[test]

@@ -27,13 +27,10 @@ fn bad_input_is_told_before_anything_is_sent() {
         let conn = &mut bare.connect();
         let errors = [
             semaphore.claim_on(conn).unwrap_err(),
-            semaphore.admit_on(conn).unwrap_err(),
             semaphore.try_acquire(&pool).unwrap_err(),
+            semaphore.acquire(&pool).unwrap_err(),
             semaphore.acquire_timeout(&pool, SECOND).unwrap_err(),
-            semaphore.admit_timeout(&pool, SECOND).unwrap_err(),
-            semaphore
-                .try_with(&pool, |_| Ok::<_, Error>(()))
-                .unwrap_err(),
+            semaphore.with(&pool, |_| Ok::<_, Error>(())).unwrap_err(),
         ];
         let [first, others @ ..] = errors;
         for other in others {
@@ -80,7 +77,7 @@ fn bad_input_is_told_before_anything_is_sent() {
     for semaphore in [
         Semaphore::new(&megabyte[..1001], 1, SECOND),
         Semaphore::new(megabyte.clone(), 1, SECOND),
-        Semaphore::named("geocoder", 1, SECOND).details(&megabyte[..8193]),
+        Semaphore::named("geocoder", 1, SECOND).details(megabyte[..8193].to_owned()),
         Semaphore::named("geocoder", 1, SECOND).details(megabyte.clone()),
     ] {
         let error = refused(semaphore);
@@ -92,7 +89,8 @@ fn bad_input_is_told_before_anything_is_sent() {
 
     // As large as it may be.
     let timeout = Duration::from_secs(1000 * 360 * 86_400);
-    let largest = Semaphore::new(&megabyte[..1000], 32_767, timeout).details(&megabyte[..8192]);
+    let largest =
+        Semaphore::new(&megabyte[..1000], 32_767, timeout).details(megabyte[..8192].to_owned());
     let claim = largest.claim_on(conn).unwrap().expect_acquired();
     assert!(largest.renew_on(conn, claim.id).unwrap().is_some());
     assert!(largest.complete_on(conn, claim.id).unwrap());
@@ -235,8 +233,8 @@ fn a_missing_schema_is_named() {
     ));
     // Neither connection is the worse for it.
     migrations::install(conn).unwrap();
-    assert!(semaphore.claim_on(conn).unwrap().acquired().is_some());
-    assert!(semaphore.try_acquire(&pool).unwrap().is_busy());
+    assert!(semaphore.claim_on(conn).unwrap().admitted().is_some());
+    assert!(semaphore.try_acquire(&pool).unwrap().is_full());
 }
 
 #[test]
@@ -274,7 +272,7 @@ fn a_read_only_session_is_told_so() {
     let held = log(conn);
     conn.batch_execute("SET default_transaction_read_only = on")
         .unwrap();
-    assert!(semaphore.claim_on(conn).unwrap().is_busy());
+    assert!(semaphore.claim_on(conn).unwrap().is_full());
     let two = Semaphore::named("geocoder", 2, SECOND);
     assert!(matches!(two.claim_on(conn), Err(Error::ReadOnly)));
     assert!(matches!(
@@ -301,7 +299,7 @@ fn a_standby_answers_what_it_reads_and_claims_nothing() {
     let standby = primary.standby();
     let conn = &mut PgConnection::establish(&standby.url(database.name())).unwrap();
     eventually("it has followed", || log(conn).len() == 1);
-    assert!(one.claim_on(conn).unwrap().is_busy());
+    assert!(one.claim_on(conn).unwrap().is_full());
     let two = Semaphore::named("geocoder", 2, SECOND);
     assert!(matches!(two.claim_on(conn), Err(Error::ReadOnly)));
     assert!(matches!(

@@ -379,7 +379,7 @@ fn a_lowered_number_of_very_many_slots_holds_for_new_claims_at_once() {
          SELECT 'geocoder', slot, now(), now() + interval '1 hour' FROM generate_series(300, 599) AS slot",
     )
     .unwrap();
-    assert!(fewer.claim_on(conn).unwrap().is_busy());
+    assert!(fewer.claim_on(conn).unwrap().is_full());
 
     // The slot that was released last is above it.
     conn.batch_execute(
@@ -391,5 +391,5 @@ fn a_lowered_number_of_very_many_slots_holds_for_new_claims_at_once() {
     )
     .unwrap();
     assert_eq!(fewer.claim_on(conn).unwrap().expect_acquired().slot, 5);
-    assert!(fewer.claim_on(conn).unwrap().is_busy());
+    assert!(fewer.claim_on(conn).unwrap().is_full());
 }

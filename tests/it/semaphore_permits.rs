@@ -7,7 +7,7 @@ use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::r2d2::{Pool, TestCustomizer};
 use diesel_interlock::error::Misplaced;
-use diesel_interlock::{Attempt, Error, Permit, Semaphore};
+use diesel_interlock::{Admission, Error, Permit, Semaphore};
 
 use crate::semaphores::{Request, database, expire, log, request};
 use crate::support::{Expect, Observer, eventually, number, truth};
@@ -57,7 +57,7 @@ fn dropping_does_not_wait_for_a_connection_and_the_release_follows() {
             .iter()
             .all(|request| request.completed_at.is_some())
     });
-    assert!(GEOCODER.try_acquire(&pool).unwrap().acquired().is_some());
+    assert!(GEOCODER.try_acquire(&pool).unwrap().admitted().is_some());
 }
 
 #[test]
@@ -112,15 +112,15 @@ fn a_panic_gives_the_slot_back() {
 }
 
 #[test]
-fn the_closure_form_releases_on_every_way_out() {
+fn work_in_a_closure_is_released_on_every_way_out() {
     let database = database();
     let (pool, conn) = (database.pool(1), &mut database.connect());
-    let done = GEOCODER.try_with(&pool, |permit| {
+    let done = GEOCODER.try_acquire(&pool).unwrap().run(|permit| {
         // Nothing holds the only connection.
         drop(pool.get().unwrap());
         Ok::<_, Error>(permit.fencing_token())
     });
-    assert_eq!(done.unwrap(), Attempt::Acquired(log(conn)[0].id));
+    assert_eq!(done.unwrap(), Admission::Admitted(log(conn)[0].id));
 
     #[derive(Debug, PartialEq)]
     struct Mine;
@@ -129,10 +129,18 @@ fn the_closure_form_releases_on_every_way_out() {
             panic!("{error}")
         }
     }
-    let failed = GEOCODER.try_with(&pool, |_| Err::<(), _>(Mine));
-    assert_eq!(failed.unwrap_err(), Mine);
+    let admission = GEOCODER.try_acquire(&pool).unwrap();
+    assert_eq!(admission.run(|_| Err::<(), _>(Mine)).unwrap_err(), Mine);
+    let permit = GEOCODER.acquire(&pool).unwrap();
+    assert_eq!(permit.run(|_| Err::<(), _>(Mine)), Err(Mine));
+    assert_eq!(GEOCODER.with(&pool, |_| Err::<(), _>(Mine)), Err(Mine));
     let panicked = catch_unwind(AssertUnwindSafe(|| {
-        GEOCODER.try_with(&pool, |_| -> Result<(), Error> { panic!("in the work") })
+        let admission = GEOCODER.try_acquire(&pool).unwrap();
+        admission.run(|_| -> Result<(), Error> { panic!("in the work") })
+    }));
+    assert!(panicked.is_err());
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        GEOCODER.with(&pool, |_| -> Result<(), Error> { panic!("in the work") })
     }));
     assert!(panicked.is_err());
     assert!(
@@ -140,17 +148,23 @@ fn the_closure_form_releases_on_every_way_out() {
             .iter()
             .all(|request| request.completed_at.is_some())
     );
-    assert_eq!(log(conn).len(), 3);
+    assert_eq!(log(conn).len(), 6);
 
-    let late = GEOCODER.try_with(&pool, |_| {
+    let late = GEOCODER.try_acquire(&pool).unwrap().run(|_| {
+        expire(conn, "geocoder");
+        Ok::<_, Error>(())
+    });
+    assert!(matches!(late, Err(Error::TimedOut { .. })), "{late:?}");
+    let late = GEOCODER.with(&pool, |_| {
         expire(conn, "geocoder");
         Ok::<_, Error>(())
     });
     assert!(matches!(late, Err(Error::TimedOut { .. })), "{late:?}");
     let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
     let _held = one.try_acquire(&pool).unwrap().expect_acquired();
-    let busy = one.try_with(&pool, |_| -> Result<(), Error> { unreachable!() });
-    assert!(busy.unwrap().is_busy());
+    let full = one.try_acquire(&pool).unwrap();
+    let full = full.run(|_| -> Result<(), Error> { unreachable!() });
+    assert!(full.unwrap().is_full());
 }
 
 #[test]
@@ -229,7 +243,7 @@ fn in_a_test_transaction_slots_are_claimed_and_released_and_rolled_back() {
         .unwrap();
     let first = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     let mut second = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
-    assert!(GEOCODER.try_acquire(&pool).unwrap().is_busy());
+    assert!(GEOCODER.try_acquire(&pool).unwrap().is_full());
     first.release().unwrap();
     second.renew().unwrap();
     drop(second);

@@ -9,7 +9,7 @@ use diesel::result::DatabaseErrorKind;
 use diesel::result::Error::DatabaseError;
 use diesel_interlock::error::Schema;
 use diesel_interlock::functions::renew_service_request;
-use diesel_interlock::{Admission, Attempt, Error, Semaphore};
+use diesel_interlock::{Admission, Error, Semaphore};
 use workbench::{Cluster, Database, RoundTrips};
 
 use crate::semaphores::{database, expire, fill, log};
@@ -21,7 +21,7 @@ const TWO: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 fn works(conn: &mut PgConnection) {
     let claims = fill(&TWO, conn);
     assert_eq!(claims.len(), 2);
-    assert!(matches!(TWO.admit_on(conn).unwrap(), Admission::Full(full)
+    assert!(matches!(TWO.claim_on(conn).unwrap(), Admission::Full(full)
         if full.retry_after > Duration::from_secs(20) && full.retry_after < Duration::from_secs(31)));
     assert!(TWO.renew_on(conn, claims[0].id).unwrap().is_some());
     assert!(TWO.complete_on(conn, claims[0].id).unwrap());
@@ -128,7 +128,7 @@ fn what_shadows_the_catalogue_is_not_called() {
     assert!(TWO.complete_on(shadowed, claim.id).unwrap());
     assert!(!TWO.complete_on(shadowed, claim.id).unwrap());
     fill(&TWO, conn);
-    assert!(TWO.claim_on(shadowed).unwrap().is_busy());
+    assert!(TWO.claim_on(shadowed).unwrap().is_full());
     // Of those that are overdue, and where there were more slots.
     expire(conn, "geocoder");
     let [first, second] = &fill(&TWO, shadowed)[..] else {
@@ -136,10 +136,10 @@ fn what_shadows_the_catalogue_is_not_called() {
     };
     assert!(TWO.complete_on(shadowed, first.id).unwrap());
     let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
-    assert!(one.claim_on(shadowed).unwrap().is_busy());
+    assert!(one.claim_on(shadowed).unwrap().is_full());
     expire(conn, "geocoder");
     assert!(!TWO.complete_on(shadowed, second.id).unwrap());
-    assert!(one.claim_on(shadowed).unwrap().acquired().is_some());
+    assert!(one.claim_on(shadowed).unwrap().admitted().is_some());
     for bad in [
         "'', 1, '1 s', ''",
         "'a', 0, '1 s', ''",
@@ -219,9 +219,9 @@ fn columns_of_the_users_own_change_nothing() {
     // Where there were more slots.
     fill(&TWO, conn);
     let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
-    assert!(one.claim_on(conn).unwrap().is_busy());
+    assert!(one.claim_on(conn).unwrap().is_full());
     expire(conn, "geocoder");
-    assert!(one.claim_on(conn).unwrap().acquired().is_some());
+    assert!(one.claim_on(conn).unwrap().admitted().is_some());
 }
 
 /// A slot is free, so it is no refusal.
@@ -251,7 +251,7 @@ fn a_constraint_of_the_users_own_that_a_claim_breaks_is_an_error() {
         many.details("web-4")
             .claim_on(conn)
             .unwrap()
-            .acquired()
+            .admitted()
             .is_some()
     );
 }
@@ -412,7 +412,7 @@ fn in_a_transaction_older_than_the_claim_every_call_is_a_serialization_failure()
         let completed = in_older_transaction(
             conn,
             level,
-            || claimed = TWO.claim_on(other).unwrap().acquired(),
+            || claimed = TWO.claim_on(other).unwrap().admitted(),
             |conn| {
                 let id = last_id(conn);
                 TWO.complete_on(conn, id)
@@ -427,7 +427,7 @@ fn in_a_transaction_older_than_the_claim_every_call_is_a_serialization_failure()
         let renewed = in_older_transaction(
             conn,
             level,
-            || claimed = TWO.claim_on(other).unwrap().acquired(),
+            || claimed = TWO.claim_on(other).unwrap().admitted(),
             |conn| {
                 let id = last_id(conn);
                 TWO.renew_on(conn, id)
@@ -486,7 +486,7 @@ fn in_a_strict_transaction_an_ended_request_is_told_from_one_that_it_cannot_see(
     let known = in_older_transaction(
         conn,
         "repeatable read",
-        || claimed = TWO.claim_on(other).unwrap().acquired(),
+        || claimed = TWO.claim_on(other).unwrap().admitted(),
         |conn| {
             Ok((
                 TWO.complete_on(conn, claim.id)?,
@@ -520,7 +520,7 @@ fn at_a_stricter_default_level_an_end_is_known_at_once_and_a_refusal_is_asked_fo
         let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
         let before = proxy.round_trips();
         assert!(!TWO.complete_on(conn, claims[0].id + 1_000_000).unwrap());
-        assert!(matches!(one.claim_on(conn).unwrap(), Attempt::Busy));
+        assert!(matches!(one.claim_on(conn).unwrap(), Admission::Full(_)));
         // Each is asked once more, in a transaction.
         assert_eq!(proxy.round_trips() - before, 2 * 4);
         assert!(TWO.complete_on(conn, claims[1].id).unwrap());

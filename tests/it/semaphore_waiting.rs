@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use diesel::r2d2::{ConnectionManager, Pool};
-use diesel_interlock::{Attempt, Error, Semaphore};
+use diesel_interlock::{Admission, Error, Permit, PgPool, Semaphore};
 use workbench::RoundTrips;
 
 use crate::semaphores::{database, expire, fill, log};
@@ -14,28 +14,36 @@ use crate::support::{Expect, Observer, TimeoutsOfAPool, eventually, number, sile
 const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
 const LONG: Duration = Duration::from_secs(60);
 
+/// How a waiter waits.
+type Wait = fn(&PgPool) -> Permit;
+
+const WAITS: [Wait; 2] = [
+    |pool| ONE.acquire_timeout(pool, LONG).unwrap().expect_acquired(),
+    |pool| ONE.acquire(pool).unwrap(),
+];
+
 /// Runs `end` once the waiter has asked some times in vain; the waiter must then get its slot.
-fn waits_until(end: impl FnOnce(&mut diesel::PgConnection)) {
+fn waits_until(end: impl Fn(&mut diesel::PgConnection)) {
+    for wait in WAITS {
+        one_waits_until(wait, &end);
+    }
+}
+
+fn one_waits_until(wait: Wait, end: impl Fn(&mut diesel::PgConnection)) {
     let database = database();
     let conn = &mut database.connect();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy, 1);
     fill(&ONE, conn);
     std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| ONE.acquire_timeout(&pool, LONG));
+        let waiter = scope.spawn(|| wait(&pool));
         let connected = proxy.round_trips();
         eventually("it asks again and again", || {
             proxy.round_trips() >= connected + 5
         });
         end(conn);
         let start = Instant::now();
-        waiter
-            .join()
-            .unwrap()
-            .unwrap()
-            .expect_acquired()
-            .release()
-            .unwrap();
+        waiter.join().unwrap().release().unwrap();
         assert!(start.elapsed() < Duration::from_secs(10));
     });
 }
@@ -61,14 +69,14 @@ fn a_wait_ends_with_its_time_and_zero_is_one_attempt() {
     let held = ONE.try_acquire(&pool).unwrap().expect_acquired();
     let start = Instant::now();
     let timeout = Duration::from_millis(80);
-    assert!(ONE.acquire_timeout(&pool, timeout).unwrap().is_busy());
+    assert!(ONE.acquire_timeout(&pool, timeout).unwrap().is_full());
     assert!(start.elapsed() >= timeout);
     assert!(start.elapsed() < Duration::from_secs(10));
     let once = || {
         assert!(
             ONE.acquire_timeout(&pool, Duration::ZERO)
                 .unwrap()
-                .is_busy()
+                .is_full()
         );
     };
     assert_eq!(proxy.count(once), 1);
@@ -89,6 +97,8 @@ fn a_pool_without_a_connection_is_an_error() {
         let waited = ONE.acquire_timeout(&pool, timeout);
         assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
     }
+    let waited = ONE.acquire(&pool);
+    assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
     assert!(start.elapsed() < Duration::from_secs(10));
 }
 
@@ -110,7 +120,7 @@ fn a_wait_ends_in_time_though_the_pool_has_nothing_more_to_give() {
         let waiter = scope.spawn(|| ONE.acquire_timeout(&pool, Duration::from_secs(1)));
         eventually("it has asked", || proxy.round_trips() > asked);
         let _only = pool.get().unwrap();
-        assert!(waiter.join().unwrap().unwrap().is_busy());
+        assert!(waiter.join().unwrap().unwrap().is_full());
         assert!(start.elapsed() < Duration::from_secs(10));
     });
 }
@@ -118,6 +128,12 @@ fn a_wait_ends_in_time_though_the_pool_has_nothing_more_to_give() {
 /// The pool gives up long before the deadline.
 #[test]
 fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
+    for wait in WAITS {
+        goes_on_though_the_pool_has_no_connection(wait);
+    }
+}
+
+fn goes_on_though_the_pool_has_no_connection(wait: Wait) {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let (events, timeouts) = TimeoutsOfAPool::counted();
@@ -132,7 +148,7 @@ fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
     drop(only);
     std::thread::scope(|scope| {
         let asked = proxy.round_trips();
-        let waiter = scope.spawn(|| ONE.acquire_timeout(&pool, LONG));
+        let waiter = scope.spawn(|| wait(&pool));
         eventually("it has asked", || proxy.round_trips() > asked);
         let mut only = pool.get_timeout(LONG).unwrap();
         let before = timeouts.load(Ordering::Relaxed);
@@ -141,7 +157,7 @@ fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
         });
         expire(&mut only, ONE.service());
         drop(only);
-        drop(waiter.join().unwrap().unwrap().expect_acquired());
+        drop(waiter.join().unwrap());
     });
 }
 
@@ -212,7 +228,7 @@ fn questions_per_second(crowd: usize, semaphore: &Semaphore) -> f64 {
                 while let Some(left) = end.checked_duration_since(Instant::now()) {
                     // The pool may be busy to the end.
                     let waited = semaphore.acquire_timeout(&pool, left);
-                    if let Some(permit) = waited.ok().and_then(Attempt::acquired) {
+                    if let Some(permit) = waited.ok().and_then(Admission::admitted) {
                         let _forgotten = permit.into_claim();
                         claimed.fetch_add(1, Ordering::Relaxed);
                     }

@@ -11,7 +11,7 @@ use diesel::prelude::*;
 use diesel::sql_types::Timestamptz;
 use diesel_interlock::error::Misplaced;
 use diesel_interlock::schema::resource_control::service_request;
-use diesel_interlock::{Admission, Attempt, Claim, Error, Semaphore, migrations};
+use diesel_interlock::{Admission, Claim, Error, Semaphore, migrations};
 use workbench::Database;
 
 use crate::support::{Expect, Observer, eventually, number};
@@ -78,7 +78,7 @@ pub(crate) fn claim_in_sql(conn: &mut PgConnection, service: &str, slots: i32) -
 
 /// Claims as many slots as there are, on the given connection.
 pub(crate) fn fill(semaphore: &Semaphore, conn: &mut PgConnection) -> Vec<Claim> {
-    std::iter::from_fn(|| semaphore.claim_on(conn).unwrap().acquired()).collect()
+    std::iter::from_fn(|| semaphore.claim_on(conn).unwrap().admitted()).collect()
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn as_many_permits_as_slots_and_no_connection_is_held() {
     let two = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     assert_ne!(one.claim().slot, two.claim().slot);
     assert!(two.fencing_token() > one.fencing_token());
-    assert!(GEOCODER.try_acquire(&pool).unwrap().is_busy());
+    assert!(GEOCODER.try_acquire(&pool).unwrap().is_full());
     one.release().unwrap();
     let three = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     assert!(three.remaining() > Duration::from_secs(29));
@@ -111,7 +111,7 @@ fn a_full_semaphore_tells_when_the_first_request_expires() {
     let _one = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     let other = Semaphore::named("geocoder", 2, Duration::from_secs(7));
     let _two = other.try_acquire(&pool).unwrap().expect_acquired();
-    match GEOCODER.admit(&pool).unwrap() {
+    match GEOCODER.try_acquire(&pool).unwrap() {
         Admission::Full(full) => {
             assert_eq!(full.retry_after_secs(), 7);
             assert!(full.retry_after < Duration::from_secs(7));
@@ -155,7 +155,7 @@ fn a_claim_inside_a_transaction_is_refused_whoever_opened_it() {
         matches!(refused, Err(Error::TransactionInPool)),
         "{refused:?}"
     );
-    let Attempt::Acquired(_permit) = GEOCODER.try_acquire(&pool).unwrap() else {
+    let Admission::Admitted(_permit) = GEOCODER.try_acquire(&pool).unwrap() else {
         panic!("the slot of an undone claim is taken");
     };
     assert_eq!(in_flight.get_result(conn), Ok(1));
@@ -338,7 +338,7 @@ fn a_full_semaphore_tells_when_a_slot_is_free_at_the_latest() {
         .execute(conn)
         .unwrap();
         let semaphore = Semaphore::named("geocoder", slots, Duration::from_secs(30));
-        let Admission::Full(full) = semaphore.admit_on(conn).unwrap() else {
+        let Admission::Full(full) = semaphore.claim_on(conn).unwrap() else {
             panic!("{slots} slots have a free one");
         };
         let hint = full.retry_after_secs();

@@ -9,7 +9,7 @@ use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, HandleEvent, Pool, event};
 use diesel::sql_types::{BigInt, Bool, Integer, Text};
-use diesel_interlock::{Attempt, LockId, LockKey, PgPool};
+use diesel_interlock::{Admission, Attempt, LockId, LockKey, PgPool};
 use workbench::{Database, RoundTrips};
 
 /// A session that only looks.
@@ -264,6 +264,13 @@ impl<G> Expect<G> for Attempt<G> {
     #[track_caller]
     fn expect_acquired(self) -> G {
         self.acquired().expect("another session has the lock")
+    }
+}
+
+impl<P> Expect<P> for Admission<P> {
+    #[track_caller]
+    fn expect_acquired(self) -> P {
+        self.admitted().expect("every slot is taken")
     }
 }
 

@@ -378,7 +378,7 @@ fn throttles_and_requests_are_moved_inside_a_test_transaction() {
         testing::make_due(conn, &throttle).unwrap();
 
         let _claim = GEOCODER.claim_on(conn).unwrap().expect_acquired();
-        assert!(GEOCODER.claim_on(conn).unwrap().is_busy());
+        assert!(GEOCODER.claim_on(conn).unwrap().is_full());
         assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 1);
     }
     let tenant = throttle.key(7).details("a test").attempt_on(conn).unwrap();

@@ -49,7 +49,7 @@ impl Geocoder {
     pub fn new(config: &Config, backend: &str) -> Self {
         Self {
             semaphore: Semaphore::named(SERVICE, SLOTS as u32, config.geocode_timeout)
-                .details(&config.instance),
+                .details(config.instance.clone()),
             agent: Agent::new_with_defaults(),
             url: format!("{backend}/geocode"),
         }
@@ -63,7 +63,7 @@ impl Geocoder {
         if q.trim().is_empty() || q.len() > 200 {
             return Err(AppError::Invalid("q must have 1 to 200 bytes".to_owned()));
         }
-        let permit = match self.semaphore.admit(&app.pool)? {
+        let permit = match self.semaphore.try_acquire(&app.pool)? {
             Admission::Admitted(permit) => permit,
             Admission::Full(full) => return Err(AppError::Full(full)),
         };

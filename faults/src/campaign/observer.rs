@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, SmallInt, Text};
-use diesel_interlock::{Attempt, Error};
+use diesel_interlock::{Admission, Error};
 
 use super::ledger::Ledger;
 use super::site::Site;
@@ -101,7 +101,7 @@ pub(super) fn missing_slots(site: &Site) -> Vec<String> {
     for semaphore in SEMAPHORES.iter().chain([&BY_THE_ARTICLE]) {
         let claimed = (0..semaphore.slots())
             .map_while(|_| match semaphore.claim_on(&mut conn) {
-                Ok(Attempt::Acquired(claim)) => Some(claim),
+                Ok(Admission::Admitted(claim)) => Some(claim),
                 _ => None,
             })
             .count();

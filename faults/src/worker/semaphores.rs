@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use diesel_interlock::{Attempt, Claim, Error, Permit, Semaphore};
+use diesel_interlock::{Admission, Claim, Error, Permit, Semaphore};
 
 use super::report::report;
 use super::{Hand, panic_deliberately};
@@ -27,7 +27,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
         _ => {
             let start = Instant::now();
             let attempt = semaphore.acquire_timeout(&hand.pool, timeout)?;
-            if matches!(attempt, Attempt::Busy) && start.elapsed() < timeout {
+            if matches!(attempt, Admission::Full(_)) && start.elapsed() < timeout {
                 hand.violation(format!(
                     "a wait of {timeout:?} for a slot ended after {:?}",
                     start.elapsed()
@@ -36,7 +36,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
             attempt
         }
     };
-    let Attempt::Acquired(permit) = attempt else {
+    let Admission::Admitted(permit) = attempt else {
         return Ok(Outcome::Busy);
     };
     let from = clock::now();
@@ -61,7 +61,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
 /// Claims and completes as plain data.
 fn elsewhere(hand: &mut Hand<'_>, semaphore: &Semaphore) -> Result<Outcome, Error> {
     let sent = clock::now();
-    let Attempt::Acquired(claim) = semaphore.claim_on(&mut *hand.connection()?)? else {
+    let Admission::Admitted(claim) = semaphore.claim_on(&mut *hand.connection()?)? else {
         return Ok(Outcome::Busy);
     };
     claimed(semaphore, &claim, sent);

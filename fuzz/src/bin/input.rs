@@ -74,12 +74,12 @@ fn refused<T: std::fmt::Debug>(answer: Result<T, Error>) {
 }
 
 fn service(conn: &mut PgConnection, name: &str, details: &str) {
-    let semaphore = Semaphore::new(name, 3, Duration::from_secs(60)).details(details);
+    let semaphore = Semaphore::new(name, 3, Duration::from_secs(60)).details(details.to_owned());
     let claimed = semaphore.claim_on(conn);
     if name.is_empty() || !fits(name, 1000) || !fits(details, 8192) {
         return refused(claimed);
     }
-    let claim = claimed.unwrap().acquired().unwrap();
+    let claim = claimed.unwrap().admitted().unwrap();
     let stored = service_request::table
         .find(claim.id)
         .select((service_request::service, service_request::details))

@@ -64,7 +64,7 @@ fn names(text: &str) {
 
     let shown = (
         AdvisoryLock::new(key),
-        Semaphore::new(text, 1, Duration::MAX).details(text),
+        Semaphore::new(text, 1, Duration::MAX).details(text.to_owned()),
         Throttle::of(ResourceLabel(text.into())).key(text),
         Fence::new(text),
     );

@@ -76,7 +76,8 @@ fn fits(text: &str, longest: usize) -> bool {
 fn services_and_details() {
     let databases = Databases::new();
     hold(100, (text(), text()), |(service, details)| {
-        let semaphore = Semaphore::new(&*service, 2, Duration::from_secs(60)).details(&*details);
+        let semaphore =
+            Semaphore::new(&*service, 2, Duration::from_secs(60)).details(details.to_owned());
         let claim = databases.call(|conn| semaphore.claim_on(conn));
         let good = !service.is_empty() && fits(&service, 1000) && fits(&details, 8192);
         assert_eq!(claim.is_some(), good);

@@ -241,7 +241,7 @@ fn take(conn: &mut PgConnection, model: &mut Model, step: Step) {
 
 fn claim(conn: &mut PgConnection, model: &mut Model, service: usize, slots: u32, hours: u32) {
     let free = model.free(service, slots);
-    match semaphore(service, slots, hours).admit_on(conn).unwrap() {
+    match semaphore(service, slots, hours).claim_on(conn).unwrap() {
         Admission::Admitted(claim) => {
             assert!(free.contains(&claim.slot), "{claim:?} of {free:?}");
             assert!(claim.id > model.last, "{claim:?}");

@@ -125,10 +125,16 @@ fn a_semaphore_of_any_form_takes_one_to_claim_and_one_to_release() {
     let semaphore = Semaphore::named("any form", 1, Duration::from_secs(30));
     takes(2, &proxy, || {
         semaphore
-            .try_with(pool, |_| Ok::<_, Error>(()))
+            .try_acquire(pool)
+            .unwrap()
+            .run(|_| Ok::<_, Error>(()))
             .unwrap()
             .expect_acquired();
     });
+    takes(2, &proxy, || {
+        semaphore.with(pool, |_| Ok::<_, Error>(())).unwrap()
+    });
+    takes(2, &proxy, || drop(semaphore.acquire(pool).unwrap()));
     takes(2, &proxy, || {
         drop(
             semaphore
@@ -139,10 +145,10 @@ fn a_semaphore_of_any_form_takes_one_to_claim_and_one_to_release() {
     });
     let admitted = |admission| matches!(admission, Admission::Admitted(_));
     takes(2, &proxy, || {
-        assert!(admitted(semaphore.admit(pool).unwrap()))
+        assert!(admitted(semaphore.try_acquire(pool).unwrap()))
     });
     takes(2, &proxy, || {
-        assert!(admitted(semaphore.admit_timeout(pool, LIMIT).unwrap()))
+        assert!(admitted(semaphore.acquire_timeout(pool, LIMIT).unwrap()))
     });
     // What a permit became ends elsewhere.
     takes(2, &proxy, || {
@@ -166,26 +172,31 @@ fn a_semaphore_of_any_form_takes_one_to_claim_and_one_to_release() {
     takes(1, &proxy, || {
         assert!(
             semaphore
-                .try_with(pool, |_| Ok::<_, Error>(()))
+                .try_acquire(pool)
                 .unwrap()
-                .is_busy()
+                .run(|_| Ok::<_, Error>(()))
+                .unwrap()
+                .is_full()
         )
     });
     takes(1, &proxy, || {
-        assert!(matches!(semaphore.admit(pool).unwrap(), Admission::Full(_)))
+        assert!(matches!(
+            semaphore.try_acquire(pool).unwrap(),
+            Admission::Full(_)
+        ))
     });
     takes(1, &proxy, || {
         assert!(
             semaphore
                 .acquire_timeout(pool, Duration::ZERO)
                 .unwrap()
-                .is_busy()
+                .is_full()
         )
     });
     let conn = &mut pool.get().unwrap();
     takes(1, &proxy, || {
         assert!(matches!(
-            semaphore.admit_on(conn).unwrap(),
+            semaphore.claim_on(conn).unwrap(),
             Admission::Full(_)
         ))
     });

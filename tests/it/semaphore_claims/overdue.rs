@@ -117,7 +117,7 @@ fn a_claim_waits_for_another_that_marks_its_slot() {
             let waiter = scope.spawn(|| {
                 let conn = &mut database.connect();
                 sender.send(backend_pid(conn)).unwrap();
-                two.claim_on(conn).unwrap().acquired().is_some()
+                two.claim_on(conn).unwrap().admitted().is_some()
             });
             let waits = format!(
                 "EXISTS (SELECT FROM pg_locks WHERE NOT granted AND pid = {})",
@@ -129,7 +129,7 @@ fn a_claim_waits_for_another_that_marks_its_slot() {
         })
     });
     assert!(waited);
-    assert!(two.claim_on(conn).unwrap().is_busy());
+    assert!(two.claim_on(conn).unwrap().is_full());
 }
 
 #[test]
@@ -139,9 +139,9 @@ fn a_request_that_is_being_renewed_is_not_taken_over() {
     conn.batch_execute(BOUNDED).unwrap();
     let held = ONE.claim_on(conn).unwrap().expect_acquired();
     renew_unseen(conn, open, held.id);
-    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    assert!(ONE.claim_on(conn).unwrap().is_full());
     open.batch_execute("COMMIT").unwrap();
-    assert!(ONE.claim_on(conn).unwrap().is_busy());
+    assert!(ONE.claim_on(conn).unwrap().is_full());
     assert_eq!(log(conn).len(), 1);
     assert!(ONE.complete_on(conn, held.id).unwrap());
 }
@@ -161,7 +161,7 @@ fn a_request_whose_renewal_was_waited_for_is_not_taken_over() {
         )
         .unwrap();
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| ONE.claim_on(&mut database.connect()).unwrap().is_busy());
+            let waiter = scope.spawn(|| ONE.claim_on(&mut database.connect()).unwrap().is_full());
             while !waiter.is_finished() && observer.all_waiting() == 0 {}
             open.batch_execute("COMMIT").unwrap();
             assert!(waiter.join().unwrap());
@@ -223,7 +223,7 @@ fn an_overdue_request_that_an_open_insert_references_is_marked() {
     .unwrap();
     open.batch_execute(&format!("BEGIN; INSERT INTO replies VALUES ({})", late.id))
         .unwrap();
-    assert!(ONE.claim_on(conn).unwrap().acquired().is_some());
+    assert!(ONE.claim_on(conn).unwrap().admitted().is_some());
     assert!(request(conn, late.id).timed_out_at.is_some());
 }
 

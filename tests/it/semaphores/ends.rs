@@ -28,7 +28,7 @@ fn a_permit_that_timed_out_is_told_so_and_changes_nothing() {
         matches!(&released, Err(Error::TimedOut { service, id: theirs }) if service == "geocoder" && *theirs == id),
         "{released:?}"
     );
-    assert!(one_slot.try_acquire(&pool).unwrap().is_busy());
+    assert!(one_slot.try_acquire(&pool).unwrap().is_full());
     next.release().unwrap();
 }
 
@@ -98,7 +98,7 @@ fn a_late_end_of_whatever_kind_leaves_the_next_holder_alone() {
     assert_eq!(request(conn, next.id), held);
     assert!(!one_slot.complete_on(conn, late.id).unwrap());
     assert_eq!(one_slot.renew_on(conn, late.id).unwrap(), None);
-    assert!(one_slot.claim_on(conn).unwrap().is_busy());
+    assert!(one_slot.claim_on(conn).unwrap().is_full());
     assert_eq!(log(conn), [saved, held]);
     assert!(one_slot.complete_on(conn, next.id).unwrap());
 }
@@ -131,7 +131,7 @@ fn a_claim_marks_what_is_overdue_in_its_own_service_and_a_refusal_nothing() {
     fill(&b, conn);
     expire(conn, "b");
     let before = log(conn);
-    assert!(a.claim_on(conn).unwrap().is_busy());
+    assert!(a.claim_on(conn).unwrap().is_full());
     assert_eq!(log(conn), before);
 
     expire(conn, "a");
@@ -168,7 +168,7 @@ fn what_was_completed_is_not_marked_as_timed_out_later() {
     let late = fill(&GEOCODER, conn);
     conn.batch_execute("UPDATE resource_control.service_request SET expires_at = now()")
         .unwrap();
-    assert!(GEOCODER.claim_on(conn).unwrap().acquired().is_some());
+    assert!(GEOCODER.claim_on(conn).unwrap().admitted().is_some());
     for late in late {
         assert!(request(conn, late.id).timed_out_at.is_some());
     }

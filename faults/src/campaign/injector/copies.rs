@@ -5,7 +5,7 @@
 use std::error::Error as _;
 
 use diesel::connection::SimpleConnection;
-use diesel_interlock::{Attempt, Decision, DeclaredResources, Error, Throttle, migrations};
+use diesel_interlock::{Admission, Decision, DeclaredResources, Error, Throttle, migrations};
 use workbench::Database;
 
 use super::Means;
@@ -64,7 +64,7 @@ fn problem_of_a_copy(definition: &str) -> Option<String> {
         }
     }
     for semaphore in &SEMAPHORES {
-        match semaphore.claim_on(conn).map(Attempt::acquired) {
+        match semaphore.claim_on(conn).map(Admission::admitted) {
             Ok(Some(_)) => {}
             other => {
                 return Some(format!(
@@ -80,14 +80,14 @@ fn problem_of_a_copy(definition: &str) -> Option<String> {
         .expect("rows are deleted");
     let [_, semaphore, _] = &SEMAPHORES;
     // An error may say that the sequence is behind. That the semaphore is full would be wrong.
-    if let Ok(None) = semaphore.claim_on(conn).map(Attempt::acquired) {
+    if let Ok(None) = semaphore.claim_on(conn).map(Admission::admitted) {
         return Some(
             "the sequence is behind, nothing is in flight, and a claim finds it full".into(),
         );
     }
     conn.batch_execute(SET_SEQUENCE)
         .expect("the sequence can be set");
-    match semaphore.claim_on(conn).map(Attempt::acquired) {
+    match semaphore.claim_on(conn).map(Admission::admitted) {
         Ok(Some(_)) => None,
         other => Some(format!(
             "nothing is in flight, the sequence is set, and a claim answers {other:?}"

@@ -1,0 +1,324 @@
+//! Semaphores over a pool and on a connection, blocking.
+
+#[cfg(feature = "r2d2")]
+use std::borrow::Cow;
+#[cfg(feature = "r2d2")]
+use std::time::{Duration, Instant};
+
+use chrono::{DateTime, Utc};
+use diesel::pg::PgConnection;
+
+use super::operations;
+use super::rules;
+use super::{Admission, Claim, Semaphore};
+#[cfg(feature = "r2d2")]
+use super::{Permit, wakeups};
+#[cfg(feature = "r2d2")]
+use crate::background::Mark;
+#[cfg(feature = "r2d2")]
+use crate::clock::Moment;
+#[cfg(feature = "r2d2")]
+use crate::crowds::Crowds;
+#[cfg(feature = "r2d2")]
+use crate::error::Error;
+use crate::error::Result;
+use crate::events;
+#[cfg(feature = "r2d2")]
+use crate::pauses::Pauses;
+#[cfg(feature = "r2d2")]
+use crate::pool::{self, PgPool};
+use crate::session::{Blocking, now};
+#[cfg(feature = "r2d2")]
+use crate::text::Name;
+use crate::time::Timestamp;
+
+/// # Claims
+///
+/// A claim is one round trip, and one more to prepare the statement, once per connection:
+/// ```sql
+/// SELECT resource_control.admit_service_request($1, $2, $3, $4)
+/// ```
+/// A claim on a full semaphore only reads. A claim that finds no other slot free marks requests of its service that have
+/// timed out, a thousand at most, or 16,000 if there were more slots before. If the only slots left belong to such requests,
+/// and other transactions have locked their rows, the claim waits for one of them for a quarter of a second at most, even if
+/// `lock_timeout` is shorter. A claim tries a few dozen slots at most, so among very many concurrent claims it may
+/// [return full although a slot is free](crate::guide::growing#very-many-slots).
+///
+/// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in
+/// a READ COMMITTED transaction of its own. A full semaphore is reported as such a failure there and retried too, because
+/// the stricter snapshot may not show that a slot was freed. A claim that waits there for the previous holder's commit keeps
+/// the time at which it was sent, so its `created_at` may be earlier than the end of the previous request. After an error
+/// whose kind Diesel does not expose, one more round trip queries the catalogue for what is missing.
+///
+/// # Errors of claims
+///
+/// - [`Error::Input`](crate::Error::Input) for a service without a name, a number of slots other than 1 to 32,767, a timeout
+///   of zero or more than a thousand years, a too long service (1,000 bytes) or details (8,192 bytes), and for a NUL
+///   character. Nothing was sent.
+/// - [`Misplaced::ClaimInTransaction`](crate::error::Misplaced::ClaimInTransaction) if a transaction is open on the
+///   connection, except the one that `begin_test_transaction` opened.
+/// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time, and
+///   [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the connection had left a
+///   transaction open.
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
+///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
+/// - [`Schema::SequenceBehind`](crate::error::Schema::SequenceBehind) in a copy of a database that was made without its
+///   sequences.
+/// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session.
+/// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, a slot may have been claimed.
+///   It is free again after the timeout.
+impl Semaphore {
+    /// Claims a slot if one is free, through a connection from the pool. Never waits for a slot.
+    ///
+    /// One round trip besides the pool's own check-out, and the connection is back in the pool when this returns. A full
+    /// semaphore is [`Admission::Full`], which says when to retry. [`acquire`](Self::acquire) and
+    /// [`acquire_timeout`](Self::acquire_timeout) wait.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool's `connection_timeout` allows.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of claims](#errors-of-claims).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::{Admission, Error, PgPool, Semaphore};
+    ///
+    /// static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+    ///
+    /// fn geocode(pool: &PgPool) -> Result<String, Error> {
+    ///     let permit = match GEOCODER.try_acquire(pool)? {
+    ///         Admission::Admitted(permit) => permit,
+    ///         Admission::Full(full) => {
+    ///             return Ok(format!("503 Retry-After: {}", full.retry_after_secs()));
+    ///         }
+    ///     };
+    /// #   assert!(geocode(pool)?.starts_with("503 Retry-After: "));
+    ///     permit.release()?;
+    ///     Ok("200".into())
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # diesel_interlock::migrations::install(&mut database.connect())?;
+    /// # assert_eq!(geocode(&database.pool(1))?, "200");
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[cfg(feature = "r2d2")]
+    pub fn try_acquire(&self, pool: &PgPool) -> Result<Admission<Permit>> {
+        now(events::observe(
+            "acquire",
+            self.subject(),
+            async { self.claim_from(pool, None) },
+            Admission::outcome,
+        ))
+    }
+
+    /// Claims a slot, and waits until one is free. Holds no connection while it waits.
+    ///
+    /// The wait has no end: use [`acquire_timeout`](Self::acquire_timeout) to give up, or
+    /// [`try_acquire`](Self::try_acquire) not to wait. See [waiting](#waiting) for the polls that it sends.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for the first connection as long as the pool's `connection_timeout` allows, then for a slot without end.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of claims](#errors-of-claims). [`Error::Pool`](crate::Error::Pool) only before the wait: once it waits for
+    /// a slot, it also waits for connections without end.
+    #[cfg(feature = "r2d2")]
+    pub fn acquire(&self, pool: &PgPool) -> Result<Permit> {
+        let wait = async {
+            loop {
+                if let Admission::Admitted(permit) = self.wait(pool, Duration::MAX)? {
+                    return Ok(permit);
+                }
+            }
+        };
+        now(events::observe("acquire", self.subject(), wait, |_| {
+            events::Outcome::Acquired
+        }))
+    }
+
+    /// Claims a slot, and waits for one for at most `timeout`. Holds no connection while it waits.
+    ///
+    /// # Waiting
+    ///
+    /// A wait polls: each poll is one claim, one round trip besides the pool's own check-out. The pauses between the polls
+    /// grow from 2 to 100 milliseconds on average, and with the number of threads that wait for the same service. All waiters
+    /// of a process together poll about two hundred times per second at most, and each service gets the same share of that.
+    /// A release in the same process also wakes one waiter at once. The order of the waiters is not guaranteed.
+    ///
+    /// Once the wait has begun, a poll for which the pool has no connection in time does not end it.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for `timeout` at most, including the check-outs. The pool's own `connection_timeout` may end the first check-out
+    /// sooner. A timeout of zero is one attempt, with a connection that the pool has at once.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of claims](#errors-of-claims). If no slot is free within the timeout, the outcome is [`Admission::Full`]
+    /// and not an error. [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time for the first poll.
+    #[cfg(feature = "r2d2")]
+    pub fn acquire_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
+        now(events::observe(
+            "acquire",
+            self.subject(),
+            async { self.wait(pool, timeout) },
+            Admission::outcome,
+        ))
+    }
+
+    /// Waits for a slot, runs `work` with its permit, and releases it: [`acquire`](Self::acquire), then [`Permit::run`].
+    ///
+    /// # Blocking
+    ///
+    /// As [`acquire`](Self::acquire).
+    ///
+    /// # Errors
+    ///
+    /// The error of `work`, the [errors of claims](#errors-of-claims), and the errors of [`Permit::release`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::{Error, Semaphore};
+    ///
+    /// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
+    ///
+    /// # let database = workbench::Database::new();
+    /// # diesel_interlock::migrations::install(&mut database.connect())?;
+    /// # let pool = database.pool(1);
+    /// let token = GEOCODER.with(&pool, |permit| Ok::<_, Error>(permit.fencing_token()))?;
+    /// # assert_eq!(token, 1);
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[cfg(feature = "r2d2")]
+    pub fn with<T, E, F>(&self, pool: &PgPool, work: F) -> Result<T, E>
+    where
+        F: FnOnce(&mut Permit) -> Result<T, E>,
+        E: From<Error>,
+    {
+        self.acquire(pool)?.run(work)
+    }
+
+    /// Claims a slot if one is free, on the given connection, and returns it as plain data. Never waits for a slot.
+    ///
+    /// One round trip. The slot stays taken until [`complete_on`](Self::complete_on) is called with the claim's `id`, in any
+    /// process, or until its timeout.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of claims](#errors-of-claims).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::Semaphore;
+    ///
+    /// static RENDERER: Semaphore = Semaphore::named("renderer", 2, Duration::from_secs(600));
+    ///
+    /// # let database = workbench::Database::new();
+    /// # let conn = &mut database.connect();
+    /// # diesel_interlock::migrations::install(conn)?;
+    /// let claim = RENDERER.claim_on(conn)?.admitted().expect("nobody else is here");
+    /// let job = format!("render 7 {}", claim.id); // to a queue; later, in another process:
+    /// let id = job.rsplit(' ').next().unwrap().parse()?;
+    /// assert!(RENDERER.complete_on(conn, id)?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn claim_on(&self, conn: &mut PgConnection) -> Result<Admission<Claim>> {
+        now(events::observe(
+            "acquire",
+            self.subject(),
+            operations::claim(&mut Blocking::lent(conn), self),
+            Admission::outcome,
+        ))
+    }
+
+    /// Ends a request and frees its slot. Returns whether this call ended it.
+    ///
+    /// `false` means that the request had ended before, or had timed out. In the second case more requests than allowed may
+    /// have been in flight. No other request is changed.
+    ///
+    /// One round trip: `SELECT resource_control.complete_service_request($1)`. Inside a transaction, the slot is free when
+    /// that commits.
+    ///
+    /// # Errors
+    ///
+    /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
+    ///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
+    /// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only transaction.
+    /// - [`Error::StrictIsolation`](crate::Error::StrictIsolation) for a serialization failure inside the caller's own
+    ///   transaction. It also occurs if the transaction's snapshot is older than the claim, and does not show the request.
+    /// - [`Error::Database`](crate::Error::Database) for anything else.
+    pub fn complete_on(&self, conn: &mut PgConnection, id: i64) -> Result<bool> {
+        let completed = now(operations::complete(&mut Blocking::lent(conn), id))?;
+        #[cfg(feature = "r2d2")]
+        wakeups::wake_one(&self.service);
+        Ok(completed)
+    }
+
+    /// Extends a request to a full timeout from now, and returns when it expires. Never shortens it. Returns `None` if the
+    /// request had ended or timed out before.
+    ///
+    /// One round trip: `SELECT resource_control.renew_service_request($1, $2)`.
+    ///
+    /// # Errors
+    ///
+    /// As [`complete_on`](Self::complete_on), and [`Input::BadTimeout`](crate::error::Input::BadTimeout).
+    pub fn renew_on(&self, conn: &mut PgConnection, id: i64) -> Result<Option<DateTime<Utc>>> {
+        let timeout = rules::interval(&self.service, self.timeout)?;
+        let renewed = now(operations::renew(&mut Blocking::lent(conn), id, timeout))?;
+        Ok(renewed.and_then(Timestamp::at))
+    }
+
+    /// Claims a slot through the pool, whose check-out takes `limit` at most.
+    #[cfg(feature = "r2d2")]
+    fn claim_from(&self, pool: &PgPool, limit: Option<Duration>) -> Result<Admission<Permit>> {
+        self.checked(Name::anywhere)?; // before the pool is asked
+        let mut conn = pool::check_out(pool, limit)?;
+        // Before the claim is sent, so that the permit never lasts longer here than in the database.
+        let sent = Moment::now();
+        let admission = now(operations::claim(&mut Blocking::pooled(&mut conn), self))?;
+        let mark = Mark::of(&mut conn);
+        drop(conn);
+        Ok(admission.map(|claim| Permit::new(self, claim, pool.clone(), mark, sent)))
+    }
+
+    /// Polls until a slot is free, or `timeout` has passed.
+    #[cfg(feature = "r2d2")]
+    fn wait(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
+        static WAITERS: Crowds<Cow<'static, str>> = Crowds::new();
+        let deadline = Instant::now().checked_add(timeout);
+        // A deadline that the clock cannot express is never reached.
+        let remaining = || {
+            deadline.map_or(Duration::MAX, |deadline| {
+                deadline.saturating_duration_since(Instant::now())
+            })
+        };
+        let waiter = wakeups::Waiter::register(self.service.clone());
+        let mut full = match self.claim_from(pool, Some(timeout))? {
+            Admission::Full(full) => full,
+            admitted => return Ok(admitted),
+        };
+        let member = WAITERS.join(self.service.clone());
+        let mut pauses = Pauses::new();
+        while let Some(pause) = pauses.next(member.apart(), full.retry_after, remaining()) {
+            waiter.sleep(pause);
+            match self.claim_from(pool, Some(remaining())) {
+                Ok(Admission::Full(still_full)) => full = still_full,
+                // All connections were in use for the pool's timeout. The wait for a slot goes on.
+                Err(Error::Pool(_)) => {}
+                outcome => return outcome,
+            }
+        }
+        Ok(Admission::Full(full))
+    }
+}

@@ -1,0 +1,90 @@
+//! What a semaphore sends, on a blocking or an asynchronous session.
+
+use diesel::data_types::PgInterval;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+
+use super::rules;
+use super::sql;
+use super::{Admission, Claim, Semaphore};
+use crate::error::{Error, Misplaced, Result, Schema};
+use crate::installed;
+use crate::session::{
+    Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
+};
+use crate::time::Timestamp;
+use crate::transaction::Transaction;
+
+/// Claims a slot in one round trip, unless a transaction is open, which would hide the claim from other instances until it
+/// commits. A test transaction counts as none.
+pub(super) async fn claim<S: Session>(
+    session: &mut S,
+    semaphore: &Semaphore,
+) -> Result<Admission<Claim>> {
+    let request = semaphore.checked(|service| session.name(service))?;
+    match session.transaction() {
+        Transaction::None | Transaction::Test => {}
+        Transaction::Open => return Err(Misplaced::ClaimInTransaction.into()),
+        Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
+    }
+    let (reply, in_transaction) = probe_at_read_committed(session, sql::claim(&request)).await;
+    let admission = match reply {
+        Ok(row) => rules::admission(row, semaphore.timeout),
+        Err(error) => return Err(explain(session, error).await),
+    };
+    if in_transaction {
+        return Err(undo(session, admission).await);
+    }
+    Ok(admission)
+}
+
+/// Undoes what was claimed in a transaction that Diesel does not know of, and returns why.
+async fn undo<S: Session>(session: &mut S, admission: Admission<Claim>) -> Error {
+    #[cfg(feature = "r2d2")]
+    if session.is_pooled() {
+        // An earlier user left the transaction open. The connection is marked, so the pool discards it, and the server
+        // rolls the claim back.
+        return Error::TransactionInPool;
+    }
+    // The caller's transaction goes on, so the claim is completed in it.
+    session.clear_mark();
+    if let Admission::Admitted(claim) = admission {
+        if let Err(error) = complete(session, claim.id).await {
+            return error;
+        }
+    }
+    Misplaced::ClaimInTransaction.into()
+}
+
+/// Ends a request in one round trip. Returns whether this call ended it.
+pub(super) async fn complete<S: Session>(session: &mut S, id: i64) -> Result<bool> {
+    match one_at_read_committed(session, sql::complete(id)).await {
+        Ok(completed) => Ok(completed),
+        Err(error) => Err(explain(session, error).await),
+    }
+}
+
+/// Extends a request in one round trip. Returns when it expires, or `None` if it has ended.
+pub(super) async fn renew<S: Session>(
+    session: &mut S,
+    id: i64,
+    timeout: PgInterval,
+) -> Result<Option<Timestamp>> {
+    match one_at_read_committed(session, sql::renew(id, timeout)).await {
+        Ok(expires_at) => Ok(expires_at),
+        Err(error) => Err(explain(session, error).await),
+    }
+}
+
+/// Returns what an error means. Queries the catalogue where that is still possible.
+async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
+    if is_serialization_failure(&error) {
+        return Error::StrictIsolation;
+    }
+    if let DieselError::DatabaseError(DatabaseErrorKind::UniqueViolation, information) = &error {
+        // Another request has the id that the sequence returned.
+        if information.constraint_name() == Some("service_request_pkey") {
+            return Schema::SequenceBehind.into();
+        }
+    }
+    installed::explain(session, error, None).await
+}

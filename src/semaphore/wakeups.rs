@@ -1,0 +1,156 @@
+//! Wake-ups of the threads that wait for a slot.
+//!
+//! A release in this process wakes one of its waiters at once. A release in another process is found by the next poll.
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use crate::panics::{lock, unpoisoned};
+
+/// All waiters of this process, for any service. The waiter at the front is woken next.
+static WAITERS: Mutex<VecDeque<Arc<Wakeup>>> = Mutex::new(VecDeque::new());
+
+#[derive(Debug)]
+struct Wakeup {
+    service: Cow<'static, str>,
+    is_pending: Mutex<bool>,
+    changed: Condvar,
+}
+
+/// A thread that waits for a slot of a service. It is registered before its first claim, so it misses no release.
+#[derive(Debug)]
+pub(super) struct Waiter(Arc<Wakeup>);
+
+impl Waiter {
+    pub(super) fn register(service: Cow<'static, str>) -> Self {
+        let wakeup = Arc::new(Wakeup {
+            service,
+            is_pending: Mutex::new(false),
+            changed: Condvar::new(),
+        });
+        lock(&WAITERS).push_back(Arc::clone(&wakeup));
+        Self(wakeup)
+    }
+
+    /// Sleeps for the pause, or until a release wakes this waiter.
+    pub(super) fn sleep(&self, pause: Duration) {
+        let is_pending = lock(&self.0.is_pending);
+        let woken = self
+            .0
+            .changed
+            .wait_timeout_while(is_pending, pause, |is_pending| !*is_pending);
+        *unpoisoned(woken).0 = false;
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        lock(&WAITERS).retain(|wakeup| !Arc::ptr_eq(wakeup, &self.0));
+        // This waiter has its slot already, or gives up. The next waiter gets the wake-up that it did not use.
+        if *lock(&self.0.is_pending) {
+            wake_one(&self.0.service);
+        }
+    }
+}
+
+/// Wakes one waiter for the service. Called after a release, once its connection is back in the pool.
+pub(super) fn wake_one(service: &str) {
+    let mut waiters = lock(&WAITERS);
+    let first = waiters.iter().position(|wakeup| wakeup.service == service);
+    if let Some(wakeup) = first.and_then(|first| waiters.remove(first)) {
+        // If its claim finds no slot, it waits on, behind the others.
+        waiters.push_back(Arc::clone(&wakeup));
+        // This happens under the lock of the list, so a waiter that leaves the list afterwards sees its wake-up, and passes
+        // it on.
+        *lock(&wakeup.is_pending) = true;
+        drop(waiters);
+        wakeup.changed.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(600);
+
+    fn waiter(service: &'static str) -> Waiter {
+        Waiter::register(Cow::Borrowed(service))
+    }
+
+    fn is_woken(waiter: &Waiter) -> bool {
+        *lock(&waiter.0.is_pending)
+    }
+
+    #[test]
+    fn one_waiter_of_the_service_is_woken_in_turn() {
+        let other = waiter("other");
+        let waiters = [(); 3].map(|()| waiter("in turn"));
+        for waiter in &waiters {
+            assert!(!is_woken(waiter));
+            wake_one("in turn");
+            assert!(is_woken(waiter));
+        }
+        // A wake-up that comes before the sleep is not missed.
+        waiters[0].sleep(LONG);
+        assert!(!is_woken(&waiters[0]) && !is_woken(&other));
+    }
+
+    #[test]
+    fn a_waiter_that_needs_no_slot_any_more_passes_its_wakeup_on() {
+        let (first, second) = (waiter("passed on"), waiter("passed on"));
+        wake_one("passed on");
+        assert!(!is_woken(&second));
+        drop(first);
+        assert!(is_woken(&second));
+        drop(second);
+        wake_one("passed on");
+        let waiters = lock(&WAITERS);
+        assert!(waiters.iter().all(|wakeup| wakeup.service != "passed on"));
+    }
+
+    #[cfg(feature = "migrations")]
+    #[test]
+    fn every_release_wakes_a_waiter() {
+        use crate::Semaphore;
+
+        let database = workbench::Database::new();
+        let conn = &mut database.connect();
+        crate::migrations::install(conn).unwrap();
+        let pool = database.pool(1);
+        let semaphore = Semaphore::named("wakes", 1, LONG);
+        let waiter = waiter("wakes");
+        let permit = || semaphore.try_acquire(&pool).unwrap().admitted().unwrap();
+
+        permit().release().unwrap();
+        assert!(is_woken(&waiter));
+        waiter.sleep(LONG);
+        drop(permit());
+        assert!(is_woken(&waiter));
+        waiter.sleep(LONG);
+        let claim = permit().into_claim();
+        assert!(!is_woken(&waiter));
+        semaphore.complete_on(conn, claim.id).unwrap();
+        assert!(is_woken(&waiter));
+        waiter.sleep(LONG);
+        let late = permit();
+        let busy = pool.get().unwrap();
+        drop(late);
+        assert!(!is_woken(&waiter));
+        drop(busy);
+        // This sleep ends only if the background release wakes the waiter.
+        waiter.sleep(Duration::MAX);
+    }
+
+    #[test]
+    fn a_sleep_ends_by_itself() {
+        let waiter = waiter("by itself");
+        let begun = Instant::now();
+        waiter.sleep(Duration::from_millis(5));
+        assert!(begun.elapsed() >= Duration::from_millis(5));
+    }
+}

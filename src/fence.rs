@@ -1,4 +1,6 @@
-//! Fences: where a holder that is no longer one is stopped.
+//! Fences: a transaction of an earlier holder is refused.
+//!
+//! A fence is one statement, so its rooms are one file.
 
 use std::borrow::Cow;
 
@@ -11,16 +13,17 @@ use crate::installed;
 use crate::session::{Blocking, Session, is_serialization_failure, now};
 use crate::transaction::Transaction;
 
-/// Guards what is written in the database from a holder of a lock, or of a slot, that lost it and does
-/// not know: a process that was suspended, or cut off, and goes on.
+/// Protects data in the database from a holder that has lost its lock or its slot without noticing, such as a process
+/// that was suspended or cut off, and continues.
 ///
-/// PostgreSQL keeps the greatest fencing token that passed, in `resource_control.fence`. A writer
-/// passes the fence inside the transaction that writes; one whose token is smaller than one that has
-/// passed before is refused. A new holder passes once before it reads, so that whatever the former
-/// one has not committed by then is refused.
+/// PostgreSQL stores the largest fencing token that has passed, in `resource_control.fence`. A writer passes the fence
+/// inside the transaction that writes. If a larger token has passed before, the fence returns an error, and the
+/// transaction is rolled back. A new holder passes the fence once before it reads, because after that nothing is
+/// committed that an earlier holder had not committed by then.
 ///
-/// One fence takes the tokens of one kind: those of one [lock](crate::AdvisoryLockGuard::fencing_token),
-/// or those of one [slot](crate::Permit::fencing_token), which ascend from each holder to the next.
+/// Use one fence for the tokens of one source: one [lock](crate::AdvisoryLockGuard::fencing_token) or one
+/// [slot](crate::Permit::fencing_token) of a semaphore. Each new holder of a lock or slot gets a larger token, but
+/// tokens of different sources are not ordered.
 ///
 /// # Examples
 ///
@@ -39,59 +42,62 @@ use crate::transaction::Transaction;
 /// // … on this connection or any other, minutes later:
 /// let conn = &mut pool.get()?;
 /// conn.transaction(|conn| {
-///     IMPORTED.pass(conn, token)?; // Err(Fenced) if somebody else has the lock and has passed
+///     IMPORTED.pass(conn, token)?; // Err(Fenced) if a later holder has passed
 ///     // … write
 ///     Ok::<_, Error>(())
 /// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[must_use = "a fence protects nothing until it is passed"]
 pub struct Fence {
     name: Cow<'static, str>,
 }
 
 impl Fence {
-    /// Names a fence after what it protects. 1 to 1,000 bytes; anything else is reported by
-    /// [`pass`](Self::pass).
+    /// Makes a fence, named after the data that it protects. The name has 1 to 1,000 bytes. [`pass`](Self::pass)
+    /// returns an error for any other.
     pub const fn named(name: &'static str) -> Self {
         Self {
             name: Cow::Borrowed(name),
         }
     }
 
-    /// As [`named`](Self::named), for a name that is put together at run time.
+    /// As [`named`](Self::named), for a name that is known only at run time.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: Cow::Owned(name.into()),
         }
     }
 
-    /// The name, without the prefix of a test.
+    /// Returns the name, without the prefix of a test.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Lets the token pass, unless a greater one has. The transaction is to be rolled back if it does
-    /// not, which `?` in Diesel's `transaction` does.
+    /// Passes the fence with a token, unless a larger token has passed it. The same token passes again.
+    ///
+    /// Roll the transaction back on an error, as `?` in Diesel's `transaction` does.
     ///
     /// One round trip: `SELECT resource_control.pass_fence($1, $2)`.
     ///
     /// # Blocking
     ///
-    /// Waits for the other transaction that is passing this fence to end.
+    /// Waits for the end of another transaction that has passed this fence.
     ///
     /// # Errors
     ///
-    /// - [`Error::Fenced`] if a greater token has passed: that of a later holder. Guards of one lock on one
-    ///   session have [one token](crate::AdvisoryLockGuard::fencing_token).
-    /// - [`Misplaced::FenceOutsideTransaction`](crate::error::Misplaced::FenceOutsideTransaction) outside a transaction, where nothing would be protected. One
-    ///   that was opened by a plain SQL `BEGIN` is not seen.
-    /// - [`Input::EmptyName`](crate::error::Input::EmptyName), [`Input::TooLong`](crate::error::Input::TooLong) and [`Input::NulCharacter`](crate::error::Input::NulCharacter), before anything is sent.
+    /// - [`Error::Fenced`] if a larger token has passed, which is that of a later holder. All guards of one lock on one
+    ///   session have [the same token](crate::AdvisoryLockGuard::fencing_token).
+    /// - [`Misplaced::FenceOutsideTransaction`](crate::error::Misplaced::FenceOutsideTransaction) outside a
+    ///   transaction, where the fence would protect nothing. A transaction that a plain SQL `BEGIN` opened is not seen,
+    ///   and counts as none.
+    /// - [`Error::Input`] for an empty or too long name (1,000 bytes), and for a NUL character. Nothing was sent.
     /// - [`Error::ReadOnly`] in a read-only transaction.
     /// - [`Error::StrictIsolation`] for a serialization failure.
-    /// - [`Error::Database`] for anything else, a missing schema or a missing right among it. Such an error
-    ///   has aborted the transaction, so this cannot ask the catalogue which of them it was, as operations
-    ///   outside a transaction do; the message of the server tells.
+    /// - [`Error::Database`] for anything else, including a missing schema or right. Operations outside a transaction
+    ///   query the catalogue for what is missing. Here the error has aborted the transaction, so only the server's
+    ///   message says it.
     pub fn pass(&self, conn: &mut PgConnection, token: i64) -> Result<()> {
         now(self.pass_in(&mut Blocking::lent(conn), token))
     }

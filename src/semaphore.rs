@@ -18,12 +18,12 @@ pub use self::admission::{Admission, Claim, Full};
 pub use self::permit::Permit;
 use crate::events::Subject;
 
-/// A limit on the number of concurrent requests to a service, across all instances. No connection is held while a request
-/// runs.
+/// A limit on the number of concurrent requests to a service, across all instances. No connection is held while a
+/// request runs.
 ///
-/// PostgreSQL stores each request as a row of `resource_control.service_request`. A request in flight has a slot, numbered
-/// from 0 to N − 1, and a partial unique index ensures that a slot has one holder at a time. If a holder crashes or hangs,
-/// its slot is free after the timeout. Rows of ended requests remain as a log.
+/// PostgreSQL stores each request as a row of `resource_control.service_request`. A request in flight has a slot,
+/// numbered from 0 to N − 1, and a partial unique index ensures that a slot has one holder at a time. If a holder
+/// crashes or hangs, its slot is free after the timeout. Rows of ended requests remain as a log.
 ///
 /// A `Semaphore` is a small value that holds no connection. Declare it as a `static`, or create it where it is used.
 ///
@@ -53,30 +53,30 @@ use crate::events::Subject;
 ///
 /// # Expiry
 ///
-/// Expiry is decided by the database clock. Once `expires_at` has passed, the request no longer counts, even if its row has
-/// not been marked yet, and another holder may take the slot. Choose a timeout that is longer than the request can take.
-/// Give the request itself a shorter timeout ([`Permit::remaining`]), or [renew](Permit::renew) the permit.
+/// Expiry is decided by the database clock. Once `expires_at` has passed, the request no longer counts, even if its row
+/// has not been marked yet, and another holder may take the slot. Choose a timeout that is longer than the request can
+/// take. Give the request itself a shorter timeout ([`Permit::remaining`]), or [renew](Permit::renew) the permit.
 ///
 /// # Holders that outlive their permit
 ///
-/// A semaphore cannot stop a holder that has timed out without noticing, as a suspended process does. The
-/// [fencing token](Permit::fencing_token) protects the data in that case: the service refuses a token that is smaller than
-/// one it has seen for that slot.
+/// A semaphore cannot stop a holder that has timed out without noticing, as a suspended process does. The [fencing
+/// token](Permit::fencing_token) protects the data in that case: the service refuses a token that is smaller than one
+/// it has seen for that slot.
 ///
-/// With one slot, each new holder gets a larger token, so the semaphore is a lock with a lease, which also works behind a
-/// pooler in transaction mode. An asynchronous failover of the server may lose claims, and assign their ids again.
+/// With one slot, each new holder gets a larger token, so the semaphore is a lock with a lease, which also works behind
+/// a pooler in transaction mode. An asynchronous failover of the server may lose claims, and assign their ids again.
 ///
 /// # Instances with different numbers of slots
 ///
-/// While instances disagree about the number of slots, as during a deploy, the larger number applies. An instance with a
-/// smaller number claims no slot until fewer requests than that are in flight.
+/// While instances disagree about the number of slots, as during a deploy, the larger number applies. An instance with
+/// a smaller number claims no slot until fewer requests than that are in flight.
 ///
 /// # Growth of the log
 ///
-/// Each request adds a row. `SELECT resource_control.prune_service_requests('30 days', 10000)` deletes the oldest requests
-/// that have ended, and marks requests that are overdue. While a transaction stays open for hours anywhere in the database,
-/// PostgreSQL cannot clean up after each claim, and claims get slower:
-/// [measured in the guide](crate::guide::growing#long-open-transactions).
+/// Each request adds a row. `SELECT resource_control.prune_service_requests('30 days', 10000)` deletes the oldest
+/// requests that have ended, and marks requests that are overdue. While a transaction stays open for hours anywhere in
+/// the database, PostgreSQL cannot clean up after each claim, and claims get slower: [measured in the
+/// guide](crate::guide::growing#long-open-transactions).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[must_use = "a semaphore does nothing until a slot is acquired"]
 pub struct Semaphore {
@@ -87,8 +87,8 @@ pub struct Semaphore {
 }
 
 impl Semaphore {
-    /// Makes the semaphore of a service. At most `slots` requests are in flight, and a request that is not released ends
-    /// after `timeout`.
+    /// Makes the semaphore of a service. At most `slots` requests are in flight, and a request that is not released
+    /// ends after `timeout`.
     ///
     /// The service has 1 to 1,000 bytes. The number of slots is 1 to 32,767. The timeout is longer than zero, at most a
     /// thousand years, and rounded up to microseconds. The first operation returns an error for any other value.
@@ -109,8 +109,8 @@ impl Semaphore {
         }
     }
 
-    /// Sets the details of each request in the log, for operators: who made it, and what for. At most 8,192 bytes. Defaults
-    /// to none.
+    /// Sets the details of each request in the log, for operators: who made it, and what for. At most 8,192 bytes.
+    /// Defaults to none.
     pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
         self.details = details.into();
         self

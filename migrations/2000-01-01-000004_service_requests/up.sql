@@ -2,18 +2,18 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- One at a time, and only where it was not run, by whichever means.
+-- One session at a time, and only if this migration was not run before, by diesel_cli or by the crate.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000004') THEN
     RETURN;
 END IF;
--- Names of the caller's would be bound to what is created here.
+-- With the caller's search path, the objects below could refer to the caller's own objects.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 CREATE TABLE resource_control.service_request (
-    -- The fencing token. Numbers set aside for a session would be handed out late: no cache.
+    -- The fencing token. The sequence has no cache, because a session would use its cached numbers late, out of order.
     id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
-    -- By bytes, so that neither the argument's collation nor a new version of the system's changes what is equal.
+    -- Compared by bytes, because other collations of the argument or a new version of the system's may change what is equal.
     service text COLLATE pg_catalog."C" NOT NULL
         CONSTRAINT services_have_names CHECK (octet_length(service) BETWEEN 1 AND 1000),
     slot smallint NOT NULL CONSTRAINT slots_count_from_zero CHECK (slot >= 0),
@@ -23,7 +23,7 @@ CREATE TABLE resource_control.service_request (
     timed_out_at timestamptz,
     details text NOT NULL DEFAULT ''
 )
--- Every request leaves a dead row and index entries behind: clean up often, however long the log.
+-- Every request leaves a dead row and dead index entries, so autovacuum runs often, independent of the size of the log.
 WITH (
     autovacuum_vacuum_scale_factor = 0.01,
     autovacuum_vacuum_threshold = 1000,
@@ -34,16 +34,16 @@ WITH (
 CREATE UNIQUE INDEX service_request_in_flight ON resource_control.service_request (service, slot)
     WHERE completed_at IS NULL AND timed_out_at IS NULL;
 
--- What stands for a slot while it is being claimed: an advisory lock of the transaction.
+-- The key of the advisory lock that a transaction holds while it claims a slot.
 CREATE FUNCTION resource_control.service_request_lock(service text, slot integer) RETURNS bigint
     LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
 AS $$
     SELECT pg_catalog.hashtextextended(service COLLATE pg_catalog."C", 20000101000004 OPERATOR(pg_catalog.+) slot)
 $$;
 
--- The second step of a claim: reads all that is in flight, marks what is overdue, and locks a free slot. Returns none if
--- the semaphore is full. Contended is true where a slot may be free, and other claims hold its lock. The planner's settings
--- are those of the function that calls it.
+-- The second step of a claim. Reads all requests in flight, marks those that are overdue, and locks a free slot. Returns a
+-- null slot if the semaphore is full. Contended is true if a slot may be free but other claims hold its lock. The calling
+-- function sets the planner's settings.
 CREATE FUNCTION resource_control.lock_free_slot(
     service text,
     slots integer,
@@ -61,7 +61,7 @@ DECLARE
     live smallint[];
     overdue smallint[];
     highest smallint;
-    -- How many more may be in flight.
+    -- How many more requests may be in flight.
     missing integer;
     candidate smallint;
     is_overdue boolean;
@@ -78,7 +78,7 @@ BEGIN
         WHERE r.service = lock_free_slot.service COLLATE "C" AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
     missing := slots - cardinality(live);
     IF missing < 0 THEN
-        -- There were more slots. As many must expire before fewer than N are in flight.
+        -- There were more slots before. As many requests must expire before fewer than N are in flight.
         SELECT d.expires_at INTO next_expiry
             FROM resource_control.service_request AS d
             WHERE d.service = lock_free_slot.service COLLATE "C"
@@ -94,15 +94,15 @@ BEGIN
         WITH marked AS (
             UPDATE resource_control.service_request AS r
                 SET timed_out_at = clock_timestamp()
-                -- An array and + 0, or a plan that is made for a tiny table would follow the index of
-                -- the ids through all of a large one.
+                -- The array and + 0 prevent a plan that was made for a tiny table and that would read the whole primary
+                -- key index of a large one.
                 WHERE r.id = ANY (ARRAY (
                     SELECT d.id FROM resource_control.service_request AS d
                         WHERE d.service = lock_free_slot.service COLLATE "C"
                             AND d.completed_at IS NULL AND d.timed_out_at IS NULL
                             AND d.expires_at <= clock_timestamp()
                         ORDER BY d.id + 0
-                        -- Where there were more slots, all that is overdue counts, until it is marked.
+                        -- If there were more slots before, every overdue request counts until it is marked.
                         LIMIT CASE WHEN look.highest < lock_free_slot.slots THEN 1000 ELSE 16000 END
                         FOR NO KEY UPDATE SKIP LOCKED))
                 RETURNING r.slot
@@ -111,13 +111,13 @@ BEGIN
             FROM (SELECT unnest(look.overdue) EXCEPT SELECT m.slot FROM marked AS m) AS o (slot);
     END IF;
 
-    -- Only a few, since each lock is kept until the transaction ends; in any order, so that claims at the same time seldom
-    -- meet; those last that are overdue and could not be marked.
+    -- Only a few slots, because each lock is held until the transaction ends. In random order, because concurrent claims
+    -- then seldom try the same slot. Slots of overdue requests that could not be marked come last.
     FOR candidate, is_overdue IN
         SELECT f.slot, f.slot IN (SELECT unnest(look.overdue))
             FROM (
-                -- Where there were more slots, only as many of the lowest as may be claimed: claims at the same time then
-                -- decide on the same slots.
+                -- If there were more slots before, only the lowest ones, as many as may be claimed, because concurrent
+                -- claims then compete for the same slots.
                 SELECT g.slot FROM generate_series(0, lock_free_slot.slots - 1) AS g (slot)
                     WHERE g.slot NOT IN (SELECT unnest(look.live))
                     ORDER BY g.slot
@@ -132,8 +132,8 @@ BEGIN
             CONTINUE;
         END IF;
         IF is_overdue THEN
-            -- Another claim may be at it, one that takes another slot and marks this one as well.
-            -- Nothing else is free, so its commit is waited for, once and if it comes soon.
+            -- Another claim may have locked this row, one that takes another slot and marks this request as well. No other
+            -- slot is free, so this claim waits for that commit, once and for a short time.
             waited := true;
             user_lock_timeout := current_setting('lock_timeout');
             BEGIN
@@ -147,15 +147,15 @@ BEGIN
             EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
                 CONTINUE;
             END;
-            -- Its holder renewed it.
+            -- The holder renewed the request.
             CONTINUE WHEN EXISTS (
                 SELECT FROM resource_control.service_request AS r
                     WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
                         AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
         END IF;
         IF slots <= highest THEN
-            -- There were more slots: if all below this one were taken, there must still be room for it. What is overdue and
-            -- could not be marked may be being renewed, and counts.
+            -- There were more slots before. Even if all slots below this one were taken, there must be room for it. An
+            -- overdue request that could not be marked may be about to be renewed, so it counts.
             CONTINUE WHEN slots <= candidate + (
                 SELECT count(*) FROM resource_control.service_request AS r
                     WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot > look.candidate
@@ -168,7 +168,7 @@ BEGIN
 END
 $$;
 
--- Claims a slot, or returns when one is free at the latest.
+-- Claims a slot, or returns when a slot is free at the latest.
 CREATE FUNCTION resource_control.admit_service_request(
     service text,
     slots integer,
@@ -197,12 +197,12 @@ DECLARE
             THEN ARRAY['diesel_interlock_bad_slots', 'the number of slots must be 1 to 32767']
         WHEN timeout IS NULL OR timeout <= '0' OR timeout > '1000 years'
             THEN ARRAY['diesel_interlock_bad_timeout',
-                'the time-out must be longer than zero and at most a thousand years']
+                'the timeout must be longer than zero and at most a thousand years']
         WHEN details IS NULL OR octet_length(details) > 8192
             THEN ARRAY['diesel_interlock_bad_details', 'the details must not be null, and have at most 8192 bytes']
     END;
-    -- Until when this session takes it that an old snapshot keeps many requests that are over in the index: seconds as text,
-    -- which compare whatever a user sets.
+    -- Until then this session assumes that an old snapshot keeps many ended requests in the index. Seconds as text, because
+    -- text can be compared whatever value a user sets.
     old_snapshot_until text := current_setting('resource_control.old_snapshot_until', true);
     snapshot_is_old boolean := false;
     entries bigint;
@@ -218,13 +218,14 @@ BEGIN
         snapshot_is_old := old_snapshot_until COLLATE "C" > date_part('epoch', clock_timestamp())::bigint::text;
     END IF;
 
-    -- The first step is a guess, which mostly finds a free slot, and claims at the same time seldom meet. Where it takes
-    -- long to read all that is in flight, a few slots are looked at alone, and whether any request is above N.
+    -- The first step guesses a slot, because the guess is mostly free, and concurrent claims seldom guess the same one. If
+    -- reading all requests in flight would take long, this step reads only a few slots, and whether any slot from N on is
+    -- taken.
     IF slots > 256 OR snapshot_is_old THEN
         SELECT g.slot INTO candidate
             FROM (
                 SELECT trunc(random() * admit_service_request.slots)::smallint AS slot FROM generate_series(1, 4)
-                -- Of very many, nearly all of which are taken, one that was released lately.
+                -- If nearly all of very many slots are taken, a recently used one may have been released.
                 UNION ALL
                 (SELECT n.slot FROM (
                     SELECT l.service, l.slot FROM resource_control.service_request AS l ORDER BY l.id DESC LIMIT 8
@@ -241,13 +242,14 @@ BEGIN
                         WHERE r.service = admit_service_request.service COLLATE "C"
                             AND r.slot >= g.slot AND r.slot <= g.slot
                             AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-                        -- Of a slot's entries the one in flight is nearly always the last. (An equation would lose the order.)
+                        -- The last index entry of a slot is nearly always the one in flight. (With = the order is lost.)
                         ORDER BY r.slot DESC
                         LIMIT 1) AS r)
             LIMIT 1;
     END IF;
     IF candidate IS NULL THEN
-        -- A full semaphore refuses from this read: no lock, no transaction id. The clock is read after the requests.
+        -- If the semaphore is full, this read decides it, without a lock or a transaction id. The clock is read after the
+        -- requests.
         IF snapshot_is_old AND slots <= 256 THEN
             SELECT COALESCE(array_agg(s.slot), '{}'), min(s.expires_at), clock_timestamp()
                 INTO taken, next_expiry, answered_at
@@ -284,7 +286,8 @@ BEGIN
             END IF;
         END IF;
         IF slots = cardinality(taken) AND next_expiry > answered_at THEN
-            -- A stricter transaction may not see that a slot was freed. Asked here, because the call costs more.
+            -- A stricter transaction may not see that a slot was freed. The level is checked here, because the call costs
+            -- more.
             IF current_setting('transaction_isolation') <> 'read committed' THEN
                 PERFORM resource_control.require_read_committed();
             END IF;
@@ -293,7 +296,7 @@ BEGIN
         IF slots > cardinality(taken) AND slots > ALL (taken) THEN
             FOR attempt IN 1 .. 8 LOOP
                 candidate := trunc(random() * slots);
-                -- Another claim may be at it. Locked again below, which costs little.
+                -- Another claim may hold this lock. It is taken once more below, which costs little.
                 EXIT WHEN CASE WHEN candidate <> ALL (taken)
                     THEN pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) END;
                 candidate := NULL;
@@ -307,27 +310,27 @@ BEGIN
             END IF;
         END IF;
     END IF;
-    -- A claim that draws an id for a slot holds its lock until the commit, and sees the slot free after that: so the ids
-    -- of a slot ascend from each holder to the next.
+    -- A claim gets its id while it holds the lock of the slot, and after it has seen the slot free. It holds the lock until
+    -- its commit, so each new holder of a slot gets a larger id.
     IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
         candidate := NULL;
     END IF;
 
     FOR attempt IN 1 .. 5 LOOP
-        -- The second step is a search.
+        -- The second step searches for a slot.
         IF candidate IS NULL THEN
             SELECT f.slot, f.next_expiry, f.contended INTO candidate, next_expiry, contended
                 FROM resource_control.lock_free_slot(
                     admit_service_request.service, admit_service_request.slots) AS f;
             EXIT WHEN candidate IS NULL AND NOT contended;
             IF candidate IS NULL THEN
-                -- One claim may hold the locks of several slots, and leave all but one of them free in a moment.
+                -- One claim may hold the locks of several slots, and will soon leave all but one of them free.
                 PERFORM pg_sleep(0.001);
                 CONTINUE;
             END IF;
         END IF;
-        -- The clock is read in the snapshot that shows the slot free, after the end of who had it: the
-        -- statement may have waited for somebody who locked the table.
+        -- The clock is read in the same statement that sees the slot free, so after the end of the previous request. The
+        -- statement may have waited for a lock of the table.
         INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
             SELECT admit_service_request.service, claim.candidate, c.now,
                     c.now + resource_control.elapsed(admit_service_request.timeout), admit_service_request.details
@@ -336,8 +339,8 @@ BEGIN
                     SELECT FROM resource_control.service_request AS d
                         WHERE d.service = admit_service_request.service COLLATE "C" AND d.slot = claim.candidate
                             AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
-            -- A row that this snapshot does not show is a serialization failure, not a duplicate. An id that is there
-            -- already is an error.
+            -- A conflict with a row that this snapshot does not show is a serialization failure, not a duplicate. An id that
+            -- exists already is an error.
             ON CONFLICT (service, slot) WHERE completed_at IS NULL AND timed_out_at IS NULL DO NOTHING
             RETURNING r.id, r.slot, r.created_at, r.expires_at
             INTO id, slot, created_at, expires_at;
@@ -382,15 +385,15 @@ BEGIN
         END IF;
         RAISE unique_violation USING
             CONSTRAINT = violated,
-            MESSAGE = 'the sequence of resource_control.service_request is behind the ids of the table, as after a copy without it',
+            MESSAGE = 'cannot number a request: the sequence of resource_control.service_request is behind the ids of the table, as in a copy that left it out',
             HINT = 'SELECT setval(''resource_control.service_request_id_seq'', (SELECT max(id) FROM resource_control.service_request))';
     END;
-    -- With whatever columns the table has by then.
+    -- All columns, including those that later migrations add.
     RETURN QUERY SELECT r.* FROM resource_control.service_request AS r WHERE r.id = claim.admitted;
 END
 $$;
 
--- Short enough to do without a search path of its own, which would cost as much as all else beside the UPDATE: each
+-- This function sets no search path, because that would cost as much as everything here except the UPDATE. So each
 -- operator is qualified.
 CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boolean
     LANGUAGE plpgsql VOLATILE STRICT
@@ -400,10 +403,10 @@ CREATE FUNCTION resource_control.complete_service_request(id bigint) RETURNS boo
 AS $$
 #variable_conflict use_column
 BEGIN
-    -- COALESCE hides the condition of the index of those in flight, which is small and looks cheap, but is read
-    -- to its end for an id, past all that it has kept of requests that are over.
-    -- Twice, since it may look overdue while another transaction renews it: the second statement waits
-    -- for that, and finds it renewed.
+    -- COALESCE keeps the planner from the index of requests in flight. That index looks cheap because it is small, but a
+    -- search for an id reads all of it, with the entries of ended requests.
+    -- The loop runs twice, because a request may look overdue while another transaction renews it. The second UPDATE waits
+    -- for that transaction, and the next round finds the request renewed.
     FOR attempt IN 1 .. 2 LOOP
         UPDATE resource_control.service_request AS r
             SET completed_at = pg_catalog.clock_timestamp()
@@ -441,7 +444,7 @@ BEGIN
     IF timeout <= '0' OR timeout > '1000 years' THEN
         RAISE check_violation USING
             CONSTRAINT = 'diesel_interlock_bad_timeout',
-            MESSAGE = 'the time-out must be longer than zero and at most a thousand years';
+            MESSAGE = 'the timeout must be longer than zero and at most a thousand years';
     END IF;
     UPDATE resource_control.service_request AS r
         SET expires_at = GREATEST(
@@ -481,7 +484,7 @@ BEGIN
             MESSAGE = 'the age must not be negative, and the batch at least 1';
     END IF;
     before := now - resource_control.elapsed(older_than);
-    -- From the oldest id on, until the requests are too young: the log behind them is not read.
+    -- From the oldest id on, until the requests are too young. The rest of the log is not read.
     WHILE pruned < batch LOOP
         SELECT max(r.id),
                 array_agg(r.id) FILTER (WHERE
@@ -506,7 +509,7 @@ BEGIN
         pruned := pruned + deleted;
         EXIT WHEN young;
     END LOOP;
-    -- Until a claim needs its slot, nothing else marks what is overdue.
+    -- Otherwise an overdue request stays unmarked until a claim needs its slot.
     UPDATE resource_control.service_request AS r
         SET timed_out_at = clock_timestamp()
         WHERE r.id = ANY (ARRAY (
@@ -520,25 +523,25 @@ END
 $$;
 
 COMMENT ON TABLE resource_control.service_request IS
-    'Requests to services that take only so many at a time: those in flight, and the log of those that ended.';
+    'Requests to services that take a limited number at a time: the requests in flight, and the log of ended requests.';
 COMMENT ON COLUMN resource_control.service_request.expires_at IS
-    'From then on it no longer counts as in flight, marked or not.';
+    'From this time on the request no longer counts as in flight, even if it is not marked.';
 COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
-    'When it was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.';
+    'When the request was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.';
 COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
     'The advisory lock that a claim of this slot holds until its transaction ends.';
 COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
-    'A part of claim_service_request: marks the overdue requests of the service, and locks a free slot.';
+    'Part of claim_service_request: marks the overdue requests of the service, and locks a free slot.';
 COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS
-    'As claim_service_request, always in one row: the claim, or when a slot is free at the latest.';
+    'As claim_service_request, but always returns one row: the claim, or when a slot is free at the latest.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
-    'Claims one of the slots of the service, 0 to slots - 1, and returns the new row; none if all are in flight. Commit at once: until then the slot is kept from everyone. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated.';
+    'Claims one of the slots of the service, 0 to slots - 1, and returns the new row, or no row if all slots are taken. Commit at once, because nobody else can use the slot until then. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried.';
 COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS
-    'Ends the request and frees its slot; false if it had ended or timed out before. Changes no other request. In a transaction stricter than READ COMMITTED that cannot see the request, a serialization failure.';
+    'Ends the request and frees its slot. Returns false if the request had ended or timed out before. Changes no other request. Fails with a serialization failure in a transaction stricter than READ COMMITTED that cannot see the request.';
 COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS
-    'Lets the request expire that long from now, never sooner than before, and returns when; null if it had ended or timed out before. In a transaction stricter than READ COMMITTED that cannot see the request, a serialization failure.';
+    'Extends the request to the given timeout from now, and returns when it expires. Never shortens it. Returns null if the request had ended or timed out before. Fails with a serialization failure in a transaction stricter than READ COMMITTED that cannot see the request.';
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
-    'Deletes at most that many requests that ended, or expired, longer ago than that, and returns how many. Marks at most as many of those that are overdue.';
+    'Deletes at most batch requests that ended or expired longer ago than older_than, and returns how many. Also marks at most batch overdue requests.';
 
 PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000004');

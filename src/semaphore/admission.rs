@@ -9,8 +9,8 @@ use crate::time;
 
 /// The outcome of a claim: a slot that was acquired, or a full semaphore with a hint when to retry.
 ///
-/// This is an enum of its own and not an `Option`, because rustc does not warn about an `Option` that is dropped. The slot
-/// would be released at once, and the code below would run without it:
+/// This is an enum of its own and not an `Option`, because rustc does not warn about an `Option` that is dropped. The
+/// slot would be released at once, and the code below would run without it:
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
@@ -78,8 +78,8 @@ impl<P> Admission<P> {
 
     /// Returns whether every slot is taken.
     ///
-    /// On a temporary value, as in `semaphore.try_acquire(pool)?.is_full()`, this drops the permit, which releases it. Bind
-    /// the outcome to a name, `_permit` for example, to keep the slot.
+    /// On a temporary value, as in `semaphore.try_acquire(pool)?.is_full()`, this drops the permit, which releases it.
+    /// Bind the outcome to a name, `_permit` for example, to keep the slot.
     #[must_use]
     pub const fn is_full(&self) -> bool {
         matches!(self, Admission::Full(_))
@@ -109,9 +109,10 @@ impl<P> Admission<P> {
 pub struct Full {
     /// How long until a slot is free at the latest, by the database's clock. Never zero.
     ///
-    /// This is the time until the first request in flight expires. If the number of slots was lowered, it is the time until
-    /// enough requests expire to make room for one more. It is a hint, because most requests are released long before they
-    /// expire, and some are renewed. If all slots are being claimed at this moment, it is the timeout of the semaphore.
+    /// This is the time until the first request in flight expires. If the number of slots was lowered, it is the time
+    /// until enough requests expire to make room for one more. It is a hint, because most requests are released long
+    /// before they expire, and some are renewed. If all slots are being claimed at this moment, it is the timeout of
+    /// the semaphore.
     pub retry_after: Duration,
 }
 
@@ -131,8 +132,8 @@ impl Full {
 #[must_use = "unless the claim is completed, its slot stays taken until its timeout"]
 #[non_exhaustive]
 pub struct Claim {
-    /// The `id` of the request in `resource_control.service_request`, by which it is completed and renewed. It is also the
-    /// fencing token.
+    /// The `id` of the request in `resource_control.service_request`, by which it is completed and renewed. It is also
+    /// the fencing token.
     pub id: i64,
     /// The number of the slot, from 0 on.
     pub slot: i16,

@@ -38,23 +38,24 @@ use crate::time::Timestamp;
 /// ```sql
 /// SELECT resource_control.admit_service_request($1, $2, $3, $4)
 /// ```
-/// A claim on a full semaphore only reads. A claim that finds no other slot free marks requests of its service that have
-/// timed out, a thousand at most, or 16,000 if there were more slots before. If the only slots left belong to such requests,
-/// and other transactions have locked their rows, the claim waits for one of them for a quarter of a second at most, even if
-/// `lock_timeout` is shorter. A claim tries a few dozen slots at most, so among very many concurrent claims it may
-/// [return full although a slot is free](crate::guide::growing#very-many-slots).
+/// A claim on a full semaphore only reads. A claim that finds no other slot free marks requests of its service that
+/// have timed out, a thousand at most, or 16,000 if there were more slots before. If the only slots left belong to such
+/// requests, and other transactions have locked their rows, the claim waits for one of them for a quarter of a second
+/// at most, even if `lock_timeout` is shorter. A claim tries a few dozen slots at most, so among very many concurrent
+/// claims it may [return full although a slot is free](crate::guide::growing#very-many-slots).
 ///
-/// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in
-/// a READ COMMITTED transaction of its own. A full semaphore is reported as such a failure there and retried too, because
-/// the stricter snapshot may not show that a slot was freed. A claim that waits there for the previous holder's commit keeps
-/// the time at which it was sent, so its `created_at` may be earlier than the end of the previous request. After an error
-/// whose kind Diesel does not expose, one more round trip queries the catalogue for what is missing.
+/// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried
+/// once, in a READ COMMITTED transaction of its own. A full semaphore is reported as such a failure there and retried
+/// too, because the stricter snapshot may not show that a slot was freed. A claim that waits there for the previous
+/// holder's commit keeps the time at which it was sent, so its `created_at` may be earlier than the end of the previous
+/// request. After an error whose kind Diesel does not expose, one more round trip queries the catalogue for what is
+/// missing.
 ///
 /// # Errors of claims
 ///
-/// - [`Error::Input`](crate::Error::Input) for a service without a name, a number of slots other than 1 to 32,767, a timeout
-///   of zero or more than a thousand years, a too long service (1,000 bytes) or details (8,192 bytes), and for a NUL
-///   character. Nothing was sent.
+/// - [`Error::Input`](crate::Error::Input) for a service without a name, a number of slots other than 1 to 32,767, a
+///   timeout of zero or more than a thousand years, a too long service (1,000 bytes) or details (8,192 bytes), and for
+///   a NUL character. Nothing was sent.
 /// - [`Misplaced::ClaimInTransaction`](crate::error::Misplaced::ClaimInTransaction) if a transaction is open on the
 ///   connection, except the one that `begin_test_transaction` opened.
 /// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time, and
@@ -65,13 +66,13 @@ use crate::time::Timestamp;
 /// - [`Schema::SequenceBehind`](crate::error::Schema::SequenceBehind) in a copy of a database that was made without its
 ///   sequences.
 /// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session.
-/// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, a slot may have been claimed.
-///   It is free again after the timeout.
+/// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, a slot may have been
+///   claimed. It is free again after the timeout.
 impl Semaphore {
     /// Claims a slot if one is free, through a connection from the pool. Never waits for a slot.
     ///
-    /// One round trip besides the pool's own check-out, and the connection is back in the pool when this returns. A full
-    /// semaphore is [`Admission::Full`], which says when to retry. [`acquire`](Self::acquire) and
+    /// One round trip besides the pool's own check-out, and the connection is back in the pool when this returns. A
+    /// full semaphore is [`Admission::Full`], which says when to retry. [`acquire`](Self::acquire) and
     /// [`acquire_timeout`](Self::acquire_timeout) wait.
     ///
     /// # Blocking
@@ -127,8 +128,8 @@ impl Semaphore {
     ///
     /// # Errors
     ///
-    /// See [errors of claims](#errors-of-claims). [`Error::Pool`](crate::Error::Pool) only before the wait: once it waits for
-    /// a slot, it also waits for connections without end.
+    /// See [errors of claims](#errors-of-claims). [`Error::Pool`](crate::Error::Pool) is possible only for the first
+    /// check-out, because the wait for a slot goes on when the pool has no connection.
     #[cfg(feature = "r2d2")]
     pub fn acquire(&self, pool: &PgPool) -> Result<Permit> {
         let wait = async {
@@ -147,22 +148,23 @@ impl Semaphore {
     ///
     /// # Waiting
     ///
-    /// A wait polls: each poll is one claim, one round trip besides the pool's own check-out. The pauses between the polls
-    /// grow from 2 to 100 milliseconds on average, and with the number of threads that wait for the same service. All waiters
-    /// of a process together poll about two hundred times per second at most, and each service gets the same share of that.
-    /// A release in the same process also wakes one waiter at once. The order of the waiters is not guaranteed.
+    /// A wait polls: each poll is one claim, one round trip besides the pool's own check-out. The pauses between the
+    /// polls grow from 2 to 100 milliseconds on average, and with the number of threads that wait for the same service.
+    /// All waiters of a process together poll about two hundred times per second at most, and each service gets the
+    /// same share of that. A release in the same process also wakes one waiter at once. The order of the waiters is not
+    /// guaranteed.
     ///
     /// Once the wait has begun, a poll for which the pool has no connection in time does not end it.
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, including the check-outs. The pool's own `connection_timeout` may end the first check-out
-    /// sooner. A timeout of zero is one attempt, with a connection that the pool has at once.
+    /// Waits for `timeout` at most, including the check-outs. The pool's own `connection_timeout` may end the first
+    /// check-out sooner. A timeout of zero is one attempt, with a connection that the pool has at once.
     ///
     /// # Errors
     ///
-    /// See [errors of claims](#errors-of-claims). If no slot is free within the timeout, the outcome is [`Admission::Full`]
-    /// and not an error. [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time for the first poll.
+    /// See [errors of claims](#errors-of-claims). [`Error::Pool`](crate::Error::Pool) is possible only for the first
+    /// check-out. If no slot is free within the timeout, the outcome is [`Admission::Full`] and not an error.
     #[cfg(feature = "r2d2")]
     pub fn acquire_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
         now(events::observe(
@@ -173,7 +175,8 @@ impl Semaphore {
         ))
     }
 
-    /// Waits for a slot, runs `work` with its permit, and releases it: [`acquire`](Self::acquire), then [`Permit::run`].
+    /// Waits for a slot, runs `work` with its permit, and releases it: [`acquire`](Self::acquire), then
+    /// [`Permit::run`].
     ///
     /// # Blocking
     ///
@@ -209,8 +212,8 @@ impl Semaphore {
 
     /// Claims a slot if one is free, on the given connection, and returns it as plain data. Never waits for a slot.
     ///
-    /// One round trip. The slot stays taken until [`complete_on`](Self::complete_on) is called with the claim's `id`, in any
-    /// process, or until its timeout.
+    /// One round trip. The slot stays taken until [`complete_on`](Self::complete_on) is called with the claim's `id`,
+    /// in any process, or until its timeout.
     ///
     /// # Errors
     ///
@@ -244,11 +247,11 @@ impl Semaphore {
 
     /// Ends a request and frees its slot. Returns whether this call ended it.
     ///
-    /// `false` means that the request had ended before, or had timed out. In the second case more requests than allowed may
-    /// have been in flight. No other request is changed.
+    /// `false` means that the request had ended before, or had timed out. In the second case more requests than allowed
+    /// may have been in flight. No other request is changed.
     ///
-    /// One round trip: `SELECT resource_control.complete_service_request($1)`. Inside a transaction, the slot is free when
-    /// that commits.
+    /// One round trip: `SELECT resource_control.complete_service_request($1)`. Inside a transaction, the slot is free
+    /// when that commits.
     ///
     /// # Errors
     ///
@@ -256,7 +259,8 @@ impl Semaphore {
     ///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
     /// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only transaction.
     /// - [`Error::StrictIsolation`](crate::Error::StrictIsolation) for a serialization failure inside the caller's own
-    ///   transaction. It also occurs if the transaction's snapshot is older than the claim, and does not show the request.
+    ///   transaction. It also occurs if the transaction's snapshot is older than the claim, and does not show the
+    ///   request.
     /// - [`Error::Database`](crate::Error::Database) for anything else.
     pub fn complete_on(&self, conn: &mut PgConnection, id: i64) -> Result<bool> {
         let completed = now(operations::complete(&mut Blocking::lent(conn), id))?;
@@ -265,8 +269,8 @@ impl Semaphore {
         Ok(completed)
     }
 
-    /// Extends a request to a full timeout from now, and returns when it expires. Never shortens it. Returns `None` if the
-    /// request had ended or timed out before.
+    /// Extends a request to a full timeout from now, and returns when it expires. Never shortens it. Returns `None` if
+    /// the request had ended or timed out before.
     ///
     /// One round trip: `SELECT resource_control.renew_service_request($1, $2)`.
     ///

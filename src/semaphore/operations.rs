@@ -14,8 +14,8 @@ use crate::session::{
 use crate::time::Timestamp;
 use crate::transaction::Transaction;
 
-/// Claims a slot in one round trip, unless a transaction is open, which would hide the claim from other instances until it
-/// commits. A test transaction counts as none.
+/// Claims a slot in one round trip, unless a transaction is open, which would hide the claim from other instances until
+/// it commits. A test transaction counts as none.
 pub(super) async fn claim<S: Session>(
     session: &mut S,
     semaphore: &Semaphore,

@@ -28,18 +28,18 @@ use crate::time::Timestamp;
 /// [`release`](Self::release) frees the slot in one round trip, and returns an error if the permit had timed out.
 /// [`run`](Self::run) runs a closure and then releases the permit.
 ///
-/// Dropping a permit also frees the slot, and never waits for a connection. If the pool has an idle connection, the drop
-/// releases the permit on it. Otherwise it leaves the release to a background thread, which is started on first use, one
-/// for each pool. A release that the thread cannot send, because the pool stays exhausted or the program ends, is lost, and
-/// the slot is free after the timeout.
+/// Dropping a permit also frees the slot, and never waits for a connection. If the pool has an idle connection, the
+/// drop releases the permit on it. Otherwise it leaves the release to a background thread, which is started on first
+/// use, one for each pool. A release that the thread cannot send, because the pool stays exhausted or the program ends,
+/// is lost, and the slot is free after the timeout.
 ///
 /// A release changes only the permit's own request. A release after the timeout changes nothing.
 ///
 /// # Asynchronous handlers
 ///
-/// Keep the permit as long as the request runs. If an asynchronous handler is dropped because its client disconnected, the
-/// permit is dropped with it, and the slot is free while the service may still be at work. Make the call on a blocking
-/// thread or in a task of its own, and move the permit there.
+/// Keep the permit as long as the request runs. If an asynchronous handler is dropped because its client disconnected,
+/// the permit is dropped with it, and the slot is free while the service may still be at work. Make the call on a
+/// blocking thread or in a task of its own, and move the permit there.
 #[derive(Debug)]
 #[must_use = "if unused the slot is released at once"]
 #[clippy::has_significant_drop]
@@ -83,8 +83,8 @@ impl Permit {
 
     /// Returns the fencing token: each new holder of this slot gets a larger one.
     ///
-    /// A service or a [`Fence`](crate::Fence) refuses a token that is smaller than one it has seen for the same slot. The
-    /// token is the `id` of the request. Tokens are ordered within a [slot](Claim::slot), not across the slots of a
+    /// A service or a [`Fence`](crate::Fence) refuses a token that is smaller than one it has seen for the same slot.
+    /// The token is the `id` of the request. Tokens are ordered within a [slot](Claim::slot), not across the slots of a
     /// service.
     pub const fn fencing_token(&self) -> i64 {
         self.claim.id
@@ -97,9 +97,9 @@ impl Permit {
 
     /// Returns how long the permit lasts at least, for the timeout of the work itself. Zero if it may have timed out.
     ///
-    /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic clock or the wall
-    /// clock, whichever has advanced more, because the monotonic clock stops while the machine is suspended. If the wall
-    /// clock is set forward, the result is too small until the clock is corrected or the permit is renewed.
+    /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic clock or the
+    /// wall clock, whichever has advanced more, because the monotonic clock stops while the machine is suspended. If
+    /// the wall clock is set forward, the result is too small until the clock is corrected or the permit is renewed.
     ///
     /// The database clock decides when the permit times out. If that clock is set forward, the permit times out earlier
     /// than this method returns.
@@ -107,8 +107,8 @@ impl Permit {
         self.lasts.saturating_sub(self.sent.elapsed())
     }
 
-    /// Extends the permit to a full timeout from now, and returns when it expires by the database's clock. Never shortens
-    /// it.
+    /// Extends the permit to a full timeout from now, and returns when it expires by the database's clock. Never
+    /// shortens it.
     ///
     /// One round trip besides the pool's own check-out:
     /// `SELECT resource_control.renew_service_request($1, $2)`.
@@ -119,7 +119,8 @@ impl Permit {
     ///
     /// # Errors
     ///
-    /// - [`Error::TimedOut`] if the permit had timed out. Stop the work, because another holder may have taken the slot.
+    /// - [`Error::TimedOut`] if the permit had timed out. Stop the work, because another holder may have taken the
+    ///   slot.
     /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the connection had left a
     ///   transaction open. The permit was not renewed.
     /// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time. The permit was not renewed.
@@ -166,8 +167,8 @@ impl Permit {
     ///
     /// # Errors
     ///
-    /// - [`Error::TimedOut`] if the permit had timed out. Part of the work may have run while more requests than allowed
-    ///   were in flight. Nothing was changed.
+    /// - [`Error::TimedOut`] if the permit had timed out. Part of the work may have run while more requests than
+    ///   allowed were in flight. Nothing was changed.
     /// - [`Error::Pool`](crate::Error::Pool), [`Error::TransactionInPool`](crate::Error::TransactionInPool) and
     ///   [`Error::Database`]. The release is then retried in the background, as for a dropped permit.
     pub fn release(mut self) -> Result<()> {
@@ -274,7 +275,8 @@ impl Permit {
 }
 
 impl Admission<Permit> {
-    /// Runs `work` with the permit, releases it, and returns the value of `work`. On a full semaphore `work` does not run.
+    /// Runs `work` with the permit, releases it, and returns the value of `work`. On a full semaphore `work` does not
+    /// run.
     ///
     /// # Blocking
     ///
@@ -360,8 +362,8 @@ struct LateRelease {
     service: Cow<'static, str>,
     id: i64,
     /// When the request has timed out, and there is nothing left to release. By the monotonic clock alone, because a
-    /// release that comes too late changes nothing, but a release that is given up too early, after the wall clock was set
-    /// forward, keeps the slot taken.
+    /// release that comes too late changes nothing, but a release that is given up too early, after the wall clock was
+    /// set forward, keeps the slot taken.
     deadline: Option<Instant>,
 }
 

@@ -6,8 +6,8 @@ use super::rules::Request;
 use crate::functions::{admit_service_request, complete_service_request, renew_service_request};
 use crate::time::Timestamp;
 
-/// The row of a claim: the request's id and slot, when it was claimed, when it expires, when the server replied, and when
-/// enough requests in flight expire for another claim. Without a free slot, the first four are null.
+/// The row of a claim: the request's id and slot, when it was claimed, when it expires, when the server replied, and
+/// when enough requests in flight expire for another claim. Without a free slot, the first four are null.
 pub(super) type ClaimRow = (
     Option<i64>,
     Option<i16>,

@@ -62,8 +62,8 @@ pub(super) fn wake_one(service: &str) {
     if let Some(wakeup) = first.and_then(|first| waiters.remove(first)) {
         // If its claim finds no slot, it waits on, behind the others.
         waiters.push_back(Arc::clone(&wakeup));
-        // This happens under the lock of the list, so a waiter that leaves the list afterwards sees its wake-up, and passes
-        // it on.
+        // This happens under the lock of the list, so a waiter that leaves the list afterwards sees its wake-up, and
+        // passes it on.
         *lock(&wakeup.is_pending) = true;
         drop(waiters);
         wakeup.changed.notify_one();

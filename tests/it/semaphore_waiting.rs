@@ -97,7 +97,12 @@ fn a_pool_without_a_connection_is_an_error() {
         let waited = ONE.acquire_timeout(&pool, timeout);
         assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
     }
-    let waited = ONE.acquire(&pool);
+    let impatient = Pool::builder()
+        .max_size(1)
+        .connection_timeout(Duration::from_millis(100))
+        .build_unchecked(database.manager());
+    let _only = impatient.get_timeout(LONG).unwrap();
+    let waited = ONE.acquire(&impatient);
     assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
     assert!(start.elapsed() < Duration::from_secs(10));
 }

@@ -1,24 +1,23 @@
-//! The answer of everything that may find a lock taken.
+//! The outcome of an operation that may find a lock taken.
 
 use crate::events::Outcome;
 
-/// What came of an attempt that does not wait for ever: the thing, or the news that somebody
-/// else has it.
+/// The outcome of an attempt to take a lock: either the lock, or [`Busy`](Attempt::Busy). Being busy is not an error.
 ///
-/// An enum of its own and not an `Option`, because rustc does not warn about an `Option` that is
-/// dropped: the lock would be released at once and the code below would run unprotected.
+/// This is an enum and not an `Option`, because rustc does not warn about a dropped `Option`: the lock would be released at
+/// once, and the code below would run unprotected.
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
 /// use diesel_interlock::{AdvisoryLock, Error, PgPool};
 ///
 /// fn nightly(pool: &PgPool) -> Result<(), Error> {
-///     AdvisoryLock::named("nightly report").try_acquire(pool)?; // released on this very line
+///     AdvisoryLock::named("nightly report").try_acquire(pool)?; // released on this line
 ///     Ok(())
 /// }
 /// ```
 ///
-/// What differs below is the answer's being looked at, and it compiles:
+/// The following code differs only in that it uses the outcome, and it compiles:
 /// ```
 /// #![deny(unused_must_use)]
 /// use diesel_interlock::{AdvisoryLock, Error, PgPool};
@@ -30,17 +29,19 @@ use crate::events::Outcome;
 ///     Ok(())
 /// }
 /// ```
+///
+/// [`run`](Attempt::run) runs some work under the guard inside, and releases it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[must_use = "if the lock was acquired, dropping the answer releases it at once"]
+#[must_use = "if the lock was acquired, dropping the outcome releases it at once"]
 pub enum Attempt<G> {
-    /// It is ours, for as long as the value inside says.
+    /// The lock was acquired, and is held as long as the value inside.
     Acquired(G),
-    /// Another session has it. Nothing was changed, and nothing is held.
+    /// Another session holds the lock. Nothing was changed, and nothing is held.
     Busy,
 }
 
 impl<G> Attempt<G> {
-    /// Turns the answer into an `Option`, for `let … else` and combinators.
+    /// Returns what was acquired, for `let … else` and combinators.
     ///
     /// ```compile_fail
     /// #![deny(unused_must_use)]
@@ -50,7 +51,7 @@ impl<G> Attempt<G> {
     /// # Ok(())
     /// # }
     /// ```
-    #[must_use = "if the lock was acquired, dropping the answer releases it at once"]
+    #[must_use = "if the lock was acquired, dropping the outcome releases it at once"]
     pub fn acquired(self) -> Option<G> {
         match self {
             Attempt::Acquired(inner) => Some(inner),
@@ -58,17 +59,16 @@ impl<G> Attempt<G> {
         }
     }
 
-    /// Answers whether another session has it.
+    /// Returns whether another session holds the lock.
     ///
-    /// It says nothing of whether the lock is kept: `attempt.is_busy()` on a temporary drops what
-    /// was acquired with it, and so does a pattern `Attempt::Acquired(_)`. Bind it to a name, be it
-    /// `_guard`.
+    /// The call does not keep the lock: `attempt.is_busy()` on a temporary drops the guard inside, and so does a pattern
+    /// `Attempt::Acquired(_)`. Bind the guard to a name, such as `_guard`.
     #[must_use]
     pub const fn is_busy(&self) -> bool {
         matches!(self, Attempt::Busy)
     }
 
-    /// How an event names it.
+    /// The outcome that its event has.
     pub(crate) const fn outcome(&self) -> Outcome {
         match self {
             Attempt::Acquired(_) => Outcome::Acquired,
@@ -76,7 +76,7 @@ impl<G> Attempt<G> {
         }
     }
 
-    /// Applies `f` to what was acquired and leaves [`Busy`](Attempt::Busy) as it is.
+    /// Applies `f` to what was acquired, and leaves [`Busy`](Attempt::Busy) as it is.
     pub fn map<T>(self, f: impl FnOnce(G) -> T) -> Attempt<T> {
         match self {
             Attempt::Acquired(inner) => Attempt::Acquired(f(inner)),

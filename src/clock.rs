@@ -1,19 +1,42 @@
-//! How much time has passed on this machine, for what is promised to a holder.
+//! The clocks of this machine: how much time has passed, and how much remains.
 //!
-//! The monotonic clock, [`Instant`], stops on Linux and macOS while the machine is suspended, or its virtual machine
-//! paused, and the server's clock goes on. The wall clock goes on, too, but somebody may set it. What has passed is
-//! therefore the larger of the two: a wall clock that is set back changes nothing, and one that is set forward makes
-//! promises smaller, which is safe.
+//! The monotonic clock, [`Instant`], stops on Linux and macOS while the machine is suspended, or its virtual machine is
+//! paused. The server's clock continues. The wall clock continues, too, but it can be set. So the time that has passed for a
+//! holder is the larger of the two: a wall clock that is set back changes nothing, and one that is set forward shortens
+//! promises, which is safe.
 
-use std::time::{Duration, Instant, SystemTime};
+#[cfg(feature = "r2d2")]
+use std::time::SystemTime;
+use std::time::{Duration, Instant};
 
-/// A moment, on both clocks of this machine.
+/// When to stop waiting.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Deadline(Option<Instant>);
+
+impl Deadline {
+    pub(crate) const NEVER: Self = Self(None);
+
+    /// A moment that the clock cannot express is never.
+    pub(crate) fn after(timeout: Duration) -> Self {
+        Self(Instant::now().checked_add(timeout))
+    }
+
+    pub(crate) fn remaining(self) -> Duration {
+        self.0.map_or(Duration::MAX, |deadline| {
+            deadline.saturating_duration_since(Instant::now())
+        })
+    }
+}
+
+/// A moment on both clocks.
+#[cfg(feature = "r2d2")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Moment {
     monotonic: Instant,
     wall: SystemTime,
 }
 
+#[cfg(feature = "r2d2")]
 impl Moment {
     pub(crate) fn now() -> Self {
         Self {
@@ -22,30 +45,30 @@ impl Moment {
         }
     }
 
-    /// How long ago it was, at least by one of the clocks.
+    /// The time since then, by the clock that shows more.
     pub(crate) fn elapsed(self) -> Duration {
         let by_wall = wall().duration_since(self.wall).unwrap_or_default();
         self.monotonic.elapsed().max(by_wall)
     }
 
-    /// The monotonic clock's part of it.
+    /// The moment on the monotonic clock.
     pub(crate) const fn monotonic(self) -> Instant {
         self.monotonic
     }
 }
 
-#[cfg(not(test))]
+#[cfg(all(feature = "r2d2", not(test)))]
 fn wall() -> SystemTime {
     SystemTime::now()
 }
 
-#[cfg(test)]
+#[cfg(all(feature = "r2d2", test))]
 use self::moved::wall;
-#[cfg(test)]
+#[cfg(all(feature = "r2d2", test))]
 pub(crate) use self::moved::{set_back, suspend};
 
-/// A wall clock that a test moves, on its own thread.
-#[cfg(test)]
+/// A wall clock that a test moves on its own thread.
+#[cfg(all(feature = "r2d2", test))]
 mod moved {
     use super::*;
 
@@ -53,14 +76,14 @@ mod moved {
         static AHEAD: std::cell::Cell<Duration> = const { std::cell::Cell::new(FAR) };
     }
 
-    /// So that it may be set back without a sign.
+    /// Far enough ahead that the clock can be set back.
     const FAR: Duration = Duration::from_secs(1_000_000);
 
     pub(super) fn wall() -> SystemTime {
         SystemTime::now() + AHEAD.get()
     }
 
-    /// Lets the wall clock alone go on, as while the machine is suspended, or as the clock is set forward.
+    /// Moves only the wall clock, as a suspension of the machine does, or a clock that is set forward.
     pub(crate) fn suspend(time: Duration) {
         AHEAD.set(AHEAD.get() + time);
     }
@@ -72,6 +95,17 @@ mod moved {
 }
 
 #[cfg(test)]
+mod deadlines {
+    use super::*;
+
+    #[test]
+    fn a_deadline_past_all_time_is_never() {
+        assert_eq!(Deadline::after(Duration::MAX).remaining(), Duration::MAX);
+        assert_eq!(Deadline::after(Duration::ZERO).remaining(), Duration::ZERO);
+    }
+}
+
+#[cfg(all(feature = "r2d2", test))]
 mod tests {
     use super::*;
 

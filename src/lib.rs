@@ -138,10 +138,9 @@ mod advisory;
 mod attempt;
 #[cfg(feature = "r2d2")]
 mod background;
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "migrations"))]
+mod backoff;
 mod clock;
-#[cfg(feature = "r2d2")]
-mod crowds;
 pub mod error;
 mod events;
 mod fence;
@@ -153,10 +152,9 @@ mod key;
 #[cfg(feature = "migrations")]
 pub mod migrations;
 pub mod monitor;
-#[cfg(feature = "r2d2")]
 mod panics;
-#[cfg(any(feature = "r2d2", feature = "migrations"))]
-mod pauses;
+#[cfg(feature = "r2d2")]
+mod pollers;
 #[cfg(feature = "r2d2")]
 mod pool;
 /// The tables of `resource_control`, as `diesel print-schema` writes them, for queries of your own.
@@ -174,7 +172,7 @@ mod throttle;
 mod time;
 mod transaction;
 
-pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, Lease};
+pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, GuardConnection};
 #[cfg(feature = "r2d2")]
 pub use crate::advisory::{PooledGuard, Watch};
 pub use crate::attempt::Attempt;

@@ -1,24 +1,24 @@
-//! What a panic of the caller's code must not break.
+//! Panics of the caller's code inside this crate.
 //!
-//! Diesel's instrumentation, r2d2's handlers and `tracing`'s subscribers are the caller's code, and run with every
-//! statement and event of ours. A panic there must neither end a thread of this crate, nor abort the process while
-//! another panic unwinds, nor make a mutex useless to everybody else. What our mutexes protect is changed in single
-//! steps, so it is whole whenever such a panic strikes.
+//! Diesel's instrumentation, r2d2's handlers and the subscribers of `tracing` are the caller's code, and run with every
+//! statement and event of this crate. A panic there must not end a thread of this crate, must not abort the process while
+//! another panic unwinds, and must not make a mutex unusable. Each change under a mutex of this crate is a single step, so its
+//! data is consistent after such a panic.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 
-/// Calls it. Returns `None` if it panicked.
+/// Makes a call. Returns `None` if it panicked.
 pub(crate) fn caught<T>(call: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(call)).ok()
 }
 
-/// Locks the mutex, also after a panic.
+/// Locks a mutex, even after a panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     unpoisoned(mutex.lock())
 }
 
-/// What a mutex or a condition variable returned, also after a panic.
+/// Unwraps what a mutex or a condition variable returned, even after a panic.
 pub(crate) fn unpoisoned<T>(result: LockResult<T>) -> T {
     result.unwrap_or_else(PoisonError::into_inner)
 }

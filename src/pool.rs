@@ -1,4 +1,4 @@
-//! The pool that the plain form of every operation takes.
+//! The pool that an operation without the suffix `_on` takes.
 
 use std::time::Duration;
 
@@ -13,11 +13,10 @@ pub type PgPool = Pool<ConnectionManager<PgConnection>>;
 /// A connection checked out of a [`PgPool`].
 pub type PooledPgConnection = PooledConnection<ConnectionManager<PgConnection>>;
 
-/// Takes a connection out of the pool, waiting for it as long as the pool is set to wait, but no
-/// longer than `limit`.
+/// Takes a connection from the pool. Waits as long as the pool's `connection_timeout` allows, but no longer than `limit`.
 pub(crate) fn check_out(pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
-    let patience = pool.connection_timeout();
-    // r2d2 adds the limit to the present time, which overflows on an absurd one.
-    let limit = limit.map_or(patience, |limit| limit.min(patience));
+    let longest = pool.connection_timeout();
+    // r2d2 adds the limit to the present time, which would overflow for a very long one.
+    let limit = limit.map_or(longest, |limit| limit.min(longest));
     Ok(pool.get_timeout(limit)?)
 }

@@ -6,6 +6,7 @@
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::pg::PgConnection;
@@ -64,11 +65,20 @@ pub(crate) trait Session: Send {
         Q: Statement<U>,
         U: Send + 'conn;
 
-    /// Removes the mark that a probe left, where the open transaction is the caller's and the connection stays in use.
-    fn clear_mark(&mut self);
-
     /// Sends statements that return nothing, in one message.
     fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>>;
+
+    /// Marks the connection as broken, so that a pool discards it. See [`transaction::mark_broken`].
+    fn mark_broken(&mut self);
+
+    /// Clears the mark that [`probe`](Self::probe) left, because the transaction is the caller's, who may continue it.
+    fn clear_mark(&mut self);
+
+    /// Lets time pass.
+    fn pause(&mut self, time: Duration) -> Reply<'_, ()>;
+
+    /// Opens a transaction, or a savepoint inside one.
+    fn begin(&mut self) -> Reply<'_, QueryResult<()>>;
 
     /// Opens a transaction at READ COMMITTED.
     fn begin_read_committed(&mut self) -> Reply<'_, QueryResult<()>>;
@@ -140,12 +150,25 @@ impl Session for Blocking<'_> {
         }))
     }
 
+    fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>> {
+        ready(self.conn.batch_execute(sql))
+    }
+
+    fn mark_broken(&mut self) {
+        transaction::mark_broken(self.conn);
+    }
+
     fn clear_mark(&mut self) {
         transaction::clear_mark(self.conn);
     }
 
-    fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>> {
-        ready(self.conn.batch_execute(sql))
+    fn pause(&mut self, time: Duration) -> Reply<'_, ()> {
+        std::thread::sleep(time);
+        ready(())
+    }
+
+    fn begin(&mut self) -> Reply<'_, QueryResult<()>> {
+        ready(AnsiTransactionManager::begin_transaction(self.conn))
     }
 
     fn begin_read_committed(&mut self) -> Reply<'_, QueryResult<()>> {
@@ -170,9 +193,18 @@ fn ready<'conn, T: Send + 'conn>(reply: T) -> Reply<'conn, T> {
 
 /// Runs an operation on a blocking connection.
 pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {
+    match started(operation) {
+        Some(value) => value,
+        None => unreachable!("a blocking session replies before it returns"),
+    }
+}
+
+/// Polls an operation once, for a `Drop`, which cannot await it: on a blocking session it is then done, and on an
+/// asynchronous one its first message is queued. Returns `None` if the reply is still to come.
+pub(crate) fn started<T>(operation: impl Future<Output = T>) -> Option<T> {
     match pin!(operation).poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(value) => value,
-        Poll::Pending => unreachable!("a blocking session replies before it returns"),
+        Poll::Ready(value) => Some(value),
+        Poll::Pending => None,
     }
 }
 

@@ -20,7 +20,7 @@
 //! # diesel_interlock::migrations::install(&mut database.connect())?;
 //! // This test's locks and slots do not meet those of the tests that run beside it.
 //! let _prefix = testing::key_prefix("nightly() leaves nothing behind");
-//! NIGHTLY.try_with(&pool, |_| Ok::<_, diesel_interlock::Error>(()))?;
+//! NIGHTLY.with(&pool, |_| Ok::<_, diesel_interlock::Error>(()))?;
 //! drop(GEOCODER.try_acquire(&pool)?);
 //!
 //! let mut conn = pool.get()?;

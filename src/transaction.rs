@@ -1,9 +1,8 @@
-//! What Diesel knows of the transaction on a connection, and the mark by which it tells a pool
-//! not to take a connection back.
+//! The transaction on a connection, as far as Diesel knows, and the mark that makes a pool discard the connection.
 //!
-//! None of this costs a round trip. It is the one place that uses Diesel's transaction manager
-//! below its stable interface (`transaction_manager_status_mut` is hidden from its documentation),
-//! which is why this crate is pinned to Diesel's minor version.
+//! None of this takes a round trip. This is the only file that uses Diesel's transaction manager below its stable interface
+//! (`transaction_manager_status_mut` is hidden from Diesel's documentation). Because of it this crate is pinned to a minor
+//! version of Diesel.
 
 use diesel::connection::{AnsiTransactionManager, TransactionManager, TransactionManagerStatus};
 use diesel::pg::PgConnection;
@@ -14,13 +13,13 @@ use crate::error::{Error, Misplaced, Result};
 /// The transaction on a connection, as far as Diesel opened it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Transaction {
-    /// None. A `BEGIN` sent as plain SQL is invisible to Diesel.
+    /// None. Diesel does not know of a `BEGIN` that was sent as plain SQL.
     None,
-    /// That of `begin_test_transaction`, which stands for no transaction at all.
+    /// The transaction of `begin_test_transaction`, which counts as none.
     Test,
-    /// One that the caller opened.
+    /// A transaction that the caller opened.
     Open,
-    /// Unknown: the connection is broken, or marked as such.
+    /// Unknown, because the connection is broken, or marked as broken.
     Broken,
 }
 
@@ -30,13 +29,13 @@ pub(crate) fn of(conn: &mut PgConnection) -> Transaction {
     };
     match depth.map(|depth| depth.get()) {
         None => Transaction::None,
-        // Diesel calls any open transaction broken, unless it is a test transaction.
+        // Diesel reports every open transaction as broken, except a test transaction.
         Some(1) if !is_marked(conn) => Transaction::Test,
         Some(_) => Transaction::Open,
     }
 }
 
-/// Refuses what commits as it goes inside any transaction, a test transaction included.
+/// Refuses an operation that commits as it goes inside any transaction, including a test transaction.
 pub(crate) fn refuse_any(conn: &mut PgConnection) -> Result<()> {
     match of(conn) {
         Transaction::None => Ok(()),
@@ -49,20 +48,20 @@ pub(crate) fn refuse_any(conn: &mut PgConnection) -> Result<()> {
 
 /// Marks the connection as broken, so that a pool discards it.
 ///
-/// The mark does not stick: Diesel takes it back with the first answer of the server that reports
-/// no open transaction. A connection that is to be discarded is therefore marked last of all.
+/// The mark does not last: Diesel clears it with the first reply of the server that reports no open transaction. So a
+/// connection that is to be discarded is marked after its last statement.
 ///
-/// That same behaviour makes a probe of it. Marked *before* a statement, a connection is clean
-/// again after it if, and only if, the server says that no transaction is open: the one way to see
-/// a transaction that the caller opened behind Diesel's back, at no round trip.
+/// For the same reason the mark is a probe. If a connection is marked *before* a statement, the mark is cleared after it if,
+/// and only if, the server reports that no transaction is open. Only this detects, without a round trip, a transaction that
+/// the caller opened without Diesel's knowledge.
 pub(crate) fn mark_broken(conn: &mut PgConnection) {
     status(conn).set_in_error();
 }
 
-/// Makes a call, and tells whether a transaction is open on the connection that Diesel does not know of.
+/// Makes a call, and also returns whether a transaction is open on the connection that Diesel does not know of.
 ///
-/// If so, the connection is left marked. It also is where the call failed before the server reported on a
-/// transaction: a `PREPARE` failed, or the connection is closed.
+/// If so, the connection is left marked. It is also left marked if the call failed before the server reported on a
+/// transaction, because a `PREPARE` failed or the connection is closed.
 pub(crate) fn probed<T>(
     conn: &mut PgConnection,
     call: impl FnOnce(&mut PgConnection) -> T,
@@ -71,13 +70,13 @@ pub(crate) fn probed<T>(
         return (call(conn), false);
     }
     mark_broken(conn);
-    let answer = call(conn);
-    (answer, is_marked(conn))
+    let reply = call(conn);
+    (reply, is_marked(conn))
 }
 
-/// Makes a call on a connection out of a pool, and refuses what was done in a transaction that
-/// somebody had left open there. Then, and where the call failed in a way that leaves the state of the
-/// connection in doubt, it stays marked, so that the pool discards it.
+/// Makes a call on a connection out of a pool, and refuses its result if an earlier user had left a transaction open there.
+/// The connection is then left marked, so that the pool discards it. It is also left marked if the call failed in a way that
+/// leaves the state of the connection unknown.
 #[cfg(feature = "r2d2")]
 pub(crate) fn refuse_left_open<T>(
     conn: &mut PgConnection,
@@ -85,16 +84,16 @@ pub(crate) fn refuse_left_open<T>(
 ) -> Result<T> {
     match probed(conn, call) {
         (Ok(_), true) => Err(Error::TransactionInPool),
-        (answer, _) => answer,
+        (reply, _) => reply,
     }
 }
 
-/// Takes the mark back, where it is known that only a transaction of the caller's kept it alive.
+/// Clears the mark, if it is known that only a transaction of the caller kept it.
 pub(crate) fn clear_mark(conn: &mut PgConnection) {
     *status(conn) = TransactionManagerStatus::default();
 }
 
-/// Answers whether a pool would discard the connection.
+/// Returns whether a pool would discard the connection.
 pub(crate) fn is_marked(conn: &mut PgConnection) -> bool {
     <AnsiTransactionManager as TransactionManager<PgConnection>>::is_broken_transaction_manager(
         conn,

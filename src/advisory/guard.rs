@@ -1,69 +1,61 @@
 //! The guard of a session lock.
 
-mod release;
-mod verdict;
-
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 #[cfg(feature = "r2d2")]
 use std::time::Duration;
 use std::time::Instant;
 
 use diesel::pg::PgConnection;
-use diesel::prelude::*;
 
-pub(super) use self::release::is_closed;
-use super::lease::{Lease, Pinned};
-use super::mode::LockMode;
-use super::query::{DrawToken, IsHeld};
-use super::token::Token;
+use super::discard::{GuardConnection, Pinned};
+use super::operations::{self, HeldLock};
 #[cfg(feature = "r2d2")]
 use super::watch::{Watch, Watches};
-use crate::error::{Error, Misplaced, Result};
+use crate::attempt::Attempt;
+use crate::error::{Error, Result};
 use crate::events::{self, Event, Outcome, Subject};
-use crate::key::{LockId, LockKey};
+use crate::key::LockKey;
+use crate::panics::caught;
 #[cfg(feature = "r2d2")]
 use crate::pool::PgPool;
-use crate::session::sent as send;
-use crate::transaction::{self, Transaction};
+use crate::session::now;
 
 /// A held session lock, together with the connection whose session holds it.
 ///
-/// PostgreSQL releases a session lock only on the session that took it. The guard owns the pooled
-/// connection (or borrows the one it was given) and lends it as [`conn`](Self::conn), so the
-/// protected work runs on the same session and needs no second connection; a pool full of waiters
-/// could not give it one.
+/// PostgreSQL releases a session lock only on the session that took it. So the guard owns the pooled connection, or borrows
+/// the connection that it was given, and lends it as [`conn`](Self::conn). The protected work runs on the same session and
+/// needs no second connection, which a pool full of waiters could not provide.
 ///
-/// Made by [`AdvisoryLock`](crate::AdvisoryLock).
+/// An [`AdvisoryLock`](crate::AdvisoryLock) creates it.
 ///
 /// # Release
 ///
-/// [`release`](Self::release) unlocks in one round trip, reports a lock that was lost, and gives
-/// the connection back. Dropping the guard does the same without a word.
+/// [`release`](Self::release) unlocks in one round trip, reports a lock that was lost, and gives the connection back.
+/// Dropping the guard does the same, but drops the error. [`run`](Self::run) does some work and then releases.
 ///
-/// The unlock runs on the session that took the lock, or not at all:
+/// The unlock runs on the session that took the lock, and on no other:
 /// ```sql
 /// SELECT CASE WHEN pg_backend_pid() = $1 THEN pg_advisory_unlock($2) END
 /// ```
 ///
-/// A pooled connection whose unlock did not surely succeed never goes back to the pool: it is
-/// discarded, the server ends its session within milliseconds, and the lock is free with it. That
-/// is so after an aborted transaction, a transaction left open (also by a `BEGIN` that Diesel does
-/// not know of), a killed backend, a restarted server, and a panic.
+/// A pooled connection goes back to its pool only if the unlock certainly succeeded. Otherwise it is discarded: the server
+/// ends its session within milliseconds, which frees the lock. This covers an aborted transaction, a transaction left open
+/// (even by a `BEGIN` that Diesel does not know of), a killed backend, a restarted server, and a panic.
 ///
-/// # On a borrowed connection
+/// # Borrowed connections
 ///
-/// it is the caller who decides what becomes of it. Where the caller's plain SQL `BEGIN` is aborted,
-/// it is rolled back and the unlock repeated. Where the unlock failed otherwise, and the session
-/// still holds the lock, the session is ended. A transaction of Diesel's own that is aborted is
-/// nobody's to roll back but the caller's: the lock then stays with the session, the connection is
-/// marked as broken, and [`release`](Self::release) answers [`Error::ReleaseFailed`].
+/// A borrowed connection cannot be discarded, so a failed unlock is repaired where possible:
+/// - If the caller's plain SQL `BEGIN` is aborted, it is rolled back and the unlock is repeated.
+/// - If the unlock failed otherwise and the session still holds the lock, the session is ended.
+/// - If a transaction of Diesel's is aborted, only the caller can roll it back. The session keeps the lock, the connection is
+///   marked as broken, and [`release`](Self::release) returns [`Error::ReleaseFailed`].
 ///
-/// **A connection is not to be used again after that error.** Diesel takes the mark back with the
-/// next successful statement, and a pool that lent the connection would take it back with the lock:
-/// drop it, with deadpool after `Object::take`.
+/// **Do not use a connection again after that error.** Diesel clears the mark with the next statement that succeeds, and a
+/// pool that lent the connection would take it back with the lock. Drop it, with deadpool after `Object::take`.
 ///
-/// Rust itself refuses to let the guard go inside a transaction of its own connection:
+/// # Transactions
+///
+/// The compiler refuses to drop the guard inside a transaction of its own connection:
 /// ```compile_fail,E0505
 /// # use diesel::prelude::*;
 /// # use diesel_interlock::{Error, PooledGuard};
@@ -75,116 +67,84 @@ use crate::transaction::{self, Transaction};
 /// }
 /// ```
 ///
-/// # Release on drop blocks
+/// # Blocking
 ///
-/// Dropping a guard waits for the server's answer to the unlock. On a network that swallows
-/// packets this takes as long as the connection string's `tcp_user_timeout` and `keepalives_*`
-/// settings allow.
+/// Dropping a guard waits for the server's reply to the unlock. On a network that loses packets this takes as long as the
+/// connection string's `tcp_user_timeout` and `keepalives_*` settings allow.
 ///
-/// # A lost lock
+/// # Lost locks
 ///
-/// If the session ends (a killed backend, a restarted server, a broken network), the server frees
-/// the lock at once, and the code under the guard runs on unprotected: see
-/// [`is_held`](Self::is_held).
+/// If the session ends (a killed backend, a restarted server, a broken network), the server frees the lock at once, and the
+/// code that relies on the guard continues unprotected. [`is_held`](Self::is_held) and [`watch`](Self::watch) detect this.
 #[must_use = "if unused the lock is released at once"]
 #[clippy::has_significant_drop]
-pub struct AdvisoryLockGuard<C: Lease> {
+pub struct AdvisoryLockGuard<C: GuardConnection> {
     pinned: Pinned<C>,
-    key: LockKey,
-    hold: Hold,
+    held: HeldLock,
     since: Instant,
     #[cfg(feature = "r2d2")]
     watches: Watches,
-    released: bool,
+    is_released: bool,
 }
 
-/// What a session lock's release has to know.
-#[derive(Debug)]
-pub(super) struct Hold {
-    pub(super) id: LockId,
-    pub(super) mode: LockMode,
-    /// 0 as long as it waits in a session that is not known.
-    pub(super) pid: i32,
-    /// To be given back to the session, where it was lifted.
-    pub(super) idle_session_timeout: Option<String>,
-    /// If one was drawn.
-    pub(super) fencing_token: Option<Token>,
-}
-
-impl<C: Lease> AdvisoryLockGuard<C> {
-    pub(super) fn new(pinned: Pinned<C>, key: LockKey, hold: Hold) -> Self {
+impl<C: GuardConnection> AdvisoryLockGuard<C> {
+    pub(super) fn new(pinned: Pinned<C>, held: HeldLock) -> Self {
         Self {
             pinned,
-            key,
-            hold,
+            held,
             since: Instant::now(),
             #[cfg(feature = "r2d2")]
             watches: Watches::default(),
-            released: false,
+            is_released: false,
         }
     }
 
     /// Lends the connection whose session holds the lock.
     ///
-    /// Anything may run on it, transactions included; they must have ended when the guard goes. After a `COPY`
-    /// through Diesel, the next statement of the guard takes one more round trip, which reads what is left of
-    /// the rows.
-    /// After `pg_advisory_unlock_all()` or `DISCARD ALL` the lock is lost, and
-    /// [`release`](Self::release) answers an error.
+    /// Any statement may run on it, including transactions, which must have ended when the guard is released. After a `COPY`
+    /// through Diesel, the next statement of the guard takes one more round trip, which reads the remaining rows. After
+    /// `pg_advisory_unlock_all()` or `DISCARD ALL` the lock is lost, and [`release`](Self::release) returns an error.
     pub fn conn(&mut self) -> &mut PgConnection {
         self.pinned.conn()
     }
 
-    /// The key of the lock that is held.
+    /// Returns the key of the lock.
     pub fn key(&self) -> &LockKey {
-        &self.key
+        &self.held.key
     }
 
-    /// The `pg_backend_pid()` of the session that holds the lock, as `pg_locks` and
-    /// `pg_stat_activity` show it.
+    /// Returns the `pg_backend_pid()` of the session that holds the lock, as `pg_locks` and `pg_stat_activity` show it.
     pub fn backend_pid(&self) -> i32 {
-        self.hold.pid
+        self.held.pid
     }
 
-    /// Asks the server whether the lock is still held, in one round trip.
+    /// Queries whether the session still holds the lock, in one round trip.
     ///
-    /// `false` means that it was lost: the session ended, or somebody unlocked it there. `true` is
-    /// the server's word for the moment of the question.
+    /// `false` means that the lock was lost: the session ended, or some code unlocked it there. `true` was correct when the
+    /// server replied, and may be outdated since.
     ///
     /// # Errors
     ///
-    /// - [`Error::Database`] if the server could not answer, which says nothing about the lock:
-    ///   after an error inside a transaction it answers again when that was rolled back.
+    /// [`Error::Database`] if the query failed, which says nothing about the lock. After an error inside a transaction it
+    /// fails until that transaction is rolled back.
     pub fn is_held(&mut self) -> Result<bool> {
-        let locator = self.hold.id.into();
-        let answer = send(self.pinned.conn(), |conn| {
-            let question = IsHeld {
-                locator: &locator,
-                mode: self.hold.mode,
-                prepared: true,
-            };
-            question.get_result::<(i32, bool)>(conn)
-        });
-        match answer {
-            Ok((pid, held)) => Ok(held && pid == self.hold.pid),
-            Err(error) if is_closed(&error) => Ok(false),
-            Err(error) => Err(error.into()),
-        }
+        let (mut session, _) = self.pinned.session();
+        now(operations::is_held(&mut session, &self.held))
     }
 
-    /// Watches over the lock from now on: a thread asks the server about it that often, over a connection
-    /// out of the pool, and the [`Watch`](crate::Watch) tells what it last heard.
+    /// Watches the lock from now on: a background thread queries it every `every`, over a connection from the pool, and the
+    /// [`Watch`] returns the last result.
     ///
-    /// One round trip here, which asks whether the lock is held now, and one for each question of the
-    /// thread, which waits for no connection: it takes one that is idle, or none. `every` is at least 10
-    /// milliseconds and at most a year.
+    /// One round trip here, which queries whether the lock is held now, and one for each query of the thread. The thread never
+    /// waits for a connection: it uses an idle one, or skips that query. `every` is at least 10 milliseconds and at most a
+    /// year.
     ///
-    /// A lock that is gone already is told as lost from the beginning. The watch ends with the
+    /// If the lock is lost already, the watch reports that from the beginning. The watch ends with the
     /// [release](Watch#release).
     ///
     /// # Errors
     ///
-    /// [`Error::Database`] if the server could not answer.
+    /// [`Error::Database`] if the query failed.
     ///
     /// # Examples
     ///
@@ -199,7 +159,7 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// let watch = guard.watch(&pool, Duration::from_secs(1))?;
     /// for page in pages {
     ///     if !watch.is_held_within(Duration::from_secs(5)) {
-    ///         break; // stop before somebody else is far into it
+    ///         break; // stop before another holder is far into it
     ///     }
     ///     // … import the page, which needs no connection
     /// }
@@ -209,94 +169,91 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     /// ```
     #[cfg(feature = "r2d2")]
     pub fn watch(&mut self, pool: &PgPool, every: Duration) -> Result<Watch> {
-        let Hold { mode, pid, .. } = self.hold;
-        let watch = Watch::begin(self.pinned.conn(), pool, &self.key, mode, pid, every)?;
+        let (mut session, _) = self.pinned.session();
+        let watch = Watch::begin(&mut session, pool, &self.held, every)?;
         self.watches.add(&watch);
         Ok(watch)
     }
 
-    /// A number that is greater than that of everybody who held the lock before: what a
-    /// [`Fence`](crate::Fence), or a service, refuses when it has seen a greater one.
+    /// Returns the fencing token: a number that is greater than that of every earlier holder of the lock. A
+    /// [`Fence`](crate::Fence) or an external service refuses a token if it has seen a greater one.
     ///
-    /// It is a transaction id, `pg_current_xact_id()`, drawn while the lock is held. Comes with the lock
-    /// where that is [`fenced`](crate::AdvisoryLock::fenced) and was free; otherwise the first call
-    /// draws it, in one round trip. Of those who share a lock each has one, in no order.
+    /// The token is a transaction id, `pg_current_xact_id()`, drawn while the lock is held. It comes with the lock if the lock
+    /// is [`fenced`](crate::AdvisoryLock::fenced) and was free. Otherwise the first call draws it, in one round trip. Each
+    /// sharer of a shared lock has a token, in no order.
     ///
-    /// Guards of one lock on one session, nested in each other, have one token, since they hold the lock
-    /// together: that of the innermost guard further out which has one. The session gets a name for this, in the
-    /// setting `diesel_interlock.session`; after a `RESET ALL` between the two guards they are not known to
-    /// share a session. A guard that takes exclusively what its session holds shared draws a token of its own,
-    /// because it comes after other sharers. A fence that this one has passed refuses the sharer's.
+    /// Nested guards of one lock on one session share one token, because they hold the lock together: the token of the
+    /// innermost outer guard that has one. The session gets a name for this, in the setting `diesel_interlock.session`. After
+    /// a `RESET ALL` between the two guards they do not share a token. A guard that takes exclusively what its session holds
+    /// shared draws a token of its own, because it comes after other sharers. A fence that has seen its token refuses that of
+    /// the outer, shared guard.
     ///
-    /// An empty message in the write-ahead log, `pg_logical_emit_message`, keeps it over a crash of the
-    /// server. It is not kept where `synchronous_commit` is `off`, nor over a failover to an asynchronous
-    /// standby: the next holder's may then be smaller.
+    /// An empty message in the write-ahead log, `pg_logical_emit_message`, makes the order survive a crash of the server. It
+    /// does not survive if `synchronous_commit` is `off`, nor a failover to an asynchronous standby: the next holder's token
+    /// may then be smaller.
     ///
     /// # Blocking
     ///
-    /// The transaction that draws a token waits for the log as every commit does: with
-    /// `synchronous_standby_names` set, for the standbys, without end while they are away. No timeout of a wait
-    /// for the lock and no `statement_timeout` ends this, because the statement itself is over by then. Only
-    /// `synchronous_commit = local` on the session bounds it, at the price of a token that a failover may give
-    /// again.
+    /// The transaction that draws a token waits for the log as every commit does. If `synchronous_standby_names` is set, it
+    /// waits for the standbys, without end while they are down. Neither a timeout of the wait for the lock nor a
+    /// `statement_timeout` ends this, because the statement itself has completed by then. Only `synchronous_commit = local` on
+    /// the session limits it, at the cost that a failover may draw the same token again.
     ///
     /// # Errors
     ///
-    /// - [`Misplaced::TokenInTransaction`](crate::error::Misplaced::TokenInTransaction) if it is to be drawn while a transaction is open on the connection,
-    ///   also by a plain SQL `BEGIN`: nothing of it is in the log before the commit, and a crash would give
-    ///   the number again.
-    /// - [`Error::LockLost`] if the lock is not held any more.
-    /// - [`Error::Database`] if the server could not answer.
+    /// - [`Misplaced::TokenInTransaction`](crate::error::Misplaced::TokenInTransaction) if a transaction is open on the connection
+    ///   when the token is to be drawn, even by a plain SQL `BEGIN`. Nothing of that transaction is in the log before its
+    ///   commit, so after a crash the same number would be drawn again.
+    /// - [`Error::LockLost`] if the lock is no longer held.
+    /// - [`Error::Database`] if the statement failed.
     pub fn fencing_token(&mut self) -> Result<i64> {
-        if let Some(token) = &self.hold.fencing_token {
-            return Ok(token.number());
-        }
-        let Hold { id, mode, .. } = self.hold;
-        let conn = self.pinned.conn();
-        if transaction::of(conn) == Transaction::Open {
-            return Err(Error::Misplaced(Misplaced::TokenInTransaction));
-        }
-        let (drawn, in_transaction) = transaction::probed(conn, |conn| {
-            send(conn, |conn| {
-                let locator = &id.into();
-                let draw = DrawToken { locator, mode };
-                draw.get_result::<(i32, String, Option<i64>)>(conn)
-            })
-        });
-        if in_transaction && !drawn.as_ref().is_err_and(is_closed) {
-            // The transaction is the caller's, who may go on with it.
-            transaction::clear_mark(conn);
-        }
-        let lost = |source| Error::LockLost {
-            key: self.key.clone(),
-            source,
-        };
-        match drawn {
-            Ok((pid, session, Some(number))) if pid == self.hold.pid => {
-                if in_transaction {
-                    return Err(Error::Misplaced(Misplaced::TokenInTransaction));
-                }
-                let token = Token::drawn(session, id, mode, number);
-                let number = token.number();
-                self.hold.fencing_token = Some(token);
-                Ok(number)
-            }
-            Ok(_) => Err(lost(None)),
-            Err(error) if is_closed(&error) => Err(lost(Some(error))),
-            Err(error) => Err(error.into()),
-        }
+        let (mut session, _) = self.pinned.session();
+        now(operations::fencing_token(&mut session, &mut self.held))
     }
 
-    /// Releases the lock and gives the connection back. The same as dropping the guard, but it
-    /// reports what went wrong.
+    /// Runs `work` on the connection that holds the lock, releases the lock, and returns the value of `work`.
     ///
-    /// One round trip, and one more to prepare the statement, once per connection. Whatever the
-    /// answer is, the lock is not held by this guard any more.
+    /// The lock is released on every way out: a value, an error, or a panic. If `work` succeeded under a lock that was lost,
+    /// that is an error, such as [`Error::LockLost`].
+    ///
+    /// `E: From<Error>` lets `work` return this crate's [`Error`], Diesel's, or one of the application.
     ///
     /// # Errors
     ///
-    /// - [`Error::LockLost`] if the lock was not held any more, or its session had ended.
-    /// - [`Error::SessionMoved`] if another session answered than the one that took the lock.
+    /// The error of `work`, and those of [`release`](Self::release).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use diesel::prelude::*;
+    /// use diesel_interlock::AdvisoryLock;
+    ///
+    /// # let database = workbench::Database::new();
+    /// # let conn = &mut database.connect();
+    /// AdvisoryLock::named("vacuum").acquire_on(conn)?.run(|conn| {
+    ///     diesel::sql_query("VACUUM").execute(conn)
+    /// })?;
+    /// # Ok::<(), diesel::result::Error>(())
+    /// ```
+    pub fn run<T, E, F>(mut self, work: F) -> Result<T, E>
+    where
+        F: FnOnce(&mut PgConnection) -> Result<T, E>,
+        E: From<Error>,
+    {
+        let value = work(self.conn())?;
+        self.release()?;
+        Ok(value)
+    }
+
+    /// Releases the lock and gives the connection back. The same as dropping the guard, except that it returns the error.
+    ///
+    /// One round trip, and one more to prepare the statement, once per connection. After an error, too, this guard no longer
+    /// holds the lock.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::LockLost`] if the lock was no longer held, or its session had ended.
+    /// - [`Error::SessionMoved`] if a different session replied than the one that took the lock.
     /// - [`Error::TransactionLeftOpen`] if a transaction was left open on the connection.
     /// - [`Error::ReleaseFailed`] if the unlock failed, as it does in an aborted transaction.
     pub fn release(mut self) -> Result<()> {
@@ -304,15 +261,16 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     }
 
     fn release_inner(&mut self) -> Result<()> {
-        self.released = true;
+        self.is_released = true;
         #[cfg(feature = "r2d2")]
         self.watches.releasing();
-        let released = self.unlock_and_check();
+        let (mut session, doubt) = self.pinned.session();
+        let released = now(operations::release(&mut session, doubt, &self.held));
         // Before the connection is back in its pool, because the next guard on this session must not share the token.
-        self.hold.fencing_token = None;
+        self.held.fencing_token = None;
         #[cfg(feature = "r2d2")]
         self.watches.released(&released);
-        let event = Event::of("release", Subject::Lock(&self.key), &released, |()| {
+        let event = Event::of("release", Subject::Lock(&self.held.key), &released, |()| {
             Outcome::Released
         });
         events::record(&event.held_since(self.since));
@@ -320,22 +278,56 @@ impl<C: Lease> AdvisoryLockGuard<C> {
     }
 }
 
-impl<C: Lease> Drop for AdvisoryLockGuard<C> {
-    fn drop(&mut self) {
-        if !self.released {
-            // Diesel's instrumentation is the caller's code: a panic there, while another one
-            // unwinds, would abort the process. The doubt it leaves discards the connection.
-            let _ = catch_unwind(AssertUnwindSafe(|| self.release_inner()));
+impl<C: GuardConnection> Attempt<AdvisoryLockGuard<C>> {
+    /// Runs `work` under the lock if it was acquired, as [`AdvisoryLockGuard::run`] does. Returns [`Attempt::Busy`] otherwise,
+    /// without running `work`.
+    ///
+    /// # Errors
+    ///
+    /// The error of `work`, and those of [`release`](AdvisoryLockGuard::release).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use diesel_interlock::{AdvisoryLock, Attempt, Error, PgPool};
+    ///
+    /// static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+    ///
+    /// fn nightly(pool: &PgPool) -> Result<Attempt<usize>, Error> {
+    ///     NIGHTLY.try_acquire(pool)?.run(|conn| write_report(conn))
+    /// }
+    /// # fn write_report(_: &mut diesel::PgConnection) -> Result<usize, Error> { Ok(3) }
+    /// # let database = workbench::Database::new();
+    /// # assert_eq!(nightly(&database.pool(1))?, Attempt::Acquired(3));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn run<T, E, F>(self, work: F) -> Result<Attempt<T>, E>
+    where
+        F: FnOnce(&mut PgConnection) -> Result<T, E>,
+        E: From<Error>,
+    {
+        match self {
+            Attempt::Acquired(guard) => guard.run(work).map(Attempt::Acquired),
+            Attempt::Busy => Ok(Attempt::Busy),
         }
     }
 }
 
-impl<C: Lease> fmt::Debug for AdvisoryLockGuard<C> {
+impl<C: GuardConnection> Drop for AdvisoryLockGuard<C> {
+    fn drop(&mut self) {
+        if !self.is_released {
+            // After a panic the doubt discards the connection.
+            let _ = caught(|| self.release_inner());
+        }
+    }
+}
+
+impl<C: GuardConnection> fmt::Debug for AdvisoryLockGuard<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AdvisoryLockGuard")
-            .field("key", &self.key)
-            .field("mode", &self.hold.mode)
-            .field("backend_pid", &self.hold.pid)
+            .field("key", &self.held.key)
+            .field("mode", &self.held.lock.mode)
+            .field("backend_pid", &self.held.pid)
             .finish_non_exhaustive()
     }
 }

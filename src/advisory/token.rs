@@ -1,10 +1,10 @@
-//! The fencing tokens of the guards that live. Guards of one lock on one session hold it together, so they have
-//! one token: with one of its own, a nested guard that passes a fence would keep the outer one out.
+//! The fencing tokens of the guards that exist. Guards of one lock on one session hold it together, so they share a token.
+//! With a token of its own, a nested guard that passes a fence would block the outer one there.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
-use super::mode::LockMode;
-use crate::key::LockId;
+use super::lock::{Lock, LockMode};
+use crate::panics::lock;
 
 /// A fencing token, shared by the guards that hold the lock together.
 #[derive(Debug)]
@@ -12,29 +12,27 @@ pub(super) struct Token(Arc<Drawn>);
 
 #[derive(Debug)]
 struct Drawn {
-    /// The name that the session has, until somebody resets it.
+    /// The name of the session, until some code resets it.
     session: String,
-    id: LockId,
-    mode: LockMode,
+    lock: Lock,
     number: i64,
 }
 
 static LIVE: Mutex<Vec<Weak<Drawn>>> = Mutex::new(Vec::new());
 
 impl Token {
-    /// The token of a guard for which the session has just drawn this number: that of a guard further out, if
-    /// there is one.
-    pub(super) fn drawn(session: String, id: LockId, mode: LockMode, number: i64) -> Self {
+    /// Returns the token of a guard for which the session has just drawn this number. If an outer guard has a token, it is
+    /// that one.
+    pub(super) fn drawn(session: String, of: Lock, number: i64) -> Self {
         let drawn = Drawn {
             session,
-            id,
-            mode,
+            lock: of,
             number,
         };
-        let mut live = LIVE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut live = lock(&LIVE);
         live.retain(|token| token.strong_count() > 0);
-        let further_out = live.iter().filter_map(Weak::upgrade);
-        let latest = further_out
+        let outer = live.iter().filter_map(Weak::upgrade);
+        let latest = outer
             .filter(|outer| outer.covers(&drawn))
             .max_by_key(|outer| outer.number);
         Self(latest.unwrap_or_else(|| {
@@ -50,12 +48,12 @@ impl Token {
 }
 
 impl Drawn {
-    /// Who takes exclusively what its session holds shared comes after other sharers, and needs a token of its
+    /// A guard that takes exclusively what its session holds shared comes after other sharers, so it needs a token of its
     /// own.
     fn covers(&self, inner: &Self) -> bool {
         self.session == inner.session
-            && self.id == inner.id
-            && (self.mode == LockMode::Exclusive || inner.mode == LockMode::Shared)
+            && self.lock.id == inner.lock.id
+            && (self.lock.mode == LockMode::Exclusive || inner.lock.mode == LockMode::Shared)
     }
 }
 
@@ -63,12 +61,21 @@ impl Drawn {
 mod tests {
     use super::LockMode::{Exclusive, Shared};
     use super::*;
+    use crate::key::LockId;
 
     #[test]
     fn guards_that_hold_a_lock_together_have_one_token() {
         let (id, other_id) = (LockId::BigInt(1), LockId::Pair(0, 1));
-        let outer = Token::drawn("here".into(), id, Exclusive, 10);
-        let token = |session: &str, id, mode| Token::drawn(session.into(), id, mode, 11).number();
+        let outer = Token::drawn(
+            "here".into(),
+            Lock {
+                id,
+                mode: Exclusive,
+            },
+            10,
+        );
+        let token =
+            |session: &str, id, mode| Token::drawn(session.into(), Lock { id, mode }, 11).number();
         assert_eq!(token("here", id, Exclusive), 10);
         assert_eq!(token("here", id, Shared), 10);
         assert_eq!(token("here", other_id, Exclusive), 11);
@@ -76,7 +83,7 @@ mod tests {
         drop(outer);
         assert_eq!(token("here", id, Exclusive), 11);
 
-        let token = |mode, number| Token::drawn("here".into(), id, mode, number);
+        let token = |mode, number| Token::drawn("here".into(), Lock { id, mode }, number);
         let sharer = token(Shared, 20);
         let upgraded = token(Exclusive, 21);
         assert_eq!(upgraded.number(), 21);
@@ -86,7 +93,7 @@ mod tests {
         drop(sharer);
     }
 
-    /// Takes the lock on the same session at the earliest moment at which the pool can give the connection to another.
+    /// Takes the lock on the same session at the earliest moment at which the pool can lend the connection again.
     #[cfg(feature = "r2d2")]
     #[derive(Debug, Default)]
     struct NextHolder {
@@ -102,7 +109,11 @@ mod tests {
     impl diesel::r2d2::HandleEvent for Waiting {
         fn handle_checkin(&self, _: diesel::r2d2::event::CheckinEvent) {
             if let Some(session) = self.0.session.lock().unwrap().clone() {
-                let next = Token::drawn(session, LockId::BigInt(7), Exclusive, i64::MAX);
+                let of = Lock {
+                    id: LockId::BigInt(7),
+                    mode: Exclusive,
+                };
+                let next = Token::drawn(session, of, i64::MAX);
                 *self.0.number.lock().unwrap() = Some(next.number());
             }
         }

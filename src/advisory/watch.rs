@@ -1,15 +1,13 @@
-//! Watching over a session lock from another connection.
+//! Watching a session lock over another connection.
 
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use diesel::data_types::PgTimestamp;
-use diesel::pg::PgConnection;
-use diesel::prelude::*;
 
-use super::guard::is_closed;
-use super::mode::LockMode;
-use super::query::{HeldBy, Locator, WatchedFrom};
+use super::operations::HeldLock;
+use super::rules;
+use super::sql;
 use crate::background::{Background, Chore};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
@@ -17,42 +15,41 @@ use crate::events::{self, Event, Outcome, Subject};
 use crate::key::LockKey;
 use crate::panics::lock;
 use crate::pool::{PgPool, PooledPgConnection};
-use crate::session::sent as send;
+use crate::session::{Blocking, Session, now};
 
-/// The shortest time between two questions.
+/// The shortest time between two queries.
 const SHORTEST: Duration = Duration::from_millis(10);
 
-/// Tells, without a round trip, whether a session lock was lost: a thread of this crate asks the server
-/// now and then, over a connection out of the pool, which it has only while it asks.
+/// Returns, without a round trip, whether a session lock was lost. A background thread of this crate queries the server at
+/// an interval, over a connection from the pool, which it holds only during the query.
 ///
-/// Made by [`AdvisoryLockGuard::watch`](crate::AdvisoryLockGuard::watch). Clone it into the threads that do
-/// the work. The asking ends when the guard releases the lock, when the lock is lost, or when all clones
-/// are gone; the watch then keeps neither the thread nor the pool.
+/// [`AdvisoryLockGuard::watch`](crate::AdvisoryLockGuard::watch) creates it. Clone it into the threads that do the work. The
+/// queries end when the guard releases the lock, when the lock is lost, or when all clones are dropped. From then on the
+/// watch keeps neither the thread nor the pool alive.
 ///
 /// # Release
 ///
-/// A lock that its guard releases is not lost: [`is_lost`](Self::is_lost) stays false, and
-/// [`is_held_within`](Self::is_held_within) is false from the beginning of the release on. Only where
-/// the release itself reports [`Error::LockLost`](crate::Error::LockLost) does `is_lost` turn true.
+/// A lock that its guard releases is not lost. [`is_lost`](Self::is_lost) stays false, and
+/// [`is_held_within`](Self::is_held_within) is false from the beginning of the release on. Only if the release itself reports
+/// [`Error::LockLost`](crate::Error::LockLost) does `is_lost` become true.
 ///
 /// # Servers that hang
 ///
-/// Each pool that locks are watched over has a thread of its own, so a server that hangs delays no watch
-/// over another pool. The watches over one pool share its thread: while one of their questions hangs,
-/// none of them is confirmed. How long a question may hang is set by `tcp_user_timeout` and
-/// `keepalives_*` in the connection string.
+/// Each pool whose locks are watched has a thread of its own, so a server that hangs delays no watch over another pool. The
+/// watches over one pool share its thread. While one of their queries hangs, none of them is confirmed. The connection
+/// string's `tcp_user_timeout` and `keepalives_*` settings limit how long a query can hang.
 ///
-/// # What it protects from
+/// # Scope
 ///
-/// From working on for long after the session ended: killed, cut off, failed over. It cannot protect
-/// what was written between two questions: that takes a [`Fence`](crate::Fence), or the transaction that
-/// writes on the guard's own connection.
+/// A watch limits how long the work continues after its session has ended, by a kill, a cut network or a failover. It cannot
+/// protect a write between two queries. For that use a [`Fence`](crate::Fence), or write in a transaction on the guard's own
+/// connection.
 #[derive(Debug, Clone)]
 pub struct Watch {
     handle: Arc<Handle>,
 }
 
-/// Ends the asking when the last clone of a [`Watch`] is gone.
+/// Ends the queries when the last clone of a [`Watch`] is dropped.
 #[derive(Debug)]
 struct Handle(Arc<Watched>);
 
@@ -64,19 +61,18 @@ pub(super) struct Watches(Vec<Weak<Handle>>);
 #[derive(Debug)]
 struct Watched {
     key: LockKey,
-    locator: Locator,
-    mode: LockMode,
+    row: sql::LockRow,
     pid: i32,
-    /// The server may use the pid again. `None` where it is hidden.
+    /// The server may reuse the pid. `None` if the role may not see it.
     session_start: Option<PgTimestamp>,
     every: Duration,
-    heard: Mutex<Heard>,
+    status: Mutex<Status>,
 }
 
 #[derive(Debug)]
-struct Heard {
+struct Status {
     state: State,
-    /// When the latest question was sent that the server has confirmed.
+    /// When the latest query was sent that found the lock held.
     confirmed: Moment,
 }
 
@@ -93,41 +89,31 @@ static WATCHERS: Background<Watched> = Background::new("lock watcher");
 
 impl Watch {
     pub(super) fn begin(
-        conn: &mut PgConnection,
+        session: &mut Blocking<'_>,
         pool: &PgPool,
-        key: &LockKey,
-        mode: LockMode,
-        pid: i32,
+        held: &HeldLock,
         every: Duration,
     ) -> Result<Self> {
-        let locator = key.id()?.into();
+        let row = held.lock.into();
         let confirmed = Moment::now();
-        let question = |conn: &mut PgConnection| {
-            WatchedFrom {
-                locator: &locator,
-                mode,
-            }
-            .get_result(conn)
-        };
-        let (replied_by, session_start, held): (i32, Option<PgTimestamp>, bool) =
-            match send(conn, question) {
+        let (replied_by, session_start, is_held): (i32, Option<PgTimestamp>, bool) =
+            match now(session.one(sql::WatchFrom { row })) {
                 // The session has ended, and its locks with it.
-                Err(error) if is_closed(&error) => (0, None, false),
-                answer => answer?,
+                Err(error) if rules::is_closed(&error) => (0, None, false),
+                reply => reply?,
             };
         let watched = Arc::new(Watched {
-            key: key.clone(),
-            locator,
-            mode,
-            pid,
+            key: held.key.clone(),
+            row,
+            pid: held.pid,
             session_start,
             every: every.max(SHORTEST),
-            heard: Mutex::new(Heard {
+            status: Mutex::new(Status {
                 state: State::Held,
                 confirmed,
             }),
         });
-        if held && replied_by == pid {
+        if is_held && replied_by == held.pid {
             WATCHERS.start(pool, None, Arc::clone(&watched));
         } else {
             watched.lose();
@@ -137,29 +123,28 @@ impl Watch {
         })
     }
 
-    /// Returns whether the lock was lost: the server has said that it is not held any more, though the
-    /// guard did not release it. No round trip.
+    /// Returns whether the lock was lost: a query found it not held, although the guard did not release it. No round trip.
     pub fn is_lost(&self) -> bool {
-        self.heard(|heard| heard.state == State::Lost)
+        self.read(|status| status.state == State::Lost)
     }
 
-    /// How long ago the server last said that the lock is held. Grows while it cannot be asked: the pool
-    /// is exhausted, or the network is cut. No round trip.
+    /// Returns how long ago a query last found the lock held. The time grows while no query succeeds: the pool is exhausted,
+    /// or the network is cut. No round trip.
     ///
-    /// Time is counted by the monotonic or the wall clock of this machine, whichever says that more has
-    /// passed, because the monotonic clock stops while the machine is suspended.
+    /// The time is that of this machine's monotonic or wall clock, whichever shows more, because the monotonic clock stops
+    /// while the machine is suspended.
     pub fn last_confirmed(&self) -> Duration {
-        self.heard(|heard| heard.confirmed.elapsed())
+        self.read(|status| status.confirmed.elapsed())
     }
 
-    /// Returns whether the server said within that time that the lock is held, and it was neither lost
-    /// nor released since. No round trip.
+    /// Returns whether a query found the lock held within that time, and the lock was neither lost nor released since. No
+    /// round trip.
     pub fn is_held_within(&self, time: Duration) -> bool {
-        self.heard(|heard| heard.state == State::Held && heard.confirmed.elapsed() <= time)
+        self.read(|status| status.state == State::Held && status.confirmed.elapsed() <= time)
     }
 
-    fn heard<T>(&self, read: impl FnOnce(&Heard) -> T) -> T {
-        read(&lock(&self.handle.0.heard))
+    fn read<T>(&self, read: impl FnOnce(&Status) -> T) -> T {
+        read(&lock(&self.handle.0.status))
     }
 }
 
@@ -175,38 +160,37 @@ impl Watches {
         self.0.push(Arc::downgrade(&watch.handle));
     }
 
-    /// Tells them that the lock is about to be released: from now on the server may say that it is not
-    /// held.
+    /// Tells them that the lock is about to be released: from now on a query may find it not held.
     pub(super) fn releasing(&self) {
         for handle in self.0.iter().filter_map(Weak::upgrade) {
-            handle.0.turn(State::Held, State::Released);
+            handle.0.change(State::Held, State::Released);
             WATCHERS.stop(&handle.0);
         }
     }
 
-    /// Tells them what came of the release.
+    /// Tells them the result of the release.
     pub(super) fn released(&self, released: &Result<()>) {
         if matches!(released, Err(Error::LockLost { .. })) {
             for handle in self.0.iter().filter_map(Weak::upgrade) {
-                handle.0.turn(State::Released, State::Lost);
+                handle.0.change(State::Released, State::Lost);
             }
         }
     }
 }
 
 impl Watched {
-    /// Returns whether the state was the one that it is turned from.
-    fn turn(&self, from: State, to: State) -> bool {
-        let mut heard = lock(&self.heard);
-        let turns = heard.state == from;
-        if turns {
-            heard.state = to;
+    /// Changes the state. Returns whether it was `from`.
+    fn change(&self, from: State, to: State) -> bool {
+        let mut status = lock(&self.status);
+        let changes = status.state == from;
+        if changes {
+            status.state = to;
         }
-        turns
+        changes
     }
 
     fn lose(&self) {
-        if self.turn(State::Held, State::Lost) {
+        if self.change(State::Held, State::Lost) {
             events::record(&Event::new(
                 "watch",
                 Subject::Lock(&self.key),
@@ -217,7 +201,7 @@ impl Watched {
 }
 
 impl Chore for Watched {
-    /// Takes a connection that is idle, or none.
+    /// Uses an idle connection, or none.
     const PATIENCE: Duration = Duration::ZERO;
 
     fn pause(&self) -> Duration {
@@ -225,22 +209,18 @@ impl Chore for Watched {
     }
 
     fn is_over(&self) -> bool {
-        lock(&self.heard).state != State::Held
+        lock(&self.status).state != State::Held
     }
 
     fn attend(&self, mut conn: PooledPgConnection) -> bool {
-        let asked = Moment::now();
-        let question = |conn: &mut PgConnection| {
-            HeldBy {
-                locator: &self.locator,
-                mode: self.mode,
-                pid: self.pid,
-                session_start: self.session_start,
-            }
-            .get_result::<bool>(conn)
+        let sent_at = Moment::now();
+        let query = sql::HeldBy {
+            row: self.row,
+            pid: self.pid,
+            session_start: self.session_start,
         };
-        match send(&mut conn, question) {
-            Ok(true) => lock(&self.heard).confirmed = asked,
+        match now(Blocking::pooled(&mut conn).one(query)) {
+            Ok(true) => lock(&self.status).confirmed = sent_at,
             Ok(false) => self.lose(),
             Err(_) => {}
         }
@@ -258,7 +238,7 @@ mod tests {
     #[test]
     fn while_the_machine_is_suspended_nothing_is_confirmed() {
         let database = workbench::Database::new();
-        // The thread that asks has a clock of its own here, so it must not.
+        // The thread that queries has a clock of its own here, so it must have no connection.
         let pool = database.pool(1);
         let lock = AdvisoryLock::named("suspended");
         let mut guard = lock.acquire(&pool).unwrap();

@@ -1,4 +1,4 @@
-//! Taking a transaction lock, and the transaction around it.
+//! Transaction locks on a connection, blocking.
 
 use std::time::Duration;
 
@@ -7,67 +7,64 @@ use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
 use super::AdvisoryLock;
-use super::query::{TryAcquireXact, get_numbered_result};
-use super::wait::{self, Deadline};
+use super::lock::Lock;
+use super::operations;
 use crate::attempt::Attempt;
+use crate::clock::Deadline;
 use crate::error::{Error, Misplaced, Result};
 use crate::events::{self, Outcome, Subject};
-use crate::session::{now, sent as send};
+use crate::session::{Blocking, Session, now};
 use crate::transaction::{self, Transaction};
 
 /// # Transaction locks
 ///
-/// Held until the surrounding transaction ends, with nothing to release. They need no guard, no
-/// pinned connection and no session of their own, which makes them **the lock to use behind a
-/// pooler in transaction mode**, and the first choice wherever what is protected is a transaction.
+/// A transaction lock is held until the surrounding transaction ends, and needs no release. It needs no guard, no pinned
+/// connection and no session of its own. So it is **the lock to use behind a pooler in transaction mode**, and the first
+/// choice if a single transaction does the protected work.
 ///
-/// A rollback to a savepoint that was set before the lock was taken releases it too, as does the
-/// rollback of a nested `conn.transaction`.
+/// A rollback to a savepoint that was set before the lock was taken also releases it, as does the rollback of a nested
+/// `conn.transaction`.
 ///
 /// # Isolation levels
 ///
-/// "Lock, check, insert" is right only if the check sees what the previous holder committed. At
-/// REPEATABLE READ it does not: the snapshot is as old as the transaction's first statement, and
-/// four sessions that waited for each other still insert four rows. So a lock there is refused, as
-/// [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead). SERIALIZABLE is allowed: PostgreSQL then lets one succeed and fails
-/// the others with a serialization failure
-/// ([`DatabaseErrorKind::SerializationFailure`](diesel::result::DatabaseErrorKind)), which is the
-/// caller's to repeat.
+/// "Lock, check, insert" is correct only if the check sees what the previous holder committed. At REPEATABLE READ it does
+/// not: the snapshot is as old as the transaction's first statement, and four sessions that waited for each other still
+/// insert four rows. So a lock there is refused, as
+/// [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead). SERIALIZABLE is allowed:
+/// PostgreSQL lets one transaction succeed and fails the others with a serialization failure
+/// ([`DatabaseErrorKind::SerializationFailure`](diesel::result::DatabaseErrorKind)), which the caller has to retry.
 ///
-/// # Idle in transaction
+/// # Idle transactions
 ///
-/// The server's `idle_in_transaction_session_timeout` ends a session that does nothing inside a
-/// transaction for too long, and the lock is free. The work then cannot be committed, and the
-/// caller learns it from its next statement.
+/// The server's `idle_in_transaction_session_timeout` ends a session that is idle inside a transaction for too long, which
+/// frees the lock. The work can then not be committed, and the caller's next statement fails.
 impl AdvisoryLock {
-    /// Takes the lock until the transaction ends; waits for it as long as it takes.
+    /// Takes the lock until the transaction ends. Waits without end.
     ///
-    /// Sends, if the lock is free, one prepared statement:
+    /// Sends one prepared statement if the lock is free:
     /// ```sql
     /// SELECT CASE WHEN current_setting('transaction_isolation') = 'repeatable read' THEN -1
     ///             WHEN pg_is_in_recovery() THEN NULL WHEN pg_try_advisory_xact_lock($1) THEN 1 ELSE 0 END
     /// ```
-    /// and otherwise a second message, which lifts the two settings below, waits with
-    /// `SELECT pg_advisory_xact_lock(…)` and restores them.
+    /// Otherwise it sends a second message, which lifts `statement_timeout` and `lock_timeout`, waits with
+    /// `SELECT pg_advisory_xact_lock(…)`, and restores them.
     ///
     /// # Blocking
     ///
-    /// Waits in the server's queue, in the order of arrival and under PostgreSQL's deadlock
-    /// detection. The caller's own `statement_timeout` and `lock_timeout` do not apply to the wait
-    /// and are as they were after it.
+    /// Waits in the server's queue, in the order of arrival and under PostgreSQL's deadlock detection. The session's
+    /// `statement_timeout` and `lock_timeout` do not apply to the wait, and have their old values after it.
     ///
-    /// A transaction that waits holds a snapshot: if the holder of the lock runs `CREATE INDEX
-    /// CONCURRENTLY` under a session lock of the same key, the two wait for each other, and
-    /// PostgreSQL ends one of them with "deadlock detected".
+    /// A transaction that waits holds a snapshot. If the holder of the lock runs `CREATE INDEX CONCURRENTLY` under a session
+    /// lock of the same key, the two wait for each other, and PostgreSQL ends one of them with "deadlock detected".
     ///
     /// # Errors
     ///
-    /// - [`Misplaced::XactLockOutsideTransaction`](crate::error::Misplaced::XactLockOutsideTransaction) outside a transaction. One that was opened by a plain SQL
-    ///   `BEGIN` is not seen.
-    /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) and [`Error::Standby`], where the lock would not protect.
+    /// - [`Misplaced::XactLockOutsideTransaction`](crate::error::Misplaced::XactLockOutsideTransaction) outside a transaction. A
+    ///   transaction that was opened by a plain SQL `BEGIN` is not detected.
+    /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) and [`Error::Standby`], because
+    ///   the lock would not protect there.
     /// - [`Input::EmptyName`](crate::error::Input::EmptyName), before anything is sent.
-    /// - [`Error::Database`] for anything else, a deadlock among it. The transaction is then
-    ///   aborted.
+    /// - [`Error::Database`] for anything else, including a deadlock. The transaction is then aborted.
     ///
     /// # Examples
     ///
@@ -87,111 +84,79 @@ impl AdvisoryLock {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn acquire_xact(&self, conn: &mut PgConnection) -> Result<()> {
-        let mut call = || match self.try_xact(conn)? {
-            Attempt::Acquired(()) => Ok(()),
-            Attempt::Busy => {
-                let id = self.key().id_on(conn)?;
-                wait::for_xact_lock(conn, id, self.mode())
-            }
+        let session = &mut Blocking::lent(conn);
+        let acquire = async {
+            let lock = self.on(session)?;
+            operations::acquire_xact(session, lock).await
         };
-        now(events::observe(
-            "acquire",
-            Subject::Lock(self.key()),
-            async { call() },
-            |()| Outcome::Acquired,
-        ))
+        now(events::observe("acquire", self.subject(), acquire, |()| {
+            Outcome::Acquired
+        }))
     }
 
-    /// Takes the lock until the transaction ends, if it is free; never waits for it.
+    /// Takes the lock until the transaction ends, if it is free. Never waits.
     ///
-    /// One round trip, the statement of [`acquire_xact`](Self::acquire_xact).
+    /// One round trip, with the statement of [`acquire_xact`](Self::acquire_xact).
     ///
     /// # Errors
     ///
     /// As [`acquire_xact`](Self::acquire_xact).
     pub fn try_acquire_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
-        let mut call = || self.try_xact(conn);
+        let session = &mut Blocking::lent(conn);
+        let acquire = async {
+            let lock = self.on(session)?;
+            operations::try_xact(session, lock).await
+        };
         now(events::observe(
             "acquire",
-            Subject::Lock(self.key()),
-            async { call() },
+            self.subject(),
+            acquire,
             Attempt::outcome,
         ))
     }
 
-    fn try_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
-        let id = self.key().id_on(conn)?;
-        match transaction::of(conn) {
-            Transaction::Open | Transaction::Test => {}
-            Transaction::None => {
-                return Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction));
-            }
-            Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
-        }
-        let answer: Option<i32> = send(conn, |conn| {
-            let (id, mode) = (&id, self.mode());
-            get_numbered_result!(TryAcquireXact { id, mode }, conn)
-        })?;
-        match answer {
-            Some(1) => Ok(Attempt::Acquired(())),
-            Some(0) => Ok(Attempt::Busy),
-            Some(_) => Err(Error::Misplaced(Misplaced::XactLockAtRepeatableRead)),
-            None => Err(Error::Standby),
-        }
-    }
-
-    /// Takes the lock until the transaction ends; waits at most `timeout` for it.
+    /// Takes the lock until the transaction ends. Waits for at most `timeout`.
     ///
-    /// One round trip if the lock is free, as [`acquire_xact`](Self::acquire_xact); otherwise three
-    /// more, since the wait runs in a savepoint. After a time-out the transaction is as usable as
-    /// before, and so are its `lock_timeout` and `statement_timeout`.
+    /// One round trip if the lock is free, as with [`acquire_xact`](Self::acquire_xact). Otherwise three more, because the
+    /// wait runs in a savepoint. After a timeout the transaction is as usable as before, and its `lock_timeout` and
+    /// `statement_timeout` have their old values.
     ///
     /// # Blocking
     ///
-    /// For `timeout`, rounded up to whole milliseconds; zero is a try. What exceeds PostgreSQL's
-    /// limit of almost 25 days is cut to it. Otherwise as [`acquire_xact`](Self::acquire_xact).
+    /// Waits for `timeout`, rounded up to whole milliseconds. A timeout of zero is a try. A timeout longer than PostgreSQL's
+    /// limit of almost 25 days is shortened to it. Otherwise as [`acquire_xact`](Self::acquire_xact).
     ///
-    /// An error of the server within the last hundredth of that time, such as a deadlock or a
-    /// cancellation, is taken for the timeout, because Diesel does not tell these errors apart.
+    /// An error of the server within the last hundredth of that time, such as a deadlock or a cancellation, is taken for the
+    /// timeout, because Diesel does not tell these errors apart.
     ///
     /// # Errors
     ///
-    /// As [`acquire_xact`](Self::acquire_xact), but after an error while waiting (a deadlock,
-    /// say) the transaction is still usable.
+    /// As [`acquire_xact`](Self::acquire_xact), except that the transaction is still usable after an error of the wait, such
+    /// as a deadlock.
     pub fn acquire_xact_timeout(
         &self,
         conn: &mut PgConnection,
         timeout: Duration,
     ) -> Result<Attempt<()>> {
         let deadline = Deadline::after(timeout);
-        let mut call = || {
-            if let Attempt::Acquired(()) = self.try_xact(conn)? {
-                return Ok(Attempt::Acquired(()));
-            }
-            let id = self.key().id_on(conn)?;
-            Ok(
-                if wait::for_xact_lock_until(conn, id, self.mode(), deadline)? {
-                    Attempt::Acquired(())
-                } else {
-                    Attempt::Busy
-                },
-            )
+        let session = &mut Blocking::lent(conn);
+        let acquire = async {
+            let lock = self.on(session)?;
+            operations::acquire_xact_until(session, lock, deadline).await
         };
         now(events::observe(
             "acquire",
-            Subject::Lock(self.key()),
-            async { call() },
+            self.subject(),
+            acquire,
             Attempt::outcome,
         ))
     }
 
-    /// Opens a transaction, takes the lock in it, runs `work` and commits; rolls back if `work`
-    /// fails.
+    /// Opens a transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails.
     ///
-    /// The transaction is READ COMMITTED whatever the session's default is, so that `work` sees
-    /// what the previous holder committed. Three round trips beside the work: `BEGIN TRANSACTION
-    /// ISOLATION LEVEL READ COMMITTED`, the lock, `COMMIT`. Inside a test transaction it is a
-    /// savepoint, and the lock stays until the test transaction ends.
+    /// The transaction is READ COMMITTED whatever the session's default is, so that `work` sees what the previous holder
+    /// committed. Three round trips beside the work: `BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED`, the lock, `COMMIT`.
+    /// Inside a test transaction it is a savepoint, and the lock is held until the test transaction ends.
     ///
     /// # Blocking
     ///
@@ -200,15 +165,14 @@ impl AdvisoryLock {
     /// # Errors
     ///
     /// - [`Misplaced::NestedTransaction`](crate::error::Misplaced::NestedTransaction) inside an open transaction: use
-    ///   [`acquire_xact`](Self::acquire_xact) there. One that was opened by a plain SQL `BEGIN` is
-    ///   not seen, and would be committed.
-    /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) inside a test transaction of that level, whose savepoint has no
-    ///   level of its own.
-    /// - What `work` answers, and otherwise as [`acquire_xact`](Self::acquire_xact). Nothing was
-    ///   committed then.
+    ///   [`acquire_xact`](Self::acquire_xact) there. A transaction that was opened by a plain SQL `BEGIN` is not detected, and
+    ///   would be committed.
+    /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) inside a test transaction of
+    ///   that level, because a savepoint has no level of its own.
+    /// - The error of `work`, and otherwise as [`acquire_xact`](Self::acquire_xact). Nothing was committed then.
     ///
-    /// As with Diesel's own `transaction`, `work` that hides the error of a statement and answers
-    /// `Ok` is believed, though PostgreSQL rolls back what such an error aborted.
+    /// If `work` hides the error of a statement and returns `Ok`, this returns `Ok`, too, as Diesel's own `transaction` does,
+    /// although PostgreSQL rolls back what such an error aborted.
     ///
     /// # Examples
     ///
@@ -247,8 +211,8 @@ impl AdvisoryLock {
         })
     }
 
-    /// As [`transaction`](Self::transaction), but answers [`Attempt::Busy`] without running `work`
-    /// if another session has the lock.
+    /// As [`transaction`](Self::transaction), but returns [`Attempt::Busy`] without running `work` if another session holds
+    /// the lock.
     ///
     /// # Errors
     ///
@@ -268,8 +232,8 @@ impl AdvisoryLock {
         })
     }
 
-    /// As [`transaction`](Self::transaction), but answers [`Attempt::Busy`] without running `work`
-    /// if the lock was not to be had within `timeout`.
+    /// As [`transaction`](Self::transaction), but returns [`Attempt::Busy`] without running `work` if the lock was not
+    /// granted within `timeout`.
     ///
     /// # Blocking
     ///
@@ -295,10 +259,21 @@ impl AdvisoryLock {
             }
         })
     }
+
+    fn subject(&self) -> Subject<'_> {
+        Subject::Lock(self.key())
+    }
+
+    fn on(&self, session: &mut Blocking<'_>) -> Result<Lock> {
+        Ok(Lock {
+            id: session.lock_id(self.key())?,
+            mode: self.mode(),
+        })
+    }
 }
 
-/// Keeps the caller's error, of which we know only that it can be made from ours, apart from
-/// those that Diesel's transaction wants to report.
+/// Distinguishes the caller's error, which may not be constructible from Diesel's, from the errors of the lock and of
+/// Diesel's transaction.
 enum Failure<E> {
     Lock(Error),
     Work(E),

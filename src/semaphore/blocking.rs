@@ -3,7 +3,7 @@
 #[cfg(feature = "r2d2")]
 use std::borrow::Cow;
 #[cfg(feature = "r2d2")]
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::pg::PgConnection;
@@ -15,16 +15,16 @@ use super::{Admission, Claim, Semaphore};
 use super::{Permit, wakeups};
 #[cfg(feature = "r2d2")]
 use crate::background::Mark;
+use crate::backoff::Backoff;
 #[cfg(feature = "r2d2")]
-use crate::clock::Moment;
+use crate::clock::{Deadline, Moment};
 #[cfg(feature = "r2d2")]
-use crate::crowds::Crowds;
 #[cfg(feature = "r2d2")]
 use crate::error::Error;
 use crate::error::Result;
 use crate::events;
 #[cfg(feature = "r2d2")]
-use crate::pauses::Pauses;
+use crate::pollers::Pollers;
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool};
 use crate::session::{Blocking, now};
@@ -299,24 +299,19 @@ impl Semaphore {
     /// Polls until a slot is free, or `timeout` has passed.
     #[cfg(feature = "r2d2")]
     fn wait(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
-        static WAITERS: Crowds<Cow<'static, str>> = Crowds::new();
-        let deadline = Instant::now().checked_add(timeout);
-        // A deadline that the clock cannot express is never reached.
-        let remaining = || {
-            deadline.map_or(Duration::MAX, |deadline| {
-                deadline.saturating_duration_since(Instant::now())
-            })
-        };
+        static WAITERS: Pollers<Cow<'static, str>> = Pollers::new();
+        let deadline = Deadline::after(timeout);
         let waiter = wakeups::Waiter::register(self.service.clone());
         let mut full = match self.claim_from(pool, Some(timeout))? {
             Admission::Full(full) => full,
             admitted => return Ok(admitted),
         };
-        let member = WAITERS.join(self.service.clone());
-        let mut pauses = Pauses::new();
-        while let Some(pause) = pauses.next(member.apart(), full.retry_after, remaining()) {
+        let poller = WAITERS.join(self.service.clone());
+        let mut backoff = Backoff::new();
+        while let Some(pause) = backoff.next(poller.apart(), full.retry_after, deadline.remaining())
+        {
             waiter.sleep(pause);
-            match self.claim_from(pool, Some(remaining())) {
+            match self.claim_from(pool, Some(deadline.remaining())) {
                 Ok(Admission::Full(still_full)) => full = still_full,
                 // All connections were in use for the pool's timeout. The wait for a slot goes on.
                 Err(Error::Pool(_)) => {}

@@ -136,7 +136,9 @@ fn work(conn: &mut PgConnection) -> Result<(), Error> {
     let claim = geocoder.claim_on(conn)?.admitted().expect("a free slot");
     geocoder.renew_on(conn, claim.id)?;
     assert!(geocoder.complete_on(conn, claim.id)?);
-    AdvisoryLock::named("roles").with_on(conn, |_| Ok::<_, Error>(()))?;
+    AdvisoryLock::named("roles")
+        .acquire_on(conn)?
+        .run(|_| Ok::<_, Error>(()))?;
     conn.batch_execute(
         "SELECT resource_control.lock_key('a');
          SELECT resource_control.lock_throttled_resource('mail', 'psql');

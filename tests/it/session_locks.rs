@@ -283,16 +283,26 @@ fn the_closure_form_runs_on_the_holding_session_and_releases() {
     assert_eq!(observer.holders(LOCK.key()), 0);
 
     let mut conn = database.connect();
-    let busy = LOCK.with_on(&mut conn, |_| LOCK.try_with(&pool, |_| Ok::<_, Error>(1)));
+    let busy = LOCK
+        .acquire_on(&mut conn)
+        .unwrap()
+        .run(|_| LOCK.try_acquire(&pool)?.run(|_| Ok::<_, Error>(1)));
     assert_eq!(busy.unwrap(), Attempt::Busy);
     let timeout = Duration::from_millis(1);
-    let busy = LOCK.with_on(&mut conn, |_| {
-        LOCK.with_timeout(&pool, timeout, |_| Ok::<_, Error>(1))
+    let busy = LOCK.acquire_on(&mut conn).unwrap().run(|_| {
+        LOCK.acquire_timeout(&pool, timeout)?
+            .run(|_| Ok::<_, Error>(1))
     });
     assert_eq!(busy.unwrap(), Attempt::Busy);
-    let ran = LOCK.try_with_on(&mut conn, |_| Ok::<_, Error>(2));
+    let ran = LOCK
+        .try_acquire_on(&mut conn)
+        .unwrap()
+        .run(|_| Ok::<_, Error>(2));
     assert_eq!(ran.unwrap(), Attempt::Acquired(2));
-    let ran = LOCK.with_timeout_on(&mut conn, timeout, |_| Ok::<_, Error>(3));
+    let ran = LOCK
+        .acquire_timeout_on(&mut conn, timeout)
+        .unwrap()
+        .run(|_| Ok::<_, Error>(3));
     assert_eq!(ran.unwrap(), Attempt::Acquired(3));
     assert_eq!(observer.all_held(), 0);
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable};
-use diesel_interlock::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, Lease, LockId};
+use diesel_interlock::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, GuardConnection, LockId};
 
 use super::neighbour::{LATE, Lateness};
 use super::report::report;
@@ -82,7 +82,7 @@ struct Id {
 }
 
 impl Section<'_> {
-    fn enter<C: Lease>(
+    fn enter<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
         attempt: Attempt<AdvisoryLockGuard<C>>,
@@ -104,7 +104,7 @@ impl Section<'_> {
     }
 
     /// Most have a token: with the lock, where that is fenced, or drawn now.
-    fn draw<C: Lease>(
+    fn draw<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
         guard: &mut AdvisoryLockGuard<C>,
@@ -123,7 +123,7 @@ impl Section<'_> {
 
     /// Writes down that it is inside, on the session that holds the lock, for a while. Answers whether the lock was found
     /// lost.
-    fn occupy<C: Lease>(
+    fn occupy<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
         guard: &mut AdvisoryLockGuard<C>,
@@ -176,7 +176,7 @@ impl Section<'_> {
 
     /// Behind the fence, on the session that holds the lock or on another one. Only somebody who came later may keep it
     /// from that, and while it holds the lock nobody does.
-    fn write<C: Lease>(
+    fn write<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
         guard: &mut AdvisoryLockGuard<C>,
@@ -200,7 +200,7 @@ impl Section<'_> {
     }
 
     /// Needs no connection, and relies on a watch.
-    fn work_elsewhere<C: Lease>(
+    fn work_elsewhere<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
         guard: &mut AdvisoryLockGuard<C>,
@@ -239,7 +239,7 @@ impl Section<'_> {
         Ok(())
     }
 
-    fn leave<C: Lease>(
+    fn leave<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
         mut guard: AdvisoryLockGuard<C>,
@@ -275,7 +275,7 @@ impl Section<'_> {
         self.release(hand, guard, acquired, lost)
     }
 
-    fn release<C: Lease>(
+    fn release<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
         guard: AdvisoryLockGuard<C>,

@@ -20,12 +20,16 @@ fn two_for_a_lock_of_any_form_that_is_free() {
         LOCK.with(pool, |_| Ok::<_, Error>(())).unwrap()
     });
     takes(2, &proxy, || {
-        LOCK.try_with(pool, |_| Ok::<_, Error>(()))
+        LOCK.try_acquire(pool)
+            .unwrap()
+            .run(|_| Ok::<_, Error>(()))
             .unwrap()
             .expect_acquired();
     });
     takes(2, &proxy, || {
-        LOCK.with_timeout(pool, LIMIT, |_| Ok::<_, Error>(()))
+        LOCK.acquire_timeout(pool, LIMIT)
+            .unwrap()
+            .run(|_| Ok::<_, Error>(()))
             .unwrap()
             .expect_acquired();
     });
@@ -43,15 +47,22 @@ fn two_for_a_lock_of_any_form_that_is_free() {
         )
     });
     takes(2, &proxy, || {
-        LOCK.with_on(conn, |_| Ok::<_, Error>(())).unwrap()
+        LOCK.acquire_on(conn)
+            .unwrap()
+            .run(|_| Ok::<_, Error>(()))
+            .unwrap()
     });
     takes(2, &proxy, || {
-        LOCK.try_with_on(conn, |_| Ok::<_, Error>(()))
+        LOCK.try_acquire_on(conn)
+            .unwrap()
+            .run(|_| Ok::<_, Error>(()))
             .unwrap()
             .expect_acquired();
     });
     takes(2, &proxy, || {
-        LOCK.with_timeout_on(conn, LIMIT, |_| Ok::<_, Error>(()))
+        LOCK.acquire_timeout_on(conn, LIMIT)
+            .unwrap()
+            .run(|_| Ok::<_, Error>(()))
             .unwrap()
             .expect_acquired();
     });
@@ -65,7 +76,9 @@ fn one_for_a_lock_of_any_form_that_is_taken() {
     let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
     takes(1, &proxy, || {
         assert!(
-            LOCK.try_with(pool, |_| Ok::<_, Error>(()))
+            LOCK.try_acquire(pool)
+                .unwrap()
+                .run(|_| Ok::<_, Error>(()))
                 .unwrap()
                 .is_busy()
         )
@@ -76,7 +89,9 @@ fn one_for_a_lock_of_any_form_that_is_taken() {
     });
     takes(1, &proxy, || {
         assert!(
-            LOCK.try_with_on(conn, |_| Ok::<_, Error>(()))
+            LOCK.try_acquire_on(conn)
+                .unwrap()
+                .run(|_| Ok::<_, Error>(()))
                 .unwrap()
                 .is_busy()
         )

@@ -1,4 +1,4 @@
-//! How long to wait before asking again for a slot, or for a lock that is waited for without a connection.
+//! The pauses of a thread that polls for a slot, or for a lock without a connection.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;
@@ -7,16 +7,16 @@ const SHORTEST: Duration = Duration::from_millis(2);
 #[cfg(feature = "r2d2")]
 const LONGEST: Duration = Duration::from_millis(100);
 
-/// The pauses of a wait that asks again and again. They grow by half each.
+/// The pauses between the polls of a wait. Each is half as long again as the one before.
 #[derive(Debug)]
-pub(crate) struct Pauses {
+pub(crate) struct Backoff {
     length: Duration,
     longest: Duration,
     taken: u64,
     random: RandomState,
 }
 
-impl Pauses {
+impl Backoff {
     #[cfg(feature = "r2d2")]
     pub(crate) fn new() -> Self {
         Self::between(SHORTEST, LONGEST)
@@ -31,9 +31,8 @@ impl Pauses {
         }
     }
 
-    /// How long to wait before it is time to ask again; `None` if the wait is over. At least `apart` on
-    /// average, and no longer than until what it waits for is surely free, unless a crowd of waiters would
-    /// then ask all at once.
+    /// Returns how long to pause before the next poll, or `None` if the wait is over. The pause is at least `apart` on
+    /// average. It ends at `surely_free`, when the slot is certainly free, unless many threads would then poll at once.
     pub(crate) fn next(
         &mut self,
         apart: Duration,
@@ -52,8 +51,8 @@ impl Pauses {
         )
     }
 
-    /// Anything from half to one and a half times as long, so that those who were refused together do
-    /// not come again together.
+    /// Returns a random time from half to one and a half of the pause, so that waiters that were refused together do not
+    /// poll together again.
     fn spread(&mut self, pause: Duration) -> Duration {
         let mut hasher = self.random.build_hasher();
         hasher.write_u64(self.taken);
@@ -71,10 +70,10 @@ mod tests {
 
     #[test]
     fn pauses_are_spread_around_their_length() {
-        let mut pauses = Pauses::new();
+        let mut backoff = Backoff::new();
         let mut sum = Duration::ZERO;
         for _ in 0..1000 {
-            let pause = pauses.spread(Duration::from_millis(100));
+            let pause = backoff.spread(Duration::from_millis(100));
             assert!(pause >= Duration::from_millis(50), "{pause:?}");
             assert!(pause <= Duration::from_millis(150), "{pause:?}");
             sum += pause;
@@ -85,23 +84,23 @@ mod tests {
 
     #[test]
     fn pauses_grow_by_half_to_a_limit() {
-        let mut pauses = Pauses::new();
-        while pauses.length < LONGEST {
-            let before = pauses.length;
-            assert!(pauses.next(Duration::ZERO, LONG, LONG).is_some());
-            assert!(pauses.length > before && pauses.length <= before * 2);
+        let mut backoff = Backoff::new();
+        while backoff.length < LONGEST {
+            let before = backoff.length;
+            assert!(backoff.next(Duration::ZERO, LONG, LONG).is_some());
+            assert!(backoff.length > before && backoff.length <= before * 2);
         }
-        assert!(pauses.next(Duration::ZERO, LONG, LONG).is_some());
-        assert_eq!(pauses.length, LONGEST);
+        assert!(backoff.next(Duration::ZERO, LONG, LONG).is_some());
+        assert_eq!(backoff.length, LONGEST);
     }
 
     #[test]
     fn a_pause_ends_when_the_slot_is_surely_free_and_with_the_wait() {
-        let mut pauses = Pauses::between(LONG, LONG);
+        let mut backoff = Backoff::between(LONG, LONG);
         let (none, short) = (Duration::ZERO, Duration::from_millis(5));
-        assert_eq!(pauses.next(none, short, LONG), Some(short));
-        assert_eq!(pauses.next(none, none, LONG), Some(SHORTEST));
-        assert_eq!(pauses.next(none, LONG, short), Some(short));
-        assert_eq!(pauses.next(none, LONG, none), None);
+        assert_eq!(backoff.next(none, short, LONG), Some(short));
+        assert_eq!(backoff.next(none, none, LONG), Some(SHORTEST));
+        assert_eq!(backoff.next(none, LONG, short), Some(short));
+        assert_eq!(backoff.next(none, LONG, none), None);
     }
 }

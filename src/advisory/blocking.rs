@@ -1,0 +1,434 @@
+//! Session locks over a pool and on a connection, blocking.
+
+use std::time::Duration;
+
+use diesel::pg::PgConnection;
+
+use super::discard::{GuardConnection, Pinned};
+use super::guard::AdvisoryLockGuard;
+use super::lock::Lock;
+use super::operations::{self, HeldLock};
+use super::{AdvisoryLock, BorrowedGuard};
+#[cfg(feature = "r2d2")]
+use super::{PooledGuard, connection_budget::Waiter};
+use crate::attempt::Attempt;
+#[cfg(feature = "r2d2")]
+use crate::backoff::Backoff;
+use crate::clock::Deadline;
+#[cfg(feature = "r2d2")]
+use crate::error::Error;
+use crate::error::Result;
+use crate::events::{self, Outcome, Subject};
+#[cfg(feature = "r2d2")]
+use crate::key::LockId;
+#[cfg(feature = "r2d2")]
+use crate::pollers::Pollers;
+#[cfg(feature = "r2d2")]
+use crate::pool::{self, PgPool, PooledPgConnection};
+use crate::session::now;
+#[cfg(feature = "r2d2")]
+use crate::sessions;
+
+/// # Session locks
+///
+/// A server session holds the lock until it is released or the session ends, over any number of transactions. **Behind a
+/// pooler in transaction mode session locks are unsafe**, because the statements of one connection run on many sessions.
+/// Use [`transaction`](Self::transaction) there.
+///
+/// Taking a session lock is a single prepared statement:
+/// ```sql
+/// SELECT CASE WHEN pg_is_in_recovery() OR current_setting('idle_session_timeout', true) <> '0' THEN 0
+///             WHEN pg_try_advisory_lock($1) THEN pg_backend_pid() END
+/// ```
+/// It returns the session's pid. It refuses a hot standby, whose locks exclude nobody on the primary. It also detects an
+/// `idle_session_timeout` (PostgreSQL 14 and later), which would end the session and so lose the lock. In that case a longer
+/// statement lifts the timeout as it takes the lock, and the release restores it. The first time that a process detects one
+/// takes one more round trip. From then on the process sends the longer statement at once, as a [`fenced`](Self::fenced)
+/// lock always does.
+///
+/// If a reload of the server's configuration introduces an `idle_session_timeout` while a lock is held, the server ends the
+/// session when it is idle after its next statement. The lock is then lost, which the release reports as
+/// [`Error::LockLost`](crate::Error::LockLost). Setting the timeout to 0 with every lock would prevent that, but a lock and
+/// its release would be 3 to 6 % slower. A reload does not reach a session that has a value of its own: connect with
+/// `options=-c idle_session_timeout=0`, or use `ALTER ROLE … SET`.
+///
+/// # Errors of session locks
+///
+/// - [`Input::EmptyName`](crate::error::Input::EmptyName), before anything is sent.
+/// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time.
+/// - [`Misplaced::SessionLockInTransaction`](crate::error::Misplaced::SessionLockInTransaction) if a transaction is open on the
+///   connection, even one that Diesel does not know of. The transaction of `begin_test_transaction` does not count.
+/// - [`Error::SharedSessions`](crate::Error::SharedSessions) if the connections of the pool share server sessions. This is
+///   tested once per connection of a pool, in six round trips, if the pool has a second connection to compare with.
+/// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
+/// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler changed the session during the wait.
+/// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the pooled connection had left a
+///   transaction open.
+/// - [`Error::Database`](crate::Error::Database) for anything else. It is then unknown whether the lock was granted. A pooled
+///   connection is discarded. On a borrowed connection the session is queried, and ended if it holds the lock.
+///
+/// After an error nothing is held.
+impl AdvisoryLock {
+    /// Takes the lock if it is free, on a connection from the pool. Never waits for the lock.
+    ///
+    /// One round trip beyond the pool's own check-out, and one more to prepare the statement, once per connection. If another
+    /// session holds the lock, this returns [`Attempt::Busy`], and the connection is back in the pool.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool's `connection_timeout` allows: 30 seconds by default.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of session locks](#errors-of-session-locks).
+    #[cfg(feature = "r2d2")]
+    pub fn try_acquire(&self, pool: &PgPool) -> Result<Attempt<PooledGuard>> {
+        let conn = self.check_out(pool, None)?;
+        self.acquire_until(conn, Deadline::after(Duration::ZERO))
+    }
+
+    /// Takes the lock if it is free, on the given connection. Never waits.
+    ///
+    /// One round trip. If another session holds the lock, this returns [`Attempt::Busy`].
+    ///
+    /// # Errors
+    ///
+    /// See [errors of session locks](#errors-of-session-locks).
+    pub fn try_acquire_on<'conn>(
+        &self,
+        conn: &'conn mut PgConnection,
+    ) -> Result<Attempt<BorrowedGuard<'conn>>> {
+        self.acquire_timeout_on(conn, Duration::ZERO)
+    }
+
+    /// Takes the lock on a connection from the pool. Waits without end.
+    ///
+    /// One round trip beyond the pool's own check-out if the lock is free. Otherwise one more for each 200 milliseconds of
+    /// waiting, and one after each of them that ends without the lock.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as [`try_acquire`](Self::try_acquire) does, and then for the lock without end.
+    /// [`acquire_timeout`](Self::acquire_timeout) limits the wait. Once a thread waits for the lock, a pool that has no
+    /// connection in time does not end the wait.
+    ///
+    /// A thread that waits on the server occupies a connection. The waiting threads of a process occupy at most half of the
+    /// pool's maximum size, and at least one connection, so that many waiters do not exhaust the pool. The keys share these
+    /// connections equally, or take turns. All other waiting threads hold no connection. They try when it is their turn, and
+    /// otherwise poll, together at most about two hundred times a second, of which each key has the same share. So many
+    /// waiters for one key hardly delay the only waiter for another.
+    ///
+    /// The wait on the server is cut into slices of 200 milliseconds, or of half of `deadlock_timeout` if that is shorter.
+    /// Otherwise a waiter's snapshot and the holder's `CREATE INDEX CONCURRENTLY` would wait for each other. This has
+    /// consequences:
+    /// - A holder that sets a `lock_timeout` and then waits for snapshots, as `CREATE INDEX CONCURRENTLY` does, needs a
+    ///   `lock_timeout` longer than a slice: 300 milliseconds or more.
+    /// - Waiters are not served in order, because the place in the queue is lost between slices.
+    /// - PostgreSQL does not detect a deadlock of two sessions that wait for each other's locks.
+    /// - Two sharers that both request the exclusive lock wait for each other without end.
+    /// - Each slice that ends without the lock is an error entry about `lock_timeout` in the server's log.
+    /// - `pg_cancel_backend` ends the wait with the server's error. A cancellation within the last hundredth of a slice is
+    ///   taken for the slice's timeout, and the wait continues, because Diesel does not tell the two errors apart and the
+    ///   server's messages are localised.
+    ///
+    /// The session's `statement_timeout`, `lock_timeout` and `transaction_timeout` do not shorten the wait. If one of them
+    /// would end a slice, the slice takes two more round trips, for a transaction of its own in which they are lifted.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of session locks](#errors-of-session-locks).
+    #[cfg(feature = "r2d2")]
+    pub fn acquire(&self, pool: &PgPool) -> Result<PooledGuard> {
+        // Without a deadline a wait ends with the lock or with an error, so this runs once.
+        loop {
+            let conn = self.check_out(pool, None)?;
+            let attempt = self.acquire_in_turn(pool, conn, Deadline::NEVER)?;
+            if let Attempt::Acquired(guard) = attempt {
+                return Ok(guard);
+            }
+        }
+    }
+
+    /// Takes the lock on the given connection. Waits without end.
+    ///
+    /// Round trips as with [`acquire`](Self::acquire).
+    ///
+    /// # Blocking
+    ///
+    /// Waits for the lock as [`acquire`](Self::acquire) does.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of session locks](#errors-of-session-locks).
+    pub fn acquire_on<'conn>(&self, conn: &'conn mut PgConnection) -> Result<BorrowedGuard<'conn>> {
+        self.observed(
+            || {
+                let mut acquisition = Acquisition::begin(self, conn)?;
+                acquisition.wait(Deadline::NEVER, || false)?;
+                Ok(acquisition.into_guard())
+            },
+            |_| Outcome::Acquired,
+        )
+    }
+
+    /// Takes the lock on a connection from the pool. Waits for the connection and the lock for at most `timeout`.
+    ///
+    /// Round trips as with [`acquire`](Self::acquire). A wait that ends without the lock returns [`Attempt::Busy`]. A pool that
+    /// has no connection in time is an error.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for `timeout`, which includes the check-out. The pool's own `connection_timeout` may end that part sooner. The
+    /// last slice is rounded up to whole milliseconds. A timeout of zero waits for nothing, not even for the pool to open a
+    /// connection. Otherwise as [`acquire`](Self::acquire).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of session locks](#errors-of-session-locks).
+    #[cfg(feature = "r2d2")]
+    pub fn acquire_timeout(
+        &self,
+        pool: &PgPool,
+        timeout: Duration,
+    ) -> Result<Attempt<PooledGuard>> {
+        let deadline = Deadline::after(timeout);
+        let conn = self.check_out(pool, Some(timeout))?;
+        self.acquire_in_turn(pool, conn, deadline)
+    }
+
+    /// Takes the lock on the given connection. Waits for at most `timeout`.
+    ///
+    /// Round trips as with [`acquire_on`](Self::acquire_on). A wait that ends without the lock returns [`Attempt::Busy`].
+    ///
+    /// # Blocking
+    ///
+    /// Waits for `timeout`, rounded up to whole milliseconds. A timeout of zero is a try. Otherwise as
+    /// [`acquire`](Self::acquire).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of session locks](#errors-of-session-locks).
+    pub fn acquire_timeout_on<'conn>(
+        &self,
+        conn: &'conn mut PgConnection,
+        timeout: Duration,
+    ) -> Result<Attempt<BorrowedGuard<'conn>>> {
+        self.acquire_until(conn, Deadline::after(timeout))
+    }
+
+    /// Runs `work` under the lock, on a connection from the pool. Waits for the lock without end.
+    ///
+    /// The same as `self.acquire(pool)?.run(work)`: see [`acquire`](Self::acquire) and
+    /// [`AdvisoryLockGuard::run`](crate::AdvisoryLockGuard::run). For any other form of acquisition, call `run` on its guard or
+    /// its [`Attempt`](Attempt::run).
+    ///
+    /// # Errors
+    ///
+    /// The error of `work`, the [errors of session locks](#errors-of-session-locks), and those of
+    /// [`release`](crate::AdvisoryLockGuard::release).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use diesel::prelude::*;
+    /// use diesel_interlock::AdvisoryLock;
+    ///
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(1);
+    /// let one = AdvisoryLock::named("vacuum").with(&pool, |conn| {
+    ///     diesel::sql_query("VACUUM").execute(conn)?; // not possible inside a transaction
+    ///     QueryResult::Ok(1)
+    /// })?;
+    /// # assert_eq!(one, 1);
+    /// # Ok::<(), diesel::result::Error>(())
+    /// ```
+    #[cfg(feature = "r2d2")]
+    pub fn with<T, E, F>(&self, pool: &PgPool, work: F) -> Result<T, E>
+    where
+        F: FnOnce(&mut PgConnection) -> Result<T, E>,
+        E: From<Error>,
+    {
+        self.acquire(pool)?.run(work)
+    }
+
+    /// Takes the lock on the given connection. Waits without end by polling, and holds no snapshot in between, so the holder
+    /// may run migrations with any `lock_timeout`.
+    #[cfg(feature = "migrations")]
+    pub(crate) fn acquire_without_snapshot_on<'conn>(
+        &self,
+        conn: &'conn mut PgConnection,
+    ) -> Result<BorrowedGuard<'conn>> {
+        self.observed(
+            || {
+                let mut acquisition = Acquisition::new(self, conn)?;
+                acquisition.poll()?;
+                Ok(acquisition.into_guard())
+            },
+            |_| Outcome::Acquired,
+        )
+    }
+
+    fn acquire_until<C: GuardConnection>(
+        &self,
+        conn: C,
+        deadline: Deadline,
+    ) -> Result<Attempt<AdvisoryLockGuard<C>>> {
+        self.observed(
+            || {
+                let mut acquisition = Acquisition::begin(self, conn)?;
+                acquisition.wait(deadline, || false)?;
+                Ok(acquisition.into_attempt())
+            },
+            Attempt::outcome,
+        )
+    }
+
+    /// Waits on the server while the connection budget allows it, and otherwise gives the connection back and polls.
+    #[cfg(feature = "r2d2")]
+    fn acquire_in_turn(
+        &self,
+        pool: &PgPool,
+        conn: PooledPgConnection,
+        deadline: Deadline,
+    ) -> Result<Attempt<PooledGuard>> {
+        static POLLERS: Pollers<LockId> = Pollers::new();
+        let acquire = || {
+            let mut acquisition = Acquisition::begin(self, conn)?;
+            if acquisition.is_granted {
+                return Ok(acquisition.into_attempt());
+            }
+            let pool_size = pool.max_size();
+            let mut waiter = Waiter::for_lock(acquisition.held.lock.id);
+            let mut polling = None;
+            while !acquisition.is_granted {
+                if waiter.occupy(pool_size) {
+                    polling = None;
+                    acquisition.wait(deadline, || waiter.must_yield(pool_size))?;
+                    waiter.vacate();
+                    if acquisition.is_granted || deadline.remaining().is_zero() {
+                        break;
+                    }
+                }
+                // The connection is back in the pool before this thread pauses.
+                drop(acquisition.into_attempt());
+                let (poller, backoff) =
+                    polling.get_or_insert_with(|| (POLLERS.join(waiter.id()), Backoff::new()));
+                acquisition = loop {
+                    let remaining = deadline.remaining();
+                    let Some(pause) = backoff.next(poller.apart(), Duration::MAX, remaining) else {
+                        return Ok(Attempt::Busy);
+                    };
+                    waiter.wait_for_turn(pool_size, pause);
+                    match self.check_out(pool, Some(deadline.remaining())) {
+                        Ok(conn) => break Acquisition::begin(self, conn)?,
+                        // The pool had no connection in time, but the wait for the lock is not over.
+                        Err(Error::Pool(_)) => std::thread::sleep(pause.min(deadline.remaining())),
+                        Err(error) => return Err(error),
+                    }
+                };
+            }
+            Ok(acquisition.into_attempt())
+        };
+        self.observed(acquire, Attempt::outcome)
+    }
+
+    /// Bad input is reported before the pool is asked.
+    #[cfg(feature = "r2d2")]
+    fn check_out(&self, pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
+        self.key().id()?;
+        let mut conn = pool::check_out(pool, limit)?;
+        sessions::require_own(pool, &mut conn)?;
+        Ok(conn)
+    }
+
+    fn observed<T>(
+        &self,
+        acquire: impl FnOnce() -> Result<T>,
+        outcome: impl FnOnce(&T) -> Outcome,
+    ) -> Result<T> {
+        let subject = Subject::Lock(self.key());
+        now(events::observe(
+            "acquire",
+            subject,
+            async { acquire() },
+            outcome,
+        ))
+    }
+}
+
+/// An acquisition in progress on a connection. Unless it becomes a guard, or is known to hold nothing, dropping it discards
+/// the connection, on every way out: an error, or a panic.
+struct Acquisition<C: GuardConnection> {
+    pinned: Pinned<C>,
+    held: HeldLock,
+    is_fenced: bool,
+    is_granted: bool,
+}
+
+impl<C: GuardConnection> Acquisition<C> {
+    fn new(handle: &AdvisoryLock, conn: C) -> Result<Self> {
+        let mut pinned = Pinned::new(conn);
+        let lock = Lock {
+            id: handle.key().id_on(pinned.conn())?,
+            mode: handle.mode(),
+        };
+        Ok(Self {
+            pinned,
+            held: HeldLock::requested(handle.key(), lock),
+            is_fenced: handle.is_fenced(),
+            is_granted: false,
+        })
+    }
+
+    /// Tries once.
+    fn begin(handle: &AdvisoryLock, conn: C) -> Result<Self> {
+        let mut acquisition = Self::new(handle, conn)?;
+        let (mut session, doubt) = acquisition.pinned.session();
+        acquisition.is_granted = now(operations::try_session_lock(
+            &mut session,
+            doubt,
+            &mut acquisition.held,
+            acquisition.is_fenced,
+        ))?;
+        Ok(acquisition)
+    }
+
+    fn wait(&mut self, deadline: Deadline, give_up: impl FnMut() -> bool) -> Result<()> {
+        if !self.is_granted {
+            let (mut session, _) = self.pinned.session();
+            self.is_granted = now(operations::wait_for_session_lock(
+                &mut session,
+                &mut self.held,
+                deadline,
+                give_up,
+            ))?;
+        }
+        Ok(())
+    }
+
+    #[cfg(feature = "migrations")]
+    fn poll(&mut self) -> Result<()> {
+        let (mut session, doubt) = self.pinned.session();
+        now(operations::poll_for_session_lock(
+            &mut session,
+            doubt,
+            &mut self.held,
+        ))?;
+        self.is_granted = true;
+        Ok(())
+    }
+
+    fn into_attempt(mut self) -> Attempt<AdvisoryLockGuard<C>> {
+        if self.is_granted {
+            Attempt::Acquired(self.into_guard())
+        } else {
+            self.pinned.trust();
+            Attempt::Busy
+        }
+    }
+
+    fn into_guard(mut self) -> AdvisoryLockGuard<C> {
+        self.pinned.trust();
+        AdvisoryLockGuard::new(self.pinned, self.held)
+    }
+}

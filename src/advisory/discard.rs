@@ -1,0 +1,229 @@
+//! The connection that a lock is pinned to, and the one place where such a connection is discarded.
+
+use std::collections::BTreeSet;
+use std::ops::DerefMut;
+use std::sync::{Mutex, MutexGuard};
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+
+use super::lock::Lock;
+use super::sql;
+use crate::events::{self, Event, Outcome, Subject};
+use crate::panics::{caught, lock};
+use crate::session::{Blocking, Session, now};
+use crate::transaction::{self, Transaction};
+
+/// A connection that a guard can have: one out of a pool, or one that the caller lends.
+///
+/// Sealed: the only implementations are `PooledPgConnection` and `&mut PgConnection`. Every other pool or wrapper lends a
+/// `&mut PgConnection`.
+pub trait GuardConnection: DerefMut<Target = PgConnection> + sealed::Sealed {}
+
+mod sealed {
+    pub trait Sealed {
+        /// Whether the connection goes back to a pool when it is dropped. The pool discards it if it is marked as broken.
+        const IS_POOLED: bool;
+    }
+}
+
+impl sealed::Sealed for &mut PgConnection {
+    const IS_POOLED: bool = false;
+}
+impl GuardConnection for &mut PgConnection {}
+
+#[cfg(feature = "r2d2")]
+impl sealed::Sealed for crate::pool::PooledPgConnection {
+    const IS_POOLED: bool = true;
+}
+#[cfg(feature = "r2d2")]
+impl GuardConnection for crate::pool::PooledPgConnection {}
+
+/// A connection, and whether its session may hold a lock that no guard accounts for. If so, dropping it discards the
+/// connection, on every way out: an error, an early return, or a panic.
+#[derive(Debug)]
+pub(super) struct Pinned<C: GuardConnection> {
+    conn: C,
+    doubt: Option<Doubt>,
+}
+
+/// Why the session may hold a lock that no guard accounts for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Doubt {
+    /// A statement that takes this lock was sent, and its reply did not arrive.
+    Acquiring(Lock),
+    /// A statement that releases this lock was sent to the session with this pid, and its reply did not arrive.
+    Releasing(Lock, i32),
+    /// The connection, whose session has this pid, cannot be trusted, and no query can change that: a different session
+    /// replies on it, it is closed, or some code had marked it before.
+    Certain(i32),
+}
+
+impl Doubt {
+    /// The pid of the session, if it is known.
+    fn pid(self) -> Option<i32> {
+        match self {
+            Doubt::Acquiring(_) => None,
+            Doubt::Releasing(_, pid) | Doubt::Certain(pid) => Some(pid),
+        }
+    }
+}
+
+impl<C: GuardConnection> Pinned<C> {
+    pub(super) fn new(conn: C) -> Self {
+        Self { conn, doubt: None }
+    }
+
+    pub(super) fn conn(&mut self) -> &mut PgConnection {
+        &mut self.conn
+    }
+
+    /// Ends the doubt: the session holds nothing that no guard accounts for.
+    pub(super) fn trust(&mut self) {
+        self.doubt = None;
+    }
+
+    /// The session of the connection, and the doubt, for an operation.
+    pub(super) fn session(&mut self) -> (Blocking<'_>, &mut Option<Doubt>) {
+        (session_of::<C>(&mut self.conn), &mut self.doubt)
+    }
+}
+
+fn session_of<C: GuardConnection>(conn: &mut PgConnection) -> Blocking<'_> {
+    #[cfg(feature = "r2d2")]
+    if C::IS_POOLED {
+        return Blocking::pooled(conn);
+    }
+    Blocking::lent(conn)
+}
+
+impl<C: GuardConnection> Drop for Pinned<C> {
+    fn drop(&mut self) {
+        if let Some(doubt) = self.doubt {
+            discard::<C>(&mut self.conn, doubt);
+        }
+    }
+}
+
+/// Discards a connection in doubt: a pool closes it, which ends its session and so frees its locks. A borrowed connection
+/// cannot be closed, so it is repaired where that is certain, and otherwise marked as broken.
+fn discard<C: GuardConnection>(conn: &mut PgConnection, doubt: Doubt) {
+    if C::IS_POOLED {
+        if let Some(pid) = doubt.pid() {
+            distrusted::forget(pid);
+        }
+    } else {
+        match caught(|| repair(&mut Blocking::lent(conn), doubt)) {
+            Some(Repair::Clean) => return,
+            Some(Repair::SessionEnded) => {}
+            Some(Repair::StillInDoubt) | None => {
+                if let Some(pid) = doubt.pid() {
+                    distrusted::remember(pid);
+                }
+            }
+        }
+    }
+    // After the last statement, because the next one that succeeds would clear the mark. Before the event, because its
+    // subscriber may panic.
+    transaction::mark_broken(conn);
+    caught(|| {
+        let subject = Subject::Connection {
+            pooled: C::IS_POOLED,
+        };
+        events::record(&Event::new("discard", subject, Outcome::Discarded));
+    });
+}
+
+/// The result of repairing a borrowed connection.
+enum Repair {
+    /// The session holds nothing that no guard accounts for.
+    Clean,
+    SessionEnded,
+    /// The session may hold the lock.
+    StillInDoubt,
+}
+
+fn repair(session: &mut Blocking<'_>, doubt: Doubt) -> Repair {
+    let (Doubt::Acquiring(lock) | Doubt::Releasing(lock, _)) = doubt else {
+        return Repair::StillInDoubt;
+    };
+    match session.transaction() {
+        // A mark, if there is one, is that of the statement in doubt.
+        Transaction::None | Transaction::Broken => match is_held(session, lock) {
+            Ok(false) => {
+                // Only a transaction of the caller's can have kept the mark.
+                session.clear_mark();
+                Repair::Clean
+            }
+            // The caller's transaction is aborted, or the connection is closed.
+            Err(_) if session.transaction() == Transaction::Broken => Repair::StillInDoubt,
+            // Either the statement in doubt or an outer guard holds it. PostgreSQL does not expose the count.
+            Ok(true) | Err(_) => {
+                end_session(session);
+                Repair::SessionEnded
+            }
+        },
+        // An error has aborted the test transaction, and with it the statement.
+        Transaction::Test if matches!(doubt, Doubt::Acquiring(_)) => Repair::Clean,
+        Transaction::Test | Transaction::Open => Repair::StillInDoubt,
+    }
+}
+
+/// Not prepared, because the prepared statements may be what is missing.
+fn is_held(session: &mut Blocking<'_>, lock: Lock) -> QueryResult<bool> {
+    let (_, is_held): (i32, bool) = now(session.one(sql::IsHeld {
+        row: lock.into(),
+        prepared: false,
+    }))?;
+    Ok(is_held)
+}
+
+/// Ends the session, because only its end certainly frees its locks. If the role may not end its own sessions, all session
+/// locks are released, and an outer guard reports that it lost its own.
+fn end_session(session: &mut Blocking<'_>) {
+    let ended = now(session.batch(sql::END_SESSION));
+    let refused = ended.is_ok() || session.transaction() != Transaction::Broken;
+    if refused {
+        let _ = now(session.batch(sql::RELEASE_ALL));
+    }
+}
+
+/// The pids of sessions that still hold a lock that no guard accounts for.
+///
+/// A guard on a borrowed connection that cannot unlock, because the caller's transaction is aborted, marks the connection
+/// as broken. Diesel clears that mark with the next statement that succeeds. If an outer guard has the same session pinned
+/// out of a pool, it looks here and discards the connection. A pid that the server reuses costs one needless reconnect.
+pub(super) mod distrusted {
+    use super::*;
+
+    static PIDS: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
+
+    pub(super) fn remember(pid: i32) {
+        pids().insert(pid);
+    }
+
+    pub(super) fn forget(pid: i32) {
+        pids().remove(&pid);
+    }
+
+    pub(in crate::advisory) fn contains(pid: i32) -> bool {
+        pids().contains(&pid)
+    }
+
+    fn pids() -> MutexGuard<'static, BTreeSet<i32>> {
+        lock(&PIDS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::distrusted;
+
+    #[test]
+    fn a_session_that_ends_is_distrusted_no_more() {
+        distrusted::remember(-7);
+        assert!(distrusted::contains(-7));
+        distrusted::forget(-7);
+        assert!(!distrusted::contains(-7));
+    }
+}

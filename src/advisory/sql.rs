@@ -1,0 +1,637 @@
+//! The statements of a lock, one round trip each, and how their rows are read.
+//!
+//! Every function, operator and table is qualified with `pg_catalog`, so that no `search_path` changes what is called. The
+//! numbers of a lock are bound, except in the message that waits for a transaction lock.
+
+#[macro_use]
+mod statement;
+mod held;
+
+use diesel::pg::Pg;
+use diesel::prelude::*;
+use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
+use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Text};
+
+pub(super) use self::held::{
+    DrawToken, DrawnToken, IsHeld, LockRow, LookAfterTimeout, LookedAfterTimeout,
+};
+#[cfg(feature = "r2d2")]
+pub(super) use self::held::{HeldBy, WatchFrom};
+pub(super) use self::statement::Numbered;
+use self::statement::{NumberedText, push_call};
+use super::lock::{Lock, LockMode};
+use super::rules::{Grant, TryReply, Unlocked, WaitReply};
+use crate::attempt::Attempt;
+use crate::error::{Error, Misplaced, Result};
+use crate::key::LockId;
+
+impl LockMode {
+    const fn lock_function(self) -> &'static str {
+        match self {
+            LockMode::Exclusive => "pg_advisory_lock",
+            LockMode::Shared => "pg_advisory_lock_shared",
+        }
+    }
+
+    const fn try_lock_function(self) -> &'static str {
+        match self {
+            LockMode::Exclusive => "pg_try_advisory_lock",
+            LockMode::Shared => "pg_try_advisory_lock_shared",
+        }
+    }
+
+    /// A shared lock stays held if it is released with the exclusive function.
+    const fn unlock_function(self) -> &'static str {
+        match self {
+            LockMode::Exclusive => "pg_advisory_unlock",
+            LockMode::Shared => "pg_advisory_unlock_shared",
+        }
+    }
+
+    const fn xact_lock_function(self) -> &'static str {
+        match self {
+            LockMode::Exclusive => "pg_advisory_xact_lock",
+            LockMode::Shared => "pg_advisory_xact_lock_shared",
+        }
+    }
+
+    const fn try_xact_lock_function(self) -> &'static str {
+        match self {
+            LockMode::Exclusive => "pg_try_advisory_xact_lock",
+            LockMode::Shared => "pg_try_advisory_xact_lock_shared",
+        }
+    }
+}
+
+/// The timeout to restore at the release, if the session had one.
+fn not_zero(idle_session_timeout: Option<String>) -> Option<String> {
+    idle_session_timeout.filter(|value| value != "0")
+}
+
+// Taking a session lock that is free.
+
+statement! {
+    /// Takes a session lock if it is free, on a session that needs nothing else for it.
+    ///
+    /// Returns one column: the session's pid, null if another session holds the lock, and 0 if nothing was tried and
+    /// [`TryCarefully`] must be sent instead. PostgreSQL looks up each function of a statement at every execution, which
+    /// costs more than the call, so this statement has as few as possible.
+    pub(super) struct Try { lock: Lock } -> (Nullable<Integer>,),
+    |self, out| {
+        // A flat SELECT, because a subquery costs as much again as the lock itself.
+        out.push_sql(
+            "SELECT CASE WHEN pg_catalog.pg_is_in_recovery() \
+             OR pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
+             THEN 0 WHEN ",
+        );
+        push_call(&mut out, self.lock.mode.try_lock_function(), &self.lock.id)?;
+        out.push_sql(" THEN pg_catalog.pg_backend_pid() END");
+    }
+}
+
+/// The row of [`Try`].
+#[derive(Debug, Queryable)]
+pub(super) struct Tried {
+    pid: Option<i32>,
+}
+
+impl Tried {
+    /// What the reply says, or `None` if nothing was tried.
+    pub(super) fn read(self) -> Option<TryReply> {
+        let grant = match self.pid {
+            Some(0) => return None,
+            Some(_) => Grant::Granted,
+            None => Grant::Busy,
+        };
+        Some(TryReply {
+            grant,
+            pid: self.pid,
+            idle_session_timeout: None,
+            token: None,
+        })
+    }
+}
+
+statement! {
+    /// Takes a session lock if it is free, and lifts `idle_session_timeout` (PostgreSQL 14 and later) from the session that
+    /// was granted the lock. Otherwise the server would end that session, and with it the lock.
+    pub(super) struct TryCarefully { lock: Lock } -> (Nullable<Text>, Nullable<Integer>),
+    |self, out| {
+        // PostgreSQL evaluates the columns in their order, so the setting is read before it is lifted.
+        out.push_sql(
+            "SELECT pg_catalog.current_setting('idle_session_timeout', true), \
+             CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN NOT ",
+        );
+        push_call(&mut out, self.lock.mode.try_lock_function(), &self.lock.id)?;
+        out.push_sql(" THEN OPERATOR(pg_catalog.-) pg_catalog.pg_backend_pid()");
+        out.push_sql(GRANTED);
+    }
+}
+
+/// The row of [`TryCarefully`].
+#[derive(Debug, Queryable)]
+pub(super) struct TriedCarefully {
+    /// As it was before the statement. `None` before PostgreSQL 14.
+    idle_session_timeout: Option<String>,
+    /// Negative if another session holds the lock. `None` on a hot standby, where nothing was tried.
+    pid: Option<i32>,
+}
+
+impl TriedCarefully {
+    pub(super) fn read(self) -> TryReply {
+        TryReply {
+            grant: match self.pid {
+                None => Grant::Standby,
+                Some(pid) if pid > 0 => Grant::Granted,
+                Some(_) => Grant::Busy,
+            },
+            pid: self.pid.map(i32::abs),
+            idle_session_timeout: not_zero(self.idle_session_timeout),
+            token: None,
+        }
+    }
+}
+
+statement! {
+    /// As [`TryCarefully`], and draws a fencing token if the lock is granted: a transaction id, because every later one is
+    /// greater.
+    pub(super) struct TryFenced { lock: Lock } -> (Integer, Text, Nullable<Text>, Nullable<BigInt>),
+    |self, out| {
+        out.push_sql("SELECT pg_catalog.pg_backend_pid(), ");
+        out.push_sql(SESSION_NAME);
+        out.push_sql(
+            ", pg_catalog.current_setting('idle_session_timeout', true), \
+             CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN NOT ",
+        );
+        push_call(&mut out, self.lock.mode.try_lock_function(), &self.lock.id)?;
+        out.push_sql(
+            " THEN 0 \
+             WHEN pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
+             THEN CASE WHEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL THEN ",
+        );
+        out.push_sql(TOKEN);
+        out.push_sql(" END ELSE ");
+        out.push_sql(TOKEN);
+        out.push_sql(" END");
+    }
+}
+
+/// The row of [`TryFenced`].
+#[derive(Debug, Queryable)]
+pub(super) struct TriedFenced {
+    pid: i32,
+    session: String,
+    /// As it was before the statement. `None` before PostgreSQL 14.
+    idle_session_timeout: Option<String>,
+    /// 0 if the lock was not granted. `None` on a hot standby, where nothing was tried.
+    token: Option<i64>,
+}
+
+impl TriedFenced {
+    pub(super) fn read(self) -> TryReply {
+        TryReply {
+            grant: match self.token {
+                None => Grant::Standby,
+                Some(0) => Grant::Busy,
+                Some(_) => Grant::Granted,
+            },
+            pid: Some(self.pid),
+            idle_session_timeout: not_zero(self.idle_session_timeout),
+            token: self
+                .token
+                .filter(|number| *number != 0)
+                .map(|number| (self.session, number)),
+        }
+    }
+}
+
+/// The name of a session, which it is given when it draws its first token. The server reuses pids, and the cost of
+/// `pg_stat_activity` grows with the number of sessions.
+const SESSION_NAME: &str = "CASE WHEN COALESCE(pg_catalog.current_setting('diesel_interlock.session', true), '') \
+    OPERATOR(pg_catalog.<>) '' THEN pg_catalog.current_setting('diesel_interlock.session') \
+    ELSE pg_catalog.set_config('diesel_interlock.session', \
+    pg_catalog.gen_random_uuid()::pg_catalog.text, false) END";
+
+/// A fencing token. It is drawn while the lock is held, so the next holder draws a later one.
+///
+/// PostgreSQL does not flush the log for a transaction that has only an id, and after a crash of the server it would assign
+/// the id again. So the transaction also writes an empty message to the write-ahead log.
+const TOKEN: &str = "CASE WHEN pg_catalog.pg_logical_emit_message(true, 'diesel_interlock', ''::pg_catalog.text) IS NOT NULL \
+    THEN pg_catalog.pg_current_xact_id()::pg_catalog.text::bigint END";
+
+/// The end of a `CASE` whose other branches are for a lock that was not granted.
+const GRANTED: &str = " WHEN pg_catalog.current_setting('idle_session_timeout', true) \
+    OPERATOR(pg_catalog.<>) '0' \
+    THEN CASE WHEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
+    THEN pg_catalog.pg_backend_pid() END \
+    ELSE pg_catalog.pg_backend_pid() END";
+
+// Waiting for a session lock.
+
+statement! {
+    /// Waits for a session lock in one prepared statement, for one slice, and lifts `idle_session_timeout` as
+    /// [`TryCarefully`] does.
+    ///
+    /// `set_config` in the same statement sets `lock_timeout` in time, because PostgreSQL arms that timeout when the wait
+    /// begins. It arms `statement_timeout` when the statement begins. So the statement does not wait if that or another
+    /// setting of the session would end it before the slice is over.
+    pub(super) struct WaitForSlice {
+        lock: Lock,
+        /// The session that is to wait. 0 for any.
+        pid: i32,
+        milliseconds: i32,
+    } -> (Nullable<Text>, Integer, Integer),
+    |self, out| {
+        out.push_sql("SELECT pg_catalog.current_setting('idle_session_timeout', true), CASE WHEN ");
+        // A different session than the one that tried takes nothing.
+        out.push_bind_param::<Integer, _>(&self.pid)?;
+        out.push_sql(" OPERATOR(pg_catalog.<>) 0 AND ");
+        out.push_bind_param::<Integer, _>(&self.pid)?;
+        out.push_sql(" OPERATOR(pg_catalog.<>) pg_catalog.pg_backend_pid() OR ");
+        out.push_bind_param::<Integer, _>(&self.milliseconds)?;
+        out.push_sql(" OPERATOR(pg_catalog.>) ");
+        out.push_sql(LONGEST_SLICE);
+        for setting in ["statement_timeout", "transaction_timeout"] {
+            out.push_sql(&format!(
+                " OR pg_catalog.current_setting('{setting}', true) OPERATOR(pg_catalog.<>) '0' \
+                 AND extract(epoch FROM \
+                 pg_catalog.current_setting('{setting}', true)::pg_catalog.interval) \
+                 OPERATOR(pg_catalog.*) 1000 OPERATOR(pg_catalog.<) (500 OPERATOR(pg_catalog.+) "
+            ));
+            out.push_bind_param::<Integer, _>(&self.milliseconds)?;
+            out.push_sql(")");
+        }
+        out.push_sql(
+            " THEN OPERATOR(pg_catalog.-) pg_catalog.pg_backend_pid() \
+             WHEN pg_catalog.set_config('lock_timeout', ",
+        );
+        out.push_bind_param::<Integer, _>(&self.milliseconds)?;
+        out.push_sql("::pg_catalog.text, true) IS NULL OR ");
+        push_call(&mut out, self.lock.mode.lock_function(), &self.lock.id)?;
+        out.push_sql(" IS NULL THEN 0");
+        out.push_sql(GRANTED);
+        out.push_sql(", ");
+        out.push_sql(LONGEST_SLICE);
+    }
+}
+
+/// The row of [`WaitForSlice`].
+#[derive(Debug, Queryable)]
+pub(super) struct WaitedForSlice {
+    /// As it was before the statement. `None` before PostgreSQL 14.
+    idle_session_timeout: Option<String>,
+    /// Negative if the statement did not wait.
+    pid: i32,
+    /// How many milliseconds a slice may have: half of `deadlock_timeout`.
+    longest: i32,
+}
+
+impl WaitedForSlice {
+    pub(super) fn read(self) -> WaitReply {
+        WaitReply {
+            pid: self.pid.abs(),
+            is_granted: self.pid > 0,
+            idle_session_timeout: not_zero(self.idle_session_timeout),
+            refused_above: (self.pid <= 0).then_some(self.longest),
+        }
+    }
+}
+
+/// A waiter's snapshot and the holder's `CREATE INDEX CONCURRENTLY` wait for each other. PostgreSQL reports this as a
+/// deadlock after `deadlock_timeout`.
+const LONGEST_SLICE: &str = "greatest(1, (extract(epoch FROM \
+    pg_catalog.current_setting('deadlock_timeout')::pg_catalog.interval) \
+    OPERATOR(pg_catalog.*) 500)::int)";
+
+/// Opens a transaction in which no setting of the session ends a wait. A default such as DEFERRABLE could make the
+/// transaction itself wait, so the level is named. `transaction_timeout` came with PostgreSQL 17.
+pub(super) const BEGIN_WITHOUT_TIMEOUTS: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; \
+    SET LOCAL idle_in_transaction_session_timeout = 0; \
+    SELECT CASE WHEN pg_catalog.current_setting('transaction_timeout', true) \
+    OPERATOR(pg_catalog.<>) '0' \
+    THEN pg_catalog.set_config('transaction_timeout', '0', true) END";
+
+/// As [`BEGIN_WITHOUT_TIMEOUTS`], inside a test transaction.
+pub(super) const SAVEPOINT_WITHOUT_TIMEOUTS: &str =
+    "SAVEPOINT diesel_interlock_wait; SET LOCAL statement_timeout = 0";
+pub(super) const ROLLBACK_TO_SAVEPOINT: &str = "ROLLBACK TO SAVEPOINT diesel_interlock_wait; \
+    RELEASE SAVEPOINT diesel_interlock_wait";
+
+// Releasing a session lock.
+
+statement! {
+    /// Releases a session lock if this is still the session that took it. A different session releases nothing, because it
+    /// may hold the same lock for another guard.
+    ///
+    /// Returns whether the lock was held, and null on a different session.
+    pub(super) struct Release { lock: Lock, taken_by: i32 } -> (Nullable<Bool>,),
+    |self, out| {
+        out.push_sql("SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ");
+        out.push_bind_param::<Integer, _>(&self.taken_by)?;
+        out.push_sql(" THEN ");
+        push_call(&mut out, self.lock.mode.unlock_function(), &self.lock.id)?;
+        out.push_sql(" END");
+    }
+}
+
+statement! {
+    /// As [`Release`], for two rare needs: it restores the `idle_session_timeout` that was lifted, and it need not be
+    /// prepared, because some code may have deallocated the prepared statements.
+    pub(super) struct ReleaseCarefully {
+        release: Release,
+        idle_session_timeout: Option<String>,
+        prepared: bool,
+    } -> (Nullable<Bool>, Nullable<Text>),
+    |self, out| {
+        if !self.prepared {
+            out.unsafe_to_cache_prepared();
+        }
+        self.release.walk_ast(out.reborrow())?;
+        if let Some(timeout) = &self.idle_session_timeout {
+            out.push_sql(", CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ");
+            out.push_bind_param::<Integer, _>(&self.release.taken_by)?;
+            out.push_sql(" THEN pg_catalog.set_config('idle_session_timeout', ");
+            out.push_bind_param::<Text, _>(timeout)?;
+            out.push_sql(", false) END");
+        } else {
+            out.push_sql(", NULL");
+        }
+    }
+}
+
+/// The row of [`Release`].
+#[derive(Debug, Queryable)]
+pub(super) struct Released {
+    was_held: Option<bool>,
+}
+
+/// The row of [`ReleaseCarefully`].
+#[derive(Debug, Queryable)]
+pub(super) struct ReleasedCarefully {
+    was_held: Option<bool>,
+    _restored: Option<String>,
+}
+
+impl From<Released> for Unlocked {
+    fn from(row: Released) -> Self {
+        match row.was_held {
+            Some(true) => Self::WasHeld,
+            Some(false) => Self::WasNotHeld,
+            None => Self::SessionMoved,
+        }
+    }
+}
+
+impl From<ReleasedCarefully> for Unlocked {
+    fn from(row: ReleasedCarefully) -> Self {
+        let was_held = row.was_held;
+        Released { was_held }.into()
+    }
+}
+
+/// Ends this session.
+pub(super) const END_SESSION: &str =
+    "SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
+
+/// Releases every session lock of this session.
+pub(super) const RELEASE_ALL: &str = "SELECT pg_catalog.pg_advisory_unlock_all()";
+
+// Transaction locks.
+
+statement! {
+    /// Takes a transaction lock if it is free, unless the isolation level makes it useless.
+    ///
+    /// Returns 1 if it was granted, and 0 if another session holds it. Nothing is tried at REPEATABLE READ, where it returns
+    /// -1, and on a hot standby, where it returns null.
+    pub(super) struct TryXact { lock: Lock } -> (Nullable<Integer>,),
+    |self, out| {
+        out.push_sql(
+            "SELECT CASE WHEN pg_catalog.current_setting('transaction_isolation') \
+             OPERATOR(pg_catalog.=) 'repeatable read' THEN -1 \
+             WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN ",
+        );
+        push_call(&mut out, self.lock.mode.try_xact_lock_function(), &self.lock.id)?;
+        out.push_sql(" THEN 1 ELSE 0 END");
+    }
+}
+
+/// The row of [`TryXact`].
+#[derive(Debug, Queryable)]
+pub(super) struct TriedXact {
+    code: Option<i32>,
+}
+
+impl TriedXact {
+    pub(super) fn read(self) -> Result<Attempt<()>> {
+        match self.code {
+            Some(1) => Ok(Attempt::Acquired(())),
+            Some(0) => Ok(Attempt::Busy),
+            Some(_) => Err(Misplaced::XactLockAtRepeatableRead.into()),
+            None => Err(Error::Standby),
+        }
+    }
+}
+
+/// The message that waits for a transaction lock inside the caller's transaction: it lifts the settings that would end the
+/// wait, waits, and restores them. A `lock_timeout` of 0 waits without end.
+///
+/// Two settings of this crate keep the caller's values, because releasing a savepoint does not restore settings.
+pub(super) fn wait_for_xact(lock: Lock, lock_timeout: i32) -> String {
+    let function = lock.mode.xact_lock_function();
+    // In quotes, because the smallest number is no `bigint` without its sign.
+    let key = match lock.id {
+        LockId::BigInt(number) => format!("'{number}'::bigint"),
+        LockId::Pair(first, second) => format!("'{first}'::int, '{second}'::int"),
+    };
+    format!(
+        "SELECT \
+         pg_catalog.set_config('diesel_interlock.statement_timeout', \
+         pg_catalog.current_setting('statement_timeout'), true), \
+         pg_catalog.set_config('diesel_interlock.lock_timeout', \
+         pg_catalog.current_setting('lock_timeout'), true), \
+         pg_catalog.set_config('statement_timeout', '0', true), \
+         pg_catalog.set_config('lock_timeout', '{lock_timeout}', true); \
+         SELECT pg_catalog.{function}({key}); \
+         SELECT \
+         pg_catalog.set_config('statement_timeout', \
+         pg_catalog.current_setting('diesel_interlock.statement_timeout'), true), \
+         pg_catalog.set_config('lock_timeout', \
+         pg_catalog.current_setting('diesel_interlock.lock_timeout'), true)"
+    )
+}
+
+impl NumberedText for Try {
+    fn lock(&self) -> Lock {
+        self.lock
+    }
+}
+
+impl NumberedText for TryCarefully {
+    fn lock(&self) -> Lock {
+        self.lock
+    }
+}
+
+impl NumberedText for WaitForSlice {
+    fn lock(&self) -> Lock {
+        self.lock
+    }
+}
+
+impl NumberedText for Release {
+    fn lock(&self) -> Lock {
+        self.lock
+    }
+}
+
+impl NumberedText for TryXact {
+    fn lock(&self) -> Lock {
+        self.lock
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LockMode::{Exclusive, Shared};
+    use super::*;
+
+    const BIGINT: LockId = LockId::BigInt(-5);
+    const PAIR: LockId = LockId::Pair(1, 2);
+
+    fn text(query: &impl QueryFragment<Pg>) -> String {
+        diesel::debug_query::<Pg, _>(query).to_string()
+    }
+
+    fn lock(id: LockId, mode: LockMode) -> Lock {
+        Lock { id, mode }
+    }
+
+    #[test]
+    fn a_try_is_one_column() {
+        let lock = lock(PAIR, Shared);
+        assert_eq!(
+            text(&Try { lock }),
+            "SELECT CASE WHEN pg_catalog.pg_is_in_recovery() \
+             OR pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
+             THEN 0 WHEN pg_catalog.pg_try_advisory_lock_shared($1, $2) \
+             THEN pg_catalog.pg_backend_pid() END -- binds: [1, 2]"
+        );
+    }
+
+    #[test]
+    fn a_careful_try_asks_for_everything_at_once() {
+        let lock = lock(BIGINT, Exclusive);
+        assert_eq!(
+            text(&TryCarefully { lock }),
+            "SELECT pg_catalog.current_setting('idle_session_timeout', true), \
+             CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN NOT pg_catalog.pg_try_advisory_lock($1) \
+             THEN OPERATOR(pg_catalog.-) pg_catalog.pg_backend_pid() \
+             WHEN pg_catalog.current_setting('idle_session_timeout', true) OPERATOR(pg_catalog.<>) '0' \
+             THEN CASE WHEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
+             THEN pg_catalog.pg_backend_pid() END \
+             ELSE pg_catalog.pg_backend_pid() END -- binds: [-5]"
+        );
+    }
+
+    #[test]
+    fn a_transaction_lock_is_not_tried_where_it_would_not_protect() {
+        let lock = lock(BIGINT, Exclusive);
+        assert_eq!(
+            text(&TryXact { lock }),
+            "SELECT CASE WHEN pg_catalog.current_setting('transaction_isolation') \
+             OPERATOR(pg_catalog.=) 'repeatable read' THEN -1 \
+             WHEN pg_catalog.pg_is_in_recovery() THEN NULL \
+             WHEN pg_catalog.pg_try_advisory_xact_lock($1) THEN 1 ELSE 0 END -- binds: [-5]"
+        );
+    }
+
+    #[test]
+    fn a_message_for_a_transaction_lock_has_the_key_and_the_timeout() {
+        let message = wait_for_xact(lock(LockId::BigInt(i64::MIN), Shared), 7);
+        assert!(message.contains("'lock_timeout', '7', true)"));
+        assert!(message.contains(
+            "; SELECT pg_catalog.pg_advisory_xact_lock_shared('-9223372036854775808'::bigint); "
+        ));
+        let message = wait_for_xact(lock(LockId::Pair(-1, 2), Exclusive), 0);
+        assert!(message.contains("SELECT pg_catalog.pg_advisory_xact_lock('-1'::int, '2'::int); "));
+    }
+
+    #[test]
+    fn a_release_unlocks_on_the_session_that_took_the_lock_only() {
+        let query = Release {
+            lock: lock(BIGINT, Exclusive),
+            taken_by: 42,
+        };
+        assert_eq!(
+            text(&query),
+            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 \
+             THEN pg_catalog.pg_advisory_unlock($2) END -- binds: [42, -5]"
+        );
+    }
+
+    #[test]
+    fn a_careful_release_gives_back_what_was_lifted() {
+        let query = ReleaseCarefully {
+            release: Release {
+                lock: lock(PAIR, Shared),
+                taken_by: 42,
+            },
+            idle_session_timeout: Some("1min".into()),
+            prepared: true,
+        };
+        assert_eq!(
+            text(&query),
+            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 \
+             THEN pg_catalog.pg_advisory_unlock_shared($2, $3) END, \
+             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $4 \
+             THEN pg_catalog.set_config('idle_session_timeout', $5, false) END \
+             -- binds: [42, 1, 2, 42, \"1min\"]"
+        );
+    }
+
+    #[test]
+    fn the_reply_to_a_try_says_whether_the_lock_was_granted() {
+        let grant = |pid| Tried { pid }.read().map(|reply| (reply.grant, reply.pid));
+        assert_eq!(grant(Some(7)), Some((Grant::Granted, Some(7))));
+        assert_eq!(grant(None), Some((Grant::Busy, None)));
+        assert_eq!(grant(Some(0)), None);
+
+        let careful = |timeout: Option<&str>, pid| {
+            let idle_session_timeout = timeout.map(str::to_owned);
+            let reply = TriedCarefully {
+                idle_session_timeout,
+                pid,
+            }
+            .read();
+            (reply.grant, reply.pid, reply.idle_session_timeout)
+        };
+        assert_eq!(careful(None, Some(7)), (Grant::Granted, Some(7), None));
+        assert_eq!(careful(Some("0"), Some(7)), (Grant::Granted, Some(7), None));
+        assert_eq!(
+            careful(Some("1min"), Some(-7)),
+            (Grant::Busy, Some(7), Some("1min".into()))
+        );
+        assert_eq!(careful(None, None), (Grant::Standby, None, None));
+
+        let fenced = |token| {
+            let reply = TriedFenced {
+                pid: 7,
+                session: "here".into(),
+                idle_session_timeout: None,
+                token,
+            }
+            .read();
+            (reply.grant, reply.token)
+        };
+        assert_eq!(
+            fenced(Some(9)),
+            (Grant::Granted, Some(("here".to_owned(), 9)))
+        );
+        assert_eq!(fenced(Some(0)), (Grant::Busy, None));
+        assert_eq!(fenced(None), (Grant::Standby, None));
+    }
+}

@@ -1,9 +1,9 @@
-//! Threads of this crate: one for each pool over which there is something to do, for as long as there is.
+//! The background threads of this crate: one for each pool that has periodic tasks, as long as it has any.
 //!
-//! A question to a server that hangs blocks the thread that asks, so each pool has a thread of its own. A pool does not
-//! tell which one it is, but a connection never leaves its pool. The threads therefore mark the connections that they
-//! check out. A thread that finds the mark of an older one hands over what it has to do, and ends. Before it has had a
-//! connection it cannot know, so there may be as many threads as there are things to do.
+//! A query to a server that hangs blocks its thread, so each pool has a thread of its own. A pool has no identity, but a
+//! connection never leaves its pool. So the threads mark the connections that they check out. A thread that finds the mark of
+//! an older one hands its tasks over, and ends. It cannot know of the other before it has had a connection, so for a while
+//! there may be as many threads as tasks.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,26 +14,25 @@ use std::time::{Duration, Instant};
 use crate::panics::{caught, lock, unpoisoned};
 use crate::pool::{self, PgPool, PooledPgConnection};
 
-/// Something to be done over a pool, again and again until it is over.
+/// A task that is repeated over a pool until it is over.
 pub(crate) trait Chore: Send + Sync + 'static {
     /// How long the thread may wait for a connection.
     const PATIENCE: Duration;
 
-    /// How long to wait until it is to be done again. At most [`LONGEST_PAUSE`] is waited.
+    /// How long to pause before the next repetition: at most [`LONGEST_PAUSE`].
     fn pause(&self) -> Duration;
 
-    /// Whether there is nothing left to do, not even with a connection. Tells it, where that is of interest.
+    /// Returns whether the task is over, without a connection. Records it, if that is an event.
     fn is_over(&self) -> bool;
 
-    /// Does it. Returns whether it is over.
+    /// Does the task once. Returns whether it is over.
     fn attend(&self, conn: PooledPgConnection) -> bool;
 }
 
-/// No clock overflows by it.
+/// Short enough that no clock overflows.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
-/// The pool that a connection is out of, as far as the threads know. Several marks may stand for one pool; no mark
-/// stands for two.
+/// Identifies the pool of a connection. One pool may have several marks, but no two pools have the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Mark(u64);
 
@@ -43,7 +42,7 @@ impl Mark {
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Reads the mark of a connection, which gets one if it has none.
+    /// Returns the mark of a connection. Sets one if it has none.
     pub(crate) fn of(conn: &mut PooledPgConnection) -> Self {
         let marks = PooledPgConnection::extensions_mut(conn);
         match marks.get::<Self>() {
@@ -61,7 +60,7 @@ impl Mark {
     }
 }
 
-/// Chores of one kind, and the threads that do them.
+/// The tasks of one kind, and the threads that run them.
 #[derive(Debug)]
 pub(crate) struct Background<T> {
     name: &'static str,
@@ -76,11 +75,11 @@ struct Entry<T> {
     due: Instant,
 }
 
-/// What became of a chore.
+/// The result of doing a task once.
 enum Attended {
     Over,
     ToBeRepeated,
-    /// An older thread of the same pool has it now, and all others of this one.
+    /// An older thread of the same pool has this task now, and all others of this thread.
     HandedOver,
 }
 
@@ -93,8 +92,8 @@ impl<T: Chore> Background<T> {
         }
     }
 
-    /// Has the chore done from now on. `mark` is that of a connection of the pool, if one was at hand: with it, no thread
-    /// is started where the pool has one. Where no thread can be started, nothing is done.
+    /// Repeats a task from now on. `mark` is that of a connection of the pool, if the caller had one: with it, no second
+    /// thread is started for the pool. If no thread can be started, nothing is done.
     pub(crate) fn start(&'static self, pool: &PgPool, mark: Option<Mark>, chore: Arc<T>) {
         let mark = mark.unwrap_or_else(Mark::new);
         let entry = Entry {
@@ -118,7 +117,7 @@ impl<T: Chore> Background<T> {
         drop(dropped);
     }
 
-    /// Forgets the chore, and the pool with it. One that is being done is done to its end.
+    /// Stops a task, and drops its pool. A repetition that is in progress is completed.
     pub(crate) fn stop(&self, chore: &Arc<T>) {
         let is_it = |entry: &Entry<T>| Arc::ptr_eq(&entry.chore, chore);
         let mut stopped = None;
@@ -130,11 +129,11 @@ impl<T: Chore> Background<T> {
         }
         self.changed.notify_all();
         drop(threads);
-        // Its pool may end with it, which takes a while.
+        // Its pool may be dropped with it, which takes time.
         drop(stopped);
     }
 
-    /// What a thread does: whatever is due first, until nothing is left.
+    /// Runs a thread: it does the task that is due first, until no task is left.
     fn run(&self, me: Mark) {
         let mut threads = lock(&self.threads);
         while let Some(entries) = threads.get_mut(&me) {
@@ -149,7 +148,7 @@ impl<T: Chore> Background<T> {
             }
             let (chore, pool) = (Arc::clone(&next.chore), next.pool.clone());
             drop(threads);
-            // Where its end is told, a panic must not begin it anew.
+            // A task whose end was recorded must not be repeated after a panic.
             if caught(|| chore.is_over()).unwrap_or(true) {
                 self.stop(&chore);
             } else {
@@ -168,9 +167,9 @@ impl<T: Chore> Background<T> {
         }
     }
 
-    /// Does the chore, unless there is no connection.
+    /// Does a task once, if the pool has a connection.
     fn attend(&self, me: Mark, chore: &T, pool: &PgPool) -> Attended {
-        // Unlike a plain try, this makes the pool open one more, up to its size.
+        // Unlike `try_get`, this makes the pool open one more connection, up to its size.
         let Ok(mut conn) = pool::check_out(pool, Some(T::PATIENCE)) else {
             return Attended::ToBeRepeated;
         };
@@ -186,7 +185,7 @@ impl<T: Chore> Background<T> {
         }
     }
 
-    /// Gives all that this thread has to do to an older one of the same pool, if that still runs.
+    /// Gives all tasks of this thread to an older thread of the same pool, if that still runs.
     fn hand_over(&self, me: Mark, older: Mark) -> bool {
         let mut threads = lock(&self.threads);
         if !threads.contains_key(&older) {
@@ -211,7 +210,7 @@ mod tests {
 
     use super::*;
 
-    /// Tells which threads have done it, and how often.
+    /// Records which threads did it, and how often.
     #[derive(Debug, Default)]
     struct Told {
         by: Mutex<Vec<ThreadId>>,
@@ -249,7 +248,7 @@ mod tests {
         }
     }
 
-    /// The chores of one test, which end with it.
+    /// The tasks of one test, which end with it.
     struct Started {
         on: &'static Background<Told>,
         chores: Vec<Arc<Told>>,
@@ -310,7 +309,7 @@ mod tests {
         let chores = [(); 5].map(|()| started.start(&several.clone(), None, Told::default()));
         let apart = started.start(&one, None, Told::default());
         eventually("the threads of the pool are one", || started.threads() == 2);
-        // Those that did it before have ended.
+        // The threads that did it before have ended.
         let all = || chores.iter().chain([&apart]);
         all().for_each(|chore| lock(&chore.by).clear());
         eventually("all are done again and again", || {
@@ -345,7 +344,7 @@ mod tests {
         let mut started = Started::none();
         let panics = Told {
             panics: true,
-            // One panic after the other would fill the screen.
+            // Repeated panics would fill the screen.
             rarely: true,
             ..Told::default()
         };

@@ -6,6 +6,7 @@
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
+#[cfg(feature = "migrations")]
 use std::time::Duration;
 
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
@@ -75,6 +76,7 @@ pub(crate) trait Session: Send {
     fn clear_mark(&mut self);
 
     /// Lets time pass.
+    #[cfg(feature = "migrations")]
     fn pause(&mut self, time: Duration) -> Reply<'_, ()>;
 
     /// Opens a transaction, or a savepoint inside one.
@@ -162,6 +164,7 @@ impl Session for Blocking<'_> {
         transaction::clear_mark(self.conn);
     }
 
+    #[cfg(feature = "migrations")]
     fn pause(&mut self, time: Duration) -> Reply<'_, ()> {
         std::thread::sleep(time);
         ready(())

@@ -12,11 +12,9 @@ use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Text};
 
-pub(super) use self::held::{
-    DrawToken, DrawnToken, IsHeld, LockRow, LookAfterTimeout, LookedAfterTimeout,
-};
+pub(super) use self::held::{DrawToken, DrawnToken, IsHeld, LookAfterTimeout, LookedAfterTimeout};
 #[cfg(feature = "r2d2")]
-pub(super) use self::held::{HeldBy, WatchFrom};
+pub(super) use self::held::{HeldBy, LockRow, WatchFrom};
 pub(super) use self::statement::Numbered;
 use self::statement::{NumberedText, push_call};
 use super::lock::{Lock, LockMode};

@@ -35,7 +35,7 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 /// A named lock in PostgreSQL that at most one session of the database holds.
 ///
 /// PostgreSQL calls it an [advisory lock][pg]. It locks a number and no data, and excludes only sessions that request the
-/// same number. The server frees it when the session that holds it ends, for whatever reason. Nothing has to be installed
+/// same number. The server frees it when the session that holds it ends, even by a crash. Nothing has to be installed
 /// for it.
 ///
 /// A handle is a small value that holds no connection. Declare it as a `static`, or create it where it is used. It is

@@ -154,7 +154,7 @@ impl AdvisoryLock {
 
     /// Opens a transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails.
     ///
-    /// The transaction is READ COMMITTED whatever the session's default is, so that `work` sees what the previous holder
+    /// The transaction is always READ COMMITTED, not the session's default level, so that `work` sees what the previous holder
     /// committed. Three round trips beside the work: `BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED`, the lock, `COMMIT`.
     /// Inside a test transaction it is a savepoint, and the lock is held until the test transaction ends.
     ///

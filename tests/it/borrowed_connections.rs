@@ -1,4 +1,4 @@
-//! Guards on a connection that the caller lent, which nobody can discard.
+//! Guards on a connection that the caller lends, which cannot be discarded.
 
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::prelude::*;
@@ -203,7 +203,7 @@ fn a_failed_attempt_leaves_a_live_connection_usable_and_holding_nothing() {
     guard.release().unwrap();
 }
 
-/// A wait that was cancelled may have been granted the lock at that very moment.
+/// A wait that is cancelled may be granted the lock at the same moment.
 #[test]
 fn a_cancelled_wait_holds_nothing_and_keeps_the_session() {
     let database = Database::new();
@@ -232,7 +232,7 @@ fn a_cancelled_wait_holds_nothing_and_keeps_the_session() {
     conn.transaction(|_| QueryResult::Ok(())).unwrap();
 }
 
-/// The lock was granted, and nobody got to know: only the end of the session surely frees it.
+/// The lock was granted, and no guard knows of it. Only the end of the session certainly frees it.
 #[test]
 fn a_panic_between_the_grant_and_the_guard_ends_the_session() {
     let database = Database::new();
@@ -248,7 +248,7 @@ fn a_panic_between_the_grant_and_the_guard_ends_the_session() {
     assert!(!observer.is_alive(pid));
 }
 
-/// Prepared statements may be gone, and the lock is there: it must not stay.
+/// The prepared statements were deallocated, and the lock is held. It must not stay held.
 #[test]
 fn a_release_whose_prepared_statement_is_gone_leaves_nothing_held() {
     let database = Database::new();
@@ -261,7 +261,7 @@ fn a_release_whose_prepared_statement_is_gone_leaves_nothing_held() {
     observer.assert_free(LOCK.key());
 }
 
-/// What failed once must not be held against a connection for ever.
+/// A connection that failed once and was repaired is as usable as any other.
 #[test]
 fn a_connection_that_the_caller_repaired_is_as_good_as_any() {
     let database = Database::new();
@@ -292,7 +292,7 @@ fn an_attempt_in_an_aborted_test_transaction_does_not_poison_the_test() {
     LOCK.acquire_on(&mut conn).unwrap().release().unwrap();
 }
 
-/// A role that may not end its own session: what it holds is released all the same.
+/// A role that may not end its own session: its locks are released nevertheless.
 #[test]
 fn a_doubtful_grant_is_undone_where_the_session_cannot_be_ended() {
     let cluster = workbench::Cluster::start();
@@ -309,7 +309,7 @@ fn a_doubtful_grant_is_undone_where_the_session_cannot_be_ended() {
     observer.assert_free(LOCK.key());
 }
 
-/// Instrumentation that never stops panicking, while a panic unwinds.
+/// Instrumentation that panics at every statement, while another panic unwinds.
 #[test]
 fn a_doubtful_grant_under_a_panicking_instrumentation_does_not_abort_the_process() {
     let database = Database::new();
@@ -323,7 +323,7 @@ fn a_doubtful_grant_under_a_panicking_instrumentation_does_not_abort_the_process
     Observer::of(&database).assert_free(LOCK.key());
 }
 
-/// Takes the names that Diesel is going to prepare its next statements under.
+/// Takes the names under which Diesel is going to prepare its next statements.
 fn take_the_names_of_prepared_statements(conn: &mut PgConnection) {
     for number in 0..20 {
         let _ = conn.batch_execute(&format!("PREPARE __diesel_stmt_{number} AS SELECT 1"));
@@ -395,7 +395,7 @@ fn an_attempt_that_cannot_be_prepared_leaves_the_connection_usable() {
     assert_eq!(Observer::of(&database).all_held(), 0);
 }
 
-/// As outside of one: nobody got to know that the lock was granted.
+/// As outside a transaction: the lock was granted, and no guard knows of it.
 #[test]
 fn a_panic_between_the_grant_and_the_guard_ends_the_session_in_a_raw_transaction_too() {
     let database = Database::new();

@@ -19,8 +19,8 @@ use crate::support::{
 /// Far above what anything here takes.
 const LONG: Duration = Duration::from_secs(300);
 
-/// Starts that many threads with small stacks.
-fn crowd<'scope>(
+/// Starts `size` threads with small stacks.
+fn spawn_many<'scope>(
     scope: &'scope thread::Scope<'scope, '_>,
     size: usize,
     work: impl Fn() + Copy + Send + 'scope,
@@ -31,7 +31,7 @@ fn crowd<'scope>(
     }
 }
 
-/// A pool that a crowd may want a connection of at the same time, on a slow machine.
+/// A pool with a timeout long enough for many threads on a slow machine.
 fn patient_pool(database: &Database, size: u32) -> PgPool {
     Pool::builder()
         .max_size(size)
@@ -52,7 +52,7 @@ fn a_thousand_waiters_leave_connections_to_the_holder_and_to_everybody_else() {
     let start = Barrier::new(WAITERS + 1);
     let (inside, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
     thread::scope(|scope| {
-        crowd(scope, WAITERS, || {
+        spawn_many(scope, WAITERS, || {
             start.wait();
             let guard = LOCK.acquire_timeout(&pool, LONG).unwrap().expect_acquired();
             assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
@@ -63,7 +63,7 @@ fn a_thousand_waiters_leave_connections_to_the_holder_and_to_everybody_else() {
         start.wait();
         for _ in 0..50 {
             guard.conn().batch_execute("SELECT 1").unwrap();
-            // Whoever needs a connection gets one, the lock's watch among them.
+            // Every other user of the pool gets a connection, including the lock's watch.
             let mut conn = pool.get_timeout(LONG).unwrap();
             conn.batch_execute("SELECT 1").unwrap();
             drop(conn);
@@ -87,7 +87,7 @@ fn a_thousand_waiters_for_a_slot_leave_the_holder_a_connection() {
     let start = Barrier::new(WAITERS + 1);
     let (inside, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
     thread::scope(|scope| {
-        crowd(scope, WAITERS, || {
+        spawn_many(scope, WAITERS, || {
             start.wait();
             let permit = SEMAPHORE.acquire_timeout(&pool, LONG);
             let permit = permit.unwrap().expect_acquired();
@@ -108,13 +108,13 @@ fn a_thousand_waiters_for_a_slot_leave_the_holder_a_connection() {
 }
 
 #[test]
-fn a_crowd_that_waits_in_vain_ends_in_time() {
+fn many_waiters_that_wait_in_vain_end_in_time() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("never free");
     let database = Database::new();
     let pool = database.pool(4);
     let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
     thread::scope(|scope| {
-        crowd(scope, 100, || {
+        spawn_many(scope, 100, || {
             let timeout = Duration::from_millis(300);
             match LOCK.acquire_timeout(&pool, timeout) {
                 Ok(attempt) => assert!(attempt.is_busy()),
@@ -135,7 +135,7 @@ fn those_who_wait_without_a_connection_ask_a_bounded_number_of_times() {
     let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
     let (began, before) = (Instant::now(), proxy.round_trips());
     thread::scope(|scope| {
-        crowd(scope, 32, || {
+        spawn_many(scope, 32, || {
             // A slow machine may have no connection for it, to the end.
             if let Ok(attempt) = LOCK.acquire_timeout(&pool, Duration::from_secs(2)) {
                 assert!(attempt.is_busy());
@@ -180,7 +180,7 @@ fn who_is_alone_at_a_key_does_not_wait_for_a_thousand_at_another() {
     let start = Barrier::new(WAITERS + 1);
     let tried = AtomicUsize::new(0);
     thread::scope(|scope| {
-        crowd(scope, WAITERS, || {
+        spawn_many(scope, WAITERS, || {
             start.wait();
             drop(pool.get_timeout(LONG).unwrap());
             tried.fetch_add(1, Ordering::SeqCst);
@@ -201,7 +201,7 @@ fn who_is_alone_at_a_key_does_not_wait_for_a_thousand_at_another() {
             began.elapsed()
         });
         drop(holder);
-        // It took four seconds where all waiters were one crowd.
+        // It took four seconds when all waiters were counted together.
         assert!(waited < Duration::from_secs(1), "{waited:?}");
     });
 }
@@ -217,7 +217,7 @@ fn who_is_alone_at_a_service_does_not_wait_for_a_thousand_at_another() {
     let permit = CROWDED.try_acquire(&pool).unwrap().expect_acquired();
     let tried = AtomicUsize::new(0);
     thread::scope(|scope| {
-        crowd(scope, WAITERS, || {
+        spawn_many(scope, WAITERS, || {
             assert!(CROWDED.try_acquire(&pool).unwrap().is_full());
             tried.fetch_add(1, Ordering::SeqCst);
             let attempt = CROWDED.acquire_timeout(&pool, LONG).unwrap();
@@ -270,7 +270,7 @@ fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
         };
         let first = scope.spawn(acquire);
         eventually("it waits", || observer.waiters(LOCK.key()) == 1);
-        // For these there is no seat.
+        // The connection budget is used up for these.
         let tried = proxy.round_trips();
         let others = [scope.spawn(acquire), scope.spawn(acquire_in_time)];
         // Their tries and some that follow, beside the slices of the first.

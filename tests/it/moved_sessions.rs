@@ -1,4 +1,4 @@
-//! Another session answers than the one that took the lock, as behind a pooler in transaction mode.
+//! A different session replies than the one that took the lock, as behind a pooler in transaction mode.
 
 use diesel::connection::SimpleConnection;
 use diesel_interlock::{AdvisoryLock, Error};
@@ -9,13 +9,13 @@ use crate::support::{Observer, assert_pool_whole, backend_pid};
 static LOCK: AdvisoryLock = AdvisoryLock::named("moved");
 
 #[test]
-fn a_release_that_another_session_answers_is_an_error_and_unlocks_nothing_there() {
+fn a_release_on_another_session_is_an_error_and_unlocks_nothing_there() {
     let database = Database::new();
     let pool = database.pool(1);
     let mut observer = Observer::of(&database);
     let readers = LOCK.clone().shared();
 
-    // The other session holds the same lock, for somebody else.
+    // The other session holds the same lock for another guard.
     let mut elsewhere = database.connect();
     let theirs = readers.acquire_on(&mut elsewhere).unwrap();
     let replied_by = theirs.backend_pid();

@@ -1,4 +1,4 @@
-//! A guard within a guard, on one session.
+//! Nested guards on one session.
 
 use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
 use diesel::prelude::*;
@@ -63,8 +63,8 @@ fn an_inner_guard_in_an_aborted_raw_transaction_rolls_it_back_and_the_outer_hold
     assert_pool_whole(&pool, &database);
 }
 
-/// The inner guard cannot unlock, and must not roll the caller's transaction back: its lock stays
-/// with the session, so the session must not go back to the pool, whatever ran on it since.
+/// The inner guard cannot unlock, and must not roll back the caller's transaction. Its lock stays with the session, so the
+/// session must not go back to the pool, even if other statements ran on it since.
 #[test]
 fn what_an_inner_guard_could_not_release_does_not_get_into_the_pool() {
     for same_lock in [false, true] {
@@ -123,7 +123,7 @@ fn a_refused_inner_guard_leaves_the_outer_alone() {
     assert_pool_whole(&pool, &database);
 }
 
-/// The inner guard puts the mark back as it goes, and the next statement takes it off again.
+/// The inner guard sets the mark again at its release, and the next statement clears it.
 #[test]
 fn what_was_marked_under_an_inner_guard_does_not_get_into_the_pool() {
     let database = Database::new();

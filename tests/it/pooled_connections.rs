@@ -1,4 +1,4 @@
-//! What the pool gets back, and what it never sees again.
+//! Which connections go back to the pool, and which are discarded.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::support::{Expect, Observer, assert_pool_whole, backend_pid, foreign_s
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("pooled");
 
-/// Article 003: the statement that unlocks must run on the connection that locked.
+/// Article 003: the unlock must run on the connection that took the lock.
 #[test]
 fn the_lock_is_released_on_the_connection_that_took_it_though_others_are_in_use() {
     let database = Database::new();
@@ -96,7 +96,7 @@ fn an_exhausted_pool_is_an_error() {
     assert!(matches!(with, Err(Error::Pool(_))));
 }
 
-/// A pool whose connections come with a transaction that Diesel does not know of.
+/// A pool whose connections have an open transaction that Diesel does not know of.
 #[test]
 fn a_pooled_connection_in_a_raw_transaction_is_refused_and_discarded() {
     #[derive(Debug)]
@@ -160,7 +160,7 @@ fn a_thousand_waiters_wait_for_the_pool_and_not_for_ever() {
     assert_pool_whole(&pool, &database);
 }
 
-/// Whoever marks the connection under a guard means it.
+/// A caller that marks the connection under a guard wants it discarded.
 #[test]
 fn a_mark_that_was_made_under_the_guard_is_honoured() {
     use diesel::connection::{AnsiTransactionManager, TransactionManager};
@@ -175,8 +175,8 @@ fn a_mark_that_was_made_under_the_guard_is_honoured() {
     assert_pool_whole(&pool, &database);
 }
 
-/// Two connections of the pool, of which one was left in a transaction that has work in it. `dirty_first` says
-/// which of them the pool gives out first.
+/// Two connections of the pool, one of which was left in a transaction with uncommitted work. `dirty_first` decides which of
+/// them the pool lends first.
 fn pool_with_abandoned_work(database: &Database, dirty_first: bool) -> (PgPool, i32) {
     let pool = database.pool(2);
     let (mut clean, mut dirty) = (pool.get().unwrap(), pool.get().unwrap());

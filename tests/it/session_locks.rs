@@ -1,4 +1,4 @@
-//! What a session lock excludes, and what it answers.
+//! What a session lock excludes, and what it returns.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicI32, Ordering};

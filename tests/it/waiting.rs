@@ -317,7 +317,7 @@ fn a_wait_whose_settings_are_lifted_leaves_nothing_open_and_nothing_held() {
 }
 
 #[test]
-fn a_wait_that_somebody_cancels_ends_with_that_error() {
+fn a_wait_that_is_cancelled_ends_with_that_error() {
     let database = Database::new();
     let mut observer = Observer::of(&database);
     let holder = held_elsewhere(&database);

@@ -313,7 +313,7 @@ fn a_watch_whose_lock_was_released_keeps_no_pool() {
 }
 
 #[test]
-fn a_guard_that_is_leaked_is_watched_as_long_as_somebody_wants_to_know() {
+fn a_leaked_guard_is_watched_until_its_watch_is_dropped() {
     let database = Database::new();
     let pool = database.pool(2);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();

@@ -1,4 +1,4 @@
-//! However a guard goes, the lock is free, and the pool is whole.
+//! Every way in which a guard can end frees the lock and leaves the pool complete.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -11,7 +11,7 @@ use crate::support::{Observer, assert_pool_whole};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("ways out");
 
-/// Takes the lock and lets `release` get rid of the guard, which is to report an error.
+/// Takes the lock, and lets `release` end the guard, which must report an error.
 fn leave(release: impl Fn(PooledGuard) -> Result<(), Error>, expected: impl Fn(&Error) -> bool) {
     leave_by(|guard, _| match release(guard) {
         Err(error) if expected(&error) => {}
@@ -212,7 +212,7 @@ fn a_killed_backend_is_reported_and_replaced() {
 }
 
 #[test]
-fn a_lock_that_somebody_else_unlocked_is_reported_and_its_session_given_up() {
+fn a_lock_that_other_code_unlocked_is_reported_and_its_session_discarded() {
     leave_by(|mut guard, observer| {
         let pid = guard.backend_pid();
         guard
@@ -259,7 +259,7 @@ fn a_restarted_server_finds_nothing_held_and_the_pool_recovers() {
     }
 }
 
-/// r2d2 finds out about dead connections as it hands them out.
+/// r2d2 detects dead connections at their check-out.
 fn wait_for_pool(pool: &PgPool) {
     crate::support::eventually("the pool has a connection", || pool.get().is_ok());
 }

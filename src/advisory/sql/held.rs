@@ -9,9 +9,9 @@ use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::sql_types::Timestamptz;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Oid, Text};
 
-use super::super::lock::{Lock, LockMode};
-use super::super::rules::WaitReply;
 use super::{GRANTED, SESSION_NAME, TOKEN, not_zero};
+use crate::advisory::lock::{Lock, LockMode};
+use crate::advisory::rules::WaitReply;
 use crate::key::LockId;
 
 /// A lock as a row of `pg_locks` shows it: a `bigint` in two halves and the number 1, a pair as it is and the number 2.

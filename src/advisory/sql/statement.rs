@@ -6,7 +6,7 @@ use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::query_dsl::methods::LoadQuery;
 use diesel::sql_types::{BigInt, Integer};
 
-use super::super::lock::{Lock, LockMode};
+use crate::advisory::lock::{Lock, LockMode};
 use crate::key::LockId;
 use crate::session::Statement;
 

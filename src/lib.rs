@@ -157,7 +157,7 @@ mod panics;
 mod pollers;
 #[cfg(feature = "r2d2")]
 mod pool;
-/// The tables of `resource_control`, as `diesel print-schema` writes them, for queries of your own.
+/// The tables of `resource_control`, as `diesel print-schema` writes them: for queries of one's own.
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 mod semaphore;

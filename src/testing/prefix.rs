@@ -165,7 +165,7 @@ impl diesel::r2d2::CustomizeConnection<PgConnection, diesel::r2d2::Error> for Ke
 /// # diesel_interlock::migrations::install(&mut database.connect())?;
 /// let permit = GEOCODER.try_acquire(&pool)?;
 /// let _prefix = testing::key_prefix("a test beside this one");
-/// assert!(!GEOCODER.try_acquire(&pool)?.is_busy());
+/// assert!(!GEOCODER.try_acquire(&pool)?.is_full());
 /// # drop(permit);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

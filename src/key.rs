@@ -8,7 +8,7 @@ use std::hash::{Hash, Hasher};
 
 use diesel::pg::PgConnection;
 
-use crate::error::{Error, Input, Result};
+use crate::input::Input;
 use crate::text;
 
 /// The longest piece of a name that `Debug` and `Display` show, in characters.
@@ -245,10 +245,10 @@ impl LockKey {
     ///
     /// - [`Input::EmptyName`](crate::error::Input::EmptyName) if the key's name is empty or it was made of no parts.
     /// - [`Input::Unformatted`](crate::error::Input::Unformatted) if the `Display` of a part returned an error.
-    pub fn id(&self) -> Result<LockId> {
-        let number = self.number().ok_or(Error::Input(Input::Unformatted))?;
+    pub fn id(&self) -> Result<LockId, Input> {
+        let number = self.number().ok_or(Input::Unformatted)?;
         if self.name.as_deref().is_some_and(str::is_empty) {
-            return Err(Error::Input(Input::EmptyName));
+            return Err(Input::EmptyName);
         }
         Ok(number)
     }
@@ -262,7 +262,7 @@ impl LockKey {
     }
 
     /// The number for this key on that connection, which may carry a prefix of the tests.
-    pub(crate) fn id_on(&self, conn: &mut PgConnection) -> Result<LockId> {
+    pub(crate) fn id_on(&self, conn: &mut PgConnection) -> Result<LockId, Input> {
         let _names = text::names_on(conn);
         self.id()
     }

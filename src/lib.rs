@@ -147,6 +147,7 @@ mod fence;
 pub mod functions;
 #[cfg(all(any(doc, doctest), feature = "r2d2", feature = "migrations"))]
 pub mod guide;
+mod input;
 mod installed;
 mod key;
 #[cfg(feature = "migrations")]
@@ -157,6 +158,8 @@ mod panics;
 mod pollers;
 #[cfg(feature = "r2d2")]
 mod pool;
+#[cfg(feature = "testing")]
+mod prefix;
 /// The tables of `resource_control`, as `diesel print-schema` writes them: for queries of one's own.
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
@@ -190,6 +193,13 @@ pub use crate::throttle::{
     Decision, DeclaredResources, Denial, DenialReason, Difference, Grant, ResourceLabel, Synced,
     Throttle, ThrottledResource, sync, sync_intervals,
 };
+
+/// The asynchronous half, which is not public yet.
+#[cfg(feature = "__async")]
+#[doc(hidden)]
+pub mod __asynchronous {
+    pub use crate::throttle::Asynchronous;
+}
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -52,24 +52,14 @@ mod contents;
 mod diesels_table;
 mod install;
 mod ours;
-mod recorded;
 mod rights;
 mod run_pending;
 mod uninstall;
 mod write_to;
 
-use crate::advisory::AdvisoryLock;
-use crate::key::LockKey;
-
 pub use self::diesels_table::take_over;
 pub use self::install::install;
+pub use self::ours::LOCK;
 pub use self::run_pending::run_pending;
 pub use self::uninstall::uninstall;
 pub use self::write_to::write_to;
-
-/// The lock under which [`run_pending`], [`install`] and everything else in this module runs. Its key
-/// is part of this crate's contract, as that of every name is: 7668513674988384022.
-pub static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
-    "diesel_interlock migrations",
-    7668513674988384022,
-));

@@ -73,6 +73,8 @@ pub use self::names::Names;
 pub use self::requests::{
     ServiceRequest, Slots, in_flight, next_expiry, of_service, overdue, slots, timed_out,
 };
+#[cfg(feature = "testing")]
+pub(crate) use self::session::find_holders;
 pub use self::session::{Holder, Session, Waiter, holders, holders_of, waiters, waiters_of};
 pub use self::throttled::{
     ThrottledKeyRow, ThrottledResourceRow, available_now, key_available_now, key_next_free_at,

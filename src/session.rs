@@ -3,16 +3,22 @@
 //! An operation that sends statements is written once, as an `async fn` over [`Session`]. On a blocking connection every
 //! reply is there before the function goes on, so the function is ready when it is first polled: see [`now`].
 
+#[cfg(feature = "__async")]
+mod asynchronous;
+
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
 #[cfg(feature = "migrations")]
 use std::time::Duration;
 
-use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
-use diesel::pg::PgConnection;
-use diesel::prelude::*;
-use diesel::query_dsl::methods::LoadQuery;
+use diesel::connection::{
+    AnsiTransactionManager, Connection, SimpleConnection, TransactionManager,
+};
+use diesel::pg::{Pg, PgConnection};
+use diesel::query_builder::{QueryFragment, QueryId};
+#[cfg(not(feature = "__async"))]
+use diesel::query_dsl::{RunQueryDsl, methods::LoadQuery};
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 #[cfg(feature = "r2d2")]
@@ -25,17 +31,34 @@ use crate::transaction::{self, Transaction};
 /// What a statement replies, once that is awaited.
 pub(crate) type Reply<'conn, T> = Pin<Box<dyn Future<Output = T> + Send + 'conn>>;
 
-/// A statement that returns one row, which loads as `U`. It may have to be sent again, so it is `Clone`.
+/// A statement whose rows load as `U`. It may have to be sent again, so it is `Clone`.
+///
+/// With the asynchronous half compiled in, the same types implement it there: see [`asynchronous`].
 pub(crate) trait Statement<U>: Clone {
     fn load(&self, conn: &mut PgConnection) -> QueryResult<U>;
+
+    fn load_all(&self, conn: &mut PgConnection) -> QueryResult<Vec<U>>;
+
+    #[cfg(feature = "__async")]
+    fn send<'conn>(
+        self,
+        conn: &'conn mut diesel_async::AsyncPgConnection,
+    ) -> Reply<'conn, QueryResult<Vec<U>>>
+    where
+        U: Send + 'conn;
 }
 
+#[cfg(not(feature = "__async"))]
 impl<'query, Q, U> Statement<U> for Q
 where
     Q: Clone + RunQueryDsl<PgConnection> + LoadQuery<'query, PgConnection, U>,
 {
     fn load(&self, conn: &mut PgConnection) -> QueryResult<U> {
         self.clone().get_result(conn)
+    }
+
+    fn load_all(&self, conn: &mut PgConnection) -> QueryResult<Vec<U>> {
+        RunQueryDsl::load(self.clone(), conn)
     }
 }
 
@@ -59,6 +82,17 @@ pub(crate) trait Session: Send {
         Q: Statement<U>,
         U: Send + 'conn;
 
+    /// Sends a statement and returns all of its rows.
+    fn all<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<Vec<U>>>
+    where
+        Q: Statement<U>,
+        U: Send + 'conn;
+
+    /// Sends a statement and returns the number of rows that it changed.
+    fn execute<'conn, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<usize>>
+    where
+        Q: QueryFragment<Pg> + QueryId;
+
     /// As [`one`](Self::one), and also returns whether a transaction is open that Diesel does not know of. The
     /// connection is then left marked as broken: see [`transaction::probed`].
     fn probe<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, (QueryResult<U>, bool)>
@@ -79,7 +113,7 @@ pub(crate) trait Session: Send {
     #[cfg(feature = "migrations")]
     fn pause(&mut self, time: Duration) -> Reply<'_, ()>;
 
-    /// Opens a transaction, or a savepoint inside one.
+    /// Opens a transaction at the session's default isolation level, or a savepoint inside a transaction.
     fn begin(&mut self) -> Reply<'_, QueryResult<()>>;
 
     /// Opens a transaction at READ COMMITTED.
@@ -91,6 +125,8 @@ pub(crate) trait Session: Send {
     /// Rolls back the transaction that was opened last, or to its savepoint.
     fn rollback(&mut self) -> Reply<'_, QueryResult<()>>;
 }
+
+const BEGIN_READ_COMMITTED: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED";
 
 /// The session of a blocking connection, whose replies are always ready.
 pub(crate) struct Blocking<'conn> {
@@ -131,7 +167,7 @@ impl Session for Blocking<'_> {
     }
 
     fn lock_id(&mut self, key: &LockKey) -> Result<LockId> {
-        key.id_on(self.conn)
+        Ok(key.id_on(self.conn)?)
     }
 
     fn one<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<U>>
@@ -140,6 +176,23 @@ impl Session for Blocking<'_> {
         U: Send + 'conn,
     {
         ready(sent(self.conn, |conn| statement.load(conn)))
+    }
+
+    fn all<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<Vec<U>>>
+    where
+        Q: Statement<U>,
+        U: Send + 'conn,
+    {
+        ready(sent(self.conn, |conn| statement.load_all(conn)))
+    }
+
+    fn execute<'conn, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<usize>>
+    where
+        Q: QueryFragment<Pg> + QueryId,
+    {
+        ready(sent(self.conn, |conn| {
+            conn.execute_returning_count(&statement)
+        }))
     }
 
     fn probe<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, (QueryResult<U>, bool)>
@@ -175,9 +228,9 @@ impl Session for Blocking<'_> {
     }
 
     fn begin_read_committed(&mut self) -> Reply<'_, QueryResult<()>> {
-        const BEGIN: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED";
         ready(AnsiTransactionManager::begin_transaction_sql(
-            self.conn, BEGIN,
+            self.conn,
+            BEGIN_READ_COMMITTED,
         ))
     }
 
@@ -313,6 +366,36 @@ where
             session.rollback().await?;
             Err(error)
         }
+    }
+}
+
+/// Sends a statement and returns the number of rows that it changed. Sends it again as [`one_at_read_committed`] does.
+#[cfg(feature = "testing")]
+pub(crate) async fn execute_at_read_committed<S, Q>(
+    session: &mut S,
+    statement: Q,
+) -> QueryResult<usize>
+where
+    S: Session,
+    Q: QueryFragment<Pg> + QueryId + Clone,
+{
+    match session.execute(statement.clone()).await {
+        Err(error)
+            if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
+        {
+            session.begin_read_committed().await?;
+            match session.execute(statement).await {
+                Ok(changed) => {
+                    session.commit().await?;
+                    Ok(changed)
+                }
+                Err(error) => {
+                    session.rollback().await?;
+                    Err(error)
+                }
+            }
+        }
+        reply => reply,
     }
 }
 

@@ -1,12 +1,12 @@
-//! For the tests of an application that uses this crate, on a real server.
+//! Helpers for the tests of an application that uses this crate, on a real server.
 //!
-//! | A test wants | Use |
+//! | Purpose | Function |
 //! |---|---|
-//! | a throttle that is due, without waiting for its interval | [`make_due`] |
-//! | a slot whose holder was too slow, without waiting for its time-out | [`expire`] |
-//! | to know that a handler left nothing behind | [`assert_nothing_held`], [`assert_not_held`], [`assert_none_in_flight`] |
-//! | to look for itself | [`held_locks`], [`requests_in_flight`] |
-//! | names that no other test uses, on its own thread or wherever its handlers work | [`key_prefix`], [`KeyPrefix`] |
+//! | Make a throttle due without waiting for its interval | [`make_due`] |
+//! | Let the holder of a slot time out without waiting | [`expire`] |
+//! | Assert that a handler released everything | [`assert_nothing_held`], [`assert_not_held`], [`assert_none_in_flight`] |
+//! | List what is held | [`held_locks`], [`requests_in_flight`] |
+//! | Use names that no other test uses, on the test's thread or on those of its handlers | [`key_prefix`], [`KeyPrefix`] |
 //!
 //! ```
 //! use std::time::Duration;
@@ -18,7 +18,7 @@
 //! # let database = workbench::Database::new();
 //! # let pool = database.pool(2);
 //! # diesel_interlock::migrations::install(&mut database.connect())?;
-//! // This test's locks and slots do not meet those of the tests that run beside it.
+//! // The locks and slots of this test are separate from those of tests that run at the same time.
 //! let _prefix = testing::key_prefix("nightly() leaves nothing behind");
 //! NIGHTLY.with(&pool, |_| Ok::<_, diesel_interlock::Error>(()))?;
 //! drop(GEOCODER.try_acquire(&pool)?);
@@ -29,26 +29,19 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # Inside a test transaction
+//! # Test transactions
 //!
-//! that is, after `begin_test_transaction` or with r2d2's `TestCustomizer`, everything works that an
-//! application does outside a transaction: it does not count as an open one. Migrations and
-//! [`sync`](crate::sync) are refused there, since they commit. What
-//! [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) takes there stays until the test
-//! transaction ends; and a slot that is claimed there, or a resource that is taken, is kept from all
-//! other sessions until then.
+//! Inside a test transaction, which `begin_test_transaction` or r2d2's `TestCustomizer` opens, everything works that an
+//! application does outside a transaction, because a test transaction does not count as an open one. Migrations and
+//! [`sync`](crate::sync) are refused there, because they commit. Locks that
+//! [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) takes are held until the test transaction ends. A slot
+//! that is claimed, or a resource that is taken, is not available to other sessions until then.
 
-mod due;
 mod expiry;
 mod held;
 mod in_flight;
-mod patience;
-mod prefix;
-mod tables;
 
-pub use self::due::make_due;
-pub use self::expiry::expire;
+pub use self::expiry::{expire, make_due};
 pub use self::held::{assert_not_held, assert_nothing_held, held_locks};
 pub use self::in_flight::{assert_none_in_flight, requests_in_flight};
-pub(crate) use self::prefix::enter_carried;
-pub use self::prefix::{EnteredPrefix, KEY_PREFIX_VARIABLE, KeyPrefix, key_prefix, prefixed};
+pub use crate::prefix::{EnteredPrefix, KEY_PREFIX_VARIABLE, KeyPrefix, key_prefix, prefixed};

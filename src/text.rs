@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 
 use diesel::pg::PgConnection;
 
-use crate::error::{Error, Input, Result};
+use crate::input::Input;
 
 /// What names a throttled key or a service: it is indexed, and an index entry has a limit.
 pub(crate) const LONGEST_NAME: usize = 1000;
@@ -17,12 +17,12 @@ pub(crate) const LONGEST_LABEL: usize = 63;
 pub(crate) const LONGEST_DETAILS: usize = 8192;
 
 /// PostgreSQL's `text` holds any character but one.
-pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<()> {
+pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<(), Input> {
     if text.contains('\0') {
-        return Err(Error::Input(Input::NulCharacter));
+        return Err(Input::NulCharacter);
     }
     if text.len() > longest {
-        return Err(Error::Input(Input::TooLong { what, longest }));
+        return Err(Input::TooLong { what, longest });
     }
     Ok(())
 }
@@ -51,7 +51,7 @@ impl<'a> Name<'a> {
     }
 
     /// Returns the name if it can be stored and indexed.
-    pub(crate) fn checked(self, what: &'static str) -> Result<Self> {
+    pub(crate) fn checked(self, what: &'static str) -> Result<Self, Input> {
         check(&self.0, what, LONGEST_NAME)?;
         Ok(self)
     }
@@ -67,7 +67,7 @@ pub(crate) fn prefixed(name: &str) -> Cow<'_, str> {
 }
 
 #[cfg(feature = "testing")]
-pub(crate) use crate::testing::prefixed;
+pub(crate) use crate::prefix::prefixed;
 
 /// While it lives, names are prefixed as on that connection.
 #[cfg(not(feature = "testing"))]
@@ -80,12 +80,12 @@ pub(crate) fn names_on(_: &mut PgConnection) -> Names {
 #[cfg(feature = "testing")]
 pub(crate) fn names_on(conn: &mut PgConnection) -> Names {
     Names {
-        _entered: crate::testing::enter_carried(conn),
+        _entered: crate::prefix::enter_carried(conn),
     }
 }
 
 #[must_use = "if unused names are as on any connection"]
 pub(crate) struct Names {
     #[cfg(feature = "testing")]
-    _entered: Option<crate::testing::EnteredPrefix>,
+    _entered: Option<crate::prefix::EnteredPrefix>,
 }

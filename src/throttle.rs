@@ -1,5 +1,7 @@
 //! Throttles: a resource is granted at most once per interval, across all instances.
 
+#[cfg(feature = "__async")]
+mod asynchronous;
 mod blocking;
 mod decision;
 mod operations;
@@ -11,9 +13,12 @@ mod sync;
 use std::borrow::Cow;
 use std::fmt;
 
+#[cfg(feature = "__async")]
+pub use self::asynchronous::Asynchronous;
+pub use self::blocking::{sync, sync_intervals};
 pub use self::decision::{Decision, Denial, DenialReason, Grant};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
-pub use self::sync::{Difference, Synced, sync, sync_intervals};
+pub use self::sync::{Difference, Synced};
 use crate::text;
 
 /// A resource that is granted at most once per interval, to any caller on any instance.

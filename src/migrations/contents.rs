@@ -1,19 +1,16 @@
-//! What is in the schema `resource_control`, and what hangs on it, as the server's catalogue tells it.
+//! The objects in the schema `resource_control`, and the objects that depend on them, as the server's catalogue lists them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use diesel::connection::SimpleConnection;
-use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::result::Error as DieselError;
 use diesel::sql_types::{Bool, Nullable, Text};
 
 use super::rights;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::session::Session;
 
-/// Follows what the server records of dependencies: from the schema to what lies in it, from there to
-/// its parts, and one step further to what depends on it from outside. Plain operators are ours to use,
-/// since the search path is pinned.
+/// Follows the dependencies that the server records: from the schema to the objects in it, from these to their parts, and
+/// one step further to objects outside that depend on them. Operators are not qualified, because the search path is pinned.
 const CONTENTS: &str = "
     WITH RECURSIVE inside (classid, objid, refclassid, refobjid, refobjsubid) AS (
         SELECT 'pg_namespace'::regclass::oid, oid, NULL::oid, NULL::oid, 0
@@ -23,13 +20,13 @@ const CONTENTS: &str = "
             FROM pg_depend AS d JOIN inside ON d.refclassid = inside.classid AND d.refobjid = inside.objid
             WHERE (d.refclassid = 'pg_namespace'::regclass OR d.deptype IN ('a', 'i', 'P', 'S'))
             AND (d.classid, d.objid) <> (d.refclassid, d.refobjid)
-            -- Grants, the triggers behind foreign keys, and where long values are kept.
+            -- Grants, the triggers behind foreign keys, and the tables of long values.
             AND d.classid <> 'pg_default_acl'::regclass
             AND NOT EXISTS (SELECT FROM pg_trigger
                 WHERE d.classid = 'pg_trigger'::regclass AND oid = d.objid AND tgisinternal)
             AND NOT EXISTS (SELECT FROM pg_class
                 WHERE d.classid = 'pg_class'::regclass AND oid = d.objid AND relkind = 't')
-            -- Newer servers' names for what is told of each column.
+            -- NOT NULL constraints, which newer servers name and which each column shows.
             AND NOT EXISTS (SELECT FROM pg_constraint
                 WHERE d.classid = 'pg_constraint'::regclass AND oid = d.objid AND contype = 'n')
     ), parts (classid, objid, objsubid, refclassid, refobjid, refobjsubid, is_inside) AS (
@@ -122,22 +119,22 @@ struct Row {
     definition: String,
 }
 
-/// The objects, each by its kind and name: `table resource_control.throttled_resource`.
+/// The objects by kind and name, such as `table resource_control.throttled_resource`.
 #[derive(Debug)]
 pub(super) struct Contents(BTreeMap<String, Part>);
 
 #[derive(Debug, Default)]
 struct Part {
-    /// What it lies in, is a part of, or depends on.
+    /// The objects that contain it, or that it depends on.
     wholes: BTreeSet<String>,
     is_inside: bool,
     definition: String,
 }
 
 impl Contents {
-    /// Reads them, in a transaction with [`pin_search_path`].
-    pub(super) fn of(conn: &mut PgConnection) -> QueryResult<Self> {
-        let rows: Vec<Row> = diesel::sql_query(CONTENTS).load(conn)?;
+    /// Reads the objects, in a transaction with [`pin_search_path`].
+    pub(super) async fn of<S: Session>(session: &mut S) -> QueryResult<Self> {
+        let rows: Vec<Row> = session.all(diesel::sql_query(CONTENTS)).await?;
         let mut parts = BTreeMap::<_, Part>::new();
         for row in rows {
             let part = parts.entry(row.object).or_default();
@@ -152,7 +149,7 @@ impl Contents {
         Ok(Self(parts))
     }
 
-    /// Whether there is nothing but the schema.
+    /// Returns whether the schema is empty.
     pub(super) fn are_empty(&self) -> bool {
         self.0.values().filter(|part| part.is_inside).count() == 1
     }
@@ -161,14 +158,14 @@ impl Contents {
         self.0.get(object).is_some_and(|part| part.is_inside)
     }
 
-    /// Leaves out what functions do.
+    /// Removes the bodies of functions.
     pub(super) fn without_bodies(mut self) -> Self {
         self.0.retain(|object, _| !object.starts_with("body of "));
         self
     }
 
-    /// What the other has not, and does not imply: not the columns of a table that it has not.
-    /// With what depends on the other's objects from outside.
+    /// Returns the objects that `other` lacks and that are part of, or depend on, an object that it has. The columns of a
+    /// table that it lacks are left out.
     pub(super) fn beyond<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = &'a String> {
         let is_known = |object: &String| other.0.contains_key(object);
         let unknown = self
@@ -178,7 +175,7 @@ impl Contents {
         unknown.map(|(object, _)| object)
     }
 
-    /// What is missing of the other, or is something else here.
+    /// Returns the objects of `expected` that are missing or different here, in English.
     pub(super) fn differences(&self, expected: &Self) -> Vec<String> {
         let missing = expected.beyond(self).map(|it| format!("{it} is missing"));
         let different = expected.0.iter().filter_map(|(object, expected)| {
@@ -193,28 +190,26 @@ impl Contents {
     }
 }
 
-/// Does something on this server where the schema is not there yet, and undoes it: meanwhile the schema
-/// has another name, which nobody else sees.
-pub(super) fn beside<T>(
-    conn: &mut PgConnection,
-    work: impl FnOnce(&mut PgConnection) -> Result<T>,
+/// Runs `work` as if the schema did not exist, and rolls it back. Meanwhile the schema has another name, which no other
+/// session sees.
+pub(super) async fn beside<S: Session, T>(
+    session: &mut S,
+    work: impl AsyncFnOnce(&mut S) -> Result<T>,
 ) -> Result<T> {
-    rights::require_creating_schemas(conn)?;
-    let mut done = None;
-    let undone = conn.transaction(|conn| {
-        conn.batch_execute("ALTER SCHEMA resource_control RENAME TO diesel_interlock_aside")?;
-        done = Some(work(conn)?);
-        Err::<(), _>(Error::Database(DieselError::RollbackTransaction))
-    });
-    match (undone, done) {
-        (Err(Error::Database(DieselError::RollbackTransaction)), Some(done)) => Ok(done),
-        (Err(error), _) => Err(error),
-        (Ok(()), _) => Err(Error::Database(DieselError::BrokenTransactionManager)),
-    }
+    rights::require_creating_schemas(session).await?;
+    session.begin().await?;
+    let rename = "ALTER SCHEMA resource_control RENAME TO diesel_interlock_aside";
+    let result = match session.batch(rename).await {
+        Ok(()) => work(session).await,
+        Err(error) => Err(error.into()),
+    };
+    session.rollback().await?;
+    result
 }
 
-/// Until the transaction ends, names mean what they do by default, and the server writes out the
-/// schema of every other.
-pub(super) fn pin_search_path(conn: &mut PgConnection) -> QueryResult<()> {
-    conn.batch_execute("SET LOCAL search_path = pg_catalog, pg_temp")
+/// Until the transaction ends, names have their default meaning, and the server writes out the schema of every other
+/// object.
+pub(super) async fn pin_search_path<S: Session>(session: &mut S) -> QueryResult<()> {
+    let pin = "SET LOCAL search_path = pg_catalog, pg_temp";
+    session.batch(pin).await
 }

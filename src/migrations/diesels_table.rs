@@ -6,9 +6,10 @@ use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{Array, Nullable, Text};
 
-use super::ours::OURS;
-use super::{LOCK, rights};
+use super::ours::{LOCK, OURS};
+use super::rights;
 use crate::error::Result;
+use crate::session::{Blocking, Session, now};
 use crate::transaction;
 
 #[derive(QueryableByName)]
@@ -72,49 +73,49 @@ pub fn take_over(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static
     transaction::refuse_any(conn)?;
     let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
     let ours: Vec<_> = OURS.iter().map(|ours| ours.version().to_string()).collect();
-    let forgotten = rights::transaction(guard.conn(), |conn| forget(conn, &ours))?;
+    let forgotten = now(rights::transaction(
+        &mut Blocking::lent(guard.conn()),
+        async |session: &mut Blocking<'_>| forget(session, &ours).await,
+    ))?;
     guard.release()?;
     Ok(forgotten)
 }
 
-/// The table on this connection's search path, qualified and quoted.
-pub(super) fn find(conn: &mut PgConnection) -> QueryResult<Option<String>> {
-    let table: Table = diesel::sql_query(
+/// Finds the table on the search path of this session. Returns its name, qualified and quoted.
+pub(super) async fn find<S: Session>(session: &mut S) -> QueryResult<Option<String>> {
+    let query = diesel::sql_query(
         "SELECT (SELECT pg_catalog.format('%I.%I', nspname, relname) \
          FROM pg_catalog.pg_class JOIN pg_catalog.pg_namespace ON pg_namespace.oid OPERATOR(pg_catalog.=) relnamespace \
          WHERE pg_class.oid OPERATOR(pg_catalog.=) pg_catalog.to_regclass('__diesel_schema_migrations')) AS name",
-    )
-    .get_result(conn)?;
+    );
+    let table: Table = session.one(query).await?;
     Ok(table.name)
 }
 
-/// The versions that it holds, the application's own among them.
-pub(super) fn versions(conn: &mut PgConnection, table: &str) -> QueryResult<Vec<String>> {
-    let rows: Vec<Version> =
-        diesel::sql_query(format!("SELECT version::pg_catalog.text FROM {table}")).load(conn)?;
+/// Returns the versions in the table, the application's own among them.
+pub(super) async fn versions<S: Session>(session: &mut S, table: &str) -> QueryResult<Vec<String>> {
+    let query = diesel::sql_query(format!("SELECT version::pg_catalog.text FROM {table}"));
+    let rows: Vec<Version> = session.all(query).await?;
     Ok(rows.into_iter().map(|row| row.version).collect())
 }
 
-/// Removes versions, and answers those that were there.
-pub(super) fn forget(
-    conn: &mut PgConnection,
+/// Removes versions, and returns those that were in the table.
+pub(super) async fn forget<S: Session>(
+    session: &mut S,
     versions: &[String],
 ) -> Result<Vec<MigrationVersion<'static>>> {
-    let Some(table) = find(conn)? else {
+    let Some(table) = find(session).await? else {
         return Ok(Vec::new());
     };
-    if !self::versions(conn, &table)?
-        .iter()
-        .any(|version| versions.contains(version))
-    {
-        return Ok(Vec::new()); // nothing that would need the right to delete
+    let recorded = self::versions(session, &table).await?;
+    if !recorded.iter().any(|version| versions.contains(version)) {
+        return Ok(Vec::new()); // so the right to delete is not needed
     }
-    let rows: Vec<Version> = diesel::sql_query(format!(
+    let delete = diesel::sql_query(format!(
         "DELETE FROM {table} WHERE version::pg_catalog.text OPERATOR(pg_catalog.=) ANY ($1) \
          RETURNING version::pg_catalog.text"
-    ))
-    .bind::<Array<Text>, _>(versions)
-    .load(conn)?;
+    ));
+    let rows: Vec<Version> = session.all(delete.bind::<Array<Text>, _>(versions)).await?;
     let mut versions: Vec<_> = rows.into_iter().map(|row| row.version.into()).collect();
     versions.sort();
     Ok(versions)

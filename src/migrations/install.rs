@@ -5,9 +5,10 @@ use diesel::pg::PgConnection;
 
 use super::adopt::adopt;
 use super::contents::pin_search_path;
-use super::recorded::Recorded;
-use super::{LOCK, rights};
+use super::ours::{LOCK, Recorded};
+use super::rights;
 use crate::error::Result;
+use crate::session::{Blocking, Session, now};
 use crate::transaction;
 
 /// Installs this crate's schema `resource_control`, or brings it up to date; returns the versions
@@ -90,23 +91,30 @@ use crate::transaction;
 /// [`Error::Migration`]: crate::Error::Migration
 pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;
-    if Recorded::of(conn)?.pending().next().is_none() {
+    let recorded = now(Recorded::of(&mut Blocking::lent(conn)))?;
+    if recorded.pending().next().is_none() {
         return Ok(Vec::new());
     }
     let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
-    let recorded = Recorded::of(guard.conn())?;
-    let mut ran = Vec::new();
-    if let Recorded::NoVersion = recorded {
-        ran = rights::transaction(guard.conn(), adopt)?;
-    } else {
-        for migration in recorded.pending() {
-            rights::transaction(guard.conn(), |conn| {
-                pin_search_path(conn)?;
-                migration.run(conn)
-            })?;
-            ran.push(migration.version());
-        }
-    }
+    let ran = now(run_missing(&mut Blocking::lent(guard.conn())))?;
     guard.release()?;
+    Ok(ran)
+}
+
+/// Reads again under the lock, and runs what is missing.
+async fn run_missing<S: Session>(session: &mut S) -> Result<Vec<MigrationVersion<'static>>> {
+    let recorded = Recorded::of(session).await?;
+    if let Recorded::NoVersion = recorded {
+        return rights::transaction(session, async |session: &mut S| adopt(session).await).await;
+    }
+    let mut ran = Vec::new();
+    for migration in recorded.pending() {
+        rights::transaction(session, async |session: &mut S| {
+            pin_search_path(session).await?;
+            migration.run(session).await
+        })
+        .await?;
+        ran.push(migration.version());
+    }
     Ok(ran)
 }

@@ -1,13 +1,26 @@
-//! This crate's own migrations, with the text of their files.
+//! This crate's own migrations: their files, and which of them the database records.
 
-use diesel::connection::SimpleConnection;
 use diesel::migration::MigrationVersion;
-use diesel::pg::PgConnection;
+use diesel::prelude::*;
 use diesel::result::Error as DieselError;
+use diesel::sql_types::{Bool, Text};
 
+use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
+use crate::installed;
+use crate::key::LockKey;
+use crate::session::Session;
 
-/// One of this crate's migrations: a directory below `migrations/`.
+/// The lock under which [`run_pending`](super::run_pending()), [`install`](super::install()) and every other function of
+/// this module that changes the database runs.
+///
+/// Its key is part of this crate's contract, as that of every name is: 7668513674988384022.
+pub static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
+    "diesel_interlock migrations",
+    7668513674988384022,
+));
+
+/// A migration of this crate: a directory below `migrations/`.
 #[derive(Debug)]
 pub(super) struct OurMigration {
     /// The name of the directory.
@@ -28,7 +41,7 @@ macro_rules! embedded {
     };
 }
 
-/// All of them, in their order.
+/// This crate's migrations, in their order.
 pub(super) static OURS: [OurMigration; 5] = embedded![
     "2000-01-01-000001_resource_control",
     "2000-01-01-000002_throttled_resources",
@@ -39,7 +52,7 @@ pub(super) static OURS: [OurMigration; 5] = embedded![
 
 const CREATE_SCHEMA: &str = "CREATE SCHEMA resource_control;";
 
-/// Why one of them could not be run.
+/// The error of a migration that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("the migration {name} failed")]
 pub(super) struct Failed {
@@ -48,38 +61,109 @@ pub(super) struct Failed {
 }
 
 impl OurMigration {
-    /// Its version, as Diesel makes it of a directory's name.
+    /// Returns the version, as Diesel derives it from the name of the directory.
     pub(super) fn version(&self) -> MigrationVersion<'static> {
         version_of(self.name).into()
     }
 
-    /// Runs `up.sql`, which also writes the version into `installed_migration`.
-    pub(super) fn run(&self, conn: &mut PgConnection) -> Result<()> {
-        self.execute(conn, self.up)
+    /// Runs `up.sql`, which also inserts the version into `installed_migration`.
+    pub(super) async fn run<S: Session>(&self, session: &mut S) -> Result<()> {
+        self.send(session, self.up).await
     }
 
-    /// Runs `up.sql` where the schema is there, empty or made by hand.
-    pub(super) fn run_in_the_schema(&self, conn: &mut PgConnection) -> Result<()> {
-        self.execute(conn, &self.up.replacen(CREATE_SCHEMA, "", 1))
+    /// Runs `up.sql` where the schema exists and is empty or was created by hand.
+    pub(super) async fn run_in_the_schema<S: Session>(&self, session: &mut S) -> Result<()> {
+        let up = self.up.replacen(CREATE_SCHEMA, "", 1);
+        self.send(session, &up).await
     }
 
     /// Runs `down.sql`.
-    pub(super) fn revert(&self, conn: &mut PgConnection) -> Result<()> {
-        self.execute(conn, self.down)
+    pub(super) async fn revert<S: Session>(&self, session: &mut S) -> Result<()> {
+        self.send(session, self.down).await
     }
 
-    fn execute(&self, conn: &mut PgConnection, sql: &str) -> Result<()> {
-        conn.batch_execute(sql).map_err(|source| {
+    async fn send<S: Session>(&self, session: &mut S, sql: &str) -> Result<()> {
+        session.batch(sql).await.map_err(|source| {
             let name = self.name;
             Error::Migration(Box::new(Failed { name, source }))
         })
     }
 }
 
-/// The version that Diesel makes of a directory's name.
+/// Returns the version that Diesel derives from the name of a directory.
 pub(super) fn version_of(name: &str) -> String {
     let (version, _) = name.split_once('_').unwrap_or((name, ""));
     version.replace('-', "")
+}
+
+/// The versions that a database records.
+#[derive(Debug)]
+pub(super) enum Recorded {
+    /// The schema `resource_control` does not exist.
+    Nothing,
+    /// The schema exists without a recorded version. It was created by hand, or copied without its rows.
+    NoVersion,
+    /// The versions that were run, those of newer releases among them.
+    Versions(Vec<String>),
+}
+
+impl Recorded {
+    /// Returns this crate's migrations that were not run, in their order.
+    pub(super) fn pending(&self) -> impl Iterator<Item = &'static OurMigration> + use<> {
+        let ran: Vec<String> = match self {
+            Recorded::Versions(ran) => ran.clone(),
+            Recorded::Nothing | Recorded::NoVersion => Vec::new(),
+        };
+        OURS.iter()
+            .filter(move |ours| !ran.contains(&ours.version().to_string()))
+    }
+
+    /// Reads the versions in two round trips, under any search path.
+    pub(super) async fn of<S: Session>(session: &mut S) -> Result<Self> {
+        #[derive(QueryableByName)]
+        struct Present {
+            #[diesel(sql_type = Bool)]
+            schema: bool,
+            #[diesel(sql_type = Bool)]
+            versions: bool,
+        }
+        #[derive(QueryableByName)]
+        struct Row {
+            #[diesel(sql_type = Text)]
+            version: String,
+        }
+        let query = diesel::sql_query(
+            "SELECT pg_catalog.count(nspname) OPERATOR(pg_catalog.>) 0 AS schema, \
+                 pg_catalog.count(attname) OPERATOR(pg_catalog.>) 0 AS versions \
+             FROM pg_catalog.pg_namespace \
+             LEFT JOIN pg_catalog.pg_class ON relnamespace OPERATOR(pg_catalog.=) pg_namespace.oid \
+                 AND relname OPERATOR(pg_catalog.=) 'installed_migration' \
+                 AND relkind OPERATOR(pg_catalog.=) 'r' \
+             LEFT JOIN pg_catalog.pg_attribute ON attrelid OPERATOR(pg_catalog.=) pg_class.oid \
+                 AND attname OPERATOR(pg_catalog.=) 'version' \
+             WHERE nspname OPERATOR(pg_catalog.=) 'resource_control'",
+        );
+        let present: Present = session.one(query).await?;
+        if !present.schema {
+            return Ok(Recorded::Nothing);
+        }
+        if !present.versions {
+            return Ok(Recorded::NoVersion);
+        }
+        let query = diesel::sql_query(
+            "SELECT version::pg_catalog.text FROM resource_control.installed_migration",
+        );
+        let rows: Vec<Row> = match session.all(query).await {
+            Ok(rows) => rows,
+            Err(error) => return Err(installed::explain(session, error, None).await),
+        };
+        let versions: Vec<_> = rows.into_iter().map(|row| row.version).collect();
+        Ok(if versions.is_empty() {
+            Recorded::NoVersion
+        } else {
+            Recorded::Versions(versions)
+        })
+    }
 }
 
 #[cfg(test)]

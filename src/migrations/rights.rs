@@ -1,12 +1,12 @@
-//! What a role may do that runs our migrations, asked once something failed.
+//! The transaction of a migration, and the rights of the role that runs it, queried after a failure.
 
-use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{Bool, Text};
 
 use super::ours::Failed;
 use crate::error::{Error, Result, Schema};
+use crate::session::Session;
 
 #[derive(QueryableByName)]
 struct Rights {
@@ -34,21 +34,39 @@ const RIGHTS: &str = "
         EXISTS (SELECT FROM schema) AS has_schema,
         NOT EXISTS (SELECT FROM owners WHERE NOT pg_catalog.pg_has_role(owner, 'USAGE')) AS owns_all";
 
-/// Runs DDL in a transaction, at READ COMMITTED whatever the session's default level is, and says of
-/// an error whether a right was missing.
-pub(super) fn transaction<T>(
-    conn: &mut PgConnection,
-    work: impl FnOnce(&mut PgConnection) -> Result<T>,
+/// Runs DDL in a transaction at READ COMMITTED, whatever the session's default level is. If a right was missing, the error
+/// says which.
+pub(super) async fn transaction<S: Session, T>(
+    session: &mut S,
+    work: impl AsyncFnOnce(&mut S) -> Result<T>,
 ) -> Result<T> {
-    conn.build_transaction()
-        .read_committed()
-        .run(work)
-        .map_err(|error| explain(conn, error))
+    match in_transaction(session, work).await {
+        Ok(value) => Ok(value),
+        Err(error) => Err(explain(session, error).await),
+    }
 }
 
-/// Refuses a role that may not make schemas.
-pub(super) fn require_creating_schemas(conn: &mut PgConnection) -> Result<()> {
-    let rights: Rights = diesel::sql_query(RIGHTS).get_result(conn)?;
+async fn in_transaction<S: Session, T>(
+    session: &mut S,
+    work: impl AsyncFnOnce(&mut S) -> Result<T>,
+) -> Result<T> {
+    session.begin_read_committed().await?;
+    match work(session).await {
+        Ok(value) => {
+            session.commit().await?;
+            Ok(value)
+        }
+        // A session that cannot roll back is closed or broken, and the first error says why.
+        Err(error) => match session.rollback().await {
+            Ok(()) | Err(DieselError::BrokenTransactionManager) => Err(error),
+            Err(rollback) => Err(rollback.into()),
+        },
+    }
+}
+
+/// Refuses a role that may not create schemas.
+pub(super) async fn require_creating_schemas<S: Session>(session: &mut S) -> Result<()> {
+    let rights: Rights = session.one(diesel::sql_query(RIGHTS)).await?;
     if rights.creates_schemas {
         return Ok(());
     }
@@ -58,7 +76,8 @@ pub(super) fn require_creating_schemas(conn: &mut PgConnection) -> Result<()> {
     }))
 }
 
-fn explain(conn: &mut PgConnection, error: Error) -> Error {
+/// Returns what an error of a migration means, as far as the catalogue tells.
+async fn explain<S: Session>(session: &mut S, error: Error) -> Error {
     let source = match &error {
         Error::Database(source) => source,
         Error::Migration(failed) => match failed.downcast_ref::<Failed>() {
@@ -74,7 +93,7 @@ fn explain(conn: &mut PgConnection, error: Error) -> Error {
         DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) => {}
         _ => return error,
     }
-    let rights: QueryResult<Rights> = diesel::sql_query(RIGHTS).get_result(conn);
+    let rights: QueryResult<Rights> = session.one(diesel::sql_query(RIGHTS)).await;
     match rights {
         Ok(rights) if rights.has_schema && !rights.owns_all => {
             Error::Schema(Schema::MissingRights {

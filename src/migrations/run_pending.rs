@@ -6,8 +6,10 @@ use diesel::migration::{MigrationSource, MigrationVersion};
 use diesel::pg::{Pg, PgConnection};
 use diesel_migrations::MigrationHarness;
 
-use super::{LOCK, diesels_table};
+use super::diesels_table;
+use super::ours::LOCK;
 use crate::error::{Error, Result};
+use crate::session::{Blocking, now};
 use crate::transaction;
 
 /// Runs the application's pending migrations, on one instance at a time; answers the versions
@@ -77,13 +79,16 @@ where
     Ok(ran)
 }
 
-/// Whether all were run. Diesel's own question creates the table first, if only IF NOT EXISTS, and
-/// PostgreSQL refuses that to a role that may not create tables.
+/// Returns whether all migrations were run. Diesel's own check first creates the table IF NOT EXISTS, which PostgreSQL
+/// refuses to a role that may not create tables.
 fn is_up_to_date(conn: &mut PgConnection, source: &impl MigrationSource<Pg>) -> Result<bool> {
-    let Some(table) = diesels_table::find(conn)? else {
+    let session = &mut Blocking::lent(conn);
+    let Some(table) = now(diesels_table::find(session))? else {
         return Ok(false);
     };
-    let ran: BTreeSet<String> = diesels_table::versions(conn, &table)?.into_iter().collect();
+    let ran: BTreeSet<String> = now(diesels_table::versions(session, &table))?
+        .into_iter()
+        .collect();
     let all = source.migrations().map_err(Error::Migration)?;
     Ok(all
         .iter()

@@ -4,10 +4,10 @@ use diesel::migration::MigrationVersion;
 use diesel::pg::PgConnection;
 
 use super::contents::{Contents, beside, pin_search_path};
-use super::ours::{OURS, OurMigration};
-use super::recorded::Recorded;
-use super::{LOCK, diesels_table, rights};
+use super::ours::{LOCK, OURS, OurMigration, Recorded};
+use super::{diesels_table, rights};
 use crate::error::{Error, Result, Schema};
+use crate::session::{Blocking, Session, now};
 use crate::transaction;
 
 /// Drops this crate's schema `resource_control` and all that is ours in it; returns the versions that
@@ -67,27 +67,37 @@ use crate::transaction;
 pub fn uninstall(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
     transaction::refuse_any(conn)?;
     let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
-    let reverted = match Recorded::of(guard.conn())? {
-        Recorded::Nothing => Vec::new(),
-        Recorded::NoVersion => {
-            let differences =
-                vec!["no version is recorded in it: migrations::install may adopt it".to_owned()];
-            return Err(Error::Schema(Schema::Foreign { differences }));
-        }
-        Recorded::Versions(versions) => {
-            rights::transaction(guard.conn(), |conn| revert(conn, &versions))?
-        }
-    };
+    let reverted = now(revert_all(&mut Blocking::lent(guard.conn())))?;
     guard.release()?;
     Ok(reverted)
 }
 
-fn revert(conn: &mut PgConnection, versions: &[String]) -> Result<Vec<MigrationVersion<'static>>> {
-    diesels_table::forget(conn, versions)?;
-    pin_search_path(conn)?;
+async fn revert_all<S: Session>(session: &mut S) -> Result<Vec<MigrationVersion<'static>>> {
+    match Recorded::of(session).await? {
+        Recorded::Nothing => Ok(Vec::new()),
+        Recorded::NoVersion => {
+            let differences =
+                vec!["no version is recorded in it: migrations::install may adopt it".to_owned()];
+            Err(Error::Schema(Schema::Foreign { differences }))
+        }
+        Recorded::Versions(versions) => {
+            rights::transaction(session, async |session: &mut S| {
+                revert(session, &versions).await
+            })
+            .await
+        }
+    }
+}
+
+async fn revert<S: Session>(
+    session: &mut S,
+    versions: &[String],
+) -> Result<Vec<MigrationVersion<'static>>> {
+    diesels_table::forget(session, versions).await?;
+    pin_search_path(session).await?;
     let (newer, ran) = by_release(versions);
     let objects = if newer.is_empty() {
-        in_the_way(conn, &ran)?
+        foreign_objects(session, &ran).await?
     } else {
         newer
     };
@@ -96,13 +106,13 @@ fn revert(conn: &mut PgConnection, versions: &[String]) -> Result<Vec<MigrationV
     }
     let mut reverted = Vec::new();
     for migration in ran.iter().rev() {
-        migration.revert(conn)?;
+        migration.revert(session).await?;
         reverted.push(migration.version());
     }
     Ok(reverted)
 }
 
-/// What a newer release has run, and ours that were run.
+/// Splits the versions into those of newer releases and the migrations of this one.
 fn by_release(versions: &[String]) -> (Vec<String>, Vec<&'static OurMigration>) {
     let mut newer = versions.to_vec();
     let mut ran = Vec::new();
@@ -118,14 +128,18 @@ fn by_release(versions: &[String]) -> (Vec<String>, Vec<&'static OurMigration>) 
     (named.collect(), ran)
 }
 
-/// What lies in the schema or on it and is not what these migrations make, and what depends on that.
-fn in_the_way(conn: &mut PgConnection, ran: &[&OurMigration]) -> Result<Vec<String>> {
-    let found = Contents::of(conn)?;
-    let ours = beside(conn, |conn| {
+/// Returns the objects in the schema that these migrations do not create, and the objects that depend on it from outside.
+async fn foreign_objects<S: Session>(
+    session: &mut S,
+    ran: &[&'static OurMigration],
+) -> Result<Vec<String>> {
+    let found = Contents::of(session).await?;
+    let ours = beside(session, async |session: &mut S| {
         for migration in ran {
-            migration.run(conn)?;
+            migration.run(session).await?;
         }
-        Ok(Contents::of(conn)?)
-    })?;
+        Ok(Contents::of(session).await?)
+    })
+    .await?;
     Ok(found.beyond(&ours).cloned().collect())
 }

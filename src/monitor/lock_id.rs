@@ -19,7 +19,7 @@ use crate::key::{LockId, LockKey};
 ///
 /// [`Input::EmptyName`](crate::error::Input::EmptyName).
 pub fn of_key(key: &LockKey) -> Result<of_id> {
-    key.id().map(of_id)
+    Ok(of_id(key.id()?))
 }
 
 #[auto_type]

@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::functions::clock_timestamp;
 use crate::installed;
 use crate::schema::resource_control::service_request;
-use crate::session::sent as send;
+use crate::session::{Blocking, Session, now};
 use crate::time::Timestamp;
 
 /// A row of `resource_control.service_request`.
@@ -164,15 +164,19 @@ impl Slots {
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 pub fn slots(conn: &mut PgConnection, service: &str, slots: u32) -> Result<Slots> {
+    now(find_slots(&mut Blocking::lent(conn), service, slots))
+}
+
+async fn find_slots<S: Session>(session: &mut S, service: &str, slots: u32) -> Result<Slots> {
     let slots = i16::try_from(slots).unwrap_or(i16::MAX);
-    let taken: Vec<(i16, Timestamp)> = send(conn, |conn| {
-        service_request::table
-            .filter(of_service(service))
-            .filter(in_flight())
-            .select((service_request::slot, service_request::expires_at))
-            .load(conn)
-    })
-    .map_err(|error| installed::explain_on(conn, error, None))?;
+    let requests = service_request::table
+        .filter(of_service(service))
+        .filter(in_flight())
+        .select((service_request::slot, service_request::expires_at));
+    let taken: Vec<(i16, Timestamp)> = match session.all(requests).await {
+        Ok(taken) => taken,
+        Err(error) => return Err(installed::explain(session, error, None).await),
+    };
     let occupied: HashSet<i16> = taken.iter().map(|(slot, _)| *slot).collect();
     Ok(Slots {
         free: (0..slots).filter(|slot| !occupied.contains(slot)).collect(),

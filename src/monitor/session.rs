@@ -11,12 +11,11 @@ use diesel::pg::Pg;
 use diesel::prelude::*;
 
 use super::interval::Elapsed;
-use super::lock_id::of_key;
+use super::lock_id::of_id;
 use super::locks::{AdvisoryLocks, advisory_lock};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::key::{LockId, LockKey};
-use crate::session::sent as send;
-use crate::text;
+use crate::session::{Blocking, Session as Server, now};
 
 /// The server session that holds an advisory lock, or waits for it.
 ///
@@ -143,32 +142,39 @@ pub fn waiters() -> _ {
         .select(selection)
 }
 
-/// Answers who holds the lock: one session, several sharers, or nobody.
+/// Returns who holds the lock: one session, several sharers, or nobody.
 ///
-/// One round trip; the same as `holders().filter(of_key(key)?).load(conn)`.
+/// One round trip, the same as `holders().filter(of_key(key)?).load(conn)`.
 ///
 /// # Errors
 ///
-/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`].
+/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`](crate::Error::Database).
 pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>> {
-    let _names = text::names_on(conn);
-    send(conn, |conn| holders().filter(of_key(key)?).load(conn)).map_err(Error::from)
+    now(find_holders(&mut Blocking::lent(conn), key))
 }
 
-/// Answers who waits for the lock, whoever waits longest first.
+pub(crate) async fn find_holders<S: Server>(session: &mut S, key: &LockKey) -> Result<Vec<Holder>> {
+    let id = session.lock_id(key)?;
+    Ok(session.all(holders().filter(of_id(id))).await?)
+}
+
+/// Returns who waits for the lock, the longest wait first.
 ///
-/// One round trip; the same as `waiters().filter(of_key(key)?).order(waiting_since).load(conn)`.
+/// One round trip, the same as `waiters().filter(of_key(key)?).order(waiting_since).load(conn)`.
 ///
 /// # Errors
 ///
-/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`].
+/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`](crate::Error::Database).
 pub fn waiters_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Waiter>> {
-    let _names = text::names_on(conn);
-    send(conn, |conn| {
-        let query = waiters().filter(of_key(key)?);
-        query.order(advisory_lock::waiting_since).load(conn)
-    })
-    .map_err(Error::from)
+    now(find_waiters(&mut Blocking::lent(conn), key))
+}
+
+async fn find_waiters<S: Server>(session: &mut S, key: &LockKey) -> Result<Vec<Waiter>> {
+    let id = session.lock_id(key)?;
+    let waiters = waiters().filter(of_id(id));
+    Ok(session
+        .all(waiters.order(advisory_lock::waiting_since))
+        .await?)
 }
 
 #[cfg(test)]

@@ -128,7 +128,7 @@ pub fn blocked() -> _ {
 ///
 /// [`Input::EmptyName`](crate::error::Input::EmptyName).
 pub fn blocked_on(key: &LockKey) -> Result<blocked_on_id> {
-    key.id().map(blocked_on_id)
+    Ok(blocked_on_id(key.id()?))
 }
 
 #[auto_type]

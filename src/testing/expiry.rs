@@ -1,26 +1,136 @@
-//! Requests to services that time out when a test says so.
+//! Intervals and timeouts that end when a test says so.
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
+use diesel::sql_types::{Bool, Text};
 
-use super::prefix::prefixed;
-use crate::error::Result;
+use crate::error::{Error, Result, Schema};
 use crate::functions::clock_timestamp;
 use crate::installed;
 use crate::monitor;
 use crate::schema::resource_control::service_request;
 use crate::semaphore::Semaphore;
-use crate::session::repeat_at_read_committed;
-use crate::text;
+use crate::session::{Blocking, Session, execute_at_read_committed, now, one_at_read_committed};
+use crate::throttle::{Throttle, ThrottledResource};
 
-/// Lets every request in flight to the service time out now, as if its holder had been too slow or had
-/// crashed, and answers how many there were.
+/// Compares the label as text, because a label that the type does not have would be an error and abort a test transaction.
+const RESOURCE_DUE: &str = "
+    WITH resource AS (
+        SELECT r.resource_id,
+            pg_catalog.clock_timestamp() - resource_control.elapsed(r.throttle_interval) AS due
+        FROM resource_control.throttled_resource AS r WHERE r.resource_id::pg_catalog.text = $1
+    ), made_due AS (
+        UPDATE resource_control.throttled_resource AS r SET last_locked = resource.due
+        FROM resource
+        WHERE r.resource_id = resource.resource_id AND r.last_locked > resource.due
+    )
+    SELECT EXISTS (SELECT FROM resource) AS is_known";
+
+const KEY_DUE: &str = "
+    WITH resource AS (
+        SELECT r.resource_id,
+            pg_catalog.clock_timestamp() - resource_control.elapsed(r.throttle_interval) AS due
+        FROM resource_control.throttled_resource AS r WHERE r.resource_id::pg_catalog.text = $1
+    ), made_due AS (
+        UPDATE resource_control.throttled_key AS k SET last_locked = resource.due
+        FROM resource
+        WHERE k.resource_id = resource.resource_id AND k.key = $2 AND k.last_locked > resource.due
+    )
+    SELECT EXISTS (SELECT FROM resource) AS is_known";
+
+#[derive(QueryableByName)]
+struct Resource {
+    #[diesel(sql_type = Bool)]
+    is_known: bool,
+}
+
+/// Makes a throttle due, as if its interval had just passed. The next attempt is granted.
 ///
-/// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE …`,
-/// of the requests that are [in flight](monitor::in_flight()) to the service, under a
-/// [prefix](super::key_prefix) to that of the prefix. Nothing else changes: the next claim that finds no other slot free marks them
-/// and takes their slots, and their own releases and renewals are told that they come too late.
-/// [`Permit::remaining`](crate::Permit::remaining) counts on the holder's clock and does not hear of it.
+/// One round trip, which sets `last_locked` of the resource, or of the throttle's key alone, to an interval ago. A throttle
+/// that is due already, or was never taken, stays as it is. A throttle that was closed by hand is opened. The details of
+/// the last grant are kept.
+///
+/// # Blocking
+///
+/// Waits for a transaction that has taken the resource and has not committed yet. The first grant of a key is not visible
+/// before its commit, and stays.
+///
+/// # Errors
+///
+/// - [`Schema::UnknownResource`](crate::error::Schema::UnknownResource) if the resource has no row: run [`sync`](crate::sync).
+/// - [`Input::EmptyKey`](crate::error::Input::EmptyKey), [`Input::NulCharacter`](crate::error::Input::NulCharacter) and
+///   [`Input::TooLong`](crate::error::Input::TooLong), before anything is sent.
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
+///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
+/// - [`Error::ReadOnly`] and [`Error::Database`].
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+/// use diesel_interlock::{Throttle, sync, testing, throttled_resources};
+///
+/// throttled_resources! {
+///     enum Resource {
+///         TenantImport = "tenant import" every Duration::from_secs(3600),
+///     }
+/// }
+///
+/// # let database = workbench::Database::new();
+/// # let conn = &mut database.connect();
+/// # diesel_interlock::migrations::install(conn)?;
+/// # let _ = sync::<Resource>(conn)?;
+/// let import = Throttle::of(Resource::TenantImport).key(7);
+/// assert!(import.clone().details("this test").attempt_on(conn)?.granted().is_some());
+/// assert!(import.clone().details("this test").attempt_on(conn)?.denied().is_some());
+///
+/// testing::make_due(conn, &import)?; // an hour later
+/// assert!(import.clone().details("this test").attempt_on(conn)?.granted().is_some());
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+pub fn make_due<R: ThrottledResource>(
+    conn: &mut PgConnection,
+    throttle: &Throttle<R>,
+) -> Result<()> {
+    now(send_make_due(&mut Blocking::lent(conn), throttle))
+}
+
+async fn send_make_due<S, R>(session: &mut S, throttle: &Throttle<R>) -> Result<()>
+where
+    S: Session,
+    R: ThrottledResource,
+{
+    let checked = throttle.checked(|key| session.name(key))?;
+    let label = checked.label;
+    let reply = match &checked.key {
+        None => {
+            let query = diesel::sql_query(RESOURCE_DUE).bind::<Text, _>(label);
+            one_at_read_committed(session, query).await
+        }
+        Some(key) => {
+            let query = diesel::sql_query(KEY_DUE)
+                .bind::<Text, _>(label)
+                .bind::<Text, _>(key.as_str());
+            one_at_read_committed(session, query).await
+        }
+    };
+    match reply {
+        Ok(Resource { is_known: true }) => Ok(()),
+        Ok(Resource { is_known: false }) => Err(Error::Schema(Schema::UnknownResource {
+            label: label.to_owned(),
+        })),
+        Err(error) => Err(installed::explain(session, error, Some(label)).await),
+    }
+}
+
+/// Lets every request in flight to the service time out now, as if its holder had been too slow or had crashed. Returns the
+/// number of these requests.
+///
+/// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE …`, for the requests
+/// to the service that are [in flight](monitor::in_flight()). Under a [prefix](super::key_prefix) the service is that of
+/// the prefix. Nothing else changes. The next claim that finds no other slot free marks the requests and takes their slots,
+/// and their own releases and renewals return [`Error::TimedOut`]. [`Permit::remaining`](crate::Permit::remaining) follows
+/// the holder's clock, so it does not change.
 ///
 /// # Errors
 ///
@@ -50,17 +160,17 @@ use crate::text;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn expire(conn: &mut PgConnection, semaphore: &Semaphore) -> Result<usize> {
-    let service = {
-        let _names = text::names_on(conn);
-        prefixed(semaphore.service())
-    };
-    repeat_at_read_committed(conn, |conn| {
-        let requests = service_request::table
-            .filter(monitor::of_service(&service))
-            .filter(monitor::in_flight());
-        diesel::update(requests)
-            .set(service_request::expires_at.eq(clock_timestamp()))
-            .execute(conn)
-    })
-    .map_err(|error| installed::explain_on(conn, error, None))
+    now(send_expire(&mut Blocking::lent(conn), semaphore))
+}
+
+async fn send_expire<S: Session>(session: &mut S, semaphore: &Semaphore) -> Result<usize> {
+    let service = session.name(semaphore.service());
+    let requests = service_request::table
+        .filter(monitor::of_service(service.as_str()))
+        .filter(monitor::in_flight());
+    let update = diesel::update(requests).set(service_request::expires_at.eq(clock_timestamp()));
+    match execute_at_read_committed(session, update).await {
+        Ok(expired) => Ok(expired),
+        Err(error) => Err(installed::explain(session, error, None).await),
+    }
 }

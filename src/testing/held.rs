@@ -1,41 +1,99 @@
-//! That nothing is held any more.
+//! Locks that are held, and assertions that none is.
 
+use std::collections::HashSet;
+use std::fmt::Debug;
+use std::time::{Duration, Instant};
+
+use diesel::dsl::sql;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
+use diesel::sql_types::{BigInt, Bool};
 
-use super::in_flight::requests_in_flight;
-use super::patience::assert_none;
-use super::tables;
+use super::in_flight::find_in_flight;
 use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
 use crate::installed;
+use crate::key::LockId;
 use crate::monitor::{self, Holder, ServiceRequest};
-use crate::text;
+use crate::session::{Blocking, Session, now};
 
-/// Lists the advisory locks that are held in this database, by whichever session.
+/// How long an assertion polls before it panics. A session that discards its connection frees its locks, and a background
+/// thread sends the release of a dropped permit, within milliseconds but not at once.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Lists the advisory locks that are held in this database, by any session.
 ///
-/// One round trip where there are none: [`monitor::holders()`], in the order of their keys. Else up to
-/// three more tell which of them a claim of a slot, or an attempt at a throttle with a key, holds until
-/// its transaction ends. These are left out: nobody asked for them, and inside a test transaction they
-/// stay.
+/// One round trip if no lock is held: [`monitor::holders()`], ordered by key. Otherwise up to three more round trips find
+/// the locks that a claim of a slot, or an attempt at a throttle with a key, holds until its transaction ends. These are
+/// left out, because no caller requested them, and inside a test transaction they stay.
 ///
 /// # Errors
 ///
 /// [`Schema::MissingRights`](crate::error::Schema::MissingRights), [`Error::Database`].
 pub fn held_locks(conn: &mut PgConnection) -> Result<Vec<Holder>> {
-    let mut held: Vec<Holder> = monitor::holders()
-        .order((monitor::key, monitor::key1, monitor::key2, monitor::pid))
-        .load(conn)
-        .map_err(Error::Database)?;
+    now(find_held(&mut Blocking::lent(conn)))
+}
+
+async fn find_held<S: Session>(session: &mut S) -> Result<Vec<Holder>> {
+    let order = (monitor::key, monitor::key1, monitor::key2, monitor::pid);
+    let mut held: Vec<Holder> = match session.all(monitor::holders().order(order)).await {
+        Ok(held) => held,
+        Err(error) => return Err(Error::Database(error)),
+    };
     if !held.is_empty() {
-        let not_asked_for = tables::locks_of_transactions(conn)
-            .map_err(|error| installed::explain_on(conn, error, None))?;
-        held.retain(|lock| !not_asked_for.contains(&lock.key));
+        let unrequested = match locks_of_transactions(session).await {
+            Ok(locks) => locks,
+            Err(error) => return Err(installed::explain(session, error, None).await),
+        };
+        held.retain(|lock| !unrequested.contains(&lock.key));
     }
     Ok(held)
 }
 
-/// Something that somebody holds, for the message.
+/// The tables that exist. A query of a missing table would abort a test transaction.
+pub(super) struct Tables {
+    pub(super) service_request: bool,
+    throttled_key: bool,
+}
+
+impl Tables {
+    /// Looks the tables up in one round trip.
+    pub(super) async fn of<S: Session>(session: &mut S) -> QueryResult<Self> {
+        let query = diesel::select((
+            sql::<Bool>("pg_catalog.to_regclass('resource_control.service_request') IS NOT NULL"),
+            sql::<Bool>("pg_catalog.to_regclass('resource_control.throttled_key') IS NOT NULL"),
+        ));
+        let (service_request, throttled_key) = session.one(query).await?;
+        Ok(Self {
+            service_request,
+            throttled_key,
+        })
+    }
+}
+
+/// Returns the locks that claims and attempts hold until their transaction ends. That is at once, except inside a test
+/// transaction. Up to three round trips.
+async fn locks_of_transactions<S: Session>(session: &mut S) -> QueryResult<HashSet<LockId>> {
+    let tables = Tables::of(session).await?;
+    let mut locks = Vec::<i64>::new();
+    if tables.service_request {
+        let query = sql::<BigInt>(
+            "SELECT resource_control.service_request_lock(r.service, r.slot) \
+             FROM (SELECT DISTINCT service, slot FROM resource_control.service_request) AS r",
+        );
+        locks.extend(session.all::<i64, _>(query).await?);
+    }
+    if tables.throttled_key {
+        let query = sql::<BigInt>(
+            "SELECT resource_control.throttled_key_lock(k.resource_id, k.key) \
+             FROM resource_control.throttled_key AS k",
+        );
+        locks.extend(session.all::<i64, _>(query).await?);
+    }
+    Ok(locks.into_iter().map(LockId::BigInt).collect())
+}
+
+/// A lock or a slot that is held, as the message shows it.
 #[derive(Debug)]
 #[allow(dead_code)] // Read by `Debug`.
 enum Held {
@@ -43,20 +101,20 @@ enum Held {
     Slot(ServiceRequest),
 }
 
-/// Panics if an advisory lock is held in this database, or a request to a service is in flight, and
-/// says which and by whom.
+/// Panics if an advisory lock is held in this database, or a request to a service is in flight. The message names each
+/// with its holder.
 ///
-/// Whatever their names: no prefix restricts it. Where tests share a database, ask about the lock or
-/// the semaphore, with [`assert_not_held`] and [`assert_none_in_flight`](super::assert_none_in_flight). Throttles are not held: what
-/// they hand out is never given back.
+/// No prefix restricts it. Where tests share a database, use [`assert_not_held`] and
+/// [`assert_none_in_flight`](super::assert_none_in_flight) for one lock or semaphore. Throttles are not held, because a
+/// grant is never given back.
 ///
-/// The round trips of [`held_locks`] and [`requests_in_flight`], again and again for up to two seconds
-/// before it panics: a discarded connection frees its locks, and a dropped permit its slot, a moment
-/// later.
+/// It polls for up to two seconds before it panics, with the round trips of [`held_locks`] and
+/// [`requests_in_flight`](super::requests_in_flight), because a discarded connection frees its locks, and a dropped permit
+/// its slot, a moment later.
 ///
 /// # Panics
 ///
-/// If a lock is held, a request is in flight, or the database cannot be asked.
+/// If a lock is held, a request is in flight, or a query fails.
 ///
 /// # Examples
 ///
@@ -79,21 +137,23 @@ enum Held {
 /// ```
 #[track_caller]
 pub fn assert_nothing_held(conn: &mut PgConnection) {
+    let session = &mut Blocking::lent(conn);
     assert_none("nothing is held", || {
-        let mut held: Vec<_> = held_locks(conn)?.into_iter().map(Held::Lock).collect();
-        held.extend(requests_in_flight(conn)?.into_iter().map(Held::Slot));
+        let locks = now(find_held(session))?;
+        let mut held: Vec<_> = locks.into_iter().map(Held::Lock).collect();
+        held.extend(now(find_in_flight(session))?.into_iter().map(Held::Slot));
         Ok(held)
     });
 }
 
-/// Panics if the lock is held by any session of this database, and says by which.
+/// Panics if any session of this database holds the lock. The message names the session.
 ///
-/// One round trip ([`monitor::holders_of`]), again and again for up to two seconds before it panics, as
+/// It polls for up to two seconds before it panics, one round trip each time ([`monitor::holders_of`]), as
 /// [`assert_nothing_held`] does.
 ///
 /// # Panics
 ///
-/// If the lock is held, or the database cannot be asked.
+/// If the lock is held, or the query fails.
 ///
 /// # Examples
 ///
@@ -111,7 +171,47 @@ pub fn assert_nothing_held(conn: &mut PgConnection) {
 /// ```
 #[track_caller]
 pub fn assert_not_held(conn: &mut PgConnection, lock: &AdvisoryLock) {
-    let _names = text::names_on(conn);
-    let expected = format!("nobody holds the lock {}", lock.key());
-    assert_none(&expected, || monitor::holders_of(conn, lock.key()));
+    let session = &mut Blocking::lent(conn);
+    let key = match session.lock_id(lock.key()) {
+        Ok(id) => lock.key().with_id(id).to_string(),
+        Err(_) => lock.key().to_string(),
+    };
+    let expected = format!("nobody holds the lock {key}");
+    assert_none(&expected, || {
+        now(monitor::find_holders(session, lock.key()))
+    });
+}
+
+/// Polls until `find` returns nothing, and panics if it still returns something after [`PATIENCE`].
+#[track_caller]
+pub(super) fn assert_none<T: Debug>(expected: &str, mut find: impl FnMut() -> Result<Vec<T>>) {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let found = match find() {
+            Ok(found) => found,
+            Err(error) => panic!("cannot find out whether {expected}: {error:?}"),
+        };
+        if found.is_empty() {
+            return;
+        }
+        if Instant::now() >= end {
+            let found: String = found.iter().map(|one| format!("\n  {one:?}")).collect();
+            panic!("expected that {expected}, but:{found}");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::assert_none;
+
+    #[test]
+    fn what_goes_away_soon_is_waited_for() {
+        let mut left = vec![1, 2, 3];
+        assert_none("nothing is left", || {
+            left.pop();
+            Ok(left.clone())
+        });
+    }
 }

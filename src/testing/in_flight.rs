@@ -1,23 +1,21 @@
-//! Requests to services that have not ended.
+//! Requests to services that are in flight.
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use super::patience::assert_none;
-use super::prefix::prefixed;
-use super::tables::Tables;
+use super::held::{Tables, assert_none};
 use crate::error::Result;
 use crate::installed;
 use crate::monitor::{self, ServiceRequest};
 use crate::schema::resource_control::service_request;
 use crate::semaphore::Semaphore;
-use crate::text;
+use crate::session::{Blocking, Session, now};
 
-/// Lists the requests to services that are in flight in this database, whoever made them; none where
-/// the schema `resource_control` is not installed.
+/// Lists the requests to services that are in flight in this database, of every process. The list is empty if the schema
+/// `resource_control` is not installed.
 ///
-/// Two round trips: whether there is such a table, and the rows that are
-/// [in flight](monitor::in_flight()), in the order of their services and slots.
+/// Two round trips: one finds out whether the table exists, and one reads the rows that are
+/// [in flight](monitor::in_flight()), ordered by service and slot.
 ///
 /// # Errors
 ///
@@ -44,28 +42,36 @@ use crate::text;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn requests_in_flight(conn: &mut PgConnection) -> Result<Vec<ServiceRequest>> {
-    let requests = Tables::of(conn).and_then(|tables| {
-        if !tables.service_request {
-            return Ok(Vec::new());
-        }
-        service_request::table
-            .filter(monitor::in_flight())
-            .order((service_request::service, service_request::slot))
-            .select(ServiceRequest::as_select())
-            .load(conn)
-    });
-    requests.map_err(|error| installed::explain_on(conn, error, None))
+    now(find_in_flight(&mut Blocking::lent(conn)))
 }
 
-/// Panics if a request to the service is in flight, and says which and by whom.
+pub(super) async fn find_in_flight<S: Session>(session: &mut S) -> Result<Vec<ServiceRequest>> {
+    let requests = match Tables::of(session).await {
+        Ok(tables) if !tables.service_request => return Ok(Vec::new()),
+        Ok(_) => {
+            let requests = service_request::table
+                .filter(monitor::in_flight())
+                .order((service_request::service, service_request::slot))
+                .select(ServiceRequest::as_select());
+            session.all(requests).await
+        }
+        Err(error) => Err(error),
+    };
+    match requests {
+        Ok(requests) => Ok(requests),
+        Err(error) => Err(installed::explain(session, error, None).await),
+    }
+}
+
+/// Panics if a request to the service is in flight. The message names each request with its details.
 ///
-/// Under a [prefix](super::key_prefix) it asks about the service of that prefix. One round trip, again
-/// and again for up to two seconds before it panics: where the pool had no idle connection, a dropped
-/// permit gives its slot back a moment later.
+/// Under a [prefix](super::key_prefix) the service is that of the prefix. It polls for up to two seconds before it panics,
+/// one round trip each time, because a dropped permit gives its slot back a moment later if the pool had no idle
+/// connection.
 ///
 /// # Panics
 ///
-/// If a request is in flight, or the database cannot be asked.
+/// If a request is in flight, or the query fails.
 ///
 /// # Examples
 ///
@@ -85,18 +91,25 @@ pub fn requests_in_flight(conn: &mut PgConnection) -> Result<Vec<ServiceRequest>
 /// ```
 #[track_caller]
 pub fn assert_none_in_flight(conn: &mut PgConnection, semaphore: &Semaphore) {
-    let service = {
-        let _names = text::names_on(conn);
-        prefixed(semaphore.service())
-    };
-    let expected = format!("no request to {service:?} is in flight");
+    let session = &mut Blocking::lent(conn);
+    let service = session.name(semaphore.service());
+    let expected = format!("no request to {:?} is in flight", service.as_str());
     assert_none(&expected, || {
-        service_request::table
-            .filter(monitor::of_service(&service))
-            .filter(monitor::in_flight())
-            .order(service_request::slot)
-            .select(ServiceRequest::as_select())
-            .load(conn)
-            .map_err(|error| installed::explain_on(conn, error, None))
+        now(find_in_flight_to(session, service.as_str()))
     });
+}
+
+async fn find_in_flight_to<S: Session>(
+    session: &mut S,
+    service: &str,
+) -> Result<Vec<ServiceRequest>> {
+    let requests = service_request::table
+        .filter(monitor::of_service(service))
+        .filter(monitor::in_flight())
+        .order(service_request::slot)
+        .select(ServiceRequest::as_select());
+    match session.all(requests).await {
+        Ok(requests) => Ok(requests),
+        Err(error) => Err(installed::explain(session, error, None).await),
+    }
 }

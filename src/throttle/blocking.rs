@@ -2,14 +2,16 @@
 
 use diesel::pg::PgConnection;
 
-use super::operations;
-use super::{Decision, Grant, Throttle, ThrottledResource};
+use super::sync::{LOCK, add_missing, compare, log, overwrite};
+use super::{Decision, DeclaredResources, Grant, Synced, Throttle, ThrottledResource};
+use super::{operations, rules};
 use crate::error::{Error, Result};
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool};
 use crate::session::{Blocking, now};
 #[cfg(feature = "r2d2")]
 use crate::text::Name;
+use crate::transaction;
 
 /// # Attempts
 ///
@@ -116,4 +118,60 @@ impl<R: ThrottledResource> Throttle<R> {
             Decision::Denied(denial) => Ok(Decision::Denied(denial)),
         }
     }
+}
+
+/// Inserts the declared resources that the database does not have. Returns what it inserted, and which intervals differ.
+///
+/// Call it at every start of a program. Many instances may call it at the same time. It reads first, one round trip per
+/// resource. When nothing is missing it sends no DDL, so it then succeeds for a role that may not alter the type.
+/// Otherwise it takes a session lock and adds the label and the row of each missing resource (`ALTER TYPE … ADD VALUE IF
+/// NOT EXISTS`, `INSERT … ON CONFLICT DO NOTHING`), each committed by itself.
+///
+/// The database owns the interval from then on. A changed `every` has no effect until [`sync_intervals`] is called,
+/// because an operator may have changed the row. Each interval that differs is returned and logged as a
+/// [warning](crate#events). Resources that are not declared stay as they are.
+///
+/// # Blocking
+///
+/// Waits for other instances that insert resources, as [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on) does.
+///
+/// # Errors
+///
+/// - [`Input::BadLabel`](crate::error::Input::BadLabel), [`Input::BadInterval`](crate::error::Input::BadInterval) and
+///   [`Input::NulCharacter`](crate::error::Input::NulCharacter), before anything is sent.
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
+///   transaction included.
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled).
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if a resource is missing and the role does not own the
+///   type.
+/// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
+pub fn sync<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
+    let synced = insert_missing::<R>(conn)?;
+    log(&synced.different);
+    Ok(synced)
+}
+
+/// Does the same as [`sync`], and then overwrites the intervals that differ with the declared ones. It returns those as
+/// `different` and does not log them.
+///
+/// # Errors
+///
+/// As [`sync`].
+pub fn sync_intervals<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
+    let synced = insert_missing::<R>(conn)?;
+    now(overwrite(&mut Blocking::lent(conn), &synced.different))?;
+    Ok(synced)
+}
+
+fn insert_missing<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
+    let declared = rules::declared::<R>()?;
+    transaction::refuse_any(conn)?;
+    let (missing, synced) = now(compare(&mut Blocking::lent(conn), &declared))?;
+    if missing.is_empty() {
+        return Ok(synced);
+    }
+    let mut guard = LOCK.acquire_on(conn)?;
+    let synced = now(add_missing(&mut Blocking::lent(guard.conn()), &declared))?;
+    guard.release()?;
+    Ok(synced)
 }

@@ -1,4 +1,4 @@
-//! What can be throttled: resources that a program declares, and those it learns at run time.
+//! Throttled resources, which a program declares or learns at run time.
 
 use std::fmt;
 use std::io::Write as _;
@@ -9,37 +9,34 @@ use diesel::expression::AsExpression;
 use diesel::pg::{Pg, PgValue};
 use diesel::serialize::{self, IsNull, Output, ToSql};
 
-use crate::error::{Error, Input, Result};
 use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
-use crate::text;
-use crate::time;
 
-/// Something that is a label of the enumerated type `resource_control.throttled_resource_enum`.
+/// A resource with a label of the enumerated type `resource_control.throttled_resource_enum`.
 ///
-/// Implemented by [`throttled_resources!`](crate::throttled_resources); by hand it makes any enum a
-/// resource, such as one that is mapped by the `diesel-derive-enum` crate.
+/// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it declares. Implement it for an
+/// enum of your own, such as one that the `diesel-derive-enum` crate maps.
 pub trait ThrottledResource {
-    /// Its label in the database.
+    /// Returns the label of the resource in the database.
     fn label(&self) -> &str;
 }
 
-/// Resources that a program declares with their intervals, so that [`sync`](crate::sync) can add
-/// them.
+/// Resources that a program declares with their intervals, so that [`sync`](crate::sync) can insert them.
 pub trait DeclaredResources: ThrottledResource + Sized + 'static {
-    /// All of them.
+    /// All declared resources.
     const ALL: &'static [Self];
 
-    /// How much time passes between two grants, at least.
+    /// Returns the minimum time between two grants.
     fn interval(&self) -> Duration;
 }
 
-/// A resource whose label is known at run time only. Maps to the PostgreSQL type in Diesel's queries,
-/// where a label that the database does not have is an error.
+/// A resource whose label is known only at run time.
+///
+/// It maps to the PostgreSQL type in Diesel's queries, where a label that the database does not have is an error.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, AsExpression, FromSqlRow)]
 #[diesel(sql_type = ThrottledResourceEnum)]
 pub struct ResourceLabel(pub String);
 
-/// The label.
+/// Writes the label.
 impl fmt::Display for ResourceLabel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&self.0)
@@ -71,27 +68,11 @@ impl<R: ThrottledResource> ThrottledResource for &R {
     }
 }
 
-/// The declared label and its interval in microseconds, rounded up, if PostgreSQL can have them.
-pub(super) fn checked<R: DeclaredResources>(resource: &R) -> Result<(String, i64)> {
-    let label = resource.label().to_owned();
-    if label.contains('\0') {
-        return Err(Error::Input(Input::NulCharacter));
-    }
-    if label.is_empty() || label.len() > text::LONGEST_LABEL {
-        return Err(Error::Input(Input::BadLabel { label }));
-    }
-    match time::microseconds(resource.interval()) {
-        Some(microseconds) => Ok((label, microseconds)),
-        None => Err(Error::Input(Input::BadInterval { label })),
-    }
-}
-
 /// Declares an enum of throttled resources, each with its label in the database and its interval.
 ///
 /// The enum is `Copy`, implements [`ThrottledResource`](crate::ThrottledResource) and
 /// [`DeclaredResources`](crate::DeclaredResources), and maps to the PostgreSQL type
-/// `resource_control.throttled_resource_enum` in Diesel's queries. See
-/// [`Throttle`](crate::Throttle) for an example.
+/// `resource_control.throttled_resource_enum` in Diesel's queries. [`Throttle`](crate::Throttle) has an example.
 #[macro_export]
 macro_rules! throttled_resources {
     (
@@ -158,7 +139,7 @@ macro_rules! throttled_resources {
                     .iter()
                     .copied()
                     .find(|resource| $crate::ThrottledResource::label(resource) == label)
-                    .ok_or_else(|| ::std::format!("{label:?} is no declared resource").into())
+                    .ok_or_else(|| ::std::format!("{label:?} is not a declared resource").into())
             }
         }
     };

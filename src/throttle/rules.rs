@@ -1,9 +1,9 @@
-//! What is checked before an attempt is sent.
+//! The checks of an attempt and of a declaration, before anything is sent.
 
+use super::{DeclaredResources, Throttle, ThrottledResource};
 use crate::error::{Error, Input, Result};
 use crate::text::{self, Name};
-
-use super::{Throttle, ThrottledResource};
+use crate::time;
 
 /// An attempt that passed every check that needs no database.
 #[derive(Debug)]
@@ -49,6 +49,36 @@ impl<R: ThrottledResource> Throttle<R> {
             return Err(Error::Input(Input::EmptyDetails));
         }
         Ok(attempt)
+    }
+}
+
+/// A declared resource that PostgreSQL can store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Declared {
+    pub(super) label: String,
+    /// The interval, rounded up.
+    pub(super) microseconds: i64,
+}
+
+/// Checks every declared resource.
+pub(super) fn declared<R: DeclaredResources>() -> Result<Vec<Declared>> {
+    R::ALL.iter().map(declaration).collect()
+}
+
+fn declaration<R: DeclaredResources>(resource: &R) -> Result<Declared> {
+    let label = resource.label().to_owned();
+    if label.contains('\0') {
+        return Err(Error::Input(Input::NulCharacter));
+    }
+    if label.is_empty() || label.len() > text::LONGEST_LABEL {
+        return Err(Error::Input(Input::BadLabel { label }));
+    }
+    match time::microseconds(resource.interval()) {
+        Some(microseconds) => Ok(Declared {
+            label,
+            microseconds,
+        }),
+        None => Err(Error::Input(Input::BadInterval { label })),
     }
 }
 

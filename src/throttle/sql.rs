@@ -6,9 +6,10 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
-use diesel::sql_types::{Bool, Interval, Nullable, Text, Timestamptz};
+use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
 use super::decision::{Decision, Denial, DenialReason, Grant};
+use crate::session::Statement;
 use crate::time::{Timestamp, elapsed};
 
 /// The row of both functions.
@@ -127,6 +128,68 @@ impl QueryFragment<Pg> for AttemptKey<'_> {
     }
 }
 
+/// The interval of a resource in the database. `None` if the resource has no row.
+#[derive(QueryableByName)]
+pub(super) struct KnownInterval {
+    #[diesel(sql_type = Nullable<BigInt>)]
+    pub(super) microseconds: Option<i64>,
+}
+
+/// Compares the label as text, because a label that the type does not have would be an error.
+pub(super) fn find_interval(label: &str) -> impl Statement<KnownInterval> {
+    diesel::sql_query(
+        "SELECT ( \
+         SELECT (extract(epoch FROM resource_control.elapsed(throttle_interval)) * 1000000)::bigint \
+         FROM resource_control.throttled_resource WHERE resource_id::text = $1) AS microseconds",
+    )
+    .bind::<Text, _>(label)
+}
+
+/// Adds a label to the type. DDL takes no bind parameters, and an `E''` literal means the same under every setting.
+pub(super) fn add_label(label: &str) -> String {
+    let literal = label.replace('\\', r"\\").replace('\'', "''");
+    format!(
+        "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS E'{literal}'"
+    )
+}
+
+/// Inserts the row of a resource. It is a statement of its own, because the transaction that adds a label cannot use it.
+pub(super) fn insert_resource(label: &str, microseconds: i64) -> impl QueryFragment<Pg> + QueryId {
+    diesel::sql_query(
+        "INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval) \
+         VALUES ($1::resource_control.throttled_resource_enum, $2) ON CONFLICT DO NOTHING",
+    )
+    .bind::<Text, _>(label)
+    .bind::<Interval, _>(PgInterval::from_microseconds(microseconds))
+}
+
+/// Overwrites the interval of a resource.
+pub(super) fn set_interval(label: &str, microseconds: i64) -> impl QueryFragment<Pg> + QueryId {
+    diesel::sql_query(
+        "UPDATE resource_control.throttled_resource SET throttle_interval = $1 \
+         WHERE resource_id::text = $2",
+    )
+    .bind::<Interval, _>(PgInterval::from_microseconds(microseconds))
+    .bind::<Text, _>(label)
+}
+
+/// Whether the role owns the type of the labels, which adding one requires.
+#[derive(QueryableByName)]
+pub(super) struct Owner {
+    #[diesel(sql_type = Text)]
+    pub(super) role: String,
+    #[diesel(sql_type = Bool)]
+    pub(super) owns: bool,
+}
+
+pub(super) fn find_owner() -> impl Statement<Owner> {
+    diesel::sql_query(
+        "SELECT current_user::text AS role, \
+         pg_catalog.pg_has_role(typowner, 'USAGE') AS owns FROM pg_catalog.pg_type \
+         WHERE oid = 'resource_control.throttled_resource_enum'::regtype",
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -143,6 +206,14 @@ mod tests {
              FROM resource_control.attempt_throttled_resource(\
              $1::resource_control.throttled_resource_enum, $2) \
              -- binds: [\"cache rebuild\", \"web-3\"]"
+        );
+    }
+
+    #[test]
+    fn a_label_is_quoted_under_every_setting() {
+        assert_eq!(
+            add_label(r"it's \ two"),
+            r"ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS E'it''s \\ two'"
         );
     }
 

@@ -1,4 +1,4 @@
-//! A prefix per test, per pool and per process.
+//! The prefix of a test, of a pool and of a process, with the feature `testing`.
 
 use std::borrow::Cow;
 use std::cell::RefCell;

@@ -9,8 +9,6 @@ mod asynchronous;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
-#[cfg(feature = "migrations")]
-use std::time::Duration;
 
 use diesel::connection::{
     AnsiTransactionManager, Connection, SimpleConnection, TransactionManager,
@@ -108,10 +106,6 @@ pub(crate) trait Session: Send {
 
     /// Clears the mark that [`probe`](Self::probe) left, because the transaction is the caller's, who may continue it.
     fn clear_mark(&mut self);
-
-    /// Lets time pass.
-    #[cfg(feature = "migrations")]
-    fn pause(&mut self, time: Duration) -> Reply<'_, ()>;
 
     /// Opens a transaction at the session's default isolation level, or a savepoint inside a transaction.
     fn begin(&mut self) -> Reply<'_, QueryResult<()>>;
@@ -215,12 +209,6 @@ impl Session for Blocking<'_> {
 
     fn clear_mark(&mut self) {
         transaction::clear_mark(self.conn);
-    }
-
-    #[cfg(feature = "migrations")]
-    fn pause(&mut self, time: Duration) -> Reply<'_, ()> {
-        std::thread::sleep(time);
-        ready(())
     }
 
     fn begin(&mut self) -> Reply<'_, QueryResult<()>> {

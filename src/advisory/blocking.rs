@@ -413,6 +413,7 @@ impl<C: GuardConnection> Acquisition<C> {
             &mut session,
             doubt,
             &mut self.held,
+            async |time| std::thread::sleep(time),
         ))?;
         self.is_granted = true;
         Ok(())

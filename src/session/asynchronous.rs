@@ -15,7 +15,7 @@ use diesel::query_dsl::methods::LoadQuery;
 use diesel::result::{Error as DieselError, QueryResult};
 use diesel_async::{
     AnsiTransactionManager, AsyncConnectionCore, AsyncPgConnection, SimpleAsyncConnection,
-    TransactionManager,
+    TransactionManager, TransactionManagerStatus,
 };
 
 use super::{Reply, Session, Statement};
@@ -79,11 +79,7 @@ impl<Q: QueryFragment<Pg>> QueryFragment<Pg> for Unchanged<Q> {
 /// A connection that the caller lends. A pool lends it likewise, so it is never one that this crate gives back.
 impl Session for AsyncPgConnection {
     fn transaction(&mut self) -> Transaction {
-        let status =
-            <AnsiTransactionManager as TransactionManager<Self>>::transaction_manager_status_mut(
-                self,
-            );
-        let Ok(depth) = status.transaction_depth() else {
+        let Ok(depth) = status(self).transaction_depth() else {
             return Transaction::Broken;
         };
         match depth.map(|depth| depth.get()) {
@@ -153,16 +149,11 @@ impl Session for AsyncPgConnection {
     }
 
     fn mark_broken(&mut self) {
-        self.status().set_in_error();
+        status(self).set_in_error();
     }
 
     fn clear_mark(&mut self) {
-        *self.status() = TransactionManagerStatus::default();
-    }
-
-    #[cfg(feature = "migrations")]
-    fn pause(&mut self, time: Duration) -> Reply<'_, ()> {
-        Box::pin(async move { unimplemented_pause(time).await })
+        *status(self) = TransactionManagerStatus::default();
     }
 
     fn begin(&mut self) -> Reply<'_, QueryResult<()>> {
@@ -183,4 +174,8 @@ impl Session for AsyncPgConnection {
     fn rollback(&mut self) -> Reply<'_, QueryResult<()>> {
         Box::pin(AnsiTransactionManager::rollback_transaction(self))
     }
+}
+
+fn status(conn: &mut AsyncPgConnection) -> &mut TransactionManagerStatus {
+    <AnsiTransactionManager as TransactionManager<AsyncPgConnection>>::transaction_manager_status_mut(conn)
 }

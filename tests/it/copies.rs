@@ -11,9 +11,10 @@ use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionMa
 use diesel::prelude::*;
 use diesel_interlock::error::Misplaced;
 use diesel_interlock::{
-    AdvisoryLock, Error, Fence, Semaphore, Throttle, monitor, sync, throttled_resources,
+    AdvisoryLock, Error, Fence, Semaphore, Throttle, migrations, monitor, sync, throttled_resources,
 };
-use workbench::RoundTrips;
+use diesel_migrations::FileBasedMigrations;
+use workbench::{Database, RoundTrips};
 
 use crate::semaphores::database;
 use crate::support::{Expect, Observer, assert_pool_whole, backend_pid, eventually, silent_pool};
@@ -366,4 +367,58 @@ fn a_claim_in_a_raw_transaction_is_refused_though_a_copy_went_before() {
         "{refused:?}"
     );
     conn.batch_execute("COMMIT").unwrap();
+}
+
+#[test]
+fn migrations_work_though_a_copy_went_before() {
+    for copy in COPIES {
+        let database = Database::new();
+        let conn = &mut database.connect();
+        copy(conn);
+        assert!(!migrations::install(conn).unwrap().is_empty());
+        copy(conn);
+        assert!(migrations::install(conn).unwrap().is_empty());
+        let directory = std::env::temp_dir().join(format!("copies-{}", database.name()));
+        std::fs::create_dir_all(&directory).unwrap();
+        for _ in 0..2 {
+            let source = FileBasedMigrations::from_path(&directory).unwrap();
+            copy(conn);
+            assert!(migrations::run_pending(conn, source).unwrap().is_empty());
+        }
+        std::fs::remove_dir_all(&directory).unwrap();
+        copy(conn);
+        assert!(migrations::take_over(conn).unwrap().is_empty());
+        copy(conn);
+        assert!(!migrations::uninstall(conn).unwrap().is_empty());
+    }
+}
+
+#[cfg(feature = "testing")]
+#[test]
+fn the_helpers_of_tests_work_though_a_copy_went_before() {
+    use diesel_interlock::testing;
+
+    for copy in COPIES {
+        let database = database();
+        let conn = &mut database.connect();
+        let _ = sync::<Resource>(conn).unwrap();
+        let semaphore = Semaphore::named("copies", 4, Duration::from_secs(60));
+        let throttle = Throttle::of(Resource::Mail).key(7);
+        for _ in 0..2 {
+            copy(conn);
+            assert!(testing::held_locks(conn).unwrap().is_empty());
+            copy(conn);
+            assert!(testing::requests_in_flight(conn).unwrap().is_empty());
+            copy(conn);
+            testing::assert_nothing_held(conn);
+            copy(conn);
+            testing::assert_not_held(conn, &LOCK);
+            copy(conn);
+            testing::assert_none_in_flight(conn, &semaphore);
+            copy(conn);
+            assert_eq!(testing::expire(conn, &semaphore).unwrap(), 0);
+            copy(conn);
+            testing::make_due(conn, &throttle).unwrap();
+        }
+    }
 }

@@ -26,6 +26,7 @@ mod nested_guards;
 mod other_languages;
 mod permits;
 mod pooled_connections;
+mod primitives;
 mod processes;
 mod properties;
 mod releases;

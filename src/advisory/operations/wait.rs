@@ -160,19 +160,20 @@ impl<S: Session> Drop for LiftedSettings<'_, S> {
 }
 
 /// Takes a session lock, and waits without end, but never on the server: it tries again and again, with a growing pause of
-/// 20 to 250 milliseconds on average. The session has no snapshot in between, so nothing that the holder does waits for it.
+/// 20 to 250 milliseconds on average, for which `pause` waits. The session has no snapshot in between, so nothing that the holder does waits for it.
 #[cfg(feature = "migrations")]
 pub(in crate::advisory) async fn poll_for_session_lock<S: Session>(
     session: &mut S,
     doubt: &mut Option<Doubt>,
     held: &mut HeldLock,
+    pause: impl AsyncFn(Duration),
 ) -> Result<()> {
     const SHORTEST: Duration = Duration::from_millis(20);
     const LONGEST: Duration = Duration::from_millis(250);
     let mut backoff = Backoff::between(SHORTEST, LONGEST);
     while !try_session_lock(session, doubt, held, false).await? {
-        let pause = backoff.next(Duration::ZERO, Duration::MAX, Duration::MAX);
-        session.pause(pause.unwrap_or(LONGEST)).await;
+        let next = backoff.next(Duration::ZERO, Duration::MAX, Duration::MAX);
+        pause(next.unwrap_or(LONGEST)).await;
     }
     Ok(())
 }

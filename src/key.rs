@@ -239,13 +239,8 @@ impl LockKey {
         Self::foreign(name, LockId::BigInt(key))
     }
 
-    /// The number that PostgreSQL locks for this key.
-    ///
-    /// # Errors
-    ///
-    /// - [`Input::EmptyName`](crate::error::Input::EmptyName) if the key's name is empty or it was made of no parts.
-    /// - [`Input::Unformatted`](crate::error::Input::Unformatted) if the `Display` of a part returned an error.
-    pub fn id(&self) -> Result<LockId, Input> {
+    /// Returns the number, unless the name is invalid.
+    pub(crate) fn checked(&self) -> Result<LockId, Input> {
         let number = self.number().ok_or(Input::Unformatted)?;
         if self.name.as_deref().is_some_and(str::is_empty) {
             return Err(Input::EmptyName);
@@ -264,7 +259,7 @@ impl LockKey {
     /// The number for this key on that connection, which may carry a prefix of the tests.
     pub(crate) fn id_on(&self, conn: &mut PgConnection) -> Result<LockId, Input> {
         let _names = text::names_on(conn);
-        self.id()
+        self.checked()
     }
 
     /// The name that the key was made from, if there was one.

@@ -150,6 +150,7 @@ pub mod guide;
 mod input;
 mod installed;
 mod key;
+mod lock_id;
 #[cfg(feature = "migrations")]
 pub mod migrations;
 pub mod monitor;

@@ -40,6 +40,7 @@
 mod expiry;
 mod held;
 mod in_flight;
+mod polling;
 
 pub use self::expiry::{expire, make_due};
 pub use self::held::{assert_not_held, assert_nothing_held, held_locks};

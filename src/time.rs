@@ -1,30 +1,29 @@
-//! Between PostgreSQL's times and Rust's.
+//! Conversions between PostgreSQL's times and Rust's.
 
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::data_types::{PgInterval, PgTimestamp};
-use diesel::deserialize::{self, FromSql, FromSqlRow};
+use diesel::deserialize::{self, FromSql, FromSqlRow, Queryable};
 use diesel::expression::AsExpression;
 use diesel::pg::{Pg, PgValue};
 use diesel::serialize::{self, Output, ToSql};
-use diesel::sql_types::Timestamptz;
+use diesel::sql_types::{Interval, Nullable, Timestamptz};
 
-/// PostgreSQL counts microseconds from 2000-01-01, Unix from 1970-01-01.
+/// The microseconds from the epoch of Unix, 1970-01-01, to that of PostgreSQL, 2000-01-01.
 const EPOCH: i64 = 946_684_800_000_000;
 
-/// A `timestamptz`, which PostgreSQL may put at either end of time: loading `-infinity` or
-/// `infinity` as a `DateTime` is an error.
+/// A `timestamptz`, which may be infinite. Loading `-infinity` or `infinity` as a `DateTime` is an error.
 ///
-/// They sort as in SQL. In a model of one's own, `#[diesel(deserialize_as = Timestamp)]` on an
-/// `Option<DateTime<Utc>>` loads both ends as `None`.
+/// Timestamps sort as in SQL. In a model, `#[diesel(deserialize_as = Timestamp)]` on an `Option<DateTime<Utc>>` loads both
+/// infinities as `None`.
 ///
 /// ```
 /// use diesel::prelude::*;
 /// use diesel_interlock::monitor::Timestamp;
 /// use diesel_interlock::schema::resource_control::throttled_resource;
 ///
-/// // Those that were handed out at least once.
+/// // The resources that were granted at least once.
 /// let taken = throttled_resource::table
 ///     .filter(throttled_resource::last_locked.gt(Timestamp::NegInfinity));
 /// # let database = workbench::Database::new();
@@ -36,17 +35,17 @@ const EPOCH: i64 = 946_684_800_000_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, AsExpression, FromSqlRow)]
 #[diesel(sql_type = Timestamptz)]
 pub enum Timestamp {
-    /// `-infinity`: before all times. Of a throttled resource, that it was never handed out.
+    /// `-infinity`, before all times. A throttled resource with this time was never granted.
     NegInfinity,
-    /// A time.
+    /// A finite time.
     At(DateTime<Utc>),
-    /// `infinity`: after all times, or after the year 262142, the last that chrono knows. Of a
-    /// throttled resource, that it was closed by hand.
+    /// `infinity`, after all times, or a time after the year 262142, which is the last that chrono represents. A throttled
+    /// resource with this time was closed by hand.
     Infinity,
 }
 
 impl Timestamp {
-    /// The time, if it is one; `None` for both infinities.
+    /// Returns the time. `None` for both infinities.
     pub fn at(self) -> Option<DateTime<Utc>> {
         match self {
             Timestamp::At(time) => Some(time),
@@ -60,7 +59,7 @@ impl From<PgTimestamp> for Timestamp {
         if timestamp.0 == i64::MIN {
             return Timestamp::NegInfinity;
         }
-        // PostgreSQL's times begin within chrono's, and end after them.
+        // PostgreSQL's times start within the range of chrono, and end after it.
         timestamp
             .0
             .checked_add(EPOCH)
@@ -92,7 +91,7 @@ impl ToSql<Timestamptz, Pg> for Timestamp {
     }
 }
 
-/// An interval as elapsed time: a day is 24 hours and a month 30 days. None is negative.
+/// Converts an interval to elapsed time, in which a day is 24 hours and a month 30 days. A negative interval becomes zero.
 pub(crate) fn elapsed(interval: PgInterval) -> Duration {
     const DAY: i128 = 24 * 60 * 60 * 1_000_000;
     let days = i128::from(interval.months) * 30 + i128::from(interval.days);
@@ -100,12 +99,47 @@ pub(crate) fn elapsed(interval: PgInterval) -> Duration {
     Duration::from_micros(microseconds.clamp(0, i128::from(i64::MAX)) as u64)
 }
 
-/// The longest interval and time-out that are taken: a thousand years, as PostgreSQL counts them.
+/// An interval as elapsed time, in which a day is 24 hours and a month 30 days.
+///
+/// In a model, put `#[diesel(deserialize_as = Elapsed)]` on a `Duration`, or
+/// `#[diesel(deserialize_as = Elapsed<Option<Duration>>)]` on an `Option<Duration>`. A negative interval loads as zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Elapsed<T = Duration>(pub T);
+
+impl Queryable<Interval, Pg> for Elapsed {
+    type Row = PgInterval;
+
+    fn build(interval: PgInterval) -> deserialize::Result<Self> {
+        Ok(Self(elapsed(interval)))
+    }
+}
+
+impl Queryable<Nullable<Interval>, Pg> for Elapsed<Option<Duration>> {
+    type Row = Option<PgInterval>;
+
+    fn build(interval: Option<PgInterval>) -> deserialize::Result<Self> {
+        Ok(Self(interval.map(elapsed)))
+    }
+}
+
+impl From<Elapsed> for Duration {
+    fn from(loaded: Elapsed) -> Self {
+        loaded.0
+    }
+}
+
+impl From<Elapsed<Option<Duration>>> for Option<Duration> {
+    fn from(loaded: Elapsed<Option<Duration>>) -> Self {
+        loaded.0
+    }
+}
+
+/// The longest interval and timeout: a thousand years of 360 days.
 const LONGEST: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
 
-/// Whole microseconds, rounded up; `None` for what is zero or longer than a thousand years.
+/// Converts to whole microseconds, rounded up. `None` for a duration that is zero or longer than a thousand years.
 ///
-/// Microseconds and not days, which are 23 or 25 hours long where the clocks change.
+/// The unit is not days, because a day has 23 or 25 hours where the clocks change.
 pub(crate) fn microseconds(duration: Duration) -> Option<i64> {
     if duration.is_zero() || duration > LONGEST {
         return None;
@@ -113,7 +147,7 @@ pub(crate) fn microseconds(duration: Duration) -> Option<i64> {
     i64::try_from(duration.as_nanos().div_ceil(1000)).ok()
 }
 
-/// Whole seconds, rounded up: what HTTP's `Retry-After` wants. At least 1.
+/// Converts to whole seconds, rounded up, for the HTTP header `Retry-After`. At least 1.
 pub(crate) fn whole_seconds(duration: Duration) -> u64 {
     let up = u64::from(duration.subsec_nanos() > 0);
     duration.as_secs().saturating_add(up).max(1)

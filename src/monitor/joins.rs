@@ -1,16 +1,15 @@
-//! Joins with tables of other crates.
+//! Joins with the tables of an application.
 
 use super::tables::{advisory_lock, blocking};
 use super::{AdvisoryLocks, Blocking};
 use crate::schema::resource_control::{service_request, throttled_key, throttled_resource};
 
-/// Allows tables of one's own in queries with those of this crate:
-/// [`schema::resource_control`](crate::schema::resource_control) and what
-/// [`monitor`](crate::monitor) queries.
+/// Allows the tables of an application in queries with those of this crate:
+/// [`schema::resource_control`](crate::schema::resource_control) and the sources of [`monitor`](crate::monitor).
 ///
-/// Diesel's `allow_tables_to_appear_in_same_query!` does not compile for tables of two crates. This
-/// writes the same implementations, for each table given. Name a table once, with or without its path;
-/// after it, `.inner_join(table.on(…))` and the like, and Diesel's `joinable!`, work both ways.
+/// Diesel's `allow_tables_to_appear_in_same_query!` does not compile for tables of two crates. This macro writes the same
+/// implementations for each given table. Name each table once, with or without its path. Then `.inner_join(table.on(…))`
+/// and the like, and Diesel's `joinable!`, work in both directions.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -63,7 +62,7 @@ macro_rules! allow_joins_with {
     };
 }
 
-// The tables among themselves are in the schema; these are what comes to them.
+// The schema allows its tables in one query with each other. These allow the sources of this module with them.
 allow_joins_with!(@pairs AdvisoryLocks =>
     service_request::table, throttled_key::table, throttled_resource::table,
     Blocking, blocking::table,

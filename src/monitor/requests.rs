@@ -1,6 +1,6 @@
-//! Service requests: which are in flight, which overran, and which slots are free.
+//! Requests to services: those in flight, those that timed out, and the free slots.
 
-// Diesel's macro writes aliases that carry no documentation of their own.
+// Diesel's macro writes aliases without documentation.
 #![allow(missing_docs)]
 
 use std::collections::HashSet;
@@ -23,30 +23,28 @@ use crate::time::Timestamp;
 #[diesel(table_name = service_request, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct ServiceRequest {
-    /// Its number, which is its fencing token too.
+    /// Its id, which is its fencing token too.
     pub id: i64,
-    /// Which semaphore.
+    /// The service of the semaphore.
     pub service: String,
     /// Its slot, from 0.
     pub slot: i16,
     /// When it was claimed.
     pub created_at: DateTime<Utc>,
-    /// From when on it no longer counts; [`Infinity`](Timestamp::Infinity) if somebody wrote that by
-    /// hand.
+    /// When it expires and no longer counts; [`Infinity`](Timestamp::Infinity) if that was written by hand.
     pub expires_at: Timestamp,
     /// When it was completed.
     pub completed_at: Option<DateTime<Utc>>,
-    /// When it was marked as timed out, which may be long after it had.
+    /// When it was marked as timed out, which may be long after it expired.
     pub timed_out_at: Option<DateTime<Utc>>,
-    /// Who claimed it, in their own words.
+    /// The details of the claim.
     pub details: String,
 }
 
-/// The condition that a request is in flight: neither completed nor marked as timed out, and not yet
-/// expired by `clock_timestamp()`.
+/// Returns the condition that a request is in flight: it is neither completed nor marked as timed out, and has not expired
+/// by `clock_timestamp()`.
 ///
-/// Time decides, not the mark: a crashed holder's request stays unmarked until somebody claims its
-/// slot.
+/// The clock decides, not the mark, because the request of a crashed holder stays unmarked until its slot is claimed.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -74,7 +72,7 @@ pub fn in_flight() -> _ {
         .and(service_request::expires_at.gt(clock_timestamp()))
 }
 
-/// The condition that a request has expired by `clock_timestamp()` and nobody has marked it yet.
+/// Returns the condition that a request has expired by `clock_timestamp()` and is not marked yet.
 #[auto_type]
 pub fn overdue() -> _ {
     service_request::completed_at
@@ -83,20 +81,20 @@ pub fn overdue() -> _ {
         .and(service_request::expires_at.le(clock_timestamp()))
 }
 
-/// The condition that a request has timed out: marked as such, or [`overdue()`].
+/// Returns the condition that a request has timed out: it is marked as such, or [`overdue()`].
 #[auto_type]
 pub fn timed_out() -> _ {
     service_request::timed_out_at.is_not_null().or(overdue())
 }
 
-/// The condition that a request is to this service.
+/// Returns the condition that a request is to this service.
 #[auto_type]
 pub fn of_service<'a>(service: &'a str) -> _ {
     service_request::service.eq(service)
 }
 
-/// When the first of the requests expires; nothing where there are none. Select it of those in flight
-/// to learn when a slot comes free at the latest.
+/// Selects when the first of the requests expires; `None` if there are none. Of the requests in flight, it is the latest
+/// time at which a slot becomes free.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -117,13 +115,13 @@ pub fn next_expiry() -> min<service_request::expires_at> {
     diesel::dsl::min(service_request::expires_at)
 }
 
-/// The slots of a service at one moment. Made by [`slots`].
+/// The slots of a service at one moment. [`slots`] returns it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Slots {
-    /// The slots below the number asked for that no request in flight has, in their order.
+    /// The slots below the given number that no request in flight has, in order.
     pub free: Vec<i16>,
-    /// How many requests are in flight, whatever their slots.
+    /// The number of requests in flight, in any slot.
     pub in_flight: usize,
     /// When the first request in flight expires; `None` if there is none.
     pub next_expiry: Option<Timestamp>,
@@ -131,8 +129,8 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// How many claims would be granted now. Fewer than there are free slots where the number of slots
-    /// was lowered and requests on the higher ones are still in flight.
+    /// Returns the number of claims that would be granted now. It is smaller than the number of free slots if the number of
+    /// slots was lowered and requests in the higher ones are still in flight.
     pub fn claimable(&self) -> usize {
         usize::from(self.slots.unsigned_abs())
             .saturating_sub(self.in_flight)
@@ -140,8 +138,8 @@ impl Slots {
     }
 }
 
-/// Answers which slots of a service are free, if it has that many, and how many requests are in
-/// flight. More than 32,767 slots are 32,767.
+/// Returns which of the given number of slots of a service are free, and how many requests are in flight. More than 32,767
+/// slots count as 32,767.
 ///
 /// One round trip, which reads the requests in flight; they may have ended when it answers.
 ///

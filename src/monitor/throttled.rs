@@ -1,6 +1,6 @@
-//! Throttled resources and keys: who took them last, and when they are free.
+//! Throttled resources and keys: the last grant of each, and when each is due.
 
-// Diesel's macro writes aliases that carry no documentation of their own.
+// Diesel's macro writes aliases without documentation.
 #![allow(missing_docs)]
 
 use std::time::Duration;
@@ -9,11 +9,10 @@ use diesel::dsl::{AsSelect, auto_type};
 use diesel::pg::Pg;
 use diesel::prelude::*;
 
-use super::interval::Elapsed;
 use crate::functions::{clock_timestamp, elapsed};
 use crate::schema::resource_control::{throttled_key, throttled_resource};
 use crate::throttle::ResourceLabel;
-use crate::time::Timestamp;
+use crate::time::{Elapsed, Timestamp};
 
 diesel::joinable!(throttled_key -> throttled_resource (resource_id));
 
@@ -24,14 +23,13 @@ diesel::joinable!(throttled_key -> throttled_resource (resource_id));
 pub struct ThrottledResourceRow {
     /// The resource.
     pub resource_id: ResourceLabel,
-    /// How much time passes between two grants, at least.
+    /// The minimum time between two grants.
     #[diesel(deserialize_as = Elapsed)]
     pub throttle_interval: Duration,
-    /// When it was handed out last: [`NegInfinity`](Timestamp::NegInfinity) for never,
-    /// [`Infinity`](Timestamp::Infinity) if it was closed by hand. Its
-    /// [`at()`](Timestamp::at) is `None` for both.
+    /// When it was granted last: [`NegInfinity`](Timestamp::NegInfinity) for never, [`Infinity`](Timestamp::Infinity) if it
+    /// was closed by hand. Its [`at()`](Timestamp::at) is `None` for both.
     pub last_locked: Timestamp,
-    /// Who took it last, in their own words; empty if nobody did.
+    /// The details of the last grant; empty if it was never granted.
     pub last_locker_details: String,
 }
 
@@ -42,19 +40,18 @@ pub struct ThrottledResourceRow {
 pub struct ThrottledKeyRow {
     /// The resource.
     pub resource_id: ResourceLabel,
-    /// The key for which it was handed out.
+    /// The key for which it was granted.
     pub key: String,
-    /// When it was handed out last; [`Infinity`](Timestamp::Infinity) if it was closed by hand.
+    /// When it was granted last; [`Infinity`](Timestamp::Infinity) if it was closed by hand.
     pub last_locked: Timestamp,
-    /// Who took it last, in their own words.
+    /// The details of the last grant.
     pub last_locker_details: String,
 }
 
-/// From when on a resource is due again, by the server's clock. Loads as [`Timestamp`], which is
-/// [`NegInfinity`](Timestamp::NegInfinity) where it was never handed out.
+/// Selects when a resource is due again, by the server's clock. Loads as [`Timestamp`], which is
+/// [`NegInfinity`](Timestamp::NegInfinity) if it was never granted.
 ///
-/// `last_locked + resource_control.elapsed(throttle_interval)`, wherever `throttled_resource` is in a
-/// query.
+/// The expression is `last_locked + resource_control.elapsed(throttle_interval)`, for queries with `throttled_resource`.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -77,8 +74,8 @@ pub fn next_free_at() -> _ {
     throttled_resource::last_locked + elapsed(throttled_resource::throttle_interval)
 }
 
-/// The condition that a resource is due, by `clock_timestamp()`: an attempt would be granted, unless
-/// another transaction is just taking it.
+/// Returns the condition that a resource is due, by `clock_timestamp()`. An attempt would then be granted, unless another
+/// transaction is taking the resource.
 ///
 /// For queries with `throttled_resource`.
 #[auto_type]
@@ -86,8 +83,8 @@ pub fn available_now() -> _ {
     next_free_at().le(clock_timestamp())
 }
 
-/// As [`next_free_at()`], of a key: for queries in which `throttled_key` is joined with
-/// `throttled_resource`, whose interval it has.
+/// Selects when a key is due again, as [`next_free_at()`] does for a resource. For queries that join `throttled_key` with
+/// `throttled_resource`, which has the interval.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -111,17 +108,16 @@ pub fn key_next_free_at() -> _ {
     throttled_key::last_locked + elapsed(throttled_resource::throttle_interval)
 }
 
-/// As [`available_now()`], of a key: for queries in which `throttled_key` is joined with
-/// `throttled_resource`.
+/// Returns the condition that a key is due, as [`available_now()`] does for a resource. For queries that join
+/// `throttled_key` with `throttled_resource`.
 #[auto_type]
 pub fn key_available_now() -> _ {
     key_next_free_at().le(clock_timestamp())
 }
 
-/// The resources that were handed out, the latest first, each with its last locker. Loads as
-/// [`ThrottledResourceRow`].
+/// Selects the resources that were granted, the latest grant first. Loads as [`ThrottledResourceRow`].
 ///
-/// What was closed by hand comes first.
+/// Resources that were closed by hand come first.
 #[auto_type]
 pub fn last_lockers() -> _ {
     let never: Timestamp = Timestamp::NegInfinity;
@@ -132,10 +128,9 @@ pub fn last_lockers() -> _ {
         .select(selection)
 }
 
-/// The keys for which a resource was handed out, the latest first, each with its last locker. Loads
-/// as [`ThrottledKeyRow`].
+/// Selects the keys for which a resource was granted, the latest grant first. Loads as [`ThrottledKeyRow`].
 ///
-/// There may be a million: filter, or limit.
+/// There may be a million rows, so filter or limit the query.
 #[auto_type]
 pub fn last_key_lockers() -> _ {
     let never: Timestamp = Timestamp::NegInfinity;

@@ -1,10 +1,9 @@
-//! Subqueries that Diesel composes as if they were tables.
+//! Subqueries that Diesel composes like tables.
 
-/// Makes a query source of an SQL text: `FROM (…) AS "name"`.
+/// Declares a query source from an SQL text: `FROM (…) AS "name"`.
 ///
-/// Diesel's `table!` declares the columns, under the name of the view, and this puts the text in
-/// place of that name in the `FROM` clause. `diesel::internal` holds what `table!` itself uses; this
-/// crate is pinned to Diesel's minor version.
+/// Diesel's `table!` declares the columns under the name of the view, and this macro puts the text in place of that name in
+/// the `FROM` clause. It uses `diesel::internal`, as `table!` does, so this crate is pinned to Diesel's minor version.
 macro_rules! view {
     ($(#[$meta:meta])* $view:ident of $table:ident [$($column:ident),+ $(,)?] = $($sql:expr),+;) => {
         $(#[$meta])*

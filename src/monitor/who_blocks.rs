@@ -1,6 +1,6 @@
-//! Who blocks whom.
+//! The sessions that block others.
 
-// Diesel's macros write aliases and modules that carry no documentation of their own.
+// Diesel's macros write aliases and modules without documentation.
 #![allow(missing_docs)]
 
 use std::time::Duration;
@@ -10,37 +10,36 @@ use diesel::dsl::{AsSelect, auto_type};
 use diesel::pg::Pg;
 use diesel::prelude::*;
 
-use super::interval::Elapsed;
 use super::locks::LOCKS;
 use super::view::view;
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
+use crate::time::Elapsed;
 
 diesel::table! {
     /// Each session that waits for an advisory lock, with each session that it waits for.
     blocking (blocked_pid) {
-        /// The `bigint` that is wanted; `NULL` for a pair.
+        /// The `bigint` that the session waits for; `NULL` for a pair.
         key -> Nullable<BigInt>,
         /// The first number of a pair; `NULL` for a `bigint`.
         key1 -> Nullable<Integer>,
         /// The second number of a pair; `NULL` for a `bigint`.
         key2 -> Nullable<Integer>,
-        /// Since when it waits; `NULL` before PostgreSQL 14.
+        /// When the wait started; `NULL` before PostgreSQL 14.
         waiting_since -> Nullable<Timestamptz>,
         /// How long it has waited, by the server's clock; `NULL` before PostgreSQL 14.
         waited -> Nullable<Interval>,
         /// The process id of the session that waits.
         blocked_pid -> Integer,
-        /// What that session calls its application.
+        /// The `application_name` of that session.
         blocked_application_name -> Nullable<Text>,
-        /// The process id of the session in its way; `NULL` for a prepared transaction.
+        /// The process id of the session that it waits for; `NULL` for a prepared transaction.
         blocking_pid -> Nullable<Integer>,
-        /// What that session calls its application.
+        /// The `application_name` of that session.
         blocking_application_name -> Nullable<Text>,
         /// `active`, `idle`, `idle in transaction` and the like; `NULL` where it is hidden.
         blocking_state -> Nullable<Text>,
-        /// When the blocking session's open transaction began; `NULL` where there is none or it is
-        /// hidden.
+        /// When the blocking session's open transaction started; `NULL` where there is none, or where it is hidden.
         blocking_xact_start -> Nullable<Timestamptz>,
     }
 }
@@ -72,36 +71,35 @@ pub struct Blocked {
     #[diesel(select_expression = (blocking::key, blocking::key1, blocking::key2))]
     #[diesel(select_expression_type = (blocking::key, blocking::key1, blocking::key2))]
     pub key: LockId,
-    /// Since when; `None` before PostgreSQL 14.
+    /// When the wait started; `None` before PostgreSQL 14.
     pub waiting_since: Option<DateTime<Utc>>,
-    /// How long, by the server's clock; `None` before PostgreSQL 14.
+    /// The duration of the wait, by the server's clock; `None` before PostgreSQL 14.
     #[diesel(deserialize_as = Elapsed<Option<Duration>>)]
     pub waited: Option<Duration>,
     /// The process id of the session that waits.
     pub blocked_pid: i32,
-    /// What that session calls its application.
+    /// The `application_name` of that session.
     pub blocked_application_name: Option<String>,
-    /// The process id of the session in its way; `None` for a prepared transaction.
+    /// The process id of the session that it waits for; `None` for a prepared transaction.
     pub blocking_pid: Option<i32>,
-    /// What that session calls its application.
+    /// The `application_name` of that session.
     pub blocking_application_name: Option<String>,
     /// `active`, `idle`, `idle in transaction` and the like; `None` where the server hides it.
     pub blocking_state: Option<String>,
-    /// When the blocking session's open transaction began; `None` where there is none, or where the
-    /// server hides it.
+    /// When the blocking session's open transaction started; `None` where there is none, or where the server hides it.
     pub blocking_xact_start: Option<DateTime<Utc>>,
 }
 
-/// The sessions that wait for an advisory lock of the current database, each with every session that
-/// it waits for: holders, and waiters ahead of it in the queue. Loads as [`Blocked`].
+/// Selects the sessions that wait for an advisory lock of the current database, each with every session that it waits for:
+/// holders, and waiters ahead of it in the queue. Loads as [`Blocked`].
 ///
-/// One row per pair, one round trip, over `pg_locks`, `pg_blocking_pids` and `pg_stat_activity`; its
-/// columns are in [`blocking`].
+/// One row per pair, in one round trip over `pg_locks`, `pg_blocking_pids` and `pg_stat_activity`. Its columns are in
+/// [`blocking`].
 ///
-/// # Not for every second
+/// # Cost
 ///
-/// `pg_blocking_pids` takes the server's whole lock table for itself, for a short time, once for
-/// each waiter. Ask it when somebody looks, and [`waiters`](super::waiters()) for a graph.
+/// `pg_blocking_pids` locks the server's whole lock table for a short time, once for each waiter. Run this query when an
+/// operator looks. For a graph, poll [`waiters`](super::waiters()).
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -122,13 +120,13 @@ pub fn blocked() -> _ {
     Blocking.select(selection)
 }
 
-/// As [`of_key`](super::of_key), for [`blocked()`].
+/// Returns the condition that a row of [`blocked()`] is about this lock.
 ///
 /// # Errors
 ///
 /// [`Input::EmptyName`](crate::error::Input::EmptyName).
 pub fn blocked_on(key: &LockKey) -> Result<blocked_on_id> {
-    Ok(blocked_on_id(key.id()?))
+    key.id().map(blocked_on_id)
 }
 
 #[auto_type]

@@ -102,7 +102,7 @@ impl Session for AsyncPgConnection {
     }
 
     fn lock_id(&mut self, key: &LockKey) -> Result<LockId> {
-        Ok(key.id()?)
+        key.id()
     }
 
     fn one<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<U>>

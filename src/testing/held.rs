@@ -1,25 +1,20 @@
 //! Locks that are held, and assertions that none is.
 
 use std::collections::HashSet;
-use std::fmt::Debug;
-use std::time::{Duration, Instant};
 
 use diesel::dsl::sql;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::sql_types::{BigInt, Bool};
+use diesel::sql_types::BigInt;
 
-use super::in_flight::find_in_flight;
+use super::in_flight::{Tables, find_in_flight};
+use super::polling::assert_none;
 use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
 use crate::installed;
 use crate::key::LockId;
 use crate::monitor::{self, Holder, ServiceRequest};
 use crate::session::{Blocking, Session, now};
-
-/// How long an assertion polls before it panics. A session that discards its connection frees its locks, and a background
-/// thread sends the release of a dropped permit, within milliseconds but not at once.
-const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Lists the advisory locks that are held in this database, by any session.
 ///
@@ -48,27 +43,6 @@ async fn find_held<S: Session>(session: &mut S) -> Result<Vec<Holder>> {
         held.retain(|lock| !unrequested.contains(&lock.key));
     }
     Ok(held)
-}
-
-/// The tables that exist. A query of a missing table would abort a test transaction.
-pub(super) struct Tables {
-    pub(super) service_request: bool,
-    throttled_key: bool,
-}
-
-impl Tables {
-    /// Looks the tables up in one round trip.
-    pub(super) async fn of<S: Session>(session: &mut S) -> QueryResult<Self> {
-        let query = diesel::select((
-            sql::<Bool>("pg_catalog.to_regclass('resource_control.service_request') IS NOT NULL"),
-            sql::<Bool>("pg_catalog.to_regclass('resource_control.throttled_key') IS NOT NULL"),
-        ));
-        let (service_request, throttled_key) = session.one(query).await?;
-        Ok(Self {
-            service_request,
-            throttled_key,
-        })
-    }
 }
 
 /// Returns the locks that claims and attempts hold until their transaction ends. That is at once, except inside a test
@@ -180,38 +154,4 @@ pub fn assert_not_held(conn: &mut PgConnection, lock: &AdvisoryLock) {
     assert_none(&expected, || {
         now(monitor::find_holders(session, lock.key()))
     });
-}
-
-/// Polls until `find` returns nothing, and panics if it still returns something after [`PATIENCE`].
-#[track_caller]
-pub(super) fn assert_none<T: Debug>(expected: &str, mut find: impl FnMut() -> Result<Vec<T>>) {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let found = match find() {
-            Ok(found) => found,
-            Err(error) => panic!("cannot find out whether {expected}: {error:?}"),
-        };
-        if found.is_empty() {
-            return;
-        }
-        if Instant::now() >= end {
-            let found: String = found.iter().map(|one| format!("\n  {one:?}")).collect();
-            panic!("expected that {expected}, but:{found}");
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::assert_none;
-
-    #[test]
-    fn what_goes_away_soon_is_waited_for() {
-        let mut left = vec![1, 2, 3];
-        assert_none("nothing is left", || {
-            left.pop();
-            Ok(left.clone())
-        });
-    }
 }

@@ -1,15 +1,38 @@
 //! Requests to services that are in flight.
 
+use diesel::dsl::sql;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
+use diesel::sql_types::Bool;
 
-use super::held::{Tables, assert_none};
+use super::polling::assert_none;
 use crate::error::Result;
 use crate::installed;
 use crate::monitor::{self, ServiceRequest};
 use crate::schema::resource_control::service_request;
 use crate::semaphore::Semaphore;
 use crate::session::{Blocking, Session, now};
+
+/// The tables that exist. A query of a missing table would abort a test transaction.
+pub(super) struct Tables {
+    pub(super) service_request: bool,
+    pub(super) throttled_key: bool,
+}
+
+impl Tables {
+    /// Looks the tables up in one round trip.
+    pub(super) async fn of<S: Session>(session: &mut S) -> QueryResult<Self> {
+        let query = diesel::select((
+            sql::<Bool>("pg_catalog.to_regclass('resource_control.service_request') IS NOT NULL"),
+            sql::<Bool>("pg_catalog.to_regclass('resource_control.throttled_key') IS NOT NULL"),
+        ));
+        let (service_request, throttled_key) = session.one(query).await?;
+        Ok(Self {
+            service_request,
+            throttled_key,
+        })
+    }
+}
 
 /// Lists the requests to services that are in flight in this database, of every process. The list is empty if the schema
 /// `resource_control` is not installed.

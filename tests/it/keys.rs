@@ -202,7 +202,10 @@ fn an_empty_name_is_an_error_in_every_form() {
         #[cfg(feature = "sha2")]
         LockKey::django_pglock(""),
     ] {
-        assert!(matches!(key.id(), Err(Input::EmptyName)), "{key}");
+        assert!(
+            matches!(key.id(), Err(Error::Input(Input::EmptyName))),
+            "{key}"
+        );
     }
     assert!(LockKey::parts([" "]).id().is_ok());
     assert!(LockKey::named("\0").id().is_ok());
@@ -235,7 +238,10 @@ impl std::fmt::Display for Unprintable {
 #[test]
 fn a_part_that_cannot_be_formatted_is_an_error_of_the_first_operation() {
     let key = LockKey::parts([Unprintable]);
-    assert!(matches!(key.id(), Err(Input::Unformatted)), "{key}");
+    assert!(
+        matches!(key.id(), Err(Error::Input(Input::Unformatted))),
+        "{key}"
+    );
     assert_eq!(key.to_string(), "\"\" (not formatted)");
     assert_ne!(key, LockKey::named(""));
     assert_ne!(key, LockKey::named("half"));

@@ -55,7 +55,7 @@ impl NumberOrEmpty for LockKey {
     fn number_or_empty(&self) -> Option<LockId> {
         match self.id() {
             Ok(id) => Some(id),
-            Err(Input::EmptyName) => None,
+            Err(Error::Input(Input::EmptyName)) => None,
             Err(error) => panic!("{error:?}"),
         }
     }

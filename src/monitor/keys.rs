@@ -1,7 +1,9 @@
-//! The numbers of a lock, in queries.
+//! Keys of locks in queries: the condition that a row has a key, and the names of known keys.
 
 // Diesel's macro writes an alias that carries no documentation of its own.
 #![allow(missing_docs)]
+
+use std::collections::HashMap;
 
 use diesel::deserialize;
 use diesel::dsl::auto_type;
@@ -13,13 +15,13 @@ use super::locks::advisory_lock;
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
 
-/// The condition that a holder's or a waiter's lock is this one.
+/// Returns the condition that a row of [`holders()`](super::holders()) or [`waiters()`](super::waiters()) is about this lock.
 ///
 /// # Errors
 ///
 /// [`Input::EmptyName`](crate::error::Input::EmptyName).
 pub fn of_key(key: &LockKey) -> Result<of_id> {
-    Ok(of_id(key.id()?))
+    key.id().map(of_id)
 }
 
 #[auto_type]
@@ -31,11 +33,11 @@ pub(super) fn of_id(id: LockId) -> _ {
         .and(advisory_lock::key2.is_not_distinct_from(key2))
 }
 
-/// `key`, or `key1` and `key2`.
+/// The columns `key`, `key1` and `key2`.
 type Numbers = (Option<i64>, Option<i32>, Option<i32>);
 
 impl LockId {
-    /// The number of a `bigint`, and those of a pair.
+    /// Returns the number of a `bigint`, and the two of a pair.
     pub(super) const fn numbers(self) -> Numbers {
         match self {
             LockId::BigInt(key) => (Some(key), None, None),
@@ -51,7 +53,7 @@ impl Queryable<(Nullable<BigInt>, Nullable<Integer>, Nullable<Integer>), Pg> for
         match row {
             (Some(key), None, None) => Ok(LockId::BigInt(key)),
             (None, Some(key1), Some(key2)) => Ok(LockId::Pair(key1, key2)),
-            _ => Err("neither the number of an advisory lock nor a pair".into()),
+            _ => Err("neither the number of an advisory lock nor a pair of numbers".into()),
         }
     }
 }
@@ -61,6 +63,57 @@ impl Selectable<Pg> for LockId {
 
     fn construct_selection() -> Self::SelectExpression {
         (advisory_lock::key, advisory_lock::key1, advisory_lock::key2)
+    }
+}
+
+/// The names of the keys that an application knows, to show names instead of numbers.
+///
+/// PostgreSQL stores only the number of a lock, and a name cannot be computed from it.
+///
+/// ```
+/// use diesel::prelude::*;
+/// use diesel_interlock::{AdvisoryLock, LockKey, monitor};
+///
+/// static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+///
+/// let names = monitor::Names::new([NIGHTLY.key(), &LockKey::parts(["tenant", "7"])])?;
+///
+/// # let database = workbench::Database::new();
+/// # let (pool, conn) = (database.pool(2), &mut database.connect());
+/// # let _guard = NIGHTLY.acquire(&pool)?;
+/// for holder in monitor::holders().load(conn)? {
+///     match names.of(holder.key) {
+///         Some(name) => println!("{name}: {:?}", holder.session.application_name),
+///         None => println!("{}: {:?}", holder.key, holder.session.application_name),
+///     }
+/// #   assert_eq!(names.of(holder.key), Some("nightly report"));
+/// }
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Names(HashMap<LockId, String>);
+
+impl Names {
+    /// Collects the names of the keys. A key that is only a number has no name. If two names have the same number, the last
+    /// one is kept.
+    ///
+    /// # Errors
+    ///
+    /// [`Input::EmptyName`](crate::error::Input::EmptyName).
+    pub fn new<'a>(keys: impl IntoIterator<Item = &'a LockKey>) -> Result<Self> {
+        let mut names = HashMap::new();
+        for key in keys {
+            let id = key.id()?;
+            if let Some(name) = key.name() {
+                names.insert(id, name.to_owned());
+            }
+        }
+        Ok(Self(names))
+    }
+
+    /// Returns the name of a key, if it is known.
+    pub fn of(&self, id: LockId) -> Option<&str> {
+        self.0.get(&id).map(String::as_str)
     }
 }
 
@@ -103,5 +156,17 @@ mod tests {
         );
         assert!(LockId::build((None, Some(1), None)).is_err());
         assert!(LockId::build((None, None, None)).is_err());
+    }
+
+    #[test]
+    fn known_keys_have_their_names_and_others_none() {
+        let gem = LockKey::with_advisory_lock("nightly");
+        let keys = [LockKey::named("a"), gem.clone(), LockKey::bigint(7)];
+        let names = Names::new(&keys).unwrap();
+        assert_eq!(names.of(keys[0].id().unwrap()), Some("a"));
+        assert_eq!(names.of(gem.id().unwrap()), Some("nightly"));
+        assert_eq!(names.of(LockId::BigInt(7)), None);
+        assert!(Names::new([&LockKey::named("")]).is_err());
+        assert_eq!(Names::default().of(LockId::Pair(0, 1)), None);
     }
 }

@@ -263,20 +263,20 @@ async fn conclude<S: Session>(
         }
         Fate::Discard => *doubt = Some(Doubt::Certain(held.pid)),
     }
+    let Some(loss) = loss else { return Ok(()) };
     let key = held.key.clone();
-    match loss {
-        None => Ok(()),
-        Some(Loss::Lock) => Err(held.lost(None)),
-        Some(Loss::Commit) => Err(Error::TransactionLeftOpen { key }),
-        Some(Loss::SessionMoved) => {
+    Err(match loss {
+        Loss::Lock => held.lost(None),
+        Loss::Commit => Error::TransactionLeftOpen { key },
+        Loss::SessionMoved => {
             let replied_by = session.one(diesel::select(pg_backend_pid())).await;
-            Err(Error::SessionMoved {
+            Error::SessionMoved {
                 key,
                 taken_by: held.pid,
                 replied_by: replied_by.unwrap_or_default(),
-            })
+            }
         }
-    }
+    })
 }
 
 /// Sends the unlock, and also returns whether the connection was left marked. After an error the mark shows that the unlock

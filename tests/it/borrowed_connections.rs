@@ -99,7 +99,7 @@ fn a_callers_aborted_transaction_is_never_rolled_back_behind_its_back() {
         matches!(released, Err(Error::ReleaseFailed { .. })),
         "{released:?}"
     );
-    // Still there, aborted: only the caller ends it.
+    // The transaction is still open and aborted, because only the caller ends it.
     assert_eq!(Observer::of(&database).in_transaction(), 1);
     conn.batch_execute("ROLLBACK TO SAVEPOINT s; COMMIT")
         .unwrap();

@@ -1,7 +1,7 @@
 //! `COPY` on a connection that a lock, or another primitive, uses afterwards.
 //!
-//! Diesel leaves the end of a `COPY TO` in libpq, also where the caller read all of it. libpq then refuses to
-//! send the next prepared statement.
+//! Diesel leaves the end of a `COPY TO` in libpq, even if the caller read all of it. libpq then refuses to send the next
+//! prepared statement.
 
 use std::io::{BufRead, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,7 +28,7 @@ throttled_resources! {
 static LOCK: AdvisoryLock = AdvisoryLock::named("copies");
 static INNER: AdvisoryLock = AdvisoryLock::named("copies, inner");
 
-/// What leaves libpq in the middle of a `COPY`.
+/// The ways in which libpq is left in the middle of a `COPY`.
 const COPIES: [fn(&mut PgConnection); 3] =
     [copy_to_the_end, copy_to_the_first_row, panic_in_copy_from];
 
@@ -71,7 +71,7 @@ fn panic_in_copy_from(conn: &mut PgConnection) {
     assert!(caught.is_err());
 }
 
-/// Statements that were prepared before are what libpq refuses to send.
+/// libpq refuses to send statements that were prepared before.
 fn prepare_all(conn: &mut PgConnection) {
     for lock in [&LOCK, &INNER] {
         let mut guard = lock.acquire_on(conn).unwrap();

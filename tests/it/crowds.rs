@@ -16,7 +16,7 @@ use crate::support::{
     Expect, Observer, TimeoutsOfAPool, eventually, foreign_session_holding, silent_pool,
 };
 
-/// Far above what anything here takes.
+/// Much longer than every wait here.
 const LONG: Duration = Duration::from_secs(300);
 
 /// Starts `size` threads with small stacks.
@@ -118,7 +118,7 @@ fn many_waiters_that_wait_in_vain_end_in_time() {
             let timeout = Duration::from_millis(300);
             match LOCK.acquire_timeout(&pool, timeout) {
                 Ok(attempt) => assert!(attempt.is_busy()),
-                // Not once, in all that time, was there a connection.
+                // The pool had no connection in all that time.
                 Err(error) => assert!(matches!(error, Error::Pool(_)), "{error}"),
             }
         });
@@ -136,7 +136,7 @@ fn those_who_wait_without_a_connection_ask_a_bounded_number_of_times() {
     let (began, before) = (Instant::now(), proxy.round_trips());
     thread::scope(|scope| {
         spawn_many(scope, 32, || {
-            // A slow machine may have no connection for it, to the end.
+            // On a slow machine the pool may have no connection for it until the end.
             if let Ok(attempt) = LOCK.acquire_timeout(&pool, Duration::from_secs(2)) {
                 assert!(attempt.is_busy());
             }
@@ -164,7 +164,7 @@ fn a_holder_and_its_waiter_share_a_pool_of_two() {
     });
 }
 
-/// The best of three, which a busy machine spoils less than one: from before the wait until it is over.
+/// The shortest of three waits, because a busy machine distorts it less than a single one.
 fn best_of_three(mut wait: impl FnMut() -> Duration) -> Duration {
     (0..3).map(|_| wait()).min().unwrap()
 }
@@ -233,7 +233,7 @@ fn who_is_alone_at_a_service_does_not_wait_for_a_thousand_at_another() {
                     let attempt = ALONE.acquire_timeout(&pool, LONG).unwrap();
                     attempt.expect_acquired().release().unwrap();
                 });
-                // As another process would: nobody here is woken.
+                // As another process would release it: no thread of this process is woken.
                 conn.batch_execute(&format!(
                     "SELECT pg_sleep(0.2); \
                      UPDATE resource_control.service_request \
@@ -273,7 +273,7 @@ fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
         // The connection budget is used up for these.
         let tried = proxy.round_trips();
         let others = [scope.spawn(acquire), scope.spawn(acquire_in_time)];
-        // Their tries and some that follow, beside the slices of the first.
+        // Their tries and some later ones, beside the slices of the first.
         eventually("they have begun to wait", || {
             proxy.round_trips() >= tried + 20
         });

@@ -33,7 +33,7 @@ fn a_release_on_another_session_is_an_error_and_unlocks_nothing_there() {
         }) => assert_eq!((taken, answered), (taken_by, replied_by)),
         other => panic!("{other:?}"),
     }
-    // Of the two sessions, the one that was discarded is gone; nothing was unlocked on either.
+    // One of the two sessions was discarded and is gone. Nothing was unlocked on either.
     crate::support::eventually("the session is given up", || !observer.is_alive(replied_by));
     assert_eq!(backend_pid(&mut elsewhere), taken_by);
     assert_eq!(observer.holders(LOCK.key()), 1);

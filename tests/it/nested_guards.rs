@@ -79,7 +79,7 @@ fn what_an_inner_guard_could_not_release_does_not_get_into_the_pool() {
             inner.conn().batch_execute("SELECT 1/0").unwrap_err();
             assert!(matches!(inner.release(), Err(Error::ReleaseFailed { .. })));
         }
-        // Diesel takes the mark of the broken connection back with this.
+        // With this statement Diesel clears the mark of the broken connection.
         outer.conn().batch_execute("ROLLBACK").unwrap();
         diesel::sql_query("SELECT 1").execute(outer.conn()).unwrap();
         outer.release().unwrap();

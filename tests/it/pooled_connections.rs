@@ -187,7 +187,7 @@ fn pool_with_abandoned_work(database: &Database, dirty_first: bool) -> (PgPool, 
         .batch_execute("BEGIN; INSERT INTO work VALUES (1)")
         .unwrap();
     let pid = backend_pid(&mut dirty);
-    // The pool gives out what came back last.
+    // The pool lends the connection that came back last.
     if dirty_first {
         drop(clean);
         drop(dirty);

@@ -1,4 +1,4 @@
-//! Settings that a user may have made, and that change nothing of what is promised.
+//! Settings that a user may have made, which must not change any promise.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ fn version(conn: &mut PgConnection) -> i32 {
         .number
 }
 
-/// Waits for the lock while another session has it for longer than the user's own time-outs.
+/// Waits for the lock while another session holds it for longer than the user's own timeouts.
 fn outwait(configure: &str) {
     let database = Database::new();
     let mut observer = Observer::of(&database);
@@ -142,7 +142,7 @@ fn a_lock_whose_session_has_an_idle_session_timeout_takes_no_more_round_trips() 
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     conn.batch_execute("SET idle_session_timeout = '1h'")
         .unwrap();
-    // The first in a process finds out, and prepares.
+    // The first acquisition of a process detects the timeout, and prepares the statement.
     drop(LOCK.acquire_on(conn).unwrap());
     drop(LOCK.acquire_on(plain).unwrap());
     assert_eq!(proxy.count(|| drop(LOCK.acquire_on(conn).unwrap())), 2);
@@ -168,7 +168,7 @@ fn a_lock_that_was_busy_leaves_idle_session_timeout_alone() {
     assert_eq!(setting(&mut conn, "idle_session_timeout"), "30s");
 }
 
-/// The server applies a configuration that is read again to every session that has no value of its own.
+/// The server applies a reloaded configuration to every session that has no value of its own.
 #[test]
 fn a_reloaded_idle_session_timeout_ends_only_a_session_without_a_value_of_its_own() {
     let cluster = Cluster::start();
@@ -196,7 +196,7 @@ fn a_reloaded_idle_session_timeout_ends_only_a_session_without_a_value_of_its_ow
     ] {
         observer.conn().batch_execute(statement).unwrap();
     }
-    // A session reads the configuration as it gets its next statement.
+    // A session applies the configuration when it receives its next statement.
     for conn in [guard.conn(), pinned.conn()] {
         conn.batch_execute("SELECT 1").unwrap();
     }

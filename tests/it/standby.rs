@@ -18,7 +18,7 @@ fn a_standby_refuses_until_it_is_promoted() {
     let id = LOCK.key().id().unwrap();
     let connect = || PgConnection::establish(&standby.url(database.name())).unwrap();
 
-    // What the refusal is for: PostgreSQL itself grants the same lock on both.
+    // The reason for the refusal: PostgreSQL itself grants the same lock on both.
     assert!(foreign_try(&mut database.connect(), id));
     assert!(foreign_try(&mut connect(), id));
 

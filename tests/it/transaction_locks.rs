@@ -200,7 +200,7 @@ fn opening_one_inside_another_is_refused() {
             refused,
             Err(Error::Misplaced(Misplaced::NestedTransaction))
         ));
-        // The transaction is none the worse for it.
+        // The transaction is still usable.
         LOCK.acquire_xact(conn)
     })
     .unwrap();
@@ -265,7 +265,7 @@ fn a_deadlock_is_detected() {
     observer.assert_free(b.key());
 }
 
-/// Books a server if it is free, as article after article does it: check, then insert.
+/// Books a server if it is free, as the articles do: check, then insert.
 fn check_and_insert(conn: &mut PgConnection) -> QueryResult<bool> {
     let free = bookings::table.count().get_result::<i64>(conn)? == 0;
     if free {
@@ -344,7 +344,7 @@ fn four_sessions_that_lock_check_and_insert_make_one_row_or_are_refused() {
     }
 }
 
-/// Without the refusal, this is what happens: PostgreSQL's own lock, at REPEATABLE READ.
+/// Without the refusal all four bookings succeed, as PostgreSQL's own lock shows at REPEATABLE READ.
 #[test]
 fn a_plain_lock_at_repeatable_read_books_twice() {
     let (rows, _) = four_sessions_book("repeatable read", |conn| {

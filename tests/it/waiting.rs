@@ -1,4 +1,4 @@
-//! Waiting for a session lock: how it ends, and whom it must not disturb.
+//! Waiting for a session lock: how a wait ends, and which other sessions it must not disturb.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -153,7 +153,7 @@ fn a_german_server_tells_a_timeout_from_a_failure() {
     drop(holder);
 }
 
-/// PostgreSQL may report a time-out although the lock was granted at that moment: the timers race.
+/// PostgreSQL may report a timeout although the lock was granted at the same moment.
 #[test]
 fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
     const WAITERS: usize = 4;
@@ -163,7 +163,7 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
     let mut waiting: Vec<_> = (0..WAITERS).map(|_| database.connect()).collect();
     let over = AtomicBool::new(false);
 
-    // Holds for about as long as the waiters wait, so that releases and time-outs meet.
+    // Holds for about as long as the waiters wait, so that releases and timeouts coincide.
     let hold_and_release = || {
         for microseconds in (700..1400).step_by(100).cycle() {
             if over.load(Ordering::Relaxed) {
@@ -210,7 +210,7 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
         waited.into_iter().map(Result::unwrap).sum()
     });
     assert!(grants > 0);
-    // All of these sessions are alive, so whatever they were left with would still be held.
+    // All of these sessions are alive, so a lock that was left behind would still be held.
     assert_eq!(Observer::of(&database).all_held(), 0);
     drop(waiting);
 }
@@ -280,8 +280,8 @@ fn a_holder_with_a_lock_timeout_creates_indexes_concurrently_while_twenty_sessio
     });
 }
 
-/// Where the session's settings would end a slice, and where a test transaction is open, a slice has a
-/// transaction or a savepoint of its own.
+/// A slice has a transaction of its own if the session's settings would end it sooner, and a savepoint inside a test
+/// transaction.
 #[test]
 fn a_wait_whose_settings_are_lifted_leaves_nothing_open_and_nothing_held() {
     let database = Database::new();
@@ -326,7 +326,7 @@ fn a_wait_that_is_cancelled_ends_with_that_error() {
             let mut conn = database.connect();
             LOCK.acquire_on(&mut conn).map(drop)
         });
-        // In the last hundredth of a slice it is taken for the slice's timeout: then once more.
+        // A cancellation in the last hundredth of a slice is taken for its timeout, so it is sent again.
         crate::support::eventually("it is cancelled", || {
             observer
                 .conn()
@@ -366,7 +366,7 @@ fn a_try_that_cannot_be_prepared_leaves_a_borrowed_connection_unmarked() {
     assert_eq!(Observer::of(&database).all_held(), 0);
 }
 
-/// One long statement's snapshot would keep every row that is deleted meanwhile.
+/// The snapshot of one long statement would keep every row that is deleted meanwhile.
 #[test]
 fn vacuum_gets_at_rows_that_were_deleted_while_sessions_wait() {
     let database = Database::new();
@@ -392,7 +392,7 @@ fn vacuum_gets_at_rows_that_were_deleted_while_sessions_wait() {
     });
 }
 
-/// Also where the server detects deadlocks sooner than a slice is long by default, or hardly ever.
+/// This holds for a `deadlock_timeout` shorter than a slice, and for a very long one.
 #[test]
 fn slices_suit_the_servers_deadlock_timeout() {
     for deadlock_timeout in ["100ms", "10min"] {

@@ -83,7 +83,7 @@ fn it_is_asked_no_more_often_than_was_said() {
     let other_pool = database.pool(2);
     let other = AdvisoryLock::new(LockKey::pair(7, -8));
     let mut other = other.try_acquire(&other_pool).unwrap().expect_acquired();
-    // While the thread asks about another lock again and again, it asks about this one once.
+    // While the thread queries another lock repeatedly, it queries this one once.
     let asked = proxy.count(|| {
         let watch = guard.watch(&pool, LONG).unwrap();
         let often = other.watch(&other_pool, OFTEN).unwrap();
@@ -152,7 +152,7 @@ fn a_lock_that_is_released_is_neither_held_nor_lost() {
             guard.release().unwrap();
         }
         assert!(!watch.is_held_within(Duration::MAX));
-        // Time enough to ask about it.
+        // Enough time for a query.
         for _ in 0..5 {
             await_confirmation(&still_held);
         }
@@ -165,7 +165,7 @@ fn a_release_that_reports_a_loss_tells_the_watch() {
     let database = Database::new();
     let pool = database.pool(1);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
-    // The pool has no second connection, so nobody else tells it.
+    // The pool has no second connection, so only the release can report the loss.
     let watch = guard.watch(&pool, LONG).unwrap();
     guard
         .conn()
@@ -178,7 +178,7 @@ fn a_release_that_reports_a_loss_tells_the_watch() {
 #[test]
 fn a_lock_that_is_gone_already_is_lost_from_the_beginning() {
     let database = Database::new();
-    // No second connection to ask on.
+    // The pool has no second connection for the query.
     let pool = database.pool(1);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
     guard
@@ -201,7 +201,7 @@ fn an_absurd_interval_ends_no_watch() {
     let pool = database.pool(3);
     let mut never = lock().try_acquire(&pool).unwrap().expect_acquired();
     let never = never.watch(&pool, Duration::MAX).unwrap();
-    // By now the thread has asked about it.
+    // By now the thread has queried it.
     let other = AdvisoryLock::new(LockKey::pair(7, -10));
     for _ in 0..2 {
         let mut guard = other.try_acquire(&pool).unwrap().expect_acquired();
@@ -243,7 +243,7 @@ fn a_server_that_hangs_delays_no_watch_over_another() {
     assert!(hung.iter().all(|(_, watch)| !watch.is_lost()));
 }
 
-/// A network that swallows everything as long as this lives. A test that fails must not wait for it.
+/// A network that loses all packets until this is dropped. A test that fails must not wait for it.
 struct Cut<'a>(&'a RoundTrips);
 
 impl<'a> Cut<'a> {
@@ -304,7 +304,7 @@ fn a_watch_whose_lock_was_released_keeps_no_pool() {
     let mut observer = Observer::of(&database);
     let pool = database.pool(2);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
-    // Asked about once, and then not for a year.
+    // Queried once, and then not for a year.
     let watch = guard.watch(&pool, Duration::MAX).unwrap();
     drop(pool);
     guard.release().unwrap();

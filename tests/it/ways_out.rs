@@ -230,7 +230,7 @@ fn a_lock_that_other_code_unlocked_is_reported_and_its_session_discarded() {
 
 #[test]
 fn the_observer_sees_a_lock_that_stays_behind_in_the_pool() {
-    // By plain SQL, which is the caller's to undo: it shows that the other tests could fail.
+    // Taken by plain SQL, which the caller must undo. This shows that the other tests could fail.
     let database = Database::new();
     let pool = database.pool(1);
     let mut guard = LOCK.acquire(&pool).unwrap();

@@ -5,6 +5,7 @@
 
 use std::future::poll_fn;
 
+use diesel::connection::TransactionManagerStatus;
 use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
 use diesel::pg::{Pg, PgConnection};
@@ -15,7 +16,7 @@ use diesel::query_dsl::methods::LoadQuery;
 use diesel::result::{Error as DieselError, QueryResult};
 use diesel_async::{
     AnsiTransactionManager, AsyncConnectionCore, AsyncPgConnection, SimpleAsyncConnection,
-    TransactionManager, TransactionManagerStatus,
+    TransactionManager,
 };
 
 use super::{Reply, Session, Statement};

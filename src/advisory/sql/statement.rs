@@ -3,11 +3,12 @@
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
-use diesel::query_dsl::methods::LoadQuery;
 use diesel::sql_types::{BigInt, Integer};
 
 use crate::advisory::lock::{Lock, LockMode};
 use crate::key::LockId;
+#[cfg(feature = "__async")]
+use crate::session::Reply;
 use crate::session::Statement;
 
 /// Declares a statement that is prepared once per connection: its fields, the types of its row, and its text.
@@ -74,27 +75,61 @@ pub(in crate::advisory) trait NumberedText: Clone {
     fn lock(&self) -> Lock;
 }
 
+/// Calls a method of the statement under the number of its text.
+macro_rules! numbered {
+    ($statement:expr, |$text:ident| $call:expr) => {{
+        let statement = $statement;
+        match text_number(statement.lock()) {
+            0 => {
+                let $text = Text::<0, Q>(statement);
+                $call
+            }
+            1 => {
+                let $text = Text::<1, Q>(statement);
+                $call
+            }
+            2 => {
+                let $text = Text::<2, Q>(statement);
+                $call
+            }
+            _ => {
+                let $text = Text::<3, Q>(statement);
+                $call
+            }
+        }
+    }};
+}
+
 /// A statement that Diesel finds by the number of its text. To compose and hash the text each time would cost a quarter of
 /// what a lock costs on the client.
 #[derive(Debug, Clone)]
 pub(in crate::advisory) struct Numbered<Q>(pub(in crate::advisory) Q);
 
-impl<'query, U, Q> Statement<U> for Numbered<Q>
+impl<U, Q> Statement<U> for Numbered<Q>
 where
     Q: NumberedText,
-    Text<0, Q>: RunQueryDsl<PgConnection> + LoadQuery<'query, PgConnection, U>,
-    Text<1, Q>: RunQueryDsl<PgConnection> + LoadQuery<'query, PgConnection, U>,
-    Text<2, Q>: RunQueryDsl<PgConnection> + LoadQuery<'query, PgConnection, U>,
-    Text<3, Q>: RunQueryDsl<PgConnection> + LoadQuery<'query, PgConnection, U>,
+    Text<0, Q>: Statement<U>,
+    Text<1, Q>: Statement<U>,
+    Text<2, Q>: Statement<U>,
+    Text<3, Q>: Statement<U>,
 {
     fn load(&self, conn: &mut PgConnection) -> QueryResult<U> {
-        let statement = self.0.clone();
-        match text_number(statement.lock()) {
-            0 => Text::<0, Q>(statement).get_result(conn),
-            1 => Text::<1, Q>(statement).get_result(conn),
-            2 => Text::<2, Q>(statement).get_result(conn),
-            _ => Text::<3, Q>(statement).get_result(conn),
-        }
+        numbered!(self.0.clone(), |text| Statement::<U>::load(&text, conn))
+    }
+
+    fn load_all(&self, conn: &mut PgConnection) -> QueryResult<Vec<U>> {
+        numbered!(self.0.clone(), |text| Statement::<U>::load_all(&text, conn))
+    }
+
+    #[cfg(feature = "__async")]
+    fn send<'conn>(
+        self,
+        conn: &'conn mut diesel_async::AsyncPgConnection,
+    ) -> Reply<'conn, QueryResult<Vec<U>>>
+    where
+        U: Send + 'conn,
+    {
+        numbered!(self.0, |text| Statement::<U>::send(text, conn))
     }
 }
 
@@ -109,7 +144,7 @@ fn text_number(lock: Lock) -> usize {
 }
 
 /// A statement with the number of its text as a part of its type.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(in crate::advisory) struct Text<const NUMBER: usize, Q>(Q);
 
 impl<const NUMBER: usize, Q: Query> Query for Text<NUMBER, Q> {

@@ -1,24 +1,24 @@
--- Lets a role use the schema resource_control without owning it. For psql, as the role that installs:
+-- Grants a role the use of the schema resource_control. Run it with psql as the role that installs:
 --
 --     psql --set=role=app --file=grants.sql "$DATABASE_URL"
 --
--- Once is enough: what later releases add is granted by default, as far as the same role installs it.
+-- Run it once. Objects of later releases are granted by default if the same role installs them.
 \set ON_ERROR_STOP on
 BEGIN;
 
 GRANT USAGE ON SCHEMA resource_control TO :"role";
 GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA resource_control TO :"role";
 GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA resource_control TO :"role";
--- For pg_dump, which reads their values.
+-- pg_dump reads the values of sequences.
 GRANT SELECT ON ALL SEQUENCES IN SCHEMA resource_control TO :"role";
--- Which migrations were run is for reading only.
+-- The role may only read which migrations were run.
 REVOKE INSERT, UPDATE, DELETE ON resource_control.installed_migration FROM :"role";
 
 ALTER DEFAULT PRIVILEGES IN SCHEMA resource_control GRANT EXECUTE ON FUNCTIONS TO :"role";
 ALTER DEFAULT PRIVILEGES IN SCHEMA resource_control GRANT SELECT, INSERT, UPDATE, DELETE ON TABLES TO :"role";
 ALTER DEFAULT PRIVILEGES IN SCHEMA resource_control GRANT SELECT ON SEQUENCES TO :"role";
 
--- For migrations::run_pending, which reads what was run of the application's own migrations.
+-- migrations::run_pending reads which of the application's own migrations were run.
 SELECT format('GRANT SELECT ON TABLE %s TO %I', to_regclass('__diesel_schema_migrations'), :'role')
     WHERE to_regclass('__diesel_schema_migrations') IS NOT NULL
 \gexec

@@ -1,4 +1,4 @@
-//! What is missing in the database, queried after an operation failed.
+//! The reason of a failure in the database, queried from the catalogue after an operation failed.
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
@@ -50,7 +50,7 @@ const PRESENT: &str = "
             WHERE typnamespace OPERATOR(pg_catalog.=) schema.oid AND typname OPERATOR(pg_catalog.=) 'throttled_resource_enum'
             AND enumlabel OPERATOR(pg_catalog.=) $1) AS label";
 
-/// Returns what an error of the database means, as far as its kind or the catalogue tells.
+/// Returns what an error of the database means, as far as its kind or the catalogue shows.
 ///
 /// Inside a transaction the error has aborted it, and the catalogue cannot be queried.
 pub(crate) async fn explain<S: Session>(

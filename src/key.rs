@@ -1,4 +1,4 @@
-//! What is locked: a number, and how to come by it.
+//! Keys of advisory locks: a name or a number, and the number that PostgreSQL locks.
 
 mod hash;
 
@@ -11,15 +11,14 @@ use diesel::pg::PgConnection;
 use crate::input::Input;
 use crate::text;
 
-/// The longest piece of a name that `Debug` and `Display` show, in characters.
+/// The number of characters of a name that `Debug` and `Display` show.
 const SHOWN: usize = 80;
 
 /// The name of an advisory lock, and the number that PostgreSQL locks for it.
 ///
-/// PostgreSQL's advisory locks have no names: it locks a `bigint`, or a pair of `int`, and the
-/// two spaces never meet. Keys are per database. A `LockKey` is made from a name by hashing, from
-/// parts that are joined to a name, or straight from numbers; two keys are equal if their numbers
-/// are, whatever their names.
+/// PostgreSQL's advisory locks have no names. PostgreSQL locks a `bigint` or a pair of `int`, in two separate key spaces.
+/// Keys are per database. A `LockKey` is the hash of a name, the hash of parts that are joined to a name, or a given
+/// number. Two keys are equal if their numbers are equal, even if their names differ.
 ///
 /// ```
 /// use diesel_interlock::LockKey;
@@ -31,22 +30,22 @@ const SHOWN: usize = 80;
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 ///
-/// # The hash never changes
+/// # Stability of the hash
 ///
-/// A name's number is the 64-bit FNV-1a hash of its UTF-8 bytes, read as a signed number. If it
-/// changed between two releases, an old and a new instance of an application could both hold "the
-/// same" lock, so it is part of this crate's contract and held by test vectors.
+/// The number of a name is the 64-bit FNV-1a hash of its UTF-8 bytes, read as a signed number. It never changes, because an
+/// old and a new instance of an application could otherwise hold "the same" lock. It is part of this crate's contract, and
+/// test vectors check it.
 ///
-/// # Two names, one number
+/// # Collisions
 ///
-/// Two different names may have the same number; they then exclude each other for no reason,
-/// which costs waiting and never safety. Among a million names, the chance that any two meet is
-/// about one in 37 million.
+/// Two names may have the same number. They then exclude each other needlessly, which costs time and never safety. Among a
+/// million names, the probability of any collision is about one in 37 million.
 ///
-/// # An empty name
+/// # Empty names
 ///
-/// is an error, reported as [`Input::EmptyName`](crate::error::Input::EmptyName) by the first operation that uses the key, before
-/// anything is sent. A name may hold any character, NUL included: it is only hashed.
+/// An empty name is an error. The first operation that uses the key returns
+/// [`Input::EmptyName`](crate::error::Input::EmptyName) before anything is sent. A name may contain any character, NUL
+/// included, because it is only hashed.
 #[derive(Clone)]
 pub struct LockKey {
     name: Option<Cow<'static, str>>,
@@ -55,17 +54,17 @@ pub struct LockKey {
 
 #[derive(Clone, Copy)]
 enum Number {
-    /// FNV-1a of the name, computed when it is needed: `named` is `const`, the hasher is not.
+    /// FNV-1a of the name. It is computed when it is needed, because `named` is `const` and the hasher is not.
     OfName,
-    /// None, since a part of the name could not be formatted.
+    /// There is no number, because a part of the name could not be formatted.
     Unformatted,
     Given(LockId),
 }
 
 /// The number that PostgreSQL locks, in either of its two separate key spaces.
 ///
-/// Its order is the one order in which sessions that need several locks can take them without a
-/// deadlock: `bigint` keys come before pairs, and each are ordered by their numbers.
+/// `LockId`s are ordered: `bigint` keys come before pairs, and each kind is ordered by number. Sessions that take several
+/// locks in this order cannot deadlock.
 ///
 /// ```
 /// use diesel_interlock::LockKey;
@@ -84,7 +83,7 @@ pub enum LockId {
 }
 
 impl LockId {
-    /// The number of a `bigint` key; `None` for a pair.
+    /// Returns the number of a `bigint` key. `None` for a pair.
     pub const fn as_bigint(self) -> Option<i64> {
         match self {
             LockId::BigInt(number) => Some(number),
@@ -94,10 +93,10 @@ impl LockId {
 }
 
 impl LockKey {
-    /// Names a lock: the key is the 64-bit FNV-1a hash of the name's UTF-8 bytes.
+    /// Makes the key of a name, the 64-bit FNV-1a hash of its UTF-8 bytes.
     ///
-    /// `const`, so that a lock can be a `static`. For a name that is put together at run time use
-    /// [`parts`](Self::parts), or `LockKey::from(String)`.
+    /// It is `const`, so that a lock can be a `static`. For a name that is built at run time use [`parts`](Self::parts) or
+    /// `LockKey::from(String)`.
     pub const fn named(name: &'static str) -> Self {
         Self {
             name: Some(Cow::Borrowed(name)),
@@ -105,12 +104,12 @@ impl LockKey {
         }
     }
 
-    /// Names a lock by its parts, such as a table and an id.
+    /// Makes the key of a name with several parts, such as a table and an id.
     ///
-    /// The parts are joined by one space to a name. In each part `\` becomes `\\` and a space
-    /// becomes `\ `, so different lists of parts are different names: `["a b"]` is not
-    /// `["a", "b"]`. No parts at all is an empty name, and thereby an error. So is a part whose `Display`
-    /// returns an error; the first operation reports it, as [`Input::Unformatted`](crate::error::Input::Unformatted).
+    /// One space joins the parts to a name. In each part `\` becomes `\\` and a space becomes `\ `, so different lists of
+    /// parts are different names. For example, `["a b"]` differs from `["a", "b"]`. A list without parts is an empty name,
+    /// which is an error. If the `Display` of a part returns an error, the first operation returns
+    /// [`Input::Unformatted`](crate::error::Input::Unformatted).
     ///
     /// ```
     /// use diesel_interlock::LockKey;
@@ -145,18 +144,18 @@ impl LockKey {
         Self::from(name)
     }
 
-    /// Locks the number itself, in the space of `bigint`.
+    /// Makes the key of a number, in the key space of `bigint`.
     pub const fn bigint(number: i64) -> Self {
         Self::numbered(LockId::BigInt(number))
     }
 
-    /// Locks a pair of numbers, in the space of `(int, int)`, which never meets that of `bigint`.
+    /// Makes the key of a pair of numbers, in the key space of `(int, int)`, which is separate from that of `bigint`.
     pub const fn pair(first: i32, second: i32) -> Self {
         Self::numbered(LockId::Pair(first, second))
     }
 
-    /// The key that `Zlib.crc32(name)` gives in Ruby and `zlib.crc32(name.encode())` in Python,
-    /// sent as a `bigint`: unsigned, so never negative.
+    /// Makes the key that Ruby computes with `Zlib.crc32(name)` and Python with `zlib.crc32(name.encode())`, sent as a
+    /// `bigint`. It is unsigned, so it is never negative.
     ///
     /// ```
     /// # use diesel_interlock::LockKey;
@@ -166,9 +165,9 @@ impl LockKey {
         Self::foreign(name, LockId::BigInt(i64::from(hash::crc32(name))))
     }
 
-    /// The key of the hash that JavaScript programs usually bring along, sent as a `bigint`:
-    /// `hash = (hash << 5) - hash + str.charCodeAt(i) | 0`, which is 31-fold over UTF-16 code
-    /// units, wrapping in 32 bits, and the same as Java's `String.hashCode`.
+    /// Makes the key of the hash that JavaScript programs commonly use, sent as a `bigint`:
+    /// `hash = (hash << 5) - hash + str.charCodeAt(i) | 0`. It multiplies by 31 for each UTF-16 code unit and wraps in 32
+    /// bits, as Java's `String.hashCode` does.
     ///
     /// ```
     /// # use diesel_interlock::LockKey;
@@ -178,27 +177,27 @@ impl LockKey {
         Self::foreign(name, LockId::BigInt(i64::from(hash::times31(name))))
     }
 
-    /// The key that version 2 and later of the Ruby gem [`with_advisory_lock`][gem] takes for a
-    /// name: the pair of the name's CRC-32 without its highest bit, and 0.
+    /// Makes the key that version 2 and later of the Ruby gem [`with_advisory_lock`][gem] locks for a name: the pair of the
+    /// name's CRC-32 without its highest bit, and 0.
     ///
-    /// The gem does not hash an integer: `with_advisory_lock(42)` locks `LockKey::pair(42, 0)`, as any
-    /// other integer locks its lowest 31 bits and 0.
+    /// The gem does not hash an integer. It locks the lowest 31 bits of the integer and 0, so `with_advisory_lock(42)` locks
+    /// `LockKey::pair(42, 0)`.
     ///
     /// [gem]: https://github.com/ClosureTree/with_advisory_lock
     pub fn with_advisory_lock(name: &str) -> Self {
         Self::with_advisory_lock_prefix(name, 0)
     }
 
-    /// The key of the gem where the environment variable `WITH_ADVISORY_LOCK_PREFIX` is set: the
-    /// second number is then the prefix, without its sign.
+    /// Makes the key of the gem where the environment variable `WITH_ADVISORY_LOCK_PREFIX` is set. The second number is then
+    /// the prefix without its sign.
     pub fn with_advisory_lock_prefix(name: &str, prefix: i32) -> Self {
         const MASK: i32 = i32::MAX;
         let hash = hash::crc32(name) as i32 & MASK;
         Self::foreign(name, LockId::Pair(hash, prefix & MASK))
     }
 
-    /// The key that version 1 of the Python package `django-pglocks` takes for a name: its CRC-32 as
-    /// a signed 32-bit number, sent as a `bigint`.
+    /// Makes the key that version 1 of the Python package `django-pglocks` locks for a name: its CRC-32 as a signed 32-bit
+    /// number, sent as a `bigint`.
     ///
     /// An integer is that [`bigint`](Self::bigint) there, and a tuple of two is that [`pair`](Self::pair).
     /// Version 2, which `pip install django-pglocks` installs today, takes another key:
@@ -207,9 +206,8 @@ impl LockKey {
         Self::foreign(name, LockId::BigInt(i64::from(hash::crc32(name) as i32)))
     }
 
-    /// The key that version 2 of the Python package `django-pglocks`, and `django-pgware`, to which it
-    /// has moved, take for a name: the first eight bytes of its SHA-256, big-endian and signed, sent as a
-    /// `bigint`.
+    /// Makes the key that version 2 of the Python package `django-pglocks` and its successor `django-pgware` lock for a name:
+    /// the first eight bytes of its SHA-256, big-endian and signed, sent as a `bigint`.
     ///
     /// An integer is that [`bigint`](Self::bigint) there, and a tuple of two is that [`pair`](Self::pair).
     ///
@@ -223,11 +221,11 @@ impl LockKey {
         Self::foreign(name, LockId::BigInt(key))
     }
 
-    /// The key that the Python package `django-pglock` takes for a name: the first eight bytes of its
-    /// SHA-256, little-endian and signed, sent as a `bigint`.
+    /// Makes the key that the Python package `django-pglock` locks for a name: the first eight bytes of its SHA-256,
+    /// little-endian and signed, sent as a `bigint`.
     ///
-    /// An integer is that [`bigint`](Self::bigint) there. As a decorator without an argument, it takes the
-    /// name of the module and the function, such as `reports.tasks.nightly`.
+    /// An integer is that [`bigint`](Self::bigint) there. A decorator without an argument uses the name of the module and the
+    /// function, such as `reports.tasks.nightly`.
     ///
     /// ```
     /// # use diesel_interlock::LockKey;
@@ -248,7 +246,7 @@ impl LockKey {
         Ok(number)
     }
 
-    /// The key that a guard keeps: what was locked stays what it was, on whichever thread it is asked.
+    /// Returns the key for a guard, with the number that was locked. The number is then the same on every thread.
     pub(crate) fn with_id(&self, id: LockId) -> Self {
         Self {
             name: self.name.clone(),
@@ -256,18 +254,18 @@ impl LockKey {
         }
     }
 
-    /// The number for this key on that connection, which may carry a prefix of the tests.
+    /// Returns the number for this key on a connection, which may carry a prefix of the tests.
     pub(crate) fn id_on(&self, conn: &mut PgConnection) -> Result<LockId, Input> {
         let _names = text::names_on(conn);
         self.checked()
     }
 
-    /// The name that the key was made from, if there was one.
+    /// Returns the name that the key was made from, if there was one.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// A name whose number nothing changes, a prefix of the tests neither.
+    /// Makes a key with a fixed number, which a prefix of the tests does not change.
     pub(crate) const fn frozen(name: &'static str, number: i64) -> Self {
         Self {
             name: Some(Cow::Borrowed(name)),

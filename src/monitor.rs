@@ -50,24 +50,22 @@
 //! Requests and throttles are rows of tables, which [`migrations::install`](crate::migrations::install) creates and
 //! [`schema`](crate::schema) declares. [`ServiceRequest`], [`ThrottledResourceRow`] and [`ThrottledKeyRow`] load them.
 
+mod holders;
 mod joins;
-mod keys;
 mod locks;
 mod requests;
 mod throttled;
 mod view;
 mod who_blocks;
 
-pub use self::keys::{Names, of_key};
+#[cfg(feature = "testing")]
+pub(crate) use self::holders::find_holders;
+pub use self::holders::{Holder, Session, Waiter, holders, holders_of, waiters, waiters_of};
 pub use self::locks::advisory_lock::columns::{
     application_name, backend_start, client_addr, client_hostname, granted, key, key1, key2, pid,
     query, shared, state, usename, waited, waiting_since, xact_start,
 };
-#[cfg(feature = "testing")]
-pub(crate) use self::locks::find_holders;
-pub use self::locks::{
-    AdvisoryLocks, Holder, Session, Waiter, holders, holders_of, waiters, waiters_of,
-};
+pub use self::locks::{AdvisoryLocks, Names, of_key};
 pub use self::requests::{
     ServiceRequest, Slots, in_flight, next_expiry, of_service, overdue, slots, timed_out,
 };

@@ -14,28 +14,26 @@ use diesel::pg::PgConnection;
 /// The environment variable that prefixes the names of a whole process: see [`KeyPrefix`].
 pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 
-/// Separates the names of one test from those of the tests that run beside it on the same database.
+/// Separates the names of one test from those of other tests that run at the same time on the same database.
 ///
 /// A lock named `geocoder` is then the lock `this test geocoder`. The prefix reaches the locks of
 /// [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts), the services
-/// of semaphores, the [keys](crate::Throttle::key) of throttles and the names of
-/// [fences](crate::Fence). It does not reach lock keys that are numbers or that other ecosystems share,
-/// and it does not reach a throttle without a key, because such a throttle is one row for the whole
-/// database. A test that takes one needs a database of its own, or a test transaction and no other test
-/// at it.
+/// of semaphores, the [keys](crate::Throttle::key) of throttles and the names of [fences](crate::Fence). It does not reach
+/// lock keys that are numbers or that other ecosystems share, and it does not reach a throttle without a key, because such a
+/// throttle is one row for the whole database. A test that takes such a throttle needs a database of its own, or a test
+/// transaction while no other test uses the throttle.
 ///
-/// A prefix is carried by one of three, and the first that has one counts:
+/// A connection, a thread or a process can have a prefix. The first of them that has one counts:
 ///
-/// 1. The **connection**: those of a pool that was built with the prefix as its `connection_customizer`,
-///    and those that [`carry_on`](Self::carry_on) was called with. The thread does not matter, so this
-///    is the one for handlers, which work on threads that the test does not own, such as those of
-///    tokio's `spawn_blocking` or actix-web's `web::block`.
-/// 2. The **thread**, from [`enter`](Self::enter) on. It is the one for a test that works on its own
-///    thread, and for what is asked without a connection, such as [`LockKey::id`](crate::LockKey::id),
-///    [`monitor`](crate::monitor)'s expressions and [`prefixed`].
-/// 3. The **process**, by the environment variable `DIESEL_INTERLOCK_KEY_PREFIX`, which is read once. It
-///    is the one for a server that a test starts as a process. The server must be built with the feature
-///    `testing`, as `cargo test` builds a package's binaries if the feature is among its dev-dependencies.
+/// 1. The **connection**, if its pool was built with the prefix as its `connection_customizer`, or if
+///    [`carry_on`](Self::carry_on) was called with it. It works on every thread, so use it for handlers, which run on threads
+///    that the test does not own, such as those of tokio's `spawn_blocking` or actix-web's `web::block`.
+/// 2. The **thread**, from [`enter`](Self::enter) on. Use it for a test that works on its own thread, and for calls without a
+///    connection, such as [`LockKey::id`](crate::LockKey::id), the expressions of [`monitor`](crate::monitor) and
+///    [`prefixed`].
+/// 3. The **process**, by the environment variable `DIESEL_INTERLOCK_KEY_PREFIX`, which is read once. Use it for a server that
+///    a test starts as a process. The server must be built with the feature `testing`, as `cargo test` builds a package's
+///    binaries if the feature is among its dev-dependencies.
 ///
 /// Prefixes are not combined. Give a test's pool and its own thread the same prefix, because both then
 /// mean the same lock.
@@ -97,19 +95,18 @@ impl KeyPrefix {
 
     /// Prefixes the names that are used on this thread until the returned value is dropped.
     ///
-    /// Threads that are started meanwhile do not inherit it: a clone can be entered there. A thread of
-    /// tokio's enters it for good by `on_thread_start(move || std::mem::forget(prefix.enter()))`.
+    /// A thread that is started meanwhile does not inherit the prefix, and can enter a clone. A thread of tokio enters it for
+    /// its lifetime by `on_thread_start(move || std::mem::forget(prefix.enter()))`.
     pub fn enter(&self) -> EnteredPrefix {
         EnteredPrefix::entering(self.clone())
     }
 
-    /// Prefixes the names that are used with this connection, on whichever thread, until it is closed.
+    /// Prefixes the names that are used with this connection, on every thread, until it is closed.
     ///
-    /// For connections that no r2d2 pool makes, and for a `connection_customizer` of one's own. No round
-    /// trip. The prefix is kept in the connection's
-    /// [instrumentation](diesel::connection::Instrumentation), so it replaces one that was set on this
-    /// connection before, and one that is set afterwards ends it. The
-    /// [default](diesel::connection::set_default_instrumentation) instrumentation goes on.
+    /// Use it for connections that no r2d2 pool opens, and in a `connection_customizer` of your own. No round trip. The
+    /// prefix is stored in the connection's [instrumentation](diesel::connection::Instrumentation), so it replaces an
+    /// instrumentation that was set on this connection before, and one that is set afterwards removes the prefix. The
+    /// [default](diesel::connection::set_default_instrumentation) instrumentation is still called.
     ///
     /// # Examples
     ///
@@ -140,7 +137,7 @@ impl KeyPrefix {
     }
 }
 
-/// As the `connection_customizer` of a pool, the prefix is carried by every connection that it opens.
+/// As the `connection_customizer` of a pool, sets the prefix on every connection that the pool opens.
 #[cfg(feature = "r2d2")]
 impl diesel::r2d2::CustomizeConnection<PgConnection, diesel::r2d2::Error> for KeyPrefix {
     fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), diesel::r2d2::Error> {
@@ -149,8 +146,8 @@ impl diesel::r2d2::CustomizeConnection<PgConnection, diesel::r2d2::Error> for Ke
     }
 }
 
-/// Prefixes the names that are used on this thread until the returned value is dropped: short for
-/// [`KeyPrefix::new`] and [`enter`](KeyPrefix::enter), for a test that works on its own thread alone.
+/// Prefixes the names that are used on this thread until the returned value is dropped. The same as [`KeyPrefix::new`] and
+/// [`enter`](KeyPrefix::enter), for a test that works only on its own thread.
 ///
 /// # Examples
 ///
@@ -173,7 +170,7 @@ pub fn key_prefix(prefix: impl Into<String>) -> EnteredPrefix {
     KeyPrefix::new(prefix).enter()
 }
 
-/// A prefix in force on this thread. Dropping it brings back the one before.
+/// A prefix that is set on this thread. Dropping it restores the previous prefix.
 #[must_use = "if unused the prefix ends at once"]
 pub struct EnteredPrefix {
     before: Option<KeyPrefix>,
@@ -212,10 +209,9 @@ static OF_PROCESS: LazyLock<Option<KeyPrefix>> = LazyLock::new(|| {
     (!prefix.is_empty()).then(|| KeyPrefix::new(prefix.to_string_lossy()))
 });
 
-/// The prefix of a connection. Diesel keeps an instrumentation with each connection and lends it, which
-/// makes it the one place for a value of a test's that goes where the connection goes: r2d2's extensions
-/// are not reachable from a `&mut PgConnection`, its `handle_checkout` is not called by `try_get` and is
-/// about a thread, and a setting of the session would cost a round trip before each lock.
+/// The prefix of a connection. It is an instrumentation, because Diesel stores one with each connection and lends it. The
+/// alternatives do not work: r2d2's extensions are not reachable from a `&mut PgConnection`, `try_get` does not call r2d2's
+/// `handle_checkout`, and a setting of the session would cost a round trip before each lock.
 struct Carried {
     prefix: KeyPrefix,
     default: Option<Box<dyn Instrumentation>>,
@@ -227,15 +223,14 @@ impl Instrumentation for Carried {
     }
 }
 
-/// Enters the prefix that the connection carries, if it carries one.
+/// Enters the prefix of the connection, if it has one.
 pub(crate) fn enter_carried(conn: &mut PgConnection) -> Option<EnteredPrefix> {
     let carried: &Carried = conn.instrumentation().downcast_ref()?;
     Some(carried.prefix.enter())
 }
 
-/// Returns a name as the database has it, with the prefix that is in force on this thread or in this
-/// process, for queries of one's own, such as those of [`monitor`](crate::monitor), which know of no
-/// prefix.
+/// Returns a name as it is sent, with the prefix of this thread or this process. Use it in queries of your own and with the
+/// expressions of [`monitor`](crate::monitor), which do not add a prefix.
 ///
 /// # Examples
 ///

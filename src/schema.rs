@@ -37,7 +37,7 @@ pub mod resource_control {
         use diesel::sql_types::*;
         use super::sql_types::ThrottledResourceEnum;
 
-        /// Resources that are handed out at most once per interval and key. A row is made by the first attempt.
+        /// Resources that are granted at most once per interval and key. The first attempt inserts the row.
         resource_control.throttled_key (resource_id, key) {
             resource_id -> ThrottledResourceEnum,
             key -> Text,
@@ -50,12 +50,12 @@ pub mod resource_control {
         use diesel::sql_types::*;
         use super::sql_types::ThrottledResourceEnum;
 
-        /// Resources that are handed out at most once per interval.
+        /// Resources that are granted at most once per interval.
         resource_control.throttled_resource (resource_id) {
             resource_id -> ThrottledResourceEnum,
-            /// Elapsed time: a day is 24 hours and a month 30 days, whatever the time zone. More than 1000 years, and infinity, count as 1000 years.
+            /// Elapsed time: a day is 24 hours and a month 30 days, in every time zone. More than 1000 years, and infinity, count as 1000 years.
             throttle_interval -> Interval,
-            /// When it was handed out last, by the server's clock; -infinity for never.
+            /// When it was granted last, by the server's clock; -infinity for never.
             last_locked -> Timestamptz,
             last_locker_details -> Text,
         }

@@ -1,4 +1,4 @@
-//! Limits of the texts that are sent, and names.
+//! Limits of the texts that are sent, and names as they are sent.
 
 use std::borrow::Cow;
 use std::fmt::{self, Write};
@@ -7,16 +7,16 @@ use diesel::pg::PgConnection;
 
 use crate::input::Input;
 
-/// What names a throttled key or a service: it is indexed, and an index entry has a limit.
+/// The longest key of a throttle and the longest service, in bytes. They are indexed, and index entries have a limit.
 pub(crate) const LONGEST_NAME: usize = 1000;
 
-/// A label of an enumerated type, as PostgreSQL has it.
+/// The longest label of an enumerated type, in bytes.
 pub(crate) const LONGEST_LABEL: usize = 63;
 
-/// What operators read about who took something.
+/// The longest details, in bytes.
 pub(crate) const LONGEST_DETAILS: usize = 8192;
 
-/// PostgreSQL's `text` holds any character but one.
+/// Checks a text. PostgreSQL's `text` stores every character except NUL.
 pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<(), Input> {
     if text.contains('\0') {
         return Err(Input::NulCharacter);
@@ -27,7 +27,7 @@ pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<()
     Ok(())
 }
 
-/// What the caller's `Display` writes; `None` if it returns an error, at which `to_string` would panic.
+/// Formats a value of the caller. `None` if its `Display` returns an error, for which `to_string` would panic.
 pub(crate) fn formatted(value: impl fmt::Display) -> Option<String> {
     let mut text = String::new();
     write!(text, "{value}").is_ok().then_some(text)
@@ -69,14 +69,14 @@ pub(crate) fn prefixed(name: &str) -> Cow<'_, str> {
 #[cfg(feature = "testing")]
 pub(crate) use crate::prefix::prefixed;
 
-/// While it lives, names are prefixed as on that connection.
+/// Names get the prefix of that connection until the returned value is dropped.
 #[cfg(not(feature = "testing"))]
 pub(crate) fn names_on(_: &mut PgConnection) -> Names {
     Names {}
 }
 
-/// The connections of a test's pool may carry a prefix, so that it reaches threads which are not the
-/// test's own.
+/// Names get the prefix of that connection until the returned value is dropped. The connections of a test's pool may carry
+/// a prefix, which then reaches the threads of handlers.
 #[cfg(feature = "testing")]
 pub(crate) fn names_on(conn: &mut PgConnection) -> Names {
     Names {
@@ -84,7 +84,7 @@ pub(crate) fn names_on(conn: &mut PgConnection) -> Names {
     }
 }
 
-#[must_use = "if unused names are as on any connection"]
+#[must_use = "if unused the names have no prefix of the connection"]
 pub(crate) struct Names {
     #[cfg(feature = "testing")]
     _entered: Option<crate::prefix::EnteredPrefix>,

@@ -2,15 +2,15 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- One at a time, and only where it was not run, by whichever means.
+-- Runs one migration at a time, and only if its version is not recorded.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000002') THEN
     RETURN;
 END IF;
--- Names of the caller's would be bound to what is created here.
+-- Otherwise the objects below could refer to objects of the caller with the same names.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
--- Where migrations::install adopts a schema made by hand, the type and the table are there.
+-- The type and the table exist if migrations::install adopts a schema that was created by hand.
 IF pg_catalog.to_regtype('resource_control.throttled_resource_enum') IS NULL THEN
 CREATE TYPE resource_control.throttled_resource_enum AS ENUM ();
 
@@ -25,21 +25,21 @@ CREATE TABLE resource_control.throttled_resource (
             OR (last_locked <> '-infinity' AND length(trim(last_locker_details)) > 0)
         )
 )
--- Room for the next version of a row in its own page, or each grant would write to the index.
+-- Leaves room for the next version of a row in the same page, because each grant would otherwise write to the index.
 WITH (fillfactor = 50);
 ELSE
     ALTER TABLE resource_control.throttled_resource SET (fillfactor = 50);
 END IF;
 
--- Not STRICT, so that PostgreSQL inlines it; and qualified, since it does so under the caller's search path.
--- Bounded, since a later time than PostgreSQL has is an error, and a resource with such an interval would fail
--- every attempt and, of all resources, the pruning.
+-- It is not STRICT, so that PostgreSQL inlines it, and names are qualified, because it is inlined under the caller's search
+-- path. The result is limited, because a time beyond PostgreSQL's range is an error. A resource with such an interval would
+-- fail every attempt, and the pruning of all resources.
 CREATE FUNCTION resource_control.elapsed(span interval) RETURNS interval
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT CASE
         WHEN span OPERATOR(pg_catalog.>) '1000 years' THEN '8640000:00:00'
-        -- Nearly always there is nothing to convert.
+        -- Most intervals need no conversion.
         WHEN pg_catalog.date_part('day', span) OPERATOR(pg_catalog.=) 0
             AND pg_catalog.date_trunc('month', span) OPERATOR(pg_catalog.=) '0'
         THEN span
@@ -52,12 +52,12 @@ AS $$
                 OPERATOR(pg_catalog.+) (extract(hour FROM span) OPERATOR(pg_catalog.*) 3600)
                 OPERATOR(pg_catalog.+) (extract(minute FROM span) OPERATOR(pg_catalog.*) 60)
             )::pg_catalog.float8)
-            -- Apart, since one number would round the microseconds of a century.
+            -- The seconds are separate, because one number would round the microseconds of a century.
             OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => extract(second FROM span)::pg_catalog.float8)
     END
 $$;
 
--- For a row that was not found: a transaction whose snapshot is older than the row does not see it.
+-- Called if a row was not found, because a transaction whose snapshot is older than the row does not see it.
 CREATE FUNCTION resource_control.require_read_committed() RETURNS void
     LANGUAGE plpgsql STABLE
     SET search_path = pg_catalog, pg_temp
@@ -71,8 +71,8 @@ BEGIN
 END
 $$;
 
--- Of the settings: whatever the caller's search path, it neither hides a function nor an operator; and
--- a plan that is made while a table is small must do when it has grown.
+-- The settings keep the caller's search path from hiding a function or an operator, and make a plan that was chosen for a
+-- small table use the index, because the table may grow.
 CREATE FUNCTION resource_control.attempt_throttled_resource(
     resource resource_control.throttled_resource_enum,
     details text,
@@ -112,24 +112,24 @@ BEGIN
         END IF;
         decided_at := clock_timestamp();
         IF held_since > decided_at - span THEN
-            -- Most attempts come too soon and end with this read: no lock, no transaction id.
+            -- Most attempts come too soon and end with this read, without a lock and without a transaction id.
             granted := false;
             being_taken := false;
             next_at := held_since + span;
-            -- Set to infinity by hand, it is closed until it is set to something else.
+            -- A resource whose last_locked was set to infinity by hand is closed until it is set to another time.
             retry_after := CASE WHEN isfinite(next_at) THEN next_at - decided_at ELSE span END;
             RETURN;
         END IF;
         EXIT WHEN tried;
 
-        -- Only if it is due still, because a denial would keep the lock until the transaction ends. Not
-        -- FOR UPDATE, which the foreign key of an open transaction's insert would hold up.
+        -- Locks the row only if it is still due, because a denial would keep the lock until the transaction ends. FOR
+        -- UPDATE would conflict with the foreign key of an insert in an open transaction.
         SELECT r.ctid INTO version FROM resource_control.throttled_resource AS r
             WHERE r.resource_id = resource AND r.last_locked <= clock_timestamp() - span
             FOR NO KEY UPDATE SKIP LOCKED;
         IF FOUND THEN
-            -- The clock is read as the row is written, because the UPDATE may wait for a lock of the table. By its
-            -- place, because the index leads past all versions of the row that an old snapshot keeps.
+            -- Reads the clock as it writes the row, because the UPDATE may wait for a lock of the table. Finds the row
+            -- by its ctid, because the index would visit all versions of the row that an old snapshot keeps.
             UPDATE resource_control.throttled_resource AS r
                 SET last_locked = clock_timestamp(), last_locker_details = details
                 WHERE r.ctid = version
@@ -146,7 +146,7 @@ BEGIN
         tried := true;
     END LOOP;
 
-    -- By whom is not committed yet, nor whether it will be.
+    -- Another transaction is taking the resource. Its details are not committed and may be rolled back.
     granted := false;
     being_taken := true;
     next_at := decided_at + span;
@@ -176,19 +176,19 @@ END
 $$;
 
 COMMENT ON TABLE resource_control.throttled_resource IS
-    'Resources that are handed out at most once per interval.';
+    'Resources that are granted at most once per interval.';
 COMMENT ON COLUMN resource_control.throttled_resource.throttle_interval IS
-    'Elapsed time: a day is 24 hours and a month 30 days, whatever the time zone. More than 1000 years, and infinity, count as 1000 years.';
+    'Elapsed time: a day is 24 hours and a month 30 days, in every time zone. More than 1000 years, and infinity, count as 1000 years.';
 COMMENT ON COLUMN resource_control.throttled_resource.last_locked IS
-    'When it was handed out last, by the server''s clock; -infinity for never.';
+    'When it was granted last, by the server''s clock; -infinity for never.';
 COMMENT ON FUNCTION resource_control.elapsed(interval) IS
     'The interval as elapsed time, at most 1000 years. Adding a day to a timestamptz adds 23 or 25 hours where the clocks change.';
 COMMENT ON FUNCTION resource_control.require_read_committed() IS
     'Raises a serialization failure at an isolation level stricter than READ COMMITTED.';
 COMMENT ON FUNCTION resource_control.attempt_throttled_resource(resource_control.throttled_resource_enum, text) IS
-    'Hands the resource out if it is due, and returns the decision. Never waits. Call it at READ COMMITTED: at a stricter level it may fail with a serialization failure, and is to be repeated. Commit at once, and do the work afterwards.';
+    'Grants the resource if it is due, and returns the decision. Never waits. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried. Commit at once, and do the work afterwards.';
 COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS
-    'Hands the resource out if it is due, and returns whether it did; false for a resource without a row. Otherwise as attempt_throttled_resource.';
+    'Grants the resource if it is due, and returns whether it did; false for a resource without a row. Otherwise as attempt_throttled_resource.';
 
 PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000002');

@@ -2,17 +2,17 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- One at a time, and only where it was not run, by whichever means.
+-- Runs one migration at a time, and only if its version is not recorded.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000003') THEN
     RETURN;
 END IF;
--- Names of the caller's would be bound to what is created here.
+-- Otherwise the objects below could refer to objects of the caller with the same names.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 CREATE TABLE resource_control.throttled_key (
     resource_id resource_control.throttled_resource_enum NOT NULL,
-    -- Bytes, and not a language's order, which would change with the server's libraries.
+    -- Keys are ordered by their bytes, because the order of a language changes with the server's libraries.
     key text COLLATE pg_catalog."C" NOT NULL CONSTRAINT key_not_empty CHECK (key <> ''),
     last_locked timestamptz NOT NULL,
     last_locker_details text NOT NULL
@@ -21,8 +21,8 @@ CREATE TABLE resource_control.throttled_key (
 )
 WITH (fillfactor = 70);
 
--- What stands for a key until its row exists: an advisory lock of the transaction. Of the bytes, whatever the
--- collation of the argument.
+-- The number of the advisory lock that a transaction holds for a key whose row does not exist yet. It is a hash of the bytes,
+-- so the collation of the argument does not change it.
 CREATE FUNCTION resource_control.throttled_key_lock(
     resource resource_control.throttled_resource_enum,
     key text
@@ -51,7 +51,7 @@ CREATE FUNCTION resource_control.attempt_throttled_key(
     SET enable_bitmapscan = off
 AS $$
 DECLARE
-    -- The argument has the collation of the column that it comes from, by which the index cannot be read.
+    -- The argument may have the collation of a column, with which the index cannot be used.
     wanted CONSTANT text COLLATE "C" := key;
     span interval;
     version tid;
@@ -68,7 +68,8 @@ BEGIN
             MESSAGE = 'the key is empty: say what the resource is throttled for';
     END IF;
 
-    -- As in attempt_throttled_resource. They share no function, because the call would make a denial slower by 4 %.
+    -- The steps are those of attempt_throttled_resource. They share no function, because the call would make a denial
+    -- slower by 4 %.
     LOOP
         SELECT resource_control.elapsed(r.throttle_interval), k.last_locked, k.last_locker_details
             INTO span, held_since, holder
@@ -131,8 +132,8 @@ BEGIN
 END
 $$;
 
--- Reads first and locks nothing meanwhile, because attempts at what it locks are denied until it commits. Of the
--- settings: the rows are deleted by the index, however small the table was when the plan was made.
+-- Reads first without locks, because attempts at locked keys are denied until it commits. The settings make it delete the
+-- rows by the index, even if the table was small when the plan was chosen.
 CREATE FUNCTION resource_control.prune_throttled_keys(batch integer) RETURNS integer
     LANGUAGE plpgsql VOLATILE STRICT
     SET search_path = pg_catalog, pg_temp
@@ -144,11 +145,11 @@ AS $$
 DECLARE
     resources resource_control.throttled_resource_enum[];
     keys text[] COLLATE "C";
-    -- More than the batch, for those that are just being taken.
+    -- More than the batch, because keys that are being taken are skipped.
     at_most CONSTANT bigint := 2 * greatest(batch, 0)::bigint;
     pruned integer;
 BEGIN
-    -- Label by label, because a join of each key with its resource takes three times as long.
+    -- Goes label by label, because a join of each key with its resource takes three times as long.
     SELECT array_agg(c.resource_id), array_agg(c.key) INTO resources, keys
         FROM (
             SELECT passed.resource_id, passed.key
@@ -167,7 +168,7 @@ BEGIN
             LIMIT at_most
         ) AS c;
 
-    -- Looked at again once they are locked: they may have been taken meanwhile.
+    -- Checks the keys again after locking them, because they may have been taken meanwhile.
     DELETE FROM resource_control.throttled_key AS k
         USING (
             SELECT d.ctid, d.resource_id, d.key
@@ -186,13 +187,13 @@ END
 $$;
 
 COMMENT ON TABLE resource_control.throttled_key IS
-    'Resources that are handed out at most once per interval and key. A row is made by the first attempt.';
+    'Resources that are granted at most once per interval and key. The first attempt inserts the row.';
 COMMENT ON FUNCTION resource_control.throttled_key_lock(resource_control.throttled_resource_enum, text) IS
     'The advisory lock that the first attempt at a key holds until its transaction ends.';
 COMMENT ON FUNCTION resource_control.attempt_throttled_key(resource_control.throttled_resource_enum, text, text) IS
-    'Hands the resource out for this key if it is due, and returns the decision. Otherwise as attempt_throttled_resource.';
+    'Grants the resource for this key if it is due, and returns the decision. Otherwise as attempt_throttled_resource.';
 COMMENT ON FUNCTION resource_control.prune_throttled_keys(integer) IS
-    'Deletes at most that many keys whose interval has passed, skipping those that are being taken, and returns how many. Attempts at those keys are denied while they are deleted and until the transaction ends: keep the batch in the hundreds, and commit at once.';
+    'Deletes at most batch keys whose interval has passed, skips keys that are being taken, and returns the number of deleted keys. Keep the batch in the hundreds and commit at once, because attempts at those keys are denied from their deletion to the end of the transaction.';
 
 PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000003');

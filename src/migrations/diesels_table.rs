@@ -1,5 +1,4 @@
-//! Diesel's own table of what was run, `__diesel_schema_migrations`, as far as it tells of our
-//! migrations.
+//! Diesel's own table of migrations, `__diesel_schema_migrations`, and this crate's versions in it.
 
 use diesel::migration::MigrationVersion;
 use diesel::pg::PgConnection;
@@ -24,15 +23,14 @@ struct Version {
     version: String,
 }
 
-/// Takes this crate's schema over from the copied files: removes our versions from Diesel's table
-/// `__diesel_schema_migrations`, so that `diesel migration revert --all` and `redo --all` do not look
-/// for files that were deleted. Returns the versions that it removed.
+/// Changes from copied files to [`install`](super::install()): removes this crate's versions from Diesel's table
+/// `__diesel_schema_migrations`, so that `diesel migration revert --all` and `redo --all` do not look for files that were
+/// deleted. Returns the versions that it removed.
 ///
-/// Call it once per database, after the files of [`write_to`](super::write_to) were deleted and the
-/// program calls [`install`](super::install). It changes nothing else, because the schema itself knows
-/// what is installed. It does nothing where nothing is recorded. The other direction needs no call:
-/// `diesel migration run` runs the files, which do nothing where [`install`](super::install) has run
-/// them, and Diesel records them.
+/// Call it once per database, after you have deleted the files of [`write_to`](super::write_to()) and the program calls
+/// [`install`](super::install()). It changes nothing else, because the schema itself records what is installed. If Diesel's
+/// table has none of the versions, it does nothing. The other direction needs no call, because `diesel migration run` runs
+/// the files, which do nothing where [`install`](super::install()) has run them, and Diesel records them.
 /// ```sql
 /// DELETE FROM __diesel_schema_migrations WHERE version = ANY ($1)
 /// ```
@@ -40,12 +38,13 @@ struct Version {
 ///
 /// # Blocking
 ///
-/// Waits for [`LOCK`] as [`install`](super::install) does.
+/// Waits for [`LOCK`] as [`install`](super::install()) does.
 ///
 /// # Errors
 ///
-/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
-/// - [`Error::Database`] if the role may not write to Diesel's table, among others.
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
+///   transaction included.
+/// - [`Error::Database`], for example if the role may not write to Diesel's table.
 /// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
 ///
 /// [`Error::Database`]: crate::Error::Database

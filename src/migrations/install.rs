@@ -1,4 +1,4 @@
-//! Installing this crate's own schema, beside the application's migrations.
+//! Installation of this crate's schema at start-up.
 
 use diesel::migration::MigrationVersion;
 use diesel::pg::PgConnection;
@@ -11,68 +11,64 @@ use crate::error::Result;
 use crate::session::{Blocking, Session, now};
 use crate::transaction;
 
-/// Installs this crate's schema `resource_control`, or brings it up to date; returns the versions
-/// that it ran, or recorded.
+/// Installs this crate's schema `resource_control`, or updates it. Returns the versions that it ran or recorded.
 ///
-/// Meant for every start of a program, also of twenty instances at once. It reads first, in two
-/// round trips; with nothing to do it sends no DDL and needs no rights beyond those of the
-/// [grants](#grants). Otherwise it takes the session lock [`LOCK`] and runs each pending migration in
-/// a transaction of its own.
+/// Call it at every start of a program. Many instances may call it at the same time. It reads first, in two round trips. If
+/// nothing is pending, it sends no DDL and needs no rights beyond those of the [grants](#grants). Otherwise it takes the
+/// session lock [`LOCK`] and runs each pending migration in a transaction of its own.
 ///
-/// The versions are kept in `resource_control.installed_migration`, apart from the application's
-/// own, so `diesel migration revert` never trips over them. The other way to install the schema is by
-/// files among the application's own: see [the module](super#this-crates-own-schema), also for how the
-/// two go together.
+/// The versions are recorded in `resource_control.installed_migration`, separate from the application's own, so `diesel
+/// migration revert` does not look for their files. The other way to install the schema is by files among the application's
+/// own migrations. [The module](super#installation-of-this-crates-schema) explains it, and how the two work together.
 ///
-/// # A schema without recorded versions
+/// # Adoption of a schema without recorded versions
 ///
 /// `install` adopts a schema in which no version is recorded if it is one of these:
-/// - An empty schema, such as an administrator makes for a role that may not create schemas.
+/// - An empty schema, such as an administrator creates for a role that may not create schemas.
 /// - The four objects of the article on throttled resources, and nothing else: the schema, the enumerated
 ///   type `throttled_resource_enum`, the table `throttled_resource` and the function
 ///   `lock_throttled_resource(resource_id_var, details_var)`.
-/// - A copy of this crate's schema without its rows, such as `pg_dump --schema-only` makes. The copy may
-///   be that of an older release.
+/// - A copy of this crate's schema without its rows, such as `pg_dump --schema-only` makes. The copy may be of an older
+///   release.
 ///
 /// Adoption happens in one transaction: it adds what is missing, replaces the article's function by this
 /// crate's, and sets comments and storage parameters. Rows, labels and grants stay, and so does what
 /// refers to the schema from outside. Adopting a copy changes nothing but `installed_migration`.
 ///
-/// Everything else is refused with the list of differences, and nothing is changed. Compared is what the
-/// server's own catalogue tells of columns, defaults, constraints, indexes, triggers, rules, policies, row
-/// security, inheritance, persistence, and the functions' arguments and results. The body of the
-/// article's function, comments, grants and storage parameters may differ. In a copy, the bodies of the
-/// functions must be this crate's, and other objects may have been added. To compare, `install` renames
-/// the schema and makes a new one, and undoes both before anybody sees it. So the role must own the schema
-/// and have `CREATE` on the database, unless the schema is empty.
+/// Every other schema is refused with the list of differences, and nothing is changed. `install` compares the columns,
+/// defaults, constraints, indexes, triggers, rules, policies, row security, inheritance and persistence that the server's
+/// catalogue lists, and the arguments and results of the functions. The body of the article's function, comments, grants
+/// and storage parameters may differ. In a copy, the bodies of the functions must be this crate's, and other objects may
+/// have been added. To compare, `install` renames the schema and creates a new one, and rolls both back, so that no other
+/// session sees them. The role must therefore own the schema and have `CREATE` on the database, unless the schema is empty.
 ///
-/// Load the rows of a copy before the first `install`, because `install` records the versions, and the
-/// rows that are loaded later would be duplicates. Logical replication copies neither tables nor the
+/// Load the rows of a copy before the first `install`, because `install` records the versions, and rows that are loaded
+/// later would be duplicates. Logical replication copies neither tables nor the
 /// values of sequences: call `install` on the subscriber, and keep `resource_control` out of the
 /// publication.
 ///
 /// # Grants
 ///
-/// The role that installs becomes the owner. Another role that is to use the schema needs what
-/// `grants.sql`, in this crate's repository, gives it, to be run by the owner:
+/// The role that installs becomes the owner. Another role that uses the schema needs the rights that `grants.sql` in this
+/// crate's repository grants. The owner runs it:
 /// ```sql
 #[doc = include_str!("../../grants.sql")]
 /// ```
 ///
 /// # Blocking
 ///
-/// With nothing to do it waits for nobody, with one exception: reading `installed_migration` waits for a
-/// session that has locked that table `ACCESS EXCLUSIVE`, as `VACUUM FULL`, `LOCK TABLE` and
-/// `diesel migration redo --all` do. `lock_timeout` bounds that wait. Otherwise it waits for [`LOCK`], while
-/// other instances run migrations, as [`run_pending`](super::run_pending) does.
+/// If nothing is pending it does not wait, except for a session that has locked `installed_migration` `ACCESS EXCLUSIVE`, as
+/// `VACUUM FULL`, `LOCK TABLE` and `diesel migration redo --all` do. `lock_timeout` limits that wait. Otherwise it waits for
+/// [`LOCK`] while other instances run migrations, as [`run_pending`](super::run_pending()) does.
 ///
 /// # Errors
 ///
-/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
+///   transaction included.
 /// - [`Schema::Foreign`](crate::error::Schema::Foreign) if no version is recorded in the schema, and it cannot be adopted.
-/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if something is to be done, and the role may not; or if nothing is, and
-///   it lacks the grants.
-/// - [`Error::Migration`] if a migration failed for another reason. Those before it stay.
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if a migration is pending and the role may not run it,
+///   or if none is pending and the role lacks the grants.
+/// - [`Error::Migration`] if a migration failed for another reason. The migrations before it stay applied.
 /// - Those of [`AdvisoryLock::acquire_on`].
 ///
 /// # Examples

@@ -1,4 +1,7 @@
 //! The application's own migrations, run under a lock.
+//!
+//! Diesel's migration harness needs a `&mut PgConnection`, so this file is blocking and has no operation over a session but
+//! the first look at Diesel's table.
 
 use std::collections::BTreeSet;
 
@@ -12,29 +15,27 @@ use crate::error::{Error, Result};
 use crate::session::{Blocking, now};
 use crate::transaction;
 
-/// Runs the application's pending migrations, on one instance at a time; answers the versions
-/// that it ran.
+/// Runs the application's pending migrations, on one instance at a time. Returns the versions that it ran.
 ///
-/// Meant for every start of a program, also of twenty instances at once. It reads
-/// `__diesel_schema_migrations` first, in two round trips; with nothing to do it sends no DDL, and
-/// needs no rights but to read that table. Otherwise it takes the session lock [`LOCK`] on the
-/// migrating connection and calls Diesel's `run_pending_migrations`, which asks the database anew
-/// which migrations are pending: the first instance runs them, the others wait and find nothing to
-/// do. Each migration has a transaction of its own, or none if it says so, so `CREATE INDEX
-/// CONCURRENTLY` works while other instances wait.
+/// Call it at every start of a program. Many instances may call it at the same time. It reads `__diesel_schema_migrations`
+/// first, in two round trips. If nothing is pending, it sends no DDL and needs only the right to read that table. Otherwise
+/// it takes the session lock [`LOCK`] on the migrating connection and calls Diesel's `run_pending_migrations`, which reads
+/// again which migrations are pending. So the first instance runs them, and the others wait and find none. Each migration has
+/// a transaction of its own, or none if its metadata says so. `CREATE INDEX CONCURRENTLY` therefore works while other
+/// instances wait.
 ///
 /// # Blocking
 ///
-/// Waits for the other instances' migrations without end. It asks again and again, with pauses that
-/// grow from 20 to 250 milliseconds on average, and has no snapshot in between. So migrations may set any
-/// `lock_timeout`: a `CREATE INDEX CONCURRENTLY` does not wait for the instances that wait. To wait
-/// for a limited time, call it under `LOCK.acquire_timeout_on(conn, …)`, on that guard's connection,
-/// because the lock is reentrant. That wait has snapshots, see [`AdvisoryLock::acquire`].
+/// Waits for the migrations of other instances, without a timeout. It polls with pauses that grow from 20 to 250 milliseconds
+/// on average, and has no snapshot in between, so a `CREATE INDEX CONCURRENTLY` does not wait for the waiting instances, and
+/// migrations may set any `lock_timeout`. For a timeout, call it under `LOCK.acquire_timeout_on(conn, …)` on that guard's
+/// connection, because the lock is reentrant. That wait has snapshots: see [`AdvisoryLock::acquire`].
 ///
 /// # Errors
 ///
-/// - [`Error::Migration`] if a migration failed. Those before it stay applied.
-/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
+/// - [`Error::Migration`] if a migration failed. The migrations before it stay applied.
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
+///   transaction included.
 /// - Those of [`AdvisoryLock::acquire_on`].
 ///
 /// # Examples

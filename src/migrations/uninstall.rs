@@ -1,4 +1,4 @@
-//! Removing what this crate installed.
+//! Removal of this crate's schema.
 
 use diesel::migration::MigrationVersion;
 use diesel::pg::PgConnection;
@@ -10,42 +10,41 @@ use crate::error::{Error, Result, Schema};
 use crate::session::{Blocking, Session, now};
 use crate::transaction;
 
-/// Drops this crate's schema `resource_control` and all that is ours in it; returns the versions that
-/// it reverted, the newest first. Where nothing is installed it does nothing.
+/// Drops this crate's schema `resource_control` with all of this crate's objects. Returns the versions that it reverted, the
+/// newest first. If nothing is installed, it does nothing.
 ///
-/// **Lost with it** are the resources with their intervals, who took them last, every key, the log of
-/// requests to services, and the grants, comments and storage parameters of our objects. A program that
-/// still runs gets errors from then on: stop it first. Nobody must be in the middle of a claim or of work
-/// under a throttle, since nothing protects it then.
+/// **This deletes** the resources with their intervals and last grants, all keys, the log of requests to services, and the
+/// grants, comments and storage parameters of this crate's objects. Stop the programs that use the schema first, because
+/// they get errors from then on. Claims and work under a throttle lose their protection.
 ///
-/// Never by CASCADE: whatever is the user's is named in an error before anything is dropped. That is
-/// - what depends on the schema from outside, such as foreign keys, columns of our enumerated type, views
-///   and functions;
-/// - what was put on our tables, such as columns, defaults, constraints, indexes, extended statistics,
-///   triggers, rules, policies, and sequences that one of our columns owns;
-/// - the membership of our tables in publications, unless those are `FOR ALL TABLES`;
-/// - everything else that lies in the schema.
+/// It never uses CASCADE. Before it drops anything, it returns an error that names every object of the application:
+/// - objects outside the schema that depend on it, such as foreign keys, columns of the enumerated type, views and
+///   functions;
+/// - objects on this crate's tables, such as columns, defaults, constraints, indexes, extended statistics, triggers, rules,
+///   policies, and sequences that a column owns;
+/// - the membership of the tables in publications, unless these are `FOR ALL TABLES`;
+/// - all other objects in the schema.
 ///
-/// What the server does not record is not found, such as the text of a function that calls one of ours.
+/// It does not find dependencies that the server does not record, such as the text of a function that calls one of this
+/// crate's.
 ///
-/// It runs each `down.sql`, in one transaction, under the session lock [`LOCK`], whoever ran the
-/// migrations, or adopted the schema. If they are recorded in Diesel's table
-/// `__diesel_schema_migrations`, those rows go too: delete the files, or `diesel migration run` makes
-/// the schema anew.
+/// It runs each `down.sql` in one transaction under the session lock [`LOCK`], even if the migrations were run by files or
+/// the schema was adopted. If Diesel's table `__diesel_schema_migrations` records the versions, it deletes those rows. Then
+/// delete the files, or `diesel migration run` creates the schema again.
 ///
 /// # Blocking
 ///
-/// Waits for [`LOCK`] as [`install`](super::install) does, and for every transaction that uses one of
-/// the tables.
+/// Waits for [`LOCK`] as [`install`](super::install()) does, and for every transaction that uses one of the tables.
 ///
 /// # Errors
 ///
-/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test transaction included.
-/// - [`Schema::InUse`](crate::error::Schema::InUse) with what is the user's, or with versions of a newer release.
-/// - [`Schema::Foreign`](crate::error::Schema::Foreign) if no version is recorded in the schema: [`install`](super::install)
-///   adopts it, or says why it cannot.
-/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if the role does not own it, or lacks `CREATE` on the database, which
-///   is needed to learn what is ours.
+/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
+///   transaction included.
+/// - [`Schema::InUse`](crate::error::Schema::InUse) with the objects of the application, or with versions of a newer release.
+/// - [`Schema::Foreign`](crate::error::Schema::Foreign) if no version is recorded in the schema.
+///   [`install`](super::install()) adopts it, or returns why it cannot.
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if the role does not own the schema, or lacks `CREATE`
+///   on the database, which is needed to find out which objects are this crate's.
 /// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
 ///
 /// # Examples

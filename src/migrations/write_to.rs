@@ -1,4 +1,4 @@
-//! Copying this crate's migrations among the application's own.
+//! Copies of this crate's migrations among the application's own.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -7,17 +7,15 @@ use std::path::{Path, PathBuf};
 use super::ours::{OURS, version_of};
 use crate::error::{Error, Result};
 
-/// Writes this crate's migrations into the application's migration directory, and answers the
-/// directories in which it wrote.
+/// Writes this crate's migrations into the application's migration directory. Returns the directories in which it wrote.
 ///
-/// Each is a directory with an `up.sql` and a `down.sql`, which `diesel migration run` runs among the
-/// application's own; their versions are older than any of an application, so `diesel migration
-/// revert` comes to them last. What is there already and the same is left alone, also where the
-/// directory was renamed or line endings were changed. Everything is looked at before anything is
-/// written.
+/// Each migration is a directory with an `up.sql` and a `down.sql`, which `diesel migration run` runs among the
+/// application's own. Their versions are older than those of an application, so `diesel migration revert` reverts them last.
+/// A file that exists with the same content is left alone, even if the directory was renamed or line endings were changed.
+/// All files are checked before any file is written.
 ///
-/// Call it from a test, and a release of this crate with a new migration is written into the sources
-/// by the next run of the tests:
+/// Call it from a test. The next run of the tests then writes the new migrations of a release of this crate into the
+/// sources:
 ///
 /// ```
 /// # fn test(directory: &std::path::Path) -> diesel_interlock::Result<()> {
@@ -34,13 +32,13 @@ use crate::error::{Error, Result};
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 ///
-/// Needs no database. In a database where [`install`](super::install) has run a migration, its file does
-/// nothing, and `diesel migration run` records it.
+/// It needs no database. If [`install`](super::install()) has run a migration in a database, its file does nothing there,
+/// and `diesel migration run` records it.
 ///
 /// # Errors
 ///
-/// - [`Error::DifferentFile`] if a file is there and differs. Nothing was written then.
-/// - [`Error::File`] if the directory is not there, or cannot be read or written.
+/// - [`Error::DifferentFile`] if a file exists and differs. Nothing was written.
+/// - [`Error::File`] if the directory does not exist, or cannot be read or written.
 pub fn write_to(directory: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
     let directory = directory.as_ref();
     let present = directories(directory).map_err(|source| file_error(directory, source))?;
@@ -76,7 +74,7 @@ pub fn write_to(directory: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
     Ok(written)
 }
 
-/// The names of the directories that Diesel takes for migrations.
+/// Returns the names of the directories that Diesel treats as migrations.
 fn directories(directory: &Path) -> io::Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(directory)? {
@@ -90,12 +88,12 @@ fn directories(directory: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// A checkout on Windows may have turned each line feed into two characters.
+/// Compares two texts without regard to line endings, which a checkout on Windows may have changed.
 fn is_same(found: &[u8], text: &str) -> bool {
     String::from_utf8_lossy(found).replace("\r\n", "\n") == text.replace("\r\n", "\n")
 }
 
-/// A file is there as a whole or not at all, whenever the program ends.
+/// Writes a file by renaming a temporary one, so that it never exists in part.
 fn write(one: &Path, path: &Path, text: &str) -> io::Result<()> {
     fs::create_dir_all(one)?;
     let unfinished = path.with_extension(format!("sql.{}", std::process::id()));

@@ -1,21 +1,19 @@
-//! Advisory locks, and the sessions that hold them or wait for them.
+//! Advisory locks in queries: the view of them, the condition that a row has a key, and the names of known keys.
 
 // Diesel's macros write aliases and modules without documentation.
 #![allow(missing_docs)]
 
-use std::time::Duration;
+use std::collections::HashMap;
 
-use chrono::{DateTime, Utc};
-use diesel::dsl::{AsSelect, auto_type};
-use diesel::pg::{Pg, PgConnection};
+use diesel::deserialize;
+use diesel::dsl::auto_type;
+use diesel::pg::Pg;
 use diesel::prelude::*;
+use diesel::sql_types::{BigInt, Integer, Nullable};
 
-use super::keys::of_id;
 use super::view::view;
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
-use crate::session::{Blocking, Session as Server, now};
-use crate::time::Elapsed;
 
 /// The advisory locks of the current database, each with its session.
 ///
@@ -85,161 +83,106 @@ view! {
     ] = LOCKS;
 }
 
-/// The server session that holds an advisory lock, or waits for it.
+/// Returns the condition that a row of [`holders()`](super::holders()) or [`waiters()`](super::waiters()) is about this lock.
 ///
-/// A role without `pg_read_all_stats` sees only the process id, the user and the application of other roles' sessions. The
-/// other fields are `None`.
-#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
-#[diesel(table_name = advisory_lock, check_for_backend(Pg))]
-#[non_exhaustive]
-pub struct Session {
-    /// The process id, `pg_backend_pid()`. If a prepared transaction holds the lock, this and all other fields are `None`.
-    pub pid: Option<i32>,
-    /// Its `application_name`.
-    pub application_name: Option<String>,
-    /// The client's address; `None` over a Unix socket, and where it is hidden.
-    pub client_addr: Option<String>,
-    /// The client's host name; `None` unless the server looks names up (`log_hostname`).
-    pub client_hostname: Option<String>,
-    /// The role that it logged in as.
-    pub usename: Option<String>,
-    /// `active`, `idle`, `idle in transaction` and the like; `None` where it is hidden.
-    pub state: Option<String>,
-    /// The statement that runs, or ran last; `None` where it is hidden.
-    pub query: Option<String>,
-    /// When it started; `None` where it is hidden. It took its locks later, but PostgreSQL does not record when.
-    pub backend_start: Option<DateTime<Utc>>,
-    /// When its open transaction started; `None` where there is none, or where it is hidden.
-    pub xact_start: Option<DateTime<Utc>>,
+/// # Errors
+///
+/// [`Input::EmptyName`](crate::error::Input::EmptyName).
+pub fn of_key(key: &LockKey) -> Result<of_id> {
+    key.id().map(of_id)
 }
 
-/// An advisory lock that is held, and its holder. [`holders()`] loads it.
-#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
-#[diesel(table_name = advisory_lock, check_for_backend(Pg))]
-#[non_exhaustive]
-pub struct Holder {
-    /// The lock. [`Names`](super::Names) has the names of known keys.
-    #[diesel(embed)]
-    pub key: LockId,
-    /// Whether it is held as a shared lock.
-    pub shared: bool,
-    /// The session that holds it.
-    #[diesel(embed)]
-    pub session: Session,
+#[auto_type]
+pub(super) fn of_id(id: LockId) -> _ {
+    let (key, key1, key2): (Option<i64>, Option<i32>, Option<i32>) = id.numbers();
+    advisory_lock::key
+        .is_not_distinct_from(key)
+        .and(advisory_lock::key1.is_not_distinct_from(key1))
+        .and(advisory_lock::key2.is_not_distinct_from(key2))
 }
 
-/// A wait for an advisory lock, and its session. [`waiters()`] loads it.
-#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
-#[diesel(table_name = advisory_lock, check_for_backend(Pg))]
-#[non_exhaustive]
-pub struct Waiter {
-    /// The lock. [`Names`](super::Names) has the names of known keys.
-    #[diesel(embed)]
-    pub key: LockId,
-    /// Whether the session waits for a shared lock.
-    pub shared: bool,
-    /// When the wait started; `None` before PostgreSQL 14, and for a moment as the wait starts.
-    pub waiting_since: Option<DateTime<Utc>>,
-    /// The duration of the wait, by the server's clock; `None` where `waiting_since` is.
-    #[diesel(deserialize_as = Elapsed<Option<Duration>>)]
-    pub waited: Option<Duration>,
-    /// The session that waits.
-    #[diesel(embed)]
-    pub session: Session,
+/// The columns `key`, `key1` and `key2`.
+type Numbers = (Option<i64>, Option<i32>, Option<i32>);
+
+impl LockId {
+    /// Returns the number of a `bigint`, and the two of a pair.
+    pub(super) const fn numbers(self) -> Numbers {
+        match self {
+            LockId::BigInt(key) => (Some(key), None, None),
+            LockId::Pair(key1, key2) => (None, Some(key1), Some(key2)),
+        }
+    }
 }
 
-/// Selects the advisory locks of the current database that any session holds, with or without this crate. Loads as
-/// [`Holder`].
+impl Queryable<(Nullable<BigInt>, Nullable<Integer>, Nullable<Integer>), Pg> for LockId {
+    type Row = Numbers;
+
+    fn build(row: Self::Row) -> deserialize::Result<Self> {
+        match row {
+            (Some(key), None, None) => Ok(LockId::BigInt(key)),
+            (None, Some(key1), Some(key2)) => Ok(LockId::Pair(key1, key2)),
+            _ => Err("neither the number of an advisory lock nor a pair of numbers".into()),
+        }
+    }
+}
+
+impl Selectable<Pg> for LockId {
+    type SelectExpression = (advisory_lock::key, advisory_lock::key1, advisory_lock::key2);
+
+    fn construct_selection() -> Self::SelectExpression {
+        (advisory_lock::key, advisory_lock::key1, advisory_lock::key2)
+    }
+}
+
+/// The names of the keys that an application knows, to show names instead of numbers.
 ///
-/// One round trip over `pg_locks` and `pg_stat_activity`. These views have no snapshot, so a row may be out of date when it
-/// arrives. A lock that several sessions share has several rows. A lock that a session has taken several times has one.
-///
-/// # Examples
+/// PostgreSQL stores only the number of a lock, and a name cannot be computed from it.
 ///
 /// ```
 /// use diesel::prelude::*;
-/// use diesel_interlock::{AdvisoryLock, monitor};
+/// use diesel_interlock::{AdvisoryLock, LockKey, monitor};
 ///
 /// static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
 ///
+/// let names = monitor::Names::new([NIGHTLY.key(), &LockKey::parts(["tenant", "7"])])?;
+///
 /// # let database = workbench::Database::new();
-/// # let pool = database.pool(2);
-/// # let conn = &mut database.connect();
-/// let guard = NIGHTLY.acquire(&pool)?;
-/// let holders = monitor::holders()
-///     .filter(monitor::of_key(NIGHTLY.key())?)
-///     .order(monitor::backend_start)
-///     .load(conn)?;
-/// assert_eq!(holders[0].session.pid, Some(guard.backend_pid()));
+/// # let (pool, conn) = (database.pool(2), &mut database.connect());
+/// # let _guard = NIGHTLY.acquire(&pool)?;
+/// for holder in monitor::holders().load(conn)? {
+///     match names.of(holder.key) {
+///         Some(name) => println!("{name}: {:?}", holder.session.application_name),
+///         None => println!("{}: {:?}", holder.key, holder.session.application_name),
+///     }
+/// #   assert_eq!(names.of(holder.key), Some("nightly report"));
+/// }
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
-#[auto_type]
-pub fn holders() -> _ {
-    let selection: AsSelect<Holder, Pg> = Holder::as_select();
-    AdvisoryLocks
-        .filter(advisory_lock::granted)
-        .select(selection)
-}
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Names(HashMap<LockId, String>);
 
-/// Selects the waits of all sessions for advisory locks of the current database. Loads as [`Waiter`].
-///
-/// One round trip, as for [`holders()`]. A session that waits for a session lock through this crate waits in slices of at
-/// most 200 milliseconds. Its wait is as long as the current slice, and it is not listed between two slices.
-///
-/// # Examples
-///
-/// ```
-/// use diesel::prelude::*;
-/// use diesel_interlock::monitor;
-///
-/// fn stuck(conn: &mut PgConnection) -> QueryResult<Vec<monitor::Waiter>> {
-///     monitor::waiters().filter(monitor::application_name.like("web-%")).load(conn)
-/// }
-/// # let database = workbench::Database::new();
-/// # assert!(stuck(&mut database.connect())?.is_empty());
-/// # Ok::<(), diesel::result::Error>(())
-/// ```
-#[auto_type]
-pub fn waiters() -> _ {
-    let selection: AsSelect<Waiter, Pg> = Waiter::as_select();
-    AdvisoryLocks
-        .filter(diesel::dsl::not(advisory_lock::granted))
-        .select(selection)
-}
+impl Names {
+    /// Collects the names of the keys. A key that is only a number has no name. If two names have the same number, the last
+    /// one is kept.
+    ///
+    /// # Errors
+    ///
+    /// [`Input::EmptyName`](crate::error::Input::EmptyName).
+    pub fn new<'a>(keys: impl IntoIterator<Item = &'a LockKey>) -> Result<Self> {
+        let mut names = HashMap::new();
+        for key in keys {
+            let id = key.id()?;
+            if let Some(name) = key.name() {
+                names.insert(id, name.to_owned());
+            }
+        }
+        Ok(Self(names))
+    }
 
-/// Returns who holds the lock: one session, several sharers, or nobody.
-///
-/// One round trip, the same as `holders().filter(of_key(key)?).load(conn)`.
-///
-/// # Errors
-///
-/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`](crate::Error::Database).
-pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>> {
-    now(find_holders(&mut Blocking::lent(conn), key))
-}
-
-pub(crate) async fn find_holders<S: Server>(session: &mut S, key: &LockKey) -> Result<Vec<Holder>> {
-    let id = session.lock_id(key)?;
-    Ok(session.all(holders().filter(of_id(id))).await?)
-}
-
-/// Returns who waits for the lock, the longest wait first.
-///
-/// One round trip, the same as `waiters().filter(of_key(key)?).order(waiting_since).load(conn)`.
-///
-/// # Errors
-///
-/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`](crate::Error::Database).
-pub fn waiters_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Waiter>> {
-    now(find_waiters(&mut Blocking::lent(conn), key))
-}
-
-async fn find_waiters<S: Server>(session: &mut S, key: &LockKey) -> Result<Vec<Waiter>> {
-    let id = session.lock_id(key)?;
-    let waiters = waiters().filter(of_id(id));
-    Ok(session
-        .all(waiters.order(advisory_lock::waiting_since))
-        .await?)
+    /// Returns the name of a key, if it is known.
+    pub fn of(&self, id: LockId) -> Option<&str> {
+        self.0.get(&id).map(String::as_str)
+    }
 }
 
 #[cfg(test)]
@@ -274,25 +217,50 @@ mod tests {
     }
 
     #[test]
-    fn holders_and_waiters_are_read_from_one_view_and_told_apart() {
-        let holders = diesel::debug_query::<Pg, _>(&holders()).to_string();
+    fn a_key_is_compared_in_both_spaces_at_once() {
+        let of = |key: LockKey| {
+            let query = AdvisoryLocks
+                .filter(of_key(&key).unwrap())
+                .select(advisory_lock::pid);
+            let sql = diesel::debug_query::<Pg, _>(&query).to_string();
+            sql.rsplit_once(" WHERE ").unwrap().1.to_owned()
+        };
+        let condition = "((\"advisory_lock\".\"key\" IS NOT DISTINCT FROM $1) \
+             AND (\"advisory_lock\".\"key1\" IS NOT DISTINCT FROM $2)) \
+             AND (\"advisory_lock\".\"key2\" IS NOT DISTINCT FROM $3)";
         assert_eq!(
-            holders,
-            format!(
-                "SELECT \"advisory_lock\".\"key\", \"advisory_lock\".\"key1\", \
-                 \"advisory_lock\".\"key2\", \"advisory_lock\".\"shared\", \
-                 \"advisory_lock\".\"pid\", \"advisory_lock\".\"application_name\", \
-                 \"advisory_lock\".\"client_addr\", \"advisory_lock\".\"client_hostname\", \
-                 \"advisory_lock\".\"usename\", \"advisory_lock\".\"state\", \
-                 \"advisory_lock\".\"query\", \"advisory_lock\".\"backend_start\", \
-                 \"advisory_lock\".\"xact_start\" FROM ({LOCKS}) AS \"advisory_lock\" \
-                 WHERE \"advisory_lock\".\"granted\" -- binds: []"
-            )
+            of(LockKey::bigint(-5)),
+            format!("({condition}) -- binds: [Some(-5), None, None]")
         );
-        let waiters = diesel::debug_query::<Pg, _>(&waiters()).to_string();
-        assert!(
-            waiters.contains("\"advisory_lock\".\"waiting_since\", \"advisory_lock\".\"waited\"")
+        assert_eq!(
+            of(LockKey::pair(1, -2)),
+            format!("({condition}) -- binds: [None, Some(1), Some(-2)]")
         );
-        assert!(waiters.ends_with(" NOT (\"advisory_lock\".\"granted\") -- binds: []"));
+    }
+
+    #[test]
+    fn a_row_without_a_number_is_an_error_and_no_guess() {
+        assert_eq!(
+            LockId::build((Some(-1), None, None)).unwrap(),
+            LockId::BigInt(-1)
+        );
+        assert_eq!(
+            LockId::build((None, Some(1), Some(2))).unwrap(),
+            LockId::Pair(1, 2)
+        );
+        assert!(LockId::build((None, Some(1), None)).is_err());
+        assert!(LockId::build((None, None, None)).is_err());
+    }
+
+    #[test]
+    fn known_keys_have_their_names_and_others_none() {
+        let gem = LockKey::with_advisory_lock("nightly");
+        let keys = [LockKey::named("a"), gem.clone(), LockKey::bigint(7)];
+        let names = Names::new(&keys).unwrap();
+        assert_eq!(names.of(keys[0].id().unwrap()), Some("a"));
+        assert_eq!(names.of(gem.id().unwrap()), Some("nightly"));
+        assert_eq!(names.of(LockId::BigInt(7)), None);
+        assert!(Names::new([&LockKey::named("")]).is_err());
+        assert_eq!(Names::default().of(LockId::Pair(0, 1)), None);
     }
 }

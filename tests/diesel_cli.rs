@@ -1,6 +1,6 @@
 //! The real `diesel_cli` on our migrations, and on an application's beside them.
 //!
-//! Run by `scripts/diesel_cli`, which installs the program and names it in `DIESEL_CLI`.
+//! Run by `scripts/test_with diesel_cli`, which installs the program and names it in `DIESEL_CLI`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -131,8 +131,8 @@ impl Drop for Application {
 }
 
 fn diesel(directory: &Path, url: &str, arguments: &[&str]) -> Output {
-    let program =
-        std::env::var_os("DIESEL_CLI").expect("DIESEL_CLI is not set: run scripts/diesel_cli");
+    let program = std::env::var_os("DIESEL_CLI")
+        .expect("DIESEL_CLI is not set: run scripts/test_with diesel_cli");
     Command::new(program)
         .args(arguments)
         .current_dir(directory)

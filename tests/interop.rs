@@ -1,7 +1,7 @@
 //! Real Python and Node.js programs on the same database: they exclude our guards, and our guards
 //! exclude them.
 //!
-//! `scripts/interop` runs it, with the packages that the programs in `tests/interop/` need.
+//! `scripts/test_with languages` runs it, with the packages that the programs in `tests/interop/` need.
 
 use std::env;
 use std::io::{BufRead, BufReader, Write};
@@ -92,10 +92,10 @@ fn programs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/interop")
 }
 
-/// The value of an environment variable that `scripts/interop` sets.
+/// The value of an environment variable that `scripts/test_with languages` sets.
 fn required(variable: &str) -> String {
     env::var(variable).unwrap_or_else(|_| {
-        panic!("{variable} is not set: run scripts/interop, which installs what this test needs")
+        panic!("{variable} is not set: run scripts/test_with languages, which installs what this test needs")
     })
 }
 

@@ -1,6 +1,6 @@
 //! Behind PgBouncer: which of our primitives hold, and how the others are refused.
 //!
-//! Needs PgBouncer: `scripts/pgbouncer` installs it and runs this.
+//! Needs PgBouncer: `scripts/test_with pgbouncer` installs it and runs this.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};

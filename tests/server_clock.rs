@@ -1,4 +1,4 @@
-//! What depends on the server's clock, tried on a server whose clock is set: `scripts/server_clock`.
+//! What depends on the server's clock, tried on a server whose clock is set: `scripts/test_with libfaketime`.
 //!
 //! Nothing here waits on the server: libfaketime gives signal handlers the true time, so PostgreSQL's own time-outs do not
 //! strike there.
@@ -41,7 +41,7 @@ struct Server {
 impl Server {
     fn start() -> Self {
         let library = std::env::var("LIBFAKETIME")
-            .expect("LIBFAKETIME names libfaketime.so.1: scripts/server_clock");
+            .expect("LIBFAKETIME names libfaketime.so.1: scripts/test_with libfaketime");
         let clock = std::env::temp_dir().join(format!("interlock-clock-{}", unique()));
         fs::write(&clock, "+0").unwrap();
         let cluster = Cluster::builder()

@@ -14,6 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use self::crew::Crew;
 use self::keeper::Keeper;
 use self::ledger::{Book, Ledger};
@@ -22,7 +24,6 @@ use crate::check;
 use crate::clock;
 use crate::fault::Fault;
 use crate::options::Options;
-use crate::random::Random;
 use crate::record::Outcome;
 
 /// From this length on, a campaign that had fewer than `EACH` of a kind of faults was none.
@@ -43,7 +44,7 @@ pub(crate) fn run(options: Options) -> ExitCode {
         options.duration.as_secs(),
         options.seed
     );
-    let mut random = Random::new(options.seed);
+    let mut random = Rng::with_seed(options.seed);
     let keeper = Arc::new(Keeper::start());
     let ledger = Arc::new(Ledger::default());
     let site = Site::start(keeper.directory());

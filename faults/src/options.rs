@@ -2,43 +2,113 @@
 
 use std::time::Duration;
 
-pub(crate) const USAGE: &str = "usage: scripts/faults [--seconds S] [--seed N] [--workers W]
+use lexopt::Arg::{Long, Value};
+use lexopt::{Parser, ValueExt};
 
-  --seconds S  how long to inject faults; 60 unless told. From 600 on, the campaign fails if there were fewer than 100 of
-               any kind of fault; a shorter one says so, in proportion
-  --seed N     what the random choices begin with; drawn and printed unless told
-  --workers W  how many processes work at a time, 4 at least; 8 unless told";
+pub(crate) const USAGE: &str = "\
+usage: scripts/faults [faults] [--seconds S] [--seed N] [--workers W]
+       scripts/faults contention [--seconds S]
 
-/// What a campaign was told.
-#[derive(Debug, Clone, Copy)]
+faults (the default) injects faults into processes that use every primitive:
+  --seconds S  how long to inject faults; defaults to 60. From 600 seconds on, the campaign fails if any kind of fault
+               was injected fewer than 100 times; a shorter campaign reports such kinds, in proportion
+  --seed N     the seed of the random choices; defaults to a random seed, which is printed
+  --workers W  how many processes work at a time, at least 4; defaults to 8
+
+contention claims slots and attempts throttles from many Rust and Python processes, some of which it kills:
+  --seconds S  how long the first and longest of its four parts takes; defaults to 60. The four parts together take
+               about twice as long";
+
+/// The kind of campaign to run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Faults(Options),
+    Contention(Duration),
+}
+
+/// The settings of a campaign of faults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Options {
     pub(crate) duration: Duration,
     pub(crate) seed: u64,
     pub(crate) workers: usize,
 }
 
-impl Options {
-    pub(crate) fn parse(arguments: &[String]) -> Result<Self, String> {
-        let mut options = Self {
-            duration: Duration::from_secs(60),
-            seed: crate::clock::now() as u64 % 1_000_000,
-            workers: 8,
-        };
-        let mut arguments = arguments.iter();
-        while let Some(name) = arguments.next() {
-            let mut number = || -> Result<u64, String> {
-                let value = arguments.next().ok_or(format!("{name} needs a number"))?;
-                value
-                    .parse()
-                    .map_err(|_| format!("{name} needs a number, not {value}"))
-            };
-            match name.as_str() {
-                "--seconds" => options.duration = Duration::from_secs(number()?.clamp(1, 86_400)),
-                "--seed" => options.seed = number()?,
-                "--workers" => options.workers = number()?.clamp(4, 100) as usize,
-                _ => return Err(format!("what is {name}?")),
+/// Parses the arguments of the program.
+pub(crate) fn parse(mut parser: Parser) -> Result<Kind, lexopt::Error> {
+    let mut contention = false;
+    let mut options = Options {
+        duration: Duration::from_secs(60),
+        seed: fastrand::u64(..1_000_000),
+        workers: 8,
+    };
+    let mut is_first = true;
+    while let Some(argument) = parser.next()? {
+        match argument {
+            Value(kind) if is_first && kind == "faults" => {}
+            Value(kind) if is_first && kind == "contention" => contention = true,
+            Long("seconds") => {
+                let seconds: u64 = parser.value()?.parse()?;
+                options.duration = Duration::from_secs(seconds.clamp(1, 86_400));
             }
+            Long("seed") if !contention => options.seed = parser.value()?.parse()?,
+            Long("workers") if !contention => {
+                let workers: usize = parser.value()?.parse()?;
+                options.workers = workers.clamp(4, 100);
+            }
+            other => return Err(other.unexpected()),
         }
-        Ok(options)
+        is_first = false;
+    }
+    Ok(if contention {
+        Kind::Contention(options.duration)
+    } else {
+        Kind::Faults(options)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(arguments: &[&str]) -> Result<Kind, lexopt::Error> {
+        parse(Parser::from_args(arguments))
+    }
+
+    #[test]
+    fn faults_are_the_default_kind() {
+        let expected = Kind::Faults(Options {
+            duration: Duration::from_secs(20),
+            seed: 1,
+            workers: 4,
+        });
+        let options = ["--seconds", "20", "--seed=1", "--workers", "2"];
+        assert_eq!(parsed(&options).unwrap(), expected);
+        assert_eq!(
+            parsed(&[&["faults"], &options[..]].concat()).unwrap(),
+            expected
+        );
+    }
+
+    #[test]
+    fn contention_takes_a_duration_alone() {
+        let expected = Kind::Contention(Duration::from_secs(15));
+        assert_eq!(
+            parsed(&["contention", "--seconds", "15"]).unwrap(),
+            expected
+        );
+        assert!(parsed(&["contention", "--seed", "1"]).is_err());
+    }
+
+    #[test]
+    fn unknown_arguments_are_errors() {
+        for arguments in [
+            &["--second", "1"][..],
+            &["--seconds"],
+            &["--seconds", "x"],
+            &["all"],
+        ] {
+            assert!(parsed(arguments).is_err(), "{arguments:?}");
+        }
     }
 }

@@ -27,11 +27,13 @@ use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel_interlock::{Error, PgPool};
+use fastrand::Rng;
+use serde::{Deserialize, Serialize};
 
 use self::report::report;
+use crate::chance::Chance;
 use crate::clock;
 use crate::fault::Fault;
-use crate::random::Random;
 use crate::record::{Outcome, Primitive, Record};
 
 /// More threads than connections, so that the pool is often exhausted.
@@ -41,9 +43,9 @@ const CONNECTIONS: u32 = 4;
 /// How long a pool may take to be whole again.
 const WHOLE: Duration = Duration::from_secs(30);
 
-/// What a worker is told as it is started.
-#[derive(Debug, Clone)]
-pub(crate) struct Orders {
+/// The settings that a worker is started with.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Settings {
     pub(crate) url: String,
     /// Where another server is, as far as the worker knows.
     pub(crate) neighbour: String,
@@ -56,48 +58,8 @@ pub(crate) struct Orders {
     pub(crate) impatient: bool,
 }
 
-impl Orders {
-    pub(crate) fn arguments(&self) -> [String; 7] {
-        [
-            "worker".to_owned(),
-            self.url.clone(),
-            self.neighbour.clone(),
-            self.seed.to_string(),
-            self.shared_sessions.to_string(),
-            self.tests_connections.to_string(),
-            self.impatient.to_string(),
-        ]
-    }
-
-    fn from_arguments(arguments: &[String]) -> Option<Self> {
-        let [
-            url,
-            neighbour,
-            seed,
-            shared_sessions,
-            tests_connections,
-            impatient,
-        ] = arguments
-        else {
-            return None;
-        };
-        Some(Self {
-            url: url.clone(),
-            neighbour: neighbour.clone(),
-            seed: seed.parse().ok()?,
-            shared_sessions: shared_sessions.parse().ok()?,
-            tests_connections: tests_connections.parse().ok()?,
-            impatient: impatient.parse().ok()?,
-        })
-    }
-}
-
 /// Works until the standard input says to rest, and ends when that ends.
-pub(crate) fn run(arguments: &[String]) -> ExitCode {
-    let Some(orders) = Orders::from_arguments(arguments) else {
-        eprintln!("a worker is started by the campaign");
-        return ExitCode::from(2);
-    };
+pub(crate) fn run(settings: Settings) -> ExitCode {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         if !is_deliberate(info.payload()) {
@@ -105,20 +67,20 @@ pub(crate) fn run(arguments: &[String]) -> ExitCode {
         }
     }));
     thread::spawn(obey);
-    let pool = pool_of(&orders, &orders.url);
+    let pool = pool_of(&settings, &settings.url);
     // For the questions of the watches alone, which must find a connection.
-    let asking = pool_of(&orders, &orders.url);
-    let neighbour = pool_of(&orders, &orders.neighbour);
-    let mut random = Random::new(orders.seed);
+    let asking = pool_of(&settings, &settings.url);
+    let neighbour = pool_of(&settings, &settings.neighbour);
+    let mut random = Rng::with_seed(settings.seed);
     thread::scope(|scope| {
-        if !orders.shared_sessions {
+        if !settings.shared_sessions {
             scope.spawn(|| neighbour::work(&neighbour));
         }
         for _ in 0..THREADS {
             let mut hand = Hand {
                 pool: pool.clone(),
                 asking: asking.clone(),
-                orders: &orders,
+                settings: &settings,
                 random: random.fork(),
             };
             scope.spawn(move || {
@@ -138,8 +100,14 @@ pub(crate) fn run(arguments: &[String]) -> ExitCode {
 /// Whether to take up nothing new.
 static RESTING: AtomicBool = AtomicBool::new(false);
 
-/// The line that says so.
-pub(crate) const REST: &str = "rest";
+/// What the campaign tells a running worker. Each instruction is one line of JSON.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(crate) enum Instruction {
+    /// Finish the current operations and start no other.
+    Rest,
+    /// Inflict this fault on itself at the next opportunity.
+    Inflict(Fault),
+}
 
 /// What this worker is to inflict on itself when it comes to it.
 static MISHAPS: Mutex<BTreeSet<Fault>> = Mutex::new(BTreeSet::new());
@@ -151,10 +119,12 @@ fn mishaps() -> MutexGuard<'static, BTreeSet<Fault>> {
 /// At the end of the lines the campaign is gone, or has no need of this worker any more.
 fn obey() {
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
-        if line == REST {
-            RESTING.store(true, Ordering::Relaxed);
-        } else {
-            mishaps().extend(Fault::named(&line));
+        match serde_json::from_str(&line) {
+            Ok(Instruction::Rest) => RESTING.store(true, Ordering::Relaxed),
+            Ok(Instruction::Inflict(fault)) => _ = mishaps().insert(fault),
+            Err(error) => report(&Record::Violation {
+                text: format!("the campaign sent an unknown instruction: {error}: {line}"),
+            }),
         }
     }
     std::process::exit(0);
@@ -164,8 +134,8 @@ fn obey() {
 struct Hand<'a> {
     pool: PgPool,
     asking: PgPool,
-    orders: &'a Orders,
-    random: Random,
+    settings: &'a Settings,
+    random: Rng,
 }
 
 type Work = fn(&mut Hand<'_>) -> Result<Outcome, Error>;
@@ -174,8 +144,10 @@ impl Hand<'_> {
     /// Does one thing, and rests a little.
     fn work(&mut self) {
         thread::sleep(self.random.millis(0, 30));
-        let (what, work): (_, Work) = match self.random.below(10) {
-            0..=3 if !self.orders.shared_sessions => (Primitive::SessionLock, session_locks::work),
+        let (what, work): (_, Work) = match self.random.u64(..10) {
+            0..=3 if !self.settings.shared_sessions => {
+                (Primitive::SessionLock, session_locks::work)
+            }
             0..=5 => (Primitive::TransactionLock, transaction_locks::work),
             6..=7 => (Primitive::Throttle, throttles::work),
             _ => (Primitive::Semaphore, semaphores::work),
@@ -263,20 +235,20 @@ fn is_deliberate(payload: &(dyn Any + Send)) -> bool {
     payload.is::<Deliberate>()
 }
 
-fn pool_of(orders: &Orders, url: &str) -> PgPool {
+fn pool_of(settings: &Settings, url: &str) -> PgPool {
     Pool::builder()
         .max_size(CONNECTIONS)
         .min_idle(Some(0))
         .connection_timeout(Duration::from_secs(2))
         // A check would hide what is left on a connection.
-        .test_on_check_out(orders.tests_connections)
-        .connection_customizer(Box::new(SessionSettings(orders.clone())))
+        .test_on_check_out(settings.tests_connections)
+        .connection_customizer(Box::new(SessionSettings(settings.clone())))
         .build_unchecked(ConnectionManager::new(url))
 }
 
 /// What the user of the campaign has set on every session.
 #[derive(Debug)]
-struct SessionSettings(Orders);
+struct SessionSettings(Settings);
 
 /// Shorter than a slice of waiting, and than many waits.
 const IMPATIENCE: &str = "SET statement_timeout = '300ms'; SET lock_timeout = '50ms'; \

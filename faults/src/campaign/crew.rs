@@ -7,15 +7,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+use url::Url;
 use workbench::{PgBouncer, PoolMode, RoundTrips};
 
 use super::keeper::Keeper;
 use super::ledger::Ledger;
 use super::site::Site;
+use crate::chance::Chance;
 use crate::fault::Fault;
-use crate::random::Random;
-use crate::record::{Primitive, Record};
-use crate::worker::{Orders, REST};
+use crate::record::Primitive;
+use crate::role::Role;
+use crate::worker::{Instruction, Settings};
 
 /// How long a worker may take to end when nobody needs it any more.
 const ENDING: Duration = Duration::from_secs(5);
@@ -46,7 +49,7 @@ pub(super) struct Crew {
     places: Vec<Place>,
     keeper: Arc<Keeper>,
     ledger: Arc<Ledger>,
-    random: Mutex<Random>,
+    random: Mutex<Rng>,
     session_pooler: Mutex<PgBouncer>,
     transaction_pooler: Mutex<PgBouncer>,
     /// In front of what is another server to the workers.
@@ -65,7 +68,7 @@ struct Place {
 
 #[derive(Debug)]
 struct Worker {
-    orders: Orders,
+    settings: Settings,
     child: Child,
     stdin: ChildStdin,
 }
@@ -76,7 +79,7 @@ impl Crew {
         site: &Site,
         keeper: &Arc<Keeper>,
         ledger: &Arc<Ledger>,
-        random: Random,
+        random: Rng,
     ) -> Self {
         let pooler =
             |mode, sessions| PgBouncer::in_front_of_socket(site.socket_directory(), mode, sessions);
@@ -173,8 +176,8 @@ impl Crew {
     /// Who can inflict that on itself.
     pub(super) fn able(&self, mishap: Fault) -> Vec<usize> {
         let is_able = |worker: &Worker| {
-            (worker.orders.impatient || !mishap.needs_impatience())
-                && (!worker.orders.shared_sessions || !mishap.needs_session_locks())
+            (worker.settings.impatient || !mishap.needs_impatience())
+                && (!worker.settings.shared_sessions || !mishap.needs_session_locks())
         };
         self.places
             .iter()
@@ -185,11 +188,12 @@ impl Crew {
 
     /// Tells a worker to inflict that on itself once, when it comes to it.
     pub(super) fn wish(&self, number: usize, mishap: Fault) {
-        self.tell(number, mishap.name());
+        self.tell(number, Instruction::Inflict(mishap));
     }
 
-    fn tell(&self, number: usize, line: &str) {
+    fn tell(&self, number: usize, instruction: Instruction) {
         if let Some(worker) = &mut *self.places[number].worker() {
+            let line = serde_json::to_string(&instruction).expect("an instruction is JSON");
             let _ = worker.stdin.write_all(format!("{line}\n").as_bytes());
         }
     }
@@ -198,10 +202,10 @@ impl Crew {
         let place = &self.places[number];
         let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
         let shared_sessions = place.route == Route::TransactionPooler;
-        let orders = Orders {
+        let settings = Settings {
             url: place.url.clone(),
             neighbour: with_settings(&self.neighbour.url(), &format!("neighbour-{number}")),
-            seed: random.next(),
+            seed: random.u64(..),
             shared_sessions,
             tests_connections: random.one_in(2),
             impatient: !shared_sessions && random.one_in(2),
@@ -211,7 +215,7 @@ impl Crew {
         let mut child = Command::new("/bin/sh")
             .args(["-c", "read -r go && exec \"$@\"", "worker"])
             .arg(std::env::current_exe().expect("this program has a path"))
-            .args(orders.arguments())
+            .args(Role::Application(settings.clone()).arguments())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -228,7 +232,7 @@ impl Crew {
         let stderr = child.stderr.take().expect("standard error is a pipe");
         thread::spawn(move || complain(number, stderr));
         *place.worker() = Some(Worker {
-            orders,
+            settings,
             child,
             stdin,
         });
@@ -272,7 +276,7 @@ impl Crew {
     /// Lets all workers finish what they do, and rest with the connections they have.
     pub(super) fn rest(&self) {
         for number in self.numbers() {
-            self.tell(number, REST);
+            self.tell(number, Instruction::Rest);
         }
     }
 
@@ -312,10 +316,10 @@ fn with_settings(url: &str, name: &str) -> String {
         ("keepalives_interval", "1".to_owned()),
         ("keepalives_count", "2".to_owned()),
         ("tcp_user_timeout", "2000".to_owned()),
-    ]
-    .map(|(name, value)| format!("{name}={value}"));
-    let separator = if url.contains('?') { '&' } else { '?' };
-    format!("{url}{separator}{}", settings.join("&"))
+    ];
+    let mut url = Url::parse(url).expect("a server's address is a URL");
+    url.query_pairs_mut().extend_pairs(settings);
+    url.into()
 }
 
 /// Passes on what a worker has to say, but not what libpq prints of the server's notices.
@@ -338,10 +342,10 @@ fn read(number: usize, stdout: ChildStdout, ledger: &Ledger) {
         let Some(whole) = line.strip_suffix('\n') else {
             break;
         };
-        match Record::from_line(whole) {
-            Some(record) => ledger.take(number, record),
-            None => ledger.violation(format!(
-                "worker {number} tells what nobody understands: {whole}"
+        match serde_json::from_str(whole) {
+            Ok(record) => ledger.take(number, record),
+            Err(error) => ledger.violation(format!(
+                "worker {number} wrote an unknown record: {error}: {whole}"
             )),
         }
         line.clear();

@@ -13,11 +13,13 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
+
 use super::crew::Crew;
 use super::ledger::Ledger;
 use super::site::Site;
+use crate::chance::Chance;
 use crate::fault::Fault;
-use crate::random::Random;
 
 /// What an injector needs.
 #[derive(Debug)]
@@ -25,7 +27,7 @@ struct Means<'a> {
     site: &'a Site,
     crew: &'a Crew,
     ledger: Arc<Ledger>,
-    random: Random,
+    random: Rng,
     /// When the next one is due.
     due: Instant,
     end: Instant,
@@ -36,7 +38,7 @@ pub(super) fn inject(
     site: &Site,
     crew: &Crew,
     ledger: &Arc<Ledger>,
-    mut random: Random,
+    mut random: Rng,
     duration: Duration,
 ) {
     let end = Instant::now() + duration;
@@ -86,6 +88,6 @@ impl Means<'_> {
 
     fn any_worker(&mut self) -> usize {
         let numbers: Vec<usize> = self.crew.numbers().collect();
-        self.random.pick(&numbers).copied().unwrap_or_default()
+        self.random.choice(&numbers).copied().unwrap_or_default()
     }
 }

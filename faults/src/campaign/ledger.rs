@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use fastrand::Rng;
+
 use crate::check::{Death, Failover, History, Outage, Reload, Told};
 use crate::clock::{self, Micros};
 use crate::fault::Fault;
-use crate::random::Random;
 use crate::record::{Outcome, Primitive, Record};
 
 /// Collects the histories of all workers, from many threads.
@@ -47,8 +48,9 @@ impl Ledger {
     }
 
     /// The kind that was inflicted least often so far.
-    pub(super) fn scarcest(&self, kinds: &[Fault], random: &mut Random) -> Fault {
-        let kinds = random.shuffled(kinds);
+    pub(super) fn scarcest(&self, kinds: &[Fault], random: &mut Rng) -> Fault {
+        let mut kinds = kinds.to_vec();
+        random.shuffle(&mut kinds);
         let book = self.book();
         kinds
             .into_iter()

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{Bool, Text};
+use fastrand::Rng;
 use workbench::{Cluster, StopMode};
 
+use crate::chance::Chance;
 use crate::check::{Failover, Outage, Reload};
 use crate::clock;
-use crate::random::Random;
 
 /// How long a standby may take until it follows.
 const FOLLOWING: Duration = Duration::from_secs(60);
@@ -120,7 +121,7 @@ impl Site {
     ///
     /// In half of the cases the standby has lost its connection to the primary a moment before. What was told meanwhile is
     /// lost if replication is asynchronous. If it is synchronous, nothing is told meanwhile.
-    pub(super) fn fail_over(&self, synchronous: bool, random: &mut Random) -> (Outage, Failover) {
+    pub(super) fn fail_over(&self, synchronous: bool, random: &mut Rng) -> (Outage, Failover) {
         let old = self.primary();
         let standby = old.standby();
         let is_following = if synchronous {

@@ -11,6 +11,7 @@ use diesel_interlock::Error;
 
 use super::Hand;
 use super::report::report;
+use crate::chance::Chance;
 use crate::clock;
 use crate::record::{Outcome, Record};
 use crate::subjects::BY_THE_ARTICLE;

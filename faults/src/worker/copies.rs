@@ -8,6 +8,7 @@ use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
 use super::{Hand, panic_deliberately};
+use crate::chance::Chance;
 use crate::fault::Fault;
 
 diesel::table! {
@@ -40,7 +41,7 @@ fn copy_to(hand: &mut Hand<'_>, conn: &mut PgConnection) {
 }
 
 fn copy_from(hand: &mut Hand<'_>, conn: &mut PgConnection) {
-    let ending = hand.random.below(3);
+    let ending = hand.random.u64(..3);
     let copy = diesel::copy_from(copied::table)
         .from_raw_data(copied::table, move |rows| -> Result<(), DieselError> {
             writeln!(rows, "1\tcopied")

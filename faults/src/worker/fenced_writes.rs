@@ -9,6 +9,7 @@ use diesel_interlock::Error;
 
 use super::report::report;
 use super::{Hand, errors};
+use crate::chance::Chance;
 use crate::clock;
 use crate::record::{Outcome, Primitive, Record};
 use crate::subjects;

@@ -7,6 +7,7 @@ use diesel_interlock::{Admission, Claim, Error, Permit, Semaphore};
 
 use super::report::report;
 use super::{Hand, panic_deliberately};
+use crate::chance::Chance;
 use crate::clock::{self, Micros};
 use crate::fault::Fault;
 use crate::record::{Outcome, Record};
@@ -16,12 +17,12 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     if hand.random.one_in(3) {
         return super::article::work(hand);
     }
-    let Some(semaphore) = hand.random.pick(&SEMAPHORES) else {
+    let Some(semaphore) = hand.random.choice(&SEMAPHORES) else {
         return Ok(Outcome::Busy);
     };
     let timeout = hand.random.millis(0, 400);
     let sent = clock::now();
-    let attempt = match hand.random.below(4) {
+    let attempt = match hand.random.u64(..4) {
         0 => return elsewhere(hand, semaphore),
         1 => semaphore.try_acquire(&hand.pool)?,
         _ => {

@@ -11,13 +11,14 @@ use diesel_interlock::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, GuardCon
 use super::neighbour::{LATE, Lateness};
 use super::report::report;
 use super::{Hand, copies, errors, fenced_writes, mishaps, panic_deliberately};
+use crate::chance::Chance;
 use crate::clock::{self, Micros};
 use crate::fault::Fault;
 use crate::record::{Outcome, Primitive, Record};
 use crate::subjects;
 
 pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
-    let number = hand.random.below(subjects::LOCKS) as i32;
+    let number = hand.random.u64(..subjects::LOCKS) as i32;
     let exclusive = !hand.random.one_in(3);
     let mut lock = subjects::session_lock(number);
     if !exclusive {
@@ -32,7 +33,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
         lock: &lock,
     };
     let timeout = hand.random.millis(0, 900);
-    match hand.random.below(5) {
+    match hand.random.u64(..5) {
         0 => section.enter(hand, lock.try_acquire(&hand.pool.clone())?),
         1 => section.enter(hand, Attempt::Acquired(lock.acquire(&hand.pool.clone())?)),
         2 | 3 => {
@@ -146,7 +147,7 @@ impl Section<'_> {
             self.work_elsewhere(hand, guard, acquired)?;
         }
 
-        for _ in 0..hand.random.below(4) {
+        for _ in 0..hand.random.u64(..4) {
             let long = hand.random.one_in(40);
             thread::sleep(hand.random.millis(0, if long { 700 } else { 25 }));
             // It may have been stopped for longer than its session lives, and not know.
@@ -263,9 +264,9 @@ impl Section<'_> {
             }
         } else if hand.befalls(Fault::TransactionAborted) {
             let _ = guard.conn().batch_execute("BEGIN; SELECT 1/0");
-        } else if hand.orders.impatient && hand.befalls(Fault::StatementTimeout) {
+        } else if hand.settings.impatient && hand.befalls(Fault::StatementTimeout) {
             let _ = diesel::sql_query("SELECT pg_sleep(1)").execute(guard.conn());
-        } else if hand.orders.impatient && self.exclusive {
+        } else if hand.settings.impatient && self.exclusive {
             self.run_into_lock_timeout(hand);
         }
         if hand.random.one_in(10) {
@@ -309,7 +310,7 @@ impl Section<'_> {
 
     /// Sessions with time-outs of their own end for reasons that nobody else knows.
     fn report_loss(&self, hand: &Hand<'_>, pid: i32, acquired: Micros, asked: Micros) {
-        if !hand.orders.impatient {
+        if !hand.settings.impatient {
             report(&Record::Lost {
                 pid,
                 acquired,

@@ -9,6 +9,7 @@ use diesel_interlock::{Decision, Error, Grant, Throttle, ThrottledResource};
 
 use super::Hand;
 use super::report::report;
+use crate::chance::Chance;
 use crate::clock;
 use crate::record::{Outcome, Record};
 use crate::subjects::{self, Resource};
@@ -21,7 +22,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     } else {
         Resource::Quick
     };
-    let key = match hand.random.below(2 * subjects::KEYS) {
+    let key = match hand.random.u64(..2 * subjects::KEYS) {
         key if key < subjects::KEYS => format!("key {key}"),
         _ => String::new(),
     };
@@ -33,7 +34,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     // `lock_timeout`, which would be an error.
     let pause = hand.random.millis(0, 120);
     let sent = clock::now();
-    let granted: Option<Grant> = match hand.random.below(8) {
+    let granted: Option<Grant> = match hand.random.u64(..8) {
         0 => {
             let granted = Cell::new(None);
             let _ = throttle.clone().details(DETAILS).run(&hand.pool, |grant| {

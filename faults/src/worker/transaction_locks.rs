@@ -6,12 +6,13 @@ use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Integer};
 use diesel_interlock::{Attempt, Error};
+use fastrand::Rng;
 
 use super::report::report;
 use super::{Hand, panic_deliberately};
+use crate::chance::Chance;
 use crate::clock;
 use crate::fault::Fault;
-use crate::random::Random;
 use crate::record::{Outcome, Record};
 use crate::subjects;
 
@@ -24,11 +25,11 @@ struct Highest {
 }
 
 pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
-    let number = hand.random.below(subjects::BOOKINGS) as i32;
+    let number = hand.random.u64(..subjects::BOOKINGS) as i32;
     let lock = subjects::booking_lock(number);
     let timeout = hand.random.millis(0, 500);
     let mut conn = hand.connection()?;
-    let form = hand.random.below(7);
+    let form = hand.random.u64(..7);
     if form == 0 {
         return read(hand, number, &mut conn);
     }
@@ -85,7 +86,7 @@ fn read(hand: &mut Hand<'_>, number: i32, conn: &mut PgConnection) -> Result<Out
 
 /// What befalls a booking on its way.
 struct Misfortune {
-    random: Random,
+    random: Rng,
     panics: bool,
     idles: bool,
 }
@@ -93,7 +94,7 @@ struct Misfortune {
 impl Misfortune {
     fn of(hand: &mut Hand<'_>) -> Self {
         let panics = hand.befalls(Fault::Panic);
-        let idles = hand.orders.impatient && hand.befalls(Fault::IdleInTransactionTimeout);
+        let idles = hand.settings.impatient && hand.befalls(Fault::IdleInTransactionTimeout);
         Self {
             random: hand.random.fork(),
             panics,

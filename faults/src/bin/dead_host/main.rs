@@ -1,7 +1,7 @@
 //! How long a lock stays with a host that has vanished, and how long a client waits for a server that has: measured over
 //! a network that swallows every packet, between network namespaces.
 //!
-//! Run by `scripts/dead_host`, which puts this process into a network namespace of its own: that is the server's. Two
+//! Run by `scripts/faults dead_host`, which puts this process into a network namespace of its own: that is the server's. Two
 //! more are a router, which is what swallows, and the clients' host.
 
 mod client;

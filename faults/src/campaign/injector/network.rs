@@ -6,7 +6,7 @@ use crate::fault::{Fault, NETWORKS};
 pub(super) fn inject(means: Means<'_>) {
     means.scarcest_first(&NETWORKS, |means, kind| {
         let networks = means.crew.networks();
-        let Some(&(worker, network)) = means.random.pick(&networks) else {
+        let Some(&(worker, network)) = means.random.choice(&networks) else {
             return;
         };
         network.cut();

@@ -3,6 +3,7 @@
 use workbench::PoolMode;
 
 use super::Means;
+use crate::chance::Chance;
 use crate::fault::{Fault, POOLERS};
 
 pub(super) fn inject(means: Means<'_>) {

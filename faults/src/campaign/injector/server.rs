@@ -3,6 +3,7 @@
 use workbench::StopMode;
 
 use super::Means;
+use crate::chance::Chance;
 use crate::fault::{Fault, SERVERS};
 
 pub(super) fn inject(means: Means<'_>) {

@@ -58,7 +58,7 @@ fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usiz
          WHERE application_name LIKE 'worker-%' AND backend_type = 'client backend' AND {which}"
     ))
     .load(&mut conn)?;
-    let Some(session) = means.random.pick(&sessions) else {
+    let Some(session) = means.random.choice(&sessions) else {
         return Ok(None);
     };
     let sent = clock::now();

@@ -1,9 +1,8 @@
-//! Throttles, with sixteen connections that attempt the same at every isolation level, half of them
-//! in Python.
+//! Throttles that sixteen connections attempt at every isolation level, half of them in Python.
 //!
-//! No client's clock is wrong here, since none could matter: what a client sends is the resource, the
-//! key and the details, and no time. What it might have wrong is its session's time zone, which is
-//! one where the clocks change, and the age of its transaction.
+//! No client has a wrong clock, because a client's clock cannot matter: a client sends the resource, the key and the
+//! details, and no time. The time zone of a session and the age of its transaction could matter. The sessions here have a
+//! time zone with daylight saving time, and some transactions are old.
 
 use std::thread;
 use std::time::Duration;
@@ -16,45 +15,47 @@ use diesel::sql_types::BigInt;
 use diesel_interlock::{migrations, sync, throttled_resources};
 use workbench::Database;
 
-use crate::account;
-use crate::clients::{Clients, Code, Program};
-use crate::report::Report;
-use crate::spacing;
+use super::attempts;
+use super::changes;
+use super::clients::{Clients, Language, Program};
+use super::report::Report;
+use super::spacing;
+use crate::role::Role;
 
 throttled_resources! {
-    pub(crate) enum Resource {
-        Hammered = "hammered" every Duration::from_millis(100),
-        HammeredByKey = "hammered by key" every Duration::from_secs(2),
+    pub(super) enum Resource {
+        Contended = "contended" every Duration::from_millis(100),
+        ContendedByKey = "contended by key" every Duration::from_secs(2),
     }
 }
 
 const KEYS: usize = 1000;
 
-/// One resource, and a transaction that holds on to its key all the time.
-pub(crate) fn hammer(duration: Duration) -> Report {
+/// Attempts one resource, while a transaction holds a lock on its key all the time.
+pub(super) fn run(duration: Duration) -> Report {
     let mut report = Report::of("throttle");
     let database = database();
     let conn = &mut database.connect();
     let open = &mut database.connect();
-    open.batch_execute("BEGIN; INSERT INTO hammer.report VALUES ('hammered')")
+    open.batch_execute("BEGIN; INSERT INTO contention.report VALUES ('contended')")
         .unwrap();
     let until = attempt(&mut report, &database, duration, 0);
     open.batch_execute("COMMIT").unwrap();
     let wait = duration / report.operations.max(1) as u32;
-    let granted = spacing::check(&mut report, conn, Resource::Hammered, wait, until);
-    report.check(granted == 1, || "it was never granted".to_owned());
+    let granted = spacing::check(&mut report, conn, Resource::Contended, wait, until);
+    report.check(granted == 1, || "the resource was never granted".to_owned());
     report
 }
 
-/// A thousand keys of one resource, each with its first attempt.
-pub(crate) fn hammer_keys(duration: Duration) -> Report {
+/// Attempts a thousand keys of one resource, each from its first attempt on.
+pub(super) fn run_keys(duration: Duration) -> Report {
     let mut report = Report::of("keys");
     let database = database();
     let until = attempt(&mut report, &database, duration, KEYS);
     let conn = &mut database.connect();
-    // At least half of the attempts come at random.
+    // At least half of the attempts choose their key at random.
     let wait = duration * KEYS as u32 * 2 / report.operations.max(1) as u32;
-    let granted = spacing::check(&mut report, conn, Resource::HammeredByKey, wait, until);
+    let granted = spacing::check(&mut report, conn, Resource::ContendedByKey, wait, until);
     report.check(granted == KEYS, || {
         format!("only {granted} keys were granted")
     });
@@ -65,7 +66,7 @@ pub(crate) fn hammer_keys(duration: Duration) -> Report {
     report
 }
 
-/// Attempts each key once when all are due; answers how many are granted.
+/// Attempts each key once when all are due. Returns how many attempts are granted.
 fn grant_all_again(conn: &mut PgConnection) -> i64 {
     conn.batch_execute(
         "SELECT pg_sleep_until(max(last_locked) + interval '2 s') FROM resource_control.throttled_key",
@@ -87,14 +88,18 @@ fn database() -> Database {
     database
 }
 
-/// Attempts as fast as sixteen connections can. Answers until when, by the database's clock.
+/// Attempts as fast as sixteen connections can. Returns the end of that time by the database clock.
 fn attempt(
     report: &mut Report,
     database: &Database,
     duration: Duration,
     keys: usize,
 ) -> DateTime<Utc> {
-    let (url, keys) = (database.url(), keys.to_string());
+    let role = Role::Attempts(attempts::Settings {
+        url: database.url(),
+        connections: 2,
+        keys,
+    });
     let levels = [
         "read committed",
         "repeatable read",
@@ -102,18 +107,23 @@ fn attempt(
         "read committed",
     ];
     let programs = levels.into_iter().flat_map(|isolation| {
-        [Code::Rust("attempt"), Code::Python("attempts.py")]
-            .map(|code| Program::new("attempts", code, isolation).arguments(&[&url, "2", &keys]))
+        [Language::Rust, Language::Python("attempts.py")]
+            .map(|language| Program::new("attempts", language, isolation, role.clone()))
     });
     let mut clients = Clients::start(programs);
     clients.begin();
     thread::sleep(duration);
-    let until = account::clock(&mut database.connect());
-    let (said, violations) = clients.end();
+    let until = changes::clock(&mut database.connect());
+    let (messages, violations) = clients.end();
     report.violated(violations);
-    report.violated(said.nonsense.iter().map(|line| format!("it said {line}")));
-    report.operations = said.operations();
-    report.claims = said.grants;
-    report.refusals = said.attempts - said.grants;
+    report.violated(
+        messages
+            .unknown
+            .iter()
+            .map(|line| format!("a client wrote an unknown message: {line}")),
+    );
+    report.operations = messages.operations();
+    report.claims = messages.grants;
+    report.refusals = messages.attempts - messages.grants;
     until
 }

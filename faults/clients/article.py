@@ -1,13 +1,13 @@
-"""Holds slots by the steps of the article "Implementing a semaphore with Django and Postgres" (Fusionbox),
-on our table, whose service and expiry it names.
+"""Holds slots by the steps of the article "Implementing a semaphore with Django and Postgres" (Fusionbox), on the table of
+this crate, which has a service and an expiry besides.
 
-    article.py DATABASE_URL ADDRESS SLOTS SERVICE...
+    article.py SETTINGS
 """
 
 import random
 import time
 
-from client import call, hold_again_and_again, pause, say
+from client import call, hold_repeatedly, pause, send
 
 COLUMNS = ("service", "slot", "created_at", "expires_at", "completed_at", "timed_out_at", "details")
 
@@ -21,7 +21,7 @@ def time_out(cursor, service):
 
 
 def claim(cursor, service, slots, timeout):
-    """The new row as a dictionary, or None."""
+    """Returns the new row as a dictionary, or None."""
     time_out(cursor, service)
     cursor.execute("BEGIN")
     # We just need a lock level that conflicts with itself and the ROW EXCLUSIVE lock taken by the
@@ -53,7 +53,7 @@ def claim(cursor, service, slots, timeout):
 
 
 def release(cursor, request):
-    """As an ORM saves an object: every column, as it was when it was loaded, but for one."""
+    """Saves the row as an ORM saves an object: every column but one has the value that it was loaded with."""
     assignments = ", ".join(
         "completed_at = now()" if column == "completed_at" else f"{column} = %({column})s"
         for column in COLUMNS
@@ -63,24 +63,24 @@ def release(cursor, request):
     )
 
 
-def hold(connection, address, slots, service):
+def hold(connection, slots, service):
     timeout = random.uniform(0.7, 1.3)
-    asked_at = time.time()
+    sent_at = time.time()
     with connection.cursor() as cursor:
         request = claim(cursor, service, slots, timeout)
         if request is None:
-            say("refused")
+            send("refused")
             pause(40)
             return
         token, slot = request["id"], request["slot"]
-        say("claimed", token, slot)
-        call(address, service, slots, slot, token, asked_at + timeout, random.randint(1, 20))
+        send("claimed", id=token, slot=slot)
+        call(service, slot, token, sent_at + timeout)
         match random.randrange(40):
             case 0:
                 return  # forgotten
             case 1:
-                time.sleep(max(0, asked_at + timeout - time.time()) + random.uniform(0, 0.3))  # late
+                time.sleep(max(0, sent_at + timeout - time.time()) + random.uniform(0, 0.3))  # late
         release(cursor, request)
 
 
-hold_again_and_again(hold)
+hold_repeatedly(hold)

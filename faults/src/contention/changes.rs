@@ -1,4 +1,4 @@
-//! The database's own account of what was done to the requests.
+//! The changes of the requests, as triggers of the database record them.
 
 use std::fmt;
 
@@ -9,11 +9,11 @@ use diesel::sql_types::{BigInt, Nullable, SmallInt, Text, Timestamptz};
 use diesel_interlock::migrations;
 use workbench::Database;
 
-/// Who follows the article's steps; its rows say so, too.
-pub(crate) const BY_THE_ARTICLE: &str = "by the article";
+/// The name of the sessions that follow the article's steps, and the details of their requests.
+pub(super) const BY_THE_ARTICLE: &str = "by the article";
 
-/// A database with the schema, and with triggers that keep the account.
-pub(crate) fn database() -> Database {
+/// A database with the schema, and with triggers that record changes.
+pub(super) fn database() -> Database {
     let database = Database::new();
     let conn = &mut database.connect();
     migrations::install(conn).unwrap();
@@ -23,24 +23,24 @@ pub(crate) fn database() -> Database {
 
 /// A row of the log.
 #[derive(QueryableByName)]
-pub(crate) struct Request {
+pub(super) struct Request {
     #[diesel(sql_type = BigInt)]
-    pub(crate) id: i64,
+    pub(super) id: i64,
     #[diesel(sql_type = Text)]
-    pub(crate) service: String,
+    pub(super) service: String,
     #[diesel(sql_type = SmallInt)]
-    pub(crate) slot: i16,
+    pub(super) slot: i16,
     #[diesel(sql_type = Timestamptz)]
-    pub(crate) created_at: DateTime<Utc>,
+    pub(super) created_at: DateTime<Utc>,
     #[diesel(sql_type = Timestamptz)]
-    pub(crate) expires_at: DateTime<Utc>,
+    pub(super) expires_at: DateTime<Utc>,
     #[diesel(sql_type = Nullable<Timestamptz>)]
-    pub(crate) completed_at: Option<DateTime<Utc>>,
+    pub(super) completed_at: Option<DateTime<Utc>>,
     #[diesel(sql_type = Nullable<Timestamptz>)]
-    pub(crate) timed_out_at: Option<DateTime<Utc>>,
+    pub(super) timed_out_at: Option<DateTime<Utc>>,
     #[diesel(sql_type = Text)]
-    pub(crate) details: String,
-    /// When its row was inserted, by the account.
+    pub(super) details: String,
+    /// When its row was inserted, as the trigger recorded it.
     #[diesel(sql_type = Timestamptz)]
     inserted_at: DateTime<Utc>,
     #[diesel(sql_type = Text)]
@@ -48,11 +48,11 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    /// From when on it was in flight. At READ COMMITTED our functions say it exactly. At a stricter
-    /// level their snapshot may be older than the request that had the slot before, which is then seen
-    /// by the index alone, some microseconds after they read the clock. The article's steps name the
-    /// start of a transaction that then waits for the table, while the slot may still be another's.
-    pub(crate) fn start(&self) -> DateTime<Utc> {
+    /// The time from which the request was in flight. At READ COMMITTED the stored functions record it exactly. At a
+    /// stricter level their snapshot may be older than the previous request of the slot; only the index sees that
+    /// request, some microseconds after the function has read the clock. The article's steps record the start of a
+    /// transaction that then waits for the table, while the slot may still be taken.
+    pub(super) fn start(&self) -> DateTime<Utc> {
         if self.details == BY_THE_ARTICLE || self.isolation != "read committed" {
             self.inserted_at
         } else {
@@ -60,20 +60,20 @@ impl Request {
         }
     }
 
-    /// Until when, at the latest, it was in flight. It may have been seen to be so a little longer,
-    /// until the end was committed: that is on the safe side.
-    pub(crate) fn end(&self) -> DateTime<Utc> {
+    /// The latest time until which the request was in flight. Other sessions may have seen it in flight a little longer,
+    /// until its end was committed; that is on the safe side.
+    pub(super) fn end(&self) -> DateTime<Utc> {
         let ends = [self.completed_at, self.timed_out_at];
         let ends = ends.into_iter().flatten();
         ends.fold(self.expires_at, DateTime::min)
     }
 
-    /// Whether its slot came back by its time-out alone.
-    pub(crate) fn expired(&self) -> bool {
+    /// Whether only its expiry freed its slot.
+    pub(super) fn expired(&self) -> bool {
         self.end() == self.expires_at
     }
 
-    pub(crate) fn timeout(&self) -> TimeDelta {
+    pub(super) fn timeout(&self) -> TimeDelta {
         self.expires_at - self.created_at
     }
 }
@@ -98,11 +98,11 @@ impl fmt::Debug for Request {
     }
 }
 
-/// The whole log, by start.
-pub(crate) fn requests(conn: &mut PgConnection) -> Vec<Request> {
+/// All requests, by start.
+pub(super) fn requests(conn: &mut PgConnection) -> Vec<Request> {
     let mut requests: Vec<Request> = diesel::sql_query(
         "SELECT r.*, c.at AS inserted_at, c.isolation FROM resource_control.service_request AS r \
-         JOIN hammer.change AS c ON (c.became).id = r.id AND c.was IS NULL",
+         JOIN contention.change AS c ON (c.became).id = r.id AND c.was IS NULL",
     )
     .load(conn)
     .unwrap();
@@ -116,10 +116,11 @@ struct Violation {
     violation: String,
 }
 
-/// What our functions may have changed: the end of a request that had not ended, or its expiry.
-pub(crate) fn wrong_changes(conn: &mut PgConnection) -> Vec<String> {
+/// The changes that the stored functions must not make: they may set the end of a request that had not ended, and extend
+/// its expiry.
+pub(super) fn wrong_changes(conn: &mut PgConnection) -> Vec<String> {
     let changes: Vec<Violation> = diesel::sql_query(
-        "SELECT 'changed: ' || change::text AS violation FROM hammer.change \
+        "SELECT 'changed: ' || change::text AS violation FROM contention.change \
          WHERE (was).id IS NOT NULL AND client <> $1 AND ( \
              (was).completed_at IS NOT NULL OR (was).timed_out_at IS NOT NULL \
              OR ((was).id, (was).service, (was).slot, (was).created_at, (was).details) \
@@ -133,8 +134,8 @@ pub(crate) fn wrong_changes(conn: &mut PgConnection) -> Vec<String> {
     changes.into_iter().map(|it| it.violation).collect()
 }
 
-/// What time it is by the database's clock.
-pub(crate) fn clock(conn: &mut PgConnection) -> DateTime<Utc> {
+/// The time of the database clock.
+pub(super) fn clock(conn: &mut PgConnection) -> DateTime<Utc> {
     diesel::select(diesel::dsl::sql::<Timestamptz>("clock_timestamp()"))
         .get_result(conn)
         .unwrap()

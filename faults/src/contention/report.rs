@@ -1,20 +1,20 @@
-//! What a part of the hammering came to.
+//! The figures and violations of one part of the campaign.
 
-/// Figures for the table, and whatever should not have been.
+/// The figures for the table, and the violations.
 #[derive(Debug, Default)]
-pub(crate) struct Report {
-    pub(crate) part: &'static str,
-    /// Everything that clients got an answer to.
-    pub(crate) operations: usize,
+pub(super) struct Report {
+    pub(super) part: &'static str,
+    /// All operations that returned a result to a client.
+    pub(super) operations: usize,
     /// Slots claimed, or resources granted.
-    pub(crate) claims: usize,
-    pub(crate) refusals: usize,
+    pub(super) claims: usize,
+    pub(super) refusals: usize,
     /// Processes, and sessions of the database.
-    pub(crate) kills: (usize, usize),
-    /// What was seen, and what would be allowed.
-    pub(crate) most_in_flight: Option<(usize, usize)>,
-    pub(crate) grants_of_possible: Option<(usize, usize)>,
-    pub(crate) remarks: Vec<String>,
+    pub(super) kills: (usize, usize),
+    /// The largest number that was seen, and the allowed one.
+    pub(super) most_in_flight: Option<(usize, usize)>,
+    pub(super) grants_of_possible: Option<(usize, usize)>,
+    pub(super) remarks: Vec<String>,
     violations: Vec<String>,
 }
 
@@ -22,32 +22,32 @@ pub(crate) struct Report {
 const SHOWN: usize = 20;
 
 impl Report {
-    pub(crate) fn of(part: &'static str) -> Self {
+    pub(super) fn of(part: &'static str) -> Self {
         Self {
             part,
             ..Self::default()
         }
     }
 
-    /// Notes a violation unless it is so.
-    pub(crate) fn check(&mut self, is_so: bool, violation: impl FnOnce() -> String) {
+    /// Adds a violation unless the condition is met.
+    pub(super) fn check(&mut self, is_so: bool, violation: impl FnOnce() -> String) {
         if !is_so {
             self.violations.push(violation());
         }
     }
 
-    pub(crate) fn violated(&mut self, violations: impl IntoIterator<Item = String>) {
+    pub(super) fn violated(&mut self, violations: impl IntoIterator<Item = String>) {
         self.violations.extend(violations);
     }
 
-    pub(crate) fn is_clean(&self) -> bool {
+    pub(super) fn is_clean(&self) -> bool {
         self.violations.is_empty()
     }
 }
 
-pub(crate) fn print(reports: &[Report]) {
+pub(super) fn print(reports: &[Report]) {
     println!(
-        "{:<10} {:>10} {:>8} {:>8} {:>9} {:>9} {:>15}",
+        "{:<12} {:>10} {:>8} {:>8} {:>9} {:>9} {:>15}",
         "", "operations", "claims", "refusals", "kills", "in flight", "grants"
     );
     for report in reports {
@@ -56,7 +56,7 @@ pub(crate) fn print(reports: &[Report]) {
             None => "-".to_owned(),
         };
         println!(
-            "{:<10} {:>10} {:>8} {:>8} {:>9} {:>9} {:>15}",
+            "{:<12} {:>10} {:>8} {:>8} {:>9} {:>9} {:>15}",
             report.part,
             report.operations,
             report.claims,
@@ -72,7 +72,7 @@ pub(crate) fn print(reports: &[Report]) {
         }
         let violations = &report.violations;
         for violation in violations.iter().take(SHOWN) {
-            println!("{}: VIOLATED: {violation}", report.part);
+            println!("VIOLATION {}: {violation}", report.part);
         }
         if violations.len() > SHOWN {
             println!("{}: {} violations in all", report.part, violations.len());

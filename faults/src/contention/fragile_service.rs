@@ -1,4 +1,4 @@
-//! The fragile service: what the semaphores protect. It counts its callers, and is the judge.
+//! The fragile service that the semaphores protect. It counts its callers and reports every call too many.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -7,19 +7,19 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// How long a caller may take to say what it wants.
+use serde::{Deserialize, Serialize};
+
+/// How long a caller may take to send its call.
 const ASKING: Duration = Duration::from_secs(10);
 
-/// A server on this machine. A call is one line: `SLOTS SLOT TOKEN DEADLINE WORK SERVICE`, where
-/// the deadline is in microseconds since 1970 and the work in milliseconds. The answer comes when the
-/// work is done; until then the call is in flight, or until its connection is closed, as a killed
-/// caller's is, or its deadline comes.
+/// A server on this machine. A call is one line of JSON, a [`Call`]. The server replies when the work is done. Until then
+/// the call is in flight, unless its connection is closed before, as that of a killed caller is, or its deadline passes.
 ///
-/// A caller names as its deadline a moment at which it surely still has its slot: its time-out after a
-/// moment before it asked for the claim. So a call that comes later, because its caller was kept
-/// waiting for a processor, is turned away, and any other is one of a holder within its time-out.
+/// The deadline of a call is a moment at which its caller still has its slot for certain: the caller adds its timeout to
+/// a moment before it sent the claim. The server turns away a call that arrives after its deadline, because its caller
+/// had to wait for a processor. Every other call is one of a holder within its timeout.
 #[derive(Debug)]
-pub(crate) struct Fragile {
+pub(super) struct Fragile {
     address: SocketAddr,
     register: Arc<Mutex<Register>>,
 }
@@ -34,18 +34,22 @@ struct Register {
     violations: Vec<String>,
 }
 
-#[derive(Debug, Clone)]
+/// A call to the service.
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Call {
+    /// How many calls the caller allows at a time.
     slots: usize,
     slot: i16,
     token: i64,
-    deadline: SystemTime,
-    work: Duration,
+    /// In microseconds since 1970.
+    deadline: u64,
+    /// How long the work takes, in milliseconds.
+    work: u64,
     service: String,
 }
 
 impl Fragile {
-    pub(crate) fn start() -> Self {
+    pub(super) fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let register = Arc::new(Mutex::new(Register::default()));
@@ -53,14 +57,14 @@ impl Fragile {
         thread::spawn(move || {
             for caller in listener.incoming().flatten() {
                 let register = Arc::clone(&shared);
-                // A caller may be killed at any point: what cannot be read or written is no matter.
+                // A caller may be killed at any point, so failed reads and writes are ignored.
                 thread::spawn(move || serve(&register, caller));
             }
         });
         Self { address, register }
     }
 
-    pub(crate) fn address(&self) -> String {
+    pub(super) fn address(&self) -> String {
         self.address.to_string()
     }
 
@@ -68,27 +72,27 @@ impl Fragile {
         self.register.lock().unwrap()
     }
 
-    pub(crate) fn in_flight(&self, service: &str) -> usize {
+    pub(super) fn in_flight(&self, service: &str) -> usize {
         let register = self.register();
         let calls = register.in_flight.iter();
         calls.filter(|call| call.service == service).count()
     }
 
     /// The most calls that were in flight to one service at a time.
-    pub(crate) fn most_in_flight(&self) -> usize {
+    pub(super) fn most_in_flight(&self) -> usize {
         self.register().most.values().copied().max().unwrap_or(0)
     }
 
-    /// Forgets what [`most_in_flight`](Self::most_in_flight) was.
-    pub(crate) fn count_anew(&self) {
+    /// Resets [`most_in_flight`](Self::most_in_flight).
+    pub(super) fn reset_most_in_flight(&self) {
         self.register().most.clear();
     }
 
-    pub(crate) fn turned_away(&self) -> usize {
+    pub(super) fn turned_away(&self) -> usize {
         self.register().turned_away
     }
 
-    pub(crate) fn violations(&self) -> Vec<String> {
+    pub(super) fn violations(&self) -> Vec<String> {
         self.register().violations.clone()
     }
 }
@@ -98,12 +102,12 @@ fn serve(register: &Mutex<Register>, caller: TcpStream) -> Option<()> {
     let mut caller = BufReader::new(caller);
     let mut line = String::new();
     caller.read_line(&mut line).ok()?;
-    let call = Call::parse(&line)?;
+    let call: Call = serde_json::from_str(&line).ok()?;
 
     let limit = register.lock().unwrap().enter(&call);
     if let Some(limit) = limit {
         caller.get_ref().set_read_timeout(Some(limit)).ok()?;
-        // Nothing comes: this ends when the time is over or the connection is closed.
+        // The caller sends no more, so the read ends when the time is over or the connection is closed.
         let _ = caller.read(&mut [0]);
         register.lock().unwrap().leave(&call);
     }
@@ -111,16 +115,16 @@ fn serve(register: &Mutex<Register>, caller: TcpStream) -> Option<()> {
 }
 
 impl Register {
-    /// Answers how long the call will take, or nothing if it comes too late.
+    /// Returns how long the call will take, or `None` if it comes too late.
     fn enter(&mut self, call: &Call) -> Option<Duration> {
         let now = SystemTime::now();
-        let left = call.deadline.duration_since(now).unwrap_or_default();
+        let left = call.deadline().duration_since(now).unwrap_or_default();
         if left.is_zero() {
             self.turned_away += 1;
             return None;
         }
-        // Whoever's time is over counts no more, though its thread may not have noticed.
-        self.in_flight.retain(|other| other.deadline > now);
+        // A call whose deadline has passed no longer counts, even if its thread has not noticed yet.
+        self.in_flight.retain(|other| other.deadline() > now);
         self.in_flight.push(call.clone());
 
         let others = self.in_flight.iter();
@@ -129,7 +133,7 @@ impl Register {
         *most = of_service.len().max(*most);
         if of_service.len() > call.slots {
             self.violations.push(format!(
-                "{} calls in flight as one of a client with {} slots comes: {of_service:?}",
+                "{} calls are in flight when one arrives whose client allows {}: {of_service:?}",
                 of_service.len(),
                 call.slots
             ));
@@ -139,17 +143,17 @@ impl Register {
         let newest = self.newest.entry(slot).or_insert(call.token);
         if call.token < *newest {
             self.violations.push(format!(
-                "token {} comes after {newest}, which is of the same slot: {call:?}",
+                "token {} arrives after {newest}, which has the same slot: {call:?}",
                 call.token
             ));
         }
         *newest = call.token.max(*newest);
-        Some(left.min(call.work))
+        Some(left.min(Duration::from_millis(call.work)))
     }
 
     fn leave(&mut self, call: &Call) {
         let mut calls = self.in_flight.iter();
-        // No longer there if its deadline has passed; a token has one call at a time.
+        // The call is absent if its deadline has passed. A token has one call at a time.
         if let Some(place) = calls.position(|other| other.token == call.token) {
             self.in_flight.swap_remove(place);
         }
@@ -157,21 +161,13 @@ impl Register {
 }
 
 impl Call {
-    fn parse(line: &str) -> Option<Self> {
-        let mut words = line.strip_suffix('\n')?.splitn(6, ' ');
-        Some(Self {
-            slots: words.next()?.parse().ok()?,
-            slot: words.next()?.parse().ok()?,
-            token: words.next()?.parse().ok()?,
-            deadline: UNIX_EPOCH + Duration::from_micros(words.next()?.parse().ok()?),
-            work: Duration::from_millis(words.next()?.parse().ok()?),
-            service: words.next()?.to_owned(),
-        })
+    fn deadline(&self) -> SystemTime {
+        UNIX_EPOCH + Duration::from_micros(self.deadline)
     }
 }
 
 /// Calls the service, and waits until it has done its work.
-pub(crate) fn call(
+pub(super) fn call(
     address: &str,
     service: &str,
     slots: u32,
@@ -179,11 +175,22 @@ pub(crate) fn call(
     deadline: SystemTime,
     work: Duration,
 ) {
-    let deadline = deadline.duration_since(UNIX_EPOCH).unwrap().as_micros();
-    let work = work.as_millis();
-    let mut stream = TcpStream::connect(address).unwrap();
-    let line = format!("{slots} {slot} {token} {deadline} {work} {service}\n");
-    stream.write_all(line.as_bytes()).unwrap();
-    let mut answer = String::new();
-    BufReader::new(stream).read_line(&mut answer).unwrap();
+    let since_1970 = deadline.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let call = Call {
+        slots: slots as usize,
+        slot,
+        token,
+        deadline: since_1970.as_micros() as u64,
+        work: work.as_millis() as u64,
+        service: service.to_owned(),
+    };
+    let line = serde_json::to_string(&call).expect("a call is JSON") + "\n";
+    let mut stream = TcpStream::connect(address).expect("the service runs");
+    stream
+        .write_all(line.as_bytes())
+        .expect("the service reads");
+    let mut reply = String::new();
+    BufReader::new(stream)
+        .read_line(&mut reply)
+        .expect("the service replies");
 }

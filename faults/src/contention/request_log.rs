@@ -1,16 +1,15 @@
-//! What the log of the requests must show afterwards.
+//! The checks of the recorded requests.
 
 use std::collections::HashMap;
 
 use chrono::{DateTime, TimeDelta, Utc};
 
-use crate::account::{BY_THE_ARTICLE, Request};
-use crate::clients::Said;
-use crate::report::Report;
+use super::changes::{BY_THE_ARTICLE, Request};
+use super::clients::Messages;
+use super::report::Report;
 
-/// No claim finds as many requests in flight as it may at most be one of. Answers how many there were
-/// at most.
-pub(crate) fn check_number_in_flight(
+/// Checks that no claim exceeded the number of slots. Returns the largest number of requests in flight.
+pub(super) fn check_number_in_flight(
     report: &mut Report,
     requests: &[Request],
     slots: impl Fn(&Request) -> usize,
@@ -29,8 +28,8 @@ pub(crate) fn check_number_in_flight(
     most
 }
 
-/// Of each slot, one request ends before the next begins, and the next has a greater id.
-pub(crate) fn check_successions(report: &mut Report, requests: &[Request]) {
+/// Checks that the requests of a slot do not overlap, and that each has a larger id than the one before.
+pub(super) fn check_successions(report: &mut Report, requests: &[Request]) {
     for successive in by_slot(requests).values() {
         for pair in successive.windows(2) {
             report.check(pair[0].end() <= pair[1].start(), || {
@@ -43,9 +42,9 @@ pub(crate) fn check_successions(report: &mut Report, requests: &[Request]) {
     }
 }
 
-/// A request that nobody ended gives its slot back by its expiry, and with everybody asking for one
-/// it is claimed again within another time-out. Answers the longest that a slot lay idle.
-pub(crate) fn check_slots_come_back(
+/// Checks that the slot of a request that expired is claimed again. All clients ask for slots all the time, so that takes
+/// at most another timeout. Returns the longest time that a slot was free.
+pub(super) fn check_slots_come_back(
     report: &mut Report,
     requests: &[Request],
     end: DateTime<Utc>,
@@ -76,10 +75,10 @@ fn by_slot(requests: &[Request]) -> HashMap<(&str, i16), Vec<&Request>> {
     slots
 }
 
-/// What the clients were told is so.
-pub(crate) fn check_answers(report: &mut Report, requests: &[Request], said: &Said) {
+/// Checks that the requests are recorded as the clients were told.
+pub(super) fn check_messages(report: &mut Report, requests: &[Request], messages: &Messages) {
     let by_id: HashMap<i64, &Request> = requests.iter().map(|it| (it.id, it)).collect();
-    for (id, slot) in &said.claimed {
+    for (id, slot) in &messages.claimed {
         let logged = by_id.get(id).map(|request| request.slot);
         report.check(logged == Some(*slot), || {
             format!("{id} was claimed with slot {slot}, and logged with {logged:?}")
@@ -89,14 +88,14 @@ pub(crate) fn check_answers(report: &mut Report, requests: &[Request], said: &Sa
         for id in ids {
             let request = by_id.get(id);
             report.check(request.is_some_and(|request| is_so(request)), || {
-                format!("{id} was said to be {what}: {request:?}")
+                format!("{id} was reported as {what}: {request:?}")
             });
         }
     };
-    check_ended(&said.released, "released", |request| {
+    check_ended(&messages.released, "released", |request| {
         request.completed_at.is_some() && request.timed_out_at.is_none()
     });
-    check_ended(&said.timed_out, "timed out", |request| {
+    check_ended(&messages.timed_out, "timed out", |request| {
         request.completed_at.is_none() && request.timed_out_at.is_some()
     });
     for request in requests {
@@ -104,7 +103,7 @@ pub(crate) fn check_answers(report: &mut Report, requests: &[Request], said: &Sa
             .timed_out_at
             .is_none_or(|at| at >= request.expires_at);
         report.check(is_so, || format!("timed out before its time: {request:?}"));
-        // An ORM's late save() writes what it likes.
+        // The late save() of an ORM may write any time.
         let is_so = request.details == BY_THE_ARTICLE
             || request
                 .completed_at

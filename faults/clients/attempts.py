@@ -1,10 +1,9 @@
-"""Attempts a throttle by the stored functions.
+"""Attempts a throttle through the stored functions, from the first line of the input to its end.
 
-    attempts.py DATABASE_URL CONNECTIONS KEYS
+    attempts.py SETTINGS
 
-From the first line of the input to its end. Without keys, the resource itself; else the connections
-share out the keys in their order, so that the processes meet at the first attempts, and from then
-on take keys at random.
+Without keys it attempts the resource itself. The connections share out the keys in their order, so that the processes
+meet at the first attempts, and from then on choose keys at random.
 """
 
 import os
@@ -12,32 +11,32 @@ import random
 import sys
 import threading
 
-from client import ask, connect, pause, say, until_the_input_ends
+from client import SETTINGS, connect, pause, query, send, until_the_input_ends
 
-LOCK = "SELECT resource_control.lock_throttled_resource('hammered', '{}')"
+LOCK = "SELECT resource_control.lock_throttled_resource('contended', '{}')"
 
-# One message each, which PostgreSQL runs in one transaction.
+# Each is one message, which PostgreSQL runs in one transaction.
 PLAIN = LOCK.format("plain")
 TWICE = f"""
-    SELECT set_config('hammer.first', ({LOCK.format("first")})::text, false);
-    SELECT current_setting('hammer.first') = 'true', ({LOCK.format("second")})
+    SELECT set_config('faults.first', ({LOCK.format("first")})::text, false);
+    SELECT current_setting('faults.first') = 'true', ({LOCK.format("second")})
 """
-# The clock decides, neither the start of the transaction nor that of the message.
+# The clock decides, and neither the start of the transaction nor that of the message.
 SLEPT = f"""
     BEGIN ISOLATION LEVEL READ COMMITTED;
     SELECT pg_sleep(0.03);
     SELECT locked, granted, decided_at >= now() + interval '30 ms'
         FROM ({LOCK.format("slept")} AS locked) AS first,
-            resource_control.attempt_throttled_resource('hammered', 'slept')
+            resource_control.attempt_throttled_resource('contended', 'slept')
 """
 
 BY_KEY = """
-    SELECT granted FROM resource_control.attempt_throttled_key('hammered by key', %s, 'by the functions')
+    SELECT granted FROM resource_control.attempt_throttled_key('contended by key', %s, 'by the functions')
 """
 
 
 def attempt_resource(connection):
-    """How many grants were committed."""
+    """Returns how many grants were committed."""
     pause(4)
     match random.randrange(10):
         case 0:
@@ -48,16 +47,16 @@ def attempt_resource(connection):
             assert decided_by_the_clock
             return locked + granted
         case 1:
-            return sum(ask(connection, TWICE))
+            return sum(query(connection, TWICE))
         case _:
-            return sum(ask(connection, PLAIN))
+            return sum(query(connection, PLAIN))
 
 
 def attempt_key(connection, key):
-    return sum(ask(connection, BY_KEY, (str(key),)))
+    return sum(query(connection, BY_KEY, (str(key),)))
 
 
-def attempt_again_and_again(connection, first_keys, keys, over, totals):
+def attempt_repeatedly(connection, first_keys, keys, over, totals):
     first_keys = iter(first_keys)
     while not over.is_set():
         if keys:
@@ -67,7 +66,7 @@ def attempt_again_and_again(connection, first_keys, keys, over, totals):
 
 
 def fail(failure):
-    """A failure of one thread is that of the program."""
+    """Ends the program when one of its threads fails."""
     threading.__excepthook__(failure)
     os._exit(1)
 
@@ -75,20 +74,19 @@ def fail(failure):
 def main(url, connections, keys):
     threading.excepthook = fail
     opened = [connect(url) for _ in range(connections)]
-    say("ready")
+    send("ready")
     sys.stdin.readline()
     over = until_the_input_ends()
     totals = []
     threads = []
     for number, connection in enumerate(opened):
         arguments = (connection, range(number, keys, connections), keys, over, totals)
-        threads.append(threading.Thread(target=attempt_again_and_again, args=arguments))
+        threads.append(threading.Thread(target=attempt_repeatedly, args=arguments))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    say("attempted", len(totals), sum(totals))
+    send("attempted", attempts=len(totals), grants=sum(totals))
 
 
-url, connections, keys = sys.argv[1:]
-main(url, int(connections), int(keys))
+main(SETTINGS["url"], SETTINGS["connections"], SETTINGS["keys"])

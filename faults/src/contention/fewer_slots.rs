@@ -1,7 +1,7 @@
-//! Eight requests in flight of eight slots, and then everybody says four: until fewer than four are
-//! in flight nobody gets in.
+//! A semaphore whose clients lower the number of slots from eight to four while eight requests are in flight. No claim
+//! succeeds until fewer than four are in flight.
 //!
-//! Without the article's steps: they look for a free slot below four, and do not count.
+//! The article's steps are not tried here, because they look for a free slot below four and do not count the requests.
 
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
@@ -10,31 +10,34 @@ use diesel::pg::PgConnection;
 use diesel_interlock::{Claim, Semaphore};
 use workbench::Database;
 
-use crate::account;
-use crate::clients::{Clients, Program};
-use crate::dice::Dice;
-use crate::fragile::{self, Fragile};
-use crate::log;
-use crate::report::Report;
-use crate::semaphore::{FUNCTIONS, HOLDER, judge};
+use super::changes;
+use super::clients::{Clients, Language, Program};
+use super::fragile_service::{self, Fragile};
+use super::holder;
+use super::report::Report;
+use super::request_log;
+use super::semaphore::{FUNCTIONS, examine};
+use crate::chance::Chance;
+use crate::role::Role;
+use fastrand::Rng;
 
 const BEFORE: usize = 8;
 const AFTER: usize = 4;
 const SERVICES: [&str; 6] = ["north", "south", "east", "west", "up", "down"];
 
-/// What the requests of eight slots say in their log.
+/// The details of the requests of eight slots.
 const OF_EIGHT: &str = "of eight";
 
-pub(crate) fn hammer(duration: Duration) -> Report {
-    let mut report = Report::of("lowering");
-    let database = account::database();
+pub(super) fn run(duration: Duration) -> Report {
+    let mut report = Report::of("fewer slots");
+    let database = changes::database();
     let conn = &mut database.connect();
     let service = Fragile::start();
     let end = Instant::now() + duration;
 
-    // The first of the eight end while the clients start, the last when half of the time is over.
-    let longest = (duration / 2).as_millis() as usize;
-    let said = thread::scope(|scope| {
+    // The first of the eight end while the clients start, and the last when half of the time is over.
+    let longest = (duration / 2).as_millis() as u64;
+    let messages = thread::scope(|scope| {
         for name in SERVICES {
             for _ in 0..BEFORE {
                 let one = OneOfEight::claim(conn, name, longest);
@@ -43,37 +46,42 @@ pub(crate) fn hammer(duration: Duration) -> Report {
             }
         }
         wait_until_all_are_in_flight(&service);
-        service.count_anew();
+        service.reset_most_in_flight();
 
-        let clients = [
-            Program::new("by the crate", HOLDER, "read committed"),
-            Program::new("by the crate", HOLDER, "serializable"),
-            Program::new("by the functions", FUNCTIONS, "read committed"),
-            Program::new("by the functions", FUNCTIONS, "repeatable read"),
+        let role = Role::Holder(holder::Settings {
+            url: database.url(),
+            address: service.address(),
+            slots: AFTER as u32,
+            services: SERVICES.map(str::to_owned).to_vec(),
+        });
+        let programs = [
+            ("by the crate", Language::Rust, "read committed"),
+            ("by the crate", Language::Rust, "serializable"),
+            ("by the functions", FUNCTIONS, "read committed"),
+            ("by the functions", FUNCTIONS, "repeatable read"),
         ];
-        let (url, address) = (database.url(), service.address());
-        let mut arguments = vec![url.as_str(), address.as_str(), "4"];
-        arguments.extend(SERVICES);
-        let clients = Clients::start(clients.map(|program| program.arguments(&arguments)));
+        let clients = Clients::start(programs.map(|(name, language, isolation)| {
+            Program::new(name, language, isolation, role.clone())
+        }));
         thread::sleep(end.saturating_duration_since(Instant::now()));
-        let (said, violations) = clients.end();
+        let (messages, violations) = clients.end();
         report.violated(violations);
-        said
+        messages
     });
-    judge(&mut report, conn, &service, &said);
+    examine(&mut report, conn, &service, &messages);
 
-    let requests = account::requests(conn);
-    log::check_answers(&mut report, &requests, &said);
-    log::check_successions(&mut report, &requests);
-    log::check_number_in_flight(&mut report, &requests, |request| {
+    let requests = changes::requests(conn);
+    request_log::check_messages(&mut report, &requests, &messages);
+    request_log::check_successions(&mut report, &requests);
+    request_log::check_number_in_flight(&mut report, &requests, |request| {
         if request.details == OF_EIGHT {
             BEFORE
         } else {
             AFTER
         }
     });
-    report.check(!said.claimed.is_empty(), || {
-        "nobody came after them".to_owned()
+    report.check(!messages.claimed.is_empty(), || {
+        "no client claimed one of the four slots".to_owned()
     });
     report
 }
@@ -88,10 +96,10 @@ struct OneOfEight {
 }
 
 impl OneOfEight {
-    fn claim(conn: &mut PgConnection, service: &'static str, longest: usize) -> Self {
-        let mut dice = Dice::new();
-        let work = dice.milliseconds(1000..longest);
-        let is_forgotten = dice.one_in(4);
+    fn claim(conn: &mut PgConnection, service: &'static str, longest: u64) -> Self {
+        let mut random = Rng::new();
+        let work = random.millis(1000, longest - 1);
+        let is_forgotten = random.one_in(4);
         let timeout = if is_forgotten { work } else { work * 2 };
         let semaphore = Semaphore::named(service, BEFORE as u32, timeout).details(OF_EIGHT);
         let deadline = SystemTime::now() + timeout;
@@ -109,7 +117,7 @@ impl OneOfEight {
         let name = self.semaphore.service();
         let call = (self.claim.slot, self.claim.id);
         let slots = BEFORE as u32;
-        fragile::call(
+        fragile_service::call(
             &service.address(),
             name,
             slots,

@@ -1,4 +1,4 @@
-//! How far apart the grants of a throttle were, by the database's clock.
+//! The checks of the distance between the grants of a throttle, by the database clock.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,38 +8,38 @@ use diesel::prelude::*;
 use diesel::sql_types::{Nullable, Text, Timestamptz};
 use diesel_interlock::DeclaredResources;
 
-use crate::report::Report;
+use super::report::Report;
 
 #[derive(Debug, QueryableByName)]
 struct Granted {
     #[diesel(sql_type = Timestamptz)]
     at: DateTime<Utc>,
-    /// When the trigger was at it.
+    /// When the trigger recorded it.
     #[diesel(sql_type = Timestamptz)]
     noted: DateTime<Utc>,
     #[diesel(sql_type = Nullable<Text>)]
     key: Option<String>,
 }
 
-/// Checks the account of the grants, and answers how many keys there are in it. When one is due, its
-/// next attempt comes after `wait` on average.
-pub(crate) fn check(
+/// Checks the recorded grants, and returns how many keys they have. A key that is due is attempted after `wait` on
+/// average.
+pub(super) fn check(
     report: &mut Report,
     conn: &mut PgConnection,
     resource: impl DeclaredResources,
     wait: Duration,
     until: DateTime<Utc>,
 ) -> usize {
-    let grants: Vec<Granted> = diesel::sql_query("SELECT * FROM hammer.granted ORDER BY at")
+    let grants: Vec<Granted> = diesel::sql_query("SELECT * FROM contention.granted ORDER BY at")
         .load(conn)
         .unwrap();
-    let (noted, answered) = (grants.len(), report.claims);
-    report.check(noted == answered, || {
-        format!("{answered} grants were answered, and {noted} committed")
+    let (noted, given) = (grants.len(), report.claims);
+    report.check(noted == given, || {
+        format!("clients were given {given} grants, and {noted} are recorded")
     });
     for grant in &grants {
         report.check(grant.at <= grant.noted, || {
-            format!("a time that had not come: {grant:?}")
+            format!("the time of a grant is in the future: {grant:?}")
         });
     }
 
@@ -60,16 +60,18 @@ pub(crate) fn check(
         expected += possible_grants(time, (resource.interval() + wait).mul_f64(1.25));
     }
     let made = grants.iter().filter(|grant| grant.at <= until).count();
-    // A machine too busy to attempt each key some times per interval shows nothing.
+    // A machine that is too busy to attempt each key several times per interval shows nothing.
     let is_slow = wait > resource.interval() / 4;
     report.check(is_slow || made >= expected, || {
-        format!("only {made} grants: at four fifths of what is possible, {expected}")
+        format!(
+            "only {made} grants were given, and {expected} would be four fifths of the possible"
+        )
     });
     report.grants_of_possible = Some((made, possible));
     by_key.len()
 }
 
-/// How many grants there is time for after a first one, and that one.
+/// How many grants fit into a time that begins with the first of them.
 fn possible_grants(time: TimeDelta, interval: Duration) -> usize {
     let time = time.to_std().unwrap_or_default();
     (time.as_micros() / interval.as_micros()) as usize + 1

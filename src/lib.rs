@@ -134,6 +134,9 @@
 //!
 //! [pg]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
 
+// docs.rs shows with each item the feature that it needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod advisory;
 mod attempt;
 #[cfg(feature = "r2d2")]

@@ -59,7 +59,7 @@ const SCENARIOS: [Scenario; 9] = [
 
 fn main() -> ExitCode {
     let names = SCENARIOS.map(|(name, _)| name);
-    let options = match Options::parse(std::env::args().skip(1), &names) {
+    let options = match Options::parse(lexopt::Parser::from_env(), &names) {
         Ok(options) => options,
         Err(error) => {
             eprintln!("{error}\n\n{USAGE}{}", names.join(", "));

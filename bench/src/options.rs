@@ -3,6 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use lexopt::Arg::{Long, Value};
+use lexopt::{Parser, ValueExt};
+
 use crate::harness::Plan;
 use crate::site::Transport;
 
@@ -10,40 +13,36 @@ pub(crate) struct Options {
     pub(crate) quick: bool,
     pub(crate) json: Option<PathBuf>,
     pub(crate) transport: Transport,
-    /// Of the scenarios, those whose names begin like this; all if there is none.
+    /// The names of the scenarios to run; empty for all.
     pub(crate) only: Vec<String>,
 }
 
 pub(crate) const USAGE: &str = "\
 usage: scripts/bench [--quick] [--json FILE] [--socket] [SCENARIO ...]
 
-  --quick      fewer and shorter rounds, and small tables: for a look, not for the record
-  --json FILE  writes the figures there as well
-  --socket     over Unix sockets; else over TCP on the loopback interface
+  --quick      fewer and shorter rounds, and small tables; the figures are not good enough to publish
+  --json FILE  writes the figures to this file as well
+  --socket     connects over Unix sockets; defaults to TCP on the loopback interface
 
-Scenarios, all unless told: ";
+Scenarios; defaults to all: ";
 
 impl Options {
-    pub(crate) fn parse(
-        arguments: impl Iterator<Item = String>,
-        scenarios: &[&str],
-    ) -> Result<Self, String> {
+    pub(crate) fn parse(mut parser: Parser, scenarios: &[&str]) -> Result<Self, lexopt::Error> {
         let mut options = Self {
             quick: false,
             json: None,
             transport: Transport::Tcp,
             only: Vec::new(),
         };
-        let mut arguments = arguments;
-        while let Some(argument) = arguments.next() {
-            match argument.as_str() {
-                "--quick" => options.quick = true,
-                "--socket" => options.transport = Transport::Socket,
-                "--json" => {
-                    options.json = Some(arguments.next().ok_or("--json needs a file")?.into())
+        while let Some(argument) = parser.next()? {
+            match argument {
+                Long("quick") => options.quick = true,
+                Long("socket") => options.transport = Transport::Socket,
+                Long("json") => options.json = Some(parser.value()?.into()),
+                Value(name) if scenarios.iter().any(|scenario| name == *scenario) => {
+                    options.only.push(name.string()?);
                 }
-                name if scenarios.contains(&name) => options.only.push(argument),
-                other => return Err(format!("{other} is neither an option nor a scenario")),
+                other => return Err(other.unexpected()),
             }
         }
         Ok(options)
@@ -69,6 +68,7 @@ impl Options {
             }
         }
     }
+
     /// The same time in more and shorter turns, for those whose processes the scheduler spreads over the cores anew for each.
     pub(crate) fn plan_of_short_turns(&self) -> Plan {
         let plan = self.plan();

@@ -232,13 +232,25 @@ fn a_cancelled_wait_holds_nothing_and_keeps_the_session() {
     conn.transaction(|_| QueryResult::Ok(())).unwrap();
 }
 
-/// The lock was granted, and no guard knows of it. Only the end of the session certainly frees it.
+/// The session must end, because the lock was granted and no guard exists that would release it.
 #[test]
 fn a_panic_between_the_grant_and_the_guard_ends_the_session() {
+    panic_between_the_grant_and_the_guard(|_| {});
+}
+
+/// As outside of a transaction.
+#[test]
+fn a_panic_between_the_grant_and_the_guard_ends_the_session_in_a_raw_transaction_too() {
+    panic_between_the_grant_and_the_guard(|conn| conn.batch_execute("BEGIN").unwrap());
+}
+
+/// Asserts that the session has ended and that the lock is free.
+fn panic_between_the_grant_and_the_guard(prepare: impl FnOnce(&mut PgConnection)) {
     let database = Database::new();
     let mut observer = Observer::of(&database);
     let mut conn = database.connect();
     let pid = backend_pid(&mut conn);
+    prepare(&mut conn);
     crate::support::panic_after_the_next_statement(&mut conn);
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         LOCK.try_acquire_on(&mut conn).map(drop)
@@ -393,23 +405,6 @@ fn an_attempt_that_cannot_be_prepared_leaves_the_connection_usable() {
     conn.transaction(|_| QueryResult::Ok(())).unwrap();
     assert_eq!(backend_pid(&mut conn), pid);
     assert_eq!(Observer::of(&database).all_held(), 0);
-}
-
-/// As outside a transaction: the lock was granted, and no guard knows of it.
-#[test]
-fn a_panic_between_the_grant_and_the_guard_ends_the_session_in_a_raw_transaction_too() {
-    let database = Database::new();
-    let mut observer = Observer::of(&database);
-    let mut conn = database.connect();
-    let pid = backend_pid(&mut conn);
-    conn.batch_execute("BEGIN").unwrap();
-    crate::support::panic_after_the_next_statement(&mut conn);
-    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        LOCK.try_acquire_on(&mut conn).map(drop)
-    }));
-    assert!(caught.is_err());
-    observer.assert_free(LOCK.key());
-    assert!(!observer.is_alive(pid));
 }
 
 #[test]

@@ -8,10 +8,10 @@ use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Text};
-use diesel_interlock::{LockKey, Semaphore, fnv1a, sync, throttled_resources};
+use diesel_interlock::{LockKey, Semaphore, fnv1a, throttled_resources};
 use workbench::Database;
 
-use crate::support::Expect;
+use crate::support::{Expect, database_with};
 
 const PAGE: &str = include_str!("../../docs/interop.md");
 static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
@@ -21,14 +21,6 @@ throttled_resources! {
         CacheRebuild = "cache rebuild" every Duration::from_secs(15),
         TenantImport = "tenant import" every Duration::from_secs(60),
     }
-}
-
-fn database() -> Database {
-    let database = Database::new();
-    let conn = &mut database.connect();
-    diesel_interlock::migrations::install(conn).unwrap();
-    let _ = sync::<Resource>(conn).unwrap();
-    database
 }
 
 /// The SQL of the page.
@@ -54,7 +46,7 @@ fn count(conn: &mut PgConnection, condition: &str) -> i64 {
 
 #[test]
 fn all_the_sql_of_the_page_runs() {
-    let database = database();
+    let database = database_with::<Resource>();
     let conn = &mut database.connect();
     assert_eq!(blocks().len(), 4);
     for sql in blocks() {
@@ -65,7 +57,7 @@ fn all_the_sql_of_the_page_runs() {
 
 #[test]
 fn a_client_with_rows_of_its_own_and_our_claims_keep_one_limit() {
-    let database = database();
+    let database = database_with::<Resource>();
     let conn = &mut database.connect();
     for in_flight in [1, 2] {
         conn.batch_execute(own_claim()).unwrap();
@@ -90,7 +82,7 @@ fn a_client_with_rows_of_its_own_and_our_claims_keep_one_limit() {
 /// How many requests of a client that waited for the table longer than its time-out are in flight when
 /// the wait ends.
 fn in_flight_after_a_long_wait(claim: &str) -> i64 {
-    let database = database();
+    let database = database_with::<Resource>();
     let (holder, observer) = (&mut database.connect(), &mut database.connect());
     let client = &mut database.connect();
     let claim = claim.replace("30 seconds", "100 milliseconds");

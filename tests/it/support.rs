@@ -9,7 +9,7 @@ use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, HandleEvent, Pool, event};
 use diesel::sql_types::{BigInt, Bool, Integer, Text};
-use diesel_interlock::{Admission, Attempt, LockId, LockKey, PgPool};
+use diesel_interlock::{Admission, Attempt, DeclaredResources, LockId, LockKey, PgPool};
 use workbench::{Database, RoundTrips};
 
 /// A session that only looks.
@@ -31,6 +31,15 @@ struct Pid {
 struct Value {
     #[diesel(sql_type = Text)]
     value: String,
+}
+
+/// A database with the schema and the declared resources.
+pub(crate) fn database_with<R: DeclaredResources>() -> Database {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    diesel_interlock::migrations::install(conn).unwrap();
+    let _ = diesel_interlock::sync::<R>(conn).unwrap();
+    database
 }
 
 impl Observer {

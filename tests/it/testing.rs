@@ -9,11 +9,11 @@ use diesel_interlock::error::{Input, Schema};
 use diesel_interlock::schema::resource_control::{service_request, throttled_resource};
 use diesel_interlock::{
     AdvisoryLock, DenialReason, Error, LockId, LockKey, ResourceLabel, Semaphore, Throttle,
-    monitor, sync, testing, throttled_resources,
+    monitor, testing, throttled_resources,
 };
 use workbench::Database;
 
-use crate::support::Expect;
+use crate::support::{Expect, database_with};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("testing");
 static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
@@ -24,15 +24,6 @@ throttled_resources! {
         CacheRebuild = "cache rebuild" every Duration::from_secs(3600),
         TenantImport = "tenant import" every Duration::from_secs(31_104_000_000),
     }
-}
-
-/// A database with the schema and the resources.
-fn database() -> Database {
-    let database = Database::new();
-    let conn = &mut database.connect();
-    diesel_interlock::migrations::install(conn).unwrap();
-    let _ = sync::<Resource>(conn).unwrap();
-    database
 }
 
 /// What it panics with.
@@ -116,7 +107,7 @@ fn two_tests_with_prefixes_do_not_exclude_each_other() {
 
 #[test]
 fn a_request_in_flight_is_listed_and_held() {
-    let database = database();
+    let database = database_with::<Resource>();
     let (pool, conn) = (database.pool(1), &mut database.connect());
     testing::assert_nothing_held(conn);
 
@@ -140,7 +131,7 @@ fn a_request_in_flight_is_listed_and_held() {
 
 #[test]
 fn a_request_that_timed_out_is_not_held() {
-    let database = database();
+    let database = database_with::<Resource>();
     let (pool, conn) = (database.pool(1), &mut database.connect());
     let _permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     testing::expire(conn, &GEOCODER).unwrap();
@@ -150,7 +141,7 @@ fn a_request_that_timed_out_is_not_held() {
 
 #[test]
 fn a_release_that_is_still_to_be_delivered_is_waited_for() {
-    let database = database();
+    let database = database_with::<Resource>();
     let (pool, conn) = (database.pool(1), &mut database.connect());
     let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     let only = pool.get().unwrap();
@@ -192,7 +183,7 @@ fn what_the_schema_is_needed_for_says_that_it_is_missing() {
 
 #[test]
 fn expiring_ends_the_requests_of_one_service_and_tells_their_holders() {
-    let database = database();
+    let database = database_with::<Resource>();
     let (pool, conn) = (database.pool(1), &mut database.connect());
     assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 0);
     let ended = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
@@ -217,7 +208,7 @@ fn expiring_ends_the_requests_of_one_service_and_tells_their_holders() {
 
 #[test]
 fn a_throttle_is_made_due_and_keeps_its_last_locker() {
-    let database = database();
+    let database = database_with::<Resource>();
     let conn = &mut database.connect();
     for resource in [Resource::CacheRebuild, Resource::TenantImport] {
         let throttle = Throttle::of(resource);
@@ -271,7 +262,7 @@ fn a_throttle_is_made_due_and_keeps_its_last_locker() {
 
 #[test]
 fn a_key_is_made_due_and_no_other() {
-    let database = database();
+    let database = database_with::<Resource>();
     let conn = &mut database.connect();
     let throttle = Throttle::of(Resource::TenantImport);
     let (one, two) = (throttle.clone().key(1), throttle.clone().key(2));
@@ -314,7 +305,7 @@ fn a_key_is_made_due_and_no_other() {
 
 #[test]
 fn a_throttle_that_was_closed_by_hand_is_opened() {
-    let database = database();
+    let database = database_with::<Resource>();
     let conn = &mut database.connect();
     let throttle = Throttle::of(Resource::CacheRebuild);
     diesel::update(throttled_resource::table)
@@ -347,7 +338,7 @@ fn a_throttle_that_was_closed_by_hand_is_opened() {
 
 #[test]
 fn a_resource_that_is_unknown_is_an_error_which_aborts_no_test_transaction() {
-    let database = database();
+    let database = database_with::<Resource>();
     let conn = &mut database.connect();
     conn.begin_test_transaction().unwrap();
     let unknown = Throttle::of(ResourceLabel("unknown".to_owned()));
@@ -368,7 +359,7 @@ fn a_resource_that_is_unknown_is_an_error_which_aborts_no_test_transaction() {
 
 #[test]
 fn throttles_and_requests_are_moved_inside_a_test_transaction() {
-    let database = database();
+    let database = database_with::<Resource>();
     let conn = &mut database.connect();
     conn.begin_test_transaction().unwrap();
     let throttle = Throttle::of(Resource::CacheRebuild);
@@ -389,7 +380,7 @@ fn throttles_and_requests_are_moved_inside_a_test_transaction() {
 
 #[test]
 fn a_prefix_reaches_semaphores_and_what_looks_at_them() {
-    let database = database();
+    let database = database_with::<Resource>();
     let (pool, conn) = (database.pool(1), &mut database.connect());
     let plain = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     {
@@ -406,7 +397,7 @@ fn a_prefix_reaches_semaphores_and_what_looks_at_them() {
 
 #[test]
 fn a_prefix_reaches_the_keys_of_throttles() {
-    let database = database();
+    let database = database_with::<Resource>();
     let conn = &mut database.connect();
     let throttle = Throttle::of(Resource::TenantImport);
     let tenant = throttle.clone().key(7);

@@ -4,14 +4,15 @@ use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::sql_types::Timestamptz;
-use diesel_interlock::{Decision, DenialReason, Error, Throttle};
+use diesel_interlock::{Decision, Denial, DenialReason, Error, Throttle};
+use workbench::Database;
 
 use crate::support::{Observer, eventually, number, truth};
 use crate::throttles::{Resource, age, database};
 
 const REBUILD: Throttle<Resource> = Throttle::of(Resource::Rebuild);
 
-/// Lets others read the resources, and makes whoever takes one wait.
+/// Other sessions can read the resources, and wait when they take one.
 const CLOSE_THE_GATE: &str =
     "BEGIN; LOCK TABLE resource_control.throttled_resource IN EXCLUSIVE MODE";
 
@@ -21,67 +22,48 @@ fn attempt(conn: &mut PgConnection) -> Decision {
     REBUILD.clone().details("waiter").attempt_on(conn).unwrap()
 }
 
-/// What was due when it was read may have been taken before it could be locked.
-#[test]
-fn an_attempt_that_comes_second_to_the_row_is_denied() {
-    let database = database();
+/// Attempts the resource on a session that has read it while it was due, after another session has taken it. Returns that
+/// session, on which `before` was run first, and its denial.
+fn attempt_second(database: &Database, before: &str) -> (PgConnection, Denial) {
     let conn = &mut database.connect();
-    let mut observer = Observer::of(&database);
-    conn.batch_execute(CLOSE_THE_GATE).unwrap();
-    std::thread::scope(|scope| {
-        let second = scope.spawn(|| attempt(&mut database.connect()));
-        eventually("the second has read", || observer.waiters_for_tables() == 1);
-        let first = REBUILD.clone().details("first").attempt_on(conn).unwrap();
-        assert!(first.granted().is_some());
-        conn.batch_execute("COMMIT").unwrap();
-        let denial = second.join().unwrap().denied();
-        let denial = denial.expect("it was granted twice");
-        assert_eq!(denial.reason, DenialReason::TooSoon);
-        assert_eq!(denial.holder.as_deref(), Some("first"));
-    });
-}
-
-/// Else others would be denied until its transaction ends, however often the resource is due meanwhile.
-#[test]
-fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
-    let database = database();
-    let conn = &mut database.connect();
-    let mut observer = Observer::of(&database);
+    let mut observer = Observer::of(database);
     conn.batch_execute(CLOSE_THE_GATE).unwrap();
     std::thread::scope(|scope| {
         let second = scope.spawn(|| {
             let mut conn = database.connect();
-            conn.batch_execute("BEGIN").unwrap();
-            assert!(attempt(&mut conn).denied().is_some());
-            conn
+            conn.batch_execute(before).unwrap();
+            let denial = attempt(&mut conn).denied();
+            (conn, denial.expect("it was granted twice"))
         });
         eventually("the second has read", || observer.waiters_for_tables() == 1);
-        assert!(
-            REBUILD
-                .clone()
-                .details("first")
-                .attempt_on(conn)
-                .unwrap()
-                .granted()
-                .is_some()
-        );
+        let first = REBUILD.clone().details("first").attempt_on(conn).unwrap();
+        assert!(first.granted().is_some());
         conn.batch_execute("COMMIT").unwrap();
-        let mut second = second.join().unwrap();
-        assert!(truth(
-            &mut second,
-            "pg_current_xact_id_if_assigned() IS NULL"
-        ));
-        age(conn, "15 seconds");
-        assert!(
-            REBUILD
-                .clone()
-                .details("third")
-                .attempt_on(conn)
-                .unwrap()
-                .granted()
-                .is_some()
-        );
-    });
+        second.join().unwrap()
+    })
+}
+
+/// A resource that was due when it was read may be taken before it can be locked.
+#[test]
+fn an_attempt_that_comes_second_to_the_row_is_denied() {
+    let (_, denial) = attempt_second(&database(), "");
+    assert_eq!(denial.reason, DenialReason::TooSoon);
+    assert_eq!(denial.holder.as_deref(), Some("first"));
+}
+
+/// Otherwise others would be denied until its transaction ends, however often the resource is due meanwhile.
+#[test]
+fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
+    let database = database();
+    let (mut second, _) = attempt_second(&database, "BEGIN");
+    assert!(truth(
+        &mut second,
+        "pg_current_xact_id_if_assigned() IS NULL"
+    ));
+    let conn = &mut database.connect();
+    age(conn, "15 seconds");
+    let third = REBUILD.clone().details("third").attempt_on(conn).unwrap();
+    assert!(third.granted().is_some());
 }
 
 /// A rule or a trigger of somebody else may keep the row as it was: then all would be granted. PostgreSQL itself refuses

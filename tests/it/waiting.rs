@@ -215,68 +215,53 @@ fn two_thousand_timeouts_that_race_with_releases_leave_nothing_held() {
     drop(waiting);
 }
 
-/// Without slices, each waiter's snapshot and the holder's index wait for each other, until
-/// PostgreSQL ends one of them: "deadlock detected".
-#[test]
-fn the_holder_creates_an_index_concurrently_while_twenty_sessions_wait() {
+/// Runs `prepare` and then `work` on the connection of a guard, `work` while twenty sessions wait for its lock. All of them
+/// acquire the lock afterwards, and nothing stays held.
+fn while_twenty_sessions_wait<T>(
+    prepare: &str,
+    work: impl FnOnce(&mut PgConnection) -> QueryResult<T>,
+) {
     const WAITERS: i64 = 20;
     let database = Database::new();
     let mut observer = Observer::of(&database);
     let mut guard = LOCK.acquire(&database.pool(1)).unwrap();
     let mut sessions: Vec<_> = (0..WAITERS).map(|_| database.connect()).collect();
-    guard
-        .conn()
-        .batch_execute("CREATE TABLE t AS SELECT generate_series(1, 1000) AS id")
-        .unwrap();
-
+    guard.conn().batch_execute(prepare).unwrap();
     std::thread::scope(|scope| {
         let waiters: Vec<_> = sessions
             .iter_mut()
             .map(|conn| scope.spawn(|| LOCK.acquire_on(conn)?.release()))
             .collect();
         crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == WAITERS);
-        let indexed = guard
-            .conn()
-            .batch_execute("CREATE INDEX CONCURRENTLY i ON t (id)");
+        let worked = work(guard.conn());
         guard.release().unwrap();
         for waiter in waiters {
             waiter.join().unwrap().unwrap();
         }
-        indexed.unwrap();
+        worked.unwrap();
     });
     assert_eq!(observer.all_held(), 0);
+}
+
+/// Without slices, each waiter's snapshot and the holder's index would wait for each other, until PostgreSQL ends one of
+/// them with "deadlock detected".
+#[test]
+fn the_holder_creates_an_index_concurrently_while_twenty_sessions_wait() {
+    let table = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id";
+    while_twenty_sessions_wait(table, |conn| {
+        conn.batch_execute("CREATE INDEX CONCURRENTLY i ON t (id)")
+    });
 }
 
 /// Each waiter's snapshot lasts no longer than a slice of its wait.
 #[test]
 fn a_holder_with_a_lock_timeout_creates_indexes_concurrently_while_twenty_sessions_wait() {
-    const WAITERS: i64 = 20;
-    let database = Database::new();
-    let mut observer = Observer::of(&database);
-    let mut guard = LOCK.acquire(&database.pool(1)).unwrap();
-    let mut sessions: Vec<_> = (0..WAITERS).map(|_| database.connect()).collect();
     // Between the 200 milliseconds of a slice and the half second of a longer one.
-    guard
-        .conn()
-        .batch_execute("CREATE TABLE t (id int); SET lock_timeout = '400ms'")
-        .unwrap();
-    std::thread::scope(|scope| {
-        let waiters: Vec<_> = sessions
-            .iter_mut()
-            .map(|conn| scope.spawn(|| LOCK.acquire_on(conn)?.release()))
-            .collect();
-        crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == WAITERS);
-        let indexed: QueryResult<Vec<_>> = (0..5)
-            .map(|number| {
-                let index = format!("CREATE INDEX CONCURRENTLY i{number} ON t (id)");
-                guard.conn().batch_execute(&index)
-            })
-            .collect();
-        guard.release().unwrap();
-        for waiter in waiters {
-            waiter.join().unwrap().unwrap();
-        }
-        indexed.unwrap();
+    let table = "CREATE TABLE t (id int); SET lock_timeout = '400ms'";
+    while_twenty_sessions_wait(table, |conn| {
+        (0..5).try_for_each(|number| {
+            conn.batch_execute(&format!("CREATE INDEX CONCURRENTLY i{number} ON t (id)"))
+        })
     });
 }
 

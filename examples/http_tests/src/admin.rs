@@ -1,74 +1,39 @@
-//! What the page shows.
+//! The page of the administrator.
 
-use std::thread;
-use std::time::Duration;
-
-use diesel_interlock::{AdvisoryLock, LockKey};
 use workbench::Database;
 
 use crate::instance::Start;
 use crate::observer::{NIGHTLY, Observer, eventually};
-use crate::requests::{reservation, service};
+use crate::scene::Scene;
 
-/// Names, not numbers.
+/// The page shows the names of locks and instances, and not their numbers.
 pub fn the_page_tells_who_holds_and_who_waits_by_name(binary: &str) {
-    let database = Database::new();
-    let service = service(Duration::from_secs(600));
-    let writer = Start::of(binary, &database.url())
-        .named("the writer")
-        .with_long_report()
-        .start();
-    let caller = Start::of(binary, &database.url())
-        .named("the caller")
-        .calling(&service)
-        .start();
-    let mut observer = Observer::of(&database);
-
-    let empty = caller.get("/admin/locks");
+    let scene = Scene::start(binary);
+    let empty = scene.caller.get("/admin/locks");
     assert_eq!(empty.status, 200);
     assert!(empty.text.contains("Nobody holds a lock") && empty.text.contains("0 of 4 slots"));
 
-    let _report = writer.send_and_leave("POST", "/reports/nightly");
-    let _calls: Vec<_> = (0..3)
-        .map(|_| caller.send_and_leave("GET", "/geocode?q=x"))
-        .collect();
-    assert_eq!(caller.post("/cache/rebuild").status, 202);
-    let pool = database.pool(1);
-    let server = AdvisoryLock::new(LockKey::parts(["server", "223", "345"]));
-    let elsewhere = server.acquire(&pool).expect("nobody has it");
-    thread::scope(|scope| {
-        let booking = scope.spawn(|| writer.post_json("/reservations", reservation(1)));
-        eventually("the report has begun", || {
-            observer.count("report_runs") == 1
-        });
-        eventually("the reservation waits", || observer.waiting() == 1);
-        eventually("three calls are in flight", || observer.in_flight() == 3);
-
-        let page = caller.get("/admin/locks").text;
-        elsewhere.release().expect("it was held");
-        for shown in [
-            "nightly report",
-            "the writer",
-            "server 223 345",
-            "waits",
-            "3 of 4 slots",
-            "the caller",
-            "cache rebuild",
-            "free in",
-        ] {
-            assert!(page.contains(shown), "{shown} is not on the page:\n{page}");
-        }
-        let number = NIGHTLY.key().id().expect("it has a name").to_string();
-        assert!(
-            !page.contains(&number),
-            "the number of a lock that has a name:\n{page}"
-        );
-        assert_eq!(booking.join().expect("it is answered").status, 201);
-    });
-    service.takes(Duration::ZERO);
+    let page = scene.while_everything_is_taken(3, |caller| caller.get("/admin/locks").text);
+    for shown in [
+        "nightly report",
+        "the writer",
+        "server 223 345",
+        "waits",
+        "3 of 4 slots",
+        "the caller",
+        "cache rebuild",
+        "free in",
+    ] {
+        assert!(page.contains(shown), "{shown} is not on the page:\n{page}");
+    }
+    let number = NIGHTLY.key().id().expect("it has a name").to_string();
+    assert!(
+        !page.contains(&number),
+        "the number of a lock that has a name:\n{page}"
+    );
 }
 
-/// What others call themselves is text.
+/// The name of another application is text.
 pub fn the_page_is_escaped(binary: &str) {
     let database = Database::new();
     let nasty = "<script>alert('1')</script>&";

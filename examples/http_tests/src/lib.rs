@@ -10,6 +10,7 @@ mod instance;
 mod observer;
 mod requests;
 mod root;
+mod scene;
 
 pub use admin::*;
 pub use endings::*;

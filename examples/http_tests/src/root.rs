@@ -3,13 +3,13 @@
 use std::thread;
 use std::time::Duration;
 
-use diesel_interlock::{AdvisoryLock, LockKey};
 use serde_json::{Value, json};
 use workbench::{Cluster, Database, StopMode};
 
 use crate::instance::{Answer, Start};
 use crate::observer::{NIGHTLY, Observer, eventually};
 use crate::requests::{reservation, service};
+use crate::scene::Scene;
 
 /// As a program prints them, an address for a browser each.
 pub fn the_addresses_that_are_printed_lead_to_pages(binary: &str) {
@@ -69,19 +69,8 @@ pub fn an_address_that_leads_nowhere_names_the_one_that_does_not(binary: &str) {
 /// In one reading: locks with their holders and waiters, slots with their expiry, throttles with their
 /// next time.
 pub fn the_status_tells_who_holds_who_waits_and_when_what_is_free(binary: &str) {
-    let database = Database::new();
-    let service = service(Duration::from_secs(600));
-    let writer = Start::of(binary, &database.url())
-        .named("the writer")
-        .with_long_report()
-        .start();
-    let caller = Start::of(binary, &database.url())
-        .named("the caller")
-        .calling(&service)
-        .start();
-    let mut observer = Observer::of(&database);
-
-    let empty = caller.get("/status").json();
+    let scene = Scene::start(binary);
+    let empty = scene.caller.get("/status").json();
     assert_eq!(empty["instance"], "the caller");
     assert_eq!(empty["locks"], json!([]));
     assert_eq!(
@@ -94,26 +83,7 @@ pub fn the_status_tells_who_holds_who_waits_and_when_what_is_free(binary: &str) 
     );
     assert_eq!(empty["timed_out"], json!([]));
 
-    let _report = writer.send_and_leave("POST", "/reports/nightly");
-    let _call = caller.send_and_leave("GET", "/geocode?q=x");
-    assert_eq!(caller.post("/cache/rebuild").status, 202);
-    let pool = database.pool(1);
-    let server = AdvisoryLock::new(LockKey::parts(["server", "223", "345"]));
-    let elsewhere = server.acquire(&pool).expect("nobody has it");
-    let status = thread::scope(|scope| {
-        let booking = scope.spawn(|| writer.post_json("/reservations", reservation(1)));
-        eventually("the report has begun", || {
-            observer.count("report_runs") == 1
-        });
-        eventually("the reservation waits", || observer.waiting() == 1);
-        eventually("the call is in flight", || observer.in_flight() == 1);
-        let status = caller.get("/status").json();
-        elsewhere.release().expect("it was held");
-        assert_eq!(booking.join().expect("it is answered").status, 201);
-        status
-    });
-    service.takes(Duration::ZERO);
-
+    let status = scene.while_everything_is_taken(1, |caller| caller.get("/status").json());
     let locks = &status["locks"];
     assert_eq!(locks[0]["name"], "nightly report", "{status:#}");
     assert_eq!(locks[0]["holders"][0]["who"], "the writer", "{status:#}");

@@ -23,15 +23,18 @@ fn attempt(conn: &mut PgConnection) -> Decision {
 }
 
 /// Attempts the resource on a session that has read it while it was due, after another session has taken it. Returns that
-/// session, on which `before` was run first, and its denial.
-fn attempt_second(database: &Database, before: &str) -> (PgConnection, Denial) {
+/// session, which `prepare` has been given first, and its denial.
+fn attempt_second(
+    database: &Database,
+    prepare: impl FnOnce(&mut PgConnection) + Send,
+) -> (PgConnection, Denial) {
     let conn = &mut database.connect();
     let mut observer = Observer::of(database);
     conn.batch_execute(CLOSE_THE_GATE).unwrap();
     std::thread::scope(|scope| {
         let second = scope.spawn(|| {
             let mut conn = database.connect();
-            conn.batch_execute(before).unwrap();
+            prepare(&mut conn);
             let denial = attempt(&mut conn).denied();
             (conn, denial.expect("it was granted twice"))
         });
@@ -46,7 +49,7 @@ fn attempt_second(database: &Database, before: &str) -> (PgConnection, Denial) {
 /// A resource that was due when it was read may be taken before it can be locked.
 #[test]
 fn an_attempt_that_comes_second_to_the_row_is_denied() {
-    let (_, denial) = attempt_second(&database(), "");
+    let (_, denial) = attempt_second(&database(), |_| {});
     assert_eq!(denial.reason, DenialReason::TooSoon);
     assert_eq!(denial.holder.as_deref(), Some("first"));
 }
@@ -55,7 +58,9 @@ fn an_attempt_that_comes_second_to_the_row_is_denied() {
 #[test]
 fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
     let database = database();
-    let (mut second, _) = attempt_second(&database, "BEGIN");
+    let (mut second, _) = attempt_second(&database, |conn| {
+        conn.batch_execute("BEGIN").unwrap();
+    });
     assert!(truth(
         &mut second,
         "pg_current_xact_id_if_assigned() IS NULL"

@@ -1,4 +1,4 @@
-//! The campaign: starts everything, lets the faults strike, waits until all is well again, and checks.
+//! The campaign of faults: it starts servers and workers, injects faults, waits for recovery, and checks the promises.
 
 mod crew;
 mod injector;
@@ -26,17 +26,17 @@ use crate::fault::Fault;
 use crate::options::Options;
 use crate::record::Outcome;
 
-/// From this length on, a campaign that had fewer than `EACH` of a kind of faults was none.
+/// From this length on, a campaign fails that injected any kind of fault fewer than `EACH` times.
 const STRONG: Duration = Duration::from_secs(600);
 const EACH: u64 = 100;
 
-/// How long everything may take to be well again after the last fault.
+/// How long the recovery after the last fault may take.
 const RECOVERING: Duration = Duration::from_secs(30);
 
-/// How long workers may take to finish what they do and look at their pools.
+/// How long workers may take to finish their operations and check their pools.
 const RESTING: Duration = Duration::from_secs(60);
 
-/// Runs a campaign, and fails if a promise was broken or nothing was tried.
+/// Runs a campaign, and fails if a promise was broken or a primitive was never used with success.
 pub(crate) fn run(options: Options) -> ExitCode {
     println!(
         "{} workers, {} seconds of faults, seed {}",
@@ -56,7 +56,7 @@ pub(crate) fn run(options: Options) -> ExitCode {
     let done = AtomicBool::new(false);
     let looked = thread::scope(|scope| {
         let watching = scope.spawn(|| observer::watch(&site, &ledger, &done));
-        // Also should the campaign itself fail.
+        // Dropped also if the campaign itself panics.
         let over = Over(&done);
         injector::inject(&site, &crew, &ledger, random.fork(), options.duration);
         await_progress(&crew, &ledger);
@@ -98,7 +98,7 @@ pub(crate) fn run(options: Options) -> ExitCode {
     }
 }
 
-/// Ends the watching as it drops.
+/// Ends the observation when it is dropped.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -107,7 +107,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Every worker lives, and succeeds in everything that it does, begun after the last fault.
+/// Waits until every worker is alive and has succeeded with all its primitives since the last fault.
 fn await_progress(crew: &Crew, ledger: &Ledger) {
     let since = clock::now();
     let end = Instant::now() + RECOVERING;
@@ -140,7 +140,7 @@ fn await_progress(crew: &Crew, ledger: &Ledger) {
     }
 }
 
-/// Every pool is at full strength.
+/// Lets the workers rest, and checks that every pool gives all its connections.
 fn rest(crew: &Crew, ledger: &Ledger) {
     crew.rest();
     let end = Instant::now() + RESTING;
@@ -166,7 +166,7 @@ fn rest(crew: &Crew, ledger: &Ledger) {
     }
 }
 
-/// The kinds of faults that there were fewer of than a campaign of that length should have.
+/// The kinds of faults that were injected less often than a campaign of that length should.
 fn too_few(book: &Book, duration: Duration) -> Vec<String> {
     let wanted = EACH * duration.as_secs() / STRONG.as_secs();
     Fault::all()
@@ -176,7 +176,7 @@ fn too_few(book: &Book, duration: Duration) -> Vec<String> {
         .collect()
 }
 
-/// A campaign that did nothing finds nothing.
+/// The primitives that were never used with success. A campaign that does nothing finds nothing.
 fn what_was_not_tried(crew: &Crew, book: &Book) -> Vec<String> {
     let mut missing: Vec<String> = crew
         .numbers()

@@ -1,4 +1,5 @@
-//! Whether the histories keep what was promised. No database here: plain data in, sentences out.
+//! The checks whether the histories keep the promises of the crate. They take plain data, return sentences, and use no
+//! database.
 
 mod fences;
 mod locks;
@@ -14,23 +15,23 @@ pub(crate) use self::lost::Losses;
 use crate::clock::Micros;
 use crate::record::Record;
 
-/// What the workers told, and what was done to the server.
+/// The records of the workers, and the faults of the server.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     pub(crate) told: Vec<Told>,
-    /// The workers that reach the server with nothing in between.
+    /// The workers that connect to the server directly.
     pub(crate) direct: BTreeSet<usize>,
     /// By pid.
     pub(crate) deaths: BTreeMap<i32, Vec<Death>>,
-    /// When the end of a session was asked for, by pid, whether it was seen or not.
+    /// When the end of a session was requested, by pid, whether the end was observed or not.
     pub(crate) condemned: BTreeMap<i32, Vec<Micros>>,
-    /// When settings were changed by a reload, and were as before.
+    /// When settings were changed by a reload, and when they were changed back.
     pub(crate) reloads: Vec<Reload>,
     pub(crate) outages: Vec<Outage>,
     pub(crate) failovers: Vec<Failover>,
 }
 
-/// What a worker told, and when that arrived here, which is after it was so.
+/// A record of a worker, and when it arrived, which is later than the event.
 #[derive(Debug, Clone)]
 pub(crate) struct Told {
     pub(crate) worker: usize,
@@ -38,7 +39,7 @@ pub(crate) struct Told {
     pub(crate) at: Micros,
 }
 
-/// A session that was ended, and when it surely lived and surely was gone.
+/// A session that was ended, with a time when it certainly lived and a time when it certainly had ended.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Death {
     pub(crate) sent: Micros,
@@ -60,17 +61,17 @@ pub(crate) struct Reload {
     pub(crate) ended: Micros,
 }
 
-/// When the old primary was crashed: in between, it may still have answered.
+/// A failover. The old primary may still have replied between the two times of its crash.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Failover {
-    /// What was told before has reached the standby, be it asynchronous.
+    /// Results of before this time have reached the standby, even an asynchronous one.
     pub(crate) followed: Micros,
     pub(crate) began: Micros,
     pub(crate) stopped: Micros,
     pub(crate) synchronous: bool,
 }
 
-/// What the server has recorded.
+/// The records of the server.
 #[derive(Debug, Default)]
 pub(crate) struct Truth {
     pub(crate) sections: Vec<Section>,
@@ -80,7 +81,7 @@ pub(crate) struct Truth {
     pub(crate) requests: Vec<Request>,
 }
 
-/// A stretch in which a session surely held a session lock.
+/// A section in which a session certainly held a session lock.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Section {
     pub(crate) lock: i32,
@@ -91,8 +92,8 @@ pub(crate) struct Section {
     pub(crate) token: Option<i64>,
 }
 
-/// A write behind the fence of a lock. While a transaction passes the fence, nobody else does: ids are in the order of
-/// the commits.
+/// A write behind the fence of a lock. Ids are in the order of the commits, because transactions pass a fence one at a
+/// time.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Write {
     pub(crate) id: i64,
@@ -100,7 +101,7 @@ pub(crate) struct Write {
     pub(crate) token: i64,
 }
 
-/// A stretch in which a committed transaction surely held a transaction lock, and the number that it gave.
+/// A section in which a committed transaction certainly held a transaction lock, and the number that it gave.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Booking {
     pub(crate) lock: i32,
@@ -109,7 +110,7 @@ pub(crate) struct Booking {
     pub(crate) ended: Micros,
 }
 
-/// A grant of a throttle; without a key that is empty.
+/// A grant of a throttle. The key is empty for a throttle without one.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Grant {
     pub(crate) resource: String,
@@ -128,13 +129,13 @@ pub(crate) struct Request {
     pub(crate) completed: Option<Micros>,
 }
 
-/// What was found.
+/// The results of the checks.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
     pub(crate) violations: Vec<String>,
-    /// What an asynchronous failover lost, and what followed from that, by kind.
+    /// The losses of asynchronous failovers and their consequences, by kind.
     pub(crate) losses: Losses,
-    /// How many of each were looked at.
+    /// The number of examined records by kind.
     pub(crate) examined: BTreeMap<&'static str, usize>,
 }
 
@@ -152,7 +153,7 @@ pub(crate) fn examine(history: &History, truth: &Truth) -> Findings {
 }
 
 impl History {
-    /// Whether the session that had the lock since then was gone before that time.
+    /// Whether the session that acquired the lock at `acquired` had ended before `at`.
     fn was_dead(&self, pid: i32, acquired: Micros, at: Micros) -> bool {
         let died = self.deaths.get(&pid).into_iter().flatten();
         died.into_iter()

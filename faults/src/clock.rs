@@ -1,4 +1,4 @@
-//! The time of this machine, which is the server's too.
+//! The clock of this machine, which the server uses as well.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

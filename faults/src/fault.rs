@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What is done to the workers, and to all that they rely on.
+/// A fault of a worker, or of a program that it relies on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) enum Fault {
     Kill,
@@ -38,7 +38,7 @@ pub(crate) enum Fault {
     CopyFrom,
 }
 
-/// By the injector that inflicts them.
+/// The kinds of faults, by injector.
 pub(crate) const PROCESSES: [Fault; 2] = [Fault::Kill, Fault::Freeze];
 pub(crate) const SESSIONS: [Fault; 3] = [Fault::EndedHolder, Fault::EndedWaiter, Fault::EndedIdle];
 pub(crate) const NETWORKS: [Fault; 2] = [Fault::LateNetwork, Fault::LostNetwork];
@@ -58,7 +58,7 @@ pub(crate) const POOLERS: [Fault; 4] = [
 ];
 pub(crate) const NEIGHBOURS: [Fault; 1] = [Fault::HangingServer];
 pub(crate) const COPIES: [Fault; 1] = [Fault::CopiedDatabase];
-/// Those that a worker inflicts on itself when it is told to.
+/// The faults that a worker inflicts on itself when it is told to.
 pub(crate) const MISHAPS: [Fault; 12] = [
     Fault::FullPool,
     Fault::Panic,
@@ -127,7 +127,7 @@ impl Fault {
         }
     }
 
-    /// Whether it is one of the time-outs that a user sets.
+    /// Whether the fault is a timeout that a user sets.
     pub(crate) const fn needs_impatience(self) -> bool {
         matches!(
             self,
@@ -135,7 +135,7 @@ impl Fault {
         )
     }
 
-    /// Whether it strikes under a session lock only.
+    /// Whether the fault happens under a session lock only.
     pub(crate) const fn needs_session_locks(self) -> bool {
         matches!(
             self,

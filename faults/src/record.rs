@@ -5,31 +5,31 @@ use serde::{Deserialize, Serialize};
 use crate::clock::Micros;
 use crate::fault::Fault;
 
-/// One line. `sent` is when an operation began. Times are the worker's clock, which is the server's, unless they are called the database's.
+/// One record. `sent` is when an operation began. Times are read from the clock of the machine, which the worker and the
+/// server share, unless the text names the database clock.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Record {
-    /// An operation ended, as it may: with what it wanted, with a busy answer or with an error.
+    /// An operation ended, with success, with a busy outcome or with an error.
     Did {
         what: Primitive,
         outcome: Outcome,
         began: Micros,
     },
-    /// A fault that the worker inflicts on itself.
+    /// The worker inflicts a fault on itself.
     Fault { kind: Fault },
-    /// The server said, when asked at `asked`, that the session still holds the lock, or that it held it to the end.
+    /// A query that was sent at `asked` returned that the session still holds the lock, or held it to the end.
     Held {
         pid: i32,
         acquired: Micros,
         asked: Micros,
     },
-    /// The server said, or the release did, that a lock was not held any more. Only of sessions without time-outs of
-    /// their own.
+    /// A query or a release returned that the lock was lost. Only sessions without timeouts report this.
     Lost {
         pid: i32,
         acquired: Micros,
         asked: Micros,
     },
-    /// A watch said for the last time at `at` that the lock had been held that long before, at most.
+    /// A watch reported for the last time at `at` that the lock had been held `within` that time before.
     Watched {
         pid: i32,
         acquired: Micros,
@@ -40,7 +40,7 @@ pub(crate) enum Record {
     Drawn { lock: i32, token: i64, sent: Micros },
     /// A write behind a fence was committed.
     Wrote { id: i64, token: i64, sent: Micros },
-    /// A write was refused by its fence; by a holder, who was one afterwards as well, or by a former one.
+    /// A fence refused a write, either of a holder that still held the lock afterwards or of a former holder.
     Fenced {
         lock: i32,
         token: i64,
@@ -53,14 +53,14 @@ pub(crate) enum Record {
         number: i64,
         sent: Micros,
     },
-    /// A throttle was granted, at a time of the database's clock.
+    /// A throttle was granted at a time of the database clock.
     Granted {
         resource: String,
         key: String,
         at: Micros,
         sent: Micros,
     },
-    /// A slot was claimed, at a time of the database's clock.
+    /// A slot was claimed at a time of the database clock.
     Claimed {
         service: String,
         id: i64,
@@ -68,23 +68,23 @@ pub(crate) enum Record {
         created: Micros,
         sent: Micros,
     },
-    /// The permit said all the time that it had not timed out.
+    /// The permit reported all the time that it had not timed out.
     Believed {
         service: String,
         id: i64,
         from: Micros,
         until: Micros,
     },
-    /// A permit was released in time, or not.
+    /// A permit was released in time or too late.
     Released {
         id: i64,
         created: Micros,
         in_time: bool,
         sent: Micros,
     },
-    /// Something that must not be.
+    /// The worker observed a violation.
     Violation { text: String },
-    /// The worker rests: the pool gave that many connections out of as many, and they answered.
+    /// The worker rests. Its pool gave `given` working connections of `of`.
     Rested { given: u32, of: u32 },
 }
 
@@ -99,11 +99,11 @@ pub(crate) enum Primitive {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) enum Outcome {
-    /// Acquired and given back, or granted.
+    /// Acquired and released, or granted.
     Done,
-    /// Somebody else has it.
+    /// Another process holds it.
     Busy,
-    /// Acquired, and lost on the way; the release said so.
+    /// Acquired and then lost, as the release returned.
     Lost,
     /// An error.
     Failed,

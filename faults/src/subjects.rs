@@ -1,4 +1,4 @@
-//! What the workers contend for.
+//! The locks, semaphores and throttles that the workers contend for.
 
 use std::time::Duration;
 
@@ -16,14 +16,14 @@ pub(crate) const LOCKS: u64 = 6;
 pub(crate) const BOOKINGS: u64 = 4;
 pub(crate) const KEYS: u64 = 4;
 
-/// Few slots, and time-outs that a frozen process sleeps through.
+/// The semaphores have few slots, and timeouts that are shorter than some processes are frozen.
 pub(crate) static SEMAPHORES: [Semaphore; 3] = [
     Semaphore::named("short", 3, Duration::from_millis(700)),
     Semaphore::named("lease", 1, Duration::from_millis(500)),
     Semaphore::named("long", 5, Duration::from_secs(3)),
 ];
 
-/// Claimed in plain SQL alone.
+/// The semaphore that is claimed in plain SQL only.
 pub(crate) static BY_THE_ARTICLE: Semaphore =
     Semaphore::named("by the article", 1, Duration::from_millis(600));
 
@@ -36,7 +36,7 @@ pub(crate) fn session_lock(number: i32) -> AdvisoryLock {
     })
 }
 
-/// What a session lock protects.
+/// The fence of a session lock.
 pub(crate) fn fence(number: i32) -> Fence {
     Fence::new(format!("faults {number}"))
 }

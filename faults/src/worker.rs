@@ -1,4 +1,4 @@
-//! A worker: a process that uses every primitive through a pool, as an instance of an application does.
+//! A worker is a process that uses every primitive through a pool, as an instance of an application does.
 
 mod article;
 mod copies;
@@ -40,25 +40,26 @@ use crate::record::{Outcome, Primitive, Record};
 const THREADS: u64 = 5;
 const CONNECTIONS: u32 = 4;
 
-/// How long a pool may take to be whole again.
+/// How long a pool may take to give all its connections again.
 const WHOLE: Duration = Duration::from_secs(30);
 
 /// The settings that a worker is started with.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Settings {
     pub(crate) url: String,
-    /// Where another server is, as far as the worker knows.
+    /// The URL of a second server, as the worker sees it.
     pub(crate) neighbour: String,
     pub(crate) seed: u64,
-    /// Through a pooler in transaction mode: no session locks, no cached statements, no settings of the session.
+    /// Whether a pooler in transaction mode is in between, which permits no session locks, no cached statements and no
+    /// settings of the session.
     pub(crate) shared_sessions: bool,
-    /// Whether the pool checks a connection before it gives it.
+    /// Whether the pool tests a connection at check-out.
     pub(crate) tests_connections: bool,
-    /// Whether the user has set time-outs on the sessions.
+    /// Whether the sessions have timeouts.
     pub(crate) impatient: bool,
 }
 
-/// Works until the standard input says to rest, and ends when that ends.
+/// Works until the instruction to rest arrives on the standard input, and ends when the standard input ends.
 pub(crate) fn run(settings: Settings) -> ExitCode {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -68,7 +69,7 @@ pub(crate) fn run(settings: Settings) -> ExitCode {
     }));
     thread::spawn(obey);
     let pool = pool_of(&settings, &settings.url);
-    // For the questions of the watches alone, which must find a connection.
+    // For the queries of the watches, which must always find a connection.
     let asking = pool_of(&settings, &settings.url);
     let neighbour = pool_of(&settings, &settings.neighbour);
     let mut random = Rng::with_seed(settings.seed);
@@ -91,13 +92,13 @@ pub(crate) fn run(settings: Settings) -> ExitCode {
         }
     });
     report(&check_pool(&pool));
-    // With its connections, which are to be looked at.
+    // The connections stay open, because the campaign examines them.
     loop {
         thread::park();
     }
 }
 
-/// Whether to take up nothing new.
+/// Whether no new operation is to be started.
 static RESTING: AtomicBool = AtomicBool::new(false);
 
 /// What the campaign tells a running worker. Each instruction is one line of JSON.
@@ -109,14 +110,14 @@ pub(crate) enum Instruction {
     Inflict(Fault),
 }
 
-/// What this worker is to inflict on itself when it comes to it.
+/// The faults that this worker is to inflict on itself at the next opportunity.
 static MISHAPS: Mutex<BTreeSet<Fault>> = Mutex::new(BTreeSet::new());
 
 fn mishaps() -> MutexGuard<'static, BTreeSet<Fault>> {
     MISHAPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// At the end of the lines the campaign is gone, or has no need of this worker any more.
+/// Follows the instructions. At their end the campaign has ended, or no longer needs this worker.
 fn obey() {
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         match serde_json::from_str(&line) {
@@ -141,7 +142,7 @@ struct Hand<'a> {
 type Work = fn(&mut Hand<'_>) -> Result<Outcome, Error>;
 
 impl Hand<'_> {
-    /// Does one thing, and rests a little.
+    /// Pauses a little, and performs one operation.
     fn work(&mut self) {
         thread::sleep(self.random.millis(0, 30));
         let (what, work): (_, Work) = match self.random.u64(..10) {
@@ -175,7 +176,7 @@ impl Hand<'_> {
         });
     }
 
-    /// Takes a connection out of the pool, and looks what whoever had it last has left there.
+    /// Checks out a connection, and checks that its last user left neither a lock nor an open transaction.
     fn connection(&self) -> Result<diesel_interlock::PooledPgConnection, Error> {
         let mut conn = self.pool.get()?;
         match conn.batch_execute(LOOK) {
@@ -187,7 +188,7 @@ impl Hand<'_> {
         Ok(conn)
     }
 
-    /// Takes every connection that the pool has, for a while.
+    /// Checks out all connections of the pool for a while.
     fn exhaust_pool(&mut self) {
         let until = Instant::now() + self.random.millis(100, 400);
         let mut taken = Vec::new();
@@ -202,7 +203,7 @@ impl Hand<'_> {
         }
     }
 
-    /// Whether this is to be inflicted now, which is then told.
+    /// Returns whether this fault is due now, and reports it then.
     fn befalls(&self, kind: Fault) -> bool {
         let befalls = mishaps().remove(&kind);
         if befalls {
@@ -216,7 +217,7 @@ impl Hand<'_> {
     }
 }
 
-/// In one message of the simple protocol, which is a transaction of its own unless one is open already.
+/// One message of the simple protocol, which is a transaction unless one is open already.
 const LOOK: &str = "DO $$ BEGIN
     IF now() <> statement_timestamp() THEN RAISE check_violation USING MESSAGE = 'in a transaction'; END IF;
     IF EXISTS (SELECT FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory') THEN
@@ -246,11 +247,11 @@ fn pool_of(settings: &Settings, url: &str) -> PgPool {
         .build_unchecked(ConnectionManager::new(url))
 }
 
-/// What the user of the campaign has set on every session.
+/// The settings of every session.
 #[derive(Debug)]
 struct SessionSettings(Settings);
 
-/// Shorter than a slice of waiting, and than many waits.
+/// Shorter than a slice of a wait, and than many waits.
 const IMPATIENCE: &str = "SET statement_timeout = '300ms'; SET lock_timeout = '50ms'; \
     SET idle_in_transaction_session_timeout = '300ms'";
 
@@ -267,7 +268,7 @@ impl CustomizeConnection<PgConnection, diesel::r2d2::Error> for SessionSettings 
     }
 }
 
-/// Whether the pool gives all its connections at once, and each of them answers.
+/// Reports whether the pool gives all its connections at once, and whether each of them works.
 fn check_pool(pool: &PgPool) -> Record {
     let end = Instant::now() + WHOLE;
     let mut given = Vec::new();

@@ -20,7 +20,7 @@ use crate::record::Primitive;
 use crate::role::Role;
 use crate::worker::{Instruction, Settings};
 
-/// How long a worker may take to end when nobody needs it any more.
+/// How long a worker may take to end at the end of the campaign.
 const ENDING: Duration = Duration::from_secs(5);
 
 /// How a worker reaches the server.
@@ -28,7 +28,7 @@ const ENDING: Duration = Duration::from_secs(5);
 pub(super) enum Route {
     /// Over the server's Unix socket.
     Socket,
-    /// Over TCP, through a proxy that can swallow everything.
+    /// Over TCP, through a proxy that can lose every packet.
     Network,
     /// The same, to PgBouncer in session mode.
     SessionPooler,
@@ -43,7 +43,7 @@ const ROUTES: [Route; 4] = [
     Route::Socket,
 ];
 
-/// All workers, each in its place.
+/// All workers, each at its place.
 #[derive(Debug)]
 pub(super) struct Crew {
     places: Vec<Place>,
@@ -52,11 +52,11 @@ pub(super) struct Crew {
     random: Mutex<Rng>,
     session_pooler: Mutex<PgBouncer>,
     transaction_pooler: Mutex<PgBouncer>,
-    /// In front of what is another server to the workers.
+    /// The proxy of the second server of the workers.
     neighbour: RoundTrips,
 }
 
-/// Where one worker works, and another one when that was killed.
+/// The place of a worker, which is replaced when it is killed.
 #[derive(Debug)]
 struct Place {
     number: usize,
@@ -123,7 +123,7 @@ impl Crew {
         0..self.places.len()
     }
 
-    /// Those that reach the server with nothing in between.
+    /// The workers that connect to the server directly.
     pub(super) fn direct(&self) -> impl Iterator<Item = usize> {
         self.places
             .iter()
@@ -131,12 +131,12 @@ impl Crew {
             .map(|place| place.number)
     }
 
-    /// The network to the other server, which can be cut.
+    /// The network to the second server, which can be cut.
     pub(super) fn neighbour(&self) -> &RoundTrips {
         &self.neighbour
     }
 
-    /// Those whose network can be cut, with what cuts it.
+    /// The workers whose network can be cut, with the proxy that cuts it.
     pub(super) fn networks(&self) -> Vec<(usize, &RoundTrips)> {
         self.places
             .iter()
@@ -144,10 +144,10 @@ impl Crew {
             .collect()
     }
 
-    /// What this worker uses.
+    /// The primitives that this worker uses.
     pub(super) fn primitives(&self, number: usize) -> &'static [Primitive] {
         match self.places[number].route {
-            // Nothing that needs a session.
+            // No primitive that needs a session.
             Route::TransactionPooler => &Primitive::ALL[2..],
             _ => &Primitive::ALL,
         }
@@ -161,7 +161,7 @@ impl Crew {
         pooler.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whose connections lead through that pooler.
+    /// The workers behind that pooler.
     pub(super) fn behind(&self, mode: PoolMode) -> impl Iterator<Item = usize> {
         let wanted = match mode {
             PoolMode::Session => Route::SessionPooler,
@@ -173,7 +173,7 @@ impl Crew {
             .map(|place| place.number)
     }
 
-    /// Who can inflict that on itself.
+    /// The workers that can inflict this fault on themselves.
     pub(super) fn able(&self, mishap: Fault) -> Vec<usize> {
         let is_able = |worker: &Worker| {
             (worker.settings.impatient || !mishap.needs_impatience())
@@ -186,7 +186,7 @@ impl Crew {
             .collect()
     }
 
-    /// Tells a worker to inflict that on itself once, when it comes to it.
+    /// Tells a worker to inflict a fault on itself once, at the next opportunity.
     pub(super) fn wish(&self, number: usize, mishap: Fault) {
         self.tell(number, Instruction::Inflict(mishap));
     }
@@ -211,7 +211,7 @@ impl Crew {
             impatient: !shared_sessions && random.one_in(2),
         };
         drop(random);
-        // It starts when the keeper knows it, and not at all if the campaign ends before.
+        // The worker starts once the keeper knows it, and does not start if the campaign ends before.
         let mut child = Command::new("/bin/sh")
             .args(["-c", "read -r go && exec \"$@\"", "worker"])
             .arg(std::env::current_exe().expect("this program has a path"))
@@ -219,7 +219,7 @@ impl Crew {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // Ctrl-C is for the campaign.
+            // Ctrl-C ends the campaign, which ends the worker.
             .process_group(0)
             .spawn()
             .expect("a worker can be started");
@@ -254,7 +254,7 @@ impl Crew {
 
     /// Sends a signal, such as `STOP`.
     pub(super) fn signal(&self, number: usize, signal: &str) {
-        // Nobody else waits for the child meanwhile, so its number is its own.
+        // No other thread waits for the child meanwhile, so its pid is not reused.
         let worker = self.places[number].worker();
         if let Some(worker) = &*worker {
             let _ = Command::new("kill")
@@ -264,7 +264,7 @@ impl Crew {
         }
     }
 
-    /// Whether the process lives that should.
+    /// Whether the process of the worker is alive.
     pub(super) fn is_alive(&self, number: usize) -> bool {
         let mut worker = self.places[number].worker();
         match &mut *worker {
@@ -273,14 +273,14 @@ impl Crew {
         }
     }
 
-    /// Lets all workers finish what they do, and rest with the connections they have.
+    /// Lets all workers finish their operations, and rest with their connections open.
     pub(super) fn rest(&self) {
         for number in self.numbers() {
             self.tell(number, Instruction::Rest);
         }
     }
 
-    /// Ends all workers, in the orderly way first.
+    /// Ends all workers, and kills those that do not end by themselves.
     pub(super) fn dismiss(&self) {
         for place in &self.places {
             let Some(Worker {
@@ -322,7 +322,7 @@ fn with_settings(url: &str, name: &str) -> String {
     url.into()
 }
 
-/// Passes on what a worker has to say, but not what libpq prints of the server's notices.
+/// Prints the standard error of a worker without the notices of the server that libpq prints.
 fn complain(number: usize, stderr: ChildStderr) {
     for line in BufReader::new(stderr).lines().map_while(Result::ok) {
         let is_notice = ["WARNING:  ", "FATAL:  ", "DETAIL:  ", "HINT:  "]
@@ -334,7 +334,7 @@ fn complain(number: usize, stderr: ChildStderr) {
     }
 }
 
-/// Reads what a worker tells until it ends. The last line may have been cut short.
+/// Reads the records of a worker until it ends. The last line may be incomplete.
 fn read(number: usize, stdout: ChildStdout, ledger: &Ledger) {
     let mut stdout = BufReader::new(stdout);
     let mut line = String::new();

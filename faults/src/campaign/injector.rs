@@ -1,4 +1,4 @@
-//! What inflicts the faults: some at a time, and of each sort always the kind that there was least of.
+//! The injectors of the faults. They work at the same time, and each injects the kind that was injected least often so far.
 
 mod copies;
 mod mishaps;
@@ -21,7 +21,7 @@ use super::site::Site;
 use crate::chance::Chance;
 use crate::fault::Fault;
 
-/// What an injector needs.
+/// The means of an injector.
 #[derive(Debug)]
 struct Means<'a> {
     site: &'a Site,
@@ -33,7 +33,7 @@ struct Means<'a> {
     end: Instant,
 }
 
-/// Injects faults for a while. Afterwards everything runs again.
+/// Injects faults for `duration`. Afterwards every server, pooler and worker runs again.
 pub(super) fn inject(
     site: &Site,
     crew: &Crew,
@@ -68,7 +68,7 @@ pub(super) fn inject(
 }
 
 impl Means<'_> {
-    /// Inflicts the scarcest of these kinds, again and again, until the time is up.
+    /// Injects the scarcest of these kinds repeatedly until the time is over.
     fn scarcest_first(mut self, kinds: &[Fault], mut inflict: impl FnMut(&mut Self, Fault)) {
         while Instant::now() < self.end {
             let kind = self.ledger.scarcest(kinds, &mut self.random);
@@ -76,7 +76,7 @@ impl Means<'_> {
         }
     }
 
-    /// Waits for the next turn, of which there is one in so many milliseconds on the average. Who is late does not wait.
+    /// Waits for the next turn. There is one per `each` milliseconds on average, and a late injector does not wait.
     fn await_turn(&mut self, each: u64) {
         self.due += self.random.millis(0, 2 * each);
         thread::sleep(self.due.saturating_duration_since(Instant::now()));

@@ -1,4 +1,4 @@
-//! The process that ends what the campaign has started, should the campaign itself be ended.
+//! The process that ends the campaign's processes when the campaign itself is killed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
-/// A shell that kills the workers and removes the campaign's directory at the end of its standard input, whose other
-/// end this process holds. The kernel closes it however this process ends.
+/// A shell that kills the workers and removes the campaign's directory at the end of its standard input. This process holds
+/// the other end, which the kernel closes however this process ends.
 #[derive(Debug)]
 pub(super) struct Keeper {
     shell: Child,
@@ -47,12 +47,12 @@ impl Keeper {
         &self.directory
     }
 
-    /// Before the process does anything that it must not do for ever.
+    /// Called before the process starts work that it must not continue for ever.
     pub(super) fn own(&self, pid: u32) {
         self.tell(&format!("own {pid}\n"));
     }
 
-    /// Before the process is waited for, while its number is still its own.
+    /// Called before the process is waited for, while its pid cannot be reused.
     pub(super) fn disown(&self, pid: u32) {
         self.tell(&format!("disown {pid}\n"));
     }

@@ -1,4 +1,4 @@
-//! What the workers tell and what was done to them.
+//! The records of the workers, and the faults that were injected.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,7 +24,7 @@ pub(super) struct Book {
     pub(super) faults: BTreeMap<Fault, u64>,
     pub(super) longest_recovery: BTreeMap<Fault, Duration>,
     recovering: Vec<Recovery>,
-    /// When the last operation began that succeeded, by worker.
+    /// When the last successful operation began, by worker.
     successes: BTreeMap<(usize, Primitive), Micros>,
     rested: BTreeMap<usize, (u32, u32)>,
 }
@@ -42,12 +42,12 @@ impl Ledger {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A fault that ended just now, and the workers that it hit.
+    /// Records a fault that ended just now, and the workers that it hit.
     pub(super) fn fault(&self, kind: Fault, workers: impl IntoIterator<Item = usize>) {
         self.book().struck(kind, workers);
     }
 
-    /// The kind that was inflicted least often so far.
+    /// The kind that was injected least often so far.
     pub(super) fn scarcest(&self, kinds: &[Fault], random: &mut Rng) -> Fault {
         let mut kinds = kinds.to_vec();
         random.shuffle(&mut kinds);
@@ -63,7 +63,7 @@ impl Ledger {
         deaths.entry(pid).or_default().push(death);
     }
 
-    /// Before the session's end is asked for.
+    /// Records a session before its end is requested.
     pub(super) fn condemned(&self, pid: i32, sent: Micros) {
         let condemned = &mut self.book().history.condemned;
         condemned.entry(pid).or_default().push(sent);
@@ -149,7 +149,7 @@ impl Book {
             .is_some_and(|&began| began >= since)
     }
 
-    /// How many connections the pool of a resting worker gave, of how many.
+    /// How many connections the pool of a resting worker gave, and how many it has.
     pub(super) fn rested(&self, worker: usize) -> Option<(u32, u32)> {
         self.rested.get(&worker).copied()
     }

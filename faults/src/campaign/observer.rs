@@ -1,4 +1,4 @@
-//! What the server says, asked by somebody who takes no part.
+//! The state of the server, as sessions see it that take no part in the work.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -15,11 +15,11 @@ use crate::subjects::{BY_THE_ARTICLE, SEMAPHORES};
 
 const PAUSE: Duration = Duration::from_millis(40);
 
-/// How long the last of it may take: a session that is being ended, a release that was deferred.
+/// How long the last operations may take, such as the end of a session or a deferred release.
 const SETTLING: Duration = Duration::from_secs(10);
 
-/// Whatever the server would never let happen; it is looked at all the same, in a failover above all. And locks whose
-/// session has been idle for longer than anybody here holds one or is frozen.
+/// States that the server should never permit, which are checked above all because of failovers, and locks whose session
+/// has been idle for longer than any worker holds a lock or is frozen.
 const MUST_BE_EMPTY: &str = "
     SELECT format('the lock %s/%s is held by %s, %s of them exclusively', classid, objid, count(DISTINCT pid),
             count(*) FILTER (WHERE mode = 'ExclusiveLock')) AS text
@@ -51,7 +51,8 @@ struct Line {
     text: String,
 }
 
-/// Looks every few milliseconds while the faults strike; answers how often it could. Servers come and go meanwhile.
+/// Checks every few milliseconds while faults are injected. Returns how many checks succeeded, because servers stop and
+/// start meanwhile.
 pub(super) fn watch(site: &Site, ledger: &Ledger, done: &AtomicBool) -> u64 {
     let mut looked = 0;
     let mut reported = Vec::new();
@@ -77,7 +78,7 @@ pub(super) fn watch(site: &Site, ledger: &Ledger, done: &AtomicBool) -> u64 {
     looked
 }
 
-/// What is still held and open when all workers rest.
+/// The locks and transactions that are left when all workers rest.
 pub(super) fn at_rest(site: &Site) -> Vec<String> {
     let mut conn = connect(site);
     let end = Instant::now() + SETTLING;
@@ -92,7 +93,7 @@ pub(super) fn at_rest(site: &Site) -> Vec<String> {
     }
 }
 
-/// Claims every slot, whose time-outs have passed.
+/// Claims every slot after all timeouts have passed, and returns what is missing.
 pub(super) fn missing_slots(site: &Site) -> Vec<String> {
     let mut conn = connect(site);
     let longest = SEMAPHORES.iter().map(|semaphore| semaphore.timeout()).max();
@@ -115,7 +116,7 @@ pub(super) fn missing_slots(site: &Site) -> Vec<String> {
     missing
 }
 
-/// A denial of a throttle whose interval has passed.
+/// Attempts every throttle after its interval has passed, and returns the denials.
 pub(super) fn closed_throttles(site: &Site) -> Vec<String> {
     use diesel_interlock::{Decision, DeclaredResources, Throttle};
     let mut conn = connect(site);
@@ -134,7 +135,7 @@ pub(super) fn closed_throttles(site: &Site) -> Vec<String> {
         .collect()
 }
 
-/// All that the server has recorded.
+/// Reads the records of the server.
 pub(super) fn truth(site: &Site) -> QueryResult<Truth> {
     let mut conn = connect(site);
     let sections: Vec<SectionRow> =
@@ -166,7 +167,7 @@ fn connect(site: &Site) -> PgConnection {
     PgConnection::establish(&site.url()).expect("the server runs")
 }
 
-/// Makes the tables of both.
+/// Installs the schema of the crate and the tables of the campaign.
 pub(super) fn install(site: &Site) -> Result<(), Error> {
     use diesel::connection::SimpleConnection;
     let mut conn = connect(site);
@@ -176,7 +177,7 @@ pub(super) fn install(site: &Site) -> Result<(), Error> {
     Ok(())
 }
 
-/// Declares a row of the server's and the plain value that is made of it.
+/// Declares a row of a query and its conversion into a plain value.
 macro_rules! rows {
     ($($row:ident => $value:ident { $($field:ident: $sql:ty => $rust:ty),* $(,)? })*) => {$(
         #[derive(QueryableByName)]

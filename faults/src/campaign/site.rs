@@ -1,4 +1,4 @@
-//! The server of the campaign, which is another one after each failover.
+//! The server of the campaign. After each failover it is another one.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -21,8 +21,8 @@ use crate::clock;
 /// How long a standby may take until it follows.
 const FOLLOWING: Duration = Duration::from_secs(60);
 
-/// The server that is in charge, behind an address that stays: a link to the directory of its socket, which is what a
-/// virtual address or a name is to servers in a network.
+/// The primary server behind a constant address. The address is a link to the directory of its socket, as a virtual
+/// address or a name is for servers in a network.
 #[derive(Debug)]
 pub(super) struct Site {
     primary: Mutex<Arc<Cluster>>,
@@ -39,12 +39,12 @@ impl Site {
         site
     }
 
-    /// The directory of the socket, whichever server is in charge.
+    /// The directory of the socket of the current primary.
     pub(super) fn socket_directory(&self) -> &Path {
         &self.link
     }
 
-    /// The URL of the server that is in charge.
+    /// The URL of the current primary.
     pub(super) fn url(&self) -> String {
         format!(
             "postgresql:///postgres?host={}&port=5432&user=postgres&options=-c%20client_min_messages%3Derror",
@@ -56,7 +56,7 @@ impl Site {
         Arc::clone(&self.primary.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Replaces the link at once: there is no time without one.
+    /// Replaces the link atomically.
     fn point_link(&self) {
         let new = self.link.with_extension("new");
         symlink(self.primary().socket_directory(), &new)
@@ -76,7 +76,7 @@ impl Site {
     /// Changes a setting for all sessions by a reload, and takes it back after a while. `None` where PostgreSQL has no such
     /// setting yet.
     ///
-    /// Nobody may copy the server meanwhile, or its successor would keep the setting.
+    /// The server must not be copied meanwhile, because the copy would keep the setting.
     pub(super) fn reload(
         &self,
         setting: &'static str,
@@ -98,7 +98,7 @@ impl Site {
             &primary,
             &format!("ALTER SYSTEM RESET {setting}; SELECT pg_reload_conf()"),
         );
-        // A session that was idle then may still be told.
+        // A session that was idle then may still be ended by it.
         Some(Reload {
             setting,
             began,
@@ -119,13 +119,13 @@ impl Site {
 
     /// Makes a standby, lets it follow for a while, crashes the primary and promotes the standby.
     ///
-    /// In half of the cases the standby has lost its connection to the primary a moment before. What was told meanwhile is
-    /// lost if replication is asynchronous. If it is synchronous, nothing is told meanwhile.
+    /// In half of the cases the standby loses its connection to the primary a moment before. Transactions that are committed
+    /// in between are lost if replication is asynchronous. If it is synchronous, none is committed in between.
     pub(super) fn fail_over(&self, synchronous: bool, random: &mut Rng) -> (Outage, Failover) {
         let old = self.primary();
         let standby = old.standby();
         let is_following = if synchronous {
-            // The standby was copied before, so that it will not wait for one of its own.
+            // The standby was copied before, so it does not wait for a standby itself.
             run(
                 &old,
                 "ALTER SYSTEM SET synchronous_standby_names = '*'; SELECT pg_reload_conf()",
@@ -136,7 +136,7 @@ impl Site {
         };
         wait_until(&old, is_following);
         if synchronous {
-            // Done by the process that makes the setting known to the others, after it has.
+            // The checkpointer runs this after it has published the setting to the other processes.
             run(&old, "CHECKPOINT");
         }
         thread::sleep(random.millis(20, 150));
@@ -159,7 +159,7 @@ impl Site {
         standby.promote();
         *self.primary.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(standby);
         self.point_link();
-        // Removing it takes a while.
+        // Removing the old server takes a while.
         thread::spawn(move || drop(old));
         (
             Outage { began, stopped },
@@ -173,7 +173,7 @@ impl Site {
     }
 }
 
-/// As small as can be, since each failover takes a copy.
+/// Starts a server that is as small as possible, because each failover copies it.
 fn start() -> Cluster {
     let cluster = Cluster::builder().wal_segment_megabytes(1).start();
     for template in ["template0", "template1"] {
@@ -193,7 +193,7 @@ fn run(cluster: &Cluster, statements: &str) {
     }
 }
 
-/// How far the log is on its way to the disk.
+/// The position up to which the write-ahead log is flushed.
 fn written(cluster: &Cluster) -> String {
     diesel::select(diesel::dsl::sql::<Text>("pg_current_wal_flush_lsn()::text"))
         .get_result(&mut connect(cluster))

@@ -1,4 +1,4 @@
-//! What a campaign prints at its end.
+//! The summary that a campaign prints at its end.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,10 +8,10 @@ use crate::check::Findings;
 use crate::fault::Fault;
 use crate::record::{Outcome, Primitive};
 
-/// How many violations of a sort are printed in full.
+/// How many violations of a kind are printed in full.
 const PRINTED: usize = 5;
 
-/// The summary, for people.
+/// Returns the summary as text.
 pub(super) fn of(book: &Book, findings: &Findings, looked: u64) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
@@ -88,7 +88,7 @@ fn write(text: &mut String, book: &Book, findings: &Findings, looked: u64) -> st
     writeln!(text, "violations: {}", violations.len())
 }
 
-/// What it has in common with others: its beginning without the numbers.
+/// The kind of a violation: its beginning without the numbers.
 fn sort(violation: &str) -> String {
     let words = violation
         .split(' ')
@@ -96,7 +96,7 @@ fn sort(violation: &str) -> String {
     words.take(4).collect::<Vec<_>>().join(" ")
 }
 
-/// All of them, whoever found them.
+/// The violations that the campaign and the checks found.
 pub(super) fn violations<'a>(book: &'a Book, findings: &'a Findings) -> Vec<&'a str> {
     book.violations
         .iter()

@@ -1,4 +1,4 @@
-//! Fences: whose token is smaller than one that has passed, and whether tokens ascend at all.
+//! Fences: writes whose token is smaller than one that has passed, and tokens that do not ascend.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
     refusals(history, findings);
 }
 
-/// From each holder to the next, as the holders' own sessions have written it down.
+/// Checks that the token grows from each holder to the next, as the sessions of the holders have recorded it.
 fn tokens_ascend(truth: &Truth, findings: &mut Findings) {
     let mut sections: Vec<&Section> = truth.sections.iter().filter(|s| s.exclusive).collect();
     sections.sort_by_key(|section| (section.lock, section.began));
@@ -30,7 +30,7 @@ fn tokens_ascend(truth: &Truth, findings: &mut Findings) {
     }
 }
 
-/// What was written, in the order of the commits.
+/// Checks the writes in the order of their commits.
 fn writes_ascend(truth: &Truth, findings: &mut Findings) {
     let mut writes = truth.writes.clone();
     writes.sort_by_key(|write| (write.lock, write.id));
@@ -46,7 +46,7 @@ fn writes_ascend(truth: &Truth, findings: &mut Findings) {
     }
 }
 
-/// A fence stops former holders. It stops a holder only if a greater token has passed, which a failover made forget.
+/// Checks that a fence stops former holders. It may stop a holder only if a greater token has passed that a failover lost.
 fn refusals(history: &History, findings: &mut Findings) {
     let mut forgotten: Vec<(i32, i64)> = Vec::new();
     for Told { record, at, .. } in &history.told {

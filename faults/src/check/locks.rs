@@ -1,4 +1,4 @@
-//! Locks: who was inside together, and who was told to hold what was gone.
+//! Locks: sections that overlap, and confirmations of locks that were lost.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -39,7 +39,7 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
     told_too_late(history, findings);
 }
 
-/// A stretch inside.
+/// A section under a lock.
 struct Inside {
     lock: i32,
     exclusive: bool,
@@ -58,10 +58,10 @@ impl fmt::Display for Inside {
     }
 }
 
-/// Two that were inside together, of which one was to be alone.
+/// Two sections that overlap, at least one of them exclusive.
 fn together(what: &str, mut stretches: Vec<Inside>, findings: &mut Findings) {
     stretches.sort_by_key(|inside| (inside.lock, inside.began));
-    // Of those before, the ones that stayed longest, exclusively and at all.
+    // The earlier sections that ended last, of the exclusive ones and of all.
     let mut exclusive: Option<&Inside> = None;
     let mut any: Option<&Inside> = None;
     for inside in &stretches {
@@ -102,7 +102,7 @@ fn booked_twice(truth: &Truth, findings: &mut Findings) {
     }
 }
 
-/// "Still held" or "released in order", said of a session that had ended before the question.
+/// "Still held" or "released in order", reported of a session that had ended before the query.
 fn told_too_late(history: &History, findings: &mut Findings) {
     for Told { worker, record, .. } in &history.told {
         let Record::Held {

@@ -4,7 +4,7 @@ use super::{Findings, History, Told};
 use crate::clock::Micros;
 use crate::record::Record;
 
-/// How long a session may live after its end was asked for.
+/// How long a session may live after its end was requested.
 const DYING: Micros = 2_000_000;
 
 pub(super) fn examine(history: &History, findings: &mut Findings) {
@@ -17,7 +17,7 @@ pub(super) fn examine(history: &History, findings: &mut Findings) {
         else {
             continue;
         };
-        // Networks and poolers lose connections, and nobody writes down which.
+        // Networks and poolers lose connections, and the campaign does not record which.
         if !history.direct.contains(worker) {
             continue;
         }
@@ -38,7 +38,7 @@ pub(super) fn examine(history: &History, findings: &mut Findings) {
 }
 
 impl History {
-    /// Whether somebody ended the session, or all of them, while it had the lock.
+    /// Whether the session, or all sessions, were ended while it held the lock.
     fn has_cause(&self, pid: i32, acquired: Micros, at: Micros) -> bool {
         let condemned = self.condemned.get(&pid).into_iter().flatten();
         let mut condemned = condemned.filter(|sent| **sent >= acquired - DYING);

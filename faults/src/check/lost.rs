@@ -1,4 +1,4 @@
-//! What a worker was told, and the server does not know any more.
+//! Results that a worker was given and that the server has lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,18 +6,18 @@ use super::{Failover, Findings, Grant, History, Told, Truth};
 use crate::clock::Micros;
 use crate::record::Record;
 
-/// How much was lost, by kind.
+/// The number of losses by kind.
 pub(crate) type Losses = BTreeMap<&'static str, usize>;
 
-/// What an asynchronous failover lost.
+/// The losses of asynchronous failovers.
 #[derive(Debug, Default)]
 pub(super) struct Lost {
     pub(super) grants: BTreeSet<Grant>,
-    /// By id and time of creation: an id may be given again.
+    /// By id and time of creation, because an id may be given again.
     pub(super) requests: BTreeSet<(i64, Micros)>,
 }
 
-/// Looks up everything that was told. What is missing is a violation, unless an asynchronous failover followed.
+/// Looks up every reported result. A missing one is a violation, unless an asynchronous failover followed.
 pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) -> Lost {
     let bookings: BTreeSet<_> = truth.bookings.iter().map(|b| (b.lock, b.number)).collect();
     let grants: BTreeSet<_> = truth.grants.iter().collect();
@@ -120,7 +120,7 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
     lost
 }
 
-/// What was asked of the old primary, and told after the standby was last known to have everything.
+/// Whether the old primary was sent the operation, and returned after the standby was last known to have everything.
 pub(super) fn is_excused(failovers: &[Failover], sent: Micros, at: Micros) -> bool {
     failovers.iter().any(|failover| {
         !failover.synchronous && sent <= failover.stopped && at >= failover.followed

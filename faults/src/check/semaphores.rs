@@ -25,13 +25,13 @@ fn slots(service: &str) -> usize {
 }
 
 impl Request {
-    /// From when on it no longer counts.
+    /// The time from which the request no longer counts.
     fn ended(&self) -> Micros {
         self.completed.unwrap_or(self.expires)
     }
 }
 
-/// Somebody's time in a slot.
+/// The time that a request has a slot.
 #[derive(Clone, Copy)]
 struct Stay {
     id: i64,
@@ -40,7 +40,8 @@ struct Stay {
     lost: bool,
 }
 
-/// Those that our functions have claimed: the article's steps read the clock, and draw the id, before they have the slot.
+/// The requests that the stored functions have claimed. The article's steps read the clock and draw the id before they have
+/// the slot.
 fn ours(truth: &Truth) -> impl Iterator<Item = &Request> {
     truth
         .requests
@@ -68,7 +69,7 @@ fn by_the_server(truth: &Truth, findings: &mut Findings) {
     }
 }
 
-/// What permits said of themselves, which is never more than the server says.
+/// The reports of permits about themselves, which never exceed the records of the server.
 fn by_belief(history: &History, truth: &Truth, lost: &Lost, findings: &mut Findings) {
     let expiries: BTreeMap<_, _> = truth
         .requests
@@ -128,7 +129,7 @@ fn list(crowd: &[Stay]) -> String {
     stays.collect::<Vec<_>>().join(", ")
 }
 
-/// All sets of more than `allowed` that were there together, each as its last one came.
+/// All sets of more than `allowed` requests that were in flight together, each at the start of its last one.
 fn crowds(mut stays: Vec<Stay>, allowed: usize) -> Vec<Vec<Stay>> {
     stays.sort_by_key(|stay| stay.from);
     let mut present: Vec<Stay> = Vec::new();
@@ -143,7 +144,7 @@ fn crowds(mut stays: Vec<Stay>, allowed: usize) -> Vec<Vec<Stay>> {
     crowds
 }
 
-/// Ordered by id, the requests of a slot follow one another.
+/// Checks that the requests of a slot, ordered by id, do not overlap.
 fn ids_ascend(truth: &Truth, findings: &mut Findings) {
     let mut requests: Vec<&Request> = ours(truth).collect();
     requests.sort_by_key(|request| (&request.service, request.slot, request.id));
@@ -157,7 +158,7 @@ fn ids_ascend(truth: &Truth, findings: &mut Findings) {
     }
 }
 
-/// Documented: an asynchronous failover may give the ids of lost claims again.
+/// Counts the ids of lost claims that were given again, as is documented for asynchronous failovers.
 fn reissued_ids(truth: &Truth, lost: &Lost, findings: &mut Findings) {
     let reissued = truth
         .requests

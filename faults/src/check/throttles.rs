@@ -11,7 +11,7 @@ use crate::record::Record;
 use crate::subjects::Resource;
 
 pub(super) fn examine(history: &History, truth: &Truth, lost: &Lost, findings: &mut Findings) {
-    // What was told and lost, as well as what is known.
+    // Lost grants that were reported count as well as recorded ones.
     let mut grants: Vec<&Grant> = truth.grants.iter().chain(&lost.grants).collect();
     let told: Vec<_> = history
         .told

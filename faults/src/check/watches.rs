@@ -1,4 +1,4 @@
-//! Watches: what they said of sessions that were gone.
+//! Watches: their results about sessions that had ended.
 
 use super::{Findings, History, Told};
 use crate::record::Record;

@@ -1,5 +1,5 @@
-//! A client of the semaphores' table that is not this crate: an article's own steps in plain SQL, without the lock on the
-//! table that the article takes. Nothing but the unique index keeps two such clients out of one slot.
+//! A client of the semaphores' table that does not use this crate. It follows an article's steps in plain SQL, without the
+//! lock on the table that the article takes, so only the unique index keeps two such clients out of one slot.
 
 use std::thread;
 use std::time::Instant;
@@ -49,7 +49,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     let service = BY_THE_ARTICLE.service();
     let conn = &mut *hand.connection()?;
     let sent = clock::now();
-    // Before the server's now().
+    // Read before the server's now().
     let end = Instant::now() + BY_THE_ARTICLE.timeout();
     diesel::sql_query(TIME_OUT)
         .bind::<Text, _>(service)

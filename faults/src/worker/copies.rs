@@ -1,4 +1,4 @@
-//! COPY on a session that holds a lock: read to its end or not, written whole, given up, or ended by a panic.
+//! COPY on a session that holds a lock: read to its end or in part, written completely, abandoned, or ended by a panic.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,7 +18,7 @@ diesel::table! {
     }
 }
 
-/// Copies, if that is to be inflicted now. Returns whether it was.
+/// Copies if that fault is due. Returns whether it was.
 pub(super) fn befall(hand: &mut Hand<'_>, conn: &mut PgConnection) -> bool {
     if hand.befalls(Fault::CopyTo) {
         copy_to(hand, conn);

@@ -1,22 +1,22 @@
-//! Which errors a fault may cause, and which it must not.
+//! The errors that a fault may cause, and those that it must not.
 
 use diesel_interlock::Error;
 
 use crate::record::Primitive;
 
-/// Describes an error that no fault excuses.
+/// Describes an error that no fault explains.
 pub(super) fn must_not_be(what: Primitive, error: &Error) -> Option<String> {
     let text = full_text(error);
     let excused = match error {
-        // Nothing was sent, so the session lives.
+        // Nothing was sent, so the session is alive.
         Error::LockLost { .. } if text.contains("another command is already in progress") => false,
         Error::Pool(_)
         | Error::LockLost { .. }
         | Error::ReleaseFailed { .. }
         | Error::TransactionLeftOpen { .. }
         | Error::TimedOut { .. } => true,
-        // A completion waits for whoever marks its row at that moment, and is then repeated in the background.
-        // A writer waits for whoever passes the same fence.
+        // A completion waits for a session that marks its row at that moment, and is then repeated in the background.
+        // A writer waits for a session that passes the same fence.
         Error::Database(_)
             if matches!(what, Primitive::Semaphore | Primitive::Fence)
                 && text.contains("lock timeout") =>
@@ -29,9 +29,9 @@ pub(super) fn must_not_be(what: Primitive, error: &Error) -> Option<String> {
     (!excused).then(|| format!("{}: {text}", what.name()))
 }
 
-/// Of a wait cut short by the user's `lock_timeout`, of a pooler that has lost a prepared statement, of locks taken in
-/// circles, of the index that two claims ran into, of a
-/// stored function that takes the wrong turn, and of a transaction that somebody left in the pool.
+/// The messages of a wait that the user's `lock_timeout` cut short, of a pooler that has lost a prepared statement, of a
+/// deadlock, of a unique index that two claims met in, of a stored function that took a wrong branch, and of a transaction
+/// that was left open in the pool.
 const SYMPTOMS: [&str; 7] = [
     "lock timeout",
     "prepared statement",

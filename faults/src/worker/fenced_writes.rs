@@ -1,4 +1,4 @@
-//! Writes behind a fence: by holders, and by those who do not know that they are none any more.
+//! Writes behind a fence, by holders and by former holders that do not know about their loss.
 
 use std::thread;
 
@@ -20,7 +20,7 @@ struct Id {
     id: i64,
 }
 
-/// Writes with the token that was drawn under this lock; answers whether it was let through, if that is known.
+/// Writes with the token that was drawn under this lock. Returns whether the fence admitted the write, if that is known.
 pub(super) fn write(
     hand: &Hand<'_>,
     lock: i32,
@@ -63,7 +63,7 @@ pub(super) fn write(
     passed
 }
 
-/// Writes with the token of a lock that was given back, or lost. Whether there is a connection for it is no matter.
+/// Writes with the token of a lock that was released or lost, if there is a connection for it.
 pub(super) fn write_late(hand: &mut Hand<'_>, lock: i32, token: i64) {
     thread::sleep(hand.random.millis(0, 300));
     let Ok(mut conn) = hand.connection() else {

@@ -1,4 +1,4 @@
-//! Another server, which hangs now and then. What is done there must not delay what is done on the first one.
+//! Another server, which hangs at times. Operations there must not delay operations on the first server.
 
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -9,7 +9,7 @@ use diesel_interlock::{AdvisoryLock, Error, LockKey, PgPool, Watch};
 
 use super::RESTING;
 
-/// Watches over a lock there, again and again. Nothing is expected of it.
+/// Watches a lock on that server repeatedly. No result is expected.
 pub(super) fn work(pool: &PgPool) {
     let lock = AdvisoryLock::new(LockKey::pair(79, std::process::id() as i32));
     while !RESTING.load(Ordering::Relaxed) {
@@ -27,24 +27,24 @@ fn watch_there(lock: &AdvisoryLock, pool: &PgPool) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether a watch here is late, though the pool that it asks over gives connections all the time, and they answer.
+/// Whether a watch on the first server is late, although its pool gives working connections all the time.
 #[derive(Debug)]
 pub(super) struct Lateness {
-    /// Since when the pool has answered without an interruption.
+    /// The time since which the pool has given working connections without an interruption.
     answering_since: Option<Instant>,
     asked: Instant,
 }
 
-/// A confirmation that is older than this is looked into.
+/// A confirmation that is older than this is examined.
 pub(super) const LATE: Duration = Duration::from_millis(200);
 
-/// How long the pool has to answer before it is the watch's fault. A question that hangs on the other server lasts two
-/// seconds.
+/// How long the pool must have worked before a late confirmation is a violation. A query that hangs on the other server
+/// takes two seconds.
 const TOO_LATE: Duration = Duration::from_secs(1);
 
 const BETWEEN_QUESTIONS: Duration = Duration::from_millis(50);
 
-/// A question, or a pause between two, that lasts longer shows that the server or this process was stopped.
+/// A query, or a pause between two, that takes longer shows that the server or this process was stopped.
 const STOPPED: Duration = Duration::from_millis(250);
 
 impl Lateness {
@@ -55,7 +55,7 @@ impl Lateness {
         }
     }
 
-    /// Looks whether it is too late.
+    /// Checks whether the watch is too late.
     pub(super) fn is_too_late(&mut self, watch: &Watch, pool: &PgPool) -> bool {
         let before = Instant::now();
         let since_last = before.duration_since(self.asked);

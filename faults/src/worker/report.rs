@@ -1,10 +1,10 @@
-//! Telling the campaign.
+//! The records for the campaign.
 
 use std::io::Write;
 
 use crate::record::Record;
 
-/// Writes the line at once: it must not be lost if this process is killed next.
+/// Writes the line at once, so that it is not lost if this process is killed next.
 pub(super) fn report(record: &Record) {
     let line = serde_json::to_string(record).expect("a record is JSON") + "\n";
     let mut out = std::io::stdout().lock();
@@ -13,7 +13,7 @@ pub(super) fn report(record: &Record) {
         .and_then(|()| out.flush())
         .is_err()
     {
-        // The campaign is gone.
+        // The campaign has ended.
         std::process::exit(0);
     }
 }

@@ -59,7 +59,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     done
 }
 
-/// Claims and completes as plain data.
+/// Claims and completes without a permit.
 fn elsewhere(hand: &mut Hand<'_>, semaphore: &Semaphore) -> Result<Outcome, Error> {
     let sent = clock::now();
     let Admission::Admitted(claim) = semaphore.claim_on(&mut *hand.connection()?)? else {
@@ -100,16 +100,16 @@ fn released(claim: &Claim, in_time: bool, sent: Micros) {
     });
 }
 
-/// Until when a permit said that it had not timed out.
+/// The time until which a permit reported that it had not timed out.
 struct Stay {
     service: &'static str,
     id: i64,
-    /// `None` if the claim was answered so late that it had.
+    /// `None` if the claim returned so late that the permit had timed out.
     until: Option<Micros>,
 }
 
 impl Stay {
-    /// The clock is read before the permit is asked: what it says then was so at that time.
+    /// Reads the clock before the permit, whose result is then no older than that.
     fn believe(&mut self, permit: &Permit) -> bool {
         let now = clock::now();
         let valid = !permit.remaining().is_zero();

@@ -1,4 +1,4 @@
-//! Session locks: taken in every form, held over several statements, and given back in every way.
+//! Session locks: acquired in every form, held over several statements, and released in every way.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -57,7 +57,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     }
 }
 
-/// A refusal comes when the time is up, and not before.
+/// A wait is refused at its timeout, and not before.
 fn require_patience<G>(hand: &Hand<'_>, attempt: &Attempt<G>, sent: Instant, timeout: Duration) {
     if matches!(attempt, Attempt::Busy) && sent.elapsed() < timeout {
         hand.violation(format!(
@@ -67,7 +67,7 @@ fn require_patience<G>(hand: &Hand<'_>, attempt: &Attempt<G>, sent: Instant, tim
     }
 }
 
-/// What is done under a lock.
+/// The work under a lock.
 struct Section<'a> {
     /// Before the lock was.
     asked: Micros,
@@ -92,7 +92,7 @@ impl Section<'_> {
             return Ok(Outcome::Busy);
         };
         let acquired = clock::now();
-        // After an error the connection is broken, or the user's own time-out struck. The release tells which.
+        // After an error the connection is broken, or a timeout of the user was reached. The release shows which.
         let token = self.draw(hand, &mut guard).unwrap_or(None);
         let lost = self
             .occupy(hand, &mut guard, acquired, token)
@@ -104,7 +104,7 @@ impl Section<'_> {
         done
     }
 
-    /// Most have a token: with the lock, where that is fenced, or drawn now.
+    /// Most holders have a token, which comes with the lock where it is fenced, or is drawn now.
     fn draw<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
@@ -122,8 +122,7 @@ impl Section<'_> {
         Ok(Some(token))
     }
 
-    /// Writes down that it is inside, on the session that holds the lock, for a while. Answers whether the lock was found
-    /// lost.
+    /// Records a section on the session that holds the lock, for a while. Returns whether the lock was found lost.
     fn occupy<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
@@ -150,7 +149,7 @@ impl Section<'_> {
         for _ in 0..hand.random.u64(..4) {
             let long = hand.random.one_in(40);
             thread::sleep(hand.random.millis(0, if long { 700 } else { 25 }));
-            // It may have been stopped for longer than its session lives, and not know.
+            // This process may have been stopped for longer than its session lives, without noticing.
             if let Some(token) = token.filter(|_| hand.random.one_in(3)) {
                 self.write(hand, guard, token)?;
             }
@@ -175,8 +174,8 @@ impl Section<'_> {
         Ok(false)
     }
 
-    /// Behind the fence, on the session that holds the lock or on another one. Only somebody who came later may keep it
-    /// from that, and while it holds the lock nobody does.
+    /// Writes behind the fence, on the session that holds the lock or on another one. Only a later holder can make the write
+    /// fail, and there is none while this one holds the lock.
     fn write<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
@@ -200,7 +199,7 @@ impl Section<'_> {
         Ok(())
     }
 
-    /// Needs no connection, and relies on a watch.
+    /// Uses no connection, and relies on a watch.
     fn work_elsewhere<C: GuardConnection>(
         &self,
         hand: &mut Hand<'_>,
@@ -212,10 +211,10 @@ impl Section<'_> {
         let end = Instant::now() + hand.random.millis(100, 900);
         let mut last = None;
         let mut lateness = Lateness::new();
-        // Where it is late at the end, it is looked at for longer.
+        // A watch that is late at the end is observed for longer.
         let is_late = || !watch.is_lost() && watch.last_confirmed() > LATE;
         while Instant::now() < end || is_late() && Instant::now() < end + Duration::from_secs(3) {
-            // Read before the watch is asked: what it says was so at that time at the earliest.
+            // The clock is read before the watch, whose result is no older than that.
             let at = clock::now();
             if watch.is_held_within(within) {
                 last = Some(at);
@@ -250,7 +249,7 @@ impl Section<'_> {
         if hand.befalls(Fault::Panic) {
             panic_deliberately();
         }
-        // The last that is sent before the release: after a panic in a `copy_from`, Diesel's `execute` may never end.
+        // Nothing else is sent before the release, because Diesel's `execute` may never end after a panic in a `copy_from`.
         if copies::befall(hand, guard.conn()) {
             let asked = clock::now();
             if hand.random.one_in(2) && matches!(guard.is_held(), Ok(false)) {
@@ -308,7 +307,7 @@ impl Section<'_> {
         Ok(Outcome::Done)
     }
 
-    /// Sessions with time-outs of their own end for reasons that nobody else knows.
+    /// Losses of sessions with timeouts are not reported, because the campaign does not know their reasons.
     fn report_loss(&self, hand: &Hand<'_>, pid: i32, acquired: Micros, asked: Micros) {
         if !hand.settings.impatient {
             report(&Record::Lost {

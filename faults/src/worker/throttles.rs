@@ -30,8 +30,8 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     if !key.is_empty() {
         throttle = throttle.key(&key);
     }
-    // So that others find it being taken. They are denied at once: none of them waits as long as their users'
-    // `lock_timeout`, which would be an error.
+    // Other sessions find the resource while it is being taken, and are denied at once. A session that waited as long as
+    // its user's `lock_timeout` would get an error.
     let pause = hand.random.millis(0, 120);
     let sent = clock::now();
     let granted: Option<Grant> = match hand.random.u64(..8) {
@@ -52,7 +52,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
             })?
             .granted(),
         2 => {
-            // As if never taken.
+            // The attempt is rolled back.
             let rolled_back = hand.connection()?.transaction(|conn| {
                 let _: Decision = throttle.clone().details(DETAILS).attempt_on(conn)?;
                 thread::sleep(pause);

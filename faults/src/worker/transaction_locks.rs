@@ -1,4 +1,4 @@
-//! Transaction locks: "lock, look, insert", and readers who look twice.
+//! Transaction locks: "lock, check, insert", and readers that read twice.
 
 use std::thread;
 
@@ -49,7 +49,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
         })?,
         _ => conn.transaction(|conn| match lock.acquire_xact_timeout(conn, timeout)? {
             Attempt::Acquired(()) => misfortune.book(conn, number).map(Attempt::Acquired),
-            // The transaction is usable after a time-out.
+            // The transaction is usable after a timeout.
             Attempt::Busy => {
                 highest(conn, number)?;
                 Ok::<_, Error>(Attempt::Busy)
@@ -67,7 +67,7 @@ pub(super) fn work(hand: &mut Hand<'_>) -> Result<Outcome, Error> {
     Ok(Outcome::Done)
 }
 
-/// Looks twice under the shared lock: nobody books meanwhile.
+/// Reads twice under the shared lock, under which no booking may be made in between.
 fn read(hand: &mut Hand<'_>, number: i32, conn: &mut PgConnection) -> Result<Outcome, Error> {
     let pause = hand.random.millis(0, 20);
     let lock = subjects::booking_lock(number).shared();
@@ -84,7 +84,7 @@ fn read(hand: &mut Hand<'_>, number: i32, conn: &mut PgConnection) -> Result<Out
     Ok(Outcome::Done)
 }
 
-/// What befalls a booking on its way.
+/// The faults of one booking.
 struct Misfortune {
     random: Rng,
     panics: bool,

@@ -1,4 +1,4 @@
-//! What runs on the clients' host.
+//! The program on the clients' host.
 
 use std::io::BufRead;
 use std::sync::mpsc;
@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use diesel::prelude::*;
 use diesel_interlock::{AdvisoryLock, LockKey};
 
-/// Longer than anybody measures.
+/// Longer than the longest time that is measured.
 const LONG: Duration = Duration::from_secs(600);
 
-/// Says `ready`, waits for a line, and then says how long what it does took, and what came of it. Ends with its standard
+/// Prints `ready`, waits for a line, performs its operation, and prints its duration and result. Ends with its standard
 /// input.
 pub(crate) fn run(what: &str, url: &str, key: i32) {
     let (sender, go) = mpsc::channel();

@@ -1,8 +1,8 @@
-//! How long a lock stays with a host that has vanished, and how long a client waits for a server that has: measured over
-//! a network that swallows every packet, between network namespaces.
+//! Measures how long a lock stays with a host that has vanished, and how long a client waits for a server that has vanished,
+//! over a network between network namespaces that loses every packet.
 //!
-//! Run by `scripts/faults dead_host`, which puts this process into a network namespace of its own: that is the server's. Two
-//! more are a router, which is what swallows, and the clients' host.
+//! Run by `scripts/faults dead_host`, which puts this process into a network namespace of its own, that of the server. A
+//! second namespace is a router, which loses the packets, and a third is the clients' host.
 
 mod client;
 mod network;
@@ -20,10 +20,10 @@ use workbench::Cluster;
 
 use self::network::Network;
 
-/// What takes longer is said to take longer.
+/// The longest time that is measured.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How much later than its settings say something may be noticed, on a busy machine.
+/// How much later than its settings promise a loss may be noticed, on a busy machine.
 const SLACK: Duration = Duration::from_secs(8);
 
 /// The server ends a session whose host has vanished, and the lock is free: whether the session idles, what it set, and
@@ -99,7 +99,7 @@ fn main() -> ExitCode {
         "host={} port=5432 user=postgres dbname=postgres",
         network::SERVER
     );
-    // What the waiters wait for.
+    // The guard of the lock that the waiters wait for.
     let mut observer = PgConnection::establish(&cluster.url("postgres")).expect("the server runs");
     diesel::sql_query("SELECT pg_advisory_lock(0)")
         .execute(&mut observer)
@@ -127,7 +127,7 @@ fn main() -> ExitCode {
         })
         .collect();
 
-    // For what the waiters have sent to be acknowledged: the kernel is in no hurry where no answer is due.
+    // Until the data that the waiters have sent is acknowledged, which the kernel delays where no reply is due.
     thread::sleep(Duration::from_millis(100));
     network.swallow();
     let vanished = Instant::now();
@@ -189,7 +189,7 @@ fn print_row(after: Option<String>, what: &str, settings: &str, late: bool) -> u
     late.into()
 }
 
-/// A server that listens in this namespace, and trusts whoever reaches it.
+/// A server that listens in this namespace, and trusts every client.
 fn server() -> Cluster {
     let cluster = Cluster::builder()
         .setting("listen_addresses", network::SERVER)
@@ -213,7 +213,7 @@ struct Held {
     key: i32,
 }
 
-/// The keys of the locks that are held.
+/// The keys of the held locks.
 fn held(observer: &mut PgConnection) -> Vec<i32> {
     diesel::sql_query(
         "SELECT objid::int AS key FROM pg_locks WHERE locktype = 'advisory' AND granted",
@@ -260,7 +260,7 @@ impl Client {
         }
     }
 
-    /// Lets it ask its server, which has vanished.
+    /// Lets it use its server, which has vanished.
     fn go(mut self) -> Self {
         self.stdin.write_all(b"go\n").expect("the client reads");
         self

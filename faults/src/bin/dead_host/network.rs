@@ -7,8 +7,8 @@ pub(crate) const CLIENTS: &str = "clients";
 const CLIENT: &str = "10.99.2.1";
 const ROUTER: &str = "router";
 
-/// The way from this namespace, the server's, over the router to the clients' host. It goes away with the namespaces,
-/// which go away with the processes in them.
+/// The route from this namespace, the server's, over the router to the clients' host. It ends with the namespaces, which
+/// end with the processes in them.
 #[derive(Debug)]
 pub(crate) struct Network(());
 
@@ -37,7 +37,7 @@ impl Network {
         Self(())
     }
 
-    /// From now on the router swallows every packet, both ways, and says nothing.
+    /// Makes the router lose every packet in both directions without a reply.
     pub(crate) fn swallow(&self) {
         for host in [CLIENT, SERVER] {
             run(&format!("ip -n {ROUTER} route add blackhole {host}/32"));

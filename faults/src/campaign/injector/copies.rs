@@ -1,6 +1,5 @@
-//! Copies of the database on another server, as a move, an upgrade or a restored backup makes them: first of its
-//! definition alone, then with rows that were written under ids that its sequence does not know of, as a logical
-//! replication leaves them.
+//! Copies of the database on another server, as a move, an upgrade or a restored backup makes them. The first copy has the
+//! definition alone. The second has rows whose ids its sequence does not know, as logical replication leaves them.
 
 use std::error::Error as _;
 
@@ -12,7 +11,7 @@ use super::Means;
 use crate::fault::COPIES;
 use crate::subjects::{Resource, SEMAPHORES};
 
-/// Requests that have ended, as the other server's log has them.
+/// Ended requests, as the table of the other server has them.
 const REPLICATED: &str = "INSERT INTO resource_control.service_request \
     (id, service, slot, created_at, expires_at, completed_at) OVERRIDING SYSTEM VALUE \
     SELECT id, 'long', 0, now(), now() + interval '1 min', now() FROM generate_series(1, 1000) AS id \
@@ -35,10 +34,10 @@ pub(super) fn inject(means: Means<'_>) {
     });
 }
 
-/// What does not work on a copy.
+/// The operations that fail on a copy.
 fn problem_of_a_copy(definition: &str) -> Option<String> {
     let database = Database::new();
-    // Without psql's own commands.
+    // The commands of psql are left out.
     let lines = definition.lines().filter(|line| !line.starts_with('\\'));
     let statements: Vec<_> = lines.collect();
     database
@@ -79,7 +78,7 @@ fn problem_of_a_copy(definition: &str) -> Option<String> {
     conn.batch_execute("DELETE FROM resource_control.service_request WHERE completed_at IS NULL")
         .expect("rows are deleted");
     let [_, semaphore, _] = &SEMAPHORES;
-    // An error may say that the sequence is behind. That the semaphore is full would be wrong.
+    // An error that names the sequence is right. The result that the semaphore is full would be wrong.
     if let Ok(None) = semaphore.claim_on(conn).map(Admission::admitted) {
         return Some(
             "the sequence is behind, nothing is in flight, and a claim finds it full".into(),

@@ -1,4 +1,4 @@
-//! What workers inflict on themselves, when they come to it.
+//! Faults that workers inflict on themselves at the next opportunity.
 
 use super::Means;
 use crate::chance::Chance;
@@ -6,7 +6,7 @@ use crate::fault::MISHAPS;
 
 pub(super) fn inject(means: Means<'_>) {
     means.scarcest_first(&MISHAPS, |means, scarcest| {
-        // The scarcest may be one that a worker seldom comes to: the others need not wait for it.
+        // A worker may rarely have an opportunity for the scarcest kind, so other kinds are injected meanwhile.
         let any = means.random.choice(&MISHAPS).copied();
         let kind = any.filter(|_| means.random.one_in(2)).unwrap_or(scarcest);
         let able = means.crew.able(kind);

@@ -1,4 +1,4 @@
-//! Networks that swallow everything for a while.
+//! Networks that lose every packet for a while.
 
 use super::Means;
 use crate::fault::{Fault, NETWORKS};
@@ -10,10 +10,10 @@ pub(super) fn inject(means: Means<'_>) {
             return;
         };
         network.cut();
-        // Some longer than the clients wait for an answer.
+        // Some cuts are longer than the clients wait for a reply.
         means.pause(300, 2600);
         if kind == Fault::LostNetwork {
-            // What was on the way is lost, and with it every connection.
+            // The data in transit is lost, and with it every connection.
             network.sever();
         }
         network.restore();

@@ -1,4 +1,4 @@
-//! Poolers that crash, are configured anew, and hold everyone up.
+//! Poolers that crash, reload their configuration, and pause.
 
 use workbench::PoolMode;
 

@@ -8,7 +8,7 @@ pub(super) fn inject(means: Means<'_>) {
         let worker = means.any_worker();
         if kind == Fault::Freeze {
             means.crew.signal(worker, "STOP");
-            // Longer than the time-outs of two of the semaphores.
+            // Longer than the timeouts of two of the semaphores.
             means.pause(800, 2500);
             means.crew.signal(worker, "CONT");
         } else {

@@ -1,4 +1,4 @@
-//! Servers that restart, crash, are succeeded by their standby, and read their settings again.
+//! Servers that restart, crash, fail over to their standby, and reload their settings.
 
 use workbench::StopMode;
 
@@ -10,7 +10,7 @@ pub(super) fn inject(means: Means<'_>) {
     means.scarcest_first(&SERVERS, |means, kind| {
         means.await_turn(750);
         let setting = match kind {
-            // Shorter than some locks are held without a statement.
+            // Shorter than the time that some locks are held without a statement.
             Fault::ReloadedIdleTimeout => Some(("idle_session_timeout", "250ms")),
             Fault::ReloadedLockTimeout => Some(("lock_timeout", "40ms")),
             _ => None,

@@ -11,7 +11,7 @@ use crate::check::Death;
 use crate::clock;
 use crate::fault::{Fault, SESSIONS};
 
-/// Which of the workers' sessions.
+/// The condition for the sessions of the workers that this fault ends.
 const fn of(kind: Fault) -> &'static str {
     match kind {
         Fault::EndedHolder => {
@@ -36,7 +36,7 @@ struct Session {
 
 pub(super) fn inject(means: Means<'_>) {
     means.scarcest_first(&SESSIONS, |means, kind| {
-        // There may be no such session for a moment, and no server either.
+        // There may be no such session, and no server, for a moment.
         for _ in 0..100 {
             if let Ok(Some(worker)) = end_one(means, of(kind)) {
                 means.ledger.fault(kind, worker);
@@ -48,7 +48,7 @@ pub(super) fn inject(means: Means<'_>) {
     });
 }
 
-/// Ends one of the sessions; answers whose, if the name tells.
+/// Ends one of the sessions. Returns its worker, if the application name has its number.
 fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usize>>> {
     let Ok(mut conn) = PgConnection::establish(&means.site.url()) else {
         return Ok(None);

@@ -28,7 +28,10 @@ pub(super) fn examine(history: &History, findings: &mut Findings) {
                 .iter()
                 .find(|reload| reload.began <= *at && reload.ended >= *acquired);
             let meanwhile = reload.map_or(String::new(), |reload| {
-                format!(", while a reload had changed {}", reload.setting)
+                format!(
+                    ", while a reload had changed {} since {}",
+                    reload.setting, reload.began
+                )
             });
             findings.violation(format!(
                 "loss: worker {worker} was told at {asked} that pid {pid} had lost the lock of {acquired}, without a cause{meanwhile}"
@@ -47,12 +50,23 @@ impl History {
                 .outages
                 .iter()
                 .any(|outage| outage.began <= at && outage.stopped >= acquired)
+            || self.was_reloaded_under_the_lock(acquired, at)
+    }
+
+    /// Whether the server got an `idle_session_timeout` after the lock had been acquired. A guard lifts only the one that
+    /// is in force as it acquires the lock, as is documented.
+    fn was_reloaded_under_the_lock(&self, acquired: Micros, at: Micros) -> bool {
+        self.reloads.iter().any(|reload| {
+            reload.setting == "idle_session_timeout"
+                && acquired < reload.began
+                && reload.began <= at
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::Outage;
+    use super::super::{Outage, Reload};
     use super::*;
 
     fn violations(history: History) -> usize {
@@ -105,5 +119,20 @@ mod tests {
         assert_eq!(violations(outage(9_999_000, 10_000_100)), 0);
         assert_eq!(violations(outage(9_998_000, 9_999_000)), 1);
         assert_eq!(violations(outage(10_000_600, 10_000_700)), 1);
+    }
+
+    #[test]
+    fn a_reload_is_a_cause_only_if_it_comes_after_the_lock() {
+        let reload = |setting, began| History {
+            reloads: vec![Reload {
+                setting,
+                began,
+                ended: 10_000_450,
+            }],
+            ..direct()
+        };
+        assert_eq!(violations(reload("idle_session_timeout", 10_000_001)), 0);
+        assert_eq!(violations(reload("idle_session_timeout", 9_999_999)), 1);
+        assert_eq!(violations(reload("lock_timeout", 10_000_001)), 1);
     }
 }

@@ -79,7 +79,7 @@ fn a_lock_that_is_taken_draws_no_token() {
             .unwrap()
             .next
     };
-    // Other tests use the same cluster, so it may take more than one look.
+    // Other tests use the same cluster, so this may take more than one attempt.
     eventually("a refusal without a transaction id", || {
         let before = next(other);
         assert!(LOCK.try_acquire_on(other).unwrap().is_busy());
@@ -89,7 +89,7 @@ fn a_lock_that_is_taken_draws_no_token() {
 
 #[test]
 fn a_crash_of_the_server_gives_no_token_again() {
-    // Nobody writes the log out but whoever has to.
+    // Only a session that must write the log does so.
     let cluster = Cluster::builder()
         .setting("wal_writer_delay", "10s")
         .start();
@@ -238,7 +238,7 @@ fn no_search_path_lets_a_smaller_token_pass() {
     assert!(matches!(pass(conn, 5), Err(Error::Fenced { .. })));
 }
 
-/// Its transaction id is not in the log before that commits: a crash would give it again.
+/// The transaction id is not in the log before the commit, so a crash would assign it again.
 #[test]
 fn a_token_is_not_drawn_inside_an_open_transaction() {
     let database = database();
@@ -312,7 +312,7 @@ fn guards_of_one_lock_on_one_session_have_one_token() {
         assert!(next.fencing_token().unwrap() > token);
         next.release().unwrap();
     }
-    // Another lock on the same session is held by itself.
+    // Another lock on the same session has its own hold.
     let mut outer = LOCK.acquire(&pool).unwrap();
     let token = outer.fencing_token().unwrap();
     let other = AdvisoryLock::named("fenced, another").fenced();
@@ -320,14 +320,14 @@ fn guards_of_one_lock_on_one_session_have_one_token() {
     assert!(inner.fencing_token().unwrap() > token);
 }
 
-/// As every commit does. `statement_timeout` has ended by then.
+/// Every commit waits there, after `statement_timeout` has ended.
 #[test]
 fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_locally() {
     let cluster = Cluster::start();
     let database = cluster.database();
     let mut observer = Observer::of(&database);
     let conn = &mut database.connect();
-    // The only standby that is waited for does not exist.
+    // The only synchronous standby does not exist.
     observer
         .conn()
         .batch_execute("SET synchronous_commit = local")
@@ -375,7 +375,7 @@ fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_local
     observer.assert_free(LOCK.key());
 }
 
-/// The error has aborted the transaction that a fence is passed in, and nothing more can be asked.
+/// The error has aborted the transaction in which the fence is passed, so the catalogue cannot be queried.
 #[test]
 fn a_fence_that_is_not_installed_or_not_allowed_is_an_error_of_the_database() {
     let database = Database::new();

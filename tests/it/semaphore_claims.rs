@@ -19,10 +19,10 @@ const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
 /// Turns a wait for another session's lock into an error.
 const IMPATIENT: &str = "SET lock_timeout = '2s'";
 
-/// So that a test that fails while another thread waits does not hang.
+/// Keeps a test that fails while another thread waits from hanging.
 const PATIENT: &str = "SET lock_timeout = '20s'";
 
-/// What the session holds, besides a reader's locks and that of its own virtual transaction.
+/// The locks that the session holds, except a reader's locks and the lock of its own virtual transaction.
 const MORE_THAN_A_READER_HOLDS: &str = "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() \
     AND NOT (locktype = 'relation' AND mode = 'AccessShareLock') AND locktype <> 'virtualxid'";
 
@@ -77,7 +77,7 @@ fn a_claim_passes_by_those_that_are_not_committed() {
     }
 }
 
-/// A holder between drawing its id and inserting it is nothing that another could overtake.
+/// No other claim can overtake a claim that has its id but has not inserted it yet.
 #[test]
 fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {
     let database = database();
@@ -111,7 +111,7 @@ fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {
     assert!(ONE.claim_on(conn).unwrap().is_full());
 }
 
-/// Not a duplicate, which would be no reason to repeat it.
+/// The error is not a duplicate, because a duplicate would not be retried.
 #[test]
 fn a_slot_whose_request_the_snapshot_does_not_show_is_a_serialization_failure() {
     let database = database();
@@ -130,7 +130,7 @@ fn a_slot_whose_request_the_snapshot_does_not_show_is_a_serialization_failure() 
     );
 }
 
-/// Between the call and its look at the requests others claim.
+/// Other sessions claim slots after the call has begun and before it reads the requests.
 #[test]
 fn a_refusal_never_asks_for_more_patience_than_the_time_out() {
     let database = database();
@@ -155,7 +155,7 @@ fn a_refusal_never_asks_for_more_patience_than_the_time_out() {
     assert!(full.retry_after <= ONE.timeout(), "{full:?}");
 }
 
-/// Neither the transaction's start nor the message's decides, but the clock.
+/// The clock decides, not the start of the transaction or of the statement.
 #[test]
 fn a_transaction_opened_long_ago_sees_the_present() {
     let database = database();
@@ -191,7 +191,7 @@ fn a_transaction_opened_long_ago_sees_the_present() {
     assert!(request(old, new.id).completed_at.unwrap() >= new.created_at);
     old.batch_execute("COMMIT; BEGIN").unwrap();
 
-    // One of two, so that no claim needs its slot.
+    // One of two slots is free, so no claim needs the slot of this request.
     assert!(truth(old, "now() <= clock_timestamp()"));
     let overdue = two.claim_on(conn).unwrap().expect_acquired();
     expire(conn, "geocoder");
@@ -201,7 +201,7 @@ fn a_transaction_opened_long_ago_sees_the_present() {
     assert!(row.timed_out_at.unwrap() >= row.expires_at);
 }
 
-/// Two who see one place left see the same one.
+/// Two claims that see one free slot see the same one.
 #[test]
 fn of_fewer_slots_only_as_many_are_offered_as_requests_are_missing() {
     let database = database();
@@ -226,7 +226,7 @@ fn of_fewer_slots_only_as_many_are_offered_as_requests_are_missing() {
     assert!(FOUR.claim_on(conn).unwrap().expect_acquired().slot < 4);
     assert!(FOUR.claim_on(conn).unwrap().is_full());
 
-    // Those that have crashed do not count.
+    // Requests of crashed holders do not count.
     for claim in kept {
         assert!(FOUR.complete_on(conn, claim.id).unwrap());
     }

@@ -1,4 +1,4 @@
-//! Semaphores under many connections at once. The database's own log is what is judged.
+//! Semaphores under many concurrent connections. The tests check the log in the database.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Barrier, Mutex};
@@ -36,9 +36,8 @@ fn most_at_once(conn: &mut PgConnection) -> i64 {
 
 /// Requests that got a slot before the one that had it ended.
 ///
-/// Exact at READ COMMITTED. At a stricter level a claim does not see who had the slot since its snapshot,
-/// so the time that it writes may be some microseconds before theirs: there the holders themselves are
-/// asked.
+/// Exact at READ COMMITTED. At a stricter level a claim does not see the holders since its snapshot, so the time that it
+/// writes may be some microseconds before theirs. The test then checks the times that the holders themselves have seen.
 fn shared_slots(conn: &mut PgConnection) -> i64 {
     number(
         conn,
@@ -67,7 +66,7 @@ fn assert_honoured(database: &Database, slots: i64) {
     assert_eq!(out_of_order(conn), 0);
 }
 
-/// Those who have a slot, as they know it themselves: from the answer to a claim until the end is sent.
+/// The holders as they see themselves: from the reply to a claim until the completion is sent.
 struct Holders(AtomicI64);
 
 impl Holders {
@@ -83,7 +82,7 @@ impl Holders {
 }
 
 /// Sixteen clients claim and end requests as fast as they can for some time, while another session
-/// looks. If they are forgetful, every eighth request is left to its time-out.
+/// observes. If they are forgetful, every eighth request is left to its timeout.
 fn hammer(database: &Database, level: &str, semaphore: &Semaphore, forgetful: bool) {
     const CLIENTS: usize = 16;
     let slots = i64::from(semaphore.slots());
@@ -120,7 +119,7 @@ fn hammer(database: &Database, level: &str, semaphore: &Semaphore, forgetful: bo
             });
         }
         let conn = &mut database.connect();
-        // Not for ever, should a client fail.
+        // Ends the loop if a client fails.
         let end = Instant::now() + Duration::from_secs(60);
         while running.load(Ordering::SeqCst) > 0 && Instant::now() < end {
             let in_flight = number(
@@ -167,7 +166,7 @@ fn of_one_slot_the_tokens_ascend_from_each_holder_to_the_next() {
     let database = database();
     let one = Semaphore::named("lease", 1, Duration::from_secs(30));
     let start = Barrier::new(32);
-    // In the order of holding, as the holders themselves see it.
+    // In the order in which the holders themselves see it.
     let tokens = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         for _ in 0..32 {
@@ -234,7 +233,7 @@ fn a_lowered_number_holds_for_new_claims_while_older_ones_end() {
         let eight = Semaphore::named("geocoder", 8, Duration::from_secs(30)).details("eight");
         let four = FOUR.details("four");
         let mut older = fill(&eight, conn);
-        // The lowest slots end first: those above stay in the way the longest.
+        // The lowest slots end first, so the slots above N stay taken the longest.
         older.sort_by_key(|claim| std::cmp::Reverse(claim.slot));
         let holders = Holders(AtomicI64::new(8));
         let (start, claimed) = (Barrier::new(9), AtomicUsize::new(0));
@@ -244,7 +243,7 @@ fn a_lowered_number_holds_for_new_claims_while_older_ones_end() {
                 scope.spawn(|| {
                     let conn = &mut at_level(&database, level);
                     start.wait();
-                    // Not for ever, should the others fail.
+                    // Ends the loop if the others fail.
                     let end = Instant::now() + Duration::from_secs(60);
                     while !done.load(Ordering::SeqCst) && Instant::now() < end {
                         if let Some(claim) = four.claim_on(conn).unwrap().admitted() {
@@ -261,7 +260,7 @@ fn a_lowered_number_holds_for_new_claims_while_older_ones_end() {
             while let Some(claim) = older.pop() {
                 holders.leave();
                 assert!(eight.complete_on(conn, claim.id).unwrap());
-                // Some claims later, unless there is no room for any yet.
+                // Some claims later, unless there is no room for another yet.
                 if older.len() < 4 {
                     let until = claimed.load(Ordering::SeqCst) + 100;
                     eventually("some are claimed", || {
@@ -272,7 +271,7 @@ fn a_lowered_number_holds_for_new_claims_while_older_ones_end() {
             done.store(true, Ordering::SeqCst);
         });
         if level == "read committed" {
-            // How many there were, itself included, when each of the new ones was claimed.
+            // How many requests were in flight when each of the new ones was claimed, itself included.
             let most = number(
                 conn,
                 &format!(

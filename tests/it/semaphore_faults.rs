@@ -1,4 +1,4 @@
-//! Permits whose connection, pool or server fails them.
+//! Permits whose connection, pool or server fails.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use crate::support::{
 
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(3600));
 
-/// One connection, which is not looked at when it is checked out.
+/// A pool of one connection, which is not tested at check-out.
 fn trusting_pool(database: &Database) -> PgPool {
     Pool::builder()
         .max_size(1)
@@ -141,7 +141,7 @@ fn a_panic_in_the_instrumentation_neither_aborts_nor_loses_the_release() {
         assert!(panicked.is_err());
         assert_released_in_the_background(&database, id);
 
-        // In the thread itself.
+        // In the background thread.
         let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
         let id = permit.claim().id;
         let mut only = pool.get().unwrap();
@@ -150,7 +150,7 @@ fn a_panic_in_the_instrumentation_neither_aborts_nor_loses_the_release() {
         drop(only);
         assert_released_in_the_background(&database, id);
 
-        // Out of the release itself.
+        // In the release itself.
         let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
         let id = permit.claim().id;
         panics(&mut pool.get().unwrap());
@@ -159,7 +159,7 @@ fn a_panic_in_the_instrumentation_neither_aborts_nor_loses_the_release() {
     }
 }
 
-/// What is done in a transaction that somebody left open in the pool is never committed.
+/// Statements in a transaction that an earlier user of the pool left open are never committed.
 #[test]
 fn what_is_done_in_a_transaction_left_open_in_the_pool_does_not_count() {
     let database = database();
@@ -188,7 +188,7 @@ fn what_is_done_in_a_transaction_left_open_in_the_pool_does_not_count() {
     drop(permit);
     assert_released_in_the_background(&database, id);
 
-    // Found by the thread.
+    // The background thread finds it.
     let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
     let id = permit.claim().id;
     let mut only = pool.get().unwrap();
@@ -198,8 +198,8 @@ fn what_is_done_in_a_transaction_left_open_in_the_pool_does_not_count() {
     assert_released_in_the_background(&database, id);
 }
 
-/// In a pool whose connections are wanted all the time, none is ever idle: the release stands in line
-/// like everyone else.
+/// A pool whose connections are always in use never has an idle one, so the release waits for a connection like other
+/// callers.
 #[test]
 fn a_release_is_delivered_by_a_pool_that_is_never_idle() {
     let database = database();

@@ -1,4 +1,4 @@
-//! Semaphores that are told something impossible, and databases that lack something.
+//! Semaphores with invalid arguments, and databases with missing objects.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const SECOND: Duration = Duration::from_secs(1);
 fn bad_input_is_told_before_anything_is_sent() {
     let database = database();
     let conn = &mut database.connect();
-    // Whatever is sent here is another error.
+    // A statement that is sent here returns a different error.
     let (nowhere, bare) = (&mut Database::new().connect(), Database::new());
     let pool = bare.pool(1);
     let megabyte = "x".repeat(1 << 20);
@@ -87,7 +87,7 @@ fn bad_input_is_told_before_anything_is_sent() {
         );
     }
 
-    // As large as it may be.
+    // The largest valid values.
     let timeout = Duration::from_secs(1000 * 360 * 86_400);
     let largest =
         Semaphore::new(&megabyte[..1000], 32_767, timeout).details(megabyte[..8192].to_owned());
@@ -98,7 +98,7 @@ fn bad_input_is_told_before_anything_is_sent() {
     assert_eq!(smallest.claim_on(conn).unwrap().expect_acquired().slot, 0);
 }
 
-/// The name of the constraint that the call breaks.
+/// The name of the constraint that the call violates.
 fn constraint(conn: &mut PgConnection, call: &str) -> Option<String> {
     match conn.batch_execute(&format!("SELECT {call}")) {
         Err(DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, information)) => {
@@ -231,7 +231,7 @@ fn a_missing_schema_is_named() {
         semaphore.renew_on(conn, 1),
         Err(Error::Schema(Schema::NotInstalled))
     ));
-    // Neither connection is the worse for it.
+    // Both connections are still usable.
     migrations::install(conn).unwrap();
     assert!(semaphore.claim_on(conn).unwrap().admitted().is_some());
     assert!(semaphore.try_acquire(&pool).unwrap().is_full());

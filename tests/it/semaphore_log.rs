@@ -1,4 +1,4 @@
-//! The log of requests: how it is pruned, and that it slows nothing as it grows.
+//! The log of requests: how it is pruned, and that it stays fast as it grows.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::support::{Expect, number};
 
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 
-/// Writes so many requests that were claimed and ended that long ago.
+/// Inserts requests that were claimed and ended in the past.
 fn ended(conn: &mut PgConnection, count: i32, ago: &str) {
     diesel::sql_query(format!(
         "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at, completed_at) \
@@ -77,7 +77,7 @@ fn what_is_in_flight_or_ended_lately_is_kept() {
     assert_eq!(left.len(), 5);
     assert!(left.iter().all(|request| request.service == "a"));
 
-    // Nobody came to mark it but the pruning.
+    // Only the pruning marked it.
     assert!(left[4].timed_out_at.is_some());
     conn.batch_execute(
         "UPDATE resource_control.service_request SET expires_at = now() - interval '2 days', timed_out_at = NULL \
@@ -138,7 +138,7 @@ fn what_is_locked_is_skipped() {
     assert_eq!(prune(conn, "1 day", 100), 2);
 }
 
-/// A clock that was once put wrong.
+/// The clock was wrong for some time.
 #[test]
 fn a_request_from_the_future_is_not_in_the_way() {
     let database = database();
@@ -185,7 +185,7 @@ fn pruning_does_not_read_what_is_too_young() {
     conn.batch_execute("COMMIT").unwrap();
 }
 
-/// A plan made while the table was tiny must do when it has grown.
+/// A plan that was made for a tiny table must stay fast after the table has grown.
 #[test]
 fn no_call_reads_the_whole_table_once_it_has_grown() {
     let database = database();
@@ -196,8 +196,8 @@ fn no_call_reads_the_whole_table_once_it_has_grown() {
         number(conn, &format!("SELECT count(id) FROM {call}")) == 1
     };
     let all_calls = |conn: &mut PgConnection| {
-        // One of them overdue, so that marking is a part of it. First by the function that makes the plans, or
-        // they would be made with the settings of the one around it.
+        // One of them is overdue, so that the claim also marks. The inner function is called first, because its plans
+        // would otherwise be made with the settings of the outer function.
         assert!(admit(conn, 2));
         expire(conn, "geocoder");
         assert!(admit(conn, 1));
@@ -214,8 +214,7 @@ fn no_call_reads_the_whole_table_once_it_has_grown() {
         }
         assert_eq!(prune(conn, "5 days", 100), 0);
     };
-    // Of a page that is known to be the only one, all is read. Five executions make such a plan
-    // generic.
+    // A table that is known to have one page is read completely. Such a plan is generic after five executions.
     all_calls(conn);
     conn.batch_execute("ANALYZE resource_control.service_request")
         .unwrap();
@@ -223,10 +222,10 @@ fn no_call_reads_the_whole_table_once_it_has_grown() {
         all_calls(conn);
     }
     ended(other, 300_000, "1 hour");
-    // The setting reaches the statements above; the functions have their plans.
+    // The setting affects the statements above. The functions have their plans already.
     conn.batch_execute("BEGIN; SET LOCAL enable_seqscan = off")
         .unwrap();
-    // What was counted before may be among it.
+    // The count may include earlier reads.
     let scans = "SELECT seq_scan FROM pg_stat_xact_user_tables WHERE relname = 'service_request'";
     let rows =
         "SELECT idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'service_request'";
@@ -241,14 +240,14 @@ fn no_call_reads_the_whole_table_once_it_has_grown() {
     assert!(fetched < 5_000, "{fetched} rows read");
 }
 
-/// The index of those in flight is small, which looks cheap; but it keeps those that are over until VACUUM
-/// gets at them.
+/// The index of requests in flight looks cheap because it is small, but it keeps entries of ended requests until VACUUM
+/// removes them.
 #[test]
 fn an_id_is_not_looked_for_among_those_in_flight() {
     let database = database();
     let conn = &mut database.connect();
     ended(conn, 10_000, "1 hour");
-    // As it is at night, when none is in flight.
+    // No request is in flight, as at night.
     conn.batch_execute("VACUUM ANALYZE resource_control.service_request")
         .unwrap();
     let claims = [(); 2].map(|()| GEOCODER.claim_on(conn).unwrap().expect_acquired());
@@ -264,7 +263,7 @@ fn an_id_is_not_looked_for_among_those_in_flight() {
     conn.batch_execute("COMMIT").unwrap();
 }
 
-/// Entries of the index of those in flight that the call read, dead ones too.
+/// The number of entries that the call read from the index of requests in flight, dead entries included.
 fn entries(conn: &mut PgConnection, call: &mut dyn FnMut(&mut PgConnection)) -> i64 {
     let read =
         "pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass)";
@@ -276,7 +275,7 @@ fn entries(conn: &mut PgConnection, call: &mut dyn FnMut(&mut PgConnection)) -> 
     after - before
 }
 
-/// Its entries of all requests that have ended since are dead, but cannot be removed.
+/// The entries of all requests that have ended since are dead, but cannot be removed.
 #[test]
 fn under_an_old_snapshot_a_session_reads_all_that_ended_once_in_ten_seconds() {
     let database = database();
@@ -304,19 +303,19 @@ fn under_an_old_snapshot_a_session_reads_all_that_ended_once_in_ten_seconds() {
     let first = entries(conn, &mut refuse);
     assert!(first > 3_200, "{first}");
     let next = entries(conn, &mut refuse);
-    // Some for each slot, not all.
+    // The claim read some entries for each slot, not all.
     assert!(next < 100, "{next}");
     assert!(semaphore.complete_on(conn, claims[3].id).unwrap());
-    // Of 15 slots one is free, and as many are in flight.
+    // One of 15 slots is free, and 15 requests are in flight.
     assert!(!claim_in_sql(conn, "geocoder", 15));
-    // One of 16 is free: whether it is guessed or searched, the refusals after it are quick again.
+    // One of 16 slots is free. After a guess or a search has found it, claims on the full semaphore are fast again.
     assert_eq!(
         semaphore.claim_on(conn).unwrap().expect_acquired().slot,
         claims[3].slot
     );
     let next = entries(conn, &mut refuse);
     assert!(next < 100, "{next}");
-    // One above N is seen, and an overdue one is not counted.
+    // A request above N is seen, and an overdue request is not counted.
     let fewer = |conn: &mut PgConnection| {
         entries(conn, &mut |conn| {
             assert!(!claim_in_sql(conn, "geocoder", 15));
@@ -346,11 +345,11 @@ fn of_very_many_slots_a_claim_looks_at_a_few() {
             })
         })
         .collect();
-    // A hundredth of the claims guesses four that are taken.
+    // One claim in a hundred guesses four slots that are taken.
     reads.sort();
     assert!(reads[20] < 50, "{reads:?}");
 
-    // Of those that are nearly all taken, the one that was released last.
+    // Nearly all slots are taken. The claim finds the slot that was released last.
     conn.batch_execute(
         "TRUNCATE resource_control.service_request; \
          INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
@@ -381,7 +380,7 @@ fn a_lowered_number_of_very_many_slots_holds_for_new_claims_at_once() {
     .unwrap();
     assert!(fewer.claim_on(conn).unwrap().is_full());
 
-    // The slot that was released last is above it.
+    // The slot that was released last is above N.
     conn.batch_execute(
         "TRUNCATE resource_control.service_request; \
          INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \

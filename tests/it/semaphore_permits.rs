@@ -1,4 +1,4 @@
-//! Permits: every way in which they end.
+//! Every way in which a permit ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -76,8 +76,8 @@ fn what_could_not_be_delivered_in_time_is_not_delivered_later() {
         )
     });
 
-    // The one thread has looked at the first release since it was overdue, once it has delivered a
-    // second that was left to it since.
+    // Once the background thread has sent a release that was left to it later, it has also seen that the first one is
+    // overdue.
     for _ in 0..2 {
         let second = GEOCODER
             .details("second")
@@ -116,7 +116,7 @@ fn work_in_a_closure_is_released_on_every_way_out() {
     let database = database();
     let (pool, conn) = (database.pool(1), &mut database.connect());
     let done = GEOCODER.try_acquire(&pool).unwrap().run(|permit| {
-        // Nothing holds the only connection.
+        // The only connection is in the pool.
         drop(pool.get().unwrap());
         Ok::<_, Error>(permit.fencing_token())
     });
@@ -183,7 +183,7 @@ fn a_permit_made_into_a_claim_is_released_by_nothing_but_its_id() {
 fn a_permit_never_believes_in_its_slot_longer_than_the_database() {
     let database = database();
     let (pool, conn) = (database.pool(1), &mut database.connect());
-    // The answer is long on its way.
+    // The reply takes long.
     conn.batch_execute(
         "CREATE FUNCTION tarry() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
              PERFORM pg_sleep(0.3); RETURN NULL; \
@@ -203,7 +203,7 @@ fn a_permit_never_believes_in_its_slot_longer_than_the_database() {
             ),
         );
         let left = Duration::from_micros(left.try_into().unwrap());
-        // Looked at one after the other.
+        // The two values are read one after the other.
         let apart = Duration::from_millis(200);
         assert!(remaining <= left + apart, "{remaining:?} {left:?}");
     };
@@ -260,7 +260,7 @@ fn in_a_test_transaction_slots_are_claimed_and_released_and_rolled_back() {
     let mut in_it = pool.get().unwrap();
     assert_eq!(log(&mut in_it).len(), 4);
     assert_eq!(Observer::of(&database).in_transaction(), 1);
-    // As in production, where a transaction of one's own is open.
+    // As in production inside the caller's own transaction.
     let refused = in_it.transaction(|conn| GEOCODER.claim_on(conn).map(drop));
     assert!(
         matches!(

@@ -1,4 +1,4 @@
-//! Settings that a user may have made, and that change nothing of what is promised.
+//! Settings of a user that must not change the behaviour of semaphores.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::support::{Expect, number, setting};
 
 const TWO: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 
-/// All that a semaphore does, once.
+/// Every operation of a semaphore, once.
 fn works(conn: &mut PgConnection) {
     let claims = fill(&TWO, conn);
     assert_eq!(claims.len(), 2);
@@ -64,8 +64,7 @@ fn a_session_with_settings_of_its_own() {
     }
 }
 
-/// A trap for each operator, aggregate, function and type of PostgreSQL's own that has to do with what semaphores
-/// are made of.
+/// A trap for each operator, aggregate, function and type of PostgreSQL that semaphores use.
 const TRAPS: &str = r#"
 CREATE SCHEMA mine;
 CREATE FUNCTION mine.trap() RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN RAISE 'a trap'; END $$;
@@ -129,7 +128,7 @@ fn what_shadows_the_catalogue_is_not_called() {
     assert!(!TWO.complete_on(shadowed, claim.id).unwrap());
     fill(&TWO, conn);
     assert!(TWO.claim_on(shadowed).unwrap().is_full());
-    // Of those that are overdue, and where there were more slots.
+    // With overdue requests, and with more slots before.
     expire(conn, "geocoder");
     let [first, second] = &fill(&TWO, shadowed)[..] else {
         panic!("two slots")
@@ -150,7 +149,7 @@ fn what_shadows_the_catalogue_is_not_called() {
         let refused = shadowed.batch_execute(&claim).unwrap_err().to_string();
         assert!(refused.contains(" must "), "{bad}: {refused}");
     }
-    // As an interval that has to be converted.
+    // An interval that must be converted.
     let claim =
         "SELECT * FROM resource_control.claim_service_request('daily', 1, '1 mon 1 day', '')";
     shadowed.batch_execute(claim).unwrap();
@@ -160,7 +159,7 @@ fn what_shadows_the_catalogue_is_not_called() {
     assert_trapped(shadowed);
 }
 
-/// The parameters and variables of the functions, whose names a user may like as well.
+/// The names of the functions' parameters and variables, which a user may have used as well.
 #[test]
 fn columns_of_the_users_own_change_nothing() {
     let database = database();
@@ -216,7 +215,7 @@ fn columns_of_the_users_own_change_nothing() {
         conn.batch_execute(&add).unwrap();
     }
     works(conn);
-    // Where there were more slots.
+    // With more slots before.
     fill(&TWO, conn);
     let one = Semaphore::named("geocoder", 1, Duration::from_secs(30));
     assert!(one.claim_on(conn).unwrap().is_full());
@@ -224,7 +223,7 @@ fn columns_of_the_users_own_change_nothing() {
     assert!(one.claim_on(conn).unwrap().admitted().is_some());
 }
 
-/// A slot is free, so it is no refusal.
+/// A slot is free, so the semaphore is not full.
 #[test]
 fn a_constraint_of_the_users_own_that_a_claim_breaks_is_an_error() {
     let database = database();
@@ -275,12 +274,12 @@ fn a_server_that_speaks_german() {
     );
 }
 
-/// Every zone that PostgreSQL knows would do, if it only changed its clocks today: one that is made so.
+/// A time zone that changes its clocks today.
 #[test]
 fn a_day_is_24_hours_whatever_the_time_zone() {
     let database = database();
     let conn = &mut database.connect();
-    // The clocks are put forward by an hour half a day from now.
+    // The clocks go forward by an hour half a day from now.
     let change = number(
         conn,
         "extract(doy FROM now() AT TIME ZONE 'UTC' + interval '12 hours')",
@@ -373,7 +372,7 @@ fn a_sequence_that_was_not_copied_is_an_error_that_says_how_to_set_it() {
     else {
         panic!("the second id is there, too");
     };
-    // The statement that both name.
+    // Both messages contain this statement.
     let statement = information.hint().unwrap();
     assert!(
         error.to_string().contains(statement),
@@ -383,7 +382,7 @@ fn a_sequence_that_was_not_copied_is_an_error_that_says_how_to_set_it() {
     assert_eq!(TWO.claim_on(conn).unwrap().expect_acquired().id, 3);
 }
 
-/// What comes of it in a transaction of that level, after whatever the others do meanwhile.
+/// The outcome in a transaction of that level, while other sessions run `meanwhile`.
 fn in_older_transaction<T>(
     conn: &mut PgConnection,
     level: &str,
@@ -402,7 +401,7 @@ fn in_older_transaction<T>(
     })
 }
 
-/// What its snapshot cannot show has not ended, and what it shows in flight may have.
+/// A request that the snapshot does not show has not ended. A request that it shows in flight may have ended.
 #[test]
 fn in_a_transaction_older_than_the_claim_every_call_is_a_serialization_failure() {
     let database = database();
@@ -439,7 +438,7 @@ fn in_a_transaction_older_than_the_claim_every_call_is_a_serialization_failure()
         );
         assert!(claimed.is_some());
 
-        // It was full, and is not any more.
+        // The semaphore was full, and is not any more.
         let refused = in_older_transaction(
             conn,
             level,
@@ -467,7 +466,7 @@ fn in_a_transaction_older_than_the_claim_every_call_is_a_serialization_failure()
     }
 }
 
-/// A sequence shows what no snapshot does.
+/// A sequence shows values that no snapshot shows.
 fn last_id(conn: &mut PgConnection) -> i64 {
     number(
         conn,
@@ -475,7 +474,7 @@ fn last_id(conn: &mut PgConnection) -> i64 {
     )
 }
 
-/// What it shows as ended has ended, however old it is.
+/// A request that the snapshot shows as ended has ended, even in an old snapshot.
 #[test]
 fn in_a_strict_transaction_an_ended_request_is_told_from_one_that_it_cannot_see() {
     let database = database();
@@ -498,7 +497,8 @@ fn in_a_strict_transaction_an_ended_request_is_told_from_one_that_it_cannot_see(
     assert!(claimed.is_some());
 }
 
-/// A request that the snapshot shows as ended stays ended. What else the snapshot shows may be old, so the call is repeated.
+/// A request that the snapshot shows as ended stays ended. Everything else that it shows may be outdated, so the call is
+/// retried.
 #[test]
 fn at_a_stricter_default_level_an_end_is_known_at_once_and_a_refusal_is_asked_for_again() {
     let database = database();
@@ -521,13 +521,13 @@ fn at_a_stricter_default_level_an_end_is_known_at_once_and_a_refusal_is_asked_fo
         let before = proxy.round_trips();
         assert!(!TWO.complete_on(conn, claims[0].id + 1_000_000).unwrap());
         assert!(matches!(one.claim_on(conn).unwrap(), Admission::Full(_)));
-        // Each is asked once more, in a transaction.
+        // Each statement is retried once, in a transaction.
         assert_eq!(proxy.round_trips() - before, 2 * 4);
         assert!(TWO.complete_on(conn, claims[1].id).unwrap());
     }
 }
 
-/// The session only takes it that reading is long, whatever the setting says.
+/// A user's value only makes the session assume that the read takes long.
 #[test]
 fn the_setting_that_a_session_remembers_an_old_snapshot_by_may_be_anything() {
     let database = database();

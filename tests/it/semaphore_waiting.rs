@@ -14,7 +14,7 @@ use crate::support::{Expect, Observer, TimeoutsOfAPool, eventually, number, sile
 const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
 const LONG: Duration = Duration::from_secs(60);
 
-/// How a waiter waits.
+/// One of the waiting operations.
 type Wait = fn(&PgPool) -> Permit;
 
 const WAITS: [Wait; 2] = [
@@ -22,7 +22,7 @@ const WAITS: [Wait; 2] = [
     |pool| ONE.acquire(pool).unwrap(),
 ];
 
-/// Runs `end` once the waiter has asked some times in vain; the waiter must then get its slot.
+/// Runs `end` once the waiter has polled several times without success. The waiter must then get its slot.
 fn waits_until(end: impl Fn(&mut diesel::PgConnection)) {
     for wait in WAITS {
         one_waits_until(wait, &end);
@@ -107,7 +107,7 @@ fn a_pool_without_a_connection_is_an_error() {
     assert!(start.elapsed() < Duration::from_secs(10));
 }
 
-/// The deadline includes the check-out, however patient the pool.
+/// The deadline includes the check-out, even with a long timeout of the pool.
 #[test]
 fn a_wait_ends_in_time_though_the_pool_has_nothing_more_to_give() {
     let database = database();
@@ -130,7 +130,7 @@ fn a_wait_ends_in_time_though_the_pool_has_nothing_more_to_give() {
     });
 }
 
-/// The pool gives up long before the deadline.
+/// The timeout of the pool is much shorter than that of the wait.
 #[test]
 fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
     for wait in WAITS {
@@ -188,7 +188,7 @@ fn a_holder_and_its_waiters_share_one_connection() {
     assert!(log.iter().all(|request| request.completed_at.is_some()));
 }
 
-/// What would hold up `CREATE INDEX CONCURRENTLY`, and VACUUM.
+/// A snapshot would delay `CREATE INDEX CONCURRENTLY` and VACUUM.
 #[test]
 fn a_waiter_holds_neither_connection_nor_snapshot() {
     let database = database();
@@ -198,7 +198,7 @@ fn a_waiter_holds_neither_connection_nor_snapshot() {
         let waiter = scope.spawn(|| ONE.acquire_timeout(&pool, LONG));
         let mut observer = Observer::of(&database);
         for _ in 0..10 {
-            // Between two of its questions the only connection is to be had.
+            // Between two polls the only connection is available.
             let _only = pool.get().unwrap();
             let busy = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
                 AND pid <> pg_backend_pid() AND backend_type = 'client backend' \
@@ -217,8 +217,8 @@ fn a_waiter_holds_neither_connection_nor_snapshot() {
     });
 }
 
-/// The questions that a crowd of so many sends per second, of which those that are answered with a slot
-/// forget it and wait for the next.
+/// The number of polls per second by this many waiters. A waiter that gets a slot leaves it to its timeout, and waits for
+/// the next.
 fn questions_per_second(crowd: usize, semaphore: &Semaphore) -> f64 {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);
@@ -231,7 +231,7 @@ fn questions_per_second(crowd: usize, semaphore: &Semaphore) -> f64 {
                 all_wait.wait();
                 let end = Instant::now() + Duration::from_secs(3);
                 while let Some(left) = end.checked_duration_since(Instant::now()) {
-                    // The pool may be busy to the end.
+                    // The pool may be exhausted until the end.
                     let waited = semaphore.acquire_timeout(&pool, left);
                     if let Some(permit) = waited.ok().and_then(Admission::admitted) {
                         let _forgotten = permit.into_claim();
@@ -242,7 +242,7 @@ fn questions_per_second(crowd: usize, semaphore: &Semaphore) -> f64 {
         }
         all_wait.wait();
         let start = Instant::now();
-        // All have asked once, which nothing spreads.
+        // Each waiter has polled once. The first polls are not spread.
         eventually("all have asked", || proxy.round_trips() > crowd as u64);
         let asked = proxy.round_trips();
         while start.elapsed() < Duration::from_secs(2) {

@@ -68,7 +68,7 @@ pub(crate) fn request(conn: &mut PgConnection, id: i64) -> Request {
     service_request::table.find(id).first(conn).unwrap()
 }
 
-/// Claims a slot in plain SQL, in whatever transaction is open; answers whether there was one.
+/// Claims a slot in plain SQL, in the transaction that is open. Returns whether a slot was free.
 pub(crate) fn claim_in_sql(conn: &mut PgConnection, service: &str, slots: i32) -> bool {
     let claim = format!(
         "SELECT count(*) FROM resource_control.claim_service_request('{service}', {slots}, '30 s')"
@@ -76,7 +76,7 @@ pub(crate) fn claim_in_sql(conn: &mut PgConnection, service: &str, slots: i32) -
     number(conn, &claim) == 1
 }
 
-/// Claims as many slots as there are, on the given connection.
+/// Claims all slots, on the given connection.
 pub(crate) fn fill(semaphore: &Semaphore, conn: &mut PgConnection) -> Vec<Claim> {
     std::iter::from_fn(|| semaphore.claim_on(conn).unwrap().admitted()).collect()
 }
@@ -236,7 +236,7 @@ fn of_one_slot_the_ids_ascend_whichever_session_claims() {
 fn a_claim_that_is_not_committed_keeps_its_own_slot_alone() {
     let database = database();
     let (open, other) = (&mut database.connect(), &mut database.connect());
-    // Which slot is claimed first is chance.
+    // The first slot is chosen at random.
     for _ in 0..12 {
         let claim = GEOCODER.claim_on(other).unwrap().expect_acquired();
         open.batch_execute("BEGIN").unwrap();
@@ -290,7 +290,7 @@ fn a_request_does_not_choose_its_own_token() {
     assert!(chosen.is_err());
 }
 
-/// Two names are the same if their bytes are, whatever the argument's collation takes for the same.
+/// Two names are equal if their bytes are equal, also if the collation of the argument says otherwise.
 #[test]
 fn the_collation_of_the_argument_changes_nothing() {
     let database = database();
@@ -315,7 +315,7 @@ fn the_collation_of_the_argument_changes_nothing() {
     assert_eq!(number(conn, &format!("SELECT {lock}")), 2);
 }
 
-/// Of the requests beyond a lowered number all must end, and one more.
+/// All requests beyond a lowered number of slots must end, and one more.
 #[test]
 fn a_full_semaphore_tells_when_a_slot_is_free_at_the_latest() {
     let database = database();

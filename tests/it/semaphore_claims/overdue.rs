@@ -11,7 +11,7 @@ use super::{FOUR, ONE, PATIENT};
 use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
 use crate::support::{Expect, Observer, backend_pid, eventually, number, setting, truth};
 
-/// So that a test in which a claim waits for its own thread does not hang.
+/// Keeps a test in which a claim waits for its own thread from hanging.
 const BOUNDED: &str = "SET statement_timeout = '20s'";
 
 /// Renews the request in a transaction that stays open, so that it looks overdue to everyone else.
@@ -71,7 +71,7 @@ fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused
     let start = Instant::now();
     assert!(!claim_in_sql(conn, "geocoder", 20));
     let waited = start.elapsed();
-    // A quarter second, not one for each of twenty.
+    // One quarter of a second in total, not one for each of twenty.
     assert!(waited >= Duration::from_millis(200), "{waited:?}");
     assert!(waited < Duration::from_secs(3), "{waited:?}");
     assert_eq!(setting(conn, "lock_timeout"), "4s");
@@ -79,7 +79,7 @@ fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused
     assert_eq!(setting(conn, "lock_timeout"), "3s");
     assert_eq!(log(conn).len(), 20);
 
-    // All but one.
+    // All requests but one.
     open.batch_execute(&format!(
         "COMMIT; BEGIN; SELECT FROM resource_control.service_request WHERE id <> {} FOR UPDATE",
         late[7].id
@@ -96,15 +96,14 @@ fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused
     assert_eq!(log[20].id, late[19].id + 1, "no id was drawn in vain");
 }
 
-/// Where all that is left is overdue, and another claim is marking it, that claim's commit is waited
-/// for.
+/// If only overdue requests are left, and another claim is marking them, a claim waits for that claim's commit.
 #[test]
 fn a_claim_waits_for_another_that_marks_its_slot() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     let two = Semaphore::named("geocoder", 2, Duration::from_secs(30));
     let mut observer = Observer::of(&database);
-    // Whether the commit comes within the quarter second is up to the machine.
+    // A slow machine may not commit within the quarter of a second.
     let waited = (0..20).any(|_| {
         conn.batch_execute("TRUNCATE resource_control.service_request")
             .unwrap();
@@ -146,14 +145,14 @@ fn a_request_that_is_being_renewed_is_not_taken_over() {
     assert!(ONE.complete_on(conn, held.id).unwrap());
 }
 
-/// Its holder renewed it in time, in a transaction that a claim waits for.
+/// The holder renewed it in time, in a transaction that a claim waits for.
 #[test]
 fn a_request_whose_renewal_was_waited_for_is_not_taken_over() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
     let mut observer = Observer::of(&database);
     let held = ONE.claim_on(conn).unwrap().expect_acquired();
-    // Whether the commit comes within the quarter second that it is waited for is up to the machine.
+    // A slow machine may not commit within the quarter of a second that the claim waits.
     for _ in 0..5 {
         expire(conn, "geocoder");
         open.batch_execute(
@@ -174,7 +173,7 @@ fn a_request_whose_renewal_was_waited_for_is_not_taken_over() {
 #[test]
 fn a_request_that_is_being_renewed_counts_where_there_were_more_slots() {
     let eight = Semaphore::named("geocoder", 8, Duration::from_secs(30));
-    // The first that there would not be any more, and one above it.
+    // The first slot beyond the lowered number, and one above it.
     for kept in [4, 6] {
         let database = database();
         let (conn, open) = (&mut database.connect(), &mut database.connect());
@@ -210,7 +209,7 @@ fn a_request_that_is_being_renewed_counts_where_there_were_more_slots() {
     }
 }
 
-/// The insert's foreign key holds a lock on the row that keeps nobody from marking it.
+/// The foreign key of the insert holds a lock on the row, which does not prevent marking it.
 #[test]
 fn an_overdue_request_that_an_open_insert_references_is_marked() {
     let database = database();
@@ -227,7 +226,7 @@ fn an_overdue_request_that_an_open_insert_references_is_marked() {
     assert!(request(conn, late.id).timed_out_at.is_some());
 }
 
-/// By what is committed it has expired, and its holder knows better.
+/// By the committed row the request has expired, but its holder is renewing it.
 #[test]
 fn a_completion_waits_for_the_renewal_before_it() {
     let database = database();
@@ -248,7 +247,7 @@ fn a_completion_waits_for_the_renewal_before_it() {
     assert!(row.completed_at.is_some() && row.timed_out_at.is_none());
 }
 
-/// Each try for a slot keeps an advisory lock until the transaction ends, and the server has room for few thousands.
+/// Each attempt at a slot keeps an advisory lock until the transaction ends, and the server has room for few thousand.
 #[test]
 fn among_thousands_of_locked_overdue_rows_a_claim_is_refused_soon_and_holds_few_locks() {
     let database = database();
@@ -263,7 +262,7 @@ fn among_thousands_of_locked_overdue_rows_a_claim_is_refused_soon_and_holds_few_
     conn.batch_execute("BEGIN").unwrap();
     let start = Instant::now();
     assert!(!claim_in_sql(conn, "geocoder", 3000));
-    // A slot after the other took it twelve seconds.
+    // One slot after the other took twelve seconds.
     assert!(
         start.elapsed() < Duration::from_secs(5),
         "{:?}",
@@ -276,7 +275,7 @@ fn among_thousands_of_locked_overdue_rows_a_claim_is_refused_soon_and_holds_few_
     assert!(held <= 4, "{held} advisory locks");
     conn.batch_execute("COMMIT").unwrap();
 
-    // One that nobody has locked is found among them.
+    // The claim finds the only one that is not locked.
     open.batch_execute(
         "COMMIT; BEGIN; SELECT FROM resource_control.service_request WHERE slot <> 1234 FOR UPDATE",
     )
@@ -315,13 +314,13 @@ fn of_very_many_overdue_requests_a_claim_marks_a_thousand() {
 fn an_overdue_request_is_marked_when_its_slot_is_needed_or_by_pruning() {
     let database = database();
     let (conn, open) = (&mut database.connect(), &mut database.connect());
-    // So many that eight guesses do not all find the one that is overdue.
+    // So many slots that eight guesses seldom find the overdue one.
     let hundred = Semaphore::named("geocoder", 100, Duration::from_secs(30));
     let late = hundred.claim_on(conn).unwrap().expect_acquired();
     expire(conn, "geocoder");
     let other = hundred.claim_on(conn).unwrap().expect_acquired();
     assert!(request(conn, late.id).is_unmarked());
-    // Of one slot it is beyond the number, and so in the way.
+    // With one slot, the request is beyond the number of slots, and counts.
     expire(conn, "geocoder");
     let one = ONE.claim_on(conn).unwrap().expect_acquired();
     for overdue in [&late, &other] {
@@ -340,7 +339,7 @@ fn an_overdue_request_is_marked_when_its_slot_is_needed_or_by_pruning() {
     .unwrap();
     let prune = "resource_control.prune_service_requests('1 day', 2)";
     assert_eq!(number(conn, prune), 0);
-    // The oldest ones but the one that is locked.
+    // The oldest requests except the locked one.
     let unmarked = four
         .iter()
         .map(|claim| request(conn, claim.id).is_unmarked());

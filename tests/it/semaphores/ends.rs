@@ -1,4 +1,4 @@
-//! How requests end: completed, timed out, renewed before that; and what a late end changes.
+//! How requests end (completed, timed out, renewed), and what a late completion changes.
 
 use std::time::Duration;
 
@@ -81,7 +81,7 @@ fn a_late_end_of_whatever_kind_leaves_the_next_holder_alone() {
     assert_eq!(one_slot.renew_on(conn, late.id).unwrap(), None);
     assert_eq!(log(conn), [timed_out, held.clone()]);
 
-    // An ORM's save() writes every column as it was at the claim, but for the one that was set.
+    // An ORM's save() writes every column as it was at the claim, except the one that was set.
     diesel::update(service_request::table.find(late.id))
         .set((
             service_request::service.eq("geocoder"),
@@ -146,7 +146,7 @@ fn a_claim_marks_what_is_overdue_in_its_own_service_and_a_refusal_nothing() {
     assert!(after[5].is_unmarked());
 }
 
-/// As a client in another language may mark it, whatever the time.
+/// As a client in another language may mark it, before or after its expiry.
 #[test]
 fn what_was_marked_as_timed_out_stays_ended() {
     let database = database();
@@ -201,7 +201,7 @@ fn an_overdue_request_is_nothing_to_wait_for() {
         claims[0].id
     ))
     .unwrap();
-    // Of one slot: the other request has it.
+    // With one slot, which the other request has.
     let answer = "SELECT id IS NULL AND next_expiry > answered_at \
                   FROM resource_control.admit_service_request('geocoder', 1, '30 s', '')";
     assert!(truth(conn, answer));

@@ -320,7 +320,7 @@ fn an_overdue_request_is_marked_when_its_slot_is_needed_or_by_pruning() {
     expire(conn, "geocoder");
     let other = hundred.claim_on(conn).unwrap().expect_acquired();
     assert!(request(conn, late.id).is_unmarked());
-    // With one slot, the request is beyond the number of slots, and counts.
+    // With one slot, the request is beyond the number of slots, so the claim marks it.
     expire(conn, "geocoder");
     let one = ONE.claim_on(conn).unwrap().expect_acquired();
     for overdue in [&late, &other] {

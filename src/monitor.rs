@@ -50,17 +50,14 @@
 //! Requests and throttles are rows of tables, which [`migrations::install`](crate::migrations::install) creates and
 //! [`schema`](crate::schema) declares. [`ServiceRequest`], [`ThrottledResourceRow`] and [`ThrottledKeyRow`] load them.
 
-mod holders;
 mod joins;
 mod locks;
 mod requests;
 mod throttled;
 mod view;
 mod who_blocks;
+mod who_holds;
 
-#[cfg(feature = "testing")]
-pub(crate) use self::holders::find_holders;
-pub use self::holders::{Holder, Session, Waiter, holders, holders_of, waiters, waiters_of};
 pub use self::locks::advisory_lock::columns::{
     application_name, backend_start, client_addr, client_hostname, granted, key, key1, key2, pid,
     query, shared, state, usename, waited, waiting_since, xact_start,
@@ -75,6 +72,9 @@ pub use self::throttled::{
 };
 pub use self::who_blocks::blocking::columns as blocking;
 pub use self::who_blocks::{Blocked, Blocking, blocked, blocked_on};
+#[cfg(feature = "testing")]
+pub(crate) use self::who_holds::find_holders;
+pub use self::who_holds::{Holder, Session, Waiter, holders, holders_of, waiters, waiters_of};
 pub use crate::time::{Elapsed, Timestamp};
 
 /// The tables that [`allow_joins_with!`](crate::allow_joins_with) names.

@@ -60,7 +60,7 @@ pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 ///     .connection_customizer(Box::new(prefix.clone()))
 ///     .build(database.manager())?;
 /// let handled = std::thread::scope(|threads| threads.spawn(|| handler(&pool)).join());
-/// assert!(handled.unwrap()?, "whatever the tests beside this one hold");
+/// assert!(handled.unwrap()?, "other tests may hold the lock without the prefix");
 ///
 /// let _prefix = prefix.enter(); // the test's own thread means the same lock
 /// testing::assert_not_held(&mut *pool.get()?, &NIGHTLY);

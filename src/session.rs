@@ -1,4 +1,4 @@
-//! A connection as the operations of this crate see it: one server session, and the statements that are sent to it.
+//! Sessions: the connections over which the operations of this crate send statements.
 //!
 //! An operation that sends statements is written once, as an `async fn` over [`Session`]. On a blocking connection every
 //! reply is there before the function goes on, so the function is ready when it is first polled: see [`now`].
@@ -26,7 +26,7 @@ use crate::key::{LockId, LockKey};
 use crate::text::Name;
 use crate::transaction::{self, Transaction};
 
-/// What a statement replies, once that is awaited.
+/// The reply to a statement, which is awaited.
 pub(crate) type Reply<'conn, T> = Pin<Box<dyn Future<Output = T> + Send + 'conn>>;
 
 /// A statement whose rows load as `U`. It may have to be sent again, so it is `Clone`.
@@ -108,6 +108,7 @@ pub(crate) trait Session: Send {
     fn clear_mark(&mut self);
 
     /// Opens a transaction at the session's default isolation level, or a savepoint inside a transaction.
+    #[cfg(any(feature = "r2d2", feature = "migrations"))]
     fn begin(&mut self) -> Reply<'_, QueryResult<()>>;
 
     /// Opens a transaction at READ COMMITTED.
@@ -211,6 +212,7 @@ impl Session for Blocking<'_> {
         transaction::clear_mark(self.conn);
     }
 
+    #[cfg(any(feature = "r2d2", feature = "migrations"))]
     fn begin(&mut self) -> Reply<'_, QueryResult<()>> {
         ready(AnsiTransactionManager::begin_transaction(self.conn))
     }

@@ -34,8 +34,8 @@ const RIGHTS: &str = "
         EXISTS (SELECT FROM schema) AS has_schema,
         NOT EXISTS (SELECT FROM owners WHERE NOT pg_catalog.pg_has_role(owner, 'USAGE')) AS owns_all";
 
-/// Runs DDL in a transaction at READ COMMITTED, whatever the session's default level is. If a right was missing, the error
-/// says which.
+/// Runs DDL in a transaction at READ COMMITTED, under every default level of the session. If a right was missing, the
+/// error names it.
 pub(super) async fn transaction<S: Session, T>(
     session: &mut S,
     work: impl AsyncFnOnce(&mut S) -> Result<T>,

@@ -141,7 +141,7 @@ impl Slots {
 /// Returns which of the given number of slots of a service are free, and how many requests are in flight. More than 32,767
 /// slots count as 32,767.
 ///
-/// One round trip, which reads the requests in flight; they may have ended when it answers.
+/// One round trip, which reads the requests in flight. They may have ended when it returns.
 ///
 /// # Errors
 ///

@@ -157,6 +157,7 @@ impl Session for AsyncPgConnection {
         *status(self) = TransactionManagerStatus::default();
     }
 
+    #[cfg(any(feature = "r2d2", feature = "migrations"))]
     fn begin(&mut self) -> Reply<'_, QueryResult<()>> {
         Box::pin(AnsiTransactionManager::begin_transaction(self))
     }

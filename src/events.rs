@@ -1,6 +1,6 @@
-//! Events: what an operator reads about the operations of this crate.
+//! Events, which tell an operator about the operations of this crate.
 //!
-//! [`record`] is the one place that an event passes. The feature `tracing` logs it there; without the feature nothing
+//! Every event passes [`record`]. The feature `tracing` logs it there; without the feature nothing
 //! happens. The target, the operations, the outcomes and the names of the fields are part of this crate's contract: see
 //! the crate's documentation.
 
@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::key::LockKey;
 
-/// Something that happened.
+/// An event.
+#[cfg_attr(not(feature = "tracing"), allow(dead_code))] // read by the log
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Event<'a> {
     pub(crate) operation: &'static str,
@@ -23,7 +24,8 @@ pub(crate) struct Event<'a> {
     pub(crate) error: Option<&'a Error>,
 }
 
-/// What an event is about.
+/// The subject of an event.
+#[cfg_attr(not(feature = "tracing"), allow(dead_code))] // read by the log
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Subject<'a> {
     Lock(&'a LockKey),
@@ -41,7 +43,8 @@ pub(crate) enum Subject<'a> {
     },
 }
 
-/// What came of an operation.
+/// The outcome of an operation.
+#[cfg_attr(not(feature = "tracing"), allow(dead_code))] // read by the log
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Acquired,
@@ -115,7 +118,7 @@ impl Outcome {
     }
 }
 
-/// Runs an operation in a span of its own, and records what came of it.
+/// Runs an operation in a span of its own, and records its outcome.
 pub(crate) async fn observe<T>(
     operation: &'static str,
     subject: Subject<'_>,

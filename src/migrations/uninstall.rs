@@ -50,7 +50,7 @@ use crate::transaction;
 /// # Examples
 ///
 /// ```
-/// use diesel_interlock::{Error, migrations};
+/// use diesel_interlock::{Error, error::Schema, migrations};
 ///
 /// # let database = workbench::Database::new();
 /// # let conn = &mut database.connect();

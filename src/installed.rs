@@ -1,12 +1,11 @@
 //! The reason of a failure in the database, queried from the catalogue after an operation failed.
 
-use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{Bool, Text};
 
 use crate::error::{Error, Schema};
-use crate::session::{Blocking, Session, now};
+use crate::session::Session;
 use crate::transaction::Transaction;
 
 #[derive(QueryableByName)]
@@ -95,13 +94,4 @@ pub(crate) async fn explain<S: Session>(
         _ => return error.into(),
     }
     .into()
-}
-
-/// [`explain`], on a blocking connection.
-pub(crate) fn explain_on(
-    conn: &mut PgConnection,
-    error: DieselError,
-    label: Option<&str>,
-) -> Error {
-    now(explain(&mut Blocking::lent(conn), error, label))
 }

@@ -263,7 +263,7 @@ pub(crate) fn started<T>(operation: impl Future<Output = T>) -> Option<T> {
 ///
 /// Ending a `COPY TO` reads what is left of it. Ending a `COPY FROM` cancels it, which aborts the transaction around it.
 /// Either costs a round trip, after such a refusal only.
-pub(crate) fn sent<T>(
+fn sent<T>(
     conn: &mut PgConnection,
     mut call: impl FnMut(&mut PgConnection) -> QueryResult<T>,
 ) -> QueryResult<T> {
@@ -384,22 +384,6 @@ where
                     Err(error)
                 }
             }
-        }
-        reply => reply,
-    }
-}
-
-/// Makes a call on a blocking connection, and makes it again in a READ COMMITTED transaction if a stricter default level
-/// fails it.
-pub(crate) fn repeat_at_read_committed<T>(
-    conn: &mut PgConnection,
-    call: impl Fn(&mut PgConnection) -> QueryResult<T>,
-) -> QueryResult<T> {
-    match sent(conn, &call) {
-        Err(error)
-            if is_serialization_failure(&error) && transaction::of(conn) == Transaction::None =>
-        {
-            conn.build_transaction().read_committed().run(call)
         }
         reply => reply,
     }

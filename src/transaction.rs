@@ -74,20 +74,6 @@ pub(crate) fn probed<T>(
     (reply, is_marked(conn))
 }
 
-/// Makes a call on a connection out of a pool, and refuses its result if an earlier user had left a transaction open there.
-/// The connection is then left marked, so that the pool discards it. It is also left marked if the call failed in a way that
-/// leaves the state of the connection unknown.
-#[cfg(feature = "r2d2")]
-pub(crate) fn refuse_left_open<T>(
-    conn: &mut PgConnection,
-    call: impl FnOnce(&mut PgConnection) -> Result<T>,
-) -> Result<T> {
-    match probed(conn, call) {
-        (Ok(_), true) => Err(Error::TransactionInPool),
-        (reply, _) => reply,
-    }
-}
-
 /// Clears the mark, if it is known that only a transaction of the caller kept it.
 pub(crate) fn clear_mark(conn: &mut PgConnection) {
     *status(conn) = TransactionManagerStatus::default();

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use diesel::r2d2::{ConnectionManager, Pool};
-use diesel_interlock::{Attempt, Error, Permit, PgPool, Semaphore};
+use diesel_interlock::{Admission, Error, Permit, PgPool, Semaphore};
 use fastrand::Rng;
 use serde::{Deserialize, Serialize};
 
@@ -75,7 +75,7 @@ fn hold(random: &mut Rng, pool: &PgPool, settings: &Settings) -> Result<(), Erro
     } else {
         semaphore.try_acquire(pool)?
     };
-    let Attempt::Acquired(mut permit) = attempt else {
+    let Admission::Admitted(mut permit) = attempt else {
         send(&Message::Refused);
         thread::sleep(random.millis(0, 9));
         return Ok(());

@@ -314,7 +314,7 @@ pub enum Schema {
 
     /// The role lacks a right.
     #[error(
-        "the role {role} may not do this in the schema resource_control: it lacks {missing}; grant it, as grants.sql does"
+        "the role {role} may not do this in the schema resource_control: it lacks {missing}; grant that right"
     )]
     MissingRights {
         /// The role that is connected.
@@ -347,7 +347,7 @@ pub enum Schema {
     /// migrations create. Nothing was changed.
     #[cfg(feature = "migrations")]
     #[error(
-        "cannot install into the schema resource_control: it was not created by this crate and differs from what it \
+        "cannot use the schema resource_control: it was not created by this crate and differs from what it \
          creates: {}; change the schema, or rename it",
         .differences.join("; ")
     )]

@@ -44,7 +44,7 @@ pub(crate) enum Subject<'a> {
 }
 
 /// The outcome of an operation.
-#[cfg_attr(not(feature = "tracing"), allow(dead_code))] // read by the log
+#[cfg_attr(not(all(feature = "tracing", feature = "r2d2")), allow(dead_code))] // some are of pools, and only the log reads them
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Acquired,
@@ -155,9 +155,10 @@ pub(crate) use self::traced::record;
 mod traced {
     use std::error::Error as _;
     use std::fmt;
+    use std::future::poll_fn;
+    use std::pin::pin;
 
     use tracing::field::{DisplayValue, display};
-    use tracing::instrument::{Instrument, Instrumented};
     use tracing::{debug_span, event};
 
     use super::*;
@@ -196,20 +197,24 @@ mod traced {
         }
     }
 
-    pub(super) fn in_span<F: Future>(
+    /// Not by tracing's own wrapper of futures, because its drop enters the span again, and a subscriber that panics there
+    /// while another panic unwinds would abort the process.
+    pub(super) async fn in_span<F: Future>(
         operation: &'static str,
         subject: Subject<'_>,
         run: F,
-    ) -> Instrumented<F> {
+    ) -> F::Output {
         let (kind, service) = (subject.kind(), subject.service());
         let (lock, throttled, resource) =
             (subject.lock(), subject.throttled_key(), subject.resource());
-        run.instrument(match operation {
+        let span = match operation {
             "attempt" => {
                 debug_span!(target: TARGET, "attempt", kind, resource, key = throttled)
             }
             _ => debug_span!(target: TARGET, "acquire", kind, key = lock, service),
-        })
+        };
+        let mut run = pin!(run);
+        poll_fn(|context| span.in_scope(|| run.as_mut().poll(context))).await
     }
 
     impl<'a> Subject<'a> {

@@ -77,7 +77,7 @@ pub(crate) async fn explain<S: Session>(
     match label {
         _ if !present.usage => Schema::MissingRights {
             role,
-            missing: "USAGE on the schema",
+            missing: "USAGE on the schema (grants.sql)",
         },
         _ if !present.newest => Schema::NotInstalled,
         Some(label) if !present.label => Schema::UnknownResource {
@@ -85,11 +85,11 @@ pub(crate) async fn explain<S: Session>(
         },
         _ if !present.tables => Schema::MissingRights {
             role,
-            missing: "SELECT, INSERT, UPDATE and DELETE on the tables",
+            missing: "SELECT, INSERT, UPDATE and DELETE on the tables (grants.sql)",
         },
         _ if !present.functions => Schema::MissingRights {
             role,
-            missing: "EXECUTE on the functions",
+            missing: "EXECUTE on the functions (grants.sql)",
         },
         _ => return error.into(),
     }

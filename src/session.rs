@@ -109,7 +109,6 @@ pub(crate) trait Session: Send {
     fn clear_mark(&mut self);
 
     /// Opens a transaction at the session's default isolation level, or a savepoint inside a transaction.
-    #[cfg(any(feature = "r2d2", feature = "migrations"))]
     fn begin(&mut self) -> Reply<'_, QueryResult<()>>;
 
     /// Opens a transaction at READ COMMITTED.
@@ -131,21 +130,19 @@ pub(crate) struct Blocking<'conn> {
 }
 
 impl<'conn> Blocking<'conn> {
+    pub(crate) fn new(conn: &'conn mut PgConnection, is_pooled: bool) -> Self {
+        Self { conn, is_pooled }
+    }
+
     /// On a connection that the caller lends.
     pub(crate) fn lent(conn: &'conn mut PgConnection) -> Self {
-        Self {
-            conn,
-            is_pooled: false,
-        }
+        Self::new(conn, false)
     }
 
     /// On a connection out of a pool.
     #[cfg(feature = "r2d2")]
     pub(crate) fn pooled(conn: &'conn mut PgConnection) -> Self {
-        Self {
-            conn,
-            is_pooled: true,
-        }
+        Self::new(conn, true)
     }
 }
 
@@ -213,7 +210,6 @@ impl Session for Blocking<'_> {
         transaction::clear_mark(self.conn);
     }
 
-    #[cfg(any(feature = "r2d2", feature = "migrations"))]
     fn begin(&mut self) -> Reply<'_, QueryResult<()>> {
         ready(AnsiTransactionManager::begin_transaction(self.conn))
     }
@@ -354,7 +350,7 @@ where
             Ok(row)
         }
         Err(error) => {
-            session.rollback().await?;
+            undo(session).await?;
             Err(error)
         }
     }
@@ -382,12 +378,20 @@ where
                     Ok(rows)
                 }
                 Err(error) => {
-                    session.rollback().await?;
+                    undo(session).await?;
                     Err(error)
                 }
             }
         }
         reply => reply,
+    }
+}
+
+/// Rolls back after an error. A session that cannot roll back is closed or broken, and the first error says why.
+pub(crate) async fn undo<S: Session>(session: &mut S) -> QueryResult<()> {
+    match session.rollback().await {
+        Err(DieselError::BrokenTransactionManager) => Ok(()),
+        undone => undone,
     }
 }
 

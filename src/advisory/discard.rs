@@ -85,16 +85,8 @@ impl<C: GuardConnection> Pinned<C> {
 
     /// The session of the connection, and the doubt, for an operation.
     pub(super) fn session(&mut self) -> (Blocking<'_>, &mut Option<Doubt>) {
-        (session_of::<C>(&mut self.conn), &mut self.doubt)
+        (Blocking::new(&mut self.conn, C::IS_POOLED), &mut self.doubt)
     }
-}
-
-fn session_of<C: GuardConnection>(conn: &mut PgConnection) -> Blocking<'_> {
-    #[cfg(feature = "r2d2")]
-    if C::IS_POOLED {
-        return Blocking::pooled(conn);
-    }
-    Blocking::lent(conn)
 }
 
 impl<C: GuardConnection> Drop for Pinned<C> {

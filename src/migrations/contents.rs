@@ -7,7 +7,7 @@ use diesel::sql_types::{Bool, Nullable, Text};
 
 use super::rights;
 use crate::error::Result;
-use crate::session::Session;
+use crate::session::{Session, undo};
 
 /// Follows the dependencies that the server records: from the schema to the objects in it, from these to their parts, and
 /// one step further to objects outside that depend on them. Operators are not qualified, because the search path is pinned.
@@ -203,8 +203,16 @@ pub(super) async fn beside<S: Session, T>(
         Ok(()) => work(session).await,
         Err(error) => Err(error.into()),
     };
-    session.rollback().await?;
-    result
+    match result {
+        Ok(value) => {
+            session.rollback().await?;
+            Ok(value)
+        }
+        Err(error) => {
+            undo(session).await?;
+            Err(error)
+        }
+    }
 }
 
 /// Until the transaction ends, names have their default meaning, and the server writes out the schema of every other

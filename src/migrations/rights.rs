@@ -6,7 +6,7 @@ use diesel::sql_types::{Bool, Text};
 
 use super::ours::Failed;
 use crate::error::{Error, Result, Schema};
-use crate::session::Session;
+use crate::session::{Session, undo};
 
 #[derive(QueryableByName)]
 struct Rights {
@@ -56,11 +56,10 @@ async fn in_transaction<S: Session, T>(
             session.commit().await?;
             Ok(value)
         }
-        // A session that cannot roll back is closed or broken, and the first error says why.
-        Err(error) => match session.rollback().await {
-            Ok(()) | Err(DieselError::BrokenTransactionManager) => Err(error),
-            Err(rollback) => Err(rollback.into()),
-        },
+        Err(error) => {
+            undo(session).await?;
+            Err(error)
+        }
     }
 }
 

@@ -15,10 +15,10 @@ use super::{Admission, Claim, Semaphore};
 use super::{Permit, wakeups};
 #[cfg(feature = "r2d2")]
 use crate::background::Mark;
+#[cfg(feature = "r2d2")]
 use crate::backoff::Backoff;
 #[cfg(feature = "r2d2")]
 use crate::clock::{Deadline, Moment};
-#[cfg(feature = "r2d2")]
 #[cfg(feature = "r2d2")]
 use crate::error::Error;
 use crate::error::Result;

@@ -135,7 +135,8 @@ impl Session for AsyncPgConnection {
     }
 
     /// Never sees an open transaction. diesel-async does not read the server's transaction status, so the mark that
-    /// serves the blocking half as a probe would stay. Only pooled connections are probed, and this is a lent one.
+    /// serves the blocking half as a probe would stay. A throttle's attempt on a lent connection does not need to see one.
+    /// Claims and session locks do, so they need another check before they become asynchronous.
     fn probe<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, (QueryResult<U>, bool)>
     where
         Q: Statement<U>,
@@ -157,7 +158,6 @@ impl Session for AsyncPgConnection {
         *status(self) = TransactionManagerStatus::default();
     }
 
-    #[cfg(any(feature = "r2d2", feature = "migrations"))]
     fn begin(&mut self) -> Reply<'_, QueryResult<()>> {
         Box::pin(AnsiTransactionManager::begin_transaction(self))
     }

@@ -52,12 +52,12 @@ impl<R: ThrottledResource> Throttle<R> {
     /// See [errors of attempts](#errors-of-attempts).
     #[cfg(feature = "r2d2")]
     pub fn attempt(&self, pool: &PgPool) -> Result<Decision> {
-        self.checked_with_details(Name::anywhere)?; // before the pool is asked
-        let mut conn = pool::check_out(pool, None)?;
-        now(operations::attempt_committed(
-            &mut Blocking::pooled(&mut conn),
-            self,
-        ))
+        let attempt = async {
+            self.checked_with_details(Name::anywhere)?; // before the pool is asked
+            let mut conn = pool::check_out(pool, None)?;
+            operations::send_committed(&mut Blocking::pooled(&mut conn), self).await
+        };
+        now(operations::observed(self, attempt))
     }
 
     /// Takes the resource if it is due, on the given connection. Never waits for the resource.

@@ -16,17 +16,7 @@ where
     S: Session,
     R: ThrottledResource,
 {
-    let subject = Subject::Throttle {
-        resource: throttle.resource.label(),
-        key: throttle.key.as_ref().and_then(Option::as_deref),
-    };
-    events::observe(
-        "attempt",
-        subject,
-        send(session, throttle),
-        Decision::outcome,
-    )
-    .await
+    observed(throttle, send(session, throttle)).await
 }
 
 /// Attempts the throttle where the grant is committed when it is returned.
@@ -38,10 +28,33 @@ where
     S: Session,
     R: ThrottledResource,
 {
+    observed(throttle, send_committed(session, throttle)).await
+}
+
+/// Records what an attempt returned.
+pub(super) async fn observed<R: ThrottledResource>(
+    throttle: &Throttle<R>,
+    attempt: impl Future<Output = Result<Decision>>,
+) -> Result<Decision> {
+    let subject = Subject::Throttle {
+        resource: throttle.resource.label(),
+        key: throttle.key.as_ref().and_then(Option::as_deref),
+    };
+    events::observe("attempt", subject, attempt, Decision::outcome).await
+}
+
+pub(super) async fn send_committed<S, R>(
+    session: &mut S,
+    throttle: &Throttle<R>,
+) -> Result<Decision>
+where
+    S: Session,
+    R: ThrottledResource,
+{
     if session.transaction() == Transaction::Open {
         return Err(Misplaced::GrantInTransaction.into());
     }
-    attempt(session, throttle).await
+    send(session, throttle).await
 }
 
 async fn send<S, R>(session: &mut S, throttle: &Throttle<R>) -> Result<Decision>

@@ -123,7 +123,7 @@
 //!
 //! # Events
 //!
-//! With the feature `tracing`, each operation logs one event with the target `diesel_interlock`. Events that need attention are
+//! With the feature `tracing`, operations log events with the target `diesel_interlock`. Events that need attention are
 //! logged at `WARN`, everything else at `DEBUG`. The fields are part of this crate's contract: see
 //! [the reference](crate::guide::reference#events).
 //!

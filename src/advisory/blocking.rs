@@ -332,7 +332,7 @@ impl AdvisoryLock {
         self.observed(acquire, Attempt::outcome)
     }
 
-    /// Bad input is reported before the pool is asked.
+    /// Reports bad input before it takes a connection.
     #[cfg(feature = "r2d2")]
     fn check_out(&self, pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
         self.key().id()?;

@@ -131,8 +131,8 @@ impl Watch {
     /// Returns how long ago a query last found the lock held. The time grows while no query succeeds: the pool is exhausted,
     /// or the network is cut. No round trip.
     ///
-    /// The time is that of this machine's monotonic or wall clock, whichever shows more, because the monotonic clock stops
-    /// while the machine is suspended.
+    /// This machine's monotonic clock and wall clock measure the time, and the larger result counts, because the monotonic
+    /// clock stops while the machine is suspended.
     pub fn last_confirmed(&self) -> Duration {
         self.read(|status| status.confirmed.elapsed())
     }

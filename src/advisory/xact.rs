@@ -18,8 +18,8 @@ use crate::transaction::{self, Transaction};
 
 /// # Transaction locks
 ///
-/// A transaction lock is held until the surrounding transaction ends, and needs no release. It needs no guard, no pinned
-/// connection and no session to itself. So it is **the lock to use behind a pooler in transaction mode**, and the first
+/// A transaction lock is held until the surrounding transaction ends, and needs no release. It needs neither a guard nor a
+/// pinned connection. So it is **the lock to use behind a pooler in transaction mode**, and the first
 /// choice if a single transaction does the protected work.
 ///
 /// A rollback to a savepoint that was set before the lock was taken also releases it, as does the rollback of a nested

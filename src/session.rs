@@ -86,7 +86,8 @@ pub(crate) trait Session: Send {
         Q: Statement<U>,
         U: Send + 'conn;
 
-    /// Sends a statement and returns the number of rows that it changed.
+    /// Sends a statement and returns the number of rows that it changed. Not as the first statement of an operation,
+    /// because Diesel's `execute` does not return if libpq is in the middle of a `COPY`.
     fn execute<'conn, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<usize>>
     where
         Q: QueryFragment<Pg> + QueryId;
@@ -359,25 +360,26 @@ where
     }
 }
 
-/// Sends a statement and returns the number of rows that it changed. Sends it again as [`one_at_read_committed`] does.
+/// Sends a statement and returns all of its rows. Sends it again as [`one_at_read_committed`] does.
 #[cfg(feature = "testing")]
-pub(crate) async fn execute_at_read_committed<S, Q>(
+pub(crate) async fn all_at_read_committed<S, U, Q>(
     session: &mut S,
     statement: Q,
-) -> QueryResult<usize>
+) -> QueryResult<Vec<U>>
 where
     S: Session,
-    Q: QueryFragment<Pg> + QueryId + Clone,
+    Q: Statement<U>,
+    U: Send,
 {
-    match session.execute(statement.clone()).await {
+    match session.all(statement.clone()).await {
         Err(error)
             if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
         {
             session.begin_read_committed().await?;
-            match session.execute(statement).await {
-                Ok(changed) => {
+            match session.all(statement).await {
+                Ok(rows) => {
                     session.commit().await?;
-                    Ok(changed)
+                    Ok(rows)
                 }
                 Err(error) => {
                     session.rollback().await?;

@@ -10,7 +10,7 @@ use crate::installed;
 use crate::monitor;
 use crate::schema::resource_control::service_request;
 use crate::semaphore::Semaphore;
-use crate::session::{Blocking, Session, execute_at_read_committed, now, one_at_read_committed};
+use crate::session::{Blocking, Session, all_at_read_committed, now, one_at_read_committed};
 use crate::throttle::{Throttle, ThrottledResource};
 
 /// Compares the label as text, because a label that the type does not have would be an error and abort a test transaction.
@@ -126,7 +126,7 @@ where
 /// Lets every request in flight to the service time out now, as if its holder had been too slow or had crashed. Returns the
 /// number of these requests.
 ///
-/// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE …`, for the requests
+/// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE … RETURNING id`, for the requests
 /// to the service that are [in flight](monitor::in_flight()). Under a [prefix](super::key_prefix) the service is that of
 /// the prefix. Nothing else changes. The next claim that finds no other slot free marks the requests and takes their slots,
 /// and their own releases and renewals return [`Error::TimedOut`]. [`Permit::remaining`](crate::Permit::remaining) follows
@@ -168,9 +168,12 @@ async fn send_expire<S: Session>(session: &mut S, semaphore: &Semaphore) -> Resu
     let requests = service_request::table
         .filter(monitor::of_service(service.as_str()))
         .filter(monitor::in_flight());
-    let update = diesel::update(requests).set(service_request::expires_at.eq(clock_timestamp()));
-    match execute_at_read_committed(session, update).await {
-        Ok(expired) => Ok(expired),
+    let update = diesel::update(requests)
+        .set(service_request::expires_at.eq(clock_timestamp()))
+        .returning(service_request::id);
+    let expired: QueryResult<Vec<i64>> = all_at_read_committed(session, update).await;
+    match expired {
+        Ok(expired) => Ok(expired.len()),
         Err(error) => Err(installed::explain(session, error, None).await),
     }
 }

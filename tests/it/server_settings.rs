@@ -196,10 +196,11 @@ fn a_reloaded_idle_session_timeout_ends_only_a_session_without_a_value_of_its_ow
     ] {
         observer.conn().batch_execute(statement).unwrap();
     }
-    // A session applies the configuration when it receives its next statement.
-    for conn in [guard.conn(), pinned.conn()] {
-        conn.batch_execute("SELECT 1").unwrap();
-    }
+    // A session applies the configuration when it receives its next statement, once the signal has reached it.
+    crate::support::eventually("the session has the new configuration", || {
+        setting(guard.conn(), "idle_session_timeout") == "200ms"
+    });
+    pinned.conn().batch_execute("SELECT 1").unwrap();
     let pid = guard.backend_pid();
     crate::support::eventually("the session is ended", || !observer.is_alive(pid));
     let released = guard.release();

@@ -39,7 +39,7 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 /// for it.
 ///
 /// A handle is a small value that holds no connection. Declare it as a `static`, or create it where it is used. It is
-/// exclusive by default. [`shared`](Self::shared) is for readers.
+/// exclusive by default. Readers make it [`shared`](Self::shared).
 ///
 /// # Two scopes
 ///
@@ -72,14 +72,14 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 ///
 /// # Reentrancy
 ///
-/// Session locks are reentrant, as in PostgreSQL: the same session may take the same lock again, and holds it until each
+/// Session locks are reentrant, as in PostgreSQL. The same session may take the same lock again, and holds it until each
 /// acquisition has been released. So [`acquire_on`](Self::acquire_on) on a guard's own [`conn`](AdvisoryLockGuard::conn)
 /// succeeds. The forms that take a pool use another connection, which is another session, and would wait for the caller's own
 /// guard.
 ///
 /// # Caveats
 ///
-/// A lock grants permission. It cannot stop a holder that has already proceeded: a holder that lost its session (see
+/// A lock grants permission. It cannot stop a holder that has already proceeded. A holder that has lost its session (see
 /// [`AdvisoryLockGuard`]) continues until it checks. If data must not be written twice, write it in the transaction that
 /// holds the lock, with [`transaction`](Self::transaction), or protect it with a [`Fence`](crate::Fence).
 ///
@@ -109,17 +109,17 @@ impl AdvisoryLock {
         }
     }
 
-    /// Makes it a shared lock: any number of sessions hold it shared, as long as no session holds it exclusively. Defaults to
-    /// exclusive.
+    /// Makes it a shared lock, which any number of sessions may hold at a time, as long as no session holds it exclusively.
+    /// Defaults to exclusive.
     pub const fn shared(mut self) -> Self {
         self.mode = LockMode::Shared;
         self
     }
 
-    /// Draws a [fencing token](AdvisoryLockGuard::fencing_token) in the round trip that takes a session lock. Each costs a
-    /// transaction id and a write to the log. Defaults to drawing the token when it is requested.
+    /// Draws a [fencing token](AdvisoryLockGuard::fencing_token) in the round trip that takes a free session lock. Each token
+    /// costs a transaction id and a write to the log. Defaults to drawing the token when it is requested.
     ///
-    /// The statement that takes the lock is then a commit that writes. If `synchronous_standby_names` is set, it waits for the
+    /// The statement that takes the lock then writes and commits. If `synchronous_standby_names` is set, it waits for the
     /// standbys while it holds the lock. Neither the timeout of `acquire_timeout` nor a `statement_timeout` ends that wait: see
     /// [`fencing_token`](AdvisoryLockGuard::fencing_token).
     pub const fn fenced(mut self) -> Self {

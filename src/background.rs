@@ -1,6 +1,6 @@
 //! The background threads of this crate: one for each pool that has periodic tasks, as long as it has any.
 //!
-//! A query to a server that hangs blocks its thread, so each pool has a thread of its own. A pool has no identity, but a
+//! A query to a server that hangs blocks its thread, so each pool has its own thread. A pool has no identity, but a
 //! connection never leaves its pool. So the threads mark the connections that they check out. A thread that finds the mark of
 //! an older one hands its tasks over, and ends. It cannot know of the other before it has had a connection, so for a while
 //! there may be as many threads as tasks.

@@ -13,13 +13,13 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// A lock that another session holds, a full semaphore and a throttle that is not due are not errors. Operations report
 /// them as [`Attempt::Busy`], [`Admission::Full`] and [`Decision::Denied`].
 ///
-/// Four variants are kinds of errors that are handled alike: [`Input`](Error::Input) is a mistake in what was passed,
-/// [`Misplaced`](Error::Misplaced) a call in the wrong kind of transaction, [`Schema`](Error::Schema) a database that is
-/// not set up, and [`Database`](Error::Database) everything that Diesel reports.
+/// Four variants are kinds of errors that are handled alike: [`Input`](Error::Input) for an invalid argument,
+/// [`Misplaced`](Error::Misplaced) for a call in the wrong kind of transaction, [`Schema`](Error::Schema) for a database
+/// that is not set up, and [`Database`](Error::Database) for everything that Diesel reports.
 ///
 /// An `Error` converts into [`diesel::result::Error`], so `?` works in functions that return a
-/// [`QueryResult`](diesel::QueryResult). A `Database` error becomes what it was. Every other is wrapped as a
-/// `QueryBuilderError` with the same message, and `Error::from` unwraps it again.
+/// [`QueryResult`](diesel::QueryResult). A `Database` error becomes the Diesel error inside. Every other error is wrapped
+/// as a `QueryBuilderError` with the same message, and `Error::from` unwraps it again.
 ///
 /// [`Attempt::Busy`]: crate::Attempt::Busy
 /// [`Admission::Full`]: crate::Admission::Full
@@ -50,8 +50,8 @@ pub enum Error {
     #[error(transparent)]
     Input(#[from] Input),
 
-    /// The operation does not work in the transaction that is open on the connection, or needs one that is not. Nothing
-    /// was changed.
+    /// The operation does not work in the transaction that is open on the connection, or no transaction is open and the
+    /// operation needs one. Nothing was changed.
     #[error(transparent)]
     Misplaced(#[from] Misplaced),
 
@@ -156,7 +156,7 @@ pub enum Error {
     )]
     StrictIsolation,
 
-    /// The request had timed out before it was released or renewed. Since then another may have taken its slot.
+    /// The request had timed out before it was released or renewed. Another holder may have taken its slot since then.
     #[error(
         "the request {id} to {service:?} timed out before its release or renewal: more requests than allowed may have been \
          in flight; use a longer timeout, or renew it"
@@ -168,7 +168,7 @@ pub enum Error {
         id: i64,
     },
 
-    /// A greater fencing token has passed the fence: that of a later holder.
+    /// A larger fencing token, that of a later holder, has passed the fence.
     #[error(
         "the fencing token {token} is too old for the fence {name:?}: a later holder of the lock or slot has passed it; \
          stop this work"
@@ -226,7 +226,8 @@ pub enum Error {
 
 /// A call in the wrong kind of transaction: the kind [`Error::Misplaced`]. Nothing was changed.
 ///
-/// A transaction that was opened by `begin_test_transaction` counts as no transaction for locks, claims and throttles.
+/// A transaction that was opened by `begin_test_transaction` counts as no transaction for session locks, claims and
+/// throttles. Transaction locks and fences work in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Misplaced {
@@ -238,8 +239,8 @@ pub enum Misplaced {
     )]
     SessionLockInTransaction,
 
-    /// [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) was called inside an open transaction, whose
-    /// snapshot may be older than the lock, and whose end would release it instead of the closure's.
+    /// [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) was called inside an open transaction. Its snapshot
+    /// may be older than the lock, and the lock would be held until its end instead of the end of the closure.
     #[error(
         "cannot open a transaction for the lock inside another: its snapshot may be older than the lock; call acquire_xact \
          in the open transaction"
@@ -261,8 +262,8 @@ pub enum Misplaced {
     )]
     XactLockAtRepeatableRead,
 
-    /// A slot was requested inside an open transaction, which would keep it from everyone until its end, and would undo
-    /// the claim by a rollback.
+    /// A slot was requested inside an open transaction. Other instances would be blocked until the transaction ends, and a
+    /// rollback would undo the claim.
     #[error(
         "cannot claim a slot inside an open transaction: other instances would be blocked until it commits; claim the slot \
          before the transaction starts"
@@ -283,8 +284,8 @@ pub enum Misplaced {
     )]
     FenceOutsideTransaction,
 
-    /// A fencing token was requested inside an open transaction. If the server crashes before that commits, a later holder
-    /// is given the same number.
+    /// A fencing token was requested inside an open transaction. If the server crashed before the commit, a later holder
+    /// would get the same number.
     #[error(
         "cannot draw a fencing token inside an open transaction: a crash of the server before the commit would give the \
          same token again; call fencing_token before the transaction begins, or make the lock .fenced()"

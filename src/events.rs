@@ -1,4 +1,4 @@
-//! Events, which tell an operator about the operations of this crate.
+//! Events about the operations of this crate, for operators.
 //!
 //! Every event passes [`record`]. The feature `tracing` logs it there; without the feature nothing
 //! happens. The target, the operations, the outcomes and the names of the fields are part of this crate's contract: see
@@ -118,7 +118,7 @@ impl Outcome {
     }
 }
 
-/// Runs an operation in a span of its own, and records its outcome.
+/// Runs an operation in its own span, and records its outcome.
 pub(crate) async fn observe<T>(
     operation: &'static str,
     subject: Subject<'_>,

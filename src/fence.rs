@@ -56,7 +56,7 @@ pub struct Fence {
 
 impl Fence {
     /// Makes a fence, named after the data that it protects. The name has 1 to 1,000 bytes. [`pass`](Self::pass)
-    /// returns an error for any other.
+    /// returns an error for any other name.
     pub const fn named(name: &'static str) -> Self {
         Self {
             name: Cow::Borrowed(name),
@@ -92,7 +92,7 @@ impl Fence {
     /// - [`Misplaced::FenceOutsideTransaction`](crate::error::Misplaced::FenceOutsideTransaction) outside a
     ///   transaction, where the fence would protect nothing. A transaction that a plain SQL `BEGIN` opened is not seen,
     ///   and counts as none.
-    /// - [`Error::Input`] for an empty or too long name (1,000 bytes), and for a NUL character. Nothing was sent.
+    /// - [`Error::Input`] for a name that is empty, longer than 1,000 bytes, or contains a NUL character. Nothing was sent.
     /// - [`Error::ReadOnly`] in a read-only transaction.
     /// - [`Error::StrictIsolation`] for a serialization failure.
     /// - [`Error::Database`] for anything else, including a missing schema or right. Operations outside a transaction

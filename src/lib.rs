@@ -1,14 +1,14 @@
 //! PostgreSQL advisory locks for Diesel, with throttles and semaphores beside them, for applications that run as several
 //! instances on one database.
 //!
-//! PostgreSQL can lock a number for an application, an [advisory lock][pg]. At most one session of the database holds it, and
-//! the server frees it when that session ends, however it ends. Locks need nothing installed. This crate gives them names,
-//! and guards that pin a pooled connection, so that a lock is always released on the session that took it. State that must
-//! outlive a session is kept in tables and decided by the server's clock: how often something may be done, and how many may
-//! do it at a time.
+//! PostgreSQL can lock a number for an application, which is an [advisory lock][pg]. At most one session of the database holds
+//! it, and the server frees it when that session ends, even by a crash. This crate gives locks names, and guards that pin a
+//! pooled connection, so that a lock is always released on the session that took it. Throttles limit how often something may
+//! be done, and semaphores how many may do it at a time. Their state must outlive a session, so it is kept in tables, and the
+//! server's clock decides.
 //!
-//! Throttles, semaphores and fences need the schema of this crate: [`migrations::install`], or files among the application's
-//! own migrations.
+//! Locks need nothing installed. Throttles, semaphores and fences need the schema of this crate. Either
+//! [`migrations::install`] creates it, or files among the application's own migrations do.
 //!
 //! # Choosing a primitive
 //!
@@ -26,7 +26,7 @@
 //! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`Semaphore`] |
 //! | A lock over many transactions there | a [`Semaphore`] with one slot |
 //! | See who holds, who waits, what is in flight and what is due | [`monitor`] |
-//! | A query of your own | [`functions`] |
+//! | Your own query | [`functions`] |
 //!
 //! # Examples
 //!
@@ -98,15 +98,16 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! # Two forms of every operation
+//! # Pools and connections
 //!
-//! One form takes a [`PgPool`], Diesel's r2d2 pool. The form that ends in `_on` takes a `&mut PgConnection`, which every other
-//! pool or wrapper lends. Transaction locks are taken on the connection that has the transaction. The API is synchronous.
+//! Session locks, throttles and claims have two forms. One takes a [`PgPool`], Diesel's r2d2 pool. The other one, which ends
+//! in `_on`, takes a `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are taken on the
+//! connection of their transaction. The API is synchronous.
 //!
 //! # Outcomes and errors
 //!
-//! Operations that can find a lock or all slots taken return an outcome: [`Attempt`] for locks, [`Admission`] for semaphores,
-//! [`Decision`] for throttles. Being busy is not an error, and the compiler warns if you ignore an outcome. The last two
+//! Operations that can be refused return an outcome: [`Attempt`] for locks, [`Admission`] for semaphores, [`Decision`] for
+//! throttles. A refusal is not an error, and the compiler warns if you ignore an outcome. An `Admission` and a `Decision` also
 //! say when to retry.
 //!
 //! Errors are [`Error`], which converts into Diesel's, so `?` works in functions that return a
@@ -122,7 +123,7 @@
 //!
 //! # Events
 //!
-//! With the feature `tracing`, each operation logs one event with the target `diesel_interlock`. Events that need attention are
+//! With the feature `tracing`, operations log events with the target `diesel_interlock`. Events that need attention are
 //! logged at `WARN`, everything else at `DEBUG`. The fields are part of this crate's contract: see
 //! [the reference](crate::guide::reference#events).
 //!
@@ -164,7 +165,7 @@ mod pollers;
 mod pool;
 #[cfg(feature = "testing")]
 mod prefix;
-/// The tables of `resource_control`, as `diesel print-schema` writes them: for queries of one's own.
+/// The tables of `resource_control`, as `diesel print-schema` writes them, for your own queries.
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 mod semaphore;

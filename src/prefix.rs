@@ -20,7 +20,7 @@ pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 /// [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts), the services
 /// of semaphores, the [keys](crate::Throttle::key) of throttles and the names of [fences](crate::Fence). It does not reach
 /// lock keys that are numbers or that other ecosystems share, and it does not reach a throttle without a key, because such a
-/// throttle is one row for the whole database. A test that takes such a throttle needs a database of its own, or a test
+/// throttle is one row for the whole database. A test that takes such a throttle needs its own database, or a test
 /// transaction while no other test uses the throttle.
 ///
 /// A connection, a thread or a process can have a prefix. The first of them that has one counts:
@@ -103,7 +103,7 @@ impl KeyPrefix {
 
     /// Prefixes the names that are used with this connection, on every thread, until it is closed.
     ///
-    /// Use it for connections that no r2d2 pool opens, and in a `connection_customizer` of your own. No round trip. The
+    /// Use it for connections that no r2d2 pool opens, and in your own `connection_customizer`. No round trip. The
     /// prefix is stored in the connection's [instrumentation](diesel::connection::Instrumentation), so it replaces an
     /// instrumentation that was set on this connection before, and one that is set afterwards removes the prefix. The
     /// [default](diesel::connection::set_default_instrumentation) instrumentation is still called.
@@ -229,7 +229,7 @@ pub(crate) fn enter_carried(conn: &mut PgConnection) -> Option<EnteredPrefix> {
     Some(carried.prefix.enter())
 }
 
-/// Returns a name as it is sent, with the prefix of this thread or this process. Use it in queries of your own and with the
+/// Returns a name as it is sent, with the prefix of this thread or this process. Use it in your own queries and with the
 /// expressions of [`monitor`](crate::monitor), which do not add a prefix.
 ///
 /// # Examples

@@ -1,4 +1,4 @@
-//! Whether the connections of a pool have server sessions of their own, or share them behind a pooler in transaction mode,
+//! Whether the connections of a pool have their own server sessions, or share them behind a pooler in transaction mode,
 //! where session locks are unsafe.
 //!
 //! No reply of the server shows this, so the behaviour is tested. An idle pooler gives every connection the session that was
@@ -17,7 +17,7 @@ use crate::transaction::{self, Transaction};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Sessions {
-    /// Each connection has a session of its own, as far as two of them show.
+    /// Each connection has its own session, as far as two of them show.
     Own,
     /// The connections share sessions: a pooler in transaction mode is in between.
     Shared,
@@ -25,7 +25,7 @@ pub enum Sessions {
     Unknown,
 }
 
-/// Tests whether the connections of the pool have server sessions of their own.
+/// Tests whether the connections of the pool have their own server sessions.
 ///
 /// Call it when a program starts. The methods of [`AdvisoryLock`](crate::AdvisoryLock) that take a pool run the same test,
 /// once per connection, and return [`Error::SharedSessions`].

@@ -102,13 +102,13 @@ impl<R> Throttle<R> {
     /// `SELECT resource_control.prune_throttled_keys(500)` deletes rows whose interval has passed. Attempts at those keys
     /// are denied, as [being taken](DenialReason::BeingTaken), for the milliseconds between their deletion and its commit.
     /// A key whose `Display` returns an error is reported by the attempt, as
-    /// [`Input::Unformatted`](crate::error::Input::Unformatted). Defaults to no key, which has a state of its own.
+    /// [`Input::Unformatted`](crate::error::Input::Unformatted). Defaults to no key, which is throttled separately from all keys.
     pub fn key(mut self, key: impl fmt::Display) -> Self {
         self.key = Some(text::formatted(key));
         self
     }
 
-    /// Sets who takes the resource, for operators and for those who are denied: a host and a process id, for example.
+    /// Sets who takes the resource, such as a host and a process id, for operators and denied callers.
     /// 1 to 8,192 bytes, not only spaces. An attempt without details is an error,
     /// [`Input::EmptyDetails`](crate::error::Input::EmptyDetails).
     pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {

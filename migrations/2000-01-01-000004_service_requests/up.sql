@@ -202,7 +202,7 @@ DECLARE
             THEN ARRAY['diesel_interlock_bad_details', 'the details must not be null, and have at most 8192 bytes']
     END;
     -- Until then this session assumes that an old snapshot keeps many ended requests in the index. Seconds as text, because
-    -- text can be compared whatever value a user sets.
+    -- a user may set any value, and texts can always be compared.
     old_snapshot_until text := current_setting('resource_control.old_snapshot_until', true);
     snapshot_is_old boolean := false;
     entries bigint;

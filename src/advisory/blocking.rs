@@ -49,7 +49,7 @@ use crate::sessions;
 /// If a reload of the server's configuration introduces an `idle_session_timeout` while a lock is held, the server ends the
 /// session when it is idle after its next statement. The lock is then lost, which the release reports as
 /// [`Error::LockLost`](crate::Error::LockLost). Setting the timeout to 0 with every lock would prevent that, but a lock and
-/// its release would be 3 to 6 % slower. A reload does not reach a session that has a value of its own: connect with
+/// its release would be 3 to 6 % slower. A reload does not affect a session that has its own value: connect with
 /// `options=-c idle_session_timeout=0`, or use `ALTER ROLE … SET`.
 ///
 /// # Errors of session locks
@@ -101,22 +101,22 @@ impl AdvisoryLock {
         self.acquire_timeout_on(conn, Duration::ZERO)
     }
 
-    /// Takes the lock on a connection from the pool. Waits without end.
+    /// Takes the lock on a connection from the pool. Waits indefinitely.
     ///
-    /// One round trip beyond the pool's own check-out if the lock is free. Otherwise one more for each 200 milliseconds of
-    /// waiting, and one after each of them that ends without the lock.
+    /// One round trip beyond the pool's own check-out if the lock is free. Otherwise one more for each slice of 200 milliseconds,
+    /// and another one after each slice that ends without the lock.
     ///
     /// # Blocking
     ///
-    /// Waits for a connection as [`try_acquire`](Self::try_acquire) does, and then for the lock without end.
+    /// Waits for a connection as [`try_acquire`](Self::try_acquire) does, and then indefinitely for the lock.
     /// [`acquire_timeout`](Self::acquire_timeout) limits the wait. Once a thread waits for the lock, a pool that has no
     /// connection in time does not end the wait.
     ///
     /// A thread that waits on the server occupies a connection. The waiting threads of a process occupy at most half of the
     /// pool's maximum size, and at least one connection, so that many waiters do not exhaust the pool. The keys share these
     /// connections equally, or take turns. All other waiting threads hold no connection. They try when it is their turn, and
-    /// otherwise poll, together at most about two hundred times a second, of which each key has the same share. So many
-    /// waiters for one key hardly delay the only waiter for another.
+    /// otherwise poll. Together they poll at most about two hundred times a second, and each key has the same share of that.
+    /// So many waiters for one key hardly delay the only waiter for another.
     ///
     /// The wait on the server is cut into slices of 200 milliseconds, or of half of `deadlock_timeout` if that is shorter.
     /// Otherwise a waiter's snapshot and the holder's `CREATE INDEX CONCURRENTLY` would wait for each other. This has
@@ -125,14 +125,14 @@ impl AdvisoryLock {
     ///   `lock_timeout` longer than a slice: 300 milliseconds or more.
     /// - Waiters are not served in order, because the place in the queue is lost between slices.
     /// - PostgreSQL does not detect a deadlock of two sessions that wait for each other's locks.
-    /// - Two sharers that both request the exclusive lock wait for each other without end.
+    /// - Two sessions that share the lock, and both request it exclusively, wait for each other indefinitely.
     /// - Each slice that ends without the lock is an error entry about `lock_timeout` in the server's log.
     /// - `pg_cancel_backend` ends the wait with the server's error. A cancellation within the last hundredth of a slice is
-    ///   taken for the slice's timeout, and the wait continues, because Diesel does not tell the two errors apart and the
+    ///   taken for the slice's timeout, and the wait continues, because Diesel does not distinguish the two errors and the
     ///   server's messages are localised.
     ///
     /// The session's `statement_timeout`, `lock_timeout` and `transaction_timeout` do not shorten the wait. If one of them
-    /// would end a slice, the slice takes two more round trips, for a transaction of its own in which they are lifted.
+    /// would end a slice, the slice takes two more round trips, for a separate transaction in which they are lifted.
     ///
     /// # Errors
     ///
@@ -149,7 +149,7 @@ impl AdvisoryLock {
         }
     }
 
-    /// Takes the lock on the given connection. Waits without end.
+    /// Takes the lock on the given connection. Waits indefinitely.
     ///
     /// Round trips as with [`acquire`](Self::acquire).
     ///
@@ -178,7 +178,7 @@ impl AdvisoryLock {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout`, which includes the check-out. The pool's own `connection_timeout` may end that part sooner. The
+    /// Waits for at most `timeout`, check-out included. The pool's own `connection_timeout` may end that part sooner. The
     /// last slice is rounded up to whole milliseconds. A timeout of zero waits for nothing, not even for the pool to open a
     /// connection. Otherwise as [`acquire`](Self::acquire).
     ///
@@ -202,7 +202,7 @@ impl AdvisoryLock {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout`, rounded up to whole milliseconds. A timeout of zero is a try. Otherwise as
+    /// Waits for at most `timeout`, rounded up to whole milliseconds. A timeout of zero makes one try. Otherwise as
     /// [`acquire`](Self::acquire).
     ///
     /// # Errors
@@ -216,7 +216,7 @@ impl AdvisoryLock {
         self.acquire_until(conn, Deadline::after(timeout))
     }
 
-    /// Runs `work` under the lock, on a connection from the pool. Waits for the lock without end.
+    /// Runs `work` under the lock, on a connection from the pool. Waits for the lock indefinitely.
     ///
     /// The same as `self.acquire(pool)?.run(work)`: see [`acquire`](Self::acquire) and
     /// [`AdvisoryLockGuard::run`](crate::AdvisoryLockGuard::run). For any other form of acquisition, call `run` on its guard or
@@ -251,7 +251,7 @@ impl AdvisoryLock {
         self.acquire(pool)?.run(work)
     }
 
-    /// Takes the lock on the given connection. Waits without end by polling, and holds no snapshot in between, so the holder
+    /// Takes the lock on the given connection. Waits indefinitely by polling, and holds no snapshot in between, so the holder
     /// may run migrations with any `lock_timeout`.
     #[cfg(feature = "migrations")]
     pub(crate) fn acquire_without_snapshot_on<'conn>(
@@ -332,7 +332,7 @@ impl AdvisoryLock {
         self.observed(acquire, Attempt::outcome)
     }
 
-    /// Bad input is reported before the pool is asked.
+    /// Reports bad input before it takes a connection.
     #[cfg(feature = "r2d2")]
     fn check_out(&self, pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
         self.key().id()?;

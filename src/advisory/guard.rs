@@ -22,8 +22,8 @@ use crate::session::now;
 
 /// A held session lock, together with the connection whose session holds it.
 ///
-/// PostgreSQL releases a session lock only on the session that took it. So the guard owns the pooled connection, or borrows
-/// the connection that it was given, and lends it as [`conn`](Self::conn). The protected work runs on the same session and
+/// PostgreSQL releases a session lock only on the session that took it. So the guard owns the pooled connection or borrows
+/// the caller's, and lends it as [`conn`](Self::conn). The protected work runs on the same session and
 /// needs no second connection, which a pool full of waiters could not provide.
 ///
 /// An [`AdvisoryLock`](crate::AdvisoryLock) creates it.
@@ -132,11 +132,11 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         now(operations::is_held(&mut session, &self.held))
     }
 
-    /// Watches the lock from now on: a background thread queries it every `every`, over a connection from the pool, and the
-    /// [`Watch`] returns the last result.
+    /// Watches the lock from now on. A background thread queries it at the interval `every`, over a connection from the pool,
+    /// and the [`Watch`] returns the last result.
     ///
     /// One round trip here, which queries whether the lock is held now, and one for each query of the thread. The thread never
-    /// waits for a connection: it uses an idle one, or skips that query. `every` is at least 10 milliseconds and at most a
+    /// waits for a connection. It uses an idle one, or skips that query. `every` is at least 10 milliseconds and at most a
     /// year.
     ///
     /// If the lock is lost already, the watch reports that from the beginning. The watch ends with the
@@ -182,20 +182,20 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// is [`fenced`](crate::AdvisoryLock::fenced) and was free. Otherwise the first call draws it, in one round trip. Each
     /// sharer of a shared lock has a token, in no order.
     ///
-    /// Nested guards of one lock on one session share one token, because they hold the lock together: the token of the
-    /// innermost outer guard that has one. The session gets a name for this, in the setting `diesel_interlock.session`. After
-    /// a `RESET ALL` between the two guards they do not share a token. A guard that takes exclusively what its session holds
-    /// shared draws a token of its own, because it comes after other sharers. A fence that has seen its token refuses that of
-    /// the outer, shared guard.
+    /// Nested guards of one lock on one session share one token, because they hold the lock together. A guard takes over the
+    /// token of the innermost outer guard that has one. For this the session gets a name, in the setting
+    /// `diesel_interlock.session`. After a `RESET ALL` between the two guards they do not share a token. If the outer guard is
+    /// shared and the inner one exclusive, the inner one draws a new token, because it comes after other sharers. A fence that
+    /// has seen this token refuses that of the outer guard.
     ///
-    /// An empty message in the write-ahead log, `pg_logical_emit_message`, makes the order survive a crash of the server. It
-    /// does not survive if `synchronous_commit` is `off`, nor a failover to an asynchronous standby: the next holder's token
-    /// may then be smaller.
+    /// An empty message in the write-ahead log, `pg_logical_emit_message`, makes the order of tokens survive a crash of the
+    /// server, unless `synchronous_commit` is `off`. The order does not survive a failover to an asynchronous standby. If the
+    /// order is lost, the next holder's token may be smaller.
     ///
     /// # Blocking
     ///
     /// The transaction that draws a token waits for the log as every commit does. If `synchronous_standby_names` is set, it
-    /// waits for the standbys, without end while they are down. Neither a timeout of the wait for the lock nor a
+    /// waits for the standbys, indefinitely while they are down. Neither a timeout of the wait for the lock nor a
     /// `statement_timeout` ends this, because the statement itself has completed by then. Only `synchronous_commit = local` on
     /// the session limits it, at the cost that a failover may draw the same token again.
     ///

@@ -30,7 +30,7 @@ use crate::transaction::Transaction;
 pub(super) struct HeldLock {
     pub(super) key: LockKey,
     pub(super) lock: Lock,
-    /// The pid of the session. 0 until a reply has told it.
+    /// The pid of the session. 0 until a reply contained it.
     pub(super) pid: i32,
     /// The value to restore at the release, if it was lifted.
     pub(super) idle_session_timeout: Option<String>,
@@ -179,7 +179,7 @@ pub(super) async fn fencing_token<S: Session>(session: &mut S, held: &mut HeldLo
     Ok(number)
 }
 
-/// Releases a session lock, in one round trip. `doubt` then tells whether the connection is to be discarded.
+/// Releases a session lock, in one round trip. Afterwards `doubt` shows whether to discard the connection.
 pub(super) async fn release<S: Session>(
     session: &mut S,
     doubt: &mut Option<Doubt>,
@@ -324,7 +324,7 @@ pub(super) async fn try_xact<S: Session>(session: &mut S, lock: Lock) -> Result<
     sql::TriedXact::read(row)
 }
 
-/// Takes a transaction lock, and waits without end, in the server's queue and under its deadlock detection.
+/// Takes a transaction lock, and waits indefinitely, in the server's queue and under its deadlock detection.
 pub(super) async fn acquire_xact<S: Session>(session: &mut S, lock: Lock) -> Result<()> {
     if try_xact(session, lock).await?.is_busy() {
         session.batch(&sql::wait_for_xact(lock, 0)).await?;

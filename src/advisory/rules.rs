@@ -36,7 +36,7 @@ pub(super) enum Grant {
     Standby,
 }
 
-/// The reply to a try, whichever statement was sent.
+/// The reply to a try, the same for each statement that tries.
 #[derive(Debug)]
 pub(super) struct TryReply {
     pub(super) grant: Grant,
@@ -95,7 +95,7 @@ pub(super) struct Slices {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slice {
     pub(super) limit: Duration,
-    /// Whether to wait in a transaction of its own, in which no setting of the session ends the wait.
+    /// Whether to wait in a separate transaction, in which no setting of the session ends the wait.
     pub(super) lift_settings: bool,
 }
 
@@ -138,7 +138,7 @@ impl Slices {
 
 /// Returns whether an error is the timeout of a wait, by the time that has passed.
 ///
-/// Nothing else tells: the server's message is localised, and Diesel does not expose the SQLSTATE. The server starts to
+/// Nothing else shows it, because the server's message is localised, and Diesel does not expose the SQLSTATE. The server starts to
 /// count after the client, so a timeout looks early only if a clock runs slower, as while it is adjusted. One hundredth
 /// allows for that. Any other error within that last hundredth, such as a cancellation, is taken for the timeout.
 ///
@@ -150,7 +150,7 @@ pub(super) fn is_timeout(error: &DieselError, elapsed: Duration, limit: Duration
     ) && elapsed >= limit.mul_f64(0.99)
 }
 
-/// Returns a timeout in whole milliseconds, as PostgreSQL takes it: rounded up, because 0 would wait without end, and at
+/// Returns a timeout in whole milliseconds, as PostgreSQL takes it: rounded up, because 0 would wait indefinitely, and at
 /// most almost 25 days.
 pub(super) fn milliseconds(timeout: Duration) -> i32 {
     const LONGEST: u128 = i32::MAX as u128;
@@ -201,7 +201,7 @@ pub(super) struct Release {
     /// The transaction on the connection before the unlock.
     pub(super) before: Transaction,
     pub(super) unlocked: Unlocked,
-    /// Whether a transaction was open after the unlock, by whichever code.
+    /// Whether a transaction was open after the unlock. Any code may have opened it.
     pub(super) left_open: bool,
     pub(super) is_pooled: bool,
     /// Whether a nested guard left a lock behind on the session.

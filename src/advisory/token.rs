@@ -1,5 +1,5 @@
 //! The fencing tokens of the guards that exist. Guards of one lock on one session hold it together, so they share a token.
-//! With a token of its own, a nested guard that passes a fence would block the outer one there.
+//! With a separate token, a nested guard that passes a fence would block the outer one there.
 
 use std::sync::{Arc, Mutex, Weak};
 

@@ -35,7 +35,7 @@ const SHORTEST: Duration = Duration::from_millis(10);
 ///
 /// # Servers that hang
 ///
-/// Each pool whose locks are watched has a thread of its own, so a server that hangs delays no watch over another pool. The
+/// Each pool whose locks are watched has its own thread, so a server that hangs delays no watch over another pool. The
 /// watches over one pool share its thread. While one of their queries hangs, none of them is confirmed. The connection
 /// string's `tcp_user_timeout` and `keepalives_*` settings limit how long a query can hang.
 ///
@@ -131,8 +131,8 @@ impl Watch {
     /// Returns how long ago a query last found the lock held. The time grows while no query succeeds: the pool is exhausted,
     /// or the network is cut. No round trip.
     ///
-    /// The time is that of this machine's monotonic or wall clock, whichever shows more, because the monotonic clock stops
-    /// while the machine is suspended.
+    /// This machine's monotonic clock and wall clock measure the time, and the larger result counts, because the monotonic
+    /// clock stops while the machine is suspended.
     pub fn last_confirmed(&self) -> Duration {
         self.read(|status| status.confirmed.elapsed())
     }
@@ -238,7 +238,7 @@ mod tests {
     #[test]
     fn while_the_machine_is_suspended_nothing_is_confirmed() {
         let database = workbench::Database::new();
-        // The thread that queries has a clock of its own here, so it must have no connection.
+        // The thread that queries has its own clock here, so it must have no connection.
         let pool = database.pool(1);
         let lock = AdvisoryLock::named("suspended");
         let mut guard = lock.acquire(&pool).unwrap();

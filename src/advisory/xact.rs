@@ -18,8 +18,8 @@ use crate::transaction::{self, Transaction};
 
 /// # Transaction locks
 ///
-/// A transaction lock is held until the surrounding transaction ends, and needs no release. It needs no guard, no pinned
-/// connection and no session of its own. So it is **the lock to use behind a pooler in transaction mode**, and the first
+/// A transaction lock is held until the surrounding transaction ends, and needs no release. It needs neither a guard nor a
+/// pinned connection. So it is **the lock to use behind a pooler in transaction mode**, and the first
 /// choice if a single transaction does the protected work.
 ///
 /// A rollback to a savepoint that was set before the lock was taken also releases it, as does the rollback of a nested
@@ -28,8 +28,8 @@ use crate::transaction::{self, Transaction};
 /// # Isolation levels
 ///
 /// "Lock, check, insert" is correct only if the check sees what the previous holder committed. At REPEATABLE READ it does
-/// not: the snapshot is as old as the transaction's first statement, and four sessions that waited for each other still
-/// insert four rows. So a lock there is refused, as
+/// not, because the snapshot is as old as the transaction's first statement. Four sessions that wait for each other there
+/// still insert four rows. So a lock at that level is refused, as
 /// [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead). SERIALIZABLE is allowed:
 /// PostgreSQL lets one transaction succeed and fails the others with a serialization failure
 /// ([`DatabaseErrorKind::SerializationFailure`](diesel::result::DatabaseErrorKind)), which the caller has to retry.
@@ -39,7 +39,7 @@ use crate::transaction::{self, Transaction};
 /// The server's `idle_in_transaction_session_timeout` ends a session that is idle inside a transaction for too long, which
 /// frees the lock. The work can then not be committed, and the caller's next statement fails.
 impl AdvisoryLock {
-    /// Takes the lock until the transaction ends. Waits without end.
+    /// Takes the lock until the transaction ends. Waits indefinitely.
     ///
     /// Sends one prepared statement if the lock is free:
     /// ```sql
@@ -123,11 +123,11 @@ impl AdvisoryLock {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout`, rounded up to whole milliseconds. A timeout of zero is a try. A timeout longer than PostgreSQL's
+    /// Waits for at most `timeout`, rounded up to whole milliseconds. A timeout of zero makes one try. A timeout longer than PostgreSQL's
     /// limit of almost 25 days is shortened to it. Otherwise as [`acquire_xact`](Self::acquire_xact).
     ///
     /// An error of the server within the last hundredth of that time, such as a deadlock or a cancellation, is taken for the
-    /// timeout, because Diesel does not tell these errors apart.
+    /// timeout, because Diesel does not distinguish these errors.
     ///
     /// # Errors
     ///
@@ -168,11 +168,11 @@ impl AdvisoryLock {
     ///   [`acquire_xact`](Self::acquire_xact) there. A transaction that was opened by a plain SQL `BEGIN` is not detected, and
     ///   would be committed.
     /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) inside a test transaction of
-    ///   that level, because a savepoint has no level of its own.
-    /// - The error of `work`, and otherwise as [`acquire_xact`](Self::acquire_xact). Nothing was committed then.
+    ///   that level, because a savepoint cannot have another level.
+    /// - The error of `work`, and otherwise as [`acquire_xact`](Self::acquire_xact). After an error nothing was committed.
     ///
-    /// If `work` hides the error of a statement and returns `Ok`, this returns `Ok`, too, as Diesel's own `transaction` does,
-    /// although PostgreSQL rolls back what such an error aborted.
+    /// If `work` hides the error of a statement and returns `Ok`, this returns `Ok`, too, although PostgreSQL rolls the
+    /// transaction back. Diesel's own `transaction` does the same.
     ///
     /// # Examples
     ///

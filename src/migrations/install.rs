@@ -15,7 +15,7 @@ use crate::transaction;
 ///
 /// Call it at every start of a program. Many instances may call it at the same time. It reads first, in two round trips. If
 /// nothing is pending, it sends no DDL and needs no rights beyond those of the [grants](#grants). Otherwise it takes the
-/// session lock [`LOCK`] and runs each pending migration in a transaction of its own.
+/// session lock [`LOCK`] and runs each pending migration in a separate transaction.
 ///
 /// The versions are recorded in `resource_control.installed_migration`, separate from the application's own, so `diesel
 /// migration revert` does not look for their files. The other way to install the schema is by files among the application's
@@ -57,7 +57,7 @@ use crate::transaction;
 ///
 /// # Blocking
 ///
-/// If nothing is pending it does not wait, except for a session that has locked `installed_migration` `ACCESS EXCLUSIVE`, as
+/// If nothing is pending, it waits only for a session that has locked `installed_migration` `ACCESS EXCLUSIVE`, as
 /// `VACUUM FULL`, `LOCK TABLE` and `diesel migration redo --all` do. `lock_timeout` limits that wait. Otherwise it waits for
 /// [`LOCK`] while other instances run migrations, as [`run_pending`](super::run_pending()) does.
 ///

@@ -75,7 +75,7 @@ pub(super) async fn require_creating_schemas<S: Session>(session: &mut S) -> Res
     }))
 }
 
-/// Returns what an error of a migration means, as far as the catalogue tells.
+/// Returns what an error of a migration means, as far as the catalogue shows.
 async fn explain<S: Session>(session: &mut S, error: Error) -> Error {
     let source = match &error {
         Error::Database(source) => source,

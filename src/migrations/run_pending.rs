@@ -21,7 +21,7 @@ use crate::transaction;
 /// first, in two round trips. If nothing is pending, it sends no DDL and needs only the right to read that table. Otherwise
 /// it takes the session lock [`LOCK`] on the migrating connection and calls Diesel's `run_pending_migrations`, which reads
 /// again which migrations are pending. So the first instance runs them, and the others wait and find none. Each migration has
-/// a transaction of its own, or none if its metadata says so. `CREATE INDEX CONCURRENTLY` therefore works while other
+/// a separate transaction, or none if its metadata says so. `CREATE INDEX CONCURRENTLY` therefore works while other
 /// instances wait.
 ///
 /// # Blocking

@@ -9,7 +9,7 @@ use crate::time;
 
 /// The outcome of a claim: a slot that was acquired, or a full semaphore with a hint when to retry.
 ///
-/// This is an enum of its own and not an `Option`, because rustc does not warn about an `Option` that is dropped. The
+/// This is an enum and not an `Option`, because rustc does not warn about an `Option` that is dropped. The
 /// slot would be released at once, and the code below would run without it:
 ///
 /// ```compile_fail

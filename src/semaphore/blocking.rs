@@ -39,23 +39,23 @@ use crate::time::Timestamp;
 /// SELECT resource_control.admit_service_request($1, $2, $3, $4)
 /// ```
 /// A claim on a full semaphore only reads. A claim that finds no other slot free marks requests of its service that
-/// have timed out, a thousand at most, or 16,000 if there were more slots before. If the only slots left belong to such
-/// requests, and other transactions have locked their rows, the claim waits for one of them for a quarter of a second
+/// have timed out, a thousand at most, or 16,000 if the number of slots was lowered. If only the slots of such requests
+/// are left, and other transactions have locked their rows, the claim waits for one of them for a quarter of a second
 /// at most, even if `lock_timeout` is shorter. A claim tries a few dozen slots at most, so among very many concurrent
 /// claims it may [return full although a slot is free](crate::guide::growing#very-many-slots).
 ///
 /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried
-/// once, in a READ COMMITTED transaction of its own. A full semaphore is reported as such a failure there and retried
-/// too, because the stricter snapshot may not show that a slot was freed. A claim that waits there for the previous
-/// holder's commit keeps the time at which it was sent, so its `created_at` may be earlier than the end of the previous
-/// request. After an error whose kind Diesel does not expose, one more round trip queries the catalogue for what is
+/// once, in a separate READ COMMITTED transaction. At such a level a full semaphore is also reported as such a failure,
+/// and retried, because the stricter snapshot may not show that a slot was freed. A claim that waits at such a level for
+/// the previous holder's commit keeps the time at which it was sent, so its `created_at` may be earlier than the end of
+/// the previous request. After an error whose kind Diesel does not expose, one more round trip queries the catalogue for what is
 /// missing.
 ///
 /// # Errors of claims
 ///
-/// - [`Error::Input`](crate::Error::Input) for a service without a name, a number of slots other than 1 to 32,767, a
-///   timeout of zero or more than a thousand years, a too long service (1,000 bytes) or details (8,192 bytes), and for
-///   a NUL character. Nothing was sent.
+/// - [`Error::Input`](crate::Error::Input) if the service is empty or longer than 1,000 bytes, the number of slots is not
+///   1 to 32,767, the timeout is zero or more than a thousand years, the details are longer than 8,192 bytes, or a text
+///   contains a NUL character. Nothing was sent.
 /// - [`Misplaced::ClaimInTransaction`](crate::error::Misplaced::ClaimInTransaction) if a transaction is open on the
 ///   connection, except the one that `begin_test_transaction` opened.
 /// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time, and
@@ -117,14 +117,13 @@ impl Semaphore {
         ))
     }
 
-    /// Claims a slot, and waits until one is free. Holds no connection while it waits.
+    /// Claims a slot, and waits indefinitely until one is free. Holds no connection while it waits.
     ///
-    /// The wait has no end: use [`acquire_timeout`](Self::acquire_timeout) to give up, or
-    /// [`try_acquire`](Self::try_acquire) not to wait. See [waiting](#waiting) for the polls that it sends.
+    /// [`acquire_timeout`](Self::acquire_timeout) limits the wait, and [`try_acquire`](Self::try_acquire) does not wait. See [waiting](#waiting) for the polls that it sends.
     ///
     /// # Blocking
     ///
-    /// Waits for the first connection as long as the pool's `connection_timeout` allows, then for a slot without end.
+    /// Waits for the first connection as long as the pool's `connection_timeout` allows, then indefinitely for a slot.
     ///
     /// # Errors
     ///
@@ -148,8 +147,8 @@ impl Semaphore {
     ///
     /// # Waiting
     ///
-    /// A wait polls: each poll is one claim, one round trip besides the pool's own check-out. The pauses between the
-    /// polls grow from 2 to 100 milliseconds on average, and with the number of threads that wait for the same service.
+    /// A wait polls. Each poll is one claim, which is one round trip besides the pool's own check-out. The pauses between
+    /// the polls grow from 2 to 100 milliseconds on average, and with the number of threads that wait for the same service.
     /// All waiters of a process together poll about two hundred times per second at most, and each service gets the
     /// same share of that. A release in the same process also wakes one waiter at once. The order of the waiters is not
     /// guaranteed.
@@ -251,7 +250,7 @@ impl Semaphore {
     /// may have been in flight. No other request is changed.
     ///
     /// One round trip: `SELECT resource_control.complete_service_request($1)`. Inside a transaction, the slot is free
-    /// when that commits.
+    /// when the transaction commits.
     ///
     /// # Errors
     ///

@@ -39,7 +39,7 @@ use crate::time::Timestamp;
 ///
 /// Keep the permit as long as the request runs. If an asynchronous handler is dropped because its client disconnected,
 /// the permit is dropped with it, and the slot is free while the service may still be at work. Make the call on a
-/// blocking thread or in a task of its own, and move the permit there.
+/// blocking thread or in a separate task, and move the permit there.
 #[derive(Debug)]
 #[must_use = "if unused the slot is released at once"]
 #[clippy::has_significant_drop]
@@ -98,8 +98,8 @@ impl Permit {
     /// Returns how long the permit lasts at least, for the timeout of the work itself. Zero if it may have timed out.
     ///
     /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic clock or the
-    /// wall clock, whichever has advanced more, because the monotonic clock stops while the machine is suspended. If
-    /// the wall clock is set forward, the result is too small until the clock is corrected or the permit is renewed.
+    /// wall clock. The one that has advanced more counts, because the monotonic clock stops while the machine is
+    /// suspended. If the wall clock is set forward, the result is too small until the clock is corrected or the permit is renewed.
     ///
     /// The database clock decides when the permit times out. If that clock is set forward, the permit times out earlier
     /// than this method returns.
@@ -200,8 +200,8 @@ impl Permit {
     ///
     /// # Errors
     ///
-    /// The error of `work`. If `work` succeeded, the errors of [`release`](Self::release), because the value was made
-    /// without a slot if the permit had timed out.
+    /// The error of `work`. If `work` succeeded, the errors of [`release`](Self::release). If the permit had timed out,
+    /// part of the work may have run without a slot.
     ///
     /// # Examples
     ///

@@ -21,13 +21,13 @@ use crate::transaction;
 /// SELECT … FROM resource_control.attempt_throttled_key($1, $2, $3) -- with a key
 /// ```
 /// A denial only reads. It locks no row and assigns no transaction id. Where the session's default isolation level is
-/// stricter than READ COMMITTED, a serialization failure is retried once, in a READ COMMITTED transaction of its own. After
+/// stricter than READ COMMITTED, a serialization failure is retried once, in a separate READ COMMITTED transaction. After
 /// an error whose kind Diesel does not expose, one more round trip queries the catalogue for what is missing.
 ///
 /// # Errors of attempts
 ///
-/// - [`Error::Input`] for an empty or too long key (1,000 bytes) or details (8,192 bytes), and for a NUL character. Nothing
-///   was sent.
+/// - [`Error::Input`] for a key or details that are empty, for a key longer than 1,000 bytes, for details longer than 8,192
+///   bytes, and for a NUL character. Nothing was sent.
 /// - [`Schema::UnknownResource`](crate::error::Schema::UnknownResource) if the resource has no row: run
 ///   [`sync`](crate::sync).
 /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
@@ -62,7 +62,7 @@ impl<R: ThrottledResource> Throttle<R> {
 
     /// Takes the resource if it is due, on the given connection. Never waits for the resource.
     ///
-    /// Inside a transaction, the grant counts when that commits: see [the type](Self#commit-first-work-afterwards).
+    /// Inside a transaction, the grant counts when the transaction commits: see [the type](Self#commit-first-work-afterwards).
     ///
     /// # Errors
     ///
@@ -123,7 +123,7 @@ impl<R: ThrottledResource> Throttle<R> {
 /// Inserts the declared resources that the database does not have. Returns what it inserted, and which intervals differ.
 ///
 /// Call it at every start of a program. Many instances may call it at the same time. It reads first, one round trip per
-/// resource. When nothing is missing it sends no DDL, so it then succeeds for a role that may not alter the type.
+/// resource. If nothing is missing, it sends no DDL, so it succeeds for a role that may not alter the type.
 /// Otherwise it takes a session lock and adds the label and the row of each missing resource (`ALTER TYPE … ADD VALUE IF
 /// NOT EXISTS`, `INSERT … ON CONFLICT DO NOTHING`), each committed by itself.
 ///

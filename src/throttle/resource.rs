@@ -14,7 +14,7 @@ use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 /// A resource with a label of the enumerated type `resource_control.throttled_resource_enum`.
 ///
 /// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it declares. Implement it for an
-/// enum of your own, such as one that the `diesel-derive-enum` crate maps.
+/// enum that you write, such as one that the `diesel-derive-enum` crate maps.
 pub trait ThrottledResource {
     /// Returns the label of the resource in the database.
     fn label(&self) -> &str;

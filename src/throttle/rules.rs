@@ -38,7 +38,7 @@ impl<R: ThrottledResource> Throttle<R> {
         })
     }
 
-    /// As [`checked`](Self::checked), for what is to be granted, where the details tell operators who took it.
+    /// As [`checked`](Self::checked), for what is to be granted, where the details show operators who took it.
     pub(super) fn checked_with_details<'a>(
         &'a self,
         name: impl FnOnce(&'a str) -> Name<'a>,

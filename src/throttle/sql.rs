@@ -153,7 +153,7 @@ pub(super) fn add_label(label: &str) -> String {
     )
 }
 
-/// Inserts the row of a resource. It is a statement of its own, because the transaction that adds a label cannot use it.
+/// Inserts the row of a resource. It is a separate statement, because the transaction that adds a label cannot use it.
 pub(super) fn insert_resource(label: &str, microseconds: i64) -> impl QueryFragment<Pg> + QueryId {
     diesel::sql_query(
         "INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval) \

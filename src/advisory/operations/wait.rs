@@ -1,6 +1,6 @@
 //! The wait for a session lock, which is the only place that waits for one on the server.
 //!
-//! A wait is cut into slices, each a transaction of its own: see [`Slices`]. A slice is one prepared statement, which sets its
+//! A wait is cut into slices, each a separate transaction: see [`Slices`]. A slice is one prepared statement, which sets its
 //! own `lock_timeout`. If the session's `statement_timeout` or `transaction_timeout` would end it sooner, an earlier message
 //! lifts them, because PostgreSQL arms them as a statement begins: `BEGIN; SET LOCAL …`, the same prepared statement,
 //! `COMMIT`. A session lock outlives that transaction, and the settings do not. In a test transaction a savepoint does the
@@ -159,8 +159,8 @@ impl<S: Session> Drop for LiftedSettings<'_, S> {
     }
 }
 
-/// Takes a session lock, and waits without end, but never on the server: it tries again and again, with a growing pause of
-/// 20 to 250 milliseconds on average, for which `pause` waits. The session has no snapshot in between, so nothing that the holder does waits for it.
+/// Takes a session lock, and waits indefinitely, but never on the server. It polls with a growing pause of 20 to 250
+/// milliseconds on average, for which `pause` waits. The session has no snapshot in between, so the holder never waits for it.
 #[cfg(feature = "migrations")]
 pub(in crate::advisory) async fn poll_for_session_lock<S: Session>(
     session: &mut S,

@@ -63,7 +63,7 @@ impl TriedXact {
 }
 
 /// The message that waits for a transaction lock inside the caller's transaction: it lifts the settings that would end the
-/// wait, waits, and restores them. A `lock_timeout` of 0 waits without end.
+/// wait, waits, and restores them. A `lock_timeout` of 0 waits indefinitely.
 ///
 /// Two settings of this crate keep the caller's values, because releasing a savepoint does not restore settings.
 pub(in crate::advisory) fn wait_for_xact(lock: Lock, lock_timeout: i32) -> String {

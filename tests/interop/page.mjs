@@ -31,7 +31,7 @@ assert.deepEqual(await run(client, "nightly report"), [{ granted: true }]);
 const key = await locked();
 assert.equal(typeof key, "string");
 
-const [, exact, inexact] = page.match(/`pg` sends `(\d+)` as\n`(\d+)`/);
+const [, exact, inexact] = page.match(/`pg` sends `(\d+)` as\s`(\d+)`/);
 assert.equal(exact, key);
 for (const [sent, expected] of [
   [Number(exact), inexact],

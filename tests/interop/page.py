@@ -174,7 +174,7 @@ except DataError:
     pass
 (nullif,) = re.findall(r"`(Func\(F\(.*?\))`\.", page)
 assert [row.taken for row in Resource.objects.defer("last_locked").annotate(taken=eval(nullif))] == [None]
-(clock,) = re.findall(r"`(Func\(function=.*?\))`\.", page)
+(clock,) = re.findall(r"`(Func\(function=.*?\))` there\.", page)
 assert Resource.objects.values_list(eval(clock)).get()[0].year > 2000
 connections.close_all()
 

@@ -10,7 +10,7 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// The greatest fencing token that has passed each fence.
+        /// The largest fencing token that has passed each fence.
         resource_control.fence (name) {
             name -> Text,
             token -> Int8,
@@ -18,16 +18,16 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// Requests to services that take only so many at a time: those in flight, and the log of those that ended.
+        /// Requests to services that take a limited number at a time: the requests in flight, and the log of ended requests.
         resource_control.service_request (id) {
             id -> Int8,
             service -> Text,
             slot -> Int2,
             created_at -> Timestamptz,
-            /// From then on it no longer counts as in flight, marked or not.
+            /// From this time on the request no longer counts as in flight, even if it is not marked.
             expires_at -> Timestamptz,
             completed_at -> Nullable<Timestamptz>,
-            /// When it was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.
+            /// When the request was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.
             timed_out_at -> Nullable<Timestamptz>,
             details -> Text,
         }

@@ -4,6 +4,7 @@
 //! held is looked up in `pg_locks`, from another connection.
 
 mod adoption;
+mod architecture;
 mod borrowed_connections;
 mod copied_files;
 mod copies;

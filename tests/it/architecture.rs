@@ -1,0 +1,105 @@
+//! The map of ARCHITECTURE.md: the floors of the modules, and the imports between them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The floor of each module, as the table of the page has it.
+fn floors() -> BTreeMap<String, u32> {
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let mut floors = BTreeMap::new();
+    for row in page.lines() {
+        let cells: Vec<_> = row.split('|').map(str::trim).collect();
+        if let [_, floor, modules, ..] = cells[..] {
+            if let Ok(floor) = floor.parse() {
+                let modules = modules.split(", ").map(|name| name.trim_matches('`'));
+                floors.extend(modules.map(|module| (module.to_owned(), floor)));
+            }
+        }
+    }
+    floors
+}
+
+fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else {
+            found.push(path);
+        }
+    }
+}
+
+/// Each module with the modules that its code names. Comments and unit tests are left out.
+fn imports() -> BTreeMap<String, BTreeSet<String>> {
+    let mut files = Vec::new();
+    let source = root().join("src");
+    sources(&source, &mut files);
+    let mut imports = BTreeMap::<_, BTreeSet<_>>::new();
+    for file in files {
+        let inside = file.strip_prefix(&source).unwrap();
+        let module = inside.iter().next().unwrap().to_str().unwrap();
+        let module = module.trim_end_matches(".rs");
+        let named = imports.entry(module.to_owned()).or_default();
+        let code = fs::read_to_string(&file).unwrap();
+        for line in code.lines().take_while(|line| !is_test(line)) {
+            let code = line.split("//").next().unwrap();
+            for path in code.split("crate::").skip(1) {
+                let end = path.find(|c: char| !c.is_alphanumeric() && c != '_');
+                named.insert(path[..end.unwrap_or(path.len())].to_owned());
+            }
+        }
+        named.remove(module);
+    }
+    imports
+}
+
+fn is_test(line: &str) -> bool {
+    line.starts_with("#[cfg(test)]") || line.starts_with("#[cfg(all(test")
+}
+
+#[test]
+fn the_map_has_each_module() {
+    let on_the_map: BTreeSet<_> = floors().into_keys().collect();
+    let modules: BTreeSet<_> = imports().into_keys().collect();
+    assert_eq!(on_the_map, modules);
+}
+
+#[test]
+fn no_module_imports_one_of_a_higher_floor_or_one_that_imports_it() {
+    let (floors, imports) = (floors(), imports());
+    let mut seen = 0;
+    for (module, named) in &imports {
+        for import in named.iter().filter(|import| floors.contains_key(*import)) {
+            assert!(
+                floors[import] <= floors[module],
+                "{module} imports {import}"
+            );
+            let back = reachable(&imports, import);
+            assert!(
+                !back.contains(module),
+                "{module} and {import} form a circle"
+            );
+            seen += 1;
+        }
+    }
+    assert!(seen > 50, "only {seen} imports were found");
+}
+
+fn reachable(imports: &BTreeMap<String, BTreeSet<String>>, from: &str) -> BTreeSet<String> {
+    let mut reached = BTreeSet::new();
+    let mut next = vec![from.to_owned()];
+    while let Some(module) = next.pop() {
+        for import in imports.get(&module).into_iter().flatten() {
+            if reached.insert(import.clone()) {
+                next.push(import.clone());
+            }
+        }
+    }
+    reached
+}

@@ -343,11 +343,21 @@ where
     Q: Statement<U>,
     U: Send,
 {
+    let rows = all_in_read_committed(session, statement).await?;
+    rows.into_iter().next().ok_or(DieselError::NotFound)
+}
+
+async fn all_in_read_committed<S, U, Q>(session: &mut S, statement: Q) -> QueryResult<Vec<U>>
+where
+    S: Session,
+    Q: Statement<U>,
+    U: Send,
+{
     session.begin_read_committed().await?;
-    match session.one(statement).await {
-        Ok(row) => {
+    match session.all(statement).await {
+        Ok(rows) => {
             session.commit().await?;
-            Ok(row)
+            Ok(rows)
         }
         Err(error) => {
             undo(session).await?;
@@ -371,17 +381,7 @@ where
         Err(error)
             if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
         {
-            session.begin_read_committed().await?;
-            match session.all(statement).await {
-                Ok(rows) => {
-                    session.commit().await?;
-                    Ok(rows)
-                }
-                Err(error) => {
-                    undo(session).await?;
-                    Err(error)
-                }
-            }
+            all_in_read_committed(session, statement).await
         }
         reply => reply,
     }

@@ -386,3 +386,20 @@ fn the_closure_form_commits_first_and_works_afterwards() {
     })
     .unwrap();
 }
+
+/// The grant would depend on the end of that transaction.
+#[test]
+fn an_attempt_through_a_pool_is_refused_in_a_transaction_that_was_left_open_there() {
+    let database = database();
+    let pool = database.pool(1);
+    let throttle = REBUILD.details("me");
+    pool.get().unwrap().batch_execute("BEGIN").unwrap();
+    let refused = throttle.attempt(&pool);
+    assert!(
+        matches!(refused, Err(Error::TransactionInPool)),
+        "{refused:?}"
+    );
+    let granted = throttle.attempt(&pool).unwrap();
+    assert!(granted.granted().is_some(), "nothing was granted before");
+    assert!(throttle.attempt(&pool).unwrap().is_denied());
+}

@@ -1,9 +1,15 @@
 //! Advisory locks: the handle, and the two scopes in which it can be taken.
 
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
+#[cfg(feature = "postgres")]
 mod blocking;
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 mod connection_budget;
+#[cfg(feature = "postgres")]
 mod discard;
+mod doubt;
+#[cfg(feature = "postgres")]
 mod guard;
 mod lock;
 mod operations;
@@ -12,11 +18,17 @@ mod sql;
 mod token;
 #[cfg(feature = "r2d2")]
 mod watch;
+#[cfg(any(feature = "r2d2", feature = "async"))]
+mod watched;
+#[cfg(feature = "postgres")]
 mod xact;
 
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 
+#[cfg(feature = "postgres")]
 pub use self::discard::GuardConnection;
+#[cfg(feature = "postgres")]
 pub use self::guard::AdvisoryLockGuard;
 use self::lock::LockMode;
 #[cfg(feature = "r2d2")]
@@ -30,6 +42,7 @@ use crate::pool::PooledPgConnection;
 pub type PooledGuard = AdvisoryLockGuard<PooledPgConnection>;
 
 /// The guard of a session lock on a connection that the caller lends.
+#[cfg(feature = "postgres")]
 pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 
 /// A named lock in PostgreSQL that at most one session of the database holds.
@@ -90,6 +103,12 @@ pub struct AdvisoryLock {
     key: LockKey,
     mode: LockMode,
     fenced: bool,
+}
+
+impl AsRef<AdvisoryLock> for AdvisoryLock {
+    fn as_ref(&self) -> &Self {
+        self
+    }
 }
 
 impl AdvisoryLock {

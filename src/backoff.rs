@@ -4,7 +4,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;
 
 const SHORTEST: Duration = Duration::from_millis(2);
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 const LONGEST: Duration = Duration::from_millis(100);
 
 /// The pauses between the polls of a wait. Each is half as long again as the one before.
@@ -17,7 +17,7 @@ pub(crate) struct Backoff {
 }
 
 impl Backoff {
-    #[cfg(feature = "r2d2")]
+    #[cfg(any(feature = "r2d2", feature = "async"))]
     pub(crate) fn new() -> Self {
         Self::between(SHORTEST, LONGEST)
     }
@@ -62,7 +62,7 @@ impl Backoff {
     }
 }
 
-#[cfg(all(test, feature = "r2d2"))]
+#[cfg(all(test, any(feature = "r2d2", feature = "async")))]
 mod tests {
     use super::*;
 

@@ -5,7 +5,7 @@
 //! holder is the larger of the two: a wall clock that is set back changes nothing, and one that is set forward shortens
 //! promises, which is safe.
 
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 use std::time::SystemTime;
 use std::time::{Duration, Instant};
 
@@ -29,14 +29,14 @@ impl Deadline {
 }
 
 /// A moment on both clocks.
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Moment {
     monotonic: Instant,
     wall: SystemTime,
 }
 
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 impl Moment {
     pub(crate) fn now() -> Self {
         Self {
@@ -57,18 +57,18 @@ impl Moment {
     }
 }
 
-#[cfg(all(feature = "r2d2", not(test)))]
+#[cfg(all(any(feature = "r2d2", feature = "async"), not(test)))]
 fn wall() -> SystemTime {
     SystemTime::now()
 }
 
-#[cfg(all(feature = "r2d2", test))]
+#[cfg(all(any(feature = "r2d2", feature = "async"), test))]
 use self::moved::wall;
-#[cfg(all(feature = "r2d2", test))]
+#[cfg(all(any(feature = "r2d2", feature = "async"), test))]
 pub(crate) use self::moved::{set_back, suspend};
 
 /// A wall clock that a test moves on its own thread.
-#[cfg(all(feature = "r2d2", test))]
+#[cfg(all(any(feature = "r2d2", feature = "async"), test))]
 mod moved {
     use super::*;
 
@@ -105,7 +105,7 @@ mod deadlines {
     }
 }
 
-#[cfg(all(feature = "r2d2", test))]
+#[cfg(all(any(feature = "r2d2", feature = "async"), test))]
 mod tests {
     use super::*;
 

@@ -10,8 +10,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an operation failed.
 ///
-/// A lock that another session holds, a full semaphore and a throttle that is not due are not errors. Operations report
-/// them as [`Attempt::Busy`], [`Admission::Full`] and [`Decision::Denied`].
+/// A lock that another session holds, a full semaphore, a throttle that is not due and a limited call are not errors.
+/// Operations report them as [`Attempt::Busy`], [`Admission::Full`], [`Decision::Denied`] and [`Check::Limited`].
 ///
 /// Four variants are kinds of errors that are handled alike: [`Input`](Error::Input) for an invalid argument,
 /// [`Misplaced`](Error::Misplaced) for a call in the wrong kind of transaction, [`Schema`](Error::Schema) for a database
@@ -23,6 +23,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///
 /// [`Attempt::Busy`]: crate::Attempt::Busy
 /// [`Admission::Full`]: crate::Admission::Full
+/// [`Check::Limited`]: crate::Check::Limited
 /// [`Decision::Denied`]: crate::Decision::Denied
 ///
 /// # Examples
@@ -61,7 +62,6 @@ pub enum Error {
 
     /// The pool returned a connection on which an earlier user had left a transaction open, with a plain SQL `BEGIN` that
     /// Diesel does not see. The connection was discarded.
-    #[cfg(feature = "r2d2")]
     #[error(
         "the pool returned a connection with an open transaction, which was discarded: some code sends BEGIN without \
          COMMIT or ROLLBACK; find it, and try again"
@@ -112,7 +112,6 @@ pub enum Error {
 
     /// The connections of the pool share server sessions: a pooler in transaction mode is in between, and session locks
     /// are unsafe there.
-    #[cfg(feature = "r2d2")]
     #[error(
         "cannot take session locks through this pool: its connections share server sessions, as behind a pooler in \
          transaction mode; use AdvisoryLock::transaction or a Semaphore with one slot, or connect past the pooler"
@@ -168,6 +167,16 @@ pub enum Error {
         id: i64,
     },
 
+    /// Another transaction has locked the key of a rate limit for 250 milliseconds, so it was not reset. Nothing was changed.
+    #[error(
+        "cannot reset the rate limit {name:?}: another transaction has locked the key for 250 ms; try again, and look for a \
+         transaction that was left open"
+    )]
+    Contended {
+        /// The name of the limit.
+        name: String,
+    },
+
     /// A larger fencing token, that of a later holder, has passed the fence.
     #[error(
         "the fencing token {token} is too old for the fence {name:?}: a later holder of the lock or slot has passed it; \
@@ -211,11 +220,19 @@ pub enum Error {
 
     /// The pool had no connection in time.
     ///
-    /// The message is that of r2d2, such as `timed out waiting for connection`, followed by the reason why no connection
-    /// could be opened, if there is one.
-    #[cfg(feature = "r2d2")]
+    /// The message is that of the pool. That of r2d2 is `timed out waiting for connection`, followed by the reason why no
+    /// connection could be opened, if there is one.
     #[error(transparent)]
-    Pool(#[from] diesel::r2d2::PoolError),
+    Pool(Box<dyn std::error::Error + Send + Sync>),
+
+    /// An asynchronous operation was polled outside a tokio runtime, which it needs for its timers, and for the task that
+    /// releases a lock or a slot when its future is dropped. Nothing was sent.
+    #[cfg(feature = "async")]
+    #[error(
+        "cannot run an asynchronous operation outside a tokio runtime with timers: nothing could release the lock if its \
+         future were dropped; call it inside a runtime that was built with `enable_all`"
+    )]
+    NoRuntime,
 
     /// The database reported an error, or could not be reached.
     ///
@@ -269,6 +286,14 @@ pub enum Misplaced {
          before the transaction starts"
     )]
     ClaimInTransaction,
+
+    /// A rate limit was checked inside an open transaction. Its rollback would give the units back, and every other call for
+    /// the key would wait until it ends.
+    #[error(
+        "cannot check a rate limit inside an open transaction: a rollback would give the units back, and other calls for the \
+         key would wait until it ends; check before the transaction starts"
+    )]
+    SpendInTransaction,
 
     /// Work that runs after a committed grant was requested inside an open transaction.
     #[error(
@@ -368,6 +393,13 @@ pub enum Schema {
         /// Each object, with its kind and its qualified name: `table constraint tenant_fkey on public.tenant`.
         objects: Vec<String>,
     },
+}
+
+#[cfg(feature = "r2d2")]
+impl From<diesel::r2d2::PoolError> for Error {
+    fn from(error: diesel::r2d2::PoolError) -> Self {
+        Error::Pool(Box::new(error))
+    }
 }
 
 impl From<DieselError> for Error {

@@ -38,6 +38,9 @@ pub(crate) enum Subject<'a> {
         resource: &'a str,
         key: Option<&'a str>,
     },
+    RateLimit {
+        name: &'a str,
+    },
     Connection {
         pooled: bool,
     },
@@ -62,6 +65,11 @@ pub(crate) enum Outcome {
     Granted,
     Denied {
         retry_after: Duration,
+    },
+    Allowed,
+    Limited {
+        /// `None` if the call never is allowed.
+        retry_after: Option<Duration>,
     },
     Different {
         declared: Duration,
@@ -179,6 +187,7 @@ mod traced {
                     service = event.subject.service(),
                     id = event.subject.id(),
                     resource = event.subject.resource(),
+                    limit = event.subject.limit(),
                     pooled = event.subject.pooled(),
                     outcome = event.outcome.name(),
                     waited_ms = event.waited.map(ms),
@@ -211,6 +220,8 @@ mod traced {
             "attempt" => {
                 debug_span!(target: TARGET, "attempt", kind, resource, key = throttled)
             }
+            "check" => debug_span!(target: TARGET, "check", kind, limit = subject.limit()),
+            "reserve" => debug_span!(target: TARGET, "reserve", kind, limit = subject.limit()),
             _ => debug_span!(target: TARGET, "acquire", kind, key = lock, service),
         };
         let mut run = pin!(run);
@@ -223,6 +234,7 @@ mod traced {
                 Self::Lock(_) => "lock",
                 Self::Semaphore { .. } => "semaphore",
                 Self::Throttle { .. } => "throttle",
+                Self::RateLimit { .. } => "rate_limit",
                 Self::Connection { .. } => "connection",
             }
         }
@@ -262,6 +274,13 @@ mod traced {
             }
         }
 
+        fn limit(self) -> Option<&'a str> {
+            match self {
+                Self::RateLimit { name } => Some(name),
+                _ => None,
+            }
+        }
+
         fn pooled(self) -> Option<bool> {
             match self {
                 Self::Connection { pooled } => Some(pooled),
@@ -282,6 +301,8 @@ mod traced {
                 Self::TimedOut => "timed_out",
                 Self::Granted => "granted",
                 Self::Denied { .. } => "denied",
+                Self::Allowed => "allowed",
+                Self::Limited { .. } => "limited",
                 Self::Different { .. } => "different",
                 Self::Discarded => "discarded",
                 Self::Error => "error",
@@ -296,6 +317,7 @@ mod traced {
         fn retry_after(self) -> Option<Duration> {
             match self {
                 Self::Denied { retry_after } | Self::Full { retry_after } => Some(retry_after),
+                Self::Limited { retry_after } => retry_after,
                 _ => None,
             }
         }

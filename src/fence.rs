@@ -1,16 +1,22 @@
 //! Fences: a transaction of an earlier holder is refused.
 //!
-//! A fence is one statement, so its rooms are one file.
+//! A fence is one statement, so all of its rooms but the asynchronous one are this file.
+
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
 
 use std::borrow::Cow;
 
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::result::Error as DieselError;
 
 use crate::error::{Error, Input, Misplaced, Result};
 use crate::functions::pass_fence;
 use crate::installed;
-use crate::session::{Blocking, Session, is_serialization_failure, now};
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
+use crate::session::{Session, is_serialization_failure};
 use crate::transaction::Transaction;
 
 /// Protects data in the database from a holder that has lost its lock or its slot without noticing, such as a process
@@ -98,6 +104,7 @@ impl Fence {
     /// - [`Error::Database`] for anything else, including a missing schema or right. Operations outside a transaction
     ///   query the catalogue for what is missing. Here the error has aborted the transaction, so only the server's
     ///   message says it.
+    #[cfg(feature = "postgres")]
     pub fn pass(&self, conn: &mut PgConnection, token: i64) -> Result<()> {
         now(self.pass_in(&mut Blocking::lent(conn), token))
     }

@@ -12,6 +12,15 @@ pub mod tutorial {}
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
 
+/// How-to: the same with diesel-async, and what a dropped future leaves.
+#[doc = ""]
+#[cfg_attr(feature = "deadpool", doc = include_str!("../docs/asynchronous.md"))]
+#[cfg_attr(
+    not(feature = "deadpool"),
+    doc = "`cargo doc --features deadpool` shows this page, because it links to what that feature adds."
+)]
+pub mod asynchronous {}
+
 /// How-to: a checklist for the first deployment.
 #[doc = ""]
 #[doc = include_str!("../docs/production.md")]
@@ -39,7 +48,8 @@ pub mod growing {}
 
 /// Explanation: other libraries, with code on both sides.
 #[doc = ""]
-#[doc = include_str!("../docs/comparison.md")]
+// Its examples have code of both halves.
+#[cfg_attr(any(not(doctest), feature = "deadpool"), doc = include_str!("../docs/comparison.md"))]
 pub mod comparison {}
 
 /// Reference: events, settings, SQL functions, limits, guarantees, hazards.

@@ -4,14 +4,14 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Input {
-    /// The name of a lock, a service or a fence is empty, or the key of a lock has no parts.
+    /// The name of a lock, a service, a rate limit or a fence is empty, or the key of a lock has no parts.
     #[error(
-        "cannot use an empty name: everything without a name would be the same lock, service or fence; pass a name, or at \
-         least one part for the key of a lock"
+        "cannot use an empty name: everything without a name would be the same lock, service, limit or fence; pass a name, or \
+         at least one part for the key of a lock"
     )]
     EmptyName,
 
-    /// A part of a lock's key, or the key of a throttle, could not be formatted.
+    /// A part of a lock's key, or the key of a throttle or a rate limit, could not be formatted.
     #[error(
         "cannot format a key: the Display of one of its parts returned an error; correct that implementation"
     )]
@@ -24,10 +24,10 @@ pub enum Input {
     )]
     EmptyDetails,
 
-    /// The key of a throttle is empty.
+    /// The key of a throttle or a rate limit is empty.
     #[error(
-        "cannot attempt a throttle with an empty key: it would be shared by everything without a key; omit the key, or \
-         pass what the resource is throttled for"
+        "cannot use an empty key of a throttle or a rate limit: it would be shared by everything without a key; omit the \
+         key, or pass what is to be limited"
     )]
     EmptyKey,
 
@@ -84,5 +84,52 @@ pub enum Input {
     BadTimeout {
         /// The service.
         service: String,
+    },
+
+    /// The quota of a rate limit is out of range.
+    #[error(
+        "cannot use the quota of the rate limit {name:?}: N and the burst are at least 1, the period is longer than zero and \
+         at most 366 days, and the burst is refilled within 36600 days; correct its declaration"
+    )]
+    BadQuota {
+        /// The name of the limit.
+        name: String,
+    },
+
+    /// The cost of a call is zero, or more units were to be given back than were spent.
+    #[error(
+        "cannot spend or give back {units} units of the rate limit {name:?}: the number must be 1 to {most}; correct the call"
+    )]
+    BadUnits {
+        /// The name of the limit.
+        name: String,
+        /// The number of units.
+        units: u32,
+        /// The largest number that is possible.
+        most: u32,
+    },
+
+    /// The cost of a call is above the burst of its quota, so it would never be allowed. The database decides this, because an
+    /// operator may have raised the burst. Nothing was changed.
+    #[error(
+        "cannot spend {cost} units of the rate limit {name:?} at once: its burst is {burst}; raise the burst, or split the \
+         call"
+    )]
+    CostAboveBurst {
+        /// The name of the limit.
+        name: String,
+        /// The cost of the call.
+        cost: u32,
+        /// The burst of the program's quota.
+        burst: u32,
+    },
+
+    /// The same key is among several limits that are checked at once, with different quotas.
+    #[error(
+        "cannot check the rate limit {name:?} twice at once: the two have the same key and different quotas; use one declaration"
+    )]
+    DifferentQuotas {
+        /// The name of the limit.
+        name: String,
     },
 }

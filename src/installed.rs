@@ -34,7 +34,7 @@ const PRESENT: &str = "
         NOT EXISTS (SELECT FROM schema
             WHERE NOT pg_catalog.has_schema_privilege(schema.oid, 'USAGE')) AS usage,
         EXISTS (SELECT FROM pg_catalog.pg_proc, schema
-            WHERE pronamespace OPERATOR(pg_catalog.=) schema.oid AND proname OPERATOR(pg_catalog.=) 'pass_fence') AS newest,
+            WHERE pronamespace OPERATOR(pg_catalog.=) schema.oid AND proname OPERATOR(pg_catalog.=) 'prune_rate_limits') AS newest,
         NOT EXISTS (SELECT FROM pg_catalog.pg_class, schema
             WHERE relnamespace OPERATOR(pg_catalog.=) schema.oid AND relkind OPERATOR(pg_catalog.=) 'r'
             AND NOT (pg_catalog.has_table_privilege(pg_class.oid, 'SELECT')

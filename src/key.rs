@@ -6,6 +6,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 
 use crate::input::Input;
@@ -255,6 +256,7 @@ impl LockKey {
     }
 
     /// Returns the number for this key on a connection, which may carry a prefix of the tests.
+    #[cfg(feature = "postgres")]
     pub(crate) fn id_on(&self, conn: &mut PgConnection) -> Result<LockId, Input> {
         let _names = text::names_on(conn);
         self.checked()

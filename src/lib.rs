@@ -21,6 +21,7 @@
 //! | Many readers, one writer | [`AdvisoryLock::shared`] |
 //! | At most once per interval on any instance | [`Throttle`] |
 //! | At most N at a time: calls to a fragile service | [`Semaphore`] |
+//! | At most N per period, with a burst, for each key | [`RateLimit`] |
 //! | Refuse a holder that lost its lock or slot | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`Semaphore`] |
@@ -102,7 +103,7 @@
 //!
 //! Session locks, throttles and claims have two forms. One takes a [`PgPool`], Diesel's r2d2 pool. The other one, which ends
 //! in `_on`, takes a `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are taken on the
-//! connection of their transaction. The API is synchronous.
+//! connection of their transaction. The module `asynchronous` has the same for diesel-async, with its pools deadpool and bb8.
 //!
 //! # Outcomes and errors
 //!
@@ -115,8 +116,10 @@
 //!
 //! # Features
 //!
-//! - `r2d2` (default): the forms that take a pool.
+//! - `postgres` (default): the blocking half, over libpq.
+//! - `r2d2` (default): its forms that take a pool.
 //! - `migrations` (default): the module [`migrations`].
+//! - `async`: the module `asynchronous`, over diesel-async. `deadpool` and `bb8` add the forms that take such a pool.
 //! - `tracing`: [events](#events).
 //! - `sha2`: the lock keys of two Python packages that hash with SHA-256.
 //! - `testing`: the module `testing`, for an application's own tests.
@@ -137,12 +140,19 @@
 
 // docs.rs shows with each item the feature that it needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
+// Without either half only keys, the schema and the queries of `monitor` can be used.
+#![cfg_attr(
+    not(any(feature = "postgres", feature = "async")),
+    allow(dead_code, unused_imports, unused_macros)
+)]
 
 mod advisory;
+#[cfg(feature = "async")]
+pub mod asynchronous;
 mod attempt;
 #[cfg(feature = "r2d2")]
 mod background;
-#[cfg(any(feature = "r2d2", feature = "migrations"))]
+#[cfg(any(feature = "r2d2", feature = "async", feature = "migrations"))]
 mod backoff;
 mod clock;
 pub mod error;
@@ -159,19 +169,22 @@ mod lock_id;
 pub mod migrations;
 pub mod monitor;
 mod panics;
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 mod pollers;
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 mod pool;
 #[cfg(feature = "testing")]
 mod prefix;
+mod rate_limit;
+#[cfg(feature = "async")]
+mod runtime;
 /// The tables of `resource_control`, as `diesel print-schema` writes them, for your own queries.
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 mod semaphore;
 mod session;
 
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 mod sessions;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -180,7 +193,9 @@ mod throttle;
 mod time;
 mod transaction;
 
-pub use crate::advisory::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, GuardConnection};
+pub use crate::advisory::AdvisoryLock;
+#[cfg(feature = "postgres")]
+pub use crate::advisory::{AdvisoryLockGuard, BorrowedGuard, GuardConnection};
 #[cfg(feature = "r2d2")]
 pub use crate::advisory::{PooledGuard, Watch};
 pub use crate::attempt::Attempt;
@@ -190,22 +205,31 @@ pub use crate::key::{LockId, LockKey, fnv1a};
 #[cfg(feature = "r2d2")]
 pub use crate::pool::{PgPool, PooledPgConnection};
 #[cfg(feature = "r2d2")]
+pub use crate::rate_limit::LocalRateLimit;
+pub use crate::rate_limit::{
+    Check, CheckAll, Headers, Limited, LimitedReason, Quota, RateLimit, Reservation, Reserve,
+    Spent, State,
+};
+#[cfg(feature = "r2d2")]
 pub use crate::semaphore::Permit;
 pub use crate::semaphore::{Admission, Claim, Full, Semaphore};
+#[cfg(any(feature = "r2d2", feature = "async"))]
+pub use crate::sessions::Sessions;
 #[cfg(feature = "r2d2")]
-pub use crate::sessions::{Sessions, probe_sessions};
+pub use crate::sessions::probe_sessions;
 pub use crate::throttle::{
     Decision, DeclaredResources, Denial, DenialReason, Difference, Grant, ResourceLabel, Synced,
-    Throttle, ThrottledResource, sync, sync_intervals,
+    Throttle, ThrottledResource,
 };
+#[cfg(feature = "postgres")]
+pub use crate::throttle::{sync, sync_intervals};
 
-/// The asynchronous half, which is not public yet.
-#[cfg(feature = "__async")]
-#[doc(hidden)]
-pub mod __asynchronous {
-    pub use crate::throttle::Asynchronous;
-}
-
-#[cfg(doctest)]
+// It has code of both halves.
+#[cfg(all(
+    doctest,
+    feature = "r2d2",
+    feature = "migrations",
+    feature = "deadpool"
+))]
 #[doc = include_str!("../README.md")]
 struct Readme;

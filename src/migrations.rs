@@ -48,22 +48,29 @@
 //!
 //! # Connections
 //!
-//! Everything here takes a blocking connection. Diesel's own migration harness, which [`run_pending`] calls, needs a
-//! `&mut PgConnection`.
+//! Everything here takes a blocking connection. With the feature `async`, `asynchronous::migrations` has the same functions
+//! for the pools of diesel-async.
 
 mod adopt;
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
 mod contents;
 mod diesels_table;
 mod install;
 mod ours;
 mod rights;
+#[cfg(feature = "postgres")]
 mod run_pending;
 mod uninstall;
 mod write_to;
 
+#[cfg(feature = "postgres")]
 pub use self::diesels_table::take_over;
+#[cfg(feature = "postgres")]
 pub use self::install::install;
 pub use self::ours::LOCK;
+#[cfg(feature = "postgres")]
 pub use self::run_pending::run_pending;
+#[cfg(feature = "postgres")]
 pub use self::uninstall::uninstall;
 pub use self::write_to::write_to;

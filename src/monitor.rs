@@ -15,6 +15,7 @@
 //! | Which slots are free, and when is the next? | [`slots`], [`next_expiry()`] |
 //! | What are the last grants of throttled resources? | [`last_lockers()`], [`last_key_lockers()`] |
 //! | Which resources are due, or when? | [`available_now()`], [`next_free_at()`], [`key_available_now()`], [`key_next_free_at()`] |
+//! | Which keys of a rate limit are nearest to it, and what do they owe? | [`spent_keys()`], [`units_owed()`] |
 //!
 //! # Locks
 //!
@@ -48,10 +49,14 @@
 //! # Requests and throttles
 //!
 //! Requests and throttles are rows of tables, which [`migrations::install`](crate::migrations::install) creates and
-//! [`schema`](crate::schema) declares. [`ServiceRequest`], [`ThrottledResourceRow`] and [`ThrottledKeyRow`] load them.
+//! [`schema`](crate::schema) declares. [`ServiceRequest`], [`ThrottledResourceRow`] and [`ThrottledKeyRow`] load them. Rate
+//! limits are rows of tables, too, which [`RateLimitRow`] and [`RateLimitOverride`] load.
 
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
 mod joins;
 mod locks;
+mod rate_limits;
 mod requests;
 mod throttled;
 mod view;
@@ -63,8 +68,11 @@ pub use self::locks::advisory_lock::columns::{
     query, shared, state, usename, waited, waiting_since, xact_start,
 };
 pub use self::locks::{AdvisoryLocks, Names, of_key};
+pub use self::rate_limits::{RateLimitOverride, RateLimitRow, spent_keys, units_owed};
+#[cfg(feature = "postgres")]
+pub use self::requests::slots;
 pub use self::requests::{
-    ServiceRequest, Slots, in_flight, next_expiry, of_service, overdue, slots, timed_out,
+    ServiceRequest, Slots, in_flight, next_expiry, of_service, overdue, timed_out,
 };
 pub use self::throttled::{
     ThrottledKeyRow, ThrottledResourceRow, available_now, key_available_now, key_next_free_at,
@@ -74,7 +82,9 @@ pub use self::who_blocks::blocking::columns as blocking;
 pub use self::who_blocks::{Blocked, Blocking, blocked, blocked_on};
 #[cfg(feature = "testing")]
 pub(crate) use self::who_holds::find_holders;
-pub use self::who_holds::{Holder, Session, Waiter, holders, holders_of, waiters, waiters_of};
+pub use self::who_holds::{Holder, Session, Waiter, holders, waiters};
+#[cfg(feature = "postgres")]
+pub use self::who_holds::{holders_of, waiters_of};
 pub use crate::time::{Elapsed, Timestamp};
 
 /// The tables that [`allow_joins_with!`](crate::allow_joins_with) names.

@@ -13,6 +13,17 @@ pub(crate) fn caught<T>(call: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(call)).ok()
 }
 
+/// Awaits a future. Returns `None` if it panicked.
+#[cfg(feature = "async")]
+pub(crate) async fn caught_while_awaited<T>(future: impl Future<Output = T>) -> Option<T> {
+    let mut future = std::pin::pin!(future);
+    std::future::poll_fn(|context| match caught(|| future.as_mut().poll(context)) {
+        Some(polled) => polled.map(Some),
+        None => std::task::Poll::Ready(None),
+    })
+    .await
+}
+
 /// Locks a mutex, even after a panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     unpoisoned(mutex.lock())

@@ -3,12 +3,16 @@
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fmt;
+use std::future::{Future, poll_fn};
 use std::marker::PhantomData;
+use std::pin::pin;
 use std::sync::{Arc, LazyLock};
 
+#[cfg(feature = "postgres")]
 use diesel::connection::{
     Connection, Instrumentation, InstrumentationEvent, get_default_instrumentation,
 };
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 
 /// The environment variable that prefixes the names of a whole process: see [`KeyPrefix`].
@@ -23,15 +27,17 @@ pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 /// throttle is one row for the whole database. A test that takes such a throttle needs its own database, or a test
 /// transaction while no other test uses the throttle.
 ///
-/// A connection, a thread or a process can have a prefix. The first of them that has one counts:
+/// A connection, a task, a thread or a process can have a prefix. The first of them that has one counts:
 ///
 /// 1. The **connection**, if its pool was built with the prefix as its `connection_customizer`, or if
 ///    [`carry_on`](Self::carry_on) was called with it. It works on every thread, so use it for handlers, which run on threads
 ///    that the test does not own, such as those of tokio's `spawn_blocking` or actix-web's `web::block`.
-/// 2. The **thread**, from [`enter`](Self::enter) on. Use it for a test that works on its own thread, and for calls without a
+///    An asynchronous connection cannot carry a prefix.
+/// 2. The **task**, within [`scope`](Self::scope). Use it for asynchronous tests.
+/// 3. The **thread**, from [`enter`](Self::enter) on. Use it for a test that works on its own thread, and for calls without a
 ///    connection, such as [`LockKey::id`](crate::LockKey::id), the expressions of [`monitor`](crate::monitor) and
 ///    [`prefixed`].
-/// 3. The **process**, by the environment variable `DIESEL_INTERLOCK_KEY_PREFIX`, which is read once. Use it for a server that
+/// 4. The **process**, by the environment variable `DIESEL_INTERLOCK_KEY_PREFIX`, which is read once. Use it for a server that
 ///    a test starts as a process. The server must be built with the feature `testing`, as `cargo test` builds a package's
 ///    binaries if the feature is among its dev-dependencies.
 ///
@@ -101,6 +107,42 @@ impl KeyPrefix {
         EnteredPrefix::entering(self.clone())
     }
 
+    /// Runs a future under the prefix, on whichever thread it is polled. Use it for a test that is a task, and for the tasks
+    /// that it spawns.
+    ///
+    /// The prefix counts before that of the thread which polls the future. A spawned task inherits nothing, and can be handed a
+    /// clone. Inside the future, use `scope` rather than [`enter`](Self::enter), which does not outlast an `await`. A guard or
+    /// a permit keeps the name that was acquired, so it may be dropped outside.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use diesel_interlock::testing::{KeyPrefix, prefixed};
+    ///
+    /// # let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    /// # runtime.block_on(async {
+    /// let prefix = KeyPrefix::new("this test");
+    /// let handler = tokio::spawn(prefix.clone().scope(async {
+    ///     tokio::task::yield_now().await;
+    ///     prefixed("geocoder").into_owned()
+    /// }));
+    /// assert_eq!(handler.await?, "this test geocoder");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn scope<F: Future>(&self, future: F) -> impl Future<Output = F::Output> + use<F> {
+        let prefix = self.clone();
+        async move {
+            let mut future = pin!(future);
+            poll_fn(|context| {
+                let _entered = prefix.enter();
+                future.as_mut().poll(context)
+            })
+            .await
+        }
+    }
+
     /// Prefixes the names that are used with this connection, on every thread, until it is closed.
     ///
     /// Use it for connections that no r2d2 pool opens, and in your own `connection_customizer`. No round trip. The
@@ -129,6 +171,7 @@ impl KeyPrefix {
     /// # let database = workbench::Database::new();
     /// # InTest(KeyPrefix::new("p")).on_acquire(&mut database.connect()).unwrap();
     /// ```
+    #[cfg(feature = "postgres")]
     pub fn carry_on(&self, conn: &mut PgConnection) {
         conn.set_instrumentation(Carried {
             prefix: self.clone(),
@@ -212,11 +255,13 @@ static OF_PROCESS: LazyLock<Option<KeyPrefix>> = LazyLock::new(|| {
 /// The prefix of a connection. It is an instrumentation, because Diesel stores one with each connection and lends it. The
 /// alternatives do not work: r2d2's extensions are not reachable from a `&mut PgConnection`, `try_get` does not call r2d2's
 /// `handle_checkout`, and a setting of the session would cost a round trip before each lock.
+#[cfg(feature = "postgres")]
 struct Carried {
     prefix: KeyPrefix,
     default: Option<Box<dyn Instrumentation>>,
 }
 
+#[cfg(feature = "postgres")]
 impl Instrumentation for Carried {
     fn on_connection_event(&mut self, event: InstrumentationEvent<'_>) {
         self.default.on_connection_event(event);
@@ -224,6 +269,7 @@ impl Instrumentation for Carried {
 }
 
 /// Enters the prefix of the connection, if it has one.
+#[cfg(feature = "postgres")]
 pub(crate) fn enter_carried(conn: &mut PgConnection) -> Option<EnteredPrefix> {
     let carried: &Carried = conn.instrumentation().downcast_ref()?;
     Some(carried.prefix.enter())

@@ -18,6 +18,43 @@ pub mod resource_control {
     }
 
     diesel::table! {
+        /// What is left of rate limits: one row per limit and key that is not full, and the first generation of those keys that have a later one. A missing row means a full key.
+        resource_control.rate_limit (name, key, generation) {
+            name -> Text,
+            key -> Text,
+            /// The row of the largest generation counts. After 200 updates the next generation replaces it, because old versions of a row slow down a search for it as long as a snapshot needs them.
+            generation -> Int8,
+            /// The number of updates in this generation.
+            updates -> Int4,
+            /// When the key was used first, or first after it was reset or pruned.
+            created_at -> Timestamptz,
+            /// When units were spent or given back last, by the server's clock.
+            changed_at -> Timestamptz,
+            /// When the key is full again if no more units are spent; -infinity in a first generation that a later one replaced.
+            full_at -> Timestamptz,
+            /// N of the quota under which the row was written.
+            n -> Int8,
+            /// The period of the quota under which the row was written, in microseconds.
+            period_us -> Int8,
+        }
+    }
+
+    diesel::table! {
+        /// Quotas that operators set. The row of the key counts, else the row of the name, else the quota of the program.
+        resource_control.rate_limit_override (name, scope) {
+            name -> Text,
+            /// The key, or null for all keys of the name.
+            key -> Nullable<Text>,
+            n -> Int8,
+            /// Elapsed time: a day is 24 hours and a month 30 days, in every time zone.
+            period -> Interval,
+            burst -> Int8,
+            /// An equals sign and the key, or an asterisk for all keys of the name.
+            scope -> Text,
+        }
+    }
+
+    diesel::table! {
         /// Requests to services that take a limited number at a time: the requests in flight, and the log of ended requests.
         resource_control.service_request (id) {
             id -> Int8,
@@ -63,6 +100,8 @@ pub mod resource_control {
 
     diesel::allow_tables_to_appear_in_same_query!(
         fence,
+        rate_limit,
+        rate_limit_override,
         service_request,
         throttled_key,
         throttled_resource,

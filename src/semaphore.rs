@@ -1,13 +1,20 @@
 //! Semaphores: a service takes a limited number of concurrent requests, across all instances.
 
 mod admission;
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
+#[cfg(feature = "postgres")]
 mod blocking;
+#[cfg(any(feature = "r2d2", feature = "async"))]
+mod held;
 mod operations;
 #[cfg(feature = "r2d2")]
 mod permit;
 mod rules;
 mod sql;
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
+mod waiting;
+#[cfg(any(feature = "r2d2", feature = "async"))]
 mod wakeups;
 
 use std::borrow::Cow;
@@ -84,6 +91,12 @@ pub struct Semaphore {
     slots: u32,
     timeout: Duration,
     details: Cow<'static, str>,
+}
+
+impl AsRef<Semaphore> for Semaphore {
+    fn as_ref(&self) -> &Self {
+        self
+    }
 }
 
 impl Semaphore {

@@ -3,61 +3,62 @@
 //! An operation that sends statements is written once, as an `async fn` over [`Session`]. On a blocking connection every
 //! reply is there before the function goes on, so the function is ready when it is first polled: see [`now`].
 
-#[cfg(feature = "__async")]
+#[cfg(feature = "async")]
 mod asynchronous;
+#[cfg(feature = "postgres")]
+mod blocking;
+mod own_transaction;
 
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
 
-use diesel::connection::{
-    AnsiTransactionManager, Connection, SimpleConnection, TransactionManager,
-};
-use diesel::pg::{Pg, PgConnection};
+use diesel::pg::Pg;
 use diesel::query_builder::{QueryFragment, QueryId};
-#[cfg(not(feature = "__async"))]
-use diesel::query_dsl::{RunQueryDsl, methods::LoadQuery};
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
-#[cfg(feature = "r2d2")]
-use crate::error::Error;
-use crate::error::Result;
+#[cfg(feature = "async")]
+pub(crate) use self::asynchronous::{
+    AsyncProbe, AsyncStatement, Asynchronous, Lent, ProbeColumns, Probed, Times,
+};
+#[cfg(feature = "postgres")]
+pub(crate) use self::blocking::{Blocking, BlockingStatement};
+pub(crate) use self::own_transaction::OwnTransaction;
+use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
 use crate::text::Name;
-use crate::transaction::{self, Transaction};
+use crate::transaction::Transaction;
 
 /// The reply to a statement, which is awaited.
 pub(crate) type Reply<'conn, T> = Pin<Box<dyn Future<Output = T> + Send + 'conn>>;
 
-/// A statement whose rows load as `U`. It may have to be sent again, so it is `Clone`.
-///
-/// With the asynchronous half compiled in, the same types implement it there: see [`asynchronous`].
-pub(crate) trait Statement<U>: Clone {
-    fn load(&self, conn: &mut PgConnection) -> QueryResult<U>;
+/// A statement whose rows load as `U`, on either kind of connection. It may have to be sent again, so it is `Clone`.
+pub(crate) trait Statement<U>: Clone + BlockingStatement<U> + AsyncStatement<U> {}
 
-    fn load_all(&self, conn: &mut PgConnection) -> QueryResult<Vec<U>>;
+impl<Q: Clone + BlockingStatement<U> + AsyncStatement<U>, U> Statement<U> for Q {}
 
-    #[cfg(feature = "__async")]
-    fn send<'conn>(
-        self,
-        conn: &'conn mut diesel_async::AsyncPgConnection,
-    ) -> Reply<'conn, QueryResult<Vec<U>>>
-    where
-        U: Send + 'conn;
-}
+/// A statement that may probe for an open transaction: see [`probe`].
+pub(crate) trait Probe<U>: Statement<U> + AsyncProbe<U> {}
 
-#[cfg(not(feature = "__async"))]
-impl<'query, Q, U> Statement<U> for Q
-where
-    Q: Clone + RunQueryDsl<PgConnection> + LoadQuery<'query, PgConnection, U>,
-{
-    fn load(&self, conn: &mut PgConnection) -> QueryResult<U> {
-        self.clone().get_result(conn)
-    }
+impl<Q: Statement<U> + AsyncProbe<U>, U> Probe<U> for Q {}
 
-    fn load_all(&self, conn: &mut PgConnection) -> QueryResult<Vec<U>> {
-        RunQueryDsl::load(self.clone(), conn)
-    }
+#[cfg(not(feature = "postgres"))]
+use self::any_statement::BlockingStatement;
+#[cfg(not(feature = "async"))]
+use self::any_statement::{AsyncProbe, AsyncStatement};
+
+/// What a half that is not compiled in asks of a statement: nothing.
+#[cfg(not(all(feature = "postgres", feature = "async")))]
+#[allow(dead_code)] // each half uses the names of the other
+mod any_statement {
+    pub(crate) trait BlockingStatement<U> {}
+    impl<Q, U> BlockingStatement<U> for Q {}
+
+    pub(crate) trait AsyncStatement<U> {}
+    impl<Q, U> AsyncStatement<U> for Q {}
+
+    pub(crate) trait AsyncProbe<U> {}
+    impl<Q, U> AsyncProbe<U> for Q {}
 }
 
 /// A server session. It belongs to one connection, whose statements run one after the other.
@@ -92,20 +93,26 @@ pub(crate) trait Session: Send {
     where
         Q: QueryFragment<Pg> + QueryId;
 
-    /// As [`one`](Self::one), and also returns whether a transaction is open that Diesel does not know of. The
-    /// connection is then left marked as broken: see [`transaction::probed`].
-    fn probe<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, (QueryResult<U>, bool)>
+    /// As [`one`](Self::one), and also returns whether a transaction is open that Diesel does not know of. Also true if the
+    /// statement failed before it ran, because a `PREPARE` failed or the connection is closed. Called by [`probe`].
+    fn send_probe<'conn, U, Q>(
+        &'conn mut self,
+        statement: Q,
+    ) -> Reply<'conn, (QueryResult<U>, bool)>
     where
-        Q: Statement<U>,
+        Q: Probe<U>,
         U: Send + 'conn;
 
     /// Sends statements that return nothing, in one message.
     fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>>;
 
-    /// Marks the connection as broken, so that a pool discards it. See [`transaction::mark_broken`].
+    /// Returns whether an error of this session shows that the session has ended, and the server has freed its locks.
+    fn has_ended<'conn>(&'conn mut self, error: &DieselError) -> Reply<'conn, bool>;
+
+    /// Marks the connection as broken, so that a pool discards it.
     fn mark_broken(&mut self);
 
-    /// Clears the mark that [`probe`](Self::probe) left, because the transaction is the caller's, who may continue it.
+    /// Clears the mark that [`probe`] left, because the transaction is the caller's, who may continue it.
     fn clear_mark(&mut self);
 
     /// Opens a transaction at the session's default isolation level, or a savepoint inside a transaction.
@@ -123,118 +130,8 @@ pub(crate) trait Session: Send {
 
 const BEGIN_READ_COMMITTED: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED";
 
-/// The session of a blocking connection, whose replies are always ready.
-pub(crate) struct Blocking<'conn> {
-    conn: &'conn mut PgConnection,
-    is_pooled: bool,
-}
-
-impl<'conn> Blocking<'conn> {
-    pub(crate) fn new(conn: &'conn mut PgConnection, is_pooled: bool) -> Self {
-        Self { conn, is_pooled }
-    }
-
-    /// On a connection that the caller lends.
-    pub(crate) fn lent(conn: &'conn mut PgConnection) -> Self {
-        Self::new(conn, false)
-    }
-
-    /// On a connection out of a pool.
-    #[cfg(feature = "r2d2")]
-    pub(crate) fn pooled(conn: &'conn mut PgConnection) -> Self {
-        Self::new(conn, true)
-    }
-}
-
-impl Session for Blocking<'_> {
-    fn transaction(&mut self) -> Transaction {
-        transaction::of(self.conn)
-    }
-
-    fn is_pooled(&self) -> bool {
-        self.is_pooled
-    }
-
-    fn name<'a>(&mut self, name: &'a str) -> Name<'a> {
-        Name::on(self.conn, name)
-    }
-
-    fn lock_id(&mut self, key: &LockKey) -> Result<LockId> {
-        Ok(key.id_on(self.conn)?)
-    }
-
-    fn one<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<U>>
-    where
-        Q: Statement<U>,
-        U: Send + 'conn,
-    {
-        ready(sent(self.conn, |conn| statement.load(conn)))
-    }
-
-    fn all<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<Vec<U>>>
-    where
-        Q: Statement<U>,
-        U: Send + 'conn,
-    {
-        ready(sent(self.conn, |conn| statement.load_all(conn)))
-    }
-
-    fn execute<'conn, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<usize>>
-    where
-        Q: QueryFragment<Pg> + QueryId,
-    {
-        ready(sent(self.conn, |conn| {
-            conn.execute_returning_count(&statement)
-        }))
-    }
-
-    fn probe<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, (QueryResult<U>, bool)>
-    where
-        Q: Statement<U>,
-        U: Send + 'conn,
-    {
-        ready(transaction::probed(self.conn, |conn| {
-            sent(conn, |conn| statement.load(conn))
-        }))
-    }
-
-    fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>> {
-        ready(self.conn.batch_execute(sql))
-    }
-
-    fn mark_broken(&mut self) {
-        transaction::mark_broken(self.conn);
-    }
-
-    fn clear_mark(&mut self) {
-        transaction::clear_mark(self.conn);
-    }
-
-    fn begin(&mut self) -> Reply<'_, QueryResult<()>> {
-        ready(AnsiTransactionManager::begin_transaction(self.conn))
-    }
-
-    fn begin_read_committed(&mut self) -> Reply<'_, QueryResult<()>> {
-        ready(AnsiTransactionManager::begin_transaction_sql(
-            self.conn,
-            BEGIN_READ_COMMITTED,
-        ))
-    }
-
-    fn commit(&mut self) -> Reply<'_, QueryResult<()>> {
-        ready(AnsiTransactionManager::commit_transaction(self.conn))
-    }
-
-    fn rollback(&mut self) -> Reply<'_, QueryResult<()>> {
-        ready(AnsiTransactionManager::rollback_transaction(self.conn))
-    }
-}
-
-fn ready<'conn, T: Send + 'conn>(reply: T) -> Reply<'conn, T> {
-    Box::pin(std::future::ready(reply))
-}
-
 /// Runs an operation on a blocking connection.
+#[cfg(feature = "postgres")]
 pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {
     match started(operation) {
         Some(value) => value,
@@ -251,33 +148,23 @@ pub(crate) fn started<T>(operation: impl Future<Output = T>) -> Option<T> {
     }
 }
 
-/// Makes a call whose first statement libpq may refuse to send because of a `COPY`. In that case nothing was sent: this
-/// ends the `COPY`, and makes the call again. A connection that is closed fails again.
+/// Sends a statement, and returns its row, and whether a transaction is open that Diesel does not know of. Also true if the
+/// statement failed before it ran, because a `PREPARE` failed or the connection is closed.
 ///
-/// Diesel does not read libpq to the end of a `COPY TO`, even where the caller read all of its rows. A panic in the
-/// closure of `copy_from` leaves a `COPY FROM` open likewise. libpq then refuses to send a prepared statement, or one
-/// with parameters, with the error that it also reports for a closed connection.
-///
-/// Ending a `COPY TO` reads what is left of it. Ending a `COPY FROM` cancels it, which aborts the transaction around it.
-/// Either costs a round trip, after such a refusal only.
-fn sent<T>(
-    conn: &mut PgConnection,
-    mut call: impl FnMut(&mut PgConnection) -> QueryResult<T>,
-) -> QueryResult<T> {
-    match call(conn) {
-        Err(DieselError::DatabaseError(DatabaseErrorKind::UnableToSendCommand, _)) => {
-            let was_marked = transaction::of(conn) == Transaction::Broken;
-            // Without parameters libpq ends the COPY before it sends. The statement itself may fail, as it does in an
-            // aborted transaction.
-            let _ = conn.batch_execute("SELECT 1");
-            if was_marked {
-                // The statement cleared the mark, by which the call may find an open transaction.
-                transaction::mark_broken(conn);
-            }
-            call(conn)
-        }
-        reply => reply,
+/// A pooled connection is then left marked as broken, and so is a blocking one that the caller lends, where the mark is
+/// Diesel's own until the next statement. On an asynchronous connection no statement clears a mark, so one that the caller
+/// lends is left as it was.
+pub(crate) async fn probe<S, U, Q>(session: &mut S, statement: Q) -> (QueryResult<U>, bool)
+where
+    S: Session,
+    Q: Probe<U>,
+    U: Send,
+{
+    let (reply, is_open) = session.send_probe(statement).await;
+    if is_open && session.is_pooled() {
+        session.mark_broken();
     }
+    (reply, is_open)
 }
 
 /// Sends a statement and returns its row, unless the connection is out of a pool, and an earlier user left a transaction
@@ -285,14 +172,13 @@ fn sent<T>(
 pub(crate) async fn one_outside_leftovers<S, U, Q>(session: &mut S, statement: Q) -> QueryResult<U>
 where
     S: Session,
-    Q: Statement<U>,
+    Q: Probe<U>,
     U: Send,
 {
     if !session.is_pooled() {
         return session.one(statement).await;
     }
-    match session.probe(statement).await {
-        #[cfg(feature = "r2d2")]
+    match probe(session, statement).await {
         (Ok(_), true) => Err(Error::TransactionInPool.into()),
         (reply, _) => reply,
     }
@@ -303,7 +189,7 @@ where
 pub(crate) async fn one_at_read_committed<S, U, Q>(session: &mut S, statement: Q) -> QueryResult<U>
 where
     S: Session,
-    Q: Statement<U>,
+    Q: Probe<U>,
     U: Send,
 {
     match one_outside_leftovers(session, statement.clone()).await {
@@ -316,7 +202,7 @@ where
     }
 }
 
-/// As [`Session::probe`], and sends the statement again in a READ COMMITTED transaction if a stricter default level fails
+/// As [`probe`], and sends the statement again in a READ COMMITTED transaction if a stricter default level fails
 /// it.
 pub(crate) async fn probe_at_read_committed<S, U, Q>(
     session: &mut S,
@@ -324,10 +210,10 @@ pub(crate) async fn probe_at_read_committed<S, U, Q>(
 ) -> (QueryResult<U>, bool)
 where
     S: Session,
-    Q: Statement<U>,
+    Q: Probe<U>,
     U: Send,
 {
-    match session.probe(statement.clone()).await {
+    match probe(session, statement.clone()).await {
         (Err(error), _)
             if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
         {
@@ -353,17 +239,9 @@ where
     Q: Statement<U>,
     U: Send,
 {
-    session.begin_read_committed().await?;
-    match session.all(statement).await {
-        Ok(rows) => {
-            session.commit().await?;
-            Ok(rows)
-        }
-        Err(error) => {
-            undo(session).await?;
-            Err(error)
-        }
-    }
+    let mut transaction = OwnTransaction::begin_read_committed(session).await?;
+    let rows = transaction.session().all(statement).await;
+    transaction.end(rows).await
 }
 
 /// Sends a statement and returns all of its rows. Sends it again as [`one_at_read_committed`] does.
@@ -393,6 +271,20 @@ pub(crate) async fn undo<S: Session>(session: &mut S) -> QueryResult<()> {
         Err(DieselError::BrokenTransactionManager) => Ok(()),
         undone => undone,
     }
+}
+
+/// Returns whether an error certainly shows that the connection is closed.
+///
+/// libpq notices the end when a reply does not come, and refuses to send from then on. It also refuses to send during a
+/// `COPY`, so this holds only for the errors of [`Session`], which ends a `COPY` first.
+pub(crate) fn is_closed(error: &DieselError) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(
+            DatabaseErrorKind::ClosedConnection | DatabaseErrorKind::UnableToSendCommand,
+            _
+        )
+    )
 }
 
 pub(crate) fn is_serialization_failure(error: &DieselError) -> bool {

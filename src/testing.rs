@@ -4,6 +4,7 @@
 //! |---|---|
 //! | Make a throttle due without waiting for its interval | [`make_due`] |
 //! | Let the holder of a slot time out without waiting | [`expire`] |
+//! | Use up a key of a rate limit | [`use_up`] |
 //! | Assert that a handler released everything | [`assert_nothing_held`], [`assert_not_held`], [`assert_none_in_flight`] |
 //! | List what is held | [`held_locks`], [`requests_in_flight`] |
 //! | Use names that no other test uses, on the test's thread or on those of its handlers | [`key_prefix`], [`KeyPrefix`] |
@@ -37,12 +38,21 @@
 //! [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) takes are held until the test transaction ends. A slot
 //! that is claimed, or a resource that is taken, is not available to other sessions until then.
 
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
 mod expiry;
 mod held;
 mod in_flight;
 mod polling;
+#[cfg(feature = "postgres")]
+mod rate_limits;
 
+#[cfg(feature = "postgres")]
 pub use self::expiry::{expire, make_due};
+#[cfg(feature = "postgres")]
 pub use self::held::{assert_not_held, assert_nothing_held, held_locks};
+#[cfg(feature = "postgres")]
 pub use self::in_flight::{assert_none_in_flight, requests_in_flight};
+#[cfg(feature = "postgres")]
+pub use self::rate_limits::use_up;
 pub use crate::prefix::{EnteredPrefix, KEY_PREFIX_VARIABLE, KeyPrefix, key_prefix, prefixed};

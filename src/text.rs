@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 
 use crate::input::Input;
@@ -33,7 +34,7 @@ pub(crate) fn formatted(value: impl fmt::Display) -> Option<String> {
     write!(text, "{value}").is_ok().then_some(text)
 }
 
-/// A name as it is sent: that of a service, a throttled key or a fence, with the prefix of a test if there is one.
+/// A name as it is sent: that of a service, a throttled key, a rate limit or a fence, with the prefix of a test if there is one.
 ///
 /// [`Session::name`](crate::session::Session::name) makes it, so that no statement can be sent without the prefix.
 #[derive(Debug, Clone)]
@@ -45,6 +46,7 @@ impl<'a> Name<'a> {
         Self(prefixed(name))
     }
 
+    #[cfg(feature = "postgres")]
     pub(crate) fn on(conn: &mut PgConnection, name: &'a str) -> Self {
         let _names = names_on(conn);
         Self::anywhere(name)
@@ -71,6 +73,7 @@ pub(crate) use crate::prefix::prefixed;
 
 /// Names get the prefix of that connection until the returned value is dropped.
 #[cfg(not(feature = "testing"))]
+#[cfg(feature = "postgres")]
 pub(crate) fn names_on(_: &mut PgConnection) -> Names {
     Names {}
 }
@@ -78,12 +81,14 @@ pub(crate) fn names_on(_: &mut PgConnection) -> Names {
 /// Names get the prefix of that connection until the returned value is dropped. The connections of a test's pool may carry
 /// a prefix, which then reaches the threads of handlers.
 #[cfg(feature = "testing")]
+#[cfg(feature = "postgres")]
 pub(crate) fn names_on(conn: &mut PgConnection) -> Names {
     Names {
         _entered: crate::prefix::enter_carried(conn),
     }
 }
 
+#[cfg(feature = "postgres")]
 #[must_use = "if unused the names have no prefix of the connection"]
 pub(crate) struct Names {
     #[cfg(feature = "testing")]

@@ -1,20 +1,20 @@
 //! Throttles: a resource is granted at most once per interval, across all instances.
 
-#[cfg(feature = "__async")]
-mod asynchronous;
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
+#[cfg(feature = "postgres")]
 mod blocking;
 mod decision;
 mod operations;
 mod resource;
 mod rules;
 mod sql;
-mod sync;
+pub(crate) mod sync;
 
 use std::borrow::Cow;
 use std::fmt;
 
-#[cfg(feature = "__async")]
-pub use self::asynchronous::Asynchronous;
+#[cfg(feature = "postgres")]
 pub use self::blocking::{sync, sync_intervals};
 pub use self::decision::{Decision, Denial, DenialReason, Grant};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
@@ -83,6 +83,12 @@ pub struct Throttle<R> {
     /// `Some(None)` is a key that could not be formatted.
     key: Option<Option<String>>,
     details: Cow<'static, str>,
+}
+
+impl<R> AsRef<Throttle<R>> for Throttle<R> {
+    fn as_ref(&self) -> &Self {
+        self
+    }
 }
 
 impl<R> Throttle<R> {

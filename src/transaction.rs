@@ -4,7 +4,9 @@
 //! (`transaction_manager_status_mut` is hidden from Diesel's documentation). Because of it this crate is pinned to a minor
 //! version of Diesel.
 
+#[cfg(feature = "postgres")]
 use diesel::connection::{AnsiTransactionManager, TransactionManager, TransactionManagerStatus};
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::result::Error as DieselError;
 
@@ -23,6 +25,7 @@ pub(crate) enum Transaction {
     Broken,
 }
 
+#[cfg(feature = "postgres")]
 pub(crate) fn of(conn: &mut PgConnection) -> Transaction {
     let Ok(depth) = status(conn).transaction_depth() else {
         return Transaction::Broken;
@@ -36,8 +39,8 @@ pub(crate) fn of(conn: &mut PgConnection) -> Transaction {
 }
 
 /// Refuses an operation that commits as it goes inside any transaction, including a test transaction.
-pub(crate) fn refuse_any(conn: &mut PgConnection) -> Result<()> {
-    match of(conn) {
+pub(crate) fn refuse_any(transaction: Transaction) -> Result<()> {
+    match transaction {
         Transaction::None => Ok(()),
         Transaction::Test | Transaction::Open => {
             Err(Error::Misplaced(Misplaced::CommitsInTransaction))
@@ -54,6 +57,7 @@ pub(crate) fn refuse_any(conn: &mut PgConnection) -> Result<()> {
 /// For the same reason the mark is a probe. If a connection is marked *before* a statement, the mark is cleared after it if,
 /// and only if, the server reports that no transaction is open. Only this detects, without a round trip, a transaction that
 /// the caller opened without Diesel's knowledge.
+#[cfg(feature = "postgres")]
 pub(crate) fn mark_broken(conn: &mut PgConnection) {
     status(conn).set_in_error();
 }
@@ -62,11 +66,12 @@ pub(crate) fn mark_broken(conn: &mut PgConnection) {
 ///
 /// If so, the connection is left marked. It is also left marked if the call failed before the server reported on a
 /// transaction, because a `PREPARE` failed or the connection is closed.
+#[cfg(feature = "postgres")]
 pub(crate) fn probed<T>(
     conn: &mut PgConnection,
     call: impl FnOnce(&mut PgConnection) -> T,
 ) -> (T, bool) {
-    if of(conn) != Transaction::None {
+    if matches!(of(conn), Transaction::Test | Transaction::Open) {
         return (call(conn), false);
     }
     mark_broken(conn);
@@ -75,17 +80,20 @@ pub(crate) fn probed<T>(
 }
 
 /// Clears the mark, if it is known that only a transaction of the caller kept it.
+#[cfg(feature = "postgres")]
 pub(crate) fn clear_mark(conn: &mut PgConnection) {
     *status(conn) = TransactionManagerStatus::default();
 }
 
 /// Returns whether a pool would discard the connection.
+#[cfg(feature = "postgres")]
 pub(crate) fn is_marked(conn: &mut PgConnection) -> bool {
     <AnsiTransactionManager as TransactionManager<PgConnection>>::is_broken_transaction_manager(
         conn,
     )
 }
 
+#[cfg(feature = "postgres")]
 fn status(conn: &mut PgConnection) -> &mut TransactionManagerStatus {
     <AnsiTransactionManager as TransactionManager<PgConnection>>::transaction_manager_status_mut(
         conn,

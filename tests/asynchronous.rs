@@ -1,145 +1,48 @@
-//! The asynchronous half of throttles: the same operations, awaited.
+//! The asynchronous half.
+
+#[path = "asynchronous/chaos.rs"]
+mod chaos;
+#[path = "asynchronous/dropping.rs"]
+mod dropping;
+#[path = "asynchronous/drops.rs"]
+mod drops;
+#[cfg(feature = "tracing")]
+#[path = "asynchronous/events.rs"]
+mod events;
+#[path = "asynchronous/fences.rs"]
+mod fences;
+#[path = "asynchronous/locks.rs"]
+mod locks;
+#[path = "asynchronous/lost.rs"]
+mod lost;
+#[path = "asynchronous/migrations.rs"]
+mod migrations;
+#[path = "asynchronous/places.rs"]
+mod places;
+#[path = "asynchronous/rate_limits.rs"]
+mod rate_limits;
+#[path = "asynchronous/semaphores.rs"]
+mod semaphores;
+#[path = "asynchronous/sessions.rs"]
+mod sessions;
+#[path = "asynchronous/shared_sessions.rs"]
+mod shared_sessions;
+#[cfg(feature = "testing")]
+#[path = "asynchronous/testing.rs"]
+mod testing;
+#[path = "asynchronous/throttles.rs"]
+mod throttles;
+#[path = "asynchronous/transactions.rs"]
+mod transactions;
 
 use std::future::Future;
-use std::time::Duration;
 
-use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
-use diesel_interlock::__asynchronous::Asynchronous;
-use diesel_interlock::error::{Input, Misplaced, Schema};
-use diesel_interlock::{
-    Decision, Error, ResourceLabel, Throttle, migrations, sync, throttled_resources,
-};
-use workbench::Database;
-
-throttled_resources! {
-    enum Resource {
-        CacheRebuild = "cache rebuild" every Duration::from_secs(3600),
-    }
-}
-
-fn database() -> Database {
-    let database = Database::new();
-    let conn = &mut database.connect();
-    migrations::install(conn).unwrap();
-    let _ = sync::<Resource>(conn).unwrap();
-    database
-}
-
-/// Runs a future that may be spawned on a runtime of many threads: this does not compile for one that is not `Send`.
+/// Runs a future that may be spawned on a runtime of several threads: this does not compile for one that is not `Send`.
 fn run<T: Send + 'static>(future: impl Future<Output = T> + Send + 'static) -> T {
-    tokio::runtime::Builder::new_current_thread()
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
         .enable_all()
         .build()
         .unwrap()
         .block_on(async { tokio::spawn(future).await.unwrap() })
-}
-
-/// The database as tokio-postgres accepts it, which does not know libpq's `gssencmode`.
-fn url(database: &Database) -> String {
-    let url = database.url();
-    match url.split_once('?') {
-        None => url,
-        Some((server, parameters)) => {
-            let known = parameters
-                .split('&')
-                .filter(|it| !it.starts_with("gssencmode="));
-            format!("{server}?{}", known.collect::<Vec<_>>().join("&"))
-        }
-    }
-}
-
-async fn connect(url: String) -> AsyncPgConnection {
-    AsyncPgConnection::establish(&url).await.unwrap()
-}
-
-#[test]
-fn the_second_attempt_of_a_spawned_task_is_denied() {
-    let database = database();
-    let url = url(&database);
-    run(async move {
-        let conn = &mut connect(url).await;
-        let rebuild = Throttle::of(Resource::CacheRebuild).details("web-3");
-        let rebuild = Asynchronous(&rebuild);
-        let grant = rebuild.attempt_on(conn).await.unwrap().granted();
-        let denied = rebuild.attempt_on(conn).await.unwrap().denied().unwrap();
-        assert_eq!(denied.holder.as_deref(), Some("web-3"));
-        assert_eq!(denied.held_since, grant.map(|grant| grant.granted_at));
-        assert_eq!(denied.retry_after_secs(), 3600);
-    });
-}
-
-#[test]
-fn both_halves_exclude_each_other() {
-    let database = database();
-    let url = url(&database);
-    let tenant = |key| Throttle::of(Resource::CacheRebuild).key(key).details("us");
-    let blocking = &mut database.connect();
-    assert!(!tenant(7).attempt_on(blocking).unwrap().is_denied());
-    run(async move {
-        let conn = &mut connect(url).await;
-        let seventh = Asynchronous(&tenant(7)).attempt_on(conn).await.unwrap();
-        assert!(seventh.is_denied());
-        let eighth = Asynchronous(&tenant(8)).attempt_on(conn).await.unwrap();
-        assert!(!eighth.is_denied());
-    });
-    assert!(tenant(8).attempt_on(blocking).unwrap().is_denied());
-}
-
-#[test]
-fn work_runs_after_the_grant_and_not_after_a_denial() {
-    let database = database();
-    let url = url(&database);
-    run(async move {
-        let conn = &mut connect(url).await;
-        let rebuild = Throttle::of(Resource::CacheRebuild).details("web-3");
-        for expected in [Some(7), None] {
-            let decision = Asynchronous(&rebuild)
-                .run_on(conn, async |conn, _| {
-                    conn.batch_execute("SELECT 1").await?;
-                    Ok::<_, Error>(7)
-                })
-                .await;
-            let value = match decision.unwrap() {
-                Decision::Granted(value) => Some(value),
-                Decision::Denied(_) => None,
-            };
-            assert_eq!(value, expected);
-        }
-    });
-}
-
-#[test]
-fn the_errors_are_those_of_the_blocking_half() {
-    let database = database();
-    let url = url(&database);
-    run(async move {
-        let conn = &mut connect(url).await;
-        let unknown = Throttle::of(ResourceLabel("unknown".to_owned())).details("web-3");
-        let error = Asynchronous(&unknown).attempt_on(conn).await.unwrap_err();
-        assert!(
-            matches!(&error, Error::Schema(Schema::UnknownResource { label }) if label == "unknown"),
-            "{error}"
-        );
-        let silent = Throttle::of(Resource::CacheRebuild);
-        let error = Asynchronous(&silent).attempt_on(conn).await.unwrap_err();
-        assert!(
-            matches!(error, Error::Input(Input::EmptyDetails)),
-            "{error}"
-        );
-        let rebuild = Throttle::of(Resource::CacheRebuild).details("web-3");
-        let refused = conn
-            .transaction(async |conn| {
-                Asynchronous(&rebuild)
-                    .run_on(conn, async |_, _| Ok::<_, Error>(()))
-                    .await
-            })
-            .await;
-        assert!(
-            matches!(
-                refused,
-                Err(Error::Misplaced(Misplaced::GrantInTransaction))
-            ),
-            "{refused:?}"
-        );
-    });
 }

@@ -61,7 +61,7 @@ impl Application {
         );
     }
 
-    /// Writes our migrations among the application's own, and answers how many.
+    /// Writes our migrations among the application's own, and returns how many.
     fn add_ours(&self) -> usize {
         let written = migrations::write_to(self.directory.join("migrations")).unwrap();
         assert_eq!(written.len(), ours());

@@ -27,8 +27,8 @@ const NAMES: [&str; 8] = [
     " back\\slash 'quoted' %s $1 ",
 ];
 
-/// How long a program may take to start, connect and answer.
-const ANSWERING: Duration = Duration::from_secs(60);
+/// How long a program may take to start, connect and reply.
+const REPLYING: Duration = Duration::from_secs(60);
 
 /// How long the server may take to notice that a program is gone.
 const NOTICING: Duration = Duration::from_secs(30);
@@ -103,7 +103,7 @@ fn required(variable: &str) -> String {
 struct Client {
     child: Child,
     commands: Option<ChildStdin>,
-    answers: Receiver<String>,
+    replies: Receiver<String>,
 }
 
 impl Client {
@@ -117,7 +117,7 @@ impl Client {
             .unwrap_or_else(|error| panic!("cannot run {command:?}: {error}"));
         let commands = child.stdin.take();
         let output = BufReader::new(child.stdout.take().unwrap());
-        let (sender, answers) = mpsc::channel();
+        let (sender, replies) = mpsc::channel();
         thread::spawn(move || {
             for line in output.lines().map_while(Result::ok) {
                 let _ = sender.send(line);
@@ -126,19 +126,19 @@ impl Client {
         Self {
             child,
             commands,
-            answers,
+            replies,
         }
     }
 
-    /// The program's answer to a command.
+    /// The program's reply to a command.
     #[track_caller]
     fn ask(&mut self, command: &str) -> String {
         let commands = self.commands.as_mut().unwrap();
-        // A program that has ended is noticed by its answer.
+        // A program that has ended is noticed when it does not reply.
         let _ = writeln!(commands, "{command}");
-        self.answers
-            .recv_timeout(ANSWERING)
-            .unwrap_or_else(|error| panic!("no answer to `{command}`: {error}"))
+        self.replies
+            .recv_timeout(REPLYING)
+            .unwrap_or_else(|error| panic!("no reply to `{command}`: {error}"))
     }
 
     /// Ends the program's input, and waits for its end.
@@ -146,7 +146,7 @@ impl Client {
     fn end(mut self) {
         self.commands = None;
         assert_eq!(
-            self.answers.recv_timeout(ANSWERING),
+            self.replies.recv_timeout(REPLYING),
             Err(mpsc::RecvTimeoutError::Disconnected)
         );
         assert!(self.child.wait().unwrap().success());

@@ -111,7 +111,7 @@ fn in_session_mode_and_without_a_pooler_session_locks_are_taken() {
 }
 
 #[test]
-fn of_a_pool_of_one_nothing_is_known() {
+fn in_a_pool_of_one_a_pooler_is_not_detected() {
     let (_cluster, pooler) = pooled(PoolMode::Transaction, 4);
     assert_eq!(
         probe_sessions(&pool(&pooler, 1)).unwrap(),
@@ -120,7 +120,7 @@ fn of_a_pool_of_one_nothing_is_known() {
 }
 
 #[test]
-fn a_busy_pooler_shows_as_well() {
+fn a_busy_pooler_is_detected_too() {
     let (_cluster, pooler) = pooled(PoolMode::Transaction, 8);
     let done = AtomicUsize::new(0);
     let busy = pool(&pooler, 4);

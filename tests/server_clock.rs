@@ -1,7 +1,7 @@
 //! What depends on the server's clock, tried on a server whose clock is set: `scripts/test_with libfaketime`.
 //!
-//! Nothing here waits on the server: libfaketime gives signal handlers the true time, so PostgreSQL's own time-outs do not
-//! strike there.
+//! Nothing here waits on the server: libfaketime gives signal handlers the true time, so PostgreSQL's own timeouts do not
+//! expire there.
 
 use std::fs;
 use std::path::PathBuf;

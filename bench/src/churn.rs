@@ -12,7 +12,7 @@ use crate::harness::{Ratio, median};
 use crate::libpq::Session;
 use crate::report::{NO_GOAL, Report};
 use crate::semaphores::{self, semaphore};
-use crate::site::{Place, pool};
+use crate::server::{BenchDatabase, pool};
 
 const CONNECTIONS: usize = 8;
 
@@ -29,8 +29,8 @@ fn hour(bench: &Bench, report: &mut Report) {
         180_000.0
     };
     let patience = Duration::from_secs(120);
-    let place = bench.site.place();
-    let mut session = place.session();
+    let database = bench.server.database();
+    let mut session = database.session();
     session.query("ALTER SYSTEM SET autovacuum_naptime = '1s'");
     session.query("SELECT pg_reload_conf()");
 
@@ -38,7 +38,7 @@ fn hour(bench: &Bench, report: &mut Report) {
         "churn, without waiting for the disk: an hour of 50 claims a second",
         CONNECTIONS,
     );
-    let mut contender = semaphores::ours_of("ours", &pool_of(&place, CONNECTIONS), CONNECTIONS);
+    let mut contender = semaphores::ours_of("ours", &pool_of(&database, CONNECTIONS), CONNECTIONS);
     let slice = Duration::from_millis(500);
     contender.run(slice);
     let (began, mut rates, mut done) = (Instant::now(), Vec::new(), 0.0);
@@ -62,7 +62,7 @@ fn hour(bench: &Bench, report: &mut Report) {
         NO_GOAL,
     );
     report.figure("claims", "claims", done);
-    sizes(&place, report);
+    sizes(&database, report);
 
     session.query("ALTER SYSTEM RESET autovacuum_naptime");
     session.query("SELECT pg_reload_conf()");
@@ -74,8 +74,8 @@ fn hour(bench: &Bench, report: &mut Report) {
 /// claims.
 fn snapshot(bench: &Bench, report: &mut Report) {
     let requests: u32 = if bench.options.quick { 10_000 } else { 100_000 };
-    let place = bench.site.place();
-    let pool = pool_of(&place, 1);
+    let database = bench.server.database();
+    let pool = pool_of(&database, 1);
     report.scenario(
         "churn, without waiting for the disk: claims under one long-open snapshot",
         1,
@@ -88,17 +88,17 @@ fn snapshot(bench: &Bench, report: &mut Report) {
         assert!(taken.iter().all(Option::is_some));
         semaphores::time_of(|| semaphores::be_refused(&pool, &semaphore()))
     };
-    let bare_time = || semaphores::bare_time(Session::connect(&without_disk(&place)));
-    come_and_go(&place, requests / 10);
+    let bare_time = || semaphores::bare_time(Session::connect(&without_disk(&database)));
+    come_and_go(&database, requests / 10);
     report.figure("claim and release before", "µs", claim_time());
     report.figure("refusal before", "µs", refusal_time());
     report.figure("bare insert and update before", "µs", bare_time());
 
-    let mut reader = place.session();
+    let mut reader = database.session();
     reader.query("BEGIN ISOLATION LEVEL REPEATABLE READ");
     reader.query("SELECT count(*) FROM resource_control.service_request");
     for part in 1..=4 {
-        come_and_go(&place, requests / 4);
+        come_and_go(&database, requests / 4);
         report.figure(
             &format!("claim and release after {} requests", requests / 4 * part),
             "µs",
@@ -107,7 +107,7 @@ fn snapshot(bench: &Bench, report: &mut Report) {
     }
     report.figure("refusal after them", "µs", refusal_time());
     report.figure("bare insert and update after them", "µs", bare_time());
-    sizes(&place, report);
+    sizes(&database, report);
     reader.query("COMMIT");
     let closed = Instant::now();
     one_claim(&pool);
@@ -119,8 +119,8 @@ fn snapshot(bench: &Bench, report: &mut Report) {
     report.figure("claim and release once it closed", "µs", claim_time());
 }
 
-fn come_and_go(place: &Place, number: u32) {
-    let mut session = Session::connect(&without_disk(place));
+fn come_and_go(database: &BenchDatabase, number: u32) {
+    let mut session = Session::connect(&without_disk(database));
     let come = session.prepare(
         "come",
         &format!(
@@ -146,21 +146,21 @@ fn come_and_go(place: &Place, number: u32) {
     }
 }
 
-fn pool_of(place: &Place, size: usize) -> PgPool {
-    pool(&without_disk(place), size, false)
+fn pool_of(database: &BenchDatabase, size: usize) -> PgPool {
+    pool(&without_disk(database), size, false)
 }
 
 /// How to connect so that commits do not wait for the disk.
-fn without_disk(place: &Place) -> String {
-    place.url_with("-c%20synchronous_commit%3Doff")
+fn without_disk(database: &BenchDatabase) -> String {
+    database.url_with("-c%20synchronous_commit%3Doff")
 }
 
 fn one_claim(pool: &PgPool) {
     semaphores::claim_and_release(pool, &semaphore());
 }
 
-fn sizes(place: &Place, report: &mut Report) {
-    let mut session = place.session();
+fn sizes(database: &BenchDatabase, report: &mut Report) {
+    let mut session = database.session();
     let mut size = |relation: &str| -> f64 {
         let question = format!("SELECT pg_relation_size('resource_control.{relation}')::text");
         session.query(&question).text(0).parse::<f64>().unwrap() / 1024.0

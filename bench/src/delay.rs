@@ -8,8 +8,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Listens on a port of the loopback interface, which it answers, in front of a Unix socket, until the program ends. A
-/// round trip takes that much longer.
+/// Listens on a port of the loopback interface, in front of a Unix socket, until the program ends, and returns the port.
+/// A round trip takes that much longer.
 pub(crate) fn in_front_of(socket: PathBuf, round_trip: Duration) -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .expect("the loopback interface has a free port");

@@ -9,8 +9,8 @@ use crate::Bench;
 use crate::harness::{Contenders, compare};
 use crate::report::{Report, at_least};
 use crate::semaphores;
+use crate::server::BenchDatabase;
 use crate::session_locks;
-use crate::site::Place;
 use crate::throttles::{self, Resource};
 
 /// How large the tables are.
@@ -40,10 +40,10 @@ const EMPTY: &str = "empty tables";
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let sizes = if bench.options.quick { QUICK } else { FULL };
     let began = Instant::now();
-    let empty = throttles::prepared(&bench.site);
-    let some = throttles::prepared(&bench.site);
+    let empty = throttles::prepared(&bench.server);
+    let some = throttles::prepared(&bench.server);
     log(&some, sizes.some);
-    let many = throttles::prepared(&bench.site);
+    let many = throttles::prepared(&bench.server);
     log(&many, sizes.many);
     keys(&many, sizes.keys);
     resources(&many, sizes.resources);
@@ -56,16 +56,16 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         began.elapsed().as_secs()
     );
 
-    // Each contender on each place, all taking turns; the first place is what the others are compared with.
+    // Each contender on each database, all taking turns; the first database is what the others are compared with.
     let by_size = |report: &mut Report,
                    scenario,
                    number,
-                   places: &[(&str, &Place)],
-                   make: &dyn Fn(&str, &Place) -> _| {
+                   places: &[(&str, &BenchDatabase)],
+                   make: &dyn Fn(&str, &BenchDatabase) -> _| {
         report.scenario(scenario, number);
         let contenders: Contenders = places
             .iter()
-            .map(|(name, place)| make(name, place))
+            .map(|(name, database)| make(name, database))
             .collect();
         let rates = compare(bench.options.plan(), contenders);
         for (name, _) in &places[1..] {
@@ -83,12 +83,12 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
             "growth: claim and release",
             number,
             &logs,
-            &|name, place| semaphores::ours(name, place, number),
+            &|name, database| semaphores::ours(name, database, number),
         );
     }
-    let filled = logs.map(|(_, place)| semaphores::fill_ours(place));
-    by_size(report, "growth: refusal", 8, &logs, &|name, place| {
-        semaphores::refusals(name, place, 8)
+    let filled = logs.map(|(_, database)| semaphores::fill_ours(database));
+    by_size(report, "growth: refusal", 8, &logs, &|name, database| {
+        semaphores::refusals(name, database, 8)
     });
     drop(filled);
     in_flight(bench, report);
@@ -99,38 +99,56 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         "growth: throttle, denied",
         8,
         &tables,
-        &|name, place| throttles::ours(name, place, 8, Resource::Hourly, |_| None, false),
+        &|name, database| throttles::ours(name, database, 8, Resource::Hourly, |_| None, false),
     );
     by_size(
         report,
         "growth: throttle, granted",
         1,
         &tables,
-        &|name, place| throttles::ours(name, place, 1, Resource::AtOnce, |_| None, true),
+        &|name, database| throttles::ours(name, database, 1, Resource::AtOnce, |_| None, true),
     );
     by_size(
         report,
         "growth: throttle, denied for a key",
         8,
         &tables,
-        &|name, place| throttles::ours(name, place, 8, Resource::Hourly, throttles::one_key, false),
+        &|name, database| {
+            throttles::ours(
+                name,
+                database,
+                8,
+                Resource::Hourly,
+                throttles::one_key,
+                false,
+            )
+        },
     );
     by_size(
         report,
         "growth: throttle, granted for a key",
         8,
         &tables,
-        &|name, place| throttles::ours(name, place, 8, Resource::AtOnce, throttles::one_key, true),
+        &|name, database| {
+            throttles::ours(
+                name,
+                database,
+                8,
+                Resource::AtOnce,
+                throttles::one_key,
+                true,
+            )
+        },
     );
     by_size(
         report,
         "growth: throttle, granted for a new key",
         8,
         &tables,
-        &|name, place| {
+        &|name, database| {
             throttles::ours(
                 name,
-                place,
+                database,
                 8,
                 Resource::Hourly,
                 |_| Some(throttles::new_key()),
@@ -139,20 +157,24 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         },
     );
     let all = [(EMPTY, &empty), ("all of it", &many)];
-    by_size(report, "growth: session lock", 8, &all, &|name, place| {
-        session_locks::ours(name, &place.pool(8), 8)
-    });
+    by_size(
+        report,
+        "growth: session lock",
+        8,
+        &all,
+        &|name, database| session_locks::ours(name, &database.pool(8), 8),
+    );
 }
 
 /// Claims where very many requests are in flight. They come as rows; what is timed are claims.
 fn in_flight(bench: &Bench, report: &mut Report) {
     const SLOTS: u32 = 32_767;
     let semaphore = Semaphore::named("geocoder", SLOTS, Duration::from_secs(3600));
-    let place = bench.site.place();
-    let pool = place.pool(1);
+    let database = bench.server.database();
+    let pool = database.pool(1);
     report.scenario("growth: claims of 32,767 slots", 1);
     for number in [10, 1_000, 10_000, SLOTS - 1, SLOTS] {
-        place.session().query(&format!(
+        database.session().query(&format!(
             "TRUNCATE resource_control.service_request; \
              INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
              SELECT 'geocoder', slot, now(), now() + '1 hour' FROM generate_series(0, {number} - 1) slot \
@@ -167,7 +189,7 @@ fn in_flight(bench: &Bench, report: &mut Report) {
             ("claim and release", semaphores::time_of(pair))
         };
         report.figure(&format!("{what}, {number} in flight"), "µs", time);
-        let bare = semaphores::bare_time(place.session());
+        let bare = semaphores::bare_time(database.session());
         report.figure(
             &format!("bare insert and update by key, {number} in flight"),
             "µs",
@@ -177,8 +199,8 @@ fn in_flight(bench: &Bench, report: &mut Report) {
 }
 
 /// Fills the log, with the indexes in place, as a service does in the course of time.
-fn log(place: &Place, number: u32) {
-    let mut session = place.session();
+fn log(database: &BenchDatabase, number: u32) {
+    let mut session = database.session();
     session.query(&semaphores::finished_requests(number));
     session.query("VACUUM ANALYZE resource_control.service_request");
     let count = session
@@ -187,8 +209,8 @@ fn log(place: &Place, number: u32) {
     assert_eq!(count, number.to_string());
 }
 
-fn keys(place: &Place, number: u32) {
-    let mut session = place.session();
+fn keys(database: &BenchDatabase, number: u32) {
+    let mut session = database.session();
     session.query(&format!(
         "INSERT INTO resource_control.throttled_key (resource_id, key, last_locked, last_locker_details) \
          SELECT '{}', 'customer ' || n, now(), 'web-1 pid 7' FROM generate_series(1, {number}) n",
@@ -197,8 +219,8 @@ fn keys(place: &Place, number: u32) {
     session.query("VACUUM ANALYZE resource_control.throttled_key");
 }
 
-fn resources(place: &Place, number: u32) {
-    let mut session = place.session();
+fn resources(database: &BenchDatabase, number: u32) {
+    let mut session = database.session();
     let labels: Vec<u32> = (1..=number).collect();
     for labels in labels.chunks(500) {
         let statements = labels.iter().map(|label| {

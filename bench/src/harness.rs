@@ -24,7 +24,7 @@ pub(crate) struct Plan {
 pub(crate) trait Contender {
     fn name(&self) -> &str;
 
-    /// Works for about that long, and answers how many operations a second it did.
+    /// Works for about that long, and returns how many operations a second it did.
     fn run(&mut self, slice: Duration) -> f64;
 }
 

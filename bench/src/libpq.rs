@@ -1,6 +1,6 @@
 //! libpq as it is, without anything in between: what every client of PostgreSQL in this measurement is compared with.
 //!
-//! Whatever goes wrong is a panic with the server's message.
+//! Every failure is a panic with the server's message.
 
 // The one way to call libpq.
 #![allow(unsafe_code)]
@@ -23,8 +23,8 @@ pub(crate) struct Prepared {
     name: CString,
 }
 
-/// What the server answered.
-pub(crate) struct Answer {
+/// The reply of the server to a statement.
+pub(crate) struct Reply {
     result: *mut PGresult,
 }
 
@@ -34,7 +34,7 @@ impl Session {
         // SAFETY: the string outlives the call, and the result is checked below.
         let conn = unsafe { pq_sys::PQconnectdb(url.as_ptr()) };
         let session = Self { conn };
-        // SAFETY: libpq takes a null pointer here, and answers a bad status.
+        // SAFETY: libpq takes a null pointer here, and returns a bad status.
         let status = unsafe { pq_sys::PQstatus(conn) };
         assert!(
             status == ConnStatusType::CONNECTION_OK,
@@ -56,8 +56,8 @@ impl Session {
         Prepared { name }
     }
 
-    /// Runs a prepared statement, with parameters and answer in binary form, as Diesel does.
-    pub(crate) fn run(&mut self, statement: &Prepared, parameters: &[i64]) -> Answer {
+    /// Runs a prepared statement, with parameters and reply in binary form, as Diesel does.
+    pub(crate) fn run(&mut self, statement: &Prepared, parameters: &[i64]) -> Reply {
         const MOST: usize = 8;
         assert!(parameters.len() <= MOST);
         let mut numbers = [[0; 8]; MOST];
@@ -86,22 +86,22 @@ impl Session {
         self.checked(result)
     }
 
-    /// Runs statements as text, in one round trip of the simple protocol, with the last answer as text.
-    pub(crate) fn query(&mut self, statements: &str) -> Answer {
+    /// Runs statements as text, in one round trip of the simple protocol, with the last reply as text.
+    pub(crate) fn query(&mut self, statements: &str) -> Reply {
         let statements = CString::new(statements).expect("no NUL in a statement");
         self.query_c(&statements)
     }
 
     /// As [`query`](Self::query), of a statement that is at hand in C's form.
-    pub(crate) fn query_c(&mut self, statements: &CStr) -> Answer {
+    pub(crate) fn query_c(&mut self, statements: &CStr) -> Reply {
         // SAFETY: the connection is open and borrowed exclusively; the string outlives the call.
         let result = unsafe { pq_sys::PQexec(self.conn, statements.as_ptr()) };
         self.checked(result)
     }
 
-    fn checked(&self, result: *mut PGresult) -> Answer {
-        let answer = Answer { result };
-        // SAFETY: libpq takes a null pointer here, and answers a fatal error.
+    fn checked(&self, result: *mut PGresult) -> Reply {
+        let reply = Reply { result };
+        // SAFETY: libpq takes a null pointer here, and returns a fatal error.
         let status = unsafe { pq_sys::PQresultStatus(result) };
         assert!(
             matches!(
@@ -111,7 +111,7 @@ impl Session {
             "a statement failed: {}",
             self.message()
         );
-        answer
+        reply
     }
 
     fn message(&self) -> String {
@@ -128,7 +128,7 @@ impl Drop for Session {
     }
 }
 
-impl Answer {
+impl Reply {
     pub(crate) fn rows(&self) -> usize {
         // SAFETY: the result was checked when it was made, and is freed in `drop` only.
         unsafe { pq_sys::PQntuples(self.result) as usize }
@@ -146,7 +146,7 @@ impl Answer {
 
     /// The bytes of a column of the first row, none if it is null.
     pub(crate) fn bytes(&self, column: usize) -> Option<&[u8]> {
-        assert!(self.rows() > 0, "the answer has no row");
+        assert!(self.rows() > 0, "the reply has no row");
         let column = column as c_int;
         // SAFETY: there is a first row, as was just checked; of a column that is not there libpq says null; a value has
         // as many bytes as libpq says, which live as long as the result does.
@@ -177,7 +177,7 @@ impl Answer {
     }
 }
 
-impl Drop for Answer {
+impl Drop for Reply {
     fn drop(&mut self) {
         // SAFETY: the result is freed once, here; libpq takes a null pointer.
         unsafe { pq_sys::PQclear(self.result) };

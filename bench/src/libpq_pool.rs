@@ -9,8 +9,8 @@ use std::fmt;
 use diesel::r2d2::{ManageConnection, Pool, PooledConnection};
 
 use crate::libpq::{Prepared, Session};
+use crate::server::BenchDatabase;
 use crate::session_locks::{RELEASE, TAKE};
-use crate::site::Place;
 
 pub(crate) type LibpqPool = Pool<Manager>;
 pub(crate) type PooledSession = PooledConnection<Manager>;
@@ -70,9 +70,9 @@ impl Ready {
     }
 }
 
-pub(crate) fn libpq_pool(place: &Place, size: usize) -> LibpqPool {
+pub(crate) fn libpq_pool(database: &BenchDatabase, size: usize) -> LibpqPool {
     let manager = Manager {
-        url: place.url().to_owned(),
+        url: database.url().to_owned(),
     };
     Pool::builder()
         .max_size(size as u32)

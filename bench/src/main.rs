@@ -3,6 +3,7 @@
 //! Every contender is checked to do its job before it is timed, and those that are compared take turns: `harness`.
 //! A panic anywhere ends it, so that no figure is made of something that went wrong.
 
+mod asynchronous;
 mod churn;
 mod cores;
 mod delay;
@@ -17,8 +18,8 @@ mod pgbench;
 mod redis_server;
 mod report;
 mod semaphores;
+mod server;
 mod session_locks;
-mod site;
 mod throttles;
 mod transaction_locks;
 mod waiting;
@@ -31,13 +32,13 @@ use serde_json::json;
 use crate::options::{Options, USAGE};
 use crate::redis_server::RedisServer;
 use crate::report::Report;
-use crate::site::{Site, Speed};
+use crate::server::{Server, Speed};
 
 /// What every scenario gets.
 pub(crate) struct Bench {
     pub(crate) options: Options,
-    pub(crate) site: Site,
-    /// Redis as Debian configures it: an answer is not on the disk.
+    pub(crate) server: Server,
+    /// Redis as Debian configures it. It replies before a write is on the disk.
     pub(crate) redis: RedisServer,
     /// For asynchronous peers: as many threads as there are cores.
     pub(crate) runtime: Arc<tokio::runtime::Runtime>,
@@ -45,8 +46,9 @@ pub(crate) struct Bench {
 
 type Scenario = (&'static str, fn(&Bench, &mut Report));
 
-const SCENARIOS: [Scenario; 9] = [
+const SCENARIOS: [Scenario; 10] = [
     ("session_locks", session_locks::run),
+    ("asynchronous", asynchronous::run),
     ("transaction_locks", transaction_locks::run),
     ("throttles", throttles::run),
     ("semaphores", semaphores::run),
@@ -73,7 +75,7 @@ fn main() -> ExitCode {
         std::process::exit(101);
     }));
     let bench = Bench {
-        site: Site::start(options.transport),
+        server: Server::start(options.transport),
         redis: RedisServer::start(options.transport, &[]),
         runtime: Arc::new(tokio::runtime::Runtime::new().expect("a runtime can be started")),
         options,
@@ -96,7 +98,7 @@ fn main() -> ExitCode {
 /// How fast the machine is now, in microseconds: at the beginning and at the end, which tells whether it was quiet.
 fn speed(bench: &Bench) -> serde_json::Value {
     cores::assign(cores::Cores::One);
-    let speed = Speed::of(bench.site.place().url());
+    let speed = Speed::of(bench.server.database().url());
     let round = |value: f64| (value * 10.0).round() / 10.0;
     json!({
         "round_trip_us": round(speed.round_trip.0),
@@ -107,13 +109,13 @@ fn speed(bench: &Bench) -> serde_json::Value {
 
 fn environment(bench: &Bench) -> serde_json::Value {
     json!({
-        "cores": site::cores(),
-        "processor": site::processor(),
-        "postgresql": bench.site.version(),
+        "cores": server::cores(),
+        "processor": server::processor(),
+        "postgresql": bench.server.version(),
         "redis": bench.redis.version(),
         "transport": bench.options.transport.name(),
         "before": speed(bench),
-        "settings": Site::settings(),
+        "settings": Server::settings(),
         "quick": bench.options.quick,
         "build": if cfg!(debug_assertions) { "debug" } else { "release" },
     })

@@ -43,8 +43,8 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
-    let place = bench.site.place();
-    let pool = place.pool(1);
+    let database = bench.server.database();
+    let pool = database.pool(1);
     let lock = AdvisoryLock::new(LockKey::parts(["nightly report", "7"]));
     let semaphore = semaphores::semaphore();
     report.scenario("memory in the client", 1);

@@ -14,8 +14,8 @@ use crate::delay;
 use crate::harness::{Contender, Contenders, Plan, Rates, Ratio, compare, median, threads};
 use crate::libpq::Session;
 use crate::report::{NO_GOAL, Report};
+use crate::server::{BenchDatabase, pool};
 use crate::session_locks::lock;
-use crate::site::{Place, pool};
 use crate::throttles::{self, Resource};
 
 /// Of each operation: its round trips and its commits.
@@ -44,20 +44,20 @@ const WRITE: &str = "a statement that writes";
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
     report.scenario("model: predicted / measured", 1);
-    let place = throttles::prepared(&bench.site);
-    let mut session = place.session();
+    let database = throttles::prepared(&bench.server);
+    let mut session = database.session();
     session.query("CREATE TABLE speed AS SELECT 0 AS n");
     session.query("CREATE TABLE parcel (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY)");
     let full = Semaphore::named("full", 1, Duration::from_secs(3600));
     let permit = full
-        .try_acquire(&place.pool(1))
+        .try_acquire(&database.pool(1))
         .unwrap()
         .admitted()
         .expect("nobody else is here");
 
     let mut contenders = Contenders::new();
     for (network, commit) in LINKS {
-        let url = url(bench, &place, network, commit);
+        let url = url(bench, &database, network, commit);
         contenders.extend(statements(&url, network, commit));
         contenders.extend(operations(&url, network, commit, &full));
     }
@@ -143,10 +143,10 @@ fn commit_time(rates: &Rates, network: u64, commit: u64) -> Vec<f64> {
 }
 
 /// All of them go through a proxy, so that it makes no difference between them.
-fn url(bench: &Bench, place: &Place, network: u64, commit: u64) -> String {
-    let port = bench.site.address().1;
+fn url(bench: &Bench, database: &BenchDatabase, network: u64, commit: u64) -> String {
+    let port = bench.server.address().1;
     let socket = bench
-        .site
+        .server
         .cluster
         .socket_directory()
         .join(format!(".s.PGSQL.{port}"));
@@ -154,7 +154,7 @@ fn url(bench: &Bench, place: &Place, network: u64, commit: u64) -> String {
     format!(
         "postgresql://postgres@127.0.0.1:{proxy}/{}?sslmode=disable&gssencmode=disable\
          &options=-c%20commit_delay%3D{commit}%20-c%20commit_siblings%3D0",
-        place.name()
+        database.name()
     )
 }
 

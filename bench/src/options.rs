@@ -7,7 +7,7 @@ use lexopt::Arg::{Long, Value};
 use lexopt::{Parser, ValueExt};
 
 use crate::harness::Plan;
-use crate::site::Transport;
+use crate::server::Transport;
 
 pub(crate) struct Options {
     pub(crate) quick: bool,

@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use crate::harness::Contender;
-use crate::site::{Place, Site, cores};
+use crate::server::{BenchDatabase, Server, cores};
 
 /// A script that `pgbench` runs again and again.
 pub(crate) struct Pgbench {
@@ -22,17 +22,17 @@ pub(crate) struct Pgbench {
 impl Pgbench {
     pub(crate) fn new(
         name: &str,
-        site: &Site,
-        place: &Place,
+        server: &Server,
+        database: &BenchDatabase,
         clients: usize,
         script: &str,
     ) -> Self {
         Self {
             name: name.to_owned(),
             clients,
-            program: site.cluster.binaries().join("pgbench"),
-            address: site.address(),
-            database: place.name().to_owned(),
+            program: server.cluster.binaries().join("pgbench"),
+            address: server.address(),
+            database: database.name().to_owned(),
             script: script.to_owned(),
             variables: Vec::new(),
         }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::site::Transport;
+use crate::server::Transport;
 
 /// A throwaway Redis. It goes away with the value, or with the process that started it: the shell that owns it notices
 /// the end of its standard input.
@@ -60,7 +60,7 @@ impl RedisServer {
             .expect("/bin/sh can be started");
         let client = redis::Client::open(url).expect("a URL of Redis");
         let server = Self { shell, client };
-        server.wait_until_it_answers(&directory);
+        server.wait_until_it_replies(&directory);
         server
     }
 
@@ -74,14 +74,14 @@ impl RedisServer {
         let information: String = redis::cmd("INFO")
             .arg("server")
             .query(&mut self.connect())
-            .expect("Redis answers");
+            .expect("Redis replies");
         let line = information
             .lines()
             .find_map(|line| line.strip_prefix("redis_version:"));
         line.unwrap_or("unknown").trim().to_owned()
     }
 
-    fn wait_until_it_answers(&self, directory: &Path) {
+    fn wait_until_it_replies(&self, directory: &Path) {
         let deadline = Instant::now() + Duration::from_secs(10);
         while let Err(error) = self.client.get_connection() {
             let mut log = String::new();
@@ -90,7 +90,7 @@ impl RedisServer {
             }
             assert!(
                 Instant::now() < deadline,
-                "redis-server does not answer: {error}\n{log}\nscripts/install redis installs it"
+                "redis-server does not reply: {error}\n{log}\nscripts/install redis installs it"
             );
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -16,6 +16,8 @@ pub(crate) struct Report {
     missed: Vec<String>,
     scenario: &'static str,
     threads: usize,
+    /// What the clients are: threads or tasks.
+    clients: &'static str,
 }
 
 /// What a ratio is to be, at least.
@@ -66,6 +68,7 @@ impl Report {
             missed: Vec::new(),
             scenario: "",
             threads: 0,
+            clients: "thread",
         }
     }
 
@@ -78,13 +81,26 @@ impl Report {
 
     /// Begins a scenario on so many cores.
     pub(crate) fn scenario_on(&mut self, cores: Cores, scenario: &'static str, threads: usize) {
+        self.begin(cores, scenario, threads, "thread");
+    }
+
+    /// Begins a scenario of so many tasks of a runtime.
+    pub(crate) fn tasks(&mut self, cores: Cores, scenario: &'static str, tasks: usize) {
+        self.begin(cores, scenario, tasks, "task");
+    }
+
+    fn begin(
+        &mut self,
+        cores: Cores,
+        scenario: &'static str,
+        number: usize,
+        clients: &'static str,
+    ) {
         cores::assign(cores);
         let seconds = self.began.elapsed().as_secs();
-        println!(
-            "\n{scenario}, {threads} {}  ({seconds} s)",
-            if threads == 1 { "thread" } else { "threads" }
-        );
-        (self.scenario, self.threads) = (scenario, threads);
+        let plural = if number == 1 { "" } else { "s" };
+        println!("\n{scenario}, {number} {clients}{plural}  ({seconds} s)");
+        (self.scenario, self.threads, self.clients) = (scenario, number, clients);
     }
 
     /// Adds the ratio of the rates of two contenders.
@@ -120,6 +136,7 @@ impl Report {
             "name": name,
             "scenario": self.scenario,
             "threads": self.threads,
+            "clients": self.clients,
             "what": what,
             "unit": unit,
             "ours": ratio.ours,
@@ -141,6 +158,7 @@ impl Report {
             "name": format!("{}, {}, {}", self.scenario, self.threads, what),
             "scenario": self.scenario,
             "threads": self.threads,
+            "clients": self.clients,
             "what": what,
             "unit": unit,
             "ours": value,

@@ -11,7 +11,7 @@ use crate::Bench;
 use crate::harness::{Contender, compare, median, threads};
 use crate::libpq::{Prepared, Session};
 use crate::report::{Goal, NO_GOAL, Report, at_least};
-use crate::site::Place;
+use crate::server::BenchDatabase;
 
 const OURS: &str = "ours, r2d2";
 const ARTICLE: &str = "the article's statements";
@@ -23,18 +23,18 @@ const TIMEOUT: Duration = Duration::from_secs(3600);
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
-    let place = bench.site.place();
-    create_articles_table(&mut place.session());
-    verify(&place);
+    let database = bench.server.database();
+    create_articles_table(&mut database.session());
+    verify(&database);
     for number in [1, 8, 32] {
-        start_with_a_log(&mut place.session());
+        start_with_a_log(&mut database.session());
         report.scenario("semaphore of 64 slots, claim and release", number);
         let rates = compare(
             bench.options.plan(),
             vec![
-                ours(OURS, &place, number),
-                claimants(ARTICLE, number, |_| Article::new(&place, SLOTS)),
-                claimants(BARE, number, |thread| Bare::new(&place, thread)),
+                ours(OURS, &database, number),
+                claimants(ARTICLE, number, |_| Article::new(&database, SLOTS)),
+                claimants(BARE, number, |thread| Bare::new(&database, thread)),
             ],
         );
         let goal = at_once(number, at_least(3.0).aiming_at(5.0));
@@ -42,14 +42,14 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         report.ratio(&rates, OURS, BARE, at_least(0.6).aiming_at(0.85));
     }
     for number in [1, 8, 32] {
-        start_with_a_log(&mut place.session());
-        let _permits = fill(&place);
+        start_with_a_log(&mut database.session());
+        let _permits = fill(&database);
         report.scenario("semaphore of 64 slots, refusal", number);
         let rates = compare(
             bench.options.plan(),
-            vec![refusals(OURS, &place, number), {
+            vec![refusals(OURS, &database, number), {
                 threads(ARTICLE, number, |_| {
-                    let mut article = Article::new(&place, SLOTS);
+                    let mut article = Article::new(&database, SLOTS);
                     move || assert!(!article.claim(), "every slot is taken")
                 })
             }],
@@ -100,16 +100,16 @@ pub(crate) fn bare_time(session: Session) -> f64 {
 }
 
 /// Our side of the comparison, also for other scenarios.
-pub(crate) fn ours(name: &str, place: &Place, number: usize) -> Box<dyn Contender> {
-    ours_of(name, &place.pool(number), number)
+pub(crate) fn ours(name: &str, database: &BenchDatabase, number: usize) -> Box<dyn Contender> {
+    ours_of(name, &database.pool(number), number)
 }
 
 pub(crate) fn ours_of(name: &str, pool: &PgPool, number: usize) -> Box<dyn Contender> {
     claimants(name, number, |_| Ours::new(pool, semaphore()))
 }
 
-pub(crate) fn refusals(name: &str, place: &Place, number: usize) -> Box<dyn Contender> {
-    let pool = place.pool(number);
+pub(crate) fn refusals(name: &str, database: &BenchDatabase, number: usize) -> Box<dyn Contender> {
+    let pool = database.pool(number);
     threads(name, number, |_| {
         let (pool, semaphore) = (pool.clone(), semaphore());
         move || {
@@ -122,17 +122,17 @@ pub(crate) fn refusals(name: &str, place: &Place, number: usize) -> Box<dyn Cont
 }
 
 /// Takes every slot, of the article's table as well if it is there. Ours are free when the permits go.
-fn fill(place: &Place) -> Vec<Permit> {
-    let permits = fill_ours(place);
-    let mut article = Article::new(place, SLOTS);
+fn fill(database: &BenchDatabase) -> Vec<Permit> {
+    let permits = fill_ours(database);
+    let mut article = Article::new(database, SLOTS);
     for _ in 0..SLOTS {
         assert!(article.claim());
     }
     permits
 }
 
-pub(crate) fn fill_ours(place: &Place) -> Vec<Permit> {
-    let pool = place.pool(1);
+pub(crate) fn fill_ours(database: &BenchDatabase) -> Vec<Permit> {
+    let pool = database.pool(1);
     let claim = |_| {
         semaphore()
             .try_acquire(&pool)
@@ -145,7 +145,7 @@ pub(crate) fn fill_ours(place: &Place) -> Vec<Permit> {
 
 /// Somebody who claims a slot and releases it.
 trait Claimant: Send {
-    /// Answers whether one was free.
+    /// Returns whether a slot was free.
     fn claim(&mut self) -> bool;
     fn release(&mut self);
 }
@@ -209,10 +209,10 @@ fn create_articles_table(session: &mut Session) {
 }
 
 impl Article {
-    fn new(place: &Place, slots: u32) -> Self {
+    fn new(database: &BenchDatabase, slots: u32) -> Self {
         let statement = |text: String| CString::new(text).unwrap();
         Self {
-            session: place.session(),
+            session: database.session(),
             claim: [
                 statement(format!(
                     "UPDATE {TABLE} SET \"timed_out_at\" = now() WHERE {TABLE}.\"created_at\" < now() - '{} seconds'::interval \
@@ -271,8 +271,8 @@ struct Bare {
 }
 
 impl Bare {
-    fn new(place: &Place, slot: usize) -> Self {
-        Self::over(place.session(), slot)
+    fn new(database: &BenchDatabase, slot: usize) -> Self {
+        Self::over(database.session(), slot)
     }
 
     fn over(mut session: Session, slot: usize) -> Self {
@@ -332,16 +332,16 @@ pub(crate) fn finished_requests(number: u32) -> String {
 }
 
 /// Lets sixteen of each want four slots.
-fn verify(place: &Place) {
-    let pool = place.pool(16);
+fn verify(database: &BenchDatabase) {
+    let pool = database.pool(16);
     let few = || Semaphore::named("few", 4, TIMEOUT);
-    admits_four(OURS, place, "resource_control.service_request", |_| {
+    admits_four(OURS, database, "resource_control.service_request", |_| {
         Ours::new(&pool, few())
     });
-    admits_four(ARTICLE, place, TABLE, |_| Article::new(place, 4));
+    admits_four(ARTICLE, database, TABLE, |_| Article::new(database, 4));
 
-    let mut session = place.session();
-    let mut bare = Bare::new(place, 0);
+    let mut session = database.session();
+    let mut bare = Bare::new(database, 0);
     bare.claim();
     let in_flight = "SELECT (count(*) FILTER (WHERE completed_at IS NULL))::text \
                      FROM resource_control.service_request WHERE service = 'bare'";
@@ -358,7 +358,12 @@ fn verify(place: &Place) {
     );
 }
 
-fn admits_four<C: Claimant>(name: &str, place: &Place, table: &str, make: impl Fn(usize) -> C) {
+fn admits_four<C: Claimant>(
+    name: &str,
+    database: &BenchDatabase,
+    table: &str,
+    make: impl Fn(usize) -> C,
+) {
     let mut five: Vec<_> = (0..5).map(&make).collect();
     for claimant in &mut five[..4] {
         assert!(claimant.claim(), "{name}: four are admitted");
@@ -408,7 +413,7 @@ fn admits_four<C: Claimant>(name: &str, place: &Place, table: &str, make: impl F
         "{name}: {most} were in flight at once"
     );
     let count = format!("SELECT count(*)::text FROM {table} WHERE completed_at IS NOT NULL");
-    let rows = place.session().query(&count).text(0);
+    let rows = database.session().query(&count).text(0);
     assert_eq!(
         rows,
         claims.load(Ordering::SeqCst).to_string(),

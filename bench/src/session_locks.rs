@@ -1,7 +1,7 @@
 //! Taking and releasing a session lock that nobody else wants.
 //!
-//! Each thread has a lock of its own, so that what is measured is the work and not the waiting. Whoever has a pool takes
-//! a connection out of it for each lock, and gives it back.
+//! Each thread has a lock of its own, so that the work is measured and not the waiting. A contender
+//! that has a pool takes a connection out of it for each lock, and gives it back.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -23,16 +23,16 @@ use crate::libpq_pool::{LibpqPool, PooledSession, libpq_pool};
 use crate::pgbench::Pgbench;
 use crate::redis_server::RedisServer;
 use crate::report::{NO_GOAL, Report, at_least};
-use crate::site::Place;
+use crate::server::BenchDatabase;
 
-const OURS: &str = "ours, r2d2";
-const OURS_CHECKED: &str = "ours, r2d2 that checks connections";
+pub(crate) const OURS: &str = "ours, r2d2";
+pub(crate) const OURS_CHECKED: &str = "ours, r2d2 that checks connections";
 const LIBPQ: &str = "libpq, prepared";
 const LIBPQ_AGAIN: &str = "libpq, prepared, once more";
 const LIBPQ_POOLED: &str = "libpq, prepared, r2d2";
 const PGBENCH: &str = "pgbench -M prepared";
 const SQL_QUERY: &str = "Diesel's sql_query, r2d2";
-const SQLX: &str = "sqlx PgAdvisoryLock";
+pub(crate) const SQLX: &str = "sqlx PgAdvisoryLock";
 const SQLX_CHECKED: &str = "sqlx whose pool checks connections";
 const REDIS: &str = "Redis SET NX PX";
 
@@ -40,8 +40,8 @@ pub(crate) const TAKE: &str = "SELECT pg_try_advisory_lock($1)";
 pub(crate) const RELEASE: &str = "SELECT pg_advisory_unlock($1)";
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
-    let place = bench.site.place();
-    verify(bench, &place);
+    let database = bench.server.database();
+    verify(bench, &database);
     let alone = "session lock, take and release";
     for (number, cores, scenario) in [
         (1, Cores::One, alone),
@@ -57,24 +57,31 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         let rates = compare(
             bench.options.plan_of_short_turns(),
             vec![
-                ours(OURS, &place.pool(number), number),
-                ours(OURS_CHECKED, &place.pool_with_checks(number), number),
-                lockers(LIBPQ, number, |thread| Libpq::new(&place, thread)),
-                lockers(LIBPQ_AGAIN, number, |thread| Libpq::new(&place, thread)),
+                ours(OURS, &database.pool(number), number),
+                ours(OURS_CHECKED, &database.pool_with_checks(number), number),
+                lockers(LIBPQ, number, |thread| Libpq::new(&database, thread)),
+                lockers(LIBPQ_AGAIN, number, |thread| Libpq::new(&database, thread)),
                 {
-                    let pool = libpq_pool(&place, number);
+                    let pool = libpq_pool(&database, number);
                     lockers(LIBPQ_POOLED, number, move |thread| {
                         LibpqPooled::new(&pool, thread)
                     })
                 },
                 {
-                    let pool = place.pool(number);
+                    let pool = database.pool(number);
                     lockers(SQL_QUERY, number, move |thread| {
                         SqlQuery::new(&pool, thread)
                     })
                 },
-                sqlx(SQLX, bench, &place, number, false),
-                sqlx(SQLX_CHECKED, bench, &place, number, true),
+                sqlx(SQLX, &bench.runtime, &database, number, number, false),
+                sqlx(
+                    SQLX_CHECKED,
+                    &bench.runtime,
+                    &database,
+                    number,
+                    number,
+                    true,
+                ),
                 lockers(REDIS, number, |thread| Redis::new(&bench.redis, thread)),
             ],
         );
@@ -94,8 +101,8 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         let rates = compare(
             bench.options.plan_of_long_turns(),
             vec![
-                ours(OURS, &place.pool(number), number),
-                pgbench(bench, &place, number),
+                ours(OURS, &database.pool(number), number),
+                pgbench(bench, &database, number),
             ],
         );
         report.ratio(&rates, OURS, PGBENCH, NO_GOAL);
@@ -121,8 +128,8 @@ pub(crate) fn ours(name: &str, pool: &PgPool, number: usize) -> Box<dyn Contende
 }
 
 /// Somebody who takes a lock and releases it.
-trait Locker: Send {
-    /// Answers whether the lock was free.
+pub(crate) trait Locker: Send {
+    /// Returns whether the lock was free.
     fn take(&mut self) -> bool;
     fn release(&mut self);
 }
@@ -177,8 +184,8 @@ struct Libpq {
 }
 
 impl Libpq {
-    fn new(place: &Place, thread: usize) -> Self {
-        let mut session = place.session();
+    fn new(database: &BenchDatabase, thread: usize) -> Self {
+        let mut session = database.session();
         Self {
             take: session.prepare("take", TAKE),
             release: session.prepare("release", RELEASE),
@@ -303,29 +310,34 @@ impl Locker for Sqlx {
     }
 }
 
-pub(crate) fn sqlx_pool(bench: &Bench, place: &Place, size: usize, checks: bool) -> sqlx::PgPool {
+pub(crate) fn sqlx_pool(
+    runtime: &Runtime,
+    database: &BenchDatabase,
+    size: usize,
+    checks: bool,
+) -> sqlx::PgPool {
     let options = PgPoolOptions::new()
         .max_connections(size as u32)
         .min_connections(size as u32)
         .test_before_acquire(checks);
-    bench
-        .runtime
-        .block_on(options.connect(place.url()))
+    runtime
+        .block_on(options.connect(database.url()))
         .expect("the server accepts connections")
 }
 
 /// As its documentation has it: the guard takes a connection out of the pool, and `release_now` waits for the unlock.
-fn sqlx(
+pub(crate) fn sqlx(
     name: &str,
-    bench: &Bench,
-    place: &Place,
+    runtime: &Arc<Runtime>,
+    database: &BenchDatabase,
+    connections: usize,
     number: usize,
     checks: bool,
 ) -> Box<dyn Contender> {
-    let pool = sqlx_pool(bench, place, number, checks);
+    let pool = sqlx_pool(runtime, database, connections, checks);
     let locks: Vec<_> = (0..number).map(sqlx_lock).collect();
     let locks: Arc<[PgAdvisoryLock]> = locks.into();
-    tasks(name, number, &bench.runtime, move |task| {
+    tasks(name, number, runtime, move |task| {
         let (pool, locks) = (pool.clone(), Arc::clone(&locks));
         async move {
             let taken = locks[task]
@@ -390,24 +402,29 @@ impl Locker for Redis {
     }
 }
 
-fn pgbench(bench: &Bench, place: &Place, number: usize) -> Box<dyn Contender> {
+fn pgbench(bench: &Bench, database: &BenchDatabase, number: usize) -> Box<dyn Contender> {
     let script =
         "SELECT pg_try_advisory_lock(:client_id);\nSELECT pg_advisory_unlock(:client_id);\n";
-    Box::new(Pgbench::new(PGBENCH, &bench.site, place, number, script))
+    Box::new(Pgbench::new(
+        PGBENCH,
+        &bench.server,
+        database,
+        number,
+        script,
+    ))
 }
 
-/// Lets two, and then eight, of each contender want one lock.
-fn verify(bench: &Bench, place: &Place) {
-    let observer = &mut place.session();
-    let pool = place.pool(8);
+fn verify(bench: &Bench, database: &BenchDatabase) {
+    let observer = &mut database.session();
+    let pool = database.pool(8);
     excludes(OURS, Some(&mut *observer), || Ours::new(&pool, 0));
-    excludes(LIBPQ, Some(&mut *observer), || Libpq::new(place, 0));
-    let libpq_pool = libpq_pool(place, 8);
+    excludes(LIBPQ, Some(&mut *observer), || Libpq::new(database, 0));
+    let libpq_pool = libpq_pool(database, 8);
     excludes(LIBPQ_POOLED, Some(&mut *observer), || {
         LibpqPooled::new(&libpq_pool, 0)
     });
     excludes(SQL_QUERY, Some(&mut *observer), || SqlQuery::new(&pool, 0));
-    let sqlx_pool = sqlx_pool(bench, place, 8, false);
+    let sqlx_pool = sqlx_pool(&bench.runtime, database, 8, false);
     let sqlx_lock: &'static _ = Box::leak(Box::new(sqlx_lock(0)));
     excludes(SQLX, Some(observer), || Sqlx {
         runtime: Arc::clone(&bench.runtime),
@@ -417,14 +434,14 @@ fn verify(bench: &Bench, place: &Place) {
     });
     excludes(REDIS, None, || Redis::new(&bench.redis, 0));
 
-    // `pgbench` ignores what a statement answers: here an answer that is not true divides by zero.
+    // `pgbench` ignores the result of a statement, so a result that is not true divides by zero here.
     let script = "SELECT 1 / pg_try_advisory_lock(:client_id)::int;\nSELECT 1 / pg_advisory_unlock(:client_id)::int;\n";
-    let checked = Pgbench::new(PGBENCH, &bench.site, place, 2, script);
+    let checked = Pgbench::new(PGBENCH, &bench.server, database, 2, script);
     assert!(
         checked.succeeds_once(),
         "{PGBENCH} takes free locks and releases them"
     );
-    observer_holds(place, || {
+    observer_holds(database, || {
         assert!(
             !checked.succeeds_once(),
             "{PGBENCH} takes no lock that is held"
@@ -432,13 +449,18 @@ fn verify(bench: &Bench, place: &Place) {
     });
 }
 
-fn observer_holds(place: &Place, work: impl FnOnce()) {
-    let mut holder = place.session();
+fn observer_holds(database: &BenchDatabase, work: impl FnOnce()) {
+    let mut holder = database.session();
     assert!(holder.query("SELECT pg_try_advisory_lock(1)").is_true(0));
     work();
 }
 
-fn excludes<L: Locker>(name: &str, observer: Option<&mut Session>, make: impl Fn() -> L) {
+/// Lets two, and then eight, want one lock.
+pub(crate) fn excludes<L: Locker>(
+    name: &str,
+    observer: Option<&mut Session>,
+    make: impl Fn() -> L,
+) {
     let (mut one, mut other) = (make(), make());
     assert!(
         one.take() && !other.take(),

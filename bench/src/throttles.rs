@@ -17,7 +17,7 @@ use crate::harness::{Contender, compare, threads};
 use crate::pgbench::Pgbench;
 use crate::redis_server::RedisServer;
 use crate::report::{NO_GOAL, Report, at_least};
-use crate::site::{Place, Site};
+use crate::server::{BenchDatabase, Server};
 
 throttled_resources! {
     pub(crate) enum Resource {
@@ -33,22 +33,22 @@ const REDIS_SYNCED: &str = "Redis, script, appendfsync always";
 const DETAILS: &str = "web-3 pid 811";
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
-    let place = prepared(&bench.site);
+    let database = prepared(&bench.server);
     let synced = RedisServer::start(
         bench.options.transport,
         &["--appendonly", "yes", "--appendfsync", "always"],
     );
-    verify(bench, &place);
+    verify(bench, &database);
     let (plan, long_turns) = (bench.options.plan(), bench.options.plan_of_long_turns());
     for number in [1, 8] {
         report.scenario("throttle, denied", number);
         let rates = compare(
             long_turns,
             vec![
-                ours(OURS, &place, number, Resource::Hourly, |_| None, false),
+                ours(OURS, &database, number, Resource::Hourly, |_| None, false),
                 Box::new(pgbench(
-                    &bench.site,
-                    &place,
+                    &bench.server,
+                    &database,
                     number,
                     Resource::Hourly,
                     false,
@@ -63,8 +63,14 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         let rates = compare(
             long_turns,
             vec![
-                ours(OURS, &place, number, Resource::Hourly, one_key, false),
-                Box::new(pgbench(&bench.site, &place, number, Resource::Hourly, true)),
+                ours(OURS, &database, number, Resource::Hourly, one_key, false),
+                Box::new(pgbench(
+                    &bench.server,
+                    &database,
+                    number,
+                    Resource::Hourly,
+                    true,
+                )),
             ],
         );
         report.ratio(&rates, OURS, PGBENCH, at_least(0.85));
@@ -74,8 +80,14 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let rates = compare(
         long_turns,
         vec![
-            ours(OURS, &place, 1, Resource::AtOnce, |_| None, true),
-            Box::new(pgbench(&bench.site, &place, 1, Resource::AtOnce, false)),
+            ours(OURS, &database, 1, Resource::AtOnce, |_| None, true),
+            Box::new(pgbench(
+                &bench.server,
+                &database,
+                1,
+                Resource::AtOnce,
+                false,
+            )),
         ],
     );
     report.ratio(&rates, OURS, PGBENCH, at_least(0.85));
@@ -85,8 +97,14 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         let rates = compare(
             long_turns,
             vec![
-                ours(OURS, &place, number, Resource::AtOnce, one_key, true),
-                Box::new(pgbench(&bench.site, &place, number, Resource::AtOnce, true)),
+                ours(OURS, &database, number, Resource::AtOnce, one_key, true),
+                Box::new(pgbench(
+                    &bench.server,
+                    &database,
+                    number,
+                    Resource::AtOnce,
+                    true,
+                )),
             ],
         );
         report.ratio(&rates, OURS, PGBENCH, at_least(0.85));
@@ -97,7 +115,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
             vec![
                 ours(
                     OURS,
-                    &place,
+                    &database,
                     number,
                     Resource::Hourly,
                     |_| Some(new_key()),
@@ -113,10 +131,10 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
 }
 
 /// A database with the resources, of which the slow one has been taken, also for the keys of the threads.
-pub(crate) fn prepared(site: &Site) -> Place {
-    let place = site.place();
-    prepare(&mut place.connect());
-    place
+pub(crate) fn prepared(server: &Server) -> BenchDatabase {
+    let database = server.database();
+    prepare(&mut database.connect());
+    database
 }
 
 pub(crate) fn prepare(conn: &mut PgConnection) {
@@ -149,14 +167,14 @@ fn attempt(throttle: &Throttle<Resource>, conn: &mut PgConnection) -> bool {
 /// Attempts of so many threads, each on a connection of its own, all of which are granted, or none.
 pub(crate) fn ours(
     name: &str,
-    place: &Place,
+    database: &BenchDatabase,
     number: usize,
     resource: Resource,
     key: impl Fn(usize) -> Option<String> + Copy + Send + 'static,
     granted: bool,
 ) -> Box<dyn Contender> {
     threads(name, number, |thread| {
-        let mut conn = place.connect();
+        let mut conn = database.connect();
         move || {
             let throttle = match key(thread) {
                 None => Throttle::of(resource),
@@ -172,13 +190,19 @@ const CALL: &str = "resource_control.attempt_throttled_resource(:label::resource
 const CALL_WITH_KEY: &str = "resource_control.attempt_throttled_key(\
                              :label::resource_control.throttled_resource_enum, :client_id::text, :details)";
 
-fn pgbench(site: &Site, place: &Place, number: usize, resource: Resource, keyed: bool) -> Pgbench {
-    script(site, place, number, resource, COLUMNS, keyed)
+fn pgbench(
+    server: &Server,
+    database: &BenchDatabase,
+    number: usize,
+    resource: Resource,
+    keyed: bool,
+) -> Pgbench {
+    script(server, database, number, resource, COLUMNS, keyed)
 }
 
 fn script(
-    site: &Site,
-    place: &Place,
+    server: &Server,
+    database: &BenchDatabase,
     number: usize,
     resource: Resource,
     columns: &str,
@@ -187,8 +211,8 @@ fn script(
     let call = if keyed { CALL_WITH_KEY } else { CALL };
     Pgbench::new(
         PGBENCH,
-        site,
-        place,
+        server,
+        database,
         number,
         &format!("SELECT {columns} FROM {call};\n"),
     )
@@ -206,12 +230,12 @@ fn redis_script() -> redis::Script {
 
 fn redis_attempt(script: &redis::Script, connection: &mut redis::Connection, key: String) -> bool {
     let mut invocation = script.key(key);
-    let answer: Vec<redis::Value> = invocation
+    let reply: Vec<redis::Value> = invocation
         .arg(DETAILS)
         .arg(3_600_000)
         .invoke(connection)
         .unwrap();
-    answer[0] == redis::Value::Int(1)
+    reply[0] == redis::Value::Int(1)
 }
 
 fn redis(name: &str, server: &RedisServer, number: usize, granted: bool) -> Box<dyn Contender> {
@@ -231,23 +255,23 @@ fn redis(name: &str, server: &RedisServer, number: usize, granted: bool) -> Box<
 }
 
 /// Lets eight threads of each want the same at the same time, which one of them is to get.
-fn verify(bench: &Bench, place: &Place) {
+fn verify(bench: &Bench, database: &BenchDatabase) {
     let throttle = Throttle::of(Resource::Hourly).key("wanted by eight");
     one_of_eight("ours", |_| {
-        let (throttle, mut conn) = (throttle.clone(), place.connect());
+        let (throttle, mut conn) = (throttle.clone(), database.connect());
         move || attempt(&throttle, &mut conn)
     });
     one_of_eight("Redis", |_| {
         let (script, mut connection) = (redis_script(), bench.redis.connect());
         move || redis_attempt(&script, &mut connection, "wanted by eight".to_owned())
     });
-    // Here an answer that is not true divides by zero.
+    // A result that is not true divides by zero here.
     for keyed in [false, true] {
         for resource in [Resource::AtOnce, Resource::Hourly] {
             let clients = if keyed { 8 } else { 1 };
             let checked = script(
-                &bench.site,
-                place,
+                &bench.server,
+                database,
                 clients,
                 resource,
                 "1 / granted::int",

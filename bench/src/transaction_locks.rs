@@ -6,8 +6,8 @@ use diesel_interlock::Error;
 use crate::Bench;
 use crate::harness::{Contender, compare, threads};
 use crate::report::{NO_GOAL, Report};
+use crate::server::BenchDatabase;
 use crate::session_locks::{lock, number};
-use crate::site::Place;
 
 const OURS: &str = "ours, lock.transaction";
 const WITHOUT: &str = "Diesel, no lock";
@@ -21,15 +21,15 @@ diesel::table! {
 }
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
-    let place = bench.site.place();
-    place.session().query("CREATE TABLE booking (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, server bigint NOT NULL)");
-    verify(&place);
+    let database = bench.server.database();
+    database.session().query("CREATE TABLE booking (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, server bigint NOT NULL)");
+    verify(&database);
     for number in [1, 8] {
         report.scenario("transaction lock around an insert", number);
         let contenders = vec![
-            ours(&place, number),
-            without(&place, number),
-            libpq(&place, number),
+            ours(&database, number),
+            without(&database, number),
+            libpq(&database, number),
         ];
         let rates = compare(bench.options.plan(), contenders);
         report.ratio(&rates, OURS, WITHOUT, NO_GOAL);
@@ -43,9 +43,9 @@ fn insert(conn: &mut PgConnection, thread: usize) -> QueryResult<usize> {
         .execute(conn)
 }
 
-fn ours(place: &Place, number: usize) -> Box<dyn Contender> {
+fn ours(database: &BenchDatabase, number: usize) -> Box<dyn Contender> {
     threads(OURS, number, |thread| {
-        let (lock, mut conn) = (lock(thread), place.connect());
+        let (lock, mut conn) = (lock(thread), database.connect());
         move || {
             let inserted =
                 lock.transaction(&mut conn, |conn| Ok::<_, Error>(insert(conn, thread)?));
@@ -54,16 +54,16 @@ fn ours(place: &Place, number: usize) -> Box<dyn Contender> {
     })
 }
 
-fn without(place: &Place, number: usize) -> Box<dyn Contender> {
+fn without(database: &BenchDatabase, number: usize) -> Box<dyn Contender> {
     threads(WITHOUT, number, |thread| {
-        let mut conn = place.connect();
+        let mut conn = database.connect();
         move || assert_eq!(conn.transaction(|conn| insert(conn, thread)).unwrap(), 1)
     })
 }
 
-fn libpq(place: &Place, threads_number: usize) -> Box<dyn Contender> {
+fn libpq(database: &BenchDatabase, threads_number: usize) -> Box<dyn Contender> {
     threads(LIBPQ, threads_number, |thread| {
-        let mut session = place.session();
+        let mut session = database.session();
         let lock = session.prepare("lock", "SELECT pg_advisory_xact_lock($1)");
         let insert = session.prepare("insert", "INSERT INTO booking (server) VALUES ($1)");
         let key = number(thread);
@@ -77,8 +77,8 @@ fn libpq(place: &Place, threads_number: usize) -> Box<dyn Contender> {
 }
 
 /// Whether ours holds the lock while it inserts, and has inserted a row when it has released it.
-fn verify(place: &Place) {
-    let (mut conn, mut observer) = (place.connect(), place.session());
+fn verify(database: &BenchDatabase) {
+    let (mut conn, mut observer) = (database.connect(), database.session());
     let is_free = format!("SELECT pg_try_advisory_xact_lock({})", number(0));
     lock(0)
         .transaction(&mut conn, |conn| {

@@ -16,8 +16,8 @@ use crate::Bench;
 use crate::harness::{Contender, Plan, compare, median, quantile, tasks, threads};
 use crate::libpq::{Prepared, Session};
 use crate::report::{NO_GOAL, Report};
+use crate::server::{BenchDatabase, pool};
 use crate::session_locks::{lock, number, sqlx_lock, sqlx_pool};
-use crate::site::{Place, pool};
 
 const OURS: &str = "ours, acquire";
 const LIBPQ: &str = "libpq, pg_advisory_lock";
@@ -26,18 +26,18 @@ const CROWD: usize = 32;
 const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
-    let place = bench.site.place();
-    hand_over_of_a_lock(bench, &place, report);
-    crowd_for_a_lock(bench, &place, report);
-    hand_over_of_a_slot(bench, &place, report);
-    crowd_for_slots(bench, &place, report);
-    load(bench, &place, report);
+    let database = bench.server.database();
+    hand_over_of_a_lock(bench, &database, report);
+    crowd_for_a_lock(bench, &database, report);
+    hand_over_of_a_slot(bench, &database, report);
+    crowd_for_slots(bench, &database, report);
+    load(bench, &database, report);
 }
 
-/// From before the release is sent until the waiter has its answer.
-fn hand_over_of_a_lock(bench: &Bench, place: &Place, report: &mut Report) {
+/// From before the release is sent until the waiter has its reply.
+fn hand_over_of_a_lock(bench: &Bench, database: &BenchDatabase, report: &mut Report) {
     report.scenario("session lock, hand-over to a waiter", 2);
-    let pool = place.pool(2);
+    let pool = database.pool(2);
     let ours = || Ours {
         pool: pool.clone(),
         guard: None,
@@ -45,9 +45,9 @@ fn hand_over_of_a_lock(bench: &Bench, place: &Place, report: &mut Report) {
     let rates = compare(
         bench.options.plan(),
         vec![
-            HandOver::between(OURS, place, ours),
-            HandOver::between(LIBPQ, place, || Libpq::new(place)),
-            HandOver::between(SQLX, place, || Sqlx::new(place)),
+            HandOver::between(OURS, database, ours),
+            HandOver::between(LIBPQ, database, || Libpq::new(database)),
+            HandOver::between(SQLX, database, || Sqlx::new(database)),
         ],
     );
     for reference in [LIBPQ, SQLX] {
@@ -76,12 +76,16 @@ struct HandOver<W> {
 }
 
 impl<W: Waiter + 'static> HandOver<W> {
-    fn between(name: &'static str, place: &Place, make: impl Fn() -> W) -> Box<dyn Contender> {
+    fn between(
+        name: &'static str,
+        database: &BenchDatabase,
+        make: impl Fn() -> W,
+    ) -> Box<dyn Contender> {
         Box::new(Self {
             name,
             holder: make(),
             waiter: make(),
-            observer: place.session(),
+            observer: database.session(),
         })
     }
 }
@@ -94,7 +98,7 @@ impl<W: Waiter> Contender for HandOver<W> {
         self.name
     }
 
-    /// Answers how many hand-overs a second there would be if they were all there is: by their median.
+    /// Returns how many hand-overs a second there would be if nothing else took time, by their median.
     fn run(&mut self, slice: Duration) -> f64 {
         let Self {
             holder,
@@ -153,8 +157,8 @@ struct Libpq {
 }
 
 impl Libpq {
-    fn new(place: &Place) -> Self {
-        let mut session = place.session();
+    fn new(database: &BenchDatabase) -> Self {
+        let mut session = database.session();
         Self {
             take: session.prepare("take", "SELECT pg_advisory_lock($1)"),
             release: session.prepare("release", "SELECT pg_advisory_unlock($1)"),
@@ -182,7 +186,7 @@ struct Sqlx {
 }
 
 impl Sqlx {
-    fn new(place: &Place) -> Self {
+    fn new(database: &BenchDatabase) -> Self {
         let runtime = Builder::new_current_thread()
             .enable_all()
             .build()
@@ -193,7 +197,7 @@ impl Sqlx {
         Self {
             guard: None,
             pool: runtime
-                .block_on(options.connect(place.url()))
+                .block_on(options.connect(database.url()))
                 .expect("the server accepts connections"),
             lock: Box::leak(Box::new(sqlx_lock(0))),
             runtime,
@@ -215,7 +219,7 @@ impl Waiter for Sqlx {
     }
 }
 
-/// Whoever is inside is alone: checked while it is timed.
+/// Checks, while the waits are timed, that a holder is alone.
 #[derive(Default)]
 struct Inside(AtomicU32);
 
@@ -229,10 +233,10 @@ impl Inside {
     }
 }
 
-fn crowd_for_a_lock(bench: &Bench, place: &Place, report: &mut Report) {
+fn crowd_for_a_lock(bench: &Bench, database: &BenchDatabase, report: &mut Report) {
     report.scenario("session lock, one for all", CROWD);
     let inside: Arc<Inside> = Arc::default();
-    let pool = place.pool(CROWD);
+    let pool = database.pool(CROWD);
     let waiters = |name: &str, make: &dyn Fn() -> Box<dyn Waiter>| {
         threads(name, CROWD, |_| {
             let (mut waiter, inside) = (make(), Arc::clone(&inside));
@@ -250,7 +254,7 @@ fn crowd_for_a_lock(bench: &Bench, place: &Place, report: &mut Report) {
     };
     let sqlx = {
         let (pool, lock, inside) = (
-            sqlx_pool(bench, place, CROWD, false),
+            sqlx_pool(&bench.runtime, database, CROWD, false),
             Arc::new(sqlx_lock(0)),
             Arc::clone(&inside),
         );
@@ -266,7 +270,7 @@ fn crowd_for_a_lock(bench: &Bench, place: &Place, report: &mut Report) {
     };
     let contenders = vec![
         waiters(OURS, &ours),
-        waiters(LIBPQ, &|| Box::new(Libpq::new(place))),
+        waiters(LIBPQ, &|| Box::new(Libpq::new(database))),
         sqlx,
     ];
     let rates = compare(bench.options.plan(), contenders);
@@ -275,9 +279,9 @@ fn crowd_for_a_lock(bench: &Bench, place: &Place, report: &mut Report) {
 }
 
 /// Waiters for a slot ask again after pauses, so it is the pauses that are measured here.
-fn hand_over_of_a_slot(bench: &Bench, place: &Place, report: &mut Report) {
+fn hand_over_of_a_slot(bench: &Bench, database: &BenchDatabase, report: &mut Report) {
     report.scenario("semaphore of one slot, hand-over to a waiter", 2);
-    let pool = place.pool(2);
+    let pool = database.pool(2);
     let semaphore = Semaphore::named("one at a time", 1, LONG);
     let claim = || {
         let claimed = semaphore.acquire_timeout(&pool, LONG).unwrap();
@@ -317,9 +321,9 @@ fn hand_over_of_a_slot(bench: &Bench, place: &Place, report: &mut Report) {
     );
 }
 
-fn crowd_for_slots(bench: &Bench, place: &Place, report: &mut Report) {
+fn crowd_for_slots(bench: &Bench, database: &BenchDatabase, report: &mut Report) {
     report.scenario("semaphore of 4 slots, wait, claim and release", CROWD);
-    let pool = place.pool(CROWD);
+    let pool = database.pool(CROWD);
     let inside = Arc::new(AtomicU32::new(0));
     let ours = threads("ours", CROWD, |_| {
         let semaphore = Semaphore::named("four at a time", 4, LONG);
@@ -350,12 +354,12 @@ fn crowd_for_slots(bench: &Bench, place: &Place, report: &mut Report) {
 }
 
 /// What waiting costs the server while nothing is released: on the wire, and in processor time.
-fn load(bench: &Bench, place: &Place, report: &mut Report) {
+fn load(bench: &Bench, database: &BenchDatabase, report: &mut Report) {
     let time = Duration::from_secs(if bench.options.quick { 1 } else { 4 });
     report.scenario("load of those who wait in vain", CROWD);
-    let proxy = RoundTrips::in_front_of_url(place.url());
+    let proxy = RoundTrips::in_front_of_url(database.url());
     let through = pool(&proxy.url(), CROWD, false);
-    let direct = place.pool(1);
+    let direct = database.pool(1);
 
     let full = Semaphore::named("full", 1, LONG);
     let permit = full
@@ -363,7 +367,7 @@ fn load(bench: &Bench, place: &Place, report: &mut Report) {
         .unwrap()
         .admitted()
         .expect("nobody else is here");
-    waits(report, "of a semaphore", place, &proxy, time, || {
+    waits(report, "of a semaphore", database, &proxy, time, || {
         assert!(full.acquire_timeout(&through, time).unwrap().is_full());
     });
     permit.release().unwrap();
@@ -374,7 +378,7 @@ fn load(bench: &Bench, place: &Place, report: &mut Report) {
         .unwrap()
         .acquired()
         .expect("nobody else is here");
-    waits(report, "of a session lock", place, &proxy, time, || {
+    waits(report, "of a session lock", database, &proxy, time, || {
         assert!(held.acquire_timeout(&through, time).unwrap().is_busy());
     });
     guard.release().unwrap();
@@ -383,12 +387,12 @@ fn load(bench: &Bench, place: &Place, report: &mut Report) {
 fn waits(
     report: &mut Report,
     what: &str,
-    place: &Place,
+    database: &BenchDatabase,
     proxy: &RoundTrips,
     time: Duration,
     wait: impl Fn() + Sync,
 ) {
-    let before = (proxy.round_trips(), processor_time(place));
+    let before = (proxy.round_trips(), processor_time(database));
     thread::scope(|scope| {
         for _ in 0..CROWD {
             scope.spawn(&wait);
@@ -401,7 +405,7 @@ fn waits(
         "per second, all of them",
         trips,
     );
-    let busy = (processor_time(place) - before.1) / seconds * 100.0;
+    let busy = (processor_time(database) - before.1) / seconds * 100.0;
     report.figure(
         &format!("waiters {what}: server's processor time"),
         "% of one core",
@@ -410,10 +414,10 @@ fn waits(
 }
 
 /// How many seconds the processes of the database's sessions have worked, where `/proc` says so.
-fn processor_time(place: &Place) -> f64 {
+fn processor_time(database: &BenchDatabase) -> f64 {
     const TICKS: f64 = 100.0;
     let pids = "SELECT string_agg(pid::text, ' ') FROM pg_stat_activity WHERE datname = current_database()";
-    let pids = place.session().query(pids).text(0);
+    let pids = database.session().query(pids).text(0);
     let ticks = |pid: &str| -> Option<f64> {
         let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         let mut fields = text.rsplit_once(") ")?.1.split(' ').skip(11);

@@ -13,7 +13,7 @@ use crate::observer::{assert_free, assert_held_by, assert_pool_is_whole};
 use crate::screen::{good, note, say, title};
 
 pub(crate) fn three_guards_that_end_badly(database: &Database) -> Result<(), Box<dyn Error>> {
-    title("3. Whatever happens under a guard, the lock is freed");
+    title("3. However the work under a guard ends, the lock is freed");
     let pool = database.pool(2);
     let mut observer = database.connect();
 
@@ -50,9 +50,9 @@ pub(crate) fn three_guards_that_end_badly(database: &Database) -> Result<(), Box
     note(format!("pg_terminate_backend({})", guard.backend_pid()));
     assert_free(&mut observer)?;
     assert!(!guard.is_held()?);
-    good("guard.is_held() answers false: the work can tell that it is on its own");
+    good("guard.is_held() returns false: the work can tell that it has lost the lock");
     let error = guard.release().unwrap_err();
-    good("guard.release() answers an error:");
+    good("guard.release() returns an error:");
     note(error);
     assert_pool_is_whole(&pool)
 }

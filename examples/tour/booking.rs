@@ -67,7 +67,7 @@ impl Reservation {
     }
 }
 
-/// Answers whether the server was free and is booked now. A transaction is not enough: nobody sees
+/// Returns whether the server was free and is booked now. A transaction is not enough: nobody sees
 /// what the others have not committed yet. The barrier stands for the bad luck that makes it happen.
 fn book_without_lock(
     conn: &mut PgConnection,
@@ -85,7 +85,7 @@ fn book_without_lock(
     })
 }
 
-/// The same under a lock: whoever checks sees what everybody before has booked.
+/// The same under a lock, so that each check sees every earlier booking.
 fn book_under_lock(conn: &mut PgConnection, wanted: &Reservation) -> QueryResult<bool> {
     let key = LockKey::parts([wanted.datacenter_id, wanted.server_id]);
     AdvisoryLock::new(key).transaction(conn, |conn| {
@@ -125,7 +125,7 @@ pub(crate) fn ten_requests_for_one_server(database: &Database) -> Result<(), Box
     Ok(())
 }
 
-/// Answers which users have the server in the end.
+/// Returns the users that have the server in the end.
 fn ten_at_once(
     database: &Database,
     book: impl Fn(&mut PgConnection, &Reservation) -> QueryResult<bool> + Sync,

@@ -1,4 +1,4 @@
-//! The throttle: at most once per interval, whoever asks.
+//! The throttle: at most one grant per interval, for all callers together.
 
 use std::error::Error;
 use std::time::Duration;

@@ -94,7 +94,7 @@ pub(crate) fn twelve_workers_share_four_slots(database: &Database) -> Result<(),
     assert!(next.id > lost.id, "fencing tokens ascend");
     assert!(meanwhile > 0, "the other slots were in use");
     note(format!(
-        "meanwhile the service answers {meanwhile} calls, with the other three slots"
+        "meanwhile the service serves {meanwhile} calls, with the other three slots"
     ));
     good(format!(
         "slot {} is back {:.2} s after it was taken: {} has it, with token {}",
@@ -129,7 +129,7 @@ fn start_workers(database: &Database, service: &Service) -> Result<Vec<Process>,
     Ok(workers)
 }
 
-/// Answers the request of the one that was killed, which is still in flight.
+/// Returns the request of the worker that was killed, which is still in flight.
 fn kill_one_that_has_a_slot(
     conn: &mut PgConnection,
     service: &Service,

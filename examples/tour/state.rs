@@ -44,7 +44,7 @@ pub(crate) fn report(instance: &Instance) -> Result<(), Box<dyn Error>> {
     Ok(permit.release()?)
 }
 
-/// Has the transaction lock, or waits for whoever has it.
+/// Has the transaction lock, or waits for its holder.
 pub(crate) fn book(instance: &Instance) -> Result<(), Box<dyn Error>> {
     let conn = &mut instance.connect()?;
     let claim = GEOCODER

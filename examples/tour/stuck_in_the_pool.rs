@@ -25,7 +25,7 @@ pub(crate) fn a_lock_that_got_stuck_in_the_pool(database: &Database) -> Result<(
     let locked: bool = diesel::select(pg_try_advisory_lock(number)).get_result(&mut first)?;
     assert!(locked);
     note(format!(
-        "pid {holder}: pg_try_advisory_lock({number}) answers {locked}"
+        "pid {holder}: pg_try_advisory_lock({number}) returns {locked}"
     ));
     drop(first); // back to the pool, while the report is written
 
@@ -34,7 +34,7 @@ pub(crate) fn a_lock_that_got_stuck_in_the_pool(database: &Database) -> Result<(
     assert!(!unlocked);
     drop(second);
     bad(format!(
-        "pid {other}: pg_advisory_unlock({number}) answers {unlocked}"
+        "pid {other}: pg_advisory_unlock({number}) returns {unlocked}"
     ));
 
     assert_eq!(holders(&mut observer)?, [(holder, "idle".to_owned())]);
@@ -54,7 +54,7 @@ pub(crate) fn a_lock_that_got_stuck_in_the_pool(database: &Database) -> Result<(
     assert_eq!(working, guard.backend_pid());
     assert_held_by(guard.backend_pid(), &mut observer)?;
     guard.release()?;
-    good("guard.release() answers Ok(())");
+    good("guard.release() returns Ok(())");
     assert_eq!(holders(&mut observer)?, []);
     good("pg_locks: nobody holds it");
     assert_pool_is_whole(&pool)

@@ -1,12 +1,12 @@
 //! The campaign of faults: it starts servers and workers, injects faults, waits for recovery, and checks the promises.
 
-mod crew;
+mod cleanup;
+mod event_log;
 mod injector;
-mod keeper;
-mod ledger;
 mod observer;
-mod site;
+mod primary;
 mod summary;
+mod workers;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use self::crew::Crew;
-use self::keeper::Keeper;
-use self::ledger::{Book, Ledger};
-use self::site::Site;
+use self::cleanup::CleanupProcess;
+use self::event_log::{EventLog, Events};
+use self::primary::Primary;
+use self::workers::Workers;
 use crate::check;
 use crate::clock;
 use crate::fault::Fault;
@@ -39,47 +39,51 @@ const RESTING: Duration = Duration::from_secs(60);
 /// Runs a campaign, and fails if a promise was broken or a primitive was never used with success.
 pub(crate) fn run(options: Options) -> ExitCode {
     println!(
-        "{} workers, {} seconds of faults, seed {}",
+        "{} workers{}, {} seconds of faults, seed {}",
         options.workers,
+        options.only.map_or(String::new(), |half| format!(
+            " of the {} half",
+            half.name()
+        )),
         options.duration.as_secs(),
         options.seed
     );
     let mut random = Rng::with_seed(options.seed);
-    let keeper = Arc::new(Keeper::start());
-    let ledger = Arc::new(Ledger::default());
-    let site = Site::start(keeper.directory());
-    observer::install(&site).expect("the schema can be installed");
-    let crew = Crew::start(options.workers, &site, &keeper, &ledger, random.fork());
+    let cleanup = Arc::new(CleanupProcess::start());
+    let log = Arc::new(EventLog::default());
+    let primary = Primary::start(cleanup.directory());
+    observer::install(&primary).expect("the schema can be installed");
+    let workers = Workers::start(&options, &primary, &cleanup, &log, random.fork());
 
-    ledger.book().history.direct = crew.direct().collect();
+    log.events().history.direct = workers.direct().collect();
 
     let done = AtomicBool::new(false);
     let looked = thread::scope(|scope| {
-        let watching = scope.spawn(|| observer::watch(&site, &ledger, &done));
+        let watching = scope.spawn(|| observer::watch(&primary, &log, &done));
         // Dropped also if the campaign itself panics.
         let over = Over(&done);
-        injector::inject(&site, &crew, &ledger, random.fork(), options.duration);
-        await_progress(&crew, &ledger);
-        rest(&crew, &ledger);
+        injector::inject(&primary, &workers, &log, random.fork(), options.duration);
+        await_progress(&workers, &log);
+        rest(&workers, &log);
         drop(over);
         watching.join().unwrap_or_default()
     });
-    for text in observer::at_rest(&site)
+    for text in observer::at_rest(&primary)
         .into_iter()
-        .chain(observer::missing_slots(&site))
-        .chain(observer::closed_throttles(&site))
+        .chain(observer::missing_slots(&primary))
+        .chain(observer::closed_throttles(&primary))
     {
-        ledger.violation(format!("afterwards: {text}"));
+        log.violation(format!("afterwards: {text}"));
     }
-    let truth = observer::truth(&site).expect("the server tells what it has recorded");
-    crew.dismiss();
+    let truth = observer::truth(&primary).expect("the server tells what it has recorded");
+    workers.end_all();
 
-    let book = ledger.book();
-    let findings = check::examine(&book.history, &truth);
-    println!("{}", summary::of(&book, &findings, looked));
-    let violations = summary::violations(&book, &findings).len();
-    let mut idle = what_was_not_tried(&crew, &book);
-    let few = too_few(&book, options.duration);
+    let events = log.events();
+    let findings = check::examine(&events.history, &truth);
+    println!("{}", summary::of(&events, &findings, looked));
+    let violations = summary::violations(&events, &findings).len();
+    let mut idle = what_was_not_tried(&workers, &events);
+    let few = too_few(&workers, &events, options.duration);
     if options.duration >= STRONG {
         idle.extend(few);
     } else {
@@ -108,25 +112,26 @@ impl Drop for Over<'_> {
 }
 
 /// Waits until every worker is alive and has succeeded with all its primitives since the last fault.
-fn await_progress(crew: &Crew, ledger: &Ledger) {
+fn await_progress(workers: &Workers, log: &EventLog) {
     let since = clock::now();
     let end = Instant::now() + RECOVERING;
     loop {
-        let stuck: Vec<_> = crew
+        let stuck: Vec<_> = workers
             .numbers()
             .flat_map(|worker| {
-                crew.primitives(worker)
+                workers
+                    .primitives(worker)
                     .iter()
                     .map(move |what| (worker, what))
             })
-            .filter(|(worker, what)| !ledger.book().has_succeeded(*worker, **what, since))
+            .filter(|(worker, what)| !log.events().has_succeeded(*worker, **what, since))
             .collect();
         if stuck.is_empty() {
             break;
         }
         if Instant::now() > end {
             for (worker, what) in stuck {
-                ledger.violation(format!(
+                log.violation(format!(
                     "afterwards: worker {worker} makes no progress with {}",
                     what.name()
                 ));
@@ -135,28 +140,31 @@ fn await_progress(crew: &Crew, ledger: &Ledger) {
         }
         thread::sleep(Duration::from_millis(20));
     }
-    for worker in crew.numbers().filter(|worker| !crew.is_alive(*worker)) {
-        ledger.violation(format!("afterwards: worker {worker} has ended"));
+    for worker in workers
+        .numbers()
+        .filter(|worker| !workers.is_alive(*worker))
+    {
+        log.violation(format!("afterwards: worker {worker} has ended"));
     }
 }
 
 /// Lets the workers rest, and checks that every pool gives all its connections.
-fn rest(crew: &Crew, ledger: &Ledger) {
-    crew.rest();
+fn rest(workers: &Workers, log: &EventLog) {
+    workers.rest();
     let end = Instant::now() + RESTING;
-    for worker in crew.numbers() {
+    for worker in workers.numbers() {
         loop {
-            let rested = ledger.book().rested(worker);
+            let rested = log.events().rested(worker);
             match rested {
                 Some((given, of)) if given == of => break,
                 Some((given, of)) => {
-                    ledger.violation(format!(
+                    log.violation(format!(
                         "afterwards: the pool of worker {worker} gives {given} of {of} connections"
                     ));
                     break;
                 }
                 None if Instant::now() > end => {
-                    ledger.violation(format!("afterwards: worker {worker} does not rest"));
+                    log.violation(format!("afterwards: worker {worker} does not rest"));
                     break;
                 }
                 None => {}
@@ -167,22 +175,33 @@ fn rest(crew: &Crew, ledger: &Ledger) {
 }
 
 /// The kinds of faults that were injected less often than a campaign of that length should.
-fn too_few(book: &Book, duration: Duration) -> Vec<String> {
+fn too_few(workers: &Workers, events: &Events, duration: Duration) -> Vec<String> {
     let wanted = EACH * duration.as_secs() / STRONG.as_secs();
+    let has_half = |half| workers.numbers().any(|worker| workers.half(worker) == half);
     Fault::all()
-        .map(|kind| (kind, book.faults.get(&kind).copied().unwrap_or(0)))
+        .filter(|kind| kind.half().is_none_or(has_half))
+        .map(|kind| (kind, events.faults.get(&kind).copied().unwrap_or(0)))
         .filter(|(_, number)| *number < wanted)
         .map(|(kind, number)| format!("{}, {number} times, and not {wanted}", kind.name()))
         .collect()
 }
 
 /// The primitives that were never used with success. A campaign that does nothing finds nothing.
-fn what_was_not_tried(crew: &Crew, book: &Book) -> Vec<String> {
-    let mut missing: Vec<String> = crew
+fn what_was_not_tried(workers: &Workers, events: &Events) -> Vec<String> {
+    let mut missing: Vec<String> = workers
         .numbers()
-        .flat_map(|worker| crew.primitives(worker))
-        .filter(|what| !book.operations.contains_key(&(**what, Outcome::Done)))
-        .map(|what| what.name().to_owned())
+        .flat_map(|worker| {
+            let half = workers.half(worker);
+            workers
+                .primitives(worker)
+                .iter()
+                .map(move |what| (half, *what))
+        })
+        .filter(|(half, what)| {
+            let done = (*half, *what, Outcome::Done);
+            !events.operations.contains_key(&done)
+        })
+        .map(|(half, what)| format!("{}, {}", what.name(), half.name()))
         .collect();
     missing.sort();
     missing.dedup();

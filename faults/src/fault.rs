@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::half::Half;
+
 /// A fault of a worker, or of a program that it relies on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) enum Fault {
@@ -36,6 +38,11 @@ pub(crate) enum Fault {
     LateWrite,
     CopyTo,
     CopyFrom,
+    DroppedQuery,
+    ShutDownRuntime,
+    DroppedFuture,
+    AbortedTask,
+    LostSelect,
 }
 
 /// The kinds of faults, by injector.
@@ -56,10 +63,10 @@ pub(crate) const POOLERS: [Fault; 4] = [
     Fault::ReloadedPooler,
     Fault::PausedPooler,
 ];
-pub(crate) const NEIGHBOURS: [Fault; 1] = [Fault::HangingServer];
+pub(crate) const SECOND_SERVER: [Fault; 1] = [Fault::HangingServer];
 pub(crate) const COPIES: [Fault; 1] = [Fault::CopiedDatabase];
 /// The faults that a worker inflicts on itself when it is told to.
-pub(crate) const MISHAPS: [Fault; 12] = [
+pub(crate) const SELF_INFLICTED: [Fault; 14] = [
     Fault::FullPool,
     Fault::Panic,
     Fault::TransactionLeftOpen,
@@ -72,7 +79,11 @@ pub(crate) const MISHAPS: [Fault; 12] = [
     Fault::LateWrite,
     Fault::CopyTo,
     Fault::CopyFrom,
+    Fault::DroppedQuery,
+    Fault::ShutDownRuntime,
 ];
+/// The faults that asynchronous workers inflict on themselves all the time.
+pub(crate) const DROPS: [Fault; 3] = [Fault::DroppedFuture, Fault::AbortedTask, Fault::LostSelect];
 
 impl Fault {
     pub(crate) fn all() -> impl Iterator<Item = Self> {
@@ -82,9 +93,10 @@ impl Fault {
             &NETWORKS,
             &SERVERS,
             &POOLERS,
-            &NEIGHBOURS,
+            &SECOND_SERVER,
             &COPIES,
-            &MISHAPS,
+            &SELF_INFLICTED,
+            &DROPS,
         ]
         .into_iter()
         .flatten()
@@ -124,6 +136,11 @@ impl Fault {
             Self::LateWrite => "late write of a former holder",
             Self::CopyTo => "COPY TO under a lock",
             Self::CopyFrom => "COPY FROM under a lock",
+            Self::DroppedQuery => "query dropped in flight under a lock",
+            Self::ShutDownRuntime => "runtime shut down",
+            Self::DroppedFuture => "operation dropped at some await point",
+            Self::AbortedTask => "task of an operation aborted",
+            Self::LostSelect => "operation that lost a select",
         }
     }
 
@@ -146,7 +163,21 @@ impl Fault {
                 | Self::LateWrite
                 | Self::CopyTo
                 | Self::CopyFrom
+                | Self::DroppedQuery
         )
+    }
+
+    /// The half whose workers alone have this fault. diesel-async has no COPY.
+    pub(crate) const fn half(self) -> Option<Half> {
+        match self {
+            Self::CopyTo | Self::CopyFrom => Some(Half::Blocking),
+            Self::DroppedQuery
+            | Self::ShutDownRuntime
+            | Self::DroppedFuture
+            | Self::AbortedTask
+            | Self::LostSelect => Some(Half::Asynchronous),
+            _ => None,
+        }
     }
 }
 

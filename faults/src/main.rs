@@ -13,6 +13,7 @@ mod check;
 mod clock;
 mod contention;
 mod fault;
+mod half;
 mod options;
 mod record;
 mod role;

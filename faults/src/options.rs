@@ -5,15 +5,18 @@ use std::time::Duration;
 use lexopt::Arg::{Long, Value};
 use lexopt::{Parser, ValueExt};
 
+use crate::half::Half;
+
 pub(crate) const USAGE: &str = "\
-usage: scripts/faults [faults] [--seconds S] [--seed N] [--workers W]
+usage: scripts/faults [faults] [--seconds S] [--seed N] [--workers W] [--only HALF]
        scripts/faults contention [--seconds S]
 
 faults (the default) injects faults into processes that use every primitive:
   --seconds S  how long to inject faults; defaults to 60. From 600 seconds on, the campaign fails if any kind of fault
                was injected fewer than 100 times; a shorter campaign reports such kinds, in proportion
   --seed N     the seed of the random choices; defaults to a random seed, which is printed
-  --workers W  how many processes work at a time, at least 4; defaults to 8
+  --workers W  how many processes work at a time, at least 8, or 4 of one half; defaults to 8
+  --only HALF  the half of the crate that they use, blocking or asynchronous; by default half of them use either
 
 contention claims slots and attempts throttles from many Rust and Python processes, some of which it kills:
   --seconds S  how long the first and longest of its four parts takes; defaults to 60. The four parts together take
@@ -32,6 +35,8 @@ pub(crate) struct Options {
     pub(crate) duration: Duration,
     pub(crate) seed: u64,
     pub(crate) workers: usize,
+    /// The only half that the workers use. `None` for both.
+    pub(crate) only: Option<Half>,
 }
 
 /// Parses the arguments of the program.
@@ -41,6 +46,7 @@ pub(crate) fn parse(mut parser: Parser) -> Result<Kind, lexopt::Error> {
         duration: Duration::from_secs(60),
         seed: fastrand::u64(..1_000_000),
         workers: 8,
+        only: None,
     };
     let mut is_first = true;
     while let Some(argument) = parser.next()? {
@@ -54,12 +60,20 @@ pub(crate) fn parse(mut parser: Parser) -> Result<Kind, lexopt::Error> {
             Long("seed") if !contention => options.seed = parser.value()?.parse()?,
             Long("workers") if !contention => {
                 let workers: usize = parser.value()?.parse()?;
-                options.workers = workers.clamp(4, 100);
+                options.workers = workers.min(100);
+            }
+            Long("only") if !contention => {
+                let name = parser.value()?.string()?;
+                let half = Half::ALL.into_iter().find(|half| half.name() == name);
+                options.only = Some(half.ok_or(format!("no half is called {name:?}"))?);
             }
             other => return Err(other.unexpected()),
         }
         is_first = false;
     }
+    // Each half is there with every route to the server.
+    let routes = if options.only.is_some() { 4 } else { 8 };
+    options.workers = options.workers.max(routes);
     Ok(if contention {
         Kind::Contention(options.duration)
     } else {
@@ -80,7 +94,8 @@ mod tests {
         let expected = Kind::Faults(Options {
             duration: Duration::from_secs(20),
             seed: 1,
-            workers: 4,
+            workers: 8,
+            only: None,
         });
         let options = ["--seconds", "20", "--seed=1", "--workers", "2"];
         assert_eq!(parsed(&options).unwrap(), expected);
@@ -88,6 +103,17 @@ mod tests {
             parsed(&[&["faults"], &options[..]].concat()).unwrap(),
             expected
         );
+    }
+
+    #[test]
+    fn one_half_needs_fewer_workers() {
+        let arguments = ["--only", "asynchronous", "--workers", "2"];
+        let Kind::Faults(options) = parsed(&arguments).unwrap() else {
+            panic!("these are options of a campaign of faults");
+        };
+        assert_eq!(options.only, Some(Half::Asynchronous));
+        assert_eq!(options.workers, 4);
+        assert!(parsed(&["--only", "both"]).is_err());
     }
 
     #[test]

@@ -5,8 +5,8 @@ CREATE SCHEMA faults;
 CREATE FUNCTION faults.micros(moment timestamptz) RETURNS bigint LANGUAGE sql IMMUTABLE STRICT
     AS $$ SELECT (extract(epoch FROM moment) * 1000000)::bigint $$;
 
--- A stretch of a session lock, written on the session that holds it: `ended` is the last time that the session
--- answered, at least.
+-- A stretch of a session lock, written on the session that holds it: `ended` is at least the last time that the
+-- session replied.
 CREATE TABLE faults.section (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     lock integer NOT NULL,

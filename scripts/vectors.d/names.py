@@ -1,6 +1,6 @@
 """The names, and the tables made of them: `list`, `names DIR`, `parts`.
 
-`names` reads from DIR what the other tools answered, one line for each name.
+`names` reads from DIR what the other tools printed, one line for each name.
 """
 
 import itertools
@@ -186,7 +186,7 @@ def fnv1a64(name):
     return unsigned, unsigned - 2**64 if unsigned >= 2**63 else unsigned
 
 
-def answers(directory, tool):
+def printed_by(directory, tool):
     with open(os.path.join(directory, tool), newline="\n") as lines:
         lines = lines.read().splitlines()
     comments = [line for line in lines if line.startswith("#")]
@@ -196,11 +196,11 @@ def answers(directory, tool):
 
 
 def print_names(directory):
-    times31, _ = answers(directory, "times31")
-    pglocks_1, sql_1 = answers(directory, "pglocks_1")
-    pglocks_2, sql_2 = answers(directory, "pglocks_2")
-    pglock, _ = answers(directory, "pglock_1")
-    ruby = answers(directory, "crc32")[0] if os.path.exists(os.path.join(directory, "crc32")) else None
+    times31, _ = printed_by(directory, "times31")
+    pglocks_1, sql_1 = printed_by(directory, "pglocks_1")
+    pglocks_2, sql_2 = printed_by(directory, "pglocks_2")
+    pglock, _ = printed_by(directory, "pglock_1")
+    ruby = printed_by(directory, "crc32")[0] if os.path.exists(os.path.join(directory, "crc32")) else None
 
     columns = [
         "name",

@@ -7,10 +7,15 @@ use diesel::pg::PgConnection;
 use super::discard::{GuardConnection, Pinned};
 use super::guard::AdvisoryLockGuard;
 use super::lock::Lock;
+#[cfg(feature = "r2d2")]
+use super::lock::LockMode;
 use super::operations::{self, HeldLock};
 use super::{AdvisoryLock, BorrowedGuard};
 #[cfg(feature = "r2d2")]
-use super::{PooledGuard, connection_budget::Waiter};
+use super::{
+    PooledGuard,
+    connection_budget::{Waiter, budget},
+};
 use crate::attempt::Attempt;
 #[cfg(feature = "r2d2")]
 use crate::backoff::Backoff;
@@ -115,8 +120,9 @@ impl AdvisoryLock {
     /// A thread that waits on the server occupies a connection. The waiting threads of a process occupy at most half of the
     /// pool's maximum size, and at least one connection, so that many waiters do not exhaust the pool. The keys share these
     /// connections equally, or take turns. All other waiting threads hold no connection. They try when it is their turn, and
-    /// otherwise poll. Together they poll at most about two hundred times a second, and each key has the same share of that.
-    /// So many waiters for one key hardly delay the only waiter for another.
+    /// otherwise poll. A release in this process wakes the one that has waited longest for the lock, unless another one waits
+    /// for it on the server. Together they poll at most about two hundred times a second, and each key has the same share of
+    /// that. So many waiters for one key hardly delay the only waiter for another.
     ///
     /// The wait on the server is cut into slices of 200 milliseconds, or of half of `deadlock_timeout` if that is shorter.
     /// Otherwise a waiter's snapshot and the holder's `CREATE INDEX CONCURRENTLY` would wait for each other. This has
@@ -297,13 +303,13 @@ impl AdvisoryLock {
             if acquisition.is_granted {
                 return Ok(acquisition.into_attempt());
             }
-            let pool_size = pool.max_size();
+            let budget = budget(pool.max_size(), false);
             let mut waiter = Waiter::for_lock(acquisition.held.lock.id);
             let mut polling = None;
             while !acquisition.is_granted {
-                if waiter.occupy(pool_size) {
+                if waiter.occupy(budget) {
                     polling = None;
-                    acquisition.wait(deadline, || waiter.must_yield(pool_size))?;
+                    acquisition.wait(deadline, || waiter.must_yield(budget))?;
                     waiter.vacate();
                     if acquisition.is_granted || deadline.remaining().is_zero() {
                         break;
@@ -318,14 +324,20 @@ impl AdvisoryLock {
                     let Some(pause) = backoff.next(poller.apart(), Duration::MAX, remaining) else {
                         return Ok(Attempt::Busy);
                     };
-                    waiter.wait_for_turn(pool_size, pause);
+                    waiter.wait_for_turn(budget, pause);
                     match self.check_out(pool, Some(deadline.remaining())) {
-                        Ok(conn) => break Acquisition::begin(self, conn)?,
+                        Ok(conn) => {
+                            waiter.tries();
+                            break Acquisition::begin(self, conn)?;
+                        }
                         // The pool had no connection in time, but the wait for the lock is not over.
                         Err(Error::Pool(_)) => std::thread::sleep(pause.min(deadline.remaining())),
                         Err(error) => return Err(error),
                     }
                 };
+            }
+            if acquisition.is_granted {
+                waiter.is_granted(self.mode() == LockMode::Shared);
             }
             Ok(acquisition.into_attempt())
         };

@@ -1,16 +1,15 @@
 //! The connection that a lock is pinned to, and the one place where such a connection is discarded.
 
-use std::collections::BTreeSet;
 use std::ops::DerefMut;
-use std::sync::{Mutex, MutexGuard};
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
+use super::doubt::{Doubt, distrusted};
 use super::lock::Lock;
 use super::sql;
 use crate::events::{self, Event, Outcome, Subject};
-use crate::panics::{caught, lock};
+use crate::panics::caught;
 use crate::session::{Blocking, Session, now};
 use crate::transaction::{self, Transaction};
 
@@ -47,28 +46,6 @@ pub(super) struct Pinned<C: GuardConnection> {
     doubt: Option<Doubt>,
 }
 
-/// Why the session may hold a lock that no guard accounts for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Doubt {
-    /// A statement that takes this lock was sent, and its reply did not arrive.
-    Acquiring(Lock),
-    /// A statement that releases this lock was sent to the session with this pid, and its reply did not arrive.
-    Releasing(Lock, i32),
-    /// The connection, whose session has this pid, cannot be trusted, and no query can change that: a different session
-    /// replies on it, it is closed, or some code had marked it before.
-    Certain(i32),
-}
-
-impl Doubt {
-    /// The pid of the session, if it is known.
-    fn pid(self) -> Option<i32> {
-        match self {
-            Doubt::Acquiring(_) => None,
-            Doubt::Releasing(_, pid) | Doubt::Certain(pid) => Some(pid),
-        }
-    }
-}
-
 impl<C: GuardConnection> Pinned<C> {
     pub(super) fn new(conn: C) -> Self {
         Self { conn, doubt: None }
@@ -102,7 +79,7 @@ impl<C: GuardConnection> Drop for Pinned<C> {
 fn discard<C: GuardConnection>(conn: &mut PgConnection, doubt: Doubt) {
     if C::IS_POOLED {
         if let Some(pid) = doubt.pid() {
-            distrusted::forget(pid);
+            let _ = distrusted::forget(pid);
         }
     } else {
         match caught(|| repair(&mut Blocking::lent(conn), doubt)) {
@@ -177,45 +154,5 @@ fn end_session(session: &mut Blocking<'_>) {
     let refused = ended.is_ok() || session.transaction() != Transaction::Broken;
     if refused {
         let _ = now(session.batch(sql::RELEASE_ALL));
-    }
-}
-
-/// The pids of sessions that still hold a lock that no guard accounts for.
-///
-/// A guard on a borrowed connection that cannot unlock, because the caller's transaction is aborted, marks the connection
-/// as broken. Diesel clears that mark with the next statement that succeeds. If an outer guard has the same session pinned
-/// out of a pool, it looks here and discards the connection. A pid that the server reuses costs one needless reconnect.
-pub(super) mod distrusted {
-    use super::*;
-
-    static PIDS: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
-
-    pub(super) fn remember(pid: i32) {
-        pids().insert(pid);
-    }
-
-    pub(super) fn forget(pid: i32) {
-        pids().remove(&pid);
-    }
-
-    pub(in crate::advisory) fn contains(pid: i32) -> bool {
-        pids().contains(&pid)
-    }
-
-    fn pids() -> MutexGuard<'static, BTreeSet<i32>> {
-        lock(&PIDS)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::distrusted;
-
-    #[test]
-    fn a_session_that_ends_is_distrusted_no_more() {
-        distrusted::remember(-7);
-        assert!(distrusted::contains(-7));
-        distrusted::forget(-7);
-        assert!(!distrusted::contains(-7));
     }
 }

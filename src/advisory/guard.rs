@@ -7,10 +7,14 @@ use std::time::Instant;
 
 use diesel::pg::PgConnection;
 
+#[cfg(any(feature = "r2d2", feature = "async"))]
+use super::connection_budget::LocalHold;
 use super::discard::{GuardConnection, Pinned};
 use super::operations::{self, HeldLock};
 #[cfg(feature = "r2d2")]
-use super::watch::{Watch, Watches};
+use super::watch::{self, Watch};
+#[cfg(feature = "r2d2")]
+use super::watched::Watches;
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
 use crate::events::{self, Event, Outcome, Subject};
@@ -85,11 +89,16 @@ pub struct AdvisoryLockGuard<C: GuardConnection> {
     #[cfg(feature = "r2d2")]
     watches: Watches,
     is_released: bool,
+    /// Dropped last, when the connection is back in its pool.
+    #[cfg(any(feature = "r2d2", feature = "async"))]
+    _local: LocalHold,
 }
 
 impl<C: GuardConnection> AdvisoryLockGuard<C> {
     pub(super) fn new(pinned: Pinned<C>, held: HeldLock) -> Self {
         Self {
+            #[cfg(any(feature = "r2d2", feature = "async"))]
+            _local: LocalHold::of(held.lock.id),
             pinned,
             held,
             since: Instant::now(),
@@ -171,7 +180,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     pub fn watch(&mut self, pool: &PgPool, every: Duration) -> Result<Watch> {
         let (mut session, _) = self.pinned.session();
         let watch = Watch::begin(&mut session, pool, &self.held, every)?;
-        self.watches.add(&watch);
+        self.watches.add(watch.watched());
         Ok(watch)
     }
 
@@ -263,7 +272,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     fn release_inner(&mut self) -> Result<()> {
         self.is_released = true;
         #[cfg(feature = "r2d2")]
-        self.watches.releasing();
+        self.watches.releasing(watch::stop);
         let (mut session, doubt) = self.pinned.session();
         let released = now(operations::release(&mut session, doubt, &self.held));
         // Before the connection is back in its pool, because the next guard on this session must not share the token.

@@ -1,28 +1,26 @@
 //! What a lock sends: the operations on one session, blocking or asynchronous.
 
 mod wait;
+mod xact;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
 use diesel::prelude::*;
-use diesel::result::DatabaseErrorKind::Unknown;
 use diesel::result::Error as DieselError;
 
 #[cfg(feature = "migrations")]
 pub(super) use self::wait::poll_for_session_lock;
 pub(super) use self::wait::wait_for_session_lock;
-use super::discard::{Doubt, distrusted};
+pub(super) use self::xact::begin_transaction;
+use super::doubt::{Doubt, distrusted};
 use super::lock::Lock;
 use super::rules::{self, AfterTry, Fate, Loss, TryReply, Unlocked};
 use super::sql::{self, Numbered};
 use super::token::Token;
-use crate::attempt::Attempt;
-use crate::clock::Deadline;
 use crate::error::{Error, Misplaced, Result};
 use crate::functions::pg_backend_pid;
 use crate::key::LockKey;
-use crate::session::Session;
+use crate::session::{Session, probe};
 use crate::transaction::Transaction;
 
 /// A session lock that a session holds or requests, and what its release needs to know.
@@ -46,6 +44,18 @@ impl HeldLock {
             pid: 0,
             idle_session_timeout: None,
             fencing_token: None,
+        }
+    }
+
+    /// Returns the lock as a task releases it, and leaves nothing here that it needs.
+    #[cfg(feature = "async")]
+    pub(super) fn take(&mut self) -> Self {
+        Self {
+            key: self.key.clone(),
+            lock: self.lock,
+            pid: self.pid,
+            idle_session_timeout: self.idle_session_timeout.take(),
+            fencing_token: self.fencing_token.take(),
         }
     }
 
@@ -98,6 +108,15 @@ pub(super) async fn try_session_lock<S: Session>(
     }
 }
 
+/// Whether a session of this process had an `idle_session_timeout`.
+static CAREFULLY: AtomicBool = AtomicBool::new(false);
+
+/// Returns whether a try may have lifted an `idle_session_timeout`.
+#[cfg(feature = "async")]
+pub(super) fn lifts_idle_session_timeout() -> bool {
+    CAREFULLY.load(Ordering::Relaxed)
+}
+
 /// Sends a try, and also returns whether a transaction is open that Diesel does not know of.
 ///
 /// The first try of this process that meets a session with an `idle_session_timeout` takes two round trips. All later tries
@@ -111,13 +130,12 @@ async fn send_try<S: Session>(
     lock: Lock,
     fenced: bool,
 ) -> (QueryResult<TryReply>, bool) {
-    static CAREFULLY: AtomicBool = AtomicBool::new(false);
     if fenced {
-        let (row, is_open) = session.probe(sql::TryFenced { lock }).await;
+        let (row, is_open) = probe(session, sql::TryFenced { lock }).await;
         return (row.map(sql::TriedFenced::read), is_open);
     }
     if !CAREFULLY.load(Ordering::Relaxed) {
-        let (row, is_open) = session.probe(Numbered(sql::Try { lock })).await;
+        let (row, is_open) = probe(session, Numbered(sql::Try { lock })).await;
         if let Some(reply) = row.map(sql::Tried::read).transpose() {
             return (reply, is_open);
         }
@@ -126,7 +144,7 @@ async fn send_try<S: Session>(
             session.clear_mark();
         }
     }
-    let (row, is_open) = session.probe(Numbered(sql::TryCarefully { lock })).await;
+    let (row, is_open) = probe(session, Numbered(sql::TryCarefully { lock })).await;
     let reply = row.map(sql::TriedCarefully::read);
     if let Ok(reply) = &reply {
         CAREFULLY.fetch_or(reply.idle_session_timeout.is_some(), Ordering::Relaxed);
@@ -143,7 +161,7 @@ pub(super) async fn is_held<S: Session>(session: &mut S, held: &HeldLock) -> Res
     let reply: QueryResult<(i32, bool)> = session.one(query).await;
     match reply {
         Ok((pid, is_held)) => Ok(is_held && pid == held.pid),
-        Err(error) if rules::is_closed(&error) => Ok(false),
+        Err(error) if session.has_ended(&error).await => Ok(false),
         Err(error) => Err(error.into()),
     }
 }
@@ -153,20 +171,28 @@ pub(super) async fn fencing_token<S: Session>(session: &mut S, held: &mut HeldLo
     if let Some(token) = &held.fencing_token {
         return Ok(token.number());
     }
-    if session.transaction() == Transaction::Open {
+    let before = session.transaction();
+    if before == Transaction::Open {
         return Err(Misplaced::TokenInTransaction.into());
     }
     let row = held.lock.into();
-    let (drawn, is_transaction_open) = session.probe(sql::DrawToken { row }).await;
-    if is_transaction_open && !drawn.as_ref().is_err_and(rules::is_closed) {
+    let (drawn, is_open) = probe(session, sql::DrawToken { row }).await;
+    // A mark that was there before is the caller's, and stays.
+    let is_transaction_open = is_open && before != Transaction::Broken;
+    let drawn: sql::DrawnToken = match drawn {
+        Ok(drawn) => drawn,
+        Err(error) if session.has_ended(&error).await => return Err(held.lost(Some(error))),
+        Err(error) => {
+            if is_transaction_open {
+                session.clear_mark();
+            }
+            return Err(error.into());
+        }
+    };
+    if is_transaction_open {
         // The transaction is the caller's, who may continue it.
         session.clear_mark();
     }
-    let drawn: sql::DrawnToken = match drawn {
-        Ok(drawn) => drawn,
-        Err(error) if rules::is_closed(&error) => return Err(held.lost(Some(error))),
-        Err(error) => return Err(error.into()),
-    };
     let Some(number) = drawn.number.filter(|_| drawn.pid == held.pid) else {
         return Err(held.lost(None));
     };
@@ -187,18 +213,19 @@ pub(super) async fn release<S: Session>(
 ) -> Result<()> {
     let before = session.transaction();
     *doubt = Some(Doubt::Releasing(held.lock, held.pid));
-    let (reply, did_not_run) = send_release(session, held).await;
+    let (reply, is_open) = send_release(session, held).await;
     let source = match reply {
-        Ok(unlocked) => return conclude(session, doubt, held, before, unlocked).await,
+        Ok(unlocked) => return conclude(session, doubt, held, before, unlocked, is_open).await,
         Err(source) => source,
     };
-    if rules::is_closed(&source) {
+    if session.has_ended(&source).await {
         *doubt = Some(Doubt::Certain(held.pid));
         return Err(held.lost(Some(source)));
     }
     if before == Transaction::Broken {
         *doubt = Some(Doubt::Certain(held.pid));
     }
+    let did_not_run = before == Transaction::None && is_open;
     if session.is_pooled() || !did_not_run {
         let key = held.key.clone();
         return Err(Error::ReleaseFailed { key, source });
@@ -215,15 +242,15 @@ async fn release_again<S: Session>(
     before: Transaction,
     source: DieselError,
 ) -> Result<()> {
-    if let Ok(unlocked) = send_release_unprepared(session, held).await {
-        return conclude(session, doubt, held, before, unlocked).await;
+    let (reply, is_aborted) = send_release_unprepared(session, held).await;
+    if let Ok(unlocked) = reply {
+        return conclude(session, doubt, held, before, unlocked, is_aborted).await;
     }
     let key = held.key.clone();
-    let is_aborted = session.transaction() == Transaction::Broken;
     if !is_aborted || session.batch("ROLLBACK").await.is_err() {
         return Err(Error::ReleaseFailed { key, source });
     }
-    match send_release_unprepared(session, held).await {
+    match send_release_unprepared(session, held).await.0 {
         Ok(Unlocked::WasHeld) => {
             *doubt = None;
             Err(Error::TransactionLeftOpen { key })
@@ -236,27 +263,26 @@ async fn release_again<S: Session>(
     }
 }
 
-/// Does what follows from the reply to an unlock.
+/// Does what follows from the reply to an unlock, and from whether a transaction is open that Diesel does not know of.
 async fn conclude<S: Session>(
     session: &mut S,
     doubt: &mut Option<Doubt>,
     held: &HeldLock,
     before: Transaction,
     unlocked: Unlocked,
+    is_open: bool,
 ) -> Result<()> {
-    // Only a transaction that Diesel does not know of leaves the mark of the probe.
-    let is_marked = session.transaction() == Transaction::Broken;
     let release = rules::Release {
         before,
         unlocked,
-        left_open: before == Transaction::Open || is_marked,
+        left_open: before == Transaction::Open || is_open,
         is_pooled: session.is_pooled(),
         is_distrusted: session.is_pooled() && distrusted::contains(held.pid),
     };
     let (fate, loss) = release.verdict();
     match fate {
         Fate::Keep => {
-            if before == Transaction::None && is_marked {
+            if before == Transaction::None && is_open {
                 session.clear_mark();
             }
             *doubt = None;
@@ -279,27 +305,26 @@ async fn conclude<S: Session>(
     })
 }
 
-/// Sends the unlock, and also returns whether the connection was left marked. After an error the mark shows that the unlock
-/// did not run: the server's report on an error outside a transaction clears it, unlike a failed `PREPARE` or an error inside
-/// a transaction.
+/// Sends the unlock, and also returns whether a transaction is open that Diesel does not know of. After an error, that shows
+/// that the unlock did not run, because a `PREPARE` failed, or because the transaction is aborted.
 async fn send_release<S: Session>(
     session: &mut S,
     held: &HeldLock,
 ) -> (QueryResult<Unlocked>, bool) {
     if held.idle_session_timeout.is_some() {
-        let (row, is_marked) = session.probe(careful_release(held, true)).await;
-        return (row.map(sql::ReleasedCarefully::into), is_marked);
+        let (row, is_open) = probe(session, careful_release(held, true)).await;
+        return (row.map(sql::ReleasedCarefully::into), is_open);
     }
-    let (row, is_marked) = session.probe(Numbered(release_of(held))).await;
-    (row.map(sql::Released::into), is_marked)
+    let (row, is_open) = probe(session, Numbered(release_of(held))).await;
+    (row.map(sql::Released::into), is_open)
 }
 
 async fn send_release_unprepared<S: Session>(
     session: &mut S,
     held: &HeldLock,
-) -> QueryResult<Unlocked> {
-    let row = session.one(careful_release(held, false)).await?;
-    Ok(sql::ReleasedCarefully::into(row))
+) -> (QueryResult<Unlocked>, bool) {
+    let (row, is_open) = probe(session, careful_release(held, false)).await;
+    (row.map(sql::ReleasedCarefully::into), is_open)
 }
 
 fn release_of(held: &HeldLock) -> sql::Release {
@@ -314,59 +339,5 @@ fn careful_release(held: &HeldLock, prepared: bool) -> sql::ReleaseCarefully {
         release: release_of(held),
         idle_session_timeout: held.idle_session_timeout.clone(),
         prepared,
-    }
-}
-
-/// Takes a transaction lock if it is free, in one round trip.
-pub(super) async fn try_xact<S: Session>(session: &mut S, lock: Lock) -> Result<Attempt<()>> {
-    rules::check_xact_lock(session.transaction())?;
-    let row = session.one(Numbered(sql::TryXact { lock })).await?;
-    sql::TriedXact::read(row)
-}
-
-/// Takes a transaction lock, and waits indefinitely, in the server's queue and under its deadlock detection.
-pub(super) async fn acquire_xact<S: Session>(session: &mut S, lock: Lock) -> Result<()> {
-    if try_xact(session, lock).await?.is_busy() {
-        session.batch(&sql::wait_for_xact(lock, 0)).await?;
-    }
-    Ok(())
-}
-
-/// Takes a transaction lock, and waits until the deadline.
-///
-/// It waits in a savepoint. Its rollback keeps the transaction usable after a timeout, restores its settings, and undoes a
-/// grant of the last moment.
-pub(super) async fn acquire_xact_until<S: Session>(
-    session: &mut S,
-    lock: Lock,
-    deadline: Deadline,
-) -> Result<Attempt<()>> {
-    if let Attempt::Acquired(()) = try_xact(session, lock).await? {
-        return Ok(Attempt::Acquired(()));
-    }
-    let limit = deadline.remaining();
-    if limit.is_zero() {
-        return Ok(Attempt::Busy);
-    }
-    let milliseconds = rules::milliseconds(limit);
-    let limit = limit.min(Duration::from_millis(milliseconds.unsigned_abs().into()));
-    session.begin().await?;
-    let began = Instant::now();
-    match session.batch(&sql::wait_for_xact(lock, milliseconds)).await {
-        Ok(()) => {
-            session.commit().await?;
-            Ok(Attempt::Acquired(()))
-        }
-        Err(error) => {
-            let timed_out = rules::is_timeout(&error, began.elapsed(), limit);
-            match session.rollback().await {
-                Ok(()) | Err(DieselError::BrokenTransactionManager) => {}
-                Err(rollback_error) => return Err(rollback_error.into()),
-            }
-            match error {
-                DieselError::DatabaseError(Unknown, _) if timed_out => Ok(Attempt::Busy),
-                error => Err(error.into()),
-            }
-        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use diesel::result::DatabaseErrorKind::{ClosedConnection, UnableToSendCommand, Unknown};
+use diesel::result::DatabaseErrorKind::{ClosedConnection, Unknown};
 use diesel::result::Error as DieselError;
 
 use crate::error::{Misplaced, Result};
@@ -155,17 +155,6 @@ pub(super) fn is_timeout(error: &DieselError, elapsed: Duration, limit: Duration
 pub(super) fn milliseconds(timeout: Duration) -> i32 {
     const LONGEST: u128 = i32::MAX as u128;
     timeout.as_nanos().div_ceil(1_000_000).clamp(1, LONGEST) as i32
-}
-
-/// Returns whether an error shows that the session has ended, and the server has freed its locks.
-///
-/// libpq notices the end when a reply does not come, and refuses to send from then on. It also refuses to send during a
-/// `COPY`, so this holds only for the errors of [`Session`](crate::session::Session), which ends a `COPY` first.
-pub(super) fn is_closed(error: &DieselError) -> bool {
-    matches!(
-        error,
-        DieselError::DatabaseError(ClosedConnection | UnableToSendCommand, _)
-    )
 }
 
 /// The server's reply to an unlock.

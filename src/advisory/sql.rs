@@ -6,21 +6,31 @@
 #[macro_use]
 mod statement;
 mod held;
+#[cfg(feature = "async")]
+mod queued;
+mod release;
 mod xact;
 
 use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
-use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Text};
+use diesel::sql_types::{BigInt, Integer, Nullable, Text};
 
 pub(super) use self::held::{DrawToken, DrawnToken, IsHeld, LookAfterTimeout, LookedAfterTimeout};
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 pub(super) use self::held::{HeldBy, LockRow, WatchFrom};
+#[cfg(feature = "async")]
+pub(super) use self::queued::{Condition, IsIdleTimeoutOff, release_if};
+#[cfg(feature = "postgres")]
+pub(super) use self::release::END_SESSION;
+pub(super) use self::release::{
+    RELEASE_ALL, Release, ReleaseCarefully, Released, ReleasedCarefully,
+};
 pub(super) use self::statement::Numbered;
 use self::statement::{NumberedText, push_call};
 pub(super) use self::xact::{TriedXact, TryXact, wait_for_xact};
 use super::lock::{Lock, LockMode};
-use super::rules::{Grant, TryReply, Unlocked, WaitReply};
+use super::rules::{Grant, TryReply, WaitReply};
 
 impl LockMode {
     const fn lock_function(self) -> &'static str {
@@ -34,14 +44,6 @@ impl LockMode {
         match self {
             LockMode::Exclusive => "pg_try_advisory_lock",
             LockMode::Shared => "pg_try_advisory_lock_shared",
-        }
-    }
-
-    /// A shared lock stays held if it is released with the exclusive function.
-    const fn unlock_function(self) -> &'static str {
-        match self {
-            LockMode::Exclusive => "pg_advisory_unlock",
-            LockMode::Shared => "pg_advisory_unlock_shared",
         }
     }
 }
@@ -302,84 +304,9 @@ pub(super) const SAVEPOINT_WITHOUT_TIMEOUTS: &str =
 pub(super) const ROLLBACK_TO_SAVEPOINT: &str = "ROLLBACK TO SAVEPOINT diesel_interlock_wait; \
     RELEASE SAVEPOINT diesel_interlock_wait";
 
-// Releasing a session lock.
-
-statement! {
-    /// Releases a session lock if this is still the session that took it. A different session releases nothing, because it
-    /// may hold the same lock for another guard.
-    ///
-    /// Returns whether the lock was held, and null on a different session.
-    pub(super) struct Release { lock: Lock, taken_by: i32 } -> (Nullable<Bool>,),
-    |self, out| {
-        out.push_sql("SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ");
-        out.push_bind_param::<Integer, _>(&self.taken_by)?;
-        out.push_sql(" THEN ");
-        push_call(&mut out, self.lock.mode.unlock_function(), &self.lock.id)?;
-        out.push_sql(" END");
-    }
-}
-
-statement! {
-    /// As [`Release`], for two rare needs: it restores the `idle_session_timeout` that was lifted, and it need not be
-    /// prepared, because some code may have deallocated the prepared statements.
-    pub(super) struct ReleaseCarefully {
-        release: Release,
-        idle_session_timeout: Option<String>,
-        prepared: bool,
-    } -> (Nullable<Bool>, Nullable<Text>),
-    |self, out| {
-        if !self.prepared {
-            out.unsafe_to_cache_prepared();
-        }
-        self.release.walk_ast(out.reborrow())?;
-        if let Some(timeout) = &self.idle_session_timeout {
-            out.push_sql(", CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) ");
-            out.push_bind_param::<Integer, _>(&self.release.taken_by)?;
-            out.push_sql(" THEN pg_catalog.set_config('idle_session_timeout', ");
-            out.push_bind_param::<Text, _>(timeout)?;
-            out.push_sql(", false) END");
-        } else {
-            out.push_sql(", NULL");
-        }
-    }
-}
-
-/// The row of [`Release`].
-#[derive(Debug, Queryable)]
-pub(super) struct Released {
-    was_held: Option<bool>,
-}
-
-/// The row of [`ReleaseCarefully`].
-#[derive(Debug, Queryable)]
-pub(super) struct ReleasedCarefully {
-    was_held: Option<bool>,
-    _restored: Option<String>,
-}
-
-impl From<Released> for Unlocked {
-    fn from(row: Released) -> Self {
-        match row.was_held {
-            Some(true) => Self::WasHeld,
-            Some(false) => Self::WasNotHeld,
-            None => Self::SessionMoved,
-        }
-    }
-}
-
-impl From<ReleasedCarefully> for Unlocked {
-    fn from(row: ReleasedCarefully) -> Self {
-        let was_held = row.was_held;
-        Released { was_held }.into()
-    }
-}
-
-/// Ends this session.
-pub(super) const END_SESSION: &str =
-    "SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
-
-/// Releases every session lock of this session.
-pub(super) const RELEASE_ALL: &str = "SELECT pg_catalog.pg_advisory_unlock_all()";
+/// The savepoint around a wait for a transaction lock.
+pub(super) const SAVEPOINT: &str = "SAVEPOINT diesel_interlock_wait";
+pub(super) const RELEASE_SAVEPOINT: &str = "RELEASE SAVEPOINT diesel_interlock_wait";
 
 impl NumberedText for Try {
     fn lock(&self) -> Lock {
@@ -394,12 +321,6 @@ impl NumberedText for TryCarefully {
 }
 
 impl NumberedText for WaitForSlice {
-    fn lock(&self) -> Lock {
-        self.lock
-    }
-}
-
-impl NumberedText for Release {
     fn lock(&self) -> Lock {
         self.lock
     }
@@ -447,39 +368,6 @@ mod tests {
              THEN CASE WHEN pg_catalog.set_config('idle_session_timeout', '0', false) IS NOT NULL \
              THEN pg_catalog.pg_backend_pid() END \
              ELSE pg_catalog.pg_backend_pid() END -- binds: [-5]"
-        );
-    }
-
-    #[test]
-    fn a_release_unlocks_on_the_session_that_took_the_lock_only() {
-        let query = Release {
-            lock: lock(BIGINT, Exclusive),
-            taken_by: 42,
-        };
-        assert_eq!(
-            text(&query),
-            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 \
-             THEN pg_catalog.pg_advisory_unlock($2) END -- binds: [42, -5]"
-        );
-    }
-
-    #[test]
-    fn a_careful_release_gives_back_what_was_lifted() {
-        let query = ReleaseCarefully {
-            release: Release {
-                lock: lock(PAIR, Shared),
-                taken_by: 42,
-            },
-            idle_session_timeout: Some("1min".into()),
-            prepared: true,
-        };
-        assert_eq!(
-            text(&query),
-            "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $1 \
-             THEN pg_catalog.pg_advisory_unlock_shared($2, $3) END, \
-             CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) $4 \
-             THEN pg_catalog.set_config('idle_session_timeout', $5, false) END \
-             -- binds: [42, 1, 2, 42, \"1min\"]"
         );
     }
 

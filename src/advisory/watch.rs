@@ -1,24 +1,14 @@
 //! Watching a session lock over another connection.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
-use diesel::data_types::PgTimestamp;
-
 use super::operations::HeldLock;
-use super::rules;
-use super::sql;
+use super::watched::Watched;
 use crate::background::{Background, Chore};
-use crate::clock::Moment;
-use crate::error::{Error, Result};
-use crate::events::{self, Event, Outcome, Subject};
-use crate::key::LockKey;
-use crate::panics::lock;
+use crate::error::Result;
 use crate::pool::{PgPool, PooledPgConnection};
-use crate::session::{Blocking, Session, now};
-
-/// The shortest time between two queries.
-const SHORTEST: Duration = Duration::from_millis(10);
+use crate::session::{Blocking, now};
 
 /// Returns, without a round trip, whether a session lock was lost. A background thread of this crate queries the server at
 /// an interval, over a connection from the pool, which it holds only during the query.
@@ -53,38 +43,6 @@ pub struct Watch {
 #[derive(Debug)]
 struct Handle(Arc<Watched>);
 
-/// The watches over the lock of a guard.
-#[derive(Debug, Default)]
-pub(super) struct Watches(Vec<Weak<Handle>>);
-
-/// What the watch and the thread share.
-#[derive(Debug)]
-struct Watched {
-    key: LockKey,
-    row: sql::LockRow,
-    pid: i32,
-    /// The server may reuse the pid. `None` if the role may not see it.
-    session_start: Option<PgTimestamp>,
-    every: Duration,
-    status: Mutex<Status>,
-}
-
-#[derive(Debug)]
-struct Status {
-    state: State,
-    /// When the latest query was sent that found the lock held.
-    confirmed: Moment,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// As far as is known.
-    Held,
-    /// The guard has released it, or is about to.
-    Released,
-    Lost,
-}
-
 static WATCHERS: Background<Watched> = Background::new("lock watcher");
 
 impl Watch {
@@ -94,38 +52,22 @@ impl Watch {
         held: &HeldLock,
         every: Duration,
     ) -> Result<Self> {
-        let row = held.lock.into();
-        let confirmed = Moment::now();
-        let (replied_by, session_start, is_held): (i32, Option<PgTimestamp>, bool) =
-            match now(session.one(sql::WatchFrom { row })) {
-                // The session has ended, and its locks with it.
-                Err(error) if rules::is_closed(&error) => (0, None, false),
-                reply => reply?,
-            };
-        let watched = Arc::new(Watched {
-            key: held.key.clone(),
-            row,
-            pid: held.pid,
-            session_start,
-            every: every.max(SHORTEST),
-            status: Mutex::new(Status {
-                state: State::Held,
-                confirmed,
-            }),
-        });
-        if is_held && replied_by == held.pid {
+        let watched = now(Watched::begin(session, held, every))?;
+        if !watched.is_over() {
             WATCHERS.start(pool, None, Arc::clone(&watched));
-        } else {
-            watched.lose();
         }
         Ok(Self {
             handle: Arc::new(Handle(watched)),
         })
     }
 
+    pub(super) fn watched(&self) -> &Arc<Watched> {
+        &self.handle.0
+    }
+
     /// Returns whether the lock was lost: a query found it not held, although the guard did not release it. No round trip.
     pub fn is_lost(&self) -> bool {
-        self.read(|status| status.state == State::Lost)
+        self.watched().is_lost()
     }
 
     /// Returns how long ago a query last found the lock held. The time grows while no query succeeds: the pool is exhausted,
@@ -134,70 +76,25 @@ impl Watch {
     /// This machine's monotonic clock and wall clock measure the time, and the larger result counts, because the monotonic
     /// clock stops while the machine is suspended.
     pub fn last_confirmed(&self) -> Duration {
-        self.read(|status| status.confirmed.elapsed())
+        self.watched().last_confirmed()
     }
 
     /// Returns whether a query found the lock held within that time, and the lock was neither lost nor released since. No
     /// round trip.
     pub fn is_held_within(&self, time: Duration) -> bool {
-        self.read(|status| status.state == State::Held && status.confirmed.elapsed() <= time)
-    }
-
-    fn read<T>(&self, read: impl FnOnce(&Status) -> T) -> T {
-        read(&lock(&self.handle.0.status))
+        self.watched().is_held_within(time)
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        WATCHERS.stop(&self.0);
+        stop(&self.0);
     }
 }
 
-impl Watches {
-    pub(super) fn add(&mut self, watch: &Watch) {
-        self.0.retain(|other| other.strong_count() > 0);
-        self.0.push(Arc::downgrade(&watch.handle));
-    }
-
-    /// Tells them that the lock is about to be released: from now on a query may find it not held.
-    pub(super) fn releasing(&self) {
-        for handle in self.0.iter().filter_map(Weak::upgrade) {
-            handle.0.change(State::Held, State::Released);
-            WATCHERS.stop(&handle.0);
-        }
-    }
-
-    /// Tells them the result of the release.
-    pub(super) fn released(&self, released: &Result<()>) {
-        if matches!(released, Err(Error::LockLost { .. })) {
-            for handle in self.0.iter().filter_map(Weak::upgrade) {
-                handle.0.change(State::Released, State::Lost);
-            }
-        }
-    }
-}
-
-impl Watched {
-    /// Changes the state. Returns whether it was `from`.
-    fn change(&self, from: State, to: State) -> bool {
-        let mut status = lock(&self.status);
-        let changes = status.state == from;
-        if changes {
-            status.state = to;
-        }
-        changes
-    }
-
-    fn lose(&self) {
-        if self.change(State::Held, State::Lost) {
-            events::record(&Event::new(
-                "watch",
-                Subject::Lock(&self.key),
-                Outcome::Lost,
-            ));
-        }
-    }
+/// Ends the queries, and drops their pool.
+pub(super) fn stop(watched: &Arc<Watched>) {
+    WATCHERS.stop(watched);
 }
 
 impl Chore for Watched {
@@ -205,25 +102,15 @@ impl Chore for Watched {
     const PATIENCE: Duration = Duration::ZERO;
 
     fn pause(&self) -> Duration {
-        self.every
+        self.every()
     }
 
     fn is_over(&self) -> bool {
-        lock(&self.status).state != State::Held
+        self.is_over()
     }
 
     fn attend(&self, mut conn: PooledPgConnection) -> bool {
-        let sent_at = Moment::now();
-        let query = sql::HeldBy {
-            row: self.row,
-            pid: self.pid,
-            session_start: self.session_start,
-        };
-        match now(Blocking::pooled(&mut conn).one(query)) {
-            Ok(true) => lock(&self.status).confirmed = sent_at,
-            Ok(false) => self.lose(),
-            Err(_) => {}
-        }
+        now(self.query(&mut Blocking::pooled(&mut conn)));
         self.is_over()
     }
 }

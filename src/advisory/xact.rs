@@ -3,18 +3,12 @@
 use std::time::Duration;
 
 use diesel::pg::PgConnection;
-use diesel::prelude::*;
-use diesel::result::Error as DieselError;
 
-use super::AdvisoryLock;
-use super::lock::Lock;
-use super::operations;
+use super::{AdvisoryLock, operations};
 use crate::attempt::Attempt;
 use crate::clock::Deadline;
-use crate::error::{Error, Misplaced, Result};
-use crate::events::{self, Outcome, Subject};
-use crate::session::{Blocking, Session, now};
-use crate::transaction::{self, Transaction};
+use crate::error::{Error, Result};
+use crate::session::{Blocking, now};
 
 /// # Transaction locks
 ///
@@ -84,14 +78,7 @@ impl AdvisoryLock {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn acquire_xact(&self, conn: &mut PgConnection) -> Result<()> {
-        let session = &mut Blocking::lent(conn);
-        let acquire = async {
-            let lock = self.on(session)?;
-            operations::acquire_xact(session, lock).await
-        };
-        now(events::observe("acquire", self.subject(), acquire, |()| {
-            Outcome::Acquired
-        }))
+        now(self.acquire_xact_in(&mut Blocking::lent(conn)))
     }
 
     /// Takes the lock until the transaction ends, if it is free. Never waits.
@@ -102,17 +89,7 @@ impl AdvisoryLock {
     ///
     /// As [`acquire_xact`](Self::acquire_xact).
     pub fn try_acquire_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
-        let session = &mut Blocking::lent(conn);
-        let acquire = async {
-            let lock = self.on(session)?;
-            operations::try_xact(session, lock).await
-        };
-        now(events::observe(
-            "acquire",
-            self.subject(),
-            acquire,
-            Attempt::outcome,
-        ))
+        now(self.try_acquire_xact_in(&mut Blocking::lent(conn)))
     }
 
     /// Takes the lock until the transaction ends. Waits for at most `timeout`.
@@ -139,20 +116,10 @@ impl AdvisoryLock {
         timeout: Duration,
     ) -> Result<Attempt<()>> {
         let deadline = Deadline::after(timeout);
-        let session = &mut Blocking::lent(conn);
-        let acquire = async {
-            let lock = self.on(session)?;
-            operations::acquire_xact_until(session, lock, deadline).await
-        };
-        now(events::observe(
-            "acquire",
-            self.subject(),
-            acquire,
-            Attempt::outcome,
-        ))
+        now(self.acquire_xact_until_in(&mut Blocking::lent(conn), deadline))
     }
 
-    /// Opens a transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails.
+    /// Opens a transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics.
     ///
     /// The transaction is always READ COMMITTED, not the session's default level, so that `work` sees what the previous holder
     /// committed. Three round trips beside the work: `BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED`, the lock, `COMMIT`.
@@ -205,10 +172,13 @@ impl AdvisoryLock {
         F: FnOnce(&mut PgConnection) -> Result<T, E>,
         E: From<Error>,
     {
-        run_transaction(conn, |conn| {
-            self.acquire_xact(conn)?;
-            work(conn).map_err(Failure::Work)
-        })
+        let session = &mut Blocking::lent(conn);
+        let mut transaction = now(operations::begin_transaction(session))?;
+        let value = match now(self.acquire_xact_in(transaction.session())) {
+            Ok(()) => work(transaction.session().conn()),
+            Err(error) => Err(error.into()),
+        };
+        now(transaction.end(value))
     }
 
     /// As [`transaction`](Self::transaction), but returns [`Attempt::Busy`] without running `work` if another session holds
@@ -226,10 +196,14 @@ impl AdvisoryLock {
         F: FnOnce(&mut PgConnection) -> Result<T, E>,
         E: From<Error>,
     {
-        run_transaction(conn, |conn| match self.try_acquire_xact(conn)? {
-            Attempt::Acquired(()) => work(conn).map(Attempt::Acquired).map_err(Failure::Work),
-            Attempt::Busy => Ok(Attempt::Busy),
-        })
+        let session = &mut Blocking::lent(conn);
+        let mut transaction = now(operations::begin_transaction(session))?;
+        let value = match now(self.try_acquire_xact_in(transaction.session())) {
+            Ok(Attempt::Acquired(())) => work(transaction.session().conn()).map(Attempt::Acquired),
+            Ok(Attempt::Busy) => Ok(Attempt::Busy),
+            Err(error) => Err(error.into()),
+        };
+        now(transaction.end(value))
     }
 
     /// As [`transaction`](Self::transaction), but returns [`Attempt::Busy`] without running `work` if the lock was not
@@ -252,59 +226,14 @@ impl AdvisoryLock {
         F: FnOnce(&mut PgConnection) -> Result<T, E>,
         E: From<Error>,
     {
-        run_transaction(conn, |conn| {
-            match self.acquire_xact_timeout(conn, timeout)? {
-                Attempt::Acquired(()) => work(conn).map(Attempt::Acquired).map_err(Failure::Work),
-                Attempt::Busy => Ok(Attempt::Busy),
-            }
-        })
+        let deadline = Deadline::after(timeout);
+        let session = &mut Blocking::lent(conn);
+        let mut transaction = now(operations::begin_transaction(session))?;
+        let value = match now(self.acquire_xact_until_in(transaction.session(), deadline)) {
+            Ok(Attempt::Acquired(())) => work(transaction.session().conn()).map(Attempt::Acquired),
+            Ok(Attempt::Busy) => Ok(Attempt::Busy),
+            Err(error) => Err(error.into()),
+        };
+        now(transaction.end(value))
     }
-
-    fn subject(&self) -> Subject<'_> {
-        Subject::Lock(self.key())
-    }
-
-    fn on(&self, session: &mut Blocking<'_>) -> Result<Lock> {
-        Ok(Lock {
-            id: session.lock_id(self.key())?,
-            mode: self.mode(),
-        })
-    }
-}
-
-/// Distinguishes the caller's error, which may not be constructible from Diesel's, from the errors of the lock and of
-/// Diesel's transaction.
-enum Failure<E> {
-    Lock(Error),
-    Work(E),
-}
-
-impl<E> From<Error> for Failure<E> {
-    fn from(error: Error) -> Self {
-        Failure::Lock(error)
-    }
-}
-
-impl<E> From<DieselError> for Failure<E> {
-    fn from(error: DieselError) -> Self {
-        Failure::Lock(error.into())
-    }
-}
-
-fn run_transaction<T, E: From<Error>>(
-    conn: &mut PgConnection,
-    work: impl FnOnce(&mut PgConnection) -> Result<T, Failure<E>>,
-) -> Result<T, E> {
-    match transaction::of(conn) {
-        Transaction::None => conn.build_transaction().read_committed().run(work),
-        Transaction::Test => conn.transaction(work),
-        Transaction::Open => Err(Failure::Lock(Error::Misplaced(
-            Misplaced::NestedTransaction,
-        ))),
-        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
-    }
-    .map_err(|failure| match failure {
-        Failure::Lock(error) => error.into(),
-        Failure::Work(error) => error,
-    })
 }

@@ -1,14 +1,20 @@
 //! Diesel's own table of migrations, `__diesel_schema_migrations`, and this crate's versions in it.
 
 use diesel::migration::MigrationVersion;
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{Array, Nullable, Text};
 
-use super::ours::{LOCK, OURS};
+#[cfg(feature = "postgres")]
+use super::ours::LOCK;
+use super::ours::OURS;
 use super::rights;
 use crate::error::Result;
-use crate::session::{Blocking, Session, now};
+use crate::session::Session;
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
+#[cfg(feature = "postgres")]
 use crate::transaction;
 
 #[derive(QueryableByName)]
@@ -68,16 +74,24 @@ struct Version {
 /// # std::fs::remove_dir_all(&directory)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[cfg(feature = "postgres")]
 pub fn take_over(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
-    transaction::refuse_any(conn)?;
+    transaction::refuse_any(transaction::of(conn))?;
     let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
-    let ours: Vec<_> = OURS.iter().map(|ours| ours.version().to_string()).collect();
-    let forgotten = now(rights::transaction(
-        &mut Blocking::lent(guard.conn()),
-        async |session: &mut Blocking<'_>| forget(session, &ours).await,
-    ))?;
+    let forgotten = now(forget_ours(&mut Blocking::lent(guard.conn())))?;
     guard.release()?;
     Ok(forgotten)
+}
+
+/// Removes this crate's versions, in one transaction, and returns those that were in the table.
+pub(super) async fn forget_ours<S: Session>(
+    session: &mut S,
+) -> Result<Vec<MigrationVersion<'static>>> {
+    rights::transaction(session, async |session: &mut S| {
+        let ours: Vec<_> = OURS.iter().map(|ours| ours.version().to_string()).collect();
+        forget(session, &ours).await
+    })
+    .await
 }
 
 /// Finds the table on the search path of this session. Returns its name, qualified and quoted.

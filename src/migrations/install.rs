@@ -1,14 +1,20 @@
 //! Installation of this crate's schema at start-up.
 
 use diesel::migration::MigrationVersion;
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 
 use super::adopt::adopt;
 use super::contents::pin_search_path;
-use super::ours::{LOCK, Recorded};
+#[cfg(feature = "postgres")]
+use super::ours::LOCK;
+use super::ours::Recorded;
 use super::rights;
 use crate::error::Result;
-use crate::session::{Blocking, Session, now};
+use crate::session::Session;
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
+#[cfg(feature = "postgres")]
 use crate::transaction;
 
 /// Installs this crate's schema `resource_control`, or updates it. Returns the versions that it ran or recorded.
@@ -85,8 +91,9 @@ use crate::transaction;
 ///
 /// [`AdvisoryLock::acquire_on`]: crate::AdvisoryLock::acquire_on
 /// [`Error::Migration`]: crate::Error::Migration
+#[cfg(feature = "postgres")]
 pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
-    transaction::refuse_any(conn)?;
+    transaction::refuse_any(transaction::of(conn))?;
     let recorded = now(Recorded::of(&mut Blocking::lent(conn)))?;
     if recorded.pending().next().is_none() {
         return Ok(Vec::new());
@@ -98,7 +105,9 @@ pub fn install(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>
 }
 
 /// Reads again under the lock, and runs what is missing.
-async fn run_missing<S: Session>(session: &mut S) -> Result<Vec<MigrationVersion<'static>>> {
+pub(super) async fn run_missing<S: Session>(
+    session: &mut S,
+) -> Result<Vec<MigrationVersion<'static>>> {
     let recorded = Recorded::of(session).await?;
     if let Recorded::NoVersion = recorded {
         return rights::transaction(session, async |session: &mut S| adopt(session).await).await;

@@ -42,12 +42,13 @@ macro_rules! embedded {
 }
 
 /// This crate's migrations, in their order.
-pub(super) static OURS: [OurMigration; 5] = embedded![
+pub(super) static OURS: [OurMigration; 6] = embedded![
     "2000-01-01-000001_resource_control",
     "2000-01-01-000002_throttled_resources",
     "2000-01-01-000003_throttled_keys",
     "2000-01-01-000004_service_requests",
     "2000-01-01-000005_fences",
+    "2000-01-01-000006_rate_limits",
 ];
 
 const CREATE_SCHEMA: &str = "CREATE SCHEMA resource_control;";

@@ -6,7 +6,7 @@ use diesel::sql_types::{Bool, Text};
 
 use super::ours::Failed;
 use crate::error::{Error, Result, Schema};
-use crate::session::{Session, undo};
+use crate::session::{OwnTransaction, Session};
 
 #[derive(QueryableByName)]
 struct Rights {
@@ -50,17 +50,9 @@ async fn in_transaction<S: Session, T>(
     session: &mut S,
     work: impl AsyncFnOnce(&mut S) -> Result<T>,
 ) -> Result<T> {
-    session.begin_read_committed().await?;
-    match work(session).await {
-        Ok(value) => {
-            session.commit().await?;
-            Ok(value)
-        }
-        Err(error) => {
-            undo(session).await?;
-            Err(error)
-        }
-    }
+    let mut transaction = OwnTransaction::begin_read_committed(session).await?;
+    let outcome = work(transaction.session()).await;
+    transaction.end(outcome).await
 }
 
 /// Refuses a role that may not create schemas.

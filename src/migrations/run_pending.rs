@@ -64,7 +64,7 @@ pub fn run_pending<S>(conn: &mut PgConnection, source: S) -> Result<Vec<Migratio
 where
     S: MigrationSource<Pg>,
 {
-    transaction::refuse_any(conn)?;
+    transaction::refuse_any(transaction::of(conn))?;
     if is_up_to_date(conn, &source)? {
         return Ok(Vec::new());
     }

@@ -1,13 +1,19 @@
 //! Removal of this crate's schema.
 
 use diesel::migration::MigrationVersion;
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 
 use super::contents::{Contents, beside, pin_search_path};
-use super::ours::{LOCK, OURS, OurMigration, Recorded};
+#[cfg(feature = "postgres")]
+use super::ours::LOCK;
+use super::ours::{OURS, OurMigration, Recorded};
 use super::{diesels_table, rights};
 use crate::error::{Error, Result, Schema};
-use crate::session::{Blocking, Session, now};
+use crate::session::Session;
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
+#[cfg(feature = "postgres")]
 use crate::transaction;
 
 /// Drops this crate's schema `resource_control` with all of this crate's objects. Returns the versions that it reverted, the
@@ -63,15 +69,18 @@ use crate::transaction;
 /// # assert!(migrations::uninstall(conn)?.is_empty());
 /// # Ok::<(), Error>(())
 /// ```
+#[cfg(feature = "postgres")]
 pub fn uninstall(conn: &mut PgConnection) -> Result<Vec<MigrationVersion<'static>>> {
-    transaction::refuse_any(conn)?;
+    transaction::refuse_any(transaction::of(conn))?;
     let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
     let reverted = now(revert_all(&mut Blocking::lent(guard.conn())))?;
     guard.release()?;
     Ok(reverted)
 }
 
-async fn revert_all<S: Session>(session: &mut S) -> Result<Vec<MigrationVersion<'static>>> {
+pub(super) async fn revert_all<S: Session>(
+    session: &mut S,
+) -> Result<Vec<MigrationVersion<'static>>> {
     match Recorded::of(session).await? {
         Recorded::Nothing => Ok(Vec::new()),
         Recorded::NoVersion => {

@@ -8,14 +8,18 @@ use std::collections::HashSet;
 use chrono::{DateTime, Utc};
 use diesel::dsl::auto_type;
 use diesel::helper_types::min;
-use diesel::pg::{Pg, PgConnection};
+use diesel::pg::Pg;
+#[cfg(feature = "postgres")]
+use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
 use crate::error::Result;
 use crate::functions::clock_timestamp;
 use crate::installed;
 use crate::schema::resource_control::service_request;
-use crate::session::{Blocking, Session, now};
+use crate::session::Session;
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
 use crate::time::Timestamp;
 
 /// A row of `resource_control.service_request`.
@@ -161,11 +165,16 @@ impl Slots {
 /// assert_eq!((geocoder.free, geocoder.in_flight), (vec![0, 1, 2, 3], 0));
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
+#[cfg(feature = "postgres")]
 pub fn slots(conn: &mut PgConnection, service: &str, slots: u32) -> Result<Slots> {
     now(find_slots(&mut Blocking::lent(conn), service, slots))
 }
 
-async fn find_slots<S: Session>(session: &mut S, service: &str, slots: u32) -> Result<Slots> {
+pub(super) async fn find_slots<S: Session>(
+    session: &mut S,
+    service: &str,
+    slots: u32,
+) -> Result<Slots> {
     let slots = i16::try_from(slots).unwrap_or(i16::MAX);
     let requests = service_request::table
         .filter(of_service(service))

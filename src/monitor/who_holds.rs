@@ -7,13 +7,17 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::dsl::{AsSelect, auto_type};
-use diesel::pg::{Pg, PgConnection};
+use diesel::pg::Pg;
+#[cfg(feature = "postgres")]
+use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
 use super::locks::{AdvisoryLocks, advisory_lock, of_id};
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
-use crate::session::{Blocking, Session as Server, now};
+use crate::session::Session as Server;
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
 use crate::time::Elapsed;
 
 /// The server session that holds an advisory lock, or waits for it.
@@ -145,6 +149,7 @@ pub fn waiters() -> _ {
 /// # Errors
 ///
 /// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`](crate::Error::Database).
+#[cfg(feature = "postgres")]
 pub fn holders_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Holder>> {
     now(find_holders(&mut Blocking::lent(conn), key))
 }
@@ -161,11 +166,12 @@ pub(crate) async fn find_holders<S: Server>(session: &mut S, key: &LockKey) -> R
 /// # Errors
 ///
 /// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Error::Database`](crate::Error::Database).
+#[cfg(feature = "postgres")]
 pub fn waiters_of(conn: &mut PgConnection, key: &LockKey) -> Result<Vec<Waiter>> {
     now(find_waiters(&mut Blocking::lent(conn), key))
 }
 
-async fn find_waiters<S: Server>(session: &mut S, key: &LockKey) -> Result<Vec<Waiter>> {
+pub(super) async fn find_waiters<S: Server>(session: &mut S, key: &LockKey) -> Result<Vec<Waiter>> {
     let id = session.lock_id(key)?;
     let waiters = waiters().filter(of_id(id));
     Ok(session

@@ -1,7 +1,7 @@
 //! Semaphores over a pool and on a connection, blocking.
 
 #[cfg(feature = "r2d2")]
-use std::borrow::Cow;
+use std::future::ready;
 #[cfg(feature = "r2d2")]
 use std::time::Duration;
 
@@ -10,21 +10,19 @@ use diesel::pg::PgConnection;
 
 use super::operations;
 use super::rules;
+#[cfg(any(feature = "r2d2", feature = "async"))]
+use super::wakeups;
 use super::{Admission, Claim, Semaphore};
 #[cfg(feature = "r2d2")]
-use super::{Permit, wakeups};
+use super::{Permit, held::HeldSlot, waiting};
 #[cfg(feature = "r2d2")]
 use crate::background::Mark;
 #[cfg(feature = "r2d2")]
-use crate::backoff::Backoff;
-#[cfg(feature = "r2d2")]
-use crate::clock::{Deadline, Moment};
+use crate::clock::Moment;
 #[cfg(feature = "r2d2")]
 use crate::error::Error;
 use crate::error::Result;
 use crate::events;
-#[cfg(feature = "r2d2")]
-use crate::pollers::Pollers;
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool};
 use crate::session::{Blocking, now};
@@ -263,7 +261,7 @@ impl Semaphore {
     /// - [`Error::Database`](crate::Error::Database) for anything else.
     pub fn complete_on(&self, conn: &mut PgConnection, id: i64) -> Result<bool> {
         let completed = now(operations::complete(&mut Blocking::lent(conn), id))?;
-        #[cfg(feature = "r2d2")]
+        #[cfg(any(feature = "r2d2", feature = "async"))]
         wakeups::wake_one(&self.service);
         Ok(completed)
     }
@@ -292,31 +290,23 @@ impl Semaphore {
         let admission = now(operations::claim(&mut Blocking::pooled(&mut conn), self))?;
         let mark = Mark::of(&mut conn);
         drop(conn);
-        Ok(admission.map(|claim| Permit::new(self, claim, pool.clone(), mark, sent)))
+        Ok(admission.map(|claim| {
+            let slot = HeldSlot::new(self, claim, sent);
+            Permit::new(slot, pool.clone(), mark)
+        }))
     }
 
-    /// Polls until a slot is free, or `timeout` has passed.
     #[cfg(feature = "r2d2")]
     fn wait(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
-        static WAITERS: Pollers<Cow<'static, str>> = Pollers::new();
-        let deadline = Deadline::after(timeout);
         let waiter = wakeups::Waiter::register(self.service.clone());
-        let mut full = match self.claim_from(pool, Some(timeout))? {
-            Admission::Full(full) => full,
-            admitted => return Ok(admitted),
-        };
-        let poller = WAITERS.join(self.service.clone());
-        let mut backoff = Backoff::new();
-        while let Some(pause) = backoff.next(poller.apart(), full.retry_after, deadline.remaining())
-        {
-            waiter.sleep(pause);
-            match self.claim_from(pool, Some(deadline.remaining())) {
-                Ok(Admission::Full(still_full)) => full = still_full,
-                // All connections were in use for the pool's timeout. The wait for a slot goes on.
-                Err(Error::Pool(_)) => {}
-                outcome => return outcome,
-            }
-        }
-        Ok(Admission::Full(full))
+        now(waiting::for_slot(
+            self.service.clone(),
+            timeout,
+            |limit| ready(self.claim_from(pool, Some(limit))),
+            |pause| {
+                waiter.sleep(pause);
+                ready(())
+            },
+        ))
     }
 }

@@ -39,7 +39,6 @@ pub(super) async fn claim<S: Session>(
 
 /// Undoes what was claimed in a transaction that Diesel does not know of, and returns why.
 async fn undo<S: Session>(session: &mut S, admission: Admission<Claim>) -> Error {
-    #[cfg(feature = "r2d2")]
     if session.is_pooled() {
         // An earlier user left the transaction open. The connection is marked, so the pool discards it, and the server
         // rolls the claim back.

@@ -1,27 +1,25 @@
 //! The permit of a semaphore, and its release in the background.
 
-use std::borrow::Cow;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
+use super::held::{HeldSlot, LateRelease, PAUSE};
 use super::operations;
 use super::rules;
 use super::wakeups;
-use super::{Admission, Claim, Semaphore};
+use super::{Admission, Claim};
 use crate::background::{Background, Chore, Mark};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
-use crate::events::{self, Event, Outcome, Subject};
 use crate::panics::caught;
 use crate::pool::{self, PgPool, PooledPgConnection};
 use crate::session::{Blocking, now};
-use crate::time::Timestamp;
 
 /// A slot of a semaphore, held until the permit is released, dropped or timed out. A permit holds no connection.
 ///
-/// The methods of [`Semaphore`] make permits.
+/// The methods of [`Semaphore`](crate::Semaphore) make permits.
 ///
 /// # Release
 ///
@@ -44,39 +42,20 @@ use crate::time::Timestamp;
 #[must_use = "if unused the slot is released at once"]
 #[clippy::has_significant_drop]
 pub struct Permit {
-    claim: Claim,
-    service: Cow<'static, str>,
-    /// The timeout of the semaphore, for renewals.
-    timeout: Duration,
+    slot: HeldSlot,
     pool: PgPool,
     mark: Mark,
-    /// Before the claim, or the latest renewal, was sent.
-    sent: Moment,
-    /// How long the permit lasts from then on. Zero once the server has reported that it timed out.
-    lasts: Duration,
-    since: Instant,
     /// Whether a drop has nothing left to release.
     is_over: bool,
 }
 
 impl Permit {
-    /// `sent` is when the claim was sent, or before. `mark` is that of the connection that sent it.
-    pub(super) fn new(
-        semaphore: &Semaphore,
-        claim: Claim,
-        pool: PgPool,
-        mark: Mark,
-        sent: Moment,
-    ) -> Self {
+    /// `mark` is that of the connection that sent the claim.
+    pub(super) fn new(slot: HeldSlot, pool: PgPool, mark: Mark) -> Self {
         Self {
-            claim,
-            service: semaphore.service.clone(),
-            timeout: semaphore.timeout,
+            slot,
             pool,
             mark,
-            sent,
-            lasts: semaphore.timeout,
-            since: Instant::now(),
             is_over: false,
         }
     }
@@ -87,12 +66,12 @@ impl Permit {
     /// The token is the `id` of the request. Tokens are ordered within a [slot](Claim::slot), not across the slots of a
     /// service.
     pub const fn fencing_token(&self) -> i64 {
-        self.claim.id
+        self.slot.claim.id
     }
 
     /// Returns the claim as plain data: the slot, when it was claimed, and when it expires.
     pub const fn claim(&self) -> &Claim {
-        &self.claim
+        &self.slot.claim
     }
 
     /// Returns how long the permit lasts at least, for the timeout of the work itself. Zero if it may have timed out.
@@ -104,7 +83,7 @@ impl Permit {
     /// The database clock decides when the permit times out. If that clock is set forward, the permit times out earlier
     /// than this method returns.
     pub fn remaining(&self) -> Duration {
-        self.lasts.saturating_sub(self.sent.elapsed())
+        self.slot.remaining()
     }
 
     /// Extends the permit to a full timeout from now, and returns when it expires by the database's clock. Never
@@ -127,33 +106,21 @@ impl Permit {
     /// - [`Error::Database`] for anything else. The permit may have been renewed.
     pub fn renew(&mut self) -> Result<DateTime<Utc>> {
         let renewed = self.renew_inner();
-        events::record(&Event::of("renew", self.subject(), &renewed, |_| {
-            Outcome::Renewed
-        }));
+        self.slot.record_renewal(&renewed);
         renewed
     }
 
     fn renew_inner(&mut self) -> Result<DateTime<Utc>> {
         let mut conn = pool::check_out(&self.pool, None)?;
-        let timeout = rules::interval(&self.service, self.timeout)?;
+        let timeout = rules::interval(&self.slot.service, self.slot.timeout)?;
         let sent = Moment::now();
         let renewed = now(operations::renew(
             &mut Blocking::pooled(&mut conn),
-            self.claim.id,
+            self.slot.claim.id,
             timeout,
         ))?;
         drop(conn);
-        match renewed.map(Timestamp::at) {
-            Some(expires_at) => {
-                (self.sent, self.lasts) = (sent, self.timeout);
-                self.claim.expires_at = expires_at.unwrap_or(self.claim.expires_at);
-                Ok(self.claim.expires_at)
-            }
-            None => {
-                self.lasts = Duration::ZERO;
-                Err(self.timed_out())
-            }
-        }
+        self.slot.renewed(sent, renewed)
     }
 
     /// Releases the permit, which frees the slot.
@@ -173,21 +140,17 @@ impl Permit {
     ///   [`Error::Database`]. The release is then retried in the background, as for a dropped permit.
     pub fn release(mut self) -> Result<()> {
         let released = self.release_inner();
-        self.record_release(&released);
+        self.slot.record_release(&released);
         released
     }
 
     fn release_inner(&mut self) -> Result<()> {
         let mut conn = pool::check_out(&self.pool, None)?;
-        let completed = complete(&mut conn, self.claim.id)?;
+        let completed = complete(&mut conn, self.slot.claim.id)?;
         self.is_over = true;
         drop(conn);
-        wakeups::wake_one(&self.service);
-        if completed {
-            Ok(())
-        } else {
-            Err(self.timed_out())
-        }
+        wakeups::wake_one(&self.slot.service);
+        self.slot.completed(completed)
     }
 
     /// Runs `work`, releases the permit, and returns the value of `work`.
@@ -233,29 +196,10 @@ impl Permit {
 
     /// Turns the permit into its claim, for work that ends elsewhere.
     ///
-    /// Afterwards only [`Semaphore::complete_on`] or the timeout frees the slot.
+    /// Afterwards only [`Semaphore::complete_on`](crate::Semaphore::complete_on) or the timeout frees the slot.
     pub fn into_claim(mut self) -> Claim {
         self.is_over = true;
-        self.claim.clone()
-    }
-
-    fn subject(&self) -> Subject<'_> {
-        Subject::Semaphore {
-            service: &self.service,
-            id: Some(self.claim.id),
-        }
-    }
-
-    fn record_release(&self, released: &Result<()>) {
-        let event = Event::of("release", self.subject(), released, |()| Outcome::Released);
-        events::record(&event.held_since(self.since));
-    }
-
-    fn timed_out(&self) -> Error {
-        Error::TimedOut {
-            service: self.service.to_string(),
-            id: self.claim.id,
-        }
+        self.slot.claim.clone()
     }
 
     /// Releases the permit on an idle connection. Returns whether nothing is left to release.
@@ -263,13 +207,12 @@ impl Permit {
         let Some(mut conn) = self.pool.try_get() else {
             return false;
         };
-        let Ok(completed) = complete(&mut conn, self.claim.id) else {
+        let Ok(completed) = complete(&mut conn, self.slot.claim.id) else {
             return false;
         };
         drop(conn);
-        wakeups::wake_one(&self.service);
-        let released = completed.then_some(()).ok_or_else(|| self.timed_out());
-        self.record_release(&released);
+        wakeups::wake_one(&self.slot.service);
+        self.slot.record_release(&self.slot.completed(completed));
         true
     }
 }
@@ -329,21 +272,12 @@ impl Drop for Permit {
         let released = caught(|| {
             let released = self.release_without_waiting();
             if !released {
-                let deferred = Event::new("release", self.subject(), Outcome::Deferred);
-                events::record(&deferred.held_since(self.since));
+                self.slot.record_deferral();
             }
             released
         });
         if !released.unwrap_or(false) {
-            release_in_background(
-                &self.pool,
-                self.mark,
-                LateRelease {
-                    service: self.service.clone(),
-                    id: self.claim.id,
-                    deadline: self.sent.monotonic().checked_add(self.lasts),
-                },
-            );
+            release_in_background(&self.pool, self.mark, self.slot.late_release());
         }
     }
 }
@@ -351,20 +285,6 @@ impl Drop for Permit {
 /// Ends the request on a connection out of its pool. Returns whether this call ended it.
 fn complete(conn: &mut PooledPgConnection, id: i64) -> Result<bool> {
     now(operations::complete(&mut Blocking::pooled(conn), id))
-}
-
-/// How long the background thread waits before it retries a release.
-const PAUSE: Duration = Duration::from_millis(10);
-
-/// A release that found no idle connection, and is left to the background thread of its pool.
-#[derive(Debug)]
-struct LateRelease {
-    service: Cow<'static, str>,
-    id: i64,
-    /// When the request has timed out, and there is nothing left to release. By the monotonic clock alone, because a
-    /// release that comes too late changes nothing, but a release that is given up too early, after the wall clock was
-    /// set forward, keeps the slot taken.
-    deadline: Option<Instant>,
 }
 
 impl Chore for LateRelease {
@@ -376,15 +296,7 @@ impl Chore for LateRelease {
     }
 
     fn is_over(&self) -> bool {
-        let is_over = self.deadline.is_some_and(|end| end <= Instant::now());
-        if is_over {
-            let request = Subject::Semaphore {
-                service: &self.service,
-                id: Some(self.id),
-            };
-            events::record(&Event::new("release", request, Outcome::TimedOut));
-        }
-        is_over
+        LateRelease::is_over(self)
     }
 
     fn attend(&self, mut conn: PooledPgConnection) -> bool {
@@ -407,7 +319,7 @@ fn release_in_background(pool: &PgPool, mark: Mark, release: LateRelease) {
 #[cfg(all(test, feature = "migrations"))]
 mod tests {
     use super::*;
-    use crate::clock;
+    use crate::{Semaphore, clock};
 
     const TIMEOUT: Duration = Duration::from_secs(600);
 

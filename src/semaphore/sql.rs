@@ -4,6 +4,8 @@ use diesel::data_types::PgInterval;
 
 use super::rules::Request;
 use crate::functions::{admit_service_request, complete_service_request, renew_service_request};
+#[cfg(feature = "async")]
+use crate::session::Probed;
 use crate::time::Timestamp;
 
 /// The row of a claim: the request's id and slot, when it was claimed, when it expires, when the server replied, and
@@ -26,6 +28,13 @@ pub(super) type Complete = diesel::dsl::select<complete_service_request<i64>>;
 
 /// A renewal, which returns when the request expires, or null if it has ended.
 pub(super) type Renew = diesel::dsl::select<renew_service_request<i64, PgInterval>>;
+
+#[cfg(feature = "async")]
+impl Probed for ClaimSlot<'_> {}
+#[cfg(feature = "async")]
+impl Probed for Complete {}
+#[cfg(feature = "async")]
+impl Probed for Renew {}
 
 pub(super) fn claim<'a>(request: &'a Request<'_>) -> ClaimSlot<'a> {
     diesel::select(admit_service_request(

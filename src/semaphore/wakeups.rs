@@ -1,13 +1,21 @@
-//! Wake-ups of the threads that wait for a slot.
+//! Wake-ups of the threads and tasks that wait for a slot.
 //!
-//! A release in this process wakes one of its waiters at once. A release in another process is found by the next poll.
+//! A release in this process wakes one of its waiters at once, a thread or a task. A release in another process is found by the
+//! next poll.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex};
+#[cfg(feature = "r2d2")]
+use std::sync::Condvar;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::panics::{lock, unpoisoned};
+#[cfg(feature = "async")]
+use tokio::sync::Notify;
+
+use crate::panics::lock;
+#[cfg(feature = "r2d2")]
+use crate::panics::unpoisoned;
 
 /// All waiters of this process, for any service. The waiter at the front is woken next.
 static WAITERS: Mutex<VecDeque<Arc<Wakeup>>> = Mutex::new(VecDeque::new());
@@ -16,10 +24,15 @@ static WAITERS: Mutex<VecDeque<Arc<Wakeup>>> = Mutex::new(VecDeque::new());
 struct Wakeup {
     service: Cow<'static, str>,
     is_pending: Mutex<bool>,
+    /// Wakes a thread.
+    #[cfg(feature = "r2d2")]
     changed: Condvar,
+    /// Wakes a task.
+    #[cfg(feature = "async")]
+    notified: Notify,
 }
 
-/// A thread that waits for a slot of a service. It is registered before its first claim, so it misses no release.
+/// A thread or task that waits for a slot of a service. It is registered before its first claim, so it misses no release.
 #[derive(Debug)]
 pub(super) struct Waiter(Arc<Wakeup>);
 
@@ -28,13 +41,17 @@ impl Waiter {
         let wakeup = Arc::new(Wakeup {
             service,
             is_pending: Mutex::new(false),
+            #[cfg(feature = "r2d2")]
             changed: Condvar::new(),
+            #[cfg(feature = "async")]
+            notified: Notify::new(),
         });
         lock(&WAITERS).push_back(Arc::clone(&wakeup));
         Self(wakeup)
     }
 
-    /// Sleeps for the pause, or until a release wakes this waiter.
+    /// Blocks the thread for the pause, or until a release wakes this waiter.
+    #[cfg(feature = "r2d2")]
     pub(super) fn sleep(&self, pause: Duration) {
         let is_pending = lock(&self.0.is_pending);
         let woken = self
@@ -42,6 +59,21 @@ impl Waiter {
             .changed
             .wait_timeout_while(is_pending, pause, |is_pending| !*is_pending);
         *unpoisoned(woken).0 = false;
+    }
+
+    /// Ends after the pause, or when a release wakes this waiter.
+    #[cfg(feature = "async")]
+    pub(super) async fn woken(&self, pause: Duration) {
+        let woken = async {
+            // The notification of a release that was seen without waiting is still there, so this looks again.
+            while !std::mem::take(&mut *lock(&self.0.is_pending)) {
+                self.0.notified.notified().await;
+            }
+        };
+        if tokio::time::timeout(pause, woken).await.is_err() {
+            // The next poll serves a release at this moment as well.
+            *lock(&self.0.is_pending) = false;
+        }
     }
 }
 
@@ -66,7 +98,10 @@ pub(super) fn wake_one(service: &str) {
         // passes it on.
         *lock(&wakeup.is_pending) = true;
         drop(waiters);
+        #[cfg(feature = "r2d2")]
         wakeup.changed.notify_one();
+        #[cfg(feature = "async")]
+        wakeup.notified.notify_one();
     }
 }
 

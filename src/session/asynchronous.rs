@@ -4,45 +4,46 @@
 //! others of the same names.
 
 use std::future::poll_fn;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use diesel::connection::TransactionManagerStatus;
-use diesel::deserialize::FromSqlRow;
+use diesel::data_types::PgTimestamp;
+use diesel::deserialize::{FromSql, FromSqlRow};
 use diesel::expression::QueryMetadata;
-use diesel::pg::{Pg, PgConnection};
+use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::query_dsl::CompatibleType;
-use diesel::query_dsl::methods::LoadQuery;
-use diesel::result::{Error as DieselError, QueryResult};
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+use diesel::row::{Field, Row};
+use diesel::sql_types::{Nullable, Text, Timestamptz};
 use diesel_async::{
     AnsiTransactionManager, AsyncConnectionCore, AsyncPgConnection, SimpleAsyncConnection,
     TransactionManager,
 };
 
-use super::{Reply, Session, Statement};
+use super::{Probe, Reply, Session, Statement};
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
 use crate::text::Name;
 use crate::transaction::Transaction;
 
-impl<'query, Q, U> Statement<U> for Q
+/// A statement whose rows load as `U` on an asynchronous connection.
+pub(crate) trait AsyncStatement<U> {
+    /// Turns the statement into text and binds at once. The future does not hold the statement, so no lifetime of the
+    /// statement is part of it, and it is `Send`.
+    fn send<'conn>(self, conn: &'conn mut AsyncPgConnection) -> Reply<'conn, QueryResult<Vec<U>>>
+    where
+        U: Send + 'conn;
+}
+
+impl<Q, U> AsyncStatement<U> for Q
 where
-    Q: Clone + RunQueryDsl<PgConnection> + LoadQuery<'query, PgConnection, U>,
-    Q: Query + QueryFragment<Pg> + QueryId,
+    Q: Query + QueryFragment<Pg> + QueryId + RunQueryDsl<AsyncPgConnection>,
     Q::SqlType: CompatibleType<U, Pg>,
     Pg: QueryMetadata<Q::SqlType>,
     U: FromSqlRow<<Q::SqlType as CompatibleType<U, Pg>>::SqlType, Pg>,
 {
-    fn load(&self, conn: &mut PgConnection) -> QueryResult<U> {
-        self.clone().get_result(conn)
-    }
-
-    fn load_all(&self, conn: &mut PgConnection) -> QueryResult<Vec<U>> {
-        RunQueryDsl::load(self.clone(), conn)
-    }
-
-    /// Turns the statement into text and binds at once. The future does not hold the statement, so no lifetime of the
-    /// statement is part of it, and it is `Send`.
     fn send<'conn>(self, conn: &'conn mut AsyncPgConnection) -> Reply<'conn, QueryResult<Vec<U>>>
     where
         U: Send + 'conn,
@@ -77,26 +78,242 @@ impl<Q: QueryFragment<Pg>> QueryFragment<Pg> for Unchanged<Q> {
     }
 }
 
-/// A connection that the caller lends. A pool lends it likewise, so it is never one that this crate gives back.
-impl Session for AsyncPgConnection {
+/// A statement that can be sent with the [`ProbeColumns`] behind its own.
+pub(crate) trait Probed: QueryFragment<Pg> {
+    /// For a statement that ends with its columns. Any other puts them elsewhere.
+    fn walk_probed<'b>(
+        &'b self,
+        mut out: AstPass<'_, 'b, Pg>,
+        columns: &'b ProbeColumns,
+    ) -> QueryResult<()> {
+        self.walk_ast(out.reborrow())?;
+        columns.walk_ast(out)
+    }
+}
+
+impl Probed for diesel::query_builder::SqlQuery {}
+
+/// The columns by which a probe finds an open transaction.
+///
+/// Outside a transaction PostgreSQL begins one when it binds the parameters of a statement. So `now()` is then the time at which
+/// the statement's portal, the one without a name, was created. Inside a transaction `now()` is earlier.
+///
+/// `statement_timestamp()` is the time at which the execution began. It differs from `now()` by the time for binding: 1 to 10
+/// microseconds, more on a busy server. Inside a transaction it differs by 6 at least. So only if the difference is larger than 5
+/// the portal is looked up, which makes the statement cost the server 7 microseconds more, instead of 3.
+#[derive(Debug, Clone)]
+pub(crate) struct ProbeColumns {
+    /// The number under which the session notes that the statement ran.
+    note: Option<String>,
+}
+
+/// When the transaction of the statement began, and when its portal was created.
+const TIMES: &str = ", pg_catalog.now(), \
+    CASE WHEN pg_catalog.statement_timestamp() OPERATOR(pg_catalog.>=) pg_catalog.now() \
+    AND pg_catalog.statement_timestamp() OPERATOR(pg_catalog.<=) \
+    (pg_catalog.now() OPERATOR(pg_catalog.+) '5 microseconds'::pg_catalog.interval) \
+    THEN pg_catalog.now() \
+    ELSE (SELECT portal.creation_time FROM pg_catalog.pg_cursor() AS portal \
+    WHERE portal.name OPERATOR(pg_catalog.=) '') END";
+
+impl QueryFragment<Pg> for ProbeColumns {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql(TIMES);
+        if let Some(note) = &self.note {
+            out.push_sql(", pg_catalog.set_config('diesel_interlock.ran', ");
+            out.push_bind_param::<Text, _>(note)?;
+            out.push_sql(", false)");
+        }
+        Ok(())
+    }
+}
+
+/// A statement that is sent as a probe.
+pub(crate) trait AsyncProbe<U> {
+    fn send_probed<'conn>(
+        self,
+        conn: &'conn AsyncPgConnection,
+        note: Option<String>,
+    ) -> Reply<'conn, QueryResult<(U, Times)>>
+    where
+        U: Send + 'conn;
+}
+
+impl<Q, U> AsyncProbe<U> for Q
+where
+    Q: Probed + Query + QueryId + RunQueryDsl<AsyncPgConnection>,
+    Q::SqlType: CompatibleType<U, Pg>,
+    Pg: QueryMetadata<Q::SqlType>,
+    U: FromSqlRow<<Q::SqlType as CompatibleType<U, Pg>>::SqlType, Pg>,
+{
+    fn send_probed<'conn>(
+        self,
+        conn: &'conn AsyncPgConnection,
+        note: Option<String>,
+    ) -> Reply<'conn, QueryResult<(U, Times)>>
+    where
+        U: Send + 'conn,
+    {
+        let noted = note.is_some();
+        let columns = ProbeColumns { note };
+        let mut conn = conn;
+        let rows = if noted {
+            AsyncConnectionCore::load(&mut conn, WithProbe::<Q, true>(self, columns))
+        } else {
+            AsyncConnectionCore::load(&mut conn, WithProbe::<Q, false>(self, columns))
+        };
+        Box::pin(async move {
+            let mut rows = rows.await?;
+            let row = poll_fn(|context| rows.as_mut().poll_next(context)).await;
+            let row = row.ok_or(DieselError::NotFound)??;
+            let times = Times::read(&row, noted)?;
+            let value = U::build_from_row(&row).map_err(DieselError::DeserializationError)?;
+            // An error of the commit comes after the row.
+            while let Some(row) = poll_fn(|context| rows.as_mut().poll_next(context)).await {
+                row?;
+            }
+            Ok((value, times))
+        })
+    }
+}
+
+/// A statement with the columns of a probe. Whether it is noted changes its text, and so its id.
+struct WithProbe<Q, const NOTED: bool>(Q, ProbeColumns);
+
+impl<Q: Query, const NOTED: bool> Query for WithProbe<Q, NOTED> {
+    type SqlType = Q::SqlType;
+}
+
+impl<Q: QueryId, const NOTED: bool> QueryId for WithProbe<Q, NOTED> {
+    type QueryId = WithProbe<Q::QueryId, NOTED>;
+    const HAS_STATIC_QUERY_ID: bool = Q::HAS_STATIC_QUERY_ID;
+}
+
+impl<Q: Probed, const NOTED: bool> QueryFragment<Pg> for WithProbe<Q, NOTED> {
+    fn walk_ast<'b>(&'b self, out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        self.0.walk_probed(out, &self.1)
+    }
+}
+
+/// When the transaction of a statement began, and when the statement's portal was created.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Times {
+    transaction: PgTimestamp,
+    portal: PgTimestamp,
+}
+
+impl Times {
+    /// Reads them from the end of a row.
+    fn read<'row>(row: &impl Row<'row, Pg>, noted: bool) -> QueryResult<Self> {
+        let end = row.field_count() - usize::from(noted);
+        let time = |at: usize| {
+            let field = row.get(at).ok_or(DieselError::NotFound)?;
+            <PgTimestamp as FromSql<Timestamptz, Pg>>::from_nullable_sql(field.value())
+                .map_err(DieselError::DeserializationError)
+        };
+        Ok(Self {
+            transaction: time(end - 2)?,
+            portal: time(end - 1)?,
+        })
+    }
+
+    /// Whether the statement was sent inside a transaction.
+    fn are_inside_transaction(self) -> bool {
+        self.transaction != self.portal
+    }
+}
+
+/// The session of an asynchronous connection.
+pub(crate) struct Asynchronous<'conn> {
+    conn: &'conn mut AsyncPgConnection,
+    is_pooled: bool,
+    lent: Option<&'conn mut Lent>,
+}
+
+/// The statements of a guard on a connection that the caller lends. Each of them notes its number in the session as it runs.
+///
+/// When such a guard is dropped, its connection can neither be awaited nor discarded. The unlock that is then queued depends
+/// on whether the statement before it ran.
+#[derive(Debug, Default)]
+pub(crate) struct Lent {
+    /// The number of the last statement.
+    pub(crate) sent: Option<String>,
+}
+
+impl Lent {
+    /// Returns the number of the next statement. No two statements of a process have the same.
+    fn next(&mut self) -> String {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let number = format!("{}.{number}", std::process::id());
+        self.sent = Some(number.clone());
+        number
+    }
+}
+
+impl<'conn> Asynchronous<'conn> {
+    /// On a connection that the caller lends.
+    pub(crate) fn lent(conn: &'conn mut AsyncPgConnection) -> Self {
+        Self {
+            conn,
+            is_pooled: false,
+            lent: None,
+        }
+    }
+
+    /// On a connection out of a pool.
+    pub(crate) fn pooled(conn: &'conn mut AsyncPgConnection) -> Self {
+        Self {
+            conn,
+            is_pooled: true,
+            lent: None,
+        }
+    }
+
+    /// On a connection that the caller lends to a guard.
+    pub(crate) fn noted(conn: &'conn mut AsyncPgConnection, lent: &'conn mut Lent) -> Self {
+        Self {
+            conn,
+            is_pooled: false,
+            lent: Some(lent),
+        }
+    }
+}
+
+impl Asynchronous<'_> {
+    /// Lends the connection.
+    pub(crate) fn conn(&mut self) -> &mut AsyncPgConnection {
+        self.conn
+    }
+
+    /// Returns whether a transaction is open that Diesel does not know of. Not prepared, so two round trips.
+    pub(crate) async fn is_inside_transaction(&mut self) -> QueryResult<bool> {
+        let (_, times) = look(self.conn).await?;
+        Ok(times.are_inside_transaction())
+    }
+}
+
+impl Session for Asynchronous<'_> {
     fn transaction(&mut self) -> Transaction {
-        let Ok(depth) = status(self).transaction_depth() else {
+        let Ok(depth) = status(self.conn).transaction_depth() else {
             return Transaction::Broken;
         };
-        match depth.map(|depth| depth.get()) {
+        let depth = depth.map(|depth| depth.get());
+        let is_broken = AnsiTransactionManager::is_broken_transaction_manager(&mut *self.conn);
+        match depth {
+            // The future of a BEGIN was dropped.
+            None if is_broken => Transaction::Broken,
             None => Transaction::None,
-            Some(1) if !AnsiTransactionManager::is_broken_transaction_manager(self) => {
-                Transaction::Test
-            }
+            Some(1) if !is_broken => Transaction::Test,
             Some(_) => Transaction::Open,
         }
     }
 
     fn is_pooled(&self) -> bool {
-        false
+        self.is_pooled
     }
 
-    /// A prefix of the tests reaches it by the thread or the process only, because diesel-async has no place for one in
+    /// A prefix of the tests reaches it by the task, the thread or the process, because diesel-async has no place for one in
     /// a connection that can be read back.
     fn name<'a>(&mut self, name: &'a str) -> Name<'a> {
         Name::anywhere(name)
@@ -111,7 +328,7 @@ impl Session for AsyncPgConnection {
         Q: Statement<U>,
         U: Send + 'conn,
     {
-        let rows = statement.send(self);
+        let rows = statement.send(self.conn);
         Box::pin(async move {
             let row = rows.await?.into_iter().next();
             row.ok_or(DieselError::NotFound)
@@ -123,59 +340,109 @@ impl Session for AsyncPgConnection {
         Q: Statement<U>,
         U: Send + 'conn,
     {
-        statement.send(self)
+        statement.send(self.conn)
     }
 
     fn execute<'conn, Q>(&'conn mut self, statement: Q) -> Reply<'conn, QueryResult<usize>>
     where
         Q: QueryFragment<Pg> + QueryId,
     {
-        let changed = AsyncConnectionCore::execute_returning_count(self, statement);
+        let changed = AsyncConnectionCore::execute_returning_count(self.conn, statement);
         Box::pin(changed)
     }
 
-    /// Never sees an open transaction. diesel-async does not read the server's transaction status, so the mark that
-    /// serves the blocking half as a probe would stay. A throttle's attempt on a lent connection does not need to see one.
-    /// Claims and session locks do, so they need another check before they become asynchronous.
-    fn probe<'conn, U, Q>(&'conn mut self, statement: Q) -> Reply<'conn, (QueryResult<U>, bool)>
+    /// diesel-async does not read the server's transaction status, so the mark cannot be the probe that it is in the
+    /// blocking half. The statement returns two times instead.
+    fn send_probe<'conn, U, Q>(
+        &'conn mut self,
+        statement: Q,
+    ) -> Reply<'conn, (QueryResult<U>, bool)>
     where
-        Q: Statement<U>,
+        Q: Probe<U>,
         U: Send + 'conn,
     {
-        let row = self.one(statement);
-        Box::pin(async move { (row.await, false) })
+        let is_known = matches!(self.transaction(), Transaction::Test | Transaction::Open);
+        let note = self.lent.as_mut().map(|lent| lent.next());
+        let conn = &*self.conn;
+        let sent = statement.send_probed(conn, note.clone());
+        Box::pin(async move {
+            match sent.await {
+                reply if is_known => (reply.map(|(value, _)| value), false),
+                Ok((value, times)) => (Ok(value), times.are_inside_transaction()),
+                // In an aborted transaction, and on a closed connection, the look fails, too.
+                Err(error) => match look(conn).await {
+                    Ok((ran, _)) => (Err(error), note.is_some() && ran != note),
+                    Err(_) => (Err(error), true),
+                },
+            }
+        })
     }
 
     fn batch<'conn>(&'conn mut self, sql: &'conn str) -> Reply<'conn, QueryResult<()>> {
-        Box::pin(SimpleAsyncConnection::batch_execute(self, sql))
+        Box::pin(SimpleAsyncConnection::batch_execute(self.conn, sql))
+    }
+
+    /// A session that the server ends reports it as an error of unknown kind, and its socket is closed a moment later. So an
+    /// empty message follows, which fails on a closed connection only.
+    fn has_ended<'conn>(&'conn mut self, error: &DieselError) -> Reply<'conn, bool> {
+        let is_closed = super::is_closed(error);
+        let is_unknown = matches!(
+            error,
+            DieselError::DatabaseError(DatabaseErrorKind::Unknown, _)
+        );
+        Box::pin(async move {
+            is_closed
+                || is_unknown
+                    && SimpleAsyncConnection::batch_execute(self.conn, "")
+                        .await
+                        .is_err()
+        })
     }
 
     fn mark_broken(&mut self) {
-        status(self).set_in_error();
+        status(self.conn).set_in_error();
     }
 
     fn clear_mark(&mut self) {
-        *status(self) = TransactionManagerStatus::default();
+        *status(self.conn) = TransactionManagerStatus::default();
     }
 
     fn begin(&mut self) -> Reply<'_, QueryResult<()>> {
-        Box::pin(AnsiTransactionManager::begin_transaction(self))
+        Box::pin(AnsiTransactionManager::begin_transaction(&mut *self.conn))
     }
 
     fn begin_read_committed(&mut self) -> Reply<'_, QueryResult<()>> {
         Box::pin(AnsiTransactionManager::begin_transaction_sql(
-            self,
+            &mut *self.conn,
             super::BEGIN_READ_COMMITTED,
         ))
     }
 
     fn commit(&mut self) -> Reply<'_, QueryResult<()>> {
-        Box::pin(AnsiTransactionManager::commit_transaction(self))
+        Box::pin(AnsiTransactionManager::commit_transaction(&mut *self.conn))
     }
 
     fn rollback(&mut self) -> Reply<'_, QueryResult<()>> {
-        Box::pin(AnsiTransactionManager::rollback_transaction(self))
+        Box::pin(AnsiTransactionManager::rollback_transaction(
+            &mut *self.conn,
+        ))
     }
+}
+
+/// Returns the setting that [`Lent`] writes, and the times of this statement. Not prepared, because some code may have
+/// deallocated the prepared statements.
+async fn look(mut conn: &AsyncPgConnection) -> QueryResult<(Option<String>, Times)> {
+    let query =
+        diesel::sql_query("SELECT pg_catalog.current_setting('diesel_interlock.ran', true)");
+    let columns = ProbeColumns { note: None };
+    let mut rows =
+        AsyncConnectionCore::load(&mut conn, WithProbe::<_, false>(query, columns)).await?;
+    let row = poll_fn(|context| rows.as_mut().poll_next(context)).await;
+    let row = row.ok_or(DieselError::NotFound)??;
+    let ran = row.get(0).ok_or(DieselError::NotFound)?;
+    let ran = <Option<String> as FromSql<Nullable<Text>, Pg>>::from_nullable_sql(ran.value())
+        .map_err(DieselError::DeserializationError)?;
+    Ok((ran, Times::read(&row, false)?))
 }
 
 fn status(conn: &mut AsyncPgConnection) -> &mut TransactionManagerStatus {

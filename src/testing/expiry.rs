@@ -1,5 +1,6 @@
 //! Intervals and timeouts that end when a test says so.
 
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{Bool, Text};
@@ -10,7 +11,9 @@ use crate::installed;
 use crate::monitor;
 use crate::schema::resource_control::service_request;
 use crate::semaphore::Semaphore;
-use crate::session::{Blocking, Session, all_at_read_committed, now, one_at_read_committed};
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
+use crate::session::{Session, all_at_read_committed};
 use crate::throttle::{Throttle, ThrottledResource};
 
 /// Compares the label as text, because a label that the type does not have would be an error and abort a test transaction.
@@ -88,6 +91,7 @@ struct Resource {
 /// assert!(import.clone().details("this test").attempt_on(conn)?.granted().is_some());
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
+#[cfg(feature = "postgres")]
 pub fn make_due<R: ThrottledResource>(
     conn: &mut PgConnection,
     throttle: &Throttle<R>,
@@ -95,28 +99,28 @@ pub fn make_due<R: ThrottledResource>(
     now(send_make_due(&mut Blocking::lent(conn), throttle))
 }
 
-async fn send_make_due<S, R>(session: &mut S, throttle: &Throttle<R>) -> Result<()>
+pub(super) async fn send_make_due<S, R>(session: &mut S, throttle: &Throttle<R>) -> Result<()>
 where
     S: Session,
     R: ThrottledResource,
 {
     let checked = throttle.checked(|key| session.name(key))?;
     let label = checked.label;
-    let reply = match &checked.key {
+    let reply: QueryResult<Vec<Resource>> = match &checked.key {
         None => {
             let query = diesel::sql_query(RESOURCE_DUE).bind::<Text, _>(label);
-            one_at_read_committed(session, query).await
+            all_at_read_committed(session, query).await
         }
         Some(key) => {
             let query = diesel::sql_query(KEY_DUE)
                 .bind::<Text, _>(label)
                 .bind::<Text, _>(key.as_str());
-            one_at_read_committed(session, query).await
+            all_at_read_committed(session, query).await
         }
     };
     match reply {
-        Ok(Resource { is_known: true }) => Ok(()),
-        Ok(Resource { is_known: false }) => Err(Error::Schema(Schema::UnknownResource {
+        Ok(found) if found.iter().any(|resource| resource.is_known) => Ok(()),
+        Ok(_) => Err(Error::Schema(Schema::UnknownResource {
             label: label.to_owned(),
         })),
         Err(error) => Err(installed::explain(session, error, Some(label)).await),
@@ -159,11 +163,15 @@ where
 /// next.release()?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[cfg(feature = "postgres")]
 pub fn expire(conn: &mut PgConnection, semaphore: &Semaphore) -> Result<usize> {
     now(send_expire(&mut Blocking::lent(conn), semaphore))
 }
 
-async fn send_expire<S: Session>(session: &mut S, semaphore: &Semaphore) -> Result<usize> {
+pub(super) async fn send_expire<S: Session>(
+    session: &mut S,
+    semaphore: &Semaphore,
+) -> Result<usize> {
     let service = session.name(semaphore.service());
     let requests = service_request::table
         .filter(monitor::of_service(service.as_str()))

@@ -3,18 +3,22 @@
 use std::collections::HashSet;
 
 use diesel::dsl::sql;
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::BigInt;
 
 use super::in_flight::{Tables, find_in_flight};
+#[cfg(feature = "postgres")]
 use super::polling::assert_none;
 use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result};
 use crate::installed;
 use crate::key::LockId;
 use crate::monitor::{self, Holder, ServiceRequest};
-use crate::session::{Blocking, Session, now};
+use crate::session::Session;
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
 
 /// Lists the advisory locks that are held in this database, by any session.
 ///
@@ -25,11 +29,12 @@ use crate::session::{Blocking, Session, now};
 /// # Errors
 ///
 /// [`Schema::MissingRights`](crate::error::Schema::MissingRights), [`Error::Database`].
+#[cfg(feature = "postgres")]
 pub fn held_locks(conn: &mut PgConnection) -> Result<Vec<Holder>> {
     now(find_held(&mut Blocking::lent(conn)))
 }
 
-async fn find_held<S: Session>(session: &mut S) -> Result<Vec<Holder>> {
+pub(super) async fn find_held<S: Session>(session: &mut S) -> Result<Vec<Holder>> {
     let order = (monitor::key, monitor::key1, monitor::key2, monitor::pid);
     let mut held: Vec<Holder> = match session.all(monitor::holders().order(order)).await {
         Ok(held) => held,
@@ -70,7 +75,7 @@ async fn locks_of_transactions<S: Session>(session: &mut S) -> QueryResult<HashS
 /// A lock or a slot that is held, as the message shows it.
 #[derive(Debug)]
 #[allow(dead_code)] // Read by `Debug`.
-enum Held {
+pub(super) enum Held {
     Lock(Holder),
     Slot(ServiceRequest),
 }
@@ -110,14 +115,18 @@ enum Held {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[track_caller]
+#[cfg(feature = "postgres")]
 pub fn assert_nothing_held(conn: &mut PgConnection) {
     let session = &mut Blocking::lent(conn);
-    assert_none("nothing is held", || {
-        let locks = now(find_held(session))?;
-        let mut held: Vec<_> = locks.into_iter().map(Held::Lock).collect();
-        held.extend(now(find_in_flight(session))?.into_iter().map(Held::Slot));
-        Ok(held)
-    });
+    assert_none("nothing is held", || now(find_anything(session)));
+}
+
+pub(super) async fn find_anything<S: Session>(session: &mut S) -> Result<Vec<Held>> {
+    let locks = find_held(session).await?;
+    let mut held: Vec<_> = locks.into_iter().map(Held::Lock).collect();
+    let requests = find_in_flight(session).await?;
+    held.extend(requests.into_iter().map(Held::Slot));
+    Ok(held)
 }
 
 /// Panics if any session of this database holds the lock. The message names the session.
@@ -144,14 +153,20 @@ pub fn assert_nothing_held(conn: &mut PgConnection) {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[track_caller]
+#[cfg(feature = "postgres")]
 pub fn assert_not_held(conn: &mut PgConnection, lock: &AdvisoryLock) {
     let session = &mut Blocking::lent(conn);
+    let expected = nobody_holds(session, lock);
+    assert_none(&expected, || {
+        now(monitor::find_holders(session, lock.key()))
+    });
+}
+
+/// Returns the expectation that nobody holds the lock.
+pub(super) fn nobody_holds<S: Session>(session: &mut S, lock: &AdvisoryLock) -> String {
     let key = match session.lock_id(lock.key()) {
         Ok(id) => lock.key().with_id(id).to_string(),
         Err(_) => lock.key().to_string(),
     };
-    let expected = format!("nobody holds the lock {key}");
-    assert_none(&expected, || {
-        now(monitor::find_holders(session, lock.key()))
-    });
+    format!("nobody holds the lock {key}")
 }

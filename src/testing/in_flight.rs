@@ -1,17 +1,23 @@
 //! Requests to services that are in flight.
 
 use diesel::dsl::sql;
+use diesel::pg::Pg;
+#[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::Bool;
 
+#[cfg(feature = "postgres")]
 use super::polling::assert_none;
 use crate::error::Result;
 use crate::installed;
 use crate::monitor::{self, ServiceRequest};
 use crate::schema::resource_control::service_request;
+#[cfg(feature = "postgres")]
 use crate::semaphore::Semaphore;
-use crate::session::{Blocking, Session, now};
+use crate::session::Session;
+#[cfg(feature = "postgres")]
+use crate::session::{Blocking, now};
 
 /// The tables that exist. A query of a missing table would abort a test transaction.
 pub(super) struct Tables {
@@ -64,6 +70,7 @@ impl Tables {
 /// # drop(permit);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[cfg(feature = "postgres")]
 pub fn requests_in_flight(conn: &mut PgConnection) -> Result<Vec<ServiceRequest>> {
     now(find_in_flight(&mut Blocking::lent(conn)))
 }
@@ -75,7 +82,7 @@ pub(super) async fn find_in_flight<S: Session>(session: &mut S) -> Result<Vec<Se
             let requests = service_request::table
                 .filter(monitor::in_flight())
                 .order((service_request::service, service_request::slot))
-                .select(ServiceRequest::as_select());
+                .select(<ServiceRequest as SelectableHelper<Pg>>::as_select());
             session.all(requests).await
         }
         Err(error) => Err(error),
@@ -113,6 +120,7 @@ pub(super) async fn find_in_flight<S: Session>(session: &mut S) -> Result<Vec<Se
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[track_caller]
+#[cfg(feature = "postgres")]
 pub fn assert_none_in_flight(conn: &mut PgConnection, semaphore: &Semaphore) {
     let session = &mut Blocking::lent(conn);
     let service = session.name(semaphore.service());
@@ -122,7 +130,7 @@ pub fn assert_none_in_flight(conn: &mut PgConnection, semaphore: &Semaphore) {
     });
 }
 
-async fn find_in_flight_to<S: Session>(
+pub(super) async fn find_in_flight_to<S: Session>(
     session: &mut S,
     service: &str,
 ) -> Result<Vec<ServiceRequest>> {
@@ -130,7 +138,7 @@ async fn find_in_flight_to<S: Session>(
         .filter(monitor::of_service(service))
         .filter(monitor::in_flight())
         .order(service_request::slot)
-        .select(ServiceRequest::as_select());
+        .select(<ServiceRequest as SelectableHelper<Pg>>::as_select());
     match session.all(requests).await {
         Ok(requests) => Ok(requests),
         Err(error) => Err(installed::explain(session, error, None).await),

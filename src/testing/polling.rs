@@ -9,27 +9,51 @@ use crate::error::Result;
 /// thread sends the release of a dropped permit, within milliseconds but not at once.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Polls until `find` returns nothing, and panics if it still returns something after [`PATIENCE`].
-#[track_caller]
-pub(super) fn assert_none<T: Debug>(expected: &str, mut find: impl FnMut() -> Result<Vec<T>>) {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let found = match find() {
-            Ok(found) => found,
-            Err(error) => panic!("cannot find out whether {expected}: {error:?}"),
-        };
-        if found.is_empty() {
-            return;
+/// The pause between two polls.
+pub(super) const PAUSE: Duration = Duration::from_millis(10);
+
+/// An assertion that nothing is left, or will be soon.
+pub(super) struct NoneLeft {
+    expected: String,
+    end: Instant,
+}
+
+impl NoneLeft {
+    pub(super) fn that(expected: String) -> Self {
+        let end = Instant::now() + PATIENCE;
+        Self { expected, end }
+    }
+
+    /// Returns whether nothing was found, or the message of the panic if something is still found after [`PATIENCE`].
+    pub(super) fn holds<T: Debug>(&self, found: Result<Vec<T>>) -> Result<bool, String> {
+        let expected = &self.expected;
+        match found {
+            Ok(found) if found.is_empty() => Ok(true),
+            Ok(_) if Instant::now() < self.end => Ok(false),
+            Ok(found) => {
+                let found: String = found.iter().map(|one| format!("\n  {one:?}")).collect();
+                Err(format!("expected that {expected}, but:{found}"))
+            }
+            Err(error) => Err(format!("cannot find out whether {expected}: {error:?}")),
         }
-        if Instant::now() >= end {
-            let found: String = found.iter().map(|one| format!("\n  {one:?}")).collect();
-            panic!("expected that {expected}, but:{found}");
-        }
-        std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-#[cfg(test)]
+/// Polls until `find` returns nothing, and panics if it still returns something after [`PATIENCE`].
+#[track_caller]
+#[cfg(feature = "postgres")]
+pub(super) fn assert_none<T: Debug>(expected: &str, mut find: impl FnMut() -> Result<Vec<T>>) {
+    let none_left = NoneLeft::that(expected.to_owned());
+    loop {
+        match none_left.holds(find()) {
+            Ok(true) => return,
+            Ok(false) => std::thread::sleep(PAUSE),
+            Err(message) => panic!("{message}"),
+        }
+    }
+}
+
+#[cfg(all(test, feature = "postgres"))]
 mod tests {
     use super::assert_none;
 

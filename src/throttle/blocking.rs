@@ -165,7 +165,7 @@ pub fn sync_intervals<R: DeclaredResources>(conn: &mut PgConnection) -> Result<S
 
 fn insert_missing<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
     let declared = rules::declared::<R>()?;
-    transaction::refuse_any(conn)?;
+    transaction::refuse_any(transaction::of(conn))?;
     let (missing, synced) = now(compare(&mut Blocking::lent(conn), &declared))?;
     if missing.is_empty() {
         return Ok(synced);

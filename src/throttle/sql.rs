@@ -10,6 +10,8 @@ use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
 use super::decision::{Decision, Denial, DenialReason, Grant};
 use crate::session::Statement;
+#[cfg(feature = "async")]
+use crate::session::{ProbeColumns, Probed};
 use crate::time::{Timestamp, elapsed};
 
 /// The row of both functions.
@@ -62,7 +64,7 @@ type Row = (
 );
 
 const COLUMNS: &str =
-    "SELECT granted, being_taken, decided_at, next_at, retry_after, holder, held_since FROM ";
+    "SELECT granted, being_taken, decided_at, next_at, retry_after, holder, held_since";
 const LABEL_CAST: &str = "::resource_control.throttled_resource_enum, ";
 
 /// An attempt at a resource.
@@ -86,7 +88,26 @@ impl<Conn> RunQueryDsl<Conn> for AttemptResource<'_> {}
 impl QueryFragment<Pg> for AttemptResource<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql(COLUMNS);
-        out.push_sql("resource_control.attempt_throttled_resource(");
+        self.push_from(out)
+    }
+}
+
+#[cfg(feature = "async")]
+impl Probed for AttemptResource<'_> {
+    fn walk_probed<'b>(
+        &'b self,
+        mut out: AstPass<'_, 'b, Pg>,
+        columns: &'b ProbeColumns,
+    ) -> QueryResult<()> {
+        out.push_sql(COLUMNS);
+        columns.walk_ast(out.reborrow())?;
+        self.push_from(out)
+    }
+}
+
+impl AttemptResource<'_> {
+    fn push_from<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql(" FROM resource_control.attempt_throttled_resource(");
         out.push_bind_param::<Text, _>(self.label)?;
         out.push_sql(LABEL_CAST);
         out.push_bind_param::<Text, _>(self.details)?;
@@ -117,7 +138,26 @@ impl<Conn> RunQueryDsl<Conn> for AttemptKey<'_> {}
 impl QueryFragment<Pg> for AttemptKey<'_> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql(COLUMNS);
-        out.push_sql("resource_control.attempt_throttled_key(");
+        self.push_from(out)
+    }
+}
+
+#[cfg(feature = "async")]
+impl Probed for AttemptKey<'_> {
+    fn walk_probed<'b>(
+        &'b self,
+        mut out: AstPass<'_, 'b, Pg>,
+        columns: &'b ProbeColumns,
+    ) -> QueryResult<()> {
+        out.push_sql(COLUMNS);
+        columns.walk_ast(out.reborrow())?;
+        self.push_from(out)
+    }
+}
+
+impl AttemptKey<'_> {
+    fn push_from<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql(" FROM resource_control.attempt_throttled_key(");
         out.push_bind_param::<Text, _>(self.label)?;
         out.push_sql(LABEL_CAST);
         out.push_bind_param::<Text, _>(self.key)?;

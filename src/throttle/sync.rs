@@ -1,5 +1,8 @@
 //! Synchronization of the declared resources with the database, on a blocking or an asynchronous session.
 
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
+
 use std::time::Duration;
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError};

@@ -2,8 +2,8 @@
 //
 //     client.mjs DATABASE_URL times31 NAME
 //
-// Reads commands from standard input, one per line: `try` answers `granted` or `busy`, `unlock`
-// answers `unlocked` or `not held`. Ends with the input. Unlike `import`, `require` finds modules
+// Reads commands from standard input, one per line: `try` prints `granted` or `busy`, `unlock`
+// prints `unlocked` or `not held`. Ends with the input. Unlike `import`, `require` finds modules
 // by NODE_PATH.
 import { createRequire } from "node:module";
 import { createInterface } from "node:readline";
@@ -32,8 +32,8 @@ const client = new pg.Client(url);
 await client.connect();
 
 async function ask(sqlFunction) {
-  const { rows } = await client.query(`SELECT ${sqlFunction}($1) AS answer`, [key]);
-  return rows[0].answer;
+  const { rows } = await client.query(`SELECT ${sqlFunction}($1) AS result`, [key]);
+  return rows[0].result;
 }
 
 for await (const command of createInterface({ input: process.stdin })) {

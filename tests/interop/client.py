@@ -2,8 +2,8 @@
 
     client.py DATABASE_URL fnv|crc32|django_pglocks_2|django_pglock NAME
 
-Reads commands from standard input, one per line: `try` answers `granted` or `busy`, `unlock`
-answers `unlocked` or `not held`. Ends with the input.
+Reads commands from standard input, one per line: `try` prints `granted` or `busy`, `unlock`
+prints `unlocked` or `not held`. Ends with the input.
 """
 
 import sys
@@ -59,12 +59,12 @@ def main(url, mode, name):
     for line in sys.stdin:
         match line.strip():
             case "try":
-                answer = "granted" if ask("pg_try_advisory_lock") else "busy"
+                reply = "granted" if ask("pg_try_advisory_lock") else "busy"
             case "unlock":
-                answer = "unlocked" if ask("pg_advisory_unlock") else "not held"
+                reply = "unlocked" if ask("pg_advisory_unlock") else "not held"
             case command:
                 sys.exit(f"no such command: {command}")
-        print(answer, flush=True)
+        print(reply, flush=True)
 
 
 main(*sys.argv[1:])

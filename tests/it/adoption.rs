@@ -10,7 +10,9 @@ use diesel_interlock::error::Schema;
 use diesel_interlock::{Error, ResourceLabel, Throttle, migrations};
 use workbench::Database;
 
-use crate::support::Observer;
+use crate::installation::{directories, versions};
+use crate::roles::{Role, server};
+use crate::support::{Observer, assert_matches};
 
 pub(crate) const BY_HAND: &str = include_str!("by_hand.sql");
 
@@ -121,7 +123,7 @@ fn a_schema_made_by_hand_is_adopted_and_all_that_was_built_on_it_stays() {
     let theirs = lines(conn, THEIRS);
 
     let adopted = migrations::install(conn).unwrap();
-    let all: Vec<_> = crate::installation::versions();
+    let all: Vec<_> = versions();
     assert_eq!(
         adopted.iter().map(ToString::to_string).collect::<Vec<_>>(),
         all
@@ -174,12 +176,12 @@ fn it_is_adopted_once_by_twenty_instances_under_any_settings() {
             .collect();
         instances.into_iter().map(|it| it.join().unwrap()).sum()
     });
-    assert_eq!(adopted, crate::installation::versions().len());
+    assert_eq!(adopted, versions().len());
     assert_eq!(schema(conn), expected_schema());
 }
 
 #[test]
-fn adopting_waits_for_nobody_and_nobody_waits_for_it() {
+fn adopting_waits_for_no_session_and_no_session_waits_for_it() {
     let database = Database::new();
     let conn = &mut database.connect();
     conn.batch_execute(BY_HAND).unwrap();
@@ -511,8 +513,8 @@ fn copy_without_rows(database: &Database) -> Option<Database> {
 
 #[test]
 fn a_copy_without_rows_is_recognised_and_brought_up_to_date() {
-    let all = crate::installation::versions();
-    let directories = crate::installation::directories();
+    let all = versions();
+    let directories = directories();
     for count in 1..=all.len() {
         let database = Database::new();
         let conn = &mut database.connect();
@@ -531,10 +533,7 @@ fn a_copy_without_rows_is_recognised_and_brought_up_to_date() {
         };
         let conn = &mut copy.connect();
         let uninstalled = migrations::uninstall(conn);
-        assert!(
-            matches!(uninstalled, Err(Error::Schema(Schema::Foreign { .. }))),
-            "{uninstalled:?}"
-        );
+        assert_matches!(uninstalled, Err(Error::Schema(Schema::Foreign { .. })));
         let installed = migrations::install(conn).unwrap();
         let installed: Vec<_> = installed.iter().map(ToString::to_string).collect();
         assert_eq!(installed, all, "copy of {count}");
@@ -605,24 +604,21 @@ fn the_message_names_the_differences_and_the_way_out() {
 }
 
 #[test]
-fn a_role_that_does_not_own_it_is_told_so() {
-    let database = crate::roles::server().database();
-    let role = crate::roles::Role::new(&database);
+fn a_role_that_does_not_own_it_gets_an_error_that_says_so() {
+    let database = server().database();
+    let role = Role::new(&database);
     let conn = &mut database.connect();
     conn.batch_execute(BY_HAND).unwrap();
     conn.batch_execute(&format!("SET SESSION AUTHORIZATION {}", role.name()))
         .unwrap();
     let refused = migrations::install(conn);
-    assert!(
-        matches!(refused, Err(Error::Schema(Schema::MissingRights { .. }))),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::Schema(Schema::MissingRights { .. })));
 }
 
 #[test]
-fn an_owner_who_may_not_make_schemas_is_told_so() {
-    let database = crate::roles::server().database();
-    let role = crate::roles::Role::new(&database);
+fn an_owner_who_may_not_make_schemas_gets_an_error_that_says_so() {
+    let database = server().database();
+    let role = Role::new(&database);
     let conn = &mut database.connect();
     let name = role.name();
     conn.batch_execute(&format!(
@@ -631,9 +627,10 @@ fn an_owner_who_may_not_make_schemas_is_told_so() {
     ))
     .unwrap();
     let refused = migrations::install(conn);
-    assert!(
-        matches!(&refused, Err(Error::Schema(Schema::MissingRights { missing, .. })) if missing.starts_with("CREATE on the database, to compare")),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Schema(Schema::MissingRights { missing, .. }))
+            if missing.starts_with("CREATE on the database, to compare")
     );
     // Before the database goes, what the role owns in it.
     conn.batch_execute("RESET SESSION AUTHORIZATION; DROP SCHEMA resource_control CASCADE")

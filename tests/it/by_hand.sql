@@ -21,7 +21,7 @@ ALTER TABLE resource_control.throttled_resource
 
 INSERT INTO resource_control.throttled_resource VALUES ('nightly report', '1 minute');
 
--- Answers whether the caller has the resource now.
+-- Returns whether the caller has the resource now.
 CREATE FUNCTION resource_control.lock_throttled_resource(
     resource_id_var resource_control.throttled_resource_enum, details_var text
 ) RETURNS boolean LANGUAGE sql STRICT AS $$

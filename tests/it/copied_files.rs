@@ -12,9 +12,9 @@ use diesel_migrations::{FileBasedMigrations, MigrationHarness};
 use workbench::Database;
 
 use crate::adoption::{BY_HAND, catalogue};
-use crate::installation::{number, versions};
+use crate::installation::{directories, number, versions};
 use crate::migrations::{Directory, directory};
-use crate::support::{Observer, eventually};
+use crate::support::{Observer, assert_matches, eventually};
 
 /// A migration directory with a migration of the application's own.
 fn application(test: &str) -> Directory {
@@ -119,19 +119,13 @@ fn another_migration_of_the_same_version_is_named() {
     fs::create_dir(&theirs).unwrap();
     fs::write(theirs.join("up.sql"), "SELECT 1").unwrap();
     let refused = migrations::write_to(application.path());
-    assert!(
-        matches!(&refused, Err(Error::DifferentFile { path }) if path.starts_with(&theirs)),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::DifferentFile { path }) if path.starts_with(&theirs));
 
     fs::remove_dir_all(&theirs).unwrap();
     migrations::write_to(application.path()).unwrap();
     fs::create_dir(&theirs).unwrap();
     let refused = migrations::write_to(application.path());
-    assert!(
-        matches!(refused, Err(Error::DifferentFile { .. })),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::DifferentFile { .. }));
 }
 
 #[test]
@@ -150,10 +144,7 @@ fn a_file_that_cannot_be_read_is_an_error_and_one_that_is_no_migration_is_nothin
     fs::remove_file(&up).unwrap();
     fs::create_dir(&up).unwrap();
     let refused = migrations::write_to(application.path());
-    assert!(
-        matches!(&refused, Err(Error::File { path, .. }) if *path == up),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::File { path, .. }) if *path == up);
     assert!(!missing.exists(), "nothing was written");
 }
 
@@ -347,7 +338,7 @@ fn the_files_never_run_over_a_schema_made_by_hand_before_it_was_adopted() {
     let application = application("by_hand");
     migrations::write_to(application.path()).unwrap();
     let refused = migrations::run_pending(conn, application.migrations());
-    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Migration(_)));
     assert_eq!(recorded(conn), 0);
     migrations::install(conn).unwrap();
     migrations::run_pending(conn, application.migrations()).unwrap();
@@ -374,12 +365,9 @@ fn taking_over_is_refused_inside_a_transaction() {
     let conn = &mut database.connect();
     conn.begin_test_transaction().unwrap();
     let refused = migrations::take_over(conn);
-    assert!(
-        matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-        ),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Misplaced(Misplaced::CommitsInTransaction))
     );
 }
 
@@ -399,10 +387,10 @@ fn diesels_own_functions_run_and_revert_the_files() {
 
 /// Diesel's runner comes while `install` is in the middle of the second migration.
 #[test]
-fn a_file_waits_for_whoever_runs_the_same_and_then_does_nothing() {
+fn a_file_waits_for_another_session_that_runs_it_and_then_does_nothing() {
     let application = application("meeting");
     migrations::write_to(application.path()).unwrap();
-    let ours = crate::installation::directories();
+    let ours = directories();
     for level in ["read committed", "repeatable read"] {
         let database = Database::new();
         let (first, conn) = (&mut database.connect(), &mut database.connect());

@@ -7,17 +7,19 @@ use std::io::{BufRead, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
-use diesel::prelude::*;
-use diesel_interlock::error::Misplaced;
-use diesel_interlock::{
-    AdvisoryLock, Error, Fence, Semaphore, Throttle, migrations, monitor, sync, throttled_resources,
-};
+use diesel::connection::{SimpleConnection, TransactionManager};
 use diesel_migrations::FileBasedMigrations;
-use workbench::{Database, RoundTrips};
 
+use crate::half::prelude::*;
+use crate::half::{
+    AdvisoryLock, AnsiTransactionManager, Database, Error, Fence, RoundTrips, Semaphore, Throttle,
+    error::Misplaced, migrations, monitor, silent_pool, sync, throttled_resources,
+};
 use crate::semaphores::database;
-use crate::support::{Expect, Observer, assert_pool_whole, backend_pid, eventually, silent_pool};
+use crate::support::{
+    Expect, Observer, assert_matches, assert_pool_whole, backend_pid, foreign_session_holding,
+    is_granted,
+};
 
 diesel::table! { copied (id) { id -> Integer } }
 
@@ -190,7 +192,7 @@ fn a_lock_is_taken_after_a_copy() {
             guard.release().unwrap();
         }
         let held = LOCK.key().id().unwrap();
-        let holder = crate::support::foreign_session_holding(&database, held);
+        let holder = foreign_session_holding(&database, held);
         copy(conn);
         let timeout = Duration::from_millis(5);
         assert!(LOCK.acquire_timeout_on(conn, timeout).unwrap().is_busy());
@@ -214,18 +216,12 @@ fn a_raw_transaction_is_seen_through_a_copy() {
         guard.conn().batch_execute("BEGIN").unwrap();
         copy(guard.conn());
         let released = guard.release();
-        assert!(
-            matches!(released, Err(Error::TransactionLeftOpen { .. })),
-            "{released:?}"
-        );
+        assert_matches!(released, Err(Error::TransactionLeftOpen { .. }));
         copy(conn);
         let refused = LOCK.try_acquire_on(conn).map(drop);
-        assert!(
-            matches!(
-                refused,
-                Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
-            ),
-            "{refused:?}"
+        assert_matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
         );
         assert_eq!(Observer::of(&database).all_held(), 0);
         conn.batch_execute("CREATE TABLE later (); COMMIT").unwrap();
@@ -235,12 +231,9 @@ fn a_raw_transaction_is_seen_through_a_copy() {
         guard.conn().batch_execute("BEGIN").unwrap();
         copy(guard.conn());
         let released = guard.release();
-        assert!(
-            matches!(released, Err(Error::TransactionLeftOpen { .. })),
-            "{released:?}"
-        );
+        assert_matches!(released, Err(Error::TransactionLeftOpen { .. }));
         let mut observer = Observer::of(&database);
-        eventually("the session is given up", || !observer.is_alive(pid));
+        observer.assert_ended(pid);
         assert_pool_whole(&pool, &database);
     }
 }
@@ -257,12 +250,9 @@ fn a_session_that_ended_after_a_copy_is_still_found_to_have_ended() {
         observer.kill(guard.backend_pid());
         assert!(!guard.is_held().unwrap());
         let token = guard.fencing_token();
-        assert!(matches!(token, Err(Error::LockLost { .. })), "{token:?}");
+        assert_matches!(token, Err(Error::LockLost { .. }));
         let released = guard.release();
-        assert!(
-            matches!(released, Err(Error::LockLost { .. })),
-            "{released:?}"
-        );
+        assert_matches!(released, Err(Error::LockLost { .. }));
         assert_pool_whole(&pool, &database);
     }
 }
@@ -305,25 +295,9 @@ fn the_other_primitives_work_after_a_copy() {
             copy(conn);
             assert!(semaphore.complete_on(conn, claim.id).unwrap());
             copy(conn);
-            assert_eq!(
-                mail.clone()
-                    .details("me")
-                    .attempt_on(conn)
-                    .unwrap()
-                    .granted()
-                    .is_some(),
-                round == 0
-            );
+            assert_eq!(is_granted(conn, &mail, "me"), round == 0);
             copy(conn);
-            assert!(
-                mail.clone()
-                    .key(round)
-                    .details("me")
-                    .attempt_on(conn)
-                    .unwrap()
-                    .granted()
-                    .is_some()
-            );
+            assert!(is_granted(conn, &mail.clone().key(round), "me"));
             copy(conn);
             assert!(monitor::holders_of(conn, LOCK.key()).unwrap().is_empty());
             copy(conn);
@@ -359,12 +333,9 @@ fn a_claim_in_a_raw_transaction_is_refused_though_a_copy_went_before() {
     conn.batch_execute("BEGIN").unwrap();
     copy_to_the_end(conn);
     let refused = semaphore.claim_on(conn).map(drop);
-    assert!(
-        matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::ClaimInTransaction))
-        ),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Misplaced(Misplaced::ClaimInTransaction))
     );
     conn.batch_execute("COMMIT").unwrap();
 }
@@ -396,7 +367,7 @@ fn migrations_work_though_a_copy_went_before() {
 #[cfg(feature = "testing")]
 #[test]
 fn the_helpers_of_tests_work_though_a_copy_went_before() {
-    use diesel_interlock::testing;
+    use crate::half::testing;
 
     for copy in COPIES {
         let database = database();

@@ -6,15 +6,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel::r2d2::{ConnectionManager, Pool};
-use diesel_interlock::{AdvisoryLock, Error, PgPool, PooledGuard, Semaphore};
-use workbench::{Database, RoundTrips};
 
-use crate::semaphores::database;
-use crate::support::{
-    Expect, Observer, TimeoutsOfAPool, eventually, foreign_session_holding, silent_pool,
+use crate::half::prelude::*;
+use crate::half::{
+    AdvisoryLock, Database, Error, PgPool, PooledGuard, RoundTrips, SMALL_STACK, Semaphore,
+    pool_with_patience, silent_pool, unchecked_pool_and_timeouts,
 };
+use crate::semaphores::database;
+use crate::support::{Expect, Observer, eventually, foreign_holder};
 
 /// Much longer than every wait here.
 const LONG: Duration = Duration::from_secs(300);
@@ -26,22 +25,18 @@ fn spawn_many<'scope>(
     work: impl Fn() + Copy + Send + 'scope,
 ) {
     for _ in 0..size {
-        let small = thread::Builder::new().stack_size(256 * 1024);
+        let small = thread::Builder::new().stack_size(SMALL_STACK);
         small.spawn_scoped(scope, work).unwrap();
     }
 }
 
 /// A pool with a timeout long enough for many threads on a slow machine.
 fn patient_pool(database: &Database, size: u32) -> PgPool {
-    Pool::builder()
-        .max_size(size)
-        .connection_timeout(LONG)
-        .build(database.manager())
-        .unwrap()
+    pool_with_patience(database, size, LONG)
 }
 
 #[test]
-fn a_thousand_waiters_leave_connections_to_the_holder_and_to_everybody_else() {
+fn a_thousand_waiters_leave_connections_to_the_holder_and_to_other_work() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("wanted by a thousand");
     static OTHER: AdvisoryLock = AdvisoryLock::named("wanted by nobody else");
     const WAITERS: usize = 1000;
@@ -112,7 +107,7 @@ fn many_waiters_that_wait_in_vain_end_in_time() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("never free");
     let database = Database::new();
     let pool = database.pool(4);
-    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let _holder = foreign_holder(&database, &LOCK);
     thread::scope(|scope| {
         spawn_many(scope, 100, || {
             let timeout = Duration::from_millis(300);
@@ -127,12 +122,12 @@ fn many_waiters_that_wait_in_vain_end_in_time() {
 }
 
 #[test]
-fn those_who_wait_without_a_connection_ask_a_bounded_number_of_times() {
+fn waiters_without_a_connection_poll_a_bounded_number_of_times() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("asked for now and then");
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy, 2);
-    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let _holder = foreign_holder(&database, &LOCK);
     let (began, before) = (Instant::now(), proxy.round_trips());
     thread::scope(|scope| {
         spawn_many(scope, 32, || {
@@ -170,13 +165,13 @@ fn best_of_three(mut wait: impl FnMut() -> Duration) -> Duration {
 }
 
 #[test]
-fn who_is_alone_at_a_key_does_not_wait_for_a_thousand_at_another() {
+fn a_lone_waiter_for_a_key_does_not_wait_for_a_thousand_at_another() {
     static CROWDED: AdvisoryLock = AdvisoryLock::named("crowded");
     static ALONE: AdvisoryLock = AdvisoryLock::named("alone");
     const WAITERS: usize = 1000;
     let database = Database::new();
     let pool = patient_pool(&database, 8);
-    let holder = foreign_session_holding(&database, CROWDED.key().id().unwrap());
+    let holder = foreign_holder(&database, &CROWDED);
     let start = Barrier::new(WAITERS + 1);
     let tried = AtomicUsize::new(0);
     thread::scope(|scope| {
@@ -190,7 +185,7 @@ fn who_is_alone_at_a_key_does_not_wait_for_a_thousand_at_another() {
         start.wait();
         eventually("all wait", || tried.load(Ordering::SeqCst) == WAITERS);
         let waited = best_of_three(|| {
-            let mut other = foreign_session_holding(&database, ALONE.key().id().unwrap());
+            let mut other = foreign_holder(&database, &ALONE);
             let began = Instant::now();
             thread::scope(|scope| {
                 scope.spawn(|| ALONE.acquire(&pool).unwrap().release().unwrap());
@@ -207,7 +202,7 @@ fn who_is_alone_at_a_key_does_not_wait_for_a_thousand_at_another() {
 }
 
 #[test]
-fn who_is_alone_at_a_service_does_not_wait_for_a_thousand_at_another() {
+fn a_lone_waiter_for_a_service_does_not_wait_for_a_thousand_at_another() {
     static CROWDED: Semaphore = Semaphore::named("crowded", 1, LONG);
     static ALONE: Semaphore = Semaphore::named("alone", 1, LONG);
     const WAITERS: usize = 1000;
@@ -252,15 +247,11 @@ fn who_is_alone_at_a_service_does_not_wait_for_a_thousand_at_another() {
 fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
     static LOCK: AdvisoryLock = AdvisoryLock::named("goes on");
     let database = Database::new();
-    let (events, timeouts) = TimeoutsOfAPool::counted();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = Pool::builder()
-        .max_size(3)
-        .connection_timeout(Duration::from_millis(200))
-        .event_handler(events)
-        .build_unchecked(ConnectionManager::new(proxy.url()));
-    eventually("the pool is filled", || pool.state().connections == 3);
-    let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let (pool, timeouts) = unchecked_pool_and_timeouts(&proxy.url(), 3, Duration::from_millis(200));
+    let filled = [(); 3].map(|()| pool.get_timeout(LONG).unwrap());
+    drop(filled);
+    let holder = foreign_holder(&database, &LOCK);
     let mut observer = Observer::of(&database);
     thread::scope(|scope| {
         let acquire = || LOCK.acquire(&pool).and_then(PooledGuard::release);
@@ -282,9 +273,9 @@ fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
             taken.extend(pool.get());
             taken.len() == 2
         });
-        let before = timeouts.load(Ordering::Relaxed);
+        let before = timeouts();
         eventually("they got no connection several times", || {
-            timeouts.load(Ordering::Relaxed) >= before + 6
+            timeouts() >= before + 6
         });
         drop(taken);
         drop(holder);

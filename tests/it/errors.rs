@@ -4,9 +4,14 @@ use std::error::Error as _;
 
 use diesel::connection::SimpleConnection;
 use diesel::result::Error as DieselError;
-use diesel_interlock::error::{Input, Misplaced};
-use diesel_interlock::{AdvisoryLock, Error};
-use workbench::Database;
+
+use crate::half::{
+    AdvisoryLock, Database, Error,
+    error::{Input, Misplaced},
+    migrations, unchecked_pool,
+};
+use crate::migrations::directory;
+use crate::support::assert_matches;
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("errors");
 
@@ -24,17 +29,11 @@ fn a_round_trip_through_diesels_error_changes_nothing() {
         diesel.to_string(),
         Error::Input(Input::EmptyName).to_string()
     );
-    assert!(matches!(
-        Error::from(diesel),
-        Error::Input(Input::EmptyName)
-    ));
+    assert_matches!(Error::from(diesel), Error::Input(Input::EmptyName));
 
     let diesel: DieselError = Error::Database(DieselError::NotFound).into();
     assert_eq!(diesel, DieselError::NotFound);
-    assert!(matches!(
-        Error::from(diesel),
-        Error::Database(DieselError::NotFound)
-    ));
+    assert_matches!(Error::from(diesel), Error::Database(DieselError::NotFound));
 
     let theirs = DieselError::QueryBuilderError("theirs".into());
     let Error::Database(DieselError::QueryBuilderError(inner)) = Error::from(theirs) else {
@@ -71,13 +70,9 @@ fn a_database_error_says_what_the_database_says_and_says_it_once() {
 #[test]
 #[cfg(feature = "r2d2")]
 fn an_exhausted_pool_says_why_it_gave_no_connection() {
-    use diesel::r2d2::{ConnectionManager, Pool};
-    let pool = Pool::builder()
-        .max_size(1)
-        .connection_timeout(std::time::Duration::from_millis(50))
-        .build_unchecked(ConnectionManager::new("host=/nowhere"));
+    let pool = unchecked_pool("host=/nowhere", 1, std::time::Duration::from_millis(50));
     let error = LOCK.try_acquire(&pool).unwrap_err();
-    assert!(matches!(error, Error::Pool(_)), "{error:?}");
+    assert_matches!(error, Error::Pool(_));
     let message = error.to_string();
     assert!(
         message.starts_with("timed out waiting for connection"),
@@ -90,11 +85,8 @@ fn an_exhausted_pool_says_why_it_gave_no_connection() {
 #[cfg(feature = "migrations")]
 fn a_migration_that_fails_says_which_and_why_and_says_it_once() {
     let database = Database::new();
-    let source =
-        crate::migrations::directory("failing", &[("2026-01-01-000000_fails", "SELECT 1/0")]);
-    let error =
-        diesel_interlock::migrations::run_pending(&mut database.connect(), source.migrations())
-            .unwrap_err();
+    let source = directory("failing", &[("2026-01-01-000000_fails", "SELECT 1/0")]);
+    let error = migrations::run_pending(&mut database.connect(), source.migrations()).unwrap_err();
     let message = with_causes(&error);
     assert!(message.contains("fails"), "{message}");
     assert_eq!(message.matches("division by zero").count(), 1, "{message}");

@@ -9,14 +9,18 @@ use std::time::Duration;
 use diesel::RunQueryDsl;
 use diesel::connection::SimpleConnection;
 use diesel_interlock::error::Misplaced;
-use diesel_interlock::{Admission, AdvisoryLock, Error, Semaphore, Throttle, sync, sync_intervals};
+use diesel_interlock::{
+    Admission, AdvisoryLock, Error, LockKey, Semaphore, Throttle, sync, sync_intervals,
+};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
+use workbench::Database;
 
-use crate::support::{Expect, Observer, eventually};
-use crate::throttles::Resource;
+use crate::semaphores;
+use crate::support::{Expect, Observer, assert_matches, assert_pool_whole, eventually, is_granted};
+use crate::throttles::{self, Resource};
 
 const LOCK: AdvisoryLock = AdvisoryLock::named("events");
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
@@ -97,8 +101,8 @@ fn brief(events: &[Fields]) -> Vec<String> {
 }
 
 #[test]
-fn a_lock_tells_of_its_acquisition_its_refusal_and_its_release() {
-    let database = workbench::Database::new();
+fn a_lock_logs_its_acquisition_its_refusal_and_its_release() {
+    let database = Database::new();
     let pool = database.pool(2);
     let events = told(|| {
         let guard = LOCK.try_acquire(&pool).unwrap().expect_acquired();
@@ -121,7 +125,7 @@ fn a_lock_tells_of_its_acquisition_its_refusal_and_its_release() {
 
 #[test]
 fn a_lost_lock_and_a_discarded_connection_are_warnings() {
-    let database = workbench::Database::new();
+    let database = Database::new();
     let pool = database.pool(1);
     let events = told(|| {
         let guard = LOCK.acquire(&pool).unwrap();
@@ -137,13 +141,13 @@ fn a_lost_lock_and_a_discarded_connection_are_warnings() {
 
 #[test]
 fn an_error_is_a_warning_with_its_causes() {
-    let database = crate::throttles::database();
+    let database = throttles::database();
     let conn = &mut database.connect();
     let events = told(|| {
-        assert!(matches!(
+        assert_matches!(
             LOCK.acquire_xact(conn),
             Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction))
-        ));
+        );
     });
     assert_eq!(brief(&events), ["acquire error !"]);
     assert_eq!(
@@ -153,29 +157,13 @@ fn an_error_is_a_warning_with_its_causes() {
 }
 
 #[test]
-fn a_throttle_tells_its_decision() {
-    let database = crate::throttles::database();
+fn a_throttle_logs_its_decision() {
+    let database = throttles::database();
     let conn = &mut database.connect();
     let import = Throttle::of(Resource::Import).key(7);
     let events = told(|| {
-        assert!(
-            import
-                .clone()
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .granted()
-                .is_some()
-        );
-        assert!(
-            import
-                .clone()
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .denied()
-                .is_some()
-        );
+        assert!(is_granted(conn, &import, "me"));
+        assert!(!is_granted(conn, &import, "me"));
     });
     assert_eq!(brief(&events), ["attempt granted", "attempt denied"]);
     assert_eq!(events[1]["key"], "7");
@@ -185,7 +173,7 @@ fn a_throttle_tells_its_decision() {
 /// A changed declaration has no effect by itself.
 #[test]
 fn an_interval_that_differs_from_the_declared_one_is_a_warning() {
-    let database = crate::throttles::database();
+    let database = throttles::database();
     let conn = &mut database.connect();
     assert_eq!(told(|| drop(sync::<Resource>(conn).unwrap())), []);
     conn.batch_execute(
@@ -204,8 +192,8 @@ fn an_interval_that_differs_from_the_declared_one_is_a_warning() {
 }
 
 #[test]
-fn a_semaphore_tells_of_claims_releases_and_time_outs() {
-    let database = crate::semaphores::database();
+fn a_semaphore_logs_claims_releases_and_timeouts() {
+    let database = semaphores::database();
     let pool = database.pool(1);
     let events = told(|| {
         let mut permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
@@ -215,7 +203,7 @@ fn a_semaphore_tells_of_claims_releases_and_time_outs() {
         permit.renew().unwrap();
         permit.release().unwrap();
         let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
-        crate::semaphores::expire(&mut database.connect(), "geocoder");
+        semaphores::expire(&mut database.connect(), "geocoder");
         drop(permit);
         let permit = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
         let busy = pool.get().unwrap();
@@ -264,10 +252,10 @@ fn eventually_told(operation: &str, outcome: &str, field: &str, value: &str) {
 }
 
 #[test]
-fn a_watch_tells_of_a_lock_that_is_gone() {
-    let database = workbench::Database::new();
+fn a_watch_logs_a_lock_that_is_gone() {
+    let database = Database::new();
     let pool = database.pool(2);
-    let lock = AdvisoryLock::new(diesel_interlock::LockKey::pair(4242, -1));
+    let lock = AdvisoryLock::new(LockKey::pair(4242, -1));
     told(|| {
         let mut guard = lock.acquire(&pool).unwrap();
         let _watch = guard.watch(&pool, Duration::from_millis(10)).unwrap();
@@ -277,10 +265,10 @@ fn a_watch_tells_of_a_lock_that_is_gone() {
 }
 
 #[test]
-fn a_watch_tells_nothing_of_a_lock_that_its_guard_releases() {
-    let database = workbench::Database::new();
+fn a_watch_logs_nothing_about_a_lock_that_its_guard_releases() {
+    let database = Database::new();
     let pool = database.pool(2);
-    let lock = AdvisoryLock::new(diesel_interlock::LockKey::pair(4242, -2));
+    let lock = AdvisoryLock::new(LockKey::pair(4242, -2));
     let events = told(|| {
         let mut guard = lock.acquire(&pool).unwrap();
         let watch = guard.watch(&pool, Duration::from_millis(10)).unwrap();
@@ -300,8 +288,8 @@ fn a_watch_tells_nothing_of_a_lock_that_its_guard_releases() {
 }
 
 #[test]
-fn a_late_release_that_came_too_late_is_told() {
-    let database = crate::semaphores::database();
+fn a_late_release_that_came_too_late_is_logged() {
+    let database = semaphores::database();
     let pool = database.pool(1);
     let conn = &mut database.connect();
     conn.batch_execute("ALTER TABLE resource_control.service_request ALTER id RESTART 424242")
@@ -318,7 +306,7 @@ fn a_late_release_that_came_too_late_is_told() {
 #[test]
 fn a_subscriber_that_panics_keeps_no_connection_from_being_given_up() {
     use diesel::connection::{AnsiTransactionManager, TransactionManager};
-    let database = workbench::Database::new();
+    let database = Database::new();
     let pool = database.pool(2);
     let mut observer = Observer::of(&database);
     let events = told(|| {
@@ -336,7 +324,7 @@ fn a_subscriber_that_panics_keeps_no_connection_from_being_given_up() {
             } else {
                 drop(guard);
             }
-            eventually("the session is given up", || !observer.is_alive(pid));
+            observer.assert_ended(pid);
         }
 
         let conn = &mut database.connect();
@@ -351,5 +339,5 @@ fn a_subscriber_that_panics_keeps_no_connection_from_being_given_up() {
         .iter()
         .filter(|event| event["operation"] == "discard");
     assert_eq!(discarded.count(), 3);
-    crate::support::assert_pool_whole(&pool, &database);
+    assert_pool_whole(&pool, &database);
 }

@@ -1,13 +1,17 @@
 //! Fencing tokens of session locks, and the fence that checks them.
 
-use diesel::connection::{AnsiTransactionManager, SimpleConnection, TransactionManager};
-use diesel::prelude::*;
-use diesel_interlock::error::{Input, Misplaced};
-use diesel_interlock::{AdvisoryLock, Error, Fence};
-use workbench::{Cluster, Database, RoundTrips, StopMode};
+use diesel::connection::{SimpleConnection, TransactionManager};
 
+use crate::half::prelude::*;
+use crate::half::{
+    AdvisoryLock, AnsiTransactionManager, Cluster, Database, Error, Fence, RoundTrips, StopMode,
+    error::{Input, Misplaced},
+    migrations,
+};
 use crate::semaphores::database;
-use crate::support::{Expect, Observer, eventually};
+use crate::support::{
+    Expect, Observer, assert_matches, eventually, number, round_trips_of, setting,
+};
 
 const LOCK: AdvisoryLock = AdvisoryLock::named("fenced").fenced();
 const PLAIN: AdvisoryLock = AdvisoryLock::named("fenced");
@@ -48,9 +52,10 @@ fn a_fenced_lock_brings_its_token_in_the_same_round_trip() {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
-    drop(LOCK.try_acquire_on(conn).unwrap().expect_acquired());
+    let prepared = LOCK.try_acquire_on(conn).unwrap().expect_acquired();
+    prepared.release().unwrap();
     let mut token = 0;
-    let trips = proxy.count(|| {
+    let trips = round_trips_of(&proxy, || {
         let mut guard = LOCK.try_acquire_on(conn).unwrap().expect_acquired();
         token = guard.fencing_token().unwrap();
         guard.release().unwrap();
@@ -120,12 +125,9 @@ fn a_former_holder_is_stopped_at_the_fence_once_the_next_one_has_passed() {
     let new = next.fencing_token().unwrap();
     pass(conn, new).unwrap();
     let refused = pass(conn, old);
-    assert!(
-        matches!(&refused, Err(Error::Fenced { name, token }) if name == "rows" && *token == old),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::Fenced { name, token }) if name == "rows" && *token == old);
     pass(conn, new).unwrap();
-    assert!(matches!(former.release(), Err(Error::LockLost { .. })));
+    assert_matches!(former.release(), Err(Error::LockLost { .. }));
 }
 
 #[test]
@@ -139,7 +141,7 @@ fn what_a_passing_transaction_rolls_back_has_not_passed() {
     });
     assert!(rolled_back.is_err());
     pass(conn, 7).unwrap();
-    assert!(matches!(pass(conn, 6), Err(Error::Fenced { .. })));
+    assert_matches!(pass(conn, 6), Err(Error::Fenced { .. }));
     conn.transaction(|conn| Fence::new("another").pass(conn, 1))
         .unwrap();
 }
@@ -166,10 +168,7 @@ fn a_late_writer_waits_for_the_one_that_is_passing_and_is_refused() {
             Ok::<_, Error>(writer)
         });
         let refused = refused.unwrap().join().unwrap();
-        assert!(
-            matches!(refused, Err(Error::Fenced { token: 2, .. })),
-            "{refused:?}"
-        );
+        assert_matches!(refused, Err(Error::Fenced { token: 2, .. }));
     });
 }
 
@@ -177,30 +176,27 @@ fn a_late_writer_waits_for_the_one_that_is_passing_and_is_refused() {
 fn misuse_is_refused() {
     let database = database();
     let conn = &mut database.connect();
-    assert!(matches!(
+    assert_matches!(
         FENCE.pass(conn, 1),
         Err(Error::Misplaced(Misplaced::FenceOutsideTransaction))
-    ));
+    );
     let of = |name: String, conn: &mut PgConnection| {
         conn.transaction(|conn| Fence::new(name).pass(conn, 1))
     };
-    assert!(matches!(
-        of(String::new(), conn),
-        Err(Error::Input(Input::EmptyName))
-    ));
-    assert!(matches!(
+    assert_matches!(of(String::new(), conn), Err(Error::Input(Input::EmptyName)));
+    assert_matches!(
         of("a\0b".into(), conn),
         Err(Error::Input(Input::NulCharacter))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         of("x".repeat(1001), conn),
         Err(Error::Input(Input::TooLong { .. }))
-    ));
+    );
     of("x".repeat(1000), conn).unwrap();
 }
 
 #[test]
-fn at_a_stricter_level_a_late_writer_is_told_so() {
+fn at_a_stricter_level_a_late_writer_gets_an_error_that_says_so() {
     let database = database();
     let (conn, other) = (&mut database.connect(), &mut database.connect());
     pass(other, 1).unwrap();
@@ -209,7 +205,7 @@ fn at_a_stricter_level_a_late_writer_is_told_so() {
         pass(other, 2)?;
         FENCE.pass(conn, 3)
     });
-    assert!(matches!(late, Err(Error::StrictIsolation)), "{late:?}");
+    assert_matches!(late, Err(Error::StrictIsolation));
     assert_eq!(FENCE.name(), "rows");
 }
 
@@ -235,7 +231,7 @@ fn no_search_path_lets_a_smaller_token_pass() {
     )
     .unwrap();
     pass(conn, 9).unwrap();
-    assert!(matches!(pass(conn, 5), Err(Error::Fenced { .. })));
+    assert_matches!(pass(conn, 5), Err(Error::Fenced { .. }));
 }
 
 /// The transaction id is not in the log before the commit, so a crash would assign it again.
@@ -248,12 +244,9 @@ fn a_token_is_not_drawn_inside_an_open_transaction() {
     for _ in 0..2 {
         guard.conn().batch_execute("BEGIN").unwrap();
         let refused = guard.fencing_token();
-        assert!(
-            matches!(
-                refused,
-                Err(Error::Misplaced(Misplaced::TokenInTransaction))
-            ),
-            "{refused:?}"
+        assert_matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::TokenInTransaction))
         );
         guard.conn().batch_execute("COMMIT").unwrap();
     }
@@ -266,17 +259,14 @@ fn a_token_is_not_drawn_inside_an_open_transaction() {
     let mut guard = PLAIN.acquire_on(conn).unwrap();
     AnsiTransactionManager::begin_transaction(guard.conn()).unwrap();
     let refused = guard.fencing_token();
-    assert!(
-        matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::TokenInTransaction))
-        ),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Misplaced(Misplaced::TokenInTransaction))
     );
     AnsiTransactionManager::commit_transaction(guard.conn()).unwrap();
     guard.conn().batch_execute("BEGIN").unwrap();
     guard.conn().batch_execute("SELECT 1/0").unwrap_err();
-    assert!(matches!(guard.fencing_token(), Err(Error::Database(_))));
+    assert_matches!(guard.fencing_token(), Err(Error::Database(_)));
     guard.conn().batch_execute("ROLLBACK").unwrap();
     assert!(guard.fencing_token().unwrap() > token);
     guard.release().unwrap();
@@ -342,7 +332,7 @@ fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_local
     };
     standbys(&mut observer, "nobody");
     eventually("the setting is in force", || {
-        crate::support::setting(conn, "synchronous_standby_names") == "nobody"
+        setting(conn, "synchronous_standby_names") == "nobody"
     });
 
     conn.batch_execute("SET statement_timeout = '100ms'")
@@ -356,7 +346,7 @@ fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_local
             guard.release().unwrap();
         });
         eventually("it waits for the standby, and holds the lock", || {
-            let waiting = crate::support::number(
+            let waiting = number(
                 observer.conn(),
                 "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
                  AND wait_event = 'SyncRep'",
@@ -380,35 +370,32 @@ fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_local
 fn a_fence_that_is_not_installed_or_not_allowed_is_an_error_of_the_database() {
     let database = Database::new();
     let refused = pass(&mut database.connect(), 1);
-    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Database(_)));
 
     let cluster = Cluster::start();
     let database = cluster.database();
     let conn = &mut database.connect();
-    diesel_interlock::migrations::install(conn).unwrap();
+    migrations::install(conn).unwrap();
     conn.batch_execute("CREATE ROLE limited; SET ROLE limited")
         .unwrap();
     let refused = pass(conn, 1);
-    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Database(_)));
 }
 
 #[cfg(feature = "testing")]
 #[test]
 fn fences_of_tests_with_a_prefix_each_do_not_meet() {
-    use diesel_interlock::testing::key_prefix;
+    use crate::half::testing::key_prefix;
     let database = database();
     let conn = &mut database.connect();
     {
         let _prefix = key_prefix("one test");
         pass(conn, 9).unwrap();
-        assert!(matches!(pass(conn, 8), Err(Error::Fenced { .. })));
+        assert_matches!(pass(conn, 8), Err(Error::Fenced { .. }));
     }
     let _prefix = key_prefix("another test");
     pass(conn, 1).unwrap();
     let too_long = Fence::new("x".repeat(1000));
     let refused = conn.transaction(|conn| too_long.pass(conn, 1));
-    assert!(
-        matches!(refused, Err(Error::Input(Input::TooLong { .. }))),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::Input(Input::TooLong { .. })));
 }

@@ -23,7 +23,10 @@ use diesel_interlock::{
 };
 use workbench::Database;
 
-use crate::support::{Expect, Observer, backend_pid, foreign_session_holding, setting};
+use crate::migrations::directory;
+use crate::support::{
+    Expect, Observer, assert_matches, attempt, backend_pid, foreign_holder, setting,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("handler");
 
@@ -71,7 +74,7 @@ fn session_locks_work_inside_a_test_transaction() {
     let mut observer = Observer::of(&database);
     assert_eq!(observer.all_held(), 0);
 
-    let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let holder = foreign_holder(&database, &LOCK);
     assert!(!nightly(&pool).unwrap());
     drop(holder);
     observer.assert_free(LOCK.key());
@@ -90,7 +93,7 @@ fn a_timed_out_wait_does_not_abort_the_test() {
     let conn = &mut pool.get().unwrap();
     conn.batch_execute("CREATE TABLE t (id int); SET LOCAL lock_timeout = '3s'")
         .unwrap();
-    let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let holder = foreign_holder(&database, &LOCK);
     let timeout = Duration::from_millis(20);
     assert!(LOCK.acquire_timeout_on(conn, timeout).unwrap().is_busy());
     assert!(
@@ -133,15 +136,12 @@ fn what_would_be_refused_in_production_is_refused_there_too() {
     let mut conn = database.connect();
     conn.begin_test_transaction().unwrap();
     conn.transaction(|conn| {
-        assert!(matches!(
+        assert_matches!(
             LOCK.acquire_on(conn),
             Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
-        ));
+        );
         let nested = LOCK.transaction(conn, |_| Ok::<_, Error>(()));
-        assert!(matches!(
-            nested,
-            Err(Error::Misplaced(Misplaced::NestedTransaction))
-        ));
+        assert_matches!(nested, Err(Error::Misplaced(Misplaced::NestedTransaction)));
         LOCK.acquire_xact(conn)
     })
     .unwrap();
@@ -152,14 +152,11 @@ fn migrations_are_refused_there() {
     let database = Database::new();
     let mut conn = database.connect();
     conn.begin_test_transaction().unwrap();
-    let source = crate::migrations::directory("refused", &[]);
+    let source = directory("refused", &[]);
     let refused = migrations::run_pending(&mut conn, source.migrations());
-    assert!(
-        matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-        ),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Misplaced(Misplaced::CommitsInTransaction))
     );
 }
 
@@ -173,7 +170,7 @@ fn a_lost_lock_is_noticed_there_too() {
         .conn()
         .batch_execute("SELECT pg_advisory_unlock_all()")
         .unwrap();
-    assert!(matches!(guard.release(), Err(Error::LockLost { .. })));
+    assert_matches!(guard.release(), Err(Error::LockLost { .. }));
     conn.batch_execute("SELECT 1").unwrap();
 }
 
@@ -210,10 +207,10 @@ impl BlockingThreads {
     }
 
     fn spawn_blocking<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> T {
-        let (sender, answer) = channel();
+        let (sender, result) = channel();
         let work = move || sender.send(work()).unwrap();
         self.work.as_ref().unwrap().send(Box::new(work)).unwrap();
-        answer.recv().expect("the handler panicked")
+        result.recv().expect("the handler panicked")
     }
 }
 
@@ -236,11 +233,7 @@ fn handler(pool: &PgPool, test: usize, together: &Barrier) -> Vec<(&'static str,
     let conn = &mut pool.get().unwrap();
     let claim = MAILER.claim_on(conn).unwrap();
     let import = Throttle::of(Resource::TenantImport).key(7);
-    let decision = import
-        .clone()
-        .details("a handler")
-        .attempt_on(conn)
-        .unwrap();
+    let decision = attempt(conn, &import, "a handler");
     let mut passed = false;
     for turn in 0..TESTS {
         if turn == test {

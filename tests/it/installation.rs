@@ -13,7 +13,9 @@ use diesel_interlock::{
 };
 use workbench::Database;
 
-use crate::support::Observer;
+use crate::keys::short_names;
+use crate::roles::{Role, server};
+use crate::support::{Observer, assert_matches, backend_pid, truth};
 
 throttled_resources! {
     enum Resource {
@@ -236,26 +238,23 @@ fn what_cannot_be_declared_is_refused_before_anything_is_sent() {
     }
     let database = Database::new();
     let conn = &mut database.connect(); // without the schema: asking would fail otherwise
-    assert!(matches!(
+    assert_matches!(
         sync::<Zero>(conn),
         Err(Error::Input(Input::BadInterval { .. }))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         sync::<Endless>(conn),
         Err(Error::Input(Input::BadInterval { .. }))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         sync::<Nameless>(conn),
         Err(Error::Input(Input::BadLabel { .. }))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         sync::<Long>(conn),
         Err(Error::Input(Input::BadLabel { .. }))
-    ));
-    assert!(matches!(
-        sync::<Nul>(conn),
-        Err(Error::Input(Input::NulCharacter))
-    ));
+    );
+    assert_matches!(sync::<Nul>(conn), Err(Error::Input(Input::NulCharacter)));
 }
 
 #[test]
@@ -263,36 +262,36 @@ fn both_are_refused_inside_a_transaction() {
     let database = Database::new();
     let conn = &mut database.connect();
     conn.transaction(|conn| {
-        assert!(matches!(
+        assert_matches!(
             migrations::install(conn),
             Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-        ));
-        assert!(matches!(
+        );
+        assert_matches!(
             sync::<Resource>(conn),
             Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-        ));
+        );
         QueryResult::Ok(())
     })
     .unwrap();
     conn.begin_test_transaction().unwrap();
-    assert!(matches!(
+    assert_matches!(
         migrations::install(conn),
         Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         sync::<Resource>(conn),
         Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-    ));
+    );
 }
 
 #[test]
-fn a_read_only_session_is_told_so() {
+fn a_read_only_session_is_an_error_that_says_so() {
     let database = Database::new();
     let conn = &mut database.connect();
     conn.batch_execute("SET default_transaction_read_only = on")
         .unwrap();
     let refused = migrations::install(conn);
-    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
+    assert_matches!(refused, Err(Error::ReadOnly));
     conn.batch_execute("SET default_transaction_read_only = off")
         .unwrap();
     migrations::install(conn).unwrap();
@@ -300,7 +299,7 @@ fn a_read_only_session_is_told_so() {
         .unwrap();
     assert_eq!(migrations::install(conn).unwrap(), []);
     let refused = migrations::uninstall(conn);
-    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
+    assert_matches!(refused, Err(Error::ReadOnly));
 }
 
 #[test]
@@ -308,7 +307,7 @@ fn the_sql_function_hashes_names_as_rust_does() {
     let database = Database::new();
     let conn = &mut database.connect();
     migrations::install(conn).unwrap();
-    for (name, expected) in crate::keys::short_names() {
+    for (name, expected) in short_names() {
         let key = number(
             conn,
             &format!(
@@ -319,7 +318,7 @@ fn the_sql_function_hashes_names_as_rust_does() {
         assert_eq!(key, expected, "{name:?}");
     }
     let of_nothing = "resource_control.lock_key(NULL) IS NULL";
-    assert!(crate::support::truth(conn, of_nothing));
+    assert!(truth(conn, of_nothing));
 }
 
 #[test]
@@ -336,17 +335,17 @@ fn a_version_is_recorded_once() {
 fn a_broken_connection_is_not_called_a_transaction() {
     let database = Database::new();
     let conn = &mut database.connect();
-    let pid = crate::support::backend_pid(conn);
+    let pid = backend_pid(conn);
     Observer::of(&database).kill(pid);
     conn.batch_execute("SELECT 1").unwrap_err();
     let refused = migrations::install(conn);
-    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Database(_)));
     let refused = sync::<Resource>(conn);
-    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Database(_)));
 }
 
 #[test]
-fn what_fails_for_another_reason_than_missing_rights_is_told_as_it_is() {
+fn a_failure_that_is_not_about_rights_keeps_its_own_error() {
     let database = Database::new();
     let conn = &mut database.connect();
     conn.batch_execute(
@@ -356,13 +355,13 @@ fn what_fails_for_another_reason_than_missing_rights_is_told_as_it_is() {
     )
     .unwrap();
     let refused = migrations::install(conn);
-    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Migration(_)));
 }
 
 #[test]
-fn nor_is_it_told_as_missing_rights_where_the_schema_is_there() {
-    let database = crate::roles::server().database();
-    let role = crate::roles::Role::new(&database);
+fn a_failure_where_the_schema_exists_is_not_called_missing_rights() {
+    let database = server().database();
+    let role = Role::new(&database);
     let (conn, name) = (&mut database.connect(), role.name());
     let on = format!("CREATE ON DATABASE {}", database.name());
     conn.batch_execute(&format!("GRANT {on} TO {name}; SET ROLE {name}"))
@@ -375,13 +374,13 @@ fn nor_is_it_told_as_missing_rights_where_the_schema_is_there() {
     )
     .unwrap();
     let refused = migrations::install(conn);
-    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Migration(_)));
     conn.batch_execute(&format!(
         "RESET ROLE; REVOKE {on} FROM {name}; SET ROLE {name}"
     ))
     .unwrap();
     let refused = migrations::install(conn);
-    assert!(matches!(refused, Err(Error::Migration(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Migration(_)));
     conn.batch_execute(&format!("RESET ROLE; DROP OWNED BY {name} CASCADE"))
         .unwrap();
 }
@@ -450,7 +449,7 @@ fn what_has_the_name_of_the_table_of_versions_is_named() {
 }
 
 #[test]
-fn only_who_locks_the_table_of_versions_holds_up_an_install_with_nothing_to_do() {
+fn only_a_lock_on_the_table_of_versions_holds_up_an_install_with_nothing_to_do() {
     let database = Database::new();
     let conn = &mut database.connect();
     migrations::install(conn).unwrap();
@@ -471,7 +470,7 @@ fn only_who_locks_the_table_of_versions_holds_up_an_install_with_nothing_to_do()
         .unwrap();
     conn.batch_execute("SET lock_timeout = '50ms'").unwrap();
     let bounded = migrations::install(conn);
-    assert!(matches!(bounded, Err(Error::Database(_))), "{bounded:?}");
+    assert_matches!(bounded, Err(Error::Database(_)));
     locking.batch_execute("COMMIT").unwrap();
     assert_eq!(migrations::install(conn).unwrap(), []);
 }

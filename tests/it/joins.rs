@@ -4,16 +4,15 @@
 #![allow(missing_docs)]
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::monitor::{self, Blocked, Holder, ServiceRequest, blocking};
-use diesel_interlock::schema::resource_control::{
-    service_request, throttled_key, throttled_resource,
-};
-use diesel_interlock::{LockId, Throttle};
-use workbench::Database;
 
 use self::schema::{plans, tenants};
-use crate::support::foreign_session_holding;
+use crate::half::prelude::*;
+use crate::half::{
+    Database, LockId, Throttle,
+    monitor::{self, Blocked, Holder, ServiceRequest, blocking},
+    schema::resource_control::{service_request, throttled_key, throttled_resource},
+};
+use crate::support::{attempt, foreign_session_holding};
 use crate::throttles::{Resource, database};
 
 mod schema {
@@ -42,7 +41,7 @@ mod schema {
 }
 
 // As one's own schema has it: several at once, with and without a path.
-diesel_interlock::allow_joins_with!(tenants, self::schema::plans, crate::joins::schema::invoices);
+crate::half::allow_joins_with!(tenants, self::schema::plans, crate::joins::schema::invoices);
 
 diesel::joinable!(schema::invoices -> service_request (request_id));
 
@@ -68,12 +67,7 @@ fn tenants_join_throttled_keys_and_their_resources() {
     let conn = &mut database.connect();
     let import = Throttle::of(Resource::Rebuild);
     for tenant in ["acme", "globex"] {
-        let _ = import
-            .clone()
-            .key(tenant)
-            .details("web-1")
-            .attempt_on(conn)
-            .unwrap();
+        let _ = attempt(conn, &import.clone().key(tenant), "web-1");
     }
 
     let throttled: Vec<(String, String)> = throttled_key::table

@@ -2,8 +2,10 @@
 
 use std::collections::HashSet;
 
-use diesel_interlock::error::Input;
-use diesel_interlock::{AdvisoryLock, Error, LockId, LockKey, fnv1a};
+use crate::half::{
+    AdvisoryLock, Database, Error, LockId, LockKey, error::Input, fnv1a, migrations,
+};
+use crate::support::assert_matches;
 
 const NAMES: &str = include_str!("vectors/names.tsv");
 const PARTS: &str = include_str!("vectors/parts.tsv");
@@ -83,7 +85,7 @@ fn the_numbers_of_the_articles_hold() {
     );
     assert_eq!(fnv1a(""), -3750763034362895579);
     assert_eq!(
-        diesel_interlock::migrations::LOCK.key().id().unwrap(),
+        migrations::LOCK.key().id().unwrap(),
         LockId::BigInt(7668513674988384022)
     );
 }
@@ -249,12 +251,9 @@ fn a_part_that_cannot_be_formatted_is_an_error_of_the_first_operation() {
     let key = LockKey::parts(parts);
     assert_eq!(key.to_string(), "\"tenant \" (not formatted)");
 
-    let database = workbench::Database::new();
+    let database = Database::new();
     let conn = &mut database.connect();
     let lock = AdvisoryLock::new(key);
     let refused = lock.try_acquire_on(conn).map(drop);
-    assert!(
-        matches!(refused, Err(Error::Input(Input::Unformatted))),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::Input(Input::Unformatted)));
 }

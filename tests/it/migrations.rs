@@ -11,7 +11,7 @@ use diesel_interlock::{Error, migrations};
 use diesel_migrations::FileBasedMigrations;
 use workbench::Database;
 
-use crate::support::Observer;
+use crate::support::{Observer, assert_matches};
 
 /// A migration directory of a test's own, removed with the value.
 pub(crate) struct Directory(PathBuf);
@@ -109,7 +109,7 @@ fn a_failing_migration_is_an_error_and_frees_the_lock() {
         ],
     );
     let failed = migrations::run_pending(conn, source.migrations());
-    assert!(matches!(failed, Err(Error::Migration(_))), "{failed:?}");
+    assert_matches!(failed, Err(Error::Migration(_)));
     assert_eq!(Observer::of(&database).all_held(), 0);
     diesel::sql_query("SELECT * FROM good")
         .execute(conn)
@@ -123,12 +123,9 @@ fn inside_a_transaction_they_are_refused() {
     let source = directory("in_transaction", &[]);
     conn.transaction(|conn| {
         let refused = migrations::run_pending(conn, source.migrations());
-        assert!(
-            matches!(
-                refused,
-                Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-            ),
-            "{refused:?}"
+        assert_matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
         );
         QueryResult::Ok(())
     })

@@ -12,7 +12,8 @@ use diesel_interlock::{AdvisoryLock, Error, LockId, LockKey};
 use workbench::{Cluster, Database};
 
 use crate::support::{
-    Observer, backend_pid, eventually, foreign_session_holding, foreign_try, setting,
+    Observer, assert_matches, backend_pid, eventually, foreign_session_holding, foreign_try,
+    setting,
 };
 
 const KEY: LockKey = LockKey::named("monitor");
@@ -130,22 +131,22 @@ fn the_condition_of_a_key_is_met_by_that_key_alone() {
     }
     assert_eq!(monitor::holders_of(look, &LockKey::bigint(2)).unwrap(), []);
     let empty = LockKey::named("");
-    assert!(matches!(
+    assert_matches!(
         monitor::holders_of(look, &empty),
         Err(Error::Input(Input::EmptyName))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         monitor::waiters_of(look, &empty),
         Err(Error::Input(Input::EmptyName))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         monitor::blocked_on(&empty).err(),
         Some(Error::Input(Input::EmptyName))
-    ));
+    );
 }
 
 #[test]
-fn sharers_are_as_many_holders_and_a_lock_taken_twice_is_one() {
+fn each_sharer_is_a_holder_and_a_lock_taken_twice_has_one_holder() {
     let database = Database::new();
     let pool = database.pool(2);
     let look = &mut database.connect();
@@ -206,7 +207,7 @@ fn waiters_are_found_by_their_application_with_how_long_they_wait() {
 }
 
 #[test]
-fn whoever_waits_longest_comes_first() {
+fn the_longest_waiter_comes_first() {
     let database = Database::new();
     let look = &mut database.connect();
     let _holder = foreign_session_holding(&database, id());
@@ -314,7 +315,7 @@ fn a_prepared_transaction_holds_without_a_session() {
 }
 
 #[test]
-fn a_role_that_may_not_read_statistics_is_told_nothing_it_may_not_know() {
+fn a_role_that_may_not_read_statistics_sees_only_what_it_may_know() {
     let cluster = Cluster::start();
     let database = cluster.database();
     let look = &mut database.connect();
@@ -424,7 +425,7 @@ fn queries_are_extended_boxed_grouped_and_nested() {
 }
 
 #[test]
-fn ones_own_objects_of_the_same_names_and_odd_settings_change_nothing() {
+fn the_users_own_objects_of_the_same_names_and_odd_settings_change_nothing() {
     let database = Database::new();
     let look = &mut database.connect();
     look.batch_execute(
@@ -462,7 +463,7 @@ fn ones_own_objects_of_the_same_names_and_odd_settings_change_nothing() {
 }
 
 #[test]
-fn one_may_look_on_the_holders_own_connection_inside_a_transaction() {
+fn the_holders_own_connection_may_be_queried_inside_a_transaction() {
     let database = Database::new();
     let mut observer = Observer::of(&database);
     let pool = database.pool(1);

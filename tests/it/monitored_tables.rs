@@ -14,6 +14,7 @@ use diesel_interlock::schema::resource_control::{
 use diesel_interlock::{Error, ResourceLabel, Throttle};
 use workbench::Database;
 
+use crate::support::{assert_matches, attempt};
 use crate::throttles::{Resource, age, database};
 
 /// Requests to two services: in flight, completed, timed out, overdue, and one for ever.
@@ -58,10 +59,7 @@ fn a_resource_that_was_never_taken_and_one_that_is_closed_load() {
         (None, "")
     );
 
-    let grant = Throttle::of(Resource::Rebuild)
-        .details("web-1")
-        .attempt_on(conn)
-        .unwrap();
+    let grant = attempt(conn, &Throttle::of(Resource::Rebuild), "web-1");
     let granted_at = grant.granted().unwrap().granted_at;
     let taken = row(conn, Resource::Rebuild);
     assert_eq!(taken.last_locked.at(), Some(granted_at));
@@ -129,14 +127,7 @@ fn what_is_due_and_what_is_not_is_as_an_attempt_finds() {
     );
 
     let rebuild = Throttle::of(Resource::Rebuild);
-    let until = rebuild
-        .clone()
-        .details("web-1")
-        .attempt_on(conn)
-        .unwrap()
-        .granted()
-        .unwrap()
-        .until;
+    let until = attempt(conn, &rebuild, "web-1").granted().unwrap().until;
     assert!(!due(conn).contains(&both[0].to_owned()));
     let busy: Vec<Timestamp> = throttled_resource::table
         .filter(diesel::dsl::not(monitor::available_now()))
@@ -147,12 +138,9 @@ fn what_is_due_and_what_is_not_is_as_an_attempt_finds() {
     age(conn, "15 seconds");
     assert_eq!(due(conn), both);
 
-    let _ = rebuild.clone().details("web-2").attempt_on(conn).unwrap();
+    let _ = attempt(conn, &rebuild, "web-2");
     age(conn, "1 second");
-    let _ = Throttle::of(Resource::Import)
-        .details("web-3")
-        .attempt_on(conn)
-        .unwrap();
+    let _ = attempt(conn, &Throttle::of(Resource::Import), "web-3");
     let lockers: Vec<_> = monitor::last_lockers()
         .load::<ThrottledResourceRow>(conn)
         .unwrap()
@@ -167,20 +155,9 @@ fn keys_are_due_by_the_interval_of_their_resource() {
     let database = database();
     let conn = &mut database.connect();
     let rebuild = Throttle::of(Resource::Rebuild);
-    let _ = rebuild
-        .clone()
-        .key(7)
-        .details("web-1")
-        .attempt_on(conn)
-        .unwrap();
+    let _ = attempt(conn, &rebuild.clone().key(7), "web-1");
     age(conn, "15 seconds");
-    let grant = rebuild
-        .key(8)
-        .details("web-2")
-        .attempt_on(conn)
-        .unwrap()
-        .granted()
-        .unwrap();
+    let grant = attempt(conn, &rebuild.key(8), "web-2").granted().unwrap();
 
     let joined = throttled_key::table.inner_join(throttled_resource::table);
     let due = joined
@@ -305,19 +282,19 @@ fn free_slots_are_those_that_no_request_in_flight_has() {
 }
 
 #[test]
-fn without_the_schema_the_answer_says_so() {
+fn without_the_schema_the_error_says_so() {
     let database = Database::new();
     let conn = &mut database.connect();
-    assert!(matches!(
+    assert_matches!(
         monitor::slots(conn, "geocoder", 4),
         Err(Error::Schema(Schema::NotInstalled))
-    ));
+    );
     let empty = monitor::holders().load::<monitor::Holder>(conn);
     assert_eq!(empty, Ok(vec![]), "locks need no schema");
 }
 
 #[test]
-fn ones_own_objects_of_the_same_names_change_nothing() {
+fn the_users_own_objects_of_the_same_names_change_nothing() {
     let database = with_requests();
     let conn = &mut database.connect();
     conn.batch_execute(

@@ -1,10 +1,9 @@
 //! A different session replies than the one that took the lock, as behind a pooler in transaction mode.
 
 use diesel::connection::SimpleConnection;
-use diesel_interlock::{AdvisoryLock, Error};
-use workbench::Database;
 
-use crate::support::{Observer, assert_pool_whole, backend_pid};
+use crate::half::{AdvisoryLock, Database, Error};
+use crate::support::{Observer, assert_matches, assert_pool_whole, backend_pid};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("moved");
 
@@ -28,13 +27,13 @@ fn a_release_on_another_session_is_an_error_and_unlocks_nothing_there() {
     match guard.release() {
         Err(Error::SessionMoved {
             taken_by: taken,
-            replied_by: answered,
+            replied_by: replied,
             ..
-        }) => assert_eq!((taken, answered), (taken_by, replied_by)),
+        }) => assert_eq!((taken, replied), (taken_by, replied_by)),
         other => panic!("{other:?}"),
     }
     // One of the two sessions was discarded and is gone. Nothing was unlocked on either.
-    crate::support::eventually("the session is given up", || !observer.is_alive(replied_by));
+    observer.assert_ended(replied_by);
     assert_eq!(backend_pid(&mut elsewhere), taken_by);
     assert_eq!(observer.holders(LOCK.key()), 1);
     drop(elsewhere);
@@ -44,14 +43,15 @@ fn a_release_on_another_session_is_an_error_and_unlocks_nothing_there() {
 
 #[test]
 fn a_borrowed_connection_is_marked_and_nothing_is_unlocked_there() {
-    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    use crate::half::AnsiTransactionManager;
+    use diesel::connection::TransactionManager;
     let database = Database::new();
     let (mut one, mut two) = (database.connect(), database.connect());
     let readers = LOCK.clone().shared();
     std::mem::forget(readers.acquire_on(&mut two).unwrap());
     let mut guard = readers.acquire_on(&mut one).unwrap();
     std::mem::swap(guard.conn(), &mut two);
-    assert!(matches!(guard.release(), Err(Error::SessionMoved { .. })));
+    assert_matches!(guard.release(), Err(Error::SessionMoved { .. }));
     assert!(AnsiTransactionManager::is_broken_transaction_manager(
         &mut one
     ));
@@ -67,7 +67,7 @@ fn a_token_that_another_session_draws_is_none() {
     let mut guard = readers.acquire_on(&mut one).unwrap();
     std::mem::swap(guard.conn(), &mut two);
     let token = guard.fencing_token();
-    assert!(matches!(token, Err(Error::LockLost { source: None, .. })));
+    assert_matches!(token, Err(Error::LockLost { source: None, .. }));
 }
 
 #[test]
@@ -78,9 +78,6 @@ fn what_another_session_unlocks_once_its_transaction_was_rolled_back_is_not_ours
     two.batch_execute("BEGIN; SELECT 1 / 0").unwrap_err();
     std::mem::swap(guard.conn(), &mut two);
     let released = guard.release();
-    assert!(
-        matches!(released, Err(Error::ReleaseFailed { .. })),
-        "{released:?}"
-    );
+    assert_matches!(released, Err(Error::ReleaseFailed { .. }));
     assert_eq!(Observer::of(&database).holders(LOCK.key()), 1);
 }

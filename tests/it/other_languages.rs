@@ -79,7 +79,7 @@ fn a_client_with_rows_of_its_own_and_our_claims_keep_one_limit() {
     assert_eq!(count(conn, "slot = 2 AND timed_out_at IS NULL"), 1);
 }
 
-/// How many requests of a client that waited for the table longer than its time-out are in flight when
+/// How many requests of a client that waited for the table longer than its timeout are in flight when
 /// the wait ends.
 fn in_flight_after_a_long_wait(claim: &str) -> i64 {
     let database = database_with::<Resource>();
@@ -110,7 +110,7 @@ fn in_flight_after_a_long_wait(claim: &str) -> i64 {
 }
 
 #[test]
-fn a_client_that_waited_for_the_table_has_its_whole_time_out() {
+fn a_client_that_waited_for_the_table_has_its_whole_timeout() {
     assert_eq!(in_flight_after_a_long_wait(own_claim()), 1);
 }
 

@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use diesel::dsl::sql;
-use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{BigInt, Bool, Integer};
-use diesel_interlock::{Error, Semaphore, migrations, monitor};
-use workbench::{Database, RoundTrips};
 
+use crate::half::prelude::*;
+use crate::half::{
+    Database, Error, RoundTrips, Semaphore, idle_connections, migrations, monitor, silent_pool,
+};
 use crate::semaphores::{database, expire};
-use crate::support::{Expect, eventually, silent_pool};
+use crate::support::{Expect, assert_matches, eventually};
 
 const ONE: Semaphore = Semaphore::named("importer", 1, Duration::from_secs(30));
 
@@ -36,7 +37,7 @@ fn complete_in_sql(conn: &mut PgConnection, id: i64) -> bool {
 }
 
 #[test]
-fn whoever_waits_for_a_slot_holds_no_connection_meanwhile() {
+fn a_waiter_for_a_slot_holds_no_connection() {
     let database = database();
     let pool = database.pool(1);
     let permit = ONE.try_acquire(&pool).unwrap().expect_acquired();
@@ -92,7 +93,7 @@ fn a_server_that_hangs_delays_no_release_on_another() {
     proxy.cut();
     drop(only);
     eventually("the thread tries to deliver it", || {
-        hanging_pool.state().idle_connections == 0
+        idle_connections(&hanging_pool) == 0
     });
 
     let database = database();
@@ -173,7 +174,7 @@ fn the_slots_are_the_same_from_sql() {
     let permit = ONE.try_acquire(&pool).unwrap().expect_acquired();
     assert!(permit.fencing_token() > id);
     assert!(complete_in_sql(conn, permit.fencing_token()));
-    assert!(matches!(permit.release(), Err(Error::TimedOut { .. })));
+    assert_matches!(permit.release(), Err(Error::TimedOut { .. }));
 
     for (age, expected) in [("30 days", 0), ("0 s", 2)] {
         let prune = format!("resource_control.prune_service_requests('{age}', 10000)");
@@ -183,7 +184,7 @@ fn the_slots_are_the_same_from_sql() {
 }
 
 #[test]
-fn whatever_a_program_does_a_slot_has_one_holder() {
+fn the_table_refuses_a_second_holder_of_a_slot() {
     let database = database();
     let conn = &mut database.connect();
     let insert = "INSERT INTO resource_control.service_request \
@@ -192,14 +193,11 @@ fn whatever_a_program_does_a_slot_has_one_holder() {
     diesel::sql_query(insert).execute(conn).unwrap();
     assert!(ONE.claim_on(conn).unwrap().is_full());
     let second = diesel::sql_query(insert).execute(conn);
-    assert!(
-        matches!(
-            second,
-            Err(DieselError::DatabaseError(
-                DatabaseErrorKind::UniqueViolation,
-                _
-            ))
-        ),
-        "{second:?}"
+    assert_matches!(
+        second,
+        Err(DieselError::DatabaseError(
+            DatabaseErrorKind::UniqueViolation,
+            _
+        ))
     );
 }

@@ -26,7 +26,7 @@ struct Primitive {
     tests: &'static str,
 }
 
-const PRIMITIVES: [Primitive; 4] = [
+const PRIMITIVES: [Primitive; 5] = [
     Primitive {
         module: "advisory",
         handle: "AdvisoryLock",
@@ -74,6 +74,35 @@ const PRIMITIVES: [Primitive; 4] = [
         monitored: Some("ServiceRequest"),
         helped: Some("expire"),
         tests: "semaphores",
+    },
+    Primitive {
+        module: "rate_limit",
+        handle: "RateLimit",
+        migrations: &["rate_limits"],
+        tables: &["rate_limit", "rate_limit_override"],
+        declared: &[
+            "check_rate_limit",
+            "check_rate_limits",
+            "reserve_rate_limit",
+            "decide_rate_limit",
+            "spend_rate_limit",
+            "give_back_rate_limit",
+            "peek_rate_limit",
+            "reset_rate_limit",
+            "prune_rate_limits",
+            "rate_limit_debt",
+            "scaled_up",
+        ],
+        internal: &[
+            "scaled_down",
+            "microseconds",
+            "refuse_rate_limit",
+            "read_rate_limit",
+            "settle_rate_limit",
+        ],
+        monitored: Some("RateLimitRow"),
+        helped: Some("use_up"),
+        tests: "rate_limits",
     },
     Primitive {
         module: "fence",
@@ -218,7 +247,7 @@ fn every_stored_function_belongs_to_a_primitive_and_the_public_ones_are_declared
 }
 
 #[test]
-fn every_primitive_is_exported_granted_tested_and_told_of() {
+fn every_primitive_is_exported_granted_tested_and_documented() {
     let exports = read("src/lib.rs");
     let exports = words(exports.split_once("\npub use ").unwrap().1);
     let (monitor, testing) = (read("src/monitor.rs"), read("src/testing.rs"));

@@ -13,10 +13,11 @@ use diesel_interlock::{
 };
 use diesel_migrations::FileBasedMigrations;
 
+use crate::adoption::catalogue;
 use crate::installation::{number, versions};
 use crate::migrations::directory;
 use crate::roles::{NOTHING_FOR_ALL, Role, server};
-use crate::support::Observer;
+use crate::support::{Observer, attempt};
 
 const PROCESSES: usize = 20;
 const URL: &str = "INTERLOCK_TEST_URL";
@@ -47,11 +48,7 @@ fn start_up() {
     let ran = migrations::run_pending(conn, source).unwrap().len();
     for label in ["mail", "nightly report"] {
         let throttle = Throttle::of(ResourceLabel(label.into()));
-        let _ = throttle
-            .clone()
-            .details("a process")
-            .attempt_on(conn)
-            .unwrap();
+        let _ = attempt(conn, &throttle, "a process");
     }
     println!("done: {installed} {added} {ran}");
 }
@@ -68,7 +65,7 @@ fn start(url: &str, migrations: &Path) -> Child {
         .unwrap()
 }
 
-/// Starts twenty, lets them go at once, and answers the sums of what they say.
+/// Starts twenty, lets them go at once, and returns the sums of what they print.
 fn start_twenty(url: &str, migrations: &Path) -> [usize; 3] {
     let mut processes: Vec<_> = (0..PROCESSES).map(|_| start(url, migrations)).collect();
     let mut outputs = Vec::new();
@@ -162,8 +159,8 @@ fn twenty_processes_make_everything_once_and_then_need_no_rights() {
     assert_eq!(Observer::of(&database).all_held(), 0);
 
     role.grant(conn);
-    let catalogue = crate::adoption::catalogue(conn);
+    let before = catalogue(conn);
     assert_eq!(start_twenty(&role.url(), source.path()), [0; 3]);
     assert_eq!(role.ddl(), Vec::<String>::new());
-    assert_eq!(crate::adoption::catalogue(conn), catalogue);
+    assert_eq!(catalogue(conn), before);
 }

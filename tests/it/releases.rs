@@ -10,6 +10,7 @@ use workbench::Database;
 
 use crate::adoption::catalogue;
 use crate::installation::{directories, versions};
+use crate::support::{assert_matches, attempt, is_granted};
 
 throttled_resources! {
     enum Resource { Mail = "mail" every Duration::from_secs(1) }
@@ -45,24 +46,8 @@ fn an_old_program_runs_on_a_new_schema() {
     assert_eq!(sync::<Resource>(conn).unwrap().added, ["mail"]);
     let mail = Throttle::of(Resource::Mail);
     for throttle in [mail.clone(), mail.key(7)] {
-        assert!(
-            throttle
-                .clone()
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .granted()
-                .is_some()
-        );
-        assert!(
-            throttle
-                .clone()
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .denied()
-                .is_some()
-        );
+        assert!(is_granted(conn, &throttle, "me"));
+        assert!(!is_granted(conn, &throttle, "me"));
     }
     let geocoder = Semaphore::named("geocoder", 4, Duration::from_secs(30));
     let claim = geocoder.claim_on(conn).unwrap().admitted().unwrap();
@@ -98,10 +83,7 @@ fn a_new_program_on_an_old_schema_says_so() {
     let key = Throttle::of(Resource::Mail).key(7);
     let refused = |conn: &mut PgConnection| {
         let refused = key.clone().details("me").attempt_on(conn);
-        assert!(
-            matches!(refused, Err(Error::Schema(Schema::NotInstalled))),
-            "{refused:?}"
-        );
+        assert_matches!(refused, Err(Error::Schema(Schema::NotInstalled)));
         let message = refused.unwrap_err().to_string();
         assert!(message.contains("migrations::install"), "{message}");
     };
@@ -110,17 +92,11 @@ fn a_new_program_on_an_old_schema_says_so() {
     let _ = sync::<Resource>(conn).unwrap();
     refused(conn);
     let claim = Semaphore::named("geocoder", 4, Duration::from_secs(30)).claim_on(conn);
-    assert!(
-        matches!(claim, Err(Error::Schema(Schema::NotInstalled))),
-        "{claim:?}"
-    );
+    assert_matches!(claim, Err(Error::Schema(Schema::NotInstalled)));
     // What is there works, until somebody may install the rest.
-    let _ = Throttle::of(Resource::Mail)
-        .details("me")
-        .attempt_on(conn)
-        .unwrap();
+    let _ = attempt(conn, &Throttle::of(Resource::Mail), "me");
     migrations::install(conn).unwrap();
-    let _ = key.clone().details("me").attempt_on(conn).unwrap();
+    let _ = attempt(conn, &key, "me");
 }
 
 #[test]

@@ -6,17 +6,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 use diesel::sql_types::Text;
-use diesel_interlock::error::Schema;
-use diesel_interlock::{
-    AdvisoryLock, Error, Semaphore, Throttle, migrations, sync, sync_intervals, throttled_resources,
-};
-use workbench::{Cluster, Database};
 
 use crate::adoption::catalogue;
+use crate::half::prelude::*;
+use crate::half::{
+    AdvisoryLock, Cluster, Database, Error, Semaphore, Throttle, error::Schema, migrations, sync,
+    sync_intervals, throttled_resources,
+};
 use crate::installation::{directories, number};
 use crate::migrations::directory;
+use crate::support::{assert_matches, eventually};
 
 const GRANTS: &str = include_str!("../../grants.sql");
 
@@ -185,7 +185,7 @@ fn a_role_with_only_the_grants_does_everything_and_sends_no_ddl() {
         conn.batch_execute("CREATE TABLE IF NOT EXISTS t ()")
             .is_err()
     );
-    crate::support::eventually("the server has logged it", || role.ddl().len() == 1);
+    eventually("the server has logged it", || role.ddl().len() == 1);
 }
 
 /// The sequences among what the role may not read, as `pg_dump` does.
@@ -306,7 +306,7 @@ fn without_a_grant_the_error_names_it() {
 }
 
 #[test]
-fn with_something_to_do_a_role_without_rights_is_told_what_it_lacks() {
+fn with_something_to_do_a_role_without_rights_gets_an_error_that_names_them() {
     let database = server().database();
     let role = Role::new(&database);
     let owner = &mut database.connect();
@@ -353,9 +353,10 @@ fn a_role_that_owns_the_schema_needs_no_more_to_install() {
     work(conn).unwrap();
     // To learn what is not its own, it would make the schema a second time.
     let refused = migrations::uninstall(conn);
-    assert!(
-        matches!(&refused, Err(Error::Schema(Schema::MissingRights { missing, .. })) if missing.starts_with("CREATE on the database")),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Schema(Schema::MissingRights { missing, .. }))
+            if missing.starts_with("CREATE on the database")
     );
     owner
         .batch_execute(&format!(

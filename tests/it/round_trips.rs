@@ -10,11 +10,10 @@ mod transaction_locks;
 
 use std::time::Duration;
 
-use diesel::prelude::*;
-use diesel_interlock::{AdvisoryLock, Error, Semaphore};
-use workbench::{Database, RoundTrips};
-
-use crate::support::{Expect, foreign_session_holding, silent_pool};
+use crate::half::prelude::*;
+use crate::half::{AdvisoryLock, Database, Error, RoundTrips, Semaphore, silent_pool};
+use crate::semaphores::database;
+use crate::support::{Expect, Observer, assert_matches, foreign_holder};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("round trips");
 
@@ -89,7 +88,7 @@ fn one_to_find_the_lock_busy() {
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy, 1);
     LOCK.acquire(&pool).unwrap().release().unwrap();
-    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let _holder = foreign_holder(&database, &LOCK);
     assert_eq!(
         proxy.count(|| assert!(LOCK.try_acquire(&pool).unwrap().is_busy())),
         1
@@ -138,7 +137,7 @@ fn what_is_refused_sends_nothing() {
 
 #[test]
 fn one_to_claim_one_to_be_refused_one_to_renew_and_one_to_release() {
-    let database = crate::semaphores::database();
+    let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy, 1);
     let semaphore = Semaphore::named("round trips", 1, Duration::from_secs(30));
@@ -187,7 +186,7 @@ fn a_severed_connection_is_given_up_and_replaced() {
     let pool = silent_pool(&proxy, 1);
     let guard = LOCK.try_acquire(&pool).unwrap().expect_acquired();
     proxy.sever();
-    assert!(matches!(guard.release(), Err(Error::LockLost { .. })));
-    crate::support::Observer::of(&database).assert_free(LOCK.key());
+    assert_matches!(guard.release(), Err(Error::LockLost { .. }));
+    Observer::of(&database).assert_free(LOCK.key());
     LOCK.acquire(&pool).unwrap().release().unwrap();
 }

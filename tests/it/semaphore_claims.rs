@@ -5,13 +5,13 @@ mod overdue;
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 use diesel::result::DatabaseErrorKind;
 use diesel::result::Error::DatabaseError;
-use diesel_interlock::{Admission, Semaphore};
 
+use crate::half::prelude::*;
+use crate::half::{Admission, Semaphore};
 use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
-use crate::support::{Expect, Observer, eventually, number, setting, truth};
+use crate::support::{Expect, Observer, assert_matches, eventually, number, setting, truth};
 
 const FOUR: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
 const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
@@ -121,18 +121,15 @@ fn a_slot_whose_request_the_snapshot_does_not_show_is_a_serialization_failure() 
     assert!(ONE.claim_on(other).unwrap().admitted().is_some());
     let claim = "SELECT resource_control.claim_service_request('geocoder', 1, '30 s')";
     let failed = diesel::sql_query(claim).execute(conn);
-    assert!(
-        matches!(
-            failed,
-            Err(DatabaseError(DatabaseErrorKind::SerializationFailure, _))
-        ),
-        "{failed:?}"
+    assert_matches!(
+        failed,
+        Err(DatabaseError(DatabaseErrorKind::SerializationFailure, _))
     );
 }
 
 /// Other sessions claim slots after the call has begun and before it reads the requests.
 #[test]
-fn a_refusal_never_asks_for_more_patience_than_the_time_out() {
+fn a_refusal_never_hints_at_a_wait_longer_than_the_timeout() {
     let database = database();
     let open = &mut database.connect();
     let mut observer = Observer::of(&database);

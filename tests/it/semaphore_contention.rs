@@ -5,11 +5,10 @@ use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 use diesel::sql_types::BigInt;
-use diesel_interlock::Semaphore;
-use workbench::Database;
 
+use crate::half::prelude::*;
+use crate::half::{Database, Semaphore};
 use crate::semaphores::{database, expire, fill, log};
 use crate::support::{Expect, Observer, eventually, number};
 
@@ -317,8 +316,8 @@ fn while_instances_disagree_the_larger_number_holds() {
     assert_honoured(&database, 8);
 }
 
-/// What article 004 does, in statements of its own. Its own time-out is another's too: it goes by the
-/// expiry that the row names. (Its `now()` is older than its lock, so its claims would seem to
+/// The statements of article 004. It also ends overdue requests of other clients, by the expiry in their
+/// rows. (Its `now()` is older than its lock, so its claims would seem to
 /// overlap those before them; here they tell the time at which they hold it.)
 struct Article(PgConnection);
 

@@ -3,20 +3,22 @@
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 use diesel::result::DatabaseErrorKind;
 use diesel::result::Error as DieselError;
-use diesel_interlock::error::{Input, Schema};
-use diesel_interlock::{Error, Semaphore, migrations};
-use workbench::{Cluster, Database};
 
+use crate::half::prelude::*;
+use crate::half::{
+    Cluster, Database, Error, Semaphore,
+    error::{Input, Schema},
+    migrations,
+};
 use crate::semaphores::{database, fill, log};
-use crate::support::{Expect, eventually, number};
+use crate::support::{Expect, assert_matches, eventually, number};
 
 const SECOND: Duration = Duration::from_secs(1);
 
 #[test]
-fn bad_input_is_told_before_anything_is_sent() {
+fn bad_input_is_an_error_before_anything_is_sent() {
     let database = database();
     let conn = &mut database.connect();
     // A statement that is sent here returns a different error.
@@ -40,9 +42,9 @@ fn bad_input_is_told_before_anything_is_sent() {
     };
     for slots in [0, 32_768, 40_000, u32::MAX] {
         let error = refused(Semaphore::named("geocoder", slots, SECOND));
-        assert!(
-            matches!(&error, Error::Input(Input::BadSlots { service, slots: told }) if service == "geocoder" && *told == slots),
-            "{error:?}"
+        assert_matches!(
+            error,
+            Error::Input(Input::BadSlots { service, slots: told }) if service == "geocoder" && *told == slots
         );
     }
     for timeout in [
@@ -52,27 +54,22 @@ fn bad_input_is_told_before_anything_is_sent() {
     ] {
         let semaphore = Semaphore::named("geocoder", 1, timeout);
         let renewed = semaphore.renew_on(nowhere, 1);
-        assert!(
-            matches!(renewed, Err(Error::Input(Input::BadTimeout { .. }))),
-            "{renewed:?}"
-        );
+        assert_matches!(renewed, Err(Error::Input(Input::BadTimeout { .. })));
         let error = refused(semaphore);
-        assert!(
-            matches!(&error, Error::Input(Input::BadTimeout { service }) if service == "geocoder"),
-            "{error:?}"
+        assert_matches!(
+            error,
+            Error::Input(Input::BadTimeout { service })
+                if service == "geocoder"
         );
     }
     let error = refused(Semaphore::named("", 1, SECOND));
-    assert!(matches!(error, Error::Input(Input::EmptyName)), "{error:?}");
+    assert_matches!(error, Error::Input(Input::EmptyName));
     for semaphore in [
         Semaphore::named("a\0b", 1, SECOND),
         Semaphore::named("geocoder", 1, SECOND).details("a\0b"),
     ] {
         let error = refused(semaphore);
-        assert!(
-            matches!(error, Error::Input(Input::NulCharacter)),
-            "{error:?}"
-        );
+        assert_matches!(error, Error::Input(Input::NulCharacter));
     }
     for semaphore in [
         Semaphore::new(&megabyte[..1001], 1, SECOND),
@@ -81,10 +78,7 @@ fn bad_input_is_told_before_anything_is_sent() {
         Semaphore::named("geocoder", 1, SECOND).details(megabyte.clone()),
     ] {
         let error = refused(semaphore);
-        assert!(
-            matches!(error, Error::Input(Input::TooLong { .. })),
-            "{error:?}"
-        );
+        assert_matches!(error, Error::Input(Input::TooLong { .. }));
     }
 
     // The largest valid values.
@@ -200,8 +194,8 @@ fn the_functions_refuse_bad_input_themselves() {
         "prune_service_requests(NULL, 1)",
         "prune_service_requests('1 s', NULL)",
     ] {
-        let answer = format!("(resource_control.{call} IS NULL)::integer");
-        assert_eq!(number(conn, &answer), 1, "{call}");
+        let is_null = format!("(resource_control.{call} IS NULL)::integer");
+        assert_eq!(number(conn, &is_null), 1, "{call}");
     }
     assert_eq!(log(conn), []);
 }
@@ -211,26 +205,26 @@ fn a_missing_schema_is_named() {
     let bare = Database::new();
     let (pool, conn) = (bare.pool(1), &mut bare.connect());
     let semaphore = Semaphore::named("geocoder", 1, SECOND);
-    assert!(matches!(
+    assert_matches!(
         semaphore.claim_on(conn),
         Err(Error::Schema(Schema::NotInstalled))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         semaphore.try_acquire(&pool),
         Err(Error::Schema(Schema::NotInstalled))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         semaphore.acquire_timeout(&pool, Duration::from_secs(10)),
         Err(Error::Schema(Schema::NotInstalled))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         semaphore.complete_on(conn, 1),
         Err(Error::Schema(Schema::NotInstalled))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         semaphore.renew_on(conn, 1),
         Err(Error::Schema(Schema::NotInstalled))
-    ));
+    );
     // Both connections are still usable.
     migrations::install(conn).unwrap();
     assert!(semaphore.claim_on(conn).unwrap().admitted().is_some());
@@ -251,9 +245,10 @@ fn missing_rights_are_named_and_the_documented_ones_are_enough() {
         "INSERT, UPDATE ON ALL TABLES IN SCHEMA resource_control",
     ] {
         let refused = semaphore.claim_on(conn);
-        assert!(
-            matches!(&refused, Err(Error::Schema(Schema::MissingRights { role, .. })) if role == "app"),
-            "{refused:?}"
+        assert_matches!(
+            refused,
+            Err(Error::Schema(Schema::MissingRights { role, .. }))
+                if role == "app"
         );
         conn.batch_execute(&format!("RESET ROLE; GRANT {grant} TO app; SET ROLE app"))
             .unwrap();
@@ -264,7 +259,7 @@ fn missing_rights_are_named_and_the_documented_ones_are_enough() {
 }
 
 #[test]
-fn a_read_only_session_is_told_so() {
+fn a_read_only_session_is_an_error_that_says_so() {
     let database = database();
     let conn = &mut database.connect();
     let semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
@@ -274,12 +269,9 @@ fn a_read_only_session_is_told_so() {
         .unwrap();
     assert!(semaphore.claim_on(conn).unwrap().is_full());
     let two = Semaphore::named("geocoder", 2, SECOND);
-    assert!(matches!(two.claim_on(conn), Err(Error::ReadOnly)));
-    assert!(matches!(
-        two.complete_on(conn, claim.id),
-        Err(Error::ReadOnly)
-    ));
-    assert!(matches!(two.renew_on(conn, claim.id), Err(Error::ReadOnly)));
+    assert_matches!(two.claim_on(conn), Err(Error::ReadOnly));
+    assert_matches!(two.complete_on(conn, claim.id), Err(Error::ReadOnly));
+    assert_matches!(two.renew_on(conn, claim.id), Err(Error::ReadOnly));
     assert_eq!(log(conn), held);
     conn.batch_execute("SET default_transaction_read_only = off")
         .unwrap();
@@ -287,7 +279,7 @@ fn a_read_only_session_is_told_so() {
 }
 
 #[test]
-fn a_standby_answers_what_it_reads_and_claims_nothing() {
+fn a_standby_reads_the_table_and_claims_nothing() {
     let primary = Cluster::start();
     let database = primary.database();
     migrations::install(&mut database.connect()).unwrap();
@@ -301,10 +293,7 @@ fn a_standby_answers_what_it_reads_and_claims_nothing() {
     eventually("it has followed", || log(conn).len() == 1);
     assert!(one.claim_on(conn).unwrap().is_full());
     let two = Semaphore::named("geocoder", 2, SECOND);
-    assert!(matches!(two.claim_on(conn), Err(Error::ReadOnly)));
-    assert!(matches!(
-        one.complete_on(conn, claim.id),
-        Err(Error::ReadOnly)
-    ));
-    assert!(matches!(one.renew_on(conn, claim.id), Err(Error::ReadOnly)));
+    assert_matches!(two.claim_on(conn), Err(Error::ReadOnly));
+    assert_matches!(one.complete_on(conn, claim.id), Err(Error::ReadOnly));
+    assert_matches!(one.renew_on(conn, claim.id), Err(Error::ReadOnly));
 }

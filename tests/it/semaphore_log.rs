@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::Semaphore;
 
+use crate::half::Semaphore;
+use crate::half::prelude::*;
 use crate::semaphores::{claim_in_sql, database, expire, log};
 use crate::support::{Expect, number};
 

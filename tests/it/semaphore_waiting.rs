@@ -4,12 +4,13 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use diesel::r2d2::{ConnectionManager, Pool};
-use diesel_interlock::{Admission, Error, Permit, PgPool, Semaphore};
-use workbench::RoundTrips;
-
+use crate::half::prelude::*;
+use crate::half::{
+    Admission, Error, Permit, PgPool, RoundTrips, Semaphore, pool_with_patience, silent_pool,
+    unchecked_pool, unchecked_pool_and_timeouts,
+};
 use crate::semaphores::{database, expire, fill, log};
-use crate::support::{Expect, Observer, TimeoutsOfAPool, eventually, number, silent_pool};
+use crate::support::{Expect, Observer, assert_matches, eventually, number};
 
 const ONE: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
 const LONG: Duration = Duration::from_secs(60);
@@ -23,13 +24,13 @@ const WAITS: [Wait; 2] = [
 ];
 
 /// Runs `end` once the waiter has polled several times without success. The waiter must then get its slot.
-fn waits_until(end: impl Fn(&mut diesel::PgConnection)) {
+fn waits_until(end: impl Fn(&mut PgConnection)) {
     for wait in WAITS {
         one_waits_until(wait, &end);
     }
 }
 
-fn one_waits_until(wait: Wait, end: impl Fn(&mut diesel::PgConnection)) {
+fn one_waits_until(wait: Wait, end: impl Fn(&mut PgConnection)) {
     let database = database();
     let conn = &mut database.connect();
     let proxy = RoundTrips::in_front_of(&database);
@@ -95,15 +96,12 @@ fn a_pool_without_a_connection_is_an_error() {
     let start = Instant::now();
     for timeout in [Duration::from_millis(50), Duration::ZERO] {
         let waited = ONE.acquire_timeout(&pool, timeout);
-        assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
+        assert_matches!(waited, Err(Error::Pool(_)));
     }
-    let impatient = Pool::builder()
-        .max_size(1)
-        .connection_timeout(Duration::from_millis(100))
-        .build_unchecked(database.manager());
+    let impatient = pool_with_patience(&database, 1, Duration::from_millis(100));
     let _only = impatient.get_timeout(LONG).unwrap();
     let waited = ONE.acquire(&impatient);
-    assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
+    assert_matches!(waited, Err(Error::Pool(_)));
     assert!(start.elapsed() < Duration::from_secs(10));
 }
 
@@ -112,12 +110,7 @@ fn a_pool_without_a_connection_is_an_error() {
 fn a_wait_ends_in_time_though_the_pool_has_nothing_more_to_give() {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = Pool::builder()
-        .max_size(1)
-        .test_on_check_out(false)
-        .connection_timeout(LONG)
-        .build(ConnectionManager::new(proxy.url()))
-        .unwrap();
+    let pool = unchecked_pool(&proxy.url(), 1, LONG);
     let _held = ONE.try_acquire(&pool).unwrap().expect_acquired();
     std::thread::scope(|scope| {
         let start = Instant::now();
@@ -141,13 +134,7 @@ fn a_wait_goes_on_though_the_pool_has_no_connection_meanwhile() {
 fn goes_on_though_the_pool_has_no_connection(wait: Wait) {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);
-    let (events, timeouts) = TimeoutsOfAPool::counted();
-    let pool = Pool::builder()
-        .max_size(1)
-        .test_on_check_out(false)
-        .connection_timeout(Duration::from_millis(100))
-        .event_handler(events)
-        .build_unchecked(ConnectionManager::new(proxy.url()));
+    let (pool, timeouts) = unchecked_pool_and_timeouts(&proxy.url(), 1, Duration::from_millis(100));
     let mut only = pool.get_timeout(LONG).unwrap();
     fill(&ONE, &mut only);
     drop(only);
@@ -156,9 +143,9 @@ fn goes_on_though_the_pool_has_no_connection(wait: Wait) {
         let waiter = scope.spawn(|| wait(&pool));
         eventually("it has asked", || proxy.round_trips() > asked);
         let mut only = pool.get_timeout(LONG).unwrap();
-        let before = timeouts.load(Ordering::Relaxed);
+        let before = timeouts();
         eventually("it got no connection three times", || {
-            timeouts.load(Ordering::Relaxed) >= before + 3
+            timeouts() >= before + 3
         });
         expire(&mut only, ONE.service());
         drop(only);
@@ -254,13 +241,13 @@ fn questions_per_second(crowd: usize, semaphore: &Semaphore) -> f64 {
 }
 
 #[test]
-fn a_crowd_of_waiters_asks_a_bounded_number_of_times() {
+fn a_crowd_of_waiters_polls_a_bounded_number_of_times() {
     let asked = questions_per_second(64, &ONE);
     assert!(asked < 500.0, "{asked} per second");
 }
 
 #[test]
-fn a_crowd_asks_no_more_often_where_requests_expire_all_the_time() {
+fn a_crowd_polls_no_more_often_where_requests_expire_all_the_time() {
     let brief = Semaphore::named("geocoder", 1, Duration::from_millis(5));
     let asked = questions_per_second(64, &brief);
     assert!(asked < 500.0, "{asked} per second");

@@ -7,14 +7,14 @@ use std::time::Duration;
 use chrono::{DateTime, TimeDelta, Utc};
 use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
-use diesel::prelude::*;
 use diesel::sql_types::Timestamptz;
-use diesel_interlock::error::Misplaced;
-use diesel_interlock::schema::resource_control::service_request;
-use diesel_interlock::{Admission, Claim, Error, Semaphore, migrations};
-use workbench::Database;
 
-use crate::support::{Expect, Observer, eventually, number};
+use crate::half::prelude::*;
+use crate::half::{
+    Admission, Claim, Database, Error, Semaphore, error::Misplaced, migrations,
+    schema::resource_control::service_request,
+};
+use crate::support::{Expect, Observer, assert_matches, eventually, number};
 
 const GEOCODER: Semaphore = Semaphore::named("geocoder", 2, Duration::from_secs(30));
 
@@ -96,12 +96,12 @@ fn as_many_permits_as_slots_and_no_connection_is_held() {
     drop(three);
     drop(two);
     let conn = &mut database.connect();
-    let completed: i64 = service_request::table
-        .filter(service_request::completed_at.is_not_null())
-        .count()
-        .get_result(conn)
-        .unwrap();
-    assert_eq!(completed, 3);
+    eventually("all three are completed", || {
+        let completed = service_request::table
+            .filter(service_request::completed_at.is_not_null())
+            .count();
+        completed.get_result::<i64>(conn).unwrap() == 3
+    });
 }
 
 #[test]
@@ -121,26 +121,20 @@ fn a_full_semaphore_tells_when_the_first_request_expires() {
 }
 
 #[test]
-fn a_claim_inside_a_transaction_is_refused_whoever_opened_it() {
+fn a_claim_inside_a_transaction_is_refused_however_it_was_opened() {
     let database = database();
     let conn = &mut database.connect();
     let refused = conn.transaction(|conn| GEOCODER.claim_on(conn).map(drop));
-    assert!(
-        matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::ClaimInTransaction))
-        ),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Misplaced(Misplaced::ClaimInTransaction))
     );
 
     conn.batch_execute("BEGIN").unwrap();
     let refused = GEOCODER.claim_on(conn);
-    assert!(
-        matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::ClaimInTransaction))
-        ),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Misplaced(Misplaced::ClaimInTransaction))
     );
     conn.batch_execute("COMMIT").unwrap();
     let in_flight = service_request::table
@@ -151,10 +145,7 @@ fn a_claim_inside_a_transaction_is_refused_whoever_opened_it() {
     let pool = database.pool(1);
     pool.get().unwrap().batch_execute("BEGIN").unwrap();
     let refused = GEOCODER.try_acquire(&pool);
-    assert!(
-        matches!(refused, Err(Error::TransactionInPool)),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::TransactionInPool));
     let Admission::Admitted(_permit) = GEOCODER.try_acquire(&pool).unwrap() else {
         panic!("the slot of an undone claim is taken");
     };

@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::{AdvisoryLock, Error};
-use workbench::{Cluster, Database, RoundTrips};
 
-use crate::support::{Expect, Observer, foreign_session_holding, setting};
+use crate::half::prelude::*;
+use crate::half::{AdvisoryLock, Cluster, Database, Error, RoundTrips};
+use crate::support::{
+    Expect, Observer, assert_matches, eventually, foreign_holder, round_trips_of, setting,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("server settings");
 
@@ -28,7 +29,7 @@ fn version(conn: &mut PgConnection) -> i32 {
 fn outwait(configure: &str) {
     let database = Database::new();
     let mut observer = Observer::of(&database);
-    let mut holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let mut holder = foreign_holder(&database, &LOCK);
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| {
             let mut conn = database.connect();
@@ -68,7 +69,7 @@ fn a_users_transaction_timeout_does_not_cut_a_wait_short() {
 fn neither_do_they_cut_a_transaction_locks_wait_short() {
     let database = Database::new();
     let mut observer = Observer::of(&database);
-    let mut holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let mut holder = foreign_holder(&database, &LOCK);
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| {
             let mut conn = database.connect();
@@ -106,7 +107,7 @@ fn a_lock_is_not_lost_to_idle_session_timeout() {
         conn.batch_execute("SET idle_session_timeout = '200ms'")
             .unwrap();
         let mut guard = if waits {
-            let mut holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+            let mut holder = foreign_holder(&database, &LOCK);
             std::thread::scope(|scope| {
                 let waiter = scope.spawn(|| LOCK.acquire_on(&mut conn).unwrap());
                 while observer.waiters(LOCK.key()) == 0 {}
@@ -143,9 +144,12 @@ fn a_lock_whose_session_has_an_idle_session_timeout_takes_no_more_round_trips() 
     conn.batch_execute("SET idle_session_timeout = '1h'")
         .unwrap();
     // The first acquisition of a process detects the timeout, and prepares the statement.
-    drop(LOCK.acquire_on(conn).unwrap());
-    drop(LOCK.acquire_on(plain).unwrap());
-    assert_eq!(proxy.count(|| drop(LOCK.acquire_on(conn).unwrap())), 2);
+    LOCK.acquire_on(conn).unwrap().release().unwrap();
+    LOCK.acquire_on(plain).unwrap().release().unwrap();
+    let trips = round_trips_of(&proxy, || {
+        LOCK.acquire_on(conn).unwrap().release().unwrap();
+    });
+    assert_eq!(trips, 2);
 }
 
 #[test]
@@ -155,7 +159,7 @@ fn a_lock_that_was_busy_leaves_idle_session_timeout_alone() {
     if version(&mut conn) < 14 {
         return;
     }
-    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let _holder = foreign_holder(&database, &LOCK);
     conn.batch_execute("SET idle_session_timeout = '30s'")
         .unwrap();
     assert!(LOCK.try_acquire_on(&mut conn).unwrap().is_busy());
@@ -197,17 +201,14 @@ fn a_reloaded_idle_session_timeout_ends_only_a_session_without_a_value_of_its_ow
         observer.conn().batch_execute(statement).unwrap();
     }
     // A session applies the configuration when it receives its next statement, once the signal has reached it.
-    crate::support::eventually("the session has the new configuration", || {
+    eventually("the session has the new configuration", || {
         setting(guard.conn(), "idle_session_timeout") == "200ms"
     });
     pinned.conn().batch_execute("SELECT 1").unwrap();
     let pid = guard.backend_pid();
-    crate::support::eventually("the session is ended", || !observer.is_alive(pid));
+    eventually("the session is ended", || !observer.is_alive(pid));
     let released = guard.release();
-    assert!(
-        matches!(released, Err(Error::LockLost { .. })),
-        "{released:?}"
-    );
+    assert_matches!(released, Err(Error::LockLost { .. }));
     assert!(pinned.is_held().unwrap());
     pinned.release().unwrap();
 }
@@ -247,7 +248,7 @@ fn no_search_path_time_zone_or_isolation_level_changes_anything() {
         assert!(guard.is_held().unwrap(), "{settings}");
         guard.release().unwrap();
 
-        let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+        let holder = foreign_holder(&database, &LOCK);
         let timeout = Duration::from_millis(5);
         assert!(
             LOCK.acquire_timeout_on(&mut conn, timeout)
@@ -281,9 +282,9 @@ fn a_server_out_of_lock_memory_is_an_error_and_leaves_nothing_held() {
     assert!(greedy.batch_execute(fill).is_err());
 
     let refused = LOCK.try_acquire(&pool);
-    assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+    assert_matches!(refused, Err(Error::Database(_)));
     drop(greedy);
-    crate::support::eventually("there is room again", || pool.get().is_ok());
+    eventually("there is room again", || pool.get().is_ok());
     let mut observer = Observer::of(&database);
     observer.assert_free(LOCK.key());
     LOCK.try_acquire(&pool)

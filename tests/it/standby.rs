@@ -2,11 +2,9 @@
 
 use std::time::Duration;
 
-use diesel::prelude::*;
-use diesel_interlock::{AdvisoryLock, Error};
-use workbench::Cluster;
-
-use crate::support::foreign_try;
+use crate::half::prelude::*;
+use crate::half::{AdvisoryLock, Cluster, Error};
+use crate::support::{assert_matches, foreign_try};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("standby");
 
@@ -23,17 +21,17 @@ fn a_standby_refuses_until_it_is_promoted() {
     assert!(foreign_try(&mut connect(), id));
 
     let conn = &mut connect();
-    assert!(matches!(LOCK.try_acquire_on(conn), Err(Error::Standby)));
-    assert!(matches!(LOCK.acquire_on(conn), Err(Error::Standby)));
+    assert_matches!(LOCK.try_acquire_on(conn), Err(Error::Standby));
+    assert_matches!(LOCK.acquire_on(conn), Err(Error::Standby));
     let timeout = Duration::from_millis(1);
     let waited = LOCK.acquire_timeout_on(conn, timeout).map(drop);
-    assert!(matches!(waited, Err(Error::Standby)));
+    assert_matches!(waited, Err(Error::Standby));
     let shared = LOCK.clone().shared();
-    assert!(matches!(shared.try_acquire_on(conn), Err(Error::Standby)));
+    assert_matches!(shared.try_acquire_on(conn), Err(Error::Standby));
     let fenced = LOCK.clone().fenced();
-    assert!(matches!(fenced.try_acquire_on(conn), Err(Error::Standby)));
+    assert_matches!(fenced.try_acquire_on(conn), Err(Error::Standby));
     let refused = LOCK.transaction(conn, |_| Ok::<_, Error>(()));
-    assert!(matches!(refused, Err(Error::Standby)));
+    assert_matches!(refused, Err(Error::Standby));
     let mut looking = connect();
     assert_eq!(held(&mut looking), 0);
 

@@ -1,16 +1,28 @@
-//! What the tests look through: other sessions' eyes.
+//! What the tests share: an observing session, pools, and helpers that wait or fail.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use diesel::connection::{InstrumentationEvent, SimpleConnection};
 use diesel::dsl::sql;
-use diesel::prelude::*;
-use diesel::r2d2::{ConnectionManager, HandleEvent, Pool, event};
 use diesel::sql_types::{BigInt, Bool, Integer, Text};
-use diesel_interlock::{Admission, Attempt, DeclaredResources, LockId, LockKey, PgPool};
-use workbench::{Database, RoundTrips};
+
+use crate::half::prelude::*;
+use crate::half::{
+    Admission, AdvisoryLock, Attempt, Database, Decision, DeclaredResources, IS_ASYNCHRONOUS,
+    LockId, LockKey, PgPool, RoundTrips, Throttle, ThrottledResource,
+};
+
+/// Asserts that a value matches a pattern, and shows the value if it does not.
+macro_rules! assert_matches {
+    ($value:expr, $pattern:pat $(if $guard:expr)?) => {
+        match &$value {
+            $pattern $(if $guard)? => {}
+            other => panic!("{other:?} is not {}", stringify!($pattern)),
+        }
+    };
+}
+pub(crate) use assert_matches;
 
 /// A session that only looks.
 pub(crate) struct Observer(PgConnection);
@@ -37,8 +49,8 @@ struct Value {
 pub(crate) fn database_with<R: DeclaredResources>() -> Database {
     let database = Database::new();
     let conn = &mut database.connect();
-    diesel_interlock::migrations::install(conn).unwrap();
-    let _ = diesel_interlock::sync::<R>(conn).unwrap();
+    crate::half::migrations::install(conn).unwrap();
+    let _ = crate::half::sync::<R>(conn).unwrap();
     database
 }
 
@@ -88,14 +100,14 @@ impl Observer {
         )
     }
 
-    /// How many sessions of the database wait for a lock of whatever kind.
+    /// How many sessions of the database wait for a lock of any kind.
     pub(crate) fn all_waiting(&mut self) -> i64 {
         self.count(
             "pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
         )
     }
 
-    /// How many advisory locks are held in the database, whatever their key.
+    /// How many advisory locks are held in the database, with any key.
     pub(crate) fn all_held(&mut self) -> i64 {
         self.count(
             "pg_locks WHERE locktype = 'advisory' AND granted AND database = \
@@ -123,12 +135,18 @@ impl Observer {
         self.count(&format!("pg_stat_activity WHERE pid = {pid}")) == 1
     }
 
+    /// Waits until a session has ended.
+    #[track_caller]
+    pub(crate) fn assert_ended(&mut self, pid: i32) {
+        eventually("the session has ended", || !self.is_alive(pid));
+    }
+
     /// Ends a session, and waits until it has gone.
     pub(crate) fn kill(&mut self, pid: i32) {
         self.0
             .batch_execute(&format!("SELECT pg_terminate_backend({pid})"))
             .unwrap();
-        eventually("the killed session is gone", || !self.is_alive(pid));
+        self.assert_ended(pid);
     }
 
     /// Ends the sessions that wait for an advisory lock of this database.
@@ -156,27 +174,53 @@ pub(crate) fn foreign_session_holding(database: &Database, id: LockId) -> PgConn
     conn
 }
 
+/// As [`foreign_session_holding`], for the lock of a handle.
+pub(crate) fn foreign_holder(database: &Database, lock: &AdvisoryLock) -> PgConnection {
+    foreign_session_holding(database, lock.key().id().unwrap())
+}
+
 /// `pg_try_advisory_lock`, as a client in any other language would send it.
 pub(crate) fn foreign_try(conn: &mut PgConnection, id: LockId) -> bool {
     #[derive(QueryableByName)]
-    struct Answer {
+    struct Tried {
         #[diesel(sql_type = Bool)]
         granted: bool,
     }
     diesel::sql_query(format!("SELECT pg_try_advisory_lock({id}) AS granted"))
-        .get_result::<Answer>(conn)
+        .get_result::<Tried>(conn)
         .unwrap()
         .granted
 }
 
-/// What an SQL expression answers: a number.
+/// Attempts the throttle with these details.
+#[track_caller]
+pub(crate) fn attempt<R: Clone + Sync + ThrottledResource>(
+    conn: &mut PgConnection,
+    throttle: &Throttle<R>,
+    details: impl Into<Cow<'static, str>>,
+) -> Decision {
+    let throttle = throttle.clone().details(details);
+    throttle.attempt_on(conn).unwrap()
+}
+
+/// As [`attempt`], and returns whether it was granted.
+#[track_caller]
+pub(crate) fn is_granted<R: Clone + Sync + ThrottledResource>(
+    conn: &mut PgConnection,
+    throttle: &Throttle<R>,
+    details: &'static str,
+) -> bool {
+    attempt(conn, throttle, details).granted().is_some()
+}
+
+/// The value of an SQL expression: a number.
 pub(crate) fn number(conn: &mut PgConnection, expression: &str) -> i64 {
     diesel::select(sql::<BigInt>(&format!("({expression})::bigint")))
         .get_result(conn)
         .unwrap()
 }
 
-/// What an SQL expression answers: true or false.
+/// The value of an SQL expression: true or false.
 pub(crate) fn truth(conn: &mut PgConnection, expression: &str) -> bool {
     diesel::select(sql::<Bool>(&format!("({expression})")))
         .get_result(conn)
@@ -197,21 +241,13 @@ pub(crate) fn setting(conn: &mut PgConnection, name: &str) -> String {
         .value
 }
 
-/// A pool over the proxy whose check-out sends nothing, so that what is counted is ours.
-pub(crate) fn silent_pool(proxy: &RoundTrips, size: u32) -> PgPool {
-    Pool::builder()
-        .max_size(size)
-        .test_on_check_out(false)
-        .build(ConnectionManager::new(proxy.url()))
-        .unwrap()
-}
-
 /// The pool gives out as many connections as it should; none of them holds a lock or is in a
 /// transaction.
 #[track_caller]
 pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     let mut conns: Vec<_> = (0..pool.max_size()).map(|_| pool.get().unwrap()).collect();
     for conn in &mut conns {
+        let conn: &mut PgConnection = conn;
         // Outside a transaction, a savepoint is an error.
         assert!(conn.batch_execute("SAVEPOINT outside").is_err());
         diesel::sql_query("SELECT 1").execute(conn).unwrap();
@@ -264,6 +300,24 @@ pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
+/// Asserts a state after a drop: at once, or soon where a drop only orders the work.
+#[track_caller]
+pub(crate) fn assert_after_drop(what: &str, mut is_so: impl FnMut() -> bool) {
+    if IS_ASYNCHRONOUS {
+        eventually(what, is_so);
+    } else {
+        assert!(is_so(), "not at once: {what}");
+    }
+}
+
+/// How many round trips the work takes. The asynchronous half prepares some statements in it that the blocking half prepared
+/// before, so the work is repeated there.
+pub(crate) fn round_trips_of(proxy: &RoundTrips, mut work: impl FnMut()) -> u64 {
+    let repetitions = if IS_ASYNCHRONOUS { 12 } else { 1 };
+    let counts = (0..repetitions).map(|_| proxy.count(&mut work));
+    counts.min().unwrap()
+}
+
 /// What was acquired; a lock that is taken fails the test.
 pub(crate) trait Expect<G> {
     fn expect_acquired(self) -> G;
@@ -280,22 +334,5 @@ impl<P> Expect<P> for Admission<P> {
     #[track_caller]
     fn expect_acquired(self) -> P {
         self.admitted().expect("every slot is taken")
-    }
-}
-
-/// Counts how often a pool had no connection to give in time.
-#[derive(Debug)]
-pub(crate) struct TimeoutsOfAPool(Arc<AtomicU32>);
-
-impl TimeoutsOfAPool {
-    pub(crate) fn counted() -> (Box<Self>, Arc<AtomicU32>) {
-        let count = Arc::new(AtomicU32::new(0));
-        (Box::new(Self(Arc::clone(&count))), count)
-    }
-}
-
-impl HandleEvent for TimeoutsOfAPool {
-    fn handle_timeout(&self, _: event::TimeoutEvent) {
-        self.0.fetch_add(1, Ordering::Relaxed);
     }
 }

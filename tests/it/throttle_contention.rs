@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, TimeDelta, Utc};
 use diesel::connection::SimpleConnection;
-use diesel_interlock::{Error, ResourceLabel, Throttle};
-use workbench::Database;
 
+use crate::half::{Database, Error, ResourceLabel, Throttle};
+use crate::support::{assert_matches, attempt};
 use crate::throttles::{Resource, database};
 
 const IMPORT: Throttle<Resource> = Throttle::of(Resource::Import);
 const INTERVAL: TimeDelta = TimeDelta::milliseconds(100);
 
-/// Sixteen connections ask as fast as they can for some seconds; answers when the grants were.
+/// Attempts on sixteen connections as fast as they can, for some seconds, and returns the times of the grants.
 fn hammer(database: &Database, settings: &str) -> Vec<DateTime<Utc>> {
     let grants = Mutex::new(Vec::new());
     let start = Barrier::new(16);
@@ -26,13 +26,7 @@ fn hammer(database: &Database, settings: &str) -> Vec<DateTime<Utc>> {
                 start.wait();
                 let end = Instant::now() + Duration::from_secs(2);
                 while Instant::now() < end {
-                    if let Some(grant) = IMPORT
-                        .clone()
-                        .details("hammer")
-                        .attempt_on(conn)
-                        .unwrap()
-                        .granted()
-                    {
+                    if let Some(grant) = attempt(conn, &IMPORT, "hammer").granted() {
                         grants.lock().unwrap().push(grant.granted_at);
                     }
                 }
@@ -78,12 +72,7 @@ fn of_many_first_attempts_at_a_key_one_is_granted() {
                     let rebuild = Throttle::of(Resource::Rebuild);
                     start.wait();
                     for key in 0..KEYS {
-                        let decision = rebuild
-                            .clone()
-                            .key(key)
-                            .details("me")
-                            .attempt_on(conn)
-                            .unwrap();
+                        let decision = attempt(conn, &rebuild.clone().key(key), "me");
                         if decision.granted().is_some() {
                             *granted.lock().unwrap().entry(key).or_default() += 1;
                         }
@@ -101,8 +90,8 @@ fn of_many_first_attempts_at_a_key_one_is_granted() {
 }
 
 #[test]
-fn a_stricter_transaction_of_the_callers_own_is_told_so() {
-    use diesel::prelude::*;
+fn a_stricter_transaction_of_the_caller_is_an_error_that_says_so() {
+    use crate::half::prelude::*;
     let database = database();
     let (conn, other) = (&mut database.connect(), &mut database.connect());
     let failed = conn.build_transaction().repeatable_read().run(|conn| {
@@ -119,5 +108,5 @@ fn a_stricter_transaction_of_the_callers_own_is_told_so() {
         // By this transaction's snapshot it is due.
         import.clone().details("me").attempt_on(conn).map(drop)
     });
-    assert!(matches!(failed, Err(Error::StrictIsolation)), "{failed:?}");
+    assert_matches!(failed, Err(Error::StrictIsolation));
 }

@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::{DenialReason, Error, Throttle};
-use workbench::Database;
 
-use crate::support::{Observer, eventually, number, truth};
+use crate::half::prelude::*;
+use crate::half::{Database, DenialReason, Error, Throttle};
+use crate::support::{Observer, assert_matches, attempt, eventually, is_granted, number, truth};
 use crate::throttles::{Resource, age, database};
 
 const REBUILD: Throttle<Resource> = Throttle::of(Resource::Rebuild);
@@ -18,9 +17,8 @@ const IMPATIENT: &str = "SET lock_timeout = '2s'";
 /// Lets others read the keys, and makes sessions that take, insert or delete one wait.
 const CLOSE_THE_GATE: &str = "BEGIN; LOCK TABLE resource_control.throttled_key IN EXCLUSIVE MODE";
 
-fn is_granted(conn: &mut PgConnection, key: i32) -> bool {
-    let decision = REBUILD.key(key).details("me").attempt_on(conn).unwrap();
-    decision.granted().is_some()
+fn is_key_granted(conn: &mut PgConnection, key: i32) -> bool {
+    is_granted(conn, &REBUILD.key(key), "me")
 }
 
 fn prune(conn: &mut PgConnection, batch: i32) -> i64 {
@@ -36,7 +34,7 @@ fn overtaken<T: Send>(
     call: impl FnOnce(&mut PgConnection) -> T + Send,
 ) -> T {
     let conn = &mut database.connect();
-    assert!(is_granted(conn, 1));
+    assert!(is_key_granted(conn, 1));
     age(conn, "15 seconds");
     let mut observer = Observer::of(database);
     conn.batch_execute(CLOSE_THE_GATE).unwrap();
@@ -58,37 +56,24 @@ fn a_first_attempt_keeps_no_other_key_and_no_other_resource_waiting() {
     let database = database();
     let (open, conn) = (&mut database.connect(), &mut database.connect());
     open.batch_execute("BEGIN").unwrap();
-    assert!(is_granted(open, 1));
+    assert!(is_key_granted(open, 1));
     conn.batch_execute(IMPATIENT).unwrap();
-    assert!(!is_granted(conn, 1));
-    assert!(is_granted(conn, 2));
+    assert!(!is_key_granted(conn, 1));
+    assert!(is_key_granted(conn, 2));
     let import = Throttle::of(Resource::Import).key(1);
-    assert!(
-        import
-            .clone()
-            .details("me")
-            .attempt_on(conn)
-            .unwrap()
-            .granted()
-            .is_some()
-    );
+    assert!(is_granted(conn, &import, "me"));
 }
 
-/// Nobody is named who had it before, since whoever takes it may have it in a moment.
+/// The earlier holder is not named, because the session that takes the key may have it in a moment.
 #[test]
 fn while_a_key_is_taken_again_its_last_holder_is_not_told() {
     let database = database();
     let (open, conn) = (&mut database.connect(), &mut database.connect());
-    assert!(is_granted(conn, 1));
+    assert!(is_key_granted(conn, 1));
     age(conn, "15 seconds");
     open.batch_execute("BEGIN").unwrap();
-    assert!(is_granted(open, 1));
-    let denial = REBUILD
-        .key(1)
-        .details("me")
-        .attempt_on(conn)
-        .unwrap()
-        .denied();
+    assert!(is_key_granted(open, 1));
+    let denial = attempt(conn, &REBUILD.key(1), "me").denied();
     let denial = denial.unwrap();
     assert_eq!(denial.reason, DenialReason::BeingTaken);
     assert_eq!((denial.holder, denial.held_since), (None, None));
@@ -96,11 +81,11 @@ fn while_a_key_is_taken_again_its_last_holder_is_not_told() {
 
 /// As a client in another language may have it.
 #[test]
-fn a_row_that_somebody_has_locked_is_being_taken_and_is_not_pruned() {
+fn a_row_that_another_session_has_locked_is_being_taken_and_is_not_pruned() {
     let database = database();
     let (open, conn) = (&mut database.connect(), &mut database.connect());
     for key in 0..3 {
-        assert!(is_granted(conn, key));
+        assert!(is_key_granted(conn, key));
     }
     age(conn, "15 seconds");
     open.batch_execute(
@@ -108,18 +93,13 @@ fn a_row_that_somebody_has_locked_is_being_taken_and_is_not_pruned() {
     )
     .unwrap();
     conn.batch_execute(IMPATIENT).unwrap();
-    let denial = REBUILD
-        .key(1)
-        .details("me")
-        .attempt_on(conn)
-        .unwrap()
-        .denied();
+    let denial = attempt(conn, &REBUILD.key(1), "me").denied();
     let denial = denial.unwrap();
     assert_eq!(denial.reason, DenialReason::BeingTaken);
     assert_eq!(denial.retry_after, Duration::from_secs(15));
     assert_eq!(prune(conn, 100), 2);
     open.batch_execute("COMMIT").unwrap();
-    assert!(is_granted(conn, 1));
+    assert!(is_key_granted(conn, 1));
 }
 
 /// `FOR UPDATE` would be denied here: the insert's foreign key holds a lock on the key's row.
@@ -127,7 +107,7 @@ fn a_row_that_somebody_has_locked_is_being_taken_and_is_not_pruned() {
 fn an_open_insert_that_references_a_key_does_not_deny_it() {
     let database = database();
     let (open, conn) = (&mut database.connect(), &mut database.connect());
-    assert!(is_granted(conn, 1));
+    assert!(is_key_granted(conn, 1));
     age(conn, "15 seconds");
     conn.batch_execute(
         "CREATE TABLE runs (resource resource_control.throttled_resource_enum, key text, \
@@ -136,21 +116,14 @@ fn an_open_insert_that_references_a_key_does_not_deny_it() {
     .unwrap();
     open.batch_execute("BEGIN; INSERT INTO runs VALUES ('cache rebuild', '1')")
         .unwrap();
-    assert!(is_granted(conn, 1));
+    assert!(is_key_granted(conn, 1));
 }
 
 /// What was due when it was read may have been taken before it could be locked.
 #[test]
 fn an_attempt_that_comes_second_to_the_lock_of_a_key_is_denied() {
-    let second = |conn: &mut PgConnection| {
-        REBUILD
-            .key(1)
-            .details("second")
-            .attempt_on(conn)
-            .unwrap()
-            .denied()
-    };
-    let take = |conn: &mut PgConnection| assert!(is_granted(conn, 1));
+    let second = |conn: &mut PgConnection| attempt(conn, &REBUILD.key(1), "second").denied();
+    let take = |conn: &mut PgConnection| assert!(is_key_granted(conn, 1));
     let denial = overtaken(&database(), take, second).expect("it was granted twice");
     assert_eq!(denial.reason, DenialReason::TooSoon);
     assert_eq!(denial.holder.as_deref(), Some("me"));
@@ -159,28 +132,28 @@ fn an_attempt_that_comes_second_to_the_lock_of_a_key_is_denied() {
 #[test]
 fn a_key_that_is_taken_while_it_is_about_to_be_pruned_stays() {
     let database = database();
-    let take = |conn: &mut PgConnection| assert!(is_granted(conn, 1));
+    let take = |conn: &mut PgConnection| assert!(is_key_granted(conn, 1));
     assert_eq!(overtaken(&database, take, |conn| prune(conn, 100)), 0);
-    assert!(!is_granted(&mut database.connect(), 1));
+    assert!(!is_key_granted(&mut database.connect(), 1));
 }
 
 #[test]
 fn a_key_that_is_pruned_while_it_is_about_to_be_taken_is_granted() {
     let database = database();
     let pruned = |conn: &mut PgConnection| assert_eq!(prune(conn, 100), 1);
-    assert!(overtaken(&database, pruned, |conn| is_granted(conn, 1)));
-    assert!(!is_granted(&mut database.connect(), 1));
+    assert!(overtaken(&database, pruned, |conn| is_key_granted(conn, 1)));
+    assert!(!is_key_granted(&mut database.connect(), 1));
 }
 
 #[test]
 fn a_denied_attempt_at_a_key_keeps_no_lock_in_its_transaction() {
     let database = database();
-    let take = |conn: &mut PgConnection| assert!(is_granted(conn, 1));
+    let take = |conn: &mut PgConnection| assert!(is_key_granted(conn, 1));
     let mut loser = overtaken(&database, take, |_| {
         let mut conn = database.connect();
         conn.batch_execute("SET lock_timeout = '20s'; BEGIN")
             .unwrap();
-        assert!(!is_granted(&mut conn, 1));
+        assert!(!is_key_granted(&mut conn, 1));
         conn
     });
     assert!(truth(
@@ -190,7 +163,7 @@ fn a_denied_attempt_at_a_key_keeps_no_lock_in_its_transaction() {
     assert_eq!(Observer::of(&database).all_held(), 0);
     let conn = &mut database.connect();
     age(conn, "15 seconds");
-    assert!(is_granted(conn, 1));
+    assert!(is_key_granted(conn, 1));
 }
 
 /// With a million keys the read takes a second.
@@ -200,17 +173,8 @@ fn pruning_denies_no_key_while_it_reads() {
     let (gate, conn) = (&mut database.connect(), &mut database.connect());
     let import = Throttle::of(Resource::Import);
     for key in 0..100 {
-        assert!(is_granted(conn, key));
-        assert!(
-            import
-                .clone()
-                .key(key)
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .granted()
-                .is_some()
-        );
+        assert!(is_key_granted(conn, key));
+        assert!(is_granted(conn, &import.clone().key(key), "me"));
     }
     age(conn, "15 seconds");
     // Pruning waits before it reads the second resource's keys.
@@ -234,7 +198,7 @@ fn pruning_denies_no_key_while_it_reads() {
             prune(conn, 1000)
         });
         eventually("it waits", || observer.all_waiting() == 1);
-        let granted = (0..100).filter(|key| is_granted(conn, *key)).count();
+        let granted = (0..100).filter(|key| is_key_granted(conn, *key)).count();
         gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
         assert_eq!((granted, pruning.join().unwrap()), (100, 100));
     });
@@ -245,7 +209,7 @@ fn pruning_holds_no_advisory_lock() {
     let database = database();
     let conn = &mut database.connect();
     for key in 0..10 {
-        assert!(is_granted(conn, key));
+        assert!(is_key_granted(conn, key));
     }
     age(conn, "15 seconds");
     conn.batch_execute("BEGIN").unwrap();
@@ -259,14 +223,14 @@ fn pruning_finds_one_key_among_many_that_are_not_due() {
     let database = database();
     let conn = &mut database.connect();
     for key in 0..10 {
-        assert!(is_granted(conn, key));
+        assert!(is_key_granted(conn, key));
     }
     conn.batch_execute(
         "UPDATE resource_control.throttled_key SET last_locked = '-infinity' WHERE key = '9'",
     )
     .unwrap();
     assert_eq!((prune(conn, 1), prune(conn, 1)), (1, 0));
-    assert!(is_granted(conn, 9));
+    assert!(is_key_granted(conn, 9));
 }
 
 #[test]
@@ -274,7 +238,7 @@ fn pruning_no_keys_is_fine() {
     let database = database();
     let conn = &mut database.connect();
     assert_eq!(prune(conn, 100), 0);
-    assert!(is_granted(conn, 1));
+    assert!(is_key_granted(conn, 1));
     age(conn, "15 seconds");
     for batch in [0, -1, i32::MIN] {
         assert_eq!(prune(conn, batch), 0);
@@ -289,10 +253,10 @@ fn a_first_attempt_that_the_snapshot_does_not_show_is_a_serialization_failure() 
     let (conn, other) = (&mut database.connect(), &mut database.connect());
     let failed = conn.build_transaction().repeatable_read().run(|conn| {
         diesel::sql_query("SELECT 1").execute(conn)?;
-        assert!(is_granted(other, 1));
+        assert!(is_key_granted(other, 1));
         REBUILD.key(1).details("me").attempt_on(conn).map(drop)
     });
-    assert!(matches!(failed, Err(Error::StrictIsolation)), "{failed:?}");
+    assert_matches!(failed, Err(Error::StrictIsolation));
 }
 
 #[test]
@@ -301,11 +265,11 @@ fn pruning_takes_what_has_passed_and_never_gives_a_key_out_twice() {
     let conn = &mut database.connect();
     conn.batch_execute(IMPATIENT).unwrap();
     for key in 0..10 {
-        assert!(is_granted(conn, key));
+        assert!(is_key_granted(conn, key));
     }
     assert_eq!(prune(conn, 100), 0);
     age(conn, "15 seconds");
-    assert!(is_granted(conn, 0));
+    assert!(is_key_granted(conn, 0));
 
     // One is about to be taken: its row is locked, and not yet written.
     let about = &mut database.connect();
@@ -318,13 +282,13 @@ fn pruning_takes_what_has_passed_and_never_gives_a_key_out_twice() {
     // One is being taken, in a transaction that goes on.
     let open = &mut database.connect();
     open.batch_execute("BEGIN").unwrap();
-    assert!(is_granted(open, 1));
+    assert!(is_key_granted(open, 1));
     assert_eq!(prune(conn, 3), 3);
     assert_eq!(prune(conn, 100), 4);
     about.batch_execute("COMMIT").unwrap();
     assert_eq!(prune(conn, 100), 1);
     open.batch_execute("COMMIT").unwrap();
-    assert!(!is_granted(conn, 1));
+    assert!(!is_key_granted(conn, 1));
 
     // Keys whose resource is gone are of no use to anybody.
     conn.batch_execute("DELETE FROM resource_control.throttled_resource")
@@ -337,18 +301,10 @@ fn a_grant_leaves_the_same_key_of_another_resource_alone() {
     let database = database();
     let conn = &mut database.connect();
     let import = Throttle::of(Resource::Import).key(1);
-    assert!(
-        import
-            .clone()
-            .details("other")
-            .attempt_on(conn)
-            .unwrap()
-            .granted()
-            .is_some()
-    );
-    assert!(is_granted(conn, 1));
+    assert!(is_granted(conn, &import, "other"));
+    assert!(is_key_granted(conn, 1));
     age(conn, "15 seconds");
-    assert!(is_granted(conn, 1));
+    assert!(is_key_granted(conn, 1));
     let others =
         "SELECT count(*) FROM resource_control.throttled_key WHERE last_locker_details = 'other'";
     assert_eq!(number(conn, others), 1);

@@ -2,12 +2,11 @@
 
 use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
-use diesel::prelude::*;
 use diesel::sql_types::Timestamptz;
-use diesel_interlock::{Decision, Denial, DenialReason, Error, Throttle};
-use workbench::Database;
 
-use crate::support::{Observer, eventually, number, truth};
+use crate::half::prelude::*;
+use crate::half::{Database, Decision, Denial, DenialReason, Error, Throttle};
+use crate::support::{Observer, assert_matches, attempt, eventually, is_granted, number, truth};
 use crate::throttles::{Resource, age, database};
 
 const REBUILD: Throttle<Resource> = Throttle::of(Resource::Rebuild);
@@ -17,9 +16,9 @@ const CLOSE_THE_GATE: &str =
     "BEGIN; LOCK TABLE resource_control.throttled_resource IN EXCLUSIVE MODE";
 
 /// An attempt on a session of its own.
-fn attempt(conn: &mut PgConnection) -> Decision {
+fn attempt_as_waiter(conn: &mut PgConnection) -> Decision {
     conn.batch_execute("SET lock_timeout = '20s'").unwrap();
-    REBUILD.clone().details("waiter").attempt_on(conn).unwrap()
+    attempt(conn, &REBUILD, "waiter")
 }
 
 /// Attempts the resource on a session that has read it while it was due, after another session has taken it. Returns that
@@ -35,11 +34,11 @@ fn attempt_second(
         let second = scope.spawn(|| {
             let mut conn = database.connect();
             prepare(&mut conn);
-            let denial = attempt(&mut conn).denied();
+            let denial = attempt_as_waiter(&mut conn).denied();
             (conn, denial.expect("it was granted twice"))
         });
         eventually("the second has read", || observer.waiters_for_tables() == 1);
-        let first = REBUILD.clone().details("first").attempt_on(conn).unwrap();
+        let first = attempt(conn, &REBUILD, "first");
         assert!(first.granted().is_some());
         conn.batch_execute("COMMIT").unwrap();
         second.join().unwrap()
@@ -67,7 +66,7 @@ fn a_denied_attempt_keeps_no_lock_in_its_transaction() {
     ));
     let conn = &mut database.connect();
     age(conn, "15 seconds");
-    let third = REBUILD.clone().details("third").attempt_on(conn).unwrap();
+    let third = attempt(conn, &REBUILD, "third");
     assert!(third.granted().is_some());
 }
 
@@ -78,14 +77,7 @@ fn nothing_is_granted_that_was_not_written() {
     let database = database();
     let conn = &mut database.connect();
     let key = REBUILD.key(1);
-    assert!(
-        key.clone()
-            .details("me")
-            .attempt_on(conn)
-            .unwrap()
-            .granted()
-            .is_some()
-    );
+    assert!(is_granted(conn, &key, "me"));
     age(conn, "15 seconds");
     for table in ["throttled_resource", "throttled_key"] {
         conn.batch_execute(&format!(
@@ -95,7 +87,7 @@ fn nothing_is_granted_that_was_not_written() {
     }
     for throttle in [&REBUILD, &key] {
         let refused = throttle.clone().details("me").attempt_on(conn);
-        assert!(matches!(refused, Err(Error::Database(_))), "{refused:?}");
+        assert_matches!(refused, Err(Error::Database(_)));
     }
     for table in ["throttled_resource", "throttled_key"] {
         conn.batch_execute(&format!(
@@ -107,13 +99,7 @@ fn nothing_is_granted_that_was_not_written() {
         .unwrap();
     }
     for throttle in [REBUILD, key] {
-        let denial = throttle
-            .clone()
-            .details("me")
-            .attempt_on(conn)
-            .unwrap()
-            .denied()
-            .unwrap();
+        let denial = attempt(conn, &throttle, "me").denied().unwrap();
         assert_eq!(denial.reason, DenialReason::BeingTaken);
     }
 }
@@ -125,15 +111,7 @@ fn a_grant_whose_write_waited_for_the_table_begins_after_the_wait() {
     let conn = &mut database.connect();
     let mut observer = Observer::of(&database);
     let known = REBUILD.key("known");
-    assert!(
-        known
-            .clone()
-            .details("me")
-            .attempt_on(conn)
-            .unwrap()
-            .granted()
-            .is_some()
-    );
+    assert!(is_granted(conn, &known, "me"));
     age(conn, "15 seconds");
     for throttle in [REBUILD, known, REBUILD.key("new")] {
         conn.batch_execute(
@@ -167,7 +145,7 @@ fn a_grant_that_waited_for_the_table_begins_after_the_wait() {
     let mut observer = Observer::of(&database);
     conn.batch_execute(CLOSE_THE_GATE).unwrap();
     std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| attempt(&mut database.connect()));
+        let waiter = scope.spawn(|| attempt_as_waiter(&mut database.connect()));
         eventually("the attempt waits", || observer.waiters_for_tables() == 1);
         let now: chrono::DateTime<chrono::Utc> =
             diesel::select(sql::<Timestamptz>("clock_timestamp()"))
@@ -178,25 +156,25 @@ fn a_grant_that_waited_for_the_table_begins_after_the_wait() {
     });
 }
 
-/// As soon as whoever takes it could have been denied in turn.
+/// The hint is the time after which the session that takes it could itself have been denied.
 #[test]
-fn what_is_being_taken_is_worth_a_look_once_the_hint_has_passed() {
+fn a_resource_that_is_being_taken_comes_with_a_hint_when_to_retry() {
     let database = database();
     let (open, conn) = (&mut database.connect(), &mut database.connect());
     open.batch_execute("BEGIN").unwrap();
     for throttle in [REBUILD, REBUILD.key(1)] {
-        let taken = throttle.clone().details("taker").attempt_on(open).unwrap();
+        let taken = attempt(open, &throttle, "taker");
         assert!(taken.granted().is_some());
     }
     for call in [
         "attempt_throttled_resource('cache rebuild', 'me')",
         "attempt_throttled_key('cache rebuild', '1', 'me')",
     ] {
-        let answer = format!(
+        let is_hinted = format!(
             "SELECT being_taken AND retry_after = '15 s' AND next_at = decided_at + retry_after \
              FROM resource_control.{call}"
         );
-        assert!(truth(conn, &answer), "{call}");
+        assert!(truth(conn, &is_hinted), "{call}");
     }
 }
 
@@ -254,30 +232,8 @@ fn no_search_path_changes_a_decision() {
         assert!(truth(conn, call), "{settings}");
         assert!(!truth(conn, call), "{settings}");
         let key = REBUILD.key(1);
-        assert!(
-            key.clone()
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .granted()
-                .is_some()
-        );
-        assert!(
-            key.clone()
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .denied()
-                .is_some()
-        );
-        assert!(
-            REBUILD
-                .clone()
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .denied()
-                .is_some()
-        );
+        assert!(is_granted(conn, &key, "me"));
+        assert!(!is_granted(conn, &key, "me"));
+        assert!(!is_granted(conn, &REBUILD, "me"));
     }
 }

@@ -11,12 +11,13 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::error::Misplaced;
-use diesel_interlock::{
-    Decision, DenialReason, Error, Grant, Throttle, migrations, sync, throttled_resources,
+
+use crate::half::prelude::*;
+use crate::half::{
+    Database, Decision, DenialReason, Error, Grant, Throttle, error::Misplaced, migrations, sync,
+    throttled_resources,
 };
-use workbench::Database;
+use crate::support::{assert_matches, attempt, eventually, is_granted};
 
 throttled_resources! {
     pub(crate) enum Resource {
@@ -62,25 +63,13 @@ fn it_is_granted_once_per_interval_and_says_to_whom() {
     let database = database();
     let (one, two) = (&mut database.connect(), &mut database.connect());
     for throttle in [REBUILD, REBUILD.key(7), REBUILD.key("⚿ \\ '")] {
-        let grant = granted(
-            throttle
-                .clone()
-                .details("web-1 pid 811")
-                .attempt_on(one)
-                .unwrap(),
-        );
+        let grant = granted(attempt(one, &throttle, "web-1 pid 811"));
         assert_eq!(
             grant.until - grant.granted_at,
             chrono::TimeDelta::seconds(15)
         );
 
-        let denial = throttle
-            .clone()
-            .details("web-2")
-            .attempt_on(two)
-            .unwrap()
-            .denied()
-            .unwrap();
+        let denial = attempt(two, &throttle, "web-2").denied().unwrap();
         assert_eq!(denial.reason, DenialReason::TooSoon);
         assert_eq!(denial.holder.as_deref(), Some("web-1 pid 811"));
         assert_eq!(denial.held_since, Some(grant.granted_at));
@@ -94,16 +83,8 @@ fn it_is_granted_once_per_interval_and_says_to_whom() {
     }
     age(one, "15 seconds");
     for throttle in [REBUILD, REBUILD.key(7)] {
-        granted(throttle.clone().details("web-2").attempt_on(two).unwrap());
-        assert!(
-            throttle
-                .clone()
-                .details("web-1")
-                .attempt_on(one)
-                .unwrap()
-                .granted()
-                .is_none()
-        );
+        granted(attempt(two, &throttle, "web-2"));
+        assert!(!is_granted(one, &throttle, "web-1"));
     }
 }
 
@@ -111,28 +92,14 @@ fn it_is_granted_once_per_interval_and_says_to_whom() {
 fn keys_are_throttled_each_on_its_own() {
     let database = database();
     let conn = &mut database.connect();
-    granted(REBUILD.clone().details("me").attempt_on(conn).unwrap());
+    granted(attempt(conn, &REBUILD, "me"));
     for key in 0..10 {
-        granted(REBUILD.key(key).details("me").attempt_on(conn).unwrap());
+        granted(attempt(conn, &REBUILD.key(key), "me"));
     }
     for key in 0..10 {
-        assert!(
-            REBUILD
-                .key(key)
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .denied()
-                .is_some()
-        );
+        assert!(!is_granted(conn, &REBUILD.key(key), "me"));
     }
-    granted(
-        Throttle::of(Resource::Import)
-            .key(0)
-            .details("me")
-            .attempt_on(conn)
-            .unwrap(),
-    );
+    granted(attempt(conn, &Throttle::of(Resource::Import).key(0), "me"));
 }
 
 #[test]
@@ -143,27 +110,15 @@ fn while_another_transaction_takes_it_it_is_denied_at_once() {
     for throttle in [REBUILD, REBUILD.key("first attempt")] {
         for end in ["ROLLBACK", "COMMIT"] {
             taker.batch_execute("BEGIN").unwrap();
-            granted(throttle.clone().details("taker").attempt_on(taker).unwrap());
+            granted(attempt(taker, &throttle, "taker"));
 
-            let denial = throttle
-                .clone()
-                .details("other")
-                .attempt_on(other)
-                .unwrap()
-                .denied()
-                .unwrap();
+            let denial = attempt(other, &throttle, "other").denied().unwrap();
             assert_eq!(denial.reason, DenialReason::BeingTaken);
             assert_eq!((denial.holder, denial.held_since), (None, None));
             assert_eq!(denial.retry_after, Duration::from_secs(15));
             taker.batch_execute(end).unwrap();
         }
-        let denial = throttle
-            .clone()
-            .details("other")
-            .attempt_on(other)
-            .unwrap()
-            .denied()
-            .unwrap();
+        let denial = attempt(other, &throttle, "other").denied().unwrap();
         assert_eq!(denial.holder.as_deref(), Some("taker"));
     }
 }
@@ -178,7 +133,7 @@ fn after_a_rollback_it_is_as_if_never_taken() {
             Err(diesel::result::Error::RollbackTransaction.into())
         });
         rolled_back.unwrap_err();
-        granted(throttle.clone().details("me").attempt_on(conn).unwrap());
+        granted(attempt(conn, &throttle, "me"));
     }
 }
 
@@ -194,7 +149,7 @@ fn an_open_insert_that_references_the_resource_does_not_deny_it() {
     .unwrap();
     open.batch_execute("BEGIN; INSERT INTO runs VALUES ('cache rebuild')")
         .unwrap();
-    granted(REBUILD.clone().details("me").attempt_on(conn).unwrap());
+    granted(attempt(conn, &REBUILD, "me"));
 }
 
 #[derive(QueryableByName)]
@@ -210,7 +165,7 @@ fn a_denial_draws_no_transaction_id_and_locks_no_row() {
     let database = database();
     let conn = &mut database.connect();
     for throttle in [REBUILD, REBUILD.key(7)] {
-        granted(throttle.clone().details("me").attempt_on(conn).unwrap());
+        granted(attempt(conn, &throttle, "me"));
         age(conn, "8 seconds");
         conn.transaction(|conn| {
             assert!(
@@ -255,23 +210,26 @@ fn a_transaction_opened_long_ago_sees_the_present() {
     // One message, whose statements all have the same statement_timestamp().
     conn.batch_execute(
         "UPDATE resource_control.throttled_resource SET last_locked = '-infinity', last_locker_details = ''; \
-         CREATE TABLE answers (granted boolean)",
+         CREATE TABLE attempts (granted boolean)",
     )
     .unwrap();
     conn.batch_execute(
-        "INSERT INTO answers SELECT resource_control.lock_throttled_resource('tenant''s import', 'one'); \
+        "INSERT INTO attempts SELECT resource_control.lock_throttled_resource('tenant''s import', 'one'); \
          SELECT pg_sleep(0.11); \
-         INSERT INTO answers SELECT resource_control.lock_throttled_resource('tenant''s import', 'two')",
+         INSERT INTO attempts SELECT resource_control.lock_throttled_resource('tenant''s import', 'two')",
     )
     .unwrap();
-    diesel::table! { answers (granted) { granted -> Bool, } }
-    let answers: Vec<bool> = answers::table.select(answers::granted).load(conn).unwrap();
-    assert_eq!(answers, [true, true]);
+    diesel::table! { attempts (granted) { granted -> Bool, } }
+    let attempts: Vec<bool> = attempts::table
+        .select(attempts::granted)
+        .load(conn)
+        .unwrap();
+    assert_eq!(attempts, [true, true]);
 }
 
 /// In Paris, 2026-03-29 has 23 hours and 2026-10-25 has 25.
 #[test]
-fn a_day_is_24_hours_and_a_month_30_days_whatever_the_time_zone() {
+fn a_day_is_24_hours_and_a_month_30_days_in_every_time_zone() {
     let database = database();
     let conn = &mut database.connect();
     conn.batch_execute("SET TimeZone = 'Europe/Paris'").unwrap();
@@ -285,11 +243,7 @@ fn a_day_is_24_hours_and_a_month_30_days_whatever_the_time_zone() {
         .unwrap();
         [REBUILD, REBUILD.key(7)]
             .map(|throttle| {
-                throttle
-                    .clone()
-                    .details("me")
-                    .attempt_on(conn)
-                    .unwrap()
+                attempt(conn, &throttle, "me")
                     .denied()
                     .unwrap()
                     .next_at
@@ -321,7 +275,7 @@ fn a_day_is_24_hours_and_a_month_30_days_whatever_the_time_zone() {
 fn a_resource_that_was_closed_by_hand_is_denied() {
     let database = database();
     let conn = &mut database.connect();
-    granted(REBUILD.key(7).details("me").attempt_on(conn).unwrap());
+    granted(attempt(conn, &REBUILD.key(7), "me"));
     for table in ["throttled_resource", "throttled_key"] {
         conn.batch_execute(&format!(
             "UPDATE resource_control.{table} SET last_locked = 'infinity', last_locker_details = 'closed'"
@@ -329,13 +283,7 @@ fn a_resource_that_was_closed_by_hand_is_denied() {
         .unwrap();
     }
     for throttle in [REBUILD, REBUILD.key(7)] {
-        let denial = throttle
-            .clone()
-            .details("me")
-            .attempt_on(conn)
-            .unwrap()
-            .denied()
-            .unwrap();
+        let denial = attempt(conn, &throttle, "me").denied().unwrap();
         assert_eq!((denial.next_at, denial.held_since), (None, None));
         assert_eq!(denial.holder.as_deref(), Some("closed"));
         assert_eq!(denial.retry_after, Duration::from_secs(15));
@@ -350,7 +298,7 @@ fn the_closure_form_commits_first_and_works_afterwards() {
         .clone()
         .details("me")
         .run(&pool, |grant| {
-            // The only connection is free again, and whoever asks sees the grant.
+            // The only connection is free again, and other sessions see the grant.
             let denial = REBUILD
                 .clone()
                 .details("other")
@@ -365,7 +313,7 @@ fn the_closure_form_commits_first_and_works_afterwards() {
         .details("me")
         .run(&pool, |_| Ok::<_, Error>(()))
         .unwrap();
-    assert!(matches!(denied, Decision::Denied(_)));
+    assert_matches!(denied, Decision::Denied(_));
 
     let conn = &mut database.connect();
     let ran = REBUILD.key(1).details("me").run_on(conn, |conn, _| {
@@ -378,10 +326,10 @@ fn the_closure_form_commits_first_and_works_afterwards() {
             .key(2)
             .details("me")
             .run_on(conn, |_, _| Ok::<_, Error>(()));
-        assert!(matches!(
+        assert_matches!(
             refused,
             Err(Error::Misplaced(Misplaced::GrantInTransaction))
-        ));
+        );
         QueryResult::Ok(())
     })
     .unwrap();
@@ -395,11 +343,10 @@ fn an_attempt_through_a_pool_is_refused_in_a_transaction_that_was_left_open_ther
     let throttle = REBUILD.details("me");
     pool.get().unwrap().batch_execute("BEGIN").unwrap();
     let refused = throttle.attempt(&pool);
-    assert!(
-        matches!(refused, Err(Error::TransactionInPool)),
-        "{refused:?}"
-    );
-    let granted = throttle.attempt(&pool).unwrap();
-    assert!(granted.granted().is_some(), "nothing was granted before");
+    assert_matches!(refused, Err(Error::TransactionInPool));
+    // Nothing was granted before. The server ends the discarded session, which was taking the resource, a moment later.
+    eventually("it is granted", || {
+        throttle.attempt(&pool).unwrap().granted().is_some()
+    });
     assert!(throttle.attempt(&pool).unwrap().is_denied());
 }

@@ -4,13 +4,14 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
-use diesel_interlock::error::{Input, Misplaced};
-use diesel_interlock::{AdvisoryLock, Attempt, Error, LockKey};
-use workbench::Database;
 
-use crate::support::{Observer, foreign_session_holding, setting};
+use crate::half::prelude::*;
+use crate::half::{
+    AdvisoryLock, Attempt, Database, Error, LockKey,
+    error::{Input, Misplaced},
+};
+use crate::support::{Observer, assert_matches, foreign_holder, setting};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("transaction lock");
 const SHORT: Duration = Duration::from_millis(20);
@@ -113,7 +114,7 @@ fn sharers_share_and_exclude_the_exclusive() {
 fn a_timed_out_wait_leaves_the_transaction_usable_and_its_settings_as_they_were() {
     let database = Database::new();
     let conn = &mut database.connect();
-    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let _holder = foreign_holder(&database, &LOCK);
     conn.batch_execute("CREATE TABLE bookings (server_id int); SET statement_timeout = '9s'")
         .unwrap();
     conn.transaction(|conn| {
@@ -134,7 +135,7 @@ fn a_granted_wait_leaves_the_settings_as_they_were_too() {
     let database = Database::new();
     let mut observer = Observer::of(&database);
     for timeout in [None, Some(Duration::from_secs(60)), Some(Duration::MAX)] {
-        let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+        let holder = foreign_holder(&database, &LOCK);
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
                 let conn = &mut database.connect();
@@ -166,18 +167,18 @@ fn a_granted_wait_leaves_the_settings_as_they_were_too() {
 fn outside_a_transaction_it_is_refused() {
     let database = Database::new();
     let conn = &mut database.connect();
-    assert!(matches!(
+    assert_matches!(
         LOCK.acquire_xact(conn),
         Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         LOCK.try_acquire_xact(conn),
         Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         LOCK.acquire_xact_timeout(conn, SHORT),
         Err(Error::Misplaced(Misplaced::XactLockOutsideTransaction))
-    ));
+    );
 }
 
 #[test]
@@ -186,20 +187,11 @@ fn opening_one_inside_another_is_refused() {
     let conn = &mut database.connect();
     conn.transaction(|conn| {
         let refused = LOCK.transaction(conn, |_| Ok::<_, Error>(()));
-        assert!(matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::NestedTransaction))
-        ));
+        assert_matches!(refused, Err(Error::Misplaced(Misplaced::NestedTransaction)));
         let refused = LOCK.try_transaction(conn, |_| Ok::<_, Error>(()));
-        assert!(matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::NestedTransaction))
-        ));
+        assert_matches!(refused, Err(Error::Misplaced(Misplaced::NestedTransaction)));
         let refused = LOCK.transaction_timeout(conn, SHORT, |_| Ok::<_, Error>(()));
-        assert!(matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::NestedTransaction))
-        ));
+        assert_matches!(refused, Err(Error::Misplaced(Misplaced::NestedTransaction)));
         // The transaction is still usable.
         LOCK.acquire_xact(conn)
     })
@@ -212,7 +204,7 @@ fn an_empty_name_is_refused() {
     let conn = &mut database.connect();
     let nameless = AdvisoryLock::named("");
     let refused = nameless.transaction(conn, |_| Ok::<_, Error>(()));
-    assert!(matches!(refused, Err(Error::Input(Input::EmptyName))));
+    assert_matches!(refused, Err(Error::Input(Input::EmptyName)));
 }
 
 #[test]
@@ -322,7 +314,7 @@ fn four_sessions_that_lock_check_and_insert_make_one_row_or_are_refused() {
         let Error::Database(DieselError::DatabaseError(kind, _)) = failed else {
             panic!("{failed:?}");
         };
-        assert!(matches!(kind, DatabaseErrorKind::SerializationFailure));
+        assert_matches!(kind, DatabaseErrorKind::SerializationFailure);
     }
 
     for lock in [
@@ -333,12 +325,9 @@ fn four_sessions_that_lock_check_and_insert_make_one_row_or_are_refused() {
         let (rows, results) = four_sessions_book("repeatable read", lock);
         assert_eq!(rows, 0);
         for result in results {
-            assert!(
-                matches!(
-                    result,
-                    Err(Error::Misplaced(Misplaced::XactLockAtRepeatableRead))
-                ),
-                "{result:?}"
+            assert_matches!(
+                result,
+                Err(Error::Misplaced(Misplaced::XactLockAtRepeatableRead))
             );
         }
     }
@@ -355,7 +344,7 @@ fn a_plain_lock_at_repeatable_read_books_twice() {
 }
 
 #[test]
-fn ten_requests_for_one_server_book_it_once_whatever_the_sessions_default_level() {
+fn ten_requests_for_one_server_book_it_once_at_any_default_level() {
     for level in ["read committed", "repeatable read", "serializable"] {
         let database = Database::new();
         let conn = &mut database.connect();

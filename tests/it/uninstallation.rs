@@ -8,7 +8,8 @@ use workbench::Database;
 
 use crate::adoption::{BY_HAND, catalogue};
 use crate::installation::{directories, number, versions};
-use crate::support::Observer;
+use crate::roles::{Role, server};
+use crate::support::{Observer, assert_matches};
 
 throttled_resources! {
     enum Resource { Mail = "mail" every std::time::Duration::from_secs(1) }
@@ -65,7 +66,7 @@ fn what_was_installed_or_adopted_is_gone_without_a_trace() {
 }
 
 #[test]
-fn whatever_depends_on_it_or_lies_in_it_is_named() {
+fn all_objects_that_depend_on_it_or_lie_in_it_are_named() {
     for (theirs, expected) in [
         (
             "CREATE TABLE job (resource resource_control.throttled_resource_enum \
@@ -246,10 +247,7 @@ fn a_newer_releases_schema_and_one_made_by_hand_are_left_alone() {
     let conn = &mut database.connect();
     conn.batch_execute(BY_HAND).unwrap();
     let refused = migrations::uninstall(conn);
-    assert!(
-        matches!(refused, Err(Error::Schema(Schema::Foreign { .. }))),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::Schema(Schema::Foreign { .. })));
 }
 
 #[test]
@@ -259,41 +257,32 @@ fn it_is_refused_inside_a_transaction() {
     migrations::install(conn).unwrap();
     conn.transaction(|conn| {
         let refused = migrations::uninstall(conn);
-        assert!(
-            matches!(
-                refused,
-                Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-            ),
-            "{refused:?}"
+        assert_matches!(
+            refused,
+            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
         );
         QueryResult::Ok(())
     })
     .unwrap();
     conn.begin_test_transaction().unwrap();
     let refused = migrations::uninstall(conn);
-    assert!(
-        matches!(
-            refused,
-            Err(Error::Misplaced(Misplaced::CommitsInTransaction))
-        ),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Misplaced(Misplaced::CommitsInTransaction))
     );
 }
 
 #[test]
 fn a_role_that_does_not_own_it_may_not() {
-    let database = crate::roles::server().database();
-    let role = crate::roles::Role::new(&database);
+    let database = server().database();
+    let role = Role::new(&database);
     let conn = &mut database.connect();
     migrations::install(conn).unwrap();
     role.grant(conn);
     conn.batch_execute(&format!("SET SESSION AUTHORIZATION {}", role.name()))
         .unwrap();
     let refused = migrations::uninstall(conn);
-    assert!(
-        matches!(refused, Err(Error::Schema(Schema::MissingRights { .. }))),
-        "{refused:?}"
-    );
+    assert_matches!(refused, Err(Error::Schema(Schema::MissingRights { .. })));
     conn.batch_execute("RESET SESSION AUTHORIZATION").unwrap();
     assert!(!is_gone(conn));
 }
@@ -355,10 +344,10 @@ fn what_an_older_release_has_made_is_removed_and_nothing_that_looks_like_the_res
             let up = std::fs::read_to_string(directory.join("up.sql")).unwrap();
             conn.batch_execute(&up).unwrap();
         }
-        conn.batch_execute("CREATE TABLE resource_control.fence (id int)")
+        conn.batch_execute("CREATE TABLE resource_control.rate_limit (id int)")
             .unwrap();
-        assert_eq!(in_the_way(conn), ["table resource_control.fence"]);
-        conn.batch_execute("DROP TABLE resource_control.fence")
+        assert_eq!(in_the_way(conn), ["table resource_control.rate_limit"]);
+        conn.batch_execute("DROP TABLE resource_control.rate_limit")
             .unwrap();
         assert_eq!(migrations::uninstall(conn).unwrap().len(), count);
         assert!(is_gone(conn));

@@ -4,13 +4,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel::r2d2::R2D2Connection;
-use diesel::result::Error as DieselError;
-use diesel_interlock::{AdvisoryLock, Error, LockKey};
-use workbench::{Cluster, Database};
 
-use crate::support::{Expect, Observer, foreign_session_holding, setting};
+use crate::half::prelude::*;
+use crate::half::{AdvisoryLock, Cluster, Database, Error, LockKey};
+use crate::support::{
+    Expect, Observer, assert_matches, eventually, foreign_holder, foreign_session_holding, setting,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("waiting");
 const SHORT: Duration = Duration::from_millis(20);
@@ -108,7 +107,7 @@ fn the_deadline_includes_the_check_out() {
     let taken = pool.get().unwrap();
     let begun = Instant::now();
     let waited = LOCK.acquire_timeout(&pool, SHORT);
-    assert!(matches!(waited, Err(Error::Pool(_))), "{waited:?}");
+    assert_matches!(waited, Err(Error::Pool(_)));
     assert!(begun.elapsed() < Duration::from_secs(5));
     drop(taken);
     drop(
@@ -148,7 +147,7 @@ fn a_german_server_tells_a_timeout_from_a_failure() {
         while observer.waiters(LOCK.key()) == 0 {}
         observer.kill_waiters();
         let failed = waiter.join().unwrap();
-        assert!(matches!(failed, Err(Error::Database(_))), "{failed:?}");
+        assert_matches!(failed, Err(Error::Database(_)));
     });
     drop(holder);
 }
@@ -232,7 +231,7 @@ fn while_twenty_sessions_wait<T>(
             .iter_mut()
             .map(|conn| scope.spawn(|| LOCK.acquire_on(conn)?.release()))
             .collect();
-        crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == WAITERS);
+        eventually("all wait", || observer.waiters(LOCK.key()) == WAITERS);
         let worked = work(guard.conn());
         guard.release().unwrap();
         for waiter in waiters {
@@ -312,43 +311,20 @@ fn a_wait_that_is_cancelled_ends_with_that_error() {
             LOCK.acquire_on(&mut conn).map(drop)
         });
         // A cancellation in the last hundredth of a slice is taken for its timeout, so it is sent again.
-        crate::support::eventually("it is cancelled", || {
+        eventually("it is cancelled", || {
             observer
                 .conn()
-                .batch_execute("SELECT pg_cancel_backend(pid) FROM pg_locks WHERE NOT granted")
+                .batch_execute(
+                    "SELECT pg_cancel_backend(pid) FROM pg_locks WHERE NOT granted AND database = \
+                     (SELECT oid FROM pg_database WHERE datname = current_database())",
+                )
                 .unwrap();
             waiter.is_finished()
         });
         let cancelled = waiter.join().unwrap();
-        assert!(
-            matches!(cancelled, Err(Error::Database(_))),
-            "{cancelled:?}"
-        );
+        assert_matches!(cancelled, Err(Error::Database(_)));
     });
     drop(holder);
-}
-
-/// PostgreSQL knows a prepared statement of that name already.
-#[test]
-fn a_try_that_cannot_be_prepared_leaves_a_borrowed_connection_unmarked() {
-    let database = Database::new();
-    let mut conn = database.connect();
-    for number in 0..20 {
-        let taken = format!("PREPARE __diesel_stmt_{number} AS SELECT 1");
-        conn.batch_execute(&taken).unwrap();
-    }
-    for _ in 0..2 {
-        let failed = LOCK.try_acquire_on(&mut conn).map(drop);
-        match failed {
-            Err(Error::Database(DieselError::DatabaseError(..))) => {}
-            other => panic!("{other:?}"),
-        }
-        assert!(!R2D2Connection::is_broken(&mut conn));
-    }
-    conn.batch_execute("DEALLOCATE ALL").unwrap();
-    let guard = LOCK.try_acquire_on(&mut conn).unwrap().expect_acquired();
-    guard.release().unwrap();
-    assert_eq!(Observer::of(&database).all_held(), 0);
 }
 
 /// The snapshot of one long statement would keep every row that is deleted meanwhile.
@@ -361,12 +337,12 @@ fn vacuum_gets_at_rows_that_were_deleted_while_sessions_wait() {
     let mut other = database.connect();
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| LOCK.acquire_on(&mut waiting)?.release());
-        crate::support::eventually("it waits", || observer.waiters(LOCK.key()) == 1);
+        eventually("it waits", || observer.waiters(LOCK.key()) == 1);
         other
             .batch_execute("CREATE TABLE t AS SELECT generate_series(1, 1000) AS id")
             .unwrap();
         other.batch_execute("DELETE FROM t").unwrap();
-        crate::support::eventually("the table is empty", || {
+        eventually("the table is empty", || {
             other.batch_execute("VACUUM t").unwrap();
             let emptied = diesel::sql_query("SELECT 1 WHERE pg_relation_size('t') = 0");
             emptied.execute(&mut other).unwrap() == 1
@@ -397,7 +373,7 @@ fn slices_suit_the_servers_deadlock_timeout() {
                 .iter_mut()
                 .map(|conn| scope.spawn(|| LOCK.acquire_on(conn)?.release()))
                 .collect();
-            crate::support::eventually("all wait", || observer.waiters(LOCK.key()) == 2);
+            eventually("all wait", || observer.waiters(LOCK.key()) == 2);
             let indexed: QueryResult<Vec<_>> = (0..3)
                 .map(|_| {
                     let conn = guard.conn();
@@ -419,7 +395,7 @@ fn a_shared_wait_holds_what_it_waited_for() {
     let database = Database::new();
     let mut conn = database.connect();
     let shared = AdvisoryLock::new(LockKey::pair(-1, 1)).shared();
-    let holder = foreign_session_holding(&database, shared.key().id().unwrap());
+    let holder = foreign_holder(&database, &shared);
     let mut observer = Observer::of(&database);
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| shared.acquire_on(&mut conn).unwrap());

@@ -5,13 +5,12 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use diesel::connection::{InstrumentationEvent, SimpleConnection};
-use diesel::pg::PgConnection;
-use diesel::prelude::*;
-use diesel::r2d2::{CustomizeConnection, Pool};
-use diesel_interlock::{AdvisoryLock, Error, LockKey, PooledGuard, Watch};
-use workbench::{Database, RoundTrips};
 
-use crate::support::{Expect, Observer, eventually, foreign_session_holding, silent_pool};
+use crate::half::{
+    AdvisoryLock, Database, Error, LockKey, PooledGuard, RoundTrips, Watch, instrumented_pool,
+    silent_pool,
+};
+use crate::support::{Expect, Observer, assert_matches, eventually, foreign_session_holding};
 
 const OFTEN: Duration = Duration::from_millis(10);
 const LONG: Duration = Duration::from_secs(600);
@@ -21,7 +20,7 @@ fn lock() -> AdvisoryLock {
 }
 
 #[test]
-fn a_killed_session_is_noticed_without_asking() {
+fn a_killed_session_is_noticed_without_a_call() {
     let database = Database::new();
     let pool = database.pool(2);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
@@ -33,7 +32,7 @@ fn a_killed_session_is_noticed_without_asking() {
 }
 
 #[test]
-fn a_lock_that_another_session_has_got_since_is_lost_all_the_same() {
+fn a_lock_that_another_session_has_taken_since_is_lost_too() {
     let database = Database::new();
     let pool = database.pool(2);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
@@ -73,12 +72,10 @@ fn await_confirmation(watch: &Watch) {
 }
 
 #[test]
-fn it_is_asked_no_more_often_than_was_said() {
+fn a_watch_queries_no_more_often_than_its_interval() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
-    let pool = Pool::builder()
-        .max_size(2)
-        .build_unchecked(diesel::r2d2::ConnectionManager::new(proxy.url()));
+    let pool = silent_pool(&proxy, 2);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
     let other_pool = database.pool(2);
     let other = AdvisoryLock::new(LockKey::pair(7, -8));
@@ -112,7 +109,7 @@ fn while_the_pool_is_exhausted_nothing_is_confirmed_and_nothing_lost() {
 }
 
 #[test]
-fn when_nobody_watches_any_more_nothing_is_asked() {
+fn without_a_watch_nothing_is_queried() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy, 2);
@@ -161,7 +158,7 @@ fn a_lock_that_is_released_is_neither_held_nor_lost() {
 }
 
 #[test]
-fn a_release_that_reports_a_loss_tells_the_watch() {
+fn a_release_that_reports_a_loss_ends_the_watch_as_lost() {
     let database = Database::new();
     let pool = database.pool(1);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
@@ -171,7 +168,7 @@ fn a_release_that_reports_a_loss_tells_the_watch() {
         .conn()
         .batch_execute("SELECT pg_advisory_unlock_all()")
         .unwrap();
-    assert!(matches!(guard.release(), Err(Error::LockLost { .. })));
+    assert_matches!(guard.release(), Err(Error::LockLost { .. }));
     assert!(watch.is_lost() && !watch.is_held_within(LONG));
 }
 
@@ -263,29 +260,17 @@ impl Drop for Cut<'_> {
 fn a_panic_in_the_instrumentation_ends_no_watch() {
     static PANICS_LEFT: AtomicU32 = AtomicU32::new(3);
 
-    #[derive(Debug)]
-    struct Instrumented;
-
-    impl CustomizeConnection<PgConnection, diesel::r2d2::Error> for Instrumented {
-        fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), diesel::r2d2::Error> {
-            conn.set_instrumentation(|event: InstrumentationEvent<'_>| {
-                let is_question = matches!(event, InstrumentationEvent::StartQuery { query, .. }
-                    if query.to_string().contains("pg_stat_activity AS a"));
-                let left = |left: u32| left.checked_sub(1);
-                if is_question && PANICS_LEFT.fetch_update(SeqCst, SeqCst, left).is_ok() {
-                    panic!("in the instrumentation");
-                }
-            });
-            Ok(())
+    fn panic_at_questions(event: InstrumentationEvent<'_>) {
+        let is_question = matches!(event, InstrumentationEvent::StartQuery { query, .. }
+            if query.to_string().contains("pg_stat_activity AS a"));
+        let left = |left: u32| left.checked_sub(1);
+        if is_question && PANICS_LEFT.fetch_update(SeqCst, SeqCst, left).is_ok() {
+            panic!("in the instrumentation");
         }
     }
 
     let database = Database::new();
-    let pool = Pool::builder()
-        .max_size(4)
-        .connection_customizer(Box::new(Instrumented))
-        .build(database.manager())
-        .unwrap();
+    let pool = instrumented_pool(&database, 4, panic_at_questions);
     let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
     let watch = guard.watch(&pool, OFTEN).unwrap();
     let other = AdvisoryLock::new(LockKey::pair(7, -11));

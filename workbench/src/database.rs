@@ -1,5 +1,6 @@
 //! A database of its own for one test.
 
+mod asynchronous;
 mod connection_string;
 
 use std::env;
@@ -12,6 +13,7 @@ use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel::sql_types::{BigInt, Bool, Text};
 
+pub use self::asynchronous::block_on;
 pub(crate) use self::connection_string::{Address, ConnectionString, percent_encoded};
 use crate::cluster::Cluster;
 use crate::cluster::directory::random;
@@ -172,7 +174,7 @@ impl Database {
 }
 
 impl Drop for Database {
-    /// Drops the database, whoever is still connected to it. Gives up after half a minute, and
+    /// Drops the database, and ends the sessions that are still connected to it. Gives up after half a minute, and
     /// ignores errors: the server may have been stopped.
     fn drop(&mut self) {
         if let Ok(mut conn) = connect_to_maintain(&self.maintenance) {
@@ -223,7 +225,7 @@ fn drop_left_over(conn: &mut PgConnection) {
     .load::<Named>(conn)
     .unwrap_or_default();
     for Named { name } in names {
-        // Not by force: whoever has connected meanwhile keeps it.
+        // Without FORCE, because a new run may have connected meanwhile.
         let _ = diesel::sql_query(format!("DROP DATABASE IF EXISTS {name}")).execute(conn);
     }
 }

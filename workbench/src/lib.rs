@@ -42,6 +42,6 @@ mod pgbouncer;
 mod round_trips;
 
 pub use cluster::{Cluster, ClusterBuilder, StopMode};
-pub use database::Database;
+pub use database::{Database, block_on};
 pub use pgbouncer::{PgBouncer, PoolMode};
 pub use round_trips::RoundTrips;

@@ -38,7 +38,7 @@ impl PgBouncer {
     ///
     /// # Panics
     ///
-    /// If there is none, or it does not answer.
+    /// If PgBouncer is not installed, or does not accept connections.
     pub fn in_front_of(cluster: &Cluster, mode: PoolMode, sessions: u32) -> Self {
         Self::start(cluster.directory(), cluster.port(), mode, sessions)
     }
@@ -48,7 +48,7 @@ impl PgBouncer {
     ///
     /// # Panics
     ///
-    /// If there is none, or it does not answer.
+    /// If PgBouncer is not installed, or does not accept connections.
     pub fn in_front_of_socket(directory: &Path, mode: PoolMode, sessions: u32) -> Self {
         Self::start(directory, "5432", mode, sessions)
     }
@@ -83,7 +83,7 @@ impl PgBouncer {
             .unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
         watcher.run("pool");
         let pooler = Self { watcher };
-        pooler.wait_until_it_answers();
+        pooler.wait_until_it_serves();
         pooler
     }
 
@@ -100,7 +100,7 @@ impl PgBouncer {
         );
         self.watcher.run("pool");
         let deadline = Instant::now() + STARTING;
-        // Not whether it answers: the server behind it may not.
+        // A connection to the server is not tried, because the server may be down.
         while UnixStream::connect(self.watcher.directory().join(".s.PGSQL.6432")).is_err() {
             assert!(
                 Instant::now() < deadline,
@@ -141,12 +141,27 @@ impl PgBouncer {
     ///
     /// If the program is not installed, or does not tell its version.
     pub fn follows_prepared_statements() -> bool {
+        Self::version() >= (1, 21)
+    }
+
+    /// Whether it survives a client that cancels a query and does not wait until the pooler has passed that on, as
+    /// tokio-postgres does. Versions 1.18 to 1.20.0 may end with `bad client state` or `server in bad state`.
+    ///
+    /// # Panics
+    ///
+    /// If the program is not installed, or does not tell its version.
+    pub fn survives_cancellations() -> bool {
+        let version = Self::version();
+        !((1, 18)..(1, 21)).contains(&version)
+    }
+
+    fn version() -> (u32, u32) {
         let output = Command::new(binaries().join("pgbouncer"))
             .arg("--version")
             .output()
             .expect("PgBouncer can be run");
         let text = String::from_utf8_lossy(&output.stdout);
-        version(&text).unwrap_or_else(|| panic!("what version is this? {text}")) >= (1, 21)
+        version(&text).unwrap_or_else(|| panic!("what version is this? {text}"))
     }
 
     /// A connection string for a database of the server behind it.
@@ -159,18 +174,21 @@ impl PgBouncer {
         )
     }
 
-    fn wait_until_it_answers(&self) {
+    fn wait_until_it_serves(&self) {
         let deadline = Instant::now() + STARTING;
         loop {
-            let answer = PgConnection::establish(&self.url("postgres"))
+            let tried = PgConnection::establish(&self.url("postgres"))
                 .map_err(|error| error.to_string())
                 .and_then(|mut conn| {
                     conn.batch_execute("SELECT 1")
                         .map_err(|error| error.to_string())
                 });
-            let Err(error) = answer else { return };
+            let Err(error) = tried else { return };
             if Instant::now() > deadline {
-                panic!("PgBouncer does not answer: {error}\n{}", self.log());
+                panic!(
+                    "PgBouncer does not serve connections: {error}\n{}",
+                    self.log()
+                );
             }
             std::thread::sleep(Duration::from_millis(10));
         }

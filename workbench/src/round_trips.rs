@@ -21,7 +21,7 @@ use crate::database::{Address, ConnectionString, Database};
 /// A round trip is a message after which a client waits for the server to be ready again: `Query`
 /// of the simple protocol, `Sync` of the extended protocol, `FunctionCall`. Opening a connection is
 /// none, but what Diesel sends to configure it is. A message is counted before the server gets it,
-/// so whoever has the answer finds it counted.
+/// so it is counted once its reply has arrived.
 ///
 /// ```
 /// use diesel::connection::SimpleConnection;
@@ -209,15 +209,15 @@ impl Shared {
         })?;
         self.keep(id, server.try_clone()?);
 
-        let answers = spawn("proxy: server", {
+        let replies = spawn("proxy: server", {
             let (shared, server, client) =
                 (Arc::clone(self), server.try_clone()?, client.try_clone()?);
-            move || forward::answers(&shared.gate, server, client)
+            move || forward::replies(&shared.gate, server, client)
         });
         let _ = forward::requests(self, &mut client, &mut server);
-        // The server answers what it has got, and closes.
+        // The server replies to what it has received, and closes.
         server.shut_down(Shutdown::Write);
-        let _ = answers.join();
+        let _ = replies.join();
         Ok(())
     }
 

@@ -1,7 +1,8 @@
 //! Work that blocks, in an asynchronous handler.
 
 use actix_web::web;
-use booking::{App, AppError};
+use booking::AppError;
+use booking::blocking::App;
 use tokio_util::sync::CancellationToken;
 
 /// Does the work of a request on a thread that may block, because Diesel and the guards do.

@@ -26,7 +26,7 @@ async fn main() -> anyhow::Result<()> {
     let listener =
         TcpListener::bind(&config.listen).map_err(|error| config.cannot_listen(error))?;
     let address = listener.local_addr()?;
-    let app = web::block(move || startup::start(config, address)).await??;
+    let app = web::block(move || booking::blocking::start(config, address)).await??;
 
     let state = Data::new(app.clone());
     let server = HttpServer::new(move || {

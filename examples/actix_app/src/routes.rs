@@ -6,11 +6,12 @@ use actix_web::middleware::Next;
 use actix_web::rt::time::timeout;
 use actix_web::web::{self, Data, Html, Json, JsonConfig, Query, QueryConfig, ServiceConfig};
 use actix_web::{Error, HttpResponse, get, post};
+use booking::blocking::{App, cache, chaos, geocoder, reports, reservations, status};
 use booking::burst::{self, Burst, Response};
 use booking::geocoder::{Located, Question};
 use booking::reservations::NewReservation;
 use booking::status::Status;
-use booking::{App, AppError, cache, chaos, pages, reports, reservations, status};
+use booking::{AppError, pages};
 use diesel_interlock::Attempt;
 use tracing::Instrument;
 
@@ -94,10 +95,7 @@ async fn rebuild_cache(app: Data<App>) -> Result<HttpResponse, Failure> {
 #[get("/geocode")]
 async fn geocode(app: Data<App>, question: Query<Question>) -> Result<Json<Located>, Failure> {
     let question = question.into_inner();
-    let located = block(App::clone(&app), |app, _| {
-        app.geocoder.locate(app, question)
-    })
-    .await?;
+    let located = block(App::clone(&app), |app, _| geocoder::locate(app, question)).await?;
     Ok(Json(located))
 }
 
@@ -120,7 +118,10 @@ async fn send_burst(app: Data<App>, burst: Json<Burst>) -> Result<Json<Vec<Respo
 
 #[get("/admin/locks")]
 async fn show_locks(app: Data<App>) -> Result<Html, Failure> {
-    let page = block(App::clone(&app), |app, _| pages::locks(app)).await?;
+    let page = block(App::clone(&app), |app, _| {
+        pages::locks(status::status(app)?)
+    })
+    .await?;
     Ok(Html::new(page))
 }
 

@@ -1,6 +1,7 @@
 //! Work that blocks, in an asynchronous handler.
 
-use booking::{App, AppError};
+use booking::AppError;
+use booking::blocking::App;
 use tokio_util::sync::CancellationToken;
 
 /// Does the work of a request on a thread that may block, because Diesel and the guards do.

@@ -3,19 +3,19 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use diesel_interlock::PgPool;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
+use tracing::Instrument;
 
 use crate::config::Config;
-use crate::error::AppError;
 use crate::geocoder::Geocoder;
 
-/// The state of the application. Cheap to clone.
+/// The state of an application with a pool of this kind. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct App {
-    pub pool: PgPool,
+pub struct App<P> {
+    pub pool: P,
     pub config: Arc<Config>,
     pub geocoder: Arc<Geocoder>,
     /// Where it can be asked from this machine.
@@ -25,8 +25,8 @@ pub struct App {
     jobs: TaskTracker,
 }
 
-impl App {
-    pub fn new(config: Config, pool: PgPool, geocoder: Geocoder, address: SocketAddr) -> Self {
+impl<P> App<P> {
+    pub fn new(config: Config, pool: P, geocoder: Geocoder, address: SocketAddr) -> Self {
         Self {
             pool,
             config: Arc::new(config),
@@ -37,17 +37,22 @@ impl App {
         }
     }
 
-    /// Does work that no request waits for.
-    pub fn in_background<F>(&self, what: &'static str, work: F)
+    /// Does work in a task of its own, which runs to its end even if its request is dropped.
+    pub fn spawn<F>(&self, work: F) -> JoinHandle<F::Output>
     where
-        F: FnOnce(&App) -> Result<(), AppError> + Send + 'static,
+        F: Future<Output: Send + 'static> + Send + 'static,
     {
-        let app = self.clone();
-        self.jobs.spawn_blocking(move || {
-            if let Err(error) = work(&app) {
-                tracing::error!(error = &error as &dyn std::error::Error, "{what} failed");
-            }
-        });
+        self.jobs.spawn(work.in_current_span())
+    }
+
+    /// As [`spawn`](Self::spawn), for work that blocks.
+    pub fn spawn_blocking<T, F>(&self, work: F) -> JoinHandle<T>
+    where
+        T: Send + 'static,
+        F: FnOnce() -> T + Send + 'static,
+    {
+        let span = tracing::Span::current();
+        self.jobs.spawn_blocking(move || span.in_scope(work))
     }
 
     /// Returns a token; [`finish`](Self::finish) waits until it is dropped.

@@ -49,7 +49,7 @@ pub struct Response {
 
 /// Sends the requests over HTTP to this instance, all at the same time, and returns the responses in the
 /// order of their arrival. Blocks.
-pub fn send(app: &App, burst: &Burst) -> Result<Vec<Response>, AppError> {
+pub fn send<P>(app: &App<P>, burst: &Burst) -> Result<Vec<Response>, AppError> {
     if !(1..=MOST).contains(&burst.times) {
         return Err(AppError::Invalid(format!("times must be 1 to {MOST}")));
     }
@@ -58,12 +58,13 @@ pub fn send(app: &App, burst: &Burst) -> Result<Vec<Response>, AppError> {
         .timeout_global(Some(app.config.request_timeout + Duration::from_secs(5)))
         .build()
         .into();
+    let address = app.address;
     let all_are_ready = Barrier::new(burst.times);
     let responses = Mutex::new(Vec::new());
     thread::scope(|scope| {
         for _ in 0..burst.times {
             scope.spawn(|| {
-                let request = burst.request.to(app.address);
+                let request = burst.request.to(address);
                 all_are_ready.wait();
                 let response = Response::to(&agent, request);
                 let mut responses = responses.lock().unwrap_or_else(PoisonError::into_inner);

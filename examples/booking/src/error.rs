@@ -70,6 +70,11 @@ impl AppError {
         }
     }
 
+    /// Logs the failure of work that no request waits for.
+    pub fn log(&self, what: &str) {
+        tracing::error!(error = self as &dyn std::error::Error, "{what} failed");
+    }
+
     /// The status.
     pub fn status(&self) -> u16 {
         self.status_and_retry_after().0
@@ -100,13 +105,6 @@ impl AppError {
 /// For `?` on Diesel's queries, in transactions and out of them.
 impl From<diesel::result::Error> for AppError {
     fn from(error: diesel::result::Error) -> Self {
-        Self::Interlock(error.into())
-    }
-}
-
-/// For `?` on `pool.get()`.
-impl From<diesel::r2d2::PoolError> for AppError {
-    fn from(error: diesel::r2d2::PoolError) -> Self {
         Self::Interlock(error.into())
     }
 }

@@ -2,9 +2,8 @@
 
 use askama::Template;
 
-use crate::app::App;
 use crate::error::AppError;
-use crate::status::{self, Status};
+use crate::status::Status;
 
 /// The page at `/`, where everything can be tried. It asks for all that it shows: `/status`.
 pub const ROOT: &str = include_str!("../templates/index.html");
@@ -17,7 +16,6 @@ struct Locks {
 }
 
 /// Writes the page for operators.
-pub fn locks(app: &App) -> Result<String, AppError> {
-    let status = status::status(app)?;
+pub fn locks(status: Status) -> Result<String, AppError> {
     Ok(Locks { status }.render()?)
 }

@@ -1,21 +1,15 @@
 //! The nightly report: written by one instance at a time, over many transactions.
 
-use std::thread;
-use std::time::Duration;
-
 use chrono::{DateTime, NaiveDate, TimeDelta, Utc};
+use diesel::dsl::{auto_type, count_star};
 use diesel::prelude::*;
-use diesel_interlock::functions::clock_timestamp;
-use diesel_interlock::{AdvisoryLock, PooledGuard, monitor};
+use diesel_interlock::{LockKey, monitor};
 use serde::Serialize;
-use tokio_util::sync::CancellationToken;
 
-use crate::app::App;
-use crate::error::AppError;
 use crate::schema::{report_nights, report_runs, reservations};
 
-/// The lock of the report.
-pub static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
+/// The key of its lock.
+pub const LOCK: LockKey = LockKey::named("nightly report");
 
 /// How many nights a report is about.
 const NIGHTS: i64 = 30;
@@ -27,8 +21,25 @@ pub struct Report {
     nights: i64,
 }
 
+/// A report that is being written.
+#[derive(Debug, Queryable, Selectable)]
+#[diesel(table_name = report_runs)]
+pub(crate) struct Run {
+    pub(crate) id: i64,
+    started_at: DateTime<Utc>,
+}
+
+/// One night of a report.
+#[derive(Debug, Insertable)]
+#[diesel(table_name = report_nights)]
+pub(crate) struct Night {
+    run_id: i64,
+    night: NaiveDate,
+    reserved: i64,
+}
+
 /// Who writes the report right now, as far as the database knows; nothing if it has just ended.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Queryable, Serialize)]
 pub struct Running {
     application_name: Option<String>,
     backend_pid: Option<i32>,
@@ -37,74 +48,47 @@ pub struct Running {
     since: Option<DateTime<Utc>>,
 }
 
-/// Writes the report on the connection whose session has the lock, until it is told to stop.
-pub fn write(
-    app: &App,
-    guard: &mut PooledGuard,
-    stop: &CancellationToken,
-) -> Result<Report, AppError> {
-    let backend_pid = guard.backend_pid();
-    let (run, started_at): (i64, DateTime<Utc>) = diesel::insert_into(report_runs::table)
-        .values((
-            report_runs::host.eq(&app.config.host),
-            report_runs::backend_pid.eq(backend_pid),
-        ))
-        .returning((report_runs::id, report_runs::started_at))
-        .get_result(guard.conn())?;
+impl Run {
+    /// The nights before its start.
+    pub(crate) fn nights(&self) -> impl Iterator<Item = NaiveDate> + Send + use<> {
+        let today = self.started_at.date_naive();
+        (1..=NIGHTS).map(move |ago| today - TimeDelta::days(ago))
+    }
 
-    for night in (1..=NIGHTS).map(|ago| started_at.date_naive() - TimeDelta::days(ago)) {
-        if stop.is_cancelled() {
-            return Err(AppError::Stopped);
+    pub(crate) fn night(&self, night: NaiveDate, reserved: i64) -> Night {
+        Night {
+            run_id: self.id,
+            night,
+            reserved,
         }
-        write_night(guard.conn(), run, night, app.config.report_pause)?;
     }
 
-    diesel::update(report_runs::table.find(run))
-        .set(report_runs::finished_at.eq(clock_timestamp().nullable()))
-        .execute(guard.conn())?;
-    Ok(Report {
-        run,
-        nights: NIGHTS,
-    })
-}
-
-/// One night of it, in a transaction of its own.
-fn write_night(
-    conn: &mut PgConnection,
-    run: i64,
-    night: NaiveDate,
-    pause: Duration,
-) -> QueryResult<()> {
-    thread::sleep(pause); // it takes a while to draw the diagrams
-    conn.transaction(|conn| {
-        let midnight = night.and_time(Default::default()).and_utc();
-        let reserved: i64 = reservations::table
-            .filter(reservations::start_date.lt(midnight + TimeDelta::days(1)))
-            .filter(reservations::end_date.ge(midnight))
-            .count()
-            .get_result(conn)?;
-        diesel::insert_into(report_nights::table)
-            .values((
-                report_nights::run_id.eq(run),
-                report_nights::night.eq(night),
-                report_nights::reserved.eq(reserved),
-            ))
-            .execute(conn)?;
-        Ok(())
-    })
-}
-
-/// The refusal while somebody else has the lock: who, and since when by the row that they wrote.
-pub fn already_running(app: &App) -> AppError {
-    match app.pool.get() {
-        Ok(mut conn) => running(&mut conn).map_or_else(AppError::from, AppError::ReportRunning),
-        Err(error) => error.into(),
+    pub(crate) fn written(self) -> Report {
+        Report {
+            run: self.id,
+            nights: NIGHTS,
+        }
     }
 }
 
-fn running(conn: &mut PgConnection) -> Result<Running, diesel_interlock::Error> {
-    let holder = monitor::holders()
-        .filter(monitor::of_key(NIGHTLY.key())?)
+/// How many servers are reserved in that night.
+pub(crate) fn reserved(night: NaiveDate) -> reserved_between {
+    let midnight = night.and_time(Default::default()).and_utc();
+    reserved_between(midnight, midnight + TimeDelta::days(1))
+}
+
+#[auto_type]
+fn reserved_between(from: DateTime<Utc>, until: DateTime<Utc>) -> _ {
+    reservations::table
+        .filter(reservations::start_date.lt(until))
+        .filter(reservations::end_date.ge(from))
+        .select(count_star())
+}
+
+/// Who has a lock, with the report that the session writes, if it does. Loads as [`Running`].
+#[auto_type]
+pub(crate) fn running() -> _ {
+    monitor::holders()
         .left_join(report_runs::table.on(of_this_session()))
         .select((
             monitor::application_name,
@@ -114,21 +98,11 @@ fn running(conn: &mut PgConnection) -> Result<Running, diesel_interlock::Error> 
             report_runs::started_at.nullable(),
         ))
         .order(report_runs::started_at.desc())
-        .first(conn)
-        .optional()?;
-    let (application_name, backend_pid, client_addr, host, since) = holder.unwrap_or_default();
-    Ok(Running {
-        application_name,
-        backend_pid,
-        client_addr,
-        host,
-        since,
-    })
 }
 
 /// The unfinished run of the session that holds a lock. A process id that was used before has an older
 /// row.
-#[diesel::dsl::auto_type]
+#[auto_type]
 pub fn of_this_session() -> _ {
     monitor::pid
         .eq(report_runs::backend_pid.nullable())

@@ -1,20 +1,18 @@
 //! Reservations of servers: no two of one server overlap.
 
-use std::thread;
 use std::time::Duration;
 
 use chrono::{DateTime, Datelike, TimeDelta, Utc};
-use diesel::dsl::exists;
+use diesel::dsl::{auto_type, exists, select};
 use diesel::prelude::*;
-use diesel_interlock::{AdvisoryLock, Attempt, LockKey};
+use diesel_interlock::LockKey;
 use serde::{Deserialize, Serialize};
 
-use crate::app::App;
 use crate::error::AppError;
 use crate::schema::{reservations, servers};
 
 /// How long a request waits for its turn.
-const PATIENCE: Duration = Duration::from_secs(5);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What a client asks for.
 #[derive(Debug, Deserialize, Insertable)]
@@ -31,7 +29,7 @@ pub struct NewReservation {
 /// A reservation that was made.
 #[derive(Debug, Serialize)]
 pub struct Reservation {
-    id: i64,
+    pub(crate) id: i64,
 }
 
 /// The lock on a server, in whatever its reservations are about.
@@ -39,36 +37,13 @@ pub fn lock(datacenter_id: i32, server_id: i32) -> LockKey {
     LockKey::parts(["server", &datacenter_id.to_string(), &server_id.to_string()])
 }
 
-/// Reserves the server if it is free in that period.
-///
-/// "Check, then insert" under the lock of that server. Each check sees all earlier inserts, because the
-/// lock ends with the commit.
-pub fn reserve(app: &App, wanted: &NewReservation) -> Result<Reservation, AppError> {
-    wanted.validate()?;
-    let conn = &mut app.pool.get()?;
-    let lock = AdvisoryLock::new(lock(wanted.datacenter_id, wanted.server_id));
-    let reserved = lock.transaction_timeout(conn, PATIENCE, |conn| {
-        if !wanted.server_exists(conn)? {
-            return Err(AppError::UnknownServer);
-        }
-        if wanted.overlaps_another(conn)? {
-            return Err(AppError::Reserved);
-        }
-        thread::sleep(app.config.reservation_pause); // it takes a while to work out the price
-        let id = diesel::insert_into(reservations::table)
-            .values(wanted)
-            .returning(reservations::id)
-            .get_result(conn)?;
-        Ok(Reservation { id })
-    })?;
-    match reserved {
-        Attempt::Acquired(reservation) => Ok(reservation),
-        Attempt::Busy => Err(AppError::Busy),
-    }
-}
-
 impl NewReservation {
-    fn validate(&self) -> Result<(), AppError> {
+    /// The lock on its server.
+    pub(crate) fn lock(&self) -> LockKey {
+        lock(self.datacenter_id, self.server_id)
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), AppError> {
         let invalid = |message: &str| Err(AppError::Invalid(message.to_owned()));
         if self.start_date >= self.end_date {
             return invalid("end_date must be after start_date");
@@ -82,17 +57,38 @@ impl NewReservation {
         Ok(())
     }
 
-    fn server_exists(&self, conn: &mut PgConnection) -> QueryResult<bool> {
-        let server = servers::table.find((self.datacenter_id, self.server_id));
-        diesel::select(exists(server)).get_result(conn)
+    /// Whether there is such a server.
+    pub(crate) fn server_exists(&self) -> exists_server {
+        exists_server(self.datacenter_id, self.server_id)
     }
 
-    fn overlaps_another(&self, conn: &mut PgConnection) -> QueryResult<bool> {
-        let others = reservations::table
-            .filter(reservations::datacenter_id.eq(self.datacenter_id))
-            .filter(reservations::server_id.eq(self.server_id))
-            .filter(reservations::start_date.le(self.end_date))
-            .filter(reservations::end_date.ge(self.start_date));
-        diesel::select(exists(others)).get_result(conn)
+    /// Whether another reservation of the server overlaps this one.
+    pub(crate) fn overlaps_another(&self) -> exists_reservation {
+        exists_reservation(
+            self.datacenter_id,
+            self.server_id,
+            self.start_date,
+            self.end_date,
+        )
     }
+}
+
+#[auto_type]
+fn exists_server(datacenter_id: i32, server_id: i32) -> _ {
+    select(exists(servers::table.find((datacenter_id, server_id))))
+}
+
+#[auto_type]
+fn exists_reservation(
+    datacenter_id: i32,
+    server_id: i32,
+    from: DateTime<Utc>,
+    until: DateTime<Utc>,
+) -> _ {
+    let others = reservations::table
+        .filter(reservations::datacenter_id.eq(datacenter_id))
+        .filter(reservations::server_id.eq(server_id))
+        .filter(reservations::start_date.le(until))
+        .filter(reservations::end_date.ge(from));
+    select(exists(others))
 }

@@ -4,14 +4,12 @@ use std::io::IsTerminal;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
-use anyhow::Context;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::prelude::*;
 
 use crate::app::App;
 use crate::config::Config;
-use crate::database;
 use crate::geocoder::Geocoder;
 
 /// Logs to standard error, as the variable `LOG` says.
@@ -29,10 +27,8 @@ pub fn log() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Does all that comes before the first request of a program that listens there. Blocks.
-pub fn start(config: Config, listening: SocketAddr) -> anyhow::Result<App> {
-    let pool = database::pool(&config).context("DATABASE_URL")?;
-    database::prepare(&pool)?;
+/// Makes the application of a program that listens there. Its pool and its database are ready.
+pub(crate) fn app<P>(config: Config, pool: P, listening: SocketAddr) -> anyhow::Result<App<P>> {
     let backend = match &config.backend {
         Some(url) => url.clone(),
         None => {
@@ -50,7 +46,7 @@ pub fn start(config: Config, listening: SocketAddr) -> anyhow::Result<App> {
 }
 
 /// Prints where to look.
-pub fn announce(app: &App) {
+pub fn announce<P>(app: &App<P>) {
     println!("try it:  http://{}/", app.address);
     println!("locks:   http://{}/admin/locks", app.address);
 }

@@ -1,26 +1,26 @@
 //! What the database shows: who holds what and who waits, which slots are taken, what timed out, what is
 //! due when.
 //!
-//! `look` reads, [`Status::of`] makes of it what the pages show, without a connection and without a
-//! clock.
+//! The modules `blocking` and `asynchronous` read with the queries of this one. [`Status::of`] makes of it what the pages show,
+//! without a connection and without a clock.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
+use diesel::dsl::{self, AsSelect, auto_type};
+use diesel::pg::Pg;
 use diesel::prelude::*;
-use diesel_interlock::functions::clock_timestamp;
 use diesel_interlock::monitor::{
     self, Holder, Names, ServiceRequest, Session, ThrottledResourceRow, Timestamp, Waiter,
 };
 use diesel_interlock::schema::resource_control::{service_request, throttled_resource};
-use diesel_interlock::{LockId, LockKey, migrations};
+use diesel_interlock::{LockId, migrations};
 use serde::{Serialize, Serializer};
 
-use crate::app::App;
 use crate::error::AppError;
-use crate::schema::{report_runs, servers};
+use crate::schema::report_runs;
 use crate::{geocoder, reports, reservations};
 
 /// How many of the requests that timed out are shown: the latest.
@@ -104,53 +104,62 @@ pub enum Until {
 /// What was read.
 #[derive(Debug)]
 pub struct Seen {
-    now: DateTime<Utc>,
-    /// With the start of the report that the session writes, if it does.
-    holders: Vec<(Holder, Option<DateTime<Utc>>)>,
-    waiters: Vec<Waiter>,
-    in_flight: Vec<ServiceRequest>,
-    timed_out: Vec<ServiceRequest>,
-    resources: Vec<(ThrottledResourceRow, Timestamp)>,
-    servers: Vec<(i32, i32)>,
+    pub(crate) now: DateTime<Utc>,
+    pub(crate) holders: Vec<(Holder, Option<DateTime<Utc>>)>,
+    pub(crate) waiters: Vec<Waiter>,
+    pub(crate) in_flight: Vec<ServiceRequest>,
+    pub(crate) timed_out: Vec<ServiceRequest>,
+    pub(crate) resources: Vec<(ThrottledResourceRow, Timestamp)>,
+    pub(crate) servers: Vec<(i32, i32)>,
 }
 
-/// Reads what there is, over one connection.
-pub fn status(app: &App) -> Result<Status, AppError> {
-    let seen = look(&mut *app.pool.get()?)?;
-    Status::of(&app.config.instance, seen)
+/// Who holds locks, with the start of the report that the session writes, if it does.
+#[auto_type]
+pub(crate) fn holders() -> _ {
+    let selection: (AsSelect<Holder, Pg>, dsl::Nullable<report_runs::started_at>) =
+        (Holder::as_select(), report_runs::started_at.nullable());
+    monitor::holders()
+        .left_join(report_runs::table.on(reports::of_this_session()))
+        .select(selection)
 }
 
-fn look(conn: &mut PgConnection) -> QueryResult<Seen> {
-    Ok(Seen {
-        now: diesel::select(clock_timestamp()).get_result(conn)?,
-        holders: monitor::holders()
-            .left_join(report_runs::table.on(reports::of_this_session()))
-            .select((Holder::as_select(), report_runs::started_at.nullable()))
-            .load(conn)?,
-        waiters: monitor::waiters()
-            .order(monitor::waiting_since)
-            .load(conn)?,
-        in_flight: service_request::table
-            .filter(monitor::in_flight())
-            .order(service_request::slot)
-            .select(ServiceRequest::as_select())
-            .load(conn)?,
-        timed_out: service_request::table
-            .filter(monitor::timed_out())
-            .order(service_request::expires_at.desc())
-            .limit(TIMED_OUT)
-            .select(ServiceRequest::as_select())
-            .load(conn)?,
-        resources: throttled_resource::table
-            .order(throttled_resource::resource_id)
-            .select((ThrottledResourceRow::as_select(), monitor::next_free_at()))
-            .load(conn)?,
-        servers: servers::table.load(conn)?,
-    })
+/// Who waits, longest first.
+#[auto_type]
+pub(crate) fn waiters() -> _ {
+    monitor::waiters().order(monitor::waiting_since)
+}
+
+#[auto_type]
+pub(crate) fn in_flight() -> _ {
+    let selection: AsSelect<ServiceRequest, Pg> = ServiceRequest::as_select();
+    service_request::table
+        .filter(monitor::in_flight())
+        .order(service_request::slot)
+        .select(selection)
+}
+
+#[auto_type]
+pub(crate) fn timed_out() -> _ {
+    let selection: AsSelect<ServiceRequest, Pg> = ServiceRequest::as_select();
+    let most: i64 = TIMED_OUT;
+    service_request::table
+        .filter(monitor::timed_out())
+        .order(service_request::expires_at.desc())
+        .limit(most)
+        .select(selection)
+}
+
+#[auto_type]
+pub(crate) fn resources() -> _ {
+    let selection: (AsSelect<ThrottledResourceRow, Pg>, monitor::next_free_at) =
+        (ThrottledResourceRow::as_select(), monitor::next_free_at());
+    throttled_resource::table
+        .order(throttled_resource::resource_id)
+        .select(selection)
 }
 
 impl Status {
-    /// Sorts what was seen for whoever looks at it.
+    /// Sorts what was seen for the reader.
     pub fn of(instance: &str, seen: Seen) -> Result<Self, AppError> {
         let now = seen.now;
         Ok(Self {
@@ -183,7 +192,7 @@ fn locks(
     names: &Names,
     now: DateTime<Utc>,
 ) -> Result<Vec<Lock>, AppError> {
-    let report = reports::NIGHTLY.key().id()?;
+    let report = reports::LOCK.id()?;
     let mut locks = BTreeMap::new();
     for (holder, started_at) in holders {
         // The run tells since when its session has this lock, not any other.
@@ -203,7 +212,7 @@ fn names(servers: &[(i32, i32)]) -> Result<Names, AppError> {
     let servers = servers
         .iter()
         .map(|(datacenter, server)| reservations::lock(*datacenter, *server));
-    let others = [reports::NIGHTLY.key(), migrations::LOCK.key()].map(LockKey::clone);
+    let others = [reports::LOCK, migrations::LOCK.key().clone()];
     Ok(Names::new(&servers.chain(others).collect::<Vec<_>>())?)
 }
 

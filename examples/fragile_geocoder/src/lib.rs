@@ -1,6 +1,6 @@
 //! A service as in "Implementing a semaphore with Django and Postgres": it does not handle concurrency
-//! well, and cannot be fixed. With more than four calls in flight it answers 500, and counts a
-//! violation.
+//! well, and cannot be fixed. With more than four calls in flight it replies with 500, and
+//! counts a violation.
 //!
 //! It speaks as much HTTP/1.1 as its callers need, one call per connection:
 //!
@@ -88,7 +88,7 @@ impl FragileGeocoder {
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let shared = Arc::clone(&shared);
-                thread::spawn(move || shared.answer(&stream));
+                thread::spawn(move || shared.reply(&stream));
             }
         });
         Ok(geocoder)
@@ -117,7 +117,7 @@ impl Shared {
     }
 
     /// A caller that hangs up is not noticed, which is how such services are.
-    fn answer(&self, stream: &TcpStream) {
+    fn reply(&self, stream: &TcpStream) {
         let Some(target) = request_target(stream) else {
             return;
         };
@@ -157,7 +157,7 @@ impl Shared {
             let waited = self.changed.wait_timeout(state, rest);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        // Before the caller has its answer, and makes room for the next one.
+        // Before the caller has its reply, which lets the next one in.
         state.stats.in_flight -= 1;
         if broken {
             return ("500 Internal Server Error", "{}".to_owned());
@@ -166,7 +166,7 @@ impl Shared {
     }
 }
 
-/// Reads the head of a request, and answers its target.
+/// Reads the head of a request, and returns its target.
 fn request_target(stream: &TcpStream) -> Option<String> {
     let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
     let target = lines.next()?.split(' ').nth(1)?.to_owned();

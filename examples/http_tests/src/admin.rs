@@ -37,7 +37,7 @@ pub fn the_page_tells_who_holds_and_who_waits_by_name(binary: &str) {
 pub fn the_page_is_escaped(binary: &str) {
     let database = Database::new();
     let nasty = "<script>alert('1')</script>&";
-    let instance = Start::of(binary, &database.url())
+    let instance = Start::of(binary, &database.async_url())
         .named(nasty)
         .with_long_report()
         .start();

@@ -8,11 +8,11 @@ use crate::instance::Start;
 use crate::observer::{Observer, eventually};
 use crate::requests::{at_once, reservation, service};
 
-/// `kill -9`: the server frees what a session held, the time-out what a call had.
+/// `kill -9`: the server frees the locks of a session, and the timeout frees the slot of a call.
 pub fn a_killed_instance_frees_its_lock_at_once_and_its_slots_by_their_time_out(binary: &str) {
     let database = Database::new();
     let service = service(Duration::from_secs(600));
-    let start = || Start::of(binary, &database.url()).calling(&service);
+    let start = || Start::of(binary, &database.async_url()).calling(&service);
     let killed = start().with_long_report().start();
     let other = start().start();
     let mut observer = Observer::of(&database);
@@ -29,9 +29,12 @@ pub fn a_killed_instance_frees_its_lock_at_once_and_its_slots_by_their_time_out(
     killed.kill();
     service.takes(Duration::ZERO);
 
-    let answer = other.get("/geocode?q=x");
-    assert_eq!(answer.status, 503, "{answer:?}");
-    assert!((1..=600).contains(&answer.retry_after_secs()), "{answer:?}");
+    let response = other.get("/geocode?q=x");
+    assert_eq!(response.status, 503, "{response:?}");
+    assert!(
+        (1..=600).contains(&response.retry_after_secs()),
+        "{response:?}"
+    );
     eventually("the report can be written", || {
         other.post("/reports/nightly").status == 201
     });
@@ -46,30 +49,30 @@ pub fn a_killed_instance_frees_its_lock_at_once_and_its_slots_by_their_time_out(
 pub fn a_panic_leaves_the_pool_whole(binary: &str) {
     let database = Database::new();
     let service = service(Duration::ZERO);
-    let instance = Start::of(binary, &database.url())
+    let instance = Start::of(binary, &database.async_url())
         .calling(&service)
         .with("CHAOS", "true")
         .with("POOL_SIZE", "2")
         .with("LOG", "off")
         .start();
     for _ in 0..10 {
-        let answer = instance.post("/chaos/panic");
-        assert_eq!(answer.status, 500, "{answer:?}");
+        let response = instance.post("/chaos/panic");
+        assert_eq!(response.status, 500, "{response:?}");
         assert!(
-            !answer.text.contains("asked for"),
-            "what goes wrong inside is nobody's business: {answer:?}"
+            !response.text.contains("asked for"),
+            "the client must not see an internal error: {response:?}"
         );
     }
     let mut observer = Observer::of(&database);
     observer.nothing_is_held();
-    let answers = at_once(10, |number| {
+    let responses = at_once(10, |number| {
         instance.post_json("/reservations", reservation(number))
     });
     assert!(
-        answers
+        responses
             .iter()
-            .all(|answer| matches!(answer.status, 201 | 409)),
-        "{answers:#?}"
+            .all(|response| matches!(response.status, 201 | 409)),
+        "{responses:#?}"
     );
     assert_eq!(instance.post("/reports/nightly").status, 201);
     assert_eq!(instance.get("/geocode?q=x").status, 200);
@@ -80,7 +83,7 @@ pub fn a_panic_leaves_the_pool_whole(binary: &str) {
 pub fn a_client_that_hangs_up_leaves_nothing_held(binary: &str) {
     let database = Database::new();
     let service = service(Duration::from_secs(600));
-    let instance = Start::of(binary, &database.url())
+    let instance = Start::of(binary, &database.async_url())
         .calling(&service)
         .with_long_report()
         .start();
@@ -121,7 +124,7 @@ pub fn a_client_that_hangs_up_leaves_nothing_held(binary: &str) {
 /// As of a client that hangs up.
 pub fn a_request_that_times_out_leaves_nothing_held(binary: &str) {
     let database = Database::new();
-    let instance = Start::of(binary, &database.url())
+    let instance = Start::of(binary, &database.async_url())
         .with("REQUEST_TIMEOUT_SECS", "0.5")
         .with_long_report()
         .start();
@@ -143,12 +146,12 @@ pub fn a_request_that_times_out_leaves_nothing_held(binary: &str) {
 pub fn an_instance_that_is_told_to_end_leaves_nothing_held(binary: &str) {
     let database = Database::new();
     let service = service(Duration::from_secs(600));
-    let instance = Start::of(binary, &database.url())
+    let instance = Start::of(binary, &database.async_url())
         .calling(&service)
         .with_long_report()
         .start();
     let mut observer = Observer::of(&database);
-    let answers = std::thread::scope(|scope| {
+    let responses = std::thread::scope(|scope| {
         let report = scope.spawn(|| instance.post("/reports/nightly"));
         let call = scope.spawn(|| instance.get("/geocode?q=x"));
         eventually("the report has begun", || {
@@ -158,10 +161,10 @@ pub fn an_instance_that_is_told_to_end_leaves_nothing_held(binary: &str) {
         instance.terminate();
         eventually("the lock is free", || observer.held(None) == 0);
         service.takes(Duration::ZERO);
-        [report, call].map(|request| request.join().expect("it is answered"))
+        [report, call].map(|request| request.join().expect("it gets a response"))
     });
-    assert_eq!(answers[0].status, 503, "{answers:?}");
-    assert_eq!(answers[1].status, 200, "{answers:?}");
+    assert_eq!(responses[0].status, 503, "{responses:?}");
+    assert_eq!(responses[1].status, 200, "{responses:?}");
     let status = instance.ended();
     assert!(status.success(), "{status}");
     observer.nothing_is_held();
@@ -184,7 +187,7 @@ pub fn a_restarted_server_is_found_again(binary: &str) {
     let mut before = Observer::of_url(&cluster.url("postgres"));
     eventually("the report has begun", || before.held(None) == 1);
     cluster.restart(StopMode::Immediate);
-    eventually("requests are answered again", || {
+    eventually("requests succeed again", || {
         instance.post_json("/reservations", reservation(1)).status == 201
     });
     let page = instance.get("/admin/locks");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use fragile_geocoder::FragileGeocoder;
 use serde_json::Value;
 use ureq::Agent;
-use ureq::http::{Request, Response};
+use ureq::http::{self, Request};
 
 /// How long an instance may take to start, or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -25,9 +25,9 @@ pub(crate) struct Instance {
     agent: Agent,
 }
 
-/// An answer.
+/// A response that was read.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) retry_after: Option<String>,
     pub(crate) content_type: String,
@@ -41,7 +41,7 @@ pub(crate) struct Start {
 }
 
 impl Start {
-    /// The application of this binary, on this database, with the settings of a fast test, in which
+    /// The application of this binary, on the database of a URL that tokio-postgres accepts, too, with the settings of a fast test, in which
     /// nothing times out on a slow machine.
     pub(crate) fn of(binary: &str, database_url: &str) -> Self {
         let mut command = Command::new(binary);
@@ -134,20 +134,20 @@ impl Instance {
         &self.pages
     }
 
-    pub(crate) fn get(&self, target: &str) -> Answer {
+    pub(crate) fn get(&self, target: &str) -> Response {
         self.send("GET", target, None)
     }
 
-    pub(crate) fn post(&self, target: &str) -> Answer {
+    pub(crate) fn post(&self, target: &str) -> Response {
         self.send("POST", target, None)
     }
 
-    pub(crate) fn post_json(&self, target: &str, body: impl fmt::Display) -> Answer {
+    pub(crate) fn post_json(&self, target: &str, body: impl fmt::Display) -> Response {
         self.send("POST", target, Some(body.to_string()))
     }
 
     #[track_caller]
-    fn send(&self, method: &str, target: &str, body: Option<String>) -> Answer {
+    fn send(&self, method: &str, target: &str, body: Option<String>) -> Response {
         self.try_send(method, target, body)
             .unwrap_or_else(|error| panic!("{method} {target}: {error}"))
     }
@@ -157,17 +157,17 @@ impl Instance {
         method: &str,
         target: &str,
         body: Option<String>,
-    ) -> Result<Answer, ureq::Error> {
+    ) -> Result<Response, ureq::Error> {
         let request = Request::builder()
             .method(method)
             .uri(format!("http://{}{target}", self.address))
             .header("content-type", "application/json")
             .body(body.unwrap_or_default())
             .expect("it is a request");
-        Answer::read(self.agent.run(request)?)
+        Response::read(self.agent.run(request)?)
     }
 
-    /// Sends a request whose answer is not read, over a connection that ends when it is dropped.
+    /// Sends a request whose response is not read, over a connection that ends when it is dropped.
     pub(crate) fn send_and_leave(&self, method: &str, target: &str) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).expect("it listens");
         let request =
@@ -213,8 +213,8 @@ impl Drop for Instance {
     }
 }
 
-impl Answer {
-    fn read(mut response: Response<ureq::Body>) -> Result<Self, ureq::Error> {
+impl Response {
+    fn read(mut response: http::Response<ureq::Body>) -> Result<Self, ureq::Error> {
         let header = |name| {
             let value = response.headers().get(name)?;
             Some(value.to_str().expect("it is ASCII").to_owned())

@@ -1,4 +1,4 @@
-//! What an application answers, while all goes well.
+//! The responses of an application in the normal case.
 
 use std::sync::Barrier;
 use std::thread;
@@ -9,7 +9,7 @@ use fragile_geocoder::{FragileGeocoder, Stats};
 use serde_json::{Value, json};
 use workbench::Database;
 
-use crate::instance::{Answer, Start};
+use crate::instance::{Response, Start};
 use crate::observer::{NIGHTLY, Observer, eventually};
 
 /// A service that takes that long for a call.
@@ -49,10 +49,10 @@ pub(crate) fn at_once<T: Send>(count: usize, request: impl Fn(usize) -> T + Sync
     })
 }
 
-fn count(answers: &[Answer], status: u16) -> usize {
-    answers
+fn count(responses: &[Response], status: u16) -> usize {
+    responses
         .iter()
-        .filter(|answer| answer.status == status)
+        .filter(|response| response.status == status)
         .count()
 }
 
@@ -62,28 +62,28 @@ fn count(answers: &[Answer], status: u16) -> usize {
 pub fn ten_overlapping_bookings_make_one_row(binary: &str) {
     let database = Database::new();
     let instances = [
-        Start::of(binary, &database.url()).start(),
-        Start::of(binary, &database.url()).start(),
+        Start::of(binary, &database.async_url()).start(),
+        Start::of(binary, &database.async_url()).start(),
     ];
     let mut observer = Observer::of(&database);
     let mut bad_luck = database.connect();
     bad_luck
         .batch_execute("BEGIN; LOCK TABLE reservations IN SHARE MODE")
         .expect("there is the table");
-    let answers = thread::scope(|scope| {
-        let answers = scope.spawn(|| {
+    let responses = thread::scope(|scope| {
+        let responses = scope.spawn(|| {
             at_once(10, |number| {
                 instances[number % 2].post_json("/reservations", reservation(number))
             })
         });
         eventually("all ten are at it", || observer.blocked() == 10);
         bad_luck.batch_execute("COMMIT").expect("it was begun");
-        answers.join().expect("they are answered")
+        responses.join().expect("they get responses")
     });
     assert_eq!(
-        (count(&answers, 201), count(&answers, 409)),
+        (count(&responses, 201), count(&responses, 409)),
         (1, 9),
-        "{answers:#?}"
+        "{responses:#?}"
     );
     assert_eq!(observer.count("reservations"), 1);
 
@@ -100,7 +100,7 @@ pub fn ten_overlapping_bookings_make_one_row(binary: &str) {
 /// 4xx with a message, never a panic.
 pub fn bad_input_is_told_what_is_wrong(binary: &str) {
     let database = Database::new();
-    let instance = Start::of(binary, &database.url()).start();
+    let instance = Start::of(binary, &database.async_url()).start();
     let mut bodies = ["", "{", "null", "[]", "{}", "\u{0}", "\"x\""]
         .map(str::to_owned)
         .to_vec();
@@ -124,7 +124,7 @@ pub fn bad_input_is_told_what_is_wrong(binary: &str) {
     }
     bodies.push("[".repeat(1_000_000));
 
-    let mut answers: Vec<_> = bodies
+    let mut responses: Vec<_> = bodies
         .iter()
         .map(|body| instance.post_json("/reservations", body))
         .collect();
@@ -135,15 +135,15 @@ pub fn bad_input_is_told_what_is_wrong(binary: &str) {
         "/geocode?q=%20",
         &format!("/geocode?q={long}"),
     ] {
-        answers.push(instance.get(target));
+        responses.push(instance.get(target));
     }
-    for answer in answers {
-        assert!((400..500).contains(&answer.status), "{answer:?}");
+    for response in responses {
+        assert!((400..500).contains(&response.status), "{response:?}");
         assert!(
-            answer.json()["error"]
+            response.json()["error"]
                 .as_str()
                 .is_some_and(|error| error.len() > 5),
-            "{answer:?}"
+            "{response:?}"
         );
     }
     assert_eq!(Observer::of(&database).count("reservations"), 0);
@@ -154,11 +154,13 @@ pub fn bad_input_is_told_what_is_wrong(binary: &str) {
 /// 409, with whatever the database and the holder's own row know of who it is.
 pub fn a_second_report_is_told_who_writes_the_first(binary: &str) {
     let database = Database::new();
-    let first = Start::of(binary, &database.url())
+    let first = Start::of(binary, &database.async_url())
         .named("web-1")
         .with_long_report()
         .start();
-    let second = Start::of(binary, &database.url()).named("web-2").start();
+    let second = Start::of(binary, &database.async_url())
+        .named("web-2")
+        .start();
     let mut observer = Observer::of(&database);
 
     let client = first.send_and_leave("POST", "/reports/nightly");
@@ -167,9 +169,9 @@ pub fn a_second_report_is_told_who_writes_the_first(binary: &str) {
     });
     assert_eq!(observer.held(Some(&NIGHTLY)), 1);
 
-    let answer = second.post("/reports/nightly");
-    assert_eq!(answer.status, 409, "{answer:?}");
-    let running = &answer.json()["running"];
+    let response = second.post("/reports/nightly");
+    assert_eq!(response.status, 409, "{response:?}");
+    let running = &response.json()["running"];
     assert_eq!(running["application_name"], "web-1");
     let holder = format!(
         "report_runs WHERE backend_pid = {} AND host = '{}' AND started_at = '{}' \
@@ -178,12 +180,12 @@ pub fn a_second_report_is_told_who_writes_the_first(binary: &str) {
         running["host"].as_str().unwrap_or_default(),
         running["since"].as_str().unwrap_or_default(),
     );
-    assert_eq!(observer.count(&holder), 1, "{answer:?}");
+    assert_eq!(observer.count(&holder), 1, "{response:?}");
     drop(client);
 
     eventually("the first has ended", || observer.held(Some(&NIGHTLY)) == 0);
-    let answer = second.post("/reports/nightly");
-    assert_eq!(answer.status, 201, "{answer:?}");
+    let response = second.post("/reports/nightly");
+    assert_eq!(response.status, 201, "{response:?}");
     assert_eq!(
         observer.count("report_runs WHERE finished_at >= started_at"),
         1
@@ -199,8 +201,8 @@ pub fn a_second_report_is_told_who_writes_the_first(binary: &str) {
 /// 429 with `Retry-After`, on whichever instance.
 pub fn a_second_rebuild_is_told_when_to_come_back(binary: &str) {
     let database = Database::new();
-    let first = Start::of(binary, &database.url()).start();
-    let second = Start::of(binary, &database.url()).start();
+    let first = Start::of(binary, &database.async_url()).start();
+    let second = Start::of(binary, &database.async_url()).start();
     let mut observer = Observer::of(&database);
     let before = "occupancy WHERE reserved > 0";
     assert_eq!(observer.count(before), 0);
@@ -213,12 +215,15 @@ pub fn a_second_rebuild_is_told_when_to_come_back(binary: &str) {
     conn.batch_execute("UPDATE reservations SET end_date = 'infinity'")
         .expect("it is there");
 
-    let answer = first.post("/cache/rebuild");
-    assert_eq!(answer.status, 202, "{answer:?}");
+    let response = first.post("/cache/rebuild");
+    assert_eq!(response.status, 202, "{response:?}");
     for instance in [&first, &second] {
-        let answer = instance.post("/cache/rebuild");
-        assert_eq!(answer.status, 429, "{answer:?}");
-        assert!((1..=15).contains(&answer.retry_after_secs()), "{answer:?}");
+        let response = instance.post("/cache/rebuild");
+        assert_eq!(response.status, 429, "{response:?}");
+        assert!(
+            (1..=15).contains(&response.retry_after_secs()),
+            "{response:?}"
+        );
     }
     eventually("the cache is rebuilt", || observer.count(before) == 1);
     observer.nothing_is_held();
@@ -229,18 +234,25 @@ pub fn two_hundred_calls_over_two_instances_never_exceed_four(binary: &str) {
     let database = Database::new();
     let service = service(Duration::from_millis(20));
     let instances = [
-        Start::of(binary, &database.url()).calling(&service).start(),
-        Start::of(binary, &database.url()).calling(&service).start(),
+        Start::of(binary, &database.async_url())
+            .calling(&service)
+            .start(),
+        Start::of(binary, &database.async_url())
+            .calling(&service)
+            .start(),
     ];
-    let answers = at_once(200, |number| {
+    let responses = at_once(200, |number| {
         instances[number % 2].get(&format!("/geocode?q=Main%20Street%20{number}"))
     });
-    let (good, refused) = (count(&answers, 200), count(&answers, 503));
-    assert_eq!(good + refused, 200, "{answers:#?}");
-    for answer in &answers {
-        match answer.status {
-            200 => assert!(answer.json()["place"]["lat"].is_number(), "{answer:?}"),
-            _ => assert!((1..=600).contains(&answer.retry_after_secs()), "{answer:?}"),
+    let (good, refused) = (count(&responses, 200), count(&responses, 503));
+    assert_eq!(good + refused, 200, "{responses:#?}");
+    for response in &responses {
+        match response.status {
+            200 => assert!(response.json()["place"]["lat"].is_number(), "{response:?}"),
+            _ => assert!(
+                (1..=600).contains(&response.retry_after_secs()),
+                "{response:?}"
+            ),
         }
     }
     let Stats {

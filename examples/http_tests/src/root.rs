@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use workbench::{Cluster, Database, StopMode};
 
-use crate::instance::{Answer, Start};
+use crate::instance::{Response, Start};
 use crate::observer::{NIGHTLY, Observer, eventually};
 use crate::requests::{reservation, service};
 use crate::scene::Scene;
@@ -14,21 +14,21 @@ use crate::scene::Scene;
 /// As a program prints them, an address for a browser each.
 pub fn the_addresses_that_are_printed_lead_to_pages(binary: &str) {
     let database = Database::new();
-    let instance = Start::of(binary, &database.url()).start();
+    let instance = Start::of(binary, &database.async_url()).start();
     let pages = instance.printed_addresses();
     assert_eq!(pages.len(), 2, "{pages:?}");
     for (page, shown) in pages.iter().zip(["Book a server", "Who holds, who waits"]) {
-        let answer = instance.get(page);
-        assert_eq!(answer.status, 200, "{page}: {answer:?}");
-        assert_eq!(answer.content_type, "text/html; charset=utf-8", "{page}");
-        assert!(answer.text.contains(shown), "{page}: {answer:?}");
+        let response = instance.get(page);
+        assert_eq!(response.status, 200, "{page}: {response:?}");
+        assert_eq!(response.content_type, "text/html; charset=utf-8", "{page}");
+        assert!(response.text.contains(shown), "{page}: {response:?}");
     }
 }
 
 /// Everything is asked for, by what is in the page alone, and fits a telephone.
 pub fn the_root_is_a_page_that_asks_for_everything_and_needs_nothing_else(binary: &str) {
     let database = Database::new();
-    let instance = Start::of(binary, &database.url()).start();
+    let instance = Start::of(binary, &database.async_url()).start();
     let page = instance.get("/").text;
     for route in [
         "/reservations",
@@ -56,13 +56,13 @@ pub fn the_root_is_a_page_that_asks_for_everything_and_needs_nothing_else(binary
 /// Not a blank page.
 pub fn an_address_that_leads_nowhere_names_the_one_that_does_not(binary: &str) {
     let database = Database::new();
-    let instance = Start::of(binary, &database.url()).start();
-    let answer = instance.get("/locks");
-    assert_eq!(answer.status, 404, "{answer:?}");
-    let error = answer.json()["error"].as_str().map(str::to_owned);
+    let instance = Start::of(binary, &database.async_url()).start();
+    let response = instance.get("/locks");
+    assert_eq!(response.status, 404, "{response:?}");
+    let error = response.json()["error"].as_str().map(str::to_owned);
     assert!(
         error.is_some_and(|error| error.contains(" /")),
-        "{answer:?}"
+        "{response:?}"
     );
 }
 
@@ -110,13 +110,13 @@ pub fn the_status_tells_who_holds_who_waits_and_when_what_is_free(binary: &str) 
 pub fn a_call_that_takes_too_long_is_seen_to_time_out(binary: &str) {
     let database = Database::new();
     let service = service(Duration::from_secs(60));
-    let instance = Start::of(binary, &database.url())
+    let instance = Start::of(binary, &database.async_url())
         .named("the caller")
         .calling(&service)
         .with("GEOCODE_TIMEOUT_SECS", "1")
         .start();
-    let answer = instance.get("/geocode?q=slow");
-    assert_eq!(answer.status, 504, "{answer:?}");
+    let response = instance.get("/geocode?q=slow");
+    assert_eq!(response.status, 504, "{response:?}");
     eventually("it is shown", || {
         let timed_out = &instance.get("/status").json()["timed_out"];
         timed_out[0]["service"] == "geocoder"
@@ -157,13 +157,15 @@ pub fn the_status_tells_that_the_database_is_away_and_finds_it_again(binary: &st
 pub fn a_burst_is_sent_at_once_and_each_of_its_responses_is_told(binary: &str) {
     let database = Database::new();
     let service = service(Duration::from_secs(600));
-    let instance = Start::of(binary, &database.url()).calling(&service).start();
+    let instance = Start::of(binary, &database.async_url())
+        .calling(&service)
+        .start();
     let burst = |times: usize, request: Value| {
         instance.post_json("/burst", json!({ "times": times, "request": request }))
     };
-    let statuses = |answer: Answer| {
-        assert_eq!(answer.status, 200, "{answer:?}");
-        let responses = answer.json();
+    let statuses = |response: Response| {
+        assert_eq!(response.status, 200, "{response:?}");
+        let responses = response.json();
         let responses = responses.as_array().expect("it is a list").clone();
         for response in &responses {
             assert!(response["body"].is_object(), "{response}");
@@ -189,7 +191,7 @@ pub fn a_burst_is_sent_at_once_and_each_of_its_responses_is_told(binary: &str) {
         let geocoded = scope.spawn(|| burst(12, json!({ "geocode": "Main & Street" })));
         eventually("four are in flight", || service.stats().in_flight == 4);
         service.takes(Duration::ZERO);
-        geocoded.join().expect("it is answered")
+        geocoded.join().expect("it gets a response")
     });
     let geocoded = statuses(geocoded);
     assert!(

@@ -24,11 +24,11 @@ impl Scene {
     pub(crate) fn start(binary: &str) -> Self {
         let database = Database::new();
         let service = service(Duration::from_secs(600));
-        let writer = Start::of(binary, &database.url())
+        let writer = Start::of(binary, &database.async_url())
             .named("the writer")
             .with_long_report()
             .start();
-        let caller = Start::of(binary, &database.url())
+        let caller = Start::of(binary, &database.async_url())
             .named("the caller")
             .calling(&service)
             .start();

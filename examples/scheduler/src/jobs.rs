@@ -58,7 +58,7 @@ impl Instance {
         }
     }
 
-    /// Answers how long to wait before asking again.
+    /// Returns how long to wait before asking again.
     ///
     /// First the lock, then the throttle, on the lock's own connection:
     ///

@@ -15,7 +15,7 @@ impl Stop {
         changed.notify_all();
     }
 
-    /// Waits that long at most, and answers whether the program is to end.
+    /// Waits that long at most, and returns whether the program is to end.
     pub fn within(&self, pause: Duration) -> bool {
         let (stopped, changed) = &*self.0;
         let stopped = stopped.lock().unwrap_or_else(PoisonError::into_inner);

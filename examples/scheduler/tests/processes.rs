@@ -55,8 +55,8 @@ impl Drop for Instance {
 
 fn count(conn: &mut PgConnection, from_where: &str) -> i64 {
     let query = format!("SELECT count(*) AS count FROM {from_where}");
-    let answer: Count = diesel::sql_query(query).get_result(conn).expect(from_where);
-    answer.count
+    let row: Count = diesel::sql_query(query).get_result(conn).expect(from_where);
+    row.count
 }
 
 /// Looks until it is so, for a minute.

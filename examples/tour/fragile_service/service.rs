@@ -90,28 +90,28 @@ fn serve(caller: TcpStream, counts: &Mutex<Counts>) -> io::Result<()> {
         hangs
     };
     if hangs {
-        let _ = caller.read(&mut [0]); // until the connection ends, with whoever had it
+        let _ = caller.read(&mut [0]); // until the connection ends with its process
     } else {
         thread::sleep(CALL);
     }
-    let answer = {
+    let reply = {
         let mut counts = lock(counts);
         counts.in_flight -= 1;
         counts.served += usize::from(!hangs);
         if counts.closed { "no more\n" } else { "more\n" }
     };
-    caller.get_mut().write_all(answer.as_bytes())
+    caller.get_mut().write_all(reply.as_bytes())
 }
 
-/// Calls the service, and answers whether it wants to be called again.
+/// Calls the service, and returns whether it wants to be called again.
 pub(crate) fn call(address: &str, name: &str) -> io::Result<bool> {
     let mut service = BufReader::new(TcpStream::connect(address)?);
     service
         .get_mut()
         .write_all(format!("{name}\n").as_bytes())?;
-    let mut answer = String::new();
-    service.read_line(&mut answer)?;
-    match answer.as_str() {
+    let mut reply = String::new();
+    service.read_line(&mut reply)?;
+    match reply.as_str() {
         "more\n" => Ok(true),
         "no more\n" => Ok(false),
         _ => Err(io::ErrorKind::UnexpectedEof.into()),

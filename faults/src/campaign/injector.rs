@@ -1,11 +1,11 @@
 //! The injectors of the faults. They work at the same time, and each injects the kind that was injected least often so far.
 
 mod copies;
-mod mishaps;
-mod neighbour;
 mod network;
 mod poolers;
 mod processes;
+mod second_server;
+mod self_inflicted;
 mod server;
 mod sessions;
 
@@ -15,18 +15,18 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use super::crew::Crew;
-use super::ledger::Ledger;
-use super::site::Site;
+use super::event_log::EventLog;
+use super::primary::Primary;
+use super::workers::Workers;
 use crate::chance::Chance;
 use crate::fault::Fault;
 
-/// The means of an injector.
+/// One injector: what it acts on, and the source of its random choices.
 #[derive(Debug)]
-struct Means<'a> {
-    site: &'a Site,
-    crew: &'a Crew,
-    ledger: Arc<Ledger>,
+struct Injector<'a> {
+    primary: &'a Primary,
+    workers: &'a Workers,
+    log: Arc<EventLog>,
     random: Rng,
     /// When the next one is due.
     due: Instant,
@@ -35,43 +35,43 @@ struct Means<'a> {
 
 /// Injects faults for `duration`. Afterwards every server, pooler and worker runs again.
 pub(super) fn inject(
-    site: &Site,
-    crew: &Crew,
-    ledger: &Arc<Ledger>,
+    primary: &Primary,
+    workers: &Workers,
+    log: &Arc<EventLog>,
     mut random: Rng,
     duration: Duration,
 ) {
     let end = Instant::now() + duration;
-    let mut means = || Means {
-        site,
-        crew,
-        ledger: Arc::clone(ledger),
+    let mut injector = || Injector {
+        primary,
+        workers,
+        log: Arc::clone(log),
         random: random.fork(),
         due: Instant::now(),
         end,
     };
-    let injectors: [(Means<'_>, fn(Means<'_>)); 8] = [
-        (means(), processes::inject),
-        (means(), sessions::inject),
-        (means(), network::inject),
-        (means(), server::inject),
-        (means(), poolers::inject),
-        (means(), neighbour::inject),
-        (means(), copies::inject),
-        (means(), mishaps::inject),
+    let injectors: [(Injector<'_>, fn(Injector<'_>)); 8] = [
+        (injector(), processes::inject),
+        (injector(), sessions::inject),
+        (injector(), network::inject),
+        (injector(), server::inject),
+        (injector(), poolers::inject),
+        (injector(), second_server::inject),
+        (injector(), copies::inject),
+        (injector(), self_inflicted::inject),
     ];
     thread::scope(|scope| {
-        for (means, inject) in injectors {
-            scope.spawn(move || inject(means));
+        for (injector, inject) in injectors {
+            scope.spawn(move || inject(injector));
         }
     });
 }
 
-impl Means<'_> {
+impl Injector<'_> {
     /// Injects the scarcest of these kinds repeatedly until the time is over.
     fn scarcest_first(mut self, kinds: &[Fault], mut inflict: impl FnMut(&mut Self, Fault)) {
         while Instant::now() < self.end {
-            let kind = self.ledger.scarcest(kinds, &mut self.random);
+            let kind = self.log.scarcest(kinds, &mut self.random);
             inflict(&mut self, kind);
         }
     }
@@ -87,7 +87,7 @@ impl Means<'_> {
     }
 
     fn any_worker(&mut self) -> usize {
-        let numbers: Vec<usize> = self.crew.numbers().collect();
+        let numbers: Vec<usize> = self.workers.numbers().collect();
         self.random.choice(&numbers).copied().unwrap_or_default()
     }
 }

@@ -8,8 +8,8 @@ use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, SmallInt, Text};
 use diesel_interlock::{Admission, Error};
 
-use super::ledger::Ledger;
-use super::site::Site;
+use super::event_log::EventLog;
+use super::primary::Primary;
 use crate::check::{Booking, Grant, Request, Section, Truth, Write};
 use crate::subjects::{BY_THE_ARTICLE, SEMAPHORES};
 
@@ -53,11 +53,11 @@ struct Line {
 
 /// Checks every few milliseconds while faults are injected. Returns how many checks succeeded, because servers stop and
 /// start meanwhile.
-pub(super) fn watch(site: &Site, ledger: &Ledger, done: &AtomicBool) -> u64 {
+pub(super) fn watch(primary: &Primary, log: &EventLog, done: &AtomicBool) -> u64 {
     let mut looked = 0;
     let mut reported = Vec::new();
     while !done.load(Ordering::Relaxed) {
-        let Ok(mut conn) = PgConnection::establish(&site.url()) else {
+        let Ok(mut conn) = PgConnection::establish(&primary.url()) else {
             thread::sleep(PAUSE);
             continue;
         };
@@ -65,7 +65,7 @@ pub(super) fn watch(site: &Site, ledger: &Ledger, done: &AtomicBool) -> u64 {
             looked += 1;
             for Line { text } in lines {
                 if !reported.contains(&text) {
-                    ledger.violation(format!("the server: {text}"));
+                    log.violation(format!("the server: {text}"));
                     reported.push(text);
                 }
             }
@@ -79,13 +79,13 @@ pub(super) fn watch(site: &Site, ledger: &Ledger, done: &AtomicBool) -> u64 {
 }
 
 /// The locks and transactions that are left when all workers rest.
-pub(super) fn at_rest(site: &Site) -> Vec<String> {
-    let mut conn = connect(site);
+pub(super) fn at_rest(primary: &Primary) -> Vec<String> {
+    let mut conn = connect(primary);
     let end = Instant::now() + SETTLING;
     loop {
         let lines: Vec<Line> = diesel::sql_query(AT_REST)
             .load(&mut conn)
-            .expect("the server answers");
+            .expect("the server replies");
         if lines.is_empty() || Instant::now() > end {
             return lines.into_iter().map(|line| line.text).collect();
         }
@@ -94,8 +94,8 @@ pub(super) fn at_rest(site: &Site) -> Vec<String> {
 }
 
 /// Claims every slot after all timeouts have passed, and returns what is missing.
-pub(super) fn missing_slots(site: &Site) -> Vec<String> {
-    let mut conn = connect(site);
+pub(super) fn missing_slots(primary: &Primary) -> Vec<String> {
+    let mut conn = connect(primary);
     let longest = SEMAPHORES.iter().map(|semaphore| semaphore.timeout()).max();
     thread::sleep(longest.unwrap_or_default() + Duration::from_millis(100));
     let mut missing = Vec::new();
@@ -117,9 +117,9 @@ pub(super) fn missing_slots(site: &Site) -> Vec<String> {
 }
 
 /// Attempts every throttle after its interval has passed, and returns the denials.
-pub(super) fn closed_throttles(site: &Site) -> Vec<String> {
+pub(super) fn closed_throttles(primary: &Primary) -> Vec<String> {
     use diesel_interlock::{Decision, DeclaredResources, Throttle};
-    let mut conn = connect(site);
+    let mut conn = connect(primary);
     crate::subjects::Resource::ALL
         .iter()
         .filter_map(|resource| {
@@ -129,15 +129,15 @@ pub(super) fn closed_throttles(site: &Site) -> Vec<String> {
                 .attempt_on(&mut conn)
             {
                 Ok(Decision::Granted(_)) => None,
-                other => Some(format!("{resource:?} is due, and answers {other:?}")),
+                other => Some(format!("{resource:?} is due, and returns {other:?}")),
             }
         })
         .collect()
 }
 
 /// Reads the records of the server.
-pub(super) fn truth(site: &Site) -> QueryResult<Truth> {
-    let mut conn = connect(site);
+pub(super) fn truth(primary: &Primary) -> QueryResult<Truth> {
+    let mut conn = connect(primary);
     let sections: Vec<SectionRow> =
         diesel::sql_query("SELECT lock, exclusive, pid, began, ended, token FROM faults.section")
             .load(&mut conn)?;
@@ -163,14 +163,14 @@ pub(super) fn truth(site: &Site) -> QueryResult<Truth> {
     })
 }
 
-fn connect(site: &Site) -> PgConnection {
-    PgConnection::establish(&site.url()).expect("the server runs")
+fn connect(primary: &Primary) -> PgConnection {
+    PgConnection::establish(&primary.url()).expect("the server runs")
 }
 
 /// Installs the schema of the crate and the tables of the campaign.
-pub(super) fn install(site: &Site) -> Result<(), Error> {
+pub(super) fn install(primary: &Primary) -> Result<(), Error> {
     use diesel::connection::SimpleConnection;
-    let mut conn = connect(site);
+    let mut conn = connect(primary);
     diesel_interlock::migrations::install(&mut conn)?;
     let _ = diesel_interlock::sync::<crate::subjects::Resource>(&mut conn)?;
     conn.batch_execute(include_str!("../setup.sql"))?;

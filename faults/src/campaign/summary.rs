@@ -3,51 +3,68 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::ledger::Book;
+use super::event_log::Events;
 use crate::check::Findings;
 use crate::fault::Fault;
+use crate::half::Half;
 use crate::record::{Outcome, Primitive};
 
 /// How many violations of a kind are printed in full.
 const PRINTED: usize = 5;
 
 /// Returns the summary as text.
-pub(super) fn of(book: &Book, findings: &Findings, looked: u64) -> String {
+pub(super) fn of(events: &Events, findings: &Findings, looked: u64) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
-    let _ = write(&mut text, book, findings, looked);
+    let _ = write(&mut text, events, findings, looked);
     text
 }
 
-fn write(text: &mut String, book: &Book, findings: &Findings, looked: u64) -> std::fmt::Result {
-    writeln!(text, "\noperations")?;
-    for what in Primitive::ALL {
-        write!(text, "  {:<20}", what.name())?;
-        for outcome in Outcome::ALL {
-            let number = book.operations.get(&(what, outcome)).unwrap_or(&0);
-            write!(text, "{number:>9} {}", outcome.name())?;
+fn write(text: &mut String, events: &Events, findings: &Findings, looked: u64) -> std::fmt::Result {
+    for half in Half::ALL {
+        if !events.operations.keys().any(|(of, ..)| *of == half) {
+            continue;
         }
-        writeln!(text)?;
+        writeln!(text, "\n{} operations", half.name())?;
+        for what in Primitive::ALL {
+            write!(text, "  {:<20}", what.name())?;
+            for outcome in Outcome::ALL {
+                let number = events.operations.get(&(half, what, outcome)).unwrap_or(&0);
+                write!(text, "{number:>9} {}", outcome.name())?;
+            }
+            writeln!(text)?;
+        }
     }
     writeln!(
         text,
-        "faults, and the longest time until everyone hit by one had succeeded again"
+        "faults, the longest time until everyone hit by one had succeeded again, and who inflicted it on itself"
     )?;
     for kind in Fault::all() {
-        let number = book.faults.get(&kind).unwrap_or(&0);
+        let number = events.faults.get(&kind).unwrap_or(&0);
         let name = kind.name();
-        let recovery = book.longest_recovery.get(&kind);
+        let recovery = events.longest_recovery.get(&kind);
         let recovery = recovery.map_or(String::new(), |longest| {
             format!("{:>8.2} s", longest.as_secs_f64())
         });
-        writeln!(text, "  {name:<40}{number:>7}{recovery}")?;
+        let halves: Vec<String> = Half::ALL
+            .into_iter()
+            .filter_map(|half| {
+                let number = events.inflicted.get(&(half, kind))?;
+                Some(format!("{number} {}", half.name()))
+            })
+            .collect();
+        let line = format!(
+            "  {name:<40}{number:>7}{recovery:>10}  {}",
+            halves.join(", ")
+        );
+        writeln!(text, "{}", line.trim_end())?;
     }
     writeln!(text, "examined")?;
     writeln!(text, "  {:<40}{looked:>7}", "looks at the server's locks")?;
     for (what, number) in &findings.examined {
         writeln!(text, "  {what:<40}{number:>7}")?;
     }
-    let asynchronous = book.history.failovers.iter().filter(|f| !f.synchronous);
+    let asynchronous = events.history.failovers.iter().filter(|f| !f.synchronous);
     writeln!(
         text,
         "lost by {} asynchronous failovers, as documented",
@@ -56,7 +73,7 @@ fn write(text: &mut String, book: &Book, findings: &Findings, looked: u64) -> st
     for (what, number) in &findings.losses {
         writeln!(text, "  {what:<40}{number:>7}")?;
     }
-    let violations = violations(book, findings);
+    let violations = violations(events, findings);
     let mut sorts: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for violation in &violations {
         sorts.entry(sort(violation)).or_default().push(violation);
@@ -70,8 +87,8 @@ fn write(text: &mut String, book: &Book, findings: &Findings, looked: u64) -> st
         }
     }
     if !violations.is_empty() {
-        for outage in &book.history.outages {
-            let failover = book
+        for outage in &events.history.outages {
+            let failover = events
                 .history
                 .failovers
                 .iter()
@@ -97,8 +114,9 @@ fn sort(violation: &str) -> String {
 }
 
 /// The violations that the campaign and the checks found.
-pub(super) fn violations<'a>(book: &'a Book, findings: &'a Findings) -> Vec<&'a str> {
-    book.violations
+pub(super) fn violations<'a>(events: &'a Events, findings: &'a Findings) -> Vec<&'a str> {
+    events
+        .violations
         .iter()
         .chain(&findings.violations)
         .map(String::as_str)

@@ -113,7 +113,7 @@ fn told_too_late(history: &History, findings: &mut Findings) {
         else {
             continue;
         };
-        findings.examined("answers that a session lock is held", 1);
+        findings.examined("replies that a session lock is held", 1);
         if history.was_dead(*pid, *acquired, *asked) {
             findings.violation(format!(
                 "session lock: pid {pid} was dead at {asked}, and worker {worker} was told that its lock of {acquired} was held"
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn one_after_the_other_is_right() {
+    fn holders_one_after_the_other_are_no_violation() {
         assert_eq!(
             violations(vec![section(true, 1, 5), section(true, 5, 9)]),
             0
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_to_be_alone_and_is_not_is_seen() {
+    fn an_exclusive_holder_that_is_not_alone_is_seen() {
         assert_eq!(
             violations(vec![section(true, 1, 5), section(true, 4, 9)]),
             1

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_without_a_cause_is_none_that_may_be() {
+    fn a_loss_without_a_cause_is_a_violation() {
         assert_eq!(violations(direct()), 1);
         assert_eq!(violations(History::default()), 0);
     }

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn an_asynchronous_failover_may_lose_what_was_told() {
+    fn an_asynchronous_failover_may_lose_what_was_confirmed() {
         let mut findings = Findings::default();
         let lost = find(&history(false, 101), &Truth::default(), &mut findings);
         assert!(findings.violations.is_empty());
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_synchronous_one_may_not() {
+    fn a_synchronous_failover_may_not() {
         let mut findings = Findings::default();
         find(&history(true, 101), &Truth::default(), &mut findings);
         assert_eq!(findings.violations.len(), 1);

@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn the_death_of_a_namesake_before_is_none() {
+    fn the_death_of_an_earlier_session_with_the_same_pid_is_none() {
         let death = Death { sent: 90, gone: 95 };
         assert_eq!(violations(900, vec![death], Vec::new()), 0);
     }

@@ -2,10 +2,11 @@
 
 use diesel_interlock::Error;
 
+use super::report::violation;
 use crate::record::Primitive;
 
-/// Describes an error that no fault explains.
-pub(super) fn must_not_be(what: Primitive, error: &Error) -> Option<String> {
+/// Reports an error that no fault explains.
+pub(super) fn examine(what: Primitive, error: &Error) {
     let text = full_text(error);
     let excused = match error {
         // Nothing was sent, so the session is alive.
@@ -26,13 +27,16 @@ pub(super) fn must_not_be(what: Primitive, error: &Error) -> Option<String> {
         Error::Database(_) => !SYMPTOMS.iter().any(|symptom| text.contains(symptom)),
         _ => false,
     };
-    (!excused).then(|| format!("{}: {text}", what.name()))
+    if !excused {
+        violation(format!("{}: {text}", what.name()));
+    }
 }
 
-/// The messages of a wait that the user's `lock_timeout` cut short, of a pooler that has lost a prepared statement, of a
+/// The messages of a cancellation that hit another statement than its own, of a wait that the user's `lock_timeout` cut short, of a pooler that has lost a prepared statement, of a
 /// deadlock, of a unique index that two claims met in, of a stored function that took a wrong branch, and of a transaction
 /// that was left open in the pool.
-const SYMPTOMS: [&str; 7] = [
+const SYMPTOMS: [&str; 8] = [
+    "due to user request",
     "lock timeout",
     "prepared statement",
     "deadlock",

@@ -17,3 +17,7 @@ pub(super) fn report(record: &Record) {
         std::process::exit(0);
     }
 }
+
+pub(super) fn violation(text: impl Into<String>) {
+    report(&Record::Violation { text: text.into() });
+}

@@ -60,8 +60,8 @@ fn fits(text: &str, longest: usize) -> bool {
 }
 
 /// An error of ours, told before anything is sent.
-fn refused<T: std::fmt::Debug>(answer: Result<T, Error>) {
-    match answer {
+fn refused<T: std::fmt::Debug>(result: Result<T, Error>) {
+    match result {
         Err(
             Error::Input(Input::EmptyName)
             | Error::Input(Input::EmptyKey)

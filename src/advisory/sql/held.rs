@@ -1,11 +1,11 @@
 //! The statements that read `pg_locks`: whether a lock is held, and by which session.
 
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 use diesel::data_types::PgTimestamp;
 use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 use diesel::sql_types::Timestamptz;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Oid, Text};
 
@@ -139,7 +139,7 @@ pub(in crate::advisory) struct DrawnToken {
     pub(in crate::advisory) number: Option<i64>,
 }
 
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 statement! {
     /// Returns the session's pid, when the session began, which tells it from a later session with the same pid, and whether
     /// it holds the lock in this mode.
@@ -154,7 +154,7 @@ statement! {
     }
 }
 
-#[cfg(feature = "r2d2")]
+#[cfg(any(feature = "r2d2", feature = "async"))]
 statement! {
     /// Returns, on any session, whether the session with this pid holds the lock in this mode.
     pub(super) struct HeldBy {

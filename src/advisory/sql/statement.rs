@@ -1,15 +1,20 @@
 //! How the statements of a lock are declared, and how Diesel finds one that it has prepared.
 
-use diesel::pg::{Pg, PgConnection};
+use diesel::pg::Pg;
+#[cfg(feature = "postgres")]
+use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::sql_types::{BigInt, Integer};
+#[cfg(feature = "async")]
+use diesel_async::AsyncPgConnection;
 
 use crate::advisory::lock::{Lock, LockMode};
 use crate::key::LockId;
-#[cfg(feature = "__async")]
-use crate::session::Reply;
-use crate::session::Statement;
+#[cfg(feature = "postgres")]
+use crate::session::BlockingStatement;
+#[cfg(feature = "async")]
+use crate::session::{AsyncProbe, AsyncStatement, Probed, Reply, Times};
 
 /// Declares a statement that is prepared once per connection: its fields, the types of its row, and its text.
 ///
@@ -39,6 +44,9 @@ macro_rules! statement {
         }
 
         impl<Conn> RunQueryDsl<Conn> for $name {}
+
+        #[cfg(feature = "async")]
+        impl crate::session::Probed for $name {}
 
         impl QueryFragment<Pg> for $name {
             fn walk_ast<'b>(&'b $self, mut $out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
@@ -105,31 +113,65 @@ macro_rules! numbered {
 #[derive(Debug, Clone)]
 pub(in crate::advisory) struct Numbered<Q>(pub(in crate::advisory) Q);
 
-impl<U, Q> Statement<U> for Numbered<Q>
+#[cfg(feature = "postgres")]
+impl<U, Q> BlockingStatement<U> for Numbered<Q>
 where
     Q: NumberedText,
-    Text<0, Q>: Statement<U>,
-    Text<1, Q>: Statement<U>,
-    Text<2, Q>: Statement<U>,
-    Text<3, Q>: Statement<U>,
+    Text<0, Q>: BlockingStatement<U>,
+    Text<1, Q>: BlockingStatement<U>,
+    Text<2, Q>: BlockingStatement<U>,
+    Text<3, Q>: BlockingStatement<U>,
 {
     fn load(&self, conn: &mut PgConnection) -> QueryResult<U> {
-        numbered!(self.0.clone(), |text| Statement::<U>::load(&text, conn))
+        numbered!(self.0.clone(), |text| BlockingStatement::<U>::load(
+            &text, conn
+        ))
     }
 
     fn load_all(&self, conn: &mut PgConnection) -> QueryResult<Vec<U>> {
-        numbered!(self.0.clone(), |text| Statement::<U>::load_all(&text, conn))
+        numbered!(self.0.clone(), |text| BlockingStatement::<U>::load_all(
+            &text, conn
+        ))
     }
+}
 
-    #[cfg(feature = "__async")]
-    fn send<'conn>(
-        self,
-        conn: &'conn mut diesel_async::AsyncPgConnection,
-    ) -> Reply<'conn, QueryResult<Vec<U>>>
+#[cfg(feature = "async")]
+impl<U, Q> AsyncStatement<U> for Numbered<Q>
+where
+    Q: NumberedText,
+    Text<0, Q>: AsyncStatement<U>,
+    Text<1, Q>: AsyncStatement<U>,
+    Text<2, Q>: AsyncStatement<U>,
+    Text<3, Q>: AsyncStatement<U>,
+{
+    fn send<'conn>(self, conn: &'conn mut AsyncPgConnection) -> Reply<'conn, QueryResult<Vec<U>>>
     where
         U: Send + 'conn,
     {
-        numbered!(self.0, |text| Statement::<U>::send(text, conn))
+        numbered!(self.0, |text| AsyncStatement::<U>::send(text, conn))
+    }
+}
+
+#[cfg(feature = "async")]
+impl<U, Q> AsyncProbe<U> for Numbered<Q>
+where
+    Q: NumberedText,
+    Text<0, Q>: AsyncProbe<U>,
+    Text<1, Q>: AsyncProbe<U>,
+    Text<2, Q>: AsyncProbe<U>,
+    Text<3, Q>: AsyncProbe<U>,
+{
+    fn send_probed<'conn>(
+        self,
+        conn: &'conn AsyncPgConnection,
+        note: Option<String>,
+    ) -> Reply<'conn, QueryResult<(U, Times)>>
+    where
+        U: Send + 'conn,
+    {
+        numbered!(self.0, |text| AsyncProbe::<U>::send_probed(
+            text, conn, note
+        ))
     }
 }
 
@@ -157,6 +199,9 @@ impl<const NUMBER: usize, Q: QueryId> QueryId for Text<NUMBER, Q> {
 }
 
 impl<const NUMBER: usize, Q, Conn> RunQueryDsl<Conn> for Text<NUMBER, Q> {}
+
+#[cfg(feature = "async")]
+impl<const NUMBER: usize, Q: QueryFragment<Pg>> Probed for Text<NUMBER, Q> {}
 
 impl<const NUMBER: usize, Q: QueryFragment<Pg>> QueryFragment<Pg> for Text<NUMBER, Q> {
     fn walk_ast<'b>(&'b self, out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {

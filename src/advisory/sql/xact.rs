@@ -68,11 +68,7 @@ impl TriedXact {
 /// Two settings of this crate keep the caller's values, because releasing a savepoint does not restore settings.
 pub(in crate::advisory) fn wait_for_xact(lock: Lock, lock_timeout: i32) -> String {
     let function = lock.mode.xact_lock_function();
-    // In quotes, because the smallest number is no `bigint` without its sign.
-    let key = match lock.id {
-        LockId::BigInt(number) => format!("'{number}'::bigint"),
-        LockId::Pair(first, second) => format!("'{first}'::int, '{second}'::int"),
-    };
+    let key = literal(lock.id);
     format!(
         "SELECT \
          pg_catalog.set_config('diesel_interlock.statement_timeout', \
@@ -88,6 +84,15 @@ pub(in crate::advisory) fn wait_for_xact(lock: Lock, lock_timeout: i32) -> Strin
          pg_catalog.set_config('lock_timeout', \
          pg_catalog.current_setting('diesel_interlock.lock_timeout'), true)"
     )
+}
+
+/// The numbers of a lock in a message without parameters. In quotes, because the smallest number is no `bigint` without its
+/// sign.
+pub(super) fn literal(id: LockId) -> String {
+    match id {
+        LockId::BigInt(number) => format!("'{number}'::bigint"),
+        LockId::Pair(first, second) => format!("'{first}'::int, '{second}'::int"),
+    }
 }
 
 impl NumberedText for TryXact {

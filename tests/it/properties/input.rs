@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use workbench::Database;
 
 use super::{hold, text};
-use crate::support::Expect;
+use crate::support::{Expect, assert_matches, attempt};
 
 /// A database with the schema, and one where whatever is sent is an error.
 struct Databases {
@@ -43,12 +43,9 @@ impl Databases {
             .err()
             .expect("the database has no schema");
         match call(&mut self.installed.borrow_mut()) {
-            Ok(answer) => {
-                assert!(
-                    matches!(nowhere, Error::Schema(Schema::NotInstalled)),
-                    "{nowhere:?}"
-                );
-                Some(answer)
+            Ok(value) => {
+                assert_matches!(nowhere, Error::Schema(Schema::NotInstalled));
+                Some(value)
             }
             Err(error) => {
                 let ours = matches!(
@@ -191,21 +188,16 @@ fn labels_of_resources() {
 
         let throttle = Throttle::of(ResourceLabel(label.clone()));
         let conn = &mut *databases.installed.borrow_mut();
-        let attempt = throttle.clone().details("somebody").attempt_on(conn);
+        let first = throttle.clone().details("somebody").attempt_on(conn);
         if synced.is_some() {
             assert!(sync::<Declared>(conn).unwrap().added.is_empty());
-            attempt.unwrap().granted().unwrap();
-            let denial = throttle
-                .clone()
-                .details("another")
-                .attempt_on(conn)
-                .unwrap()
-                .denied();
+            first.unwrap().granted().unwrap();
+            let denial = attempt(conn, &throttle, "another").denied();
             assert_eq!(denial.unwrap().holder.as_deref(), Some("somebody"));
             testing::make_due(conn, &throttle).unwrap();
         } else if fits(&label, 63) {
             let unknown = |error: &Error| matches!(error, Error::Schema(Schema::UnknownResource { label: told }) if *told == label);
-            assert!(attempt.as_ref().is_err_and(unknown), "{attempt:?}");
+            assert!(first.as_ref().is_err_and(unknown), "{first:?}");
             let due = testing::make_due(conn, &throttle);
             assert!(due.as_ref().is_err_and(unknown), "{due:?}");
         }

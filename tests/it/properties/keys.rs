@@ -129,7 +129,7 @@ fn keys_are_equal_if_their_numbers_are() {
 }
 
 #[test]
-fn whatever_the_name_it_is_shown_with_its_number() {
+fn any_name_is_shown_with_its_number() {
     hold(500, text(), |name| {
         let key = LockKey::from(&*name);
         let (shown, number) = (key.to_string(), fnv1a(&name));

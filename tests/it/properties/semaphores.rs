@@ -166,10 +166,10 @@ fn take(conn: &mut PgConnection, model: &mut Model, step: Step) {
             let Some(request) = model.requests.get(which).cloned() else {
                 return;
             };
-            let answer = semaphore(request.service, 1, 1).complete_on(conn, request.id);
+            let result = semaphore(request.service, 1, 1).complete_on(conn, request.id);
             let open = request.end == End::Open;
             let in_time = request.expires > model.now;
-            assert_eq!(answer.unwrap(), open && in_time);
+            assert_eq!(result.unwrap(), open && in_time);
             if open {
                 let end = if in_time {
                     End::Completed
@@ -183,9 +183,9 @@ fn take(conn: &mut PgConnection, model: &mut Model, step: Step) {
             let Some(request) = model.requests.get(which).cloned() else {
                 return;
             };
-            let answer = semaphore(request.service, 1, hours).renew_on(conn, request.id);
+            let result = semaphore(request.service, 1, hours).renew_on(conn, request.id);
             let renewed = request.end == End::Open && request.expires > model.now;
-            assert_eq!(answer.unwrap().is_some(), renewed);
+            assert_eq!(result.unwrap().is_some(), renewed);
             if renewed {
                 let expires = request.expires.max(model.now + i64::from(hours));
                 model.requests[which].expires = expires;

@@ -13,7 +13,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::hold;
-use crate::support::{number, truth};
+use crate::support::{attempt, number, truth};
 use crate::throttles::{age, database};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -24,7 +24,7 @@ type Subject = Option<u8>;
 #[derive(Debug, Clone)]
 enum Step {
     Attempt(Subject),
-    /// By the function of the article, which answers a boolean.
+    /// By the function of the article, which returns a boolean.
     Lock,
     Pass(u32),
     Interval(u32),
@@ -108,7 +108,7 @@ fn throttle(subject: Subject) -> Throttle<ResourceLabel> {
 
 fn take(conn: &mut PgConnection, model: &mut Model, step: Step, by: String) {
     match step {
-        Step::Attempt(subject) => attempt(conn, model, subject, by),
+        Step::Attempt(subject) => attempt_both(conn, model, subject, by),
         Step::Lock => {
             let call = format!("resource_control.lock_throttled_resource('cache rebuild', '{by}')");
             let due = model.due_in(None).is_none();
@@ -171,12 +171,10 @@ fn take(conn: &mut PgConnection, model: &mut Model, step: Step, by: String) {
     }
 }
 
-fn attempt(conn: &mut PgConnection, model: &mut Model, subject: Subject, by: String) {
+/// Attempts it in the database and in the model, and compares.
+fn attempt_both(conn: &mut PgConnection, model: &mut Model, subject: Subject, by: String) {
     let interval = HOUR * model.interval;
-    let decision = throttle(subject)
-        .details(by.clone())
-        .attempt_on(conn)
-        .unwrap();
+    let decision = attempt(conn, &throttle(subject), by.clone());
     match (decision, model.due_in(subject)) {
         (Decision::Granted(grant), None) => {
             assert_eq!((grant.until - grant.granted_at).to_std(), Ok(interval));

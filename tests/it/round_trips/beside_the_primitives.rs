@@ -3,16 +3,20 @@
 use std::time::Duration;
 
 use diesel::data_types::PgInterval;
-use diesel::prelude::*;
-use diesel_interlock::{Error, Fence, Sessions, functions, migrations, probe_sessions};
-use workbench::{Database, RoundTrips};
 
 use super::{LOCK, takes};
-use crate::support::{Expect, silent_pool};
+use crate::half::prelude::*;
+use crate::half::{
+    Database, Error, Fence, RoundTrips, Sessions, functions, migrations, probe_sessions,
+    silent_pool,
+};
+use crate::migrations::directory;
+use crate::semaphores::database;
+use crate::support::Expect;
 
 #[test]
 fn one_to_draw_a_token_and_one_to_pass_a_fence() {
-    let database = crate::semaphores::database();
+    let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = &silent_pool(&proxy, 1);
     let mut token = 0;
@@ -55,7 +59,7 @@ fn one_to_begin_to_watch() {
 }
 
 #[test]
-fn six_to_look_for_a_pooler_once_per_connection() {
+fn six_to_detect_a_pooler_once_per_connection() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy, 2);
@@ -81,7 +85,7 @@ fn six_to_look_for_a_pooler_once_per_connection() {
 
 #[test]
 fn one_for_each_stored_function() {
-    let database = crate::semaphores::database();
+    let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     let day = PgInterval::from_days(1);
@@ -105,7 +109,7 @@ fn one_for_each_stored_function() {
 #[cfg(feature = "migrations")]
 #[test]
 fn an_installation_that_is_there_is_seen_in_two() {
-    let database = crate::semaphores::database();
+    let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     let install = || assert_eq!(migrations::install(conn).unwrap(), []);
@@ -118,7 +122,7 @@ fn migrations_that_were_run_are_seen_in_two() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
-    let source = crate::migrations::directory(
+    let source = directory(
         "seen",
         &[("2026-01-01-000000_users", "CREATE TABLE users (id int)")],
     );
@@ -134,11 +138,11 @@ fn migrations_that_were_run_are_seen_in_two() {
 /// Once per database, on a connection that has prepared the statements.
 #[cfg(feature = "migrations")]
 #[test]
-fn seven_to_forget_the_files_and_25_to_uninstall_the_schema() {
-    let database = crate::semaphores::database();
+fn seven_to_forget_the_files_and_27_to_uninstall_the_schema() {
+    let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
-    let source = crate::migrations::directory("forgotten", &[]);
+    let source = directory("forgotten", &[]);
     migrations::write_to(source.path()).unwrap();
     let written = migrations::run_pending(conn, source.migrations()).unwrap();
     assert_eq!(migrations::take_over(conn).unwrap(), written);
@@ -149,5 +153,5 @@ fn seven_to_forget_the_files_and_25_to_uninstall_the_schema() {
     counts[0] = proxy.count(|| assert_eq!(migrations::take_over(conn).unwrap(), written));
     counts[1] =
         proxy.count(|| assert_eq!(migrations::uninstall(conn).unwrap().len(), written.len()));
-    assert_eq!(counts, [7, 25]);
+    assert_eq!(counts, [7, 27]);
 }

@@ -2,20 +2,19 @@
 
 use std::time::Duration;
 
-use diesel::prelude::*;
-use diesel_interlock::schema::resource_control::{
-    service_request, throttled_key, throttled_resource,
-};
-use diesel_interlock::{Semaphore, monitor};
-use workbench::RoundTrips;
-
 use super::{LOCK, takes};
-use crate::support::{Expect, foreign_session_holding};
+use crate::half::prelude::*;
+use crate::half::{
+    RoundTrips, Semaphore, monitor,
+    schema::resource_control::{service_request, throttled_key, throttled_resource},
+};
+use crate::semaphores::database;
+use crate::support::{Expect, foreign_holder};
 
 #[test]
 fn one_for_each_question_about_locks() {
-    let database = crate::semaphores::database();
-    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let database = database();
+    let _holder = foreign_holder(&database, &LOCK);
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     let key = LOCK.key();
@@ -58,7 +57,7 @@ fn one_for_each_question_about_locks() {
 
 #[test]
 fn one_for_each_question_about_tables() {
-    let database = crate::semaphores::database();
+    let database = database();
     let semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
     let _claim = semaphore
         .claim_on(&mut database.connect())

@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use diesel::prelude::*;
-use diesel_interlock::{Admission, Error, Semaphore};
-use workbench::{Database, RoundTrips};
-
 use super::{LOCK, takes};
-use crate::support::{Expect, Observer, eventually, foreign_session_holding, silent_pool};
+use crate::half::prelude::*;
+use crate::half::{Admission, Database, Error, RoundTrips, Semaphore, silent_pool};
+use crate::semaphores::database;
+use crate::support::{Expect, Observer, eventually, foreign_holder};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -73,7 +72,7 @@ fn one_for_a_lock_of_any_form_that_is_taken() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = &silent_pool(&proxy, 1);
-    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let _holder = foreign_holder(&database, &LOCK);
     takes(1, &proxy, || {
         assert!(
             LOCK.try_acquire(pool)
@@ -107,7 +106,7 @@ fn a_lock_that_is_waited_for_takes_two_for_each_slice() {
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     let mut observer = Observer::of(&database);
     let mut wait = || {
-        let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+        let holder = foreign_holder(&database, &LOCK);
         let before = proxy.round_trips();
         let waited = std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
@@ -134,7 +133,7 @@ fn a_lock_that_is_waited_for_takes_two_for_each_slice() {
 
 #[test]
 fn a_semaphore_of_any_form_takes_one_to_claim_and_one_to_release() {
-    let database = crate::semaphores::database();
+    let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = &silent_pool(&proxy, 1);
     let semaphore = Semaphore::named("any form", 1, Duration::from_secs(30));

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use diesel::prelude::*;
-use diesel_interlock::{Attempt, Semaphore, Throttle, testing, throttled_resources};
-use workbench::{Database, RoundTrips};
-
 use super::LOCK;
+use crate::half::prelude::*;
+use crate::half::{
+    Attempt, Database, RoundTrips, Semaphore, Throttle, sync, testing, throttled_resources,
+};
+use crate::semaphores::database;
 
 throttled_resources! {
     enum Resource { Report = "report" every Duration::from_secs(3600) }
@@ -21,8 +22,8 @@ fn takes(trips: u64, proxy: &RoundTrips, mut call: impl FnMut()) {
 
 #[test]
 fn as_many_as_it_says_for_each_question_and_each_change() {
-    let database = crate::semaphores::database();
-    let _ = diesel_interlock::sync::<Resource>(&mut database.connect()).unwrap();
+    let database = database();
+    let _ = sync::<Resource>(&mut database.connect()).unwrap();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     let semaphore = Semaphore::named("asked about", 2, Duration::from_secs(30));
@@ -49,9 +50,8 @@ fn as_many_as_it_says_for_each_question_and_each_change() {
 
 #[test]
 fn three_more_where_locks_are_held() {
-    let database = Database::new();
-    let installed = crate::semaphores::database();
-    for (database, trips) in [(&database, 2), (&installed, 4)] {
+    let (empty, installed) = (Database::new(), database());
+    for (database, trips) in [(&empty, 2), (&installed, 4)] {
         let proxy = RoundTrips::in_front_of(database);
         let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
         let mut holder = database.connect();

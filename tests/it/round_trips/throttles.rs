@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use diesel::prelude::*;
-use diesel_interlock::{Decision, Error, Throttle, sync, sync_intervals, throttled_resources};
-use workbench::RoundTrips;
-
 use super::takes;
-use crate::support::silent_pool;
+use crate::half::prelude::*;
+use crate::half::{
+    Decision, Error, RoundTrips, Throttle, silent_pool, sync, sync_intervals, throttled_resources,
+};
+use crate::semaphores::database;
+use crate::support::{attempt, is_granted};
 
 throttled_resources! {
     enum Resource {
@@ -17,8 +18,8 @@ throttled_resources! {
 }
 
 #[test]
-fn one_for_an_attempt_whatever_is_decided() {
-    let database = crate::semaphores::database();
+fn one_for_an_attempt_with_any_decision() {
+    let database = database();
     let _ = sync::<Resource>(&mut database.connect()).unwrap();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = &silent_pool(&proxy, 1);
@@ -32,14 +33,8 @@ fn one_for_an_attempt_whatever_is_decided() {
         };
         let (at_once, hourly) = (throttle(Resource::AtOnce), throttle(Resource::Hourly));
         let conn = &mut pool.get().unwrap();
-        let mut attempt = |throttle: &Throttle<Resource>| {
-            throttle
-                .clone()
-                .details("web-3")
-                .attempt_on(conn)
-                .unwrap()
-                .granted()
-        };
+        let mut attempt =
+            |throttle: &Throttle<Resource>| attempt(conn, throttle, "web-3").granted();
         takes(1, &proxy, || assert!(attempt(&at_once).is_some()));
         assert!(attempt(&hourly).is_some());
         takes(1, &proxy, || assert_eq!(attempt(&hourly), None));
@@ -50,21 +45,13 @@ fn one_for_an_attempt_whatever_is_decided() {
     takes(1, &proxy, || {
         tenant += 1;
         let throttle = Throttle::of(Resource::Hourly).key(format!("new {tenant}"));
-        assert!(
-            throttle
-                .clone()
-                .details("web-3")
-                .attempt_on(conn)
-                .unwrap()
-                .granted()
-                .is_some()
-        );
+        assert!(is_granted(conn, &throttle, "web-3"));
     });
 }
 
 #[test]
 fn one_for_the_closure_forms() {
-    let database = crate::semaphores::database();
+    let database = database();
     let _ = sync::<Resource>(&mut database.connect()).unwrap();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = &silent_pool(&proxy, 1);
@@ -112,7 +99,7 @@ fn one_for_the_closure_forms() {
 /// Its statements are not kept prepared: it runs once per start of a program.
 #[test]
 fn synchronizing_takes_one_per_resource_when_there_is_nothing_to_do() {
-    let database = crate::semaphores::database();
+    let database = database();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     let _ = sync::<Resource>(conn).unwrap();

@@ -2,12 +2,10 @@
 
 use std::time::Duration;
 
-use diesel::prelude::*;
-use diesel_interlock::Error;
-use workbench::{Database, RoundTrips};
-
 use super::{LOCK, takes};
-use crate::support::{Expect, Observer, eventually, foreign_session_holding};
+use crate::half::prelude::*;
+use crate::half::{Database, Error, RoundTrips};
+use crate::support::{Expect, Observer, eventually, foreign_holder};
 
 /// Long enough that the try, on a slow machine, does not take all of it.
 const SHORT: Duration = Duration::from_millis(500);
@@ -51,7 +49,7 @@ fn a_lock_that_is_taken_takes_three_more_for_the_savepoint_in_which_it_is_waited
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
-    let _holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let _holder = foreign_holder(&database, &LOCK);
     conn.transaction(|conn| {
         takes(1, &proxy, || {
             assert!(LOCK.try_acquire_xact(conn).unwrap().is_busy())
@@ -84,7 +82,7 @@ fn a_lock_that_is_waited_for_without_a_limit_takes_one_more() {
     let proxy = RoundTrips::in_front_of(&database);
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     LOCK.transaction(conn, |_| Ok::<_, Error>(())).unwrap();
-    let holder = foreign_session_holding(&database, LOCK.key().id().unwrap());
+    let holder = foreign_holder(&database, &LOCK);
     let mut observer = Observer::of(&database);
     let before = proxy.round_trips();
     std::thread::scope(|scope| {

@@ -4,10 +4,10 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::Semaphore;
 
 use super::{FOUR, ONE, PATIENT};
+use crate::half::Semaphore;
+use crate::half::prelude::*;
 use crate::semaphores::{claim_in_sql, database, expire, fill, log, request};
 use crate::support::{Expect, Observer, backend_pid, eventually, number, setting, truth};
 

@@ -4,15 +4,14 @@ use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::schema::resource_control::service_request;
-use diesel_interlock::{Error, Semaphore};
 
 use super::{GEOCODER, database, expire, fill, log, request};
-use crate::support::{Expect, truth};
+use crate::half::prelude::*;
+use crate::half::{Error, Semaphore, schema::resource_control::service_request};
+use crate::support::{Expect, assert_matches, truth};
 
 #[test]
-fn a_permit_that_timed_out_is_told_so_and_changes_nothing() {
+fn the_release_of_a_permit_that_timed_out_says_so_and_changes_nothing() {
     let database = database();
     let (pool, conn) = (database.pool(1), &mut database.connect());
     let one_slot = Semaphore::named("geocoder", 1, Duration::from_secs(30));
@@ -20,13 +19,14 @@ fn a_permit_that_timed_out_is_told_so_and_changes_nothing() {
     expire(conn, "geocoder");
     let next = one_slot.try_acquire(&pool).unwrap().expect_acquired();
     assert_eq!(late.claim().slot, next.claim().slot);
-    assert!(matches!(late.renew(), Err(Error::TimedOut { .. })));
+    assert_matches!(late.renew(), Err(Error::TimedOut { .. }));
     assert!(late.remaining().is_zero());
     let id = late.fencing_token();
     let released = late.release();
-    assert!(
-        matches!(&released, Err(Error::TimedOut { service, id: theirs }) if service == "geocoder" && *theirs == id),
-        "{released:?}"
+    assert_matches!(
+        released,
+        Err(Error::TimedOut { service, id: theirs })
+            if service == "geocoder" && *theirs == id
     );
     assert!(one_slot.try_acquire(&pool).unwrap().is_full());
     next.release().unwrap();
@@ -67,7 +67,7 @@ fn a_request_is_completed_once() {
 }
 
 #[test]
-fn a_late_end_of_whatever_kind_leaves_the_next_holder_alone() {
+fn a_late_end_of_any_kind_leaves_the_next_holder_alone() {
     let database = database();
     let conn = &mut database.connect();
     let one_slot = Semaphore::named("geocoder", 1, Duration::from_secs(30));
@@ -202,7 +202,7 @@ fn an_overdue_request_is_nothing_to_wait_for() {
     ))
     .unwrap();
     // With one slot, which the other request has.
-    let answer = "SELECT id IS NULL AND next_expiry > answered_at \
+    let is_full = "SELECT id IS NULL AND next_expiry > answered_at \
                   FROM resource_control.admit_service_request('geocoder', 1, '30 s', '')";
-    assert!(truth(conn, answer));
+    assert!(truth(conn, is_full));
 }

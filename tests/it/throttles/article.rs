@@ -1,28 +1,29 @@
 //! The psql session of the article about throttled resources.
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 
 use super::{age, database};
 
+use crate::half::prelude::*;
+
 #[derive(QueryableByName)]
-struct Answer {
+struct Row {
     #[diesel(sql_type = diesel::sql_types::Nullable<diesel::sql_types::Bool>)]
-    answer: Option<bool>,
+    granted: Option<bool>,
 }
 
 /// The boolean function, as psql and any other language call it.
 fn lock_throttled_resource(conn: &mut PgConnection, resource: &str, details: &str) -> Option<bool> {
     diesel::sql_query(format!(
-        "SELECT resource_control.lock_throttled_resource({resource}, '{details}') AS answer"
+        "SELECT resource_control.lock_throttled_resource({resource}, '{details}') AS granted"
     ))
-    .get_result::<Answer>(conn)
+    .get_result::<Row>(conn)
     .unwrap()
-    .answer
+    .granted
 }
 
 #[test]
-fn the_articles_psql_session_gets_the_articles_answers() {
+fn the_articles_psql_session_gets_the_articles_results() {
     const CACHE: &str = "'Expensive Cache Rebuild #1'";
     let database = database();
     let (conn, other) = (&mut database.connect(), &mut database.connect());

@@ -1,9 +1,9 @@
 //! Keys and names out of columns of other collations than the database's.
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 
 use super::database;
+use crate::half::prelude::*;
 use crate::support::{number, truth};
 
 /// With a language's rules, by which letters may be equal whose bytes are not; `None` where the server has none.
@@ -91,7 +91,7 @@ fn keys_that_a_collation_holds_equal_are_different_keys() {
 }
 
 #[test]
-fn a_fences_name_is_its_bytes_whatever_column_it_comes_from() {
+fn a_fences_name_is_its_bytes_from_a_column_of_any_collation() {
     let database = database();
     let conn = &mut database.connect();
     for collation in collations(conn) {

@@ -1,13 +1,13 @@
 //! Resources are values of Rust enums, and of the enumerated type.
 
-use diesel::prelude::*;
-use diesel_interlock::{ResourceLabel, Throttle};
-
 use super::{REBUILD, Resource, database, granted};
+use crate::half::prelude::*;
+use crate::half::{ResourceLabel, Throttle, ThrottledResource};
+use crate::support::{attempt, is_granted};
 
 #[test]
 fn a_declared_resource_maps_to_the_enumerated_type() {
-    use diesel_interlock::schema::resource_control::throttled_resource::dsl::*;
+    use crate::half::schema::resource_control::throttled_resource::dsl::*;
     let database = database();
     let conn = &mut database.connect();
     let declared: Vec<Resource> = throttled_resource
@@ -38,7 +38,7 @@ enum Mapped {
     #[db_rename = "tenant's import"]
     Import,
 }
-impl diesel_interlock::ThrottledResource for Mapped {
+impl ThrottledResource for Mapped {
     fn label(&self) -> &str {
         match self {
             Mapped::Rebuild => "cache rebuild",
@@ -52,21 +52,9 @@ impl diesel_interlock::ThrottledResource for Mapped {
 fn an_enum_of_diesel_derive_enum_is_a_resource() {
     let database = database();
     let conn = &mut database.connect();
-    granted(
-        Throttle::of(Mapped::Import)
-            .details("me")
-            .attempt_on(conn)
-            .unwrap(),
-    );
-    granted(REBUILD.clone().details("me").attempt_on(conn).unwrap());
-    assert!(
-        Throttle::of(Mapped::Rebuild)
-            .details("me")
-            .attempt_on(conn)
-            .unwrap()
-            .denied()
-            .is_some()
-    );
+    granted(attempt(conn, &Throttle::of(Mapped::Import), "me"));
+    granted(attempt(conn, &REBUILD, "me"));
+    assert!(!is_granted(conn, &Throttle::of(Mapped::Rebuild), "me"));
 
     diesel::table! {
         use diesel::sql_types::*;
@@ -88,18 +76,8 @@ fn an_enum_of_diesel_derive_enum_is_a_resource() {
 fn a_reference_to_a_resource_is_the_resource() {
     let database = database();
     let conn = &mut database.connect();
-    granted(
-        Throttle::of(&Resource::Rebuild)
-            .details("me")
-            .attempt_on(conn)
-            .unwrap(),
-    );
-    let denial = REBUILD
-        .clone()
-        .details("me")
-        .attempt_on(conn)
-        .unwrap()
-        .denied();
+    granted(attempt(conn, &Throttle::of(&Resource::Rebuild), "me"));
+    let denial = attempt(conn, &REBUILD, "me").denied();
     assert!(denial.is_some());
 }
 

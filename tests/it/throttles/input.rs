@@ -3,68 +3,71 @@
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
-use diesel_interlock::error::{Input, Schema};
-use diesel_interlock::{Error, ResourceLabel, Throttle, migrations, sync, throttled_resources};
-use workbench::{Cluster, Database};
 
 use super::{REBUILD, Resource, age, database, granted, install};
+use crate::half::{
+    Cluster, Database, Error, ResourceLabel, Throttle,
+    error::{Input, Schema},
+    migrations, sync, throttled_resources,
+};
+use crate::keys::Unprintable;
+use crate::support::{assert_matches, attempt, number};
 
 #[test]
 fn bad_input_is_an_error_that_changes_nothing() {
     let database = database();
     let conn = &mut database.connect();
     for details in ["", "   "] {
-        assert!(matches!(
+        assert_matches!(
             REBUILD.clone().details(details.to_owned()).attempt_on(conn),
             Err(Error::Input(Input::EmptyDetails))
-        ));
-        assert!(matches!(
+        );
+        assert_matches!(
             REBUILD.key(1).details(details.to_owned()).attempt_on(conn),
             Err(Error::Input(Input::EmptyDetails))
-        ));
+        );
     }
-    assert!(matches!(
+    assert_matches!(
         REBUILD.clone().details("a\0b").attempt_on(conn),
         Err(Error::Input(Input::NulCharacter))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         REBUILD.key("a\0b").details("me").attempt_on(conn),
         Err(Error::Input(Input::NulCharacter))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         REBUILD.key("").details("me").attempt_on(conn),
         Err(Error::Input(Input::EmptyKey))
-    ));
-    assert!(matches!(
-        REBUILD
-            .key(crate::keys::Unprintable)
-            .details("me")
-            .attempt_on(conn),
+    );
+    assert_matches!(
+        REBUILD.key(Unprintable).details("me").attempt_on(conn),
         Err(Error::Input(Input::Unformatted))
-    ));
+    );
     let unknown = Throttle::of(ResourceLabel("no such".into()));
     for refused in [
         unknown.clone().details("me").attempt_on(conn),
         unknown.clone().key(1).details("me").attempt_on(conn),
     ] {
-        assert!(
-            matches!(&refused, Err(Error::Schema(Schema::UnknownResource { label })) if label == "no such"),
-            "{refused:?}"
+        assert_matches!(
+            refused,
+            Err(Error::Schema(Schema::UnknownResource { label }))
+                if label == "no such"
         );
     }
     conn.batch_execute("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'no row'")
         .unwrap();
     let rowless = Throttle::of(ResourceLabel("no row".into()));
     let refused = rowless.clone().details("me").attempt_on(conn);
-    assert!(
-        matches!(&refused, Err(Error::Schema(Schema::UnknownResource { label })) if label == "no row"),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Schema(Schema::UnknownResource { label }))
+            if label == "no row"
     );
 
     conn.batch_execute("SET default_transaction_read_only = on")
         .unwrap();
     let refused = REBUILD.clone().details("me").attempt_on(conn);
-    assert!(matches!(refused, Err(Error::ReadOnly)), "{refused:?}");
+    assert_matches!(refused, Err(Error::ReadOnly));
     conn.batch_execute("RESET default_transaction_read_only")
         .unwrap();
     let long = "x".repeat(1 << 20);
@@ -75,39 +78,24 @@ fn bad_input_is_an_error_that_changes_nothing() {
             .details("me")
             .attempt_on(conn),
     ] {
-        assert!(
-            matches!(refused, Err(Error::Input(Input::TooLong { .. }))),
-            "{refused:?}"
-        );
+        assert_matches!(refused, Err(Error::Input(Input::TooLong { .. })));
     }
-    granted(
-        REBUILD
-            .clone()
-            .details(long[..8192].to_owned())
-            .attempt_on(conn)
-            .unwrap(),
-    );
-    granted(
-        REBUILD
-            .key(&long[..1000])
-            .details("me")
-            .attempt_on(conn)
-            .unwrap(),
-    );
+    granted(attempt(conn, &REBUILD, long[..8192].to_owned()));
+    granted(attempt(conn, &REBUILD.key(&long[..1000]), "me"));
 }
 
 #[test]
 fn a_missing_schema_and_missing_rights_are_named() {
     let bare = Database::new();
     let conn = &mut bare.connect();
-    assert!(matches!(
+    assert_matches!(
         REBUILD.clone().details("me").attempt_on(conn),
         Err(Error::Schema(Schema::NotInstalled))
-    ));
-    assert!(matches!(
+    );
+    assert_matches!(
         sync::<Resource>(conn),
         Err(Error::Schema(Schema::NotInstalled))
-    ));
+    );
 
     let cluster = Cluster::start();
     let database = cluster.database();
@@ -115,16 +103,18 @@ fn a_missing_schema_and_missing_rights_are_named() {
     let conn = &mut database.connect();
     conn.batch_execute("CREATE ROLE app; SET ROLE app").unwrap();
     let refused = REBUILD.clone().details("me").attempt_on(conn);
-    assert!(
-        matches!(&refused, Err(Error::Schema(Schema::MissingRights { role, .. })) if role == "app"),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Schema(Schema::MissingRights { role, .. }))
+            if role == "app"
     );
     conn.batch_execute("RESET ROLE; GRANT USAGE ON SCHEMA resource_control TO app; SET ROLE app")
         .unwrap();
     let refused = REBUILD.clone().details("me").attempt_on(conn);
-    assert!(
-        matches!(&refused, Err(Error::Schema(Schema::MissingRights { missing, .. })) if missing.contains("tables")),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Schema(Schema::MissingRights { missing, .. }))
+            if missing.contains("tables")
     );
 
     // What the documentation grants is enough, and what is installed needs no DDL.
@@ -134,15 +124,16 @@ fn a_missing_schema_and_missing_rights_are_named() {
     .unwrap();
     assert_eq!(migrations::install(conn).unwrap(), []);
     assert_eq!(sync::<Resource>(conn).unwrap().added, Vec::<String>::new());
-    granted(REBUILD.clone().details("me").attempt_on(conn).unwrap());
-    granted(REBUILD.key(1).details("me").attempt_on(conn).unwrap());
+    granted(attempt(conn, &REBUILD, "me"));
+    granted(attempt(conn, &REBUILD.key(1), "me"));
     throttled_resources! {
         enum New { New = "new" every Duration::from_secs(1) }
     }
     let refused = sync::<New>(conn);
-    assert!(
-        matches!(&refused, Err(Error::Schema(Schema::MissingRights { missing, .. })) if missing.contains("owner")),
-        "{refused:?}"
+    assert_matches!(
+        refused,
+        Err(Error::Schema(Schema::MissingRights { missing, .. }))
+            if missing.contains("owner")
     );
 }
 
@@ -173,12 +164,12 @@ fn the_functions_refuse_bad_input_themselves_and_pruning_keeps_to_its_batch() {
         );
     }
     for key in 0..3 {
-        granted(REBUILD.key(key).details("me").attempt_on(conn).unwrap());
+        granted(attempt(conn, &REBUILD.key(key), "me"));
     }
     age(conn, "1 hour");
     for pruned in [2, 1, 0] {
         let call = "resource_control.prune_throttled_keys(2)";
-        assert_eq!(crate::support::number(conn, call), pruned);
+        assert_eq!(number(conn, call), pruned);
     }
 }
 

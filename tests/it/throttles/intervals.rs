@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::{monitor, sync};
 
 use super::{REBUILD, Resource, database, granted};
-use crate::support::{number, truth};
+use crate::half::prelude::*;
+use crate::half::{monitor, sync};
+use crate::support::{attempt, number, truth};
 
 const YEARS: i64 = 360 * 24 * 60 * 60;
 
@@ -38,24 +38,18 @@ fn an_interval_counts_as_a_thousand_years_at_most() {
         }
         set.unwrap();
         for throttle in [REBUILD, REBUILD.key(7)] {
-            let grant = granted(throttle.clone().details("me").attempt_on(conn).unwrap());
+            let grant = granted(attempt(conn, &throttle, "me"));
             assert_eq!(
                 (grant.until - grant.granted_at).to_std(),
                 Ok(millennium),
                 "{interval}"
             );
-            let denial = throttle
-                .clone()
-                .details("me")
-                .attempt_on(conn)
-                .unwrap()
-                .denied()
-                .unwrap();
+            let denial = attempt(conn, &throttle, "me").denied().unwrap();
             assert_eq!(denial.next_at, Some(grant.until), "{interval}");
             assert!(denial.retry_after > millennium - Duration::from_secs(3600));
         }
         let other = super::Throttle::of(Resource::Import).key(7);
-        granted(other.clone().details("me").attempt_on(conn).unwrap());
+        granted(attempt(conn, &other, "me"));
         super::age(conn, "100 ms");
         assert_eq!(
             number(conn, "resource_control.prune_throttled_keys(10)"),
@@ -64,7 +58,7 @@ fn an_interval_counts_as_a_thousand_years_at_most() {
         );
 
         let rows: Vec<(monitor::ThrottledResourceRow, monitor::Timestamp)> =
-            diesel_interlock::schema::resource_control::throttled_resource::table
+            crate::half::schema::resource_control::throttled_resource::table
                 .select((
                     monitor::ThrottledResourceRow::as_select(),
                     monitor::next_free_at(),

@@ -1,11 +1,10 @@
 //! Attempts in a transaction whose snapshot is older than what they look for.
 
-use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
-use diesel_interlock::error::Schema;
-use diesel_interlock::{Decision, Error, ResourceLabel, Result, Throttle};
 
 use super::database;
+use crate::half::prelude::*;
+use crate::half::{Decision, Error, ResourceLabel, Result, Throttle, error::Schema};
 use crate::support::truth;
 
 const LATER: &str = "INSERT INTO resource_control.throttled_resource VALUES ('later', '1 s')";
@@ -73,7 +72,7 @@ fn a_resource_that_the_snapshot_does_not_show_is_a_serialization_failure() {
 
 /// Outside a transaction, where the snapshot is new, what is missing is missing.
 #[test]
-fn an_unknown_resource_is_told_at_any_default_isolation_level() {
+fn an_unknown_resource_is_an_error_at_any_default_isolation_level() {
     let database = database();
     let conn = &mut database.connect();
     diesel::sql_query("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'later'")

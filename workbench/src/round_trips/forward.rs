@@ -102,7 +102,7 @@ pub(super) fn requests(
 }
 
 /// Forwards what the server sends until it closes, and closes the client's connection then.
-pub(super) fn answers(gate: &Gate, mut server: Socket, mut client: Socket) {
+pub(super) fn replies(gate: &Gate, mut server: Socket, mut client: Socket) {
     let mut forward = || -> io::Result<()> {
         client.send_at_once()?;
         let mut buffer = vec![0; 16 * 1024];

@@ -43,7 +43,7 @@ impl Gate {
         Ok(result)
     }
 
-    /// Shuts the gate, and waits for whoever is in it, unless that takes long.
+    /// Shuts the gate, and waits for the threads that are in it, unless that takes long.
     pub(super) fn shut(&self) {
         let mut state = self.state();
         state.shut = true;

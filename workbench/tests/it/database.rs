@@ -37,7 +37,7 @@ fn databases_are_apart() {
 }
 
 #[test]
-fn a_dropped_database_is_gone_even_if_somebody_is_connected() {
+fn a_dropped_database_is_gone_even_if_a_session_is_connected() {
     let observed = Database::new();
     let mut observer = observed.connect();
     let database = Database::new();

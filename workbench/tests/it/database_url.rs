@@ -132,7 +132,7 @@ fn only_old_databases_of_ours_without_connections_are_dropped() {
 }
 
 #[test]
-fn a_role_that_may_not_create_databases_is_told_so() {
+fn a_role_that_may_not_create_databases_is_an_error_that_says_so() {
     let cluster = Cluster::start();
     connect(&cluster)
         .batch_execute("CREATE ROLE modest LOGIN")
@@ -158,7 +158,7 @@ fn a_database_url_that_is_no_url_is_refused() {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_told() {
+fn an_unreachable_server_is_an_error_that_says_so() {
     let url = "postgresql:///postgres?host=/nonexistent";
     let (status, errors) = Child::start("make a database", &[("DATABASE_URL", url)]).end();
     assert!(!status.success());
@@ -169,7 +169,7 @@ fn a_server_that_is_not_there_is_told() {
 }
 
 #[test]
-fn a_machine_without_postgresql_is_told_what_to_install() {
+fn a_machine_without_postgresql_is_an_error_that_says_what_to_install() {
     let nowhere = [("PGBINDIR", "/nonexistent")];
     let (status, errors) = Child::start("make a database", &nowhere).end();
     assert!(!status.success());

@@ -80,7 +80,7 @@ fn locked_apt_get(directory: &Path) -> String {
 }
 
 #[test]
-fn an_apt_get_that_another_holds_the_locks_of_is_asked_until_it_gets_them() {
+fn apt_get_is_retried_while_another_process_holds_its_locks() {
     let path = Programs::new("locked");
     path.program("apt-get", &locked_apt_get(&path.directory));
     let output = path.install("compiler");
@@ -92,7 +92,7 @@ fn an_apt_get_that_another_holds_the_locks_of_is_asked_until_it_gets_them() {
 }
 
 #[test]
-fn an_apt_get_that_fails_for_another_reason_is_asked_once() {
+fn apt_get_is_not_retried_after_another_failure() {
     let path = Programs::new("failing");
     let asked = path.directory.join("asked");
     path.program(

@@ -107,7 +107,7 @@ fn all_connections_of_a_pool_are_counted() {
 }
 
 #[test]
-fn a_cut_network_swallows_the_answer_until_it_is_restored() {
+fn a_cut_network_swallows_the_reply_until_it_is_restored() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let mut conn = PgConnection::establish(&proxy.url()).unwrap();
@@ -115,17 +115,17 @@ fn a_cut_network_swallows_the_answer_until_it_is_restored() {
 
     proxy.cut();
     let before = proxy.round_trips();
-    let (sender, answers) = mpsc::channel();
+    let (sender, replies) = mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(|| {
             one(&mut conn);
             sender.send(()).unwrap();
         });
         // Nothing to poll for: the point is that nothing happens.
-        assert!(answers.recv_timeout(Duration::from_millis(200)).is_err());
+        assert!(replies.recv_timeout(Duration::from_millis(200)).is_err());
         assert_eq!(proxy.round_trips(), before);
         proxy.restore();
-        answers.recv_timeout(Duration::from_secs(30)).unwrap();
+        replies.recv_timeout(Duration::from_secs(30)).unwrap();
     });
     assert_eq!(proxy.round_trips(), before + 1);
 }
@@ -194,7 +194,7 @@ fn dropping_the_proxy_closes_its_connections_even_if_the_network_is_cut() {
 }
 
 #[test]
-fn whoever_speaks_another_protocol_is_sent_away() {
+fn a_client_with_another_protocol_is_sent_away() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let port = proxy
@@ -204,7 +204,7 @@ fn whoever_speaks_another_protocol_is_sent_away() {
         .expect("the proxy listens on the loopback interface");
     let mut stream = TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
     std::io::Write::write_all(&mut stream, b"GET / HTTP/1.1\r\n\r\n").unwrap();
-    let mut answer = Vec::new();
-    let _ = stream.read_to_end(&mut answer);
-    assert!(answer.is_empty());
+    let mut reply = Vec::new();
+    let _ = stream.read_to_end(&mut reply);
+    assert!(reply.is_empty());
 }

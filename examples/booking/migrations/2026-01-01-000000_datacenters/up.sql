@@ -8,9 +8,9 @@ INSERT INTO servers (datacenter_id, server_id)
 SELECT datacenter_id, server_id
 FROM generate_series(223, 224) AS datacenter_id, generate_series(341, 348) AS server_id;
 
--- That no two of them overlap is what the application's lock is for. Where a constraint can say it, as `EXCLUDE USING
--- gist` can with the extension btree_gist, have both: the lock for a good answer, the constraint for whoever goes around
--- it.
+-- The lock of the application prevents two of them from overlapping. Where a constraint can prevent it too, as `EXCLUDE
+-- USING gist` can with the extension btree_gist, have both: the lock for a good error message, the constraint for programs
+-- that do not take the lock.
 CREATE TABLE reservations (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     datacenter_id integer NOT NULL,

@@ -55,7 +55,7 @@ pub(crate) fn run(what: &str, url: &str, key: i32) {
             println!("ready");
             let _ = go.recv();
             let began = Instant::now();
-            let answer = match what {
+            let reply = match what {
                 "release" => match guard.release() {
                     Ok(()) => "released",
                     Err(_) => "an error",
@@ -66,12 +66,12 @@ pub(crate) fn run(what: &str, url: &str, key: i32) {
                     Err(_) => "an error",
                 },
             };
-            tell(began.elapsed(), answer);
+            tell(began.elapsed(), reply);
             thread::sleep(LONG);
         }
     }
 }
 
-fn tell(took: Duration, answer: &str) {
-    println!("{:.1} s: {answer}", took.as_secs_f64());
+fn tell(took: Duration, reply: &str) {
+    println!("{:.1} s: {reply}", took.as_secs_f64());
 }

@@ -144,10 +144,10 @@ fn main() -> ExitCode {
         for (asker, noticed) in askers.iter_mut().zip(&mut noticed) {
             if noticed.is_none() {
                 *noticed = asker
-                    .answers
+                    .lines
                     .try_recv()
                     .ok()
-                    .map(|answer| (vanished.elapsed(), answer));
+                    .map(|line| (vanished.elapsed(), line));
             }
         }
         thread::sleep(Duration::from_millis(20));
@@ -219,7 +219,7 @@ fn held(observer: &mut PgConnection) -> Vec<i32> {
         "SELECT objid::int AS key FROM pg_locks WHERE locktype = 'advisory' AND granted",
     )
     .load::<Held>(observer)
-    .expect("the server answers")
+    .expect("the server replies")
     .into_iter()
     .map(|held| held.key)
     .collect()
@@ -229,7 +229,7 @@ fn held(observer: &mut PgConnection) -> Vec<i32> {
 struct Client {
     child: Child,
     stdin: ChildStdin,
-    answers: Receiver<String>,
+    lines: Receiver<String>,
 }
 
 impl Client {
@@ -245,18 +245,18 @@ impl Client {
             .expect("ip can be started");
         let stdin = child.stdin.take().expect("standard input is a pipe");
         let stdout = child.stdout.take().expect("standard output is a pipe");
-        let (sender, answers) = mpsc::channel();
+        let (sender, lines) = mpsc::channel();
         thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                 let _ = sender.send(line);
             }
         });
-        let ready = answers.recv_timeout(PATIENCE);
+        let ready = lines.recv_timeout(PATIENCE);
         assert_eq!(ready.as_deref(), Ok("ready"), "{what} {url}");
         Self {
             child,
             stdin,
-            answers,
+            lines,
         }
     }
 

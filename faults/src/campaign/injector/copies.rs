@@ -7,7 +7,7 @@ use diesel::connection::SimpleConnection;
 use diesel_interlock::{Admission, Decision, DeclaredResources, Error, Throttle, migrations};
 use workbench::Database;
 
-use super::Means;
+use super::Injector;
 use crate::fault::COPIES;
 use crate::subjects::{Resource, SEMAPHORES};
 
@@ -20,17 +20,17 @@ const REPLICATED: &str = "INSERT INTO resource_control.service_request \
 const SET_SEQUENCE: &str = "SELECT setval(pg_get_serial_sequence('resource_control.service_request', 'id'), max(id)) \
     FROM resource_control.service_request";
 
-pub(super) fn inject(means: Means<'_>) {
-    means.scarcest_first(&COPIES, |means, kind| {
-        let Some(definition) = means.site.definition() else {
-            means.pause(10, 50);
+pub(super) fn inject(injector: Injector<'_>) {
+    injector.scarcest_first(&COPIES, |injector, kind| {
+        let Some(definition) = injector.primary.definition() else {
+            injector.pause(10, 50);
             return;
         };
         if let Some(problem) = problem_of_a_copy(&definition) {
-            means.ledger.violation(format!("copy: {problem}"));
+            injector.log.violation(format!("copy: {problem}"));
         }
-        means.ledger.fault(kind, []);
-        means.pause(500, 2500);
+        injector.log.fault(kind, []);
+        injector.pause(500, 2500);
     });
 }
 
@@ -57,7 +57,7 @@ fn problem_of_a_copy(definition: &str) -> Option<String> {
             Ok(Decision::Granted(_)) => {}
             other => {
                 return Some(format!(
-                    "{resource:?} was never taken, and answers {other:?}"
+                    "{resource:?} was never taken, and returns {other:?}"
                 ));
             }
         }
@@ -67,7 +67,7 @@ fn problem_of_a_copy(definition: &str) -> Option<String> {
             Ok(Some(_)) => {}
             other => {
                 return Some(format!(
-                    "{:?} is free, and answers {other:?}",
+                    "{:?} is free, and returns {other:?}",
                     semaphore.service()
                 ));
             }
@@ -89,7 +89,7 @@ fn problem_of_a_copy(definition: &str) -> Option<String> {
     match semaphore.claim_on(conn).map(Admission::admitted) {
         Ok(Some(_)) => None,
         other => Some(format!(
-            "nothing is in flight, the sequence is set, and a claim answers {other:?}"
+            "nothing is in flight, the sequence is set, and a claim returns {other:?}"
         )),
     }
 }

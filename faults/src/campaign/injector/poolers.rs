@@ -2,29 +2,29 @@
 
 use workbench::PoolMode;
 
-use super::Means;
+use super::Injector;
 use crate::chance::Chance;
 use crate::fault::{Fault, POOLERS};
 
-pub(super) fn inject(means: Means<'_>) {
-    means.scarcest_first(&POOLERS, |means, kind| {
+pub(super) fn inject(injector: Injector<'_>) {
+    injector.scarcest_first(&POOLERS, |injector, kind| {
         let mode = match kind {
             Fault::KilledSessionPooler => PoolMode::Session,
             Fault::KilledTransactionPooler => PoolMode::Transaction,
-            _ if means.random.one_in(2) => PoolMode::Session,
+            _ if injector.random.one_in(2) => PoolMode::Session,
             _ => PoolMode::Transaction,
         };
-        let crew = means.crew;
+        let workers = injector.workers;
         match kind {
-            Fault::ReloadedPooler => crew.pooler(mode).reload(),
+            Fault::ReloadedPooler => workers.pooler(mode).reload(),
             Fault::PausedPooler => {
-                crew.pooler(mode).pause();
-                means.pause(100, 800);
-                crew.pooler(mode).resume();
+                workers.pooler(mode).pause();
+                injector.pause(100, 800);
+                workers.pooler(mode).resume();
             }
-            _ => crew.pooler(mode).crash(),
+            _ => workers.pooler(mode).crash(),
         }
-        means.ledger.fault(kind, crew.behind(mode));
-        means.await_turn(900);
+        injector.log.fault(kind, workers.behind(mode));
+        injector.await_turn(900);
     });
 }

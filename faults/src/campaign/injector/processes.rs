@@ -1,20 +1,20 @@
 //! Workers that die or freeze.
 
-use super::Means;
+use super::Injector;
 use crate::fault::{Fault, PROCESSES};
 
-pub(super) fn inject(means: Means<'_>) {
-    means.scarcest_first(&PROCESSES, |means, kind| {
-        let worker = means.any_worker();
+pub(super) fn inject(injector: Injector<'_>) {
+    injector.scarcest_first(&PROCESSES, |injector, kind| {
+        let worker = injector.any_worker();
         if kind == Fault::Freeze {
-            means.crew.signal(worker, "STOP");
+            injector.workers.signal(worker, "STOP");
             // Longer than the timeouts of two of the semaphores.
-            means.pause(800, 2500);
-            means.crew.signal(worker, "CONT");
+            injector.pause(800, 2500);
+            injector.workers.signal(worker, "CONT");
         } else {
-            means.crew.replace(worker);
+            injector.workers.replace(worker);
         }
-        means.ledger.fault(kind, [worker]);
-        means.pause(200, 700);
+        injector.log.fault(kind, [worker]);
+        injector.pause(200, 700);
     });
 }

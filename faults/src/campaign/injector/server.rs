@@ -2,13 +2,13 @@
 
 use workbench::StopMode;
 
-use super::Means;
+use super::Injector;
 use crate::chance::Chance;
 use crate::fault::{Fault, SERVERS};
 
-pub(super) fn inject(means: Means<'_>) {
-    means.scarcest_first(&SERVERS, |means, kind| {
-        means.await_turn(750);
+pub(super) fn inject(injector: Injector<'_>) {
+    injector.scarcest_first(&SERVERS, |injector, kind| {
+        injector.await_turn(750);
         let setting = match kind {
             // Shorter than the time that some locks are held without a statement.
             Fault::ReloadedIdleTimeout => Some(("idle_session_timeout", "250ms")),
@@ -16,10 +16,10 @@ pub(super) fn inject(means: Means<'_>) {
             _ => None,
         };
         if let Some((setting, value)) = setting {
-            let period = means.random.millis(300, 600);
-            if let Some(reload) = means.site.reload(setting, value, period) {
-                means.ledger.reload(reload);
-                means.ledger.fault(kind, means.crew.numbers());
+            let period = injector.random.millis(300, 600);
+            if let Some(reload) = injector.primary.reload(setting, value, period) {
+                injector.log.reload(reload);
+                injector.log.fault(kind, injector.workers.numbers());
             }
             return;
         }
@@ -29,13 +29,15 @@ pub(super) fn inject(means: Means<'_>) {
             _ => None,
         };
         if let Some(mode) = restart {
-            means.ledger.outage(means.site.restart(mode));
+            injector.log.outage(injector.primary.restart(mode));
         } else {
             let synchronous = kind == Fault::SynchronousFailover;
-            let (outage, failover) = means.site.fail_over(synchronous, &mut means.random);
-            means.ledger.outage(outage);
-            means.ledger.failover(failover);
+            let (outage, failover) = injector
+                .primary
+                .fail_over(synchronous, &mut injector.random);
+            injector.log.outage(outage);
+            injector.log.failover(failover);
         }
-        means.ledger.fault(kind, means.crew.numbers());
+        injector.log.fault(kind, injector.workers.numbers());
     });
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use diesel::prelude::*;
 use diesel::sql_types::{Bool, Integer, Text};
 
-use super::Means;
+use super::Injector;
 use crate::check::Death;
 use crate::clock;
 use crate::fault::{Fault, SESSIONS};
@@ -34,23 +34,23 @@ struct Session {
     application_name: String,
 }
 
-pub(super) fn inject(means: Means<'_>) {
-    means.scarcest_first(&SESSIONS, |means, kind| {
+pub(super) fn inject(injector: Injector<'_>) {
+    injector.scarcest_first(&SESSIONS, |injector, kind| {
         // There may be no such session, and no server, for a moment.
         for _ in 0..100 {
-            if let Ok(Some(worker)) = end_one(means, of(kind)) {
-                means.ledger.fault(kind, worker);
+            if let Ok(Some(worker)) = end_one(injector, of(kind)) {
+                injector.log.fault(kind, worker);
                 break;
             }
-            means.pause(5, 20);
+            injector.pause(5, 20);
         }
-        means.pause(50, 400);
+        injector.pause(50, 400);
     });
 }
 
 /// Ends one of the sessions. Returns its worker, if the application name has its number.
-fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usize>>> {
-    let Ok(mut conn) = PgConnection::establish(&means.site.url()) else {
+fn end_one(injector: &mut Injector<'_>, which: &str) -> QueryResult<Option<Option<usize>>> {
+    let Ok(mut conn) = PgConnection::establish(&injector.primary.url()) else {
         return Ok(None);
     };
     let sessions: Vec<Session> = diesel::sql_query(format!(
@@ -58,11 +58,11 @@ fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usiz
          WHERE application_name LIKE 'worker-%' AND backend_type = 'client backend' AND {which}"
     ))
     .load(&mut conn)?;
-    let Some(session) = means.random.choice(&sessions) else {
+    let Some(session) = injector.random.choice(&sessions) else {
         return Ok(None);
     };
     let sent = clock::now();
-    means.ledger.condemned(session.pid, sent);
+    injector.log.condemned(session.pid, sent);
     diesel::sql_query("SELECT pg_terminate_backend($1)")
         .bind::<Integer, _>(session.pid)
         .execute(&mut conn)?;
@@ -73,7 +73,7 @@ fn end_one(means: &mut Means<'_>, which: &str) -> QueryResult<Option<Option<usiz
     for _ in 0..1000 {
         if diesel::select(diesel::dsl::sql::<Bool>(&is_gone)).get_result(&mut conn)? {
             let gone = clock::now();
-            means.ledger.death(session.pid, Death { sent, gone });
+            injector.log.death(session.pid, Death { sent, gone });
             return Ok(Some(number(&session.application_name)));
         }
         thread::sleep(Duration::from_millis(1));

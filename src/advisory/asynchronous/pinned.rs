@@ -1,0 +1,425 @@
+//! The connection that a lock is pinned to, and what becomes of it when a future or a guard is dropped.
+//!
+//! A `Drop` cannot await. So a pooled connection is moved to a task that settles what is in doubt, and on a lent connection
+//! a message is queued.
+
+// Nobody outside this crate can name what the sealed trait uses.
+#![allow(private_interfaces)]
+
+use std::pin::pin;
+use std::time::{Duration, Instant};
+
+use diesel::connection::InstrumentationEvent;
+use diesel::result::QueryResult;
+use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
+use tokio::runtime::Handle;
+use tokio::time::timeout;
+use tokio_postgres::NoTls;
+
+use crate::advisory::connection_budget::LocalHold;
+use crate::advisory::doubt::{Doubt, distrusted};
+use crate::advisory::operations::{self, HeldLock};
+use crate::advisory::sql::{self, Condition};
+use crate::advisory::watched::Watches;
+use crate::events::{self, Event, Outcome, Subject};
+use crate::key::LockId;
+use crate::panics::caught;
+use crate::pool::asynchronous::GuardConnection;
+use crate::session::{Asynchronous, Lent, Session, started};
+use crate::transaction::Transaction;
+
+/// How long an unlock may remain without a reply before the statement in front of it is cancelled.
+///
+/// On a slow network it is longer: four times the round trip in which the lock was tried.
+const PATIENCE: Duration = Duration::from_millis(20);
+const LONGEST_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How often a cancellation is sent. One that arrives before its statement hits nothing.
+const CANCELLATIONS: u32 = 5;
+
+/// A connection that a guard has: one out of a pool, or one that the caller lends.
+///
+/// Sealed: the only implementations are [`Pooled`] and [`Borrowed`].
+pub trait Pinned: Send + sealed::Sealed {}
+
+pub(super) mod sealed {
+    use super::*;
+
+    pub trait Sealed {
+        fn conn(&mut self) -> &mut AsyncPgConnection;
+
+        #[cfg(feature = "migrations")]
+        fn conn_ref(&self) -> &AsyncPgConnection;
+
+        /// The session of the connection, and the doubt, for an operation.
+        fn session(&mut self) -> (Asynchronous<'_>, &mut Option<Doubt>);
+
+        /// Sets whether the session waits for a lock.
+        fn set_waiting(&mut self, is_waiting: bool);
+
+        /// Notes the lock of a guard. A waiter in this process is woken when the lock is released and the connection given back.
+        fn holds(&mut self, id: LockId);
+
+        /// Notes how long a round trip took.
+        fn replied_in(&mut self, _: Duration) {}
+
+        /// Notes that a statement failed. A pooled connection that is in doubt then is discarded, because the error may be about the
+        /// connection: prepared statements that some code deallocated, for example.
+        fn failed(&mut self) {}
+
+        /// Notes, before a release is sent, what a drop during the release needs to know.
+        fn releasing(&mut self, held: &HeldLock);
+
+        /// Releases the lock of a guard that was dropped, without waiting.
+        fn release_later(&mut self, held: HeldLock, since: Instant, watches: Watches);
+    }
+}
+
+/// A connection out of a pool.
+#[derive(Debug)]
+pub struct Pooled<C: GuardConnection + 'static> {
+    /// `None` once it was moved to a task.
+    conn: Option<C>,
+    doubt: Option<Doubt>,
+    is_waiting: bool,
+    /// How long an unlock may remain without a reply before the statement in front of it is cancelled.
+    patience: Duration,
+    /// Whether a nested guard may have left a lock on the session.
+    is_distrusted: bool,
+    runtime: Handle,
+    /// Dropped last.
+    local: Option<LocalHold>,
+}
+
+impl<C: GuardConnection + 'static> Pooled<C> {
+    pub(super) fn new(conn: C, runtime: Handle) -> Self {
+        Self {
+            conn: Some(conn),
+            doubt: None,
+            is_waiting: false,
+            patience: PATIENCE,
+            is_distrusted: false,
+            runtime,
+            local: None,
+        }
+    }
+}
+
+impl<C: GuardConnection + 'static> Pinned for Pooled<C> {}
+
+impl<C: GuardConnection + 'static> sealed::Sealed for Pooled<C> {
+    fn conn(&mut self) -> &mut AsyncPgConnection {
+        match &mut self.conn {
+            Some(conn) => conn,
+            None => unreachable!("only a drop moves the connection"),
+        }
+    }
+
+    #[cfg(feature = "migrations")]
+    fn conn_ref(&self) -> &AsyncPgConnection {
+        match &self.conn {
+            Some(conn) => conn,
+            None => unreachable!("only a drop moves the connection"),
+        }
+    }
+
+    fn session(&mut self) -> (Asynchronous<'_>, &mut Option<Doubt>) {
+        match &mut self.conn {
+            Some(conn) => (Asynchronous::pooled(conn), &mut self.doubt),
+            None => unreachable!("only a drop moves the connection"),
+        }
+    }
+
+    fn set_waiting(&mut self, is_waiting: bool) {
+        self.is_waiting = is_waiting;
+    }
+
+    fn holds(&mut self, id: LockId) {
+        self.local = Some(LocalHold::of(id));
+    }
+
+    fn replied_in(&mut self, time: Duration) {
+        self.patience = (4 * time).clamp(PATIENCE, LONGEST_PATIENCE);
+    }
+
+    fn failed(&mut self) {
+        if let Some(doubt) = self.doubt {
+            self.doubt = Some(Doubt::Certain(doubt.pid().unwrap_or_default()));
+        }
+    }
+
+    fn releasing(&mut self, held: &HeldLock) {
+        self.is_distrusted |= distrusted::forget(held.pid);
+    }
+
+    fn release_later(&mut self, held: HeldLock, since: Instant, watches: Watches) {
+        let pinned = Self {
+            conn: self.conn.take(),
+            doubt: Some(Doubt::Releasing(held.lock, held.pid)),
+            is_waiting: false,
+            patience: self.patience,
+            is_distrusted: self.is_distrusted,
+            runtime: self.runtime.clone(),
+            local: self.local.take(),
+        };
+        self.runtime
+            .spawn(release_dropped(pinned, held, since, watches));
+    }
+}
+
+impl<C: GuardConnection + 'static> Drop for Pooled<C> {
+    fn drop(&mut self) {
+        let Some(conn) = self.conn.take() else { return };
+        // A pool may spawn a task when it takes a connection back.
+        let _entered = self.runtime.enter();
+        match self.doubt {
+            None if !self.is_distrusted => drop(conn),
+            Some(Doubt::Certain(_)) => discard(conn),
+            _ => {
+                if let Some(Doubt::Acquiring(lock)) = self.doubt {
+                    self.local = Some(LocalHold::of(lock.id));
+                }
+                let unsettled = Unsettled {
+                    conn: Some(conn),
+                    _local: self.local.take(),
+                };
+                (self.runtime).spawn(settle(unsettled, self.is_waiting, self.patience));
+            }
+        }
+    }
+}
+
+/// Releases a lock. What then is in doubt is settled by the drop of the connection, also if this future is dropped.
+pub(super) async fn release<C: Pinned>(
+    pinned: &mut C,
+    held: &HeldLock,
+    watches: &Watches,
+) -> crate::Result<()> {
+    pinned.releasing(held);
+    let (mut session, doubt) = pinned.session();
+    let released = operations::release(&mut session, doubt, held).await;
+    watches.released(&released);
+    if released.is_err() {
+        pinned.failed();
+    }
+    released
+}
+
+/// Releases the lock of a guard that was dropped.
+async fn release_dropped<C: GuardConnection + 'static>(
+    mut pinned: Pooled<C>,
+    mut held: HeldLock,
+    since: Instant,
+    watches: Watches,
+) {
+    let patience = pinned.patience;
+    let released = timeout(patience, release(&mut pinned, &held, &watches)).await;
+    // Before the connection is back in its pool, because the next guard on this session must not share the token.
+    held.fencing_token = None;
+    match released {
+        Ok(released) => record_release(&held, since, &released),
+        // A statement of the caller's still runs, whose future was dropped.
+        Err(_) => pinned.is_waiting = true,
+    }
+}
+
+pub(super) fn record_release(held: &HeldLock, since: Instant, released: &crate::Result<()>) {
+    let event = Event::of("release", Subject::Lock(&held.key), released, |()| {
+        Outcome::Released
+    });
+    events::record(&event.held_since(since));
+}
+
+/// A pooled connection in doubt. Unless the doubt ends, dropping this discards the connection.
+struct Unsettled<C: GuardConnection + 'static> {
+    conn: Option<C>,
+    /// Dropped last.
+    _local: Option<LocalHold>,
+}
+
+impl<C: GuardConnection + 'static> Drop for Unsettled<C> {
+    fn drop(&mut self) {
+        if let Some(conn) = self.conn.take() {
+            discard(conn);
+        }
+    }
+}
+
+fn discard<C: GuardConnection + 'static>(conn: C) {
+    conn.discard();
+    caught(|| record_discard(true));
+}
+
+fn record_discard(pooled: bool) {
+    let subject = Subject::Connection { pooled };
+    events::record(&Event::new("discard", subject, Outcome::Discarded));
+}
+
+/// Releases all locks of the session, and gives the connection back to its pool if nothing else is in doubt.
+async fn settle<C: GuardConnection + 'static>(
+    mut unsettled: Unsettled<C>,
+    is_waiting: bool,
+    patience: Duration,
+) {
+    let Some(conn) = &mut unsettled.conn else {
+        return;
+    };
+    if release_all(conn, is_waiting, patience).await {
+        drop(unsettled.conn.take());
+    }
+}
+
+/// Releases all locks of the session. Returns whether the session can be used again.
+async fn release_all(conn: &mut AsyncPgConnection, is_waiting: bool, patience: Duration) -> bool {
+    let is_outside = Asynchronous::pooled(conn).transaction() == Transaction::None;
+    let token = conn.cancel_token();
+    {
+        let mut unlocked = pin!(conn.batch_execute(sql::RELEASE_ALL));
+        let replied = if is_waiting {
+            None
+        } else {
+            timeout(patience, &mut unlocked).await.ok()
+        };
+        match replied {
+            Some(Ok(())) if is_outside => {}
+            // The end of the session ends the transaction, too.
+            Some(_) => return false,
+            None => {
+                // tokio-postgres does not wait until the server has handled a cancellation, which may hit a later statement
+                // on the session. So the session is not used again.
+                for _ in 0..CANCELLATIONS {
+                    let _ = timeout(LONGEST_PATIENCE, token.cancel_query(NoTls)).await;
+                    if timeout(patience, &mut unlocked).await.is_ok() {
+                        break;
+                    }
+                }
+                return false;
+            }
+        }
+    }
+    let mut session = Asynchronous::pooled(conn);
+    if operations::lifts_idle_session_timeout() {
+        // The statement in doubt may have lifted it, and the value to restore was in the reply.
+        let is_off: QueryResult<bool> = session.one(sql::IsIdleTimeoutOff {}).await;
+        if is_off != Ok(false) {
+            return false;
+        }
+    }
+    matches!(session.is_inside_transaction().await, Ok(false))
+}
+
+/// A connection that the caller lends.
+pub struct Borrowed<'conn> {
+    conn: &'conn mut AsyncPgConnection,
+    doubt: Option<Doubt>,
+    is_waiting: bool,
+    /// The value to restore if a release is dropped.
+    idle_session_timeout: Option<String>,
+    lent: Lent,
+    /// Dropped last.
+    local: Option<LocalHold>,
+}
+
+impl<'conn> Borrowed<'conn> {
+    pub(super) fn new(conn: &'conn mut AsyncPgConnection) -> Self {
+        Self {
+            conn,
+            doubt: None,
+            is_waiting: false,
+            idle_session_timeout: None,
+            lent: Lent::default(),
+            local: None,
+        }
+    }
+
+    /// Queues a message behind what was sent. Inside an aborted transaction it fails, and nobody reads the reply. So a guard
+    /// that has the session pinned out of a pool has to know.
+    fn queue(&mut self, message: &str, pid: Option<i32>) {
+        self.distrust(pid);
+        let is_queued = caught(|| started(self.conn.batch_execute(message)));
+        if is_queued.is_none() {
+            // The caller's instrumentation panicked before the message was queued, and would do so again.
+            self.conn
+                .set_instrumentation(|_: InstrumentationEvent<'_>| {});
+            caught(|| started(self.conn.batch_execute(message)));
+        }
+    }
+
+    fn distrust(&mut self, pid: Option<i32>) {
+        if let Some(pid) = pid {
+            distrusted::remember(pid);
+        }
+    }
+}
+
+impl Pinned for Borrowed<'_> {}
+
+impl sealed::Sealed for Borrowed<'_> {
+    fn conn(&mut self) -> &mut AsyncPgConnection {
+        self.conn
+    }
+
+    #[cfg(feature = "migrations")]
+    fn conn_ref(&self) -> &AsyncPgConnection {
+        self.conn
+    }
+
+    fn session(&mut self) -> (Asynchronous<'_>, &mut Option<Doubt>) {
+        (
+            Asynchronous::noted(self.conn, &mut self.lent),
+            &mut self.doubt,
+        )
+    }
+
+    fn set_waiting(&mut self, is_waiting: bool) {
+        self.is_waiting = is_waiting;
+    }
+
+    fn holds(&mut self, id: LockId) {
+        self.local = Some(LocalHold::of(id));
+    }
+
+    fn releasing(&mut self, held: &HeldLock) {
+        self.idle_session_timeout = held.idle_session_timeout.clone();
+    }
+
+    fn release_later(&mut self, held: HeldLock, _: Instant, _: Watches) {
+        let timeout = held.idle_session_timeout.as_deref();
+        let message = sql::release_if(Condition::Session(held.pid), held.lock, timeout);
+        self.queue(&message, Some(held.pid));
+    }
+}
+
+impl Drop for Borrowed<'_> {
+    fn drop(&mut self) {
+        let Some(doubt) = self.doubt else { return };
+        let (condition, lock) = match doubt {
+            Doubt::Certain(pid) => {
+                self.distrust(Some(pid));
+                Asynchronous::lent(self.conn).mark_broken();
+                caught(|| record_discard(false));
+                return;
+            }
+            Doubt::Acquiring(lock) if self.is_waiting => (Condition::None, lock),
+            Doubt::Acquiring(lock) => match &self.lent.sent {
+                Some(number) => (Condition::Ran(number), lock),
+                None => return,
+            },
+            Doubt::Releasing(lock, pid) => match &self.lent.sent {
+                Some(number) => (Condition::DidNotRun(number, pid), lock),
+                None => (Condition::Session(pid), lock),
+            },
+        };
+        let timeout = self.idle_session_timeout.as_deref();
+        let message = sql::release_if(condition, lock, timeout);
+        self.queue(&message, doubt.pid());
+    }
+}
+
+impl std::fmt::Debug for Borrowed<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Borrowed")
+            .field("doubt", &self.doubt)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,102 @@
+//! Watching a session lock over another connection.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::Handle as Runtime;
+use tokio::time::timeout;
+
+use crate::advisory::operations::HeldLock;
+use crate::advisory::watched::Watched;
+use crate::error::Result;
+use crate::panics::caught_while_awaited;
+use crate::pool::asynchronous::{GuardConnection, Pool};
+use crate::session::{Asynchronous, Session};
+
+/// Returns, without a round trip, whether a session lock was lost. A task queries the server at an interval, over a connection
+/// from the pool, which it holds only during the query.
+///
+/// [`AdvisoryLockGuard::watch`](crate::asynchronous::AdvisoryLockGuard::watch) creates it. Clone it into the tasks that do the
+/// work. Each call of `watch` has a task and a query of its own, so call it once for each guard, and share the clones.
+///
+/// The task ends when the guard releases the lock, when the lock is lost, or when all clones are dropped. While a query hangs,
+/// the lock is not confirmed.
+///
+/// A lock that its guard releases is not lost, as with the [`Watch`](crate::Watch) of the blocking half, which has the same
+/// methods.
+#[derive(Debug, Clone)]
+pub struct Watch {
+    handle: Arc<Handle>,
+}
+
+/// Ends the queries when the last clone of a [`Watch`] is dropped.
+#[derive(Debug)]
+struct Handle(Arc<Watched>);
+
+impl Watch {
+    pub(super) async fn begin<S: Session, P: Pool>(
+        session: &mut S,
+        runtime: &Runtime,
+        pool: &P,
+        held: &HeldLock,
+        every: Duration,
+    ) -> Result<Self> {
+        let watched = Watched::begin(session, held, every).await?;
+        let handle = Arc::new(Handle(Arc::clone(&watched)));
+        if !watched.is_over() {
+            runtime.spawn(watch(watched, pool.clone()));
+        }
+        Ok(Self { handle })
+    }
+
+    pub(super) fn watched(&self) -> &Arc<Watched> {
+        &self.handle.0
+    }
+
+    /// Returns when the lock was lost: a query found it not held, although the guard did not release it. After a release it
+    /// does not return.
+    pub async fn lost(&self) {
+        self.watched().until(Watched::is_lost).await;
+    }
+
+    /// Returns whether the lock was lost: a query found it not held, although the guard did not release it. No round trip.
+    pub fn is_lost(&self) -> bool {
+        self.watched().is_lost()
+    }
+
+    /// Returns how long ago a query last found the lock held. The time grows while no query succeeds: the pool is exhausted,
+    /// the network is cut, or nobody drives the runtime. No round trip.
+    pub fn last_confirmed(&self) -> Duration {
+        self.watched().last_confirmed()
+    }
+
+    /// Returns whether a query found the lock held within that time, and the lock was neither lost nor released since. No
+    /// round trip.
+    pub fn is_held_within(&self, time: Duration) -> bool {
+        self.watched().is_held_within(time)
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+/// Queries at the interval until the watch is over. Uses an idle connection, or skips the query.
+async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
+    loop {
+        if let Some(mut conn) = pool.try_check_out().await {
+            // A panic of the caller's instrumentation ends no watch.
+            let session = &mut Asynchronous::pooled(&mut conn);
+            let queried = caught_while_awaited(watched.query(session)).await;
+            if queried.is_none() {
+                conn.discard();
+            }
+        }
+        let is_over = watched.until(Watched::is_over);
+        if timeout(watched.every(), is_over).await.is_ok() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! The same for asynchronous connections: diesel-async, with its pools deadpool and bb8.
+//!
+//! The handles have the names, the constructors and the promises of the blocking half. Keys, outcomes, errors and the queries
+//! of [`monitor`](crate::monitor) are the same types.
+
+#[cfg(feature = "migrations")]
+pub mod migrations;
+pub mod monitor;
+#[cfg(feature = "testing")]
+pub mod testing;
+
+pub use crate::advisory::asynchronous::{
+    AdvisoryLock, AdvisoryLockGuard, Borrowed, BorrowedGuard, Pinned, Pooled, PooledGuard, Watch,
+};
+pub use crate::fence::asynchronous::Fence;
+pub use crate::pool::asynchronous::{GuardConnection, Pool};
+pub use crate::rate_limit::asynchronous::RateLimit;
+pub use crate::semaphore::asynchronous::{Permit, Semaphore};
+pub use crate::sessions::asynchronous::probe_sessions;
+pub use crate::throttle::asynchronous::Throttle;
+pub use crate::throttle::sync::asynchronous::{sync, sync_intervals, sync_intervals_on, sync_on};

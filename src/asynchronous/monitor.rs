@@ -1,0 +1,6 @@
+//! The functions of the monitor that take a connection, for asynchronous connections.
+//!
+//! The queries, their columns and their conditions are those of [`monitor`](crate::monitor), and run on either kind of
+//! connection.
+
+pub use crate::monitor::asynchronous::{holders_of, slots, waiters_of};

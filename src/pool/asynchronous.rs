@@ -1,0 +1,150 @@
+//! The pools of asynchronous connections, and the connections that a guard can have.
+
+use std::future::Future;
+use std::ops::DerefMut;
+use std::time::{Duration, Instant};
+
+use diesel_async::AsyncPgConnection;
+
+use crate::error::{Error, Result};
+use crate::session::{Asynchronous, Session};
+use crate::transaction::Transaction;
+
+/// A pool of [`AsyncPgConnection`]s: deadpool's with the feature `deadpool`, and bb8's with the feature `bb8`.
+///
+/// Implement it for any other pool.
+pub trait Pool: Clone + Send + Sync + 'static {
+    /// A connection out of this pool.
+    type Connection: GuardConnection + 'static;
+
+    /// Takes a connection. Waits as long as the pool's own settings allow.
+    ///
+    /// A pool that has none in time returns [`Error::Pool`].
+    fn check_out(&self) -> impl Future<Output = Result<Self::Connection>> + Send;
+
+    /// Takes a connection if one is idle, without waiting for another user to give one back.
+    fn try_check_out(&self) -> impl Future<Output = Option<Self::Connection>> + Send;
+
+    /// Returns how many connections the pool may have open. A pool that does not tell returns how many it has open now, as
+    /// bb8 does. Waits for session locks occupy at most half of that.
+    fn size(&self) -> u32;
+
+    /// Returns whether users of the pool wait for a connection. Waits for session locks then occupy at most an eighth of the
+    /// pool. Defaults to `false`.
+    fn is_contended(&self) -> bool {
+        false
+    }
+}
+
+/// A connection that a guard can have: one out of a [`Pool`].
+pub trait GuardConnection: DerefMut<Target = AsyncPgConnection> + Send {
+    /// Ends the session. The connection does not go back to its pool.
+    fn discard(self);
+
+    /// Returns when the connection was opened, by which this crate remembers whether its session is its own. `None` if the
+    /// pool does not tell. In that case [`probe_sessions`](crate::asynchronous::probe_sessions) is the only check for a
+    /// pooler in transaction mode.
+    fn opened_at(&self) -> Option<Instant> {
+        None
+    }
+}
+
+/// Takes a connection from the pool. Waits as long as the pool's own settings allow, but no longer than `limit`.
+pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Result<P::Connection> {
+    match limit {
+        None => pool.check_out().await,
+        Some(limit) => match tokio::time::timeout(limit, pool.check_out()).await {
+            Ok(checked_out) => checked_out,
+            Err(_) => Err(Error::Pool("timed out waiting for connection".into())),
+        },
+    }
+}
+
+/// Gives a connection back to its pool, or ends its session if it is marked as broken. deadpool would keep such a session, and a
+/// transaction that is open there, until it is checked out again.
+pub(crate) fn give_back<C: GuardConnection>(mut conn: C) {
+    if Asynchronous::pooled(&mut conn).transaction() == Transaction::Broken {
+        conn.discard();
+    }
+}
+
+#[cfg(feature = "deadpool")]
+mod with_deadpool {
+    use diesel_async::pooled_connection::deadpool::{Object, Pool as DeadPool};
+
+    use super::*;
+
+    impl Pool for DeadPool<AsyncPgConnection> {
+        type Connection = Object<AsyncPgConnection>;
+
+        async fn check_out(&self) -> Result<Self::Connection> {
+            self.get().await.map_err(|error| Error::Pool(error.into()))
+        }
+
+        async fn try_check_out(&self) -> Option<Self::Connection> {
+            let mut timeouts = self.timeouts();
+            timeouts.wait = Some(Duration::ZERO);
+            self.timeout_get(&timeouts).await.ok()
+        }
+
+        fn size(&self) -> u32 {
+            u32::try_from(self.status().max_size).unwrap_or(u32::MAX)
+        }
+
+        fn is_contended(&self) -> bool {
+            self.status().waiting > 0
+        }
+    }
+
+    impl GuardConnection for Object<AsyncPgConnection> {
+        fn discard(self) {
+            drop(Object::take(self));
+        }
+
+        fn opened_at(&self) -> Option<Instant> {
+            Some(Object::metrics(self).created)
+        }
+    }
+}
+
+#[cfg(feature = "bb8")]
+mod with_bb8 {
+    use diesel_async::pooled_connection::bb8::{Pool as Bb8Pool, PooledConnection};
+    use diesel_async::{AnsiTransactionManager, TransactionManager};
+
+    use super::*;
+
+    const MOMENT: Duration = Duration::from_millis(50);
+
+    impl Pool for Bb8Pool<AsyncPgConnection> {
+        type Connection = PooledConnection<'static, AsyncPgConnection>;
+
+        async fn check_out(&self) -> Result<Self::Connection> {
+            (self.get_owned().await).map_err(|error| Error::Pool(error.into()))
+        }
+
+        /// bb8 has no such method, and does not tell whether it may open one more connection. So this waits for a moment, in
+        /// which a connection is opened, or another user gives one back.
+        async fn try_check_out(&self) -> Option<Self::Connection> {
+            let checked_out = tokio::time::timeout(MOMENT, self.get_owned()).await;
+            checked_out.ok()?.ok()
+        }
+
+        fn size(&self) -> u32 {
+            self.state().connections
+        }
+
+        /// bb8 does not tell how many wait, so it is enough that no connection is idle.
+        fn is_contended(&self) -> bool {
+            self.state().idle_connections == 0
+        }
+    }
+
+    impl GuardConnection for PooledConnection<'static, AsyncPgConnection> {
+        /// bb8 closes a connection that is marked as broken when it is given back.
+        fn discard(mut self) {
+            let status = AnsiTransactionManager::transaction_manager_status_mut(&mut *self);
+            status.set_in_error();
+        }
+    }
+}

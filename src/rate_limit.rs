@@ -1,0 +1,193 @@
+//! Rate limits: at most N units per period with a burst, for each key, across all instances.
+
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
+#[cfg(feature = "postgres")]
+mod blocking;
+mod check;
+mod headers;
+#[cfg(feature = "r2d2")]
+mod local;
+mod operations;
+mod quota;
+mod rules;
+mod sql;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::Arc;
+
+pub use self::check::{
+    Check, CheckAll, Limited, LimitedReason, Reservation, Reserve, Spent, State,
+};
+pub use self::headers::Headers;
+#[cfg(feature = "r2d2")]
+pub use self::local::LocalRateLimit;
+#[cfg(all(feature = "testing", feature = "postgres"))]
+pub(crate) use self::operations::use_up;
+pub use self::quota::Quota;
+use crate::events::Subject;
+use crate::text;
+
+/// A limit of N units per period, with a burst, for each key, across all instances.
+///
+/// PostgreSQL stores when a key is full again, as a row of `resource_control.rate_limit`, and decides by its own clock (GCRA,
+/// the generic cell rate algorithm). The promise is exact: in any span W of the database's clock, at most
+/// `burst + W × N / period` units are allowed for a key.
+///
+/// A `RateLimit` is a small value that holds no connection. Declare it as a `static`, or create it where it is used.
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+/// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
+///
+/// static API: RateLimit = RateLimit::named("api", Quota::per_minute(100).burst(20));
+/// static LOGIN: RateLimit = RateLimit::named("login", Quota::per(5, Duration::from_secs(900))).durable();
+///
+/// fn api(pool: &PgPool, customer: i64) -> Result<String, Error> {
+///     Ok(match API.key(customer).cost(3).check(pool)? {
+///         Check::Allowed(spent) => format!("200, {} left", spent.remaining),
+///         Check::Limited(limited) => format!("429 Retry-After: {:?}", limited.retry_after_secs()),
+///     })
+/// }
+///
+/// fn login(pool: &PgPool, user: &str, password_is_right: bool) -> Result<bool, Error> {
+///     if LOGIN.key(user).check(pool)?.is_limited() {
+///         return Ok(false);
+///     }
+///     if password_is_right {
+///         LOGIN.key(user).reset(pool)?;
+///     }
+///     Ok(password_is_right)
+/// }
+/// # let database = workbench::Database::new();
+/// # diesel_interlock::migrations::install(&mut database.connect())?;
+/// # let pool = database.pool(1);
+/// # assert_eq!(api(&pool, 7)?, "200, 17 left");
+/// # for _ in 0..5 { assert!(!login(&pool, "a", false)?); }
+/// # assert!(!login(&pool, "a", true)?);
+/// # assert!(login(&pool, "b", true)?);
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// # Overrides
+///
+/// An operator can change a quota without a deploy, for one key or for all keys of a name:
+/// ```sql
+/// INSERT INTO resource_control.rate_limit_override (name, key, n, period, burst)
+///     VALUES ('api', '7', 1000, '1 minute', 100) -- key NULL: all keys of the name
+///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
+/// ```
+/// The row of the key counts, else that of the name, else the quota of the program. What a key owes is units, so a new quota
+/// takes effect at once, and rescales it.
+///
+/// # Instances with different quotas
+///
+/// While instances disagree about a quota, as during a deploy, they allow no more than the looser one.
+///
+/// # Crashes
+///
+/// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). A crash or a failover of the
+/// server may lose the last moments: less than three times its `wal_writer_delay`, which is 200 ms by default, and the lag of
+/// the standby. What was spent then is allowed once more.
+///
+/// # Clocks
+///
+/// If the server's clock is set back, the time until it shows the old time again does not count, and nothing else is lost.
+/// If it is set forward, keys are refilled for the time that it skips.
+///
+/// # Behind a pooler
+///
+/// Rate limits work behind a pooler in transaction mode.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[must_use = "a rate limit does nothing until it is checked"]
+pub struct RateLimit {
+    name: Cow<'static, str>,
+    quota: Quota,
+    /// `Some(None)` is a key that could not be formatted.
+    key: Option<Option<String>>,
+    cost: u32,
+    durable: bool,
+    partition_key: Option<Arc<[u8]>>,
+}
+
+impl RateLimit {
+    /// Makes a rate limit. All programs that use the name share what it allows.
+    ///
+    /// The name has 1 to 1,000 bytes. The first operation returns an error for another one, and for a
+    /// [quota](Quota) that is out of range.
+    pub const fn named(name: &'static str, quota: Quota) -> Self {
+        Self {
+            name: Cow::Borrowed(name),
+            quota,
+            key: None,
+            cost: 1,
+            durable: false,
+            partition_key: None,
+        }
+    }
+
+    /// As [`named`](Self::named), for a name that is known only at run time.
+    pub fn new(name: impl Into<String>, quota: Quota) -> Self {
+        Self {
+            name: Cow::Owned(name.into()),
+            ..Self::named("", quota)
+        }
+    }
+
+    /// Waits for the disk with each check, for a quota whose units cost money. Defaults to not waiting: see
+    /// [crashes](#crashes).
+    pub const fn durable(mut self) -> Self {
+        self.durable = true;
+        self
+    }
+
+    /// Returns the limit of one key, such as a customer, a user or an address. Each key has the whole quota.
+    ///
+    /// The key has 1 to 1,000 bytes. A key whose `Display` returns an error is reported by the operation, as
+    /// [`Input::Unformatted`](crate::error::Input::Unformatted). Defaults to no key, which is limited separately from all keys.
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        Self {
+            key: Some(text::formatted(key)),
+            name: self.name.clone(),
+            partition_key: self.partition_key.clone(),
+            ..*self
+        }
+    }
+
+    /// Returns the limit with another cost of a call, in units. Defaults to 1.
+    ///
+    /// A cost of zero, and one above the burst, is an error of the operation.
+    pub fn cost(&self, units: u32) -> Self {
+        Self {
+            cost: units,
+            ..self.clone()
+        }
+    }
+
+    /// Returns the limit with the bytes that the parameter `pk` of its [header fields](Headers) shows. Defaults to no such
+    /// parameter, because keys are often secrets.
+    pub fn partition_key(&self, bytes: impl AsRef<[u8]>) -> Self {
+        Self {
+            partition_key: Some(bytes.as_ref().into()),
+            ..self.clone()
+        }
+    }
+
+    /// Returns the name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the quota of the program. An override is not considered: see [`peek`](Self::peek).
+    pub const fn quota(&self) -> Quota {
+        self.quota
+    }
+
+    /// The key does not appear in events, because keys are often secrets.
+    fn subject(&self) -> Subject<'_> {
+        Subject::RateLimit { name: &self.name }
+    }
+}

@@ -1,0 +1,401 @@
+//! Rate limits over a pool and on a connection, asynchronous.
+
+use std::fmt;
+use std::time::Duration;
+
+use diesel_async::AsyncPgConnection;
+use tokio::runtime::Handle;
+use tokio::time::sleep;
+
+use super::operations;
+use super::{Check, CheckAll, LimitedReason, Quota, Reservation, Reserve, Spent, State};
+use crate::clock::Deadline;
+use crate::error::Result;
+use crate::events;
+use crate::pool::asynchronous::{self as pool, Pool};
+use crate::runtime::{self, Finished};
+use crate::session::Asynchronous;
+use crate::text::Name;
+
+/// How long a wait pauses after another transaction held the key, before it asks again.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// A limit of N units per period, with a burst, for each key, across all instances.
+///
+/// The same rate limit as [`diesel_interlock::RateLimit`](crate::RateLimit), for asynchronous connections.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[must_use = "a rate limit does nothing until it is checked"]
+pub struct RateLimit(crate::RateLimit);
+
+impl From<crate::RateLimit> for RateLimit {
+    fn from(limit: crate::RateLimit) -> Self {
+        Self(limit)
+    }
+}
+
+impl RateLimit {
+    /// Makes a rate limit. As [`RateLimit::named`](crate::RateLimit::named).
+    pub const fn named(name: &'static str, quota: Quota) -> Self {
+        Self(crate::RateLimit::named(name, quota))
+    }
+
+    /// As [`named`](Self::named), for a name that is known only at run time.
+    pub fn new(name: impl Into<String>, quota: Quota) -> Self {
+        Self(crate::RateLimit::new(name, quota))
+    }
+
+    /// Waits for the disk with each check. As [`RateLimit::durable`](crate::RateLimit::durable).
+    pub const fn durable(mut self) -> Self {
+        self.0.durable = true;
+        self
+    }
+
+    /// Returns the limit of one key. As [`RateLimit::key`](crate::RateLimit::key).
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        Self(self.0.key(key))
+    }
+
+    /// Returns the limit with another cost of a call. As [`RateLimit::cost`](crate::RateLimit::cost).
+    pub fn cost(&self, units: u32) -> Self {
+        Self(self.0.cost(units))
+    }
+
+    /// Returns the limit with the bytes of the parameter `pk`. As
+    /// [`RateLimit::partition_key`](crate::RateLimit::partition_key).
+    pub fn partition_key(&self, bytes: impl AsRef<[u8]>) -> Self {
+        Self(self.0.partition_key(bytes))
+    }
+
+    /// Returns the name.
+    pub fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    /// Returns the quota of the program.
+    pub const fn quota(&self) -> Quota {
+        self.0.quota()
+    }
+}
+
+/// # Checks
+///
+/// Statements, round trips and errors are those of the [blocking half](crate::RateLimit#checks).
+///
+/// # Dropped futures
+///
+/// If the future of a check, a reservation or a reset is dropped, the operation may take place all the same, and the units stay
+/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) gives them back.
+impl RateLimit {
+    /// Spends the units of a call if the limit allows it, through a connection from the pool. Never waits for units.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks), and [`Error::NoRuntime`](crate::Error::NoRuntime).
+    pub async fn check<P: Pool>(&self, pool: &P) -> Result<Check> {
+        let limit = &self.0;
+        let check = async {
+            let mut conn = self.check_out(pool, None).await?;
+            let session = &mut Asynchronous::pooled(&mut conn);
+            let reply = operations::spend(session, limit, Duration::ZERO, None).await?;
+            Ok(reply.check(limit))
+        };
+        events::observe("check", limit.subject(), check, Check::outcome).await
+    }
+
+    /// As [`check`](Self::check), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn check_on(&self, conn: &mut AsyncPgConnection) -> Result<Check> {
+        let limit = &self.0;
+        let check = async {
+            let session = &mut Asynchronous::lent(conn);
+            let reply = operations::spend(session, limit, Duration::ZERO, None).await?;
+            Ok(reply.check(limit))
+        };
+        events::observe("check", limit.subject(), check, Check::outcome).await
+    }
+
+    /// Checks several limits, through a connection from the pool: spends the units of all of them, or of none. As
+    /// [`RateLimit::check_all`](crate::RateLimit::check_all).
+    ///
+    /// # Errors
+    ///
+    /// As [`RateLimit::check_all`](crate::RateLimit::check_all).
+    pub async fn check_all<P: Pool>(pool: &P, limits: &[&RateLimit]) -> Result<CheckAll> {
+        let Some(first) = limits.first() else {
+            return Ok(CheckAll::Allowed(Vec::new()));
+        };
+        let limits: Vec<_> = limits.iter().map(|limit| &limit.0).collect();
+        let check = async {
+            for limit in &limits {
+                limit.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
+            }
+            let mut conn = first.check_out(pool, None).await?;
+            operations::check_all(&mut Asynchronous::pooled(&mut conn), &limits).await
+        };
+        events::observe("check", first.0.subject(), check, CheckAll::outcome).await
+    }
+
+    /// As [`check_all`](Self::check_all), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`RateLimit::check_all`](crate::RateLimit::check_all).
+    pub async fn check_all_on(
+        conn: &mut AsyncPgConnection,
+        limits: &[&RateLimit],
+    ) -> Result<CheckAll> {
+        let Some(first) = limits.first() else {
+            return Ok(CheckAll::Allowed(Vec::new()));
+        };
+        let limits: Vec<_> = limits.iter().map(|limit| &limit.0).collect();
+        let check = async { operations::check_all(&mut Asynchronous::lent(conn), &limits).await };
+        events::observe("check", first.0.subject(), check, CheckAll::outcome).await
+    }
+
+    /// Spends the units of a call in advance, if the wait for them is at most `max_wait`. Does not wait for them. As
+    /// [`RateLimit::reserve`](crate::RateLimit::reserve).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn reserve<P: Pool>(&self, pool: &P, max_wait: Duration) -> Result<Reserve> {
+        let limit = &self.0;
+        let reserve = async {
+            let mut conn = self.check_out(pool, None).await?;
+            let session = &mut Asynchronous::pooled(&mut conn);
+            let reply = operations::spend(session, limit, max_wait, None).await?;
+            Ok(reply.reserve(limit))
+        };
+        events::observe("reserve", limit.subject(), reserve, Reserve::outcome).await
+    }
+
+    /// As [`reserve`](Self::reserve), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn reserve_on(
+        &self,
+        conn: &mut AsyncPgConnection,
+        max_wait: Duration,
+    ) -> Result<Reserve> {
+        let limit = &self.0;
+        let reserve = async {
+            let session = &mut Asynchronous::lent(conn);
+            let reply = operations::spend(session, limit, max_wait, None).await?;
+            Ok(reply.reserve(limit))
+        };
+        events::observe("reserve", limit.subject(), reserve, Reserve::outcome).await
+    }
+
+    /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
+    ///
+    /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after it was polled, a
+    /// task cancels the reservation, in full, through a connection from the pool.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks), and [`Error::NoRuntime`](crate::Error::NoRuntime).
+    pub async fn acquire_timeout<P: Pool>(&self, pool: &P, timeout: Duration) -> Result<Check> {
+        let deadline = Deadline::after(timeout);
+        let acquire = async {
+            self.0.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
+            let runtime = runtime::current()?;
+            loop {
+                let (this, pool, handle) = (self.clone(), pool.clone(), runtime.clone());
+                let reserve = Finished::new(runtime.clone(), async move {
+                    let mut conn = this.check_out(&pool, Some(deadline.remaining())).await?;
+                    let session = &mut Asynchronous::pooled(&mut conn);
+                    let max_wait = deadline.remaining();
+                    let reply = operations::spend(session, &this.0, max_wait, None).await?;
+                    drop(conn);
+                    Ok::<_, crate::Error>(Waiting::of(reply.reserve(&this.0), pool, handle))
+                });
+                match reserve.await? {
+                    Ok(waiting) => return Ok(Check::Allowed(waiting.wait().await)),
+                    Err(limited) => {
+                        let remaining = deadline.remaining();
+                        if limited.reason != LimitedReason::Contended || remaining.is_zero() {
+                            return Ok(Check::Limited(limited));
+                        }
+                        sleep(PAUSE.min(remaining)).await;
+                    }
+                }
+            }
+        };
+        events::observe("reserve", self.0.subject(), acquire, Check::outcome).await
+    }
+
+    /// Reads what is left of the key. As [`RateLimit::peek`](crate::RateLimit::peek).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn peek<P: Pool>(&self, pool: &P) -> Result<State> {
+        let mut conn = self.check_out(pool, None).await?;
+        operations::peek(&mut Asynchronous::pooled(&mut conn), &self.0).await
+    }
+
+    /// As [`peek`](Self::peek), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn peek_on(&self, conn: &mut AsyncPgConnection) -> Result<State> {
+        operations::peek(&mut Asynchronous::lent(conn), &self.0).await
+    }
+
+    /// Makes the key full. Returns whether it was not. As [`RateLimit::reset`](crate::RateLimit::reset).
+    ///
+    /// # Errors
+    ///
+    /// As [`RateLimit::reset`](crate::RateLimit::reset).
+    pub async fn reset<P: Pool>(&self, pool: &P) -> Result<bool> {
+        let mut conn = self.check_out(pool, None).await?;
+        let session = &mut Asynchronous::pooled(&mut conn);
+        Ok(operations::reset(session, &self.0, false).await? > 0)
+    }
+
+    /// As [`reset`](Self::reset), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`RateLimit::reset`](crate::RateLimit::reset).
+    pub async fn reset_on(&self, conn: &mut AsyncPgConnection) -> Result<bool> {
+        let session = &mut Asynchronous::lent(conn);
+        Ok(operations::reset(session, &self.0, false).await? > 0)
+    }
+
+    /// Makes all keys of the name full. Returns how many were not. As
+    /// [`RateLimit::reset_all`](crate::RateLimit::reset_all).
+    ///
+    /// # Errors
+    ///
+    /// As [`RateLimit::reset`](crate::RateLimit::reset).
+    pub async fn reset_all<P: Pool>(&self, pool: &P) -> Result<u64> {
+        let mut conn = self.check_out(pool, None).await?;
+        operations::reset(&mut Asynchronous::pooled(&mut conn), &self.0, true).await
+    }
+
+    /// As [`reset_all`](Self::reset_all), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`RateLimit::reset`](crate::RateLimit::reset).
+    pub async fn reset_all_on(&self, conn: &mut AsyncPgConnection) -> Result<u64> {
+        operations::reset(&mut Asynchronous::lent(conn), &self.0, true).await
+    }
+
+    /// Deletes the rows of all keys of all rate limits that are full. As [`RateLimit::prune`](crate::RateLimit::prune).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn prune<P: Pool>(pool: &P) -> Result<u64> {
+        let _entered = runtime::current()?;
+        let mut conn = pool::check_out(pool, None).await?;
+        operations::prune(&mut Asynchronous::pooled(&mut conn)).await
+    }
+
+    /// As [`prune`](Self::prune), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn prune_on(conn: &mut AsyncPgConnection) -> Result<u64> {
+        operations::prune(&mut Asynchronous::lent(conn)).await
+    }
+
+    /// Gives back units that were not used. Returns how many units that was worth, rounded up. As `Spent::give_back` of the
+    /// blocking half.
+    ///
+    /// # Errors
+    ///
+    /// [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more than were not given back yet, and the
+    /// [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn give_back<P: Pool>(pool: &P, spent: &Spent, units: u32) -> Result<u32> {
+        let _entered = runtime::current()?;
+        let mut conn = pool::check_out(pool, None).await?;
+        operations::give_back(&mut Asynchronous::pooled(&mut conn), spent, units).await
+    }
+
+    /// As [`give_back`](Self::give_back), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`give_back`](Self::give_back).
+    pub async fn give_back_on(
+        conn: &mut AsyncPgConnection,
+        spent: &Spent,
+        units: u32,
+    ) -> Result<u32> {
+        operations::give_back(&mut Asynchronous::lent(conn), spent, units).await
+    }
+
+    /// Gives back all units of a reservation that were not given back yet, in full until they may be used. Returns how many
+    /// units that was worth, rounded up. As `Reservation::cancel` of the blocking half.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    pub async fn cancel<P: Pool>(pool: &P, reservation: Reservation) -> Result<u32> {
+        match reservation.spent.kept() {
+            0 => Ok(0),
+            units => Self::give_back(pool, &reservation.spent, units).await,
+        }
+    }
+
+    /// Checks the arguments before the pool is asked.
+    async fn check_out<P: Pool>(&self, pool: &P, limit: Option<Duration>) -> Result<P::Connection> {
+        self.0.checked(Duration::ZERO, Name::anywhere)?;
+        runtime::current()?;
+        pool::check_out(pool, limit).await
+    }
+}
+
+/// A reservation whose moment is awaited. Dropping it cancels the reservation.
+struct Waiting<P: Pool> {
+    reservation: Option<Reservation>,
+    pool: P,
+    runtime: Handle,
+}
+
+impl<P: Pool> Waiting<P> {
+    fn of(reserve: Reserve, pool: P, runtime: Handle) -> Result<Self, super::Limited> {
+        match reserve {
+            Reserve::Reserved(reservation) => Ok(Self {
+                reservation: Some(reservation),
+                pool,
+                runtime,
+            }),
+            Reserve::Limited(limited) => Err(limited),
+        }
+    }
+
+    /// Sleeps until the units may be used.
+    async fn wait(mut self) -> Spent {
+        let wait = self.reservation.as_ref().map(|it| it.wait);
+        if let Some(wait) = wait.filter(|wait| !wait.is_zero()) {
+            sleep(wait).await;
+        }
+        match self.reservation.take() {
+            Some(Reservation { spent, .. }) => spent,
+            None => unreachable!("only this function and the drop take it"),
+        }
+    }
+}
+
+impl<P: Pool> Drop for Waiting<P> {
+    fn drop(&mut self) {
+        if let Some(reservation) = self.reservation.take() {
+            let pool = self.pool.clone();
+            self.runtime.spawn(async move {
+                // If this fails, the units stay spent.
+                let _ = RateLimit::cancel(&pool, reservation).await;
+            });
+        }
+    }
+}

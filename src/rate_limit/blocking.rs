@@ -1,0 +1,539 @@
+//! Rate limits over a pool and on a connection, blocking.
+
+use std::thread;
+use std::time::Duration;
+
+use diesel::pg::PgConnection;
+
+use super::operations;
+use super::{Check, CheckAll, LimitedReason, RateLimit, Reservation, Reserve, Spent, State};
+use crate::clock::Deadline;
+use crate::error::Result;
+use crate::events;
+#[cfg(feature = "r2d2")]
+use crate::pool::{self, PgPool, PooledPgConnection};
+use crate::session::{Blocking, now};
+#[cfg(feature = "r2d2")]
+use crate::text::Name;
+
+/// How long a wait pauses after another transaction held the key, before it asks again.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// # Checks
+///
+/// A check is one round trip, and one more to prepare the statement, once per connection:
+/// ```sql
+/// SELECT resource_control.spend_rate_limit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
+/// ```
+/// A limited call mostly only reads. It locks no row and assigns no transaction id. Otherwise the check locks the row of the
+/// key, reads the clock, and decides anew. It waits at most 250 milliseconds for another transaction that has locked the row,
+/// and is then limited as [`Contended`](LimitedReason::Contended).
+///
+/// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in a
+/// separate READ COMMITTED transaction. After an error whose kind Diesel does not expose, one more round trip queries the
+/// catalogue for what is missing.
+///
+/// # Errors of checks
+///
+/// - [`Error::Input`](crate::Error::Input) for a name that is empty or longer than 1,000 bytes, for a key likewise, for a NUL
+///   character in them, for a quota that is out of range, and for a cost of zero. Nothing was sent. Also for a
+///   [cost above the burst](crate::error::Input::CostAboveBurst) of the program's quota, which the database refuses.
+/// - [`Misplaced::SpendInTransaction`](crate::error::Misplaced::SpendInTransaction) if a transaction is open on the
+///   connection, except the one that `begin_test_transaction` opened.
+/// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time, and
+///   [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the connection had left a
+///   transaction open.
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
+///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
+/// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session.
+/// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, the units may have been spent.
+impl RateLimit {
+    /// Spends the units of a call if the limit allows it, through a connection from the pool. Never waits for units.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool's `connection_timeout` allows, and at most 250 milliseconds for another
+    /// transaction.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
+    ///
+    /// static API: RateLimit = RateLimit::named("api", Quota::per_minute(100).burst(20));
+    ///
+    /// fn status(pool: &PgPool, customer: i64) -> Result<u16, Error> {
+    ///     let check = API.key(customer).check(pool)?;
+    ///     for (name, value) in check.headers().fields() {
+    ///         println!("{name}: {value}"); // to the response
+    ///     }
+    ///     Ok(if check.is_allowed() { 200 } else { 429 })
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # diesel_interlock::migrations::install(&mut database.connect())?;
+    /// # let pool = database.pool(1);
+    /// # for _ in 0..20 { assert_eq!(status(&pool, 7)?, 200); }
+    /// # assert_eq!(status(&pool, 7)?, 429);
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[cfg(feature = "r2d2")]
+    pub fn check(&self, pool: &PgPool) -> Result<Check> {
+        let check = async {
+            let mut conn = self.check_out(pool)?;
+            let session = &mut Blocking::pooled(&mut conn);
+            let reply = operations::spend(session, self, Duration::ZERO, None).await?;
+            Ok(reply.check(self))
+        };
+        now(events::observe(
+            "check",
+            self.subject(),
+            check,
+            Check::outcome,
+        ))
+    }
+
+    /// Spends the units of a call if the limit allows it, on the given connection. Never waits for units.
+    ///
+    /// # Blocking
+    ///
+    /// Waits at most 250 milliseconds for another transaction.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    pub fn check_on(&self, conn: &mut PgConnection) -> Result<Check> {
+        let check = async {
+            let session = &mut Blocking::lent(conn);
+            let reply = operations::spend(session, self, Duration::ZERO, None).await?;
+            Ok(reply.check(self))
+        };
+        now(events::observe(
+            "check",
+            self.subject(),
+            check,
+            Check::outcome,
+        ))
+    }
+
+    /// Checks several limits, through a connection from the pool: spends the units of all of them, or of none.
+    ///
+    /// One round trip: `SELECT resource_control.check_rate_limits($1, …)`. A limited call mostly only reads. The same key given
+    /// twice is checked for the sum of the costs. If a limit does not allow the call, the outcome is the one with the longest
+    /// wait. One [durable](Self::durable) limit makes the whole check wait for the disk.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool's `connection_timeout` allows, and at most 250 milliseconds for another
+    /// transaction, for each limit.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks), and
+    /// [`Input::DifferentQuotas`](crate::error::Input::DifferentQuotas).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use diesel_interlock::{CheckAll, Error, PgPool, Quota, RateLimit};
+    ///
+    /// static PER_TENANT: RateLimit = RateLimit::named("tenant", Quota::per_minute(100));
+    /// static GLOBAL: RateLimit = RateLimit::named("everything", Quota::per_second(500));
+    ///
+    /// fn status(pool: &PgPool, tenant: i64) -> Result<u16, Error> {
+    ///     Ok(match RateLimit::check_all(pool, &[&PER_TENANT.key(tenant), &GLOBAL])? {
+    ///         CheckAll::Allowed(_) => 200,
+    ///         CheckAll::Limited { by: 0, .. } => 429, // this tenant's own limit
+    ///         CheckAll::Limited { .. } => 503,
+    ///     })
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # diesel_interlock::migrations::install(&mut database.connect())?;
+    /// # assert_eq!(status(&database.pool(1), 7)?, 200);
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[cfg(feature = "r2d2")]
+    pub fn check_all(pool: &PgPool, limits: &[&RateLimit]) -> Result<CheckAll> {
+        let Some(first) = limits.first() else {
+            return Ok(CheckAll::Allowed(Vec::new()));
+        };
+        let check = async {
+            for limit in limits {
+                limit.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
+            }
+            let mut conn = pool::check_out(pool, None)?;
+            operations::check_all(&mut Blocking::pooled(&mut conn), limits).await
+        };
+        let subject = first.subject();
+        now(events::observe("check", subject, check, CheckAll::outcome))
+    }
+
+    /// As [`check_all`](Self::check_all), on the given connection.
+    ///
+    /// # Blocking
+    ///
+    /// Waits at most 250 milliseconds for another transaction, for each limit.
+    ///
+    /// # Errors
+    ///
+    /// As [`check_all`](Self::check_all).
+    pub fn check_all_on(conn: &mut PgConnection, limits: &[&RateLimit]) -> Result<CheckAll> {
+        let Some(first) = limits.first() else {
+            return Ok(CheckAll::Allowed(Vec::new()));
+        };
+        let check = async { operations::check_all(&mut Blocking::lent(conn), limits).await };
+        let subject = first.subject();
+        now(events::observe("check", subject, check, CheckAll::outcome))
+    }
+
+    /// Spends the units of a call in advance, if the wait for them is at most `max_wait`, through a connection from the pool.
+    /// Does not wait for them: the outcome tells how long to wait.
+    ///
+    /// One round trip. Reservations are served in the order in which they were made, and a plain check is limited while
+    /// reservations are ahead of it. If the wait would be longer, nothing is spent. `max_wait` counts as 366 days at most.
+    ///
+    /// # Blocking
+    ///
+    /// As [`check`](Self::check).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::{Error, PgPool, Quota, RateLimit, Reserve};
+    ///
+    /// static MAILS: RateLimit = RateLimit::named("mails", Quota::per_second(10).burst(1));
+    ///
+    /// fn send(pool: &PgPool) -> Result<(), Error> {
+    ///     let Reserve::Reserved(reservation) = MAILS.reserve(pool, Duration::from_secs(1))? else {
+    ///         return Ok(()); // the queue is longer than a second
+    ///     };
+    ///     std::thread::sleep(reservation.wait); // no connection is held meanwhile
+    ///     Ok(())
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # diesel_interlock::migrations::install(&mut database.connect())?;
+    /// # send(&database.pool(1))?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[cfg(feature = "r2d2")]
+    pub fn reserve(&self, pool: &PgPool, max_wait: Duration) -> Result<Reserve> {
+        let reserve = async {
+            let mut conn = self.check_out(pool)?;
+            let session = &mut Blocking::pooled(&mut conn);
+            let reply = operations::spend(session, self, max_wait, None).await?;
+            Ok(reply.reserve(self))
+        };
+        now(events::observe(
+            "reserve",
+            self.subject(),
+            reserve,
+            Reserve::outcome,
+        ))
+    }
+
+    /// As [`reserve`](Self::reserve), on the given connection.
+    ///
+    /// # Blocking
+    ///
+    /// As [`check_on`](Self::check_on).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    pub fn reserve_on(&self, conn: &mut PgConnection, max_wait: Duration) -> Result<Reserve> {
+        let reserve = async {
+            let session = &mut Blocking::lent(conn);
+            let reply = operations::spend(session, self, max_wait, None).await?;
+            Ok(reply.reserve(self))
+        };
+        now(events::observe(
+            "reserve",
+            self.subject(),
+            reserve,
+            Reserve::outcome,
+        ))
+    }
+
+    /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
+    ///
+    /// One round trip: this is [`reserve`](Self::reserve), and then a sleep. Calls are served in the order in which they
+    /// came. If the wait would be too long, this is limited at once, and nothing is spent. If the process ends during the
+    /// sleep, the units stay spent.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for `timeout` at most, including the check-out, and for a round trip. The pool's own `connection_timeout` may
+    /// end the check-out sooner.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    #[cfg(feature = "r2d2")]
+    pub fn acquire_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Check> {
+        let deadline = Deadline::after(timeout);
+        let acquire = async {
+            self.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
+            wait(deadline, |max_wait| {
+                let mut conn = pool::check_out(pool, Some(max_wait))?;
+                let max_wait = deadline.remaining();
+                let session = &mut Blocking::pooled(&mut conn);
+                let reply = now(operations::spend(session, self, max_wait, None))?;
+                Ok(reply.reserve(self))
+            })
+        };
+        now(events::observe(
+            "reserve",
+            self.subject(),
+            acquire,
+            Check::outcome,
+        ))
+    }
+
+    /// As [`acquire_timeout`](Self::acquire_timeout), on the given connection, which it holds while it waits, outside of a
+    /// transaction.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for `timeout` at most, and for a round trip.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    pub fn acquire_timeout_on(&self, conn: &mut PgConnection, timeout: Duration) -> Result<Check> {
+        let deadline = Deadline::after(timeout);
+        let acquire = async {
+            wait(deadline, |max_wait| {
+                let session = &mut Blocking::lent(conn);
+                let reply = now(operations::spend(session, self, max_wait, None))?;
+                Ok(reply.reserve(self))
+            })
+        };
+        now(events::observe(
+            "reserve",
+            self.subject(),
+            acquire,
+            Check::outcome,
+        ))
+    }
+
+    /// Reads what is left of the key, through a connection from the pool. Spends nothing.
+    ///
+    /// One round trip: `SELECT resource_control.peek_rate_limit($1, $2, $3, $4, $5)`. It also works on a standby, as far as
+    /// that has followed.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool's `connection_timeout` allows.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    #[cfg(feature = "r2d2")]
+    pub fn peek(&self, pool: &PgPool) -> Result<State> {
+        let mut conn = self.check_out(pool)?;
+        now(operations::peek(&mut Blocking::pooled(&mut conn), self))
+    }
+
+    /// As [`peek`](Self::peek), on the given connection, also inside a transaction.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    pub fn peek_on(&self, conn: &mut PgConnection) -> Result<State> {
+        now(operations::peek(&mut Blocking::lent(conn), self))
+    }
+
+    /// Makes the key full, through a connection from the pool, as after a login that succeeded. Returns whether it was not.
+    ///
+    /// One round trip: `SELECT resource_control.reset_rate_limit($1, $2, $3)`, which deletes the row.
+    ///
+    /// # Blocking
+    ///
+    /// As [`check`](Self::check).
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks), and [`Error::Contended`](crate::Error::Contended) if another transaction has
+    /// locked the key for 250 milliseconds.
+    #[cfg(feature = "r2d2")]
+    pub fn reset(&self, pool: &PgPool) -> Result<bool> {
+        let mut conn = self.check_out(pool)?;
+        let session = &mut Blocking::pooled(&mut conn);
+        Ok(now(operations::reset(session, self, false))? > 0)
+    }
+
+    /// As [`reset`](Self::reset), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`reset`](Self::reset).
+    pub fn reset_on(&self, conn: &mut PgConnection) -> Result<bool> {
+        Ok(now(operations::reset(&mut Blocking::lent(conn), self, false))? > 0)
+    }
+
+    /// Makes all keys of the name full, through a connection from the pool. Returns how many were not.
+    ///
+    /// One round trip, and one transaction. Calls for these keys wait until it commits.
+    ///
+    /// # Blocking
+    ///
+    /// As [`check`](Self::check), and as long as it takes to delete the rows.
+    ///
+    /// # Errors
+    ///
+    /// As [`reset`](Self::reset).
+    #[cfg(feature = "r2d2")]
+    pub fn reset_all(&self, pool: &PgPool) -> Result<u64> {
+        let mut conn = self.check_out(pool)?;
+        now(operations::reset(
+            &mut Blocking::pooled(&mut conn),
+            self,
+            true,
+        ))
+    }
+
+    /// As [`reset_all`](Self::reset_all), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`reset`](Self::reset).
+    pub fn reset_all_on(&self, conn: &mut PgConnection) -> Result<u64> {
+        now(operations::reset(&mut Blocking::lent(conn), self, true))
+    }
+
+    /// Deletes the rows of all keys of all rate limits that are full, through a connection from the pool. Returns how many keys
+    /// it deleted.
+    ///
+    /// A full key needs no row, so this changes no limit. It walks the table in steps of 1,000 rows, each of which is one round
+    /// trip and one transaction: `SELECT resource_control.prune_rate_limits($1, $2, $3)`. Call it once a day, for example.
+    ///
+    /// # Blocking
+    ///
+    /// Waits for a connection as long as the pool's `connection_timeout` allows, and at most 50 milliseconds for each key
+    /// that another transaction has locked, which it then skips.
+    ///
+    /// # Errors
+    ///
+    /// See [errors of checks](#errors-of-checks).
+    #[cfg(feature = "r2d2")]
+    pub fn prune(pool: &PgPool) -> Result<u64> {
+        let mut conn = pool::check_out(pool, None)?;
+        now(operations::prune(&mut Blocking::pooled(&mut conn)))
+    }
+
+    /// As [`prune`](Self::prune), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`prune`](Self::prune).
+    pub fn prune_on(conn: &mut PgConnection) -> Result<u64> {
+        now(operations::prune(&mut Blocking::lent(conn)))
+    }
+
+    /// Checks the arguments before the pool is asked.
+    #[cfg(feature = "r2d2")]
+    fn check_out(&self, pool: &PgPool) -> Result<PooledPgConnection> {
+        self.checked(Duration::ZERO, Name::anywhere)?;
+        pool::check_out(pool, None)
+    }
+}
+
+/// Reserves, and sleeps until the units may be used. Asks again while another transaction holds the key.
+fn wait(deadline: Deadline, mut reserve: impl FnMut(Duration) -> Result<Reserve>) -> Result<Check> {
+    loop {
+        match reserve(deadline.remaining())? {
+            Reserve::Reserved(Reservation { spent, wait }) => {
+                thread::sleep(wait);
+                return Ok(Check::Allowed(spent));
+            }
+            Reserve::Limited(limited) => {
+                let remaining = deadline.remaining();
+                if limited.reason != LimitedReason::Contended || remaining.is_zero() {
+                    return Ok(Check::Limited(limited));
+                }
+                thread::sleep(PAUSE.min(remaining));
+            }
+        }
+    }
+}
+
+impl Spent {
+    /// Gives back units that were not used, through a connection from the pool. Returns how many units that was worth, rounded
+    /// up.
+    ///
+    /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
+    /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset or
+    /// pruned since then, if the server's clock was set back, or if another transaction has locked the key for 250
+    /// milliseconds.
+    ///
+    /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.
+    ///
+    /// # Blocking
+    ///
+    /// As [`RateLimit::check`].
+    ///
+    /// # Errors
+    ///
+    /// - [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more than were not given back yet. Units
+    ///   that a failed call was to give back count as given back.
+    /// - The [errors of checks](RateLimit#errors-of-checks).
+    #[cfg(feature = "r2d2")]
+    pub fn give_back(&self, pool: &PgPool, units: u32) -> Result<u32> {
+        let mut conn = pool::check_out(pool, None)?;
+        let session = &mut Blocking::pooled(&mut conn);
+        now(operations::give_back(session, self, units))
+    }
+
+    /// As [`give_back`](Self::give_back), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`give_back`](Self::give_back).
+    pub fn give_back_on(&self, conn: &mut PgConnection, units: u32) -> Result<u32> {
+        now(operations::give_back(
+            &mut Blocking::lent(conn),
+            self,
+            units,
+        ))
+    }
+}
+
+impl Reservation {
+    /// Gives back all units that were not given back yet, through a connection from the pool: in full until the moment from
+    /// which they may be used, and after that as [`Spent::give_back`]. Returns how many units that was worth, rounded up.
+    ///
+    /// # Blocking
+    ///
+    /// As [`RateLimit::check`].
+    ///
+    /// # Errors
+    ///
+    /// The [errors of checks](RateLimit#errors-of-checks).
+    #[cfg(feature = "r2d2")]
+    pub fn cancel(self, pool: &PgPool) -> Result<u32> {
+        match self.spent.kept() {
+            0 => Ok(0),
+            units => self.spent.give_back(pool, units),
+        }
+    }
+
+    /// As [`cancel`](Self::cancel), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`cancel`](Self::cancel).
+    pub fn cancel_on(self, conn: &mut PgConnection) -> Result<u32> {
+        match self.spent.kept() {
+            0 => Ok(0),
+            units => self.spent.give_back_on(conn, units),
+        }
+    }
+}

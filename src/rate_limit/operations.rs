@@ -1,0 +1,216 @@
+//! What a rate limit sends, on a blocking or an asynchronous session.
+
+use std::time::Duration;
+
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+
+use super::rules::{self, Reply};
+use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow};
+#[cfg(all(feature = "testing", feature = "postgres"))]
+use super::{Check, LimitedReason};
+use super::{CheckAll, RateLimit, Spent, State};
+use crate::error::{Error, Misplaced, Result};
+use crate::installed;
+use crate::session::{
+    Probe, Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
+};
+use crate::transaction::Transaction;
+
+/// How many rows a step of pruning looks at.
+const BATCH: i32 = 1000;
+
+/// Spends units in one round trip, all of the cost or, with `at_least`, as many as are left, unless a transaction is open, whose rollback would give them back, and which would stop
+/// every other call for the key until its end. A test transaction counts as none.
+pub(super) async fn spend<S: Session>(
+    session: &mut S,
+    limit: &RateLimit,
+    max_wait: Duration,
+    at_least: Option<u32>,
+) -> Result<Reply> {
+    let call = limit.checked(max_wait, |name| session.name(name))?;
+    refuse_transaction(session)?;
+    let (row, in_transaction): (SpentRow, bool) = match at_least {
+        None => outside(session, limit, sql::spend(&call)).await?,
+        Some(units) => outside(session, limit, sql::spend_at_least(&call, units)).await?,
+    };
+    let reply = Reply::of(row, limit.quota);
+    if in_transaction {
+        let spent = reply.spent(limit).map(|(spent, _)| spent);
+        return Err(undo(session, spent.as_slice()).await);
+    }
+    Ok(reply)
+}
+
+/// Checks several limits in one round trip.
+pub(super) async fn check_all<S: Session>(
+    session: &mut S,
+    limits: &[&RateLimit],
+) -> Result<CheckAll> {
+    let mut calls = Vec::with_capacity(limits.len());
+    for limit in limits {
+        calls.push(limit.checked(Duration::ZERO, |name| session.name(name))?);
+    }
+    let arrays = rules::calls(limits, &calls)?;
+    let Some(first) = limits.first() else {
+        return Ok(CheckAll::Allowed(Vec::new()));
+    };
+    refuse_transaction(session)?;
+    let (row, in_transaction) = outside(session, first, sql::spend_all(&arrays)).await?;
+    let row: AllSpentRow = row;
+    let outcome = rules::check_all(row, limits);
+    if in_transaction {
+        let spent = outcome.allowed().unwrap_or_default();
+        return Err(undo(session, &spent).await);
+    }
+    Ok(outcome)
+}
+
+/// Gives units back in one round trip, and returns how many.
+pub(super) async fn give_back<S: Session>(
+    session: &mut S,
+    spent: &Spent,
+    units: u32,
+) -> Result<u32> {
+    refuse_transaction(session)?;
+    let back = spent.take_back(units, |name| session.name(name))?;
+    let given: i64 = accepted(session, &spent.limit, sql::give_back(&back)).await?;
+    Ok(given.clamp(0, units.into()) as u32)
+}
+
+/// Reads what is left of a key, in one round trip.
+pub(super) async fn peek<S: Session>(session: &mut S, limit: &RateLimit) -> Result<State> {
+    let call = limit.checked(Duration::ZERO, |name| session.name(name))?;
+    let row: QueryResult<StateRow> = one_at_read_committed(session, sql::peek(&call)).await;
+    match row {
+        Ok(row) => Ok(rules::state(row)),
+        Err(error) => Err(explain(session, error, limit).await),
+    }
+}
+
+/// Makes a key full, or all keys of the name, in one round trip. Returns how many were not.
+pub(super) async fn reset<S: Session>(
+    session: &mut S,
+    limit: &RateLimit,
+    all_keys: bool,
+) -> Result<u64> {
+    let key = limit.checked_key()?;
+    let name = limit.checked_name(|name| session.name(name))?;
+    refuse_transaction(session)?;
+    let key = (!all_keys).then_some(key);
+    let statement = sql::reset(name.as_str(), key, !limit.durable);
+    let deleted: i64 = accepted(session, limit, statement).await?;
+    Ok(deleted.unsigned_abs())
+}
+
+/// Deletes the rows of all keys that are full, in steps of one round trip each. Returns how many it deleted.
+pub(super) async fn prune<S: Session>(session: &mut S) -> Result<u64> {
+    let mut position = (String::new(), String::new());
+    let mut pruned = 0;
+    loop {
+        if session.transaction() == Transaction::Open {
+            return Err(Misplaced::SpendInTransaction.into());
+        }
+        let step: QueryResult<PrunedRow> =
+            one_at_read_committed(session, sql::prune(&position, BATCH)).await;
+        let (deleted, name, key) = match step {
+            Ok(step) => step,
+            Err(error) if is_serialization_failure(&error) => return Err(Error::StrictIsolation),
+            Err(error) => return Err(installed::explain(session, error, None).await),
+        };
+        pruned += u64::from(deleted.unsigned_abs());
+        match (name, key) {
+            (Some(name), Some(key)) => position = (name, key),
+            _ => return Ok(pruned),
+        }
+    }
+}
+
+/// Spends all units that are left, in one round trip.
+#[cfg(all(feature = "testing", feature = "postgres"))]
+pub(crate) async fn use_up<S: Session>(session: &mut S, limit: &RateLimit) -> Result<()> {
+    let all = limit.cost(u32::MAX);
+    let reply = spend(session, &all, Duration::ZERO, Some(1)).await?;
+    match reply.check(&all) {
+        Check::Limited(limited) if limited.reason == LimitedReason::Contended => {
+            let name = limit.name.to_string();
+            Err(Error::Contended { name })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses an open transaction that Diesel knows of, before anything is sent.
+fn refuse_transaction<S: Session>(session: &mut S) -> Result<()> {
+    match session.transaction() {
+        Transaction::None | Transaction::Test => Ok(()),
+        Transaction::Open => Err(Misplaced::SpendInTransaction.into()),
+        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
+    }
+}
+
+/// Sends a statement, and also returns whether a transaction is open that Diesel does not know of.
+async fn outside<S, U, Q>(session: &mut S, limit: &RateLimit, statement: Q) -> Result<(U, bool)>
+where
+    S: Session,
+    Q: Probe<U>,
+    U: Send,
+{
+    let (reply, in_transaction) = probe_at_read_committed(session, statement).await;
+    match reply {
+        Ok(row) => Ok((row, in_transaction)),
+        Err(error) => Err(explain(session, error, limit).await),
+    }
+}
+
+/// Sends a statement that allows nothing. In a transaction of the caller that Diesel does not know of, it takes effect when
+/// that commits.
+async fn accepted<S, U, Q>(session: &mut S, limit: &RateLimit, statement: Q) -> Result<U>
+where
+    S: Session,
+    Q: Probe<U>,
+    U: Send,
+{
+    let (row, in_transaction) = outside(session, limit, statement).await?;
+    if in_transaction {
+        if session.is_pooled() {
+            return Err(Error::TransactionInPool);
+        }
+        session.clear_mark();
+    }
+    Ok(row)
+}
+
+/// Undoes what was spent in a transaction that Diesel does not know of, and returns why.
+async fn undo<S: Session>(session: &mut S, spent: &[Spent]) -> Error {
+    if session.is_pooled() {
+        // An earlier user left the transaction open. The connection is marked, so the pool discards it, and the server
+        // rolls the check back.
+        return Error::TransactionInPool;
+    }
+    // The caller's transaction goes on, so the units are given back in it.
+    session.clear_mark();
+    for spent in spent {
+        let back = match spent.take_back(spent.units, |name| session.name(name)) {
+            Ok(back) => back,
+            Err(error) => return error,
+        };
+        let given: QueryResult<i64> = session.one(sql::give_back(&back)).await;
+        if let Err(error) = given {
+            return error.into();
+        }
+    }
+    Misplaced::SpendInTransaction.into()
+}
+
+/// Returns what an error means. Queries the catalogue where that is still possible.
+async fn explain<S: Session>(session: &mut S, error: DieselError, limit: &RateLimit) -> Error {
+    if is_serialization_failure(&error) {
+        return Error::StrictIsolation;
+    }
+    if let DieselError::DatabaseError(DatabaseErrorKind::CheckViolation, information) = &error {
+        if let Some(refusal) = rules::refusal(information.constraint_name(), limit) {
+            return refusal;
+        }
+    }
+    installed::explain(session, error, None).await
+}

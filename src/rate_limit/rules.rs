@@ -1,0 +1,375 @@
+//! What is checked before a call is sent, and what its row means.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use diesel::data_types::{PgInterval, PgTimestamp};
+
+use super::sql::{AllSpentRow, Calls, SpentRow, StateRow};
+use super::{
+    Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, Reservation, Reserve, Spent, State,
+};
+use crate::error::{Error, Input, Result};
+use crate::text::{self, Name};
+use crate::time::{Timestamp, elapsed};
+
+/// The longest period and the longest wait, in microseconds: 366 days.
+const LONGEST_PERIOD: u128 = 366 * 24 * 60 * 60 * 1_000_000;
+
+/// The longest time in which a burst is refilled, in microseconds: 36,600 days.
+const LONGEST_REFILL: u128 = 100 * LONGEST_PERIOD;
+
+/// The hint of a call that met another transaction, which is how long it has waited for that.
+const CONTENDED: Duration = Duration::from_millis(250);
+
+/// The arguments of a call that passed every check that needs no database.
+#[derive(Debug)]
+pub(super) struct Call<'a> {
+    pub(super) name: Name<'a>,
+    pub(super) key: &'a str,
+    pub(super) n: i64,
+    pub(super) period_us: i64,
+    pub(super) burst: i64,
+    pub(super) cost: i64,
+    pub(super) max_wait_us: i64,
+    /// The largest debt with which the program's own quota allows the call. `None` if none does.
+    pub(super) allowance_us: Option<i64>,
+    /// What the cost adds to the debt under that quota.
+    pub(super) increase_us: i64,
+    pub(super) commit_async: bool,
+}
+
+impl RateLimit {
+    /// Checks the arguments of a call. `name` turns the name into one as it is sent on a session. A cost above the burst is
+    /// not checked here, because an override may have raised the burst.
+    pub(super) fn checked<'a>(
+        &'a self,
+        max_wait: Duration,
+        name: impl FnOnce(&'a str) -> Name<'a>,
+    ) -> Result<Call<'a>> {
+        let key = self.checked_key()?;
+        let name = self.checked_name(name)?;
+        if self.cost == 0 {
+            return Err(self.bad_units(0, u32::MAX).into());
+        }
+        let Quota { n, burst, .. } = self.quota;
+        let period = self.quota.period_us();
+        let is_in_range = n > 0
+            && burst > 0
+            && (1..=LONGEST_PERIOD).contains(&period)
+            && u128::from(burst) * period <= u128::from(n) * LONGEST_REFILL;
+        let Some(period_us) = i64::try_from(period).ok().filter(|_| is_in_range) else {
+            let name = self.name.to_string();
+            return Err(Input::BadQuota { name }.into());
+        };
+        Ok(Call {
+            name,
+            key,
+            n: n.into(),
+            period_us,
+            burst: burst.into(),
+            cost: self.cost.into(),
+            max_wait_us: max_wait.as_micros().min(LONGEST_PERIOD) as i64,
+            allowance_us: self
+                .quota
+                .room_for(self.cost)
+                .map(|room| (room + max_wait.as_micros().min(LONGEST_PERIOD)) as i64),
+            increase_us: self.quota.time_of(self.cost).min(LONGEST_REFILL) as i64,
+            commit_async: !self.durable,
+        })
+    }
+
+    /// Checks the name alone.
+    pub(super) fn checked_name<'a>(
+        &'a self,
+        name: impl FnOnce(&'a str) -> Name<'a>,
+    ) -> Result<Name<'a>> {
+        if self.name.is_empty() {
+            return Err(Input::EmptyName.into());
+        }
+        Ok(name(&self.name).checked("the name of a rate limit")?)
+    }
+
+    /// Checks the key. The limit without a key is the key that is empty.
+    pub(super) fn checked_key(&self) -> Result<&str> {
+        let Some(key) = &self.key else {
+            return Ok("");
+        };
+        let key = key.as_deref().ok_or(Input::Unformatted)?;
+        if key.is_empty() {
+            return Err(Input::EmptyKey.into());
+        }
+        text::check(key, "the key", text::LONGEST_NAME)?;
+        Ok(key)
+    }
+
+    pub(super) fn bad_units(&self, units: u32, most: u32) -> Input {
+        Input::BadUnits {
+            name: self.name.to_string(),
+            units,
+            most,
+        }
+    }
+}
+
+/// Returns the arrays of a check of several limits.
+pub(super) fn calls<'a>(limits: &[&RateLimit], calls: &'a [Call<'a>]) -> Result<Calls<'a>> {
+    let mut arrays = Calls {
+        // One durable limit makes the whole check durable.
+        commit_async: calls.iter().all(|call| call.commit_async),
+        ..Calls::default()
+    };
+    for (place, call) in calls.iter().enumerate() {
+        let same_key =
+            |other: &&Call<'_>| other.name.as_str() == call.name.as_str() && other.key == call.key;
+        if let Some(other) = calls[..place].iter().find(same_key) {
+            let quotas = [call, other].map(|it| (it.n, it.period_us, it.burst));
+            if quotas[0] != quotas[1] {
+                let name = limits[place].name.to_string();
+                return Err(Input::DifferentQuotas { name }.into());
+            }
+        }
+        arrays.names.push(call.name.as_str());
+        arrays.keys.push(call.key);
+        arrays.ns.push(call.n);
+        arrays
+            .periods
+            .push(PgInterval::from_microseconds(call.period_us));
+        arrays.bursts.push(call.burst);
+        arrays.costs.push(call.cost);
+    }
+    Ok(arrays)
+}
+
+/// Units that are given back.
+#[derive(Debug)]
+pub(super) struct Units<'a> {
+    pub(super) name: Name<'a>,
+    pub(super) key: &'a str,
+    pub(super) units: i64,
+    pub(super) n: i64,
+    pub(super) period_us: i64,
+    pub(super) spent_at: Timestamp,
+    pub(super) wait_us: i64,
+    pub(super) commit_async: bool,
+}
+
+impl Spent {
+    /// Returns how many units were not given back yet.
+    pub(super) fn kept(&self) -> u32 {
+        self.kept.load(Ordering::Relaxed)
+    }
+
+    /// Checks that so many units may be given back, and counts them as given back.
+    pub(super) fn take_back<'a>(
+        &'a self,
+        units: u32,
+        name: impl FnOnce(&'a str) -> Name<'a>,
+    ) -> Result<Units<'a>> {
+        let key = self.limit.checked_key()?;
+        let name = self.limit.checked_name(name)?;
+        let taken = self
+            .kept
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |kept| {
+                kept.checked_sub(units).filter(|_| units > 0)
+            });
+        if let Err(kept) = taken {
+            return Err(self.limit.bad_units(units, kept).into());
+        }
+        Ok(Units {
+            name,
+            key,
+            units: units.into(),
+            n: self.quota.n.into(),
+            period_us: self.quota.period_us() as i64,
+            spent_at: Timestamp::At(self.at),
+            wait_us: self.wait_us,
+            commit_async: !self.limit.durable,
+        })
+    }
+}
+
+/// The reply to a check, before it is told as an outcome.
+#[derive(Debug)]
+pub(super) struct Reply {
+    pub(super) units: u32,
+    reason: LimitedReason,
+    at: DateTime<Utc>,
+    debt_us: u128,
+    quota: Quota,
+}
+
+impl Reply {
+    /// `own` is the quota of the program.
+    pub(super) fn of(row: SpentRow, own: Quota) -> Self {
+        let (units, reason, decided_at, full_at, n, period_us, burst) = row;
+        let quota = match (n, period_us, burst) {
+            (Some(n), Some(period_us), Some(burst)) => quota_of(n, period_us, burst),
+            _ => own,
+        };
+        Self {
+            units: units.clamp(0, u32::MAX.into()) as u32,
+            reason: reason_of(reason.as_deref()),
+            at: time_of(decided_at),
+            debt_us: full_at.0.saturating_sub(decided_at.0).max(0) as u128,
+            quota,
+        }
+    }
+
+    /// Returns what was spent, and how long to wait before it may be used. `None` if nothing was spent.
+    pub(super) fn spent(&self, limit: &RateLimit) -> Option<(Spent, Duration)> {
+        if self.units == 0 {
+            return None;
+        }
+        let (quota, debt) = (self.quota, self.debt_us);
+        let before = debt.saturating_sub(quota.time_of(self.units));
+        // The statement reads the clock twice, and a debt is rounded up by less than a microsecond for each call. So that a
+        // key does not seem to have a unit less because of that, this tells what is left a moment later.
+        let moment = (quota.time_of(1) / 2).min(1000);
+        let left = quota
+            .burst
+            .saturating_sub(saturated(quota.units_owed(before.saturating_sub(moment))));
+        let room = quota.room_for(self.units).unwrap_or(0);
+        let wait_us = before.saturating_sub(room).min(i64::MAX as u128) as i64;
+        let spent = Spent {
+            at: self.at,
+            units: self.units,
+            remaining: left.saturating_sub(self.units),
+            full_in: microseconds(debt),
+            quota,
+            limit: Arc::new(limit.clone()),
+            kept: Arc::new(AtomicU32::new(self.units)),
+            wait_us,
+        };
+        Some((spent, Duration::from_micros(wait_us.unsigned_abs())))
+    }
+
+    /// Returns the hint of a call for so many units that was limited.
+    pub(super) fn limited(&self, limit: &RateLimit, units: u32) -> Limited {
+        let quota = self.quota;
+        let retry_after = match self.reason {
+            LimitedReason::Contended => Some(CONTENDED),
+            LimitedReason::AboveBurst => None,
+            LimitedReason::Spent => quota
+                .room_for(units)
+                .map(|room| microseconds(self.debt_us.saturating_sub(room).max(1))),
+        };
+        Limited {
+            reason: self.reason,
+            retry_after,
+            remaining: quota
+                .burst
+                .saturating_sub(saturated(quota.units_owed(self.debt_us))),
+            full_in: microseconds(self.debt_us),
+            quota,
+            limit: Arc::new(limit.clone()),
+        }
+    }
+
+    pub(super) fn check(&self, limit: &RateLimit) -> Check {
+        match self.spent(limit) {
+            Some((spent, _)) => Check::Allowed(spent),
+            None => Check::Limited(self.limited(limit, limit.cost)),
+        }
+    }
+
+    pub(super) fn reserve(&self, limit: &RateLimit) -> Reserve {
+        match self.spent(limit) {
+            Some((spent, wait)) => Reserve::Reserved(Reservation { spent, wait }),
+            None => Reserve::Limited(self.limited(limit, limit.cost)),
+        }
+    }
+}
+
+/// Returns what the row of a check of several limits means.
+pub(super) fn check_all(row: AllSpentRow, limits: &[&RateLimit]) -> CheckAll {
+    let (allowed, limited_by, reason, retry_after, ats, remaining, full_ins, ns, periods, bursts) =
+        row;
+    let (ats, remaining) = (ats.unwrap_or_default(), remaining.unwrap_or_default());
+    let (full_ins, ns) = (full_ins.unwrap_or_default(), ns.unwrap_or_default());
+    let (periods, bursts) = (periods.unwrap_or_default(), bursts.unwrap_or_default());
+    let quota_at = |place: usize| {
+        let period = elapsed(periods[place]).as_micros() as i64;
+        quota_of(ns[place], period, bursts[place])
+    };
+    let count = |units: i64| units.clamp(0, u32::MAX.into()) as u32;
+    if !allowed {
+        let by = limited_by.map_or(0, |place| place.unsigned_abs() as usize - 1);
+        return CheckAll::Limited {
+            by,
+            limited: Limited {
+                reason: reason_of(reason.as_deref()),
+                retry_after: retry_after.map(|it| elapsed(it).max(Duration::from_micros(1))),
+                remaining: count(remaining[0]),
+                full_in: elapsed(full_ins[0]),
+                quota: quota_at(0),
+                limit: Arc::new(limits[by].clone()),
+            },
+        };
+    }
+    let spent = |(place, limit): (usize, &&RateLimit)| Spent {
+        at: time_of(ats[place]),
+        units: limit.cost,
+        remaining: count(remaining[place]),
+        full_in: elapsed(full_ins[place]),
+        quota: quota_at(place),
+        limit: Arc::new((*limit).clone()),
+        kept: Arc::new(AtomicU32::new(limit.cost)),
+        wait_us: 0,
+    };
+    CheckAll::Allowed(limits.iter().enumerate().map(spent).collect())
+}
+
+/// Returns what the row of a peek means.
+pub(super) fn state(row: StateRow) -> State {
+    let (remaining, full_in, n, period, burst) = row;
+    State {
+        remaining: remaining.clamp(0, u32::MAX.into()) as u32,
+        full_in: elapsed(full_in),
+        quota: quota_of(n, elapsed(period).as_micros() as i64, burst),
+    }
+}
+
+/// Returns what an error of a call means, if it is one of the function.
+pub(super) fn refusal(constraint: Option<&str>, limit: &RateLimit) -> Option<Error> {
+    let name = limit.name.to_string();
+    match constraint? {
+        "diesel_interlock_cost_above_burst" => Some(
+            Input::CostAboveBurst {
+                name,
+                cost: limit.cost,
+                burst: limit.quota.burst,
+            }
+            .into(),
+        ),
+        "diesel_interlock_contended" => Some(Error::Contended { name }),
+        _ => None,
+    }
+}
+
+fn quota_of(n: i64, period_us: i64, burst: i64) -> Quota {
+    let count = |number: i64| u32::try_from(number.max(1)).unwrap_or(u32::MAX);
+    Quota::per(count(n), Duration::from_micros(period_us.unsigned_abs())).burst(count(burst))
+}
+
+fn reason_of(reason: Option<&str>) -> LimitedReason {
+    match reason {
+        Some("contended") => LimitedReason::Contended,
+        Some("above_burst") => LimitedReason::AboveBurst,
+        _ => LimitedReason::Spent,
+    }
+}
+
+fn time_of(timestamp: PgTimestamp) -> DateTime<Utc> {
+    Timestamp::from(timestamp).at().unwrap_or_default()
+}
+
+fn microseconds(number: u128) -> Duration {
+    Duration::from_micros(u64::try_from(number).unwrap_or(u64::MAX))
+}
+
+fn saturated(units: u128) -> u32 {
+    u32::try_from(units).unwrap_or(u32::MAX)
+}

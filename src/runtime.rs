@@ -1,0 +1,86 @@
+//! What this crate does on the runtime of its caller: work that goes on when a future or a guard is dropped.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+
+use crate::error::{Error, Result};
+use crate::panics::caught;
+
+/// Returns the runtime that polls this. It is captured while a lock or a slot is acquired, because a guard may be dropped
+/// anywhere.
+///
+/// A runtime without timers is refused, because tokio panics at the first timer. It does not tell whether it has any, so a
+/// timer is made. That panic is reported by the hook of the process before it is caught.
+pub(crate) fn current() -> Result<Handle> {
+    let runtime = Handle::try_current().map_err(|_| Error::NoRuntime)?;
+    let timer = || drop(tokio::time::sleep(Duration::ZERO));
+    caught(timer).ok_or(Error::NoRuntime)?;
+    Ok(runtime)
+}
+
+/// A future that is polled in place. If it is dropped after its first poll, the runtime finishes it, and its output is
+/// dropped there.
+///
+/// A message is queued when a future is first polled, and the server executes it whether or not the reply is awaited. So the
+/// reply must be read, because it says what is to be undone.
+pub(crate) struct Finished<F>
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+{
+    future: Option<Pin<Box<F>>>,
+    is_begun: bool,
+    runtime: Handle,
+}
+
+impl<F> Finished<F>
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+{
+    pub(crate) fn new(runtime: Handle, future: F) -> Self {
+        Self {
+            future: Some(Box::pin(future)),
+            is_begun: false,
+            runtime,
+        }
+    }
+}
+
+impl<F> Future for Finished<F>
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+{
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
+        self.is_begun = true;
+        let Some(future) = &mut self.future else {
+            return Poll::Pending; // It was ready before, and must not be polled again.
+        };
+        let polled = future.as_mut().poll(context);
+        if polled.is_ready() {
+            self.future = None;
+        }
+        polled
+    }
+}
+
+impl<F> Drop for Finished<F>
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+{
+    fn drop(&mut self) {
+        if let Some(future) = self.future.take().filter(|_| self.is_begun) {
+            // A runtime that was dropped drops the future here, and a pool may spawn when it takes a connection back.
+            let _entered = self.runtime.enter();
+            self.runtime.spawn(async move { drop(future.await) });
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! The permit of an asynchronous semaphore, and its release by a task.
+
+use std::fmt;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use tokio::runtime::Handle;
+use tokio::sync::{Semaphore as Turns, SemaphorePermit as Turn};
+use tokio::time::{sleep, timeout};
+
+use crate::clock::Moment;
+use crate::error::{Error, Result};
+use crate::panics::{caught, caught_while_awaited};
+use crate::pool::asynchronous::{self as pool, Pool};
+use crate::runtime::Finished;
+use crate::semaphore::held::{HeldSlot, LateRelease, PAUSE};
+use crate::semaphore::{Admission, Claim, operations, rules, wakeups};
+use crate::session::Asynchronous;
+
+/// A slot of a semaphore, held until the permit is released, dropped or timed out. A permit holds no connection.
+///
+/// The methods of [`Semaphore`](crate::asynchronous::Semaphore) make permits.
+///
+/// # Release
+///
+/// [`release`](Self::release) frees the slot in one round trip, and returns an error if the permit had timed out.
+/// [`run`](Self::run) awaits some work and then releases the permit.
+///
+/// Dropping a permit also frees the slot, and never blocks: a task on the runtime on which the slot was acquired releases it,
+/// and retries until the permit has timed out. Few of these tasks wait for connections at a time, so that many permits that
+/// are dropped at once leave connections to others. A permit may be dropped anywhere: on any thread, in another runtime, or
+/// outside of one. If the runtime was dropped, or is a current-thread runtime that nobody drives, no task runs, and the slot
+/// is free after the timeout.
+///
+/// A release changes only the permit's own request. A release after the timeout changes nothing.
+///
+/// # Cancelled handlers
+///
+/// Keep the permit as long as the request runs. If a handler is dropped because its client disconnected, the permit is
+/// dropped with it, and the slot is free while the service may still be at work. Make the call in a separate task, and move
+/// the permit there.
+#[must_use = "if unused the slot is released at once"]
+#[clippy::has_significant_drop]
+pub struct Permit<P: Pool> {
+    slot: HeldSlot,
+    pool: P,
+    runtime: Handle,
+    /// Whether a drop has nothing left to release.
+    is_over: bool,
+}
+
+impl<P: Pool> Permit<P> {
+    pub(super) fn new(slot: HeldSlot, pool: P, runtime: Handle) -> Self {
+        Self {
+            slot,
+            pool,
+            runtime,
+            is_over: false,
+        }
+    }
+
+    /// Returns the fencing token: each new holder of this slot gets a larger one.
+    ///
+    /// The token is the `id` of the request. Tokens are ordered within a [slot](Claim::slot), not across the slots of a
+    /// service.
+    pub const fn fencing_token(&self) -> i64 {
+        self.slot.claim.id
+    }
+
+    /// Returns the claim as plain data: the slot, when it was claimed, and when it expires.
+    pub const fn claim(&self) -> &Claim {
+        &self.slot.claim
+    }
+
+    /// Returns how long the permit lasts at least, for the timeout of the work itself. Zero if it may have timed out.
+    ///
+    /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic clock or the wall
+    /// clock, whichever has advanced more. The database clock decides when the permit times out.
+    pub fn remaining(&self) -> Duration {
+        self.slot.remaining()
+    }
+
+    /// Extends the permit to a full timeout from now, and returns when it expires by the database's clock. Never shortens
+    /// it.
+    ///
+    /// One round trip besides the pool's own check-out: `SELECT resource_control.renew_service_request($1, $2)`. If the
+    /// future is dropped, the renewal may take place, but [`remaining`](Self::remaining) and [`claim`](Self::claim) do not
+    /// show it.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::TimedOut`] if the permit had timed out. Stop the work, because another holder may have taken the slot.
+    /// - [`Error::TransactionInPool`] if an earlier user of the connection had left a transaction open. The permit was not
+    ///   renewed.
+    /// - [`Error::Pool`] if the pool had no connection in time. The permit was not renewed.
+    /// - [`Error::Database`] for anything else. The permit may have been renewed.
+    pub async fn renew(&mut self) -> Result<DateTime<Utc>> {
+        let renewed = self.renew_inner().await;
+        self.slot.record_renewal(&renewed);
+        renewed
+    }
+
+    async fn renew_inner(&mut self) -> Result<DateTime<Utc>> {
+        let mut conn = pool::check_out(&self.pool, None).await?;
+        let timeout = rules::interval(&self.slot.service, self.slot.timeout)?;
+        let id = self.slot.claim.id;
+        let sent = Moment::now();
+        let renewal = async move {
+            let mut session = Asynchronous::pooled(&mut conn);
+            let renewed = operations::renew(&mut session, id, timeout).await;
+            pool::give_back(conn);
+            renewed
+        };
+        let renewed = Finished::new(self.runtime.clone(), renewal).await?;
+        self.slot.renewed(sent, renewed)
+    }
+
+    /// Releases the permit, which frees the slot.
+    ///
+    /// One round trip besides the pool's own check-out: `SELECT resource_control.complete_service_request($1)`. If the
+    /// future is dropped, the permit is released all the same, as by a drop.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::TimedOut`] if the permit had timed out. Part of the work may have run while more requests than allowed
+    ///   were in flight. Nothing was changed.
+    /// - [`Error::Pool`], [`Error::TransactionInPool`] and [`Error::Database`]. The release is then retried in the
+    ///   background, as for a dropped permit.
+    pub async fn release(self) -> Result<()> {
+        match pool::check_out(&self.pool, None).await {
+            Ok(conn) => Finished::new(self.runtime.clone(), self.release_on(conn)).await,
+            Err(error) => {
+                let released = Err(error);
+                self.slot.record_release(&released);
+                released
+            }
+        }
+    }
+
+    async fn release_on(mut self, mut conn: P::Connection) -> Result<()> {
+        let mut session = Asynchronous::pooled(&mut conn);
+        let completed = operations::complete(&mut session, self.slot.claim.id).await;
+        self.is_over = completed.is_ok();
+        pool::give_back(conn);
+        if self.is_over {
+            wakeups::wake_one(&self.slot.service);
+        }
+        let released = completed.and_then(|completed| self.slot.completed(completed));
+        self.slot.record_release(&released);
+        released
+    }
+
+    /// Runs `work`, releases the permit, and returns the value of `work`.
+    ///
+    /// If `work` fails or panics, or the future is dropped, the permit is dropped, which releases it as well.
+    ///
+    /// # Errors
+    ///
+    /// The error of `work`. If `work` succeeded, the errors of [`release`](Self::release). If the permit had timed out, part
+    /// of the work may have run without a slot.
+    pub async fn run<T, E, F>(mut self, work: F) -> Result<T, E>
+    where
+        F: AsyncFnOnce(&mut Permit<P>) -> Result<T, E>,
+        E: From<Error>,
+    {
+        let value = work(&mut self).await?;
+        self.release().await?;
+        Ok(value)
+    }
+
+    /// Turns the permit into its claim, for work that ends elsewhere.
+    ///
+    /// Afterwards only [`Semaphore::complete_on`](crate::asynchronous::Semaphore::complete_on) or the timeout frees the slot.
+    pub fn into_claim(mut self) -> Claim {
+        self.is_over = true;
+        self.slot.claim.clone()
+    }
+}
+
+impl<P: Pool> Admission<Permit<P>> {
+    /// Runs `work` with the permit, releases it, and returns the value of `work`. On a full semaphore `work` does not run.
+    ///
+    /// # Errors
+    ///
+    /// As [`Permit::run`].
+    pub async fn run<T, E, F>(self, work: F) -> Result<Admission<T>, E>
+    where
+        F: AsyncFnOnce(&mut Permit<P>) -> Result<T, E>,
+        E: From<Error>,
+    {
+        match self {
+            Admission::Admitted(permit) => permit.run(work).await.map(Admission::Admitted),
+            Admission::Full(full) => Ok(Admission::Full(full)),
+        }
+    }
+}
+
+impl<P: Pool> Drop for Permit<P> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            let release = release_dropped(self.slot.clone(), self.pool.clone());
+            self.runtime.spawn(release);
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for Permit<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Permit")
+            .field("slot", &self.slot)
+            .field("is_over", &self.is_over)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Releases a permit that was dropped. Retries until it has timed out.
+async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
+    let released = caught_while_awaited(release_without_waiting(&slot, &pool)).await;
+    if released == Some(true) {
+        return;
+    }
+    let late = slot.late_release();
+    drop(slot);
+    while !caught(|| late.is_over()).unwrap_or(true) {
+        if caught_while_awaited(release_late(&late, &pool)).await == Some(true) {
+            return;
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+/// Releases the permit on an idle connection. Returns whether nothing is left to release.
+async fn release_without_waiting<P: Pool>(slot: &HeldSlot, pool: &P) -> bool {
+    let completed = complete(pool, slot.claim.id, Duration::ZERO).await;
+    if let Some(completed) = completed {
+        wakeups::wake_one(&slot.service);
+        slot.record_release(&slot.completed(completed));
+    } else {
+        slot.record_deferral();
+    }
+    completed.is_some()
+}
+
+/// Releases the permit on the next connection. Returns whether nothing is left to release.
+async fn release_late<P: Pool>(late: &LateRelease, pool: &P) -> bool {
+    let completed = complete(pool, late.id, PATIENCE.min(late.remaining())).await;
+    if completed.is_some() {
+        wakeups::wake_one(&late.service);
+    }
+    completed.is_some()
+}
+
+/// How long a task waits for a connection. A pool may have to open one meanwhile.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long a task waits for its turn.
+const PATIENCE_FOR_TURN: Duration = Duration::from_millis(100);
+
+/// The turns to wait for a connection, of all pools of the process, because a pool has no identity. A task that has no turn in
+/// time takes an idle connection only. So a pool that is exhausted, a server that hangs, or a runtime that nobody drives,
+/// which keep their turns, do not stop the releases of other pools.
+static TURNS: Turns = Turns::const_new(4);
+
+async fn turn() -> Option<Turn<'static>> {
+    match TURNS.try_acquire() {
+        Ok(turn) => Some(turn),
+        Err(_) => timeout(PATIENCE_FOR_TURN, TURNS.acquire()).await.ok()?.ok(),
+    }
+}
+
+/// Ends the request on a connection out of its pool, for which it waits for `patience` at most. Returns whether this call ended
+/// it, or `None` if it did not reach the database.
+async fn complete<P: Pool>(pool: &P, id: i64, patience: Duration) -> Option<bool> {
+    let turn = turn().await;
+    let conn = match pool.try_check_out().await {
+        None if turn.is_some() && !patience.is_zero() => {
+            pool::check_out(pool, Some(patience)).await.ok()
+        }
+        idle => idle,
+    };
+    let mut conn = conn?;
+    let completed = operations::complete(&mut Asynchronous::pooled(&mut conn), id).await;
+    pool::give_back(conn);
+    completed.ok()
+}

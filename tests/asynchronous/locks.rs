@@ -1,0 +1,139 @@
+//! Session locks over both pools and on a connection.
+
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel_async::SimpleAsyncConnection;
+use diesel_interlock::asynchronous::{AdvisoryLock, Pool};
+use diesel_interlock::error::Misplaced;
+use diesel_interlock::{Attempt, Error, monitor};
+use workbench::Database;
+
+use crate::run;
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("x");
+
+fn holders(database: &Database) -> usize {
+    let holders = monitor::holders().load::<monitor::Holder>(&mut database.connect());
+    holders.unwrap().len()
+}
+
+async fn freed(database: &Database) {
+    for _ in 0..1000 {
+        if holders(database) == 0 {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    panic!("still held");
+}
+
+async fn life_of_a_lock<P: Pool>(database: Database, pool: P) {
+    let Attempt::Acquired(mut guard) = LOCK.try_acquire(&pool).await.unwrap() else {
+        panic!("nobody else is here");
+    };
+    assert_eq!(holders(&database), 1);
+    assert!(guard.is_held().await.unwrap());
+    assert!(LOCK.try_acquire(&pool).await.unwrap().is_busy());
+    let timeout = Duration::from_millis(300);
+    assert!(
+        LOCK.acquire_timeout(&pool, timeout)
+            .await
+            .unwrap()
+            .is_busy()
+    );
+    guard.release().await.unwrap();
+    assert_eq!(holders(&database), 0);
+
+    let guard = LOCK.acquire(&pool).await.unwrap();
+    let waiting = tokio::spawn({
+        let pool = pool.clone();
+        async move { LOCK.acquire(&pool).await.unwrap().release().await }
+    });
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    drop(guard);
+    waiting.await.unwrap().unwrap();
+    freed(&database).await;
+
+    let one = LOCK.with(&pool, async |conn| {
+        conn.batch_execute("SELECT 1").await?;
+        Ok::<_, Error>(1)
+    });
+    assert_eq!(one.await.unwrap(), 1);
+    assert_eq!(holders(&database), 0);
+
+    let guard = LOCK.acquire(&pool).await.unwrap();
+    let killed = format!("SELECT pg_terminate_backend({})", guard.backend_pid());
+    diesel::sql_query(killed)
+        .execute(&mut database.connect())
+        .unwrap();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(matches!(guard.release().await, Err(Error::LockLost { .. })));
+    LOCK.acquire(&pool).await.unwrap().release().await.unwrap();
+
+    // A raw BEGIN is found.
+    let mut guard = LOCK.acquire(&pool).await.unwrap();
+    guard.conn().batch_execute("BEGIN").await.unwrap();
+    assert!(matches!(
+        guard.release().await,
+        Err(Error::TransactionLeftOpen { .. })
+    ));
+    freed(&database).await;
+}
+
+#[test]
+fn deadpool_lends_a_lock_a_connection() {
+    run(async {
+        let database = Database::new();
+        let pool = database.deadpool(3);
+        life_of_a_lock(database, pool).await;
+    });
+}
+
+#[test]
+fn bb8_lends_a_lock_a_connection() {
+    run(async {
+        let database = Database::new();
+        let pool = database.bb8(3);
+        life_of_a_lock(database, pool).await;
+    });
+}
+
+#[test]
+fn a_borrowed_connection_is_released_by_a_drop() {
+    run(async {
+        let database = Database::new();
+        let conn = &mut database.connect_async().await;
+        let mut outer = LOCK.acquire_on(conn).await.unwrap();
+        let inner = LOCK.try_acquire_on(outer.conn()).await.unwrap();
+        drop(inner);
+        assert!(outer.is_held().await.unwrap());
+        drop(outer);
+        freed(&database).await;
+        conn.batch_execute("BEGIN").await.unwrap();
+        assert!(matches!(
+            LOCK.try_acquire_on(conn).await,
+            Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
+        ));
+        conn.batch_execute("COMMIT").await.unwrap();
+        LOCK.acquire_on(conn)
+            .await
+            .unwrap()
+            .release()
+            .await
+            .unwrap();
+        assert_eq!(holders(&database), 0);
+    });
+}
+
+#[test]
+fn outside_a_runtime_an_operation_is_an_error() {
+    let database = Database::new();
+    let pool = database.deadpool(1);
+    let mut future = std::pin::pin!(LOCK.try_acquire(&pool));
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    match future.as_mut().poll(&mut context) {
+        std::task::Poll::Ready(Err(Error::NoRuntime)) => {}
+        other => panic!("{other:?}"),
+    }
+}

@@ -1,0 +1,124 @@
+//! A lock that is lost while its guard exists.
+
+use std::time::{Duration, Instant};
+
+use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
+use diesel_interlock::asynchronous::{AdvisoryLock, Pool};
+use diesel_interlock::{Error, LockKey};
+use tokio::time::timeout;
+use workbench::Database;
+
+use crate::dropping::{KEY, NOBODY, Observer};
+use crate::run;
+
+static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::bigint(KEY));
+
+const LONG: Duration = Duration::from_secs(5);
+const SHORT: Duration = Duration::from_millis(150);
+const OFTEN: Duration = Duration::from_millis(10);
+
+fn terminate(pid: i32) -> String {
+    format!("SELECT pg_terminate_backend({pid})")
+}
+
+async fn life_of_a_watch<P: Pool>(database: Database, pool: P) {
+    let observer = &mut Observer::of(&database);
+
+    // The end of the session is reported, and nothing else.
+    let mut guard = LOCK.acquire(&pool).await.unwrap();
+    assert!(timeout(SHORT, guard.lost()).await.is_err());
+    let notify = "LISTEN x; NOTIFY x";
+    guard.conn().batch_execute(notify).await.unwrap();
+    assert!(timeout(SHORT, guard.lost()).await.is_err());
+    assert!(guard.is_held().await.unwrap());
+    let watch = guard.watch(&pool, OFTEN).await.unwrap();
+    assert!(watch.is_held_within(LONG) && !watch.is_lost());
+    assert!(timeout(SHORT, watch.lost()).await.is_err());
+    assert!(watch.last_confirmed() < SHORT);
+    observer.execute(&terminate(guard.backend_pid()));
+    timeout(LONG, guard.lost()).await.unwrap();
+    timeout(LONG, guard.lost()).await.unwrap();
+    timeout(LONG, watch.lost()).await.unwrap();
+    assert!(watch.is_lost() && !watch.is_held_within(Duration::MAX));
+    assert!(matches!(guard.release().await, Err(Error::LockLost { .. })));
+
+    // A watch finds an unlock by other code.
+    let mut guard = LOCK.acquire(&pool).await.unwrap();
+    let watch = guard.watch(&pool, OFTEN).await.unwrap();
+    let unlock = "SELECT pg_advisory_unlock_all()";
+    guard.conn().batch_execute(unlock).await.unwrap();
+    timeout(LONG, watch.lost()).await.unwrap();
+    let late = guard.watch(&pool, OFTEN).await.unwrap();
+    assert!(late.is_lost());
+    assert!(matches!(guard.release().await, Err(Error::LockLost { .. })));
+
+    // A release is no loss, by whichever way.
+    for drops in [false, true] {
+        let mut guard = LOCK.acquire(&pool).await.unwrap();
+        let watch = guard.watch(&pool, OFTEN).await.unwrap();
+        if drops {
+            drop(guard);
+        } else {
+            guard.release().await.unwrap();
+        }
+        assert!(!watch.is_held_within(Duration::MAX));
+        assert!(timeout(SHORT, watch.lost()).await.is_err());
+        assert!(!watch.is_lost());
+    }
+
+    // The release finds the loss first.
+    let mut guard = LOCK.acquire(&pool).await.unwrap();
+    let watch = guard.watch(&pool, LONG).await.unwrap();
+    guard.conn().batch_execute(unlock).await.unwrap();
+    assert!(!watch.is_lost());
+    drop(guard);
+    timeout(LONG, watch.lost()).await.unwrap();
+    tokio::task::block_in_place(|| observer.until(NOBODY, LONG));
+}
+
+#[test]
+fn a_guard_and_its_watch_report_a_loss_with_deadpool() {
+    run(async {
+        let database = Database::new();
+        let pool = database.deadpool(3);
+        life_of_a_watch(database, pool).await;
+    });
+}
+
+#[test]
+fn a_guard_and_its_watch_report_a_loss_with_bb8() {
+    run(async {
+        let database = Database::new();
+        let pool = database.bb8(3);
+        life_of_a_watch(database, pool).await;
+    });
+}
+
+#[test]
+fn a_connection_made_of_a_bare_client_reports_its_end_within_a_second_or_two() {
+    run(async {
+        let database = Database::new();
+        let url = database.async_url();
+        let (client, connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls)
+            .await
+            .unwrap();
+        tokio::spawn(connection);
+        let conn = &mut AsyncPgConnection::try_from(client).await.unwrap();
+        let mut guard = LOCK.acquire_on(conn).await.unwrap();
+        // Inside a transaction a pool would take it for broken.
+        use diesel_async::AsyncConnection;
+        let transaction = guard
+            .conn()
+            .transaction(async |conn| conn.batch_execute("SELECT pg_sleep(0.4)").await);
+        assert!(timeout(SHORT, transaction).await.is_err());
+        let began = Instant::now();
+        assert!(
+            timeout(Duration::from_millis(1500), guard.lost())
+                .await
+                .is_err()
+        );
+        Observer::of(&database).execute(&terminate(guard.backend_pid()));
+        timeout(LONG, guard.lost()).await.unwrap();
+        assert!(began.elapsed() < LONG);
+    });
+}

@@ -1,0 +1,99 @@
+//! Whether the connections of a pool have their own sessions.
+
+use diesel::prelude::*;
+use diesel_async::SimpleAsyncConnection;
+use diesel_interlock::asynchronous::{AdvisoryLock, Pool, probe_sessions};
+use diesel_interlock::{Error, Sessions};
+use workbench::Database;
+
+use crate::run;
+use crate::transactions::{count, dropped_after, freed};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("x");
+
+const OPEN: &str = "SELECT count(*) FROM pg_stat_activity \
+     WHERE datname = current_database() AND state LIKE 'idle in transaction%'";
+
+async fn own_sessions<P: Pool>(database: Database, pool: P) {
+    let observer = &mut database.connect();
+    assert_eq!(probe_sessions(&pool).await.unwrap(), Sessions::Own);
+    assert_eq!(count(observer, OPEN), 0);
+    let first = pool.check_out().await.unwrap();
+    let second = pool.check_out().await.unwrap();
+    drop(second);
+    assert_eq!(probe_sessions(&pool).await.unwrap(), Sessions::Unknown);
+    drop(first);
+
+    let mut polls = 0;
+    loop {
+        let probed = dropped_after(polls, probe_sessions(&pool)).await;
+        for _ in 0..1000 {
+            if count(observer, OPEN) == 0 {
+                break;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
+        assert_eq!(count(observer, OPEN), 0, "after {polls} polls");
+        if let Some(probed) = probed {
+            assert_ne!(probed.unwrap(), Sessions::Shared);
+            break;
+        }
+        polls += 1;
+    }
+    assert!(polls >= 5, "{polls}");
+
+    let mut left = pool.check_out().await.unwrap();
+    left.batch_execute("BEGIN; CREATE TABLE leftover ()")
+        .await
+        .unwrap();
+    let busy = pool.check_out().await.unwrap();
+    drop(left);
+    let probed = probe_sessions(&pool).await;
+    assert!(
+        matches!(
+            probed,
+            Err(Error::TransactionInPool) | Ok(Sessions::Unknown)
+        ),
+        "{probed:?}"
+    );
+    drop(busy);
+}
+
+#[test]
+fn each_connection_of_a_pool_has_its_own_session() {
+    run(async {
+        let database = Database::new();
+        let pool = database.deadpool(2);
+        own_sessions(database, pool).await;
+        let database = Database::new();
+        let pool = database.bb8(2);
+        own_sessions(database, pool).await;
+    });
+}
+
+/// The comparison before the first lock of a connection must not hide that a session has ended.
+#[test]
+fn a_lock_is_taken_although_all_sessions_of_the_pool_ended() {
+    run(async {
+        let database = Database::new();
+        let observer = &mut database.connect();
+        for _ in 0..10 {
+            let pool = database.deadpool(2);
+            let (one, two) = (pool.get().await.unwrap(), pool.get().await.unwrap());
+            drop((one, two));
+            let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+                 WHERE datname = current_database() AND pid <> pg_backend_pid()";
+            diesel::sql_query(end).execute(observer).unwrap();
+            // Each of the two sessions has ended: the first is found by the first try, the second by the second.
+            let guard = match LOCK.acquire(&pool).await {
+                Ok(guard) => guard,
+                Err(error) => {
+                    assert!(matches!(error, Error::Database(_)), "{error:?}");
+                    LOCK.acquire(&pool).await.unwrap()
+                }
+            };
+            guard.release().await.unwrap();
+            freed(observer).await;
+        }
+    });
+}

@@ -1,0 +1,133 @@
+//! The helpers for an application's own tests.
+
+use std::time::Duration;
+
+use diesel_async::SimpleAsyncConnection;
+use diesel_interlock::asynchronous::testing::{self, KeyPrefix};
+use diesel_interlock::asynchronous::{AdvisoryLock, Throttle, migrations, sync_on};
+use diesel_interlock::{Attempt, Semaphore, monitor, throttled_resources};
+use workbench::Database;
+
+use crate::run;
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("x");
+static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+
+throttled_resources! {
+    enum Resource {
+        Import = "import" every Duration::from_secs(3600),
+    }
+}
+
+#[test]
+fn a_task_enters_a_prefix_and_hands_it_on() {
+    run(async {
+        let database = Database::new();
+        let pool = database.deadpool(3);
+        let outside = LOCK.acquire(&pool).await.unwrap();
+        let prefix = KeyPrefix::new("this test");
+        let inside = prefix
+            .scope(async {
+                let guard = LOCK.try_acquire(&pool).await.unwrap();
+                let handed_on = tokio::spawn(prefix.scope({
+                    let pool = pool.clone();
+                    async move { LOCK.try_acquire(&pool).await.unwrap().is_busy() }
+                }));
+                assert!(handed_on.await.unwrap(), "the prefix was handed on");
+                let inherited = tokio::spawn({
+                    let pool = pool.clone();
+                    async move {
+                        testing::prefixed("x") == "x"
+                            && LOCK.try_acquire(&pool).await.unwrap().is_busy()
+                    }
+                });
+                assert!(inherited.await.unwrap(), "a task inherits nothing");
+                let other = KeyPrefix::new("another")
+                    .scope(async { testing::prefixed("x") })
+                    .await;
+                assert_eq!(other, "another x");
+                assert_eq!(testing::prefixed("x"), "this test x");
+                guard
+            })
+            .await;
+        assert_eq!(testing::prefixed("x"), "x");
+
+        // The drop outside, and its task, release the name that was acquired.
+        let Attempt::Acquired(inside) = inside else {
+            panic!("the names differ");
+        };
+        let conn = &mut database.connect_async().await;
+        assert_eq!(testing::held_locks(conn).await.unwrap().len(), 2);
+        drop(inside);
+        prefix.scope(testing::assert_not_held(conn, &LOCK)).await;
+        assert_eq!(testing::held_locks(conn).await.unwrap().len(), 1);
+        let holders = diesel_interlock::asynchronous::monitor::holders_of(conn, LOCK.key()).await;
+        let pids: Vec<_> = holders
+            .unwrap()
+            .into_iter()
+            .map(|holder| holder.session.pid)
+            .collect();
+        assert_eq!(pids, [Some(outside.backend_pid())]);
+        outside.release().await.unwrap();
+        testing::assert_nothing_held(conn).await;
+    });
+}
+
+#[test]
+fn an_assertion_names_the_holder_and_its_own_place() {
+    run(async {
+        let database = Database::new();
+        let pool = database.deadpool(1);
+        let guard = LOCK.acquire(&pool).await.unwrap();
+        let pid = guard.backend_pid().to_string();
+        let url = database.async_url();
+        let asserting = tokio::spawn(async move {
+            use diesel_async::AsyncConnection;
+            let conn = &mut diesel_async::AsyncPgConnection::establish(&url)
+                .await
+                .unwrap();
+            testing::assert_not_held(conn, &LOCK).await;
+        });
+        let panic = asserting.await.unwrap_err().into_panic();
+        let message = panic.downcast_ref::<String>().unwrap();
+        assert!(message.contains("nobody holds the lock \"x\""), "{message}");
+        assert!(
+            message.contains(&pid) && message.contains("testing.rs"),
+            "{message}"
+        );
+        guard.release().await.unwrap();
+    });
+}
+
+#[test]
+fn a_throttle_is_made_due_and_a_request_expires() {
+    run(async {
+        let database = Database::new();
+        let conn = &mut database.connect_async().await;
+        migrations::install_on(conn).await.unwrap();
+        let _ = sync_on::<Resource>(conn).await.unwrap();
+        for import in [
+            Throttle::of(Resource::Import),
+            Throttle::of(Resource::Import).key(7),
+        ] {
+            let import = import.details("this test");
+            assert!(!import.attempt_on(conn).await.unwrap().is_denied());
+            assert!(import.attempt_on(conn).await.unwrap().is_denied());
+            testing::make_due(conn, &import).await.unwrap();
+            assert!(!import.attempt_on(conn).await.unwrap().is_denied());
+        }
+
+        testing::assert_none_in_flight(conn, &GEOCODER).await;
+        let claim = "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at, details) \
+             VALUES ('this test geocoder', 0, now(), now() + interval '1 hour', 'web-3')";
+        conn.batch_execute(claim).await.unwrap();
+        testing::assert_none_in_flight(conn, &GEOCODER).await;
+        assert_eq!(testing::requests_in_flight(conn).await.unwrap().len(), 1);
+        assert_eq!(testing::expire(conn, &GEOCODER).await.unwrap(), 0);
+        let prefix = KeyPrefix::new("this test");
+        let expired = prefix.scope(testing::expire(conn, &GEOCODER)).await;
+        assert_eq!(expired.unwrap(), 1);
+        testing::assert_nothing_held(conn).await;
+        let _: fn() -> _ = monitor::in_flight;
+    });
+}

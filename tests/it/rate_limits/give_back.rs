@@ -1,0 +1,112 @@
+//! Units that are given back.
+
+use std::time::Duration;
+
+use diesel_interlock::error::Input;
+use diesel_interlock::{Error, Quota, RateLimit, Reserve};
+
+use super::{API, HOUR, age, allowed, database, limited};
+
+#[test]
+fn units_are_given_back_less_the_time_that_has_passed() {
+    let database = database();
+    let pool = database.pool(1);
+    let conn = &mut database.connect();
+    let spent = allowed(API.cost(5).check(&pool).unwrap());
+    assert_eq!(spent.give_back(&pool, 3).unwrap(), 3);
+    assert_eq!(allowed(API.cost(2).check(&pool).unwrap()).remaining, 1);
+
+    // After an hour one unit has come back by itself.
+    API.reset(&pool).unwrap();
+    let mut spent = allowed(API.cost(5).check(&pool).unwrap());
+    age(conn, "1 hour");
+    spent.at -= HOUR;
+    assert_eq!(spent.give_back_on(conn, 2).unwrap(), 1);
+    // Of two units one had come back already, so one was given back.
+    assert_eq!(API.peek(&pool).unwrap().remaining, 2);
+    age(conn, "1 hour");
+    spent.at -= HOUR;
+    assert_eq!(spent.give_back_on(conn, 2).unwrap(), 0);
+}
+
+#[test]
+fn what_was_refilled_or_reset_or_pruned_meanwhile_is_not_given_back() {
+    let database = database();
+    let pool = database.pool(1);
+    let conn = &mut database.connect();
+    // A key that has refilled owes nothing, whatever others have spent since.
+    let mut spent = allowed(API.cost(5).check(&pool).unwrap());
+    age(conn, "5 hours");
+    spent.at -= 5 * HOUR;
+    let _ = allowed(API.cost(5).check(&pool).unwrap());
+    assert_eq!(spent.give_back(&pool, 5).unwrap(), 0);
+    limited(API.check(&pool).unwrap());
+
+    let spent = allowed(API.key(1).cost(5).check(&pool).unwrap());
+    assert!(API.key(1).reset(&pool).unwrap());
+    assert_eq!(spent.give_back(&pool, 1).unwrap(), 0);
+    let _ = allowed(API.key(1).cost(5).check(&pool).unwrap());
+    assert_eq!(spent.give_back(&pool, 4).unwrap(), 0);
+    limited(API.key(1).check(&pool).unwrap());
+}
+
+#[test]
+fn a_unit_is_given_back_once() {
+    let database = database();
+    let pool = database.pool(1);
+    let spent = allowed(API.cost(3).check(&pool).unwrap());
+    let clone = spent.clone();
+    assert_eq!(spent.give_back(&pool, 2).unwrap(), 2);
+    for (spent, units) in [(&spent, 2), (&clone, 2), (&clone, 0), (&spent, u32::MAX)] {
+        match spent.give_back(&pool, units) {
+            Err(Error::Input(Input::BadUnits {
+                units: told,
+                most: 1,
+                ..
+            })) => {
+                assert_eq!(told, units);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(clone.give_back(&pool, 1).unwrap(), 1);
+    // The milliseconds between are missing.
+    assert!(API.peek(&pool).unwrap().full_in < Duration::from_secs(60));
+}
+
+#[test]
+fn a_reservation_is_cancelled_in_full_until_its_moment() {
+    let database = database();
+    let pool = database.pool(1);
+    let conn = &mut database.connect();
+    let _ = allowed(API.cost(5).check(&pool).unwrap());
+    let reserve = || API.cost(2).reserve(&pool, 9 * HOUR).unwrap();
+    let Reserve::Reserved(reservation) = reserve() else {
+        panic!();
+    };
+    assert_eq!(reservation.clone().cancel(&pool).unwrap(), 2);
+    assert_eq!(reservation.cancel(&pool).unwrap(), 0);
+
+    let Reserve::Reserved(mut reservation) = reserve() else {
+        panic!();
+    };
+    // An hour before its moment it is worth two units, an hour after it one.
+    age(conn, "1 hour");
+    reservation.spent.at -= HOUR;
+    assert_eq!(reservation.spent.give_back(&pool, 1).unwrap(), 1);
+    age(conn, "90 minutes");
+    reservation.spent.at -= Duration::from_secs(90 * 60);
+    assert_eq!(reservation.cancel_on(conn).unwrap(), 1);
+}
+
+#[test]
+fn give_backs_on_a_hot_key_reach_the_generation_that_counts() {
+    let database = database();
+    let conn = &mut database.connect();
+    let hot = RateLimit::named("hot", Quota::per_day(1000));
+    for _ in 0..450 {
+        let spent = allowed(hot.check_on(conn).unwrap());
+        assert_eq!(spent.give_back_on(conn, 1).unwrap(), 1);
+    }
+    assert!(hot.peek_on(conn).unwrap().remaining >= 990);
+}

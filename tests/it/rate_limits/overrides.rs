@@ -1,0 +1,127 @@
+//! Quotas that operators set.
+
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::error::Input;
+use diesel_interlock::{CheckAll, Error, LimitedReason, Quota, RateLimit};
+
+use super::{API, HOUR, SLOW, allowed, assert_about, database, limited};
+
+fn set(conn: &mut PgConnection, name: &str, key: Option<&str>, quota: &str) {
+    let key = key.map_or("NULL".to_owned(), |key| format!("'{key}'"));
+    conn.batch_execute(&format!(
+        "INSERT INTO resource_control.rate_limit_override AS o (name, key, n, period, burst) \
+         VALUES ('{name}', {key}, {quota}) \
+         ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst"
+    ))
+    .unwrap();
+}
+
+#[test]
+fn the_row_of_the_key_counts_else_that_of_the_name_else_the_program() {
+    let database = database();
+    let conn = &mut database.connect();
+    let quota_of = |conn: &mut PgConnection, limit: &RateLimit| {
+        let peeked = limit.peek_on(conn).unwrap().quota;
+        assert_eq!(allowed(limit.check_on(conn).unwrap()).quota, peeked);
+        peeked
+    };
+    assert_eq!(quota_of(conn, &API.key(7)), SLOW);
+    set(conn, "api", None, "10, '1 day', 3");
+    let of_the_name = Quota::per_day(10).burst(3);
+    assert_eq!(quota_of(conn, &API.key(8)), of_the_name);
+    assert_eq!(quota_of(conn, &API), of_the_name);
+    set(conn, "api", Some("7"), "20, '2 hours', 9");
+    assert_eq!(
+        quota_of(conn, &API.key(7)),
+        Quota::per(20, 2 * HOUR).burst(9)
+    );
+    assert_eq!(quota_of(conn, &API.key(8)), of_the_name);
+    set(conn, "api", Some("7"), "30, '2 hours', 9");
+    assert_eq!(quota_of(conn, &API.key(7)).n, 30);
+    set(conn, "api", Some(""), "40, '1 month', 40");
+    assert_eq!(quota_of(conn, &API), Quota::per(40, 30 * 24 * HOUR));
+    assert_eq!(quota_of(conn, &RateLimit::named("api 2", SLOW)), SLOW);
+}
+
+#[test]
+fn a_raised_quota_takes_effect_at_once_because_units_are_owed_and_not_time() {
+    let database = database();
+    let conn = &mut database.connect();
+    let daily = RateLimit::named("daily", Quota::per_day(20));
+    let _ = allowed(daily.cost(20).check_on(conn).unwrap());
+    assert!(limited(daily.check_on(conn).unwrap()).retry_after.unwrap() > HOUR);
+    set(conn, "daily", None, "100, '1 minute', 20");
+    let denied = limited(daily.check_on(conn).unwrap());
+    assert!(denied.retry_after.unwrap() <= Duration::from_millis(600));
+    std::thread::sleep(denied.retry_after.unwrap());
+    assert_eq!(allowed(daily.check_on(conn).unwrap()).remaining, 0);
+    // And back: what is owed is still twenty units.
+    conn.batch_execute("DELETE FROM resource_control.rate_limit_override")
+        .unwrap();
+    let denied = limited(daily.check_on(conn).unwrap());
+    assert!(denied.full_in > 23 * HOUR && denied.full_in <= 24 * HOUR);
+}
+
+#[test]
+fn a_cost_above_the_burst_is_an_error_of_the_program_and_a_limited_call_under_an_override() {
+    let database = database();
+    let conn = &mut database.connect();
+    match API.cost(6).check_on(conn) {
+        Err(Error::Input(Input::CostAboveBurst {
+            cost: 6, burst: 5, ..
+        })) => {}
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(
+        RateLimit::check_all_on(conn, &[&API.cost(3), &API.cost(3)]),
+        Err(Error::Input(Input::CostAboveBurst { .. }))
+    ));
+    set(conn, "api", Some("7"), "1, '1 hour', 2");
+    let denied = limited(API.key(7).cost(3).check_on(conn).unwrap());
+    assert_eq!(denied.reason, LimitedReason::AboveBurst);
+    assert_eq!((denied.retry_after, denied.remaining), (None, 2));
+    assert_eq!(denied.quota.burst, 2);
+    assert_eq!(denied.headers().retry_after, None);
+    match RateLimit::check_all_on(conn, &[&API.key(8), &API.key(7).cost(3)]).unwrap() {
+        CheckAll::Limited { by: 1, limited } => {
+            assert_eq!(limited.reason, LimitedReason::AboveBurst);
+            assert_eq!(limited.retry_after, None);
+        }
+        other => panic!("{other:?}"),
+    }
+    // The override may allow what the program's own quota does not.
+    set(conn, "api", Some("7"), "1, '1 hour', 20");
+    assert_eq!(
+        allowed(API.key(7).cost(20).check_on(conn).unwrap()).remaining,
+        0
+    );
+    assert_about(API.key(7).peek_on(conn).unwrap().full_in, 20 * HOUR);
+}
+
+#[test]
+fn bad_overrides_are_refused_by_the_table() {
+    let database = database();
+    let conn = &mut database.connect();
+    for (name, quota) in [
+        ("", "1, '1 s', 1"),
+        ("api", "0, '1 s', 1"),
+        ("api", "4294967296, '1 s', 1"),
+        ("api", "1, '0', 1"),
+        ("api", "1, '-1 s', 1"),
+        ("api", "1, '367 days', 1"),
+        ("api", "1, '1 s', 0"),
+        ("api", "1, '1 s', 4294967296"),
+        ("api", "1, '366 days', 101"),
+    ] {
+        let insert = format!(
+            "INSERT INTO resource_control.rate_limit_override (name, n, period, burst) VALUES ('{name}', {quota})"
+        );
+        assert!(conn.batch_execute(&insert).is_err(), "{name:?} {quota}");
+    }
+    set(conn, "api", None, "1, '366 days', 100");
+    set(conn, "api", None, "4294967295, '1 us', 4294967295");
+    let _ = allowed(API.cost(5).check_on(conn).unwrap());
+}

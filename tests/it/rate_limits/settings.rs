@@ -1,0 +1,168 @@
+//! Settings of a user that must not change the behaviour of rate limits.
+
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel_interlock::{Error, Quota, RateLimit};
+
+use super::{API, HOUR, SLOW, age, allowed, assert_about, database, limited};
+use crate::support::{number, setting};
+
+/// Every operation of a rate limit, once.
+fn works(conn: &mut PgConnection) {
+    for _ in 0..5 {
+        let _ = allowed(API.check_on(conn).unwrap());
+    }
+    let denied = limited(API.check_on(conn).unwrap());
+    assert_about(denied.retry_after.unwrap(), HOUR);
+    let reservation = API.reserve_on(conn, 2 * HOUR).unwrap().reserved().unwrap();
+    assert_about(reservation.wait, HOUR);
+    assert_eq!(reservation.cancel_on(conn).unwrap(), 1);
+    age(conn, "30 hours");
+    let spent = allowed(API.cost(5).check_on(conn).unwrap());
+    assert_eq!(spent.give_back_on(conn, 2).unwrap(), 2);
+    assert_eq!(API.peek_on(conn).unwrap().remaining, 2);
+    let both = RateLimit::check_all_on(conn, &[&API.key(7), &API.cost(2)]).unwrap();
+    assert_eq!(both.allowed().unwrap()[0].remaining, 4);
+    assert!(API.reset_on(conn).unwrap());
+    let yearly = RateLimit::named("yearly", Quota::per(12, 366 * 24 * HOUR).burst(1200));
+    let spent = allowed(yearly.cost(1200).check_on(conn).unwrap());
+    assert_about(spent.full_in, 100 * 366 * 24 * HOUR);
+    age(conn, "36600 days");
+    assert_eq!(RateLimit::prune_on(conn).unwrap(), 2);
+    // What was pruned in one session and inserted in another.
+    let hot = RateLimit::named("hot", SLOW.burst(24 * 100));
+    for _ in 0..250 {
+        let _ = allowed(hot.check_on(conn).unwrap());
+    }
+    assert_eq!(hot.reset_all_on(conn).unwrap(), 1);
+}
+
+#[test]
+fn a_session_with_settings_of_its_own() {
+    let database = database();
+    for settings in [
+        "SET TimeZone = 'Europe/Paris'",
+        "SET TimeZone = 'Australia/Lord_Howe'; SET DateStyle = 'SQL, DMY'; SET IntervalStyle = 'iso_8601'",
+        "SET default_transaction_isolation = 'serializable'; SET default_transaction_deferrable = on",
+        "SET default_transaction_isolation = 'repeatable read'; SET synchronous_commit = off",
+        "SET search_path = ''",
+        "SET statement_timeout = '9s'; SET lock_timeout = '9s'",
+        "SET plan_cache_mode = force_generic_plan; SET enable_indexscan = off; SET enable_indexonlyscan = off",
+        "SET plan_cache_mode = force_custom_plan; SET jit_above_cost = 0",
+        "SET row_security = off; SET standard_conforming_strings = off; SET backslash_quote = off",
+        "SET extra_float_digits = -15; SET bytea_output = escape; SET client_encoding = 'LATIN1'",
+        "SET plpgsql.variable_conflict = use_variable; SET plpgsql.extra_errors = 'all'",
+    ] {
+        let conn = &mut database.connect();
+        conn.batch_execute(settings).unwrap();
+        works(conn);
+        assert_eq!(
+            number(conn, "(SELECT count(*) FROM resource_control.rate_limit)"),
+            0,
+            "{settings}"
+        );
+    }
+}
+
+#[test]
+fn objects_of_the_caller_do_not_hide_those_of_the_server() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "CREATE SCHEMA mine; \
+         CREATE FUNCTION mine.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS 'SELECT timestamptz ''epoch'''; \
+         CREATE FUNCTION mine.never(bigint, bigint) RETURNS boolean LANGUAGE sql AS 'SELECT false'; \
+         CREATE OPERATOR mine.<= (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = mine.never); \
+         CREATE OPERATOR mine.= (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = mine.never); \
+         CREATE FUNCTION mine.nothing(bigint, bigint) RETURNS bigint LANGUAGE sql AS 'SELECT 0::bigint'; \
+         CREATE OPERATOR mine.* (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = mine.nothing); \
+         CREATE OPERATOR mine.- (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = mine.nothing); \
+         CREATE TABLE mine.rate_limit (); \
+         SET search_path = mine, pg_catalog",
+    )
+    .unwrap();
+    for _ in 0..2 {
+        let spent = allowed(API.cost(4).check_on(conn).unwrap());
+        assert_eq!(spent.remaining, 1);
+        assert_eq!(API.peek_on(conn).unwrap().remaining, 1);
+        limited(API.cost(2).check_on(conn).unwrap());
+        assert_eq!(spent.give_back_on(conn, 1).unwrap(), 1);
+        assert!(API.reset_on(conn).unwrap());
+    }
+}
+
+#[test]
+fn days_have_twenty_four_hours_where_the_clocks_change() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute("SET TimeZone = 'Europe/Paris'").unwrap();
+    let daily = RateLimit::named("daily", Quota::per(1, 24 * HOUR).burst(400));
+    let spent = allowed(daily.cost(400).check_on(conn).unwrap());
+    assert_eq!(spent.full_in, 400 * 24 * HOUR);
+    let state = daily.peek_on(conn).unwrap();
+    assert_about(state.full_in, 400 * 24 * HOUR);
+    assert_eq!(state.quota.period, 24 * HOUR);
+    let retry_after = limited(daily.check_on(conn).unwrap()).retry_after;
+    assert_about(retry_after.unwrap(), 24 * HOUR);
+}
+
+#[test]
+fn a_stricter_default_level_is_retried_and_a_callers_own_transaction_may_fail() {
+    let database = database();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    for level in ["repeatable read", "serializable"] {
+        conn.batch_execute(&format!("SET default_transaction_isolation = '{level}'"))
+            .unwrap();
+        let _ = allowed(API.check_on(other).unwrap());
+        // In plain SQL: the row is newer than the snapshot.
+        conn.batch_execute("BEGIN; SELECT 1").unwrap();
+        let _ = allowed(API.check_on(other).unwrap());
+        let spend = "SELECT resource_control.check_rate_limit('api', '', 24, '1 day', 5, 1)";
+        assert!(conn.batch_execute(spend).is_err());
+        conn.batch_execute("ROLLBACK; BEGIN; SELECT 1").unwrap();
+        API.reset_on(other).unwrap();
+        let _ = allowed(API.key(level).check_on(other).unwrap());
+        // So is the first call for a key that another one has inserted since then.
+        let first = format!(
+            "SELECT resource_control.check_rate_limit('api', '{level}', 24, '1 day', 5, 1)"
+        );
+        assert!(conn.batch_execute(&first).is_err());
+        conn.batch_execute("ROLLBACK").unwrap();
+        conn.batch_execute(&first).unwrap();
+        assert_eq!(API.key(level).peek_on(conn).unwrap().remaining, 3);
+    }
+}
+
+#[test]
+fn the_settings_of_the_session_are_as_before() {
+    let database = database();
+    let conn = &mut database.connect();
+    let settings = [
+        "synchronous_commit",
+        "lock_timeout",
+        "search_path",
+        "enable_seqscan",
+    ];
+    conn.batch_execute("SET lock_timeout = '7s'; SET synchronous_commit = local")
+        .unwrap();
+    let before = settings.map(|name| setting(conn, name));
+    works(conn);
+    assert_eq!(settings.map(|name| setting(conn, name)), before);
+}
+
+#[test]
+fn a_read_only_session_is_told() {
+    let database = database();
+    let conn = &mut database.connect();
+    conn.batch_execute("SET default_transaction_read_only = on")
+        .unwrap();
+    assert!(matches!(API.check_on(conn), Err(Error::ReadOnly)));
+    assert_eq!(API.peek_on(conn).unwrap().remaining, 5);
+    let timeout = Duration::from_secs(1);
+    assert!(matches!(
+        API.acquire_timeout_on(conn, timeout),
+        Err(Error::ReadOnly)
+    ));
+}

@@ -12,7 +12,7 @@ use crate::dropping::{KEY, NOBODY, ONE_HOLDER, Observer};
 static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::bigint(KEY));
 static OTHER: AdvisoryLock = AdvisoryLock::named("another");
 
-const LIMIT: Duration = Duration::from_secs(2);
+const LIMIT: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(5);
 
 fn several_threads() -> Runtime {

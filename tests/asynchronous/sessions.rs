@@ -14,7 +14,7 @@ use crate::run;
 static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::bigint(KEY));
 static OUTER: AdvisoryLock = AdvisoryLock::named("outer");
 
-const LIMIT: Duration = Duration::from_secs(2);
+const LIMIT: Duration = Duration::from_secs(60);
 
 async fn abort(conn: &mut AsyncPgConnection) {
     conn.batch_execute("BEGIN").await.unwrap();

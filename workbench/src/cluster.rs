@@ -151,6 +151,12 @@ impl Cluster {
         let deadline = Instant::now() + STARTING;
         while !self.accepts_connections() {
             if let Some(status) = watcher.exit_within(Duration::from_millis(5)) {
+                // The processes of a server that was killed end when they notice it.
+                if self.end_of_log().contains("is still in use") && Instant::now() < deadline {
+                    thread::sleep(Duration::from_millis(50));
+                    watcher.run("serve");
+                    continue;
+                }
                 panic!(
                     "{}/postgres ended with status {status}:\n{}",
                     self.binaries.display(),

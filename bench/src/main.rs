@@ -15,8 +15,10 @@ mod memory;
 mod model;
 mod options;
 mod pgbench;
+mod rate_limits;
 mod redis_server;
 mod report;
+mod runlimit;
 mod semaphores;
 mod server;
 mod session_locks;
@@ -46,11 +48,12 @@ pub(crate) struct Bench {
 
 type Scenario = (&'static str, fn(&Bench, &mut Report));
 
-const SCENARIOS: [Scenario; 10] = [
+const SCENARIOS: [Scenario; 11] = [
     ("session_locks", session_locks::run),
     ("asynchronous", asynchronous::run),
     ("transaction_locks", transaction_locks::run),
     ("throttles", throttles::run),
+    ("rate_limits", rate_limits::run),
     ("semaphores", semaphores::run),
     ("waiting", waiting::run),
     ("growth", growth::run),

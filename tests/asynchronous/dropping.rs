@@ -105,7 +105,7 @@ impl Observer {
 pub(crate) async fn assert_full_strength<P: Pool>(pool: &P, size: usize) {
     let mut conns = Vec::new();
     for _ in 0..size {
-        let conn = tokio::time::timeout(Duration::from_secs(5), pool.check_out()).await;
+        let conn = tokio::time::timeout(Duration::from_secs(60), pool.check_out()).await;
         let mut conn = conn.expect("the pool is at full strength").unwrap();
         conn.batch_execute("SAVEPOINT s").await.unwrap_err();
         conn.batch_execute("SELECT 1").await.unwrap();

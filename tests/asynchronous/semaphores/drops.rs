@@ -164,7 +164,7 @@ async fn thousand<P: Pool>(database: Database, pool: P) {
         longest = longest.max(begun.elapsed());
     }
     taken(&database, 0).await;
-    assert!(longest < Duration::from_secs(2), "{longest:?}");
+    assert!(longest < Duration::from_secs(20), "{longest:?}");
     full_strength(&database, &pool, CONNECTIONS_TO_CHECK).await;
 }
 

@@ -16,6 +16,10 @@ mod operations;
 mod rules;
 mod sql;
 mod token;
+#[cfg(any(feature = "r2d2", feature = "async"))]
+mod waiter;
+#[cfg(any(feature = "r2d2", feature = "async"))]
+mod wakeup;
 #[cfg(feature = "r2d2")]
 mod watch;
 #[cfg(any(feature = "r2d2", feature = "async"))]

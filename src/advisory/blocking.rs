@@ -12,10 +12,7 @@ use super::lock::LockMode;
 use super::operations::{self, HeldLock};
 use super::{AdvisoryLock, BorrowedGuard};
 #[cfg(feature = "r2d2")]
-use super::{
-    PooledGuard,
-    connection_budget::{Waiter, budget},
-};
+use super::{PooledGuard, connection_budget::budget, waiter::Waiter};
 use crate::attempt::Attempt;
 #[cfg(feature = "r2d2")]
 use crate::backoff::Backoff;

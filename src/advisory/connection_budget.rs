@@ -1,26 +1,14 @@
-//! How many connections the threads and tasks that wait for session locks may occupy, and which of them is woken.
+//! The budget of connections for the waits for session locks: how many of them a pool's waiters may occupy, and whose turn it is.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Duration;
+use std::sync::Arc;
 
-#[cfg(feature = "async")]
-use tokio::sync::Notify;
-
+use super::wakeup::Wakeup;
 use crate::key::LockId;
-use crate::panics;
 
-/// The threads and tasks of this process that wait for locks out of a pool. Those within the budget wait on the server, each
-/// with a connection. The others hold none. A pool has no identity, so those of all pools are counted together: with several
-/// pools, more of them wait without a connection than necessary.
-static BUDGET: Mutex<ConnectionBudget> = Mutex::new(ConnectionBudget::new());
-
-/// How many there are, so that a release that nobody waits for does not lock the budget.
-static WAITING: AtomicUsize = AtomicUsize::new(0);
-
+/// Who waits for which lock, and who of them occupies a connection.
 #[derive(Debug)]
-struct ConnectionBudget {
+pub(super) struct ConnectionBudget {
     occupied: u32,
     keys: BTreeMap<LockId, KeyWaiters>,
     /// The keys with a waiter that holds no connection: the one whose waiter gets the next connection comes first.
@@ -41,29 +29,6 @@ struct KeyWaiters {
     since: u64,
 }
 
-/// Wakes a thread or a task.
-#[derive(Debug, Default)]
-struct Wakeup {
-    is_pending: AtomicBool,
-    thread: Condvar,
-    #[cfg(feature = "async")]
-    task: Notify,
-}
-
-impl Wakeup {
-    /// Only while the budget is locked, because a thread that is about to wait on it must not miss this.
-    fn wake(&self) {
-        self.is_pending.store(true, Ordering::Relaxed);
-        self.thread.notify_one();
-        #[cfg(feature = "async")]
-        self.task.notify_one();
-    }
-
-    fn is_pending(&self) -> bool {
-        self.is_pending.load(Ordering::Relaxed)
-    }
-}
-
 impl KeyWaiters {
     fn place(&self, id: LockId) -> Option<(u32, u64, LockId)> {
         (!self.unconnected.is_empty()).then_some((self.connected, self.since, id))
@@ -71,7 +36,7 @@ impl KeyWaiters {
 }
 
 impl ConnectionBudget {
-    const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Self {
             occupied: 0,
             keys: BTreeMap::new(),
@@ -96,7 +61,7 @@ impl ConnectionBudget {
     }
 
     /// Returns the number of the waiter, by which it is served.
-    fn join(&mut self, id: LockId, wakeup: &Arc<Wakeup>) -> u64 {
+    pub(super) fn join(&mut self, id: LockId, wakeup: &Arc<Wakeup>) -> u64 {
         self.events += 1;
         let number = self.events;
         self.change(id, |waiters| {
@@ -110,7 +75,7 @@ impl ConnectionBudget {
         number
     }
 
-    fn leave(&mut self, id: LockId, number: u64) {
+    pub(super) fn leave(&mut self, id: LockId, number: u64) {
         self.change(id, |waiters| {
             waiters.unconnected.remove(&number);
         });
@@ -122,11 +87,11 @@ impl ConnectionBudget {
         Some((*id, *connected))
     }
 
-    fn allows(&self, id: LockId, budget: u32) -> bool {
+    pub(super) fn allows(&self, id: LockId, budget: u32) -> bool {
         self.occupied < budget && self.next().is_some_and(|(next, _)| next == id)
     }
 
-    fn occupy(&mut self, id: LockId, number: u64, budget: u32) -> bool {
+    pub(super) fn occupy(&mut self, id: LockId, number: u64, budget: u32) -> bool {
         let allowed = self.allows(id, budget);
         if allowed {
             self.change(id, |waiters| {
@@ -138,7 +103,7 @@ impl ConnectionBudget {
         allowed
     }
 
-    fn vacate(&mut self, id: LockId, number: u64, wakeup: &Arc<Wakeup>) {
+    pub(super) fn vacate(&mut self, id: LockId, number: u64, wakeup: &Arc<Wakeup>) {
         self.events += 1;
         let since = self.events;
         self.change(id, |waiters| {
@@ -150,7 +115,7 @@ impl ConnectionBudget {
     }
 
     /// Returns whether this key must yield a connection: the budget has become smaller, or another key has too few.
-    fn must_yield(&self, id: LockId, budget: u32) -> bool {
+    pub(super) fn must_yield(&self, id: LockId, budget: u32) -> bool {
         let own = self.keys.get(&id).map_or(0, |waiters| waiters.connected);
         self.occupied > budget
             || self.occupied == budget
@@ -160,7 +125,7 @@ impl ConnectionBudget {
     }
 
     /// Wakes the waiter that gets the next connection, if the budget has one left.
-    fn wake_next(&self, budget: u32) {
+    pub(super) fn wake_next(&self, budget: u32) {
         if let Some((id, _)) = self.next().filter(|_| self.occupied < budget) {
             self.wake_first(id);
         }
@@ -176,7 +141,7 @@ impl ConnectionBudget {
     }
 
     /// Wakes a waiter for a lock that may be free. If one waits on the server, the server has granted the lock to it.
-    fn freed(&self, id: LockId) {
+    pub(super) fn freed(&self, id: LockId) {
         if self.keys.get(&id).is_some_and(|key| key.connected == 0) {
             self.wake_first(id);
         }
@@ -188,153 +153,6 @@ impl ConnectionBudget {
 pub(super) fn budget(pool_size: u32, is_contended: bool) -> u32 {
     let share = if is_contended { 8 } else { 2 };
     (pool_size / share).max(1)
-}
-
-/// A thread or a task that waits for a lock. At first it occupies no connection.
-#[derive(Debug)]
-pub(super) struct Waiter {
-    id: LockId,
-    number: u64,
-    is_connected: bool,
-    /// Whether it was woken, so that another one must be woken if this one does not take the lock.
-    is_woken: bool,
-    /// The budget when it was last known.
-    budget: u32,
-    wakeup: Arc<Wakeup>,
-}
-
-impl Waiter {
-    pub(super) fn for_lock(id: LockId) -> Self {
-        let wakeup = Arc::new(Wakeup::default());
-        WAITING.fetch_add(1, Ordering::SeqCst);
-        Self {
-            id,
-            number: lock().join(id, &wakeup),
-            is_connected: false,
-            is_woken: false,
-            budget: 1,
-            wakeup,
-        }
-    }
-
-    pub(super) fn id(&self) -> LockId {
-        self.id
-    }
-
-    /// Occupies a connection, if the budget has one left and it is this key's turn.
-    pub(super) fn occupy(&mut self, budget: u32) -> bool {
-        self.budget = budget;
-        let mut all = lock();
-        self.is_connected = all.occupy(self.id, self.number, budget);
-        if self.is_connected {
-            // The budget may have more than one left.
-            all.wake_next(budget);
-        }
-        self.is_connected
-    }
-
-    /// Vacates the connection that it occupies, if any.
-    pub(super) fn vacate(&mut self) {
-        if self.is_connected {
-            self.is_connected = false;
-            let mut all = lock();
-            all.vacate(self.id, self.number, &self.wakeup);
-            all.wake_next(self.budget);
-        }
-    }
-
-    /// Returns whether a waiter for another key gets the connection of this one.
-    pub(super) fn must_yield(&self, budget: u32) -> bool {
-        lock().must_yield(self.id, budget)
-    }
-
-    /// Waits until this thread may occupy a connection, or the lock may be free, for at most `limit`.
-    #[cfg(feature = "r2d2")]
-    pub(super) fn wait_for_turn(&mut self, budget: u32, limit: Duration) {
-        drop(
-            self.wakeup
-                .thread
-                .wait_timeout_while(lock(), limit, |all| !self.may_try(all, budget)),
-        );
-        self.budget = budget;
-        self.is_woken = self.wakeup.is_pending();
-    }
-
-    /// Takes note that it now tries to take the lock. A wake-up that comes later makes it try again.
-    pub(super) fn tries(&mut self) {
-        self.is_woken |= self.wakeup.is_pending.swap(false, Ordering::Relaxed);
-    }
-
-    /// Takes note that it has the lock.
-    pub(super) fn is_granted(&mut self, is_shared: bool) {
-        self.tries();
-        self.is_woken = false;
-        if is_shared {
-            lock().freed(self.id);
-        }
-    }
-
-    fn may_try(&self, all: &ConnectionBudget, budget: u32) -> bool {
-        self.wakeup.is_pending() || all.allows(self.id, budget)
-    }
-}
-
-#[cfg(feature = "async")]
-impl Waiter {
-    /// Returns whether anybody in this process waits for a lock.
-    pub(super) fn exists() -> bool {
-        WAITING.load(Ordering::Relaxed) > 0
-    }
-
-    /// Waits until this task may occupy a connection, or the lock may be free, for at most `limit`.
-    pub(super) async fn turn(&mut self, budget: u32, limit: Duration) {
-        let turn = async {
-            while !self.may_try(&lock(), budget) {
-                self.wakeup.task.notified().await;
-            }
-        };
-        let _ = tokio::time::timeout(limit, turn).await;
-        self.budget = budget;
-        self.is_woken = self.wakeup.is_pending();
-    }
-}
-
-impl Drop for Waiter {
-    fn drop(&mut self) {
-        self.vacate();
-        let mut all = lock();
-        all.leave(self.id, self.number);
-        if self.is_woken || self.wakeup.is_pending() {
-            all.freed(self.id);
-        }
-        // It may have been woken for a connection that it does not occupy.
-        all.wake_next(self.budget);
-        WAITING.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// A lock that is held in this process. Dropping it wakes a waiter for the lock, so it is dropped when the connection is back
-/// in its pool.
-#[derive(Debug)]
-pub(super) struct LocalHold(LockId);
-
-impl LocalHold {
-    pub(super) fn of(id: LockId) -> Self {
-        Self(id)
-    }
-}
-
-impl Drop for LocalHold {
-    fn drop(&mut self) {
-        // A waiter that is not counted yet tries after this, or polls.
-        if WAITING.load(Ordering::SeqCst) > 0 {
-            lock().freed(self.0);
-        }
-    }
-}
-
-fn lock() -> MutexGuard<'static, ConnectionBudget> {
-    panics::lock(&BUDGET)
 }
 
 #[cfg(test)]
@@ -491,7 +309,7 @@ mod tests {
         let mut all = ConnectionBudget::new();
         let [first, second, other] = [X, X, Y].map(|id| join(&mut all, id));
         for wakeup in [&first, &other] {
-            assert!(wakeup.is_pending.swap(false, Ordering::Relaxed));
+            assert!(wakeup.take());
         }
         all.freed(X);
         assert!(first.is_pending() && !second.is_pending() && !other.is_pending());
@@ -499,7 +317,7 @@ mod tests {
         all.freed(X);
         assert!(second.is_pending());
 
-        second.is_pending.store(false, Ordering::Relaxed);
+        assert!(second.take());
         assert!(occupy(&mut all, X, 4));
         let third = join(&mut all, X);
         all.freed(X);
@@ -514,58 +332,8 @@ mod tests {
         let second = join(&mut all, X);
         assert!(all.occupy(X, number, 1));
         all.vacate(X, number, &first);
-        first.is_pending.store(false, Ordering::Relaxed);
+        first.take();
         all.freed(X);
         assert!(first.is_pending() && !second.is_pending());
-    }
-
-    #[test]
-    fn a_waiter_that_does_not_take_the_lock_wakes_the_next() {
-        let id = LockId::Pair(-3, -4);
-        for is_granted in [false, true] {
-            let [mut first, second, third] = [(); 3].map(|()| Waiter::for_lock(id));
-            // It leaves no connection to the others.
-            first.budget = 0;
-            first.tries();
-            drop(LocalHold::of(id));
-            assert!(first.wakeup.is_pending() && !second.wakeup.is_pending());
-            first.tries();
-            if is_granted {
-                first.is_granted(false);
-            }
-            drop(first);
-            assert_eq!(second.wakeup.is_pending(), !is_granted);
-            drop((second, third));
-        }
-    }
-
-    #[test]
-    fn sharers_wake_each_other() {
-        let id = LockId::Pair(-5, -6);
-        let [mut first, second] = [(); 2].map(|()| Waiter::for_lock(id));
-        first.tries();
-        first.is_granted(true);
-        drop(first);
-        assert!(second.wakeup.is_pending());
-    }
-
-    #[test]
-    fn a_waiter_is_woken_for_a_connection_that_is_vacated() {
-        const LONG: Duration = Duration::from_secs(600);
-        let id = LockId::Pair(-1, -2);
-        let mut first = Waiter::for_lock(id);
-        first.tries();
-        first.wait_for_turn(1, LONG);
-        assert!(first.occupy(1));
-        let mut second = Waiter::for_lock(id);
-        assert!(!second.occupy(1));
-        second.wait_for_turn(1, Duration::from_millis(1));
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                second.wait_for_turn(1, LONG);
-                assert!(second.occupy(1));
-            });
-            first.vacate();
-        });
     }
 }

@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use diesel::pg::PgConnection;
 
-#[cfg(any(feature = "r2d2", feature = "async"))]
-use super::connection_budget::LocalHold;
 use super::discard::{GuardConnection, Pinned};
 use super::operations::{self, HeldLock};
+#[cfg(any(feature = "r2d2", feature = "async"))]
+use super::waiter::LocalHold;
 #[cfg(feature = "r2d2")]
 use super::watch::{self, Watch};
 #[cfg(feature = "r2d2")]

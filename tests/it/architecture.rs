@@ -71,6 +71,28 @@ fn the_map_has_each_module() {
 }
 
 #[test]
+fn the_map_has_each_room_of_a_primitive() {
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let (_, map) = page.split_once("\n## Map\n").unwrap();
+    let (map, _) = map.split_once("\n## ").unwrap();
+    let mut seen = 0;
+    for directory in fs::read_dir(root().join("src")).unwrap() {
+        let directory = directory.unwrap().path();
+        if !directory.join("sql.rs").exists() {
+            continue;
+        }
+        for room in fs::read_dir(&directory).unwrap() {
+            let room = room.unwrap().path();
+            let name = room.file_name().unwrap().to_str().unwrap();
+            let is_listed = room.is_dir() || map.contains(&format!("`{name}`"));
+            assert!(is_listed, "{} is not on the map", room.display());
+            seen += 1;
+        }
+    }
+    assert!(seen > 30, "only {seen} rooms were found");
+}
+
+#[test]
 fn no_module_imports_one_of_a_higher_floor_or_one_that_imports_it() {
     let (floors, imports) = (floors(), imports());
     let mut seen = 0;

@@ -16,10 +16,10 @@ use tokio::runtime::Handle;
 use tokio::time::timeout;
 use tokio_postgres::NoTls;
 
-use crate::advisory::connection_budget::LocalHold;
 use crate::advisory::doubt::{Doubt, distrusted};
 use crate::advisory::operations::{self, HeldLock};
 use crate::advisory::sql::{self, Condition};
+use crate::advisory::waiter::LocalHold;
 use crate::advisory::watched::Watches;
 use crate::events::{self, Event, Outcome, Subject};
 use crate::key::LockId;

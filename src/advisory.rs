@@ -19,6 +19,8 @@ mod token;
 #[cfg(any(feature = "r2d2", feature = "async"))]
 mod waiter;
 #[cfg(any(feature = "r2d2", feature = "async"))]
+mod waiting;
+#[cfg(any(feature = "r2d2", feature = "async"))]
 mod wakeup;
 #[cfg(feature = "r2d2")]
 mod watch;

@@ -19,13 +19,12 @@ use super::connection_budget::budget;
 use super::lock::{Lock, LockMode};
 use super::operations::{self, HeldLock};
 use super::waiter::Waiter;
+use super::waiting::{self, Half};
 use crate::attempt::Attempt;
-use crate::backoff::Backoff;
 use crate::clock::Deadline;
 use crate::error::{Error, Result};
 use crate::events::{self, Subject};
-use crate::key::{LockId, LockKey};
-use crate::pollers::Pollers;
+use crate::key::LockKey;
 use crate::pool::asynchronous::{self as pool, Pool};
 use crate::runtime;
 use crate::session::Session;
@@ -301,57 +300,11 @@ impl AdvisoryLock {
             if acquisition.is_granted {
                 return Ok(acquisition.into_attempt());
             }
-            Box::pin(self.wait_in_turn(pool, acquisition, deadline)).await
+            let (half, lock) = (InPool { handle: self, pool }, acquisition.held.lock);
+            let wait = waiting::for_session_lock(&half, acquisition, lock, deadline);
+            Box::pin(wait).await
         };
         events::observe("acquire", self.subject(), acquire, Attempt::outcome).await
-    }
-
-    /// Waits on the server while the connection budget allows it, and otherwise gives the connection back, and tries when the
-    /// lock is released in this process, and now and then.
-    async fn wait_in_turn<P: Pool>(
-        &self,
-        pool: &P,
-        mut acquisition: Acquisition<Pooled<P::Connection>>,
-        deadline: Deadline,
-    ) -> Result<Attempt<PooledGuard<P>>> {
-        static POLLERS: Pollers<LockId> = Pollers::new();
-        let mut waiter = Waiter::for_lock(acquisition.held.lock.id);
-        let mut polling = None;
-        while !acquisition.is_granted {
-            let budget = || budget(pool.size(), pool.is_contended());
-            if waiter.occupy(budget()) {
-                polling = None;
-                let must_yield = || waiter.must_yield(budget());
-                Box::pin(acquisition.wait(deadline, must_yield)).await?;
-                waiter.vacate();
-                if acquisition.is_granted || deadline.remaining().is_zero() {
-                    break;
-                }
-            }
-            // The connection is back in the pool before this task pauses.
-            drop(acquisition.into_attempt());
-            let (poller, backoff) =
-                polling.get_or_insert_with(|| (POLLERS.join(waiter.id()), Backoff::new()));
-            acquisition = loop {
-                let remaining = deadline.remaining();
-                let Some(pause) = backoff.next(poller.apart(), Duration::MAX, remaining) else {
-                    return Ok(Attempt::Busy);
-                };
-                waiter.turn(budget(), pause).await;
-                let limit = Some(deadline.remaining());
-                match self.begin(pool, limit, Some(&mut waiter)).await {
-                    // The pool had no connection in time, but the wait for the lock is not over.
-                    Err(Error::Pool(_)) => {
-                        tokio::time::sleep(pause.min(deadline.remaining())).await;
-                    }
-                    begun => break begun?,
-                }
-            };
-        }
-        if acquisition.is_granted {
-            waiter.is_granted(self.0.mode() == LockMode::Shared);
-        }
-        Ok(acquisition.into_attempt())
     }
 
     /// Tries once, on a connection from the pool.
@@ -397,6 +350,51 @@ impl AdvisoryLock {
                 }
             }
         })
+    }
+}
+
+/// A wait of a task.
+struct InPool<'a, P: Pool> {
+    handle: &'a AdvisoryLock,
+    pool: &'a P,
+}
+
+impl<P: Pool> Half for InPool<'_, P> {
+    type Acquisition = Acquisition<Pooled<P::Connection>>;
+    type Guard = PooledGuard<P>;
+
+    fn budget(&self) -> u32 {
+        budget(self.pool.size(), self.pool.is_contended())
+    }
+
+    async fn begin(&self, waiter: &mut Waiter, limit: Duration) -> Result<Self::Acquisition> {
+        let (limit, waiter) = (Some(limit), Some(waiter));
+        self.handle.begin(self.pool, limit, waiter).await
+    }
+
+    async fn wait(
+        &self,
+        acquisition: &mut Self::Acquisition,
+        deadline: Deadline,
+        give_up: impl FnMut() -> bool + Send,
+    ) -> Result<()> {
+        Box::pin(acquisition.wait(deadline, give_up)).await
+    }
+
+    fn is_granted(&self, acquisition: &Self::Acquisition) -> bool {
+        acquisition.is_granted
+    }
+
+    fn end(&self, acquisition: Self::Acquisition) -> Attempt<PooledGuard<P>> {
+        acquisition.into_attempt()
+    }
+
+    async fn turn(&self, waiter: &mut Waiter, limit: Duration) {
+        waiter.await_turn(self.budget(), limit).await;
+    }
+
+    async fn pause(&self, time: Duration) {
+        tokio::time::sleep(time).await;
     }
 }
 

@@ -7,24 +7,21 @@ use diesel::pg::PgConnection;
 use super::discard::{GuardConnection, Pinned};
 use super::guard::AdvisoryLockGuard;
 use super::lock::Lock;
-#[cfg(feature = "r2d2")]
-use super::lock::LockMode;
 use super::operations::{self, HeldLock};
 use super::{AdvisoryLock, BorrowedGuard};
 #[cfg(feature = "r2d2")]
-use super::{PooledGuard, connection_budget::budget, waiter::Waiter};
+use super::{
+    PooledGuard,
+    connection_budget::budget,
+    waiter::Waiter,
+    waiting::{self, Half},
+};
 use crate::attempt::Attempt;
-#[cfg(feature = "r2d2")]
-use crate::backoff::Backoff;
 use crate::clock::Deadline;
 #[cfg(feature = "r2d2")]
 use crate::error::Error;
 use crate::error::Result;
 use crate::events::{self, Outcome, Subject};
-#[cfg(feature = "r2d2")]
-use crate::key::LockId;
-#[cfg(feature = "r2d2")]
-use crate::pollers::Pollers;
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool, PooledPgConnection};
 use crate::session::now;
@@ -286,7 +283,7 @@ impl AdvisoryLock {
         )
     }
 
-    /// Waits on the server while the connection budget allows it, and otherwise gives the connection back and polls.
+    /// Tries once, and then waits.
     #[cfg(feature = "r2d2")]
     fn acquire_in_turn(
         &self,
@@ -294,49 +291,18 @@ impl AdvisoryLock {
         conn: PooledPgConnection,
         deadline: Deadline,
     ) -> Result<Attempt<PooledGuard>> {
-        static POLLERS: Pollers<LockId> = Pollers::new();
         let acquire = || {
-            let mut acquisition = Acquisition::begin(self, conn)?;
+            let acquisition = Acquisition::begin(self, conn)?;
             if acquisition.is_granted {
                 return Ok(acquisition.into_attempt());
             }
-            let budget = budget(pool.max_size(), false);
-            let mut waiter = Waiter::for_lock(acquisition.held.lock.id);
-            let mut polling = None;
-            while !acquisition.is_granted {
-                if waiter.occupy(budget) {
-                    polling = None;
-                    acquisition.wait(deadline, || waiter.must_yield(budget))?;
-                    waiter.vacate();
-                    if acquisition.is_granted || deadline.remaining().is_zero() {
-                        break;
-                    }
-                }
-                // The connection is back in the pool before this thread pauses.
-                drop(acquisition.into_attempt());
-                let (poller, backoff) =
-                    polling.get_or_insert_with(|| (POLLERS.join(waiter.id()), Backoff::new()));
-                acquisition = loop {
-                    let remaining = deadline.remaining();
-                    let Some(pause) = backoff.next(poller.apart(), Duration::MAX, remaining) else {
-                        return Ok(Attempt::Busy);
-                    };
-                    waiter.wait_for_turn(budget, pause);
-                    match self.check_out(pool, Some(deadline.remaining())) {
-                        Ok(conn) => {
-                            waiter.tries();
-                            break Acquisition::begin(self, conn)?;
-                        }
-                        // The pool had no connection in time, but the wait for the lock is not over.
-                        Err(Error::Pool(_)) => std::thread::sleep(pause.min(deadline.remaining())),
-                        Err(error) => return Err(error),
-                    }
-                };
-            }
-            if acquisition.is_granted {
-                waiter.is_granted(self.mode() == LockMode::Shared);
-            }
-            Ok(acquisition.into_attempt())
+            let (half, lock) = (InPool { handle: self, pool }, acquisition.held.lock);
+            now(waiting::for_session_lock(
+                &half,
+                acquisition,
+                lock,
+                deadline,
+            ))
         };
         self.observed(acquire, Attempt::outcome)
     }
@@ -362,6 +328,54 @@ impl AdvisoryLock {
             async { acquire() },
             outcome,
         ))
+    }
+}
+
+/// A wait of a thread. Each of its futures is ready.
+#[cfg(feature = "r2d2")]
+struct InPool<'a> {
+    handle: &'a AdvisoryLock,
+    pool: &'a PgPool,
+}
+
+#[cfg(feature = "r2d2")]
+impl Half for InPool<'_> {
+    type Acquisition = Acquisition<PooledPgConnection>;
+    type Guard = PooledGuard;
+
+    fn budget(&self) -> u32 {
+        budget(self.pool.max_size(), false)
+    }
+
+    async fn begin(&self, waiter: &mut Waiter, limit: Duration) -> Result<Self::Acquisition> {
+        let conn = self.handle.check_out(self.pool, Some(limit))?;
+        waiter.tries();
+        Acquisition::begin(self.handle, conn)
+    }
+
+    async fn wait(
+        &self,
+        acquisition: &mut Self::Acquisition,
+        deadline: Deadline,
+        give_up: impl FnMut() -> bool + Send,
+    ) -> Result<()> {
+        acquisition.wait(deadline, give_up)
+    }
+
+    fn is_granted(&self, acquisition: &Self::Acquisition) -> bool {
+        acquisition.is_granted
+    }
+
+    fn end(&self, acquisition: Self::Acquisition) -> Attempt<PooledGuard> {
+        acquisition.into_attempt()
+    }
+
+    async fn turn(&self, waiter: &mut Waiter, limit: Duration) {
+        waiter.block_for_turn(self.budget(), limit);
+    }
+
+    async fn pause(&self, time: Duration) {
+        std::thread::sleep(time);
     }
 }
 

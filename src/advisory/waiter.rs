@@ -44,10 +44,6 @@ impl Waiter {
         }
     }
 
-    pub(super) fn id(&self) -> LockId {
-        self.id
-    }
-
     /// Occupies a connection, if the budget has one left and it is this key's turn.
     pub(super) fn occupy(&mut self, budget: u32) -> bool {
         self.budget = budget;
@@ -77,7 +73,7 @@ impl Waiter {
 
     /// Waits until this thread may occupy a connection, or the lock may be free, for at most `limit`.
     #[cfg(feature = "r2d2")]
-    pub(super) fn wait_for_turn(&mut self, budget: u32, limit: Duration) {
+    pub(super) fn block_for_turn(&mut self, budget: u32, limit: Duration) {
         self.wakeup
             .block_while(lock(), limit, |all| !self.may_try(all, budget));
         self.budget = budget;
@@ -111,7 +107,7 @@ impl Waiter {
     }
 
     /// Waits until this task may occupy a connection, or the lock may be free, for at most `limit`.
-    pub(super) async fn turn(&mut self, budget: u32, limit: Duration) {
+    pub(super) async fn await_turn(&mut self, budget: u32, limit: Duration) {
         let turn = async {
             while !self.may_try(&lock(), budget) {
                 self.wakeup.notified().await;
@@ -201,14 +197,14 @@ mod tests {
         let id = LockId::Pair(-1, -2);
         let mut first = Waiter::for_lock(id);
         first.tries();
-        first.wait_for_turn(1, LONG);
+        first.block_for_turn(1, LONG);
         assert!(first.occupy(1));
         let mut second = Waiter::for_lock(id);
         assert!(!second.occupy(1));
-        second.wait_for_turn(1, Duration::from_millis(1));
+        second.block_for_turn(1, Duration::from_millis(1));
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                second.wait_for_turn(1, LONG);
+                second.block_for_turn(1, LONG);
                 assert!(second.occupy(1));
             });
             first.vacate();

@@ -331,14 +331,12 @@ impl AdvisoryLock {
             loop {
                 let limit = limit.map(|limit| limit.saturating_sub(began.elapsed()));
                 let mut conn = pool::check_out(pool, limit).await?;
-                if let Err(error) = sessions::asynchronous::require_own(pool, &mut conn).await {
-                    pool::give_back(conn);
-                    return Err(error);
-                }
+                sessions::asynchronous::require_own(pool, &mut conn).await?;
                 if let Some(waiter) = &mut waiter {
                     waiter.tries();
                 }
-                let mut acquisition = Acquisition::of(self, Pooled::new(conn, runtime.clone()))?;
+                let mut acquisition =
+                    Acquisition::of(self, Pooled::new(conn.into_inner(), runtime.clone()))?;
                 match acquisition.take().await {
                     Ok(()) => return Ok(acquisition),
                     Err(Error::Database(error))

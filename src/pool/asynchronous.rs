@@ -1,7 +1,7 @@
 //! The pools of asynchronous connections, and the connections that a guard can have.
 
 use std::future::Future;
-use std::ops::DerefMut;
+use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
 use diesel_async::AsyncPgConnection;
@@ -49,23 +49,76 @@ pub trait GuardConnection: DerefMut<Target = AsyncPgConnection> + Send {
     }
 }
 
+/// A connection out of a pool. Dropping it gives it back, or ends its session if it is marked as broken, on every way out.
+/// deadpool would keep such a session, and the locks of a transaction that is open there, until it is checked out again.
+pub(crate) struct CheckedOut<C: GuardConnection>(Option<C>);
+
+impl<C: GuardConnection> CheckedOut<C> {
+    fn new(conn: C) -> Self {
+        Self(Some(conn))
+    }
+
+    pub(crate) fn opened_at(&self) -> Option<Instant> {
+        self.0.as_ref().and_then(C::opened_at)
+    }
+
+    /// The connection, for an owner that decides by itself what becomes of it.
+    pub(crate) fn into_inner(mut self) -> C {
+        match self.0.take() {
+            Some(conn) => conn,
+            None => unreachable!("only this function and the drop take it"),
+        }
+    }
+}
+
+impl<C: GuardConnection> Deref for CheckedOut<C> {
+    type Target = AsyncPgConnection;
+
+    fn deref(&self) -> &AsyncPgConnection {
+        match &self.0 {
+            Some(conn) => conn,
+            None => unreachable!("only `into_inner` and the drop take it"),
+        }
+    }
+}
+
+impl<C: GuardConnection> DerefMut for CheckedOut<C> {
+    fn deref_mut(&mut self) -> &mut AsyncPgConnection {
+        match &mut self.0 {
+            Some(conn) => conn,
+            None => unreachable!("only `into_inner` and the drop take it"),
+        }
+    }
+}
+
+impl<C: GuardConnection> Drop for CheckedOut<C> {
+    fn drop(&mut self) {
+        if let Some(mut conn) = self.0.take() {
+            if Asynchronous::pooled(&mut conn).transaction() == Transaction::Broken {
+                conn.discard();
+            }
+        }
+    }
+}
+
 /// Takes a connection from the pool. Waits as long as the pool's own settings allow, but no longer than `limit`.
-pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Result<P::Connection> {
-    match limit {
+pub(crate) async fn check_out<P: Pool>(
+    pool: &P,
+    limit: Option<Duration>,
+) -> Result<CheckedOut<P::Connection>> {
+    let conn = match limit {
         None => pool.check_out().await,
         Some(limit) => match tokio::time::timeout(limit, pool.check_out()).await {
             Ok(checked_out) => checked_out,
             Err(_) => Err(Error::Pool("timed out waiting for connection".into())),
         },
-    }
+    };
+    conn.map(CheckedOut::new)
 }
 
-/// Gives a connection back to its pool, or ends its session if it is marked as broken. deadpool would keep such a session, and a
-/// transaction that is open there, until it is checked out again.
-pub(crate) fn give_back<C: GuardConnection>(mut conn: C) {
-    if Asynchronous::pooled(&mut conn).transaction() == Transaction::Broken {
-        conn.discard();
-    }
+/// Takes a connection from the pool if one is idle.
+pub(crate) async fn try_check_out<P: Pool>(pool: &P) -> Option<CheckedOut<P::Connection>> {
+    pool.try_check_out().await.map(CheckedOut::new)
 }
 
 #[cfg(feature = "deadpool")]

@@ -12,7 +12,7 @@ use super::{Check, CheckAll, LimitedReason, Quota, Reservation, Reserve, Spent, 
 use crate::clock::Deadline;
 use crate::error::Result;
 use crate::events;
-use crate::pool::asynchronous::{self as pool, Pool};
+use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime::{self, Finished};
 use crate::session::Asynchronous;
 use crate::text::Name;
@@ -295,7 +295,7 @@ impl RateLimit {
     ///
     /// See [errors of checks](crate::RateLimit#errors-of-checks).
     pub async fn prune<P: Pool>(pool: &P) -> Result<u64> {
-        let _entered = runtime::current()?;
+        runtime::current()?;
         let mut conn = pool::check_out(pool, None).await?;
         operations::prune(&mut Asynchronous::pooled(&mut conn)).await
     }
@@ -317,7 +317,7 @@ impl RateLimit {
     /// [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more than were not given back yet, and the
     /// [errors of checks](crate::RateLimit#errors-of-checks).
     pub async fn give_back<P: Pool>(pool: &P, spent: &Spent, units: u32) -> Result<u32> {
-        let _entered = runtime::current()?;
+        runtime::current()?;
         let mut conn = pool::check_out(pool, None).await?;
         operations::give_back(&mut Asynchronous::pooled(&mut conn), spent, units).await
     }
@@ -349,7 +349,11 @@ impl RateLimit {
     }
 
     /// Checks the arguments before the pool is asked.
-    async fn check_out<P: Pool>(&self, pool: &P, limit: Option<Duration>) -> Result<P::Connection> {
+    async fn check_out<P: Pool>(
+        &self,
+        pool: &P,
+        limit: Option<Duration>,
+    ) -> Result<CheckedOut<P::Connection>> {
         self.0.checked(Duration::ZERO, Name::anywhere)?;
         runtime::current()?;
         pool::check_out(pool, limit).await

@@ -252,7 +252,7 @@ impl Semaphore {
             // Before the claim is sent, so that the permit never lasts longer here than in the database.
             let sent = Moment::now();
             let claimed = operations::claim(&mut Asynchronous::pooled(&mut conn), &semaphore).await;
-            pool::give_back(conn);
+            drop(conn);
             Ok(claimed?.map(|claim| {
                 let slot = HeldSlot::new(&semaphore, claim, sent);
                 Permit::new(slot, pool, handle)

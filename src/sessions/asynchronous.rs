@@ -9,7 +9,7 @@ use diesel_async::AsyncPgConnection;
 use super::{Sessions, compare};
 use crate::error::{Error, Result};
 use crate::panics::lock;
-use crate::pool::asynchronous::{self as pool, GuardConnection, Pool};
+use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime;
 use crate::session::{Asynchronous, Session};
 use crate::transaction::Transaction;
@@ -21,7 +21,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 ///
 /// As `probe_sessions` of the blocking half. Call it when a program starts. The methods of
 /// [`AdvisoryLock`](crate::asynchronous::AdvisoryLock) that take a pool of deadpool run the same test, once per connection,
-/// and return [`Error::SharedSessions`]. It waits up to a second for a second connection. bb8 does not tell its connections apart, so with bb8 this function is the only test.
+/// and return [`Error::SharedSessions`]. bb8 does not tell its connections apart, so with bb8 this function is the only test. It
+/// waits for a second connection for a second at most.
 ///
 /// If the future is dropped, the transaction on the second connection is rolled back, and that connection is discarded.
 ///
@@ -51,21 +52,15 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub async fn probe_sessions<P: Pool>(pool: &P) -> Result<Sessions> {
     runtime::current()?;
     let mut conn = pool::check_out(pool, None).await?;
-    let other = match pool.try_check_out().await {
+    let other = match pool::try_check_out(pool).await {
         Some(other) => Ok(other),
         // bb8 opens a second connection only for a caller that waits.
         None => pool::check_out(pool, Some(PATIENCE)).await,
     };
-    let compared = match other {
-        Ok(mut other) => {
-            let compared = compare_on(&mut conn, &mut other).await;
-            pool::give_back(other);
-            compared
-        }
+    match other {
+        Ok(mut other) => compare_on(&mut conn, &mut other).await,
         Err(_) => Ok(Sessions::Unknown),
-    };
-    pool::give_back(conn);
-    compared
+    }
 }
 
 /// Refuses a connection whose session is shared. The result is remembered for the connection and for the one that it was
@@ -73,7 +68,10 @@ pub async fn probe_sessions<P: Pool>(pool: &P) -> Result<Sessions> {
 ///
 /// An error of the comparison is none of the lock's, because the statement that takes the lock fails by itself on a connection
 /// that is closed.
-pub(crate) async fn require_own<P: Pool>(pool: &P, conn: &mut P::Connection) -> Result<()> {
+pub(crate) async fn require_own<P: Pool>(
+    pool: &P,
+    conn: &mut CheckedOut<P::Connection>,
+) -> Result<()> {
     let Some(opened_at) = conn.opened_at() else {
         return Ok(());
     };
@@ -89,13 +87,13 @@ pub(crate) async fn require_own<P: Pool>(pool: &P, conn: &mut P::Connection) -> 
 
 async fn find_out<P: Pool>(
     pool: &P,
-    conn: &mut P::Connection,
+    conn: &mut AsyncPgConnection,
     opened_at: Instant,
 ) -> Result<Sessions> {
     if pool.size() < 2 || Asynchronous::pooled(conn).transaction() != Transaction::None {
         return Ok(Sessions::Unknown);
     }
-    let Some(mut other) = pool.try_check_out().await else {
+    let Some(mut other) = pool::try_check_out(pool).await else {
         return Ok(Sessions::Unknown);
     };
     let others_opened_at = other.opened_at();
@@ -103,7 +101,7 @@ async fn find_out<P: Pool>(
         Some(sessions) => sessions,
         None => {
             let compared = compare_on(conn, &mut other).await;
-            pool::give_back(other);
+            drop(other);
             match compared {
                 Ok(sessions) => sessions,
                 Err(error) => {

@@ -66,12 +66,10 @@ impl<R: ThrottledResource + Sync> Throttle<R> {
     pub async fn attempt<P: Pool>(&self, pool: &P) -> Result<Decision> {
         let attempt = async {
             self.0.checked_with_details(Name::anywhere)?; // before the pool is asked
-            let _entered = runtime::current()?;
+            runtime::current()?;
             let mut conn = pool::check_out(pool, None).await?;
-            let mut session = Asynchronous::pooled(&mut conn);
-            let decision = operations::send_committed(&mut session, &self.0).await;
-            pool::give_back(conn);
-            decision
+            let session = &mut Asynchronous::pooled(&mut conn);
+            operations::send_committed(session, &self.0).await
         };
         operations::observed(&self.0, attempt).await
     }

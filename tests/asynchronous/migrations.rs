@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use diesel::migration::{Migration, MigrationName, MigrationSource, MigrationVersion};
 use diesel::pg::Pg;
-use diesel_async::AsyncConnection;
+use diesel_async::{AsyncConnection, SimpleAsyncConnection};
 use diesel_interlock::Error;
 use diesel_interlock::asynchronous::{Pool, migrations};
 use diesel_interlock::error::Misplaced;
@@ -182,6 +182,37 @@ fn a_dropped_installation_holds_nothing_and_can_be_repeated() {
         }
         let left = "SELECT count(*) FROM pg_namespace WHERE nspname = 'resource_control'";
         assert_eq!(count(observer, left), 0);
+    });
+}
+
+#[test]
+fn a_transaction_that_was_left_open_in_the_pool_ends_with_the_installation_that_found_it() {
+    run(async {
+        let database = Database::new();
+        let observer = &mut database.connect();
+        let pool = database.deadpool(2);
+        let mut conns = [
+            pool.check_out().await.unwrap(),
+            pool.check_out().await.unwrap(),
+        ];
+        for conn in &mut conns {
+            let left = "BEGIN; SELECT pg_advisory_xact_lock_shared(1)";
+            conn.batch_execute(left).await.unwrap();
+        }
+        drop(conns);
+        assert_eq!(count(observer, HOLDERS), 2);
+        let removed = migrations::uninstall(&pool).await;
+        assert!(
+            matches!(removed, Err(Error::TransactionInPool)),
+            "{removed:?}"
+        );
+        // The other connection was not used.
+        let mut looks = 0;
+        while count(observer, HOLDERS) != 1 {
+            looks += 1;
+            assert!(looks < 2000, "{} left", count(observer, HOLDERS));
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
     });
 }
 

@@ -111,6 +111,53 @@ fn open_transactions_are_refused_and_those_of_plain_sql_found() {
     });
 }
 
+/// A connection that an earlier user left in a transaction is not kept in the pool with the key that the check has locked.
+async fn left_open<P: Pool>(database: Database, pool: P) {
+    let begin = async || {
+        let mut conn = pool.check_out().await.unwrap();
+        conn.batch_execute("BEGIN").await.unwrap();
+    };
+    let own = &mut database.connect_async().await;
+    begin().await;
+    let refused = API.check(&pool).await;
+    assert!(
+        matches!(refused, Err(Error::TransactionInPool)),
+        "{refused:?}"
+    );
+    assert!(eventually_all(own).await);
+    begin().await;
+    let refused = API.reserve(&pool, HOUR).await;
+    assert!(
+        matches!(refused, Err(Error::TransactionInPool)),
+        "{refused:?}"
+    );
+    assert!(eventually_all(own).await);
+}
+
+/// Spends all units. The check waits for the end of the other session, for a quarter of a second at a time.
+async fn eventually_all(conn: &mut AsyncPgConnection) -> bool {
+    for _ in 0..40 {
+        if API.cost(5).check_on(conn).await.unwrap().is_allowed() {
+            return API.reset_on(conn).await.unwrap();
+        }
+    }
+    false
+}
+
+#[test]
+fn a_transaction_that_was_left_open_in_the_pool_is_undone_with_its_checks() {
+    run(async {
+        let database = database();
+        let pool = database.deadpool(1);
+        left_open(database, pool).await;
+    });
+    run(async {
+        let database = database();
+        let pool = database.bb8(1);
+        left_open(database, pool).await;
+    });
+}
+
 /// Polls a future so often at most, and drops it.
 async fn polled(future: impl Future, times: usize) {
     let mut future = pin!(future);

@@ -170,7 +170,7 @@ impl<C: GuardConnection + 'static> sealed::Sealed for Pooled<C> {
 impl<C: GuardConnection + 'static> Drop for Pooled<C> {
     fn drop(&mut self) {
         let Some(conn) = self.conn.take() else { return };
-        // A pool may spawn a task when it takes a connection back.
+        // A pool may spawn a task when it takes a connection back, and this may be dropped outside of a runtime.
         let _entered = self.runtime.enter();
         match self.doubt {
             None if !self.is_distrusted => drop(conn),
@@ -335,7 +335,7 @@ impl<'conn> Borrowed<'conn> {
     /// Queues a message behind what was sent. Inside an aborted transaction it fails, and nobody reads the reply. So a guard
     /// that has the session pinned out of a pool has to know.
     fn queue(&mut self, message: &str, pid: Option<i32>) {
-        self.distrust(pid);
+        distrust(pid);
         let is_queued = caught(|| started(self.conn.batch_execute(message)));
         if is_queued.is_none() {
             // The caller's instrumentation panicked before the message was queued, and would do so again.
@@ -344,11 +344,11 @@ impl<'conn> Borrowed<'conn> {
             caught(|| started(self.conn.batch_execute(message)));
         }
     }
+}
 
-    fn distrust(&mut self, pid: Option<i32>) {
-        if let Some(pid) = pid {
-            distrusted::remember(pid);
-        }
+fn distrust(pid: Option<i32>) {
+    if let Some(pid) = pid {
+        distrusted::remember(pid);
     }
 }
 
@@ -395,7 +395,7 @@ impl Drop for Borrowed<'_> {
         let Some(doubt) = self.doubt else { return };
         let (condition, lock) = match doubt {
             Doubt::Certain(pid) => {
-                self.distrust(Some(pid));
+                distrust(Some(pid));
                 Asynchronous::lent(self.conn).mark_broken();
                 caught(|| record_discard(false));
                 return;

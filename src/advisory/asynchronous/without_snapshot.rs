@@ -20,7 +20,7 @@ impl AdvisoryLock {
         let acquire = async {
             let mut conn = pool::check_out(pool, None).await?;
             sessions::asynchronous::require_own(pool, &mut conn).await?;
-            let mut acquisition = Acquisition::of(self, Pooled::new(conn, runtime))?;
+            let mut acquisition = Acquisition::of(self, Pooled::new(conn.into_inner(), runtime))?;
             acquisition.poll().await?;
             Ok(acquisition.into_guard())
         };

@@ -11,7 +11,7 @@ use tokio::time::{sleep, timeout};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::panics::{caught, caught_while_awaited};
-use crate::pool::asynchronous::{self as pool, Pool};
+use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime::Finished;
 use crate::semaphore::held::{HeldSlot, LateRelease, PAUSE};
 use crate::semaphore::{Admission, Claim, operations, rules, wakeups};
@@ -107,9 +107,7 @@ impl<P: Pool> Permit<P> {
         let sent = Moment::now();
         let renewal = async move {
             let mut session = Asynchronous::pooled(&mut conn);
-            let renewed = operations::renew(&mut session, id, timeout).await;
-            pool::give_back(conn);
-            renewed
+            operations::renew(&mut session, id, timeout).await
         };
         let renewed = Finished::new(self.runtime.clone(), renewal).await?;
         self.slot.renewed(sent, renewed)
@@ -137,11 +135,11 @@ impl<P: Pool> Permit<P> {
         }
     }
 
-    async fn release_on(mut self, mut conn: P::Connection) -> Result<()> {
+    async fn release_on(mut self, mut conn: CheckedOut<P::Connection>) -> Result<()> {
         let mut session = Asynchronous::pooled(&mut conn);
         let completed = operations::complete(&mut session, self.slot.claim.id).await;
         self.is_over = completed.is_ok();
-        pool::give_back(conn);
+        drop(conn);
         if self.is_over {
             wakeups::wake_one(&self.slot.service);
         }
@@ -272,7 +270,7 @@ async fn turn() -> Option<Turn<'static>> {
 /// it, or `None` if it did not reach the database.
 async fn complete<P: Pool>(pool: &P, id: i64, patience: Duration) -> Option<bool> {
     let turn = turn().await;
-    let conn = match pool.try_check_out().await {
+    let conn = match pool::try_check_out(pool).await {
         None if turn.is_some() && !patience.is_zero() => {
             pool::check_out(pool, Some(patience)).await.ok()
         }
@@ -280,6 +278,5 @@ async fn complete<P: Pool>(pool: &P, id: i64, patience: Duration) -> Option<bool
     };
     let mut conn = conn?;
     let completed = operations::complete(&mut Asynchronous::pooled(&mut conn), id).await;
-    pool::give_back(conn);
     completed.ok()
 }

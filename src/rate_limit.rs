@@ -12,6 +12,8 @@ mod operations;
 mod quota;
 mod rules;
 mod sql;
+#[cfg(any(feature = "postgres", feature = "async"))]
+mod waiting;
 
 use std::borrow::Cow;
 use std::fmt;

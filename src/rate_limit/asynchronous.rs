@@ -7,8 +7,8 @@ use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
 use tokio::time::sleep;
 
-use super::operations;
-use super::{Check, CheckAll, LimitedReason, Quota, Reservation, Reserve, Spent, State};
+use super::{Check, CheckAll, Quota, Reservation, Reserve, Spent, State};
+use super::{operations, waiting};
 use crate::clock::Deadline;
 use crate::error::Result;
 use crate::events;
@@ -16,9 +16,6 @@ use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime::{self, Finished};
 use crate::session::Asynchronous;
 use crate::text::Name;
-
-/// How long a wait pauses after another transaction held the key, before it asks again.
-const PAUSE: Duration = Duration::from_millis(20);
 
 /// A limit of N units per period, with a burst, for each key, across all instances.
 ///
@@ -95,9 +92,7 @@ impl RateLimit {
         let limit = &self.0;
         let check = async {
             let mut conn = self.check_out(pool, None).await?;
-            let session = &mut Asynchronous::pooled(&mut conn);
-            let reply = operations::spend(session, limit, Duration::ZERO, None).await?;
-            Ok(reply.check(limit))
+            operations::check(&mut Asynchronous::pooled(&mut conn), limit).await
         };
         events::observe("check", limit.subject(), check, Check::outcome).await
     }
@@ -109,11 +104,8 @@ impl RateLimit {
     /// See [errors of checks](crate::RateLimit#errors-of-checks).
     pub async fn check_on(&self, conn: &mut AsyncPgConnection) -> Result<Check> {
         let limit = &self.0;
-        let check = async {
-            let session = &mut Asynchronous::lent(conn);
-            let reply = operations::spend(session, limit, Duration::ZERO, None).await?;
-            Ok(reply.check(limit))
-        };
+        let session = &mut Asynchronous::lent(conn);
+        let check = operations::check(session, limit);
         events::observe("check", limit.subject(), check, Check::outcome).await
     }
 
@@ -151,7 +143,8 @@ impl RateLimit {
             return Ok(CheckAll::Allowed(Vec::new()));
         };
         let limits: Vec<_> = limits.iter().map(|limit| &limit.0).collect();
-        let check = async { operations::check_all(&mut Asynchronous::lent(conn), &limits).await };
+        let session = &mut Asynchronous::lent(conn);
+        let check = operations::check_all(session, &limits);
         events::observe("check", first.0.subject(), check, CheckAll::outcome).await
     }
 
@@ -165,9 +158,7 @@ impl RateLimit {
         let limit = &self.0;
         let reserve = async {
             let mut conn = self.check_out(pool, None).await?;
-            let session = &mut Asynchronous::pooled(&mut conn);
-            let reply = operations::spend(session, limit, max_wait, None).await?;
-            Ok(reply.reserve(limit))
+            operations::reserve(&mut Asynchronous::pooled(&mut conn), limit, max_wait).await
         };
         events::observe("reserve", limit.subject(), reserve, Reserve::outcome).await
     }
@@ -183,11 +174,8 @@ impl RateLimit {
         max_wait: Duration,
     ) -> Result<Reserve> {
         let limit = &self.0;
-        let reserve = async {
-            let session = &mut Asynchronous::lent(conn);
-            let reply = operations::spend(session, limit, max_wait, None).await?;
-            Ok(reply.reserve(limit))
-        };
+        let session = &mut Asynchronous::lent(conn);
+        let reserve = operations::reserve(session, limit, max_wait);
         events::observe("reserve", limit.subject(), reserve, Reserve::outcome).await
     }
 
@@ -204,27 +192,23 @@ impl RateLimit {
         let acquire = async {
             self.0.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
             let runtime = runtime::current()?;
-            loop {
+            let reserve = || {
                 let (this, pool, handle) = (self.clone(), pool.clone(), runtime.clone());
-                let reserve = Finished::new(runtime.clone(), async move {
+                Finished::new(runtime.clone(), async move {
                     let mut conn = this.check_out(&pool, Some(deadline.remaining())).await?;
                     let session = &mut Asynchronous::pooled(&mut conn);
-                    let max_wait = deadline.remaining();
-                    let reply = operations::spend(session, &this.0, max_wait, None).await?;
+                    let reserve = operations::reserve(session, &this.0, deadline.remaining());
+                    let reserved = reserve.await?.into_result();
                     drop(conn);
-                    Ok::<_, crate::Error>(Waiting::of(reply.reserve(&this.0), pool, handle))
-                });
-                match reserve.await? {
-                    Ok(waiting) => return Ok(Check::Allowed(waiting.wait().await)),
-                    Err(limited) => {
-                        let remaining = deadline.remaining();
-                        if limited.reason != LimitedReason::Contended || remaining.is_zero() {
-                            return Ok(Check::Limited(limited));
-                        }
-                        sleep(PAUSE.min(remaining)).await;
-                    }
-                }
-            }
+                    Ok(reserved.map(|reservation| Waiting::new(reservation, pool, handle)))
+                })
+            };
+            Ok(
+                match waiting::for_reservation(deadline, reserve, sleep).await? {
+                    Ok(waiting) => Check::Allowed(waiting.wait().await),
+                    Err(limited) => Check::Limited(limited),
+                },
+            )
         };
         events::observe("reserve", self.0.subject(), acquire, Check::outcome).await
     }
@@ -368,14 +352,11 @@ struct Waiting<P: Pool> {
 }
 
 impl<P: Pool> Waiting<P> {
-    fn of(reserve: Reserve, pool: P, runtime: Handle) -> Result<Self, super::Limited> {
-        match reserve {
-            Reserve::Reserved(reservation) => Ok(Self {
-                reservation: Some(reservation),
-                pool,
-                runtime,
-            }),
-            Reserve::Limited(limited) => Err(limited),
+    fn new(reservation: Reservation, pool: P, runtime: Handle) -> Self {
+        Self {
+            reservation: Some(reservation),
+            pool,
+            runtime,
         }
     }
 

@@ -1,23 +1,21 @@
 //! Rate limits over a pool and on a connection, blocking.
 
+use std::future::{Future, ready};
 use std::thread;
 use std::time::Duration;
 
 use diesel::pg::PgConnection;
 
-use super::operations;
-use super::{Check, CheckAll, LimitedReason, RateLimit, Reservation, Reserve, Spent, State};
+use super::{Check, CheckAll, RateLimit, Reservation, Reserve, Spent, State};
+use super::{operations, waiting};
 use crate::clock::Deadline;
 use crate::error::Result;
-use crate::events;
+use crate::events::{self, Outcome};
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool, PooledPgConnection};
 use crate::session::{Blocking, now};
 #[cfg(feature = "r2d2")]
 use crate::text::Name;
-
-/// How long a wait pauses after another transaction held the key, before it asks again.
-const PAUSE: Duration = Duration::from_millis(20);
 
 /// # Checks
 ///
@@ -84,16 +82,9 @@ impl RateLimit {
     pub fn check(&self, pool: &PgPool) -> Result<Check> {
         let check = async {
             let mut conn = self.check_out(pool)?;
-            let session = &mut Blocking::pooled(&mut conn);
-            let reply = operations::spend(session, self, Duration::ZERO, None).await?;
-            Ok(reply.check(self))
+            operations::check(&mut Blocking::pooled(&mut conn), self).await
         };
-        now(events::observe(
-            "check",
-            self.subject(),
-            check,
-            Check::outcome,
-        ))
+        self.observed("check", check, Check::outcome)
     }
 
     /// Spends the units of a call if the limit allows it, on the given connection. Never waits for units.
@@ -106,17 +97,8 @@ impl RateLimit {
     ///
     /// See [errors of checks](#errors-of-checks).
     pub fn check_on(&self, conn: &mut PgConnection) -> Result<Check> {
-        let check = async {
-            let session = &mut Blocking::lent(conn);
-            let reply = operations::spend(session, self, Duration::ZERO, None).await?;
-            Ok(reply.check(self))
-        };
-        now(events::observe(
-            "check",
-            self.subject(),
-            check,
-            Check::outcome,
-        ))
+        let session = &mut Blocking::lent(conn);
+        self.observed("check", operations::check(session, self), Check::outcome)
     }
 
     /// Checks several limits, through a connection from the pool: spends the units of all of them, or of none.
@@ -167,8 +149,7 @@ impl RateLimit {
             let mut conn = pool::check_out(pool, None)?;
             operations::check_all(&mut Blocking::pooled(&mut conn), limits).await
         };
-        let subject = first.subject();
-        now(events::observe("check", subject, check, CheckAll::outcome))
+        first.observed("check", check, CheckAll::outcome)
     }
 
     /// As [`check_all`](Self::check_all), on the given connection.
@@ -184,9 +165,9 @@ impl RateLimit {
         let Some(first) = limits.first() else {
             return Ok(CheckAll::Allowed(Vec::new()));
         };
-        let check = async { operations::check_all(&mut Blocking::lent(conn), limits).await };
-        let subject = first.subject();
-        now(events::observe("check", subject, check, CheckAll::outcome))
+        let session = &mut Blocking::lent(conn);
+        let check = operations::check_all(session, limits);
+        first.observed("check", check, CheckAll::outcome)
     }
 
     /// Spends the units of a call in advance, if the wait for them is at most `max_wait`, through a connection from the pool.
@@ -227,16 +208,9 @@ impl RateLimit {
     pub fn reserve(&self, pool: &PgPool, max_wait: Duration) -> Result<Reserve> {
         let reserve = async {
             let mut conn = self.check_out(pool)?;
-            let session = &mut Blocking::pooled(&mut conn);
-            let reply = operations::spend(session, self, max_wait, None).await?;
-            Ok(reply.reserve(self))
+            operations::reserve(&mut Blocking::pooled(&mut conn), self, max_wait).await
         };
-        now(events::observe(
-            "reserve",
-            self.subject(),
-            reserve,
-            Reserve::outcome,
-        ))
+        self.observed("reserve", reserve, Reserve::outcome)
     }
 
     /// As [`reserve`](Self::reserve), on the given connection.
@@ -249,17 +223,9 @@ impl RateLimit {
     ///
     /// See [errors of checks](#errors-of-checks).
     pub fn reserve_on(&self, conn: &mut PgConnection, max_wait: Duration) -> Result<Reserve> {
-        let reserve = async {
-            let session = &mut Blocking::lent(conn);
-            let reply = operations::spend(session, self, max_wait, None).await?;
-            Ok(reply.reserve(self))
-        };
-        now(events::observe(
-            "reserve",
-            self.subject(),
-            reserve,
-            Reserve::outcome,
-        ))
+        let session = &mut Blocking::lent(conn);
+        let reserve = operations::reserve(session, self, max_wait);
+        self.observed("reserve", reserve, Reserve::outcome)
     }
 
     /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
@@ -281,20 +247,13 @@ impl RateLimit {
         let deadline = Deadline::after(timeout);
         let acquire = async {
             self.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
-            wait(deadline, |max_wait| {
-                let mut conn = pool::check_out(pool, Some(max_wait))?;
-                let max_wait = deadline.remaining();
+            wait(deadline, || {
+                let mut conn = pool::check_out(pool, Some(deadline.remaining()))?;
                 let session = &mut Blocking::pooled(&mut conn);
-                let reply = now(operations::spend(session, self, max_wait, None))?;
-                Ok(reply.reserve(self))
+                now(operations::reserve(session, self, deadline.remaining()))
             })
         };
-        now(events::observe(
-            "reserve",
-            self.subject(),
-            acquire,
-            Check::outcome,
-        ))
+        self.observed("reserve", acquire, Check::outcome)
     }
 
     /// As [`acquire_timeout`](Self::acquire_timeout), on the given connection, which it holds while it waits, outside of a
@@ -310,18 +269,12 @@ impl RateLimit {
     pub fn acquire_timeout_on(&self, conn: &mut PgConnection, timeout: Duration) -> Result<Check> {
         let deadline = Deadline::after(timeout);
         let acquire = async {
-            wait(deadline, |max_wait| {
+            wait(deadline, || {
                 let session = &mut Blocking::lent(conn);
-                let reply = now(operations::spend(session, self, max_wait, None))?;
-                Ok(reply.reserve(self))
+                now(operations::reserve(session, self, deadline.remaining()))
             })
         };
-        now(events::observe(
-            "reserve",
-            self.subject(),
-            acquire,
-            Check::outcome,
-        ))
+        self.observed("reserve", acquire, Check::outcome)
     }
 
     /// Reads what is left of the key, through a connection from the pool. Spends nothing.
@@ -438,6 +391,15 @@ impl RateLimit {
         now(operations::prune(&mut Blocking::lent(conn)))
     }
 
+    fn observed<T>(
+        &self,
+        operation: &'static str,
+        call: impl Future<Output = Result<T>>,
+        outcome: impl FnOnce(&T) -> Outcome,
+    ) -> Result<T> {
+        now(events::observe(operation, self.subject(), call, outcome))
+    }
+
     /// Checks the arguments before the pool is asked.
     #[cfg(feature = "r2d2")]
     fn check_out(&self, pool: &PgPool) -> Result<PooledPgConnection> {
@@ -446,23 +408,20 @@ impl RateLimit {
     }
 }
 
-/// Reserves, and sleeps until the units may be used. Asks again while another transaction holds the key.
-fn wait(deadline: Deadline, mut reserve: impl FnMut(Duration) -> Result<Reserve>) -> Result<Check> {
-    loop {
-        match reserve(deadline.remaining())? {
-            Reserve::Reserved(Reservation { spent, wait }) => {
-                thread::sleep(wait);
-                return Ok(Check::Allowed(spent));
-            }
-            Reserve::Limited(limited) => {
-                let remaining = deadline.remaining();
-                if limited.reason != LimitedReason::Contended || remaining.is_zero() {
-                    return Ok(Check::Limited(limited));
-                }
-                thread::sleep(PAUSE.min(remaining));
-            }
+/// Reserves, and sleeps until the units may be used.
+fn wait(deadline: Deadline, mut reserve: impl FnMut() -> Result<Reserve>) -> Result<Check> {
+    let reserved = waiting::for_reservation(
+        deadline,
+        || ready(reserve().map(Reserve::into_result)),
+        |pause| async move { thread::sleep(pause) },
+    );
+    Ok(match now(reserved)? {
+        Ok(Reservation { spent, wait }) => {
+            thread::sleep(wait);
+            Check::Allowed(spent)
         }
-    }
+        Err(limited) => Check::Limited(limited),
+    })
 }
 
 impl Spent {

@@ -261,6 +261,13 @@ impl Reserve {
         matches!(self, Reserve::Limited(_))
     }
 
+    pub(super) fn into_result(self) -> Result<Reservation, Limited> {
+        match self {
+            Reserve::Reserved(reservation) => Ok(reservation),
+            Reserve::Limited(limited) => Err(limited),
+        }
+    }
+
     pub(super) fn outcome(&self) -> Outcome {
         match self {
             Reserve::Reserved(_) => Outcome::Allowed,

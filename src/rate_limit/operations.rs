@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
+#[cfg(all(feature = "testing", feature = "postgres"))]
+use super::LimitedReason;
 use super::rules::{self, Reply};
 use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow};
-#[cfg(all(feature = "testing", feature = "postgres"))]
-use super::{Check, LimitedReason};
-use super::{CheckAll, RateLimit, Spent, State};
+use super::{Check, CheckAll, RateLimit, Reserve, Spent, State};
 use crate::error::{Error, Misplaced, Result};
 use crate::installed;
 use crate::session::{
@@ -19,8 +19,26 @@ use crate::transaction::Transaction;
 /// How many rows a step of pruning looks at.
 const BATCH: i32 = 1000;
 
-/// Spends units in one round trip, all of the cost or, with `at_least`, as many as are left, unless a transaction is open, whose rollback would give them back, and which would stop
-/// every other call for the key until its end. A test transaction counts as none.
+/// Spends the units of a call in one round trip, if the limit allows it now.
+pub(super) async fn check<S: Session>(session: &mut S, limit: &RateLimit) -> Result<Check> {
+    let reply = spend(session, limit, Duration::ZERO, None).await?;
+    Ok(reply.check(limit))
+}
+
+/// Spends the units of a call in one round trip, if the wait for them is at most `max_wait`.
+pub(super) async fn reserve<S: Session>(
+    session: &mut S,
+    limit: &RateLimit,
+    max_wait: Duration,
+) -> Result<Reserve> {
+    let reply = spend(session, limit, max_wait, None).await?;
+    Ok(reply.reserve(limit))
+}
+
+/// Spends units in one round trip: all of the cost, or with `at_least` as many as are left.
+///
+/// Refuses an open transaction, whose rollback would give the units back, and which would stop every other call for the key
+/// until its end. A test transaction counts as none.
 pub(super) async fn spend<S: Session>(
     session: &mut S,
     limit: &RateLimit,

@@ -1,8 +1,8 @@
 //! The transaction on a connection, as far as Diesel knows, and the mark that makes a pool discard the connection.
 //!
-//! None of this takes a round trip. This is the only file that uses Diesel's transaction manager below its stable interface
-//! (`transaction_manager_status_mut` is hidden from Diesel's documentation). Because of it this crate is pinned to a minor
-//! version of Diesel.
+//! None of this takes a round trip. This is the only file that uses the transaction manager of a blocking connection below its
+//! stable interface (`transaction_manager_status_mut` is hidden from Diesel's documentation). Because of it this crate is pinned
+//! to a minor version of Diesel. `session/asynchronous.rs` does the same with that of diesel-async.
 
 #[cfg(feature = "postgres")]
 use diesel::connection::{AnsiTransactionManager, TransactionManager, TransactionManagerStatus};

@@ -1,13 +1,13 @@
-//! PostgreSQL advisory locks for Diesel, with throttles and semaphores beside them, for applications that run as several
-//! instances on one database.
+//! PostgreSQL advisory locks for Diesel, with throttles, rate limits and semaphores beside them, for applications that run as
+//! several instances on one database.
 //!
 //! PostgreSQL can lock a number for an application, which is an [advisory lock][pg]. At most one session of the database holds
 //! it, and the server frees it when that session ends, even by a crash. This crate gives locks names, and guards that pin a
-//! pooled connection, so that a lock is always released on the session that took it. Throttles limit how often something may
-//! be done, and semaphores how many may do it at a time. Their state must outlive a session, so it is kept in tables, and the
-//! server's clock decides.
+//! pooled connection, so that a lock is always released on the session that took it. Throttles and rate limits bound how often
+//! something may be done, and semaphores how many may do it at a time. Their state must outlive a session, so it is kept in
+//! tables, and the server's clock decides.
 //!
-//! Locks need nothing installed. Throttles, semaphores and fences need the schema of this crate. Either
+//! Locks need nothing installed. Throttles, rate limits, semaphores and fences need the schema of this crate. Either
 //! [`migrations::install`] creates it, or files among the application's own migrations do.
 //!
 //! # Choosing a primitive
@@ -24,7 +24,7 @@
 //! | At most N per period, with a burst, for each key | [`RateLimit`] |
 //! | Refuse a holder that lost its lock or slot | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
-//! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`Semaphore`] |
+//! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`RateLimit`], [`Semaphore`] |
 //! | A lock over many transactions there | a [`Semaphore`] with one slot |
 //! | See who holds, who waits, what is in flight and what is due | [`monitor`] |
 //! | Your own query | [`functions`] |

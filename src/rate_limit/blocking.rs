@@ -25,7 +25,7 @@ use crate::text::Name;
 /// ```
 /// A limited call mostly only reads. It locks no row and assigns no transaction id. Otherwise the check locks the row of the
 /// key, reads the clock, and decides anew. It waits at most 250 milliseconds for another transaction that has locked the row,
-/// and is then limited as [`Contended`](LimitedReason::Contended).
+/// and is then limited as [`Contended`](crate::LimitedReason::Contended).
 ///
 /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in a
 /// separate READ COMMITTED transaction. After an error whose kind Diesel does not expose, one more round trip queries the

@@ -34,7 +34,13 @@ async fn life_of_a_watch<P: Pool>(database: Database, pool: P) {
     let watch = guard.watch(&pool, OFTEN).await.unwrap();
     assert!(watch.is_held_within(LONG) && !watch.is_lost());
     assert!(timeout(SHORT, watch.lost()).await.is_err());
-    assert!(watch.last_confirmed() < LONG);
+    let now = Instant::now();
+    let confirmed_again = async {
+        while watch.last_confirmed() >= now.elapsed() {
+            tokio::time::sleep(OFTEN).await;
+        }
+    };
+    timeout(LONG, confirmed_again).await.unwrap();
     observer.execute(&terminate(guard.backend_pid()));
     timeout(LONG, guard.lost()).await.unwrap();
     timeout(LONG, guard.lost()).await.unwrap();
@@ -96,6 +102,23 @@ fn a_guard_and_its_watch_report_a_loss_with_bb8() {
         let database = Database::new();
         let pool = database.bb8(3);
         life_of_a_watch(database, pool).await;
+    });
+}
+
+#[test]
+fn the_task_of_a_watch_queries_after_the_first_interval() {
+    run(async {
+        let database = Database::new();
+        let [lock, rare, often] = [(); 3].map(|()| database.deadpool(1));
+        let mut guard = LOCK.acquire(&lock).await.unwrap();
+        let _rare = guard.watch(&rare, 100 * LONG).await.unwrap();
+        let _often = guard.watch(&often, OFTEN).await.unwrap();
+        // A pool opens its connection for the first query.
+        while often.status().size == 0 {
+            tokio::time::sleep(OFTEN).await;
+        }
+        assert_eq!(rare.status().size, 0);
+        guard.release().await.unwrap();
     });
 }
 

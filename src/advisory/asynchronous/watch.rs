@@ -83,9 +83,14 @@ impl Drop for Handle {
     }
 }
 
-/// Queries at the interval until the watch is over. Uses an idle connection, or skips the query.
+/// Queries at the interval until the watch is over. Uses an idle connection, or skips the query. The first query of the watch
+/// was that of the guard.
 async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
     loop {
+        let is_over = watched.until(Watched::is_over);
+        if timeout(watched.every(), is_over).await.is_ok() {
+            return;
+        }
         if let Some(mut conn) = pool.try_check_out().await {
             // A panic of the caller's instrumentation ends no watch.
             let session = &mut Asynchronous::pooled(&mut conn);
@@ -93,10 +98,6 @@ async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
             if queried.is_none() {
                 conn.discard();
             }
-        }
-        let is_over = watched.until(Watched::is_over);
-        if timeout(watched.every(), is_over).await.is_ok() {
-            return;
         }
     }
 }

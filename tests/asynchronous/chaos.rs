@@ -54,6 +54,8 @@ impl Random {
     }
 }
 
+/// Takes the lock and drops futures at random until the end. The pauses are part of this workload: nothing waits for anything in
+/// them.
 async fn work<P: Pool>(pool: P, inside: &'static Inside, mut random: Random, end: Instant) {
     while Instant::now() < end {
         let polls = random.below(12) as usize;
@@ -142,9 +144,9 @@ async fn chaos<P: Pool>(database: Database, pool: P) {
     for task in tasks {
         task.await.unwrap();
     }
-    let observer = &mut Observer::of(&database);
-    tokio::task::block_in_place(|| observer.until(NOBODY, Duration::from_secs(5)));
     assert_full_strength(&pool, SIZE as usize).await;
+    let observer = &mut Observer::of(&database);
+    tokio::task::block_in_place(|| observer.until(NOBODY, Duration::from_secs(30)));
     let entered = inside.entered.load(Ordering::Relaxed);
     println!("held {entered} times");
     assert!(entered > 50, "held {entered} times");

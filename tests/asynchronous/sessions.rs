@@ -63,6 +63,25 @@ fn a_lock_that_a_nested_guard_could_not_release_goes_with_the_outer_guard() {
     });
 }
 
+async fn dropped_release_in_transaction<P: Pool>(pool: P) {
+    for polls in 1..4 {
+        let mut guard = LOCK.acquire(&pool).await.unwrap();
+        guard.conn().batch_execute("BEGIN").await.unwrap();
+        let _ = poll_times(guard.release(), polls).await;
+        // None of the connections is inside a transaction.
+        assert_full_strength(&pool, 1).await;
+    }
+}
+
+#[test]
+fn a_release_that_is_dropped_inside_a_transaction_of_plain_sql_does_not_leave_it_in_the_pool() {
+    run(async {
+        let database = Database::new();
+        dropped_release_in_transaction(database.deadpool(1)).await;
+        dropped_release_in_transaction(database.bb8(1)).await;
+    });
+}
+
 #[test]
 fn a_try_in_an_aborted_transaction_leaves_the_connection_to_its_owner() {
     run(async {

@@ -72,6 +72,7 @@ pub(crate) fn run(options: Options) -> ExitCode {
         .into_iter()
         .chain(observer::missing_slots(&primary))
         .chain(observer::closed_throttles(&primary))
+        .chain(observer::closed_rate_limits(&primary))
     {
         log.violation(format!("afterwards: {text}"));
     }

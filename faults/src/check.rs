@@ -5,9 +5,11 @@ mod fences;
 mod locks;
 mod losses;
 mod lost;
+mod rate_limits;
 mod semaphores;
 mod throttles;
 mod watches;
+pub(crate) mod windows;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -78,6 +80,7 @@ pub(crate) struct Truth {
     pub(crate) writes: Vec<Write>,
     pub(crate) bookings: Vec<Booking>,
     pub(crate) grants: Vec<Grant>,
+    pub(crate) changes: Vec<LimitChange>,
     pub(crate) requests: Vec<Request>,
 }
 
@@ -118,6 +121,17 @@ pub(crate) struct Grant {
     pub(crate) at: Micros,
 }
 
+/// A change of a key of a rate limit. Ids are in the order of the changes of a key.
+#[derive(Debug, Clone)]
+pub(crate) struct LimitChange {
+    pub(crate) id: i64,
+    pub(crate) name: String,
+    pub(crate) key: String,
+    pub(crate) at: Micros,
+    /// Whether the key was reset or pruned.
+    pub(crate) deleted: bool,
+}
+
 /// A request to a service.
 #[derive(Debug, Clone)]
 pub(crate) struct Request {
@@ -148,6 +162,7 @@ pub(crate) fn examine(history: &History, truth: &Truth) -> Findings {
     watches::examine(history, &mut findings);
     fences::examine(history, truth, &mut findings);
     throttles::examine(history, truth, &lost, &mut findings);
+    rate_limits::examine(history, truth, &mut findings);
     semaphores::examine(history, truth, &lost, &mut findings);
     findings
 }

@@ -60,6 +60,30 @@ pub(crate) enum Record {
         at: Micros,
         sent: Micros,
     },
+    /// Units of a rate limit were allowed at a time of the database clock, to be used from another one on.
+    Allowed {
+        limit: String,
+        key: String,
+        units: u32,
+        at: Micros,
+        usable: Micros,
+        durable: bool,
+        sent: Micros,
+    },
+    /// Units that were allowed at that time are about to be given back. The outcome may remain unknown.
+    Returning {
+        limit: String,
+        key: String,
+        at: Micros,
+        units: u32,
+    },
+    /// So many of these units were given back.
+    Returned {
+        limit: String,
+        key: String,
+        at: Micros,
+        units: u32,
+    },
     /// A slot was claimed at a time of the database clock.
     Claimed {
         service: String,
@@ -95,6 +119,7 @@ pub(crate) enum Primitive {
     TransactionLock,
     Throttle,
     Semaphore,
+    RateLimit,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -110,12 +135,13 @@ pub(crate) enum Outcome {
 }
 
 impl Primitive {
-    pub(crate) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 6] = [
         Self::SessionLock,
         Self::Fence,
         Self::TransactionLock,
         Self::Throttle,
         Self::Semaphore,
+        Self::RateLimit,
     ];
 
     pub(crate) const fn name(self) -> &'static str {
@@ -125,6 +151,7 @@ impl Primitive {
             Self::TransactionLock => "transaction locks",
             Self::Throttle => "throttles",
             Self::Semaphore => "semaphores",
+            Self::RateLimit => "rate limits",
         }
     }
 }

@@ -56,3 +56,30 @@ BEGIN
 END $$;
 CREATE TRIGGER log AFTER INSERT OR UPDATE OF last_locked ON resource_control.throttled_key
     FOR EACH ROW EXECUTE FUNCTION faults.log_key();
+
+-- Every committed change of a key of a rate limit. Ids are in the order of the changes of a key, because each change locks the
+-- row until the commit. `at` is the time that a caller is told, or that of a deletion.
+CREATE TABLE faults.limit_change (
+    id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
+    name text NOT NULL,
+    key text NOT NULL,
+    at bigint NOT NULL,
+    deleted boolean NOT NULL
+);
+
+CREATE FUNCTION faults.log_limit() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF TG_OP = 'DELETE' THEN
+        INSERT INTO faults.limit_change (name, key, at, deleted)
+            VALUES (OLD.name, OLD.key, faults.micros(clock_timestamp()), true);
+    ELSE
+        INSERT INTO faults.limit_change (name, key, at, deleted)
+            VALUES (NEW.name, NEW.key, faults.micros(NEW.changed_at), false);
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER log AFTER INSERT OR UPDATE ON resource_control.rate_limit
+    FOR EACH ROW WHEN (NEW.full_at > '-infinity') EXECUTE FUNCTION faults.log_limit();
+-- The first generation is deleted with its key, and a later one also when another one replaces it.
+CREATE TRIGGER log_end AFTER DELETE ON resource_control.rate_limit
+    FOR EACH ROW WHEN (OLD.generation = 1) EXECUTE FUNCTION faults.log_limit();

@@ -1,8 +1,10 @@
-//! The locks, semaphores and throttles that the workers contend for.
+//! The locks, semaphores, throttles and rate limits that the workers contend for.
 
 use std::time::Duration;
 
-use diesel_interlock::{AdvisoryLock, Fence, LockKey, Semaphore, throttled_resources};
+use diesel_interlock::{
+    AdvisoryLock, Fence, LockKey, Quota, RateLimit, Semaphore, throttled_resources,
+};
 
 throttled_resources! {
     /// The throttles.
@@ -26,6 +28,31 @@ pub(crate) static SEMAPHORES: [Semaphore; 3] = [
 /// The semaphore that is claimed in plain SQL only.
 pub(crate) static BY_THE_ARTICLE: Semaphore =
     Semaphore::named("by the article", 1, Duration::from_millis(600));
+
+/// The rate limits. The workers want more of them than they allow.
+pub(crate) static CALLS: RateLimit = RateLimit::named("calls", Quota::per_second(20).burst(8));
+pub(crate) static PAID: RateLimit =
+    RateLimit::named("paid", Quota::per_second(10).burst(5)).durable();
+/// The one whose keys are reset.
+pub(crate) static LOGIN: RateLimit = RateLimit::named("login", Quota::per_second(5).burst(6));
+/// Two versions of a program, of which the second has the looser quota. An override has the [`OVERRIDDEN`] quota.
+pub(crate) static DEPLOYED: [RateLimit; 2] = [
+    RateLimit::named("deployed", Quota::per_second(10).burst(5)),
+    RateLimit::named("deployed", LOOSEST),
+];
+pub(crate) const OVERRIDDEN: Quota = Quota::per_second(3).burst(3);
+const LOOSEST: Quota = Quota::per_second(30).burst(12);
+
+/// The loosest of the quotas that a rate limit has at some time.
+pub(crate) fn loosest_quota(name: &str) -> Option<Quota> {
+    [&CALLS, &PAID, &LOGIN, &DEPLOYED[1]]
+        .into_iter()
+        .find(|limit| limit.name() == name)
+        .map(RateLimit::quota)
+}
+
+/// The keys of each rate limit, the busiest first.
+pub(crate) const LIMITED_KEYS: [&str; 3] = ["hot", "warm", "cold"];
 
 /// A session lock, of either kind of key.
 pub(crate) fn session_lock(number: i32) -> AdvisoryLock {

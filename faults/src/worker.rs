@@ -10,6 +10,7 @@ mod lateness;
 mod report;
 mod requests;
 mod sections;
+mod spends;
 mod writes;
 
 use std::any::Any;

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, SmallInt, Text};
-use diesel_interlock::{Admission, Error};
+use diesel_interlock::{Admission, Check, Error};
 
 use super::event_log::EventLog;
 use super::primary::Primary;
-use crate::check::{Booking, Grant, Request, Section, Truth, Write};
-use crate::subjects::{BY_THE_ARTICLE, SEMAPHORES};
+use crate::check::{Booking, Grant, LimitChange, Request, Section, Truth, Write};
+use crate::subjects::{BY_THE_ARTICLE, CALLS, DEPLOYED, LIMITED_KEYS, LOGIN, PAID, SEMAPHORES};
 
 const PAUSE: Duration = Duration::from_millis(40);
 
@@ -135,6 +135,28 @@ pub(super) fn closed_throttles(primary: &Primary) -> Vec<String> {
         .collect()
 }
 
+/// Spends the burst of every key of a rate limit once it is full again, and returns what is limited nevertheless.
+pub(super) fn closed_rate_limits(primary: &Primary) -> Vec<String> {
+    let mut conn = connect(primary);
+    let mut closed = Vec::new();
+    for limit in [&CALLS, &PAID, &LOGIN, &DEPLOYED[0]] {
+        for key in LIMITED_KEYS {
+            let limit = limit.key(key);
+            let state = limit.peek_on(&mut conn).expect("the server replies");
+            thread::sleep(state.full_in);
+            let check = limit.cost(state.quota.burst).check_on(&mut conn);
+            if !matches!(check, Ok(Check::Allowed(_))) {
+                closed.push(format!(
+                    "rate limit {:?} {key:?} was full again after {:?}, and returns {check:?}",
+                    limit.name(),
+                    state.full_in
+                ));
+            }
+        }
+    }
+    closed
+}
+
 /// Reads the records of the server.
 pub(super) fn truth(primary: &Primary) -> QueryResult<Truth> {
     let mut conn = connect(primary);
@@ -148,6 +170,9 @@ pub(super) fn truth(primary: &Primary) -> QueryResult<Truth> {
             .load(&mut conn)?;
     let grants: Vec<GrantRow> =
         diesel::sql_query("SELECT resource, key, at FROM faults.granted").load(&mut conn)?;
+    let changes: Vec<ChangeRow> =
+        diesel::sql_query("SELECT id, name, key, at, deleted FROM faults.limit_change")
+            .load(&mut conn)?;
     let requests: Vec<RequestRow> = diesel::sql_query(
         "SELECT id, service, slot, faults.micros(created_at) AS created, \
          faults.micros(expires_at) AS expires, faults.micros(completed_at) AS completed \
@@ -159,6 +184,7 @@ pub(super) fn truth(primary: &Primary) -> QueryResult<Truth> {
         writes: writes.into_iter().map(Write::from).collect(),
         bookings: bookings.into_iter().map(Booking::from).collect(),
         grants: grants.into_iter().map(Grant::from).collect(),
+        changes: changes.into_iter().map(LimitChange::from).collect(),
         requests: requests.into_iter().map(Request::from).collect(),
     })
 }
@@ -201,6 +227,9 @@ rows! {
     WriteRow => Write { id: BigInt => i64, lock: Integer => i32, token: BigInt => i64 }
     BookingRow => Booking { lock: Integer => i32, number: BigInt => i64, began: BigInt => i64, ended: BigInt => i64 }
     GrantRow => Grant { resource: Text => String, key: Text => String, at: BigInt => i64 }
+    ChangeRow => LimitChange {
+        id: BigInt => i64, name: Text => String, key: Text => String, at: BigInt => i64, deleted: Bool => bool,
+    }
     RequestRow => Request {
         id: BigInt => i64, service: Text => String, slot: SmallInt => i16, created: BigInt => i64,
         expires: BigInt => i64, completed: Nullable<BigInt> => Option<i64>,

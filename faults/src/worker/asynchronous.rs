@@ -4,6 +4,7 @@ mod drops;
 mod fenced_writes;
 mod lender;
 mod pools;
+mod rate_limits;
 mod second_server;
 mod semaphores;
 mod session_locks;
@@ -132,11 +133,12 @@ impl WorkerTask {
     /// Pauses a little, and performs one operation in a task of its own, which ends early in some cases.
     async fn work(&mut self) {
         tokio::time::sleep(self.random.millis(0, 30)).await;
-        let what = match self.random.u64(..10) {
+        let what = match self.random.u64(..12) {
             0..=3 if !self.settings.shared_sessions => Primitive::SessionLock,
             0..=5 => Primitive::TransactionLock,
             6..=7 => Primitive::Throttle,
-            _ => Primitive::Semaphore,
+            8..=9 => Primitive::Semaphore,
+            _ => Primitive::RateLimit,
         };
         let began = clock::now();
         let operation = self.fork().operation(what);
@@ -184,6 +186,7 @@ impl WorkerTask {
             Primitive::Throttle => throttles::work(&mut self).await,
             // A fence is passed under a session lock.
             Primitive::Semaphore | Primitive::Fence => semaphores::work(&mut self).await,
+            Primitive::RateLimit => rate_limits::work(&mut self).await,
         }
     }
 

@@ -3,6 +3,8 @@
 mod article;
 mod copies;
 mod fenced_writes;
+mod limits_in_sql;
+mod rate_limits;
 mod second_server;
 mod semaphores;
 mod session_locks;
@@ -76,13 +78,14 @@ impl WorkerThread<'_> {
     /// Pauses a little, and performs one operation.
     fn work(&mut self) {
         thread::sleep(self.random.millis(0, 30));
-        let (what, work): (_, Work) = match self.random.u64(..10) {
+        let (what, work): (_, Work) = match self.random.u64(..12) {
             0..=3 if !self.settings.shared_sessions => {
                 (Primitive::SessionLock, session_locks::work)
             }
             0..=5 => (Primitive::TransactionLock, transaction_locks::work),
             6..=7 => (Primitive::Throttle, throttles::work),
-            _ => (Primitive::Semaphore, semaphores::work),
+            8..=9 => (Primitive::Semaphore, semaphores::work),
+            _ => (Primitive::RateLimit, rate_limits::work),
         };
         let began = clock::now();
         let done = catch_unwind(AssertUnwindSafe(|| work(self)));

@@ -16,6 +16,8 @@ pub(super) fn examine(what: Primitive, error: &Error) {
         | Error::ReleaseFailed { .. }
         | Error::TransactionLeftOpen { .. }
         | Error::TimedOut { .. } => true,
+        // Another session has locked the key of a rate limit for longer than a reset waits.
+        Error::Contended { .. } => what == Primitive::RateLimit,
         // A completion waits for a session that marks its row at that moment, and is then repeated in the background.
         // A writer waits for a session that passes the same fence.
         Error::Database(_)

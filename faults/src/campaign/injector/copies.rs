@@ -4,12 +4,14 @@
 use std::error::Error as _;
 
 use diesel::connection::SimpleConnection;
-use diesel_interlock::{Admission, Decision, DeclaredResources, Error, Throttle, migrations};
+use diesel_interlock::{
+    Admission, Check, Decision, DeclaredResources, Error, Throttle, migrations,
+};
 use workbench::Database;
 
 use super::Injector;
 use crate::fault::COPIES;
-use crate::subjects::{Resource, SEMAPHORES};
+use crate::subjects::{CALLS, Resource, SEMAPHORES};
 
 /// Ended requests, as the table of the other server has them.
 const REPLICATED: &str = "INSERT INTO resource_control.service_request \
@@ -61,6 +63,10 @@ fn problem_of_a_copy(definition: &str) -> Option<String> {
                 ));
             }
         }
+    }
+    match CALLS.cost(CALLS.quota().burst).check_on(conn) {
+        Ok(Check::Allowed(_)) => {}
+        other => return Some(format!("a rate limit is full, and returns {other:?}")),
     }
     for semaphore in &SEMAPHORES {
         match semaphore.claim_on(conn).map(Admission::admitted) {

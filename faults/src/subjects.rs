@@ -30,18 +30,18 @@ pub(crate) static BY_THE_ARTICLE: Semaphore =
     Semaphore::named("by the article", 1, Duration::from_millis(600));
 
 /// The rate limits. The workers want more of them than they allow.
-pub(crate) static CALLS: RateLimit = RateLimit::named("calls", Quota::per_second(20).burst(8));
+pub(crate) static CALLS: RateLimit = RateLimit::named("calls", Quota::per_second(5).burst(3));
 pub(crate) static PAID: RateLimit =
-    RateLimit::named("paid", Quota::per_second(10).burst(5)).durable();
+    RateLimit::named("paid", Quota::per_second(4).burst(5)).durable();
 /// The one whose keys are reset.
-pub(crate) static LOGIN: RateLimit = RateLimit::named("login", Quota::per_second(5).burst(6));
+pub(crate) static LOGIN: RateLimit = RateLimit::named("login", Quota::per_second(2).burst(4));
 /// Two versions of a program, of which the second has the looser quota. An override has the [`OVERRIDDEN`] quota.
 pub(crate) static DEPLOYED: [RateLimit; 2] = [
-    RateLimit::named("deployed", Quota::per_second(10).burst(5)),
+    RateLimit::named("deployed", Quota::per_second(2).burst(3)),
     RateLimit::named("deployed", LOOSEST),
 ];
-pub(crate) const OVERRIDDEN: Quota = Quota::per_second(3).burst(3);
-const LOOSEST: Quota = Quota::per_second(30).burst(12);
+pub(crate) const OVERRIDDEN: Quota = Quota::per_second(1).burst(3);
+const LOOSEST: Quota = Quota::per_second(6).burst(6);
 
 /// The loosest of the quotas that a rate limit has at some time.
 pub(crate) fn loosest_quota(name: &str) -> Option<Quota> {

@@ -217,9 +217,9 @@ mod tests {
     fn more_units_than_the_burst_at_once_are_seen() {
         let name = CALLS.name();
         let changes = || vec![change(1, name, AT, false), change(2, name, AT + 1, false)];
-        let told = |units| vec![allowed(name, 5, AT), allowed(name, units, AT + 1)];
-        assert_eq!(violations(told(3), changes()), 0);
-        assert_eq!(violations(told(4), changes()), 1);
+        let told = |units| vec![allowed(name, 2, AT), allowed(name, units, AT + 1)];
+        assert_eq!(violations(told(1), changes()), 0);
+        assert_eq!(violations(told(2), changes()), 1);
     }
 
     #[test]
@@ -247,7 +247,7 @@ mod tests {
             }
         };
         let count = |records: Vec<Record>| {
-            let mut history = vec![allowed(name, 8, AT), allowed(name, 3, AT + 1)];
+            let mut history = vec![allowed(name, 3, AT), allowed(name, 3, AT + 1)];
             history.extend(records.into_iter().map(|record| told(record, AT)));
             violations(history, changes())
         };
@@ -261,7 +261,7 @@ mod tests {
     #[test]
     fn a_reset_begins_the_promise_anew_and_pruning_does_not() {
         for (name, expected) in [(LOGIN.name(), 0), (CALLS.name(), 1)] {
-            let told = vec![allowed(name, 6, AT), allowed(name, 6, AT + 1)];
+            let told = vec![allowed(name, 4, AT), allowed(name, 3, AT + 1)];
             let changes = vec![
                 change(1, name, AT, false),
                 change(2, name, AT + 1, true),
@@ -302,7 +302,7 @@ mod tests {
             ..History::default()
         };
         let name = CALLS.name();
-        let told = vec![allowed(name, 8, AT), allowed(name, 8, AT + 1000)];
+        let told = vec![allowed(name, 3, AT), allowed(name, 3, AT + 1000)];
         let kept = vec![change(1, name, AT + 1000, false)];
         assert!(findings(&history(told.clone()), kept).violations.is_empty());
         let both = vec![

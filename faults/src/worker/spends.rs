@@ -54,9 +54,9 @@ impl Wanted {
     }
 
     fn of(limit: &RateLimit, random: &mut Rng) -> Self {
-        let key = match random.u64(..4) {
-            0..=1 => LIMITED_KEYS[0],
-            2 => LIMITED_KEYS[1],
+        let key = match random.u64(..6) {
+            0..=3 => LIMITED_KEYS[0],
+            4 => LIMITED_KEYS[1],
             _ => LIMITED_KEYS[2],
         };
         let cost = random.u32(1..=3);
@@ -166,7 +166,7 @@ pub(super) fn require_refusal<T>(checked: &Result<T, diesel_interlock::Error>) {
 
 /// How long a reservation may have to wait.
 pub(super) fn any_wait(random: &mut Rng) -> Duration {
-    random.millis(0, 800)
+    random.millis(0, 1500)
 }
 
 /// The statement of an operator who sets or deletes an override, of a key or of all of them.

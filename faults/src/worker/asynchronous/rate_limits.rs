@@ -71,12 +71,12 @@ async fn reservation(worker: &mut WorkerTask) -> Result<Outcome, Error> {
     };
     let given = wanted.reserved(&reservation);
     match worker.random.u64(..4) {
-        0 => {
+        0..=1 => {
             sleep(worker.random.millis(0, 100).min(reservation.wait)).await;
             given.returning(wanted.cost);
             given.returned(RateLimit::cancel(&worker.pool, reservation).await?);
         }
-        1 => {
+        2 => {
             sleep(reservation.wait).await;
             given.require_patience();
             give_back(worker, &given, &reservation.spent).await?;

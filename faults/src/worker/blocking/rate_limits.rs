@@ -71,12 +71,12 @@ fn reservation(worker: &mut WorkerThread<'_>) -> Result<Outcome, Error> {
     };
     let given = wanted.reserved(&reservation);
     match worker.random.u64(..4) {
-        0 => {
+        0..=1 => {
             thread::sleep(worker.random.millis(0, 100).min(reservation.wait));
             given.returning(wanted.cost);
             given.returned(reservation.cancel(&worker.pool)?);
         }
-        1 => {
+        2 => {
             thread::sleep(reservation.wait);
             given.require_patience();
             give_back(worker, &given, &reservation.spent)?;

@@ -36,6 +36,8 @@ pub mod resource_control {
             n -> Int8,
             /// The period of the quota under which the row was written, in microseconds.
             period_us -> Int8,
+            /// The last moment from which a reservation may be used. Null if there was none in this row.
+            reserved_until -> Nullable<Timestamptz>,
         }
     }
 

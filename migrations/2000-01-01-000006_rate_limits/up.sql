@@ -22,6 +22,7 @@ CREATE TABLE resource_control.rate_limit (
     full_at timestamptz NOT NULL,
     n bigint NOT NULL,
     period_us bigint NOT NULL,
+    reserved_until timestamptz,
     PRIMARY KEY (name, key, generation)
 )
 -- The next version of a row then fits into the same page.
@@ -284,7 +285,7 @@ BEGIN
                     WHEN d.generation IS NULL THEN 'first'
                     WHEN d.changed_at > d.now OR d.n <> d.quota_n OR d.period_us <> d.quota_period_us THEN 'stale'
                     WHEN d.debt > d.room THEN 'spent'
-                    WHEN d.updates >= 200 OR at_least IS NOT NULL THEN 'locking'
+                    WHEN d.updates >= 200 OR at_least IS NOT NULL OR max_wait_us > 0 THEN 'locking'
                 END, d.is_valid
             INTO quota_n, quota_period_us, quota_burst, decided_at, found_generation, room,
                 allowance, full_at, increase, reason, is_valid
@@ -413,9 +414,14 @@ BEGIN
                     quota_burst - resource_control.scaled_up(debt, quota_n, quota_period_us))) END;
                 full_at := full_at
                     + resource_control.scaled_up(units, quota_period_us, quota_n) * interval '00:00:00.000001';
+                IF max_wait_us > 0 THEN
+                    held.reserved_until := GREATEST(held.reserved_until, decided_at + (debt - resource_control.scaled_down(
+                        quota_burst - units, quota_period_us, quota_n)) * interval '00:00:00.000001');
+                END IF;
                 IF held.updates < 200 THEN
                     UPDATE resource_control.rate_limit AS b
-                        SET updates = b.updates + 1, changed_at = decided_at, full_at = decide_rate_limit.full_at
+                        SET updates = b.updates + 1, changed_at = decided_at, full_at = decide_rate_limit.full_at,
+                            reserved_until = held.reserved_until
                         WHERE b.name = decide_rate_limit.name COLLATE "C" AND b.key = decide_rate_limit.key COLLATE "C"
                             AND b.generation = found_generation;
                 ELSE
@@ -431,9 +437,9 @@ BEGIN
                                 AND b.generation = found_generation;
                     END IF;
                     INSERT INTO resource_control.rate_limit
-                        (name, key, generation, updates, created_at, changed_at, full_at, n, period_us)
+                        (name, key, generation, updates, created_at, changed_at, full_at, n, period_us, reserved_until)
                         VALUES (name, key, found_generation + 1, 1, held.created_at, decided_at, full_at,
-                            quota_n, quota_period_us);
+                            quota_n, quota_period_us, held.reserved_until);
                 END IF;
                 reason := NULL;
                 RETURN;
@@ -501,7 +507,7 @@ BEGIN
         reason := 'spent';
         RETURN;
     END IF;
-    IF found_generation IS NOT NULL THEN
+    IF found_generation IS NOT NULL AND max_wait_us = 0 THEN
         BEGIN
             IF commit_async THEN
                 setting := set_config('synchronous_commit', 'off', true);
@@ -781,7 +787,8 @@ END
 $$;
 
 -- Gives units back that were spent and not used. Time that has passed since then has refilled the key already, so it is
--- subtracted.
+-- subtracted. So is the time until the last moment that a reservation was told, because that moment stays as it was told. With
+-- the units given back, the key may be full before then, and it must not count that time and the units both.
 CREATE FUNCTION resource_control.give_back_rate_limit(
     name text,
     key text,
@@ -842,7 +849,7 @@ BEGIN
             -- A key that was reset or pruned since then owes nothing of what was spent before. If the clock was set back
             -- since then, nobody knows how much time has passed.
             EXIT WHEN held.created_at > spent_at OR spent_at > GREATEST(now, held.changed_at);
-            age := GREATEST(date_part('epoch', GREATEST(now, held.changed_at) - spent_at) * 1000000
+            age := GREATEST(date_part('epoch', GREATEST(now, held.changed_at, held.reserved_until) - spent_at) * 1000000
                 - resource_control.microseconds(wait), 0);
             IF held.n <> n OR held.period_us <> period_us THEN
                 -- The key was refilled at the rate of either quota, and the faster one counts.
@@ -1051,6 +1058,8 @@ COMMENT ON COLUMN resource_control.rate_limit.n IS
     'N of the quota under which the row was written.';
 COMMENT ON COLUMN resource_control.rate_limit.period_us IS
     'The period of the quota under which the row was written, in microseconds.';
+COMMENT ON COLUMN resource_control.rate_limit.reserved_until IS
+    'The last moment from which a reservation may be used. Null if there was none in this row.';
 COMMENT ON TABLE resource_control.rate_limit_override IS
     'Quotas that operators set. The row of the key counts, else the row of the name, else the quota of the program.';
 COMMENT ON COLUMN resource_control.rate_limit_override.key IS
@@ -1084,7 +1093,7 @@ COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, inte
 COMMENT ON FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean) IS
     'Spends units of several keys if all limits allow it, else of none, and then returns which limit has the longest wait. A key that is given twice is checked once, for the sum of the costs. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, bigint, interval, timestamptz, interval, boolean) IS
-    'Gives back units that were spent at spent_at under the quota n per period and not used, less what was refilled since then, or since the end of the wait of a reservation. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
+    'Gives back units that were spent at spent_at under the quota n per period and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint) IS
     'How many units of a key are left, when it is full again, and the quota in force. Changes nothing.';
 COMMENT ON FUNCTION resource_control.reset_rate_limit(text, text, boolean) IS

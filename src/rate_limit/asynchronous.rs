@@ -319,8 +319,9 @@ impl RateLimit {
         operations::give_back(&mut Asynchronous::lent(conn), spent, units).await
     }
 
-    /// Gives back all units of a reservation that were not given back yet, in full until they may be used. Returns how many
-    /// units that was worth, rounded up. As `Reservation::cancel` of the blocking half.
+    /// Gives back all units of a reservation that were not given back yet, in full until they may be used, unless others have
+    /// reserved a later moment. Returns how many units that was worth, rounded up. As `Reservation::cancel` of the blocking
+    /// half.
     ///
     /// # Errors
     ///

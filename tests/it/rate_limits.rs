@@ -55,7 +55,8 @@ pub(crate) fn limited(check: Check) -> Limited {
 pub(crate) fn age(conn: &mut PgConnection, interval: &str) {
     conn.batch_execute(&format!(
         "UPDATE resource_control.rate_limit SET created_at = created_at - interval '{interval}', \
-         changed_at = changed_at - interval '{interval}', full_at = full_at - interval '{interval}'"
+         changed_at = changed_at - interval '{interval}', full_at = full_at - interval '{interval}', \
+         reserved_until = reserved_until - interval '{interval}'"
     ))
     .unwrap();
 }

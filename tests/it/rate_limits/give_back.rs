@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use diesel::pg::PgConnection;
 use diesel_interlock::error::Input;
 use diesel_interlock::{Error, Quota, RateLimit, Reserve};
 
-use super::{API, HOUR, age, allowed, database, limited};
+use super::{API, HOUR, age, allowed, assert_about, database, limited};
 
 #[test]
 fn units_are_given_back_less_the_time_that_has_passed() {
@@ -109,4 +110,44 @@ fn give_backs_on_a_hot_key_reach_the_generation_that_counts() {
         assert_eq!(spent.give_back_on(conn, 1).unwrap(), 1);
     }
     assert!(hot.peek_on(conn).unwrap().remaining >= 990);
+}
+
+#[test]
+fn units_behind_which_others_have_reserved_are_not_allowed_twice_at_one_moment() {
+    let database = database();
+    let conn = &mut database.connect();
+    let limit = RateLimit::named("queue", Quota::per_hour(1).burst(2));
+    let reserve = |conn: &mut PgConnection, key: &str, units, hours| {
+        let reserve = limit.key(key).cost(units).reserve_on(conn, 99 * HOUR);
+        let Reserve::Reserved(reservation) = reserve.unwrap() else {
+            panic!("nothing is reserved");
+        };
+        assert_about(reservation.wait, hours * HOUR);
+        reservation
+    };
+    // Each of the calls takes the burst. Which one is given back, how many units of it, and how long the next call waits.
+    for (which, units, hours) in [(0, 0, 6), (1, 0, 6), (2, 2, 4)] {
+        let key = which.to_string();
+        let mut calls: Vec<_> = (0..3)
+            .map(|place| reserve(conn, &key, 2, 2 * place))
+            .collect();
+        let given = calls.remove(which).cancel_on(conn).unwrap();
+        assert_eq!(given, units, "{which}");
+        let _ = reserve(conn, &key, 2, hours);
+    }
+
+    // The unit behind is an hour later, so one of two units comes back.
+    let _ = reserve(conn, "part", 2, 0);
+    let first = reserve(conn, "part", 2, 2);
+    let _ = reserve(conn, "part", 1, 3);
+    assert_eq!(first.cancel_on(conn).unwrap(), 1);
+    let _ = reserve(conn, "part", 1, 3);
+
+    // The row of a busy key is replaced, and the next one knows the moment as well.
+    let first = reserve(conn, "busy", 2, 0);
+    let _ = reserve(conn, "busy", 2, 2);
+    for _ in 0..200 {
+        assert_eq!(reserve(conn, "busy", 1, 3).cancel_on(conn).unwrap(), 1);
+    }
+    assert_eq!(first.cancel_on(conn).unwrap(), 0);
 }

@@ -46,7 +46,9 @@ async fn checks(worker: &mut WorkerTask) -> Result<Outcome, Error> {
         };
         let given = wanted.allowed(&spent);
         if worker.random.one_in(4) {
-            sleep(worker.random.millis(0, 150)).await;
+            // In that time the key may be full once, and be used up again.
+            let longest = if worker.random.one_in(2) { 1000 } else { 50 };
+            sleep(worker.random.millis(0, longest)).await;
             give_back(worker, &given, &spent).await?;
         }
     }

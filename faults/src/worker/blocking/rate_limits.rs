@@ -47,7 +47,9 @@ fn checks(worker: &mut WorkerThread<'_>) -> Result<Outcome, Error> {
         };
         let given = wanted.allowed(&spent);
         if worker.random.one_in(4) {
-            thread::sleep(worker.random.millis(0, 150));
+            // In that time the key may be full once, and be used up again.
+            let longest = if worker.random.one_in(2) { 1000 } else { 50 };
+            thread::sleep(worker.random.millis(0, longest));
             give_back(worker, &given, &spent)?;
         }
     }

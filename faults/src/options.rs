@@ -18,8 +18,8 @@ faults (the default) injects faults into processes that use every primitive:
   --workers W  how many processes work at a time, at least 8, or 4 of one half; defaults to 8
   --only HALF  the half of the crate that they use, blocking or asynchronous; by default half of them use either
 
-contention claims slots and attempts throttles from many Rust and Python processes, some of which it kills:
-  --seconds S  how long the first and longest of its four parts takes; defaults to 60. The four parts together take
+contention claims slots, attempts throttles and checks rate limits from many Rust and Python processes, some of which it kills:
+  --seconds S  how long the first and longest of its six parts takes; defaults to 60. The six parts together take
                about twice as long";
 
 /// The kind of campaign to run.

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use serde::{Deserialize, Serialize};
 
-use crate::contention::{attempts, holder};
+use crate::contention::{attempts, checks, holder};
 use crate::worker;
 
 /// A role and its settings. The Rust workers are this binary again; the Python workers read the same settings.
@@ -17,6 +17,8 @@ pub(crate) enum Role {
     Holder(holder::Settings),
     /// Attempts a throttle in competition with other processes.
     Attempts(attempts::Settings),
+    /// Checks a rate limit in competition with other processes.
+    Checks(checks::Settings),
 }
 
 /// The first argument of a process that has a role. The second is the role.
@@ -38,6 +40,7 @@ impl Role {
             Ok(Self::Application(settings)) => worker::run(settings),
             Ok(Self::Holder(settings)) => holder::run(&settings),
             Ok(Self::Attempts(settings)) => attempts::run(&settings),
+            Ok(Self::Checks(settings)) => checks::run(&settings),
             Err(error) => {
                 eprintln!(
                     "cannot start a worker: its settings are not readable: {error}; run scripts/faults"

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::clock::Micros;
 use crate::role::Role;
 
 /// How long a client may take to finish its current operation.
@@ -106,7 +107,11 @@ pub(super) enum Message {
     Failed {
         error: String,
     },
-    /// How many attempts a client made at a throttle, and how many of them were granted and committed.
+    /// A check of a rate limit was allowed at a time of the database clock.
+    Allowed {
+        at: Micros,
+    },
+    /// How many attempts a client made at a throttle or a rate limit, and how many of them were granted and committed.
     Attempted {
         attempts: usize,
         grants: usize,
@@ -132,6 +137,8 @@ pub(super) struct Messages {
     pub(super) failed: Vec<String>,
     pub(super) attempts: usize,
     pub(super) grants: usize,
+    /// The times of the checks of a rate limit that were allowed.
+    pub(super) allowed: Vec<Micros>,
     ready: usize,
     /// Lines that are not messages.
     pub(super) unknown: Vec<String>,
@@ -152,6 +159,7 @@ impl Messages {
             Ok(Message::Released { id }) => self.released.push(id),
             Ok(Message::TimedOut { id }) => self.timed_out.push(id),
             Ok(Message::Failed { error }) => self.failed.push(error),
+            Ok(Message::Allowed { at }) => self.allowed.push(at),
             Ok(Message::Attempted { attempts, grants }) => {
                 self.attempts += attempts;
                 self.grants += grants;

@@ -81,7 +81,7 @@ impl RateLimit {
 /// # Dropped futures
 ///
 /// If the future of a check, a reservation or a reset is dropped, the operation may take place all the same, and the units stay
-/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) gives them back.
+/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) cancels its reservation.
 impl RateLimit {
     /// Spends the units of a call if the limit allows it, through a connection from the pool. Never waits for units.
     ///
@@ -182,7 +182,7 @@ impl RateLimit {
     /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
     ///
     /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after it was polled, a
-    /// task cancels the reservation, in full, through a connection from the pool.
+    /// task [cancels](Self::cancel) the reservation through a connection from the pool.
     ///
     /// # Errors
     ///

@@ -1,9 +1,9 @@
-//! Queries for operators: holders of locks and waiters, the sessions that block others, requests in flight, and throttled
-//! resources that are due.
+//! Queries for operators: holders of locks and waiters, the sessions that block others, requests in flight, throttled
+//! resources that are due, and keys that are near their rate limit.
 //!
 //! Every item is a Diesel query or an expression, which an application extends with `.filter()`, `.order()`, joins with its
 //! own tables ([`allow_joins_with!`](crate::allow_joins_with)), `.into_boxed()` and the like. Times are compared with the
-//! server's `clock_timestamp()`, never with the application's clock.
+//! server's clock, never with the application's.
 //!
 //! | Question | Query |
 //! |---|---|
@@ -15,7 +15,9 @@
 //! | Which slots are free, and when is the next? | [`slots`], [`next_expiry()`] |
 //! | What are the last grants of throttled resources? | [`last_lockers()`], [`last_key_lockers()`] |
 //! | Which resources are due, or when? | [`available_now()`], [`next_free_at()`], [`key_available_now()`], [`key_next_free_at()`] |
-//! | Which keys of a rate limit are nearest to it, and what do they owe? | [`spent_keys()`], [`units_owed()`] |
+//! | Which keys of a rate limit are nearest to it, and what is left of them? | [`keys_near_limit`] |
+//! | Which keys of any rate limit owe most, and how much? | [`spent_keys()`], [`units_owed()`] |
+//! | Which quotas did operators set? | [`overrides()`] |
 //!
 //! # Locks
 //!
@@ -50,7 +52,8 @@
 //!
 //! Requests and throttles are rows of tables, which [`migrations::install`](crate::migrations::install) creates and
 //! [`schema`](crate::schema) declares. [`ServiceRequest`], [`ThrottledResourceRow`] and [`ThrottledKeyRow`] load them. Rate
-//! limits are rows of tables, too, which [`RateLimitRow`] and [`RateLimitOverride`] load.
+//! limits are rows of tables, too, which [`RateLimitRow`] and [`RateLimitOverride`] load. [`keys_near_limit`] also needs the
+//! [`RateLimit`](crate::RateLimit) of the program, because PostgreSQL does not store its quota.
 
 #[cfg(feature = "async")]
 pub(crate) mod asynchronous;
@@ -68,7 +71,11 @@ pub use self::locks::advisory_lock::columns::{
     query, shared, state, usename, waited, waiting_since, xact_start,
 };
 pub use self::locks::{AdvisoryLocks, Names, of_key};
-pub use self::rate_limits::{RateLimitOverride, RateLimitRow, spent_keys, units_owed};
+#[cfg(feature = "postgres")]
+pub use self::rate_limits::keys_near_limit;
+pub use self::rate_limits::{
+    KeyNearLimit, QuotaSource, RateLimitOverride, RateLimitRow, overrides, spent_keys, units_owed,
+};
 #[cfg(feature = "postgres")]
 pub use self::requests::slots;
 pub use self::requests::{

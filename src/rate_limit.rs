@@ -28,6 +28,7 @@ pub use self::local::LocalRateLimit;
 #[cfg(all(feature = "testing", feature = "postgres"))]
 pub(crate) use self::operations::use_up;
 pub use self::quota::Quota;
+pub(crate) use self::rules::quota_of;
 use crate::events::Subject;
 use crate::text;
 

@@ -3,4 +3,4 @@
 //! The queries, their columns and their conditions are those of [`monitor`](crate::monitor), and run on either kind of
 //! connection.
 
-pub use crate::monitor::asynchronous::{holders_of, slots, waiters_of};
+pub use crate::monitor::asynchronous::{holders_of, keys_near_limit, slots, waiters_of};

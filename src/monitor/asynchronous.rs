@@ -2,10 +2,12 @@
 
 use diesel_async::AsyncPgConnection;
 
+use super::rate_limits::{KeyNearLimit, find_keys_near_limit};
 use super::requests::{Slots, find_slots};
 use super::who_holds::{Holder, Waiter, find_holders, find_waiters};
 use crate::error::Result;
 use crate::key::LockKey;
+use crate::rate_limit::asynchronous::RateLimit;
 use crate::session::Asynchronous;
 
 /// Returns who holds the lock: one session, several sharers, or nobody. As
@@ -38,4 +40,21 @@ pub async fn waiters_of(conn: &mut AsyncPgConnection, key: &LockKey) -> Result<V
 /// [`Error::Database`](crate::Error::Database).
 pub async fn slots(conn: &mut AsyncPgConnection, service: &str, slots: u32) -> Result<Slots> {
     find_slots(&mut Asynchronous::lent(conn), service, slots).await
+}
+
+/// Returns the keys of a limit that are nearest to it, those with the fewest units left first, and at most so many. As
+/// `monitor::keys_near_limit` of the blocking half.
+///
+/// # Errors
+///
+/// [`Input::EmptyName`](crate::error::Input::EmptyName), [`Input::BadQuota`](crate::error::Input::BadQuota),
+/// [`Schema::NotInstalled`](crate::error::Schema::NotInstalled),
+/// [`Schema::MissingRights`](crate::error::Schema::MissingRights),
+/// [`Error::Database`](crate::Error::Database).
+pub async fn keys_near_limit(
+    conn: &mut AsyncPgConnection,
+    limit: &RateLimit,
+    rows: u32,
+) -> Result<Vec<KeyNearLimit>> {
+    find_keys_near_limit(&mut Asynchronous::lent(conn), &limit.0, rows).await
 }

@@ -22,7 +22,7 @@ use crate::text::Name;
 /// The same rate limit as [`diesel_interlock::RateLimit`](crate::RateLimit), for asynchronous connections.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[must_use = "a rate limit does nothing until it is checked"]
-pub struct RateLimit(crate::RateLimit);
+pub struct RateLimit(pub(crate) crate::RateLimit);
 
 impl From<crate::RateLimit> for RateLimit {
     fn from(limit: crate::RateLimit) -> Self {

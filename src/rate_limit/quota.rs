@@ -89,7 +89,7 @@ impl Quota {
     }
 
     /// Returns how many units are refilled in so many microseconds, with a part of a unit counted as one.
-    pub(super) fn units_owed(self, debt_us: u128) -> u128 {
+    pub(crate) fn units_owed(self, debt_us: u128) -> u128 {
         (debt_us * u128::from(self.n)).div_ceil(self.period_us().max(1))
     }
 

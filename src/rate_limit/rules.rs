@@ -54,22 +54,13 @@ impl RateLimit {
         if self.cost == 0 {
             return Err(self.bad_units(0, u32::MAX).into());
         }
-        let Quota { n, burst, .. } = self.quota;
-        let period = self.quota.period_us();
-        let is_in_range = n > 0
-            && burst > 0
-            && (1..=LONGEST_PERIOD).contains(&period)
-            && u128::from(burst) * period <= u128::from(n) * LONGEST_REFILL;
-        let Some(period_us) = i64::try_from(period).ok().filter(|_| is_in_range) else {
-            let name = self.name.to_string();
-            return Err(Input::BadQuota { name }.into());
-        };
+        let (n, period_us, burst) = self.checked_quota()?;
         Ok(Call {
             name,
             key,
-            n: n.into(),
+            n,
             period_us,
-            burst: burst.into(),
+            burst,
             cost: self.cost.into(),
             max_wait_us: max_wait.as_micros().min(LONGEST_PERIOD) as i64,
             allowance_us: self
@@ -81,8 +72,25 @@ impl RateLimit {
         })
     }
 
+    /// Checks the quota, and returns N, the period in microseconds and the burst.
+    pub(crate) fn checked_quota(&self) -> Result<(i64, i64, i64)> {
+        let Quota { n, burst, .. } = self.quota;
+        let period = self.quota.period_us();
+        let is_in_range = n > 0
+            && burst > 0
+            && (1..=LONGEST_PERIOD).contains(&period)
+            && u128::from(burst) * period <= u128::from(n) * LONGEST_REFILL;
+        match i64::try_from(period) {
+            Ok(period_us) if is_in_range => Ok((n.into(), period_us, burst.into())),
+            _ => {
+                let name = self.name.to_string();
+                Err(Input::BadQuota { name }.into())
+            }
+        }
+    }
+
     /// Checks the name alone.
-    pub(super) fn checked_name<'a>(
+    pub(crate) fn checked_name<'a>(
         &'a self,
         name: impl FnOnce(&'a str) -> Name<'a>,
     ) -> Result<Name<'a>> {
@@ -349,7 +357,8 @@ pub(super) fn refusal(constraint: Option<&str>, limit: &RateLimit) -> Option<Err
     }
 }
 
-fn quota_of(n: i64, period_us: i64, burst: i64) -> Quota {
+/// Returns the quota that a row has: N, the period in microseconds and the burst.
+pub(crate) fn quota_of(n: i64, period_us: i64, burst: i64) -> Quota {
     let count = |number: i64| u32::try_from(number.max(1)).unwrap_or(u32::MAX);
     Quota::per(count(n), Duration::from_micros(period_us.unsigned_abs())).burst(count(burst))
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::asynchronous::{Pool, RateLimit};
 use diesel_interlock::error::{Input, Misplaced};
-use diesel_interlock::{Error, Quota, Reserve, migrations};
+use diesel_interlock::{Error, Quota, Reserve, asynchronous, migrations, monitor};
 use workbench::Database;
 
 use crate::run;
@@ -155,6 +155,49 @@ fn a_transaction_that_was_left_open_in_the_pool_is_undone_with_its_checks() {
         let database = database();
         let pool = database.bb8(1);
         left_open(database, pool).await;
+    });
+}
+
+#[test]
+fn operators_see_the_same_over_either_half() {
+    let database = database();
+    let blocking = &mut database.connect();
+    let url = database.async_url();
+    let limit = diesel_interlock::RateLimit::named("api", Quota::per_day(24).burst(5));
+    for (key, units) in [(1, 3), (2, 5)] {
+        let spent = limit.key(key).cost(units).check_on(blocking).unwrap();
+        assert!(spent.is_allowed());
+    }
+    let of_the_other = monitor::keys_near_limit(blocking, &limit, 10).unwrap();
+    run(async move {
+        let conn = &mut AsyncPgConnection::establish(&url).await.unwrap();
+        let near = asynchronous::monitor::keys_near_limit(conn, &API, 10)
+            .await
+            .unwrap();
+        let left = |near: &[monitor::KeyNearLimit]| -> Vec<_> {
+            let near = near.iter();
+            near.map(|it| {
+                (
+                    it.key.clone(),
+                    it.remaining,
+                    it.owed,
+                    it.quota,
+                    it.quota_source,
+                )
+            })
+            .collect()
+        };
+        assert_eq!(left(&near), left(&of_the_other));
+        assert_eq!((&*near[0].key, near[0].remaining), ("2", 0));
+        let bad = RateLimit::named("", Quota::per_day(1));
+        let refused = asynchronous::monitor::keys_near_limit(conn, &bad, 10).await;
+        assert!(matches!(refused, Err(Error::Input(Input::EmptyName))));
+        let overrides = monitor::overrides();
+        let overrides: Vec<monitor::RateLimitOverride> =
+            diesel_async::RunQueryDsl::load(overrides, conn)
+                .await
+                .unwrap();
+        assert_eq!(overrides, []);
     });
 }
 

@@ -6,6 +6,7 @@ mod headers;
 mod input;
 #[cfg(feature = "r2d2")]
 mod local;
+mod monitored;
 mod overrides;
 mod promise;
 mod settings;

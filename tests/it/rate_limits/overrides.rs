@@ -9,7 +9,7 @@ use diesel_interlock::{CheckAll, Error, LimitedReason, Quota, RateLimit};
 
 use super::{API, HOUR, SLOW, allowed, assert_about, database, limited};
 
-fn set(conn: &mut PgConnection, name: &str, key: Option<&str>, quota: &str) {
+pub(super) fn set(conn: &mut PgConnection, name: &str, key: Option<&str>, quota: &str) {
     let key = key.map_or("NULL".to_owned(), |key| format!("'{key}'"));
     conn.batch_execute(&format!(
         "INSERT INTO resource_control.rate_limit_override AS o (name, key, n, period, burst) \

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{LOCK, takes};
 use crate::half::prelude::*;
 use crate::half::{
-    RoundTrips, Semaphore, monitor,
+    Quota, RateLimit, RoundTrips, Semaphore, monitor,
     schema::resource_control::{service_request, throttled_key, throttled_resource},
 };
 use crate::semaphores::database;
@@ -67,6 +67,14 @@ fn one_for_each_question_about_tables() {
     let conn = &mut PgConnection::establish(&proxy.url()).unwrap();
     takes(1, &proxy, || {
         assert_eq!(monitor::slots(conn, "geocoder", 4).unwrap().in_flight, 1)
+    });
+    takes(1, &proxy, || {
+        let limit = RateLimit::named("api", Quota::per_day(24));
+        assert_eq!(monitor::keys_near_limit(conn, &limit, 10).unwrap(), [])
+    });
+    takes(1, &proxy, || {
+        let overrides = monitor::overrides().load::<monitor::RateLimitOverride>(conn);
+        assert_eq!(overrides.unwrap(), [])
     });
 
     // As conditions of a query of the application's own.

@@ -1,4 +1,4 @@
-//! A tour of the locks, throttles and semaphores, live on a PostgreSQL server: what goes wrong without
+//! A tour of the locks, throttles, semaphores and rate limits, live on a PostgreSQL server: what goes wrong without
 //! them, what goes wrong with PostgreSQL's bare functions and a connection pool, and what is done about
 //! it.
 //!
@@ -16,6 +16,7 @@ mod booking;
 mod cron_job;
 mod fragile_service;
 mod instance;
+mod mail_provider;
 mod observer;
 mod screen;
 mod state;
@@ -42,6 +43,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         Some(instance) => match instance.role.as_str() {
             cron_job::ROLE => cron_job::run(&instance),
             fragile_service::ROLE => fragile_service::work(&instance),
+            mail_provider::ROLE => mail_provider::send(&instance),
             state::REPORTS => state::report(&instance),
             state::BOOKS => state::book(&instance),
             other => Err(format!("no instance is called {other}").into()),
@@ -64,6 +66,7 @@ fn tour() -> Result<(), Box<dyn Error>> {
     let _ = sync::<Job>(conn)?;
     cron_job::three_instances_of_one_cron_job(&database)?;
     fragile_service::twelve_workers_share_four_slots(&database)?;
+    mail_provider::twelve_mailers_share_a_hundred_per_second(&database)?;
     state::what_goes_on(&database)?;
 
     say(format!(

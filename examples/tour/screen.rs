@@ -55,6 +55,12 @@ pub(crate) fn heading<const COLUMNS: usize>(widths: [usize; COLUMNS], cells: [&s
     println!("    {}", in_colour("2", cells.join("  ").trim_end()));
 }
 
+/// A bar of a chart, with its number. A character stands for two.
+pub(crate) fn bar(label: impl Display, number: usize) {
+    let bar = "█".repeat(number.div_ceil(2).min(WIDTH - 12));
+    println!("    {label}  {} {number}", in_colour("36", bar));
+}
+
 /// The lines of a text that may be too long for one.
 fn wrapped(text: &str) -> Vec<String> {
     let mut lines = vec![String::new()];

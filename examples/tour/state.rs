@@ -3,13 +3,16 @@
 use std::error::Error;
 use std::time::Duration;
 
+use diesel::dsl::IntervalDsl;
 use diesel::prelude::*;
 use diesel_interlock::functions::clock_timestamp;
 use diesel_interlock::monitor::{
-    self, Names, ServiceRequest, ThrottledResourceRow, Timestamp, blocking,
+    self, Names, QuotaSource, ServiceRequest, ThrottledResourceRow, Timestamp, blocking,
 };
-use diesel_interlock::schema::resource_control::{service_request, throttled_resource};
-use diesel_interlock::{Admission, AdvisoryLock, LockKey, Semaphore};
+use diesel_interlock::schema::resource_control::{
+    rate_limit_override, service_request, throttled_resource,
+};
+use diesel_interlock::{Admission, AdvisoryLock, LockKey, Quota, RateLimit, Semaphore};
 use workbench::Database;
 
 use crate::NIGHTLY;
@@ -22,6 +25,8 @@ pub(crate) const REPORTS: &str = "writes the nightly report";
 pub(crate) const BOOKS: &str = "books a server";
 
 static GEOCODER: Semaphore = Semaphore::named("geocoder", SLOTS, Duration::from_secs(30));
+
+static API: RateLimit = RateLimit::named("api", Quota::per_hour(60).burst(20));
 
 fn booking() -> AdvisoryLock {
     AdvisoryLock::new(LockKey::parts([223, 345]))
@@ -65,7 +70,7 @@ pub(crate) fn book(instance: &Instance) -> Result<(), Box<dyn Error>> {
 }
 
 pub(crate) fn what_goes_on(database: &Database) -> Result<(), Box<dyn Error>> {
-    title("6. What goes on, in three instances: the queries of monitor");
+    title("7. What goes on, in three instances: the queries of monitor");
     let conn = &mut database.connect();
     let mut first = Process::start(REPORTS, "web-1", database)?;
     let mut second = Process::start(BOOKS, "web-2", database)?;
@@ -84,6 +89,7 @@ pub(crate) fn what_goes_on(database: &Database) -> Result<(), Box<dyn Error>> {
     locks(conn)?;
     requests(conn)?;
     throttles(conn)?;
+    rate_limits(conn)?;
 
     first.go_on()?;
     second.go_on()?;
@@ -215,5 +221,40 @@ fn throttles(conn: &mut PgConnection) -> Result<(), Box<dyn Error>> {
     assert!(labels.eq(["newsletter", "cache rebuild"]));
     assert!(rows[0].0.last_locker_details.starts_with("cron on web-"));
     assert_eq!(rows[1].1, Timestamp::NegInfinity);
+    Ok(())
+}
+
+/// The program knows its quota; an operator may have raised that of a customer.
+fn rate_limits(conn: &mut PgConnection) -> Result<(), Box<dyn Error>> {
+    const WIDTHS: [usize; 4] = [16, 10, 10, 0];
+
+    say("Rate limits: monitor::keys_near_limit(conn, &API, 10)");
+    diesel::insert_into(rate_limit_override::table)
+        .values((
+            rate_limit_override::name.eq(API.name()),
+            rate_limit_override::key.eq("acme"),
+            rate_limit_override::n.eq(600),
+            rate_limit_override::period.eq(1.hour()),
+            rate_limit_override::burst.eq(200),
+        ))
+        .execute(conn)?;
+    for (customer, units) in [("acme", 20), ("initech", 17), ("hooli", 2)] {
+        assert!(API.key(customer).cost(units).check_on(conn)?.is_allowed());
+    }
+    heading(WIDTHS, ["limit", "of", "left", ""]);
+    let near = monitor::keys_near_limit(conn, &API, 10)?;
+    for near in &near {
+        let left = format!("{} of {}", near.remaining, near.quota.burst);
+        let quota = match near.quota_source {
+            QuotaSource::Program => "",
+            QuotaSource::Key | QuotaSource::Name => "by an override",
+        };
+        row(WIDTHS, [&API.name(), &near.key, &left, &quota]);
+    }
+    let left: Vec<_> = near
+        .iter()
+        .map(|near| (near.key.as_str(), near.remaining))
+        .collect();
+    assert_eq!(left, [("initech", 3), ("hooli", 18), ("acme", 180)]);
     Ok(())
 }

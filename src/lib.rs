@@ -161,6 +161,7 @@ mod fence;
 pub mod functions;
 #[cfg(all(any(doc, doctest), feature = "r2d2", feature = "migrations"))]
 pub mod guide;
+mod headers;
 mod input;
 mod installed;
 mod key;
@@ -201,14 +202,14 @@ pub use crate::advisory::{PooledGuard, Watch};
 pub use crate::attempt::Attempt;
 pub use crate::error::{Error, Result};
 pub use crate::fence::Fence;
+pub use crate::headers::Headers;
 pub use crate::key::{LockId, LockKey, fnv1a};
 #[cfg(feature = "r2d2")]
 pub use crate::pool::{PgPool, PooledPgConnection};
 #[cfg(feature = "r2d2")]
 pub use crate::rate_limit::LocalRateLimit;
 pub use crate::rate_limit::{
-    Check, CheckAll, Headers, Limited, LimitedReason, Quota, RateLimit, Reservation, Reserve,
-    Spent, State,
+    Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, Reservation, Reserve, Spent, State,
 };
 #[cfg(feature = "r2d2")]
 pub use crate::semaphore::Permit;

@@ -22,7 +22,6 @@ use std::sync::Arc;
 pub use self::check::{
     Check, CheckAll, Limited, LimitedReason, Reservation, Reserve, Spent, State,
 };
-pub use self::headers::Headers;
 #[cfg(feature = "r2d2")]
 pub use self::local::LocalRateLimit;
 #[cfg(all(feature = "testing", feature = "postgres"))]

@@ -7,8 +7,9 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use super::headers::Told;
-use super::{Headers, Quota, RateLimit};
+use super::{Quota, RateLimit};
 use crate::events::Outcome;
+use crate::headers::Headers;
 use crate::time;
 
 /// The outcome of a check: whether the call is allowed.

@@ -1,10 +1,12 @@
 //! The outcome of a claim.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
 use crate::events::Outcome;
+use crate::headers::{self, Headers, LARGEST};
 use crate::time;
 
 /// The outcome of a claim: a slot that was acquired, or a full semaphore with a hint when to retry.
@@ -104,7 +106,7 @@ impl<P> Admission<P> {
 }
 
 /// A semaphore without a free slot: when to retry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Full {
     /// How long until a slot is free at the latest, by the database's clock. Never zero.
@@ -114,6 +116,8 @@ pub struct Full {
     /// before they expire, and some are renewed. If all slots are being claimed at this moment, it is the timeout of
     /// the semaphore.
     pub retry_after: Duration,
+    pub(super) service: Cow<'static, str>,
+    pub(super) slots: u32,
 }
 
 impl Full {
@@ -121,6 +125,43 @@ impl Full {
     /// `Retry-After`.
     pub fn retry_after_secs(&self) -> u64 {
         time::whole_seconds(self.retry_after)
+    }
+
+    /// Returns the header fields of the response.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::{Admission, Error, PgPool, Semaphore};
+    ///
+    /// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
+    ///
+    /// fn geocode(pool: &PgPool) -> Result<u16, Error> {
+    ///     Ok(match GEOCODER.try_acquire(pool)? {
+    ///         Admission::Admitted(_permit) => 200,
+    ///         Admission::Full(full) => {
+    ///             for (name, value) in full.headers().fields() {
+    ///                 println!("{name}: {value}"); // to the response
+    ///             }
+    ///             503
+    ///         }
+    ///     })
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # let conn = &mut database.connect();
+    /// # diesel_interlock::migrations::install(conn)?;
+    /// # assert_eq!(geocode(&database.pool(1))?, 200);
+    /// # while GEOCODER.claim_on(conn)?.admitted().is_some() {}
+    /// # assert_eq!(geocode(&database.pool(1))?, 503);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn headers(&self) -> Headers {
+        let name = headers::string(&self.service);
+        let seconds = u128::from(self.retry_after_secs()).min(LARGEST);
+        Headers {
+            policy: format!(r#"{name};q={};qu="concurrent-requests""#, self.slots),
+            limit: format!("{name};r=0;t={seconds}"),
+            retry_after: Some(seconds.to_string()),
+        }
     }
 }
 
@@ -141,4 +182,42 @@ pub struct Claim {
     pub created_at: DateTime<Utc>,
     /// When the claim expires, by the database's clock.
     pub expires_at: DateTime<Utc>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fields_of_a_full_semaphore_tell_its_slots_and_when_to_retry() {
+        let unit = r#";qu="concurrent-requests""#;
+        for (service, slots, retry_after, name, seconds) in [
+            (
+                "geocoder",
+                4,
+                Duration::from_millis(8001),
+                r#""geocoder""#,
+                "9",
+            ),
+            (
+                "geocoder",
+                1,
+                Duration::from_micros(1),
+                r#""geocoder""#,
+                "1",
+            ),
+            ("a\"b", 32_767, Duration::from_secs(30), r#""a\"b""#, "30"),
+            ("é", 4, Duration::MAX, r#""%C3%A9""#, "999999999999999"),
+        ] {
+            let full = Full {
+                retry_after,
+                service: service.into(),
+                slots,
+            };
+            let headers = full.headers();
+            assert_eq!(headers.policy, format!("{name};q={slots}{unit}"));
+            assert_eq!(headers.limit, format!("{name};r=0;t={seconds}"));
+            assert_eq!(headers.retry_after.as_deref(), Some(seconds));
+        }
+    }
 }

@@ -28,7 +28,7 @@ pub(super) async fn claim<S: Session>(
     }
     let (reply, in_transaction) = probe_at_read_committed(session, sql::claim(&request)).await;
     let admission = match reply {
-        Ok(row) => rules::admission(row, semaphore.timeout),
+        Ok(row) => rules::admission(row, semaphore),
         Err(error) => return Err(explain(session, error).await),
     };
     if in_transaction {

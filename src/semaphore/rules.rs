@@ -60,8 +60,8 @@ pub(super) fn interval(service: &str, timeout: Duration) -> Result<PgInterval> {
     }
 }
 
-/// Returns what the row of a claim means. `timeout` is that of the semaphore, and the hint where the row has none.
-pub(super) fn admission(row: ClaimRow, timeout: Duration) -> Admission<Claim> {
+/// Returns what the row of a claim means. The hint is the timeout of the semaphore where the row has none.
+pub(super) fn admission(row: ClaimRow, semaphore: &Semaphore) -> Admission<Claim> {
     let (id, slot, created_at, expires_at, replied_at, next_expiry) = row;
     if let (Some(id), Some(slot), Some(created_at), Some(expires_at)) = (
         id,
@@ -81,9 +81,13 @@ pub(super) fn admission(row: ClaimRow, timeout: Duration) -> Admission<Claim> {
             .to_std()
             .unwrap_or_default()
             .max(Duration::from_micros(1)),
-        _ => timeout,
+        _ => semaphore.timeout,
     };
-    Admission::Full(Full { retry_after })
+    Admission::Full(Full {
+        retry_after,
+        service: semaphore.service.clone(),
+        slots: semaphore.slots,
+    })
 }
 
 #[cfg(test)]
@@ -94,6 +98,7 @@ mod tests {
     use crate::Error;
 
     const MINUTE: Duration = Duration::from_secs(60);
+    const GEOCODER: Semaphore = Semaphore::named("geocoder", 4, MINUTE);
 
     fn at(microseconds: i64) -> Timestamp {
         PgTimestamp(microseconds).into()
@@ -163,7 +168,7 @@ mod tests {
             at(5),
             None,
         );
-        let Admission::Admitted(claim) = admission(row, MINUTE) else {
+        let Admission::Admitted(claim) = admission(row, &GEOCODER) else {
             panic!("full");
         };
         assert_eq!((claim.id, claim.slot), (7, 3));
@@ -180,8 +185,9 @@ mod tests {
             (None, MINUTE),
         ] {
             let row = (None, None, None, None, at(7_000_000), next_expiry);
-            let full = admission(row, MINUTE).full().unwrap();
+            let full = admission(row, &GEOCODER).full().unwrap();
             assert_eq!(full.retry_after, expected, "{next_expiry:?}");
+            assert_eq!((&*full.service, full.slots), ("geocoder", 4));
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The semaphore, one client at a time.
 
 mod ends;
+mod headers;
 
 use std::time::Duration;
 

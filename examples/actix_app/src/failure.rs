@@ -2,9 +2,8 @@
 
 use std::fmt;
 
-use actix_web::error::{JsonPayloadError, QueryPayloadError};
+use actix_web::error::{JsonPayloadError, QueryPayloadError, UrlencodedError};
 use actix_web::http::StatusCode;
-use actix_web::http::header::RETRY_AFTER;
 use actix_web::{HttpResponse, ResponseError};
 use booking::AppError;
 
@@ -32,8 +31,8 @@ impl ResponseError for Failure {
     fn error_response(&self) -> HttpResponse {
         let refusal = self.0.refusal();
         let mut response = HttpResponse::build(self.status_code());
-        if let Some(seconds) = refusal.retry_after {
-            response.insert_header((RETRY_AFTER, seconds));
+        for field in refusal.fields {
+            response.append_header(field);
         }
         response.json(refusal.body)
     }
@@ -42,6 +41,13 @@ impl ResponseError for Failure {
 /// A body that is not what the handler takes.
 impl From<JsonPayloadError> for Failure {
     fn from(error: JsonPayloadError) -> Self {
+        AppError::Rejected(error.status_code().as_u16(), error.to_string()).into()
+    }
+}
+
+/// A form that is not what the handler takes.
+impl From<UrlencodedError> for Failure {
+    fn from(error: UrlencodedError) -> Self {
         AppError::Rejected(error.status_code().as_u16(), error.to_string()).into()
     }
 }

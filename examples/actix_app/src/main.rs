@@ -5,6 +5,7 @@
 
 mod blocking;
 mod failure;
+mod limit;
 mod routes;
 
 use std::net::TcpListener;

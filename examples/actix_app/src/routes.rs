@@ -2,13 +2,17 @@
 
 use actix_web::body::MessageBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
-use actix_web::middleware::Next;
+use actix_web::middleware::{Next, from_fn};
 use actix_web::rt::time::timeout;
-use actix_web::web::{self, Data, Html, Json, JsonConfig, Query, QueryConfig, ServiceConfig};
-use actix_web::{Error, HttpResponse, get, post};
-use booking::blocking::{App, cache, chaos, geocoder, reports, reservations, status};
+use actix_web::web::{
+    self, Data, Form, FormConfig, Html, Json, JsonConfig, Query, QueryConfig, Redirect,
+    ServiceConfig,
+};
+use actix_web::{Error, HttpRequest, HttpResponse, get, post};
+use booking::blocking::{App, cache, chaos, geocoder, quotas, reports, reservations, status};
 use booking::burst::{self, Burst, Response};
 use booking::geocoder::{Located, Question};
+use booking::quotas::{self as limits, Left};
 use booking::reservations::NewReservation;
 use booking::status::Status;
 use booking::{AppError, pages};
@@ -17,16 +21,21 @@ use tracing::Instrument;
 
 use crate::blocking::block;
 use crate::failure::Failure;
+use crate::limit::{client, limit};
 
 /// Adds the routes.
 pub fn configure(service: &mut ServiceConfig, chaos: bool) {
     service
         .app_data(JsonConfig::default().error_handler(|error, _| Failure::from(error).into()))
+        .app_data(FormConfig::default().error_handler(|error, _| Failure::from(error).into()))
         .app_data(QueryConfig::default().error_handler(|error, _| Failure::from(error).into()))
         .service(root)
         .service(show_status)
         .service(send_burst)
         .service(show_locks)
+        .service(show_limit)
+        .service(show_limits)
+        .service(change_limit)
         .service(reserve)
         .service(write_report)
         .service(rebuild_cache)
@@ -77,7 +86,7 @@ async fn write_report(app: Data<App>) -> Result<HttpResponse, Failure> {
     Ok(HttpResponse::Created().json(report))
 }
 
-#[post("/reservations")]
+#[post("/reservations", wrap = "from_fn(limit)")]
 async fn reserve(app: Data<App>, wanted: Json<NewReservation>) -> Result<HttpResponse, Failure> {
     let reservation = block(App::clone(&app), move |app, _| {
         reservations::reserve(app, &wanted)
@@ -92,7 +101,7 @@ async fn rebuild_cache(app: Data<App>) -> Result<HttpResponse, Failure> {
     Ok(HttpResponse::Accepted().json(rebuild))
 }
 
-#[get("/geocode")]
+#[get("/geocode", wrap = "from_fn(limit)")]
 async fn geocode(app: Data<App>, question: Query<Question>) -> Result<Json<Located>, Failure> {
     let question = question.into_inner();
     let located = block(App::clone(&app), |app, _| geocoder::locate(app, question)).await?;
@@ -123,6 +132,28 @@ async fn show_locks(app: Data<App>) -> Result<Html, Failure> {
     })
     .await?;
     Ok(Html::new(page))
+}
+
+#[get("/limit")]
+async fn show_limit(app: Data<App>, request: HttpRequest) -> Result<Json<Left>, Failure> {
+    let client = client(&request)?;
+    let left = block(App::clone(&app), move |app, _| quotas::left(app, &client)).await?;
+    Ok(Json(left))
+}
+
+#[get("/admin/limits")]
+async fn show_limits(app: Data<App>) -> Result<Html, Failure> {
+    let page = block(App::clone(&app), |app, _| {
+        pages::limits(quotas::quotas(app)?)
+    })
+    .await?;
+    Ok(Html::new(page))
+}
+
+#[post("/admin/limits")]
+async fn change_limit(app: Data<App>, form: Form<limits::Form>) -> Result<Redirect, Failure> {
+    block(App::clone(&app), move |app, _| quotas::change(app, &form)).await?;
+    Ok(Redirect::to("/admin/limits").see_other())
 }
 
 async fn nothing_here() -> Result<HttpResponse, Failure> {

@@ -1,15 +1,17 @@
 //! The routes. Each handler takes its request apart and hands the work to a thread that may block.
 
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::StatusCode;
-use axum::response::Html;
+use axum::middleware::from_fn_with_state;
+use axum::response::{Html, Redirect};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use booking::axum::{Body, Query};
-use booking::blocking::{App, cache, chaos, geocoder, reports, reservations, status};
+use booking::axum::{Body, ClientOf, Form, Query, client, limit};
+use booking::blocking::{App, cache, chaos, geocoder, quotas, reports, reservations, status};
 use booking::burst::{self, Burst, Response};
 use booking::cache::Rebuild;
 use booking::geocoder::{Located, Question};
+use booking::quotas::{self as limits, Left};
 use booking::reports::Report;
 use booking::reservations::{NewReservation, Reservation};
 use booking::status::Status;
@@ -20,15 +22,20 @@ use crate::blocking::block;
 
 /// The routes of the application.
 pub fn router(app: App) -> Router {
-    let mut router = Router::new()
+    let limit = from_fn_with_state((app.clone(), client as ClientOf), limit);
+    let limited = Router::new()
+        .route("/reservations", post(reserve))
+        .route("/geocode", get(geocode))
+        .route_layer(limit);
+    let mut router = limited
         .route("/", get(root))
         .route("/status", get(show_status))
         .route("/burst", post(burst))
+        .route("/limit", get(show_limit))
         .route("/admin/locks", get(show_locks))
-        .route("/reservations", post(reserve))
+        .route("/admin/limits", get(show_limits).post(change_limit))
         .route("/reports/nightly", post(write_report))
-        .route("/cache/rebuild", post(rebuild_cache))
-        .route("/geocode", get(geocode));
+        .route("/cache/rebuild", post(rebuild_cache));
     if app.config.chaos {
         router = router.route("/chaos/panic", post(panic));
     }
@@ -91,6 +98,25 @@ async fn burst(
 async fn show_locks(State(app): State<App>) -> Result<Html<String>, AppError> {
     let page = block(app, |app, _| pages::locks(status::status(app)?)).await?;
     Ok(Html(page))
+}
+
+async fn show_limit(State(app): State<App>, request: Request) -> Result<Json<Left>, AppError> {
+    let client = client(&request)?;
+    let left = block(app, move |app, _| quotas::left(app, &client)).await?;
+    Ok(Json(left))
+}
+
+async fn show_limits(State(app): State<App>) -> Result<Html<String>, AppError> {
+    let page = block(app, |app, _| pages::limits(quotas::quotas(app)?)).await?;
+    Ok(Html(page))
+}
+
+async fn change_limit(
+    State(app): State<App>,
+    Form(form): Form<limits::Form>,
+) -> Result<Redirect, AppError> {
+    block(app, move |app, _| quotas::change(app, &form)).await?;
+    Ok(Redirect::to("/admin/limits"))
 }
 
 async fn panic(State(app): State<App>) -> Result<(), AppError> {

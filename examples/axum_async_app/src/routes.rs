@@ -1,15 +1,19 @@
 //! The routes. A handler is dropped where it waits if its client hangs up or its request times out.
 
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::StatusCode;
-use axum::response::Html;
+use axum::middleware::from_fn_with_state;
+use axum::response::{Html, Redirect};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use booking::asynchronous::{App, cache, chaos, geocoder, joined, reports, reservations, status};
-use booking::axum::{Body, Query};
+use booking::asynchronous::{
+    App, cache, chaos, geocoder, joined, quotas, reports, reservations, status,
+};
+use booking::axum::{Body, ClientOf, Form, Query, client, limit};
 use booking::burst::{self, Burst, Response};
 use booking::cache::Rebuild;
 use booking::geocoder::{Located, Question};
+use booking::quotas::{self as limits, Left};
 use booking::reports::Report;
 use booking::reservations::{NewReservation, Reservation};
 use booking::status::Status;
@@ -18,15 +22,20 @@ use diesel_interlock::Attempt;
 
 /// The routes of the application.
 pub fn router(app: App) -> Router {
-    let mut router = Router::new()
+    let limit = from_fn_with_state((app.clone(), client as ClientOf), limit);
+    let limited = Router::new()
+        .route("/reservations", post(reserve))
+        .route("/geocode", get(geocode))
+        .route_layer(limit);
+    let mut router = limited
         .route("/", get(root))
         .route("/status", get(show_status))
         .route("/burst", post(burst))
+        .route("/limit", get(show_limit))
         .route("/admin/locks", get(show_locks))
-        .route("/reservations", post(reserve))
+        .route("/admin/limits", get(show_limits).post(change_limit))
         .route("/reports/nightly", post(write_report))
-        .route("/cache/rebuild", post(rebuild_cache))
-        .route("/geocode", get(geocode));
+        .route("/cache/rebuild", post(rebuild_cache));
     if app.config.chaos {
         router = router.route("/chaos/panic", post(panic));
     }
@@ -84,6 +93,24 @@ async fn burst(
 async fn show_locks(State(app): State<App>) -> Result<Html<String>, AppError> {
     let page = pages::locks(status::status(&app).await?)?;
     Ok(Html(page))
+}
+
+async fn show_limit(State(app): State<App>, request: Request) -> Result<Json<Left>, AppError> {
+    let client = client(&request)?;
+    Ok(Json(quotas::left(&app, &client).await?))
+}
+
+async fn show_limits(State(app): State<App>) -> Result<Html<String>, AppError> {
+    let page = pages::limits(quotas::quotas(&app).await?)?;
+    Ok(Html(page))
+}
+
+async fn change_limit(
+    State(app): State<App>,
+    Form(form): Form<limits::Form>,
+) -> Result<Redirect, AppError> {
+    quotas::change(&app, &form).await?;
+    Ok(Redirect::to("/admin/limits"))
 }
 
 async fn panic(State(app): State<App>) -> Result<(), AppError> {

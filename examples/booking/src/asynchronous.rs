@@ -4,6 +4,8 @@ pub mod cache;
 pub mod chaos;
 pub mod database;
 pub mod geocoder;
+pub mod limits;
+pub mod quotas;
 pub mod reports;
 pub mod reservations;
 pub mod status;

@@ -1,12 +1,14 @@
 //! What the two applications on axum share: what surrounds their routes, responses, and the server.
 
+mod limit;
+
 use std::any::Any;
 use std::future::IntoFuture;
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::rejection::{FormRejection, JsonRejection, QueryRejection};
 use axum::extract::{FromRequest, FromRequestParts};
-use axum::http::header::RETRY_AFTER;
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
@@ -20,6 +22,8 @@ use crate::app::App;
 use crate::config::Config;
 use crate::error::AppError;
 use crate::startup;
+
+pub use self::limit::{ClientOf, client, limit};
 
 /// How long clients may take to let go of their connections when the application is to end.
 const GRACE: Duration = Duration::from_secs(10);
@@ -37,6 +41,8 @@ pub async fn serve<P>(listener: TcpListener, app: App<P>, routes: Router) -> any
 
     startup::announce(&app);
     let routes = surrounded(routes, &app.config);
+    // The limit of a client without a key is that of its address.
+    let routes = routes.into_make_service_with_connect_info::<SocketAddr>();
     let server = axum::serve(listener, routes)
         .with_graceful_shutdown(app.stop.clone().cancelled_owned())
         .into_future();
@@ -86,12 +92,17 @@ impl IntoResponse for AppError {
         let status =
             StatusCode::from_u16(refusal.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let mut response = (status, Json(refusal.body)).into_response();
-        if let Some(seconds) = refusal.retry_after {
-            response
-                .headers_mut()
-                .insert(RETRY_AFTER, HeaderValue::from(seconds));
+        for (name, value) in refusal.fields {
+            append(&mut response, name, &value);
         }
         response
+    }
+}
+
+/// Adds a header field, beside others of its name. The library's are ASCII, so each of them is a value.
+fn append(response: &mut Response, name: &'static str, value: &str) {
+    if let Ok(value) = HeaderValue::from_str(value) {
+        response.headers_mut().append(name, value);
     }
 }
 
@@ -105,9 +116,21 @@ pub struct Body<T>(pub T);
 #[from_request(via(axum::extract::Query), rejection(AppError))]
 pub struct Query<T>(pub T);
 
+/// The body of a form, or an [`AppError`] that says what is wrong with it.
+#[derive(Debug, FromRequest)]
+#[from_request(via(axum::Form), rejection(AppError))]
+pub struct Form<T>(pub T);
+
 /// A body that is not what the handler takes.
 impl From<JsonRejection> for AppError {
     fn from(rejection: JsonRejection) -> Self {
+        Self::Rejected(rejection.status().as_u16(), rejection.body_text())
+    }
+}
+
+/// A form that is not what the handler takes.
+impl From<FormRejection> for AppError {
+    fn from(rejection: FormRejection) -> Self {
         Self::Rejected(rejection.status().as_u16(), rejection.body_text())
     }
 }

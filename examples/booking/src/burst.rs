@@ -14,6 +14,7 @@ use ureq::http::Request;
 
 use crate::app::App;
 use crate::error::AppError;
+use crate::limits::API_KEY;
 
 /// How many requests a burst may have.
 const MOST: usize = 20;
@@ -24,6 +25,8 @@ const MOST: usize = 20;
 pub struct Burst {
     times: usize,
     request: Ask,
+    /// For which client, if not for the address of this instance.
+    api_key: Option<String>,
 }
 
 /// What a burst may ask this application for.
@@ -64,7 +67,7 @@ pub fn send<P>(app: &App<P>, burst: &Burst) -> Result<Vec<Response>, AppError> {
     thread::scope(|scope| {
         for _ in 0..burst.times {
             scope.spawn(|| {
-                let request = burst.request.to(address);
+                let request = burst.to(address);
                 all_are_ready.wait();
                 let response = Response::to(&agent, request);
                 let mut responses = responses.lock().unwrap_or_else(PoisonError::into_inner);
@@ -77,22 +80,25 @@ pub fn send<P>(app: &App<P>, burst: &Burst) -> Result<Vec<Response>, AppError> {
         .unwrap_or_else(PoisonError::into_inner))
 }
 
-impl Ask {
+impl Burst {
     fn to(&self, address: SocketAddr) -> Result<Request<String>, ureq::Error> {
-        let (method, path, body) = match self {
-            Self::Reservation(wanted) => ("POST", "/reservations".to_owned(), wanted.to_string()),
-            Self::Report => ("POST", "/reports/nightly".to_owned(), String::new()),
-            Self::Rebuild => ("POST", "/cache/rebuild".to_owned(), String::new()),
-            Self::Geocode(question) => (
+        let (method, path, body) = match &self.request {
+            Ask::Reservation(wanted) => ("POST", "/reservations".to_owned(), wanted.to_string()),
+            Ask::Report => ("POST", "/reports/nightly".to_owned(), String::new()),
+            Ask::Rebuild => ("POST", "/cache/rebuild".to_owned(), String::new()),
+            Ask::Geocode(question) => (
                 "GET",
                 format!("/geocode?q={}", escaped(question)),
                 String::new(),
             ),
         };
-        let request = Request::builder()
+        let mut request = Request::builder()
             .method(method)
             .uri(format!("http://{address}{path}"))
             .header("content-type", "application/json");
+        if let Some(api_key) = &self.api_key {
+            request = request.header(API_KEY, api_key);
+        }
         Ok(request.body(body)?)
     }
 }

@@ -2,10 +2,17 @@
 
 use std::env::{self, VarError};
 use std::io;
+use std::num::NonZeroU32;
 use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
+use diesel_interlock::Quota;
+
+use crate::limits::WhenAway;
+
+/// The requests of a client per minute, if the environment has no other number.
+const API_LIMIT: NonZeroU32 = NonZeroU32::new(6000).unwrap();
 
 /// What the environment says; README.md has the list.
 #[derive(Debug, Clone)]
@@ -19,6 +26,10 @@ pub struct Config {
     pub backend: Option<String>,
     pub request_timeout: Duration,
     pub geocode_timeout: Duration,
+    /// The rate limit of each client.
+    pub api_limit: Quota,
+    /// What happens to a limited request while the database is away.
+    pub when_away: WhenAway,
     /// How long a reservation takes between its check and its insert.
     pub reservation_pause: Duration,
     /// How long the report takes for each night.
@@ -42,6 +53,8 @@ impl Config {
             backend: variable("BACKEND")?,
             request_timeout: seconds("REQUEST_TIMEOUT_SECS", 30.0)?,
             geocode_timeout: seconds("GEOCODE_TIMEOUT_SECS", 10.0)?,
+            api_limit: Quota::per_minute(or("API_LIMIT_PER_MINUTE", API_LIMIT)?.get()),
+            when_away: or("RATE_LIMIT_WHEN_AWAY", WhenAway::Pass)?,
             reservation_pause: seconds("RESERVATION_PAUSE_SECS", 1.0)?,
             report_pause: seconds("REPORT_PAUSE_SECS", 0.2)?,
             chaos: or("CHAOS", false)?,

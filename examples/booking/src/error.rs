@@ -1,6 +1,6 @@
 //! What goes wrong or is refused, and how a client is told.
 
-use diesel_interlock::{Denial, Error, Full};
+use diesel_interlock::{Denial, Error, Full, Headers, Limited};
 use serde_json::{Value, json};
 
 use crate::reports::Running;
@@ -25,6 +25,10 @@ pub enum AppError {
     Throttled(Denial),
     #[error("the service has as many calls in flight as it can take: retry later")]
     Full(Full),
+    #[error("the rate limit of this client is used up: retry later")]
+    Limited(Limited),
+    #[error("the rate limit cannot be checked, because the database is away: retry later")]
+    NotChecked(#[source] Error),
     #[error("timed out waiting for other reservations of this server: retry")]
     Busy,
     #[error("the work was given up, because its client hung up or the application ends: retry")]
@@ -45,8 +49,8 @@ pub enum AppError {
 #[derive(Debug)]
 pub struct Refusal {
     pub status: u16,
-    /// The seconds of `Retry-After`.
-    pub retry_after: Option<u64>,
+    /// Header fields: `Retry-After`, and those of a rate limit or a semaphore.
+    pub fields: Vec<(&'static str, String)>,
     /// JSON.
     pub body: Value,
 }
@@ -54,7 +58,7 @@ pub struct Refusal {
 impl AppError {
     /// What the client is told. Logs what is nobody's business but ours.
     pub fn refusal(&self) -> Refusal {
-        let (status, retry_after) = self.status_and_retry_after();
+        let status = self.status();
         let mut body = json!({ "error": self.to_string() });
         if status == 500 {
             tracing::error!(error = self as &dyn std::error::Error);
@@ -65,7 +69,7 @@ impl AppError {
         }
         Refusal {
             status,
-            retry_after,
+            fields: self.fields(),
             body,
         }
     }
@@ -77,27 +81,41 @@ impl AppError {
 
     /// The status.
     pub fn status(&self) -> u16 {
-        self.status_and_retry_after().0
-    }
-
-    fn status_and_retry_after(&self) -> (u16, Option<u64>) {
         match self {
             // The refusals and errors of the library.
-            Self::ReportRunning(_) => (409, None),
-            Self::Throttled(denial) => (429, Some(denial.retry_after_secs())),
-            Self::Full(full) => (503, Some(full.retry_after_secs())),
-            Self::Interlock(Error::Pool(_)) => (503, Some(1)),
-            Self::Interlock(Error::TimedOut { .. }) => (504, None),
-            Self::Interlock(_) => (500, None),
+            Self::ReportRunning(_) => 409,
+            Self::Throttled(_) | Self::Limited(_) => 429,
+            Self::Full(_) | Self::NotChecked(_) => 503,
+            Self::Interlock(Error::Pool(_)) => 503,
+            Self::Interlock(Error::TimedOut { .. }) => 504,
+            Self::Interlock(_) => 500,
             // Our own.
-            Self::Rejected(status, _) => (*status, None),
-            Self::Invalid(_) => (422, None),
-            Self::UnknownServer | Self::NotFound => (404, None),
-            Self::Reserved => (409, None),
-            Self::Busy | Self::Stopped => (503, Some(1)),
-            Self::BackendTimedOut => (504, None),
-            Self::Backend(_) => (502, None),
-            Self::Panicked(_) | Self::Page(_) => (500, None),
+            Self::Rejected(status, _) => *status,
+            Self::Invalid(_) => 422,
+            Self::UnknownServer | Self::NotFound => 404,
+            Self::Reserved => 409,
+            Self::Busy | Self::Stopped => 503,
+            Self::BackendTimedOut => 504,
+            Self::Backend(_) => 502,
+            Self::Panicked(_) | Self::Page(_) => 500,
+        }
+    }
+
+    fn fields(&self) -> Vec<(&'static str, String)> {
+        let owned = |headers: Headers| {
+            let fields = headers.fields();
+            fields
+                .map(|(name, value)| (name, value.to_owned()))
+                .collect()
+        };
+        let retry_after = |seconds: u64| vec![("Retry-After", seconds.to_string())];
+        match self {
+            Self::Limited(limited) => owned(limited.headers()),
+            Self::Full(full) => owned(full.headers()),
+            Self::Throttled(denial) => retry_after(denial.retry_after_secs()),
+            Self::NotChecked(_) | Self::Busy | Self::Stopped => retry_after(1),
+            Self::Interlock(Error::Pool(_)) => retry_after(1),
+            _ => Vec::new(),
         }
     }
 }

@@ -3,6 +3,7 @@
 use askama::Template;
 
 use crate::error::AppError;
+use crate::quotas::Quotas;
 use crate::status::Status;
 
 /// The page at `/`, where everything can be tried. It asks for all that it shows: `/status`.
@@ -13,6 +14,18 @@ pub const ROOT: &str = include_str!("../templates/index.html");
 #[template(path = "locks.html")]
 struct Locks {
     status: Status,
+}
+
+/// The page for operators about rate limits, which needs no script.
+#[derive(Debug, Template)]
+#[template(path = "limits.html")]
+struct Limits {
+    quotas: Quotas,
+}
+
+/// Writes the page about rate limits.
+pub fn limits(quotas: Quotas) -> Result<String, AppError> {
+    Ok(Limits { quotas }.render()?)
 }
 
 /// Writes the page for operators.

@@ -91,7 +91,7 @@ pub struct Throttled {
 
 /// A time span: in seconds as JSON, in words as text.
 #[derive(Debug, Clone, Copy)]
-pub struct Span(Duration);
+pub struct Span(pub(crate) Duration);
 
 /// How long until something is: 0 and above as JSON, and null for never.
 #[derive(Debug, Clone, Copy)]

@@ -13,6 +13,8 @@ use serde_json::Value;
 use ureq::Agent;
 use ureq::http::{self, Request};
 
+const JSON: &str = "application/json";
+
 /// How long an instance may take to start, or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -30,6 +32,10 @@ pub(crate) struct Instance {
 pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) retry_after: Option<String>,
+    /// The list in `RateLimit-Policy`.
+    pub(crate) policy: Option<String>,
+    /// The list in `RateLimit`.
+    pub(crate) limit: Option<String>,
     pub(crate) content_type: String,
     pub(crate) text: String,
 }
@@ -75,6 +81,14 @@ impl Start {
     pub(crate) fn with(mut self, name: &str, value: &str) -> Self {
         self.command.env(name, value);
         self
+    }
+
+    /// Starts it, and returns the error that it ends with.
+    #[track_caller]
+    pub(crate) fn error(mut self) -> String {
+        let output = self.command.output().expect("the binary can be started");
+        assert!(!output.status.success(), "{output:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
     }
 
     /// Starts it, and waits until it says where it listens.
@@ -134,37 +148,64 @@ impl Instance {
         &self.pages
     }
 
+    #[track_caller]
     pub(crate) fn get(&self, target: &str) -> Response {
-        self.send("GET", target, None)
-    }
-
-    pub(crate) fn post(&self, target: &str) -> Response {
-        self.send("POST", target, None)
-    }
-
-    pub(crate) fn post_json(&self, target: &str, body: impl fmt::Display) -> Response {
-        self.send("POST", target, Some(body.to_string()))
+        self.send("GET", target, None, JSON, String::new())
     }
 
     #[track_caller]
-    fn send(&self, method: &str, target: &str, body: Option<String>) -> Response {
-        self.try_send(method, target, body)
-            .unwrap_or_else(|error| panic!("{method} {target}: {error}"))
+    pub(crate) fn post(&self, target: &str) -> Response {
+        self.send("POST", target, None, JSON, String::new())
     }
 
-    pub(crate) fn try_send(
+    #[track_caller]
+    pub(crate) fn post_json(&self, target: &str, body: impl fmt::Display) -> Response {
+        self.send("POST", target, None, JSON, body.to_string())
+    }
+
+    /// With an API key.
+    #[track_caller]
+    pub(crate) fn get_as(&self, api_key: &str, target: &str) -> Response {
+        self.send("GET", target, Some(api_key), JSON, String::new())
+    }
+
+    /// With an API key.
+    #[track_caller]
+    pub(crate) fn post_json_as(
+        &self,
+        api_key: &str,
+        target: &str,
+        body: impl fmt::Display,
+    ) -> Response {
+        self.send("POST", target, Some(api_key), JSON, body.to_string())
+    }
+
+    /// As a browser sends a form, and follows to the page that is shown then.
+    #[track_caller]
+    pub(crate) fn post_form(&self, target: &str, form: &str) -> Response {
+        let kind = "application/x-www-form-urlencoded";
+        self.send("POST", target, None, kind, form.to_owned())
+    }
+
+    #[track_caller]
+    fn send(
         &self,
         method: &str,
         target: &str,
-        body: Option<String>,
-    ) -> Result<Response, ureq::Error> {
-        let request = Request::builder()
+        api_key: Option<&str>,
+        content_type: &str,
+        body: String,
+    ) -> Response {
+        let mut request = Request::builder()
             .method(method)
             .uri(format!("http://{}{target}", self.address))
-            .header("content-type", "application/json")
-            .body(body.unwrap_or_default())
-            .expect("it is a request");
-        Response::read(self.agent.run(request)?)
+            .header("content-type", content_type);
+        if let Some(api_key) = api_key {
+            request = request.header("x-api-key", api_key);
+        }
+        let request = request.body(body).expect("it is a request");
+        let response = self.agent.run(request).and_then(Response::read);
+        response.unwrap_or_else(|error| panic!("{method} {target}: {error}"))
     }
 
     /// Sends a request whose response is not read, over a connection that ends when it is dropped.
@@ -216,12 +257,18 @@ impl Drop for Instance {
 impl Response {
     fn read(mut response: http::Response<ureq::Body>) -> Result<Self, ureq::Error> {
         let header = |name| {
-            let value = response.headers().get(name)?;
-            Some(value.to_str().expect("it is ASCII").to_owned())
+            let values = response.headers().get_all(name).iter();
+            let values: Vec<_> = values
+                .map(|value| value.to_str().expect("it is ASCII"))
+                .collect();
+            // Several fields of a name are one list.
+            (!values.is_empty()).then(|| values.join(", "))
         };
         Ok(Self {
             status: response.status().as_u16(),
             retry_after: header("retry-after"),
+            policy: header("ratelimit-policy"),
+            limit: header("ratelimit"),
             content_type: header("content-type").unwrap_or_default(),
             text: response.body_mut().read_to_string()?,
         })

@@ -7,6 +7,7 @@
 mod admin;
 mod endings;
 mod instance;
+mod limits;
 mod observer;
 mod requests;
 mod root;
@@ -14,6 +15,7 @@ mod scene;
 
 pub use admin::*;
 pub use endings::*;
+pub use limits::*;
 pub use requests::*;
 pub use root::*;
 
@@ -37,6 +39,14 @@ macro_rules! tests {
             a_call_that_takes_too_long_is_seen_to_time_out,
             the_status_tells_that_the_database_is_away_and_finds_it_again,
             a_killed_instance_frees_its_lock_at_once_and_its_slots_by_their_time_out,
+            a_client_is_limited_after_its_burst_and_another_is_not,
+            a_client_without_a_key_is_known_by_its_address,
+            the_quota_and_the_choice_for_an_outage_are_settings,
+            a_limited_request_passes_or_is_refused_while_the_database_is_away,
+            a_full_semaphore_is_told_beside_the_rate_limit,
+            what_is_left_for_a_client_is_told_and_nothing_is_spent,
+            the_page_shows_who_is_near_to_the_limit_and_sets_quotas,
+            a_quota_that_makes_no_sense_is_refused,
             a_panic_leaves_the_pool_whole,
             a_client_that_hangs_up_leaves_nothing_held,
             a_request_that_times_out_leaves_nothing_held,

@@ -3,11 +3,12 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use diesel::data_types::PgInterval;
 use diesel::dsl::{count_star, not};
 use diesel::prelude::*;
 use diesel::sql_types::BigInt;
 use diesel_interlock::functions::clock_timestamp;
-use diesel_interlock::schema::resource_control::service_request;
+use diesel_interlock::schema::resource_control::{rate_limit_override, service_request};
 use diesel_interlock::{AdvisoryLock, monitor};
 use workbench::Database;
 
@@ -89,6 +90,21 @@ impl Observer {
             .select(count_star())
             .get_result(&mut self.0)
             .expect("there is the table")
+    }
+
+    /// Gives every client this many requests per day, all of them at once.
+    pub(crate) fn limit_each_client(&mut self, n: i64) {
+        use rate_limit_override::{burst, name, period, table};
+        let day = PgInterval::from_microseconds(86_400_000_000);
+        diesel::insert_into(table)
+            .values((
+                name.eq("api"),
+                rate_limit_override::n.eq(n),
+                period.eq(day),
+                burst.eq(n),
+            ))
+            .execute(&mut self.0)
+            .expect("there is the table");
     }
 
     /// How many other sessions are in a transaction that waits for its application.

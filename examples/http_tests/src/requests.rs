@@ -242,7 +242,9 @@ pub fn two_hundred_calls_over_two_instances_never_exceed_four(binary: &str) {
             .start(),
     ];
     let responses = at_once(200, |number| {
-        instances[number % 2].get(&format!("/geocode?q=Main%20Street%20{number}"))
+        // Two hundred at once for one key may wait too long for each other.
+        let client = format!("client-{number}");
+        instances[number % 2].get_as(&client, &format!("/geocode?q=Main%20Street%20{number}"))
     });
     let (good, refused) = (count(&responses, 200), count(&responses, 503));
     assert_eq!(good + refused, 200, "{responses:#?}");

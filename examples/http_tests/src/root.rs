@@ -38,6 +38,8 @@ pub fn the_root_is_a_page_that_asks_for_everything_and_needs_nothing_else(binary
         "/status",
         "/burst",
         "/admin/locks",
+        "/limit",
+        "/admin/limits",
     ] {
         assert!(page.contains(&format!("\"{route}")), "{route}:\n{page}");
     }

@@ -102,15 +102,18 @@ pub(crate) fn decide(
     check: Result<Check, Error>,
     when_away: WhenAway,
 ) -> Result<Option<Spent>, AppError> {
-    match (check, when_away) {
-        (Ok(Check::Allowed(spent)), _) => Ok(Some(spent)),
-        (Ok(Check::Limited(limited)), _) => Err(AppError::Limited(limited)),
-        (Err(error), WhenAway::Pass) if is_away(&error) => {
-            tracing::warn!(error = &error as &dyn std::error::Error, "not limited");
-            Ok(None)
+    match check {
+        Ok(Check::Allowed(spent)) => Ok(Some(spent)),
+        Ok(Check::Limited(limited)) => Err(AppError::Limited(limited)),
+        Err(error) if is_away(&error) => {
+            let cause = &error as &dyn std::error::Error;
+            tracing::warn!(error = cause, ?when_away, "a limit could not be checked");
+            match when_away {
+                WhenAway::Pass => Ok(None),
+                WhenAway::Refuse => Err(AppError::NotChecked(error)),
+            }
         }
-        (Err(error), WhenAway::Refuse) if is_away(&error) => Err(AppError::NotChecked(error)),
-        (Err(error), _) => Err(error.into()),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -15,6 +15,7 @@ pub use crate::advisory::asynchronous::{
 pub use crate::fence::asynchronous::Fence;
 pub use crate::pool::asynchronous::{GuardConnection, Pool};
 pub use crate::rate_limit::asynchronous::RateLimit;
+pub use crate::rate_limit::local::asynchronous::LocalRateLimit;
 pub use crate::semaphore::asynchronous::{Permit, Semaphore};
 pub use crate::sessions::asynchronous::probe_sessions;
 pub use crate::throttle::asynchronous::Throttle;

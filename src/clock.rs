@@ -47,8 +47,14 @@ impl Moment {
 
     /// The time since then, by the clock that shows more.
     pub(crate) fn elapsed(self) -> Duration {
-        let by_wall = wall().duration_since(self.wall).unwrap_or_default();
-        self.monotonic.elapsed().max(by_wall)
+        Self::now().since(self)
+    }
+
+    /// The time from an earlier moment to this one, by the clock that shows more.
+    pub(crate) fn since(self, earlier: Self) -> Duration {
+        let by_wall = self.wall.duration_since(earlier.wall).unwrap_or_default();
+        let by_monotonic = self.monotonic.saturating_duration_since(earlier.monotonic);
+        by_monotonic.max(by_wall)
     }
 
     /// The moment on the monotonic clock.

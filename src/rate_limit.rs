@@ -6,8 +6,9 @@ pub(crate) mod asynchronous;
 mod blocking;
 mod check;
 mod headers;
-#[cfg(feature = "r2d2")]
-mod local;
+mod kept;
+#[cfg(any(feature = "r2d2", feature = "async"))]
+pub(crate) mod local;
 mod operations;
 mod quota;
 mod rules;
@@ -23,8 +24,8 @@ pub use self::check::{
     Check, CheckAll, Limited, LimitedReason, Reservation, Reserve, Spent, State,
 };
 #[cfg(feature = "r2d2")]
-pub use self::local::LocalRateLimit;
-#[cfg(all(feature = "testing", feature = "postgres"))]
+pub use self::local::blocking::LocalRateLimit;
+#[cfg(all(feature = "testing", any(feature = "postgres", feature = "async")))]
 pub(crate) use self::operations::use_up;
 pub use self::quota::Quota;
 pub(crate) use self::rules::quota_of;
@@ -113,6 +114,12 @@ pub struct RateLimit {
     cost: u32,
     durable: bool,
     partition_key: Option<Arc<[u8]>>,
+}
+
+impl AsRef<RateLimit> for RateLimit {
+    fn as_ref(&self) -> &Self {
+        self
+    }
 }
 
 impl RateLimit {

@@ -28,6 +28,6 @@
 
 pub use crate::testing::asynchronous::{
     assert_none_in_flight, assert_not_held, assert_nothing_held, expire, held_locks, make_due,
-    requests_in_flight,
+    requests_in_flight, use_up,
 };
 pub use crate::testing::{KEY_PREFIX_VARIABLE, KeyPrefix, prefixed};

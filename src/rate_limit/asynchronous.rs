@@ -30,6 +30,12 @@ impl From<crate::RateLimit> for RateLimit {
     }
 }
 
+impl AsRef<crate::RateLimit> for RateLimit {
+    fn as_ref(&self) -> &crate::RateLimit {
+        &self.0
+    }
+}
+
 impl RateLimit {
     /// Makes a rate limit. As [`RateLimit::named`](crate::RateLimit::named).
     pub const fn named(name: &'static str, quota: Quota) -> Self {

@@ -1,12 +1,12 @@
 //! The outcomes of a check.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
 use super::headers::Told;
+use super::kept::Kept;
 use super::{Quota, RateLimit};
 use crate::events::Outcome;
 use crate::headers::Headers;
@@ -84,8 +84,8 @@ pub struct Spent {
     /// The quota in force: that of an override if there is one, else that of the program.
     pub quota: Quota,
     pub(super) limit: Arc<RateLimit>,
-    /// How many units were not given back yet. Shared by the clones, because a unit can be given back only once.
-    pub(super) kept: Arc<AtomicU32>,
+    /// How many units were not given back yet.
+    pub(super) kept: Kept,
     /// How long after `at` the units may be used.
     pub(super) wait_us: i64,
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
-#[cfg(all(feature = "testing", feature = "postgres"))]
+#[cfg(all(feature = "testing", any(feature = "postgres", feature = "async")))]
 use super::LimitedReason;
 use super::rules::{self, Reply};
 use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow};
@@ -144,7 +144,7 @@ pub(super) async fn prune<S: Session>(session: &mut S) -> Result<u64> {
 }
 
 /// Spends all units that are left, in one round trip.
-#[cfg(all(feature = "testing", feature = "postgres"))]
+#[cfg(all(feature = "testing", any(feature = "postgres", feature = "async")))]
 pub(crate) async fn use_up<S: Session>(session: &mut S, limit: &RateLimit) -> Result<()> {
     let all = limit.cost(u32::MAX);
     let reply = spend(session, &all, Duration::ZERO, Some(1)).await?;

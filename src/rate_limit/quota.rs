@@ -83,7 +83,7 @@ impl Quota {
     }
 
     /// Returns how many microseconds it takes to refill so many units, rounded down.
-    #[cfg(feature = "r2d2")]
+    #[cfg(any(feature = "r2d2", feature = "async"))]
     pub(super) fn floor_of(self, units: u32) -> u128 {
         u128::from(units) * self.period_us() / u128::from(self.n.max(1))
     }

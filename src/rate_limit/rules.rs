@@ -1,12 +1,12 @@
 //! What is checked before a call is sent, and what its row means.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::data_types::{PgInterval, PgTimestamp};
 
+use super::kept::Kept;
 use super::sql::{AllSpentRow, Calls, SpentRow, StateRow};
 use super::{
     Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, Reservation, Reserve, Spent, State,
@@ -167,7 +167,7 @@ pub(super) struct Units<'a> {
 impl Spent {
     /// Returns how many units were not given back yet.
     pub(super) fn kept(&self) -> u32 {
-        self.kept.load(Ordering::Relaxed)
+        self.kept.units()
     }
 
     /// Checks that so many units may be given back, and counts them as given back.
@@ -178,12 +178,7 @@ impl Spent {
     ) -> Result<Units<'a>> {
         let key = self.limit.checked_key()?;
         let name = self.limit.checked_name(name)?;
-        let taken = self
-            .kept
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |kept| {
-                kept.checked_sub(units).filter(|_| units > 0)
-            });
-        if let Err(kept) = taken {
+        if let Err(kept) = self.kept.take_back(units) {
             return Err(self.limit.bad_units(units, kept).into());
         }
         Ok(Units {
@@ -248,7 +243,7 @@ impl Reply {
             full_in: microseconds(debt),
             quota,
             limit: Arc::new(limit.clone()),
-            kept: Arc::new(AtomicU32::new(self.units)),
+            kept: Kept::all(self.units),
             wait_us,
         };
         Some((spent, Duration::from_micros(wait_us.unsigned_abs())))
@@ -324,7 +319,7 @@ pub(super) fn check_all(row: AllSpentRow, limits: &[&RateLimit]) -> CheckAll {
         full_in: elapsed(full_ins[place]),
         quota: quota_at(place),
         limit: Arc::new((*limit).clone()),
-        kept: Arc::new(AtomicU32::new(limit.cost)),
+        kept: Kept::all(limit.cost),
         wait_us: 0,
     };
     CheckAll::Allowed(limits.iter().enumerate().map(spent).collect())

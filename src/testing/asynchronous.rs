@@ -13,6 +13,7 @@ use super::polling::{NoneLeft, PAUSE};
 use crate::advisory::AdvisoryLock;
 use crate::error::Result;
 use crate::monitor::{self, Holder, ServiceRequest};
+use crate::rate_limit::{self, RateLimit};
 use crate::semaphore::Semaphore;
 use crate::session::{Asynchronous, Session};
 use crate::throttle::{Throttle, ThrottledResource};
@@ -40,6 +41,18 @@ pub async fn expire(
     semaphore: &(impl AsRef<Semaphore> + Sync),
 ) -> Result<usize> {
     send_expire(&mut Asynchronous::lent(conn), semaphore.as_ref()).await
+}
+
+/// Spends all units of a key that are left. The next check of it is limited. As `use_up` of the blocking half.
+///
+/// # Errors
+///
+/// As in the blocking half.
+pub async fn use_up(
+    conn: &mut AsyncPgConnection,
+    limit: &(impl AsRef<RateLimit> + Sync),
+) -> Result<()> {
+    rate_limit::use_up(&mut Asynchronous::lent(conn), limit.as_ref()).await
 }
 
 /// Lists the advisory locks that are held in this database, by any session. As `held_locks` of the blocking half.

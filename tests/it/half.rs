@@ -143,3 +143,19 @@ pub(crate) fn roll_back(conn: &mut PgConnection) {
 pub(crate) fn is_broken(conn: &mut PgConnection) -> bool {
     R2D2Connection::is_broken(conn)
 }
+
+pub(crate) fn give_back(pool: &PgPool, spent: &Spent, units: u32) -> Result<u32> {
+    spent.give_back(pool, units)
+}
+
+pub(crate) fn give_back_on(conn: &mut PgConnection, spent: &Spent, units: u32) -> Result<u32> {
+    spent.give_back_on(conn, units)
+}
+
+pub(crate) fn cancel(pool: &PgPool, reservation: Reservation) -> Result<u32> {
+    reservation.cancel(pool)
+}
+
+pub(crate) fn cancel_on(conn: &mut PgConnection, reservation: Reservation) -> Result<u32> {
+    reservation.cancel_on(conn)
+}

@@ -4,30 +4,27 @@ mod contention;
 mod give_back;
 mod headers;
 mod input;
-#[cfg(feature = "r2d2")]
 mod local;
-mod monitored;
-mod overrides;
+pub(crate) mod overrides;
 mod promise;
 mod settings;
 mod transactions;
 
 use std::time::Duration;
 
-use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::{
-    Check, Limited, LimitedReason, Quota, RateLimit, Reserve, Spent, migrations,
+use crate::half::prelude::*;
+use crate::half::{
+    Check, CheckAll, Database, Limited, LimitedReason, Quota, RateLimit, Reserve, RoundTrips,
+    Spent, give_back, migrations, silent_pool,
 };
-use workbench::{Database, RoundTrips};
+use diesel::connection::SimpleConnection;
 
-use crate::half::silent_pool;
 use crate::support::{number, setting, truth};
 
 /// Nothing of it comes back while a test runs.
-const SLOW: Quota = Quota::per_day(24).burst(5);
-const API: RateLimit = RateLimit::named("api", SLOW);
-const HOUR: Duration = Duration::from_secs(3600);
+pub(crate) const SLOW: Quota = Quota::per_day(24).burst(5);
+pub(crate) const API: RateLimit = RateLimit::named("api", SLOW);
+pub(crate) const HOUR: Duration = Duration::from_secs(3600);
 
 /// A database with the schema.
 pub(crate) fn database() -> Database {
@@ -64,7 +61,7 @@ pub(crate) fn age(conn: &mut PgConnection, interval: &str) {
 
 /// The difference is less than a minute, which a slow machine may need.
 #[track_caller]
-fn assert_about(time: Duration, expected: Duration) {
+pub(crate) fn assert_about(time: Duration, expected: Duration) {
     assert!(
         time <= expected && expected - time < Duration::from_secs(60),
         "{time:?}, not {expected:?}"
@@ -271,12 +268,11 @@ fn twenty_callers_at_once_are_served_at_the_rate_and_the_others_refused() {
 #[test]
 fn a_wait_that_would_be_too_long_is_refused_at_once_and_spends_nothing() {
     let database = database();
-    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let pool = database.pool(1);
     let _ = allowed(API.cost(5).check(&pool).unwrap());
     for timeout in [Duration::ZERO, Duration::from_secs(30)] {
         let denied = limited(API.acquire_timeout(&pool, timeout).unwrap());
         assert_about(denied.retry_after.unwrap(), HOUR);
-        limited(API.acquire_timeout_on(conn, timeout).unwrap());
     }
     assert_about(API.peek(&pool).unwrap().full_in, 5 * HOUR);
     let spent = allowed(API.key(1).acquire_timeout(&pool, Duration::MAX).unwrap());
@@ -356,7 +352,7 @@ fn all_or_none_of_several_limits() {
 
     // The tenant's limit is spent, so nothing of the other is.
     match both(&tenant(1).cost(5)) {
-        diesel_interlock::CheckAll::Limited { by: 0, limited } => {
+        CheckAll::Limited { by: 0, limited } => {
             assert_about(limited.retry_after.unwrap(), 3 * HOUR);
             assert_eq!((limited.remaining, limited.quota), (2, SLOW));
         }
@@ -367,7 +363,7 @@ fn all_or_none_of_several_limits() {
     // The longest wait counts.
     let _ = allowed(global.cost(7).check(&pool).unwrap());
     match RateLimit::check_all_on(conn, &[&tenant(1).cost(3), &global.cost(5)]).unwrap() {
-        diesel_interlock::CheckAll::Limited { by: 1, limited } => {
+        CheckAll::Limited { by: 1, limited } => {
             assert_about(limited.retry_after.unwrap(), 5 * HOUR);
         }
         other => panic!("{other:?}"),
@@ -404,7 +400,7 @@ fn each_operation_is_one_round_trip() {
             }),
             proxy.count(|| assert!(limit.cost(4).check(&pool).unwrap().is_limited())),
             proxy.count(|| assert_eq!(limit.peek(&pool).unwrap().remaining, 1)),
-            proxy.count(|| assert_eq!(spent.take().unwrap().give_back(&pool, 1).unwrap(), 1)),
+            proxy.count(|| assert_eq!(give_back(&pool, &spent.take().unwrap(), 1).unwrap(), 1)),
             proxy.count(|| assert_eq!(limit.reset_all(&pool).unwrap(), 2)),
             proxy.count(|| assert_eq!(RateLimit::prune(&pool).unwrap(), 0)),
         ]

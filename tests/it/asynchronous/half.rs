@@ -13,6 +13,7 @@ mod locks;
 pub(crate) mod migrations;
 pub(crate) mod monitor;
 mod pool;
+mod rate_limits;
 mod semaphores;
 mod sessions;
 #[cfg(feature = "testing")]
@@ -35,6 +36,9 @@ pub(crate) use self::locks::{AdvisoryLock, AdvisoryLockGuard, BorrowedGuard, Poo
 pub(crate) use self::pool::{
     PgPool, PooledPgConnection, idle_connections, instrumented_pool, pool_in_test_transactions,
     pool_that_runs, pool_with_patience, silent_pool, unchecked_pool, unchecked_pool_and_timeouts,
+};
+pub(crate) use self::rate_limits::{
+    LocalRateLimit, RateLimit, cancel, cancel_on, give_back, give_back_on,
 };
 pub(crate) use self::semaphores::{Permit, Semaphore};
 pub(crate) use self::sessions::probe_sessions;

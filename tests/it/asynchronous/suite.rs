@@ -4,8 +4,8 @@
 //! The others belong to `main.rs` alone:
 //!
 //! - They test what has one form: keys of other languages (`other_languages`), the documents (`documents`, `architecture`,
-//!   `primitives`), queries (`functions`, `joins`, `monitor`, `monitored_tables`), installation (`adoption`, `installation`,
-//!   `migrations`, `releases`, `roles`, `uninstallation`), processes (`processes`).
+//!   `primitives`), queries (`functions`, `joins`, `monitor`, `monitored_rate_limits`, `monitored_tables`), installation
+//!   (`adoption`, `installation`, `migrations`, `releases`, `roles`, `uninstallation`), processes (`processes`).
 //! - They test libpq, Diesel's names of prepared statements or r2d2: `copies`, `copied_files`, `prepared_names`,
 //!   `handlers_under_test`.
 //! - They count what a client sends: tokio-postgres prepares in a round trip of its own, and a drop has sent nothing when it
@@ -23,6 +23,7 @@ macro_rules! suite {
         mod nested_guards;
         mod permits;
         mod pooled_connections;
+        mod rate_limits;
         mod semaphore_claims;
         mod semaphore_contention;
         mod semaphore_faults;

@@ -3,10 +3,11 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use crate::half::prelude::*;
+use crate::half::{
+    CheckAll, Cluster, Error, LimitedReason, Quota, RateLimit, StopMode, give_back_on, migrations,
+};
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::{CheckAll, Error, LimitedReason, Quota, RateLimit};
-use workbench::{Cluster, StopMode};
 
 use super::{API, HOUR, age, allowed, database, limited};
 use crate::support::{Observer, number};
@@ -146,7 +147,7 @@ fn a_clock_that_was_set_back_takes_no_time_and_gives_none() {
     // What was spent at a time that the clock has not reached again cannot be given back.
     let mut spent = allowed(API.cost(5).check_on(conn).unwrap());
     spent.at += HOUR;
-    assert_eq!(spent.give_back_on(conn, 5).unwrap(), 0);
+    assert_eq!(give_back_on(conn, &spent, 5).unwrap(), 0);
 }
 
 #[test]
@@ -181,7 +182,7 @@ fn a_crash_of_the_server_loses_the_last_moments_and_nothing_that_is_durable() {
         .setting("wal_writer_delay", "10s")
         .start();
     let connect = || PgConnection::establish(&cluster.url("postgres")).unwrap();
-    diesel_interlock::migrations::install(&mut connect()).unwrap();
+    migrations::install(&mut connect()).unwrap();
     let durable = API.key("durable").durable();
     let conn = &mut connect();
     let _ = allowed(API.cost(5).check_on(conn).unwrap());
@@ -200,7 +201,7 @@ fn a_standby_refuses_checks_and_can_be_looked_at() {
     let primary = Cluster::start();
     let database = primary.database();
     let conn = &mut database.connect();
-    diesel_interlock::migrations::install(conn).unwrap();
+    migrations::install(conn).unwrap();
     let _ = allowed(API.cost(2).check_on(conn).unwrap());
     let standby = primary.standby();
     let conn = &mut PgConnection::establish(&standby.url(database.name())).unwrap();

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use diesel::pg::PgConnection;
-use diesel_interlock::error::Input;
-use diesel_interlock::{Error, Quota, RateLimit, Reserve};
+use crate::half::error::Input;
+use crate::half::prelude::*;
+use crate::half::{Error, Quota, RateLimit, Reserve, cancel, cancel_on, give_back, give_back_on};
 
 use super::{API, HOUR, age, allowed, assert_about, database, limited};
 
@@ -14,7 +14,7 @@ fn units_are_given_back_less_the_time_that_has_passed() {
     let pool = database.pool(1);
     let conn = &mut database.connect();
     let spent = allowed(API.cost(5).check(&pool).unwrap());
-    assert_eq!(spent.give_back(&pool, 3).unwrap(), 3);
+    assert_eq!(give_back(&pool, &spent, 3).unwrap(), 3);
     assert_eq!(allowed(API.cost(2).check(&pool).unwrap()).remaining, 1);
 
     // After an hour one unit has come back by itself.
@@ -22,12 +22,12 @@ fn units_are_given_back_less_the_time_that_has_passed() {
     let mut spent = allowed(API.cost(5).check(&pool).unwrap());
     age(conn, "1 hour");
     spent.at -= HOUR;
-    assert_eq!(spent.give_back_on(conn, 2).unwrap(), 1);
+    assert_eq!(give_back_on(conn, &spent, 2).unwrap(), 1);
     // Of two units one had come back already, so one was given back.
     assert_eq!(API.peek(&pool).unwrap().remaining, 2);
     age(conn, "1 hour");
     spent.at -= HOUR;
-    assert_eq!(spent.give_back_on(conn, 2).unwrap(), 0);
+    assert_eq!(give_back_on(conn, &spent, 2).unwrap(), 0);
 }
 
 #[test]
@@ -40,14 +40,14 @@ fn what_was_refilled_or_reset_or_pruned_meanwhile_is_not_given_back() {
     age(conn, "5 hours");
     spent.at -= 5 * HOUR;
     let _ = allowed(API.cost(5).check(&pool).unwrap());
-    assert_eq!(spent.give_back(&pool, 5).unwrap(), 0);
+    assert_eq!(give_back(&pool, &spent, 5).unwrap(), 0);
     limited(API.check(&pool).unwrap());
 
     let spent = allowed(API.key(1).cost(5).check(&pool).unwrap());
     assert!(API.key(1).reset(&pool).unwrap());
-    assert_eq!(spent.give_back(&pool, 1).unwrap(), 0);
+    assert_eq!(give_back(&pool, &spent, 1).unwrap(), 0);
     let _ = allowed(API.key(1).cost(5).check(&pool).unwrap());
-    assert_eq!(spent.give_back(&pool, 4).unwrap(), 0);
+    assert_eq!(give_back(&pool, &spent, 4).unwrap(), 0);
     limited(API.key(1).check(&pool).unwrap());
 }
 
@@ -57,9 +57,9 @@ fn a_unit_is_given_back_once() {
     let pool = database.pool(1);
     let spent = allowed(API.cost(3).check(&pool).unwrap());
     let clone = spent.clone();
-    assert_eq!(spent.give_back(&pool, 2).unwrap(), 2);
+    assert_eq!(give_back(&pool, &spent, 2).unwrap(), 2);
     for (spent, units) in [(&spent, 2), (&clone, 2), (&clone, 0), (&spent, u32::MAX)] {
-        match spent.give_back(&pool, units) {
+        match give_back(&pool, spent, units) {
             Err(Error::Input(Input::BadUnits {
                 units: told,
                 most: 1,
@@ -70,7 +70,7 @@ fn a_unit_is_given_back_once() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(clone.give_back(&pool, 1).unwrap(), 1);
+    assert_eq!(give_back(&pool, &clone, 1).unwrap(), 1);
     // The milliseconds between are missing.
     assert!(API.peek(&pool).unwrap().full_in < Duration::from_secs(60));
 }
@@ -85,8 +85,8 @@ fn a_reservation_is_cancelled_in_full_until_its_moment() {
     let Reserve::Reserved(reservation) = reserve() else {
         panic!();
     };
-    assert_eq!(reservation.clone().cancel(&pool).unwrap(), 2);
-    assert_eq!(reservation.cancel(&pool).unwrap(), 0);
+    assert_eq!(cancel(&pool, reservation.clone()).unwrap(), 2);
+    assert_eq!(cancel(&pool, reservation).unwrap(), 0);
 
     let Reserve::Reserved(mut reservation) = reserve() else {
         panic!();
@@ -94,10 +94,10 @@ fn a_reservation_is_cancelled_in_full_until_its_moment() {
     // An hour before its moment it is worth two units, an hour after it one.
     age(conn, "1 hour");
     reservation.spent.at -= HOUR;
-    assert_eq!(reservation.spent.give_back(&pool, 1).unwrap(), 1);
+    assert_eq!(give_back(&pool, &reservation.spent, 1).unwrap(), 1);
     age(conn, "90 minutes");
     reservation.spent.at -= Duration::from_secs(90 * 60);
-    assert_eq!(reservation.cancel_on(conn).unwrap(), 1);
+    assert_eq!(cancel(&pool, reservation).unwrap(), 1);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn give_backs_on_a_hot_key_reach_the_generation_that_counts() {
     let hot = RateLimit::named("hot", Quota::per_day(1000));
     for _ in 0..450 {
         let spent = allowed(hot.check_on(conn).unwrap());
-        assert_eq!(spent.give_back_on(conn, 1).unwrap(), 1);
+        assert_eq!(give_back_on(conn, &spent, 1).unwrap(), 1);
     }
     assert!(hot.peek_on(conn).unwrap().remaining >= 990);
 }
@@ -131,7 +131,7 @@ fn units_behind_which_others_have_reserved_are_not_allowed_twice_at_one_moment()
         let mut calls: Vec<_> = (0..3)
             .map(|place| reserve(conn, &key, 2, 2 * place))
             .collect();
-        let given = calls.remove(which).cancel_on(conn).unwrap();
+        let given = cancel_on(conn, calls.remove(which)).unwrap();
         assert_eq!(given, units, "{which}");
         let _ = reserve(conn, &key, 2, hours);
     }
@@ -140,14 +140,15 @@ fn units_behind_which_others_have_reserved_are_not_allowed_twice_at_one_moment()
     let _ = reserve(conn, "part", 2, 0);
     let first = reserve(conn, "part", 2, 2);
     let _ = reserve(conn, "part", 1, 3);
-    assert_eq!(first.cancel_on(conn).unwrap(), 1);
+    assert_eq!(cancel_on(conn, first).unwrap(), 1);
     let _ = reserve(conn, "part", 1, 3);
 
     // The row of a busy key is replaced, and the next one knows the moment as well.
     let first = reserve(conn, "busy", 2, 0);
     let _ = reserve(conn, "busy", 2, 2);
     for _ in 0..200 {
-        assert_eq!(reserve(conn, "busy", 1, 3).cancel_on(conn).unwrap(), 1);
+        let last = reserve(conn, "busy", 1, 3);
+        assert_eq!(cancel_on(conn, last).unwrap(), 1);
     }
-    assert_eq!(first.cancel_on(conn).unwrap(), 0);
+    assert_eq!(cancel_on(conn, first).unwrap(), 0);
 }

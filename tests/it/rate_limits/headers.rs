@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use diesel_interlock::{Check, Headers, Quota, RateLimit};
+use crate::half::{Check, Database, Headers, Quota, RateLimit};
 use proptest::prelude::*;
 use sfv::{BareItem, Item, List, ListEntry, Parser};
 
@@ -129,7 +129,7 @@ proptest! {
         key in prop::collection::vec(any::<u8>(), 0..9),
     ) {
         thread_local! {
-            static DATABASE: workbench::Database = database();
+            static DATABASE: Database = database();
         }
         DATABASE.with(|database| {
             let conn = &mut database.connect();

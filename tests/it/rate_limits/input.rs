@@ -3,11 +3,10 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::half::error::{Input, Schema};
+use crate::half::{Database, Error, Quota, RateLimit};
 use diesel::connection::SimpleConnection;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
-use diesel_interlock::error::{Input, Schema};
-use diesel_interlock::{Error, Quota, RateLimit};
-use workbench::Database;
 
 use super::{API, HOUR, SLOW, allowed, database};
 

@@ -3,12 +3,13 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use diesel_interlock::error::Input;
-use diesel_interlock::{Error, LimitedReason, LocalRateLimit, Quota, RateLimit};
-use workbench::{Database, RoundTrips};
+use crate::half::error::Input;
+use crate::half::{
+    Database, Error, LimitedReason, LocalRateLimit, Quota, RateLimit, RoundTrips, migrations,
+    silent_pool,
+};
 
 use super::{API, HOUR, allowed, assert_about, database, limited};
-use crate::half::silent_pool;
 
 const WIDE: RateLimit = RateLimit::named("wide", Quota::per_day(24).burst(100));
 
@@ -120,7 +121,7 @@ fn a_bad_chunk_a_bad_cost_and_a_bad_key_are_errors() {
     ));
     // An error is not remembered.
     assert!(matches!(local.check("7", 1), Err(Error::Schema(_))));
-    diesel_interlock::migrations::install(&mut database.connect()).unwrap();
+    migrations::install(&mut database.connect()).unwrap();
     let _ = allowed(local.check("7", 1).unwrap());
 }
 

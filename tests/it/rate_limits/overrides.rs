@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
+use crate::half::error::Input;
+use crate::half::prelude::*;
+use crate::half::{CheckAll, Error, LimitedReason, Quota, RateLimit};
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::error::Input;
-use diesel_interlock::{CheckAll, Error, LimitedReason, Quota, RateLimit};
 
 use super::{API, HOUR, SLOW, allowed, assert_about, database, limited};
 
-pub(super) fn set(conn: &mut PgConnection, name: &str, key: Option<&str>, quota: &str) {
+pub(crate) fn set(conn: &mut PgConnection, name: &str, key: Option<&str>, quota: &str) {
     let key = key.map_or("NULL".to_owned(), |key| format!("'{key}'"));
     conn.batch_execute(&format!(
         "INSERT INTO resource_control.rate_limit_override AS o (name, key, n, period, burst) \

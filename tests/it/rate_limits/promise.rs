@@ -4,12 +4,11 @@ use std::collections::HashMap;
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::half::prelude::*;
+use crate::half::{Database, Quota, RateLimit, Reserve, cancel_on, give_back_on};
 use chrono::{DateTime, Utc};
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Text, Timestamptz};
-use diesel_interlock::{Quota, RateLimit, Reserve};
-use workbench::Database;
 
 use super::database;
 
@@ -231,7 +230,7 @@ fn units_that_were_given_back_are_not_given_twice() {
         };
         if round % 2 == 0 {
             std::thread::sleep(Duration::from_millis(u64::from(round % 50)));
-            spent.give_back_on(conn, cost).unwrap();
+            give_back_on(conn, &spent, cost).unwrap();
             return Vec::new();
         }
         vec![("hot".into(), spent.at, cost.into())]
@@ -242,7 +241,7 @@ fn units_that_were_given_back_are_not_given_twice() {
             .reserve_on(conn, Duration::from_millis(20))
             .unwrap()
         {
-            assert!(reservation.cancel_on(conn).unwrap() <= 3);
+            assert!(cancel_on(conn, reservation).unwrap() <= 3);
         }
         Vec::new()
     };
@@ -314,7 +313,7 @@ fn a_reset_adds_no_more_than_a_burst() {
             return Vec::new();
         };
         // Gives back what may have been spent before a reset.
-        if round % 5 == 0 && spent.give_back_on(conn, 1).unwrap() > 0 {
+        if round % 5 == 0 && give_back_on(conn, &spent, 1).unwrap() > 0 {
             return Vec::new();
         }
         vec![("hot".into(), spent.at, 1)]

@@ -1,9 +1,9 @@
 //! Open transactions around a call.
 
+use crate::half::error::Misplaced;
+use crate::half::prelude::*;
+use crate::half::{Error, RateLimit, give_back_on};
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
-use diesel_interlock::error::Misplaced;
-use diesel_interlock::{Error, RateLimit};
 
 use super::{API, HOUR, allowed, database, limited};
 
@@ -19,18 +19,17 @@ fn an_open_transaction_is_refused_before_anything_is_sent() {
     conn.transaction(|conn| {
         assert!(is_misplaced(API.check_on(conn)));
         assert!(is_misplaced(API.reserve_on(conn, HOUR)));
-        assert!(is_misplaced(API.acquire_timeout_on(conn, HOUR)));
         assert!(is_misplaced(API.reset_on(conn)));
         assert!(is_misplaced(API.reset_all_on(conn)));
         assert!(is_misplaced(RateLimit::check_all_on(conn, &[&API])));
         assert!(is_misplaced(RateLimit::prune_on(conn)));
-        assert!(is_misplaced(spent.give_back_on(conn, 1)));
+        assert!(is_misplaced(give_back_on(conn, &spent, 1)));
         assert_eq!(API.key(7).peek_on(conn).unwrap().remaining, 3);
         QueryResult::Ok(())
     })
     .unwrap();
     // What was refused was not counted as given back.
-    assert_eq!(spent.give_back_on(conn, 2).unwrap(), 2);
+    assert_eq!(give_back_on(conn, &spent, 2).unwrap(), 2);
     assert_eq!(API.peek_on(conn).unwrap().remaining, 5);
 }
 
@@ -41,7 +40,7 @@ fn a_test_transaction_counts_as_none() {
     conn.begin_test_transaction().unwrap();
     let spent = allowed(API.cost(5).check_on(conn).unwrap());
     limited(API.check_on(conn).unwrap());
-    assert_eq!(spent.give_back_on(conn, 1).unwrap(), 1);
+    assert_eq!(give_back_on(conn, &spent, 1).unwrap(), 1);
     let both = RateLimit::check_all_on(conn, &[&API, &API.key(7)]).unwrap();
     assert!(both.is_allowed());
     assert!(API.reset_on(conn).unwrap());

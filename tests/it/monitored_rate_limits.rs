@@ -15,8 +15,8 @@ use diesel_interlock::schema::resource_control::rate_limit_override;
 use diesel_interlock::{Error, Quota, RateLimit, migrations};
 use workbench::{Cluster, Database};
 
-use super::overrides::set;
-use super::{API, HOUR, SLOW, age, allowed, assert_about, database};
+use crate::rate_limits::overrides::set;
+use crate::rate_limits::{API, HOUR, SLOW, age, allowed, assert_about, database};
 use crate::roles::{NOTHING_FOR_ALL, Role, server};
 use crate::support::{eventually, number, truth};
 
@@ -305,7 +305,7 @@ fn a_test_sees_the_keys_of_its_own_prefix() {
     assert_eq!(near(conn, 10).len(), 6);
 }
 
-const PAGE: &str = include_str!("../../../docs/production.md");
+const PAGE: &str = include_str!("../../docs/production.md");
 
 /// The SQL below a heading of the page.
 fn sql_below(heading: &str) -> Vec<&'static str> {

@@ -1,0 +1,264 @@
+//! What a process knows of the keys of a limit: units that it has taken, and calls that were limited. No connection.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::super::kept::Kept;
+use super::super::rules::Reply;
+use super::super::{Check, Limited, LimitedReason, Quota, RateLimit, Spent};
+use super::taking::Announced;
+use crate::clock::Moment;
+
+/// How many keys are remembered.
+const MOST_KEYS: usize = 10_000;
+
+/// How long a limited call is remembered at most, so that resets, units that are given back and raised overrides take effect.
+const MEMORY: Duration = Duration::from_secs(1);
+
+/// The keys that were used last.
+#[derive(Debug, Default)]
+pub(super) struct Keys {
+    by_name: HashMap<Arc<str>, Entry>,
+    /// In the order in which they were first used.
+    oldest_first: VecDeque<Arc<str>>,
+    /// The calls that take units at present, the last one of each key.
+    pub(super) being_taken: HashMap<Arc<str>, Announced>,
+}
+
+/// What is known without a round trip.
+#[derive(Debug)]
+pub(super) enum Known {
+    Outcome(Check),
+    /// So many units are to be taken.
+    Missing(u32),
+}
+
+/// Units that were taken and not used.
+#[derive(Debug)]
+pub(super) struct Unused {
+    pub(super) spent: Spent,
+    pub(super) units: u32,
+}
+
+impl Keys {
+    pub(super) fn decide(&mut self, key: &str, cost: u32, now: Moment) -> Known {
+        match self.by_name.get_mut(key) {
+            Some(entry) => entry.decide(cost, now),
+            None => Known::Missing(cost),
+        }
+    }
+
+    pub(super) fn entry(&mut self, key: &str, limit: &RateLimit) -> &mut Entry {
+        if !self.by_name.contains_key(key) {
+            if self.oldest_first.len() >= MOST_KEYS {
+                if let Some(oldest) = self.oldest_first.pop_front() {
+                    self.by_name.remove(&oldest);
+                }
+            }
+            let name: Arc<str> = key.into();
+            self.oldest_first.push_back(Arc::clone(&name));
+            let entry = Entry {
+                limit: Arc::new(limit.clone()),
+                chunks: VecDeque::new(),
+                limited: None,
+            };
+            self.by_name.insert(name, entry);
+        }
+        match self.by_name.get_mut(key) {
+            Some(entry) => entry,
+            None => unreachable!("it was inserted above"),
+        }
+    }
+
+    /// Returns what was taken, was not used and may still be.
+    pub(super) fn into_unused(self, now: Moment) -> Vec<Unused> {
+        let chunks = self.by_name.into_values().flat_map(|entry| entry.chunks);
+        chunks
+            .filter(|chunk| chunk.left > 0 && chunk.is_usable(now))
+            .map(|Chunk { spent, left, .. }| Unused { spent, units: left })
+            .collect()
+    }
+}
+
+/// A key.
+#[derive(Debug)]
+pub(super) struct Entry {
+    limit: Arc<RateLimit>,
+    /// What was taken, the oldest first.
+    chunks: VecDeque<Chunk>,
+    limited: Option<Remembered>,
+}
+
+impl Entry {
+    fn decide(&mut self, cost: u32, now: Moment) -> Known {
+        self.forget_void(now);
+        let left = self.left();
+        if left >= u64::from(cost) {
+            return Known::Outcome(Check::Allowed(self.spend(cost)));
+        }
+        let missing = cost - left as u32;
+        match self.still_limited(missing, now) {
+            Some(limited) => Known::Outcome(Check::Limited(limited)),
+            None => Known::Missing(missing),
+        }
+    }
+
+    fn forget_void(&mut self, now: Moment) {
+        self.chunks
+            .retain(|chunk| chunk.left > 0 && chunk.is_usable(now));
+    }
+
+    fn left(&self) -> u64 {
+        self.chunks.iter().map(|chunk| u64::from(chunk.left)).sum()
+    }
+
+    /// Adds what the server replied, and decides the call. `None` if the call needs more, because another one has used what was
+    /// here before.
+    ///
+    /// The units that the call itself has taken count for it even if they are void already, as they do for a call without local
+    /// units. Otherwise a quota that is refilled faster than a round trip would allow nothing.
+    pub(super) fn learn(
+        &mut self,
+        reply: &Reply,
+        asked: &RateLimit,
+        missing: u32,
+        cost: u32,
+        sent: Moment,
+    ) -> Option<Check> {
+        let now = Moment::now();
+        self.forget_void(now);
+        let Some((spent, _)) = reply.spent(asked) else {
+            let mut limited = reply.limited(asked, missing);
+            self.limited = Some(Remembered {
+                since: now,
+                reason: limited.reason,
+                retry_after: limited.retry_after,
+                debt: limited.full_in,
+                quota: limited.quota,
+            });
+            limited.remaining = self.with_left(limited.remaining, limited.quota);
+            return Some(Check::Limited(limited));
+        };
+        // Fewer than were asked for: the key is used up, as if a call for one more had been limited.
+        self.limited = (spent.units < asked.cost).then_some(Remembered {
+            since: now,
+            reason: LimitedReason::Spent,
+            retry_after: None,
+            debt: spent.full_in,
+            quota: spent.quota,
+        });
+        let lasts = u64::try_from(spent.quota.floor_of(spent.units)).unwrap_or(u64::MAX);
+        self.chunks.push_back(Chunk {
+            left: spent.units,
+            spent,
+            sent,
+            lasts: Duration::from_micros(lasts),
+        });
+        (self.left() >= u64::from(cost)).then(|| Check::Allowed(self.spend(cost)))
+    }
+
+    /// Spends units that are there.
+    fn spend(&mut self, cost: u32) -> Spent {
+        let mut missing = cost;
+        let first = &self.chunks[0];
+        let (at, quota, full_in) = (first.spent.at, first.spent.quota, first.spent.full_in);
+        for chunk in &mut self.chunks {
+            let part = missing.min(chunk.left);
+            chunk.left -= part;
+            missing -= part;
+        }
+        let last = &self.chunks[self.chunks.len() - 1];
+        Spent {
+            at,
+            units: cost,
+            remaining: self.with_left(last.spent.remaining, quota),
+            full_in,
+            quota,
+            limit: Arc::clone(&self.limit),
+            kept: Kept::all(cost),
+            wait_us: 0,
+        }
+    }
+
+    /// What is left in the database and here.
+    fn with_left(&self, remaining: u32, quota: Quota) -> u32 {
+        let remaining = u64::from(remaining) + self.left();
+        u32::try_from(remaining)
+            .unwrap_or(u32::MAX)
+            .min(quota.burst)
+    }
+
+    /// Returns the hint of a call for so many units that the last reply limits.
+    fn still_limited(&self, units: u32, now: Moment) -> Option<Limited> {
+        let remembered = self.limited.as_ref()?;
+        let (reason, retry_after, debt) = remembered.still(units, now)?;
+        let quota = remembered.quota;
+        let owed = u32::try_from(quota.units_owed(debt.as_micros())).unwrap_or(u32::MAX);
+        Some(Limited {
+            reason,
+            retry_after,
+            remaining: self.with_left(quota.burst.saturating_sub(owed), quota),
+            full_in: debt,
+            quota,
+            limit: Arc::clone(&self.limit),
+        })
+    }
+}
+
+/// Units that were taken in one call.
+#[derive(Debug)]
+struct Chunk {
+    spent: Spent,
+    left: u32,
+    sent: Moment,
+    /// How long they may be used.
+    lasts: Duration,
+}
+
+impl Chunk {
+    fn is_usable(&self, now: Moment) -> bool {
+        now.since(self.sent) < self.lasts
+    }
+}
+
+/// A reply that limits calls.
+#[derive(Debug)]
+struct Remembered {
+    since: Moment,
+    reason: LimitedReason,
+    retry_after: Option<Duration>,
+    debt: Duration,
+    quota: Quota,
+}
+
+impl Remembered {
+    /// Returns why a call for so many units is still limited, for how long, and what is owed now. `None` if the database is to
+    /// be asked.
+    fn still(
+        &self,
+        units: u32,
+        now: Moment,
+    ) -> Option<(LimitedReason, Option<Duration>, Duration)> {
+        let passed = now.since(self.since);
+        if passed >= MEMORY {
+            return None;
+        }
+        let debt = self.debt.saturating_sub(passed);
+        let Some(room) = self.quota.room_for(units) else {
+            // Above the burst that was in force. The database tells an override from the program's own quota.
+            return (self.reason == LimitedReason::AboveBurst).then_some((self.reason, None, debt));
+        };
+        let (reason, wait) = match self.reason {
+            LimitedReason::Contended => (
+                LimitedReason::Contended,
+                self.retry_after?.saturating_sub(passed),
+            ),
+            LimitedReason::Spent | LimitedReason::AboveBurst => {
+                let room = Duration::from_micros(u64::try_from(room).unwrap_or(u64::MAX));
+                (LimitedReason::Spent, debt.saturating_sub(room))
+            }
+        };
+        (!wait.is_zero()).then_some((reason, Some(wait), debt))
+    }
+}

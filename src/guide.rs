@@ -21,6 +21,11 @@ pub mod recipes {}
 )]
 pub mod asynchronous {}
 
+/// How-to: rate limits of web applications, as layers of axum and actix-web.
+#[doc = ""]
+#[doc = include_str!("../docs/rate_limits.md")]
+pub mod rate_limits {}
+
 /// How-to: a checklist for the first deployment.
 #[doc = ""]
 #[doc = include_str!("../docs/production.md")]

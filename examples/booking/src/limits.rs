@@ -30,7 +30,7 @@ impl Client {
     pub fn of(api_key: Option<&[u8]>, peer: Option<IpAddr>) -> Result<Self, AppError> {
         // The prefix separates the two, so that no client can send the address of another as its key.
         match (api_key, peer) {
-            (Some(key), _) => match str::from_utf8(key) {
+            (Some(key), _) => match std::str::from_utf8(key) {
                 Ok(key) if is_api_key(key) => Ok(Self(format!("key:{key}"))),
                 _ => Err(AppError::Invalid(format!(
                     "{API_KEY} must have 1 to 200 visible characters of ASCII"

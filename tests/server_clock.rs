@@ -12,7 +12,7 @@ use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::Double;
 use diesel_interlock::{
-    AdvisoryLock, Decision, Error, PgPool, Semaphore, Throttle, migrations, sync,
+    AdvisoryLock, Decision, Error, PgPool, Quota, RateLimit, Semaphore, Throttle, migrations, sync,
     throttled_resources,
 };
 use workbench::{Cluster, Database};
@@ -22,6 +22,9 @@ const HOUR: f64 = 3600.0;
 
 static SEMAPHORE: Semaphore = Semaphore::named("server clock", 1, TIMEOUT);
 static LOCK: AdvisoryLock = AdvisoryLock::named("server clock");
+/// A unit comes back after twelve minutes, which no test takes.
+static LIMIT: RateLimit = RateLimit::named("server clock", Quota::per_hour(5));
+const MINUTE: f64 = 60.0;
 
 throttled_resources! {
     /// The throttle.
@@ -144,6 +147,114 @@ fn a_throttle_follows_the_clock_and_says_until_when() {
     }
     server.step(2.0 * HOUR);
     assert!(matches!(attempt(), Decision::Granted(_)));
+}
+
+/// How many calls are allowed until one is limited, and how long that one is to wait.
+fn spend_all(conn: &mut PgConnection) -> (u32, Duration) {
+    let mut allowed = 0;
+    loop {
+        match LIMIT.key(7).check_on(conn).unwrap().limited() {
+            None => allowed += 1,
+            Some(limited) => return (allowed, limited.retry_after.unwrap()),
+        }
+        assert!(allowed <= 5, "more than the burst at once");
+    }
+}
+
+#[test]
+fn after_a_clock_that_is_set_back_a_limited_key_waits_no_longer_than_before() {
+    let mut server = Server::start();
+    let conn = &mut server.database.connect();
+    let unit = Duration::from_secs(12 * 60);
+    let (allowed, before) = spend_all(conn);
+    assert!(allowed == 5 && before <= unit);
+
+    server.step(-HOUR);
+    let state = LIMIT.key(7).peek_on(conn).unwrap();
+    assert!(state.remaining == 0 && state.full_in <= 5 * unit);
+    let (allowed, retry_after) = spend_all(conn);
+    assert_eq!(allowed, 0, "no time has passed");
+    assert!(retry_after <= unit, "{retry_after:?}");
+    // From that call on, the time counts by the new clock, although that shows the old times.
+    server.step(12.0 * MINUTE);
+    assert_eq!(spend_all(conn).0, 1);
+    server.step(48.0 * MINUTE);
+    assert_eq!(spend_all(conn).0, 4);
+    server.step(4.0 * MINUTE);
+    assert_eq!(spend_all(conn).0, 0);
+}
+
+#[test]
+fn time_that_passes_unseen_while_the_clock_shows_old_times_does_not_count() {
+    let mut server = Server::start();
+    let conn = &mut server.database.connect();
+    assert_eq!(spend_all(conn).0, 5);
+    server.step(-HOUR);
+    server.step(59.0 * MINUTE);
+    let (allowed, retry_after) = spend_all(conn);
+    assert_eq!(allowed, 0);
+    assert!(
+        retry_after <= Duration::from_secs(12 * 60),
+        "{retry_after:?}"
+    );
+    // A full key is full by every clock.
+    server.step(2.0 * HOUR);
+    assert_eq!(LIMIT.key(7).peek_on(conn).unwrap().remaining, 5);
+    server.step(-HOUR);
+    assert_eq!(LIMIT.key(7).peek_on(conn).unwrap().remaining, 5);
+    assert_eq!(RateLimit::prune_on(conn).unwrap(), 1);
+    assert_eq!(spend_all(conn).0, 5);
+}
+
+#[test]
+fn a_clock_that_is_set_forward_fills_the_keys_and_not_above_the_burst() {
+    let mut server = Server::start();
+    let conn = &mut server.database.connect();
+    assert_eq!(spend_all(conn).0, 5);
+    server.step(HOUR);
+    let state = LIMIT.key(7).peek_on(conn).unwrap();
+    assert_eq!((state.remaining, state.full_in), (5, Duration::ZERO));
+    assert_eq!(spend_all(conn).0, 5);
+    server.step(100.0 * HOUR);
+    assert_eq!(spend_all(conn).0, 5);
+}
+
+#[test]
+fn whatever_the_clock_does_no_more_is_allowed_than_the_burst_and_the_time_that_it_went_forward() {
+    let mut server = Server::start();
+    let conn = &mut server.database.connect();
+    let (mut allowed, mut forward) = (spend_all(conn).0, 0.0);
+    for minutes in [
+        -60.0, 30.0, -20.0, 7.0, 7.0, -90.0, 45.0, -1.0, 1.0, 13.0, -300.0, 24.0, 240.0, -5.0, 36.0,
+    ] {
+        server.step(minutes * MINUTE);
+        forward += f64::max(minutes, 0.0);
+        // Not after every step, so that steps back and forth are also taken together.
+        if minutes != 45.0 && minutes != -5.0 {
+            allowed += spend_all(conn).0;
+        }
+        let promised = 5.0 + forward / 12.0;
+        assert!(f64::from(allowed) <= promised, "{allowed} of {promised}");
+    }
+    assert!(allowed > 5);
+}
+
+#[test]
+fn units_are_not_given_back_twice_by_a_clock_that_is_set_back() {
+    let mut server = Server::start();
+    let conn = &mut server.database.connect();
+    let spent = LIMIT.key(7).cost(5).check_on(conn).unwrap();
+    let spent = spent.allowed().unwrap();
+    server.step(30.0 * MINUTE);
+    // Two units and a half of the five have come back.
+    assert_eq!(spend_all(conn).0, 2);
+    server.step(-HOUR);
+    let state = LIMIT.key(7).peek_on(conn).unwrap();
+    assert_eq!(state.remaining, 0);
+    // So as many are left to give back, although the clock shows a time before they were spent. With the half that was left
+    // before, they are three.
+    assert_eq!(spent.give_back_on(conn, 5).unwrap(), 3);
+    assert_eq!(spend_all(conn).0, 3);
 }
 
 #[test]

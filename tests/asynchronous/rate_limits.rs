@@ -1,16 +1,19 @@
 //! Rate limits: the same operations, awaited, and what a dropped future leaves.
 
 use std::future::{Future, poll_fn};
-use std::pin::pin;
-use std::task::Poll;
+use std::ops::RangeInclusive;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::asynchronous::{Pool, RateLimit};
 use diesel_interlock::error::{Input, Misplaced};
-use diesel_interlock::{Error, Quota, Reserve, asynchronous, migrations, monitor};
-use workbench::Database;
+use diesel_interlock::{Check, Error, Quota, Reserve, asynchronous, migrations, monitor};
+use workbench::{Database, RoundTrips};
 
+use crate::dropping::poll_times;
 use crate::run;
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -285,4 +288,131 @@ fn a_dropped_check_spends_once_or_not_at_all() {
             assert!(remaining == 4 || remaining == 3, "{remaining}");
         }
     });
+}
+
+/// Returns when as many units of the key are left. It is polled, because tasks give units back.
+async fn until_left<P: Pool>(pool: &P, limit: &RateLimit, units: RangeInclusive<u32>) {
+    let mut looks = 0;
+    loop {
+        let remaining = limit.peek(pool).await.unwrap().remaining;
+        if units.contains(&remaining) {
+            return;
+        }
+        looks += 1;
+        assert!(looks < 5000, "{remaining}, not {units:?}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+static WIDE: RateLimit = RateLimit::named("wide", Quota::per_day(24).burst(100));
+
+/// After each number of polls of the first of two checks, one chunk was taken, and what was not used is given back.
+async fn drops_keep_the_chunk<P: Pool>(pool: P, observer: impl Pool) {
+    let key = WIDE.key(7);
+    for polls in (0..12).cycle().take(36) {
+        key.reset(&observer).await.unwrap();
+        let local = WIDE.local(&pool, 10).unwrap();
+        polled(local.check("7", 1), polls).await;
+        assert!(local.check("7", 1).await.unwrap().is_allowed());
+        assert_eq!(key.peek(&observer).await.unwrap().remaining, 90);
+        drop(local);
+        // The units of the call that was dropped may be spent.
+        until_left(&observer, &key, 98..=99).await;
+    }
+}
+
+#[test]
+fn a_dropped_local_check_loses_only_its_own_units() {
+    let database = database();
+    let (pool, observer) = (database.deadpool(1), database.deadpool(1));
+    run(async move {
+        drops_keep_the_chunk(pool, observer.clone()).await;
+        drops_keep_the_chunk(database.bb8(1), observer).await;
+    });
+}
+
+#[test]
+fn a_value_that_is_dropped_while_it_takes_units_gives_them_back() {
+    let database = database();
+    let proxy = RoundTrips::in_front_of(&database);
+    let (pool, observer) = (proxy.deadpool(1), database.deadpool(1));
+    run(async move {
+        for key in 0..20 {
+            let local = WIDE.local(&pool, 10).unwrap();
+            // The connection is open before nothing passes any more.
+            pool.get().await.unwrap();
+            proxy.cut();
+            let checked = poll_times(local.check(&key.to_string(), 1), 1).await;
+            assert!(checked.is_none());
+            drop(local);
+            proxy.restore();
+            // The unit of the call is spent.
+            until_left(&observer, &WIDE.key(key), 99..=99).await;
+        }
+    });
+}
+
+#[test]
+fn a_check_that_nobody_polls_stops_no_other_one() {
+    let database = database();
+    let pool = database.deadpool(2);
+    run(async move {
+        let local = WIDE.local(&pool, 10).unwrap();
+        let mut forgotten = Box::pin(local.check("7", 1));
+        polled(forgotten.as_mut(), 1).await;
+        assert!(local.check("7", 1).await.unwrap().is_allowed());
+        assert!(forgotten.await.unwrap().is_allowed());
+    });
+}
+
+#[test]
+fn tasks_that_find_nothing_at_once_take_no_more_chunks_than_they_need() {
+    let database = database();
+    let pool = database.deadpool(1);
+    run(async move {
+        let local = Arc::new(WIDE.local(&pool, 10).unwrap());
+        let tasks = (0..25).map(|_| {
+            let local = Arc::clone(&local);
+            tokio::spawn(async move { local.check("7", 1).await.unwrap().is_allowed() })
+        });
+        for task in tasks.collect::<Vec<_>>() {
+            assert!(task.await.unwrap());
+        }
+        assert_eq!(WIDE.key(7).peek(&pool).await.unwrap().remaining, 70);
+    });
+}
+
+#[test]
+fn local_units_need_no_runtime_and_are_dropped_without_one() {
+    let database = database();
+    let pool = database.deadpool(1);
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    let poll = |future: &mut (dyn Future<Output = Result<Check, Error>> + Unpin)| {
+        Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+    };
+    let local = WIDE.local(&pool, 2).unwrap();
+    let outside = poll(&mut Box::pin(local.check("7", 1)));
+    assert!(matches!(outside, Poll::Ready(Err(Error::NoRuntime))));
+    let first = runtime();
+    assert!(first.block_on(local.check("7", 1)).unwrap().is_allowed());
+    // One is left.
+    let outside = poll(&mut Box::pin(local.check("7", 1)));
+    assert!(matches!(outside, Poll::Ready(Ok(Check::Allowed(_)))));
+    assert!(first.block_on(local.check("7", 1)).unwrap().is_allowed());
+    drop(first);
+    drop(local);
+
+    // The runtime is there, and nobody drives it.
+    let second = runtime();
+    let pool = database.deadpool(1);
+    let local = WIDE.local(&pool, 2).unwrap();
+    assert!(second.block_on(local.check("8", 1)).unwrap().is_allowed());
+    drop(local);
+    let observer = database.deadpool(1);
+    second.block_on(until_left(&observer, &WIDE.key(8), 99..=99));
 }

@@ -271,7 +271,7 @@ fn a_wait_that_would_be_too_long_is_refused_at_once_and_spends_nothing() {
     let database = database();
     let pool = database.pool(1);
     let _ = allowed(API.cost(5).check(&pool).unwrap());
-    for timeout in [Duration::ZERO, Duration::from_secs(30)] {
+    for timeout in [Duration::from_secs(1), Duration::from_secs(30)] {
         let denied = limited(API.acquire_timeout(&pool, timeout).unwrap());
         assert_about(denied.retry_after.unwrap(), HOUR);
     }
@@ -406,7 +406,10 @@ fn each_operation_is_one_round_trip() {
             proxy.count(|| assert_eq!(RateLimit::prune(&pool).unwrap(), 0)),
         ]
     };
-    operations();
+    // diesel-async prepares more statements than Diesel, and not all of them at first.
+    for _ in 0..12 {
+        operations();
+    }
     let parses = proxy.parses();
     assert_eq!(operations(), [1; 9]);
     assert_eq!(proxy.parses(), parses, "all of it was prepared before");

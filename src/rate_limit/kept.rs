@@ -35,6 +35,12 @@ impl Kept {
             .map(drop)
     }
 
+    /// Whether the shared count was allocated.
+    #[cfg(test)]
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared.get().is_some()
+    }
+
     fn shared(&self) -> &Arc<AtomicU32> {
         self.shared
             .get_or_init(|| Arc::new(AtomicU32::new(self.units)))
@@ -74,6 +80,6 @@ mod tests {
     fn nothing_is_allocated_for_a_call_that_gives_nothing_back() {
         let kept = Kept::all(5);
         assert_eq!(kept.units(), 5);
-        assert!(kept.shared.get().is_none());
+        assert!(!kept.is_shared());
     }
 }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use self::keys::{Keys, Known, Unused};
-use self::taking::{Completion, Taking};
+use self::taking::{Completion, Taking, Takings};
 use super::{Check, RateLimit, operations};
 use crate::clock::Moment;
 use crate::error::Result;
@@ -25,8 +25,9 @@ use crate::text::Name;
 struct Local {
     limit: RateLimit,
     chunk: u32,
-    /// Shared with the round trips that take units, which a dropped future leaves to its runtime.
-    keys: Arc<Mutex<Keys>>,
+    keys: Mutex<Keys>,
+    /// Shared with the calls in it, which a dropped future leaves to its runtime.
+    takings: Arc<Mutex<Takings>>,
 }
 
 impl Local {
@@ -43,7 +44,8 @@ impl Local {
         Ok(Self {
             limit,
             chunk,
-            keys: Arc::default(),
+            keys: Mutex::default(),
+            takings: Arc::default(),
         })
     }
 
@@ -68,12 +70,12 @@ impl Local {
 
     /// Announces that a call takes units. Returns, as the error, what to wait for if another call takes enough for both.
     fn announce(&self, key: &str, cost: u32) -> Result<Taking, Arc<Completion>> {
-        Taking::announce(&self.keys, key, self.chunk, cost)
+        Taking::announce(&self.takings, key, self.chunk, cost)
     }
 
     /// As [`announce`](Self::announce), for a call that has waited once.
     fn announce_alone(&self, key: &str, cost: u32) -> Taking {
-        Taking::announce_alone(&self.keys, key, self.chunk, cost)
+        Taking::announce_alone(&self.takings, key, self.chunk, cost)
     }
 
     /// Takes units of a key, and spends those of the call.

@@ -7,8 +7,8 @@ use diesel::connection::SimpleConnection;
 
 use crate::half::prelude::*;
 use crate::half::{
-    AdvisoryLock, Database, DenialReason, Error, IS_ASYNCHRONOUS, LockId, LockKey, ResourceLabel,
-    Semaphore, Throttle,
+    AdvisoryLock, Database, DenialReason, Error, IS_ASYNCHRONOUS, LockId, LockKey, Quota,
+    RateLimit, ResourceLabel, Semaphore, Throttle,
     error::{Input, Schema},
     fnv1a, migrations, monitor,
     schema::resource_control::{service_request, throttled_resource},
@@ -201,6 +201,33 @@ fn expiring_ends_the_requests_of_one_service_and_tells_their_holders() {
         .filter(service_request::completed_at.is_not_null())
         .count();
     assert_eq!(completed.get_result(conn), Ok(3_i64));
+}
+
+#[test]
+fn a_key_is_used_up_and_no_other() {
+    let database = database_with::<Resource>();
+    let conn = &mut database.connect();
+    let api = RateLimit::named("api", Quota::per_day(24).burst(5));
+    for spent_before in [0, 2, 5] {
+        let limit = api.key(spent_before);
+        if spent_before > 0 {
+            assert!(
+                limit
+                    .cost(spent_before)
+                    .check_on(conn)
+                    .unwrap()
+                    .is_allowed()
+            );
+        }
+        // The cost of the handle does not count.
+        testing::use_up(conn, &limit.cost(3)).unwrap();
+        testing::use_up(conn, &limit).unwrap();
+        assert_eq!(limit.peek_on(conn).unwrap().remaining, 0);
+        assert!(limit.check_on(conn).unwrap().is_limited());
+    }
+    assert_eq!(api.peek_on(conn).unwrap().remaining, 5);
+    let empty = testing::use_up(conn, &api.key(""));
+    assert_matches!(empty, Err(Error::Input(Input::EmptyKey)));
 }
 
 #[test]

@@ -4,11 +4,10 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::kept::Kept;
-use super::super::rules::Reply;
-use super::super::{Check, Limited, LimitedReason, Quota, RateLimit, Spent};
-use super::taking::Announced;
 use crate::clock::Moment;
+use crate::rate_limit::kept::Kept;
+use crate::rate_limit::rules::Reply;
+use crate::rate_limit::{Check, Limited, LimitedReason, Quota, RateLimit, Spent};
 
 /// How many keys are remembered.
 const MOST_KEYS: usize = 10_000;
@@ -22,8 +21,6 @@ pub(super) struct Keys {
     by_name: HashMap<Arc<str>, Entry>,
     /// In the order in which they were first used.
     oldest_first: VecDeque<Arc<str>>,
-    /// The calls that take units at present, the last one of each key.
-    pub(super) being_taken: HashMap<Arc<str>, Announced>,
 }
 
 /// What is known without a round trip.
@@ -260,5 +257,157 @@ impl Remembered {
             }
         };
         (!wait.is_zero()).then_some((reason, Some(wait), debt))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use diesel::data_types::PgTimestamp;
+
+    use super::*;
+    use crate::clock::suspend;
+
+    const API: RateLimit = RateLimit::named("api", Quota::per_second(10).burst(100));
+
+    /// The reply to a call of which so many units were spent, after which so many are owed.
+    fn reply(units: i64, reason: Option<&str>, owed: i64) -> Reply {
+        let row = (
+            units,
+            reason.map(str::to_owned),
+            PgTimestamp(0),
+            PgTimestamp(owed * 100_000),
+            None,
+            None,
+            None,
+        );
+        Reply::of(row, API.quota)
+    }
+
+    /// Keys of which one has these units of a chunk, while others have spent the rest up to what is owed.
+    fn keys(units: u32, owed: i64) -> Keys {
+        let mut keys = Keys::default();
+        let reply = reply(units.into(), None, owed);
+        let learnt = keys
+            .entry("7", &API)
+            .learn(&reply, &API.cost(units), 1, 1, Moment::now());
+        assert!(matches!(learnt, Some(Check::Allowed(_))));
+        keys
+    }
+
+    fn decide(keys: &mut Keys, cost: u32) -> Known {
+        keys.decide("7", cost, Moment::now())
+    }
+
+    #[track_caller]
+    fn allowed(known: Known) -> Spent {
+        match known {
+            Known::Outcome(Check::Allowed(spent)) => spent,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[track_caller]
+    fn limited(known: Known) -> Limited {
+        match known {
+            Known::Outcome(Check::Limited(limited)) => limited,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[track_caller]
+    fn missing(known: Known) -> u32 {
+        match known {
+            Known::Missing(missing) => missing,
+            other @ Known::Outcome(_) => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn units_are_spent_until_the_call_needs_more_or_they_are_void() {
+        let mut keys = keys(50, 50);
+        assert_eq!(allowed(decide(&mut keys, 9)).remaining, 90);
+        assert_eq!(missing(decide(&mut keys, 41)), 1);
+        assert_eq!(missing(keys.decide("8", 3, Moment::now())), 3);
+        suspend(Duration::from_millis(4900));
+        assert_eq!(allowed(decide(&mut keys, 1)).units, 1);
+        suspend(Duration::from_millis(100));
+        assert_eq!(missing(decide(&mut keys, 1)), 1);
+    }
+
+    #[test]
+    fn a_reply_with_fewer_units_than_a_chunk_limits_the_calls_after_them() {
+        let mut keys = Keys::default();
+        let reply = reply(3, None, 100);
+        let entry = keys.entry("7", &API);
+        let learnt = entry.learn(&reply, &API.cost(10), 1, 1, Moment::now());
+        assert!(learnt.unwrap().is_allowed());
+        assert_eq!(allowed(decide(&mut keys, 2)).remaining, 0);
+        let denied = limited(decide(&mut keys, 1));
+        assert_eq!((denied.reason, denied.remaining), (LimitedReason::Spent, 0));
+        // A unit comes back in a tenth of a second.
+        suspend(Duration::from_millis(100));
+        assert_eq!(missing(decide(&mut keys, 1)), 1);
+        assert_eq!(limited(decide(&mut keys, 20)).reason, LimitedReason::Spent);
+        suspend(MEMORY);
+        assert_eq!(missing(decide(&mut keys, 20)), 20);
+    }
+
+    #[test]
+    fn what_is_left_here_counts_as_left_for_a_call_that_is_limited() {
+        let mut keys = keys(10, 100);
+        let reply = reply(0, Some("spent"), 100);
+        let entry = keys.entry("7", &API);
+        let learnt = entry.learn(&reply, &API.cost(20), 11, 20, Moment::now());
+        assert_eq!(learnt.unwrap().limited().unwrap().remaining, 9);
+        let denied = limited(decide(&mut keys, 20));
+        assert_eq!(denied.remaining, 9);
+        assert_eq!(allowed(decide(&mut keys, 9)).remaining, 0);
+    }
+
+    #[test]
+    fn a_call_whose_units_were_used_by_another_one_needs_them_all_again() {
+        let mut keys = keys(10, 10);
+        assert_eq!(missing(decide(&mut keys, 12)), 3);
+        // Meanwhile another call uses the nine that were left.
+        let _ = allowed(decide(&mut keys, 9));
+        let first = reply(10, None, 20);
+        let entry = keys.entry("7", &API);
+        let learnt = entry.learn(&first, &API.cost(10), 3, 12, Moment::now());
+        assert!(learnt.is_none());
+        let second = reply(12, None, 32);
+        let learnt = entry.learn(&second, &API.cost(12), 12, 12, Moment::now());
+        assert_eq!(learnt.unwrap().allowed().unwrap().units, 12);
+        assert_eq!(entry.left(), 10);
+    }
+
+    #[test]
+    fn units_that_are_void_when_they_arrive_count_for_their_own_call_alone() {
+        let mut keys = Keys::default();
+        let sent = Moment::now();
+        suspend(Duration::from_secs(60));
+        let entry = keys.entry("7", &API);
+        let learnt = entry.learn(&reply(10, None, 10), &API.cost(10), 4, 4, sent);
+        assert!(learnt.unwrap().is_allowed());
+        assert_eq!(missing(decide(&mut keys, 1)), 1);
+        assert_eq!(keys.into_unused(Moment::now()).len(), 0);
+    }
+
+    #[test]
+    fn a_check_without_a_round_trip_allocates_nothing_for_its_outcome() {
+        let mut keys = keys(50, 50);
+        let spent = allowed(decide(&mut keys, 1));
+        assert!(Arc::ptr_eq(&spent.limit, &keys.by_name["7"].limit));
+        assert!(!spent.kept.is_shared());
+    }
+
+    #[test]
+    fn the_oldest_key_is_forgotten() {
+        let mut keys = keys(50, 50);
+        for key in 0..MOST_KEYS {
+            keys.entry(&format!("key {key}"), &API);
+        }
+        assert_eq!(keys.by_name.len(), MOST_KEYS);
+        assert_eq!(keys.oldest_first.len(), MOST_KEYS);
+        assert_eq!(missing(decide(&mut keys, 1)), 1);
     }
 }

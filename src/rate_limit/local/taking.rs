@@ -1,5 +1,6 @@
 //! Round trips that take units. Calls for the same key wait for one that takes enough for them, too.
 
+use std::collections::HashMap;
 #[cfg(feature = "r2d2")]
 use std::sync::Condvar;
 use std::sync::{Arc, Mutex};
@@ -8,7 +9,6 @@ use std::time::Duration;
 #[cfg(feature = "async")]
 use tokio::sync::Notify;
 
-use super::keys::Keys;
 use crate::panics::lock;
 #[cfg(feature = "r2d2")]
 use crate::panics::unpoisoned;
@@ -16,10 +16,13 @@ use crate::panics::unpoisoned;
 /// How long a call waits for another one, which may itself wait for a connection, before it takes units for itself.
 const LONGEST_WAIT: Duration = Duration::from_millis(250);
 
+/// The calls that take units at present, the last one of each key.
+pub(super) type Takings = HashMap<Arc<str>, Announced>;
+
 /// A call that takes units. Dropping it ends the wait of the others.
 #[derive(Debug)]
 pub(super) struct Taking {
-    keys: Arc<Mutex<Keys>>,
+    takings: Arc<Mutex<Takings>>,
     key: Arc<str>,
     completion: Arc<Completion>,
 }
@@ -36,41 +39,47 @@ impl Taking {
     /// Announces a call that takes a chunk, unless another one that does so has enough units to spare. The call then counts on
     /// them, and is to wait for what is returned as the error.
     pub(super) fn announce(
-        keys: &Arc<Mutex<Keys>>,
+        takings: &Arc<Mutex<Takings>>,
         key: &str,
         chunk: u32,
         cost: u32,
     ) -> Result<Self, Arc<Completion>> {
-        let mut known = lock(keys);
-        if let Some(other) = known.being_taken.get_mut(key) {
+        let mut present = lock(takings);
+        if let Some(other) = present.get_mut(key) {
             if let Some(spare) = other.spare.checked_sub(cost) {
                 other.spare = spare;
                 return Err(Arc::clone(&other.completion));
             }
         }
-        Ok(Self::begin(keys, &mut known, key, chunk, cost))
+        Ok(Self::begin(takings, &mut present, key, chunk, cost))
     }
 
     /// As [`announce`](Self::announce), and does not wait for another call.
     pub(super) fn announce_alone(
-        keys: &Arc<Mutex<Keys>>,
+        takings: &Arc<Mutex<Takings>>,
         key: &str,
         chunk: u32,
         cost: u32,
     ) -> Self {
-        Self::begin(keys, &mut lock(keys), key, chunk, cost)
+        Self::begin(takings, &mut lock(takings), key, chunk, cost)
     }
 
-    fn begin(keys: &Arc<Mutex<Keys>>, known: &mut Keys, key: &str, chunk: u32, cost: u32) -> Self {
+    fn begin(
+        takings: &Arc<Mutex<Takings>>,
+        present: &mut Takings,
+        key: &str,
+        chunk: u32,
+        cost: u32,
+    ) -> Self {
         let key: Arc<str> = key.into();
         let completion = Arc::default();
         let announced = Announced {
             spare: chunk.saturating_sub(cost),
             completion: Arc::clone(&completion),
         };
-        known.being_taken.insert(Arc::clone(&key), announced);
+        present.insert(Arc::clone(&key), announced);
         Self {
-            keys: Arc::clone(keys),
+            takings: Arc::clone(takings),
             key,
             completion,
         }
@@ -79,13 +88,13 @@ impl Taking {
 
 impl Drop for Taking {
     fn drop(&mut self) {
-        let mut keys = lock(&self.keys);
+        let mut present = lock(&self.takings);
         // A later call may have been announced in its place.
         let is_announced = |it: &Announced| Arc::ptr_eq(&it.completion, &self.completion);
-        if keys.being_taken.get(&self.key).is_some_and(is_announced) {
-            keys.being_taken.remove(&self.key);
+        if present.get(&self.key).is_some_and(is_announced) {
+            present.remove(&self.key);
         }
-        drop(keys);
+        drop(present);
         self.completion.complete();
     }
 }
@@ -133,5 +142,55 @@ impl Completion {
             }
         };
         let _ = tokio::time::timeout(LONGEST_WAIT, over).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_calls_wait_as_the_chunk_is_enough_for() {
+        let takings = Arc::default();
+        let announce = |cost| Taking::announce(&takings, "7", 10, cost);
+        let first = announce(4).unwrap();
+        let completion = announce(5).unwrap_err();
+        assert!(Arc::ptr_eq(&completion, &first.completion));
+        assert!(Taking::announce(&takings, "8", 10, 1).is_ok());
+        let second = announce(2).unwrap();
+        // The chunk of the first is used up, so the next ones wait for the second.
+        let next = announce(1).unwrap_err();
+        assert!(Arc::ptr_eq(&next, &second.completion));
+        drop(first);
+        assert!(*lock(&completion.is_over) && !*lock(&next.is_over));
+        assert!(announce(7).is_err());
+        drop(second);
+        assert!(*lock(&next.is_over));
+        assert!(announce(1).is_ok());
+        assert!(lock(&takings).is_empty());
+    }
+
+    #[test]
+    fn a_call_that_costs_more_than_a_chunk_has_nothing_to_spare() {
+        let takings = Arc::default();
+        let large = Taking::announce(&takings, "7", 10, 11).unwrap();
+        let other = Taking::announce(&takings, "7", 10, 1).unwrap();
+        drop(other);
+        drop(large);
+    }
+
+    #[cfg(feature = "r2d2")]
+    #[test]
+    fn a_thread_that_waits_goes_on_when_the_call_panics() {
+        let takings = Arc::default();
+        let taking = Taking::announce(&takings, "7", 10, 1).unwrap();
+        let completion = Taking::announce(&takings, "7", 10, 1).unwrap_err();
+        let call = std::thread::spawn(move || {
+            let _taking = taking;
+            std::panic::resume_unwind(Box::new("of the caller"));
+        });
+        assert!(call.join().is_err());
+        completion.wait();
+        assert!(*lock(&completion.is_over));
     }
 }

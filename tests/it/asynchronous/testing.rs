@@ -5,7 +5,7 @@ use diesel_interlock::monitor::{Holder, ServiceRequest};
 pub(crate) use diesel_interlock::testing::*;
 use diesel_interlock::{Result, ThrottledResource};
 
-use super::{AdvisoryLock, PgConnection, Semaphore, Throttle, block_on};
+use super::{AdvisoryLock, PgConnection, RateLimit, Semaphore, Throttle, block_on};
 
 pub(crate) fn make_due<R: ThrottledResource + Sync>(
     conn: &mut PgConnection,
@@ -16,6 +16,10 @@ pub(crate) fn make_due<R: ThrottledResource + Sync>(
 
 pub(crate) fn expire(conn: &mut PgConnection, semaphore: &Semaphore) -> Result<usize> {
     block_on(asynchronous::testing::expire(&mut conn.0, &semaphore.0))
+}
+
+pub(crate) fn use_up(conn: &mut PgConnection, limit: &RateLimit) -> Result<()> {
+    block_on(asynchronous::testing::use_up(&mut conn.0, &limit.0))
 }
 
 pub(crate) fn held_locks(conn: &mut PgConnection) -> Result<Vec<Holder>> {

@@ -61,15 +61,15 @@ pub(super) fn work(worker: &mut WorkerThread<'_>) -> Result<Outcome, Error> {
             .bind::<Integer, _>(max_wait.as_millis() as i32)
             .get_result(conn)
     };
-    // Some are longer than a check waits.
-    let pause = worker.random.millis(0, 300);
+    // A few are longer than a check waits.
+    let pause = worker.random.millis(20, 270);
     let reply = match worker.random.u64(..6) {
-        0 => conn.build_transaction().read_committed().run(|conn| {
+        0..=2 => conn.build_transaction().read_committed().run(|conn| {
             let reply = reserve(conn)?;
             thread::sleep(pause);
             Ok::<_, DieselError>(reply)
         })?,
-        1 => {
+        3 => {
             let rolled_back = conn.build_transaction().read_committed().run(|conn| {
                 reserve(conn)?;
                 thread::sleep(pause);

@@ -12,7 +12,7 @@ use crate::record::Outcome;
 use crate::worker::spends::{Given, Wanted, any_wait, override_statement, require_refusal};
 
 pub(super) fn work(worker: &mut WorkerThread<'_>) -> Result<Outcome, Error> {
-    match worker.random.u64(..16) {
+    match worker.random.u64(..18) {
         0..=5 => checks(worker),
         6..=7 => reservation(worker),
         8 => wait(worker),

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use diesel::connection::InstrumentationEvent;
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::asynchronous::{AdvisoryLock, Pool};
 use diesel_interlock::{Error, LockKey};
@@ -60,6 +61,26 @@ fn a_lock_that_a_nested_guard_could_not_release_goes_with_the_outer_guard() {
         let database = Database::new();
         let pool = database.bb8(2);
         nested_leak(database, pool).await;
+    });
+}
+
+#[test]
+fn a_guard_is_released_although_the_instrumentation_panics_in_its_drop() {
+    run(async {
+        let database = Database::new();
+        let observer = &mut Observer::of(&database);
+        let conn = &mut database.connect_async().await;
+        let mut guard = LOCK.acquire_on(conn).await.unwrap();
+        guard
+            .conn()
+            .set_instrumentation(|event: InstrumentationEvent<'_>| {
+                if let InstrumentationEvent::StartQuery { .. } = event {
+                    panic!("in the instrumentation");
+                }
+            });
+        drop(guard);
+        block_in_place(|| observer.until(NOBODY, LIMIT));
+        assert_usable(conn).await;
     });
 }
 
@@ -221,6 +242,12 @@ fn a_take_and_a_release_are_one_round_trip_each() {
     let proxy = RoundTrips::in_front_of(&database);
     let pool = proxy.deadpool(1);
     workbench::block_on(async {
+        // A process that meets an `idle_session_timeout` sends a longer statement from then on. Here that is before the count,
+        // and no other test can change it.
+        let met = &mut database.connect_async().await;
+        if (met.batch_execute("SET idle_session_timeout = '70s'").await).is_ok() {
+            LOCK.acquire_on(met).await.unwrap().release().await.unwrap();
+        }
         // Prepares the statements.
         LOCK.acquire(&pool).await.unwrap().release().await.unwrap();
         for _ in 0..200 {

@@ -292,7 +292,8 @@ fn migrations_that_have_begun_go_on_if_the_future_is_dropped() {
         let observer = &mut database.connect();
         let pool = database.deadpool(2);
         let mut running = Box::pin(migrations::run_pending(&pool, TWO));
-        let is_begun = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%pg_sleep(0.05)'";
+        let is_begun = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%pg_sleep(0.05)' \
+             AND datname = current_database()";
         loop {
             let poll = tokio::time::timeout(Duration::from_millis(1), &mut running).await;
             assert!(poll.is_err(), "it was not seen");

@@ -176,7 +176,7 @@ impl RateLimit {
         }
     }
 
-    /// Returns the limit with the bytes that the parameter `pk` of its [header fields](Headers) shows. Defaults to no such
+    /// Returns the limit with the bytes that the parameter `pk` of its [header fields](crate::Headers) shows. Defaults to no such
     /// parameter, because keys are often secrets.
     pub fn partition_key(&self, bytes: impl AsRef<[u8]>) -> Self {
         Self {

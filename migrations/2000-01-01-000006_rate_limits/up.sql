@@ -278,7 +278,7 @@ BEGIN
         SELECT d.quota_n, d.quota_period_us, d.quota_burst, d.now, d.generation, d.room,
                 d.room * interval '00:00:00.000001', d.now + d.debt * interval '00:00:00.000001',
                 CASE WHEN d.room IS NOT NULL THEN
-                    resource_control.scaled_up(cost, d.quota_period_us, d.quota_n) * interval '00:00:00.000001'
+                    resource_control.scaled_up(LEAST(cost, d.quota_burst), d.quota_period_us, d.quota_n) * interval '00:00:00.000001'
                 END,
                 CASE
                     WHEN d.room IS NULL THEN 'invalid'

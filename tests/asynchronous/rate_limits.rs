@@ -340,7 +340,7 @@ fn a_value_that_is_dropped_while_it_takes_units_gives_them_back() {
         for key in 0..20 {
             let local = WIDE.local(&pool, 10).unwrap();
             // The connection is open before nothing passes any more.
-            pool.get().await.unwrap();
+            drop(pool.get().await.unwrap());
             proxy.cut();
             let checked = poll_times(local.check(&key.to_string(), 1), 1).await;
             assert!(checked.is_none());

@@ -133,6 +133,17 @@ fn fewer_are_taken_where_fewer_are_left() {
 }
 
 #[test]
+fn a_chunk_that_is_far_above_the_burst_takes_all_that_is_left() {
+    let database = database();
+    let pool = database.pool(1);
+    let local = API.local(&pool, u32::MAX).unwrap();
+    for left in (0..5).rev() {
+        assert_eq!(allowed(local.check("7", 1).unwrap()).remaining, left);
+    }
+    assert_eq!(limited(local.check("7", 1).unwrap()).remaining, 0);
+}
+
+#[test]
 fn a_limited_call_is_remembered_for_each_cost_and_for_a_second_at_most() {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);

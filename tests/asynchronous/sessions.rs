@@ -11,6 +11,7 @@ use workbench::{Database, RoundTrips};
 
 use crate::dropping::{KEY, NOBODY, Observer, assert_full_strength, poll_times};
 use crate::run;
+use crate::transactions::count;
 
 static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::bigint(KEY));
 static OUTER: AdvisoryLock = AdvisoryLock::named("outer");
@@ -100,6 +101,43 @@ fn a_release_that_is_dropped_inside_a_transaction_of_plain_sql_does_not_leave_it
         let database = Database::new();
         dropped_release_in_transaction(database.deadpool(1)).await;
         dropped_release_in_transaction(database.bb8(1)).await;
+    });
+}
+
+#[test]
+fn a_wait_that_fails_on_the_server_discards_its_pooled_connection() {
+    run(async {
+        let database = Database::new();
+        let observer = &mut database.connect();
+        let holder = &mut database.connect_async().await;
+        let held = LOCK.acquire_on(holder).await.unwrap();
+        let pool = database.deadpool(1);
+        let waiting = pool.clone();
+        let wait = tokio::spawn(async move { LOCK.acquire(&waiting).await.map(drop) });
+        let waits = "SELECT COALESCE(max(pid), 0)::bigint AS count FROM pg_locks \
+             WHERE locktype = 'advisory' AND NOT granted \
+             AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
+        let mut pid = 0;
+        // A cancellation at the end of a slice is taken for its timeout, so it is sent again.
+        while !wait.is_finished() {
+            pid = count(observer, waits).max(pid);
+            let cancel = format!("SELECT pg_cancel_backend({pid})::int::bigint AS count");
+            if pid != 0 {
+                count(observer, &cancel);
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        let waited = wait.await.unwrap();
+        assert!(matches!(waited, Err(Error::Database(_))), "{waited:?}");
+        let mut looks = 0;
+        let is_alive = format!("SELECT count(*) FROM pg_stat_activity WHERE pid = {pid}");
+        while count(observer, &is_alive) != 0 {
+            looks += 1;
+            assert!(looks < 2000, "the connection is still there");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        held.release().await.unwrap();
+        assert_full_strength(&pool, 1).await;
     });
 }
 

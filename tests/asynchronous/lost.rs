@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use diesel::connection::SimpleConnection;
 use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::asynchronous::{AdvisoryLock, Pool};
 use diesel_interlock::{Error, LockKey};
@@ -10,6 +11,7 @@ use workbench::Database;
 
 use crate::dropping::{KEY, NOBODY, Observer};
 use crate::run;
+use crate::transactions::count;
 
 static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::bigint(KEY));
 
@@ -102,6 +104,26 @@ fn a_guard_and_its_watch_report_a_loss_with_bb8() {
         let database = Database::new();
         let pool = database.bb8(3);
         life_of_a_watch(database, pool).await;
+    });
+}
+
+#[test]
+fn a_session_that_ends_during_the_query_holds_nothing() {
+    run(async {
+        let database = Database::new();
+        let pool = database.deadpool(1);
+        let mut guard = LOCK.acquire(&pool).await.unwrap();
+        let pid = guard.backend_pid();
+        // The query reads `pg_locks`, and waits.
+        let locker = &mut database.connect();
+        SimpleConnection::batch_execute(locker, "BEGIN; LOCK TABLE pg_catalog.pg_locks").unwrap();
+        let query = tokio::spawn(async move { guard.is_held().await });
+        let waits = format!("SELECT count(*) FROM pg_locks WHERE pid = {pid} AND NOT granted");
+        while count(locker, &waits) == 0 {
+            tokio::time::sleep(OFTEN).await;
+        }
+        SimpleConnection::batch_execute(locker, &terminate(pid)).unwrap();
+        assert!(!query.await.unwrap().unwrap());
     });
 }
 

@@ -33,6 +33,7 @@ mod prepared_names;
 mod primitives;
 mod processes;
 mod properties;
+mod rate_limit_crashes;
 mod rate_limit_waits;
 mod rate_limits;
 mod releases;

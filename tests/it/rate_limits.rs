@@ -1,7 +1,6 @@
 //! Rate limits: what they allow, what they limit, and what they tell.
 
 mod contention;
-mod crashes;
 mod give_back;
 mod headers;
 mod input;

@@ -6,7 +6,7 @@
 //! - They test what has one form: keys of other languages (`other_languages`), the documents (`documents`, `architecture`,
 //!   `primitives`), queries (`functions`, `joins`, `monitor`, `monitored_rate_limits`, `monitored_tables`), installation
 //!   (`adoption`, `installation`, `migrations`, `releases`, `roles`, `uninstallation`), processes (`processes`).
-//! - They test what only the blocking half has: `rate_limit_waits`.
+//! - They test what only the blocking half has, `rate_limit_waits`, or the server, `rate_limit_crashes`.
 //! - They test libpq, Diesel's names of prepared statements or r2d2: `copies`, `copied_files`, `prepared_names`,
 //!   `handlers_under_test`.
 //! - They count what a client sends: tokio-postgres prepares in a round trip of its own, and a drop has sent nothing when it

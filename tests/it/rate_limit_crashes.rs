@@ -7,7 +7,7 @@ use diesel::prelude::*;
 use diesel_interlock::{Quota, RateLimit, migrations};
 use workbench::{Cluster, StopMode};
 
-use super::{allowed, limited};
+use crate::rate_limits::{allowed, limited};
 use crate::support::{eventually, number};
 
 /// Nothing of it comes back while the test runs.

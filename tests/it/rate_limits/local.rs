@@ -85,6 +85,30 @@ fn callers_that_find_nothing_at_once_take_no_more_chunks_than_they_need() {
 }
 
 #[test]
+fn callers_wait_for_a_chunk_although_there_are_connections_for_all_of_them() {
+    let database = database();
+    let pool = database.pool(8);
+    let local = &WIDE.local(&pool, 10).unwrap();
+    // Every connection is open.
+    drop((0..8).map(|_| pool.get().unwrap()).collect::<Vec<_>>());
+    let mut chunks = 0;
+    for key in 0..10 {
+        let start = &Barrier::new(8);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(move || {
+                    start.wait();
+                    let _ = allowed(local.check(&key.to_string(), 1).unwrap());
+                });
+            }
+        });
+        chunks += (100 - WIDE.key(key).peek(&pool).unwrap().remaining) / 10;
+    }
+    // On a busy machine a chunk may take longer than the others wait for it.
+    assert!((10..=15).contains(&chunks), "{chunks} chunks for 10 keys");
+}
+
+#[test]
 fn callers_of_a_key_that_is_used_up_share_a_round_trip() {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);

@@ -1,7 +1,7 @@
 //! Checks of rate limits, allowed and limited, in the database and in the process.
 
 use std::num::NonZeroU32;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use diesel::prelude::*;
 use diesel::sql_types::Double;

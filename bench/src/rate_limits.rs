@@ -138,8 +138,10 @@ fn flat(bench: &Bench, report: &mut Report) {
     many.session().query(&format!(
         "INSERT INTO resource_control.rate_limit \
          SELECT 'allowed', number::text, 1, 1, now(), now(), now(), {PLENTY}, 1000000 \
-         FROM generate_series(1, {keys}) AS number; VACUUM ANALYZE resource_control.rate_limit"
+         FROM generate_series(1, {keys}) AS number"
     ));
+    many.session()
+        .query("VACUUM ANALYZE resource_control.rate_limit");
     let contenders = vec![
         ours(FRESH, &fresh, 1, &ALLOWED),
         ours(OLD_SNAPSHOT, &snapshot, 1, &ALLOWED),

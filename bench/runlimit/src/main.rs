@@ -49,14 +49,14 @@ async fn check(limiter: PostgresLimiter, limit: u32, slice: Duration) -> f64 {
         Duration::from_secs(3600),
     );
     let policy = policy.expect("it is a policy");
-    let hasher = KeyHasher::new(&[7; 32]).expect("it is a secret");
+    let hasher = KeyHasher::new([7; 32]).expect("it is a secret");
     let key = hasher.hash_for(&policy, b"hot");
     let mut rate = 0.0;
     for slice in [slice / 2, slice] {
         let began = Instant::now();
         let mut count = 0;
         while began.elapsed() < slice {
-            let decision = limiter.check(&Check::new(&policy, key.clone())).await;
+            let decision = limiter.check(&Check::new(&policy, key)).await;
             let is_allowed = decision.expect("it is decided").is_allowed();
             assert!(limit == 1 || is_allowed, "it is allowed");
             count += 1;

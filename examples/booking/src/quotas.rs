@@ -1,7 +1,7 @@
 //! How near the clients are to their limit, and the quotas that operators set: what the page at `/admin/limits` shows and
 //! changes.
 //!
-//! The modules `blocking` and `asynchronous` read with the queries of this one. [`Quotas::of`] makes of it what the page shows.
+//! The modules `blocking` and `asynchronous` read with the queries of this one. `Quotas::of` makes of it what the page shows.
 
 use std::fmt;
 use std::num::NonZeroU32;

@@ -25,7 +25,7 @@ use crate::server::BenchDatabase;
 use crate::session_locks::{
     self, Locker, OURS, OURS_CHECKED, RELEASE, SQLX, TAKE, excludes, number, sqlx,
 };
-use crate::throttles::{self, Resource};
+use crate::throttles::{self, DETAILS, Resource};
 
 const CONNECTIONS: usize = 8;
 const DEADPOOL: &str = "ours, deadpool";
@@ -422,8 +422,8 @@ fn blocking_attempts(name: &str, database: &BenchDatabase, number: usize) -> Box
     threads(name, number, |_| {
         let pool = pool.clone();
         move || {
-            let decision = diesel_interlock::Throttle::of(Resource::Hourly).attempt(&pool);
-            assert!(decision.unwrap().granted().is_none());
+            let throttle = diesel_interlock::Throttle::of(Resource::Hourly).details(DETAILS);
+            assert!(throttle.attempt(&pool).unwrap().granted().is_none());
         }
     })
 }
@@ -437,7 +437,7 @@ fn attempts<P: Pool>(
     tasks(name, number, runtime, move |_| {
         let pool = pool.clone();
         async move {
-            let throttle = Throttle::of(Resource::Hourly);
+            let throttle = Throttle::of(Resource::Hourly).details(DETAILS);
             assert!(throttle.attempt(&pool).await.unwrap().granted().is_none());
         }
     })

@@ -30,7 +30,7 @@ const OURS: &str = "ours";
 const PGBENCH: &str = "pgbench -M prepared, same call";
 const REDIS: &str = "Redis, script";
 const REDIS_SYNCED: &str = "Redis, script, appendfsync always";
-const DETAILS: &str = "web-3 pid 811";
+pub(crate) const DETAILS: &str = "web-3 pid 811";
 
 pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let database = prepared(&bench.server);

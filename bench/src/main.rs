@@ -84,7 +84,7 @@ fn main() -> ExitCode {
         options,
     };
     let mut report = Report::new(environment(&bench));
-    // Also at once, so that a file that cannot be written is no news after a quarter of an hour.
+    // Also at once, so that a file that cannot be written is no news after half an hour.
     let save = |report: &Report| bench.options.json.iter().for_each(|file| report.save(file));
     save(&report);
     for (name, run) in SCENARIOS {

@@ -95,7 +95,7 @@ use crate::text;
 ///
 /// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). A crash or a failover of the
 /// server may lose the last moments: less than three times its `wal_writer_delay`, which is 200 ms by default, and the lag of
-/// the standby. What was spent then is allowed once more.
+/// the standby. What was spent then is allowed once more, also if it is given back.
 ///
 /// # Clocks
 ///

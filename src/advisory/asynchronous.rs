@@ -322,8 +322,8 @@ impl AdvisoryLock {
             self.key().id()?;
             let runtime = runtime::current()?;
             if waiter.is_none() && Waiter::exists() {
-                // A pool may give a connection to whoever asks first. A task that has just given one back would take it again,
-                // before the task that waits for it runs.
+                // A pool may give a connection to the task that asks first. One that has just given a connection back would take
+                // it again, before the task that waits for it runs.
                 tokio::task::yield_now().await;
             }
             let began = Instant::now();

@@ -22,7 +22,7 @@ pub fn client(request: &HttpRequest) -> Result<Client, AppError> {
 /// Refuses what is above the limit of its client, and adds the header fields of the limit to every other response. For
 /// `actix_web::middleware::from_fn`.
 ///
-/// A unit is spent before the handler runs, and stays spent whatever the response is.
+/// A unit is spent before the handler runs, and stays spent, also if the handler fails.
 pub async fn limit(
     app: Data<App>,
     request: ServiceRequest,

@@ -1,5 +1,5 @@
 # Ends the processes of a campaign and removes its directory when its standard input closes, which is when the campaign
-# has ended, in whatever way. It makes the directory, and then reads `add PID` and `remove PID` line by line.
+# has ended, also by a kill. It makes the directory, and then reads `add PID` and `remove PID` line by line.
 #
 #   SCRIPT=$(cat cleanup.sh) sh -c 'eval "$SCRIPT"' cleanup DIRECTORY
 

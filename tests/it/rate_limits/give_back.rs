@@ -35,7 +35,7 @@ fn what_was_refilled_or_reset_or_pruned_meanwhile_is_not_given_back() {
     let database = database();
     let pool = database.pool(1);
     let conn = &mut database.connect();
-    // A key that has refilled owes nothing, whatever others have spent since.
+    // A key that has refilled owes nothing of it, also if others have spent since.
     let mut spent = allowed(API.cost(5).check(&pool).unwrap());
     age(conn, "5 hours");
     spent.at -= 5 * HOUR;

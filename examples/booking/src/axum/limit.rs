@@ -27,7 +27,7 @@ pub fn client(request: &Request) -> Result<Client, AppError> {
 /// Refuses what is above the limit of its client, and adds the header fields of the limit to every other response. For
 /// `axum::middleware::from_fn_with_state`, which makes a tower layer of it.
 ///
-/// A unit is spent before the handler runs, and stays spent whatever the response is.
+/// A unit is spent before the handler runs, and stays spent, also if the handler fails.
 pub async fn limit<A: Limiting>(
     State((app, client_of)): State<(A, ClientOf)>,
     request: Request,

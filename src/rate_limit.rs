@@ -89,7 +89,7 @@ use crate::text;
 /// # Instances with different quotas
 ///
 /// While instances disagree about a quota, as during a deploy, they allow no more than the looser one. A reservation keeps the
-/// moment that it was told under its own quota, so while quotas differ, its units may come on top of that.
+/// moment that it was told under its own quota, and until then a call under another quota is limited.
 ///
 /// # Crashes
 ///

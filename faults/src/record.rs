@@ -99,6 +99,13 @@ pub(crate) enum Record {
         from: Micros,
         until: Micros,
     },
+    /// A permit was renewed until a time of the database clock.
+    Renewed {
+        id: i64,
+        created: Micros,
+        expires: Micros,
+        sent: Micros,
+    },
     /// A permit was released in time or too late.
     Released {
         id: i64,

@@ -8,10 +8,11 @@ DROP FUNCTION resource_control.reserve_rate_limit(text, text, bigint, interval, 
 DROP FUNCTION resource_control.spend_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, boolean, interval, interval);
 DROP FUNCTION resource_control.decide_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, bigint, boolean);
 DROP FUNCTION resource_control.read_rate_limit(text, text, bigint, interval, bigint);
-DROP FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint);
+DROP FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint, bigint);
 DROP FUNCTION resource_control.refuse_rate_limit(text, text, bigint, bigint, bigint, bigint, boolean);
 DROP FUNCTION resource_control.microseconds(interval);
-DROP FUNCTION resource_control.rate_limit_debt(timestamptz, timestamptz, bigint, bigint, timestamptz, bigint, bigint);
+DROP FUNCTION resource_control.rate_limit_debt(timestamptz, timestamptz, timestamptz, bigint, bigint, timestamptz, bigint, bigint, bigint);
+DROP FUNCTION resource_control.rescaled(bigint, bigint, bigint, bigint, bigint);
 DROP FUNCTION resource_control.scaled_down(bigint, bigint, bigint);
 DROP FUNCTION resource_control.scaled_up(bigint, bigint, bigint);
 DROP TABLE resource_control.rate_limit_override;

@@ -65,15 +65,37 @@ AS $$
 $$;
 
 -- What is owed is units and not time, so another quota than the row's rescales it. The result of that is limited to what a
--- timestamptz can be advanced by. Time before the last change counts as none, because the clock may have been set back.
+-- timestamptz can be advanced by.
+CREATE FUNCTION resource_control.rescaled(
+    debt_us bigint,
+    n bigint,
+    period_us bigint,
+    wanted_n bigint,
+    wanted_period_us bigint
+) RETURNS bigint
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT LEAST(
+        pg_catalog.div(
+            (debt_us::numeric OPERATOR(pg_catalog.*) (n::numeric OPERATOR(pg_catalog.*) wanted_period_us))
+                OPERATOR(pg_catalog.+) ((period_us::numeric OPERATOR(pg_catalog.*) wanted_n) OPERATOR(pg_catalog.-) 1),
+            period_us::numeric OPERATOR(pg_catalog.*) wanted_n),
+        9000000000000000)::bigint
+$$;
+
+-- Time before the last change counts as none, because the clock may have been set back. The moment of a reservation stays as it
+-- was told, so another quota than the row's rescales what is owed after it. Until then nobody knows which of the units are used,
+-- so that quota allows nothing: it counts as if its burst were owed.
 CREATE FUNCTION resource_control.rate_limit_debt(
     changed_at timestamptz,
     full_at timestamptz,
+    reserved_until timestamptz,
     n bigint,
     period_us bigint,
     at timestamptz,
     wanted_n bigint,
-    wanted_period_us bigint
+    wanted_period_us bigint,
+    wanted_burst bigint
 ) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
@@ -81,13 +103,16 @@ AS $$
         WHEN full_at IS NULL OR full_at OPERATOR(pg_catalog.<=) GREATEST(changed_at, at) THEN 0
         WHEN n OPERATOR(pg_catalog.=) wanted_n AND period_us OPERATOR(pg_catalog.=) wanted_period_us
         THEN (pg_catalog.date_part('epoch', full_at OPERATOR(pg_catalog.-) GREATEST(changed_at, at)) OPERATOR(pg_catalog.*) 1000000)::bigint
-        ELSE LEAST(
-            pg_catalog.div(
-                ((pg_catalog.date_part('epoch', full_at OPERATOR(pg_catalog.-) GREATEST(changed_at, at)) OPERATOR(pg_catalog.*) 1000000)::bigint::numeric
-                    OPERATOR(pg_catalog.*) (n::numeric OPERATOR(pg_catalog.*) wanted_period_us))
-                    OPERATOR(pg_catalog.+) ((period_us::numeric OPERATOR(pg_catalog.*) wanted_n) OPERATOR(pg_catalog.-) 1),
-                period_us::numeric OPERATOR(pg_catalog.*) wanted_n),
-            9000000000000000)::bigint
+        WHEN reserved_until OPERATOR(pg_catalog.>) GREATEST(changed_at, at)
+        THEN (pg_catalog.date_part('epoch', LEAST(reserved_until, full_at) OPERATOR(pg_catalog.-) GREATEST(changed_at, at)) OPERATOR(pg_catalog.*) 1000000)::bigint
+            OPERATOR(pg_catalog.+) GREATEST(
+                resource_control.scaled_up(wanted_burst, wanted_period_us, wanted_n),
+                resource_control.rescaled(
+                    (pg_catalog.date_part('epoch', full_at OPERATOR(pg_catalog.-) LEAST(reserved_until, full_at)) OPERATOR(pg_catalog.*) 1000000)::bigint,
+                    n, period_us, wanted_n, wanted_period_us))
+        ELSE resource_control.rescaled(
+            (pg_catalog.date_part('epoch', full_at OPERATOR(pg_catalog.-) GREATEST(changed_at, at)) OPERATOR(pg_catalog.*) 1000000)::bigint,
+            n, period_us, wanted_n, wanted_period_us)
     END
 $$;
 
@@ -166,14 +191,14 @@ BEGIN
     PERFORM resource_control.refuse_rate_limit(name, key, n, own_period_us, burst, 1, true);
     SELECT c.quota_n, c.quota_period_us, c.quota_burst, c.is_overridden,
             resource_control.rate_limit_debt(
-                c.changed_at, c.full_at, c.n, c.period_us, c.now, c.quota_n, c.quota_period_us),
+                c.changed_at, c.full_at, c.reserved_until, c.n, c.period_us, c.now, c.quota_n, c.quota_period_us, c.quota_burst),
             c.now,
             CASE WHEN c.changed_at > c.now OR c.n <> c.quota_n OR c.period_us <> c.quota_period_us THEN c.generation END
         INTO quota_n, quota_period_us, quota_burst, is_overridden, debt_us, decided_at, stale_generation
         FROM (
             SELECT COALESCE(o.n, read_rate_limit.n) AS quota_n, COALESCE(o.period_us, own_period_us) AS quota_period_us,
                     COALESCE(o.burst, read_rate_limit.burst) AS quota_burst, o.n IS NOT NULL AS is_overridden,
-                    r.generation, r.changed_at, r.full_at, r.n, r.period_us, clock_timestamp() AS now
+                    r.generation, r.changed_at, r.full_at, r.reserved_until, r.n, r.period_us, clock_timestamp() AS now
                 FROM (SELECT) AS one
                 LEFT JOIN LATERAL (
                     SELECT q.n, q.burst, resource_control.microseconds(q.period) AS period_us
@@ -202,7 +227,8 @@ CREATE FUNCTION resource_control.settle_rate_limit(
     key text,
     generation bigint,
     n bigint,
-    period_us bigint
+    period_us bigint,
+    burst bigint
 ) RETURNS void
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
@@ -226,7 +252,8 @@ BEGIN
         UPDATE resource_control.rate_limit AS b
             SET updates = b.updates + 1, changed_at = now, n = settle_rate_limit.n, period_us = settle_rate_limit.period_us,
                 full_at = now + interval '00:00:00.000001' * resource_control.rate_limit_debt(
-                    b.changed_at, b.full_at, b.n, b.period_us, now, settle_rate_limit.n, settle_rate_limit.period_us)
+                    b.changed_at, b.full_at, b.reserved_until, b.n, b.period_us, now, settle_rate_limit.n, settle_rate_limit.period_us,
+                    settle_rate_limit.burst)
             WHERE b.name = settle_rate_limit.name COLLATE "C" AND b.key = settle_rate_limit.key COLLATE "C"
                 AND b.generation = settle_rate_limit.generation;
     END IF;
@@ -292,7 +319,7 @@ BEGIN
             FROM (
                 SELECT c.*,
                         CASE WHEN c.is_valid THEN resource_control.rate_limit_debt(
-                            c.changed_at, c.full_at, c.n, c.period_us, c.now, c.quota_n, c.quota_period_us)
+                            c.changed_at, c.full_at, c.reserved_until, c.n, c.period_us, c.now, c.quota_n, c.quota_period_us, c.quota_burst)
                         END AS debt,
                         CASE WHEN c.quota_burst >= COALESCE(at_least, cost) AND c.is_valid THEN max_wait_us
                             + resource_control.scaled_down(
@@ -302,7 +329,7 @@ BEGIN
                         SELECT COALESCE(o.n, decide_rate_limit.n) AS quota_n,
                                 COALESCE(o.period_us, decide_rate_limit.period_us) AS quota_period_us,
                                 COALESCE(o.burst, decide_rate_limit.burst) AS quota_burst,
-                                r.generation, r.updates, r.changed_at, r.full_at, r.n, r.period_us,
+                                r.generation, r.updates, r.changed_at, r.full_at, r.reserved_until, r.n, r.period_us,
                                 decide_rate_limit.n BETWEEN 1 AND 4294967295
                                     AND decide_rate_limit.burst BETWEEN 1 AND 4294967295
                                     AND decide_rate_limit.period_us BETWEEN 1 AND 31622400000000
@@ -391,7 +418,7 @@ BEGIN
                     RETURN;
                 END IF;
             ELSIF reason = 'stale' THEN
-                PERFORM resource_control.settle_rate_limit(name, key, found_generation, quota_n, quota_period_us);
+                PERFORM resource_control.settle_rate_limit(name, key, found_generation, quota_n, quota_period_us, quota_burst);
             ELSE
                 SELECT b.* INTO held
                     FROM resource_control.rate_limit AS b
@@ -401,7 +428,8 @@ BEGIN
                 CONTINUE WHEN NOT FOUND;
                 decided_at := clock_timestamp();
                 debt := resource_control.rate_limit_debt(
-                    held.changed_at, held.full_at, held.n, held.period_us, decided_at, quota_n, quota_period_us);
+                    held.changed_at, held.full_at, held.reserved_until, held.n, held.period_us, decided_at, quota_n, quota_period_us,
+                    quota_burst);
                 full_at := decided_at + debt * interval '00:00:00.000001';
                 CONTINUE WHEN held.n <> quota_n OR held.period_us <> quota_period_us OR held.changed_at > decided_at;
                 IF debt > room THEN
@@ -698,7 +726,7 @@ BEGIN
             FROM resource_control.read_rate_limit(given.name, given.key, given.n, given.period, given.burst);
         IF state.stale_generation IS NOT NULL THEN
             stale := stale || ARRAY[[given.name, given.key, state.stale_generation::text,
-                state.quota_n::text, state.quota_period_us::text]];
+                state.quota_n::text, state.quota_period_us::text, state.quota_burst::text]];
         END IF;
         IF given.cost > state.quota_burst THEN
             IF NOT state.is_overridden THEN
@@ -731,7 +759,7 @@ BEGIN
             BEGIN
                 FOREACH one SLICE 1 IN ARRAY stale LOOP
                     PERFORM resource_control.settle_rate_limit(
-                        one[1], one[2], one[3]::bigint, one[4]::bigint, one[5]::bigint);
+                        one[1], one[2], one[3]::bigint, one[4]::bigint, one[5]::bigint, one[6]::bigint);
                 END LOOP;
             EXCEPTION WHEN lock_not_available OR deadlock_detected OR query_canceled THEN
                 NULL; -- A later call does it.
@@ -846,19 +874,22 @@ BEGIN
                 FOR NO KEY UPDATE;
             CONTINUE WHEN NOT FOUND;
             now := clock_timestamp();
-            -- A key that was reset or pruned since then owes nothing of what was spent before. If the clock was set back
-            -- since then, nobody knows how much time has passed.
-            EXIT WHEN held.created_at > spent_at OR spent_at > GREATEST(now, held.changed_at);
+            -- A key that was reset or pruned since then owes nothing of what was spent before. A row whose last change is older
+            -- than the spend has lost it, by a failover or by a crash. If the clock was set back since then, nobody knows how much
+            -- time has passed.
+            EXIT WHEN held.created_at > spent_at OR held.changed_at < spent_at;
             age := GREATEST(date_part('epoch', GREATEST(now, held.changed_at, held.reserved_until) - spent_at) * 1000000
                 - resource_control.microseconds(wait), 0);
             IF held.n <> n OR held.period_us <> period_us THEN
+                -- Nobody knows which of the units are used that were spent before the moment of a reservation.
+                EXIT WHEN held.reserved_until > GREATEST(now, held.changed_at);
                 -- The key was refilled at the rate of either quota, and the faster one counts.
                 age := GREATEST(age, LEAST(9000000000000000,
                     div(age::numeric * n * held.period_us + period_us::numeric * held.n - 1,
                         period_us::numeric * held.n)));
             END IF;
             debt := resource_control.rate_limit_debt(
-                held.changed_at, held.full_at, held.n, held.period_us, now, held.n, held.period_us);
+                held.changed_at, held.full_at, held.reserved_until, held.n, held.period_us, now, held.n, held.period_us, 1);
             worth := LEAST(resource_control.scaled_down(units, held.period_us, held.n) - age, debt);
             EXIT WHEN worth <= 0;
             UPDATE resource_control.rate_limit AS b
@@ -1072,13 +1103,15 @@ COMMENT ON FUNCTION resource_control.scaled_up(bigint, bigint, bigint) IS
     'The amount times the multiplier, divided by the divisor, rounded up.';
 COMMENT ON FUNCTION resource_control.scaled_down(bigint, bigint, bigint) IS
     'The amount times the multiplier, divided by the divisor, rounded down.';
-COMMENT ON FUNCTION resource_control.rate_limit_debt(timestamptz, timestamptz, bigint, bigint, timestamptz, bigint, bigint) IS
+COMMENT ON FUNCTION resource_control.rescaled(bigint, bigint, bigint, bigint, bigint) IS
+    'The time in which the wanted quota refills what the other one refills in the given time, in microseconds, rounded up.';
+COMMENT ON FUNCTION resource_control.rate_limit_debt(timestamptz, timestamptz, timestamptz, bigint, bigint, timestamptz, bigint, bigint, bigint) IS
     'How long a key takes to be full again under the wanted quota, in microseconds.';
 COMMENT ON FUNCTION resource_control.microseconds(interval) IS
     'The interval as elapsed time, in microseconds.';
 COMMENT ON FUNCTION resource_control.read_rate_limit(text, text, bigint, interval, bigint) IS
     'The quota in force of a key, and how long the key takes to be full again. Part of peek_rate_limit and check_rate_limits.';
-COMMENT ON FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint) IS
+COMMENT ON FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint, bigint) IS
     'Rewrites what a key owes under another quota and by the present clock. Part of decide_rate_limit and check_rate_limits.';
 COMMENT ON FUNCTION resource_control.refuse_rate_limit(text, text, bigint, bigint, bigint, bigint, boolean) IS
     'Raises what is wrong with the arguments of a call. Part of decide_rate_limit.';

@@ -225,11 +225,13 @@ extern "SQL" {
     fn rate_limit_debt(
         changed_at: Timestamptz,
         full_at: Timestamptz,
+        reserved_until: Nullable<Timestamptz>,
         n: BigInt,
         period_us: BigInt,
         at: Timestamptz,
         wanted_n: BigInt,
         wanted_period_us: BigInt,
+        wanted_burst: BigInt,
     ) -> BigInt;
 
     /// Returns `amount` times `multiplier`, divided by `divisor`, rounded up.

@@ -11,7 +11,7 @@ use diesel::pg::Pg;
 #[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::sql_types::Double;
+use diesel::sql_types::{BigInt, Double};
 
 use crate::error::Result;
 use crate::functions::{clock_timestamp, rate_limit_debt, scaled_up};
@@ -245,11 +245,13 @@ fn near_limit<'a>(name: &'a str, quota: (i64, i64, i64), rows: i64) -> _ {
     let debt_us = rate_limit_debt(
         rate_limit::changed_at,
         rate_limit::full_at,
+        rate_limit::reserved_until,
         rate_limit::n,
         rate_limit::period_us,
         sql::statement_timestamp(),
         n,
         period_us,
+        burst,
     );
     let has_own = OF_KEY
         .field(rate_limit_override::scope)
@@ -351,11 +353,14 @@ pub fn units_owed() -> _ {
         rate_limit_debt(
             rate_limit::changed_at,
             rate_limit::full_at,
+            rate_limit::reserved_until,
             rate_limit::n,
             rate_limit::period_us,
             clock_timestamp(),
             rate_limit::n,
             rate_limit::period_us,
+            // Under the row's own quota the burst does not matter.
+            1_i64.into_sql::<BigInt>(),
         ),
         rate_limit::n,
         rate_limit::period_us,

@@ -95,6 +95,7 @@ const PRIMITIVES: [Primitive; 5] = [
         ],
         internal: &[
             "scaled_down",
+            "rescaled",
             "microseconds",
             "refuse_rate_limit",
             "read_rate_limit",

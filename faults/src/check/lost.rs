@@ -15,6 +15,8 @@ pub(super) struct Lost {
     pub(super) grants: BTreeSet<Grant>,
     /// By id and time of creation, because an id may be given again.
     pub(super) requests: BTreeSet<(i64, Micros)>,
+    /// The requests whose renewal is lost.
+    pub(super) renewals: BTreeSet<(i64, Micros)>,
 }
 
 /// Looks up every reported result. A missing one is a violation, unless an asynchronous failover followed.
@@ -91,6 +93,22 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
                     lost.requests.insert((*id, *created));
                 }
             }
+            Record::Renewed {
+                id,
+                created,
+                expires,
+                sent,
+            } => {
+                findings.examined("renewals", 1);
+                let request = requests.get(&(*id, *created));
+                if request.is_some_and(|request| request.expires < *expires) {
+                    let text = format!(
+                        "worker {worker}: the renewal of {id} until {expires}, sent at {sent}, is lost"
+                    );
+                    excused(*sent, told_at, "renewals", text, findings);
+                    lost.renewals.insert((*id, *created));
+                }
+            }
             Record::Released {
                 id,
                 created,
@@ -129,7 +147,17 @@ pub(super) fn is_excused(failovers: &[Failover], sent: Micros, at: Micros) -> bo
 
 #[cfg(test)]
 mod tests {
+    use super::super::Request;
     use super::*;
+    use crate::subjects::SEMAPHORES;
+
+    fn told(record: Record, at: Micros) -> Told {
+        Told {
+            worker: 0,
+            record,
+            at,
+        }
+    }
 
     fn granted() -> Record {
         Record::Granted {
@@ -142,11 +170,7 @@ mod tests {
 
     fn history(synchronous: bool, at: Micros) -> History {
         History {
-            told: vec![Told {
-                worker: 0,
-                record: granted(),
-                at,
-            }],
+            told: vec![told(granted(), at)],
             failovers: vec![Failover {
                 followed: 101,
                 began: 102,
@@ -164,6 +188,38 @@ mod tests {
         assert!(findings.violations.is_empty());
         assert_eq!(findings.losses["grants"], 1);
         assert_eq!(lost.grants.len(), 1);
+    }
+
+    #[test]
+    fn a_permit_that_is_believed_longer_than_the_server_knows_has_lost_its_renewal() {
+        let request = Request {
+            id: 1,
+            service: SEMAPHORES[0].service().into(),
+            slot: 0,
+            created: 10,
+            expires: 200,
+            completed: None,
+        };
+        let truth = Truth {
+            requests: vec![request],
+            ..Truth::default()
+        };
+        let renewed = |expires| Record::Renewed {
+            id: 1,
+            created: 10,
+            expires,
+            sent: 100,
+        };
+        for (synchronous, expires, violations, renewals) in
+            [(false, 200, 0, 0), (false, 201, 0, 1), (true, 201, 1, 1)]
+        {
+            let mut history = history(synchronous, 101);
+            history.told = vec![told(renewed(expires), 101)];
+            let mut findings = Findings::default();
+            let lost = find(&history, &truth, &mut findings);
+            assert_eq!(findings.violations.len(), violations);
+            assert_eq!(lost.renewals.len(), renewals);
+        }
     }
 
     #[test]

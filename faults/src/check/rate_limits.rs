@@ -20,6 +20,8 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
     let returned = returned(history, findings);
     let resets = resets(truth, findings);
     let mut segments: BTreeMap<(&str, &str, usize), Vec<Use>> = BTreeMap::new();
+    // The units by key that were given back although their spend was lost, so others may use them once more.
+    let mut doubled: BTreeMap<(&str, &str), u32> = BTreeMap::new();
     for Told { worker, record, at } in &history.told {
         let Record::Allowed {
             limit,
@@ -38,6 +40,8 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
         let Some(id) = recorded.get(&spend) else {
             // What was lost may be allowed once more.
             if is_excused(history, *durable, *sent, *at) {
+                *doubled.entry(spend_key(spend)).or_default() +=
+                    returned.get(&spend).copied().unwrap_or(0);
                 *findings.losses.entry("spends of rate limits").or_default() += 1;
             } else {
                 findings.violation(format!(
@@ -61,7 +65,10 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
             findings.violation(format!("rate limit {limit:?} is unknown"));
             continue;
         };
-        if let Some(excess) = windows::worst(&uses, quota) {
+        let doubled = doubled.get(&(limit, key)).copied().unwrap_or(0);
+        if let Some(excess) =
+            windows::worst(&uses, quota).filter(|it| it.units > f64::from(doubled))
+        {
             findings.violation(format!(
                 "rate limit {limit:?} {key:?}: {:.3} units above the promise in a window that ends at {}",
                 excess.units, excess.at
@@ -289,6 +296,39 @@ mod tests {
         assert_eq!(lost(CALLS.name(), AT + 2_000_000), (1, 0));
         assert_eq!(lost(CALLS.name(), AT - 2_000_000), (1, 0));
         assert_eq!(lost(PAID.name(), AT + 600_000), (1, 0));
+    }
+
+    #[test]
+    fn a_lost_spend_that_is_given_back_may_be_used_once_more() {
+        let name = CALLS.name();
+        let count = |lost: bool, returned| {
+            let mut told = vec![allowed(name, 1, AT), allowed(name, 4, AT + 1000)];
+            told.push(self::told(
+                Record::Returned {
+                    limit: name.into(),
+                    key: "hot".into(),
+                    at: AT,
+                    units: returned,
+                },
+                AT + 2000,
+            ));
+            let history = History {
+                told,
+                outages: vec![Outage {
+                    began: AT + 200,
+                    stopped: AT + 300,
+                }],
+                ..History::default()
+            };
+            let mut changes = vec![change(2, name, AT + 1000, false)];
+            if !lost {
+                changes.push(change(1, name, AT, false));
+            }
+            findings(&history, changes).violations.len()
+        };
+        assert_eq!(count(true, 0), 1);
+        assert_eq!(count(true, 1), 0);
+        assert_eq!(count(false, 1), 1);
     }
 
     #[test]

@@ -93,7 +93,11 @@ fn by_belief(history: &History, truth: &Truth, lost: &Lost, findings: &mut Findi
                 let Some(&at) = created.get(&(*worker, *id)) else {
                     continue;
                 };
-                if let Some(expires) = expiries.get(&(*id, at)).filter(|expires| until > expires) {
+                let is_renewal_lost = lost.renewals.contains(&(*id, at));
+                if let Some(expires) = expiries.get(&(*id, at))
+                    && until > expires
+                    && !is_renewal_lost
+                {
                     findings.violation(format!(
                         "semaphore {service}: worker {worker} believed in {id} at {until}, which had expired at {expires}"
                     ));
@@ -102,7 +106,7 @@ fn by_belief(history: &History, truth: &Truth, lost: &Lost, findings: &mut Findi
                     id: *id,
                     from: *from,
                     until: *until,
-                    lost: lost.requests.contains(&(*id, at)),
+                    lost: is_renewal_lost || lost.requests.contains(&(*id, at)),
                 });
             }
             _ => {}

@@ -18,6 +18,15 @@ pub(super) fn claimed(semaphore: &Semaphore, claim: &Claim, sent: Micros) {
     });
 }
 
+pub(super) fn renewed(claim: &Claim, sent: Micros) {
+    report(&Record::Renewed {
+        id: claim.id,
+        created: claim.created_at.timestamp_micros(),
+        expires: claim.expires_at.timestamp_micros(),
+        sent,
+    });
+}
+
 pub(super) fn released(claim: &Claim, in_time: bool, sent: Micros) {
     report(&Record::Released {
         id: claim.id,

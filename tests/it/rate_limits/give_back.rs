@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::half::error::Input;
 use crate::half::prelude::*;
 use crate::half::{Error, Quota, RateLimit, Reserve, cancel, cancel_on, give_back, give_back_on};
+use diesel::connection::SimpleConnection;
 
 use super::{API, HOUR, age, allowed, assert_about, database, limited};
 
@@ -151,4 +152,23 @@ fn units_behind_which_others_have_reserved_are_not_allowed_twice_at_one_moment()
         assert_eq!(cancel_on(conn, last).unwrap(), 1);
     }
     assert_eq!(cancel_on(conn, first).unwrap(), 0);
+}
+
+#[test]
+fn a_spend_that_a_failover_has_lost_is_not_given_back() {
+    let database = database();
+    let conn = &mut database.connect();
+    let limit = RateLimit::named("failed over", Quota::per_hour(1).burst(3));
+    let kept = allowed(limit.check_on(conn).unwrap());
+    let before = "CREATE TABLE before AS SELECT * FROM resource_control.rate_limit";
+    conn.batch_execute(before).unwrap();
+    let lost = allowed(limit.check_on(conn).unwrap());
+    conn.batch_execute(
+        "UPDATE resource_control.rate_limit AS r \
+         SET updates = b.updates, changed_at = b.changed_at, full_at = b.full_at FROM before AS b",
+    )
+    .unwrap();
+    assert_eq!(give_back_on(conn, &lost, 1).unwrap(), 0);
+    assert_eq!(limit.peek_on(conn).unwrap().remaining, 2);
+    assert_eq!(give_back_on(conn, &kept, 1).unwrap(), 1);
 }

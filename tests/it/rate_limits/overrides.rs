@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use crate::half::error::Input;
 use crate::half::prelude::*;
-use crate::half::{CheckAll, Error, LimitedReason, Quota, RateLimit};
+use crate::half::{CheckAll, Error, LimitedReason, Quota, RateLimit, Reserve, cancel_on};
 use diesel::connection::SimpleConnection;
 
-use super::{API, HOUR, SLOW, allowed, assert_about, database, limited};
+use super::{API, HOUR, SLOW, age, allowed, assert_about, database, limited};
 
 pub(crate) fn set(conn: &mut PgConnection, name: &str, key: Option<&str>, quota: &str) {
     let key = key.map_or("NULL".to_owned(), |key| format!("'{key}'"));
@@ -63,6 +63,47 @@ fn a_raised_quota_takes_effect_at_once_because_units_are_owed_and_not_time() {
         .unwrap();
     let denied = limited(daily.check_on(conn).unwrap());
     assert!(denied.full_in > 23 * HOUR && denied.full_in <= 24 * HOUR);
+}
+
+#[test]
+fn no_quota_moves_a_reserved_moment() {
+    let database = database();
+    let conn = &mut database.connect();
+    let slow = RateLimit::named("queue", Quota::per(1, 2 * HOUR).burst(2));
+    let fast = RateLimit::named("queue", Quota::per(1, HOUR / 10).burst(2));
+    let after = |limit: &RateLimit, conn: &mut PgConnection| {
+        limited(limit.check_on(conn).unwrap()).retry_after.unwrap()
+    };
+    let reserve = |conn: &mut PgConnection| {
+        let reserve = slow.reserve_on(conn, 9 * HOUR).unwrap();
+        let Reserve::Reserved(reservation) = reserve else {
+            panic!("nothing is reserved");
+        };
+        reservation
+    };
+    let _ = allowed(slow.cost(2).check_on(conn).unwrap());
+    assert_about(reserve(conn).wait, 2 * HOUR);
+
+    // At that moment two units are owed, one of which is the reserved one.
+    for _ in 0..2 {
+        assert_about(after(&fast, conn), 2 * HOUR + HOUR / 10);
+        assert_about(after(&slow, conn), 4 * HOUR);
+    }
+    assert_about(after(&fast, conn), 2 * HOUR + HOUR / 10);
+    age(conn, "2 hours");
+    assert_about(after(&fast, conn), HOUR / 10);
+    age(conn, "6 minutes");
+    let _ = allowed(fast.check_on(conn).unwrap());
+    let _ = limited(fast.check_on(conn).unwrap());
+
+    // A reservation that was cancelled leaves its moment, and the units that were used before are not forgotten.
+    assert!(slow.reset_on(conn).unwrap());
+    let _ = allowed(fast.cost(2).check_on(conn).unwrap());
+    let Reserve::Reserved(reservation) = fast.cost(2).reserve_on(conn, HOUR).unwrap() else {
+        panic!("nothing is reserved");
+    };
+    assert_eq!(cancel_on(conn, reservation).unwrap(), 2);
+    let _ = limited(slow.check_on(conn).unwrap());
 }
 
 #[test]

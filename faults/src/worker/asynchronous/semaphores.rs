@@ -15,7 +15,7 @@ use crate::record::Outcome;
 use crate::subjects::SEMAPHORES;
 use crate::worker::instructions::inflicts;
 use crate::worker::panic_deliberately;
-use crate::worker::requests::{Stay, claimed, released, require_patience};
+use crate::worker::requests::{Stay, claimed, released, renewed, require_patience};
 
 pub(super) async fn work(worker: &mut WorkerTask) -> Result<Outcome, Error> {
     let Some(shared) = worker.random.choice(&SEMAPHORES) else {
@@ -102,7 +102,9 @@ async fn spend(
     while stay.is_believed(|| permit.remaining()) && Instant::now() < end {
         sleep(Duration::from_millis(5)).await;
         if worker.random.one_in(50) {
+            let sent = clock::now();
             permit.renew().await?;
+            renewed(permit.claim(), sent);
         }
     }
     if inflicts(Fault::Panic) {

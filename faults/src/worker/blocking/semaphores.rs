@@ -13,7 +13,7 @@ use crate::record::Outcome;
 use crate::subjects::SEMAPHORES;
 use crate::worker::instructions::inflicts;
 use crate::worker::panic_deliberately;
-use crate::worker::requests::{Stay, claimed, released, require_patience};
+use crate::worker::requests::{Stay, claimed, released, renewed, require_patience};
 
 pub(super) fn work(worker: &mut WorkerThread<'_>) -> Result<Outcome, Error> {
     if worker.random.one_in(3) {
@@ -81,7 +81,9 @@ fn spend(
     while stay.is_believed(|| permit.remaining()) && Instant::now() < end {
         thread::sleep(Duration::from_millis(5));
         if worker.random.one_in(100) {
+            let sent = clock::now();
             permit.renew()?;
+            renewed(permit.claim(), sent);
         }
     }
     if inflicts(Fault::Panic) {

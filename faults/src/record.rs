@@ -26,7 +26,7 @@ pub(crate) enum Record {
     /// A query or a release returned that the lock was lost. Only sessions without timeouts report this.
     Lost {
         pid: i32,
-        acquired: Micros,
+        wanted: Micros,
         asked: Micros,
     },
     /// A watch reported for the last time at `at` that the lock had been held `within` that time before.

@@ -13,12 +13,7 @@ const RELOADING: Micros = 1_000_000;
 
 pub(super) fn examine(history: &History, findings: &mut Findings) {
     for Told { worker, record, at } in &history.told {
-        let Record::Lost {
-            pid,
-            acquired,
-            asked,
-        } = record
-        else {
+        let Record::Lost { pid, wanted, asked } = record else {
             continue;
         };
         // Networks and poolers lose connections, and the campaign does not record which.
@@ -26,11 +21,11 @@ pub(super) fn examine(history: &History, findings: &mut Findings) {
             continue;
         }
         findings.examined("losses of session locks", 1);
-        if !history.has_cause(*pid, *acquired, *at) {
+        if !history.has_cause(*pid, *wanted, *at) {
             let reload = history
                 .reloads
                 .iter()
-                .find(|reload| reload.began <= *at && reload.ended >= *acquired);
+                .find(|reload| reload.began <= *at && reload.ended >= *wanted);
             let meanwhile = reload.map_or(String::new(), |reload| {
                 format!(
                     ", while a reload had changed {} since {}",
@@ -38,31 +33,31 @@ pub(super) fn examine(history: &History, findings: &mut Findings) {
                 )
             });
             findings.violation(format!(
-                "loss: worker {worker} was told at {asked} that pid {pid} had lost the lock of {acquired}, without a cause{meanwhile}"
+                "loss: worker {worker} was told at {asked} that pid {pid} had lost the lock wanted at {wanted}, without a cause{meanwhile}"
             ));
         }
     }
 }
 
 impl History {
-    /// Whether the session, or all sessions, were ended while it held the lock.
-    fn has_cause(&self, pid: i32, acquired: Micros, at: Micros) -> bool {
+    /// Whether the session, or all sessions, were ended while it held the lock, which a frozen process learns late.
+    fn has_cause(&self, pid: i32, wanted: Micros, at: Micros) -> bool {
         let condemned = self.condemned.get(&pid).into_iter().flatten();
-        let mut condemned = condemned.filter(|sent| **sent >= acquired - DYING);
+        let mut condemned = condemned.filter(|sent| **sent >= wanted - DYING);
         condemned.any(|sent| *sent <= at)
             || self
                 .outages
                 .iter()
-                .any(|outage| outage.began <= at && outage.stopped >= acquired)
-            || self.was_reloaded_under_the_lock(acquired, at)
+                .any(|outage| outage.began <= at && outage.stopped >= wanted)
+            || self.was_reloaded_under_the_lock(wanted, at)
     }
 
-    /// Whether an `idle_session_timeout` can have reached the session after it had acquired the lock. A guard lifts only the one that
-    /// is in force as it acquires the lock, as is documented.
-    fn was_reloaded_under_the_lock(&self, acquired: Micros, at: Micros) -> bool {
+    /// Whether an `idle_session_timeout` can have reached the session after it had the lock. A guard lifts only the one that is in
+    /// force as it acquires the lock, as is documented.
+    fn was_reloaded_under_the_lock(&self, wanted: Micros, at: Micros) -> bool {
         self.reloads.iter().any(|reload| {
             reload.setting == "idle_session_timeout"
-                && acquired < reload.began + RELOADING
+                && wanted < reload.began + RELOADING
                 && reload.began <= at
         })
     }
@@ -76,7 +71,7 @@ mod tests {
     fn violations(history: History) -> usize {
         let record = Record::Lost {
             pid: 7,
-            acquired: 10_000_000,
+            wanted: 10_000_000,
             asked: 10_000_400,
         };
         let history = History {

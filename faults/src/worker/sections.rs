@@ -86,14 +86,17 @@ impl Id {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Holder {
     pub(super) pid: i32,
+    /// A time before the lock was requested.
+    wanted: Micros,
     /// A time at which the lock was held.
     pub(super) acquired: Micros,
 }
 
 impl Holder {
-    pub(super) fn new(pid: i32) -> Self {
+    pub(super) fn new(pid: i32, wanted: &Wanted) -> Self {
         Self {
             pid,
+            wanted: wanted.asked,
             acquired: clock::now(),
         }
     }
@@ -123,7 +126,7 @@ impl Holder {
         if !settings.impatient {
             report(&Record::Lost {
                 pid: self.pid,
-                acquired: self.acquired,
+                wanted: self.wanted,
                 asked,
             });
         }

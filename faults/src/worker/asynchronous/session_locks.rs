@@ -91,7 +91,7 @@ impl Section {
         let Attempt::Acquired(mut guard) = attempt else {
             return Ok(Outcome::Busy);
         };
-        let holder = Holder::new(guard.backend_pid());
+        let holder = Holder::new(guard.backend_pid(), &self.wanted);
         // After an error the connection is broken, or a timeout of the user was reached. The release shows which.
         let token = self.draw(worker, &mut guard).await.unwrap_or(None);
         let lost = self

@@ -423,21 +423,21 @@ mod tests {
              ON ((override_of_key.name = rate_limit.name) AND (override_of_key.key = rate_limit.key))) \
              LEFT OUTER JOIN rate_limit_override AS override_of_name \
              ON ((override_of_name.name = rate_limit.name) AND (override_of_name.key IS NULL))) \
-             WHERE ((rate_limit.name = $6) AND (rate_limit.full_at > \
+             WHERE ((rate_limit.name = $7) AND (rate_limit.full_at > \
              greatest(rate_limit.changed_at, pg_catalog.statement_timestamp())))"
         );
         let (order, binds) = order.split_once(" -- ").unwrap();
         assert_eq!(
             order,
-            "(CAST(coalesce(override_of_key.burst, override_of_name.burst, $7) AS float8) - \
-             ((((pg_catalog.date_part($8, rate_limit.full_at) - pg_catalog.date_part($9, \
-             greatest(rate_limit.changed_at, pg_catalog.statement_timestamp()))) * $10) * \
+            "(CAST(coalesce(override_of_key.burst, override_of_name.burst, $8) AS float8) - \
+             ((((pg_catalog.date_part($9, rate_limit.full_at) - pg_catalog.date_part($10, \
+             greatest(rate_limit.changed_at, pg_catalog.statement_timestamp()))) * $11) * \
              CAST(rate_limit.n AS float8)) / CAST(rate_limit.period_us AS float8))) ASC, \
-             rate_limit.key LIMIT $11"
+             rate_limit.key LIMIT $12"
         );
         assert_eq!(
             binds,
-            "binds: [100, 60000000, 100, 60000000, 20, api, 20, epoch, epoch, 1000000.0, 10]"
+            "binds: [100, 60000000, 100, 60000000, 20, 20, api, 20, epoch, epoch, 1000000.0, 10]"
         );
     }
 }

@@ -40,7 +40,7 @@ pub(crate) struct Moment {
 impl Moment {
     pub(crate) fn now() -> Self {
         Self {
-            monotonic: Instant::now(),
+            monotonic: monotonic(),
             wall: wall(),
         }
     }
@@ -68,18 +68,25 @@ fn wall() -> SystemTime {
     SystemTime::now()
 }
 
+/// The monotonic clock, which tests move.
+#[cfg(all(any(feature = "r2d2", feature = "async"), not(test)))]
+pub(crate) fn monotonic() -> Instant {
+    Instant::now()
+}
+
 #[cfg(all(any(feature = "r2d2", feature = "async"), test))]
 use self::moved::wall;
 #[cfg(all(any(feature = "r2d2", feature = "async"), test))]
-pub(crate) use self::moved::{set_back, suspend};
+pub(crate) use self::moved::{monotonic, pass, set_back, suspend};
 
-/// A wall clock that a test moves on its own thread.
+/// Clocks that a test moves on its own thread.
 #[cfg(all(any(feature = "r2d2", feature = "async"), test))]
 mod moved {
     use super::*;
 
     thread_local! {
         static AHEAD: std::cell::Cell<Duration> = const { std::cell::Cell::new(FAR) };
+        static PASSED: std::cell::Cell<Duration> = const { std::cell::Cell::new(Duration::ZERO) };
     }
 
     /// Far enough ahead that the clock can be set back.
@@ -87,6 +94,16 @@ mod moved {
 
     pub(super) fn wall() -> SystemTime {
         SystemTime::now() + AHEAD.get()
+    }
+
+    pub(crate) fn monotonic() -> Instant {
+        Instant::now() + PASSED.get()
+    }
+
+    /// Moves both clocks.
+    pub(crate) fn pass(time: Duration) {
+        PASSED.set(PASSED.get() + time);
+        suspend(time);
     }
 
     /// Moves only the wall clock, as a suspension of the machine does, or a clock that is set forward.

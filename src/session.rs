@@ -19,7 +19,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 #[cfg(feature = "async")]
 pub(crate) use self::asynchronous::{
-    AsyncProbe, AsyncStatement, Asynchronous, Lent, ProbeColumns, Probed, Times,
+    AsyncProbe, AsyncStatement, Asynchronous, Lent, ProbeColumns, Probed,
 };
 #[cfg(feature = "postgres")]
 pub(crate) use self::blocking::{Blocking, BlockingStatement};

@@ -54,7 +54,7 @@ impl Local {
         if cost == 0 {
             return Err(self.limit.bad_units(0, u32::MAX).into());
         }
-        Ok(lock(&self.keys).decide(key, cost, Moment::now()))
+        Ok(lock(&self.keys).decide(key, cost))
     }
 
     /// Returns the limit of a key, after the checks that need no database. The empty key is the limit without a key.

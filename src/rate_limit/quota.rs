@@ -74,7 +74,8 @@ impl Quota {
 
     /// Returns the period in microseconds, rounded up.
     pub(super) fn period_us(self) -> u128 {
-        self.period.as_nanos().div_ceil(1000)
+        u128::from(self.period.as_secs()) * 1_000_000
+            + u128::from(self.period.subsec_nanos().div_ceil(1000))
     }
 
     /// Returns how many microseconds it takes to refill so many units, rounded up.

@@ -7,7 +7,6 @@ use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use diesel::connection::TransactionManagerStatus;
-use diesel::data_types::PgTimestamp;
 use diesel::deserialize::{FromSql, FromSqlRow};
 use diesel::expression::QueryMetadata;
 use diesel::pg::Pg;
@@ -16,7 +15,7 @@ use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::query_dsl::CompatibleType;
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use diesel::row::{Field, Row};
-use diesel::sql_types::{Nullable, Text, Timestamptz};
+use diesel::sql_types::{Bool, Nullable, Text};
 use diesel_async::{
     AnsiTransactionManager, AsyncConnectionCore, AsyncPgConnection, SimpleAsyncConnection,
     TransactionManager,
@@ -93,48 +92,59 @@ pub(crate) trait Probed: QueryFragment<Pg> {
 
 impl Probed for diesel::query_builder::SqlQuery {}
 
-/// The columns by which a probe finds an open transaction.
+/// The columns of a probe, which finds an open transaction.
+#[derive(Debug, Clone)]
+pub(crate) enum ProbeColumns {
+    /// It is known whether a transaction is open.
+    None,
+    IsInside,
+    /// And the number under which the session notes that the statement ran.
+    IsInsideAndNote(String),
+}
+
+/// Whether the statement was sent inside a transaction.
 ///
 /// Outside a transaction PostgreSQL begins one when it binds the parameters of a statement. So `now()` is then the time at which
 /// the statement's portal, the one without a name, was created. Inside a transaction `now()` is earlier.
 ///
 /// `statement_timestamp()` is the time at which the execution began. It differs from `now()` by the time for binding: 1 to 10
 /// microseconds, more on a busy server. Inside a transaction it differs by 6 at least. So only if the difference is larger than 5
-/// the portal is looked up, which makes the statement cost the server 7 microseconds more, instead of 3.
-#[derive(Debug, Clone)]
-pub(crate) struct ProbeColumns {
-    /// The number under which the session notes that the statement ran.
-    note: Option<String>,
-}
-
-/// When the transaction of the statement began, and when its portal was created.
-const TIMES: &str = ", pg_catalog.now(), \
-    CASE WHEN pg_catalog.statement_timestamp() OPERATOR(pg_catalog.>=) pg_catalog.now() \
+/// the portal is looked up.
+///
+/// `ts_rewrite` executes the query that it is given as text, which replaces `in` by `out`. PostgreSQL would prepare a subquery for
+/// each execution of the statement, also where it is not reached, and that costs as much as trying the lock.
+const IS_INSIDE: &str = ", CASE WHEN pg_catalog.statement_timestamp() OPERATOR(pg_catalog.>=) pg_catalog.now() \
     AND pg_catalog.statement_timestamp() OPERATOR(pg_catalog.<=) \
-    (pg_catalog.now() OPERATOR(pg_catalog.+) '5 microseconds'::pg_catalog.interval) \
-    THEN pg_catalog.now() \
-    ELSE (SELECT portal.creation_time FROM pg_catalog.pg_cursor() AS portal \
-    WHERE portal.name OPERATOR(pg_catalog.=) '') END";
+    (pg_catalog.now() OPERATOR(pg_catalog.+) '5 microseconds'::pg_catalog.interval) THEN false \
+    ELSE pg_catalog.ts_rewrite('in'::pg_catalog.tsquery, \
+    'SELECT ''in''::pg_catalog.tsquery, ''out''::pg_catalog.tsquery FROM pg_catalog.pg_cursor() AS portal \
+    WHERE portal.name OPERATOR(pg_catalog.=) '''' \
+    AND portal.creation_time OPERATOR(pg_catalog.=) pg_catalog.now()') \
+    OPERATOR(pg_catalog.=) 'in' END";
 
 impl QueryFragment<Pg> for ProbeColumns {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql(TIMES);
-        if let Some(note) = &self.note {
-            out.push_sql(", pg_catalog.set_config('diesel_interlock.ran', ");
-            out.push_bind_param::<Text, _>(note)?;
-            out.push_sql(", false)");
+        match self {
+            Self::None => {}
+            Self::IsInside => out.push_sql(IS_INSIDE),
+            Self::IsInsideAndNote(note) => {
+                out.push_sql(IS_INSIDE);
+                out.push_sql(", pg_catalog.set_config('diesel_interlock.ran', ");
+                out.push_bind_param::<Text, _>(note)?;
+                out.push_sql(", false)");
+            }
         }
         Ok(())
     }
 }
 
-/// A statement that is sent as a probe.
+/// A statement that is sent as a probe. Also returns whether it was sent inside a transaction, if that was asked.
 pub(crate) trait AsyncProbe<U> {
     fn send_probed<'conn>(
         self,
         conn: &'conn AsyncPgConnection,
-        note: Option<String>,
-    ) -> Reply<'conn, QueryResult<(U, Times)>>
+        columns: ProbeColumns,
+    ) -> Reply<'conn, QueryResult<(U, Option<bool>)>>
     where
         U: Send + 'conn;
 }
@@ -149,84 +159,74 @@ where
     fn send_probed<'conn>(
         self,
         conn: &'conn AsyncPgConnection,
-        note: Option<String>,
-    ) -> Reply<'conn, QueryResult<(U, Times)>>
+        columns: ProbeColumns,
+    ) -> Reply<'conn, QueryResult<(U, Option<bool>)>>
     where
         U: Send + 'conn,
     {
-        let noted = note.is_some();
-        let columns = ProbeColumns { note };
         let mut conn = conn;
-        let rows = if noted {
-            AsyncConnectionCore::load(&mut conn, WithProbe::<Q, true>(self, columns))
-        } else {
-            AsyncConnectionCore::load(&mut conn, WithProbe::<Q, false>(self, columns))
+        // How many columns follow.
+        let (rows, is_inside) = match columns {
+            ProbeColumns::None => {
+                let sent = WithProbe::<Q, 0>(self, columns);
+                (AsyncConnectionCore::load(&mut conn, sent), None)
+            }
+            ProbeColumns::IsInside => {
+                let sent = WithProbe::<Q, 1>(self, columns);
+                (AsyncConnectionCore::load(&mut conn, sent), Some(0))
+            }
+            ProbeColumns::IsInsideAndNote(_) => {
+                let sent = WithProbe::<Q, 2>(self, columns);
+                (AsyncConnectionCore::load(&mut conn, sent), Some(1))
+            }
         };
         Box::pin(async move {
             let mut rows = rows.await?;
             let row = poll_fn(|context| rows.as_mut().poll_next(context)).await;
             let row = row.ok_or(DieselError::NotFound)??;
-            let times = Times::read(&row, noted)?;
+            let is_inside = (is_inside.map(|behind| read_is_inside(&row, behind))).transpose()?;
             let value = U::build_from_row(&row).map_err(DieselError::DeserializationError)?;
             // An error of the commit comes after the row.
             while let Some(row) = poll_fn(|context| rows.as_mut().poll_next(context)).await {
                 row?;
             }
-            Ok((value, times))
+            Ok((value, is_inside))
         })
     }
 }
 
-/// A statement with the columns of a probe. Whether it is noted changes its text, and so its id.
-struct WithProbe<Q, const NOTED: bool>(Q, ProbeColumns);
+/// A statement with the columns of a probe. Their number changes its text, and so its id.
+struct WithProbe<Q, const COLUMNS: u8>(Q, ProbeColumns);
 
-impl<Q: Query, const NOTED: bool> Query for WithProbe<Q, NOTED> {
+impl<Q: Query, const COLUMNS: u8> Query for WithProbe<Q, COLUMNS> {
     type SqlType = Q::SqlType;
 }
 
-impl<Q: QueryId, const NOTED: bool> QueryId for WithProbe<Q, NOTED> {
-    type QueryId = WithProbe<Q::QueryId, NOTED>;
+impl<Q: QueryId, const COLUMNS: u8> QueryId for WithProbe<Q, COLUMNS> {
+    type QueryId = WithProbe<Q::QueryId, COLUMNS>;
     const HAS_STATIC_QUERY_ID: bool = Q::HAS_STATIC_QUERY_ID;
 }
 
-impl<Q: Probed, const NOTED: bool> QueryFragment<Pg> for WithProbe<Q, NOTED> {
+impl<Q: Probed, const COLUMNS: u8> QueryFragment<Pg> for WithProbe<Q, COLUMNS> {
     fn walk_ast<'b>(&'b self, out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         self.0.walk_probed(out, &self.1)
     }
 }
 
-/// When the transaction of a statement began, and when the statement's portal was created.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Times {
-    transaction: PgTimestamp,
-    portal: PgTimestamp,
-}
-
-impl Times {
-    /// Reads them from the end of a row.
-    fn read<'row>(row: &impl Row<'row, Pg>, noted: bool) -> QueryResult<Self> {
-        let end = row.field_count() - usize::from(noted);
-        let time = |at: usize| {
-            let field = row.get(at).ok_or(DieselError::NotFound)?;
-            <PgTimestamp as FromSql<Timestamptz, Pg>>::from_nullable_sql(field.value())
-                .map_err(DieselError::DeserializationError)
-        };
-        Ok(Self {
-            transaction: time(end - 2)?,
-            portal: time(end - 1)?,
-        })
-    }
-
-    /// Whether the statement was sent inside a transaction.
-    fn are_inside_transaction(self) -> bool {
-        self.transaction != self.portal
-    }
+/// Reads whether the statement was sent inside a transaction. So many columns of the row follow.
+fn read_is_inside<'row>(row: &impl Row<'row, Pg>, behind: usize) -> QueryResult<bool> {
+    let at = row.field_count() - 1 - behind;
+    let field = row.get(at).ok_or(DieselError::NotFound)?;
+    <bool as FromSql<Bool, Pg>>::from_nullable_sql(field.value())
+        .map_err(DieselError::DeserializationError)
 }
 
 /// The session of an asynchronous connection.
 pub(crate) struct Asynchronous<'conn> {
     conn: &'conn mut AsyncPgConnection,
     is_pooled: bool,
+    /// Whether certainly no transaction is open.
+    is_outside: bool,
     lent: Option<&'conn mut Lent>,
 }
 
@@ -257,6 +257,7 @@ impl<'conn> Asynchronous<'conn> {
         Self {
             conn,
             is_pooled: false,
+            is_outside: false,
             lent: None,
         }
     }
@@ -266,8 +267,14 @@ impl<'conn> Asynchronous<'conn> {
         Self {
             conn,
             is_pooled: true,
+            is_outside: false,
             lent: None,
         }
+    }
+
+    /// With `is_outside` only this crate has used the connection since a probe found no transaction.
+    pub(crate) fn outside_transaction(self, is_outside: bool) -> Self {
+        Self { is_outside, ..self }
     }
 
     /// On a connection that the caller lends to a guard.
@@ -275,6 +282,7 @@ impl<'conn> Asynchronous<'conn> {
         Self {
             conn,
             is_pooled: false,
+            is_outside: false,
             lent: Some(lent),
         }
     }
@@ -288,8 +296,8 @@ impl Asynchronous<'_> {
 
     /// Returns whether a transaction is open that Diesel does not know of. Not prepared, so two round trips.
     pub(crate) async fn is_inside_transaction(&mut self) -> QueryResult<bool> {
-        let (_, times) = look(self.conn).await?;
-        Ok(times.are_inside_transaction())
+        let (_, is_inside) = look(self.conn).await?;
+        Ok(is_inside)
     }
 }
 
@@ -352,7 +360,7 @@ impl Session for Asynchronous<'_> {
     }
 
     /// diesel-async does not read the server's transaction status, so the mark cannot be the probe that it is in the
-    /// blocking half. The statement returns two times instead.
+    /// blocking half. The statement returns one more column instead.
     fn send_probe<'conn, U, Q>(
         &'conn mut self,
         statement: Q,
@@ -363,12 +371,17 @@ impl Session for Asynchronous<'_> {
     {
         let is_known = matches!(self.transaction(), Transaction::Test | Transaction::Open);
         let note = self.lent.as_mut().map(|lent| lent.next());
+        let columns = match &note {
+            Some(note) => ProbeColumns::IsInsideAndNote(note.clone()),
+            None if is_known || self.is_outside => ProbeColumns::None,
+            None => ProbeColumns::IsInside,
+        };
         let conn = &*self.conn;
-        let sent = statement.send_probed(conn, note.clone());
+        let sent = statement.send_probed(conn, columns);
         Box::pin(async move {
             match sent.await {
                 reply if is_known => (reply.map(|(value, _)| value), false),
-                Ok((value, times)) => (Ok(value), times.are_inside_transaction()),
+                Ok((value, is_inside)) => (Ok(value), is_inside == Some(true)),
                 // In an aborted transaction, and on a closed connection, the look fails, too.
                 Err(error) => match look(conn).await {
                     Ok((ran, _)) => (Err(error), note.is_some() && ran != note),
@@ -429,20 +442,19 @@ impl Session for Asynchronous<'_> {
     }
 }
 
-/// Returns the setting that [`Lent`] writes, and the times of this statement. Not prepared, because some code may have
+/// Returns the setting that [`Lent`] writes, and whether a transaction is open. Not prepared, because some code may have
 /// deallocated the prepared statements.
-async fn look(mut conn: &AsyncPgConnection) -> QueryResult<(Option<String>, Times)> {
+async fn look(mut conn: &AsyncPgConnection) -> QueryResult<(Option<String>, bool)> {
     let query =
         diesel::sql_query("SELECT pg_catalog.current_setting('diesel_interlock.ran', true)");
-    let columns = ProbeColumns { note: None };
-    let mut rows =
-        AsyncConnectionCore::load(&mut conn, WithProbe::<_, false>(query, columns)).await?;
+    let query = WithProbe::<_, 1>(query, ProbeColumns::IsInside);
+    let mut rows = AsyncConnectionCore::load(&mut conn, query).await?;
     let row = poll_fn(|context| rows.as_mut().poll_next(context)).await;
     let row = row.ok_or(DieselError::NotFound)??;
     let ran = row.get(0).ok_or(DieselError::NotFound)?;
     let ran = <Option<String> as FromSql<Nullable<Text>, Pg>>::from_nullable_sql(ran.value())
         .map_err(DieselError::DeserializationError)?;
-    Ok((ran, Times::read(&row, false)?))
+    Ok((ran, read_is_inside(&row, 0)?))
 }
 
 fn status(conn: &mut AsyncPgConnection) -> &mut TransactionManagerStatus {

@@ -15,9 +15,10 @@ use crate::check::windows::{self, Use};
 use crate::clock::Micros;
 use crate::role::Role;
 
-/// The rate is below what two clients can use, and the burst above what is refilled while a busy machine runs none of them.
-const N: u32 = 200;
-const BURST: u32 = 200;
+/// The units of a second, and the burst. The rate is far below what 64 clients can use, who wait for each other, so they soon use
+/// up the burst, and what is refilled while a busy machine runs none of them for a second is no more than that.
+const CONTENDED: u32 = 50;
+const CHUNKS: u32 = 200;
 
 /// Checks a key of its own from each crowd, with a round trip for each check.
 pub(super) fn run(duration: Duration) -> Report {
@@ -36,8 +37,8 @@ pub(super) fn run(duration: Duration) -> Report {
             url: database.url(),
             threads: clients / 2 / processes,
             key: format!("{clients} clients"),
-            n: N,
-            burst: BURST,
+            n: CONTENDED,
+            burst: CONTENDED,
             chunk: 0,
         };
         let role = Role::Checks(settings.clone());
@@ -59,8 +60,8 @@ pub(super) fn run_local(duration: Duration) -> Report {
         url: database.url(),
         threads: 4,
         key: "chunks".to_owned(),
-        n: N,
-        burst: BURST,
+        n: CHUNKS,
+        burst: CHUNKS,
         chunk: 10,
     };
     let role = Role::Checks(settings.clone());

@@ -57,7 +57,7 @@ pub(super) mod sealed {
         /// Sets whether the session waits for a lock.
         fn set_waiting(&mut self, is_waiting: bool);
 
-        /// Notes the lock of a guard. A waiter in this process is woken when the lock is released and the connection given back.
+        /// Notes the lock of a guard, which was taken outside a transaction. A waiter in this process is woken when the lock is released and the connection given back.
         fn holds(&mut self, id: LockId);
 
         /// Notes how long a round trip took.
@@ -86,6 +86,8 @@ pub struct Pooled<C: GuardConnection + 'static> {
     patience: Duration,
     /// Whether a nested guard may have left a lock on the session.
     is_distrusted: bool,
+    /// Whether no transaction is open, because the guard has not lent the connection since it took the lock.
+    is_outside_transaction: bool,
     runtime: Handle,
     /// Dropped last.
     local: Option<LocalHold>,
@@ -99,6 +101,7 @@ impl<C: GuardConnection + 'static> Pooled<C> {
             is_waiting: false,
             patience: PATIENCE,
             is_distrusted: false,
+            is_outside_transaction: false,
             runtime,
             local: None,
         }
@@ -109,6 +112,7 @@ impl<C: GuardConnection + 'static> Pinned for Pooled<C> {}
 
 impl<C: GuardConnection + 'static> sealed::Sealed for Pooled<C> {
     fn conn(&mut self) -> &mut AsyncPgConnection {
+        self.is_outside_transaction = false;
         match &mut self.conn {
             Some(conn) => conn,
             None => unreachable!("only a drop moves the connection"),
@@ -125,7 +129,11 @@ impl<C: GuardConnection + 'static> sealed::Sealed for Pooled<C> {
 
     fn session(&mut self) -> (Asynchronous<'_>, &mut Option<Doubt>) {
         match &mut self.conn {
-            Some(conn) => (Asynchronous::pooled(conn), &mut self.doubt),
+            Some(conn) => {
+                let session =
+                    Asynchronous::pooled(conn).outside_transaction(self.is_outside_transaction);
+                (session, &mut self.doubt)
+            }
             None => unreachable!("only a drop moves the connection"),
         }
     }
@@ -136,6 +144,7 @@ impl<C: GuardConnection + 'static> sealed::Sealed for Pooled<C> {
 
     fn holds(&mut self, id: LockId) {
         self.local = Some(LocalHold::of(id));
+        self.is_outside_transaction = true;
     }
 
     fn replied_in(&mut self, time: Duration) {
@@ -159,6 +168,7 @@ impl<C: GuardConnection + 'static> sealed::Sealed for Pooled<C> {
             is_waiting: false,
             patience: self.patience,
             is_distrusted: self.is_distrusted,
+            is_outside_transaction: self.is_outside_transaction,
             runtime: self.runtime.clone(),
             local: self.local.take(),
         };

@@ -14,7 +14,7 @@ use crate::key::LockId;
 #[cfg(feature = "postgres")]
 use crate::session::BlockingStatement;
 #[cfg(feature = "async")]
-use crate::session::{AsyncProbe, AsyncStatement, Probed, Reply, Times};
+use crate::session::{AsyncProbe, AsyncStatement, ProbeColumns, Probed, Reply};
 
 /// Declares a statement that is prepared once per connection: its fields, the types of its row, and its text.
 ///
@@ -164,13 +164,13 @@ where
     fn send_probed<'conn>(
         self,
         conn: &'conn AsyncPgConnection,
-        note: Option<String>,
-    ) -> Reply<'conn, QueryResult<(U, Times)>>
+        columns: ProbeColumns,
+    ) -> Reply<'conn, QueryResult<(U, Option<bool>)>>
     where
         U: Send + 'conn,
     {
         numbered!(self.0, |text| AsyncProbe::<U>::send_probed(
-            text, conn, note
+            text, conn, columns
         ))
     }
 }

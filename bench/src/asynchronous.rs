@@ -6,6 +6,8 @@
 use std::future::Future;
 use std::sync::Arc;
 
+use ::bb8::QueueStrategy;
+use ::deadpool::managed::QueueMode;
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool};
 use diesel_async::pooled_connection::deadpool::Object;
@@ -312,10 +314,11 @@ fn manager(
     AsyncDieselConnectionManager::new_with_config(database.async_url(), config)
 }
 
-/// Its connections belong to the runtime that first uses them.
+/// It lends the connection that came back last, as r2d2 does. Its connections belong to the runtime that first uses them.
 fn dead_pool(database: &BenchDatabase, checks: bool) -> deadpool::Pool<AsyncPgConnection> {
     deadpool::Pool::builder(manager(database, checks))
         .max_size(CONNECTIONS)
+        .queue_mode(QueueMode::Lifo)
         .build()
         .expect("a pool can be made")
 }
@@ -328,6 +331,7 @@ fn bb8_pool(
     let builder = bb8::Pool::builder()
         .max_size(CONNECTIONS as u32)
         .min_idle(CONNECTIONS as u32)
+        .queue_strategy(QueueStrategy::Lifo)
         .test_on_check_out(checks);
     runtime
         .block_on(builder.build(manager(database, checks)))

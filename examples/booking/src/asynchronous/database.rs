@@ -1,7 +1,7 @@
 //! The pool of connections, and what the database needs before the first request.
 
 use deadpool::Runtime;
-use deadpool::managed::HookError;
+use deadpool::managed::{HookError, QueueMode};
 use diesel_async::pooled_connection::deadpool::{Hook, Pool};
 use diesel_async::pooled_connection::{
     AsyncDieselConnectionManager, ManagerConfig, PoolError, RecyclingMethod,
@@ -23,6 +23,7 @@ pub fn pool(config: &Config) -> anyhow::Result<PgPool> {
     let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new_with_config(url, settings);
     let pool = Pool::builder(manager)
         .max_size(config.pool_size as usize)
+        .queue_mode(QueueMode::Lifo) // the connection that was used last is the fastest
         .runtime(Runtime::Tokio1) // the timeouts need it
         .wait_timeout(Some(PATIENCE))
         .create_timeout(Some(PATIENCE))

@@ -84,18 +84,19 @@ use crate::text;
 ///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
 /// ```
 /// The row of the key counts, else that of the name, else the quota of the program. What a key owes is units, so a new quota
-/// takes effect at once, and rescales it.
+/// takes effect at once, and rescales it. While reservations wait, it takes effect at the last of their moments. A
+/// [`reset`](Self::reset) ends that, and what was reserved then comes on top.
 ///
 /// # Instances with different quotas
 ///
-/// While instances disagree about a quota, as during a deploy, they allow no more than the looser one. A reservation keeps the
-/// moment that it was told under its own quota, and until then a call under another quota is limited.
+/// While instances disagree about a quota, as during a deploy, they allow no more than the looser one. A reservation keeps its
+/// moment, and until then a call under another quota is limited.
 ///
 /// # Crashes
 ///
 /// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). A crash or a failover of the
 /// server may lose the last moments: less than three times its `wal_writer_delay`, which is 200 ms by default, and the lag of
-/// the standby. What was spent then is allowed once more, also if it is given back.
+/// the standby. What was spent then is allowed once more.
 ///
 /// # Clocks
 ///

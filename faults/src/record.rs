@@ -27,6 +27,7 @@ pub(crate) enum Record {
     Lost {
         pid: i32,
         wanted: Micros,
+        acquired: Micros,
         asked: Micros,
     },
     /// A watch reported for the last time at `at` that the lock had been held `within` that time before.

@@ -42,8 +42,9 @@ CREATE TABLE resource_control.rate_limit_override (
     PRIMARY KEY (name, scope)
 );
 
--- The next four functions are single expressions without a setting, so that PostgreSQL inlines them. Each operator is
--- qualified, because they are then under the caller's search path. All arguments are above zero, but for the amount.
+-- The functions up to `microseconds` are single expressions without a setting, so that PostgreSQL inlines them. Each operator
+-- is qualified, because they are then under the caller's search path. Their numbers are above zero, but for the amount and the
+-- debt.
 CREATE FUNCTION resource_control.scaled_up(amount bigint, multiplier bigint, divisor bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
@@ -64,8 +65,8 @@ AS $$
     END
 $$;
 
--- What is owed is units and not time, so another quota than the row's rescales it. The result of that is limited to what a
--- timestamptz can be advanced by.
+-- What is owed is units and not time, so another quota than the row's rescales it. The result is at most what a timestamptz
+-- can be advanced by.
 CREATE FUNCTION resource_control.rescaled(
     debt_us bigint,
     n bigint,
@@ -83,9 +84,9 @@ AS $$
         9000000000000000)::bigint
 $$;
 
--- Time before the last change counts as none, because the clock may have been set back. The moment of a reservation stays as it
--- was told, so another quota than the row's rescales what is owed after it. Until then nobody knows which of the units are used,
--- so that quota allows nothing: it counts as if its burst were owed.
+-- Time before the last change counts as none, because the clock may have been set back. A reservation keeps its moment, so another
+-- quota than the row's rescales only what is owed after it. Until then nobody knows which units are used. So under the other
+-- quota a whole burst counts as owed at that moment.
 CREATE FUNCTION resource_control.rate_limit_debt(
     changed_at timestamptz,
     full_at timestamptz,
@@ -193,7 +194,11 @@ BEGIN
             resource_control.rate_limit_debt(
                 c.changed_at, c.full_at, c.reserved_until, c.n, c.period_us, c.now, c.quota_n, c.quota_period_us, c.quota_burst),
             c.now,
-            CASE WHEN c.changed_at > c.now OR c.n <> c.quota_n OR c.period_us <> c.quota_period_us THEN c.generation END
+            CASE
+                WHEN c.changed_at > c.now OR (c.n <> c.quota_n OR c.period_us <> c.quota_period_us)
+                    AND (c.reserved_until > c.now) IS NOT TRUE
+                THEN c.generation
+            END
         INTO quota_n, quota_period_us, quota_burst, is_overridden, debt_us, decided_at, stale_generation
         FROM (
             SELECT COALESCE(o.n, read_rate_limit.n) AS quota_n, COALESCE(o.period_us, own_period_us) AS quota_period_us,
@@ -251,6 +256,12 @@ BEGIN
     IF held.changed_at > now OR held.n <> n OR held.period_us <> period_us THEN
         UPDATE resource_control.rate_limit AS b
             SET updates = b.updates + 1, changed_at = now, n = settle_rate_limit.n, period_us = settle_rate_limit.period_us,
+                created_at = CASE
+                    WHEN b.n = settle_rate_limit.n AND b.period_us = settle_rate_limit.period_us THEN b.created_at
+                    ELSE now
+                END,
+                reserved_until = LEAST(b.reserved_until, now + interval '00:00:00.000001'
+                    * (date_part('epoch', b.reserved_until - b.changed_at) * 1000000)::bigint),
                 full_at = now + interval '00:00:00.000001' * resource_control.rate_limit_debt(
                     b.changed_at, b.full_at, b.reserved_until, b.n, b.period_us, now, settle_rate_limit.n, settle_rate_limit.period_us,
                     settle_rate_limit.burst)
@@ -310,7 +321,10 @@ BEGIN
                 CASE
                     WHEN d.room IS NULL THEN 'invalid'
                     WHEN d.generation IS NULL THEN 'first'
-                    WHEN d.changed_at > d.now OR d.n <> d.quota_n OR d.period_us <> d.quota_period_us THEN 'stale'
+                    WHEN d.changed_at > d.now THEN 'stale'
+                    -- A row under another quota is rescaled, but not while a reservation keeps this call waiting.
+                    WHEN (d.n <> d.quota_n OR d.period_us <> d.quota_period_us)
+                        AND (d.debt > d.room AND d.reserved_until > d.now) IS NOT TRUE THEN 'stale'
                     WHEN d.debt > d.room THEN 'spent'
                     WHEN d.updates >= 200 OR at_least IS NOT NULL OR max_wait_us > 0 THEN 'locking'
                 END, d.is_valid
@@ -874,20 +888,12 @@ BEGIN
                 FOR NO KEY UPDATE;
             CONTINUE WHEN NOT FOUND;
             now := clock_timestamp();
-            -- A key that was reset or pruned since then owes nothing of what was spent before. A row whose last change is older
-            -- than the spend has lost it, by a failover or by a crash. If the clock was set back since then, nobody knows how much
-            -- time has passed.
-            EXIT WHEN held.created_at > spent_at OR held.changed_at < spent_at;
+            -- A key that was reset or pruned since then owes nothing of what was spent before, and one that was given another
+            -- quota may have been refilled at that one's rate. A row that was last changed before the spend has lost it, by a
+            -- failover or a crash, or the clock was set back, and nobody knows how much time has passed.
+            EXIT WHEN held.created_at > spent_at OR held.n <> n OR held.period_us <> period_us OR held.changed_at < spent_at;
             age := GREATEST(date_part('epoch', GREATEST(now, held.changed_at, held.reserved_until) - spent_at) * 1000000
                 - resource_control.microseconds(wait), 0);
-            IF held.n <> n OR held.period_us <> period_us THEN
-                -- Nobody knows which of the units are used that were spent before the moment of a reservation.
-                EXIT WHEN held.reserved_until > GREATEST(now, held.changed_at);
-                -- The key was refilled at the rate of either quota, and the faster one counts.
-                age := GREATEST(age, LEAST(9000000000000000,
-                    div(age::numeric * n * held.period_us + period_us::numeric * held.n - 1,
-                        period_us::numeric * held.n)));
-            END IF;
             debt := resource_control.rate_limit_debt(
                 held.changed_at, held.full_at, held.reserved_until, held.n, held.period_us, now, held.n, held.period_us, 1);
             worth := LEAST(resource_control.scaled_down(units, held.period_us, held.n) - age, debt);
@@ -1080,7 +1086,7 @@ COMMENT ON COLUMN resource_control.rate_limit.generation IS
 COMMENT ON COLUMN resource_control.rate_limit.updates IS
     'The number of updates in this generation.';
 COMMENT ON COLUMN resource_control.rate_limit.created_at IS
-    'When the key was used first, or first after it was reset or pruned.';
+    'When the key was used first, or first after it was reset, pruned, or given another quota.';
 COMMENT ON COLUMN resource_control.rate_limit.changed_at IS
     'When units were spent or given back last, by the server''s clock.';
 COMMENT ON COLUMN resource_control.rate_limit.full_at IS
@@ -1126,7 +1132,7 @@ COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, inte
 COMMENT ON FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean) IS
     'Spends units of several keys if all limits allow it, else of none, and then returns which limit has the longest wait. A key that is given twice is checked once, for the sum of the costs. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, bigint, interval, timestamptz, interval, boolean) IS
-    'Gives back units that were spent at spent_at under the quota n per period and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
+    'Gives back units that were spent at spent_at under the quota n per period and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Nothing, if the key was reset, pruned or given another quota since then, or if the spend is lost. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint) IS
     'How many units of a key are left, when it is full again, and the quota in force. Changes nothing.';
 COMMENT ON FUNCTION resource_control.reset_rate_limit(text, text, boolean) IS

@@ -62,7 +62,7 @@ pub struct RateLimitRow {
     pub key: String,
     /// The number of the row's generation, from 1.
     pub generation: i64,
-    /// When the key was used first, or first after it was reset or pruned.
+    /// When the key was used first, or first after it was reset, pruned, or given another quota.
     pub created_at: DateTime<Utc>,
     /// When units were spent or given back last.
     pub changed_at: Timestamp,
@@ -112,7 +112,8 @@ pub struct KeyNearLimit {
     /// How many units are left.
     pub remaining: u32,
     /// How many units were spent and have not come back, with a part of a unit counted as one. More than the burst after
-    /// reservations, or if the burst was lowered.
+    /// reservations, or if the burst was lowered. If the reservations were made under another quota, the time until the last of
+    /// their moments counts as owed.
     pub owed: u64,
     /// How long until the key is full again if no more units are spent.
     pub full_in: Duration,

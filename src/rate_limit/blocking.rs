@@ -429,9 +429,9 @@ impl Spent {
     /// up.
     ///
     /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
-    /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset or
-    /// pruned since then, if the server's clock was set back, or if another transaction has locked the key for 250
-    /// milliseconds. While reservations wait, the time until the last of their moments counts as passed, because these moments
+    /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset,
+    /// pruned or given another quota since then, if the server has lost the spend or its clock was set back, or if another
+    /// transaction has locked the key for 250 milliseconds. While reservations wait, the time until the last of their moments counts as passed, because these moments
     /// stay as they were told.
     ///
     /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.
@@ -468,8 +468,8 @@ impl Spent {
 
 impl Reservation {
     /// Gives back all units that were not given back yet, through a connection from the pool: in full until the moment from
-    /// which they may be used, unless others have reserved a later moment, and otherwise as [`Spent::give_back`], with the
-    /// time counted from that moment on. Returns how many units that was worth, rounded up.
+    /// which they may be used, unless others have reserved a later moment or the key was given another quota, and otherwise as
+    /// [`Spent::give_back`], with the time counted from that moment on. Returns how many units that was worth, rounded up.
     ///
     /// # Blocking
     ///

@@ -7,13 +7,22 @@ use crate::record::Record;
 /// How long a session may live after its end was requested.
 const DYING: Micros = 2_000_000;
 
+/// How long a process may have had a lock before it notes that, because it was frozen.
+const FROZEN: Micros = 5_000_000;
+
 /// How long a reload may take to reach a session: the file is written, the postmaster signals, and the session reads the
 /// file before its next statement. Until then a lock is acquired under the setting from before.
 const RELOADING: Micros = 1_000_000;
 
 pub(super) fn examine(history: &History, findings: &mut Findings) {
     for Told { worker, record, at } in &history.told {
-        let Record::Lost { pid, wanted, asked } = record else {
+        let Record::Lost {
+            pid,
+            wanted,
+            acquired,
+            asked,
+        } = record
+        else {
             continue;
         };
         // Networks and poolers lose connections, and the campaign does not record which.
@@ -21,11 +30,12 @@ pub(super) fn examine(history: &History, findings: &mut Findings) {
             continue;
         }
         findings.examined("losses of session locks", 1);
-        if !history.has_cause(*pid, *wanted, *at) {
+        let held_since = *wanted.max(&(acquired - FROZEN));
+        if !history.has_cause(*pid, held_since, *at) {
             let reload = history
                 .reloads
                 .iter()
-                .find(|reload| reload.began <= *at && reload.ended >= *wanted);
+                .find(|reload| reload.began <= *at && reload.ended >= held_since);
             let meanwhile = reload.map_or(String::new(), |reload| {
                 format!(
                     ", while a reload had changed {} since {}",
@@ -33,31 +43,31 @@ pub(super) fn examine(history: &History, findings: &mut Findings) {
                 )
             });
             findings.violation(format!(
-                "loss: worker {worker} was told at {asked} that pid {pid} had lost the lock wanted at {wanted}, without a cause{meanwhile}"
+                "loss: worker {worker} was told at {asked} that pid {pid} had lost the lock of {acquired}, wanted at {wanted}, without a cause{meanwhile}"
             ));
         }
     }
 }
 
 impl History {
-    /// Whether the session, or all sessions, were ended while it held the lock, which a frozen process learns late.
-    fn has_cause(&self, pid: i32, wanted: Micros, at: Micros) -> bool {
+    /// Whether the session, or all sessions, were ended after it may have had the lock.
+    fn has_cause(&self, pid: i32, held_since: Micros, at: Micros) -> bool {
         let condemned = self.condemned.get(&pid).into_iter().flatten();
-        let mut condemned = condemned.filter(|sent| **sent >= wanted - DYING);
+        let mut condemned = condemned.filter(|sent| **sent >= held_since - DYING);
         condemned.any(|sent| *sent <= at)
             || self
                 .outages
                 .iter()
-                .any(|outage| outage.began <= at && outage.stopped >= wanted)
-            || self.was_reloaded_under_the_lock(wanted, at)
+                .any(|outage| outage.began <= at && outage.stopped >= held_since)
+            || self.was_reloaded_under_the_lock(held_since, at)
     }
 
     /// Whether an `idle_session_timeout` can have reached the session after it had the lock. A guard lifts only the one that is in
     /// force as it acquires the lock, as is documented.
-    fn was_reloaded_under_the_lock(&self, wanted: Micros, at: Micros) -> bool {
+    fn was_reloaded_under_the_lock(&self, held_since: Micros, at: Micros) -> bool {
         self.reloads.iter().any(|reload| {
             reload.setting == "idle_session_timeout"
-                && wanted < reload.began + RELOADING
+                && held_since < reload.began + RELOADING
                 && reload.began <= at
         })
     }
@@ -72,6 +82,7 @@ mod tests {
         let record = Record::Lost {
             pid: 7,
             wanted: 10_000_000,
+            acquired: 10_000_100,
             asked: 10_000_400,
         };
         let history = History {

@@ -15,8 +15,8 @@ pub(super) struct Lost {
     pub(super) grants: BTreeSet<Grant>,
     /// By id and time of creation, because an id may be given again.
     pub(super) requests: BTreeSet<(i64, Micros)>,
-    /// The requests whose renewal is lost.
-    pub(super) renewals: BTreeSet<(i64, Micros)>,
+    /// The requests whose renewal is lost, and when they would have expired.
+    pub(super) renewals: BTreeMap<(i64, Micros), Micros>,
 }
 
 /// Looks up every reported result. A missing one is a violation, unless an asynchronous failover followed.
@@ -106,7 +106,8 @@ pub(super) fn find(history: &History, truth: &Truth, findings: &mut Findings) ->
                         "worker {worker}: the renewal of {id} until {expires}, sent at {sent}, is lost"
                     );
                     excused(*sent, told_at, "renewals", text, findings);
-                    lost.renewals.insert((*id, *created));
+                    let renewal = lost.renewals.entry((*id, *created)).or_default();
+                    *renewal = (*renewal).max(*expires);
                 }
             }
             Record::Released {

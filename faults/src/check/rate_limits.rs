@@ -20,8 +20,8 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
     let returned = returned(history, findings);
     let resets = resets(truth, findings);
     let mut segments: BTreeMap<(&str, &str, usize), Vec<Use>> = BTreeMap::new();
-    // The units by key that were given back although their spend was lost, so others may use them once more.
-    let mut doubled: BTreeMap<(&str, &str), u32> = BTreeMap::new();
+    // What was given back by key although its spend was lost, so others may use it once more.
+    let mut doubled: BTreeMap<(&str, &str), Vec<Use>> = BTreeMap::new();
     for Told { worker, record, at } in &history.told {
         let Record::Allowed {
             limit,
@@ -40,8 +40,9 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
         let Some(id) = recorded.get(&spend) else {
             // What was lost may be allowed once more.
             if is_excused(history, *durable, *sent, *at) {
-                *doubled.entry(spend_key(spend)).or_default() +=
-                    returned.get(&spend).copied().unwrap_or(0);
+                if let Some(back) = returned.get(&spend) {
+                    doubled.entry(spend_key(spend)).or_default().push(*back);
+                }
                 *findings.losses.entry("spends of rate limits").or_default() += 1;
             } else {
                 findings.violation(format!(
@@ -50,7 +51,7 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
             }
             continue;
         };
-        let back = returned.get(&spend).copied().unwrap_or(0);
+        let back = returned.get(&spend).map_or(0, |back| back.units);
         let units = units.saturating_sub(back);
         if units > 0 {
             let segment = resets
@@ -65,10 +66,8 @@ pub(super) fn examine(history: &History, truth: &Truth, findings: &mut Findings)
             findings.violation(format!("rate limit {limit:?} is unknown"));
             continue;
         };
-        let doubled = doubled.get(&(limit, key)).copied().unwrap_or(0);
-        if let Some(excess) =
-            windows::worst(&uses, quota).filter(|it| it.units > f64::from(doubled))
-        {
+        let doubled = doubled.get(&(limit, key)).map_or(&[][..], Vec::as_slice);
+        if let Some(excess) = windows::worst(&uses, doubled, quota) {
             findings.violation(format!(
                 "rate limit {limit:?} {key:?}: {:.3} units above the promise in a window that ends at {}",
                 excess.units, excess.at
@@ -94,19 +93,33 @@ fn recorded(truth: &Truth) -> BTreeMap<Spend<'_>, i64> {
         .collect()
 }
 
-/// The units that were given back. Where the outcome is unknown, all that was sent, because nobody uses it.
-fn returned<'a>(history: &'a History, findings: &mut Findings) -> BTreeMap<Spend<'a>, u32> {
-    let mut sums: BTreeMap<Spend<'_>, u32> = BTreeMap::new();
+/// The units that were given back, with a time before the first of them was. Where the outcome is unknown, all that was sent,
+/// because nobody uses it.
+fn returned<'a>(history: &'a History, findings: &mut Findings) -> BTreeMap<Spend<'a>, Use> {
+    let mut back: BTreeMap<Spend<'_>, Use> = BTreeMap::new();
     // By worker, because its records are in their order.
     let mut unknown: BTreeMap<(usize, Spend<'_>), u32> = BTreeMap::new();
-    for Told { worker, record, .. } in &history.told {
+    for Told {
+        worker,
+        record,
+        at: told_at,
+    } in &history.told
+    {
+        let at_first = Use {
+            at: *told_at,
+            units: 0,
+        };
         match record {
             Record::Returning {
                 limit,
                 key,
                 at,
                 units,
-            } => *unknown.entry((*worker, (limit, key, *at))).or_default() += units,
+            } => {
+                let spend = (limit.as_str(), key.as_str(), *at);
+                *unknown.entry((*worker, spend)).or_default() += units;
+                back.entry(spend).or_insert(at_first);
+            }
             Record::Returned {
                 limit,
                 key,
@@ -116,15 +129,17 @@ fn returned<'a>(history: &'a History, findings: &mut Findings) -> BTreeMap<Spend
                 findings.examined("units of rate limits given back", *units as usize);
                 let spend = (limit.as_str(), key.as_str(), *at);
                 unknown.remove(&(*worker, spend));
-                *sums.entry(spend).or_default() += units;
+                back.entry(spend).or_insert(at_first).units += units;
             }
             _ => {}
         }
     }
     for ((_, spend), units) in unknown {
-        *sums.entry(spend).or_default() += units;
+        if let Some(back) = back.get_mut(&spend) {
+            back.units += units;
+        }
     }
-    sums
+    back
 }
 
 /// The ids of the resets by key. A reset makes a key full, so the promise begins anew. Keys of the other limits are only pruned,
@@ -299,19 +314,21 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_spend_that_is_given_back_may_be_used_once_more() {
+    fn a_lost_spend_that_is_given_back_may_be_used_once_more_from_then_on() {
         let name = CALLS.name();
-        let count = |lost: bool, returned| {
-            let mut told = vec![allowed(name, 1, AT), allowed(name, 4, AT + 1000)];
-            told.push(self::told(
-                Record::Returned {
-                    limit: name.into(),
-                    key: "hot".into(),
-                    at: AT,
-                    units: returned,
-                },
-                AT + 2000,
-            ));
+        let count = |is_lost: bool, units, at| {
+            let returned = Record::Returned {
+                limit: name.into(),
+                key: "hot".into(),
+                at: AT,
+                units,
+            };
+            let told = vec![
+                allowed(name, 1, AT),
+                allowed(name, 3, AT + 100),
+                told(returned, at),
+                allowed(name, 1, AT + 1000),
+            ];
             let history = History {
                 told,
                 outages: vec![Outage {
@@ -320,15 +337,19 @@ mod tests {
                 }],
                 ..History::default()
             };
-            let mut changes = vec![change(2, name, AT + 1000, false)];
-            if !lost {
+            let mut changes = vec![
+                change(2, name, AT + 100, false),
+                change(3, name, AT + 1000, false),
+            ];
+            if !is_lost {
                 changes.push(change(1, name, AT, false));
             }
             findings(&history, changes).violations.len()
         };
-        assert_eq!(count(true, 0), 1);
-        assert_eq!(count(true, 1), 0);
-        assert_eq!(count(false, 1), 1);
+        assert_eq!(count(true, 0, AT + 500), 1);
+        assert_eq!(count(true, 1, AT + 500), 0);
+        assert_eq!(count(true, 1, AT + 2000), 1);
+        assert_eq!(count(false, 1, AT + 500), 1);
     }
 
     #[test]

@@ -93,21 +93,30 @@ fn by_belief(history: &History, truth: &Truth, lost: &Lost, findings: &mut Findi
                 let Some(&at) = created.get(&(*worker, *id)) else {
                     continue;
                 };
-                let is_renewal_lost = lost.renewals.contains(&(*id, at));
-                if let Some(expires) = expiries.get(&(*id, at))
-                    && until > expires
-                    && !is_renewal_lost
-                {
+                let is_lost = lost.requests.contains(&(*id, at));
+                let expires = expiries.get(&(*id, at)).copied();
+                let renewed = lost.renewals.get(&(*id, at)).copied();
+                if let Some(expires) = expires.max(renewed).filter(|expires| until > expires) {
                     findings.violation(format!(
                         "semaphore {service}: worker {worker} believed in {id} at {until}, which had expired at {expires}"
                     ));
                 }
-                stays.entry(service).or_default().push(Stay {
-                    id: *id,
-                    from: *from,
-                    until: *until,
-                    lost: is_renewal_lost || lost.requests.contains(&(*id, at)),
-                });
+                // From the expiry that the server knows on, another one may have the slot of a lost renewal.
+                let known = expires
+                    .filter(|_| renewed.is_some())
+                    .map_or(*until, |expires| expires.clamp(*from, *until));
+                let stays = stays.entry(service).or_default();
+                for (from, until, lost) in [(*from, known, is_lost), (known, *until, true)] {
+                    let id = *id;
+                    if from < until || !lost {
+                        stays.push(Stay {
+                            id,
+                            from,
+                            until,
+                            lost,
+                        });
+                    }
+                }
             }
             _ => {}
         }

@@ -19,23 +19,29 @@ pub(crate) struct Excess {
 }
 
 /// Returns the worst of all windows in which more than `burst + W × n / period` units were allowed. `None` if there is none.
+/// Units that came back may be allowed once more from their moment on.
 ///
 /// Replays the calls in the order of their moments, with the debt that an ideal limit would have. The debt after a call is the
 /// largest of all windows that end with the call, so one pass is enough. Each call is rounded to microseconds, so each one of a
 /// window may be a microsecond early.
-pub(crate) fn worst(uses: &[Use], quota: Quota) -> Option<Excess> {
-    let mut uses = uses.to_vec();
-    uses.sort();
+pub(crate) fn worst(uses: &[Use], back: &[Use], quota: Quota) -> Option<Excess> {
+    let mut events: Vec<_> = back.iter().map(|it| (it.at, true, it.units)).collect();
+    events.extend(uses.iter().map(|it| (it.at, false, it.units)));
+    events.sort();
     let period = quota.period.as_micros() as i128;
     let (n, burst) = (i128::from(quota.n), i128::from(quota.burst));
     // Moments are multiplied by n here, so that nothing is rounded.
     let (mut full_at, mut calls) = (i128::MIN, 0);
     let mut worst = 0;
     let mut worst_at = 0;
-    for Use { at, units } in uses {
+    for (at, is_back, units) in events {
         let now = i128::from(at) * n;
         if full_at <= now {
             (full_at, calls) = (now, 0);
+        }
+        if is_back {
+            full_at = now.max(full_at - i128::from(units) * period);
+            continue;
         }
         calls += 1;
         full_at += i128::from(units) * period;
@@ -96,7 +102,7 @@ mod tests {
                 false,
             ),
         ] {
-            let excess = worst(&uses(calls), quota);
+            let excess = worst(&uses(calls), &[], quota);
             assert_eq!(excess.is_none(), is_kept, "{calls:?}: {excess:?}");
         }
     }
@@ -105,7 +111,7 @@ mod tests {
     fn the_excess_is_that_of_the_worst_window() {
         let quota = Quota::per_second(10).burst(2);
         let calls = uses(&[(0, 3), (1_000_000, 2), (1_050_000, 2), (1_250_000, 1)]);
-        let excess = worst(&calls, quota).unwrap();
+        let excess = worst(&calls, &[], quota).unwrap();
         assert_eq!(excess.at, 1_050_000);
         assert!((excess.units - 1.5).abs() < 0.001, "{excess:?}");
     }
@@ -115,9 +121,9 @@ mod tests {
         let quota = Quota::per(7, std::time::Duration::from_secs(1)).burst(1);
         // A unit takes 142,857 and one seventh of a microsecond.
         let calls: Vec<_> = (0..1000).map(|number| (number * 142_857, 1)).collect();
-        assert_eq!(worst(&uses(&calls), quota), None);
+        assert_eq!(worst(&uses(&calls), &[], quota), None);
         let calls: Vec<_> = (0..1000).map(|number| (number * 142_855, 1)).collect();
-        assert!(worst(&uses(&calls), quota).is_some());
+        assert!(worst(&uses(&calls), &[], quota).is_some());
     }
 
     #[test]
@@ -135,7 +141,7 @@ mod tests {
                 .collect();
             let is_kept = is_kept(&calls, quota);
             assert_eq!(
-                worst(&calls, quota).is_none(),
+                worst(&calls, &[], quota).is_none(),
                 is_kept,
                 "{quota:?}: {calls:?}"
             );

@@ -15,8 +15,8 @@ use crate::check::windows::{self, Use};
 use crate::clock::Micros;
 use crate::role::Role;
 
-/// The units of a second, and the burst. The rate is far below what 64 clients can use, who wait for each other, so they soon use
-/// up the burst, and what is refilled while a busy machine runs none of them for a second is no more than that.
+/// Units per second, which are also the burst. 64 clients want far more. So they use up the burst soon, and a machine that runs
+/// none of them for a second loses no unit.
 const CONTENDED: u32 = 50;
 const CHUNKS: u32 = 200;
 
@@ -116,7 +116,7 @@ fn examine(
     let mut uses: Vec<_> = (messages.allowed.iter())
         .map(|&at| Use { at, units: 1 })
         .collect();
-    if let Some(excess) = windows::worst(&uses, settings.quota()) {
+    if let Some(excess) = windows::worst(&uses, &[], settings.quota()) {
         report.violated([format!("{key}: above the promise: {excess:?}")]);
     }
 

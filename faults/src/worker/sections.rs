@@ -127,6 +127,7 @@ impl Holder {
             report(&Record::Lost {
                 pid: self.pid,
                 wanted: self.wanted,
+                acquired: self.acquired,
                 asked,
             });
         }

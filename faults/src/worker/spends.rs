@@ -28,15 +28,18 @@ impl Wanted {
     pub(super) fn any(random: &mut Rng) -> Self {
         match random.u64(..6) {
             0 => Self::of(&LOGIN, random),
-            1 => Self::of(&DEPLOYED[0], random),
-            2 => Self::of(&DEPLOYED[1], random),
             _ => Self::queued(random),
         }
     }
 
-    /// A call of a rate limit with one quota, so that reservations and checks see the same rate.
+    /// A call of a rate limit that is also reserved.
     pub(super) fn queued(random: &mut Rng) -> Self {
-        let limit = if random.one_in(3) { &PAID } else { &CALLS };
+        let limit = match random.u64(..9) {
+            0 => &DEPLOYED[0],
+            1..=2 => &DEPLOYED[1],
+            3..=4 => &PAID,
+            _ => &CALLS,
+        };
         Self::of(limit, random)
     }
 

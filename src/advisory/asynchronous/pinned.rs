@@ -57,7 +57,8 @@ pub(super) mod sealed {
         /// Sets whether the session waits for a lock.
         fn set_waiting(&mut self, is_waiting: bool);
 
-        /// Notes the lock of a guard, which was taken outside a transaction. A waiter in this process is woken when the lock is released and the connection given back.
+        /// Notes that a guard has the lock, and has not lent the connection yet. Releasing the lock and giving the connection back
+        /// wakes a waiter in this process.
         fn holds(&mut self, id: LockId);
 
         /// Notes how long a round trip took.
@@ -86,7 +87,7 @@ pub struct Pooled<C: GuardConnection + 'static> {
     patience: Duration,
     /// Whether a nested guard may have left a lock on the session.
     is_distrusted: bool,
-    /// Whether no transaction is open, because the guard has not lent the connection since it took the lock.
+    /// Whether the guard has not lent the connection since it took the lock, so nobody has opened a transaction.
     is_outside_transaction: bool,
     runtime: Handle,
     /// Dropped last.

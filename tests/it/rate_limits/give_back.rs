@@ -172,3 +172,18 @@ fn a_spend_that_a_failover_has_lost_is_not_given_back() {
     assert_eq!(limit.peek_on(conn).unwrap().remaining, 2);
     assert_eq!(give_back_on(conn, &kept, 1).unwrap(), 1);
 }
+
+#[test]
+fn units_are_not_given_back_to_a_key_that_another_quota_has_refilled() {
+    let database = database();
+    let conn = &mut database.connect();
+    let slow = RateLimit::named("deployed", Quota::per_hour(1).burst(10));
+    let fast = RateLimit::named("deployed", Quota::per_minute(1).burst(10));
+    let mut spent = allowed(slow.cost(10).check_on(conn).unwrap());
+    let _ = limited(fast.check_on(conn).unwrap());
+    age(conn, "10 minutes");
+    spent.at -= Duration::from_secs(600);
+    let again = allowed(slow.cost(10).check_on(conn).unwrap());
+    assert_eq!(give_back_on(conn, &spent, 10).unwrap(), 0);
+    assert_eq!(give_back_on(conn, &again, 1).unwrap(), 1);
+}

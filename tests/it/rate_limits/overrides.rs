@@ -107,6 +107,29 @@ fn no_quota_moves_a_reserved_moment() {
 }
 
 #[test]
+fn a_call_that_a_reserved_moment_limits_changes_nothing() {
+    let database = database();
+    let conn = &mut database.connect();
+    let old = RateLimit::named("queue", Quota::per_hour(100).burst(50));
+    let few = RateLimit::named("queue", Quota::per_day(1).burst(1));
+    let many = RateLimit::named("queue", Quota::per_day(1).burst(100));
+    let _ = allowed(old.cost(50).check_on(conn).unwrap());
+    let Reserve::Reserved(reservation) = old.cost(50).reserve_on(conn, HOUR).unwrap() else {
+        panic!("nothing is reserved");
+    };
+    assert_about(reservation.wait, HOUR / 2);
+    assert_eq!(cancel_on(conn, reservation).unwrap(), 50);
+
+    // The fifty that were used before are still owed, whatever bursts others have.
+    let _ = limited(few.check_on(conn).unwrap());
+    let _ = limited(many.cost(51).check_on(conn).unwrap());
+    let _ = limited(old.check_on(conn).unwrap());
+    // All came back by then, and no burst is owed because of the calls that were limited.
+    age(conn, "31 minutes");
+    let _ = allowed(many.cost(100).check_on(conn).unwrap());
+}
+
+#[test]
 fn a_cost_above_the_burst_is_an_error_of_the_program_and_a_limited_call_under_an_override() {
     let database = database();
     let conn = &mut database.connect();

@@ -226,7 +226,8 @@ $$;
 
 -- Writes what a key owes under another quota, and by the present clock. Otherwise a key that is limited, which writes
 -- nothing, would be refilled at the rate of the old quota, or not at all until a clock that was set back shows the old time
--- again.
+-- again. What was spent under the old quota may have come back faster, so the key counts as created anew, and none of that is
+-- given back. A reserved moment is moved with the clock.
 CREATE FUNCTION resource_control.settle_rate_limit(
     name text,
     key text,

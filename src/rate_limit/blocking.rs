@@ -431,8 +431,8 @@ impl Spent {
     /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
     /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset,
     /// pruned or given another quota since then, if the server has lost the spend or its clock was set back, or if another
-    /// transaction has locked the key for 250 milliseconds. While reservations wait, the time until the last of their moments counts as passed, because these moments
-    /// stay as they were told.
+    /// transaction has locked the key for 250 milliseconds. While reservations wait, the time until the last of their moments
+    /// counts as passed, because these moments stay as they were told.
     ///
     /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.
     ///

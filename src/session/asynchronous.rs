@@ -293,10 +293,11 @@ impl Asynchronous<'_> {
         self.conn
     }
 
-    /// Returns whether a transaction is open that Diesel does not know of. Not prepared, so two round trips.
+    /// Returns whether a transaction is open that Diesel does not know of. Not prepared, so two round trips, or three if one may
+    /// be open.
     pub(crate) async fn is_inside_transaction(&mut self) -> QueryResult<bool> {
         let (_, is_inside) = look(self.conn).await?;
-        Ok(is_inside)
+        Ok(is_inside && is_in_block(self.conn).await)
     }
 }
 
@@ -457,8 +458,8 @@ async fn look(mut conn: &AsyncPgConnection) -> QueryResult<(Option<String>, bool
     Ok((ran, read_is_inside(&row, 0)?))
 }
 
-/// Returns whether a transaction is open, after a probe said so. PgBouncer sends a `Parse` of its own in front of a statement that its
-/// server does not know yet, so the transaction of the statement is then older than its portal. `SAVEPOINT` fails outside a
+/// Returns whether a transaction is open, after a probe said so. PgBouncer sends a `Parse` of its own in front of a statement that
+/// its server does not know yet, so the transaction of the statement is then older than its portal. `SAVEPOINT` fails outside a
 /// transaction.
 async fn is_in_block(mut conn: &AsyncPgConnection) -> bool {
     let savepoint = "SAVEPOINT diesel_interlock; RELEASE SAVEPOINT diesel_interlock";

@@ -176,9 +176,9 @@ impl<C: Pinned> AdvisoryLockGuard<C> {
 
     /// Releases the lock and gives the connection back.
     ///
-    /// One round trip, and one more to prepare the statement, once per connection, or twice: it is another statement for a
-    /// connection that was lent. After an error, too, this guard no longer
-    /// holds the lock. If the future is dropped, the lock is released as by a drop of the guard.
+    /// One round trip, and one more to prepare the statement, once per connection. If the guard has lent its connection, the
+    /// statement is another one, which is prepared for itself. After an error, too, this guard no longer holds the lock. If the
+    /// future is dropped, the lock is released as by a drop of the guard.
     ///
     /// # Errors
     ///

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use crate::half::prelude::*;
 use crate::half::{
-    Check, CheckAll, Database, Limited, LimitedReason, Quota, RateLimit, Reserve, RoundTrips,
-    Spent, give_back, migrations, silent_pool,
+    Check, CheckAll, Database, Limited, LimitedReason, Quota, RateLimit, Reservation, Reserve,
+    RoundTrips, Spent, give_back, migrations, silent_pool,
 };
 use diesel::connection::SimpleConnection;
 
@@ -46,6 +46,14 @@ pub(crate) fn limited(check: Check) -> Limited {
     match check {
         Check::Allowed(spent) => panic!("{spent:?}"),
         Check::Limited(limited) => limited,
+    }
+}
+
+#[track_caller]
+pub(crate) fn reserved(reserve: Reserve) -> Reservation {
+    match reserve {
+        Reserve::Reserved(reservation) => reservation,
+        Reserve::Limited(limited) => panic!("{limited:?}"),
     }
 }
 
@@ -228,9 +236,7 @@ fn reservations_are_served_in_their_order() {
     let limit = RateLimit::named("mails", Quota::per(1, HOUR).burst(2));
     let _ = allowed(limit.cost(2).check(&pool).unwrap());
     for hours in 1..=3 {
-        let Reserve::Reserved(reservation) = limit.reserve(&pool, 3 * HOUR).unwrap() else {
-            panic!("{hours}");
-        };
+        let reservation = reserved(limit.reserve(&pool, 3 * HOUR).unwrap());
         assert_about(reservation.wait, hours * HOUR);
         let usable = reservation.usable_at() - reservation.spent.at;
         assert_eq!(usable.to_std().unwrap(), reservation.wait);

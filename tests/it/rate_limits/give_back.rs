@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use crate::half::error::Input;
 use crate::half::prelude::*;
-use crate::half::{Error, Quota, RateLimit, Reserve, cancel, cancel_on, give_back, give_back_on};
+use crate::half::{Error, Quota, RateLimit, cancel, cancel_on, give_back, give_back_on};
 use diesel::connection::SimpleConnection;
 
-use super::{API, HOUR, age, allowed, assert_about, database, limited};
+use super::{API, HOUR, age, allowed, assert_about, database, limited, reserved};
 
 #[test]
 fn units_are_given_back_less_the_time_that_has_passed() {
@@ -83,15 +83,11 @@ fn a_reservation_is_cancelled_in_full_until_its_moment() {
     let conn = &mut database.connect();
     let _ = allowed(API.cost(5).check(&pool).unwrap());
     let reserve = || API.cost(2).reserve(&pool, 9 * HOUR).unwrap();
-    let Reserve::Reserved(reservation) = reserve() else {
-        panic!();
-    };
+    let reservation = reserved(reserve());
     assert_eq!(cancel(&pool, reservation.clone()).unwrap(), 2);
     assert_eq!(cancel(&pool, reservation).unwrap(), 0);
 
-    let Reserve::Reserved(mut reservation) = reserve() else {
-        panic!();
-    };
+    let mut reservation = reserved(reserve());
     // An hour before its moment it is worth two units, an hour after it one.
     age(conn, "1 hour");
     reservation.spent.at -= HOUR;
@@ -120,9 +116,7 @@ fn units_behind_which_others_have_reserved_are_not_allowed_twice_at_one_moment()
     let limit = RateLimit::named("queue", Quota::per_hour(1).burst(2));
     let reserve = |conn: &mut PgConnection, key: &str, units, hours| {
         let reserve = limit.key(key).cost(units).reserve_on(conn, 99 * HOUR);
-        let Reserve::Reserved(reservation) = reserve.unwrap() else {
-            panic!("nothing is reserved");
-        };
+        let reservation = reserved(reserve.unwrap());
         assert_about(reservation.wait, hours * HOUR);
         reservation
     };

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use crate::half::error::Input;
 use crate::half::prelude::*;
-use crate::half::{CheckAll, Error, LimitedReason, Quota, RateLimit, Reserve, cancel_on};
+use crate::half::{CheckAll, Error, LimitedReason, Quota, RateLimit, cancel_on};
 use diesel::connection::SimpleConnection;
 
-use super::{API, HOUR, SLOW, age, allowed, assert_about, database, limited};
+use super::{API, HOUR, SLOW, age, allowed, assert_about, database, limited, reserved};
 
 pub(crate) fn set(conn: &mut PgConnection, name: &str, key: Option<&str>, quota: &str) {
     let key = key.map_or("NULL".to_owned(), |key| format!("'{key}'"));
@@ -74,15 +74,9 @@ fn no_quota_moves_a_reserved_moment() {
     let after = |limit: &RateLimit, conn: &mut PgConnection| {
         limited(limit.check_on(conn).unwrap()).retry_after.unwrap()
     };
-    let reserve = |conn: &mut PgConnection| {
-        let reserve = slow.reserve_on(conn, 9 * HOUR).unwrap();
-        let Reserve::Reserved(reservation) = reserve else {
-            panic!("nothing is reserved");
-        };
-        reservation
-    };
     let _ = allowed(slow.cost(2).check_on(conn).unwrap());
-    assert_about(reserve(conn).wait, 2 * HOUR);
+    let reservation = reserved(slow.reserve_on(conn, 9 * HOUR).unwrap());
+    assert_about(reservation.wait, 2 * HOUR);
 
     // At that moment two units are owed, one of which is the reserved one.
     for _ in 0..2 {
@@ -99,9 +93,7 @@ fn no_quota_moves_a_reserved_moment() {
     // A reservation that was cancelled leaves its moment, and the units that were used before are not forgotten.
     assert!(slow.reset_on(conn).unwrap());
     let _ = allowed(fast.cost(2).check_on(conn).unwrap());
-    let Reserve::Reserved(reservation) = fast.cost(2).reserve_on(conn, HOUR).unwrap() else {
-        panic!("nothing is reserved");
-    };
+    let reservation = reserved(fast.cost(2).reserve_on(conn, HOUR).unwrap());
     assert_eq!(cancel_on(conn, reservation).unwrap(), 2);
     let _ = limited(slow.check_on(conn).unwrap());
 }
@@ -114,9 +106,7 @@ fn a_call_that_a_reserved_moment_limits_changes_nothing() {
     let few = RateLimit::named("queue", Quota::per_day(1).burst(1));
     let many = RateLimit::named("queue", Quota::per_day(1).burst(100));
     let _ = allowed(old.cost(50).check_on(conn).unwrap());
-    let Reserve::Reserved(reservation) = old.cost(50).reserve_on(conn, HOUR).unwrap() else {
-        panic!("nothing is reserved");
-    };
+    let reservation = reserved(old.cost(50).reserve_on(conn, HOUR).unwrap());
     assert_about(reservation.wait, HOUR / 2);
     assert_eq!(cancel_on(conn, reservation).unwrap(), 50);
 
@@ -124,9 +114,28 @@ fn a_call_that_a_reserved_moment_limits_changes_nothing() {
     let _ = limited(few.check_on(conn).unwrap());
     let _ = limited(many.cost(51).check_on(conn).unwrap());
     let _ = limited(old.check_on(conn).unwrap());
+    let several = RateLimit::check_all_on(conn, &[&few]).unwrap();
+    assert!(matches!(several, CheckAll::Limited { .. }), "{several:?}");
     // All came back by then, and no burst is owed because of the calls that were limited.
     age(conn, "31 minutes");
     let _ = allowed(many.cost(100).check_on(conn).unwrap());
+}
+
+#[test]
+fn a_clock_that_is_set_back_moves_reserved_moments_with_it() {
+    let database = database();
+    let conn = &mut database.connect();
+    let slow = RateLimit::named("queue", Quota::per_hour(1).burst(2));
+    let fast = RateLimit::named("queue", Quota::per_minute(1).burst(2));
+    let _ = allowed(slow.cost(2).check_on(conn).unwrap());
+    let reservation = reserved(slow.reserve_on(conn, 9 * HOUR).unwrap());
+    assert_about(reservation.wait, HOUR);
+    // The row is as far ahead as if the clock had been set back.
+    age(conn, "-5 hours");
+    for (limit, wait) in [(&slow, 2 * HOUR), (&fast, HOUR + HOUR / 60)] {
+        let denied = limited(limit.check_on(conn).unwrap());
+        assert_about(denied.retry_after.unwrap(), wait);
+    }
 }
 
 #[test]

@@ -37,6 +37,7 @@ const BB8_CHECKED: &str = "ours, bb8 that checks connections";
 const STATEMENTS: &str = "tokio-postgres, prepared, no pool";
 const STATEMENTS_AGAIN: &str = "tokio-postgres, prepared, no pool, once more";
 const BY_HAND: &str = "diesel-async's sql_query, deadpool";
+const BY_HAND_CACHED: &str = "diesel-async's cached statements, deadpool";
 const AUTUMN: &str = "autumn-web lock, deadpool";
 const AUTUMN_CHECKED: &str = "autumn-web lock, deadpool that checks connections";
 
@@ -107,6 +108,7 @@ fn locks(
             Ours::new(bb8_pool(runtime, database, true)),
         ),
         lockers(BY_HAND, runtime, number, ByHand(pool(false))),
+        lockers(BY_HAND_CACHED, runtime, number, Cached(pool(false))),
         lockers(AUTUMN, runtime, number, Autumn::new(&pool(false))),
         lockers(AUTUMN_CHECKED, runtime, number, Autumn::new(&pool(true))),
         sqlx(SQLX, runtime, database, CONNECTIONS, number, false),
@@ -121,6 +123,7 @@ fn locks(
     if number == 1 {
         report.ratio(&rates, DEADPOOL, STATEMENTS, at_least(0.9));
         report.ratio(&rates, BB8, STATEMENTS, NO_GOAL);
+        report.ratio(&rates, BY_HAND_CACHED, STATEMENTS, NO_GOAL);
         // How far the same can be from itself.
         report.ratio(&rates, STATEMENTS_AGAIN, STATEMENTS, NO_GOAL);
     }
@@ -131,9 +134,11 @@ fn locks(
     };
     report.ratio(&rates, DEADPOOL, OURS, is_ahead);
     report.ratio(&rates, DEADPOOL_CHECKED, OURS_CHECKED, is_ahead);
+    report.ratio(&rates, BY_HAND_CACHED, OURS, NO_GOAL);
     report.ratio(&rates, BB8, OURS, NO_GOAL);
     report.ratio(&rates, BB8_CHECKED, OURS_CHECKED, NO_GOAL);
     report.ratio(&rates, DEADPOOL, BY_HAND, NO_GOAL);
+    report.ratio(&rates, DEADPOOL, BY_HAND_CACHED, NO_GOAL);
     report.ratio(&rates, DEADPOOL, AUTUMN, at_least(2.0));
     report.ratio(&rates, DEADPOOL_CHECKED, AUTUMN_CHECKED, NO_GOAL);
     report.ratio(&rates, DEADPOOL, SQLX, NO_GOAL);
@@ -278,6 +283,33 @@ impl AsyncLocker for ByHand {
     }
 }
 
+/// The least that anything on diesel-async can do: a connection out of a pool, and two statements that it keeps prepared.
+#[derive(Clone)]
+struct Cached(deadpool::Pool<AsyncPgConnection>);
+
+#[diesel::declare_sql_function]
+extern "SQL" {
+    fn pg_try_advisory_lock(key: BigInt) -> Bool;
+    fn pg_advisory_unlock(key: BigInt) -> Bool;
+}
+
+impl AsyncLocker for Cached {
+    type Held = Object<AsyncPgConnection>;
+
+    async fn take(&self, task: usize) -> Option<Self::Held> {
+        let mut conn = self.0.get().await.unwrap();
+        let take = diesel::select(pg_try_advisory_lock(number(task)));
+        let taken = take.get_result::<bool>(&mut conn).await;
+        taken.unwrap().then_some(conn)
+    }
+
+    async fn release(&self, task: usize, mut conn: Self::Held) {
+        let release = diesel::select(pg_advisory_unlock(number(task)));
+        let released = release.get_result::<bool>(&mut conn).await;
+        assert!(released.unwrap());
+    }
+}
+
 #[derive(Clone)]
 struct Autumn(Arc<[autumn_web::lock::Lock]>);
 
@@ -382,6 +414,7 @@ fn verify(bench: &Bench, database: &BenchDatabase) {
     }
     let pool = dead_pool(database, false);
     check(BY_HAND, runtime, database, || ByHand(pool.clone()));
+    check(BY_HAND_CACHED, runtime, database, || Cached(pool.clone()));
     check(STATEMENTS, runtime, database, || {
         Statements::new(runtime, database, 1)
     });

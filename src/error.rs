@@ -167,7 +167,7 @@ pub enum Error {
         id: i64,
     },
 
-    /// Another transaction has locked the key of a rate limit for 250 milliseconds, so it was not reset. Nothing was changed.
+    /// Another transaction kept the key of a rate limit locked for 250 milliseconds, so the key was not reset. Nothing was changed.
     #[error(
         "cannot reset the rate limit {name:?}: another transaction has locked the key for 250 ms; try again, and look for a \
          transaction that was left open"
@@ -236,15 +236,15 @@ pub enum Error {
 
     /// The database reported an error, or could not be reached.
     ///
-    /// The message is that of Diesel: the message of the server or of libpq, in the server's language.
+    /// The message is that of Diesel: the message of the server, of libpq or of tokio-postgres, in the server's language.
     #[error(transparent)]
     Database(DieselError),
 }
 
 /// A call in the wrong kind of transaction: the kind [`Error::Misplaced`]. Nothing was changed.
 ///
-/// A transaction that was opened by `begin_test_transaction` counts as no transaction for session locks, claims and
-/// throttles. Transaction locks and fences work in it.
+/// A transaction that was opened by `begin_test_transaction` counts as no transaction for session locks, claims,
+/// throttles and rate limits. Transaction locks and fences work in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Misplaced {
@@ -287,7 +287,7 @@ pub enum Misplaced {
     )]
     ClaimInTransaction,
 
-    /// A rate limit was checked inside an open transaction. Its rollback would give the units back, and every other call for
+    /// A rate limit was checked, reserved, given back, reset or pruned inside an open transaction. Its rollback would give the units back, and every other call for
     /// the key would wait until it ends.
     #[error(
         "cannot check a rate limit inside an open transaction: a rollback would give the units back, and other calls for the \
@@ -369,8 +369,9 @@ pub enum Schema {
     )]
     SequenceBehind,
 
-    /// The schema exists without a recorded version, and has neither exactly the article's four objects nor what the
-    /// migrations create. Nothing was changed.
+    /// The schema exists without a recorded version, and is identical neither to the four objects of throttled resources as
+    /// teams created them before this crate (an enumerated type, a table with its index, a function) nor to what the migrations
+    /// create. Nothing was changed.
     #[cfg(feature = "migrations")]
     #[error(
         "cannot use the schema resource_control: it was not created by this crate and differs from what it \

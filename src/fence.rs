@@ -24,8 +24,8 @@ use crate::transaction::Transaction;
 ///
 /// PostgreSQL stores the largest fencing token that has passed, in `resource_control.fence`. A writer passes the fence
 /// inside the transaction that writes. If a larger token has passed before, the fence returns an error, and the
-/// transaction is rolled back. A new holder passes the fence once before it reads, because after that nothing is
-/// committed that an earlier holder had not committed by then.
+/// transaction is rolled back. A new holder passes the fence once, in a transaction that it commits, before it
+/// reads. From then on no earlier holder can commit a write through this fence, so what the new holder reads stays as it is.
 ///
 /// Use one fence for the tokens of one source: one [lock](crate::AdvisoryLockGuard::fencing_token) or one
 /// [slot](crate::Permit::fencing_token) of a semaphore. Each new holder of a lock or slot gets a larger token, but

@@ -12,7 +12,7 @@ pub mod tutorial {}
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
 
-/// How-to: the same with diesel-async, and what a dropped future leaves.
+/// How-to: the same with diesel-async, and what a dropped future leaves behind.
 #[doc = ""]
 #[cfg_attr(feature = "deadpool", doc = include_str!("../docs/asynchronous.md"))]
 #[cfg_attr(

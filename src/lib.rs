@@ -21,11 +21,11 @@
 //! | Many readers, one writer | [`AdvisoryLock::shared`] |
 //! | At most once per interval on any instance | [`Throttle`] |
 //! | At most N at a time: calls to a fragile service | [`Semaphore`] |
-//! | At most N per period, with a burst, for each key | [`RateLimit`] |
+//! | N per period on average, with a bounded burst, for each key | [`RateLimit`] |
 //! | Refuse a holder that lost its lock or slot | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`RateLimit`], [`Semaphore`] |
-//! | A lock over many transactions there | a [`Semaphore`] with one slot |
+//! | A lock over many transactions behind such a pooler | a [`Semaphore`] with one slot |
 //! | See who holds, who waits, what is in flight and what is due | [`monitor`] |
 //! | Your own query | [`functions`] |
 //!
@@ -101,15 +101,15 @@
 //!
 //! # Pools and connections
 //!
-//! Session locks, throttles and claims have two forms. One takes a [`PgPool`], Diesel's r2d2 pool. The other one, which ends
+//! Session locks, throttles, rate limits and claims have two forms. One takes a [`PgPool`], Diesel's r2d2 pool. The other one, which ends
 //! in `_on`, takes a `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are taken on the
 //! connection of their transaction. The module `asynchronous` has the same for diesel-async, with its pools deadpool and bb8.
 //!
 //! # Outcomes and errors
 //!
 //! Operations that can be refused return an outcome: [`Attempt`] for locks, [`Admission`] for semaphores, [`Decision`] for
-//! throttles. A refusal is not an error, and the compiler warns if you ignore an outcome. An `Admission` and a `Decision` also
-//! say when to retry.
+//! throttles, [`Check`] for rate limits. A refusal is not an error, and the compiler warns if you ignore an outcome. All but
+//! `Attempt` also say when to retry.
 //!
 //! Errors are [`Error`], which converts into Diesel's, so `?` works in functions that return a
 //! [`QueryResult`](diesel::QueryResult). The guide has [a section for each](crate::guide::troubleshooting).

@@ -32,7 +32,7 @@
 //!
 //! # let database = workbench::Database::new();
 //! # let conn = &mut database.connect();
-//! // The number of waits of more than a minute, per application.
+//! // The number of waits of more than a minute, per application. Waits for session locks of this crate are shorter: see `waiters`.
 //! let waits: Vec<(Option<String>, i64)> = monitor::waiters()
 //!     .filter(monitor::waited.gt(1.minute()))
 //!     .group_by(monitor::application_name)

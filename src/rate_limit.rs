@@ -1,4 +1,4 @@
-//! Rate limits: at most N units per period with a burst, for each key, across all instances.
+//! Rate limits: N units per period on average, with a burst, for each key, across all instances.
 
 #[cfg(feature = "async")]
 pub(crate) mod asynchronous;
@@ -34,7 +34,7 @@ use crate::text;
 
 /// A limit of N units per period, with a burst, for each key, across all instances.
 ///
-/// PostgreSQL stores when a key is full again, as a row of `resource_control.rate_limit`, and decides by its own clock (GCRA,
+/// PostgreSQL stores when the whole burst of a key is available again (the key is then "full"), as a row of `resource_control.rate_limit`, and decides by its own clock (GCRA,
 /// the generic cell rate algorithm). The promise is exact: in any span W of the database's clock, at most
 /// `burst + W × N / period` units are allowed for a key.
 ///
@@ -83,9 +83,10 @@ use crate::text;
 ///     VALUES ('api', '7', 1000, '1 minute', 100) -- key NULL: all keys of the name
 ///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
 /// ```
-/// The row of the key counts, else that of the name, else the quota of the program. What a key owes is units, so a new quota
-/// takes effect at once, and rescales it. While reservations wait, it takes effect at the last of their moments. A
-/// [`reset`](Self::reset) ends that, and what was reserved then comes on top.
+/// The row of the key counts, else that of the name, else the quota of the program. A key owes units and not time, so a new quota
+/// takes effect at once: the same units are refilled at the new speed. While reservations wait, a new quota takes effect at the
+/// last moment that was reserved, and calls under it are limited until then. A [`reset`](Self::reset) makes the key full at once.
+/// What was reserved before may still be used, in addition.
 ///
 /// # Instances with different quotas
 ///
@@ -100,8 +101,8 @@ use crate::text;
 ///
 /// # Clocks
 ///
-/// If the server's clock is set back, the time until it shows the old time again does not count, and nothing else is lost.
-/// If it is set forward, keys are refilled for the time that it skips.
+/// If the server's clock is set back, a key is refilled from its next call on, and nothing else is lost. If the clock is set
+/// forward, keys are refilled for the time that it skips.
 ///
 /// # Behind a pooler
 ///

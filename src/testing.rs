@@ -32,8 +32,8 @@
 //!
 //! # Test transactions
 //!
-//! Inside a test transaction, which `begin_test_transaction` or r2d2's `TestCustomizer` opens, everything works that an
-//! application does outside a transaction, because a test transaction does not count as an open one. Migrations and
+//! Inside a test transaction, which `begin_test_transaction` or r2d2's `TestCustomizer` opens, everything that an
+//! application does outside a transaction works, because a test transaction does not count as an open one. Migrations and
 //! [`sync`](crate::sync) are refused there, because they commit. Locks that
 //! [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) takes are held until the test transaction ends. A slot
 //! that is claimed, or a resource that is taken, is not available to other sessions until then.

@@ -19,6 +19,8 @@ mod lost;
 mod migrations;
 #[path = "asynchronous/places.rs"]
 mod places;
+#[path = "asynchronous/preparing_pooler.rs"]
+mod preparing_pooler;
 #[path = "asynchronous/rate_limits.rs"]
 mod rate_limits;
 #[path = "asynchronous/semaphores.rs"]

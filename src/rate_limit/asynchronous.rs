@@ -223,7 +223,7 @@ impl RateLimit {
     ///
     /// # Errors
     ///
-    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    /// As [`RateLimit::peek`](crate::RateLimit::peek).
     pub async fn peek<P: Pool>(&self, pool: &P) -> Result<State> {
         let mut conn = self.check_out(pool, None).await?;
         operations::peek(&mut Asynchronous::pooled(&mut conn), &self.0).await
@@ -233,12 +233,12 @@ impl RateLimit {
     ///
     /// # Errors
     ///
-    /// See [errors of checks](crate::RateLimit#errors-of-checks).
+    /// As [`RateLimit::peek`](crate::RateLimit::peek).
     pub async fn peek_on(&self, conn: &mut AsyncPgConnection) -> Result<State> {
         operations::peek(&mut Asynchronous::lent(conn), &self.0).await
     }
 
-    /// Makes the key full. Returns whether it was not. As [`RateLimit::reset`](crate::RateLimit::reset).
+    /// Makes the key full. Returns whether units were missing. As [`RateLimit::reset`](crate::RateLimit::reset).
     ///
     /// # Errors
     ///
@@ -259,7 +259,7 @@ impl RateLimit {
         Ok(operations::reset(session, &self.0, false).await? > 0)
     }
 
-    /// Makes all keys of the name full. Returns how many were not. As
+    /// Makes all keys of the name full. Returns how many had units missing. As
     /// [`RateLimit::reset_all`](crate::RateLimit::reset_all).
     ///
     /// # Errors

@@ -104,7 +104,7 @@ impl RateLimit {
     /// Checks several limits, through a connection from the pool: spends the units of all of them, or of none.
     ///
     /// One round trip: `SELECT resource_control.check_rate_limits($1, …)`. A limited call mostly only reads. The same key given
-    /// twice is checked for the sum of the costs. If a limit does not allow the call, the outcome is the one with the longest
+    /// twice is checked for the sum of the costs. If several limits refuse the call, the outcome is that of the limit with the longest
     /// wait. One [durable](Self::durable) limit makes the whole check wait for the disk.
     ///
     /// # Blocking
@@ -288,7 +288,7 @@ impl RateLimit {
     ///
     /// # Errors
     ///
-    /// See [errors of checks](#errors-of-checks).
+    /// See [errors of checks](#errors-of-checks), of which `SpendInTransaction` and `ReadOnly` do not occur.
     #[cfg(feature = "r2d2")]
     pub fn peek(&self, pool: &PgPool) -> Result<State> {
         let mut conn = self.check_out(pool)?;
@@ -299,12 +299,13 @@ impl RateLimit {
     ///
     /// # Errors
     ///
-    /// See [errors of checks](#errors-of-checks).
+    /// As [`peek`](Self::peek).
     pub fn peek_on(&self, conn: &mut PgConnection) -> Result<State> {
         now(operations::peek(&mut Blocking::lent(conn), self))
     }
 
-    /// Makes the key full, through a connection from the pool, as after a login that succeeded. Returns whether it was not.
+    /// Makes the key full, through a connection from the pool, as after a login that succeeded. Returns whether units
+    /// were missing.
     ///
     /// One round trip: `SELECT resource_control.reset_rate_limit($1, $2, $3)`, which deletes the row.
     ///
@@ -332,7 +333,7 @@ impl RateLimit {
         Ok(now(operations::reset(&mut Blocking::lent(conn), self, false))? > 0)
     }
 
-    /// Makes all keys of the name full, through a connection from the pool. Returns how many were not.
+    /// Makes all keys of the name full, through a connection from the pool. Returns how many had units missing.
     ///
     /// One round trip, and one transaction. Calls for these keys wait until it commits.
     ///

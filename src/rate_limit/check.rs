@@ -286,8 +286,8 @@ impl Reserve {
 pub struct Reservation {
     /// What was spent. Its `at` is the moment of the reservation.
     pub spent: Spent,
-    /// How long to wait, from [`Spent::at`] on by the database's clock. A caller that waits as long from the moment at which the
-    /// reservation was returned never comes too early.
+    /// How long to wait, from [`Spent::at`] on by the database's clock. A caller that waits for this time from the moment at
+    /// which it received the reservation never comes too early.
     pub wait: Duration,
 }
 

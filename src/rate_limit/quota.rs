@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// At most N units per period, with a burst.
+/// N units per period on average, with a burst.
 ///
 /// In any span W of the database's clock, at most `burst + W × N / period` units are allowed for a key. The units come back
 /// continuously, one per `period / N`, and not at the end of a period.
@@ -34,7 +34,8 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// At most `n` units per period. The burst is `n`, until [`burst`](Self::burst) sets another one.
+    /// `n` units per period. The burst is `n`, too, so a key that was not used may spend up to `2 × n` in its first period.
+    /// [`burst`](Self::burst) sets another one.
     pub const fn per(n: u32, period: Duration) -> Self {
         Self {
             n,
@@ -43,22 +44,22 @@ impl Quota {
         }
     }
 
-    /// At most `n` units per second.
+    /// `n` units per second, as [`per`](Self::per).
     pub const fn per_second(n: u32) -> Self {
         Self::per(n, Duration::from_secs(1))
     }
 
-    /// At most `n` units per minute.
+    /// `n` units per minute, as [`per`](Self::per).
     pub const fn per_minute(n: u32) -> Self {
         Self::per(n, Duration::from_secs(60))
     }
 
-    /// At most `n` units per hour.
+    /// `n` units per hour, as [`per`](Self::per).
     pub const fn per_hour(n: u32) -> Self {
         Self::per(n, Duration::from_secs(60 * 60))
     }
 
-    /// At most `n` units per day of 24 hours.
+    /// `n` units per day of 24 hours, as [`per`](Self::per).
     pub const fn per_day(n: u32) -> Self {
         Self::per(n, Duration::from_secs(24 * 60 * 60))
     }

@@ -109,7 +109,7 @@ impl<P> Admission<P> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Full {
-    /// How long until a slot is free at the latest, by the database's clock. Never zero.
+    /// How long until a slot is expected to be free, by the database's clock. Never zero.
     ///
     /// This is the time until the first request in flight expires. If the number of slots was lowered, it is the time
     /// until enough requests expire to make room for one more. It is a hint, because most requests are released long
@@ -121,8 +121,7 @@ pub struct Full {
 }
 
 impl Full {
-    /// The time until a slot is free at the latest, in whole seconds, rounded up and at least 1, for the HTTP header
-    /// `Retry-After`.
+    /// The same in whole seconds, rounded up and at least 1, for the HTTP header `Retry-After`.
     pub fn retry_after_secs(&self) -> u64 {
         time::whole_seconds(self.retry_after)
     }

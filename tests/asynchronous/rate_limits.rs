@@ -1,4 +1,4 @@
-//! Rate limits: the same operations, awaited, and what a dropped future leaves.
+//! Rate limits: the same operations, awaited, and what a dropped future leaves behind.
 
 use std::future::{Future, poll_fn};
 use std::ops::RangeInclusive;

@@ -19,8 +19,8 @@ use crate::session::{Blocking, now};
 /// `units × period / N` from before the call was sent, and is void after that. A process that takes units and does not use them
 /// keeps others waiting, so use chunks that are well below the burst divided by the number of instances.
 ///
-/// Calls that find too few units of a key at the same time share a round trip: one takes a chunk, and as many others as the
-/// chunk is enough for wait for it, for at most 250 milliseconds. So a process takes no more chunks than its calls need.
+/// Calls that find too few units of a key at the same time share a round trip. One call takes a chunk. The others wait for it, for
+/// at most 250 milliseconds, as far as the chunk is enough for them, too. So a process takes no more chunks than its calls need.
 ///
 /// A key that is limited is remembered until it may pass, for each cost, but for a second at most. At most 10,000 keys are known,
 /// and the oldest is forgotten for a new one. Errors are not remembered.

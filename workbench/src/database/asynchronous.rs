@@ -59,10 +59,14 @@ impl Database {
 }
 
 impl RoundTrips {
+    /// As [`Database::async_url`], through the proxy.
+    pub fn async_url(&self) -> String {
+        without_parameters_of_libpq(self.url())
+    }
+
     /// As [`Database::deadpool`], through the proxy.
     pub fn deadpool(&self, size: u32) -> deadpool::Pool<AsyncPgConnection> {
-        let url = without_parameters_of_libpq(self.url());
-        deadpool(manager(url, RecyclingMethod::Fast), size)
+        deadpool(manager(self.async_url(), RecyclingMethod::Fast), size)
     }
 }
 

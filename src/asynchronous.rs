@@ -10,10 +10,11 @@ pub mod monitor;
 pub mod testing;
 
 pub use crate::advisory::asynchronous::{
-    AdvisoryLock, AdvisoryLockGuard, Borrowed, BorrowedGuard, Pinned, Pooled, PooledGuard, Watch,
+    AdvisoryLock, AdvisoryLockGuard, Borrowed, BorrowedGuard, GuardConnection, Pooled, PooledGuard,
+    Watch,
 };
 pub use crate::fence::asynchronous::Fence;
-pub use crate::pool::asynchronous::{GuardConnection, Pool};
+pub use crate::pool::asynchronous::{Pool, PoolConnection};
 pub use crate::rate_limit::asynchronous::RateLimit;
 pub use crate::rate_limit::local::asynchronous::LocalRateLimit;
 pub use crate::semaphore::asynchronous::{Permit, Semaphore};

@@ -369,9 +369,8 @@ pub enum Schema {
     )]
     SequenceBehind,
 
-    /// The schema exists without a recorded version, and is identical neither to the four objects of throttled resources as
-    /// teams created them before this crate (an enumerated type, a table with its index, a function) nor to what the migrations
-    /// create. Nothing was changed.
+    /// The schema exists without a recorded version, and is identical neither to the four objects that
+    /// [`install`](crate::migrations::install) adopts nor to what the migrations create. Nothing was changed.
     #[cfg(feature = "migrations")]
     #[error(
         "cannot use the schema resource_control: it was not created by this crate and differs from what it \

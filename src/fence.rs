@@ -9,7 +9,6 @@ use std::borrow::Cow;
 
 #[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
-use diesel::result::Error as DieselError;
 
 use crate::error::{Error, Input, Misplaced, Result};
 use crate::functions::pass_fence;
@@ -17,7 +16,7 @@ use crate::installed;
 #[cfg(feature = "postgres")]
 use crate::session::{Blocking, now};
 use crate::session::{Session, is_serialization_failure};
-use crate::transaction::Transaction;
+use crate::transaction;
 
 /// Protects data in the database from a holder that has lost its lock or its slot without noticing, such as a process
 /// that was suspended or cut off, and continues.
@@ -114,11 +113,7 @@ impl Fence {
             return Err(Input::EmptyName.into());
         }
         let name = session.name(&self.name).checked("the name of a fence")?;
-        match session.transaction() {
-            Transaction::Open | Transaction::Test => {}
-            Transaction::None => return Err(Misplaced::FenceOutsideTransaction.into()),
-            Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
-        }
+        transaction::require_open(session.transaction(), Misplaced::FenceOutsideTransaction)?;
         match session
             .one(diesel::select(pass_fence(name.as_str(), token)))
             .await

@@ -209,7 +209,8 @@ pub use crate::pool::{PgPool, PooledPgConnection};
 #[cfg(feature = "r2d2")]
 pub use crate::rate_limit::LocalRateLimit;
 pub use crate::rate_limit::{
-    Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, Reservation, Reserve, Spent, State,
+    Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, RateLimitState, Reservation,
+    Reserve, Spent,
 };
 #[cfg(feature = "r2d2")]
 pub use crate::semaphore::Permit;

@@ -22,11 +22,14 @@ pub type PgPool = Pool<ConnectionManager<PgConnection>>;
 #[cfg(feature = "r2d2")]
 pub type PooledPgConnection = PooledConnection<ConnectionManager<PgConnection>>;
 
+#[cfg(feature = "r2d2")]
+const YEAR: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
 /// Takes a connection from the pool. Waits as long as the pool's `connection_timeout` allows, but no longer than `limit`.
 #[cfg(feature = "r2d2")]
 pub(crate) fn check_out(pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
     let longest = pool.connection_timeout();
     // r2d2 adds the limit to the present time, which would overflow for a very long one.
-    let limit = limit.map_or(longest, |limit| limit.min(longest));
+    let limit = limit.map_or(longest, |limit| limit.min(longest)).min(YEAR);
     Ok(pool.get_timeout(limit)?)
 }

@@ -21,7 +21,7 @@ use std::fmt;
 use std::sync::Arc;
 
 pub use self::check::{
-    Check, CheckAll, Limited, LimitedReason, Reservation, Reserve, Spent, State,
+    Check, CheckAll, Limited, LimitedReason, RateLimitState, Reservation, Reserve, Spent,
 };
 #[cfg(feature = "r2d2")]
 pub use self::local::blocking::LocalRateLimit;

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tokio::runtime::Handle;
+use tokio::runtime::{EnterGuard, Handle};
 
 use crate::error::{Error, Result};
 use crate::panics::caught;
@@ -20,6 +20,18 @@ pub(crate) fn current() -> Result<Handle> {
     let timer = || drop(tokio::time::sleep(Duration::ZERO));
     caught(timer).ok_or(Error::NoRuntime)?;
     Ok(runtime)
+}
+
+/// Leaves a future to a runtime, as a drop does that cannot await it. A runtime that has ended drops the future at once.
+pub(crate) fn leave_to(runtime: &Handle, future: impl Future<Output = ()> + Send + 'static) {
+    let _entered = entered(runtime);
+    runtime.spawn(future);
+}
+
+/// Enters a runtime, because a pool may need one when it takes a connection back or is dropped. `None` while the thread ends
+/// and has no place for it any more, where tokio panics.
+pub(crate) fn entered(runtime: &Handle) -> Option<EnterGuard<'_>> {
+    caught(|| runtime.enter())
 }
 
 /// A future that is polled in place. If it is dropped after its first poll, the runtime finishes it, and its output is
@@ -78,9 +90,7 @@ where
 {
     fn drop(&mut self) {
         if let Some(future) = self.future.take().filter(|_| self.is_begun) {
-            // A runtime that was dropped drops the future here, and a pool may spawn when it takes a connection back.
-            let _entered = self.runtime.enter();
-            self.runtime.spawn(async move { drop(future.await) });
+            leave_to(&self.runtime, async move { drop(future.await) });
         }
     }
 }

@@ -122,11 +122,13 @@ impl Semaphore {
         }
     }
 
-    /// Sets the details of each request in the log, for operators: who made it, and what for. At most 8,192 bytes.
+    /// Returns the semaphore with the details of its requests in the log, for operators: who made it, and what for. At most 8,192 bytes.
     /// Defaults to none.
-    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
-        self.details = details.into();
-        self
+    pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self {
+        Self {
+            details: details.into(),
+            ..self.clone()
+        }
     }
 
     /// Returns the name of the service.

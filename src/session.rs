@@ -214,7 +214,7 @@ where
     U: Send,
 {
     match probe(session, statement.clone()).await {
-        (Err(error), _)
+        (Err(error), false)
             if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
         {
             (one_in_read_committed(session, statement).await, false)

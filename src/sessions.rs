@@ -22,6 +22,7 @@ use crate::transaction::Transaction;
 
 /// What is known of the server sessions behind the connections of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[must_use = "only the value says whether connections share sessions"]
 #[non_exhaustive]
 pub enum Sessions {
     /// Each connection has its own session, as far as two of them show.

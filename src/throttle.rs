@@ -102,23 +102,33 @@ impl<R> Throttle<R> {
         }
     }
 
-    /// Throttles the resource separately for each key, such as a tenant, a user or an address.
+    /// Returns the throttle of one key, such as a tenant, a user or an address.
     ///
     /// The interval is the resource's. The first attempt inserts the key's row into `resource_control.throttled_key`.
     /// `SELECT resource_control.prune_throttled_keys(500)` deletes rows whose interval has passed. Attempts at those keys
     /// are denied, as [being taken](DenialReason::BeingTaken), for the milliseconds between their deletion and its commit.
     /// A key whose `Display` returns an error is reported by the attempt, as
     /// [`Input::Unformatted`](crate::error::Input::Unformatted). Defaults to no key, which is throttled separately from all keys.
-    pub fn key(mut self, key: impl fmt::Display) -> Self {
-        self.key = Some(text::formatted(key));
-        self
+    pub fn key(&self, key: impl fmt::Display) -> Self
+    where
+        R: Clone,
+    {
+        Self {
+            key: Some(text::formatted(key)),
+            ..self.clone()
+        }
     }
 
-    /// Sets who takes the resource, such as a host and a process id, for operators and denied callers.
+    /// Returns the throttle with the details of who takes the resource, such as a host and a process id, for operators and denied callers.
     /// 1 to 8,192 bytes, not only spaces. An attempt without details is an error,
     /// [`Input::EmptyDetails`](crate::error::Input::EmptyDetails).
-    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
-        self.details = details.into();
-        self
+    pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self
+    where
+        R: Clone,
+    {
+        Self {
+            details: details.into(),
+            ..self.clone()
+        }
     }
 }

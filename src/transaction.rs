@@ -49,6 +49,24 @@ pub(crate) fn refuse_any(transaction: Transaction) -> Result<()> {
     }
 }
 
+/// Refuses a transaction that the caller opened. A test transaction counts as none.
+pub(crate) fn refuse_open(transaction: Transaction, misplaced: Misplaced) -> Result<()> {
+    match transaction {
+        Transaction::None | Transaction::Test => Ok(()),
+        Transaction::Open => Err(misplaced.into()),
+        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
+    }
+}
+
+/// Requires a transaction. That of a test is one, too.
+pub(crate) fn require_open(transaction: Transaction, misplaced: Misplaced) -> Result<()> {
+    match transaction {
+        Transaction::Open | Transaction::Test => Ok(()),
+        Transaction::None => Err(misplaced.into()),
+        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
+    }
+}
+
 /// Marks the connection as broken, so that a pool discards it.
 ///
 /// The mark does not last: Diesel clears it with the first reply of the server that reports no open transaction. So a
@@ -98,4 +116,30 @@ fn status(conn: &mut PgConnection) -> &mut TransactionManagerStatus {
     <AnsiTransactionManager as TransactionManager<PgConnection>>::transaction_manager_status_mut(
         conn,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Transaction::{Broken, None as Outside, Open, Test};
+    use super::*;
+
+    #[test]
+    fn an_operation_is_refused_in_the_wrong_transaction() {
+        const WRONG: Misplaced = Misplaced::ClaimInTransaction;
+        let refused = |checked: Result<()>| match checked {
+            Ok(()) => None,
+            Err(Error::Misplaced(misplaced)) => Some(Ok(misplaced)),
+            Err(Error::Database(DieselError::BrokenTransactionManager)) => Some(Err(())),
+            Err(other) => panic!("{other}"),
+        };
+        for (transaction, outside, inside) in [
+            (Outside, None, Some(Ok(WRONG))),
+            (Test, None, None),
+            (Open, Some(Ok(WRONG)), None),
+            (Broken, Some(Err(())), Some(Err(()))),
+        ] {
+            assert_eq!(refused(refuse_open(transaction, WRONG)), outside);
+            assert_eq!(refused(require_open(transaction, WRONG)), inside);
+        }
+    }
 }

@@ -169,7 +169,7 @@ fn prepared_statements_work_where_the_pooler_follows_them_and_fail_loudly_where_
                 start.wait();
                 for round in 0..ROUNDS {
                     let import = Throttle::of(Resource::Import).key(round);
-                    match import.clone().details("me").attempt_on(conn) {
+                    match import.details("me").attempt_on(conn) {
                         Ok(_) => {}
                         Err(error) => {
                             assert!(causes(&error).contains("prepared statement"), "{error:?}");
@@ -223,7 +223,6 @@ fn transaction_locks_throttles_and_semaphores_hold(pool: &PgPool) {
                     .unwrap();
                     let import = Throttle::of(Resource::Import).key(round);
                     if import
-                        .clone()
                         .details("me")
                         .attempt_on(conn)
                         .unwrap()

@@ -136,7 +136,7 @@ fn a_throttle_follows_the_clock_and_says_until_when() {
     let mut server = Server::start();
     let conn: &mut PgConnection = &mut server.database.connect();
     let throttle = Throttle::of(Resource::Report);
-    let mut attempt = || throttle.clone().details("a test").attempt_on(conn).unwrap();
+    let mut attempt = || throttle.details("a test").attempt_on(conn).unwrap();
     assert!(matches!(attempt(), Decision::Granted(_)));
     server.step(-HOUR);
     match attempt() {

@@ -142,7 +142,7 @@ pub(crate) fn prepare(conn: &mut PgConnection) {
     let throttle = Throttle::of(Resource::Hourly);
     assert!(attempt(&throttle, conn), "it was never taken");
     for thread in 0..8 {
-        let throttle = throttle.clone().key(one_key(thread).unwrap());
+        let throttle = throttle.key(one_key(thread).unwrap());
         assert!(attempt(&throttle, conn), "it was never taken");
     }
 }
@@ -159,7 +159,7 @@ pub(crate) fn new_key() -> String {
 
 fn attempt(throttle: &Throttle<Resource>, conn: &mut PgConnection) -> bool {
     matches!(
-        throttle.clone().details(DETAILS).attempt_on(conn).unwrap(),
+        throttle.details(DETAILS).attempt_on(conn).unwrap(),
         Decision::Granted(_)
     )
 }

@@ -35,10 +35,7 @@ fn booking() -> AdvisoryLock {
 /// Has the session lock, and a slot of the service.
 pub(crate) fn report(instance: &Instance) -> Result<(), Box<dyn Error>> {
     let pool = instance.pool()?;
-    let permit = GEOCODER
-        .clone()
-        .details(instance.name.clone())
-        .try_acquire(&pool)?;
+    let permit = GEOCODER.details(instance.name.clone()).try_acquire(&pool)?;
     let guard = NIGHTLY.acquire(&pool)?;
     instance.say(READY)?;
     instance.wait()?;
@@ -52,10 +49,7 @@ pub(crate) fn report(instance: &Instance) -> Result<(), Box<dyn Error>> {
 /// Has the transaction lock, or waits for its holder.
 pub(crate) fn book(instance: &Instance) -> Result<(), Box<dyn Error>> {
     let conn = &mut instance.connect()?;
-    let claim = GEOCODER
-        .clone()
-        .details(instance.name.clone())
-        .claim_on(conn)?;
+    let claim = GEOCODER.details(instance.name.clone()).claim_on(conn)?;
     let Admission::Admitted(claim) = claim else {
         return Err("the service is in use".into());
     };

@@ -178,7 +178,7 @@ CREATE FUNCTION resource_control.admit_service_request(
     OUT slot smallint,
     OUT created_at timestamptz,
     OUT expires_at timestamptz,
-    OUT answered_at timestamptz,
+    OUT decided_at timestamptz,
     OUT next_expiry timestamptz
 )
     LANGUAGE plpgsql VOLATILE
@@ -252,7 +252,7 @@ BEGIN
         -- requests.
         IF snapshot_is_old AND slots <= 256 THEN
             SELECT COALESCE(array_agg(s.slot), '{}'), min(s.expires_at), clock_timestamp()
-                INTO taken, next_expiry, answered_at
+                INTO taken, next_expiry, decided_at
                 FROM (
                     SELECT n.slot, n.expires_at
                         FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
@@ -274,7 +274,7 @@ BEGIN
         ELSE
             entries := pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass);
             SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp()
-                INTO taken, next_expiry, answered_at
+                INTO taken, next_expiry, decided_at
                 FROM resource_control.service_request AS r
                 WHERE r.service = admit_service_request.service COLLATE "C"
                     AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
@@ -282,10 +282,10 @@ BEGIN
                 < pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass) - entries
             THEN
                 PERFORM set_config('resource_control.old_snapshot_until',
-                    (date_part('epoch', answered_at)::bigint + 10)::text, false);
+                    (date_part('epoch', decided_at)::bigint + 10)::text, false);
             END IF;
         END IF;
-        IF slots = cardinality(taken) AND next_expiry > answered_at THEN
+        IF slots = cardinality(taken) AND next_expiry > decided_at THEN
             -- A stricter transaction may not see that a slot was freed. The level is checked here, because the call costs
             -- more.
             IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -347,7 +347,7 @@ BEGIN
         EXIT WHEN FOUND;
         candidate := NULL;
     END LOOP;
-    answered_at := clock_timestamp();
+    decided_at := clock_timestamp();
     IF id IS NULL THEN
         PERFORM resource_control.require_read_committed();
     END IF;
@@ -531,7 +531,7 @@ COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
 COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
     'The advisory lock that a claim of this slot holds until its transaction ends.';
 COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
-    'Part of claim_service_request: marks the overdue requests of the service, and locks a free slot.';
+    'Part of admit_service_request: marks the overdue requests of the service, and locks a free slot.';
 COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS
     'As claim_service_request, but always returns one row: the claim, or when a slot is free at the latest.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS

@@ -1,12 +1,13 @@
 DROP FUNCTION resource_control.prune_rate_limits(text, text, integer);
 DROP FUNCTION resource_control.reset_rate_limit(text, text, boolean);
 DROP FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint);
-DROP FUNCTION resource_control.give_back_rate_limit(text, text, bigint, bigint, interval, timestamptz, interval, boolean);
+DROP FUNCTION resource_control.give_back_rate_limit(text, text, bigint, timestamptz, interval, boolean);
 DROP FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean);
 DROP FUNCTION resource_control.check_rate_limit(text, text, bigint, interval, bigint, bigint, boolean);
 DROP FUNCTION resource_control.reserve_rate_limit(text, text, bigint, interval, bigint, bigint, interval, boolean);
+DROP FUNCTION resource_control.reserve_rate_limit_within(text, text, bigint, interval, bigint, bigint, interval, boolean, text);
 DROP FUNCTION resource_control.spend_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, boolean, interval, interval);
-DROP FUNCTION resource_control.decide_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, bigint, boolean);
+DROP FUNCTION resource_control.decide_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, bigint, boolean, text);
 DROP FUNCTION resource_control.read_rate_limit(text, text, bigint, interval, bigint);
 DROP FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint, bigint);
 DROP FUNCTION resource_control.refuse_rate_limit(text, text, bigint, bigint, bigint, bigint, boolean);

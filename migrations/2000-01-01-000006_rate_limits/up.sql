@@ -65,8 +65,9 @@ AS $$
     END
 $$;
 
--- What is owed is units and not time, so another quota than the row's rescales it. The result is at most what a timestamptz
--- can be advanced by.
+-- What is owed is units and not time, so another quota than the row's rescales it. The result is at most 9000000000000000, 285
+-- years, because a timestamptz cannot be advanced by much more. A row is never written with a debt that was cut so, because it
+-- would owe less under its former quota again.
 CREATE FUNCTION resource_control.rescaled(
     debt_us bigint,
     n bigint,
@@ -184,6 +185,7 @@ CREATE FUNCTION resource_control.read_rate_limit(
     SET enable_seqscan = off
     SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
+    SET lock_timeout = '250ms'
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -197,6 +199,8 @@ BEGIN
             CASE
                 WHEN c.changed_at > c.now OR (c.n <> c.quota_n OR c.period_us <> c.quota_period_us)
                     AND (c.reserved_until > c.now) IS NOT TRUE
+                    AND resource_control.rate_limit_debt(c.changed_at, c.full_at, c.reserved_until, c.n, c.period_us, c.now,
+                        c.quota_n, c.quota_period_us, c.quota_burst) < 9000000000000000
                 THEN c.generation
             END
         INTO quota_n, quota_period_us, quota_burst, is_overridden, debt_us, decided_at, stale_generation
@@ -226,8 +230,8 @@ $$;
 
 -- Writes what a key owes under another quota, and by the present clock. Otherwise a key that is limited, which writes
 -- nothing, would be refilled at the rate of the old quota, or not at all until a clock that was set back shows the old time
--- again. What was spent under the old quota may have come back faster, so the key counts as created anew, and none of that is
--- given back. A reserved moment is moved with the clock.
+-- again. What was spent under the old quota may have come back faster, and by the old clock nobody knows when it was spent. So
+-- the key counts as created anew, and none of that is given back. A reserved moment is moved with the clock.
 CREATE FUNCTION resource_control.settle_rate_limit(
     name text,
     key text,
@@ -247,6 +251,7 @@ AS $$
 DECLARE
     held resource_control.rate_limit;
     now timestamptz;
+    debt bigint;
 BEGIN
     SELECT b.* INTO held
         FROM resource_control.rate_limit AS b
@@ -254,18 +259,25 @@ BEGIN
             AND b.generation = settle_rate_limit.generation AND b.full_at > '-infinity'
         FOR NO KEY UPDATE;
     now := clock_timestamp();
+    debt := resource_control.rate_limit_debt(
+        held.changed_at, held.full_at, held.reserved_until, held.n, held.period_us, now, n, period_us, burst);
+    IF debt >= 9000000000000000 THEN
+        -- It owes too much to be told under the other quota, and keeps its own.
+        n := held.n;
+        period_us := held.period_us;
+        debt := resource_control.rate_limit_debt(
+            held.changed_at, held.full_at, held.reserved_until, n, period_us, now, n, period_us, burst);
+    END IF;
     IF held.changed_at > now OR held.n <> n OR held.period_us <> period_us THEN
         UPDATE resource_control.rate_limit AS b
             SET updates = b.updates + 1, changed_at = now, n = settle_rate_limit.n, period_us = settle_rate_limit.period_us,
-                created_at = CASE
-                    WHEN b.n = settle_rate_limit.n AND b.period_us = settle_rate_limit.period_us THEN b.created_at
-                    ELSE now
-                END,
-                reserved_until = LEAST(b.reserved_until, now + interval '00:00:00.000001'
-                    * (date_part('epoch', b.reserved_until - b.changed_at) * 1000000)::bigint),
-                full_at = now + interval '00:00:00.000001' * resource_control.rate_limit_debt(
-                    b.changed_at, b.full_at, b.reserved_until, b.n, b.period_us, now, settle_rate_limit.n, settle_rate_limit.period_us,
-                    settle_rate_limit.burst)
+                -- Also later than all that was spent before the clock was set back.
+                created_at = GREATEST(held.created_at,
+                    CASE WHEN held.changed_at > now THEN held.changed_at + interval '00:00:00.000001' END,
+                    CASE WHEN held.n <> settle_rate_limit.n OR held.period_us <> settle_rate_limit.period_us THEN now END),
+                reserved_until = LEAST(held.reserved_until, now + interval '00:00:00.000001'
+                    * (date_part('epoch', held.reserved_until - held.changed_at) * 1000000)::bigint),
+                full_at = now + interval '00:00:00.000001' * debt
             WHERE b.name = settle_rate_limit.name COLLATE "C" AND b.key = settle_rate_limit.key COLLATE "C"
                 AND b.generation = settle_rate_limit.generation;
     END IF;
@@ -283,6 +295,7 @@ CREATE FUNCTION resource_control.decide_rate_limit(
     max_wait_us bigint,
     at_least bigint,
     commit_async boolean,
+    patience text DEFAULT NULL,
     OUT units bigint,
     OUT reason text,
     OUT decided_at timestamptz,
@@ -312,6 +325,9 @@ DECLARE
     late timestamptz;
     setting text;
 BEGIN
+    IF patience IS NOT NULL THEN
+        setting := set_config('lock_timeout', patience, true);
+    END IF;
     LOOP
         -- The clock is read after the row.
         SELECT d.quota_n, d.quota_period_us, d.quota_burst, d.now, d.generation, d.room,
@@ -324,7 +340,7 @@ BEGIN
                     WHEN d.generation IS NULL THEN 'first'
                     WHEN d.changed_at > d.now THEN 'stale'
                     -- A row under another quota is rescaled, but not while a reservation keeps this call waiting.
-                    WHEN (d.n <> d.quota_n OR d.period_us <> d.quota_period_us)
+                    WHEN (d.n <> d.quota_n OR d.period_us <> d.quota_period_us) AND d.debt < 9000000000000000
                         AND (d.debt > d.room AND d.reserved_until > d.now) IS NOT TRUE THEN 'stale'
                     WHEN d.debt > d.room THEN 'spent'
                     WHEN d.updates >= 200 OR at_least IS NOT NULL OR max_wait_us > 0 THEN 'locking'
@@ -582,7 +598,7 @@ BEGIN
 END
 $$;
 
-CREATE FUNCTION resource_control.reserve_rate_limit(
+CREATE FUNCTION resource_control.reserve_rate_limit_within(
     name text,
     key text,
     n bigint,
@@ -590,7 +606,8 @@ CREATE FUNCTION resource_control.reserve_rate_limit(
     burst bigint,
     cost bigint,
     max_wait interval,
-    commit_async boolean DEFAULT false,
+    commit_async boolean,
+    patience text,
     OUT allowed boolean,
     OUT units bigint,
     OUT reason text,
@@ -617,7 +634,7 @@ BEGIN
         FROM resource_control.decide_rate_limit(
             name, key, n, resource_control.microseconds(period), burst, cost,
             CASE WHEN max_wait IS NOT NULL THEN resource_control.microseconds(LEAST(max_wait, '366 days')) END,
-            NULL, commit_async);
+            NULL, commit_async, patience);
     allowed := spent.units > 0;
     units := spent.units;
     reason := spent.reason;
@@ -628,7 +645,10 @@ BEGIN
     -- What is owed before the call.
     debt := GREATEST((date_part('epoch', spent.full_at - decided_at) * 1000000)::bigint, 0)
         - resource_control.scaled_up(units, spent.quota_period_us, quota_n);
-    remaining := GREATEST(quota_burst - resource_control.scaled_up(debt, quota_n, spent.quota_period_us) - units, 0);
+    -- The UPDATE reads the clock twice, and a debt is rounded up by less than a microsecond for each call. So that a key does
+    -- not seem to have a unit less because of that, this tells what is left a moment later.
+    remaining := GREATEST(quota_burst - units - resource_control.scaled_up(
+        GREATEST(debt - LEAST(spent.quota_period_us / quota_n / 2, 1000), 0), quota_n, spent.quota_period_us), 0);
     full_in := GREATEST(spent.full_at - decided_at, '0');
     IF cost <= quota_burst THEN
         wait_us := GREATEST(debt - resource_control.scaled_down(quota_burst - cost, spent.quota_period_us, quota_n), 0);
@@ -639,6 +659,34 @@ BEGIN
         retry_after := CASE reason WHEN 'contended' THEN '250ms' ELSE wait_us * us END;
     END IF;
 END
+$$;
+
+CREATE FUNCTION resource_control.reserve_rate_limit(
+    name text,
+    key text,
+    n bigint,
+    period interval,
+    burst bigint,
+    cost bigint,
+    max_wait interval,
+    commit_async boolean DEFAULT false,
+    OUT allowed boolean,
+    OUT units bigint,
+    OUT reason text,
+    OUT decided_at timestamptz,
+    OUT wait interval,
+    OUT retry_after interval,
+    OUT remaining bigint,
+    OUT full_in interval,
+    OUT quota_n bigint,
+    OUT quota_period interval,
+    OUT quota_burst bigint
+)
+    LANGUAGE sql VOLATILE
+AS $$
+    SELECT r.allowed, r.units, r.reason, r.decided_at, r.wait, r.retry_after, r.remaining, r.full_in,
+            r.quota_n, r.quota_period, r.quota_burst
+        FROM resource_control.reserve_rate_limit_within(name, key, n, period, burst, cost, max_wait, commit_async, NULL) AS r
 $$;
 
 CREATE FUNCTION resource_control.check_rate_limit(
@@ -665,7 +713,7 @@ CREATE FUNCTION resource_control.check_rate_limit(
 AS $$
     SELECT r.allowed, r.units, r.reason, r.decided_at, r.wait, r.retry_after, r.remaining, r.full_in,
             r.quota_n, r.quota_period, r.quota_burst
-        FROM resource_control.reserve_rate_limit(name, key, n, period, burst, cost, '0', commit_async) AS r
+        FROM resource_control.reserve_rate_limit_within(name, key, n, period, burst, cost, '0', commit_async, NULL) AS r
 $$;
 
 -- Checks several limits. All calls are allowed, or none is. The arrays that it returns are in the order of the given ones.
@@ -700,8 +748,8 @@ DECLARE
     wait_us bigint;
     longest bigint := 0;
     violated text;
-    stale text[] := '{}';
-    one text[];
+    stale text[];
+    patience text;
 BEGIN
     IF cardinality(names) IS NULL OR NOT cardinality(names) = ALL (ARRAY[
         COALESCE(cardinality(keys), 0), COALESCE(cardinality(ns), 0), COALESCE(cardinality(periods), 0),
@@ -739,9 +787,9 @@ BEGIN
     LOOP
         SELECT * INTO state
             FROM resource_control.read_rate_limit(given.name, given.key, given.n, given.period, given.burst);
-        IF state.stale_generation IS NOT NULL THEN
-            stale := stale || ARRAY[[given.name, given.key, state.stale_generation::text,
-                state.quota_n::text, state.quota_period_us::text, state.quota_burst::text]];
+        IF stale IS NULL AND state.stale_generation IS NOT NULL THEN
+            stale := ARRAY[given.name, given.key, state.stale_generation::text,
+                state.quota_n::text, state.quota_period_us::text, state.quota_burst::text];
         END IF;
         IF given.cost > state.quota_burst THEN
             IF NOT state.is_overridden THEN
@@ -770,12 +818,11 @@ BEGIN
         END IF;
     END LOOP;
     IF limited_by IS NOT NULL THEN
-        IF stale <> '{}' THEN
+        IF stale IS NOT NULL THEN
             BEGIN
-                FOREACH one SLICE 1 IN ARRAY stale LOOP
-                    PERFORM resource_control.settle_rate_limit(
-                        one[1], one[2], one[3]::bigint, one[4]::bigint, one[5]::bigint, one[6]::bigint);
-                END LOOP;
+                -- The next call settles the next key, because this one must not wait for a key while it holds another.
+                PERFORM resource_control.settle_rate_limit(
+                    stale[1], stale[2], stale[3]::bigint, stale[4]::bigint, stale[5]::bigint, stale[6]::bigint);
             EXCEPTION WHEN lock_not_available OR deadlock_detected OR query_canceled THEN
                 NULL; -- A later call does it.
             END;
@@ -784,48 +831,78 @@ BEGIN
     END IF;
 
     -- Spends in the order of the primary key, as everything here that locks several rows, because two calls that lock the
-    -- same rows in different orders would deadlock.
-    BEGIN
-        FOR given IN
-            SELECT u.name COLLATE "C" AS name, u.key COLLATE "C" AS key, u.n, u.period, u.burst,
-                    sum(u.cost)::bigint AS cost, array_agg(u.place::integer) AS places
-                FROM unnest(names, keys, ns, periods, bursts, costs)
-                    WITH ORDINALITY AS u (name, key, n, period, burst, cost, place)
-                GROUP BY 1, 2, 3, 4, 5
-                ORDER BY 1, 2
-        LOOP
-            SELECT * INTO state
-                FROM resource_control.check_rate_limit(given.name, given.key, given.n, given.period, given.burst,
-                    given.cost, commit_async => commit_async);
-            IF NOT state.allowed THEN
-                limited_by := given.places[1];
-                reason := state.reason;
-                retry_after := state.retry_after;
-                decided_at := ARRAY[state.decided_at];
-                remaining := ARRAY[state.remaining];
-                full_in := ARRAY[state.full_in];
-                quota_n := ARRAY[state.quota_n];
-                quota_period := ARRAY[state.quota_period];
-                quota_burst := ARRAY[state.quota_burst];
-                RAISE check_violation USING CONSTRAINT = 'diesel_interlock_limited';
-            END IF;
-            FOREACH place IN ARRAY given.places LOOP
-                decided_at[place] := state.decided_at;
-                remaining[place] := state.remaining;
-                full_in[place] := state.full_in;
-                quota_n[place] := state.quota_n;
-                quota_period[place] := state.quota_period;
-                quota_burst[place] := state.quota_burst;
+    -- same rows in different orders would deadlock. If another transaction has locked a key, for example one that somebody left
+    -- open, the first try gives up at once what it has locked before. It then waits for that key alone. Otherwise all calls
+    -- for the other keys, such as a limit that all customers share, would wait, too.
+    FOR try IN 1 .. 2 LOOP
+        BEGIN
+            limited_by := NULL;
+            reason := NULL;
+            retry_after := NULL;
+            decided_at := NULL;
+            remaining := NULL;
+            full_in := NULL;
+            quota_n := NULL;
+            quota_period := NULL;
+            quota_burst := NULL;
+            patience := NULL;
+            FOR given IN
+                SELECT u.name COLLATE "C" AS name, u.key COLLATE "C" AS key, u.n, u.period, u.burst,
+                        sum(u.cost)::bigint AS cost, array_agg(u.place::integer) AS places
+                    FROM unnest(names, keys, ns, periods, bursts, costs)
+                        WITH ORDINALITY AS u (name, key, n, period, burst, cost, place)
+                    GROUP BY 1, 2, 3, 4, 5
+                    ORDER BY 1, 2
+            LOOP
+                SELECT * INTO state
+                    FROM resource_control.reserve_rate_limit_within(given.name, given.key, given.n, given.period, given.burst,
+                        given.cost, '0', commit_async, patience);
+                IF NOT state.allowed THEN
+                    limited_by := given.places[1];
+                    reason := state.reason;
+                    retry_after := state.retry_after;
+                    decided_at := ARRAY[state.decided_at];
+                    remaining := ARRAY[state.remaining];
+                    full_in := ARRAY[state.full_in];
+                    quota_n := ARRAY[state.quota_n];
+                    quota_period := ARRAY[state.quota_period];
+                    quota_burst := ARRAY[state.quota_burst];
+                    RAISE check_violation USING CONSTRAINT = 'diesel_interlock_limited';
+                END IF;
+                FOREACH place IN ARRAY given.places LOOP
+                    decided_at[place] := state.decided_at;
+                    remaining[place] := state.remaining;
+                    full_in[place] := state.full_in;
+                    quota_n[place] := state.quota_n;
+                    quota_period[place] := state.quota_period;
+                    quota_burst[place] := state.quota_burst;
+                END LOOP;
+                IF try = 1 THEN
+                    patience := '5ms';
+                END IF;
             END LOOP;
-        END LOOP;
-        allowed := true;
-    EXCEPTION WHEN check_violation THEN
-        -- What was spent in this block is rolled back.
-        GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
-        IF violated <> 'diesel_interlock_limited' THEN
-            RAISE;
-        END IF;
-    END;
+            allowed := true;
+            RETURN;
+        EXCEPTION WHEN check_violation THEN
+            -- What was spent in this block is rolled back.
+            GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
+            IF violated <> 'diesel_interlock_limited' THEN
+                RAISE;
+            END IF;
+        END;
+        EXIT WHEN reason <> 'contended' OR patience IS NULL;
+        BEGIN
+            SELECT * INTO state
+                FROM resource_control.check_rate_limit(given.name, given.key, given.n, given.period, given.burst, given.cost);
+            EXIT WHEN state.reason = 'contended';
+            RAISE check_violation USING CONSTRAINT = 'diesel_interlock_limited';
+        EXCEPTION WHEN check_violation THEN
+            GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
+            IF violated <> 'diesel_interlock_limited' THEN
+                RAISE;
+            END IF;
+        END;
+    END LOOP;
 END
 $$;
 
@@ -836,8 +913,6 @@ CREATE FUNCTION resource_control.give_back_rate_limit(
     name text,
     key text,
     units bigint,
-    n bigint,
-    period interval,
     spent_at timestamptz,
     wait interval DEFAULT '0',
     commit_async boolean DEFAULT false
@@ -854,22 +929,16 @@ DECLARE
     wanted_name CONSTANT text COLLATE "C" := name;
     wanted_key CONSTANT text COLLATE "C" := key;
     us CONSTANT interval := '00:00:00.000001';
-    period_us CONSTANT bigint := resource_control.microseconds(period);
     held resource_control.rate_limit;
     now timestamptz;
     age bigint;
     debt bigint;
     worth bigint;
 BEGIN
-    IF (n BETWEEN 1 AND 4294967295 AND period_us BETWEEN 1 AND 31622400000000 AND wait >= '0') IS NOT TRUE THEN
-        RAISE check_violation USING
-            CONSTRAINT = 'diesel_interlock_bad_quota',
-            MESSAGE = 'N of a quota must be 1 to 4294967295, and its period at most 366 days';
-    END IF;
-    IF (units BETWEEN 1 AND 4294967295) IS NOT TRUE THEN
+    IF (units BETWEEN 1 AND 4294967295 AND spent_at IS NOT NULL AND wait >= '0') IS NOT TRUE THEN
         RAISE check_violation USING
             CONSTRAINT = 'diesel_interlock_bad_cost',
-            MESSAGE = 'the units must be 1 to 4294967295';
+            MESSAGE = 'the units must be 1 to 4294967295, the moment must not be null, and the wait must not be negative';
     END IF;
     FOR round IN 1 .. 20 LOOP
         SELECT b.* INTO held
@@ -889,10 +958,10 @@ BEGIN
                 FOR NO KEY UPDATE;
             CONTINUE WHEN NOT FOUND;
             now := clock_timestamp();
-            -- A key that was reset or pruned since then owes nothing of what was spent before, and one that was given another
-            -- quota may have been refilled at that one's rate. A row that was last changed before the spend has lost it, by a
-            -- failover or a crash, or the clock was set back, and nobody knows how much time has passed.
-            EXIT WHEN held.created_at > spent_at OR held.n <> n OR held.period_us <> period_us OR held.changed_at < spent_at;
+            -- A key that was reset or pruned since then owes nothing of what was spent before. One that was given another quota
+            -- may have been refilled at that one's rate, and counts as created then. A row that was last changed before the
+            -- spend has lost it, by a failover or a crash, or the clock was set back, and nobody knows how much time has passed.
+            EXIT WHEN held.created_at > spent_at OR held.changed_at < spent_at;
             age := GREATEST(date_part('epoch', GREATEST(now, held.changed_at, held.reserved_until) - spent_at) * 1000000
                 - resource_control.microseconds(wait), 0);
             debt := resource_control.rate_limit_debt(
@@ -900,7 +969,9 @@ BEGIN
             worth := LEAST(resource_control.scaled_down(units, held.period_us, held.n) - age, debt);
             EXIT WHEN worth <= 0;
             UPDATE resource_control.rate_limit AS b
-                SET updates = held.updates + 1, changed_at = now, full_at = now + (debt - worth) * us
+                SET updates = held.updates + 1, changed_at = now, full_at = now + (debt - worth) * us,
+                    reserved_until = LEAST(held.reserved_until,
+                        now + (date_part('epoch', held.reserved_until - held.changed_at) * 1000000)::bigint * us)
                 WHERE b.name = wanted_name AND b.key = wanted_key AND b.generation = held.generation;
             RETURN LEAST(resource_control.scaled_up(worth, held.n, held.period_us), units);
         EXCEPTION WHEN lock_not_available OR deadlock_detected OR query_canceled THEN
@@ -953,6 +1024,7 @@ DECLARE
     wanted_name CONSTANT text COLLATE "C" := name;
     wanted_key text COLLATE "C";
     found_generation bigint;
+    is_full boolean;
     deleted bigint := 0;
 BEGIN
     BEGIN
@@ -972,14 +1044,15 @@ BEGIN
                     ORDER BY b.generation DESC
                     LIMIT 1;
                 EXIT WHEN NOT FOUND;
-                PERFORM FROM resource_control.rate_limit AS b
+                SELECT b.full_at <= GREATEST(b.changed_at, clock_timestamp()) INTO is_full
+                    FROM resource_control.rate_limit AS b
                     WHERE b.name = wanted_name AND b.key = wanted_key AND b.generation = found_generation
                         AND b.full_at > '-infinity'
                     FOR UPDATE;
                 -- Otherwise another session replaced the row at the same moment.
                 IF FOUND THEN
                     DELETE FROM resource_control.rate_limit AS b WHERE b.name = wanted_name AND b.key = wanted_key;
-                    deleted := deleted + 1;
+                    deleted := deleted + CASE WHEN is_full THEN 0 ELSE 1 END;
                     EXIT;
                 END IF;
             END LOOP;
@@ -1122,8 +1195,10 @@ COMMENT ON FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigin
     'Rewrites what a key owes under another quota and by the present clock. Part of decide_rate_limit and check_rate_limits.';
 COMMENT ON FUNCTION resource_control.refuse_rate_limit(text, text, bigint, bigint, bigint, bigint, boolean) IS
     'Raises what is wrong with the arguments of a call. Part of decide_rate_limit.';
-COMMENT ON FUNCTION resource_control.decide_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, bigint, boolean) IS
-    'As reserve_rate_limit, in microseconds. With at_least it spends fewer units than the cost, down to at_least, if fewer are left.';
+COMMENT ON FUNCTION resource_control.decide_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, bigint, boolean, text) IS
+    'As reserve_rate_limit_within, in microseconds. With at_least it spends fewer units than the cost, down to at_least, if fewer are left.';
+COMMENT ON FUNCTION resource_control.reserve_rate_limit_within(text, text, bigint, interval, bigint, bigint, interval, boolean, text) IS
+    'As reserve_rate_limit, but waits for another transaction for the given patience, as of lock_timeout. Part of check_rate_limits.';
 COMMENT ON FUNCTION resource_control.spend_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, boolean, interval, interval) IS
     'As decide_rate_limit, and faster. Of the crate itself: allowance and increase must be what the quota, the wait and the cost amount to.';
 COMMENT ON FUNCTION resource_control.check_rate_limit(text, text, bigint, interval, bigint, bigint, boolean) IS
@@ -1132,8 +1207,8 @@ COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, inte
     'As check_rate_limit, but also spends units of the future, if the wait for them is at most max_wait. Returns how long to wait.';
 COMMENT ON FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean) IS
     'Spends units of several keys if all limits allow it, else of none, and then returns which limit has the longest wait. A key that is given twice is checked once, for the sum of the costs. Otherwise as check_rate_limit.';
-COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, bigint, interval, timestamptz, interval, boolean) IS
-    'Gives back units that were spent at spent_at under the quota n per period and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Nothing, if the key was reset, pruned or given another quota since then, or if the spend is lost. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
+COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, timestamptz, interval, boolean) IS
+    'Gives back units that were spent at spent_at and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Nothing, if the key was reset, pruned or given another quota since then, or if the spend is lost. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint) IS
     'How many units of a key are left, when it is full again, and the quota in force. Changes nothing.';
 COMMENT ON FUNCTION resource_control.reset_rate_limit(text, text, boolean) IS

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use diesel_async::AsyncPgConnection;
 
 pub use self::guard::AdvisoryLockGuard;
-pub use self::pinned::{Borrowed, Pinned, Pooled};
+pub use self::pinned::{Borrowed, GuardConnection, Pooled};
 pub use self::watch::Watch;
 use super::connection_budget::budget;
 use super::lock::{Lock, LockMode};
@@ -397,14 +397,14 @@ impl<P: Pool> Half for InPool<'_, P> {
 }
 
 /// An acquisition in progress. Unless it becomes a guard, or is known to hold nothing, dropping it releases what was granted.
-struct Acquisition<C: Pinned> {
+struct Acquisition<C: GuardConnection> {
     pinned: C,
     held: HeldLock,
     is_fenced: bool,
     is_granted: bool,
 }
 
-impl<C: Pinned> Acquisition<C> {
+impl<C: GuardConnection> Acquisition<C> {
     fn of(handle: &AdvisoryLock, mut pinned: C) -> Result<Self> {
         let id = pinned.session().0.lock_id(handle.key())?;
         let mode = handle.0.mode();

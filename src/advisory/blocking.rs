@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use diesel::pg::PgConnection;
 
-use super::discard::{GuardConnection, Pinned};
+use super::discard::{GuardConnection, PinnedConnection};
 use super::guard::AdvisoryLockGuard;
 use super::lock::Lock;
 use super::operations::{self, HeldLock};
@@ -82,8 +82,10 @@ impl AdvisoryLock {
     /// See [errors of session locks](#errors-of-session-locks).
     #[cfg(feature = "r2d2")]
     pub fn try_acquire(&self, pool: &PgPool) -> Result<Attempt<PooledGuard>> {
-        let conn = self.check_out(pool, None)?;
-        self.acquire_until(conn, Deadline::after(Duration::ZERO))
+        self.acquire_until(
+            || self.check_out(pool, None),
+            Deadline::after(Duration::ZERO),
+        )
     }
 
     /// Takes the lock if it is free, on the given connection. Never waits.
@@ -141,8 +143,7 @@ impl AdvisoryLock {
     pub fn acquire(&self, pool: &PgPool) -> Result<PooledGuard> {
         // Without a deadline a wait ends with the lock or with an error, so this runs once.
         loop {
-            let conn = self.check_out(pool, None)?;
-            let attempt = self.acquire_in_turn(pool, conn, Deadline::NEVER)?;
+            let attempt = self.acquire_in_turn(pool, None, Deadline::NEVER)?;
             if let Attempt::Acquired(guard) = attempt {
                 return Ok(guard);
             }
@@ -192,8 +193,7 @@ impl AdvisoryLock {
         timeout: Duration,
     ) -> Result<Attempt<PooledGuard>> {
         let deadline = Deadline::after(timeout);
-        let conn = self.check_out(pool, Some(timeout))?;
-        self.acquire_in_turn(pool, conn, deadline)
+        self.acquire_in_turn(pool, Some(timeout), deadline)
     }
 
     /// Takes the lock on the given connection. Waits for at most `timeout`.
@@ -213,7 +213,7 @@ impl AdvisoryLock {
         conn: &'conn mut PgConnection,
         timeout: Duration,
     ) -> Result<Attempt<BorrowedGuard<'conn>>> {
-        self.acquire_until(conn, Deadline::after(timeout))
+        self.acquire_until(|| Ok(conn), Deadline::after(timeout))
     }
 
     /// Runs `work` under the lock, on a connection from the pool. Waits for the lock indefinitely.
@@ -270,12 +270,12 @@ impl AdvisoryLock {
 
     fn acquire_until<C: GuardConnection>(
         &self,
-        conn: C,
+        conn: impl FnOnce() -> Result<C>,
         deadline: Deadline,
     ) -> Result<Attempt<AdvisoryLockGuard<C>>> {
         self.observed(
             || {
-                let mut acquisition = Acquisition::begin(self, conn)?;
+                let mut acquisition = Acquisition::begin(self, conn()?)?;
                 acquisition.wait(deadline, || false)?;
                 Ok(acquisition.into_attempt())
             },
@@ -288,11 +288,11 @@ impl AdvisoryLock {
     fn acquire_in_turn(
         &self,
         pool: &PgPool,
-        conn: PooledPgConnection,
+        limit: Option<Duration>,
         deadline: Deadline,
     ) -> Result<Attempt<PooledGuard>> {
         let acquire = || {
-            let acquisition = Acquisition::begin(self, conn)?;
+            let acquisition = Acquisition::begin(self, self.check_out(pool, limit)?)?;
             if acquisition.is_granted {
                 return Ok(acquisition.into_attempt());
             }
@@ -382,7 +382,7 @@ impl Half for InPool<'_> {
 /// An acquisition in progress on a connection. Unless it becomes a guard, or is known to hold nothing, dropping it discards
 /// the connection, on every way out: an error, or a panic.
 struct Acquisition<C: GuardConnection> {
-    pinned: Pinned<C>,
+    pinned: PinnedConnection<C>,
     held: HeldLock,
     is_fenced: bool,
     is_granted: bool,
@@ -390,7 +390,7 @@ struct Acquisition<C: GuardConnection> {
 
 impl<C: GuardConnection> Acquisition<C> {
     fn new(handle: &AdvisoryLock, conn: C) -> Result<Self> {
-        let mut pinned = Pinned::new(conn);
+        let mut pinned = PinnedConnection::new(conn);
         let lock = Lock {
             id: handle.key().id_on(pinned.conn())?,
             mode: handle.mode(),

@@ -41,12 +41,12 @@ impl GuardConnection for crate::pool::PooledPgConnection {}
 /// A connection, and whether its session may hold a lock that no guard accounts for. If so, dropping it discards the
 /// connection, on every way out: an error, an early return, or a panic.
 #[derive(Debug)]
-pub(super) struct Pinned<C: GuardConnection> {
+pub(super) struct PinnedConnection<C: GuardConnection> {
     conn: C,
     doubt: Option<Doubt>,
 }
 
-impl<C: GuardConnection> Pinned<C> {
+impl<C: GuardConnection> PinnedConnection<C> {
     pub(super) fn new(conn: C) -> Self {
         Self { conn, doubt: None }
     }
@@ -66,7 +66,7 @@ impl<C: GuardConnection> Pinned<C> {
     }
 }
 
-impl<C: GuardConnection> Drop for Pinned<C> {
+impl<C: GuardConnection> Drop for PinnedConnection<C> {
     fn drop(&mut self) {
         if let Some(doubt) = self.doubt {
             discard::<C>(&mut self.conn, doubt);

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use diesel::pg::PgConnection;
 
-use super::discard::{GuardConnection, Pinned};
+use super::discard::{GuardConnection, PinnedConnection};
 use super::operations::{self, HeldLock};
 #[cfg(any(feature = "r2d2", feature = "async"))]
 use super::waiter::LocalHold;
@@ -83,7 +83,7 @@ use crate::session::now;
 #[must_use = "if unused the lock is released at once"]
 #[clippy::has_significant_drop]
 pub struct AdvisoryLockGuard<C: GuardConnection> {
-    pinned: Pinned<C>,
+    pinned: PinnedConnection<C>,
     held: HeldLock,
     since: Instant,
     #[cfg(feature = "r2d2")]
@@ -95,7 +95,7 @@ pub struct AdvisoryLockGuard<C: GuardConnection> {
 }
 
 impl<C: GuardConnection> AdvisoryLockGuard<C> {
-    pub(super) fn new(pinned: Pinned<C>, held: HeldLock) -> Self {
+    pub(super) fn new(pinned: PinnedConnection<C>, held: HeldLock) -> Self {
         Self {
             #[cfg(any(feature = "r2d2", feature = "async"))]
             _local: LocalHold::of(held.lock.id),

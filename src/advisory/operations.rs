@@ -21,7 +21,7 @@ use crate::error::{Error, Misplaced, Result};
 use crate::functions::pg_backend_pid;
 use crate::key::LockKey;
 use crate::session::{Session, probe};
-use crate::transaction::Transaction;
+use crate::transaction::{self, Transaction};
 
 /// A session lock that a session holds or requests, and what its release needs to know.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ pub(super) async fn try_session_lock<S: Session>(
     held: &mut HeldLock,
     fenced: bool,
 ) -> Result<bool> {
-    rules::check_session_lock(session.transaction())?;
+    transaction::refuse_open(session.transaction(), Misplaced::SessionLockInTransaction)?;
     *doubt = Some(Doubt::Acquiring(held.lock));
     let (reply, is_transaction_open) = send_try(session, held.lock, fenced).await;
     let reply = reply?;

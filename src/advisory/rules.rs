@@ -5,26 +5,7 @@ use std::time::Duration;
 use diesel::result::DatabaseErrorKind::{ClosedConnection, Unknown};
 use diesel::result::Error as DieselError;
 
-use crate::error::{Misplaced, Result};
 use crate::transaction::Transaction;
-
-/// Refuses a session lock where a rollback would not release it.
-pub(super) fn check_session_lock(transaction: Transaction) -> Result<()> {
-    match transaction {
-        Transaction::None | Transaction::Test => Ok(()),
-        Transaction::Open => Err(Misplaced::SessionLockInTransaction.into()),
-        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
-    }
-}
-
-/// Refuses a transaction lock where PostgreSQL would release it at once.
-pub(super) fn check_xact_lock(transaction: Transaction) -> Result<()> {
-    match transaction {
-        Transaction::Open | Transaction::Test => Ok(()),
-        Transaction::None => Err(Misplaced::XactLockOutsideTransaction.into()),
-        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
-    }
-}
 
 /// The server's decision on a try.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -231,31 +212,7 @@ mod tests {
     use super::Fate::{Discard, Keep};
     use super::Unlocked::{SessionMoved, WasHeld, WasNotHeld};
     use super::*;
-    use crate::error::Error;
     use crate::transaction::Transaction::{Broken, None as Outside, Open, Test};
-
-    #[test]
-    fn each_kind_of_lock_is_refused_in_the_wrong_transaction() {
-        let misplaced = |check: Result<()>| match check {
-            Ok(()) => None,
-            Err(Error::Misplaced(misplaced)) => Some(Ok(misplaced)),
-            Err(Error::Database(DieselError::BrokenTransactionManager)) => Some(Err(())),
-            Err(other) => panic!("{other}"),
-        };
-        for (transaction, session, xact) in [
-            (
-                Outside,
-                None,
-                Some(Ok(Misplaced::XactLockOutsideTransaction)),
-            ),
-            (Test, None, None),
-            (Open, Some(Ok(Misplaced::SessionLockInTransaction)), None),
-            (Broken, Some(Err(())), Some(Err(()))),
-        ] {
-            assert_eq!(misplaced(check_session_lock(transaction)), session);
-            assert_eq!(misplaced(check_xact_lock(transaction)), xact);
-        }
-    }
 
     #[test]
     fn a_try_comes_to_what_the_table_says() {

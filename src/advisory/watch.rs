@@ -35,6 +35,7 @@ use crate::session::{Blocking, now};
 /// protect a write between two queries. For that use a [`Fence`](crate::Fence), or write in a transaction on the guard's own
 /// connection.
 #[derive(Debug, Clone)]
+#[must_use = "a watch ends when it is dropped"]
 pub struct Watch {
     handle: Arc<Handle>,
 }

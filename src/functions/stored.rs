@@ -198,8 +198,6 @@ extern "SQL" {
         name: Text,
         key: Text,
         units: BigInt,
-        n: BigInt,
-        period: Interval,
         spent_at: Timestamptz,
         wait: Interval,
         commit_async: Bool,

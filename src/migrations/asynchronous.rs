@@ -14,7 +14,9 @@ use super::diesels_table;
 use super::install::run_missing;
 use super::ours::{LOCK, Recorded};
 use super::uninstall::revert_all;
-use crate::advisory::asynchronous::{AdvisoryLock, AdvisoryLockGuard, Pinned, PooledGuard};
+use crate::advisory::asynchronous::{
+    AdvisoryLock, AdvisoryLockGuard, GuardConnection, PooledGuard,
+};
 use crate::error::{Error, Result};
 use crate::pool::asynchronous::{self as pool, Pool};
 use crate::runtime;
@@ -269,7 +271,10 @@ async fn forget(conn: &mut AsyncPgConnection) -> Result<Versions> {
 }
 
 /// Releases the lock, after an error too.
-async fn released<C: Pinned, T>(guard: AdvisoryLockGuard<C>, outcome: Result<T>) -> Result<T> {
+async fn released<C: GuardConnection, T>(
+    guard: AdvisoryLockGuard<C>,
+    outcome: Result<T>,
+) -> Result<T> {
     let released = guard.release().await;
     let value = outcome?;
     released?;

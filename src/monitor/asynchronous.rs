@@ -7,7 +7,7 @@ use super::requests::{Slots, find_slots};
 use super::who_holds::{Holder, Waiter, find_holders, find_waiters};
 use crate::error::Result;
 use crate::key::LockKey;
-use crate::rate_limit::asynchronous::RateLimit;
+use crate::rate_limit::RateLimit;
 use crate::session::Asynchronous;
 
 /// Returns who holds the lock: one session, several sharers, or nobody. As
@@ -53,8 +53,8 @@ pub async fn slots(conn: &mut AsyncPgConnection, service: &str, slots: u32) -> R
 /// [`Error::Database`](crate::Error::Database).
 pub async fn keys_near_limit(
     conn: &mut AsyncPgConnection,
-    limit: &RateLimit,
+    limit: &impl AsRef<RateLimit>,
     rows: u32,
 ) -> Result<Vec<KeyNearLimit>> {
-    find_keys_near_limit(&mut Asynchronous::lent(conn), &limit.0, rows).await
+    find_keys_near_limit(&mut Asynchronous::lent(conn), limit.as_ref(), rows).await
 }

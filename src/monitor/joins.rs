@@ -3,7 +3,7 @@
 use super::tables::{advisory_lock, blocking};
 use super::{AdvisoryLocks, Blocking};
 use crate::schema::resource_control::{
-    rate_limit, rate_limit_override, service_request, throttled_key, throttled_resource,
+    fence, rate_limit, rate_limit_override, service_request, throttled_key, throttled_resource,
 };
 
 /// Allows the tables of an application in queries with those of this crate:
@@ -47,6 +47,7 @@ macro_rules! allow_joins_with {
     };
     (@table $($segment:ident)::+) => {
         $crate::allow_joins_with!(@pairs $($segment)::+::table =>
+            $crate::schema::resource_control::fence::table,
             $crate::schema::resource_control::rate_limit::table,
             $crate::schema::resource_control::rate_limit_override::table,
             $crate::schema::resource_control::service_request::table,
@@ -68,20 +69,20 @@ macro_rules! allow_joins_with {
 
 // The schema allows its tables in one query with each other. These allow the sources of this module with them.
 allow_joins_with!(@pairs AdvisoryLocks =>
-    rate_limit::table, rate_limit_override::table, service_request::table, throttled_key::table,
+    fence::table, rate_limit::table, rate_limit_override::table, service_request::table, throttled_key::table,
     throttled_resource::table,
     Blocking, blocking::table,
 );
 allow_joins_with!(@pairs advisory_lock::table =>
-    rate_limit::table, rate_limit_override::table, service_request::table, throttled_key::table,
+    fence::table, rate_limit::table, rate_limit_override::table, service_request::table, throttled_key::table,
     throttled_resource::table,
     Blocking, blocking::table,
 );
 allow_joins_with!(@pairs Blocking =>
-    rate_limit::table, rate_limit_override::table, service_request::table, throttled_key::table,
+    fence::table, rate_limit::table, rate_limit_override::table, service_request::table, throttled_key::table,
     throttled_resource::table,
 );
 allow_joins_with!(@pairs blocking::table =>
-    rate_limit::table, rate_limit_override::table, service_request::table, throttled_key::table,
+    fence::table, rate_limit::table, rate_limit_override::table, service_request::table, throttled_key::table,
     throttled_resource::table,
 );

@@ -176,8 +176,9 @@ pub(super) async fn find_slots<S: Session>(
     slots: u32,
 ) -> Result<Slots> {
     let slots = i16::try_from(slots).unwrap_or(i16::MAX);
+    let service = session.name(service);
     let requests = service_request::table
-        .filter(of_service(service))
+        .filter(of_service(service.as_str()))
         .filter(in_flight())
         .select((service_request::slot, service_request::expires_at));
     let taken: Vec<(i16, Timestamp)> = match session.all(requests).await {

@@ -15,7 +15,7 @@ use crate::transaction::Transaction;
 /// Implement it for any other pool.
 pub trait Pool: Clone + Send + Sync + 'static {
     /// A connection out of this pool.
-    type Connection: GuardConnection + 'static;
+    type Connection: PoolConnection + 'static;
 
     /// Takes a connection. Waits as long as the pool's own settings allow.
     ///
@@ -37,7 +37,7 @@ pub trait Pool: Clone + Send + Sync + 'static {
 }
 
 /// A connection that a guard can have: one out of a [`Pool`].
-pub trait GuardConnection: DerefMut<Target = AsyncPgConnection> + Send {
+pub trait PoolConnection: DerefMut<Target = AsyncPgConnection> + Send {
     /// Ends the session. The connection does not go back to its pool.
     fn discard(self);
 
@@ -51,9 +51,9 @@ pub trait GuardConnection: DerefMut<Target = AsyncPgConnection> + Send {
 
 /// A connection out of a pool. Dropping it gives it back, or ends its session if it is marked as broken, on every way out.
 /// deadpool would keep such a session, and the locks of a transaction that is open there, until it is checked out again.
-pub(crate) struct CheckedOut<C: GuardConnection>(Option<C>);
+pub(crate) struct CheckedOut<C: PoolConnection>(Option<C>);
 
-impl<C: GuardConnection> CheckedOut<C> {
+impl<C: PoolConnection> CheckedOut<C> {
     fn new(conn: C) -> Self {
         Self(Some(conn))
     }
@@ -71,7 +71,7 @@ impl<C: GuardConnection> CheckedOut<C> {
     }
 }
 
-impl<C: GuardConnection> Deref for CheckedOut<C> {
+impl<C: PoolConnection> Deref for CheckedOut<C> {
     type Target = AsyncPgConnection;
 
     fn deref(&self) -> &AsyncPgConnection {
@@ -82,7 +82,7 @@ impl<C: GuardConnection> Deref for CheckedOut<C> {
     }
 }
 
-impl<C: GuardConnection> DerefMut for CheckedOut<C> {
+impl<C: PoolConnection> DerefMut for CheckedOut<C> {
     fn deref_mut(&mut self) -> &mut AsyncPgConnection {
         match &mut self.0 {
             Some(conn) => conn,
@@ -91,7 +91,7 @@ impl<C: GuardConnection> DerefMut for CheckedOut<C> {
     }
 }
 
-impl<C: GuardConnection> Drop for CheckedOut<C> {
+impl<C: PoolConnection> Drop for CheckedOut<C> {
     fn drop(&mut self) {
         if let Some(mut conn) = self.0.take() {
             if Asynchronous::pooled(&mut conn).transaction() == Transaction::Broken {
@@ -149,7 +149,7 @@ mod with_deadpool {
         }
     }
 
-    impl GuardConnection for Object<AsyncPgConnection> {
+    impl PoolConnection for Object<AsyncPgConnection> {
         fn discard(self) {
             drop(Object::take(self));
         }
@@ -193,7 +193,7 @@ mod with_bb8 {
         }
     }
 
-    impl GuardConnection for PooledConnection<'static, AsyncPgConnection> {
+    impl PoolConnection for PooledConnection<'static, AsyncPgConnection> {
         /// bb8 closes a connection that is marked as broken when it is given back.
         fn discard(mut self) {
             let status = AnsiTransactionManager::transaction_manager_status_mut(&mut *self);

@@ -7,7 +7,7 @@ use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
 use tokio::time::sleep;
 
-use super::{Check, CheckAll, Quota, Reservation, Reserve, Spent, State};
+use super::{Check, CheckAll, Quota, RateLimitState, Reservation, Reserve, Spent};
 use super::{operations, waiting};
 use crate::clock::Deadline;
 use crate::error::Result;
@@ -188,7 +188,8 @@ impl RateLimit {
     /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
     ///
     /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after it was polled, a
-    /// task [cancels](Self::cancel) the reservation through a connection from the pool.
+    /// task [cancels](Self::cancel) the reservation through a connection from the pool. On a connection that you lend, nothing could
+    /// cancel it, so there is no form for one: use [`reserve_on`](Self::reserve_on) there.
     ///
     /// # Errors
     ///
@@ -224,7 +225,7 @@ impl RateLimit {
     /// # Errors
     ///
     /// As [`RateLimit::peek`](crate::RateLimit::peek).
-    pub async fn peek<P: Pool>(&self, pool: &P) -> Result<State> {
+    pub async fn peek<P: Pool>(&self, pool: &P) -> Result<RateLimitState> {
         let mut conn = self.check_out(pool, None).await?;
         operations::peek(&mut Asynchronous::pooled(&mut conn), &self.0).await
     }
@@ -234,7 +235,7 @@ impl RateLimit {
     /// # Errors
     ///
     /// As [`RateLimit::peek`](crate::RateLimit::peek).
-    pub async fn peek_on(&self, conn: &mut AsyncPgConnection) -> Result<State> {
+    pub async fn peek_on(&self, conn: &mut AsyncPgConnection) -> Result<RateLimitState> {
         operations::peek(&mut Asynchronous::lent(conn), &self.0).await
     }
 
@@ -339,6 +340,18 @@ impl RateLimit {
         }
     }
 
+    /// As [`cancel`](Self::cancel), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`cancel`](Self::cancel).
+    pub async fn cancel_on(conn: &mut AsyncPgConnection, reservation: Reservation) -> Result<u32> {
+        match reservation.spent.kept() {
+            0 => Ok(0),
+            units => Self::give_back_on(conn, &reservation.spent, units).await,
+        }
+    }
+
     /// Checks the arguments before the pool is asked.
     async fn check_out<P: Pool>(
         &self,
@@ -384,7 +397,7 @@ impl<P: Pool> Drop for Waiting<P> {
     fn drop(&mut self) {
         if let Some(reservation) = self.reservation.take() {
             let pool = self.pool.clone();
-            self.runtime.spawn(async move {
+            runtime::leave_to(&self.runtime, async move {
                 // If this fails, the units stay spent.
                 let _ = RateLimit::cancel(&pool, reservation).await;
             });

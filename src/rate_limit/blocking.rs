@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use diesel::pg::PgConnection;
 
-use super::{Check, CheckAll, RateLimit, Reservation, Reserve, Spent, State};
+use super::{Check, CheckAll, RateLimit, RateLimitState, Reservation, Reserve, Spent};
 use super::{operations, waiting};
 use crate::clock::Deadline;
 use crate::error::Result;
@@ -230,7 +230,8 @@ impl RateLimit {
 
     /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
     ///
-    /// One round trip: this is [`reserve`](Self::reserve), and then a sleep. Calls are served in the order in which they
+    /// One round trip: this is [`reserve`](Self::reserve), and then a sleep. While another transaction has locked the key, it asks
+    /// again, at most every 20 milliseconds. Calls are served in the order in which they
     /// came. If the wait would be too long, this is limited at once, and nothing is spent. If the process ends during the
     /// sleep, the units stay spent.
     ///
@@ -290,7 +291,7 @@ impl RateLimit {
     ///
     /// See [errors of checks](#errors-of-checks), of which `SpendInTransaction` and `ReadOnly` do not occur.
     #[cfg(feature = "r2d2")]
-    pub fn peek(&self, pool: &PgPool) -> Result<State> {
+    pub fn peek(&self, pool: &PgPool) -> Result<RateLimitState> {
         let mut conn = self.check_out(pool)?;
         now(operations::peek(&mut Blocking::pooled(&mut conn), self))
     }
@@ -300,7 +301,7 @@ impl RateLimit {
     /// # Errors
     ///
     /// As [`peek`](Self::peek).
-    pub fn peek_on(&self, conn: &mut PgConnection) -> Result<State> {
+    pub fn peek_on(&self, conn: &mut PgConnection) -> Result<RateLimitState> {
         now(operations::peek(&mut Blocking::lent(conn), self))
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 
 use super::headers::Told;
 use super::kept::Kept;
@@ -256,6 +256,12 @@ impl Reserve {
         }
     }
 
+    /// Returns whether the units are reserved.
+    #[must_use]
+    pub const fn is_reserved(&self) -> bool {
+        matches!(self, Reserve::Reserved(_))
+    }
+
     /// Returns whether the call is limited.
     #[must_use]
     pub const fn is_limited(&self) -> bool {
@@ -294,14 +300,16 @@ pub struct Reservation {
 impl Reservation {
     /// When the units may be used, by the database's clock.
     pub fn usable_at(&self) -> DateTime<Utc> {
-        self.spent.at + self.wait
+        let wait = TimeDelta::from_std(self.wait).ok();
+        let at = wait.and_then(|wait| self.spent.at.checked_add_signed(wait));
+        at.unwrap_or(DateTime::<Utc>::MAX_UTC)
     }
 }
 
 /// What is left of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct State {
+pub struct RateLimitState {
     /// How many units are left.
     pub remaining: u32,
     /// How long until the key is full again if nothing more is spent.

@@ -8,13 +8,13 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use super::LimitedReason;
 use super::rules::{self, Reply};
 use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow};
-use super::{Check, CheckAll, RateLimit, Reserve, Spent, State};
+use super::{Check, CheckAll, RateLimit, RateLimitState, Reserve, Spent};
 use crate::error::{Error, Misplaced, Result};
 use crate::installed;
 use crate::session::{
     Probe, Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
 };
-use crate::transaction::Transaction;
+use crate::transaction;
 
 /// How many rows a step of pruning looks at.
 const BATCH: i32 = 1000;
@@ -73,9 +73,15 @@ pub(super) async fn check_all<S: Session>(
         return Ok(CheckAll::Allowed(Vec::new()));
     };
     refuse_transaction(session)?;
-    let (row, in_transaction) = outside(session, first, sql::spend_all(&arrays)).await?;
-    let row: AllSpentRow = row;
-    let outcome = rules::check_all(row, limits);
+    let (reply, in_transaction) = probe_at_read_committed(session, sql::spend_all(&arrays)).await;
+    let row: AllSpentRow = match reply {
+        Ok(row) => row,
+        Err(error) => {
+            let refused = rules::above_burst(limits, &calls);
+            return Err(explain(session, error, refused.as_ref().unwrap_or(first)).await);
+        }
+    };
+    let outcome = rules::check_all(row, limits)?;
     if in_transaction {
         let spent = outcome.allowed().unwrap_or_default();
         return Err(undo(session, &spent).await);
@@ -96,7 +102,7 @@ pub(super) async fn give_back<S: Session>(
 }
 
 /// Reads what is left of a key, in one round trip.
-pub(super) async fn peek<S: Session>(session: &mut S, limit: &RateLimit) -> Result<State> {
+pub(super) async fn peek<S: Session>(session: &mut S, limit: &RateLimit) -> Result<RateLimitState> {
     let call = limit.checked(Duration::ZERO, |name| session.name(name))?;
     let row: QueryResult<StateRow> = one_at_read_committed(session, sql::peek(&call)).await;
     match row {
@@ -125,9 +131,7 @@ pub(super) async fn prune<S: Session>(session: &mut S) -> Result<u64> {
     let mut position = (String::new(), String::new());
     let mut pruned = 0;
     loop {
-        if session.transaction() == Transaction::Open {
-            return Err(Misplaced::SpendInTransaction.into());
-        }
+        refuse_transaction(session)?;
         let step: QueryResult<PrunedRow> =
             one_at_read_committed(session, sql::prune(&position, BATCH)).await;
         let (deleted, name, key) = match step {
@@ -159,11 +163,7 @@ pub(crate) async fn use_up<S: Session>(session: &mut S, limit: &RateLimit) -> Re
 
 /// Refuses an open transaction that Diesel knows of, before anything is sent.
 fn refuse_transaction<S: Session>(session: &mut S) -> Result<()> {
-    match session.transaction() {
-        Transaction::None | Transaction::Test => Ok(()),
-        Transaction::Open => Err(Misplaced::SpendInTransaction.into()),
-        Transaction::Broken => Err(DieselError::BrokenTransactionManager.into()),
-    }
+    transaction::refuse_open(session.transaction(), Misplaced::SpendInTransaction)
 }
 
 /// Sends a statement, and also returns whether a transaction is open that Diesel does not know of.

@@ -23,6 +23,7 @@ use std::time::Duration;
 /// assert_eq!((LOGIN.n, LOGIN.burst), (5, 5));
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[must_use = "a quota does nothing until a rate limit has it"]
 #[non_exhaustive]
 pub struct Quota {
     /// How many units come back per period.

@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::data_types::{PgInterval, PgTimestamp};
+use diesel::result::{Error as DieselError, QueryResult};
 
 use super::kept::Kept;
 use super::sql::{AllSpentRow, Calls, SpentRow, StateRow};
 use super::{
-    Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, Reservation, Reserve, Spent, State,
+    Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, RateLimitState, Reservation,
+    Reserve, Spent,
 };
 use crate::error::{Error, Input, Result};
 use crate::text::{self, Name};
@@ -151,14 +153,27 @@ pub(super) fn calls<'a>(limits: &[&RateLimit], calls: &'a [Call<'a>]) -> Result<
     Ok(arrays)
 }
 
+/// Returns the first of several limits whose cost is above its burst, with the sum of the costs of its key.
+pub(super) fn above_burst(limits: &[&RateLimit], calls: &[Call<'_>]) -> Option<RateLimit> {
+    let cost_of_key = |call: &Call<'_>| {
+        let same_key =
+            |other: &&Call<'_>| other.name.as_str() == call.name.as_str() && other.key == call.key;
+        calls.iter().filter(same_key).map(|it| it.cost).sum::<i64>()
+    };
+    let mut costs = limits
+        .iter()
+        .zip(calls)
+        .map(|(limit, call)| (limit, call, cost_of_key(call)));
+    let (limit, _, cost) = costs.find(|(_, call, cost)| *cost > call.burst)?;
+    Some(limit.cost(u32::try_from(cost).unwrap_or(u32::MAX)))
+}
+
 /// Units that are given back.
 #[derive(Debug)]
 pub(super) struct Units<'a> {
     pub(super) name: Name<'a>,
     pub(super) key: &'a str,
     pub(super) units: i64,
-    pub(super) n: i64,
-    pub(super) period_us: i64,
     pub(super) spent_at: Timestamp,
     pub(super) wait_us: i64,
     pub(super) commit_async: bool,
@@ -185,8 +200,6 @@ impl Spent {
             name,
             key,
             units: units.into(),
-            n: self.quota.n.into(),
-            period_us: self.quota.period_us() as i64,
             spent_at: Timestamp::At(self.at),
             wait_us: self.wait_us,
             commit_async: !self.limit.durable,
@@ -286,49 +299,70 @@ impl Reply {
     }
 }
 
-/// Returns what the row of a check of several limits means.
-pub(super) fn check_all(row: AllSpentRow, limits: &[&RateLimit]) -> CheckAll {
+/// The values of one limit in the arrays of a check of several limits.
+struct Place {
+    at: PgTimestamp,
+    remaining: u32,
+    full_in: Duration,
+    quota: Quota,
+}
+
+/// Returns what the row of a check of several limits means. Somebody may have replaced the function, so its arrays may be
+/// shorter than the given ones.
+pub(super) fn check_all(row: AllSpentRow, limits: &[&RateLimit]) -> QueryResult<CheckAll> {
     let (allowed, limited_by, reason, retry_after, ats, remaining, full_ins, ns, periods, bursts) =
         row;
-    let (ats, remaining) = (ats.unwrap_or_default(), remaining.unwrap_or_default());
-    let (full_ins, ns) = (full_ins.unwrap_or_default(), ns.unwrap_or_default());
-    let (periods, bursts) = (periods.unwrap_or_default(), bursts.unwrap_or_default());
-    let quota_at = |place: usize| {
-        let period = elapsed(periods[place]).as_micros() as i64;
-        quota_of(ns[place], period, bursts[place])
-    };
-    let count = |units: i64| units.clamp(0, u32::MAX.into()) as u32;
+    let quotas = ns.into_iter().flatten().zip(periods.into_iter().flatten());
+    let quotas = quotas.zip(bursts.into_iter().flatten());
+    let left = remaining.into_iter().flatten();
+    let left = left.zip(full_ins.into_iter().flatten()).zip(quotas);
+    let mut places = ats.into_iter().flatten().zip(left).map(
+        |(at, ((remaining, full_in), ((n, period), burst)))| Place {
+            at,
+            remaining: remaining.clamp(0, u32::MAX.into()) as u32,
+            full_in: elapsed(full_in),
+            quota: quota_of(n, elapsed(period).as_micros() as i64, burst),
+        },
+    );
+    let short =
+        || DieselError::DeserializationError("check_rate_limits returned too little".into());
     if !allowed {
-        let by = limited_by.map_or(0, |place| place.unsigned_abs() as usize - 1);
-        return CheckAll::Limited {
+        let by = limited_by.and_then(|place| usize::try_from(place).ok()?.checked_sub(1));
+        let by = by.and_then(|by| Some((by, *limits.get(by)?)));
+        let ((by, limit), place) = by.zip(places.next()).ok_or_else(short)?;
+        return Ok(CheckAll::Limited {
             by,
             limited: Limited {
                 reason: reason_of(reason.as_deref()),
                 retry_after: retry_after.map(|it| elapsed(it).max(Duration::from_micros(1))),
-                remaining: count(remaining[0]),
-                full_in: elapsed(full_ins[0]),
-                quota: quota_at(0),
-                limit: Arc::new(limits[by].clone()),
+                remaining: place.remaining,
+                full_in: place.full_in,
+                quota: place.quota,
+                limit: Arc::new(limit.clone()),
             },
-        };
+        });
     }
-    let spent = |(place, limit): (usize, &&RateLimit)| Spent {
-        at: time_of(ats[place]),
+    let spent = limits.iter().zip(places).map(|(limit, place)| Spent {
+        at: time_of(place.at),
         units: limit.cost,
-        remaining: count(remaining[place]),
-        full_in: elapsed(full_ins[place]),
-        quota: quota_at(place),
+        remaining: place.remaining,
+        full_in: place.full_in,
+        quota: place.quota,
         limit: Arc::new((*limit).clone()),
         kept: Kept::all(limit.cost),
         wait_us: 0,
-    };
-    CheckAll::Allowed(limits.iter().enumerate().map(spent).collect())
+    });
+    let spent: Vec<_> = spent.collect();
+    if spent.len() < limits.len() {
+        return Err(short());
+    }
+    Ok(CheckAll::Allowed(spent))
 }
 
 /// Returns what the row of a peek means.
-pub(super) fn state(row: StateRow) -> State {
+pub(super) fn state(row: StateRow) -> RateLimitState {
     let (remaining, full_in, n, period, burst) = row;
-    State {
+    RateLimitState {
         remaining: remaining.clamp(0, u32::MAX.into()) as u32,
         full_in: elapsed(full_in),
         quota: quota_of(n, elapsed(period).as_micros() as i64, burst),

@@ -131,17 +131,14 @@ pub(super) fn spend_all<'a>(calls: &'a Calls<'a>) -> SpendAll<'a> {
     ))
 }
 
-pub(super) type GiveBack<'a> = diesel::dsl::select<
-    give_back_rate_limit<&'a str, &'a str, i64, i64, PgInterval, Timestamp, PgInterval, bool>,
->;
+pub(super) type GiveBack<'a> =
+    diesel::dsl::select<give_back_rate_limit<&'a str, &'a str, i64, Timestamp, PgInterval, bool>>;
 
 pub(super) fn give_back<'a>(units: &'a Units<'_>) -> GiveBack<'a> {
     diesel::select(give_back_rate_limit(
         units.name.as_str(),
         units.key,
         units.units,
-        units.n,
-        PgInterval::from_microseconds(units.period_us),
         units.spent_at,
         PgInterval::from_microseconds(units.wait_us),
         units.commit_async,

@@ -84,8 +84,8 @@ impl Semaphore {
         Self(crate::Semaphore::new(service, slots, timeout))
     }
 
-    /// Sets the details of each request in the log. As [`Semaphore::details`](crate::Semaphore::details).
-    pub fn details(self, details: impl Into<Cow<'static, str>>) -> Self {
+    /// Returns the semaphore with the details of its requests in the log. As [`Semaphore::details`](crate::Semaphore::details).
+    pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self {
         Self(self.0.details(details))
     }
 

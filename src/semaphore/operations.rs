@@ -12,7 +12,7 @@ use crate::session::{
     Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
 };
 use crate::time::Timestamp;
-use crate::transaction::Transaction;
+use crate::transaction;
 
 /// Claims a slot in one round trip, unless a transaction is open, which would hide the claim from other instances until
 /// it commits. A test transaction counts as none.
@@ -21,11 +21,7 @@ pub(super) async fn claim<S: Session>(
     semaphore: &Semaphore,
 ) -> Result<Admission<Claim>> {
     let request = semaphore.checked(|service| session.name(service))?;
-    match session.transaction() {
-        Transaction::None | Transaction::Test => {}
-        Transaction::Open => return Err(Misplaced::ClaimInTransaction.into()),
-        Transaction::Broken => return Err(DieselError::BrokenTransactionManager.into()),
-    }
+    transaction::refuse_open(session.transaction(), Misplaced::ClaimInTransaction)?;
     let (reply, in_transaction) = probe_at_read_committed(session, sql::claim(&request)).await;
     let admission = match reply {
         Ok(row) => rules::admission(row, semaphore),

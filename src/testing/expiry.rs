@@ -84,11 +84,11 @@ struct Resource {
 /// # diesel_interlock::migrations::install(conn)?;
 /// # let _ = sync::<Resource>(conn)?;
 /// let import = Throttle::of(Resource::TenantImport).key(7);
-/// assert!(import.clone().details("this test").attempt_on(conn)?.granted().is_some());
-/// assert!(import.clone().details("this test").attempt_on(conn)?.denied().is_some());
+/// assert!(import.details("this test").attempt_on(conn)?.granted().is_some());
+/// assert!(import.details("this test").attempt_on(conn)?.denied().is_some());
 ///
 /// testing::make_due(conn, &import)?; // an hour later
-/// assert!(import.clone().details("this test").attempt_on(conn)?.granted().is_some());
+/// assert!(import.details("this test").attempt_on(conn)?.granted().is_some());
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 #[cfg(feature = "postgres")]

@@ -63,7 +63,7 @@ impl Tables {
 /// # let pool = database.pool(1);
 /// # let conn = &mut database.connect();
 /// # diesel_interlock::migrations::install(&mut database.connect())?;
-/// let permit = GEOCODER.clone().details("web-3").try_acquire(&pool)?.admitted();
+/// let permit = GEOCODER.details("web-3").try_acquire(&pool)?.admitted();
 /// let requests = testing::requests_in_flight(conn)?;
 /// assert_eq!(requests.len(), 1);
 /// assert_eq!(requests[0].details, "web-3");

@@ -38,13 +38,19 @@ impl<R> Throttle<R> {
         Self(crate::Throttle::of(resource))
     }
 
-    /// Throttles the resource separately for each key. As [`Throttle::key`](crate::Throttle::key).
-    pub fn key(self, key: impl fmt::Display) -> Self {
+    /// Returns the throttle of one key. As [`Throttle::key`](crate::Throttle::key).
+    pub fn key(&self, key: impl fmt::Display) -> Self
+    where
+        R: Clone,
+    {
         Self(self.0.key(key))
     }
 
-    /// Sets who takes the resource. As [`Throttle::details`](crate::Throttle::details).
-    pub fn details(self, details: impl Into<Cow<'static, str>>) -> Self {
+    /// Returns the throttle with the details of who takes the resource. As [`Throttle::details`](crate::Throttle::details).
+    pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self
+    where
+        R: Clone,
+    {
         Self(self.0.details(details))
     }
 }

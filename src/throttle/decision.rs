@@ -38,6 +38,12 @@ impl<T> Decision<T> {
         }
     }
 
+    /// Returns whether the resource was granted.
+    #[must_use]
+    pub const fn is_granted(&self) -> bool {
+        matches!(self, Decision::Granted(_))
+    }
+
     /// Returns whether the resource was denied.
     #[must_use]
     pub const fn is_denied(&self) -> bool {

@@ -8,7 +8,7 @@ use crate::error::{Error, Misplaced, Result, Schema};
 use crate::events::{self, Subject};
 use crate::installed;
 use crate::session::{Session, is_serialization_failure, one_at_read_committed};
-use crate::transaction::Transaction;
+use crate::transaction;
 
 /// Attempts the throttle in one round trip.
 pub(super) async fn attempt<S, R>(session: &mut S, throttle: &Throttle<R>) -> Result<Decision>
@@ -51,9 +51,7 @@ where
     S: Session,
     R: ThrottledResource,
 {
-    if session.transaction() == Transaction::Open {
-        return Err(Misplaced::GrantInTransaction.into());
-    }
+    transaction::refuse_open(session.transaction(), Misplaced::GrantInTransaction)?;
     send(session, throttle).await
 }
 

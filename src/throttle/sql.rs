@@ -179,8 +179,8 @@ pub(super) struct KnownInterval {
 pub(super) fn find_interval(label: &str) -> impl Statement<KnownInterval> {
     diesel::sql_query(
         "SELECT ( \
-         SELECT (extract(epoch FROM resource_control.elapsed(throttle_interval)) * 1000000)::bigint \
-         FROM resource_control.throttled_resource WHERE resource_id::text = $1) AS microseconds",
+         SELECT (pg_catalog.date_part('epoch', resource_control.elapsed(throttle_interval)) OPERATOR(pg_catalog.*) 1000000)::bigint \
+         FROM resource_control.throttled_resource WHERE resource_id::text OPERATOR(pg_catalog.=) $1) AS microseconds",
     )
     .bind::<Text, _>(label)
 }
@@ -207,7 +207,7 @@ pub(super) fn insert_resource(label: &str, microseconds: i64) -> impl QueryFragm
 pub(super) fn set_interval(label: &str, microseconds: i64) -> impl QueryFragment<Pg> + QueryId {
     diesel::sql_query(
         "UPDATE resource_control.throttled_resource SET throttle_interval = $1 \
-         WHERE resource_id::text = $2",
+         WHERE resource_id::text OPERATOR(pg_catalog.=) $2",
     )
     .bind::<Interval, _>(PgInterval::from_microseconds(microseconds))
     .bind::<Text, _>(label)
@@ -226,7 +226,7 @@ pub(super) fn find_owner() -> impl Statement<Owner> {
     diesel::sql_query(
         "SELECT current_user::text AS role, \
          pg_catalog.pg_has_role(typowner, 'USAGE') AS owns FROM pg_catalog.pg_type \
-         WHERE oid = 'resource_control.throttled_resource_enum'::regtype",
+         WHERE oid OPERATOR(pg_catalog.=) 'resource_control.throttled_resource_enum'::pg_catalog.regtype",
     )
 }
 

@@ -104,6 +104,10 @@ fn blocking(lock: &AdvisoryLock) {
     guard.release().unwrap();
     lock.transaction(conn, |_| Ok::<_, Error>(())).unwrap();
     lock.acquire_xact(conn).unwrap_err();
+    let busy = [pool.get().unwrap(), pool.get().unwrap()];
+    let tried = lock.acquire_timeout(&pool, SHORT);
+    assert!(matches!(tried, Err(Error::Pool(_))));
+    drop(busy);
     let Attempt::Acquired(guard) = lock.try_acquire_on(conn).unwrap() else {
         panic!("it is free");
     };
@@ -128,6 +132,10 @@ async fn awaited(lock: &asynchronous::AdvisoryLock) {
         .await
         .unwrap();
     lock.acquire_xact(conn).await.unwrap_err();
+    let busy = [pool.get().await.unwrap(), pool.get().await.unwrap()];
+    let tried = lock.acquire_timeout(&pool, SHORT).await;
+    assert!(matches!(tried, Err(Error::Pool(_))));
+    drop(busy);
     let Attempt::Acquired(guard) = lock.try_acquire_on(conn).await.unwrap() else {
         panic!("it is free");
     };
@@ -143,7 +151,7 @@ fn both_halves_log_the_same_course_alike() {
     let lock = AdvisoryLock::named("logged by the blocking half");
     blocking(&lock);
     let expected = logged(lock.key());
-    assert_eq!(expected.len(), 11, "{expected:#?}");
+    assert_eq!(expected.len(), 12, "{expected:#?}");
     let lock = asynchronous::AdvisoryLock::named("logged by the asynchronous half");
     run({
         let lock = lock.clone();

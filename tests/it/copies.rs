@@ -297,7 +297,7 @@ fn the_other_primitives_work_after_a_copy() {
             copy(conn);
             assert_eq!(is_granted(conn, &mail, "me"), round == 0);
             copy(conn);
-            assert!(is_granted(conn, &mail.clone().key(round), "me"));
+            assert!(is_granted(conn, &mail.key(round), "me"));
             copy(conn);
             assert!(monitor::holders_of(conn, LOCK.key()).unwrap().is_empty());
             copy(conn);

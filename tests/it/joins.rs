@@ -67,7 +67,7 @@ fn tenants_join_throttled_keys_and_their_resources() {
     let conn = &mut database.connect();
     let import = Throttle::of(Resource::Rebuild);
     for tenant in ["acme", "globex"] {
-        let _ = attempt(conn, &import.clone().key(tenant), "web-1");
+        let _ = attempt(conn, &import.key(tenant), "web-1");
     }
 
     let throttled: Vec<(String, String)> = throttled_key::table

@@ -155,7 +155,7 @@ fn keys_are_due_by_the_interval_of_their_resource() {
     let database = database();
     let conn = &mut database.connect();
     let rebuild = Throttle::of(Resource::Rebuild);
-    let _ = attempt(conn, &rebuild.clone().key(7), "web-1");
+    let _ = attempt(conn, &rebuild.key(7), "web-1");
     age(conn, "15 seconds");
     let grant = attempt(conn, &rebuild.key(8), "web-2").granted().unwrap();
 

@@ -100,6 +100,7 @@ const PRIMITIVES: [Primitive; 5] = [
             "refuse_rate_limit",
             "read_rate_limit",
             "settle_rate_limit",
+            "reserve_rate_limit_within",
         ],
         monitored: Some("RateLimitRow"),
         helped: Some("use_up"),
@@ -216,12 +217,15 @@ fn every_table_belongs_to_a_primitive_and_is_declared() {
         .collect();
     let tables = names_after(&migrations, "CREATE TABLE resource_control.");
     assert_eq!(tables, listed(|primitive| primitive.tables));
-    let schema = read("src/schema.rs");
+    let (schema, joins) = (read("src/schema.rs"), read("src/monitor/joins.rs"));
     for table in tables {
         let declaration = format!("resource_control.{table} (");
         // Which migrations were run is no business of an application's queries.
         let is_declared = schema.contains(&declaration);
         assert_eq!(is_declared, table != "installed_migration", "{table}");
+        // Once for each source of the monitor, and once for applications.
+        let joined = joins.matches(&format!("{table}::table")).count();
+        assert_eq!(joined, if is_declared { 5 } else { 0 }, "{table}");
     }
 }
 

@@ -82,7 +82,7 @@ fn a_new_program_on_an_old_schema_says_so() {
     let conn = &mut database.connect();
     let key = Throttle::of(Resource::Mail).key(7);
     let refused = |conn: &mut PgConnection| {
-        let refused = key.clone().details("me").attempt_on(conn);
+        let refused = key.details("me").attempt_on(conn);
         assert_matches!(refused, Err(Error::Schema(Schema::NotInstalled)));
         let message = refused.unwrap_err().to_string();
         assert!(message.contains("migrations::install"), "{message}");

@@ -130,7 +130,7 @@ fn work(conn: &mut PgConnection) -> Result<(), Error> {
     assert_eq!(sync::<Resource>(conn)?.added, Vec::<String>::new());
     let _ = sync_intervals::<Resource>(conn)?;
     let mail = Throttle::of(Resource::Mail);
-    let _ = mail.clone().details("me").attempt_on(conn)?;
+    let _ = mail.details("me").attempt_on(conn)?;
     let _ = mail.key(7).details("me").attempt_on(conn)?;
     let geocoder = Semaphore::named("geocoder", 4, Duration::from_secs(30));
     let claim = geocoder.claim_on(conn)?.admitted().expect("a free slot");

@@ -176,7 +176,7 @@ fn columns_of_the_users_own_change_nothing() {
         "candidate",
         "contended",
         "attempt",
-        "answered_at",
+        "decided_at",
         "next_expiry",
         "live",
         "overdue",

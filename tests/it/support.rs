@@ -199,7 +199,7 @@ pub(crate) fn attempt<R: Clone + Sync + ThrottledResource>(
     throttle: &Throttle<R>,
     details: impl Into<Cow<'static, str>>,
 ) -> Decision {
-    let throttle = throttle.clone().details(details);
+    let throttle = throttle.details(details);
     throttle.attempt_on(conn).unwrap()
 }
 

@@ -114,7 +114,7 @@ fn a_request_in_flight_is_listed_and_held() {
     let (pool, conn) = (database.pool(1), &mut database.connect());
     testing::assert_nothing_held(conn);
 
-    let permit = GEOCODER.clone().details("web-3").try_acquire(&pool);
+    let permit = GEOCODER.details("web-3").try_acquire(&pool);
     let permit = permit.unwrap().expect_acquired();
     let requests = testing::requests_in_flight(conn).unwrap();
     assert_eq!(requests.len(), 1);
@@ -257,7 +257,7 @@ fn a_key_is_made_due_and_no_other() {
     let database = database_with::<Resource>();
     let conn = &mut database.connect();
     let throttle = Throttle::of(Resource::TenantImport);
-    let (one, two) = (throttle.clone().key(1), throttle.clone().key(2));
+    let (one, two) = (throttle.key(1), throttle.key(2));
     testing::make_due(conn, &one).unwrap(); // never taken
     for throttle in [&one, &two, &throttle] {
         let decision = attempt(conn, throttle, "this test");
@@ -335,7 +335,7 @@ fn a_prefix_reaches_semaphores_and_what_looks_at_them() {
         let _prefix = testing::key_prefix("one");
         testing::assert_none_in_flight(conn, &GEOCODER);
         let one = GEOCODER.try_acquire(&pool).unwrap().expect_acquired();
-        let slots = monitor::slots(conn, &testing::prefixed("geocoder"), 1).unwrap();
+        let slots = monitor::slots(conn, "geocoder", 1).unwrap();
         assert_eq!(slots.in_flight, 1);
         assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 1);
         assert_matches!(one.release(), Err(Error::TimedOut { .. }));
@@ -348,7 +348,7 @@ fn a_prefix_reaches_the_keys_of_throttles() {
     let database = database_with::<Resource>();
     let conn = &mut database.connect();
     let throttle = Throttle::of(Resource::TenantImport);
-    let tenant = throttle.clone().key(7);
+    let tenant = throttle.key(7);
     let _prefix = testing::key_prefix("one");
     for throttle in [&throttle, &tenant] {
         let decision = attempt(conn, throttle, "one");
@@ -366,7 +366,7 @@ fn a_prefix_reaches_the_keys_of_throttles() {
     drop(_prefix);
     assert!(!is_granted(conn, &tenant, "one"));
     let long = throttle.key("k".repeat(999));
-    let refused = long.clone().details("one").attempt_on(conn);
+    let refused = long.details("one").attempt_on(conn);
     assert_matches!(refused, Err(Error::Input(Input::TooLong { .. })));
 }
 

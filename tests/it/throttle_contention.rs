@@ -72,7 +72,7 @@ fn of_many_first_attempts_at_a_key_one_is_granted() {
                     let rebuild = Throttle::of(Resource::Rebuild);
                     start.wait();
                     for key in 0..KEYS {
-                        let decision = attempt(conn, &rebuild.clone().key(key), "me");
+                        let decision = attempt(conn, &rebuild.key(key), "me");
                         if decision.granted().is_some() {
                             *granted.lock().unwrap().entry(key).or_default() += 1;
                         }
@@ -99,14 +99,13 @@ fn a_stricter_transaction_of_the_caller_is_an_error_that_says_so() {
         let import = Throttle::of(ResourceLabel("cache rebuild".into()));
         assert!(
             import
-                .clone()
                 .details("other")
                 .attempt_on(other)?
                 .granted()
                 .is_some()
         );
         // By this transaction's snapshot it is due.
-        import.clone().details("me").attempt_on(conn).map(drop)
+        import.details("me").attempt_on(conn).map(drop)
     });
     assert_matches!(failed, Err(Error::StrictIsolation));
 }

@@ -174,7 +174,7 @@ fn pruning_denies_no_key_while_it_reads() {
     let import = Throttle::of(Resource::Import);
     for key in 0..100 {
         assert!(is_key_granted(conn, key));
-        assert!(is_granted(conn, &import.clone().key(key), "me"));
+        assert!(is_granted(conn, &import.key(key), "me"));
     }
     age(conn, "15 seconds");
     // Pruning waits before it reads the second resource's keys.

@@ -86,7 +86,7 @@ fn nothing_is_granted_that_was_not_written() {
         .unwrap();
     }
     for throttle in [&REBUILD, &key] {
-        let refused = throttle.clone().details("me").attempt_on(conn);
+        let refused = throttle.details("me").attempt_on(conn);
         assert_matches!(refused, Err(Error::Database(_)));
     }
     for table in ["throttled_resource", "throttled_key"] {
@@ -122,7 +122,6 @@ fn a_grant_whose_write_waited_for_the_table_begins_after_the_wait() {
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
                 throttle
-                    .clone()
                     .details("waiter")
                     .attempt_on(&mut database.connect())
             });

@@ -129,7 +129,7 @@ fn after_a_rollback_it_is_as_if_never_taken() {
     let conn = &mut database.connect();
     for throttle in [REBUILD, REBUILD.key(7)] {
         let rolled_back: Result<(), Error> = conn.transaction(|conn| {
-            granted(throttle.clone().details("me").attempt_on(conn)?);
+            granted(throttle.details("me").attempt_on(conn)?);
             Err(diesel::result::Error::RollbackTransaction.into())
         });
         rolled_back.unwrap_err();
@@ -168,14 +168,7 @@ fn a_denial_draws_no_transaction_id_and_locks_no_row() {
         granted(attempt(conn, &throttle, "me"));
         age(conn, "8 seconds");
         conn.transaction(|conn| {
-            assert!(
-                throttle
-                    .clone()
-                    .details("me")
-                    .attempt_on(conn)?
-                    .denied()
-                    .is_some()
-            );
+            assert!(throttle.details("me").attempt_on(conn)?.denied().is_some());
             let traces: Traces = diesel::sql_query(
                 "SELECT pg_current_xact_id_if_assigned() IS NOT NULL AS transaction_id, \
                  count(*) AS locks FROM pg_locks WHERE pid = pg_backend_pid() \
@@ -198,9 +191,9 @@ fn a_transaction_opened_long_ago_sees_the_present() {
     let import = Throttle::of(Resource::Import);
     for throttle in [import.clone(), import.key(7)] {
         conn.transaction(|conn| {
-            let first = granted(throttle.clone().details("me").attempt_on(conn)?);
+            let first = granted(throttle.details("me").attempt_on(conn)?);
             diesel::sql_query("SELECT pg_sleep(0.11)").execute(conn)?;
-            let second = granted(throttle.clone().details("me").attempt_on(conn)?);
+            let second = granted(throttle.details("me").attempt_on(conn)?);
             assert!(second.granted_at >= first.until);
             Ok::<_, Error>(())
         })
@@ -295,12 +288,10 @@ fn the_closure_form_commits_first_and_works_afterwards() {
     let database = database();
     let pool = database.pool(1);
     let seen = REBUILD
-        .clone()
         .details("me")
         .run(&pool, |grant| {
             // The only connection is free again, and other sessions see the grant.
             let denial = REBUILD
-                .clone()
                 .details("other")
                 .attempt_on(&mut pool.get().unwrap())?
                 .denied()

@@ -13,7 +13,7 @@ use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel_interlock::monitor::{self, RateLimitOverride, RateLimitRow};
 use diesel_interlock::schema::resource_control::{rate_limit, rate_limit_override};
-use diesel_interlock::{Quota, State};
+use diesel_interlock::{Quota, RateLimitState};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
@@ -42,7 +42,7 @@ pub struct Left {
 }
 
 impl Left {
-    pub(crate) fn of(client: &Client, state: State) -> Self {
+    pub(crate) fn of(client: &Client, state: RateLimitState) -> Self {
         Self {
             client: client.to_string(),
             remaining: state.remaining,

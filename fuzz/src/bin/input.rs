@@ -91,7 +91,7 @@ fn service(conn: &mut PgConnection, name: &str, details: &str) {
 
 fn key(conn: &mut PgConnection, name: &str, details: &str) {
     let throttle = Throttle::of(Resource::Import).key(name);
-    let decision = throttle.clone().details(details.to_owned()).attempt_on(conn);
+    let decision = throttle.details(details.to_owned()).attempt_on(conn);
     if name.is_empty() || !fits(name, 1000) || details.trim_matches(' ').is_empty() || !fits(details, 8192) {
         return refused(decision);
     }
@@ -105,7 +105,7 @@ fn key(conn: &mut PgConnection, name: &str, details: &str) {
 
 fn label(conn: &mut PgConnection, name: &str, details: &str) {
     let throttle = Throttle::of(ResourceLabel(name.into()));
-    let decision = throttle.clone().details(details.to_owned()).attempt_on(conn);
+    let decision = throttle.details(details.to_owned()).attempt_on(conn);
     if !fits(name, 63) || details.trim_matches(' ').is_empty() || !fits(details, 8192) {
         return refused(decision);
     }

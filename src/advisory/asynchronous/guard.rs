@@ -9,7 +9,7 @@ use diesel_async::AsyncPgConnection;
 use futures_core::Stream;
 use tokio::time::timeout;
 
-use super::pinned::{self, Pinned, record_release};
+use super::pinned::{self, GuardConnection, record_release};
 use super::watch::Watch;
 use crate::advisory::operations::{self, HeldLock};
 use crate::advisory::watched::Watches;
@@ -38,7 +38,7 @@ use crate::runtime;
 /// [`release`](Self::release) waits, and returns the error.
 #[must_use = "if unused the lock is released at once"]
 #[clippy::has_significant_drop]
-pub struct AdvisoryLockGuard<C: Pinned> {
+pub struct AdvisoryLockGuard<C: GuardConnection> {
     pinned: C,
     held: HeldLock,
     since: Instant,
@@ -46,7 +46,7 @@ pub struct AdvisoryLockGuard<C: Pinned> {
     is_released: bool,
 }
 
-impl<C: Pinned> AdvisoryLockGuard<C> {
+impl<C: GuardConnection> AdvisoryLockGuard<C> {
     pub(super) fn new(mut pinned: C, held: HeldLock) -> Self {
         pinned.holds(held.lock.id);
         Self {
@@ -195,7 +195,7 @@ impl<C: Pinned> AdvisoryLockGuard<C> {
     }
 }
 
-impl<C: Pinned> Attempt<AdvisoryLockGuard<C>> {
+impl<C: GuardConnection> Attempt<AdvisoryLockGuard<C>> {
     /// Runs `work` under the lock if it was acquired, as [`AdvisoryLockGuard::run`] does. Returns [`Attempt::Busy`] otherwise,
     /// without running `work`.
     ///
@@ -214,7 +214,7 @@ impl<C: Pinned> Attempt<AdvisoryLockGuard<C>> {
     }
 }
 
-impl<C: Pinned> Drop for AdvisoryLockGuard<C> {
+impl<C: GuardConnection> Drop for AdvisoryLockGuard<C> {
     fn drop(&mut self) {
         if self.is_released {
             // Before the connection is back in its pool, because the next guard on this session must not share the token.
@@ -227,7 +227,7 @@ impl<C: Pinned> Drop for AdvisoryLockGuard<C> {
     }
 }
 
-impl<C: Pinned> fmt::Debug for AdvisoryLockGuard<C> {
+impl<C: GuardConnection> fmt::Debug for AdvisoryLockGuard<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AdvisoryLockGuard")
             .field("key", &self.held.key)

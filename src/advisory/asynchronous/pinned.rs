@@ -24,7 +24,8 @@ use crate::advisory::watched::Watches;
 use crate::events::{self, Event, Outcome, Subject};
 use crate::key::LockId;
 use crate::panics::caught;
-use crate::pool::asynchronous::GuardConnection;
+use crate::pool::asynchronous::PoolConnection;
+use crate::runtime;
 use crate::session::{Asynchronous, Lent, Session, started};
 use crate::transaction::Transaction;
 
@@ -40,7 +41,7 @@ const CANCELLATIONS: u32 = 5;
 /// A connection that a guard has: one out of a pool, or one that the caller lends.
 ///
 /// Sealed: the only implementations are [`Pooled`] and [`Borrowed`].
-pub trait Pinned: Send + sealed::Sealed {}
+pub trait GuardConnection: Send + sealed::Sealed {}
 
 pub(super) mod sealed {
     use super::*;
@@ -78,7 +79,7 @@ pub(super) mod sealed {
 
 /// A connection out of a pool.
 #[derive(Debug)]
-pub struct Pooled<C: GuardConnection + 'static> {
+pub struct Pooled<C: PoolConnection + 'static> {
     /// `None` once it was moved to a task.
     conn: Option<C>,
     doubt: Option<Doubt>,
@@ -94,7 +95,7 @@ pub struct Pooled<C: GuardConnection + 'static> {
     local: Option<LocalHold>,
 }
 
-impl<C: GuardConnection + 'static> Pooled<C> {
+impl<C: PoolConnection + 'static> Pooled<C> {
     pub(super) fn new(conn: C, runtime: Handle) -> Self {
         Self {
             conn: Some(conn),
@@ -109,9 +110,9 @@ impl<C: GuardConnection + 'static> Pooled<C> {
     }
 }
 
-impl<C: GuardConnection + 'static> Pinned for Pooled<C> {}
+impl<C: PoolConnection + 'static> GuardConnection for Pooled<C> {}
 
-impl<C: GuardConnection + 'static> sealed::Sealed for Pooled<C> {
+impl<C: PoolConnection + 'static> sealed::Sealed for Pooled<C> {
     fn conn(&mut self) -> &mut AsyncPgConnection {
         self.is_outside_transaction = false;
         match &mut self.conn {
@@ -173,16 +174,15 @@ impl<C: GuardConnection + 'static> sealed::Sealed for Pooled<C> {
             runtime: self.runtime.clone(),
             local: self.local.take(),
         };
-        self.runtime
-            .spawn(release_dropped(pinned, held, since, watches));
+        runtime::leave_to(&self.runtime, release_dropped(pinned, held, since, watches));
     }
 }
 
-impl<C: GuardConnection + 'static> Drop for Pooled<C> {
+impl<C: PoolConnection + 'static> Drop for Pooled<C> {
     fn drop(&mut self) {
         let Some(conn) = self.conn.take() else { return };
-        // A pool may spawn a task when it takes a connection back, and this may be dropped outside of a runtime.
-        let _entered = self.runtime.enter();
+        // This may be dropped outside of a runtime.
+        let _entered = runtime::entered(&self.runtime);
         match self.doubt {
             None if !self.is_distrusted => drop(conn),
             Some(Doubt::Certain(_)) => discard(conn),
@@ -194,14 +194,15 @@ impl<C: GuardConnection + 'static> Drop for Pooled<C> {
                     conn: Some(conn),
                     _local: self.local.take(),
                 };
-                (self.runtime).spawn(settle(unsettled, self.is_waiting, self.patience));
+                let settled = settle(unsettled, self.is_waiting, self.patience);
+                runtime::leave_to(&self.runtime, settled);
             }
         }
     }
 }
 
 /// Releases a lock. What then is in doubt is settled by the drop of the connection, also if this future is dropped.
-pub(super) async fn release<C: Pinned>(
+pub(super) async fn release<C: GuardConnection>(
     pinned: &mut C,
     held: &HeldLock,
     watches: &Watches,
@@ -217,7 +218,7 @@ pub(super) async fn release<C: Pinned>(
 }
 
 /// Releases the lock of a guard that was dropped.
-async fn release_dropped<C: GuardConnection + 'static>(
+async fn release_dropped<C: PoolConnection + 'static>(
     mut pinned: Pooled<C>,
     mut held: HeldLock,
     since: Instant,
@@ -242,13 +243,13 @@ pub(super) fn record_release(held: &HeldLock, since: Instant, released: &crate::
 }
 
 /// A pooled connection in doubt. Unless the doubt ends, dropping this discards the connection.
-struct Unsettled<C: GuardConnection + 'static> {
+struct Unsettled<C: PoolConnection + 'static> {
     conn: Option<C>,
     /// Dropped last.
     _local: Option<LocalHold>,
 }
 
-impl<C: GuardConnection + 'static> Drop for Unsettled<C> {
+impl<C: PoolConnection + 'static> Drop for Unsettled<C> {
     fn drop(&mut self) {
         if let Some(conn) = self.conn.take() {
             discard(conn);
@@ -256,8 +257,9 @@ impl<C: GuardConnection + 'static> Drop for Unsettled<C> {
     }
 }
 
-fn discard<C: GuardConnection + 'static>(conn: C) {
-    conn.discard();
+fn discard<C: PoolConnection + 'static>(conn: C) {
+    // That of a pool of the caller's own may panic.
+    caught(|| conn.discard());
     caught(|| record_discard(true));
 }
 
@@ -267,7 +269,7 @@ fn record_discard(pooled: bool) {
 }
 
 /// Releases all locks of the session, and gives the connection back to its pool if nothing else is in doubt.
-async fn settle<C: GuardConnection + 'static>(
+async fn settle<C: PoolConnection + 'static>(
     mut unsettled: Unsettled<C>,
     is_waiting: bool,
     patience: Duration,
@@ -363,7 +365,7 @@ fn distrust(pid: Option<i32>) {
     }
 }
 
-impl Pinned for Borrowed<'_> {}
+impl GuardConnection for Borrowed<'_> {}
 
 impl sealed::Sealed for Borrowed<'_> {
     fn conn(&mut self) -> &mut AsyncPgConnection {

@@ -10,7 +10,7 @@ use crate::advisory::operations::HeldLock;
 use crate::advisory::watched::Watched;
 use crate::error::Result;
 use crate::panics::caught_while_awaited;
-use crate::pool::asynchronous::{GuardConnection, Pool};
+use crate::pool::asynchronous::{self as pool, Pool, PoolConnection};
 use crate::session::{Asynchronous, Session};
 
 /// Returns, without a round trip, whether a session lock was lost. A task queries the server at an interval, over a connection
@@ -25,6 +25,7 @@ use crate::session::{Asynchronous, Session};
 /// A lock that its guard releases is not lost, as with the [`Watch`](crate::Watch) of the blocking half, which has the same
 /// methods.
 #[derive(Debug, Clone)]
+#[must_use = "a watch ends when it is dropped"]
 pub struct Watch {
     handle: Arc<Handle>,
 }
@@ -91,12 +92,12 @@ async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
         if timeout(watched.every(), is_over).await.is_ok() {
             return;
         }
-        if let Some(mut conn) = pool.try_check_out().await {
+        if let Some(mut conn) = pool::try_check_out(&pool).await {
             // A panic of the caller's instrumentation ends no watch.
             let session = &mut Asynchronous::pooled(&mut conn);
             let queried = caught_while_awaited(watched.query(session)).await;
             if queried.is_none() {
-                conn.discard();
+                conn.into_inner().discard();
             }
         }
     }

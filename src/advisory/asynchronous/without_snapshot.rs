@@ -2,7 +2,9 @@
 
 use diesel_async::AsyncPgConnection;
 
-use super::{Acquisition, AdvisoryLock, Borrowed, BorrowedGuard, Pinned, Pooled, PooledGuard};
+use super::{
+    Acquisition, AdvisoryLock, Borrowed, BorrowedGuard, GuardConnection, Pooled, PooledGuard,
+};
 use crate::advisory::operations;
 use crate::error::Result;
 use crate::events::{self, Outcome, Subject};
@@ -44,7 +46,7 @@ impl AdvisoryLock {
     }
 }
 
-impl<C: Pinned> Acquisition<C> {
+impl<C: GuardConnection> Acquisition<C> {
     async fn poll(&mut self) -> Result<()> {
         let (mut session, doubt) = self.pinned.session();
         let held = &mut self.held;

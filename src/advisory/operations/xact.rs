@@ -14,7 +14,7 @@ use crate::error::{Misplaced, Result};
 use crate::events::{self, Outcome, Subject};
 use crate::panics::caught;
 use crate::session::{OwnTransaction, Session, started};
-use crate::transaction::Transaction;
+use crate::transaction::{self, Transaction};
 
 impl AdvisoryLock {
     /// Takes the lock until the transaction ends. Waits indefinitely, in the server's queue and under its deadlock detection.
@@ -87,7 +87,7 @@ pub(in crate::advisory) async fn begin_transaction<S: Session>(
 }
 
 async fn try_xact<S: Session>(session: &mut S, lock: Lock) -> Result<Attempt<()>> {
-    rules::check_xact_lock(session.transaction())?;
+    transaction::require_open(session.transaction(), Misplaced::XactLockOutsideTransaction)?;
     let row = session.one(sql::Numbered(sql::TryXact { lock })).await?;
     sql::TriedXact::read(row)
 }

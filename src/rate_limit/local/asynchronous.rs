@@ -18,13 +18,21 @@ use crate::session::Asynchronous;
 /// A rate limit of which this process takes several units of a key at a time, and hands them out without a round trip.
 ///
 /// The same as `LocalRateLimit` of the blocking half, which has the promise and its reasons: over all processes, at most
-/// `burst + chunk + W × N / period` units are allowed for a key in any span W. [`RateLimit::local`] makes it. Keep one value per
-/// process and limit, for example in an [`Arc`].
+/// `burst + chunk + W × N / period` units are allowed for a key in any span W. [`RateLimit::local`] makes it. Make one per
+/// process and limit, and clone it: the clones share what was taken.
 ///
-/// Dropping the value gives back what was not used, in a task of the runtime that took it, if the pool has an idle connection. It
+/// Dropping the last clone gives back what was not used, in a task of the runtime that took it, if the pool has an idle connection. It
 /// never waits for one. Without a runtime, what was not used comes back with time.
 pub struct LocalRateLimit<P: Pool> {
     shared: Arc<Shared<P>>,
+}
+
+impl<P: Pool> Clone for LocalRateLimit<P> {
+    fn clone(&self) -> Self {
+        Self {
+            shared: Arc::clone(&self.shared),
+        }
+    }
 }
 
 impl RateLimit {
@@ -156,10 +164,8 @@ impl<P: Pool> Drop for Shared<P> {
             return;
         };
         let pool = self.pool.clone();
-        // A runtime that was dropped drops the future here, and a pool may need a runtime for that.
-        let _entered = runtime.enter();
-        runtime.spawn(async move {
-            if let Some(mut conn) = pool.try_check_out().await {
+        runtime::leave_to(&runtime, async move {
+            if let Some(mut conn) = pool::try_check_out(&pool).await {
                 give_back(&mut Asynchronous::pooled(&mut conn), &unused).await;
             }
         });

@@ -12,7 +12,7 @@ use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::panics::{caught, caught_while_awaited};
 use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
-use crate::runtime::Finished;
+use crate::runtime::{self, Finished};
 use crate::semaphore::held::{HeldSlot, LateRelease, PAUSE};
 use crate::semaphore::{Admission, Claim, operations, rules, wakeups};
 use crate::session::Asynchronous;
@@ -197,7 +197,7 @@ impl<P: Pool> Drop for Permit<P> {
     fn drop(&mut self) {
         if !self.is_over {
             let release = release_dropped(self.slot.clone(), self.pool.clone());
-            self.runtime.spawn(release);
+            runtime::leave_to(&self.runtime, release);
         }
     }
 }

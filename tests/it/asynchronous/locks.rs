@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use diesel_interlock::asynchronous::{self, Borrowed, Pinned, Pool, Pooled};
+use diesel_interlock::asynchronous::{self, Borrowed, GuardConnection, Pool, Pooled};
 use diesel_interlock::{Attempt, Error, LockKey, Result};
 use ref_cast::RefCast;
 
@@ -174,9 +174,9 @@ impl AdvisoryLock {
 }
 
 #[must_use]
-pub(crate) struct AdvisoryLockGuard<C: Pinned>(asynchronous::AdvisoryLockGuard<C>);
+pub(crate) struct AdvisoryLockGuard<C: GuardConnection>(asynchronous::AdvisoryLockGuard<C>);
 
-impl<C: Pinned> AdvisoryLockGuard<C> {
+impl<C: GuardConnection> AdvisoryLockGuard<C> {
     pub(crate) fn conn(&mut self) -> &mut PgConnection {
         PgConnection::ref_cast_mut(self.0.conn())
     }
@@ -217,7 +217,7 @@ impl<C: Pinned> AdvisoryLockGuard<C> {
     }
 }
 
-impl<C: Pinned> fmt::Debug for AdvisoryLockGuard<C> {
+impl<C: GuardConnection> fmt::Debug for AdvisoryLockGuard<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
@@ -231,7 +231,7 @@ pub(crate) trait RunAttempt: Sized {
         E: From<Error>;
 }
 
-impl<C: Pinned> RunAttempt for Attempt<AdvisoryLockGuard<C>> {
+impl<C: GuardConnection> RunAttempt for Attempt<AdvisoryLockGuard<C>> {
     fn run<T, E, F>(self, work: F) -> Result<Attempt<T>, E>
     where
         F: FnOnce(&mut PgConnection) -> Result<T, E>,

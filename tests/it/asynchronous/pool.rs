@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
 use diesel::connection::{InstrumentationEvent, SimpleConnection};
-use diesel_interlock::asynchronous::{GuardConnection, Pool};
+use diesel_interlock::asynchronous::{Pool, PoolConnection};
 use diesel_interlock::{Error, Result};
 use ref_cast::RefCast;
 use workbench::RoundTrips;

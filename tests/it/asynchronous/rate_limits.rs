@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use diesel_interlock::{
-    Check, CheckAll, Quota, Reservation, Reserve, Result, Spent, State, asynchronous,
+    Check, CheckAll, Quota, RateLimitState, Reservation, Reserve, Result, Spent, asynchronous,
 };
 
 use super::{PgConnection, PgPool, block_on};
@@ -73,11 +73,11 @@ impl RateLimit {
         block_on(self.0.acquire_timeout(&pool.pool, timeout))
     }
 
-    pub(crate) fn peek(&self, pool: &PgPool) -> Result<State> {
+    pub(crate) fn peek(&self, pool: &PgPool) -> Result<RateLimitState> {
         block_on(self.0.peek(&pool.pool))
     }
 
-    pub(crate) fn peek_on(&self, conn: &mut PgConnection) -> Result<State> {
+    pub(crate) fn peek_on(&self, conn: &mut PgConnection) -> Result<RateLimitState> {
         block_on(self.0.peek_on(&mut conn.0))
     }
 
@@ -133,7 +133,6 @@ pub(crate) fn cancel(pool: &PgPool, reservation: Reservation) -> Result<u32> {
     block_on(asynchronous::RateLimit::cancel(&pool.pool, reservation))
 }
 
-/// The asynchronous half has this only over a pool.
 pub(crate) fn cancel_on(conn: &mut PgConnection, reservation: Reservation) -> Result<u32> {
-    give_back_on(conn, &reservation.spent, reservation.spent.units)
+    block_on(asynchronous::RateLimit::cancel_on(&mut conn.0, reservation))
 }

@@ -24,7 +24,7 @@ impl Semaphore {
         Self(asynchronous::Semaphore::new(service, slots, timeout))
     }
 
-    pub(crate) fn details(self, details: impl Into<Cow<'static, str>>) -> Self {
+    pub(crate) fn details(&self, details: impl Into<Cow<'static, str>>) -> Self {
         Self(self.0.details(details))
     }
 

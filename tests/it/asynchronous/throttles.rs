@@ -19,11 +19,17 @@ impl<R> Throttle<R> {
         Self(asynchronous::Throttle::of(resource))
     }
 
-    pub(crate) fn key(self, key: impl fmt::Display) -> Self {
+    pub(crate) fn key(&self, key: impl fmt::Display) -> Self
+    where
+        R: Clone,
+    {
         Self(self.0.key(key))
     }
 
-    pub(crate) fn details(self, details: impl Into<Cow<'static, str>>) -> Self {
+    pub(crate) fn details(&self, details: impl Into<Cow<'static, str>>) -> Self
+    where
+        R: Clone,
+    {
         Self(self.0.details(details))
     }
 }

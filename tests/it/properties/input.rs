@@ -106,8 +106,7 @@ fn keys_and_details_of_throttles() {
             None => throttle,
             Some(key) => throttle.key(key),
         };
-        let decision =
-            databases.call(|conn| throttle.clone().details(details.clone()).attempt_on(conn));
+        let decision = databases.call(|conn| throttle.details(details.clone()).attempt_on(conn));
         let good = !details.trim_matches(' ').is_empty()
             && fits(&details, 8192)
             && key
@@ -188,7 +187,7 @@ fn labels_of_resources() {
 
         let throttle = Throttle::of(ResourceLabel(label.clone()));
         let conn = &mut *databases.installed.borrow_mut();
-        let first = throttle.clone().details("somebody").attempt_on(conn);
+        let first = throttle.details("somebody").attempt_on(conn);
         if synced.is_some() {
             assert!(sync::<Declared>(conn).unwrap().added.is_empty());
             first.unwrap().granted().unwrap();

@@ -156,13 +156,11 @@ fn callers_in_sql_get_the_name_of_what_is_wrong() {
             "bad_cost",
         ),
         ("peek_rate_limit('', 'k', 1, '1 s', 1)", "bad_rate_limit"),
+        ("give_back_rate_limit('api', 'k', 0, now())", "bad_cost"),
+        ("give_back_rate_limit('api', 'k', 1, NULL)", "bad_cost"),
         (
-            "give_back_rate_limit('api', 'k', 0, 1, '1 s', now())",
+            "give_back_rate_limit('api', 'k', 1, now(), '-1 s')",
             "bad_cost",
-        ),
-        (
-            "give_back_rate_limit('api', 'k', 1, 0, '1 s', now())",
-            "bad_quota",
         ),
         ("prune_rate_limits('', '', 0)", "bad_pruning"),
         ("prune_rate_limits(NULL, '', 1)", "bad_pruning"),

@@ -62,36 +62,22 @@ fn one_for_the_closure_forms() {
     let done = |outcome| matches!(outcome, Decision::Granted(()));
     let nothing = |_| Ok::<_, Error>(());
     takes(1, &proxy, || {
-        assert!(done(
-            at_once.clone().details("web-3").run(pool, nothing).unwrap()
-        ))
+        assert!(done(at_once.details("web-3").run(pool, nothing).unwrap()))
     });
-    assert!(done(
-        hourly.clone().details("web-3").run(pool, nothing).unwrap()
-    ));
+    assert!(done(hourly.details("web-3").run(pool, nothing).unwrap()));
     takes(1, &proxy, || {
-        assert!(!done(
-            hourly.clone().details("web-3").run(pool, nothing).unwrap()
-        ))
+        assert!(!done(hourly.details("web-3").run(pool, nothing).unwrap()))
     });
     let conn = &mut pool.get().unwrap();
     let nothing_on = |_: &mut PgConnection, _| Ok::<_, Error>(());
     takes(1, &proxy, || {
         assert!(done(
-            at_once
-                .clone()
-                .details("web-3")
-                .run_on(conn, nothing_on)
-                .unwrap()
+            at_once.details("web-3").run_on(conn, nothing_on).unwrap()
         ))
     });
     takes(1, &proxy, || {
         assert!(!done(
-            hourly
-                .clone()
-                .details("web-3")
-                .run_on(conn, nothing_on)
-                .unwrap()
+            hourly.details("web-3").run_on(conn, nothing_on).unwrap()
         ))
     });
 }

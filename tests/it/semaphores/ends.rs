@@ -202,7 +202,7 @@ fn an_overdue_request_is_nothing_to_wait_for() {
     ))
     .unwrap();
     // With one slot, which the other request has.
-    let is_full = "SELECT id IS NULL AND next_expiry > answered_at \
+    let is_full = "SELECT id IS NULL AND next_expiry > decided_at \
                   FROM resource_control.admit_service_request('geocoder', 1, '30 s', '')";
     assert!(truth(conn, is_full));
 }

@@ -19,7 +19,7 @@ fn bad_input_is_an_error_that_changes_nothing() {
     let conn = &mut database.connect();
     for details in ["", "   "] {
         assert_matches!(
-            REBUILD.clone().details(details.to_owned()).attempt_on(conn),
+            REBUILD.details(details.to_owned()).attempt_on(conn),
             Err(Error::Input(Input::EmptyDetails))
         );
         assert_matches!(
@@ -28,7 +28,7 @@ fn bad_input_is_an_error_that_changes_nothing() {
         );
     }
     assert_matches!(
-        REBUILD.clone().details("a\0b").attempt_on(conn),
+        REBUILD.details("a\0b").attempt_on(conn),
         Err(Error::Input(Input::NulCharacter))
     );
     assert_matches!(
@@ -45,8 +45,8 @@ fn bad_input_is_an_error_that_changes_nothing() {
     );
     let unknown = Throttle::of(ResourceLabel("no such".into()));
     for refused in [
-        unknown.clone().details("me").attempt_on(conn),
-        unknown.clone().key(1).details("me").attempt_on(conn),
+        unknown.details("me").attempt_on(conn),
+        unknown.key(1).details("me").attempt_on(conn),
     ] {
         assert_matches!(
             refused,
@@ -57,7 +57,7 @@ fn bad_input_is_an_error_that_changes_nothing() {
     conn.batch_execute("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE 'no row'")
         .unwrap();
     let rowless = Throttle::of(ResourceLabel("no row".into()));
-    let refused = rowless.clone().details("me").attempt_on(conn);
+    let refused = rowless.details("me").attempt_on(conn);
     assert_matches!(
         refused,
         Err(Error::Schema(Schema::UnknownResource { label }))
@@ -66,13 +66,13 @@ fn bad_input_is_an_error_that_changes_nothing() {
 
     conn.batch_execute("SET default_transaction_read_only = on")
         .unwrap();
-    let refused = REBUILD.clone().details("me").attempt_on(conn);
+    let refused = REBUILD.details("me").attempt_on(conn);
     assert_matches!(refused, Err(Error::ReadOnly));
     conn.batch_execute("RESET default_transaction_read_only")
         .unwrap();
     let long = "x".repeat(1 << 20);
     for refused in [
-        REBUILD.clone().details(long.clone()).attempt_on(conn),
+        REBUILD.details(long.clone()).attempt_on(conn),
         REBUILD.key(&long).details("me").attempt_on(conn),
         Throttle::of(ResourceLabel(long.clone()))
             .details("me")
@@ -89,7 +89,7 @@ fn a_missing_schema_and_missing_rights_are_named() {
     let bare = Database::new();
     let conn = &mut bare.connect();
     assert_matches!(
-        REBUILD.clone().details("me").attempt_on(conn),
+        REBUILD.details("me").attempt_on(conn),
         Err(Error::Schema(Schema::NotInstalled))
     );
     assert_matches!(
@@ -102,7 +102,7 @@ fn a_missing_schema_and_missing_rights_are_named() {
     install(&database);
     let conn = &mut database.connect();
     conn.batch_execute("CREATE ROLE app; SET ROLE app").unwrap();
-    let refused = REBUILD.clone().details("me").attempt_on(conn);
+    let refused = REBUILD.details("me").attempt_on(conn);
     assert_matches!(
         refused,
         Err(Error::Schema(Schema::MissingRights { role, .. }))
@@ -110,7 +110,7 @@ fn a_missing_schema_and_missing_rights_are_named() {
     );
     conn.batch_execute("RESET ROLE; GRANT USAGE ON SCHEMA resource_control TO app; SET ROLE app")
         .unwrap();
-    let refused = REBUILD.clone().details("me").attempt_on(conn);
+    let refused = REBUILD.details("me").attempt_on(conn);
     assert_matches!(
         refused,
         Err(Error::Schema(Schema::MissingRights { missing, .. }))

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
-use diesel_interlock::asynchronous::GuardConnection;
+use diesel_interlock::asynchronous::PoolConnection;
 
 use super::pools::AnyConnection;
 

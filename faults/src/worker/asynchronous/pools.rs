@@ -8,7 +8,7 @@ use diesel_async::pooled_connection::{
 };
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::Error;
-use diesel_interlock::asynchronous::{GuardConnection, Pool};
+use diesel_interlock::asynchronous::{Pool, PoolConnection};
 use tokio::time::timeout;
 
 use crate::worker::{CONNECTIONS, IMPATIENCE, PoolKind, Settings};
@@ -105,7 +105,7 @@ impl Pool for AnyPool {
     }
 }
 
-impl GuardConnection for AnyConnection {
+impl PoolConnection for AnyConnection {
     fn discard(self) {
         match self {
             Self::Deadpool(conn) => conn.discard(),

@@ -6,7 +6,7 @@ use diesel_async::{
     AnsiTransactionManager, AsyncPgConnection, RunQueryDsl, SimpleAsyncConnection,
     TransactionManager,
 };
-use diesel_interlock::asynchronous::{AdvisoryLock, AdvisoryLockGuard, Pinned, Pool};
+use diesel_interlock::asynchronous::{AdvisoryLock, AdvisoryLockGuard, GuardConnection, Pool};
 use diesel_interlock::{Attempt, Error, LockId};
 use tokio::time::{sleep, timeout};
 
@@ -83,7 +83,7 @@ struct Section {
 }
 
 impl Section {
-    async fn enter<C: Pinned>(
+    async fn enter<C: GuardConnection>(
         &self,
         worker: &mut WorkerTask,
         attempt: Attempt<AdvisoryLockGuard<C>>,
@@ -106,7 +106,7 @@ impl Section {
     }
 
     /// Most holders have a token, which comes with the lock where it is fenced, or is drawn now.
-    async fn draw<C: Pinned>(
+    async fn draw<C: GuardConnection>(
         &self,
         worker: &mut WorkerTask,
         guard: &mut AdvisoryLockGuard<C>,
@@ -120,7 +120,7 @@ impl Section {
     }
 
     /// Records a section on the session that holds the lock, for a while. Returns whether the lock was found lost.
-    async fn occupy<C: Pinned>(
+    async fn occupy<C: GuardConnection>(
         &self,
         worker: &mut WorkerTask,
         guard: &mut AdvisoryLockGuard<C>,
@@ -170,7 +170,7 @@ impl Section {
 
     /// Writes behind the fence, on the session that holds the lock or on another one. Only a later holder can make the write
     /// fail, and there is none while this one holds the lock.
-    async fn write<C: Pinned>(
+    async fn write<C: GuardConnection>(
         &self,
         worker: &mut WorkerTask,
         guard: &mut AdvisoryLockGuard<C>,
@@ -193,7 +193,7 @@ impl Section {
     }
 
     /// Uses no connection, and relies on a watch.
-    async fn work_elsewhere<C: Pinned>(
+    async fn work_elsewhere<C: GuardConnection>(
         &self,
         worker: &mut WorkerTask,
         guard: &mut AdvisoryLockGuard<C>,
@@ -263,7 +263,7 @@ impl Section {
         }
     }
 
-    async fn leave<C: Pinned>(
+    async fn leave<C: GuardConnection>(
         &self,
         worker: &mut WorkerTask,
         mut guard: AdvisoryLockGuard<C>,
@@ -304,7 +304,7 @@ impl Section {
         self.release(worker, guard, holder, lost).await
     }
 
-    async fn release<C: Pinned>(
+    async fn release<C: GuardConnection>(
         &self,
         worker: &WorkerTask,
         guard: AdvisoryLockGuard<C>,

@@ -36,8 +36,7 @@ const RESERVE: &str = "SELECT units, faults.micros(decided_at) AS at,
         $1, $2, $3, make_interval(secs => $4 / 1000000.0), $5, $6, make_interval(secs => $7 / 1000.0))";
 
 const GIVE_BACK: &str = "SELECT resource_control.give_back_rate_limit(
-        $1, $2, $3, $4, make_interval(secs => $5 / 1000000.0), timestamptz 'epoch' + $6 * interval '1 us',
-        $7 * interval '1 us') AS units";
+        $1, $2, $3, timestamptz 'epoch' + $4 * interval '1 us', $5 * interval '1 us') AS units";
 
 pub(super) fn work(worker: &mut WorkerThread<'_>) -> Result<Outcome, Error> {
     let wanted = Wanted::queued(&mut worker.random);
@@ -94,8 +93,6 @@ pub(super) fn work(worker: &mut WorkerThread<'_>) -> Result<Outcome, Error> {
             .bind::<Text, _>(wanted.limit.name())
             .bind::<Text, _>(wanted.key)
             .bind::<BigInt, _>(i64::from(units))
-            .bind::<BigInt, _>(i64::from(quota.n))
-            .bind::<BigInt, _>(period)
             .bind::<BigInt, _>(reply.at)
             .bind::<BigInt, _>(reply.wait)
             .get_result(conn)?;

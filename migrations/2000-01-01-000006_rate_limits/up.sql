@@ -831,78 +831,51 @@ BEGIN
     END IF;
 
     -- Spends in the order of the primary key, as everything here that locks several rows, because two calls that lock the
-    -- same rows in different orders would deadlock. If another transaction has locked a key, for example one that somebody left
-    -- open, the first try gives up at once what it has locked before. It then waits for that key alone. Otherwise all calls
-    -- for the other keys, such as a limit that all customers share, would wait, too.
-    FOR try IN 1 .. 2 LOOP
-        BEGIN
-            limited_by := NULL;
-            reason := NULL;
-            retry_after := NULL;
-            decided_at := NULL;
-            remaining := NULL;
-            full_in := NULL;
-            quota_n := NULL;
-            quota_period := NULL;
-            quota_burst := NULL;
-            patience := NULL;
-            FOR given IN
-                SELECT u.name COLLATE "C" AS name, u.key COLLATE "C" AS key, u.n, u.period, u.burst,
-                        sum(u.cost)::bigint AS cost, array_agg(u.place::integer) AS places
-                    FROM unnest(names, keys, ns, periods, bursts, costs)
-                        WITH ORDINALITY AS u (name, key, n, period, burst, cost, place)
-                    GROUP BY 1, 2, 3, 4, 5
-                    ORDER BY 1, 2
-            LOOP
-                SELECT * INTO state
-                    FROM resource_control.reserve_rate_limit_within(given.name, given.key, given.n, given.period, given.burst,
-                        given.cost, '0', commit_async, patience);
-                IF NOT state.allowed THEN
-                    limited_by := given.places[1];
-                    reason := state.reason;
-                    retry_after := state.retry_after;
-                    decided_at := ARRAY[state.decided_at];
-                    remaining := ARRAY[state.remaining];
-                    full_in := ARRAY[state.full_in];
-                    quota_n := ARRAY[state.quota_n];
-                    quota_period := ARRAY[state.quota_period];
-                    quota_burst := ARRAY[state.quota_burst];
-                    RAISE check_violation USING CONSTRAINT = 'diesel_interlock_limited';
-                END IF;
-                FOREACH place IN ARRAY given.places LOOP
-                    decided_at[place] := state.decided_at;
-                    remaining[place] := state.remaining;
-                    full_in[place] := state.full_in;
-                    quota_n[place] := state.quota_n;
-                    quota_period[place] := state.quota_period;
-                    quota_burst[place] := state.quota_burst;
-                END LOOP;
-                IF try = 1 THEN
-                    patience := '5ms';
-                END IF;
-            END LOOP;
-            allowed := true;
-            RETURN;
-        EXCEPTION WHEN check_violation THEN
-            -- What was spent in this block is rolled back.
-            GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
-            IF violated <> 'diesel_interlock_limited' THEN
-                RAISE;
-            END IF;
-        END;
-        EXIT WHEN reason <> 'contended' OR patience IS NULL;
-        BEGIN
+    -- same rows in different orders would deadlock. While it waits for another transaction at a later key, for example one that
+    -- somebody left open, the calls for the earlier keys wait, too. One of these may be a limit that all customers share. So it
+    -- has less patience there.
+    BEGIN
+        FOR given IN
+            SELECT u.name COLLATE "C" AS name, u.key COLLATE "C" AS key, u.n, u.period, u.burst,
+                    sum(u.cost)::bigint AS cost, array_agg(u.place::integer) AS places
+                FROM unnest(names, keys, ns, periods, bursts, costs)
+                    WITH ORDINALITY AS u (name, key, n, period, burst, cost, place)
+                GROUP BY 1, 2, 3, 4, 5
+                ORDER BY 1, 2
+        LOOP
             SELECT * INTO state
-                FROM resource_control.check_rate_limit(given.name, given.key, given.n, given.period, given.burst, given.cost);
-            EXIT WHEN state.reason = 'contended';
-            RAISE check_violation USING CONSTRAINT = 'diesel_interlock_limited';
-        EXCEPTION WHEN check_violation THEN
-            GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
-            IF violated <> 'diesel_interlock_limited' THEN
-                RAISE;
+                FROM resource_control.reserve_rate_limit_within(given.name, given.key, given.n, given.period, given.burst,
+                    given.cost, '0', commit_async, patience);
+            IF NOT state.allowed THEN
+                limited_by := given.places[1];
+                reason := state.reason;
+                retry_after := state.retry_after;
+                decided_at := ARRAY[state.decided_at];
+                remaining := ARRAY[state.remaining];
+                full_in := ARRAY[state.full_in];
+                quota_n := ARRAY[state.quota_n];
+                quota_period := ARRAY[state.quota_period];
+                quota_burst := ARRAY[state.quota_burst];
+                RAISE check_violation USING CONSTRAINT = 'diesel_interlock_limited';
             END IF;
-        END;
-    END LOOP;
+            FOREACH place IN ARRAY given.places LOOP
+                decided_at[place] := state.decided_at;
+                remaining[place] := state.remaining;
+                full_in[place] := state.full_in;
+                quota_n[place] := state.quota_n;
+                quota_period[place] := state.quota_period;
+                quota_burst[place] := state.quota_burst;
+            END LOOP;
+            patience := '25ms';
+        END LOOP;
+        allowed := true;
+    EXCEPTION WHEN check_violation THEN
+        -- What was spent in this block is rolled back.
+        GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
+        IF violated <> 'diesel_interlock_limited' THEN
+            RAISE;
+        END IF;
+    END;
 END
 $$;
 
@@ -1206,7 +1179,7 @@ COMMENT ON FUNCTION resource_control.check_rate_limit(text, text, bigint, interv
 COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, interval, bigint, bigint, interval, boolean) IS
     'As check_rate_limit, but also spends units of the future, if the wait for them is at most max_wait. Returns how long to wait.';
 COMMENT ON FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean) IS
-    'Spends units of several keys if all limits allow it, else of none, and then returns which limit has the longest wait. A key that is given twice is checked once, for the sum of the costs. Otherwise as check_rate_limit.';
+    'Spends units of several keys if all limits allow it, else of none, and then returns which limit has the longest wait. A key that is given twice is checked once, for the sum of the costs. Waits at most 25 ms for each key after the first. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, timestamptz, interval, boolean) IS
     'Gives back units that were spent at spent_at and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Nothing, if the key was reset, pruned or given another quota since then, or if the spend is lost. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint) IS

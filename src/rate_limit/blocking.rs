@@ -109,8 +109,9 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for a connection as long as the pool's `connection_timeout` allows, and at most 250 milliseconds for another
-    /// transaction, for each limit.
+    /// Waits for a connection as long as the pool's `connection_timeout` allows. Waits for another transaction at most 250
+    /// milliseconds at the first key, by name and key, and 25 at each later one. Otherwise a transaction that somebody left open at
+    /// the key of one customer would delay all calls for a limit that all customers share.
     ///
     /// # Errors
     ///

@@ -194,6 +194,11 @@ fn a_peek_reads_and_a_reset_makes_the_key_full() {
     assert_eq!(eight.peek(&pool).unwrap().remaining, 3);
     assert_eq!(API.peek(&pool).unwrap().remaining, 3);
     assert_eq!(API.reset_all(&pool).unwrap(), 2);
+
+    // A key that is full again, but still has a row.
+    let _ = allowed(seven.check(&pool).unwrap());
+    age(&mut database.connect(), "1 day");
+    assert!(!seven.reset(&pool).unwrap());
     assert_eq!(eight.peek(&pool).unwrap().remaining, 5);
     assert_eq!(API.peek_on(&mut pool.get().unwrap()).unwrap().remaining, 5);
 }

@@ -218,3 +218,41 @@ fn a_standby_refuses_checks_and_can_be_looked_at() {
         assert!(matches!(error, Error::ReadOnly), "{error:?}");
     }
 }
+
+/// A call of several limits waits only for a moment while it holds one of the keys.
+#[test]
+fn a_key_that_somebody_holds_keeps_nobody_from_a_limit_that_all_share() {
+    static ALL: RateLimit = RateLimit::named("all", Quota::per_second(1_000_000));
+    static TENANT: RateLimit = RateLimit::named("tenant", Quota::per_second(1_000_000));
+    let database = database();
+    let held = TENANT.key(7);
+    let conn = &mut database.connect();
+    let _ = allowed(ALL.check_on(conn).unwrap());
+    let _ = allowed(held.check_on(conn).unwrap());
+    let forgotten = &mut database.connect();
+    let hold = "BEGIN; SELECT FROM resource_control.rate_limit WHERE name = 'tenant' FOR UPDATE";
+    forgotten.batch_execute(hold).unwrap();
+    std::thread::scope(|threads| {
+        let callers: Vec<_> = (0..4)
+            .map(|_| {
+                threads.spawn(|| {
+                    let conn = &mut database.connect();
+                    for _ in 0..3 {
+                        match RateLimit::check_all_on(conn, &[&held, &ALL]).unwrap() {
+                            CheckAll::Limited { by: 0, limited } => {
+                                assert_eq!(limited.reason, LimitedReason::Contended);
+                            }
+                            other => panic!("{other:?}"),
+                        }
+                    }
+                })
+            })
+            .collect();
+        while !callers.iter().all(|caller| caller.is_finished()) {
+            let _ = allowed(ALL.check_on(conn).unwrap());
+        }
+    });
+    forgotten.batch_execute("ROLLBACK").unwrap();
+    let all = RateLimit::check_all_on(conn, &[&held, &ALL]).unwrap();
+    assert!(matches!(all, CheckAll::Allowed(_)));
+}

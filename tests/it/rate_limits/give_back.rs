@@ -181,3 +181,19 @@ fn units_are_not_given_back_to_a_key_that_another_quota_has_refilled() {
     assert_eq!(give_back_on(conn, &spent, 10).unwrap(), 0);
     assert_eq!(give_back_on(conn, &again, 1).unwrap(), 1);
 }
+
+#[test]
+fn units_that_were_spent_before_the_clock_was_set_back_are_not_given_back_later() {
+    let database = database();
+    let conn = &mut database.connect();
+    let hourly = RateLimit::named("hourly", Quota::per_hour(5));
+    let mut spent = allowed(hourly.cost(5).check_on(conn).unwrap());
+    age(conn, "-1 hour");
+    spent.at += Duration::from_secs(3600);
+    let _ = limited(hourly.check_on(conn).unwrap());
+    age(conn, "1 hour 1 second");
+    spent.at -= Duration::from_secs(3601);
+    let again = allowed(hourly.cost(5).check_on(conn).unwrap());
+    assert_eq!(give_back_on(conn, &spent, 5).unwrap(), 0);
+    assert_eq!(give_back_on(conn, &again, 1).unwrap(), 1);
+}

@@ -149,8 +149,12 @@ fn a_cost_above_the_burst_is_an_error_of_the_program_and_a_limited_call_under_an
         other => panic!("{other:?}"),
     }
     assert!(matches!(
-        RateLimit::check_all_on(conn, &[&API.cost(3), &API.cost(3)]),
-        Err(Error::Input(Input::CostAboveBurst { .. }))
+        RateLimit::check_all_on(conn, &[&API.key(1), &API.cost(3), &API.cost(3)]),
+        Err(Error::Input(Input::CostAboveBurst {
+            cost: 6,
+            burst: 5,
+            ..
+        }))
     ));
     set(conn, "api", Some("7"), "1, '1 hour', 2");
     let denied = limited(API.key(7).cost(3).check_on(conn).unwrap());
@@ -197,4 +201,26 @@ fn bad_overrides_are_refused_by_the_table() {
     set(conn, "api", None, "1, '366 days', 100");
     set(conn, "api", None, "4294967295, '1 us', 4294967295");
     let _ = allowed(API.cost(5).check_on(conn).unwrap());
+}
+
+/// The debt is longer under the quota that blocks than a timestamp can be advanced by.
+#[test]
+fn a_quota_that_blocks_a_key_forgives_none_of_its_debt() {
+    let database = database();
+    let conn = &mut database.connect();
+    let daily = RateLimit::named("daily", Quota::per_day(1000));
+    let _ = allowed(daily.cost(1000).check_on(conn).unwrap());
+    for clock in ["0", "1 hour"] {
+        age(conn, &format!("-{clock}")); // the clock is set back
+        set(conn, "daily", None, "1, '366 days', 1");
+        for _ in 0..2 {
+            limited(daily.check_on(conn).unwrap());
+            let all = RateLimit::check_all_on(conn, &[&daily]).unwrap();
+            assert!(matches!(all, CheckAll::Limited { .. }));
+        }
+        conn.batch_execute("DELETE FROM resource_control.rate_limit_override")
+            .unwrap();
+        limited(daily.cost(10).check_on(conn).unwrap());
+        assert!(daily.peek_on(conn).unwrap().full_in > 23 * HOUR);
+    }
 }

@@ -84,9 +84,9 @@ use crate::text;
 ///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
 /// ```
 /// The row of the key counts, else that of the name, else the quota of the program. A key owes units and not time, so a new quota
-/// takes effect at once: the same units are refilled at the new speed. While reservations wait, a new quota takes effect at the
-/// last moment that was reserved, and calls under it are limited until then. A [`reset`](Self::reset) makes the key full at once.
-/// What was reserved before may still be used, in addition.
+/// takes effect at once: the same units are refilled at the new speed. While the moment of a reservation is ahead, also of one that
+/// was cancelled, a new quota takes effect at the last such moment, and calls under it are limited until then. A
+/// [`reset`](Self::reset) makes the key full at once. What was reserved before may still be used, in addition.
 ///
 /// # Instances with different quotas
 ///

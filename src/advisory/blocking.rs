@@ -115,10 +115,10 @@ impl AdvisoryLock {
     ///
     /// A thread that waits on the server occupies a connection. The waiting threads of a process occupy at most half of the
     /// pool's maximum size, and at least one connection, so that many waiters do not exhaust the pool. The keys share these
-    /// connections equally, or take turns. All other waiting threads hold no connection, and poll. A release in this process wakes
-    /// the thread that has waited longest for the lock, unless another thread waits for that lock on the server. Together the
-    /// threads poll at most about two hundred times a second, and each key has the same share of
-    /// that. So many waiters for one key hardly delay the only waiter for another.
+    /// connections equally, or take turns. All other waiting threads hold no connection, and poll. A release in this process
+    /// wakes the thread that has waited longest for the lock, unless another thread waits for that lock on the server.
+    /// Together the threads poll at most about two hundred times a second, and each key has the same share of that. So many
+    /// waiters for one key hardly delay the only waiter for another.
     ///
     /// The wait on the server is cut into slices of 200 milliseconds, or of half of `deadlock_timeout` if that is shorter.
     /// Otherwise a waiter's snapshot and the holder's `CREATE INDEX CONCURRENTLY` would wait for each other. This has

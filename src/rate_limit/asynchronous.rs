@@ -327,7 +327,7 @@ impl RateLimit {
     }
 
     /// Gives back all units of a reservation that were not given back yet, in full until they may be used, unless others have
-    /// reserved a later moment. Returns how many units that was worth, rounded up. As `Reservation::cancel` of the blocking
+    /// reserved a later moment, also if they have cancelled that. Returns how many units that was worth, rounded up. As `Reservation::cancel` of the blocking
     /// half.
     ///
     /// # Errors

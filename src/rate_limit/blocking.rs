@@ -44,7 +44,8 @@ use crate::text::Name;
 /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
 ///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
 /// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session.
-/// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, the units may have been spent.
+/// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, the units may have been spent. A
+///   session that locks the whole table, as `VACUUM FULL` and `ALTER TABLE` do, makes a check an error after 250 milliseconds.
 impl RateLimit {
     /// Spends the units of a call if the limit allows it, through a connection from the pool. Never waits for units.
     ///
@@ -434,8 +435,8 @@ impl Spent {
     /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
     /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset,
     /// pruned or given another quota since then, if the server has lost the spend or its clock was set back, or if another
-    /// transaction has locked the key for 250 milliseconds. While reservations wait, the time until the last of their moments
-    /// counts as passed, because these moments stay as they were told.
+    /// transaction has locked the key for 250 milliseconds. The time until the last moment that was reserved counts as
+    /// passed, because these moments stay as they were told, also those of reservations that were cancelled.
     ///
     /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.
     ///
@@ -471,7 +472,8 @@ impl Spent {
 
 impl Reservation {
     /// Gives back all units that were not given back yet, through a connection from the pool: in full until the moment from
-    /// which they may be used, unless others have reserved a later moment or the key was given another quota, and otherwise as
+    /// which they may be used, unless others have reserved a later moment, also if they have cancelled that, or the key was given
+    /// another quota, and otherwise as
     /// [`Spent::give_back`], with the time counted from that moment on. Returns how many units that was worth, rounded up.
     ///
     /// # Blocking

@@ -8,7 +8,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::result::{Error as DieselError, QueryResult};
 
 use super::kept::Kept;
-use super::sql::{AllSpentRow, Calls, SpentRow, StateRow};
+use super::sql::{AllSpentRow, Call, Calls, SpentRow, StateRow, Units};
 use super::{
     Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, RateLimitState, Reservation,
     Reserve, Spent,
@@ -25,23 +25,6 @@ const LONGEST_REFILL: u128 = 100 * LONGEST_PERIOD;
 
 /// The hint of a call that met another transaction, which is how long it has waited for that.
 const CONTENDED: Duration = Duration::from_millis(250);
-
-/// The arguments of a call that passed every check that needs no database.
-#[derive(Debug)]
-pub(super) struct Call<'a> {
-    pub(super) name: Name<'a>,
-    pub(super) key: &'a str,
-    pub(super) n: i64,
-    pub(super) period_us: i64,
-    pub(super) burst: i64,
-    pub(super) cost: i64,
-    pub(super) max_wait_us: i64,
-    /// The largest debt with which the program's own quota allows the call. `None` if none does.
-    pub(super) allowance_us: Option<i64>,
-    /// What the cost adds to the debt under that quota.
-    pub(super) increase_us: i64,
-    pub(super) commit_async: bool,
-}
 
 impl RateLimit {
     /// Checks the arguments of a call. `name` turns the name into one as it is sent on a session. A cost above the burst is
@@ -166,17 +149,6 @@ pub(super) fn above_burst(limits: &[&RateLimit], calls: &[Call<'_>]) -> Option<R
         .map(|(limit, call)| (limit, call, cost_of_key(call)));
     let (limit, _, cost) = costs.find(|(_, call, cost)| *cost > call.burst)?;
     Some(limit.cost(u32::try_from(cost).unwrap_or(u32::MAX)))
-}
-
-/// Units that are given back.
-#[derive(Debug)]
-pub(super) struct Units<'a> {
-    pub(super) name: Name<'a>,
-    pub(super) key: &'a str,
-    pub(super) units: i64,
-    pub(super) spent_at: Timestamp,
-    pub(super) wait_us: i64,
-    pub(super) commit_async: bool,
 }
 
 impl Spent {
@@ -410,4 +382,168 @@ fn microseconds(number: u128) -> Duration {
 
 fn saturated(units: u128) -> u32 {
     u32::try_from(units).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: i64 = 1_000_000;
+    static API: RateLimit = RateLimit::named("api", Quota::per_minute(60).burst(10));
+
+    fn checked(limit: &RateLimit) -> Result<Call<'_>, Input> {
+        match limit.checked(Duration::ZERO, Name::anywhere) {
+            Ok(call) => Ok(call),
+            Err(Error::Input(input)) => Err(input),
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn a_quota_is_refused_where_the_database_would_refuse_it() {
+        let day = Duration::from_secs(24 * 60 * 60);
+        for (quota, is_good) in [
+            (Quota::per(1, Duration::from_nanos(1)), true),
+            (Quota::per(u32::MAX, Duration::from_secs(1)), true),
+            (Quota::per(1, 366 * day), true),
+            (Quota::per(1, 366 * day).burst(100), true),
+            (Quota::per(1, 366 * day).burst(101), false),
+            (Quota::per(1, 366 * day + Duration::from_nanos(1)), false),
+            (Quota::per(1, Duration::MAX), false),
+            (Quota::per(1, Duration::ZERO), false),
+            (Quota::per(0, day), false),
+            (Quota::per(1, day).burst(0), false),
+        ] {
+            let limit = RateLimit::named("api", quota);
+            let is_refused = matches!(checked(&limit), Err(Input::BadQuota { .. }));
+            assert_eq!(is_refused, !is_good, "{quota:?}");
+        }
+    }
+
+    #[test]
+    fn a_call_is_refused_before_it_is_sent() {
+        let long = "x".repeat(1001);
+        for (limit, expected) in [
+            (RateLimit::new("", API.quota()), Input::EmptyName),
+            (API.key(""), Input::EmptyKey),
+            (API.key("a\0b"), Input::NulCharacter),
+            (RateLimit::new("a\0b", API.quota()), Input::NulCharacter),
+            (
+                API.key(&long),
+                Input::TooLong {
+                    what: "the key",
+                    longest: 1000,
+                },
+            ),
+            (API.cost(0), API.bad_units(0, u32::MAX)),
+        ] {
+            assert_eq!(checked(&limit).unwrap_err(), expected, "{limit:?}");
+        }
+    }
+
+    #[test]
+    fn a_call_is_sent_with_what_its_quota_amounts_to() {
+        // The cost, the largest debt with which it is allowed, and what it adds to the debt.
+        for (cost, allowance, increase) in [
+            (1, Some(9 * SECOND), SECOND),
+            (10, Some(0), 10 * SECOND),
+            (11, None, 11 * SECOND),
+        ] {
+            let limit = API.cost(cost);
+            let call = checked(&limit).unwrap();
+            assert_eq!((call.allowance_us, call.increase_us), (allowance, increase));
+        }
+        let waits = API.checked(Duration::MAX, Name::anywhere).unwrap();
+        assert_eq!(waits.max_wait_us, LONGEST_PERIOD as i64);
+    }
+
+    #[test]
+    fn a_reply_comes_to_what_the_table_says() {
+        // Units, reason and debt after the call; what is left, the wait of a reservation, or when to retry.
+        for (units, reason, debt, remaining, wait, retry_after) in [
+            (1, None, SECOND, 9, Some(0), None),
+            (1, None, 10 * SECOND, 0, Some(0), None),
+            (1, None, 12 * SECOND, 0, Some(2 * SECOND), None),
+            (0, Some("spent"), 10 * SECOND, 0, None, Some(SECOND)),
+            (0, Some("spent"), 9 * SECOND + 1, 0, None, Some(1)),
+            (0, Some("contended"), 0, 10, None, Some(SECOND / 4)),
+            (0, Some("above_burst"), 0, 10, None, None),
+        ] {
+            let (at, full_at) = (PgTimestamp(7), PgTimestamp(7 + debt));
+            let row = (
+                units,
+                reason.map(str::to_owned),
+                at,
+                full_at,
+                None,
+                None,
+                None,
+            );
+            let reply = Reply::of(row, API.quota());
+            let micros = |time: Duration| time.as_micros() as i64;
+            match reply.reserve(&API) {
+                Reserve::Reserved(reservation) => {
+                    assert_eq!(reservation.spent.remaining, remaining, "{debt}");
+                    assert_eq!(Some(micros(reservation.wait)), wait, "{debt}");
+                }
+                Reserve::Limited(limited) => {
+                    assert_eq!(limited.remaining, remaining, "{debt}");
+                    assert_eq!(limited.retry_after.map(micros), retry_after, "{debt}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_row_of_several_limits_may_have_too_few_values() {
+        let limits = [&API, &API];
+        let spent = |places: usize| -> AllSpentRow {
+            let interval = || Some(vec![PgInterval::from_microseconds(SECOND); places]);
+            let number = || Some(vec![1; places]);
+            let ats = Some(vec![PgTimestamp(0); places]);
+            let (left, full_in, ns) = (number(), interval(), number());
+            (
+                true,
+                None,
+                None,
+                None,
+                ats,
+                left,
+                full_in,
+                ns,
+                interval(),
+                number(),
+            )
+        };
+        assert!(check_all(spent(2), &limits).unwrap().is_allowed());
+        check_all(spent(1), &limits).unwrap_err();
+        for (by, places, is_good) in [
+            (Some(1), 1, true),
+            (Some(2), 1, true),
+            (Some(3), 1, false),
+            (Some(0), 1, false),
+            (Some(-1), 1, false),
+            (None, 1, false),
+            (Some(1), 0, false),
+        ] {
+            let mut row = spent(places);
+            (row.0, row.1) = (false, by);
+            let checked = check_all(row, &limits);
+            assert_eq!(checked.is_ok(), is_good, "{by:?} {places}");
+        }
+    }
+
+    #[test]
+    fn the_limit_whose_cost_is_above_its_burst_is_found() {
+        let (one, four, eleven) = (API.key(1), API.cost(4), API.key(2).cost(11));
+        for (limits, expected) in [
+            (vec![&one, &four], None),
+            (vec![&one, &eleven], Some(11)),
+            (vec![&one, &four, &four, &four], Some(12)),
+        ] {
+            let calls: Vec<_> = limits.iter().map(|limit| checked(limit).unwrap()).collect();
+            let found = above_burst(&limits, &calls);
+            assert_eq!(found.map(|limit| limit.cost), expected);
+        }
+    }
 }

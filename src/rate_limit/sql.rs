@@ -2,14 +2,31 @@
 
 use diesel::data_types::{PgInterval, PgTimestamp};
 
-use super::rules::{Call, Units};
 use crate::functions::{
     check_rate_limits, decide_rate_limit, give_back_rate_limit, peek_rate_limit, prune_rate_limits,
     reset_rate_limit, spend_rate_limit,
 };
 #[cfg(feature = "async")]
 use crate::session::Probed;
+use crate::text::Name;
 use crate::time::Timestamp;
+
+/// The arguments of a call that passed every check that needs no database.
+#[derive(Debug)]
+pub(super) struct Call<'a> {
+    pub(super) name: Name<'a>,
+    pub(super) key: &'a str,
+    pub(super) n: i64,
+    pub(super) period_us: i64,
+    pub(super) burst: i64,
+    pub(super) cost: i64,
+    pub(super) max_wait_us: i64,
+    /// The largest debt with which the program's own quota allows the call. `None` if none does.
+    pub(super) allowance_us: Option<i64>,
+    /// What the cost adds to the debt under that quota.
+    pub(super) increase_us: i64,
+    pub(super) commit_async: bool,
+}
 
 /// The row of a check: how many units were spent, why none were, when that was decided, when the key is full again, and the
 /// quota in force, unless it is the program's own: N, the period in microseconds and the burst.
@@ -129,6 +146,17 @@ pub(super) fn spend_all<'a>(calls: &'a Calls<'a>) -> SpendAll<'a> {
         calls.costs.as_slice(),
         calls.commit_async,
     ))
+}
+
+/// Units that are given back.
+#[derive(Debug)]
+pub(super) struct Units<'a> {
+    pub(super) name: Name<'a>,
+    pub(super) key: &'a str,
+    pub(super) units: i64,
+    pub(super) spent_at: Timestamp,
+    pub(super) wait_us: i64,
+    pub(super) commit_async: bool,
 }
 
 pub(super) type GiveBack<'a> =

@@ -4,20 +4,11 @@ use std::time::Duration;
 
 use diesel::data_types::PgInterval;
 
-use super::sql::ClaimRow;
+use super::sql::{ClaimRow, Request};
 use super::{Admission, Claim, Full, Semaphore};
 use crate::error::{Input, Result};
 use crate::text::{self, Name};
 use crate::time::{self, Timestamp};
-
-/// The arguments of a claim that passed every check that needs no database.
-#[derive(Debug)]
-pub(super) struct Request<'a> {
-    pub(super) service: Name<'a>,
-    pub(super) slots: i32,
-    pub(super) timeout: PgInterval,
-    pub(super) details: &'a str,
-}
 
 impl Semaphore {
     /// Checks the arguments of a claim. `name` turns the service into a name as it is sent on a session.

@@ -2,11 +2,20 @@
 
 use diesel::data_types::PgInterval;
 
-use super::rules::Request;
 use crate::functions::{admit_service_request, complete_service_request, renew_service_request};
 #[cfg(feature = "async")]
 use crate::session::Probed;
+use crate::text::Name;
 use crate::time::Timestamp;
+
+/// The arguments of a claim that passed every check that needs no database.
+#[derive(Debug)]
+pub(super) struct Request<'a> {
+    pub(super) service: Name<'a>,
+    pub(super) slots: i32,
+    pub(super) timeout: PgInterval,
+    pub(super) details: &'a str,
+}
 
 /// The row of a claim: the request's id and slot, when it was claimed, when it expires, when the server replied, and
 /// when enough requests in flight expire for another claim. Without a free slot, the first four are null.

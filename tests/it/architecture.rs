@@ -125,3 +125,44 @@ fn reachable(imports: &BTreeMap<String, BTreeSet<String>>, from: &str) -> BTreeS
     }
     reached
 }
+
+/// Whether a room of a primitive, with the files of its folder, names another room.
+fn names(primitive: &Path, room: &str, other: &str) -> bool {
+    let mut files = vec![primitive.join(room).with_extension("rs")];
+    let folder = primitive.join(room);
+    if folder.is_dir() {
+        sources(&folder, &mut files);
+    }
+    let of_the_other = [
+        format!("super::{other}::"),
+        format!("super::super::{other}::"),
+        format!(
+            "::{}::{other}::",
+            primitive.file_name().unwrap().to_str().unwrap()
+        ),
+    ];
+    files.iter().any(|file| {
+        let code = fs::read_to_string(file).unwrap();
+        let lines = code.lines().take_while(|line| !is_test(line));
+        lines
+            .into_iter()
+            .any(|line| of_the_other.iter().any(|path| line.contains(path)))
+    })
+}
+
+#[test]
+fn the_rules_and_the_statements_of_a_primitive_do_not_name_each_other() {
+    let mut named = 0;
+    for directory in fs::read_dir(root().join("src")).unwrap() {
+        let primitive = directory.unwrap().path();
+        if primitive.join("sql.rs").exists() {
+            let (one, other) = (
+                names(&primitive, "rules", "sql"),
+                names(&primitive, "sql", "rules"),
+            );
+            assert!(!(one && other), "{}", primitive.display());
+            named += u32::from(one) + u32::from(other);
+        }
+    }
+    assert!(named >= 3, "{named}");
+}

@@ -1,4 +1,4 @@
-//! The pauses of a thread that polls for a slot, or for a lock without a connection.
+//! The pauses of a thread or a task that polls for a slot, or for a lock without a connection.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;

@@ -226,11 +226,12 @@ pub enum Error {
     Pool(Box<dyn std::error::Error + Send + Sync>),
 
     /// An asynchronous operation was polled outside a tokio runtime, which it needs for its timers, and for the task that
-    /// releases a lock or a slot when its future is dropped. Nothing was sent.
+    /// undoes what it took when its future is dropped. Nothing was sent. A runtime without timers is found out by a panic that is
+    /// caught, so with `panic = "abort"` it ends the process.
     #[cfg(feature = "async")]
     #[error(
-        "cannot run an asynchronous operation outside a tokio runtime with timers: nothing could release the lock if its \
-         future were dropped; call it inside a runtime that was built with `enable_all`"
+        "cannot run an asynchronous operation outside a tokio runtime with timers: nothing could undo what it took if \
+         its future were dropped; call it inside a runtime that was built with `enable_all`"
     )]
     NoRuntime,
 

@@ -190,7 +190,7 @@ impl LockKey {
     }
 
     /// Makes the key of the gem where the environment variable `WITH_ADVISORY_LOCK_PREFIX` is set. The second number is then
-    /// the prefix without its sign.
+    /// the prefix with its sign bit cleared.
     pub fn with_advisory_lock_prefix(name: &str, prefix: i32) -> Self {
         const MASK: i32 = i32::MAX;
         let hash = hash::crc32(name) as i32 & MASK;

@@ -1,4 +1,4 @@
-//! How many threads of this process poll for the same lock or slot, and the least pause between their polls.
+//! How many threads and tasks of this process poll for the same lock or slot, and the least pause between their polls.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use crate::panics::lock;
 
-/// The average time between two polls of a process, however many threads poll. This bounds their load on the server.
+/// The average time between two polls of a process, however many poll. This bounds their load on the server.
 const APART: Duration = Duration::from_millis(5);
 
-/// The threads of this process that poll for one kind of thing, counted by key.
+/// The threads and tasks of this process that poll for one kind of thing, counted by key.
 #[derive(Debug)]
 pub(crate) struct Pollers<K: Ord + 'static>(Mutex<BTreeMap<K, u32>>);
 
@@ -18,7 +18,7 @@ impl<K: Ord + Clone + 'static> Pollers<K> {
         Self(Mutex::new(BTreeMap::new()))
     }
 
-    /// Counts the calling thread among those that poll for this key.
+    /// Counts the caller among those that poll for this key.
     pub(crate) fn join(&'static self, key: K) -> Poller<K> {
         *self.counts().entry(key.clone()).or_default() += 1;
         Poller { pollers: self, key }
@@ -29,7 +29,7 @@ impl<K: Ord + Clone + 'static> Pollers<K> {
     }
 }
 
-/// A thread that is counted until this is dropped.
+/// A thread or a task that is counted until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Poller<K: Ord + Clone + 'static> {
     pollers: &'static Pollers<K>,
@@ -37,7 +37,7 @@ pub(crate) struct Poller<K: Ord + Clone + 'static> {
 }
 
 impl<K: Ord + Clone + 'static> Poller<K> {
-    /// The least average pause of each thread that polls for this key.
+    /// The least average pause of each of those that poll for this key.
     pub(crate) fn apart(&self) -> Duration {
         let counts = self.pollers.counts();
         let own = counts.get(&self.key).copied().unwrap_or(1);
@@ -57,8 +57,8 @@ impl<K: Ord + Clone + 'static> Drop for Poller<K> {
     }
 }
 
-/// All keys have the same share of the polls of a process, so the pause of a thread depends on the number of threads that
-/// poll for its key, and hardly on those that poll for others. The only thread that polls has no least pause.
+/// All keys have the same share of the polls of a process, so a pause depends on the number of those that
+/// poll for its key, and hardly on those that poll for others. The only one that polls has no least pause.
 fn apart(own: u32, keys: u32) -> Duration {
     APART.saturating_mul(own.saturating_mul(keys).saturating_sub(1))
 }

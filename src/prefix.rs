@@ -22,7 +22,8 @@ pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 ///
 /// A lock named `geocoder` is then the lock `this test geocoder`. The prefix reaches the locks of
 /// [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts), the services
-/// of semaphores, the [keys](crate::Throttle::key) of throttles and the names of [fences](crate::Fence). It does not reach
+/// of semaphores, the [keys](crate::Throttle::key) of throttles, and the names of [rate limits](crate::RateLimit) and of
+/// [fences](crate::Fence). It does not reach
 /// lock keys that are numbers or that other ecosystems share, and it does not reach a throttle without a key, because such a
 /// throttle is one row for the whole database. A test that takes such a throttle needs its own database, or a test
 /// transaction while no other test uses the throttle.

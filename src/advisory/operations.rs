@@ -108,13 +108,13 @@ pub(super) async fn try_session_lock<S: Session>(
     }
 }
 
-/// Whether a session of this process had an `idle_session_timeout`.
-static CAREFULLY: AtomicBool = AtomicBool::new(false);
+/// Whether this process has met a session with an `idle_session_timeout`.
+static MET_IDLE_TIMEOUT: AtomicBool = AtomicBool::new(false);
 
 /// Returns whether a try may have lifted an `idle_session_timeout`.
 #[cfg(feature = "async")]
 pub(super) fn lifts_idle_session_timeout() -> bool {
-    CAREFULLY.load(Ordering::Relaxed)
+    MET_IDLE_TIMEOUT.load(Ordering::Relaxed)
 }
 
 /// Sends a try, and also returns whether a transaction is open that Diesel does not know of.
@@ -134,7 +134,7 @@ async fn send_try<S: Session>(
         let (row, is_open) = probe(session, sql::TryFenced { lock }).await;
         return (row.map(sql::TriedFenced::read), is_open);
     }
-    if !CAREFULLY.load(Ordering::Relaxed) {
+    if !MET_IDLE_TIMEOUT.load(Ordering::Relaxed) {
         let (row, is_open) = probe(session, Numbered(sql::Try { lock })).await;
         if let Some(reply) = row.map(sql::Tried::read).transpose() {
             return (reply, is_open);
@@ -147,7 +147,7 @@ async fn send_try<S: Session>(
     let (row, is_open) = probe(session, Numbered(sql::TryCarefully { lock })).await;
     let reply = row.map(sql::TriedCarefully::read);
     if let Ok(reply) = &reply {
-        CAREFULLY.fetch_or(reply.idle_session_timeout.is_some(), Ordering::Relaxed);
+        MET_IDLE_TIMEOUT.fetch_or(reply.idle_session_timeout.is_some(), Ordering::Relaxed);
     }
     (reply, is_open)
 }

@@ -24,13 +24,13 @@ where
     C: Future<Output = Result<Admission<P>>>,
     S: Future<Output = ()>,
 {
-    static WAITERS: Pollers<Cow<'static, str>> = Pollers::new();
+    static POLLERS: Pollers<Cow<'static, str>> = Pollers::new();
     let deadline = Deadline::after(timeout);
     let mut full = match claim(timeout).await? {
         Admission::Full(full) => full,
         admitted => return Ok(admitted),
     };
-    let poller = WAITERS.join(service);
+    let poller = POLLERS.join(service);
     let mut backoff = Backoff::new();
     while let Some(pause) = backoff.next(poller.apart(), full.retry_after, deadline.remaining()) {
         sleep(pause).await;

@@ -1,10 +1,10 @@
 //! The reason of a failure in the database, queried from the catalogue after an operation failed.
 
 use diesel::prelude::*;
-use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use diesel::sql_types::{Bool, Text};
 
-use crate::error::{Error, Schema};
+use crate::error::{Error, Result, Schema};
 use crate::session::Session;
 use crate::transaction::Transaction;
 
@@ -48,6 +48,14 @@ const PRESENT: &str = "
         EXISTS (SELECT FROM pg_catalog.pg_enum JOIN pg_catalog.pg_type ON pg_type.oid OPERATOR(pg_catalog.=) enumtypid, schema
             WHERE typnamespace OPERATOR(pg_catalog.=) schema.oid AND typname OPERATOR(pg_catalog.=) 'throttled_resource_enum'
             AND enumlabel OPERATOR(pg_catalog.=) $1) AS label";
+
+/// Returns a reply, or what its error means.
+pub(crate) async fn explained<S: Session, T>(session: &mut S, reply: QueryResult<T>) -> Result<T> {
+    match reply {
+        Ok(value) => Ok(value),
+        Err(error) => Err(explain(session, error, None).await),
+    }
+}
 
 /// Returns what an error of the database means, as far as its kind or the catalogue shows.
 ///

@@ -89,7 +89,7 @@ impl AdvisoryLock {
     ///
     /// As [`acquire_xact`](Self::acquire_xact).
     pub fn try_acquire_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
-        now(self.try_acquire_xact_in(&mut Blocking::lent(conn)))
+        self.acquire_xact_timeout(conn, Duration::ZERO)
     }
 
     /// Takes the lock until the transaction ends. Waits for at most `timeout`.
@@ -196,14 +196,7 @@ impl AdvisoryLock {
         F: FnOnce(&mut PgConnection) -> Result<T, E>,
         E: From<Error>,
     {
-        let session = &mut Blocking::lent(conn);
-        let mut transaction = now(operations::begin_transaction(session))?;
-        let value = match now(self.try_acquire_xact_in(transaction.session())) {
-            Ok(Attempt::Acquired(())) => work(transaction.session().conn()).map(Attempt::Acquired),
-            Ok(Attempt::Busy) => Ok(Attempt::Busy),
-            Err(error) => Err(error.into()),
-        };
-        now(transaction.end(value))
+        self.transaction_timeout(conn, Duration::ZERO, work)
     }
 
     /// As [`transaction`](Self::transaction), but returns [`Attempt::Busy`] without running `work` if the lock was not

@@ -154,10 +154,8 @@ impl Recorded {
         let query = diesel::sql_query(
             "SELECT version::pg_catalog.text FROM resource_control.installed_migration",
         );
-        let rows: Vec<Row> = match session.all(query).await {
-            Ok(rows) => rows,
-            Err(error) => return Err(installed::explain(session, error, None).await),
-        };
+        let rows = session.all(query).await;
+        let rows: Vec<Row> = installed::explained(session, rows).await?;
         let versions: Vec<_> = rows.into_iter().map(|row| row.version).collect();
         Ok(if versions.is_empty() {
             Recorded::NoVersion

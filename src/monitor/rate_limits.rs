@@ -190,13 +190,9 @@ pub(super) async fn find_keys_near_limit<S: Session>(
 ) -> Result<Vec<KeyNearLimit>> {
     let name = limit.checked_name(|name| session.name(name))?;
     let quota = limit.checked_quota()?;
-    let near: Vec<NearRow> = match session
-        .all(near_limit(name.as_str(), quota, rows.into()))
-        .await
-    {
-        Ok(near) => near,
-        Err(error) => return Err(installed::explain(session, error, None).await),
-    };
+    let near = near_limit(name.as_str(), quota, rows.into());
+    let near = session.all(near).await;
+    let near: Vec<NearRow> = installed::explained(session, near).await?;
     Ok(near.into_iter().map(KeyNearLimit::from).collect())
 }
 

@@ -181,10 +181,8 @@ pub(super) async fn find_slots<S: Session>(
         .filter(of_service(service.as_str()))
         .filter(in_flight())
         .select((service_request::slot, service_request::expires_at));
-    let taken: Vec<(i16, Timestamp)> = match session.all(requests).await {
-        Ok(taken) => taken,
-        Err(error) => return Err(installed::explain(session, error, None).await),
-    };
+    let taken = session.all(requests).await;
+    let taken: Vec<(i16, Timestamp)> = installed::explained(session, taken).await?;
     let occupied: HashSet<i16> = taken.iter().map(|(slot, _)| *slot).collect();
     Ok(Slots {
         free: (0..slots).filter(|slot| !occupied.contains(slot)).collect(),

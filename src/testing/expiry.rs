@@ -180,8 +180,5 @@ pub(super) async fn send_expire<S: Session>(
         .set(service_request::expires_at.eq(clock_timestamp()))
         .returning(service_request::id);
     let expired: QueryResult<Vec<i64>> = all_at_read_committed(session, update).await;
-    match expired {
-        Ok(expired) => Ok(expired.len()),
-        Err(error) => Err(installed::explain(session, error, None).await),
-    }
+    Ok(installed::explained(session, expired).await?.len())
 }

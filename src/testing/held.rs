@@ -41,10 +41,8 @@ pub(super) async fn find_held<S: Session>(session: &mut S) -> Result<Vec<Holder>
         Err(error) => return Err(Error::Database(error)),
     };
     if !held.is_empty() {
-        let unrequested = match locks_of_transactions(session).await {
-            Ok(locks) => locks,
-            Err(error) => return Err(installed::explain(session, error, None).await),
-        };
+        let unrequested = locks_of_transactions(session).await;
+        let unrequested = installed::explained(session, unrequested).await?;
         held.retain(|lock| !unrequested.contains(&lock.key));
     }
     Ok(held)

@@ -87,10 +87,7 @@ pub(super) async fn find_in_flight<S: Session>(session: &mut S) -> Result<Vec<Se
         }
         Err(error) => Err(error),
     };
-    match requests {
-        Ok(requests) => Ok(requests),
-        Err(error) => Err(installed::explain(session, error, None).await),
-    }
+    installed::explained(session, requests).await
 }
 
 /// Panics if a request to the service is in flight. The message names each request with its details.
@@ -139,8 +136,6 @@ pub(super) async fn find_in_flight_to<S: Session>(
         .filter(monitor::in_flight())
         .order(service_request::slot)
         .select(<ServiceRequest as SelectableHelper<Pg>>::as_select());
-    match session.all(requests).await {
-        Ok(requests) => Ok(requests),
-        Err(error) => Err(installed::explain(session, error, None).await),
-    }
+    let requests = session.all(requests).await;
+    installed::explained(session, requests).await
 }

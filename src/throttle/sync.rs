@@ -53,10 +53,8 @@ pub(super) async fn compare<S: Session>(
     let mut missing = Vec::new();
     let mut synced = Synced::default();
     for resource in declared {
-        let found = match session.one(find_interval(&resource.label)).await {
-            Ok(found) => found.microseconds,
-            Err(error) => return Err(installed::explain(session, error, None).await),
-        };
+        let found = session.one(find_interval(&resource.label)).await;
+        let found = installed::explained(session, found).await?.microseconds;
         match found {
             None => missing.push(resource.clone()),
             Some(in_database) if in_database != resource.microseconds => {
@@ -83,9 +81,8 @@ pub(super) async fn add_missing<S: Session>(
             return Err(explain_ddl(session, error).await);
         }
         let insert = insert_resource(&resource.label, resource.microseconds);
-        if let Err(error) = session.execute(insert).await {
-            return Err(installed::explain(session, error, None).await);
-        }
+        let inserted = session.execute(insert).await;
+        installed::explained(session, inserted).await?;
         synced.added.push(resource.label);
     }
     Ok(synced)
@@ -96,9 +93,8 @@ pub(super) async fn overwrite<S: Session>(session: &mut S, different: &[Differen
     for difference in different {
         let microseconds = difference.declared.as_micros() as i64;
         let set = set_interval(&difference.label, microseconds);
-        if let Err(error) = session.execute(set).await {
-            return Err(installed::explain(session, error, None).await);
-        }
+        let set = session.execute(set).await;
+        installed::explained(session, set).await?;
     }
     Ok(())
 }

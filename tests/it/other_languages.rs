@@ -48,7 +48,7 @@ fn count(conn: &mut PgConnection, condition: &str) -> i64 {
 fn all_the_sql_of_the_page_runs() {
     let database = database_with::<Resource>();
     let conn = &mut database.connect();
-    assert_eq!(blocks().len(), 4);
+    assert_eq!(blocks().len(), 5);
     for sql in blocks() {
         conn.batch_execute(sql)
             .unwrap_or_else(|error| panic!("{error}: {sql}"));

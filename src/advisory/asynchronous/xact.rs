@@ -49,8 +49,7 @@ impl AdvisoryLock {
     ///
     /// As in the blocking half.
     pub async fn try_acquire_xact(&self, conn: &mut AsyncPgConnection) -> Result<Attempt<()>> {
-        let session = &mut Asynchronous::lent(conn);
-        self.0.try_acquire_xact_in(session).await
+        self.acquire_xact_timeout(conn, Duration::ZERO).await
     }
 
     /// Takes the lock until the transaction ends. Waits for at most `timeout`. As
@@ -145,16 +144,7 @@ impl AdvisoryLock {
         F: AsyncFnOnce(&mut AsyncPgConnection) -> Result<T, E>,
         E: From<Error>,
     {
-        let session = &mut Asynchronous::lent(conn);
-        let mut transaction = operations::begin_transaction(session).await?;
-        let value = match self.0.try_acquire_xact_in(transaction.session()).await {
-            Ok(Attempt::Acquired(())) => {
-                (work(transaction.session().conn()).await).map(Attempt::Acquired)
-            }
-            Ok(Attempt::Busy) => Ok(Attempt::Busy),
-            Err(error) => Err(error.into()),
-        };
-        transaction.end(value).await
+        self.transaction_timeout(conn, Duration::ZERO, work).await
     }
 
     /// As [`transaction`](Self::transaction), but returns [`Attempt::Busy`] without running `work` if the lock was not

@@ -33,20 +33,7 @@ impl AdvisoryLock {
         events::observe("acquire", subject, acquire, |()| Outcome::Acquired).await
     }
 
-    /// Takes the lock until the transaction ends, if it is free, in one round trip.
-    pub(in crate::advisory) async fn try_acquire_xact_in<S: Session>(
-        &self,
-        session: &mut S,
-    ) -> Result<Attempt<()>> {
-        let acquire = async {
-            let lock = self.checked_on(session)?;
-            try_xact(session, lock).await
-        };
-        let subject = Subject::Lock(self.key());
-        events::observe("acquire", subject, acquire, Attempt::outcome).await
-    }
-
-    /// Takes the lock until the transaction ends. Waits until the deadline.
+    /// Takes the lock until the transaction ends. Waits until the deadline: one that has passed makes it one try.
     pub(in crate::advisory) async fn acquire_xact_until_in<S: Session>(
         &self,
         session: &mut S,

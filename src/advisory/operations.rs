@@ -293,7 +293,7 @@ async fn conclude<S: Session>(
     let key = held.key.clone();
     Err(match loss {
         Loss::Lock => held.lost(None),
-        Loss::Commit => Error::TransactionLeftOpen { key },
+        Loss::TransactionLeftOpen => Error::TransactionLeftOpen { key },
         Loss::SessionMoved => {
             let replied_by = session.one(diesel::select(pg_backend_pid())).await;
             Error::SessionMoved {

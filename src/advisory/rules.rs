@@ -162,7 +162,7 @@ pub(super) enum Loss {
     Lock,
     SessionMoved,
     /// A transaction was left open.
-    Commit,
+    TransactionLeftOpen,
 }
 
 /// What is known when the server has replied to an unlock.
@@ -199,7 +199,7 @@ impl Release {
         match self.unlocked {
             Unlocked::SessionMoved => Some(Loss::SessionMoved),
             Unlocked::WasNotHeld => Some(Loss::Lock),
-            Unlocked::WasHeld if self.left_open => Some(Loss::Commit),
+            Unlocked::WasHeld if self.left_open => Some(Loss::TransactionLeftOpen),
             Unlocked::WasHeld => None,
         }
     }
@@ -301,7 +301,7 @@ mod tests {
     #[test]
     fn a_release_comes_to_what_the_table_says() {
         let lock = Some(Loss::Lock);
-        let commit = Some(Loss::Commit);
+        let commit = Some(Loss::TransactionLeftOpen);
         let moved = Some(Loss::SessionMoved);
         // before, unlocked, left open: pooled, borrowed, report
         for (before, unlocked, left_open, pooled, borrowed, loss) in [

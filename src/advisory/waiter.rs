@@ -86,7 +86,7 @@ impl Waiter {
     }
 
     /// Takes note that it has the lock.
-    pub(super) fn is_granted(&mut self, is_shared: bool) {
+    pub(super) fn took_lock(&mut self, is_shared: bool) {
         self.tries();
         self.is_woken = false;
         if is_shared {
@@ -173,7 +173,7 @@ mod tests {
             assert!(first.wakeup.is_pending() && !second.wakeup.is_pending());
             first.tries();
             if is_granted {
-                first.is_granted(false);
+                first.took_lock(false);
             }
             drop(first);
             assert_eq!(second.wakeup.is_pending(), !is_granted);
@@ -186,7 +186,7 @@ mod tests {
         let id = LockId::Pair(-5, -6);
         let [mut first, second] = [(); 2].map(|()| Waiter::for_lock(id));
         first.tries();
-        first.is_granted(true);
+        first.took_lock(true);
         drop(first);
         assert!(second.wakeup.is_pending());
     }

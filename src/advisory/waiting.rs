@@ -86,7 +86,7 @@ pub(super) async fn for_session_lock<H: Half>(
         };
     }
     if half.is_granted(&acquisition) {
-        waiter.is_granted(lock.mode == LockMode::Shared);
+        waiter.took_lock(lock.mode == LockMode::Shared);
     }
     Ok(half.end(acquisition))
 }

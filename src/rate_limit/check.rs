@@ -106,7 +106,7 @@ impl Spent {
 }
 
 /// A limited call: why, and when to try again.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limited {
     /// Why the call was limited.

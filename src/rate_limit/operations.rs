@@ -117,11 +117,10 @@ pub(super) async fn reset<S: Session>(
     limit: &RateLimit,
     all_keys: bool,
 ) -> Result<u64> {
-    let key = limit.checked_key()?;
-    let name = limit.checked_name(|name| session.name(name))?;
+    let call = limit.checked(Duration::ZERO, |name| session.name(name))?;
     refuse_transaction(session)?;
-    let key = (!all_keys).then_some(key);
-    let statement = sql::reset(name.as_str(), key, !limit.durable);
+    let key = (!all_keys).then_some(call.key);
+    let statement = sql::reset(call.name.as_str(), key, call.commit_async);
     let deleted: i64 = accepted(session, limit, statement).await?;
     Ok(deleted.unsigned_abs())
 }

@@ -2,7 +2,7 @@
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
-use super::sql::{AttemptKey, AttemptResource, Attempted};
+use super::sql::{Attempt, Attempted};
 use super::{Decision, Throttle, ThrottledResource};
 use crate::error::{Error, Misplaced, Result, Schema};
 use crate::events::{self, Subject};
@@ -62,19 +62,23 @@ where
 {
     let checked = throttle.checked_with_details(|key| session.name(key))?;
     let (label, details) = (checked.label, checked.details);
-    let reply = match &checked.key {
-        None => one_at_read_committed(session, AttemptResource { label, details }).await,
+    let key = checked.key.as_ref().map(|key| key.as_str());
+    let reply = match key {
+        None => {
+            let attempt = Attempt::<false> {
+                label,
+                key: "",
+                details,
+            };
+            one_at_read_committed(session, attempt).await
+        }
         Some(key) => {
-            let key = key.as_str();
-            one_at_read_committed(
-                session,
-                AttemptKey {
-                    label,
-                    key,
-                    details,
-                },
-            )
-            .await
+            let attempt = Attempt::<true> {
+                label,
+                key,
+                details,
+            };
+            one_at_read_committed(session, attempt).await
         }
     };
     match reply {

@@ -67,75 +67,27 @@ const COLUMNS: &str =
     "SELECT granted, being_taken, decided_at, next_at, retry_after, holder, held_since";
 const LABEL_CAST: &str = "::resource_control.throttled_resource_enum, ";
 
-/// An attempt at a resource.
+/// An attempt at a resource, or at one key of it. Which of them is part of the statement's id, because it changes the text.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct AttemptResource<'a> {
+pub(super) struct Attempt<'a, const KEYED: bool> {
     pub(super) label: &'a str,
-    pub(super) details: &'a str,
-}
-
-impl Query for AttemptResource<'_> {
-    type SqlType = Row;
-}
-
-impl QueryId for AttemptResource<'_> {
-    type QueryId = AttemptResource<'static>;
-    const HAS_STATIC_QUERY_ID: bool = true;
-}
-
-impl<Conn> RunQueryDsl<Conn> for AttemptResource<'_> {}
-
-impl QueryFragment<Pg> for AttemptResource<'_> {
-    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql(COLUMNS);
-        self.push_from(out)
-    }
-}
-
-#[cfg(feature = "async")]
-impl Probed for AttemptResource<'_> {
-    fn walk_probed<'b>(
-        &'b self,
-        mut out: AstPass<'_, 'b, Pg>,
-        columns: &'b ProbeColumns,
-    ) -> QueryResult<()> {
-        out.push_sql(COLUMNS);
-        columns.walk_ast(out.reborrow())?;
-        self.push_from(out)
-    }
-}
-
-impl AttemptResource<'_> {
-    fn push_from<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql(" FROM resource_control.attempt_throttled_resource(");
-        out.push_bind_param::<Text, _>(self.label)?;
-        out.push_sql(LABEL_CAST);
-        out.push_bind_param::<Text, _>(self.details)?;
-        out.push_sql(")");
-        Ok(())
-    }
-}
-
-/// An attempt at a resource for one key.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct AttemptKey<'a> {
-    pub(super) label: &'a str,
+    /// Not sent without `KEYED`.
     pub(super) key: &'a str,
     pub(super) details: &'a str,
 }
 
-impl Query for AttemptKey<'_> {
+impl<const KEYED: bool> Query for Attempt<'_, KEYED> {
     type SqlType = Row;
 }
 
-impl QueryId for AttemptKey<'_> {
-    type QueryId = AttemptKey<'static>;
+impl<const KEYED: bool> QueryId for Attempt<'_, KEYED> {
+    type QueryId = Attempt<'static, KEYED>;
     const HAS_STATIC_QUERY_ID: bool = true;
 }
 
-impl<Conn> RunQueryDsl<Conn> for AttemptKey<'_> {}
+impl<Conn, const KEYED: bool> RunQueryDsl<Conn> for Attempt<'_, KEYED> {}
 
-impl QueryFragment<Pg> for AttemptKey<'_> {
+impl<const KEYED: bool> QueryFragment<Pg> for Attempt<'_, KEYED> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         out.push_sql(COLUMNS);
         self.push_from(out)
@@ -143,7 +95,7 @@ impl QueryFragment<Pg> for AttemptKey<'_> {
 }
 
 #[cfg(feature = "async")]
-impl Probed for AttemptKey<'_> {
+impl<const KEYED: bool> Probed for Attempt<'_, KEYED> {
     fn walk_probed<'b>(
         &'b self,
         mut out: AstPass<'_, 'b, Pg>,
@@ -155,13 +107,19 @@ impl Probed for AttemptKey<'_> {
     }
 }
 
-impl AttemptKey<'_> {
+impl<const KEYED: bool> Attempt<'_, KEYED> {
     fn push_from<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql(" FROM resource_control.attempt_throttled_key(");
+        out.push_sql(if KEYED {
+            " FROM resource_control.attempt_throttled_key("
+        } else {
+            " FROM resource_control.attempt_throttled_resource("
+        });
         out.push_bind_param::<Text, _>(self.label)?;
         out.push_sql(LABEL_CAST);
-        out.push_bind_param::<Text, _>(self.key)?;
-        out.push_sql(", ");
+        if KEYED {
+            out.push_bind_param::<Text, _>(self.key)?;
+            out.push_sql(", ");
+        }
         out.push_bind_param::<Text, _>(self.details)?;
         out.push_sql(")");
         Ok(())
@@ -236,8 +194,9 @@ mod tests {
 
     #[test]
     fn an_attempt_is_one_call() {
-        let query = AttemptResource {
+        let query = Attempt::<false> {
             label: "cache rebuild",
+            key: "",
             details: "web-3",
         };
         assert_eq!(
@@ -259,7 +218,7 @@ mod tests {
 
     #[test]
     fn an_attempt_for_a_key_is_one_call() {
-        let query = AttemptKey {
+        let query = Attempt::<true> {
             label: "tenant import",
             key: "7",
             details: "web-3",

@@ -35,8 +35,9 @@ use crate::transaction::Transaction;
 const PATIENCE: Duration = Duration::from_millis(20);
 const LONGEST_PATIENCE: Duration = Duration::from_secs(1);
 
-/// How often a cancellation is sent. One that arrives before its statement hits nothing.
-const CANCELLATIONS: u32 = 5;
+/// How often a cancellation is sent. One that arrives before its statement hits nothing. On a busy server a statement begins
+/// late, so the pause after each is twice as long as the one before.
+const CANCELLATIONS: u32 = 10;
 
 /// A connection that a guard has: one out of a pool, or one that the caller lends.
 ///
@@ -300,11 +301,13 @@ async fn release_all(conn: &mut AsyncPgConnection, is_waiting: bool, patience: D
             None => {
                 // tokio-postgres does not wait until the server has handled a cancellation, which may hit a later statement
                 // on the session. So the session is not used again.
+                let mut pause = patience;
                 for _ in 0..CANCELLATIONS {
                     let _ = timeout(LONGEST_PATIENCE, token.cancel_query(NoTls)).await;
-                    if timeout(patience, &mut unlocked).await.is_ok() {
+                    if timeout(pause, &mut unlocked).await.is_ok() {
                         break;
                     }
+                    pause = LONGEST_PATIENCE.min(2 * pause);
                 }
                 return false;
             }

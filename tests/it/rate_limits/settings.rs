@@ -179,7 +179,7 @@ fn the_arithmetic_is_exact() {
              (VALUES (0::bigint), (1), (7), (4294967295), (31622400000000), (3162240000000000)) AS a (amount), \
              (VALUES (1::bigint), (2), (1000003), (4294967295), (31622400000000)) AS m (multiplier), \
              (VALUES (1::bigint), (3), (4294967295), (31622400000000)) AS d (divisor), \
-             LATERAL (SELECT ceil(amount::numeric * multiplier / divisor) AS up, \
+             LATERAL (SELECT div(amount::numeric * multiplier + divisor - 1, divisor) AS up, \
                  div(amount::numeric * multiplier, divisor) AS down) AS exact \
              WHERE up < 9e18 AND (resource_control.scaled_up(amount, multiplier, divisor) <> up \
                  OR resource_control.scaled_down(amount, multiplier, divisor) <> down))",

@@ -185,4 +185,15 @@ fn the_arithmetic_is_exact() {
                  OR resource_control.scaled_down(amount, multiplier, divisor) <> down))",
     );
     assert_eq!(wrong, 0);
+    let wrong = number(
+        conn,
+        "(SELECT count(*) FROM \
+             (VALUES (0::bigint), (1), (4294967295), (3162240000000000)) AS d (debt), \
+             (VALUES (1::bigint, 1::bigint), (7, 3), (4294967295, 1), (1, 31622400000000)) AS q (n, period), \
+             (VALUES (1::bigint, 1::bigint), (5, 11), (4294967295, 1), (1, 31622400000000)) AS w (n, period), \
+             LATERAL (SELECT debt::numeric * q.n * w.period AS amount, q.period::numeric * w.n AS divisor) AS parts \
+             WHERE resource_control.rescaled(debt, q.n, q.period, w.n, w.period) \
+                 <> LEAST(div(amount, divisor) + (mod(amount, divisor) > 0)::integer, 9000000000000000))",
+    );
+    assert_eq!(wrong, 0);
 }

@@ -101,8 +101,8 @@ use crate::text;
 ///
 /// # Clocks
 ///
-/// If the server's clock is set back, a key is refilled from its next call on, and nothing else is lost. If the clock is set
-/// forward, keys are refilled for the time that it skips.
+/// If the server's clock is set back, a key is refilled from its next call on. Until the clock shows the old time again, units
+/// of that key cannot be given back. If the clock is set forward, keys are refilled for the time that it skips.
 ///
 /// # Behind a pooler
 ///

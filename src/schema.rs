@@ -26,7 +26,7 @@ pub mod resource_control {
             generation -> Int8,
             /// The number of updates in this generation.
             updates -> Int4,
-            /// When the key was used first, or first after it was reset, pruned, or given another quota.
+            /// When the key was used first, or first after it was reset, pruned, or given another quota. If the clock was set back since, just after the last change by the old clock.
             created_at -> Timestamptz,
             /// When units were spent or given back last, by the server's clock.
             changed_at -> Timestamptz,

@@ -66,7 +66,7 @@ AS $$
 $$;
 
 -- What is owed is units and not time, so another quota than the row's rescales it. The result is at most 9000000000000000, 285
--- years, because a timestamptz cannot be advanced by much more. A row is never written with a debt that was cut so, because it
+-- years, because PostgreSQL multiplies an interval by a double precision, which is exact to the microsecond up to that. A row is never written with a debt that was cut so, because it
 -- would owe less under its former quota again.
 CREATE FUNCTION resource_control.rescaled(
     debt_us bigint,
@@ -231,7 +231,8 @@ $$;
 -- Writes what a key owes under another quota, and by the present clock. Otherwise a key that is limited, which writes
 -- nothing, would be refilled at the rate of the old quota, or not at all until a clock that was set back shows the old time
 -- again. What was spent under the old quota may have come back faster, and by the old clock nobody knows when it was spent. So
--- the key counts as created anew, and none of that is given back. A reserved moment is moved with the clock.
+-- the key counts as created anew, and none of that is given back. A reserved moment is moved with the clock. The callers limit
+-- the wait for other transactions.
 CREATE FUNCTION resource_control.settle_rate_limit(
     name text,
     key text,
@@ -245,7 +246,6 @@ CREATE FUNCTION resource_control.settle_rate_limit(
     SET enable_seqscan = off
     SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
-    SET lock_timeout = '250ms'
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -648,7 +648,8 @@ BEGIN
     -- The UPDATE reads the clock twice, and a debt is rounded up by less than a microsecond for each call. So that a key does
     -- not seem to have a unit less because of that, this tells what is left a moment later.
     remaining := GREATEST(quota_burst - units - resource_control.scaled_up(
-        GREATEST(debt - LEAST(spent.quota_period_us / quota_n / 2, 1000), 0), quota_n, spent.quota_period_us), 0);
+        GREATEST(debt - CASE WHEN allowed THEN LEAST(spent.quota_period_us / quota_n / 2, 1000) ELSE 0 END, 0),
+        quota_n, spent.quota_period_us), 0);
     full_in := GREATEST(spent.full_at - decided_at, '0');
     IF cost <= quota_burst THEN
         wait_us := GREATEST(debt - resource_control.scaled_down(quota_burst - cost, spent.quota_period_us, quota_n), 0);
@@ -738,6 +739,7 @@ CREATE FUNCTION resource_control.check_rate_limits(
 )
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
+    SET lock_timeout = '250ms'
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -943,6 +945,8 @@ BEGIN
             EXIT WHEN worth <= 0;
             UPDATE resource_control.rate_limit AS b
                 SET updates = held.updates + 1, changed_at = now, full_at = now + (debt - worth) * us,
+                    -- As settle_rate_limit writes it, if the clock was set back.
+                    created_at = GREATEST(held.created_at, CASE WHEN held.changed_at > now THEN held.changed_at + us END),
                     reserved_until = LEAST(held.reserved_until,
                         now + (date_part('epoch', held.reserved_until - held.changed_at) * 1000000)::bigint * us)
                 WHERE b.name = wanted_name AND b.key = wanted_key AND b.generation = held.generation;
@@ -1133,7 +1137,7 @@ COMMENT ON COLUMN resource_control.rate_limit.generation IS
 COMMENT ON COLUMN resource_control.rate_limit.updates IS
     'The number of updates in this generation.';
 COMMENT ON COLUMN resource_control.rate_limit.created_at IS
-    'When the key was used first, or first after it was reset, pruned, or given another quota.';
+    'When the key was used first, or first after it was reset, pruned, or given another quota. If the clock was set back since, just after the last change by the old clock.';
 COMMENT ON COLUMN resource_control.rate_limit.changed_at IS
     'When units were spent or given back last, by the server''s clock.';
 COMMENT ON COLUMN resource_control.rate_limit.full_at IS

@@ -62,7 +62,8 @@ pub struct RateLimitRow {
     pub key: String,
     /// The number of the row's generation, from 1.
     pub generation: i64,
-    /// When the key was used first, or first after it was reset, pruned, or given another quota.
+    /// When the key was used first, or first after it was reset, pruned, or given another quota. If the clock was set back since,
+    /// just after the last change by the old clock.
     pub created_at: DateTime<Utc>,
     /// When units were spent or given back last.
     pub changed_at: Timestamp,

@@ -158,7 +158,7 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits at most 250 milliseconds for another transaction, for each limit.
+    /// As [`check_all`](Self::check_all), without the pool.
     ///
     /// # Errors
     ///

@@ -157,7 +157,7 @@ impl Limited {
 pub enum LimitedReason {
     /// Too few units are left.
     Spent,
-    /// Another transaction held the key for 250 milliseconds, and nobody knows yet whether it spends units.
+    /// Another transaction held the key for 250 milliseconds, or for 25 a later one of several keys, and nobody knows yet whether it spends units.
     Contended,
     /// The cost is above the burst of an override. Where it is above the burst of the program itself, the call is an error,
     /// [`Input::CostAboveBurst`](crate::error::Input::CostAboveBurst).

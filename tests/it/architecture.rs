@@ -134,6 +134,7 @@ fn names(primitive: &Path, room: &str, other: &str) -> bool {
         sources(&folder, &mut files);
     }
     let of_the_other = [
+        format!("super::{other};"),
         format!("super::{other}::"),
         format!("super::super::{other}::"),
         format!(

@@ -9,6 +9,7 @@ use crate::half::{
 };
 use diesel::connection::SimpleConnection;
 
+use super::overrides::set;
 use super::{API, HOUR, age, allowed, database, limited};
 use crate::support::{Observer, number};
 
@@ -232,8 +233,10 @@ fn a_key_that_somebody_holds_keeps_nobody_from_a_limit_that_all_share() {
     let forgotten = &mut database.connect();
     let hold = "BEGIN; SELECT FROM resource_control.rate_limit WHERE name = 'tenant' FOR UPDATE";
     forgotten.batch_execute(hold).unwrap();
+    // The row is rewritten for another quota before it is spent from.
+    set(conn, "tenant", Some("7"), "2000000, '1 second', 2000000");
     std::thread::scope(|threads| {
-        let callers: Vec<_> = (0..4)
+        let callers: Vec<_> = (0..2)
             .map(|_| {
                 threads.spawn(|| {
                     let conn = &mut database.connect();

@@ -203,7 +203,7 @@ fn bad_overrides_are_refused_by_the_table() {
     let _ = allowed(API.cost(5).check_on(conn).unwrap());
 }
 
-/// The debt is longer under the quota that blocks than a timestamp can be advanced by.
+/// Under the quota that blocks, the debt is longer than an interval that is exact.
 #[test]
 fn a_quota_that_blocks_a_key_forgives_none_of_its_debt() {
     let database = database();
@@ -223,4 +223,36 @@ fn a_quota_that_blocks_a_key_forgives_none_of_its_debt() {
         limited(daily.cost(10).check_on(conn).unwrap());
         assert!(daily.peek_on(conn).unwrap().full_in > 23 * HOUR);
     }
+}
+
+#[test]
+fn under_a_smaller_burst_a_key_owes_as_much_at_a_reserved_moment_as_before() {
+    let database = database();
+    let conn = &mut database.connect();
+    let large = RateLimit::named("deployed", Quota::per_hour(1).burst(10));
+    let small = RateLimit::named("deployed", Quota::per(2, 2 * HOUR));
+    let _ = allowed(large.cost(10).check_on(conn).unwrap());
+    let _ = reserved(large.reserve_on(conn, HOUR).unwrap());
+    assert_about(small.peek_on(conn).unwrap().full_in, 11 * HOUR);
+}
+
+/// Otherwise a key that only calls of several limits use would be refilled at the speed of the old quota.
+#[test]
+fn a_limited_call_of_several_limits_rewrites_the_key() {
+    let database = database();
+    let conn = &mut database.connect();
+    let fast = RateLimit::named("deployed", Quota::per_minute(1).burst(5));
+    let slow = RateLimit::named("deployed", Quota::per_hour(1).burst(5));
+    let mut is_limited = |limit: &RateLimit| {
+        let all = RateLimit::check_all_on(conn, &[limit]).unwrap();
+        matches!(all, CheckAll::Limited { .. })
+    };
+    assert!(!is_limited(&fast.cost(5)));
+    assert!(is_limited(&slow));
+    age(&mut database.connect(), "30 minutes");
+    assert!(is_limited(&slow));
+    age(&mut database.connect(), "-1 hour"); // the clock is set back
+    assert!(is_limited(&slow));
+    age(&mut database.connect(), "1 hour");
+    assert!(!is_limited(&slow));
 }

@@ -20,6 +20,10 @@ use crate::role::Role;
 const CONTENDED: u32 = 50;
 const CHUNKS: u32 = 200;
 
+/// How often a crowd tries to use up what was promised, each time with a key of its own. A machine that stops for longer than a
+/// second loses units, and does not do so every time.
+const TRIES: u32 = 3;
+
 /// Checks a key of its own from each crowd, with a round trip for each check.
 pub(super) fn run(duration: Duration) -> Report {
     let mut report = Report::of("rate limit");
@@ -33,21 +37,26 @@ pub(super) fn run(duration: Duration) -> Report {
         ];
         // Half of the clients are threads of Rust processes, and half of Python processes.
         let processes = if clients < 8 { 1 } else { 4 };
-        let settings = checks::Settings {
-            url: database.url(),
-            threads: clients / 2 / processes,
-            key: format!("{clients} clients"),
-            n: CONTENDED,
-            burst: CONTENDED,
-            chunk: 0,
-        };
-        let role = Role::Checks(settings.clone());
-        let programs = levels.into_iter().take(processes).flat_map(|isolation| {
-            [Language::Rust, Language::Python("checks.py")]
-                .map(|language| Program::new("checks", language, isolation, role.clone()))
-        });
-        let (messages, until) = check(&mut report, &database, programs, duration / 3);
-        examine(&mut report, &settings, &messages, until, 0.99);
+        for number in 1..=TRIES {
+            let settings = checks::Settings {
+                url: database.url(),
+                threads: clients / 2 / processes,
+                key: format!("{clients} clients, {number}"),
+                n: CONTENDED,
+                burst: CONTENDED,
+                chunk: 0,
+            };
+            let role = Role::Checks(settings.clone());
+            let programs = levels.into_iter().take(processes).flat_map(|isolation| {
+                [Language::Rust, Language::Python("checks.py")]
+                    .map(|language| Program::new("checks", language, isolation, role.clone()))
+            });
+            let (messages, until) = check(&mut report, &database, programs, duration / 3);
+            let missing = examine(&mut report, &settings, &messages, until, 0.99);
+            if is_enough(&mut report, missing, number) {
+                break;
+            }
+        }
     }
     report
 }
@@ -56,19 +65,35 @@ pub(super) fn run(duration: Duration) -> Report {
 pub(super) fn run_local(duration: Duration) -> Report {
     let mut report = Report::of("local");
     let database = database();
-    let settings = checks::Settings {
-        url: database.url(),
-        threads: 4,
-        key: "chunks".to_owned(),
-        n: CHUNKS,
-        burst: CHUNKS,
-        chunk: 10,
-    };
-    let role = Role::Checks(settings.clone());
-    let program = Program::new("checks", Language::Rust, "read committed", role);
-    let (messages, until) = check(&mut report, &database, vec![program; 4], duration);
-    examine(&mut report, &settings, &messages, until, 0.98);
+    for number in 1..=TRIES {
+        let settings = checks::Settings {
+            url: database.url(),
+            threads: 4,
+            key: format!("chunks, {number}"),
+            n: CHUNKS,
+            burst: CHUNKS,
+            chunk: 10,
+        };
+        let role = Role::Checks(settings.clone());
+        let program = Program::new("checks", Language::Rust, "read committed", role);
+        let (messages, until) = check(&mut report, &database, vec![program; 4], duration);
+        let missing = examine(&mut report, &settings, &messages, until, 0.98);
+        if is_enough(&mut report, missing, number) {
+            break;
+        }
+    }
     report
+}
+
+/// Returns whether a crowd needs no further try. The last one must not miss anything.
+fn is_enough(report: &mut Report, missing: Option<String>, number: u32) -> bool {
+    let Some(missing) = missing else { return true };
+    if number == TRIES {
+        report.violated([missing]);
+    } else {
+        report.remarks.push(format!("{missing}: tried again"));
+    }
+    number == TRIES
 }
 
 fn database() -> Database {
@@ -100,14 +125,14 @@ fn check(
 }
 
 /// Checks that no window has too many units, and that all have at least this share of what was promised, from the first to the
-/// last call that was allowed while all clients checked.
+/// last call that was allowed while all clients checked. Returns what is missing of that.
 fn examine(
     report: &mut Report,
     settings: &checks::Settings,
     messages: &Messages,
     until: Micros,
     share: f64,
-) {
+) -> Option<String> {
     let key = &settings.key;
     let (allowed, grants) = (messages.allowed.len(), messages.grants);
     report.check(allowed == grants, || {
@@ -122,21 +147,19 @@ fn examine(
 
     uses.retain(|it| it.at <= until);
     let (Some(first), Some(last)) = (uses.iter().min(), uses.iter().max()) else {
-        report.violated([format!("{key}: no call was allowed")]);
-        return;
+        return Some(format!("{key}: no call was allowed"));
     };
     let seconds = (last.at - first.at) as f64 / 1e6;
     let promised = f64::from(settings.burst) + seconds * f64::from(settings.n);
     let given = uses.len();
     // On a busy machine nobody may have checked for a moment. Those units are not lost, because the next calls get them.
     let to_come = f64::from(settings.n) / 2.0;
-    report.check(given as f64 + to_come >= share * promised, || {
-        format!("{key}: only {given} of {promised:.0} units were given in {seconds:.1} s")
-    });
     report.remarks.push(format!(
         "{key}: {:.1} % of what was promised in {seconds:.1} s was given",
         given as f64 / promised * 100.0
     ));
     let (some, all) = report.grants_of_possible.unwrap_or_default();
     report.grants_of_possible = Some((some + given, all + promised as usize));
+    (given as f64 + to_come < share * promised)
+        .then(|| format!("{key}: only {given} of {promised:.0} units were given in {seconds:.1} s"))
 }

@@ -161,8 +161,12 @@ fn lock() -> MutexGuard<'static, ConnectionBudget> {
 mod tests {
     use super::*;
 
+    /// Held by each test, because a waiter of one may be woken for the connection that another vacates.
+    static ALONE: Mutex<()> = Mutex::new(());
+
     #[test]
     fn a_waiter_that_does_not_take_the_lock_wakes_the_next() {
+        let _alone = panics::lock(&ALONE);
         let id = LockId::Pair(-3, -4);
         for is_granted in [false, true] {
             let [mut first, second, third] = [(); 3].map(|()| Waiter::for_lock(id));
@@ -183,6 +187,7 @@ mod tests {
 
     #[test]
     fn sharers_wake_each_other() {
+        let _alone = panics::lock(&ALONE);
         let id = LockId::Pair(-5, -6);
         let [mut first, second] = [(); 2].map(|()| Waiter::for_lock(id));
         first.tries();
@@ -194,6 +199,7 @@ mod tests {
     #[test]
     fn a_waiter_is_woken_for_a_connection_that_is_vacated() {
         const LONG: Duration = Duration::from_secs(600);
+        let _alone = panics::lock(&ALONE);
         let id = LockId::Pair(-1, -2);
         let mut first = Waiter::for_lock(id);
         first.tries();

@@ -1,5 +1,7 @@
 //! Fencing tokens of session locks, and the fence that checks them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use diesel::connection::{SimpleConnection, TransactionManager};
 
 use crate::half::prelude::*;
@@ -310,6 +312,24 @@ fn guards_of_one_lock_on_one_session_have_one_token() {
     assert!(inner.fencing_token().unwrap() > token);
 }
 
+/// Lets the server wait for no standby when it is dropped.
+struct NoStandbys<'a> {
+    conn: PgConnection,
+    is_over: &'a AtomicBool,
+}
+
+impl Drop for NoStandbys<'_> {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::SeqCst);
+        for change in [
+            "ALTER SYSTEM RESET synchronous_standby_names",
+            "SELECT pg_reload_conf()",
+        ] {
+            let _ = self.conn.batch_execute(change);
+        }
+    }
+}
+
 /// Every commit waits there, after `statement_timeout` has ended.
 #[test]
 fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_locally() {
@@ -338,12 +358,21 @@ fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_local
     conn.batch_execute("SET statement_timeout = '100ms'")
         .unwrap();
     let timeout = std::time::Duration::from_millis(10);
+    let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        // Also after a failure, because otherwise this waits for the standby, and so does the end of the database.
+        let _reset = NoStandbys {
+            conn: database.connect(),
+            is_over: &is_over,
+        };
         let fenced = scope.spawn(|| {
-            let guard = LOCK.acquire_timeout_on(conn, timeout).unwrap();
-            let mut guard = guard.expect_acquired();
-            guard.fencing_token().unwrap();
-            guard.release().unwrap();
+            // The server waits for standbys once its checkpointer has read the setting, which may be later.
+            while !is_over.load(Ordering::SeqCst) {
+                let guard = LOCK.acquire_timeout_on(conn, timeout).unwrap();
+                let mut guard = guard.expect_acquired();
+                guard.fencing_token().unwrap();
+                guard.release().unwrap();
+            }
         });
         eventually("it waits for the standby, and holds the lock", || {
             let waiting = number(
@@ -359,6 +388,7 @@ fn a_fenced_lock_waits_for_synchronous_standbys_unless_its_session_commits_local
             .unwrap();
         let other = AdvisoryLock::named("fenced, locally").fenced();
         other.acquire_on(local).unwrap().release().unwrap();
+        is_over.store(true, Ordering::SeqCst);
         standbys(&mut observer, "");
         fenced.join().unwrap();
     });

@@ -66,8 +66,8 @@ AS $$
 $$;
 
 -- What is owed is units and not time, so another quota than the row's rescales it. The result is at most 9000000000000000, 285
--- years, because PostgreSQL multiplies an interval by a double precision, which is exact to the microsecond up to that. A row is never written with a debt that was cut so, because it
--- would owe less under its former quota again.
+-- years, because PostgreSQL multiplies an interval by a double precision, which is exact to the microsecond up to that. A row
+-- is never written with a debt that was cut so, because it would owe less under its former quota again.
 CREATE FUNCTION resource_control.rescaled(
     debt_us bigint,
     n bigint,

@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use crate::advisory::operations::HeldLock;
 use crate::advisory::watched::Watched;
 use crate::error::Result;
-use crate::panics::caught_while_awaited;
+use crate::panics::{caught, caught_while_awaited};
 use crate::pool::asynchronous::{self as pool, Pool, PoolConnection};
 use crate::session::{Asynchronous, Session};
 
@@ -97,7 +97,7 @@ async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
             let session = &mut Asynchronous::pooled(&mut conn);
             let queried = caught_while_awaited(watched.query(session)).await;
             if queried.is_none() {
-                conn.into_inner().discard();
+                caught(|| conn.into_inner().discard());
             }
         }
     }

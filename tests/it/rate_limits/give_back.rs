@@ -197,3 +197,30 @@ fn units_that_were_spent_before_the_clock_was_set_back_are_not_given_back_later(
     assert_eq!(give_back_on(conn, &spent, 5).unwrap(), 0);
     assert_eq!(give_back_on(conn, &again, 1).unwrap(), 1);
 }
+
+#[test]
+fn a_give_back_after_the_clock_was_set_back_notes_that() {
+    let database = database();
+    let conn = &mut database.connect();
+    let slow = RateLimit::named("slow", Quota::per_hour(6));
+    let mut spent = [(); 2].map(|()| allowed(slow.check_on(conn).unwrap()));
+    age(conn, "-1 hour");
+    spent[0].at += Duration::from_secs(3600);
+    assert_eq!(give_back_on(conn, &spent[0], 1).unwrap(), 1);
+    // The key is refilled while the clock shows the old times again, so the other unit has come back, too.
+    age(conn, "61 minutes");
+    spent[1].at -= Duration::from_secs(60);
+    let again = allowed(slow.check_on(conn).unwrap());
+    assert_eq!(give_back_on(conn, &spent[1], 1).unwrap(), 0);
+    assert_eq!(give_back_on(conn, &again, 1).unwrap(), 1);
+
+    // And moves a reserved moment, by which another quota is limited.
+    let [one, other] = [Quota::per_hour(1).burst(2), Quota::per(2, 2 * HOUR)]
+        .map(|it| RateLimit::named("moved", it));
+    let _ = allowed(one.cost(2).check_on(conn).unwrap());
+    let mut reservation = reserved(one.reserve_on(conn, HOUR).unwrap());
+    age(conn, "-10 hours");
+    reservation.spent.at += Duration::from_secs(36_000);
+    assert_eq!(cancel_on(conn, reservation).unwrap(), 1);
+    assert_about(other.peek_on(conn).unwrap().full_in, 3 * HOUR);
+}

@@ -42,9 +42,11 @@ fn a_chunk_is_handed_out_without_a_round_trip_and_given_back_on_drop() {
     assert_eq!(WIDE.peek(&pool).unwrap().remaining, 100);
     assert_eq!(allowed(local.check("", 1).unwrap()).remaining, 99);
     drop(local);
+    // Beside the pool, because an asynchronous drop gives nothing back if this test uses the only connection just then.
+    let conn = &mut database.connect();
     assert_after_drop("what was left is given back", || {
-        WIDE.key(7).peek(&pool).unwrap().remaining == 88
-            && WIDE.peek(&pool).unwrap().remaining == 99
+        WIDE.key(7).peek_on(conn).unwrap().remaining == 88
+            && WIDE.peek_on(conn).unwrap().remaining == 99
     });
 }
 

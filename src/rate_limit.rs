@@ -11,6 +11,7 @@ mod kept;
 pub(crate) mod local;
 mod operations;
 mod quota;
+mod reply;
 mod rules;
 mod sql;
 #[cfg(any(feature = "postgres", feature = "async"))]
@@ -28,15 +29,15 @@ pub use self::local::blocking::LocalRateLimit;
 #[cfg(all(feature = "testing", any(feature = "postgres", feature = "async")))]
 pub(crate) use self::operations::use_up;
 pub use self::quota::Quota;
-pub(crate) use self::rules::quota_of;
+pub(crate) use self::reply::quota_of;
 use crate::events::Subject;
 use crate::text;
 
 /// A limit of N units per period, with a burst, for each key, across all instances.
 ///
-/// PostgreSQL stores when the whole burst of a key is available again (the key is then "full"), as a row of `resource_control.rate_limit`, and decides by its own clock (GCRA,
-/// the generic cell rate algorithm). The promise is exact: in any span W of the database's clock, at most
-/// `burst + W × N / period` units are allowed for a key.
+/// PostgreSQL stores when the whole burst of a key is available again (the key is then "full"), as a row of
+/// `resource_control.rate_limit`, and decides by its own clock (GCRA, the generic cell rate algorithm). The promise is exact: in
+/// any span W of the database's clock, at most `burst + W × N / period` units are allowed for a key.
 ///
 /// A `RateLimit` is a small value that holds no connection. Declare it as a `static`, or create it where it is used.
 ///

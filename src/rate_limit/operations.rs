@@ -6,7 +6,8 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 #[cfg(all(feature = "testing", any(feature = "postgres", feature = "async")))]
 use super::LimitedReason;
-use super::rules::{self, Reply};
+use super::reply::{self, Reply};
+use super::rules;
 use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow};
 use super::{Check, CheckAll, RateLimit, RateLimitState, Reserve, Spent};
 use crate::error::{Error, Misplaced, Result};
@@ -81,7 +82,7 @@ pub(super) async fn check_all<S: Session>(
             return Err(explain(session, error, refused.as_ref().unwrap_or(first)).await);
         }
     };
-    let outcome = rules::check_all(row, limits)?;
+    let outcome = reply::check_all(row, limits)?;
     if in_transaction {
         let spent = outcome.allowed().unwrap_or_default();
         return Err(undo(session, &spent).await);
@@ -106,7 +107,7 @@ pub(super) async fn peek<S: Session>(session: &mut S, limit: &RateLimit) -> Resu
     let call = limit.checked(Duration::ZERO, |name| session.name(name))?;
     let row: QueryResult<StateRow> = one_at_read_committed(session, sql::peek(&call)).await;
     match row {
-        Ok(row) => Ok(rules::state(row)),
+        Ok(row) => Ok(reply::state(row)),
         Err(error) => Err(explain(session, error, limit).await),
     }
 }

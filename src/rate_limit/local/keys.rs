@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock::{Moment, monotonic};
 use crate::rate_limit::kept::Kept;
-use crate::rate_limit::rules::Reply;
+use crate::rate_limit::reply::Reply;
 use crate::rate_limit::{Check, Limited, LimitedReason, Quota, RateLimit, Spent};
 
 /// How many keys are remembered.

@@ -37,6 +37,27 @@ pub(crate) fn number(conn: &mut PgConnection, sql: &str) -> i64 {
         .number
 }
 
+/// What `pg_dump` prints, or `None` if there is no `pg_dump` for the major version of the server.
+pub(crate) fn pg_dump(arguments: &[&str], conn: &mut PgConnection, url: &str) -> Option<String> {
+    let Ok(version) = Command::new("pg_dump").arg("--version").output() else {
+        eprintln!("no pg_dump here: not tried");
+        return None;
+    };
+    let version = String::from_utf8(version.stdout).unwrap();
+    let major = number(
+        conn,
+        "SELECT current_setting('server_version_num')::int / 10000",
+    );
+    if !version.contains(&format!(" {major}.")) {
+        eprintln!("{version} does not dump PostgreSQL {major}: not tried");
+        return None;
+    }
+    let dump = Command::new("pg_dump").args(arguments).arg(url).output();
+    let dump = dump.unwrap();
+    assert!(dump.status.success(), "{dump:?}");
+    Some(String::from_utf8(dump.stdout).unwrap())
+}
+
 pub(crate) fn directories() -> Vec<std::path::PathBuf> {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
     let mut directories: Vec<_> = std::fs::read_dir(root)

@@ -125,7 +125,7 @@ impl AdvisoryLock {
         Self::new(LockKey::named(name))
     }
 
-    /// Makes the lock of a key.
+    /// Makes the lock of a key. For a name that is known only at run time: `AdvisoryLock::new(LockKey::from(name))`.
     pub const fn new(key: LockKey) -> Self {
         Self {
             key,

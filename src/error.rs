@@ -47,7 +47,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is invalid. Nothing was sent.
+    /// An argument is invalid. Nothing was changed, and nothing was sent, except for
+    /// [`CostAboveBurst`](Input::CostAboveBurst), which the database decides.
     #[error(transparent)]
     Input(#[from] Input),
 
@@ -288,8 +289,8 @@ pub enum Misplaced {
     )]
     ClaimInTransaction,
 
-    /// A rate limit was checked, reserved, given back, reset or pruned inside an open transaction. Its rollback would give the units back, and every other call for
-    /// the key would wait until it ends.
+    /// Units were checked, reserved or given back, or keys were reset or pruned, inside an open transaction. A rollback of that
+    /// transaction would undo it, and every other call for the key would wait until the transaction ends.
     #[error(
         "cannot check a rate limit inside an open transaction: a rollback would give the units back, and other calls for the \
          key would wait until it ends; check before the transaction starts"

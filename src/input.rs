@@ -1,6 +1,7 @@
 //! Invalid arguments.
 
-/// An invalid argument: the kind [`Error::Input`](crate::Error::Input). Nothing was sent.
+/// An invalid argument: the kind [`Error::Input`](crate::Error::Input). Nothing was sent, except for
+/// [`CostAboveBurst`](Self::CostAboveBurst).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Input {

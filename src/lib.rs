@@ -121,7 +121,7 @@
 //! - `migrations` (default): the module [`migrations`].
 //! - `async`: the module `asynchronous`, over diesel-async. `deadpool` and `bb8` add the forms that take such a pool.
 //! - `tracing`: [events](#events).
-//! - `sha2`: the lock keys of two Python packages that hash with SHA-256.
+//! - `sha2`: the lock keys of three Python packages that hash with SHA-256.
 //! - `testing`: the module `testing`, for an application's own tests.
 //!
 //! # Events

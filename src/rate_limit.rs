@@ -85,8 +85,8 @@ use crate::text;
 ///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
 /// ```
 /// The row of the key counts, else that of the name, else the quota of the program. A key owes units and not time, so a new quota
-/// takes effect at once: the same units are refilled at the new speed. While the moment of a reservation is ahead, also of one that
-/// was cancelled, a new quota takes effect at the last such moment, and calls under it are limited until then. A
+/// takes effect at once: the same units are refilled at the new speed. While reservations are pending, even
+/// cancelled ones, a new quota takes effect only at the moment of the last of them, and calls under it are limited until then. A
 /// [`reset`](Self::reset) makes the key full at once. What was reserved before may still be used, in addition.
 ///
 /// # Instances with different quotas
@@ -172,7 +172,8 @@ impl RateLimit {
 
     /// Returns the limit with another cost of a call, in units. Defaults to 1.
     ///
-    /// A cost of zero, and one above the burst, is an error of the operation.
+    /// The operation returns an error for a cost of zero, and for one above the burst of the program's quota. A call above the
+    /// burst of an override is limited.
     pub fn cost(&self, units: u32) -> Self {
         Self {
             cost: units,

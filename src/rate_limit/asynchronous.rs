@@ -326,9 +326,8 @@ impl RateLimit {
         operations::give_back(&mut Asynchronous::lent(conn), spent, units).await
     }
 
-    /// Gives back all units of a reservation that were not given back yet, in full until they may be used, unless others have
-    /// reserved a later moment, also if they have cancelled that. Returns how many units that was worth, rounded up. As `Reservation::cancel` of the blocking
-    /// half.
+    /// Gives back all units of a reservation that were not given back yet. Returns how many units that was worth, rounded up.
+    /// Until they may be used, they come back in full, with the same exceptions as `Reservation::cancel` of the blocking half.
     ///
     /// # Errors
     ///

@@ -105,8 +105,8 @@ impl RateLimit {
     /// Checks several limits, through a connection from the pool: spends the units of all of them, or of none.
     ///
     /// One round trip: `SELECT resource_control.check_rate_limits($1, …)`. A limited call mostly only reads. The same key given
-    /// twice is checked for the sum of the costs. If several limits refuse the call, the outcome is that of the limit with the longest
-    /// wait. One [durable](Self::durable) limit makes the whole check wait for the disk.
+    /// twice is checked for the sum of the costs. If several limits refuse the call, the outcome is that of the limit with
+    /// the longest wait, or that of the first one that refuses while the units are being spent. One [durable](Self::durable) limit makes the whole check wait for the disk.
     ///
     /// # Blocking
     ///
@@ -239,8 +239,8 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, including the check-out, and for a round trip. The pool's own `connection_timeout` may
-    /// end the check-out sooner.
+    /// Waits for `timeout` at most, including the check-out, and for a round trip, which waits at most 250 milliseconds for
+    /// another transaction. The pool's own `connection_timeout` may end the check-out sooner.
     ///
     /// # Errors
     ///
@@ -264,7 +264,7 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, and for a round trip.
+    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction.
     ///
     /// # Errors
     ///
@@ -471,10 +471,12 @@ impl Spent {
 }
 
 impl Reservation {
-    /// Gives back all units that were not given back yet, through a connection from the pool: in full until the moment from
-    /// which they may be used, unless others have reserved a later moment, also if they have cancelled that, or the key was given
-    /// another quota, and otherwise as
-    /// [`Spent::give_back`], with the time counted from that moment on. Returns how many units that was worth, rounded up.
+    /// Gives back all units that were not given back yet, through a connection from the pool. Returns how many units that was
+    /// worth, rounded up.
+    ///
+    /// Until the units may be used, they come back in full. They come back as with [`Spent::give_back`], with the time counted
+    /// from that moment, if they may be used already, if another call has reserved a later moment (even one that was cancelled
+    /// since), or if the key was given another quota.
     ///
     /// # Blocking
     ///

@@ -157,7 +157,8 @@ impl Limited {
 pub enum LimitedReason {
     /// Too few units are left.
     Spent,
-    /// Another transaction held the key for 250 milliseconds, or for 25 a later one of several keys, and nobody knows yet whether it spends units.
+    /// Another transaction has locked the key for 250 milliseconds (25 for each key after the first of several), and it is not
+    /// known yet whether that transaction spends units.
     Contended,
     /// The cost is above the burst of an override. Where it is above the burst of the program itself, the call is an error,
     /// [`Input::CostAboveBurst`](crate::error::Input::CostAboveBurst).
@@ -168,11 +169,12 @@ pub enum LimitedReason {
 #[derive(Debug, Clone)]
 #[must_use = "a check that nobody looks at limits nothing"]
 pub enum CheckAll {
-    /// All limits allow the call, and its units are spent. In the order of the given limits.
+    /// All limits allow the call, and its units are spent. The values are in the order of the given limits.
     Allowed(Vec<Spent>),
     /// A limit does not allow the call. Nothing was spent.
     Limited {
-        /// Which of the given limits has the longest wait, from 0 on.
+        /// Which of the given limits refuses the call, from 0 on: the one with the longest wait, or the first one that refuses
+        /// while the units are being spent.
         by: usize,
         /// Its hint.
         limited: Limited,

@@ -96,7 +96,8 @@ use crate::text;
 ///
 /// # Crashes
 ///
-/// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). A crash or a failover of the
+/// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). On a connection with a
+/// transaction that Diesel does not see, `synchronous_commit` is set back to its default after the call. A crash or a failover of the
 /// server may lose the last moments: less than three times its `wal_writer_delay`, which is 200 ms by default, and the lag of
 /// the standby. What was spent then is allowed once more.
 ///
@@ -151,7 +152,7 @@ impl RateLimit {
     }
 
     /// Waits for the disk with each check, for a quota whose units cost money. Defaults to not waiting: see
-    /// [crashes](#crashes).
+    /// [crashes](#crashes). A session whose own `synchronous_commit` is off does not wait.
     pub const fn durable(mut self) -> Self {
         self.durable = true;
         self

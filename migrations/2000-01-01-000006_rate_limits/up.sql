@@ -51,7 +51,9 @@ AS $$
     SELECT CASE
         WHEN amount OPERATOR(pg_catalog.<=) (4611686018427387903 OPERATOR(pg_catalog./) multiplier)
         THEN ((amount OPERATOR(pg_catalog.*) multiplier) OPERATOR(pg_catalog.+) (divisor OPERATOR(pg_catalog.-) 1)) OPERATOR(pg_catalog./) divisor
-        ELSE pg_catalog.div((amount::numeric OPERATOR(pg_catalog.*) multiplier) OPERATOR(pg_catalog.+) (divisor OPERATOR(pg_catalog.-) 1), divisor)::bigint
+        -- A quota of an operator may be that much larger than the debt.
+        ELSE LEAST(pg_catalog.div((amount::numeric OPERATOR(pg_catalog.*) multiplier) OPERATOR(pg_catalog.+) (divisor OPERATOR(pg_catalog.-) 1), divisor),
+            9223372036854775807)::bigint
     END
 $$;
 
@@ -408,8 +410,8 @@ BEGIN
                 setting := set_config('synchronous_commit', 'off', true);
             END IF;
             IF reason IS NULL THEN
-                -- If this waits for another transaction, PostgreSQL evaluates it again for the row that is then there, with
-                -- the clock of that moment.
+                -- If this waits for another transaction that changes the row, PostgreSQL evaluates it again for the new row,
+                -- with the clock of that moment. After one that was rolled back, it counts as if it had not waited.
                 UPDATE resource_control.rate_limit AS b
                     SET updates = b.updates + 1, changed_at = clock_timestamp(),
                         full_at = GREATEST(b.full_at, clock_timestamp()) + increase
@@ -571,8 +573,8 @@ BEGIN
             IF commit_async THEN
                 setting := set_config('synchronous_commit', 'off', true);
             END IF;
-            -- If this waits for another transaction, PostgreSQL evaluates it again for the row that is then there, with the
-            -- clock of that moment.
+            -- If this waits for another transaction that changes the row, PostgreSQL evaluates it again for the new row, with
+            -- the clock of that moment. After one that was rolled back, it counts as if it had not waited.
             UPDATE resource_control.rate_limit AS b
                 SET updates = b.updates + 1, changed_at = clock_timestamp(),
                     full_at = GREATEST(b.full_at, clock_timestamp()) + increase
@@ -823,6 +825,9 @@ BEGIN
         IF stale IS NOT NULL THEN
             BEGIN
                 -- The next call settles the next key, because this one must not wait for a key while it holds another.
+                IF commit_async THEN
+                    PERFORM set_config('synchronous_commit', 'off', true);
+                END IF;
                 PERFORM resource_control.settle_rate_limit(
                     stale[1], stale[2], stale[3]::bigint, stale[4]::bigint, stale[5]::bigint, stale[6]::bigint);
             EXCEPTION WHEN lock_not_available OR deadlock_detected OR query_canceled THEN
@@ -1185,7 +1190,7 @@ COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, inte
 COMMENT ON FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean) IS
     'Spends units of several keys if all limits allow it, else of none, and then returns which limit has the longest wait. A key that is given twice is checked once, for the sum of the costs. Waits at most 25 ms for each key after the first. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, timestamptz, interval, boolean) IS
-    'Gives back units that were spent at spent_at and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Nothing, if the key was reset, pruned or given another quota since then, or if the spend is lost. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
+    'Gives back units that were spent at spent_at and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Nothing, if the key was reset, pruned or given another quota since then, or if the server has lost the spend and the key was not used since. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint) IS
     'How many units of a key are left, when it is full again, and the quota in force. Changes nothing.';
 COMMENT ON FUNCTION resource_control.reset_rate_limit(text, text, boolean) IS

@@ -187,7 +187,7 @@ impl RateLimit {
 
     /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
     ///
-    /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after it was polled, a
+    /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after the call was sent, a
     /// task [cancels](Self::cancel) the reservation through a connection from the pool. On a connection that you lend, nothing could
     /// cancel it, so there is no form for one: use [`reserve_on`](Self::reserve_on) there.
     ///
@@ -199,16 +199,18 @@ impl RateLimit {
         let acquire = async {
             self.0.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
             let runtime = runtime::current()?;
-            let reserve = || {
-                let (this, pool, handle) = (self.clone(), pool.clone(), runtime.clone());
-                Finished::new(runtime.clone(), async move {
-                    let mut conn = this.check_out(&pool, Some(deadline.remaining())).await?;
+            let reserve = || async {
+                let mut conn = self.check_out(pool, Some(deadline.remaining())).await?;
+                // Owns all that it needs, so that the runtime can finish it.
+                let (limit, pool, handle) = (self.0.clone(), pool.clone(), runtime.clone());
+                let reserve = async move {
                     let session = &mut Asynchronous::pooled(&mut conn);
-                    let reserve = operations::reserve(session, &this.0, deadline.remaining());
+                    let reserve = operations::reserve(session, &limit, deadline.remaining());
                     let reserved = reserve.await?.into_result();
                     drop(conn);
                     Ok(reserved.map(|reservation| Waiting::new(reservation, pool, handle)))
-                })
+                };
+                Finished::new(runtime.clone(), reserve).await
             };
             Ok(
                 match waiting::for_reservation(deadline, reserve, sleep).await? {

@@ -43,7 +43,8 @@ use crate::text::Name;
 ///   transaction open.
 /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
 ///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
-/// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session.
+/// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session, unless the key is used up there, so
+///   that the call is limited.
 /// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, the units may have been spent. A
 ///   session that locks the whole table, as `VACUUM FULL` and `ALTER TABLE` do, makes a check an error after 250 milliseconds.
 impl RateLimit {
@@ -434,8 +435,8 @@ impl Spent {
     ///
     /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
     /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset,
-    /// pruned or given another quota since then, if the server has lost the spend or its clock was set back, or if another
-    /// transaction has locked the key for 250 milliseconds. The time until the last moment that was reserved counts as
+    /// pruned or given another quota since then, if the server has lost the spend and the key was not used since, if the clock
+    /// was set back, or if another transaction has locked the key for 250 milliseconds. The time until the last moment that was reserved counts as
     /// passed, because these moments stay as they were told, also those of reservations that were cancelled.
     ///
     /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.

@@ -15,7 +15,7 @@ use self::keys::{Keys, Known, Unused};
 use self::taking::{Completion, Taking, Takings};
 use super::{Check, RateLimit, operations};
 use crate::clock::Moment;
-use crate::error::Result;
+use crate::error::{Error, Input, Result};
 use crate::panics::lock;
 use crate::session::Session;
 use crate::text::Name;
@@ -97,7 +97,8 @@ impl Local {
             let asked = limit.cost(self.chunk.max(missing));
             // Before the call is sent, so that the units are void here before they are refilled in the database.
             let sent = Moment::now();
-            let reply = operations::spend(session, &asked, Duration::ZERO, Some(missing)).await?;
+            let reply = operations::spend(session, &asked, Duration::ZERO, Some(missing)).await;
+            let reply = reply.map_err(|error| of_call(error, cost))?;
             let mut keys = lock(&self.keys);
             let learnt = keys
                 .entry(key, limit)
@@ -113,6 +114,16 @@ impl Local {
     /// Forgets all keys. Returns the units that were not used and may still be.
     fn forget(&self) -> Vec<Unused> {
         std::mem::take(&mut *lock(&self.keys)).into_unused(Moment::now())
+    }
+}
+
+/// An error that names the cost of the call, and not the chunk.
+fn of_call(error: Error, cost: u32) -> Error {
+    match error {
+        Error::Input(Input::CostAboveBurst { name, burst, .. }) => {
+            Input::CostAboveBurst { name, cost, burst }.into()
+        }
+        other => other,
     }
 }
 

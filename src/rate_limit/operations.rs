@@ -181,7 +181,7 @@ where
 }
 
 /// Sends a statement that allows nothing. In a transaction of the caller that Diesel does not know of, it takes effect when
-/// that commits.
+/// that commits, which waits for the disk as ever.
 async fn accepted<S, U, Q>(session: &mut S, limit: &RateLimit, statement: Q) -> Result<U>
 where
     S: Session,
@@ -194,6 +194,7 @@ where
             return Err(Error::TransactionInPool);
         }
         session.clear_mark();
+        session.batch(sql::WAIT_FOR_DISK).await?;
     }
     Ok(row)
 }
@@ -205,7 +206,7 @@ async fn undo<S: Session>(session: &mut S, spent: &[Spent]) -> Error {
         // rolls the check back.
         return Error::TransactionInPool;
     }
-    // The caller's transaction goes on, so the units are given back in it.
+    // The caller's transaction goes on, so the units are given back in it, and its commit waits for the disk as ever.
     session.clear_mark();
     for spent in spent {
         let back = match spent.take_back(spent.units, |name| session.name(name)) {
@@ -217,7 +218,10 @@ async fn undo<S: Session>(session: &mut S, spent: &[Spent]) -> Error {
             return error.into();
         }
     }
-    Misplaced::SpendInTransaction.into()
+    match session.batch(sql::WAIT_FOR_DISK).await {
+        Ok(()) => Misplaced::SpendInTransaction.into(),
+        Err(error) => error.into(),
+    }
 }
 
 /// Returns what an error means. Queries the catalogue where that is still possible.

@@ -146,6 +146,30 @@ async fn awaited(lock: &asynchronous::AdvisoryLock) {
 }
 
 #[test]
+fn a_guard_on_a_lent_connection_logs_its_release_when_it_is_dropped() {
+    collect();
+    let lock = asynchronous::AdvisoryLock::named("dropped on a lent connection");
+    run({
+        let lock = lock.clone();
+        async move {
+            let database = Database::new();
+            let conn = &mut database.connect_async().await;
+            drop(lock.try_acquire_on(conn).await.unwrap());
+        }
+    });
+    let events = logged(lock.key());
+    let last = events.last().unwrap();
+    let expected = [
+        ("operation", "\"release\""),
+        ("outcome", "\"deferred\""),
+        ("held_ms", ""),
+    ];
+    for (field, value) in expected {
+        assert_eq!(last.get(field).map(String::as_str), Some(value), "{last:?}");
+    }
+}
+
+#[test]
 fn both_halves_log_the_same_course_alike() {
     collect();
     let lock = AdvisoryLock::named("logged by the blocking half");

@@ -1,5 +1,8 @@
 //! A lock that is lost while its guard exists.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
@@ -170,5 +173,51 @@ fn a_connection_made_of_a_bare_client_reports_its_end_within_a_second_or_two() {
         Observer::of(&database).execute(&terminate(guard.backend_pid()));
         timeout(LONG, guard.lost()).await.unwrap();
         assert!(began.elapsed() < LONG);
+    });
+}
+
+/// Panics as many times as it is told to, when it is asked for an idle connection.
+#[derive(Clone)]
+struct Panics<P>(P, Arc<AtomicU32>);
+
+impl<P: Pool> Pool for Panics<P> {
+    type Connection = P::Connection;
+
+    async fn check_out(&self) -> Result<Self::Connection, Error> {
+        self.0.check_out().await
+    }
+
+    async fn try_check_out(&self) -> Option<Self::Connection> {
+        let left = |left: u32| left.checked_sub(1);
+        if self.1.fetch_update(SeqCst, SeqCst, left).is_ok() {
+            std::panic::resume_unwind(Box::new("of the pool"));
+        }
+        self.0.try_check_out().await
+    }
+
+    fn size(&self) -> u32 {
+        self.0.size()
+    }
+}
+
+#[test]
+fn a_watch_outlives_a_pool_that_panics() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let pool = Panics(database.deadpool(2), Arc::default());
+    let panics = Arc::clone(&pool.1);
+    run(async move {
+        let mut guard = LOCK.acquire(&pool).await.unwrap();
+        let watch = guard.watch(&pool, OFTEN).await.unwrap();
+        panics.store(1, SeqCst);
+        timeout(LONG, async {
+            while panics.load(SeqCst) > 0 {
+                tokio::time::sleep(OFTEN).await;
+            }
+        })
+        .await
+        .unwrap();
+        observer.execute(&terminate(guard.backend_pid()));
+        timeout(LONG, watch.lost()).await.unwrap();
     });
 }

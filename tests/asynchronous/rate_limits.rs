@@ -242,6 +242,31 @@ fn a_dropped_wait_cancels_its_reservation_after_every_poll() {
 }
 
 #[test]
+fn a_wait_that_is_dropped_before_it_has_a_connection_spends_nothing() {
+    let database = database();
+    let (pool, other) = (database.deadpool(1), database.deadpool(1));
+    run(async move {
+        let only = pool.get().await.unwrap();
+        let wait = API.acquire_timeout(&pool, 9 * HOUR);
+        assert!(
+            tokio::time::timeout(Duration::from_millis(50), wait)
+                .await
+                .is_err()
+        );
+        drop(only);
+        // Users of the pool are served in their order.
+        drop(pool.get().await.unwrap());
+        assert_eq!(pool.status().waiting, 0);
+        assert_eq!(API.peek(&other).await.unwrap().full_in, Duration::ZERO);
+    });
+    let rows = "(SELECT count(*) FROM resource_control.rate_limit)";
+    let rows = diesel::select(diesel::dsl::sql::<diesel::sql_types::BigInt>(rows));
+    let conn = &mut database.connect();
+    let rows: i64 = diesel::RunQueryDsl::get_result(rows, conn).unwrap();
+    assert_eq!(rows, 0);
+}
+
+#[test]
 fn a_wait_that_times_out_from_outside_gives_its_units_back() {
     let database = database();
     let pool = database.deadpool(3);

@@ -235,6 +235,22 @@ fn a_durable_limit_waits_for_the_disk_and_keeps_the_state() {
 }
 
 #[test]
+fn a_limited_check_of_several_limits_that_rewrites_a_row_does_not_wait_for_the_disk() {
+    let database = database();
+    let conn = &mut database.connect();
+    let _ = allowed(API.cost(5).check_on(conn).unwrap());
+    overrides::set(conn, "api", None, "20, '1 day', 5");
+    for (limit, expected) in [(API.durable(), "on"), (API, "off")] {
+        let conn = &mut database.connect();
+        conn.begin_test_transaction().unwrap();
+        let check = RateLimit::check_all_on(conn, &[&limit]).unwrap();
+        assert!(check.is_limited());
+        assert!(truth(conn, "pg_current_xact_id_if_assigned() IS NOT NULL"));
+        assert_eq!(setting(conn, "synchronous_commit"), expected);
+    }
+}
+
+#[test]
 fn reservations_are_served_in_their_order() {
     let database = database();
     let pool = database.pool(2);

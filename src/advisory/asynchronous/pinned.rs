@@ -399,10 +399,12 @@ impl sealed::Sealed for Borrowed<'_> {
         self.idle_session_timeout = held.idle_session_timeout.clone();
     }
 
-    fn release_later(&mut self, held: HeldLock, _: Instant, _: Watches) {
+    fn release_later(&mut self, held: HeldLock, since: Instant, _: Watches) {
         let timeout = held.idle_session_timeout.as_deref();
         let message = sql::release_if(Condition::Session(held.pid), held.lock, timeout);
         self.queue(&message, Some(held.pid));
+        let event = Event::new("release", Subject::Lock(&held.key), Outcome::Deferred);
+        caught(|| events::record(&event.held_since(since)));
     }
 }
 

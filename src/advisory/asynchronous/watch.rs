@@ -92,8 +92,9 @@ async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
         if timeout(watched.every(), is_over).await.is_ok() {
             return;
         }
-        if let Some(mut conn) = pool::try_check_out(&pool).await {
-            // A panic of the caller's instrumentation ends no watch.
+        // A panic of the caller's pool or instrumentation ends no watch.
+        let checked_out = caught_while_awaited(pool::try_check_out(&pool)).await;
+        if let Some(mut conn) = checked_out.flatten() {
             let session = &mut Asynchronous::pooled(&mut conn);
             let queried = caught_while_awaited(watched.query(session)).await;
             if queried.is_none() {

@@ -233,10 +233,17 @@ fn a_bad_chunk_a_bad_cost_and_a_bad_key_are_errors() {
         local.check("\0", 1),
         Err(Error::Input(Input::NulCharacter))
     ));
+    let wide = WIDE.local(&pool, 1000).unwrap();
     // An error is not remembered.
     assert!(matches!(local.check("7", 1), Err(Error::Schema(_))));
     migrations::install(&mut database.connect()).unwrap();
     let _ = allowed(local.check("7", 1).unwrap());
+    // It names the cost of the call, and not the chunk.
+    let above = wide.check("8", 150);
+    let Err(Error::Input(Input::CostAboveBurst { cost, burst, .. })) = above else {
+        panic!("{above:?}");
+    };
+    assert_eq!((cost, burst), (150, 100));
 }
 
 /// When a call began and ended, and how many units it was allowed.

@@ -47,6 +47,29 @@ fn the_row_of_the_key_counts_else_that_of_the_name_else_the_program() {
 }
 
 #[test]
+fn the_largest_quota_has_no_debt_that_it_cannot_count() {
+    let database = database();
+    let conn = &mut database.connect();
+    let hourly = RateLimit::named("hourly", Quota::per(1, HOUR));
+    for _ in 0..2 {
+        let _ = reserved(hourly.reserve_on(conn, 2 * HOUR).unwrap());
+    }
+    // The reserved moment is kept, and an hour is worth more units than a bigint can count.
+    set(
+        conn,
+        "hourly",
+        None,
+        "4294967295, '1 microsecond', 4294967295",
+    );
+    assert_eq!(hourly.peek_on(conn).unwrap().remaining, 0);
+    let _ = limited(hourly.check_on(conn).unwrap());
+    let both = RateLimit::check_all_on(conn, &[&hourly, &API]).unwrap();
+    assert!(matches!(both, CheckAll::Limited { by: 0, .. }));
+    let by_hand = "SELECT resource_control.check_rate_limit('hourly', '', 1, '1 hour', 1)";
+    conn.batch_execute(by_hand).unwrap();
+}
+
+#[test]
 fn a_raised_quota_takes_effect_at_once_because_units_are_owed_and_not_time() {
     let database = database();
     let conn = &mut database.connect();

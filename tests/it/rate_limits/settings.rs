@@ -185,6 +185,8 @@ fn the_arithmetic_is_exact() {
                  OR resource_control.scaled_down(amount, multiplier, divisor) <> down))",
     );
     assert_eq!(wrong, 0);
+    let largest = "resource_control.scaled_up(3600000001, 4294967295, 1)";
+    assert_eq!(number(conn, largest), i64::MAX);
     let wrong = number(
         conn,
         "(SELECT count(*) FROM \

@@ -6,6 +6,7 @@ use crate::half::{Error, RateLimit, give_back_on};
 use diesel::connection::SimpleConnection;
 
 use super::{API, HOUR, allowed, database, limited};
+use crate::support::setting;
 
 fn is_misplaced<T: std::fmt::Debug>(result: Result<T, Error>) -> bool {
     matches!(result, Err(Error::Misplaced(Misplaced::SpendInTransaction)))
@@ -69,6 +70,29 @@ fn a_begin_that_diesel_does_not_know_of_is_found_and_the_units_are_given_back() 
     assert_eq!(rows, 1);
     assert_eq!(API.peek_on(conn).unwrap().remaining, 5);
     let _ = allowed(API.check_on(conn).unwrap());
+}
+
+#[test]
+fn a_transaction_that_diesel_does_not_see_still_waits_for_the_disk_when_it_commits() {
+    let database = database();
+    let conn = &mut database.connect();
+    let spent = allowed(API.cost(2).check_on(conn).unwrap());
+    let used_up = API.key("used up");
+    let _ = allowed(used_up.cost(5).check_on(conn).unwrap());
+    let operations: [&dyn Fn(&mut PgConnection) -> bool; 6] = [
+        &|conn| is_misplaced(API.check_on(conn)),
+        &|conn| is_misplaced(used_up.check_on(conn)),
+        &|conn| is_misplaced(API.reserve_on(conn, HOUR)),
+        &|conn| is_misplaced(RateLimit::check_all_on(conn, &[&API, &API.key(7)])),
+        &|conn| give_back_on(conn, &spent, 1).unwrap() == 1,
+        &|conn| API.reset_on(conn).unwrap(),
+    ];
+    for (place, operation) in operations.into_iter().enumerate() {
+        conn.batch_execute("BEGIN").unwrap();
+        assert!(operation(conn), "{place}");
+        assert_eq!(setting(conn, "synchronous_commit"), "on", "{place}");
+        conn.batch_execute("COMMIT").unwrap();
+    }
 }
 
 #[test]

@@ -57,7 +57,7 @@ pub(crate) enum Outcome {
         retry_after: Duration,
     },
     Released,
-    /// The release is left to a background thread or a task.
+    /// The release is left to a background thread or a task, or queued on the connection.
     Deferred,
     Renewed,
     Lost,

@@ -101,9 +101,10 @@
 //!
 //! # Pools and connections
 //!
-//! Session locks, throttles, rate limits and claims have two forms. One takes a [`PgPool`], Diesel's r2d2 pool. The other one, which ends
-//! in `_on`, takes a `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are taken on the
-//! connection of their transaction. The module `asynchronous` has the same for diesel-async, with its pools deadpool and bb8.
+//! Session locks, throttles, rate limits and claims have two forms. One takes a [`PgPool`], Diesel's r2d2 pool. The other
+//! one, which ends in `_on`, takes a `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are
+//! taken on the connection of their transaction. The module `asynchronous` has the same for diesel-async, with its pools
+//! deadpool and bb8.
 //!
 //! # Outcomes and errors
 //!

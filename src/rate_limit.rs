@@ -96,10 +96,10 @@ use crate::text;
 ///
 /// # Crashes
 ///
-/// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). On a connection with a
-/// transaction that Diesel does not see, `synchronous_commit` is set back to its default after the call. A crash or a failover of the
-/// server may lose the last moments: less than three times its `wal_writer_delay`, which is 200 ms by default, and the lag of
-/// the standby. What was spent then is allowed once more.
+/// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). In a transaction that Diesel
+/// does not see, the call sets `synchronous_commit` back to the default of the session, also where the session had set
+/// another value. A crash or a failover of the server may lose the last moments: less than three times its
+/// `wal_writer_delay`, which is 200 ms by default, and the lag of the standby. What was spent then is allowed once more.
 ///
 /// # Clocks
 ///
@@ -173,8 +173,8 @@ impl RateLimit {
 
     /// Returns the limit with another cost of a call, in units. Defaults to 1.
     ///
-    /// The operation returns an error for a cost of zero, and for one above the burst of the program's quota. A call above the
-    /// burst of an override is limited.
+    /// The operation returns an error for a cost of zero. It also returns one for a cost above the burst of the program's quota,
+    /// unless an override is in force. Then a call above the burst of the override is limited.
     pub fn cost(&self, units: u32) -> Self {
         Self {
             cost: units,

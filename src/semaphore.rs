@@ -122,8 +122,8 @@ impl Semaphore {
         }
     }
 
-    /// Returns the semaphore with the details of its requests in the log, for operators: who made it, and what for. At most 8,192 bytes.
-    /// Defaults to none.
+    /// Returns the semaphore with the details of its requests in the log, for operators: who made it, and what for. At most
+    /// 8,192 bytes. Defaults to none.
     pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self {
         Self {
             details: details.into(),

@@ -8,7 +8,8 @@ use diesel::pg::PgConnection;
 
 use crate::input::Input;
 
-/// The longest service, name of a rate limit or a fence, and key of a throttle or a rate limit, in bytes. They are indexed, and index entries have a limit.
+/// The longest service, name of a rate limit or a fence, and key of a throttle or a rate limit, in bytes. They are indexed,
+/// and index entries have a limit.
 pub(crate) const LONGEST_NAME: usize = 1000;
 
 /// The longest label of an enumerated type, in bytes.

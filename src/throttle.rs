@@ -119,8 +119,8 @@ impl<R> Throttle<R> {
         }
     }
 
-    /// Returns the throttle with the details of who takes the resource, such as a host and a process id, for operators and denied callers.
-    /// 1 to 8,192 bytes, not only spaces. An attempt without details is an error,
+    /// Returns the throttle with the details of who takes the resource, such as a host and a process id, for operators and
+    /// denied callers. 1 to 8,192 bytes, not only spaces. An attempt without details is an error,
     /// [`Input::EmptyDetails`](crate::error::Input::EmptyDetails).
     pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self
     where

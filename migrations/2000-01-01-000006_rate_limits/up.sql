@@ -51,7 +51,7 @@ AS $$
     SELECT CASE
         WHEN amount OPERATOR(pg_catalog.<=) (4611686018427387903 OPERATOR(pg_catalog./) multiplier)
         THEN ((amount OPERATOR(pg_catalog.*) multiplier) OPERATOR(pg_catalog.+) (divisor OPERATOR(pg_catalog.-) 1)) OPERATOR(pg_catalog./) divisor
-        -- A quota of an operator may be that much larger than the debt.
+        -- Under a quota that an operator set, a debt may be more units than a bigint counts.
         ELSE LEAST(pg_catalog.div((amount::numeric OPERATOR(pg_catalog.*) multiplier) OPERATOR(pg_catalog.+) (divisor OPERATOR(pg_catalog.-) 1), divisor),
             9223372036854775807)::bigint
     END
@@ -1162,7 +1162,7 @@ COMMENT ON COLUMN resource_control.rate_limit_override.scope IS
 COMMENT ON COLUMN resource_control.rate_limit_override.period IS
     'Elapsed time: a day is 24 hours and a month 30 days, in every time zone.';
 COMMENT ON FUNCTION resource_control.scaled_up(bigint, bigint, bigint) IS
-    'The amount times the multiplier, divided by the divisor, rounded up.';
+    'The amount times the multiplier, divided by the divisor, rounded up; at most 9223372036854775807.';
 COMMENT ON FUNCTION resource_control.scaled_down(bigint, bigint, bigint) IS
     'The amount times the multiplier, divided by the divisor, rounded down.';
 COMMENT ON FUNCTION resource_control.rescaled(bigint, bigint, bigint, bigint, bigint) IS
@@ -1188,7 +1188,7 @@ COMMENT ON FUNCTION resource_control.check_rate_limit(text, text, bigint, interv
 COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, interval, bigint, bigint, interval, boolean) IS
     'As check_rate_limit, but also spends units of the future, if the wait for them is at most max_wait. Returns how long to wait.';
 COMMENT ON FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean) IS
-    'Spends units of several keys if all limits allow it, else of none, and then returns which limit has the longest wait. A key that is given twice is checked once, for the sum of the costs. Waits at most 25 ms for each key after the first. Otherwise as check_rate_limit.';
+    'Spends units of several keys if all limits allow it, else of none, and then returns which limit refuses the call: the one with the longest wait, or the first one that refuses while the units are being spent. A key that is given twice is checked once, for the sum of the costs. Waits at most 25 ms for each key after the first. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, timestamptz, interval, boolean) IS
     'Gives back units that were spent at spent_at and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Nothing, if the key was reset, pruned or given another quota since then, or if the server has lost the spend and the key was not used since. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint) IS

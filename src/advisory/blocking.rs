@@ -49,7 +49,7 @@ use crate::sessions;
 /// session when it is idle after its next statement. The lock is then lost, which the release reports as
 /// [`Error::LockLost`](crate::Error::LockLost). Setting the timeout to 0 with every lock would prevent that, but a lock and
 /// its release would be 3 to 6 % slower. A reload does not affect a session that has its own value: connect with
-/// `options=-c%20idle_session_timeout%3D0` in its URL, or use `ALTER ROLE … SET`.
+/// `options=-c%20idle_session_timeout%3D0` in the URL, or use `ALTER ROLE … SET`.
 ///
 /// # Errors of session locks
 ///

@@ -35,8 +35,8 @@ pub type Checked = Record<(
     BigInt,
 )>;
 
-/// The result of a check of several rate limits: whether all allow it; which limit has the longest wait, from 1 on, why, and
-/// the wait; and, for each limit, or only for the one that does not allow the call, the time of the decision, how many units are
+/// The result of a check of several rate limits: whether all allow it; which limit refuses it (the one with the longest wait, or
+/// the first one that refuses while the units are being spent), from 1 on, why, and the wait; and, for each limit, or only for the one that does not allow the call, the time of the decision, how many units are
 /// left, how long until the key is full, and the quota in force: N, period and burst.
 pub type CheckedAll = Record<(
     Bool,
@@ -232,7 +232,7 @@ extern "SQL" {
         wanted_burst: BigInt,
     ) -> BigInt;
 
-    /// Returns `amount` times `multiplier`, divided by `divisor`, rounded up.
+    /// Returns `amount` times `multiplier`, divided by `divisor`, rounded up. At most `i64::MAX`.
     #[sql_name = "resource_control.scaled_up"]
     fn scaled_up(amount: BigInt, multiplier: BigInt, divisor: BigInt) -> BigInt;
 }

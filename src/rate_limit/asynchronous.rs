@@ -87,7 +87,8 @@ impl RateLimit {
 /// # Dropped futures
 ///
 /// If the future of a check, a reservation or a reset is dropped, the operation may take place all the same, and the units stay
-/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) cancels its reservation.
+/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) cancels its reservation. A transaction that Diesel does not see, in
+/// which such a future was dropped, may commit without waiting for the disk.
 impl RateLimit {
     /// Spends the units of a call if the limit allows it, through a connection from the pool. Never waits for units.
     ///
@@ -187,9 +188,9 @@ impl RateLimit {
 
     /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
     ///
-    /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after the call was sent, a
-    /// task [cancels](Self::cancel) the reservation through a connection from the pool. On a connection that you lend, nothing could
-    /// cancel it, so there is no form for one: use [`reserve_on`](Self::reserve_on) there.
+    /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after the call was
+    /// sent, a task [cancels](Self::cancel) the reservation through a connection from the pool. On a connection that you
+    /// lend, nothing could cancel it, so there is no form for one: use [`reserve_on`](Self::reserve_on) there.
     ///
     /// # Errors
     ///

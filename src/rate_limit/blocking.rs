@@ -106,8 +106,9 @@ impl RateLimit {
     /// Checks several limits, through a connection from the pool: spends the units of all of them, or of none.
     ///
     /// One round trip: `SELECT resource_control.check_rate_limits($1, …)`. A limited call mostly only reads. The same key given
-    /// twice is checked for the sum of the costs. If several limits refuse the call, the outcome is that of the limit with
-    /// the longest wait, or that of the first one that refuses while the units are being spent. One [durable](Self::durable) limit makes the whole check wait for the disk.
+    /// twice is checked for the sum of the costs. If several limits refuse the call, the outcome is that of the limit with the
+    /// longest wait, or that of the first one that refuses while the units are being spent. One [durable](Self::durable) limit
+    /// makes the whole check wait for the disk.
     ///
     /// # Blocking
     ///
@@ -434,10 +435,10 @@ impl Spent {
     /// up.
     ///
     /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
-    /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset,
-    /// pruned or given another quota since then, if the server has lost the spend and the key was not used since, if the clock
-    /// was set back, or if another transaction has locked the key for 250 milliseconds. The time until the last moment that was reserved counts as
-    /// passed, because these moments stay as they were told, also those of reservations that were cancelled.
+    /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset, pruned
+    /// or given another quota since then, if the server has lost the spend and the key was not used since, if the clock was set
+    /// back, or if another transaction has locked the key for 250 milliseconds. The time until the last moment that was
+    /// reserved counts as passed, because these moments stay as they were told, also those of reservations that were cancelled.
     ///
     /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.
     ///
@@ -475,9 +476,9 @@ impl Reservation {
     /// Gives back all units that were not given back yet, through a connection from the pool. Returns how many units that was
     /// worth, rounded up.
     ///
-    /// Until the units may be used, they come back in full. They come back as with [`Spent::give_back`], with the time counted
-    /// from that moment, if they may be used already, if another call has reserved a later moment (even one that was cancelled
-    /// since), or if the key was given another quota.
+    /// Until the units may be used, they come back in full, unless another call has reserved a later moment (even one that was
+    /// cancelled since), or the key was reset or given another quota. In these cases, and once the units may be used, they come
+    /// back as with [`Spent::give_back`], with the time counted from the moment from which they may be used.
     ///
     /// # Blocking
     ///

@@ -55,7 +55,7 @@ pub(super) async fn spend<S: Session>(
     let reply = Reply::of(row, limit.quota);
     if in_transaction {
         let spent = reply.spent(limit).map(|(spent, _)| spent);
-        return Err(undo(session, spent.as_slice()).await);
+        return Err(undo(session, spent.as_slice(), limit.durable).await);
     }
     Ok(reply)
 }
@@ -85,7 +85,8 @@ pub(super) async fn check_all<S: Session>(
     let outcome = reply::check_all(row, limits)?;
     if in_transaction {
         let spent = outcome.allowed().unwrap_or_default();
-        return Err(undo(session, &spent).await);
+        let is_durable = limits.iter().all(|limit| limit.durable);
+        return Err(undo(session, &spent, is_durable).await);
     }
     Ok(outcome)
 }
@@ -181,7 +182,7 @@ where
 }
 
 /// Sends a statement that allows nothing. In a transaction of the caller that Diesel does not know of, it takes effect when
-/// that commits, which waits for the disk as ever.
+/// that commits, by the session's default of `synchronous_commit`.
 async fn accepted<S, U, Q>(session: &mut S, limit: &RateLimit, statement: Q) -> Result<U>
 where
     S: Session,
@@ -193,21 +194,23 @@ where
         if session.is_pooled() {
             return Err(Error::TransactionInPool);
         }
+        if !limit.durable {
+            session.batch(sql::WAIT_FOR_DISK).await?;
+        }
         session.clear_mark();
-        session.batch(sql::WAIT_FOR_DISK).await?;
     }
     Ok(row)
 }
 
 /// Undoes what was spent in a transaction that Diesel does not know of, and returns why.
-async fn undo<S: Session>(session: &mut S, spent: &[Spent]) -> Error {
+async fn undo<S: Session>(session: &mut S, spent: &[Spent], is_durable: bool) -> Error {
     if session.is_pooled() {
         // An earlier user left the transaction open. The connection is marked, so the pool discards it, and the server
         // rolls the check back.
         return Error::TransactionInPool;
     }
-    // The caller's transaction goes on, so the units are given back in it, and its commit waits for the disk as ever.
-    session.clear_mark();
+    // The caller's transaction goes on, so the units are given back in it, and it commits by the session's default of
+    // `synchronous_commit`.
     for spent in spent {
         let back = match spent.take_back(spent.units, |name| session.name(name)) {
             Ok(back) => back,
@@ -218,10 +221,13 @@ async fn undo<S: Session>(session: &mut S, spent: &[Spent]) -> Error {
             return error.into();
         }
     }
-    match session.batch(sql::WAIT_FOR_DISK).await {
-        Ok(()) => Misplaced::SpendInTransaction.into(),
-        Err(error) => error.into(),
+    if !is_durable {
+        if let Err(error) = session.batch(sql::WAIT_FOR_DISK).await {
+            return error.into();
+        }
     }
+    session.clear_mark();
+    Misplaced::SpendInTransaction.into()
 }
 
 /// Returns what an error means. Queries the catalogue where that is still possible.

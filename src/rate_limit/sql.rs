@@ -193,7 +193,8 @@ pub(super) fn reset<'a>(name: &'a str, key: Option<&'a str>, commit_async: bool)
     diesel::select(reset_rate_limit(name, key, commit_async))
 }
 
-/// Undoes, for the caller's transaction, that a function has switched off the wait for the disk.
+/// Undoes, for the caller's transaction, that a function has switched off the wait for the disk. A value that the session has set
+/// is not known any more.
 pub(super) const WAIT_FOR_DISK: &str = "SET LOCAL synchronous_commit TO DEFAULT";
 
 pub(super) type Prune<'a> = diesel::dsl::select<prune_rate_limits<&'a str, &'a str, i32>>;

@@ -117,7 +117,8 @@ impl Semaphore {
 
     /// Claims a slot, and waits indefinitely until one is free. Holds no connection while it waits.
     ///
-    /// [`acquire_timeout`](Self::acquire_timeout) limits the wait, and [`try_acquire`](Self::try_acquire) does not wait. See [waiting](#waiting) for the polls that it sends.
+    /// [`acquire_timeout`](Self::acquire_timeout) limits the wait, and [`try_acquire`](Self::try_acquire) does not wait. See
+    /// [waiting](#waiting) for the polls that it sends.
     ///
     /// # Blocking
     ///

@@ -130,11 +130,11 @@ where
 /// Lets every request in flight to the service time out now, as if its holder had been too slow or had crashed. Returns the
 /// number of these requests.
 ///
-/// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE … RETURNING id`, for the requests
-/// to the service that are [in flight](monitor::in_flight()). Under a [prefix](super::key_prefix) the service is that of
-/// the prefix. Nothing else changes. The next claim that finds no other slot free marks the requests and takes their slots,
-/// and their own releases and renewals return [`Error::TimedOut`]. [`Permit::remaining`](crate::Permit::remaining) follows
-/// the holder's clock, so it does not change.
+/// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE … RETURNING id`, for the
+/// requests to the service that are [in flight](monitor::in_flight()). Under a [prefix](super::key_prefix) the service is
+/// that of the prefix. Nothing else changes. The next claim that finds no other slot free marks the requests and takes their
+/// slots, and their own releases and renewals return [`Error::TimedOut`]. [`Permit::remaining`](crate::Permit::remaining)
+/// follows the holder's clock, so it does not change.
 ///
 /// # Errors
 ///

@@ -25,11 +25,11 @@ use crate::runtime;
 ///
 /// # Dropping
 ///
-/// A drop cannot wait. The guard of a pooled connection moves it to a task on the runtime on which the lock was acquired.
-/// The task releases the lock in one round trip, and gives the connection back, or discards it as the blocking half does. If
-/// a statement of the caller's is still running, because its future was dropped, the task cancels it after 20 milliseconds,
-/// or after four round trips if that is longer, and discards the connection. A current-thread runtime that nobody drives runs no task, so the lock stays held until the
-/// runtime is driven again or dropped.
+/// A drop cannot wait. The guard of a pooled connection moves it to a task on the runtime on which the lock was acquired. The
+/// task releases the lock in one round trip, and gives the connection back, or discards it as the blocking half does. If a
+/// statement of the caller's is still running, because its future was dropped, the task cancels it after 20 milliseconds, or
+/// after four round trips if that is longer, and discards the connection. A current-thread runtime that nobody drives runs no
+/// task, so the lock stays held until the runtime is driven again or dropped.
 ///
 /// A guard on a borrowed connection queues the unlock behind the statements that were sent, and does not wait for the reply.
 /// In an aborted transaction the unlock fails, and the session keeps the lock: roll back first, or use

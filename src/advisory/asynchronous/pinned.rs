@@ -66,8 +66,8 @@ pub(super) mod sealed {
         /// Notes how long a round trip took.
         fn replied_in(&mut self, _: Duration) {}
 
-        /// Notes that a statement failed. A pooled connection that is in doubt then is discarded, because the error may be about the
-        /// connection: prepared statements that some code deallocated, for example.
+        /// Notes that a statement failed. A pooled connection that is in doubt then is discarded, because the error may be
+        /// about the connection: prepared statements that some code deallocated, for example.
         fn failed(&mut self) {}
 
         /// Notes, before a release is sent, what a drop during the release needs to know.

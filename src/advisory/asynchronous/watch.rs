@@ -97,9 +97,10 @@ async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
         if let Some(mut conn) = checked_out.flatten() {
             let session = &mut Asynchronous::pooled(&mut conn);
             let queried = caught_while_awaited(watched.query(session)).await;
-            if queried.is_none() {
-                caught(|| conn.into_inner().discard());
-            }
+            caught(|| match queried {
+                Some(()) => drop(conn),
+                None => conn.into_inner().discard(),
+            });
         }
     }
 }

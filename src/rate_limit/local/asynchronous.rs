@@ -21,8 +21,8 @@ use crate::session::Asynchronous;
 /// `burst + chunk + W × N / period` units are allowed for a key in any span W. [`RateLimit::local`] makes it. Make one per
 /// process and limit, and clone it: the clones share what was taken.
 ///
-/// Dropping the last clone gives back what was not used, in a task of the runtime that took it, if the pool has an idle connection. It
-/// never waits for one. Without a runtime, what was not used comes back with time.
+/// Dropping the last clone gives back what was not used, in a task of the runtime that took it, if the pool has an idle
+/// connection. It never waits for one. Without a runtime, what was not used comes back with time.
 pub struct LocalRateLimit<P: Pool> {
     shared: Arc<Shared<P>>,
 }
@@ -89,8 +89,8 @@ impl<P: Pool> LocalRateLimit<P> {
     ///
     /// # Dropped futures
     ///
-    /// If the future is dropped while it takes units, a task finishes that, and the process keeps what was taken for other calls.
-    /// The units of the call itself may be spent.
+    /// If the future is dropped while it takes units, or waits for a connection to do so, a task finishes that, and the
+    /// process keeps what was taken for other calls. The units of the call itself may be spent.
     ///
     /// # Errors
     ///

@@ -222,8 +222,8 @@ impl Chunk {
     }
 }
 
-/// A reply that limits calls. Only the monotonic clock is read, which is faster. After a suspension, calls are limited, and told too
-/// long a wait, for at most a second.
+/// A reply that limits calls. Only the monotonic clock is read, which is faster. After a suspension, calls are limited, and
+/// told too long a wait, for at most a second.
 #[derive(Debug)]
 struct Remembered {
     since: Instant,

@@ -93,6 +93,20 @@ fn a_transaction_that_diesel_does_not_see_still_waits_for_the_disk_when_it_commi
         assert_eq!(setting(conn, "synchronous_commit"), "on", "{place}");
         conn.batch_execute("COMMIT").unwrap();
     }
+    // A durable limit leaves the setting as it is.
+    let durable = API.key("durable").durable();
+    for is_all in [false, true] {
+        conn.batch_execute("BEGIN; SET LOCAL synchronous_commit = local")
+            .unwrap();
+        assert!(if is_all {
+            is_misplaced(RateLimit::check_all_on(conn, &[&durable]))
+        } else {
+            is_misplaced(durable.check_on(conn))
+        });
+        assert!(durable.reset_on(conn).is_ok());
+        assert_eq!(setting(conn, "synchronous_commit"), "local");
+        conn.batch_execute("COMMIT").unwrap();
+    }
 }
 
 #[test]

@@ -394,6 +394,10 @@ impl<P: Pool> Half for InPool<'_, P> {
     async fn pause(&self, time: Duration) {
         tokio::time::sleep(time).await;
     }
+
+    fn is_closed(&self) -> bool {
+        self.pool.is_closed()
+    }
 }
 
 /// An acquisition in progress. Unless it becomes a guard, or is known to hold nothing, dropping it releases what was granted.

@@ -91,10 +91,7 @@ pub(super) async fn try_session_lock<S: Session>(
             *doubt = None;
             Err(Error::Standby)
         }
-        #[cfg(feature = "r2d2")]
         AfterTry::TransactionInPool => Err(Error::TransactionInPool),
-        #[cfg(not(feature = "r2d2"))]
-        AfterTry::TransactionInPool => Err(Misplaced::SessionLockInTransaction.into()),
         AfterTry::OpenTransaction { is_granted } => {
             session.clear_mark();
             if is_granted {
@@ -111,10 +108,13 @@ pub(super) async fn try_session_lock<S: Session>(
 /// Whether this process has met a session with an `idle_session_timeout`.
 static MET_IDLE_TIMEOUT: AtomicBool = AtomicBool::new(false);
 
+/// Whether this process has sent a statement that lifts an `idle_session_timeout`. Its reply may never have been read.
+static LIFTS_IDLE_TIMEOUT: AtomicBool = AtomicBool::new(false);
+
 /// Returns whether a try may have lifted an `idle_session_timeout`.
 #[cfg(feature = "async")]
 pub(super) fn lifts_idle_session_timeout() -> bool {
-    MET_IDLE_TIMEOUT.load(Ordering::Relaxed)
+    LIFTS_IDLE_TIMEOUT.load(Ordering::Relaxed)
 }
 
 /// Sends a try, and also returns whether a transaction is open that Diesel does not know of.
@@ -131,6 +131,7 @@ async fn send_try<S: Session>(
     fenced: bool,
 ) -> (QueryResult<TryReply>, bool) {
     if fenced {
+        LIFTS_IDLE_TIMEOUT.store(true, Ordering::Relaxed);
         let (row, is_open) = probe(session, sql::TryFenced { lock }).await;
         return (row.map(sql::TriedFenced::read), is_open);
     }
@@ -144,6 +145,7 @@ async fn send_try<S: Session>(
             session.clear_mark();
         }
     }
+    LIFTS_IDLE_TIMEOUT.store(true, Ordering::Relaxed);
     let (row, is_open) = probe(session, Numbered(sql::TryCarefully { lock })).await;
     let reply = row.map(sql::TriedCarefully::read);
     if let Ok(reply) = &reply {

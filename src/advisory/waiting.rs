@@ -45,6 +45,11 @@ pub(super) trait Half: Sync {
     fn turn(&self, waiter: &mut Waiter, limit: Duration) -> impl Future<Output = ()> + Send;
 
     fn pause(&self, time: Duration) -> impl Future<Output = ()> + Send;
+
+    /// Whether the pool never has a connection again.
+    fn is_closed(&self) -> bool {
+        false
+    }
 }
 
 /// Waits for a lock that a try found held. Waits on the server while the connection budget allows it. Otherwise gives the
@@ -80,7 +85,9 @@ pub(super) async fn for_session_lock<H: Half>(
             half.turn(&mut waiter, pause).await;
             match half.begin(&mut waiter, deadline.remaining()).await {
                 // The pool had no connection in time, but the wait for the lock is not over.
-                Err(Error::Pool(_)) => half.pause(pause.min(deadline.remaining())).await,
+                Err(Error::Pool(_)) if !half.is_closed() => {
+                    half.pause(pause.min(deadline.remaining())).await;
+                }
                 begun => break begun?,
             }
         };

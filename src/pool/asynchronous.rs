@@ -34,6 +34,12 @@ pub trait Pool: Clone + Send + Sync + 'static {
     fn is_contended(&self) -> bool {
         false
     }
+
+    /// Returns whether the pool was closed, so that it will never have a connection again. A wait ends then with the error of
+    /// the check-out. Defaults to `false`.
+    fn is_closed(&self) -> bool {
+        false
+    }
 }
 
 /// A connection that a guard can have: one out of a [`Pool`].
@@ -108,12 +114,21 @@ pub(crate) async fn check_out<P: Pool>(
 ) -> Result<CheckedOut<P::Connection>> {
     let conn = match limit {
         None => pool.check_out().await,
+        // A check of an idle connection is not aborted, because that would cost the pool the connection.
+        Some(Duration::ZERO) => match pool.try_check_out().await {
+            Some(conn) => Ok(conn),
+            None => Err(timed_out()),
+        },
         Some(limit) => match tokio::time::timeout(limit, pool.check_out()).await {
             Ok(checked_out) => checked_out,
-            Err(_) => Err(Error::Pool("timed out waiting for connection".into())),
+            Err(_) => Err(timed_out()),
         },
     };
     conn.map(CheckedOut::new)
+}
+
+fn timed_out() -> Error {
+    Error::Pool("timed out waiting for connection".into())
 }
 
 /// Takes a connection from the pool if one is idle.
@@ -146,6 +161,10 @@ mod with_deadpool {
 
         fn is_contended(&self) -> bool {
             self.status().waiting > 0
+        }
+
+        fn is_closed(&self) -> bool {
+            DeadPool::is_closed(self)
         }
     }
 

@@ -269,6 +269,7 @@ impl Semaphore {
             timeout,
             |limit| self.claim_from(pool, Some(limit)),
             |pause| waiter.woken(pause),
+            || pool.is_closed(),
         )
         .await
     }

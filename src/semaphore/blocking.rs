@@ -308,6 +308,7 @@ impl Semaphore {
                 waiter.sleep(pause);
                 ready(())
             },
+            || false,
         ))
     }
 }

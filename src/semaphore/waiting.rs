@@ -13,12 +13,13 @@ use crate::pollers::Pollers;
 /// Polls until a slot is free, or `timeout` has passed.
 ///
 /// `claim` polls once, and waits for a connection as long as it is told at most. `sleep` ends after the pause, or when a
-/// release in this process wakes the waiter.
+/// release in this process wakes the waiter. `is_closed` tells that the pool never has a connection again.
 pub(super) async fn for_slot<P, C, S>(
     service: Cow<'static, str>,
     timeout: Duration,
     claim: impl Fn(Duration) -> C,
     sleep: impl Fn(Duration) -> S,
+    is_closed: impl Fn() -> bool,
 ) -> Result<Admission<P>>
 where
     C: Future<Output = Result<Admission<P>>>,
@@ -37,7 +38,7 @@ where
         match claim(deadline.remaining()).await {
             Ok(Admission::Full(still_full)) => full = still_full,
             // All connections were in use for the pool's timeout. The wait for a slot goes on.
-            Err(Error::Pool(_)) => {}
+            Err(Error::Pool(_)) if !is_closed() => {}
             outcome => return outcome,
         }
     }

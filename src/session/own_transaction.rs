@@ -72,7 +72,7 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
         rolled_back
     }
 
-    /// Commits after `Ok`, and rolls back after `Err`.
+    /// Commits after `Ok`, and rolls back after `Err`, which says why also if the session cannot roll back.
     pub(crate) async fn end<T, E>(mut self, outcome: Result<T, E>) -> Result<T, E>
     where
         E: From<Error>,
@@ -80,7 +80,12 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
         self.rollback = None;
         let ended = match &outcome {
             Ok(_) => self.session.commit().await,
-            Err(_) => undo(self.session).await,
+            Err(_) => {
+                if undo(self.session).await.is_err() {
+                    self.session.mark_broken();
+                }
+                Ok(())
+            }
         };
         self.is_ended = true;
         ended.map_err(Error::from)?;

@@ -6,6 +6,7 @@ use std::sync::{Mutex, Once};
 use std::time::Duration;
 
 use diesel::prelude::*;
+use diesel_async::SimpleAsyncConnection;
 use diesel_interlock::{AdvisoryLock, Attempt, Error, LockKey, asynchronous};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
@@ -167,6 +168,30 @@ fn a_guard_on_a_lent_connection_logs_its_release_when_it_is_dropped() {
     for (field, value) in expected {
         assert_eq!(last.get(field).map(String::as_str), Some(value), "{last:?}");
     }
+}
+
+#[test]
+fn a_guard_that_is_dropped_behind_a_statement_logs_its_release() {
+    collect();
+    let lock = asynchronous::AdvisoryLock::named("dropped behind a statement");
+    let database = Database::new();
+    run({
+        let (lock, pool) = (lock.clone(), database.deadpool(1));
+        async move {
+            let mut guard = lock.acquire(&pool).await.unwrap();
+            let sleep = guard.conn().batch_execute("SELECT pg_sleep(600)");
+            tokio::time::timeout(SHORT, sleep).await.unwrap_err();
+            drop(guard);
+            // The connection is discarded, and another one is there.
+            lock.acquire(&pool).await.unwrap().release().await.unwrap();
+        }
+    });
+    let releases = logged(lock.key());
+    let mut releases = releases
+        .iter()
+        .filter(|it| it["operation"].contains("release"));
+    assert_eq!(releases.next().unwrap()["outcome"], "\"deferred\"");
+    assert_eq!(releases.next().unwrap()["outcome"], "\"released\"");
 }
 
 #[test]

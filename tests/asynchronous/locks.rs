@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use diesel::prelude::*;
 use diesel_async::SimpleAsyncConnection;
-use diesel_interlock::asynchronous::{AdvisoryLock, Pool};
+use diesel_async::pooled_connection::{RecyclingMethod, deadpool};
+use diesel_interlock::asynchronous::{AdvisoryLock, Pool, Semaphore};
 use diesel_interlock::error::Misplaced;
-use diesel_interlock::{Attempt, Error, monitor};
+use diesel_interlock::{Attempt, Error, migrations, monitor};
 use workbench::Database;
 
 use crate::run;
@@ -26,6 +27,90 @@ async fn freed(database: &Database) {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     panic!("still held");
+}
+
+#[test]
+fn a_wait_ends_when_its_pool_is_closed() {
+    let database = Database::new();
+    migrations::install(&mut database.connect()).unwrap();
+    let (pool, other) = (database.deadpool(1), database.deadpool(1));
+    run(async move {
+        let one = Semaphore::named("one", 1, Duration::from_secs(600));
+        let _permit = one.acquire(&other).await.unwrap();
+        let guard = LOCK.acquire(&other).await.unwrap();
+        // The only connection is in use, so both waits have none.
+        let only = pool.get().await.unwrap();
+        let lock = tokio::spawn({
+            let pool = pool.clone();
+            async move { LOCK.acquire(&pool).await.map(drop) }
+        });
+        let slot = tokio::spawn({
+            let pool = pool.clone();
+            async move { one.acquire(&pool).await.map(drop) }
+        });
+        while pool.status().waiting < 2 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        drop(only);
+        // Both have tried once, and try again.
+        while pool.status().available == 0 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        pool.close();
+        let long = Duration::from_secs(60);
+        let slot = tokio::time::timeout(long, slot).await.unwrap();
+        assert!(matches!(slot.unwrap(), Err(Error::Pool(_))));
+        guard.release().await.unwrap();
+        // It waited on the server, or ended with the pool.
+        let lock = tokio::time::timeout(long, lock).await.unwrap();
+        assert!(matches!(lock.unwrap(), Ok(()) | Err(Error::Pool(_))));
+    });
+}
+
+#[test]
+fn a_crowd_of_waiters_ends_when_its_pool_is_closed() {
+    let database = Database::new();
+    let (pool, other) = (database.deadpool(2), database.deadpool(1));
+    run(async move {
+        let guard = LOCK.acquire(&other).await.unwrap();
+        // One waits on the server, and the others have no connection.
+        let waiters: Vec<_> = (0..8)
+            .map(|_| {
+                let pool = pool.clone();
+                tokio::spawn(async move { LOCK.acquire(&pool).await.map(drop) })
+            })
+            .collect();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        pool.close();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        guard.release().await.unwrap();
+        let mut refused = 0;
+        for waiter in waiters {
+            let ended = tokio::time::timeout(Duration::from_secs(60), waiter).await;
+            refused += u32::from(matches!(ended.unwrap().unwrap(), Err(Error::Pool(_))));
+        }
+        assert!(refused >= 7, "{refused}");
+    });
+}
+
+#[test]
+fn a_timeout_of_zero_costs_a_pool_that_checks_its_connections_none() {
+    let database = Database::new();
+    let manager = database.async_manager(RecyclingMethod::Verified);
+    let pool = deadpool::Pool::builder(manager)
+        .max_size(1)
+        .build()
+        .unwrap();
+    run(async move {
+        drop(pool.get().await.unwrap());
+        let acquired = LOCK.acquire_timeout(&pool, Duration::ZERO).await.unwrap();
+        let Attempt::Acquired(guard) = acquired else {
+            panic!("nobody else is here");
+        };
+        guard.release().await.unwrap();
+        assert_eq!(pool.status().size, 1);
+    });
 }
 
 async fn life_of_a_lock<P: Pool>(database: Database, pool: P) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use diesel::connection::InstrumentationEvent;
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::asynchronous::{AdvisoryLock, Pool};
-use diesel_interlock::{Error, LockKey};
+use diesel_interlock::{Error, LockKey, migrations};
 use tokio::task::block_in_place;
 use workbench::{Database, RoundTrips};
 
@@ -240,6 +240,21 @@ fn the_idle_session_timeout_is_restored_on_each_way_out() {
         let is_restored = "current_setting('idle_session_timeout') = '70s'";
         let is_lifted = "current_setting('idle_session_timeout') = '0'";
 
+        // First a try that was dropped before its reply told that there is a timeout.
+        let is_new = "NOT EXISTS (SELECT FROM pg_settings \
+                      WHERE name = 'idle_session_timeout' AND source = 'session')";
+        migrations::install(&mut database.connect()).unwrap();
+        let (pool, fenced) = (database.deadpool(1), LOCK.clone().fenced());
+        for polls in (0..8).cycle().take(24) {
+            let mut conn = pool.check_out().await.unwrap();
+            conn.batch_execute(set).await.unwrap();
+            drop(conn);
+            drop(poll_times(fenced.try_acquire(&pool), polls).await);
+            block_in_place(|| observer.until(NOBODY, LIMIT));
+            let mut conn = pool.check_out().await.unwrap();
+            asserts(&mut conn, &format!("{is_restored} OR {is_new}")).await;
+        }
+
         let conn = &mut database.connect_async().await;
         conn.batch_execute(set).await.unwrap();
         for polls in 0..8 {
@@ -270,8 +285,6 @@ fn the_idle_session_timeout_is_restored_on_each_way_out() {
             }
             block_in_place(|| observer.until(NOBODY, LIMIT));
             let mut conn = pool.check_out().await.unwrap();
-            let is_new = "NOT EXISTS (SELECT FROM pg_settings \
-                          WHERE name = 'idle_session_timeout' AND source = 'session')";
             asserts(&mut conn, &format!("{is_restored} OR {is_new}")).await;
         }
     });

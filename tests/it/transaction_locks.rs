@@ -65,6 +65,18 @@ fn a_rollback_to_a_savepoint_set_before_releases_it() {
 }
 
 #[test]
+fn the_error_of_the_work_is_returned_although_the_session_has_ended() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let worked: Result<(), Error> = LOCK.transaction(conn, |conn| {
+        let end = "SELECT pg_terminate_backend(pg_backend_pid())";
+        conn.batch_execute(end).unwrap_err();
+        Err(Error::ReadOnly)
+    });
+    assert_matches!(worked, Err(Error::ReadOnly));
+}
+
+#[test]
 fn it_excludes_session_locks_and_is_excluded_by_them() {
     let database = Database::new();
     let conn = &mut database.connect();

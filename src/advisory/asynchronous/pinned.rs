@@ -232,8 +232,17 @@ async fn release_dropped<C: PoolConnection + 'static>(
     match released {
         Ok(released) => record_release(&held, since, &released),
         // A statement of the caller's still runs, whose future was dropped.
-        Err(_) => pinned.is_waiting = true,
+        Err(_) => {
+            pinned.is_waiting = true;
+            record_deferral(&held, since);
+        }
     }
+}
+
+/// Records that a release is left to what becomes of the connection.
+fn record_deferral(held: &HeldLock, since: Instant) {
+    let event = Event::new("release", Subject::Lock(&held.key), Outcome::Deferred);
+    caught(|| events::record(&event.held_since(since)));
 }
 
 pub(super) fn record_release(held: &HeldLock, since: Instant, released: &crate::Result<()>) {
@@ -329,6 +338,8 @@ pub struct Borrowed<'conn> {
     conn: &'conn mut AsyncPgConnection,
     doubt: Option<Doubt>,
     is_waiting: bool,
+    /// Whether a statement failed.
+    has_failed: bool,
     /// The value to restore if a release is dropped.
     idle_session_timeout: Option<String>,
     lent: Lent,
@@ -342,6 +353,7 @@ impl<'conn> Borrowed<'conn> {
             conn,
             doubt: None,
             is_waiting: false,
+            has_failed: false,
             idle_session_timeout: None,
             lent: Lent::default(),
             local: None,
@@ -395,6 +407,10 @@ impl sealed::Sealed for Borrowed<'_> {
         self.local = Some(LocalHold::of(id));
     }
 
+    fn failed(&mut self) {
+        self.has_failed = true;
+    }
+
     fn releasing(&mut self, held: &HeldLock) {
         self.idle_session_timeout = held.idle_session_timeout.clone();
     }
@@ -403,8 +419,7 @@ impl sealed::Sealed for Borrowed<'_> {
         let timeout = held.idle_session_timeout.as_deref();
         let message = sql::release_if(Condition::Session(held.pid), held.lock, timeout);
         self.queue(&message, Some(held.pid));
-        let event = Event::new("release", Subject::Lock(&held.key), Outcome::Deferred);
-        caught(|| events::record(&event.held_since(since)));
+        record_deferral(&held, since);
     }
 }
 
@@ -431,6 +446,10 @@ impl Drop for Borrowed<'_> {
         let timeout = self.idle_session_timeout.as_deref();
         let message = sql::release_if(condition, lock, timeout);
         self.queue(&message, doubt.pid());
+        if self.has_failed && matches!(doubt, Doubt::Releasing(..)) {
+            Asynchronous::lent(self.conn).mark_broken();
+            caught(|| record_discard(false));
+        }
     }
 }
 

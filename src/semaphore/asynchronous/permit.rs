@@ -219,7 +219,7 @@ async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
     }
     let late = slot.late_release();
     drop(slot);
-    while !caught(|| late.is_over()).unwrap_or(true) {
+    while !caught(|| late.is_over() || pool.is_closed()).unwrap_or(true) {
         if caught_while_awaited(release_late(&late, &pool)).await == Some(true) {
             return;
         }

@@ -28,9 +28,12 @@ type AsyncManager = diesel_async::AnsiTransactionManager;
 pub(crate) struct AnsiTransactionManager;
 
 /// Rolls back a transaction that Diesel opened and that was aborted. diesel-async does not see a `ROLLBACK` that is sent as
-/// plain SQL.
+/// plain SQL, unless the connection is marked as broken.
 pub(crate) fn roll_back(conn: &mut PgConnection) {
-    AnsiTransactionManager::rollback_transaction(conn).unwrap();
+    if AnsiTransactionManager::rollback_transaction(conn).is_err() {
+        assert!(is_broken(conn));
+        conn.batch_execute("ROLLBACK").unwrap();
+    }
 }
 
 /// Whether a pool would discard the connection.

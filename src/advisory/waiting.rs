@@ -66,7 +66,7 @@ pub(super) async fn for_session_lock<H: Half>(
     while !half.is_granted(&acquisition) {
         if waiter.occupy(half.budget()) {
             polling = None;
-            let must_yield = || waiter.must_yield(half.budget());
+            let must_yield = || half.is_closed() || waiter.must_yield(half.budget());
             half.wait(&mut acquisition, deadline, must_yield).await?;
             waiter.vacate();
             if half.is_granted(&acquisition) || deadline.remaining().is_zero() {

@@ -22,7 +22,8 @@ pub trait Pool: Clone + Send + Sync + 'static {
     /// A pool that has none in time returns [`Error::Pool`].
     fn check_out(&self) -> impl Future<Output = Result<Self::Connection>> + Send;
 
-    /// Takes a connection if one is idle, without waiting for another user to give one back.
+    /// Takes a connection if one is idle, without waiting for another user to give one back. Also called by waits whose time is
+    /// over, for their last try.
     fn try_check_out(&self) -> impl Future<Output = Option<Self::Connection>> + Send;
 
     /// Returns how many connections the pool may have open. A pool that does not tell returns how many it has open now, as
@@ -114,11 +115,15 @@ pub(crate) async fn check_out<P: Pool>(
 ) -> Result<CheckedOut<P::Connection>> {
     let conn = match limit {
         None => pool.check_out().await,
-        // A check of an idle connection is not aborted, because that would cost the pool the connection.
-        Some(Duration::ZERO) => match pool.try_check_out().await {
-            Some(conn) => Ok(conn),
-            None => Err(timed_out()),
-        },
+        // A check of an idle connection is not aborted at once, because that would cost the pool the connection.
+        Some(Duration::ZERO) => {
+            match tokio::time::timeout(LONGEST_CHECK, pool.try_check_out()).await {
+                Ok(Some(conn)) => Ok(conn),
+                // Fails at once, with the error of the pool.
+                _ if pool.is_closed() => pool.check_out().await,
+                _ => Err(timed_out()),
+            }
+        }
         Some(limit) => match tokio::time::timeout(limit, pool.check_out()).await {
             Ok(checked_out) => checked_out,
             Err(_) => Err(timed_out()),
@@ -126,6 +131,9 @@ pub(crate) async fn check_out<P: Pool>(
     };
     conn.map(CheckedOut::new)
 }
+
+/// How long a caller who does not wait may wait for the check of an idle connection, or for a new one.
+const LONGEST_CHECK: Duration = Duration::from_secs(1);
 
 fn timed_out() -> Error {
     Error::Pool("timed out waiting for connection".into())

@@ -139,12 +139,17 @@ impl LateRelease {
     pub(super) fn is_over(&self) -> bool {
         let is_over = self.deadline.is_some_and(|end| end <= Instant::now());
         if is_over {
-            let request = Subject::Semaphore {
-                service: &self.service,
-                id: Some(self.id),
-            };
-            events::record(&Event::new("release", request, Outcome::TimedOut));
+            self.record_timeout();
         }
         is_over
+    }
+
+    /// Records that the slot is free by its timeout only.
+    pub(super) fn record_timeout(&self) {
+        let request = Subject::Semaphore {
+            service: &self.service,
+            id: Some(self.id),
+        };
+        events::record(&Event::new("release", request, Outcome::TimedOut));
     }
 }

@@ -72,7 +72,7 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
         rolled_back
     }
 
-    /// Commits after `Ok`, and rolls back after `Err`, which says why also if the session cannot roll back.
+    /// Commits after `Ok`, and rolls back after `Err`, which is returned also if the session has ended.
     pub(crate) async fn end<T, E>(mut self, outcome: Result<T, E>) -> Result<T, E>
     where
         E: From<Error>,
@@ -80,12 +80,13 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
         self.rollback = None;
         let ended = match &outcome {
             Ok(_) => self.session.commit().await,
-            Err(_) => {
-                if undo(self.session).await.is_err() {
+            Err(_) => match undo(self.session).await {
+                Err(error) if self.session.has_ended(&error).await => {
                     self.session.mark_broken();
+                    Ok(())
                 }
-                Ok(())
-            }
+                undone => undone,
+            },
         };
         self.is_ended = true;
         ended.map_err(Error::from)?;

@@ -27,7 +27,7 @@ use crate::session::Asynchronous;
 /// [`run`](Self::run) awaits some work and then releases the permit.
 ///
 /// Dropping a permit also frees the slot, and never blocks: a task on the runtime on which the slot was acquired releases it,
-/// and retries until the permit has timed out. Few of these tasks wait for connections at a time, so that many permits that
+/// and retries until the permit has timed out, or its pool is closed. Few of these tasks wait for connections at a time, so that many permits that
 /// are dropped at once leave connections to others. A permit may be dropped anywhere: on any thread, in another runtime, or
 /// outside of one. If the runtime was dropped, or is a current-thread runtime that nobody drives, no task runs, and the slot
 /// is free after the timeout.
@@ -211,7 +211,7 @@ impl<P: Pool> fmt::Debug for Permit<P> {
     }
 }
 
-/// Releases a permit that was dropped. Retries until it has timed out.
+/// Releases a permit that was dropped. Retries until it has timed out, or its pool is closed.
 async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
     let released = caught_while_awaited(release_without_waiting(&slot, &pool)).await;
     if released == Some(true) {
@@ -219,7 +219,11 @@ async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
     }
     let late = slot.late_release();
     drop(slot);
-    while !caught(|| late.is_over() || pool.is_closed()).unwrap_or(true) {
+    while !caught(|| late.is_over()).unwrap_or(true) {
+        if caught(|| pool.is_closed()).unwrap_or(true) {
+            caught(|| late.record_timeout());
+            return;
+        }
         if caught_while_awaited(release_late(&late, &pool)).await == Some(true) {
             return;
         }

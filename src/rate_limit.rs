@@ -5,6 +5,8 @@ pub(crate) mod asynchronous;
 #[cfg(feature = "postgres")]
 mod blocking;
 mod check;
+#[cfg(feature = "postgres")]
+mod give_back;
 mod headers;
 mod kept;
 #[cfg(any(feature = "r2d2", feature = "async"))]

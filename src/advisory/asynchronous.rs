@@ -187,7 +187,9 @@ impl AdvisoryLock {
         .await
     }
 
-    /// Takes the lock on a connection from the pool. Waits for the connection and the lock for at most `timeout`.
+    /// Takes the lock on a connection from the pool. Waits for the connection and the lock for at most `timeout`. When that is
+    /// over, or if it is zero, the last try waits for a second at most (with bb8 for 50 milliseconds) while the pool checks or
+    /// opens a connection.
     ///
     /// A future that is dropped leaves what that of [`acquire`](Self::acquire) leaves.
     ///

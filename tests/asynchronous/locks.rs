@@ -8,6 +8,7 @@ use diesel_async::pooled_connection::{RecyclingMethod, deadpool};
 use diesel_interlock::asynchronous::{AdvisoryLock, Pool, Semaphore};
 use diesel_interlock::error::Misplaced;
 use diesel_interlock::{Attempt, Error, migrations, monitor};
+use tokio::task::JoinHandle;
 use workbench::Database;
 
 use crate::run;
@@ -28,6 +29,12 @@ async fn freed(database: &Database) {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     panic!("still held");
+}
+
+/// A wait ends with the error of its pool.
+async fn assert_refused(wait: JoinHandle<Result<(), Error>>) {
+    let ended = tokio::time::timeout(LONG, wait).await.unwrap();
+    assert!(matches!(ended.unwrap(), Err(Error::Pool(_))));
 }
 
 #[test]
@@ -52,8 +59,7 @@ fn a_wait_for_a_slot_ends_when_its_pool_is_closed() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         pool.close();
-        let ended = tokio::time::timeout(LONG, slot).await.unwrap();
-        assert!(matches!(ended.unwrap(), Err(Error::Pool(_))));
+        assert_refused(slot).await;
     });
 }
 
@@ -71,8 +77,7 @@ fn a_wait_for_a_lock_ends_when_its_pool_is_closed() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         pool.close();
-        let ended = tokio::time::timeout(LONG, waiter).await.unwrap();
-        assert!(matches!(ended.unwrap(), Err(Error::Pool(_))));
+        assert_refused(waiter).await;
     });
 }
 
@@ -92,8 +97,7 @@ fn a_crowd_of_waiters_ends_when_its_pool_is_closed() {
         tokio::time::sleep(Duration::from_millis(300)).await;
         pool.close();
         for waiter in waiters {
-            let ended = tokio::time::timeout(LONG, waiter).await.unwrap();
-            assert!(matches!(ended.unwrap(), Err(Error::Pool(_))));
+            assert_refused(waiter).await;
         }
     });
 }

@@ -8,7 +8,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use crate::half::prelude::*;
 use crate::half::{
-    AdvisoryLock, Attempt, Database, Error, LockKey,
+    AdvisoryLock, Attempt, Database, Error, IS_ASYNCHRONOUS, LockKey,
     error::{Input, Misplaced},
 };
 use crate::support::{Observer, assert_matches, foreign_holder, setting};
@@ -74,6 +74,20 @@ fn the_error_of_the_work_is_returned_although_the_session_has_ended() {
         Err(Error::ReadOnly)
     });
     assert_matches!(worked, Err(Error::ReadOnly));
+}
+
+#[test]
+fn work_that_ends_the_transaction_by_itself_is_told_that_nothing_was_rolled_back() {
+    if IS_ASYNCHRONOUS {
+        return; // diesel-async does not see a `COMMIT` that is sent as plain SQL
+    }
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let worked: Result<(), Error> = LOCK.transaction(conn, |conn| {
+        conn.batch_execute("COMMIT")?;
+        Err(Error::ReadOnly)
+    });
+    assert_matches!(worked, Err(Error::Database(DieselError::NotInTransaction)));
 }
 
 #[test]

@@ -1,0 +1,87 @@
+//! Giving back units that were spent, over a pool and on a connection, blocking.
+
+use diesel::pg::PgConnection;
+
+use super::{Reservation, Spent, operations};
+use crate::error::Result;
+#[cfg(feature = "r2d2")]
+use crate::pool::{self, PgPool};
+use crate::session::{Blocking, now};
+
+impl Spent {
+    /// Gives back units that were not used, through a connection from the pool. Returns how many units that was worth, rounded
+    /// up.
+    ///
+    /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
+    /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset, pruned
+    /// or given another quota since then, if the server has lost the spend and the key was not used since, if the clock was set
+    /// back, or if another transaction has locked the key for 250 milliseconds. The time until the last moment that was
+    /// reserved counts as passed, because these moments stay as they were told, also those of reservations that were cancelled.
+    ///
+    /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.
+    ///
+    /// # Blocking
+    ///
+    /// As [`RateLimit::check`].
+    ///
+    /// # Errors
+    ///
+    /// - [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more than were not given back yet. Units
+    ///   that a failed call was to give back count as given back.
+    /// - The [errors of checks](RateLimit#errors-of-checks).
+    #[cfg(feature = "r2d2")]
+    pub fn give_back(&self, pool: &PgPool, units: u32) -> Result<u32> {
+        let mut conn = pool::check_out(pool, None)?;
+        let session = &mut Blocking::pooled(&mut conn);
+        now(operations::give_back(session, self, units))
+    }
+
+    /// As [`give_back`](Self::give_back), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`give_back`](Self::give_back).
+    pub fn give_back_on(&self, conn: &mut PgConnection, units: u32) -> Result<u32> {
+        now(operations::give_back(
+            &mut Blocking::lent(conn),
+            self,
+            units,
+        ))
+    }
+}
+
+impl Reservation {
+    /// Gives back all units that were not given back yet, through a connection from the pool. Returns how many units that was
+    /// worth, rounded up.
+    ///
+    /// Until the units may be used, they come back in full, unless another call has reserved a later moment (even one that was
+    /// cancelled since), or the key was reset or given another quota. In these cases, and once the units may be used, they come
+    /// back as with [`Spent::give_back`], with the time counted from the moment from which they may be used.
+    ///
+    /// # Blocking
+    ///
+    /// As [`RateLimit::check`].
+    ///
+    /// # Errors
+    ///
+    /// The [errors of checks](RateLimit#errors-of-checks).
+    #[cfg(feature = "r2d2")]
+    pub fn cancel(self, pool: &PgPool) -> Result<u32> {
+        match self.spent.kept() {
+            0 => Ok(0),
+            units => self.spent.give_back(pool, units),
+        }
+    }
+
+    /// As [`cancel`](Self::cancel), on the given connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`cancel`](Self::cancel).
+    pub fn cancel_on(self, conn: &mut PgConnection) -> Result<u32> {
+        match self.spent.kept() {
+            0 => Ok(0),
+            units => self.spent.give_back_on(conn, units),
+        }
+    }
+}

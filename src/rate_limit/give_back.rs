@@ -22,13 +22,13 @@ impl Spent {
     ///
     /// # Blocking
     ///
-    /// As [`RateLimit::check`].
+    /// As [`RateLimit::check`](crate::RateLimit::check).
     ///
     /// # Errors
     ///
     /// - [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more than were not given back yet. Units
     ///   that a failed call was to give back count as given back.
-    /// - The [errors of checks](RateLimit#errors-of-checks).
+    /// - The [errors of checks](crate::RateLimit#errors-of-checks).
     #[cfg(feature = "r2d2")]
     pub fn give_back(&self, pool: &PgPool, units: u32) -> Result<u32> {
         let mut conn = pool::check_out(pool, None)?;
@@ -60,11 +60,11 @@ impl Reservation {
     ///
     /// # Blocking
     ///
-    /// As [`RateLimit::check`].
+    /// As [`RateLimit::check`](crate::RateLimit::check).
     ///
     /// # Errors
     ///
-    /// The [errors of checks](RateLimit#errors-of-checks).
+    /// The [errors of checks](crate::RateLimit#errors-of-checks).
     #[cfg(feature = "r2d2")]
     pub fn cancel(self, pool: &PgPool) -> Result<u32> {
         match self.spent.kept() {

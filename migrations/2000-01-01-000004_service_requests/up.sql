@@ -206,7 +206,9 @@ DECLARE
     old_snapshot_until text := current_setting('resource_control.old_snapshot_until', true);
     snapshot_is_old boolean := false;
     entries bigint;
+    newest bigint[];
     taken smallint[];
+    ended smallint[];
     candidate smallint;
     contended boolean;
 BEGIN
@@ -218,10 +220,39 @@ BEGIN
         snapshot_is_old := old_snapshot_until COLLATE "C" > date_part('epoch', clock_timestamp())::bigint::text;
     END IF;
 
-    -- The first step guesses a slot, because the guess is mostly free, and concurrent claims seldom guess the same one. If
-    -- reading all requests in flight would take long, this step reads only a few slots, and whether any slot from N on is
-    -- taken.
-    IF slots > 256 OR snapshot_is_old THEN
+    -- Under an old snapshot, the newest requests mostly tell enough. The ids of a slot ascend, so a slot in which one of
+    -- them has ended is free, unless another of them is in flight there.
+    IF snapshot_is_old AND slots <= 256 THEN
+        SELECT COALESCE(array_agg(n.id) FILTER (WHERE n.in_flight), '{}'),
+                COALESCE(array_agg(n.slot) FILTER (WHERE n.in_flight), '{}'),
+                min(n.expires_at) FILTER (WHERE n.in_flight),
+                array_agg(n.slot) FILTER (WHERE NOT n.in_flight),
+                clock_timestamp()
+            INTO newest, taken, next_expiry, ended, decided_at
+            FROM (
+                SELECT r.id, r.service, r.slot, r.expires_at, COALESCE(r.completed_at, r.timed_out_at) IS NULL AS in_flight
+                    FROM resource_control.service_request AS r
+                    ORDER BY r.id DESC
+                    LIMIT 4 * admit_service_request.slots
+            ) AS n
+            WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots
+                AND NOT EXISTS (
+                    SELECT FROM resource_control.service_request AS r
+                        WHERE r.service = admit_service_request.service COLLATE "C"
+                            AND r.slot >= admit_service_request.slots
+                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+        IF slots > cardinality(taken) THEN
+            SELECT e.slot INTO candidate
+                FROM unnest(ended) AS e (slot)
+                WHERE e.slot <> ALL (claim.taken)
+                ORDER BY random()
+                LIMIT 1;
+        END IF;
+    END IF;
+    -- Otherwise the first step guesses a slot, because the guess is mostly free, and concurrent claims seldom guess the same
+    -- one. If reading all requests in flight would take long, this step reads only a few slots, and whether any slot from N
+    -- on is taken.
+    IF slots > 256 OR candidate IS NULL AND slots > cardinality(taken) THEN
         SELECT g.slot INTO candidate
             FROM (
                 SELECT trunc(random() * admit_service_request.slots)::smallint AS slot FROM generate_series(1, 4)
@@ -231,7 +262,8 @@ BEGIN
                     SELECT l.service, l.slot FROM resource_control.service_request AS l ORDER BY l.id DESC LIMIT 8
                 ) AS n WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots)
             ) AS g
-            WHERE NOT EXISTS (
+            WHERE (claim.taken IS NULL OR g.slot <> ALL (claim.taken))
+                AND NOT EXISTS (
                     SELECT FROM resource_control.service_request AS r
                         WHERE r.service = admit_service_request.service COLLATE "C"
                             AND r.slot >= admit_service_request.slots
@@ -250,10 +282,13 @@ BEGIN
     IF candidate IS NULL THEN
         -- If the semaphore is full, this read decides it, without a lock or a transaction id. The clock is read after the
         -- requests.
-        IF snapshot_is_old AND slots <= 256 THEN
+        IF slots > cardinality(taken) THEN
             SELECT COALESCE(array_agg(s.slot), '{}'), min(s.expires_at), clock_timestamp()
                 INTO taken, next_expiry, decided_at
                 FROM (
+                    SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
+                        WHERE r.id = ANY (claim.newest) AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
+                    UNION ALL
                     SELECT n.slot, n.expires_at
                         FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
                         CROSS JOIN LATERAL (
@@ -265,13 +300,14 @@ BEGIN
                                 ORDER BY r.slot DESC
                                 LIMIT 1
                         ) AS n
+                        WHERE g.slot <> ALL (claim.taken)
                     UNION ALL
                     SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
                         WHERE r.service = admit_service_request.service COLLATE "C"
                             AND r.slot >= admit_service_request.slots
                             AND r.completed_at IS NULL AND r.timed_out_at IS NULL
                 ) AS s;
-        ELSE
+        ELSIF taken IS NULL THEN
             entries := pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass);
             SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp()
                 INTO taken, next_expiry, decided_at

@@ -109,9 +109,23 @@ impl Model {
 #[test]
 fn requests_are_those_of_a_model() {
     let database = database();
-    let conn = RefCell::new(database.connect());
+    requests_are_those_of_the_model(&mut database.connect());
+}
+
+#[test]
+fn requests_are_those_of_a_model_where_the_newest_requests_are_read_first() {
+    let database = database();
+    let conn = &mut database.connect();
+    // As in a session that noticed an old snapshot.
+    conn.batch_execute("SET resource_control.old_snapshot_until = '99999999999'")
+        .unwrap();
+    requests_are_those_of_the_model(conn);
+}
+
+fn requests_are_those_of_the_model(conn: &mut PgConnection) {
+    let conn = RefCell::new(conn);
     hold(60, vec(step(), 1..30), |steps| {
-        let conn = &mut *conn.borrow_mut();
+        let conn = &mut **conn.borrow_mut();
         diesel::delete(service_request::table)
             .execute(conn)
             .unwrap();

@@ -193,9 +193,11 @@ fn of_one_slot_the_tokens_ascend_from_each_holder_to_the_next() {
 
 #[test]
 fn of_overdue_slots_each_is_taken_over_once() {
+    let database = database();
+    let conn = &mut database.connect();
     for round in 0..30 {
-        let database = database();
-        let conn = &mut database.connect();
+        conn.batch_execute("TRUNCATE resource_control.service_request")
+            .unwrap();
         fill(&FOUR, conn);
         expire(conn, "geocoder");
         let start = Barrier::new(12);

@@ -99,13 +99,14 @@ fn snapshot(bench: &Bench, report: &mut Report) {
     reader.query("SELECT count(*) FROM resource_control.service_request");
     for part in 1..=4 {
         come_and_go(&database, requests / 4);
-        report.figure(
+        report.figure_within(
             &format!("claim and release after {} requests", requests / 4 * part),
             "µs",
             claim_time(),
+            1_500.0,
         );
     }
-    report.figure("refusal after them", "µs", refusal_time());
+    report.figure_within("refusal after them", "µs", refusal_time(), 300.0);
     report.figure("bare insert and update after them", "µs", bare_time());
     sizes(&database, report);
     reader.query("COMMIT");
@@ -146,12 +147,12 @@ fn come_and_go(database: &BenchDatabase, number: u32) {
     }
 }
 
-fn pool_of(database: &BenchDatabase, size: usize) -> PgPool {
+pub(crate) fn pool_of(database: &BenchDatabase, size: usize) -> PgPool {
     pool(&without_disk(database), size, false)
 }
 
 /// How to connect so that commits do not wait for the disk.
-fn without_disk(database: &BenchDatabase) -> String {
+pub(crate) fn without_disk(database: &BenchDatabase) -> String {
     database.url_with("-c%20synchronous_commit%3Doff")
 }
 

@@ -153,9 +153,29 @@ impl Report {
 
     /// Adds a figure that is compared with nothing.
     pub(crate) fn figure(&mut self, what: &str, unit: &str, value: f64) {
-        println!("  {what:<58} {:>9} {unit}", number(value));
+        self.add_figure(what, unit, value, None);
+    }
+
+    /// Adds a figure with a bound, which is the goal.
+    pub(crate) fn figure_within(&mut self, what: &str, unit: &str, value: f64, most: f64) {
+        self.add_figure(what, unit, value, Some(most));
+    }
+
+    fn add_figure(&mut self, what: &str, unit: &str, value: f64, most: Option<f64>) {
+        let name = format!("{}, {}, {}", self.scenario, self.threads, what);
+        let met = most.map(|most| value <= most);
+        let verdict = match (most, met) {
+            (Some(most), Some(true)) => format!("  at most {most}: met"),
+            (Some(most), _) => format!("  at most {most}: MISSED"),
+            (None, _) => String::new(),
+        };
+        println!("  {what:<58} {:>9} {unit}{verdict}", number(value));
+        if met == Some(false) {
+            self.missed
+                .push(format!("{name}: {} {unit}", number(value)));
+        }
         self.entries.push(json!({
-            "name": format!("{}, {}, {}", self.scenario, self.threads, what),
+            "name": name,
             "scenario": self.scenario,
             "threads": self.threads,
             "clients": self.clients,
@@ -168,7 +188,8 @@ impl Report {
             "high": null,
             "goal": null,
             "aim": null,
-            "met": null,
+            "most": most,
+            "met": met,
             "rounds": [],
         }));
     }

@@ -209,6 +209,7 @@ DECLARE
     newest bigint[];
     taken smallint[];
     ended smallint[];
+    is_lowered boolean := false;
     candidate smallint;
     contended boolean;
 BEGIN
@@ -220,50 +221,64 @@ BEGIN
         snapshot_is_old := old_snapshot_until COLLATE "C" > date_part('epoch', clock_timestamp())::bigint::text;
     END IF;
 
-    -- Under an old snapshot, the newest requests mostly tell enough. The ids of a slot ascend, so a slot in which one of
-    -- them has ended is free, unless another of them is in flight there.
     IF snapshot_is_old AND slots <= 256 THEN
+        -- The newest requests mostly tell enough. The ids of a slot ascend, so a slot in which one of them has ended is free,
+        -- unless another of them is in flight there. The least id keeps this read from those that were pruned.
         SELECT COALESCE(array_agg(n.id) FILTER (WHERE n.in_flight), '{}'),
                 COALESCE(array_agg(n.slot) FILTER (WHERE n.in_flight), '{}'),
-                min(n.expires_at) FILTER (WHERE n.in_flight),
                 array_agg(n.slot) FILTER (WHERE NOT n.in_flight),
-                clock_timestamp()
-            INTO newest, taken, next_expiry, ended, decided_at
-            FROM (
-                SELECT r.id, r.service, r.slot, r.expires_at, COALESCE(r.completed_at, r.timed_out_at) IS NULL AS in_flight
-                    FROM resource_control.service_request AS r
-                    ORDER BY r.id DESC
-                    LIMIT 4 * admit_service_request.slots
-            ) AS n
-            WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots
-                AND NOT EXISTS (
+                min(n.expires_at) FILTER (WHERE n.in_flight),
+                EXISTS (
                     SELECT FROM resource_control.service_request AS r
                         WHERE r.service = admit_service_request.service COLLATE "C"
                             AND r.slot >= admit_service_request.slots
-                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
-        IF slots > cardinality(taken) THEN
-            SELECT e.slot INTO candidate
-                FROM unnest(ended) AS e (slot)
-                WHERE e.slot <> ALL (claim.taken)
-                ORDER BY random()
+                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL),
+                clock_timestamp()
+            INTO newest, taken, ended, next_expiry, is_lowered, decided_at
+            FROM (
+                SELECT r.id, r.service, r.slot, r.expires_at, COALESCE(r.completed_at, r.timed_out_at) IS NULL AS in_flight
+                    FROM resource_control.service_request AS r
+                    WHERE r.id > (SELECT max(m.id) FROM resource_control.service_request AS m)
+                        - 16 * admit_service_request.slots
+                    ORDER BY r.id DESC
+                    LIMIT 4 * admit_service_request.slots
+            ) AS n
+            WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots;
+        -- A random slot, so that no slot gathers the entries of all requests. If the newest requests do not tell whether it
+        -- is free, this reads its entries.
+        IF slots > cardinality(taken) AND NOT is_lowered THEN
+            SELECT g.slot INTO candidate
+                FROM (
+                    SELECT s.slot FROM generate_series(0, admit_service_request.slots - 1) AS s (slot)
+                        WHERE s.slot <> ALL (claim.taken)
+                        ORDER BY random()
+                        LIMIT 4
+                ) AS g
+                WHERE g.slot = ANY (claim.ended) OR NOT EXISTS (
+                    SELECT FROM (
+                        SELECT FROM resource_control.service_request AS r
+                            WHERE r.service = admit_service_request.service COLLATE "C"
+                                AND r.slot >= g.slot AND r.slot <= g.slot
+                                AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                            -- The last index entry of a slot is nearly always the one in flight. (With = the order is lost.)
+                            ORDER BY r.slot DESC
+                            LIMIT 1
+                    ) AS r)
                 LIMIT 1;
         END IF;
-    END IF;
-    -- Otherwise the first step guesses a slot, because the guess is mostly free, and concurrent claims seldom guess the same
-    -- one. If reading all requests in flight would take long, this step reads only a few slots, and whether any slot from N
-    -- on is taken.
-    IF slots > 256 OR candidate IS NULL AND slots > cardinality(taken) THEN
+    ELSIF slots > 256 THEN
+        -- To read all requests in flight might take long. A guess is mostly free, and concurrent claims seldom guess the same
+        -- slot. This step reads a few slots, and whether any slot from N on is taken.
         SELECT g.slot INTO candidate
             FROM (
                 SELECT trunc(random() * admit_service_request.slots)::smallint AS slot FROM generate_series(1, 4)
-                -- If nearly all of very many slots are taken, a recently used one may have been released.
+                -- If nearly all slots are taken, a recently used one may have been released.
                 UNION ALL
                 (SELECT n.slot FROM (
                     SELECT l.service, l.slot FROM resource_control.service_request AS l ORDER BY l.id DESC LIMIT 8
                 ) AS n WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots)
             ) AS g
-            WHERE (claim.taken IS NULL OR g.slot <> ALL (claim.taken))
-                AND NOT EXISTS (
+            WHERE NOT EXISTS (
                     SELECT FROM resource_control.service_request AS r
                         WHERE r.service = admit_service_request.service COLLATE "C"
                             AND r.slot >= admit_service_request.slots
@@ -274,7 +289,6 @@ BEGIN
                         WHERE r.service = admit_service_request.service COLLATE "C"
                             AND r.slot >= g.slot AND r.slot <= g.slot
                             AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-                        -- The last index entry of a slot is nearly always the one in flight. (With = the order is lost.)
                         ORDER BY r.slot DESC
                         LIMIT 1) AS r)
             LIMIT 1;
@@ -282,12 +296,16 @@ BEGIN
     IF candidate IS NULL THEN
         -- If the semaphore is full, this read decides it, without a lock or a transaction id. The clock is read after the
         -- requests.
-        IF slots > cardinality(taken) THEN
+        IF is_lowered OR slots > cardinality(taken) THEN
+            -- Slot by slot, except for those that the newest requests still hold.
+            WITH held AS MATERIALIZED (
+                SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
+                    WHERE r.id = ANY (claim.newest) AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
+            )
             SELECT COALESCE(array_agg(s.slot), '{}'), min(s.expires_at), clock_timestamp()
                 INTO taken, next_expiry, decided_at
                 FROM (
-                    SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
-                        WHERE r.id = ANY (claim.newest) AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
+                    SELECT h.slot, h.expires_at FROM held AS h
                     UNION ALL
                     SELECT n.slot, n.expires_at
                         FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
@@ -300,7 +318,7 @@ BEGIN
                                 ORDER BY r.slot DESC
                                 LIMIT 1
                         ) AS n
-                        WHERE g.slot <> ALL (claim.taken)
+                        WHERE g.slot NOT IN (SELECT h.slot FROM held AS h)
                     UNION ALL
                     SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
                         WHERE r.service = admit_service_request.service COLLATE "C"

@@ -174,7 +174,10 @@ fn in_flight(bench: &Bench, report: &mut Report) {
     let semaphore = Semaphore::named("geocoder", SLOTS, Duration::from_secs(3600));
     let database = bench.server.database();
     let pool = churn::pool_of(&database, 1);
-    report.scenario("growth, without waiting for the disk: claims of 32,767 slots", 1);
+    report.scenario(
+        "growth, without waiting for the disk: claims of 32,767 slots",
+        1,
+    );
     for number in [10, 1_000, 10_000, SLOTS - 1, SLOTS] {
         database.session().query(&format!(
             "TRUNCATE resource_control.service_request; \

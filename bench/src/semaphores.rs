@@ -57,6 +57,34 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         let goal = at_once(number, at_least(10.0));
         report.ratio(&rates, OURS, ARTICLE, goal);
     }
+    for number in [2, 32] {
+        as_many_slots(bench, report, number);
+    }
+}
+
+/// Each thread has one slot at most, so no claim needs to be refused.
+fn as_many_slots(bench: &Bench, report: &mut Report, number: usize) {
+    let database = bench.server.database();
+    let pool = database.pool(number);
+    let semaphore = Semaphore::named("geocoder", number as u32, TIMEOUT);
+    report.scenario("semaphore, as many slots as threads", number);
+    let end = Instant::now() + Duration::from_secs(if bench.options.quick { 1 } else { 6 });
+    let (claims, refused) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        for _ in 0..number {
+            scope.spawn(|| {
+                while Instant::now() < end {
+                    claims.fetch_add(1, Ordering::Relaxed);
+                    match semaphore.try_acquire(&pool).unwrap().admitted() {
+                        Some(permit) => permit.release().unwrap(),
+                        None => drop(refused.fetch_add(1, Ordering::Relaxed)),
+                    }
+                }
+            });
+        }
+    });
+    report.figure("claims", "claims", claims.into_inner() as f64);
+    report.figure("of which refused", "claims", refused.into_inner() as f64);
 }
 
 /// The article's claims lock the table: the goals are about what that does to many.

@@ -37,8 +37,8 @@ use crate::time::Timestamp;
 /// SELECT resource_control.admit_service_request($1, $2, $3, $4)
 /// ```
 /// A claim on a full semaphore only reads. A claim that finds no free slot except those of requests that have timed out marks
-/// such requests of its service, a thousand at most, or 16,000 if the number of slots was lowered. If only the slots of such
-/// requests are left, and other transactions have locked their rows, the claim waits for one of them for a quarter of a
+/// such requests of its service, a thousand at most, or 16,000 if the number of slots was lowered (then it may be refused until
+/// all are marked). If only the slots of such requests are left, and other transactions have locked their rows, the claim waits for one of them for a quarter of a
 /// second at most, even if `lock_timeout` is shorter. A claim tries a few dozen slots at most, so among very many concurrent
 /// claims it may [return full although a slot is free](crate::guide::growing#very-many-slots).
 ///

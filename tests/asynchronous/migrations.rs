@@ -24,6 +24,7 @@ struct Application(&'static [(&'static str, &'static str)]);
 struct Step {
     version: Name,
     up: &'static str,
+    metadata: Metadata,
 }
 
 struct Name(&'static str);
@@ -40,9 +41,14 @@ impl MigrationName for Name {
     }
 }
 
-struct Metadata;
+/// Whether the migration is run in a transaction.
+struct Metadata(bool);
 
-impl diesel::migration::MigrationMetadata for Metadata {}
+impl diesel::migration::MigrationMetadata for Metadata {
+    fn run_in_transaction(&self) -> bool {
+        self.0
+    }
+}
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
@@ -57,7 +63,7 @@ impl Migration<Pg> for Step {
     }
 
     fn metadata(&self) -> &dyn diesel::migration::MigrationMetadata {
-        &Metadata
+        &self.metadata
     }
 
     fn name(&self) -> &dyn MigrationName {
@@ -68,8 +74,12 @@ impl Migration<Pg> for Step {
 impl MigrationSource<Pg> for Application {
     fn migrations(&self) -> Result<Vec<Box<dyn Migration<Pg>>>, Failure> {
         let step = |(version, up): &(&'static str, &'static str)| {
-            let version = Name(version);
-            Box::new(Step { version, up }) as Box<dyn Migration<Pg>>
+            let step = Step {
+                version: Name(version),
+                up,
+                metadata: Metadata(!up.contains("CONCURRENTLY")),
+            };
+            Box::new(step) as Box<dyn Migration<Pg>>
         };
         Ok(self.0.iter().map(step).collect())
     }
@@ -80,6 +90,16 @@ const TWO: Application = Application(&[
     (
         "20260102",
         "INSERT INTO users VALUES (1); SELECT pg_sleep(0.05)",
+    ),
+]);
+const INDEXES: Application = Application(&[
+    (
+        "20260101",
+        "CREATE TABLE users (id int); SET lock_timeout = '100ms'; SELECT pg_sleep(0.3)",
+    ),
+    (
+        "20260105",
+        "CREATE INDEX CONCURRENTLY users_id ON users (id)",
     ),
 ]);
 const FAILS: Application = Application(&[
@@ -216,12 +236,12 @@ fn a_transaction_that_was_left_open_in_the_pool_ends_with_the_installation_that_
     });
 }
 
-async fn runs<P: Pool>(database: Database, pool: P) {
-    let observer = &mut database.connect();
-    let instances: Vec<_> = (0..4)
+/// Returns how many migrations each of the instances ran, in ascending order.
+async fn run_by_instances<P: Pool>(number: usize, pool: &P, source: Application) -> Vec<usize> {
+    let instances: Vec<_> = (0..number)
         .map(|_| {
             let pool = pool.clone();
-            tokio::spawn(async move { migrations::run_pending(&pool, TWO).await.unwrap().len() })
+            tokio::spawn(async move { migrations::run_pending(&pool, source).await.unwrap().len() })
         })
         .collect();
     let mut ran = Vec::new();
@@ -229,7 +249,12 @@ async fn runs<P: Pool>(database: Database, pool: P) {
         ran.push(instance.await.unwrap());
     }
     ran.sort();
-    assert_eq!(ran, [0, 0, 0, 2]);
+    ran
+}
+
+async fn runs<P: Pool>(database: Database, pool: P) {
+    let observer = &mut database.connect();
+    assert_eq!(run_by_instances(4, &pool, TWO).await, [0, 0, 0, 2]);
     assert_eq!(count(observer, "SELECT count(*) FROM users"), 1);
     assert_eq!(count(observer, HOLDERS), 0);
     assert!(
@@ -282,6 +307,17 @@ fn an_applications_migrations_run_once_in_a_runtime_of_one_thread() {
         let database = Database::new();
         let pool = database.bb8(3);
         runs(database, pool).await;
+    });
+}
+
+/// The index waits for snapshots, at most for the `lock_timeout`. A waiter that waited on the server would have one for longer.
+#[test]
+fn an_instance_indexes_concurrently_while_seven_wait() {
+    run(async {
+        let database = Database::new();
+        let ran = run_by_instances(8, &database.deadpool(8), INDEXES).await;
+        assert_eq!(ran, [0, 0, 0, 0, 0, 0, 0, 2]);
+        assert_eq!(count(&mut database.connect(), HOLDERS), 0);
     });
 }
 

@@ -68,7 +68,7 @@ fn twenty_instances_run_each_migration_once_one_of_them_concurrently_indexing() 
         ],
     );
     // Shorter than a waiter's snapshot would last if it waited on the server.
-    let settings = "SET lock_timeout = '150ms'";
+    let settings = "SET lock_timeout = '50ms'";
     let start = Barrier::new(INSTANCES);
     let ran: Vec<usize> = std::thread::scope(|scope| {
         let instances: Vec<_> = (0..INSTANCES)

@@ -63,6 +63,7 @@ fn main() -> anyhow::Result<()> {
 fn prepare(conn: &mut PgConnection) -> Result<(), diesel_interlock::Error> {
     migrations::install(conn)?;
     migrations::run_pending(conn, MIGRATIONS)?;
+    // Logs a warning for each interval that differs in the database. `sync_intervals` would set the intervals above.
     let _ = sync::<Job>(conn)?;
     Ok(())
 }

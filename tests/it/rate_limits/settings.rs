@@ -5,7 +5,7 @@ use crate::half::{Error, Quota, RateLimit, cancel_on, give_back_on};
 use diesel::connection::SimpleConnection;
 
 use super::{API, HOUR, SLOW, age, allowed, assert_about, database, limited};
-use crate::support::{number, setting};
+use crate::support::{number, setting, truth};
 
 /// Every operation of a rate limit, once, and as many checks of one key.
 fn works(conn: &mut PgConnection, checks: u32) {
@@ -96,6 +96,80 @@ fn objects_of_the_caller_do_not_hide_those_of_the_server() {
         assert_eq!(give_back_on(conn, &spent, 1).unwrap(), 1);
         assert!(API.reset_on(conn).unwrap());
     }
+}
+
+#[test]
+fn names_and_keys_that_a_collation_holds_equal_are_different() {
+    let database = database();
+    let conn = &mut database.connect();
+    if !truth(
+        conn,
+        "EXISTS (SELECT FROM pg_collation WHERE collprovider = 'i')",
+    ) {
+        eprintln!("no ICU here: not tried");
+        return;
+    }
+    conn.batch_execute(
+        "CREATE COLLATION nocase (provider = icu, locale = 'und-u-ks-level2', deterministic = false); \
+         CREATE TABLE tenant (id integer, name text COLLATE nocase, key text COLLATE nocase); \
+         INSERT INTO tenant VALUES (0, 'api', 'geo'), (1, 'api', 'GEO'), (2, 'API', 'geo')",
+    )
+    .unwrap();
+    let tenants = [0, 1, 2];
+    let of =
+        |tenant: i32, call: &str| format!("SELECT {call} FROM tenant AS t WHERE id = {tenant}");
+    let peek = |conn: &mut PgConnection, column: &str| {
+        let call =
+            format!("(resource_control.peek_rate_limit(t.name, t.key, 24, '1 day', 5)).{column}");
+        tenants.map(|tenant| number(conn, &of(tenant, &call)))
+    };
+
+    let check = "(resource_control.check_rate_limit(t.name, t.key, 24, '1 day', 5, 5)).allowed";
+    for tenant in tenants {
+        assert!(truth(conn, &of(tenant, check)));
+        assert!(!truth(conn, &of(tenant, check)));
+    }
+    let give_back = "resource_control.give_back_rate_limit(t.name, t.key, 2, ( \
+        SELECT changed_at FROM resource_control.rate_limit AS r \
+            WHERE (r.name, r.key) = (t.name COLLATE \"C\", t.key COLLATE \"C\")))";
+    assert_eq!(number(conn, &of(0, give_back)), 2);
+    assert_eq!(peek(conn, "remaining"), [2, 0, 0]);
+    let reset = "resource_control.reset_rate_limit(t.name, t.key)";
+    assert_eq!(number(conn, &of(0, reset)), 1);
+    assert_eq!(peek(conn, "remaining"), [5, 0, 0]);
+    let reset_all = "resource_control.reset_rate_limit(t.name)";
+    assert_eq!(number(conn, &of(0, reset_all)), 1);
+    assert_eq!(peek(conn, "remaining"), [5, 5, 0]);
+    assert_eq!(number(conn, &of(2, reset_all)), 1);
+
+    // Together they would cost more than the burst of one key.
+    let check_all = "SELECT (resource_control.check_rate_limits(array_agg(name), array_agg(key), \
+        '{24, 24, 24}', '{1 day, 1 day, 1 day}', '{5, 5, 5}', '{5, 5, 5}')).allowed FROM tenant";
+    assert!(truth(conn, check_all));
+    assert!(!truth(conn, check_all));
+    let reserve = "(resource_control.reserve_rate_limit(t.name, t.key, 24, '1 day', 5, 1, '90 minutes')).allowed";
+    for tenant in tenants {
+        assert!(truth(conn, &of(tenant, reserve)));
+        assert!(!truth(conn, &of(tenant, reserve)));
+    }
+
+    conn.batch_execute(
+        "INSERT INTO resource_control.rate_limit_override (name, key, n, period, burst) \
+         SELECT name, CASE WHEN id < 2 THEN key END, 24, '1 day', 7 + id FROM tenant",
+    )
+    .unwrap();
+    assert_eq!(peek(conn, "quota_burst"), [7, 8, 9]);
+    conn.batch_execute("DELETE FROM resource_control.rate_limit_override WHERE key = 'GEO'")
+        .unwrap();
+    assert_eq!(peek(conn, "quota_burst"), [7, 5, 9]);
+
+    // Upper case comes first, by bytes.
+    age(conn, "30 days");
+    let prune = "(resource_control.prune_rate_limits(t.name, t.key)).pruned";
+    assert_eq!(
+        [1, 2].map(|tenant| number(conn, &of(tenant, prune))),
+        [1, 1]
+    );
 }
 
 #[test]

@@ -249,10 +249,16 @@ BEGIN
         IF slots > cardinality(taken) AND NOT is_lowered THEN
             SELECT g.slot INTO candidate
                 FROM (
-                    SELECT s.slot FROM generate_series(0, admit_service_request.slots - 1) AS s (slot)
+                    (SELECT s.slot FROM generate_series(0, admit_service_request.slots - 1) AS s (slot)
                         WHERE s.slot <> ALL (claim.taken)
                         ORDER BY random()
-                        LIMIT 4
+                        LIMIT 4)
+                    -- If most slots have been held for long, these are.
+                    UNION ALL
+                    (SELECT e.slot FROM unnest(claim.ended) AS e (slot)
+                        WHERE e.slot <> ALL (claim.taken)
+                        ORDER BY random()
+                        LIMIT 1)
                 ) AS g
                 WHERE g.slot = ANY (claim.ended) OR NOT EXISTS (
                     SELECT FROM (

@@ -340,6 +340,27 @@ fn under_an_old_snapshot_a_session_reads_all_that_ended_once_in_ten_seconds() {
     );
     let next = entries(conn, &mut refuse);
     assert!(next < 100, "{next}");
+    // Fourteen slots have been held since long before the newest requests.
+    conn.batch_execute(
+        "UPDATE resource_control.service_request SET completed_at = now() WHERE completed_at IS NULL AND slot < 2; \
+         INSERT INTO resource_control.service_request (service, slot, created_at, expires_at, completed_at) \
+             SELECT 'geocoder', n % 2, now(), now(), now() FROM generate_series(1, 80) AS n",
+    )
+    .unwrap();
+    for _ in 0..10 {
+        let claim = entries(conn, &mut |conn| {
+            assert!(claim_in_sql(conn, "geocoder", 16))
+        });
+        conn.batch_execute(
+            "UPDATE resource_control.service_request SET completed_at = now() WHERE completed_at IS NULL AND slot < 2",
+        )
+        .unwrap();
+        // The insertion reads the entries of one slot twice, and a search would read those of both.
+        assert!(claim < 500, "{claim}");
+    }
+    for _ in 0..2 {
+        assert!(claim_in_sql(conn, "geocoder", 16));
+    }
     // The requests above are pruned, but the snapshot keeps their entries.
     let pruned =
         "pg_stat_get_xact_tuples_returned('resource_control.service_request_pkey'::regclass)";

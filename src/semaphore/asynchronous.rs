@@ -161,7 +161,8 @@ impl Semaphore {
     ///
     /// A timeout of zero is one attempt, on a connection that is idle or that the pool may open, for which it waits for a second
     /// at most (with bb8 for 50 milliseconds). So does the last poll of a wait. Once the wait has begun, a poll for which the
-    /// pool has no connection in time does not end it, unless the pool was [closed](Pool::is_closed). The runtime needs its timers (`enable_time`).
+    /// pool has no connection in time does not end it, unless the pool was [closed](Pool::is_closed). The runtime needs its
+    /// timers (`enable_time`).
     ///
     /// # Errors
     ///

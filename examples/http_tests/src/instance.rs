@@ -143,6 +143,11 @@ fn lines(output: ChildStdout) -> mpsc::Receiver<String> {
 }
 
 impl Instance {
+    /// The host and port at which it listens.
+    pub(crate) fn address(&self) -> &str {
+        &self.address
+    }
+
     /// The paths of the addresses that it printed.
     pub(crate) fn printed_addresses(&self) -> &[String] {
         &self.pages

@@ -5,6 +5,7 @@
 //! processes. What they leave behind is looked up in the database, never asked of the application.
 
 mod admin;
+mod browser;
 mod endings;
 mod instance;
 mod limits;
@@ -14,6 +15,7 @@ mod root;
 mod scene;
 
 pub use admin::*;
+pub use browser::*;
 pub use endings::*;
 pub use limits::*;
 pub use requests::*;
@@ -53,6 +55,12 @@ macro_rules! tests {
             an_instance_that_is_told_to_end_leaves_nothing_held,
             a_restarted_server_is_found_again,
         );
+
+        #[test]
+        #[ignore = "scripts/test_with browser installs what it needs"]
+        fn the_page_works_in_a_browser() {
+            $crate::the_page_works_in_a_browser($binary);
+        }
     };
     (@each $binary:expr => $($promise:ident,)+) => {
         $(

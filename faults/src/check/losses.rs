@@ -11,7 +11,8 @@ const DYING: Micros = 2_000_000;
 const FROZEN: Micros = 5_000_000;
 
 /// How long a reload may take to reach a session: the file is written, the postmaster signals, and the session reads the
-/// file before its next statement. Until then a lock is acquired under the setting from before.
+/// file before its next statement. Until then a lock is acquired under the setting from before. The campaign's
+/// `idle_session_timeout` is in force for longer.
 const RELOADING: Micros = 1_000_000;
 
 pub(super) fn examine(history: &History, findings: &mut Findings) {

@@ -10,7 +10,11 @@ pub(super) fn examine(what: Primitive, error: &Error) {
     let text = full_text(error);
     let excused = match error {
         // Nothing was sent, so the session is alive.
-        Error::LockLost { .. } if text.contains("another command is already in progress") => false,
+        Error::LockLost { .. } | Error::ReleaseFailed { .. }
+            if text.contains("another command is already in progress") =>
+        {
+            false
+        }
         Error::Pool(_)
         | Error::LockLost { .. }
         | Error::ReleaseFailed { .. }
@@ -34,9 +38,9 @@ pub(super) fn examine(what: Primitive, error: &Error) {
     }
 }
 
-/// The messages of a cancellation that hit another statement than its own, of a wait that the user's `lock_timeout` cut short, of a pooler that has lost a prepared statement, of a
-/// deadlock, of a unique index that two claims met in, of a stored function that took a wrong branch, and of a transaction
-/// that was left open in the pool.
+/// The messages of a cancellation that hit another statement than its own, of a wait that the user's `lock_timeout` cut
+/// short, of a pooler that has lost a prepared statement, of a deadlock, of a unique index that two claims met in, of a
+/// stored function that took a wrong branch, and of a transaction that was left open in the pool.
 const SYMPTOMS: [&str; 8] = [
     "due to user request",
     "lock timeout",

@@ -10,13 +10,14 @@ pub(super) fn inject(injector: Injector<'_>) {
     injector.scarcest_first(&SERVERS, |injector, kind| {
         injector.await_turn(750);
         let setting = match kind {
-            // Shorter than the time that some locks are held without a statement.
-            Fault::ReloadedIdleTimeout => Some(("idle_session_timeout", "250ms")),
-            Fault::ReloadedLockTimeout => Some(("lock_timeout", "40ms")),
+            // Shorter than the time that some locks are held without a statement, and in force for longer than the judge
+            // allows it to reach a session.
+            Fault::ReloadedIdleTimeout => Some(("idle_session_timeout", "250ms", 1500..2500)),
+            Fault::ReloadedLockTimeout => Some(("lock_timeout", "40ms", 300..600)),
             _ => None,
         };
-        if let Some((setting, value)) = setting {
-            let period = injector.random.millis(300, 600);
+        if let Some((setting, value, period)) = setting {
+            let period = injector.random.millis(period.start, period.end);
             if let Some(reload) = injector.primary.reload(setting, value, period) {
                 injector.log.reload(reload);
                 injector.log.fault(kind, injector.workers.numbers());

@@ -323,7 +323,10 @@ impl Section {
                 errors::examine(Primitive::SessionLock, &error);
                 return Ok(Outcome::Lost);
             }
-            Err(Error::ReleaseFailed { .. }) => return Ok(Outcome::Lost),
+            Err(error @ Error::ReleaseFailed { .. }) => {
+                errors::examine(Primitive::SessionLock, &error);
+                return Ok(Outcome::Lost);
+            }
             Err(error) => return Err(error),
         }
         Ok(Outcome::Done)

@@ -53,9 +53,9 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 
 /// A named lock in PostgreSQL that at most one session of the database holds.
 ///
-/// PostgreSQL calls it an [advisory lock][pg]. It locks a number and no data, and excludes only sessions that request the
-/// same number. The server frees it when the session that holds it ends, even by a crash. Nothing has to be installed
-/// for it.
+/// PostgreSQL calls it an [advisory lock][pg]. It locks a number and no data, and excludes only sessions that request the same
+/// number. The server frees it when the session that holds it ends, even if the process crashed. Nothing has to be installed for
+/// it.
 ///
 /// A handle is a small value that holds no connection. Declare it as a `static`, or create it where it is used. It is
 /// exclusive by default. Readers make it [`shared`](Self::shared).
@@ -134,8 +134,8 @@ impl AdvisoryLock {
         }
     }
 
-    /// Makes it a shared lock, which any number of sessions may hold at a time, as long as no session holds it exclusively.
-    /// Defaults to exclusive.
+    /// Returns the lock in shared mode: any number of sessions may hold it at a time, as long as none holds it exclusively. Locks
+    /// are exclusive by default.
     pub const fn shared(mut self) -> Self {
         self.mode = LockMode::Shared;
         self

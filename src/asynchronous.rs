@@ -1,6 +1,6 @@
-//! The same for asynchronous connections: diesel-async, with its pools deadpool and bb8.
+//! The primitives for asynchronous connections: those of diesel-async, with its pools deadpool and bb8.
 //!
-//! The handles have the names, the constructors and the promises of the blocking half. Keys, outcomes, errors and the queries
+//! The handles have the names, the constructors and the guarantees of the blocking half. Keys, outcomes, errors and the queries
 //! of [`monitor`](crate::monitor) are the same types.
 
 #[cfg(feature = "migrations")]

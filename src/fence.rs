@@ -92,8 +92,8 @@ impl Fence {
     ///
     /// # Errors
     ///
-    /// - [`Error::Fenced`] if a larger token has passed, which is that of a later holder. All guards of one lock on one
-    ///   session have [the same token](crate::AdvisoryLockGuard::fencing_token).
+    /// - [`Error::Fenced`] if a larger token has passed, which is that of a later holder. Nested guards of one lock on one
+    ///   session normally [share a token](crate::AdvisoryLockGuard::fencing_token).
     /// - [`Misplaced::FenceOutsideTransaction`](crate::error::Misplaced::FenceOutsideTransaction) outside a
     ///   transaction, where the fence would protect nothing. A transaction that a plain SQL `BEGIN` opened is not seen,
     ///   and counts as none.

@@ -1,11 +1,11 @@
-//! PostgreSQL advisory locks for Diesel, with throttles, rate limits and semaphores beside them, for applications that run as
-//! several instances on one database.
+//! PostgreSQL advisory locks for Diesel, plus throttles, rate limits and semaphores, for applications that run several instances
+//! on one database.
 //!
 //! PostgreSQL can lock a number for an application, which is an [advisory lock][pg]. At most one session of the database holds
-//! it, and the server frees it when that session ends, even by a crash. This crate gives locks names, and guards that pin a
-//! pooled connection, so that a lock is always released on the session that took it. Throttles and rate limits bound how often
-//! something may be done, and semaphores how many may do it at a time. Their state must outlive a session, so it is kept in
-//! tables, and the server's clock decides.
+//! it, and the server frees it when that session ends, even if the process crashed. This crate gives locks names, and guards that
+//! pin a pooled connection, so that a lock is always released on the session that took it. Throttles and rate limits bound how
+//! often something may be done. Semaphores bound how many may do it at a time. Their state must outlive a session, so it is kept
+//! in tables, and the server's clock decides.
 //!
 //! Locks need nothing installed. Throttles, rate limits, semaphores and fences need the schema of this crate. Either
 //! [`migrations::install`] creates it, or files among the application's own migrations do.
@@ -16,16 +16,16 @@
 //! |---|---|
 //! | Check, then write, in one transaction: bookings, "insert if absent" | [`AdvisoryLock::transaction`] |
 //! | The same inside a transaction that is open already | [`AdvisoryLock::acquire_xact`] |
-//! | A job over many transactions, on one instance only | [`AdvisoryLock::try_acquire`] |
+//! | A job that spans many transactions, on one instance only | [`AdvisoryLock::try_acquire`] |
 //! | The same, waiting for the lock | [`AdvisoryLock::acquire_timeout`] |
 //! | Many readers, one writer | [`AdvisoryLock::shared`] |
 //! | At most once per interval on any instance | [`Throttle`] |
 //! | At most N at a time: calls to a fragile service | [`Semaphore`] |
 //! | N per period on average, with a bounded burst, for each key | [`RateLimit`] |
-//! | Refuse a holder that lost its lock or slot | [`Fence`] |
+//! | Refuse a late write of a former holder | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
-//! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`RateLimit`], [`Semaphore`] |
-//! | A lock over many transactions behind such a pooler | a [`Semaphore`] with one slot |
+//! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`RateLimit`], [`Semaphore`], [`Fence`] |
+//! | A lock that spans many transactions behind such a pooler | a [`Semaphore`] with one slot |
 //! | See who holds, who waits, what is in flight and what is due | [`monitor`] |
 //! | Your own query | [`functions`] |
 //!

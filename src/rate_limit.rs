@@ -55,7 +55,10 @@ use crate::text;
 /// fn api(pool: &PgPool, customer: i64) -> Result<String, Error> {
 ///     Ok(match API.key(customer).cost(3).check(pool)? {
 ///         Check::Allowed(spent) => format!("200, {} left", spent.remaining),
-///         Check::Limited(limited) => format!("429 Retry-After: {:?}", limited.retry_after_secs()),
+///         Check::Limited(limited) => match limited.retry_after_secs() {
+///             Some(secs) => format!("429 Retry-After: {secs}"),
+///             None => "403".to_owned(), // an operator has set a burst below the cost
+///         },
 ///     })
 /// }
 ///
@@ -86,8 +89,8 @@ use crate::text;
 ///     VALUES ('api', '7', 1000, '1 minute', 100) -- key NULL: all keys of the name
 ///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
 /// ```
-/// The row of the key counts, else that of the name, else the quota of the program. A key owes units and not time, so a new quota
-/// takes effect at once: the same units are refilled at the new speed. While reservations are pending, even
+/// The key's override applies, else that of the name, else the program's quota. What a key owes is counted in units, not in time,
+/// so a new quota takes effect at once: the same units are refilled at the new speed. While reservations are pending, even
 /// cancelled ones, a new quota takes effect only at the moment of the last of them, and calls under it are limited until then. A
 /// [`reset`](Self::reset) makes the key full at once. What was reserved before may still be used, in addition.
 ///

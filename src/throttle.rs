@@ -61,7 +61,7 @@ use crate::text;
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 ///
-/// # Commit first, work afterwards
+/// # Order of grant and work
 ///
 /// Inside a transaction, a grant counts only when that transaction commits. Until then every other attempt is denied at once,
 /// as [being taken](DenialReason::BeingTaken). If the transaction rolls back, the resource is as if it had never been

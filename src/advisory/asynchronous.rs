@@ -68,8 +68,8 @@ impl AdvisoryLock {
         Self(crate::AdvisoryLock::new(key))
     }
 
-    /// Makes it a shared lock, which any number of sessions may hold at a time, as long as no session holds it exclusively.
-    /// Defaults to exclusive.
+    /// Returns the lock in shared mode: any number of sessions may hold it at a time, as long as none holds it exclusively. Locks
+    /// are exclusive by default.
     pub const fn shared(mut self) -> Self {
         self.0.mode = LockMode::Shared;
         self
@@ -195,7 +195,7 @@ impl AdvisoryLock {
     ///
     /// # Errors
     ///
-    /// As [`try_acquire`](Self::try_acquire), and [`Error::Pool`] if the pool had no connection in that time.
+    /// As [`try_acquire`](Self::try_acquire), and [`Error::Pool`] if the pool had no connection in time for the first try.
     ///
     /// # Examples
     ///

@@ -70,8 +70,9 @@ use crate::sessions;
 impl AdvisoryLock {
     /// Takes the lock if it is free, on a connection from the pool. Never waits for the lock.
     ///
-    /// One round trip beyond the pool's own check-out, and one more to prepare the statement, once per connection. If another
-    /// session holds the lock, this returns [`Attempt::Busy`], and the connection is back in the pool.
+    /// One round trip beyond the pool's own check-out, and once per connection one more to prepare the statement and six to
+    /// compare sessions. If another session holds the lock, this returns [`Attempt::Busy`], and the connection is back in the
+    /// pool.
     ///
     /// # Blocking
     ///
@@ -130,7 +131,7 @@ impl AdvisoryLock {
     /// - Two sessions that share the lock, and both request it exclusively, wait for each other indefinitely.
     /// - Each slice that ends without the lock is an error entry about `lock_timeout` in the server's log.
     /// - `pg_cancel_backend` ends the wait with the server's error. A cancellation within the last hundredth of a slice is
-    ///   taken for the slice's timeout, and the wait continues, because Diesel does not distinguish the two errors and the
+    ///   mistaken for the slice's timeout, and the wait continues, because Diesel does not distinguish the two errors and the
     ///   server's messages are localised.
     ///
     /// The session's `statement_timeout`, `lock_timeout` and `transaction_timeout` do not shorten the wait. If one of them
@@ -174,8 +175,8 @@ impl AdvisoryLock {
 
     /// Takes the lock on a connection from the pool. Waits for the connection and the lock for at most `timeout`.
     ///
-    /// Round trips as with [`acquire`](Self::acquire). A wait that ends without the lock returns [`Attempt::Busy`]. A pool that
-    /// has no connection in time is an error.
+    /// Round trips as with [`acquire`](Self::acquire). A wait that ends without the lock returns [`Attempt::Busy`]. If the pool
+    /// has no connection in time for the first try, that is an error.
     ///
     /// # Blocking
     ///

@@ -78,8 +78,9 @@ use crate::session::now;
 ///
 /// # Lost locks
 ///
-/// If the session ends (a killed backend, a restarted server, a broken network), the server frees the lock at once, and the
-/// code that relies on the guard continues unprotected. [`is_held`](Self::is_held) and [`watch`](Self::watch) detect this.
+/// If the session ends (a killed backend, a restarted server), the server frees the lock at once. After a cut of the network it
+/// frees the lock when TCP notices the cut. The code that relies on the guard then continues unprotected.
+/// [`is_held`](Self::is_held) and [`watch`](Self::watch) detect this.
 #[must_use = "if unused the lock is released at once"]
 #[clippy::has_significant_drop]
 pub struct AdvisoryLockGuard<C: GuardConnection> {

@@ -59,10 +59,10 @@ pub(super) fn after_try(grant: Grant, is_transaction_open: bool, is_pooled: bool
 
 /// How long one statement waits for a session lock.
 ///
-/// While it waits, its transaction has a snapshot, and a holder that runs `CREATE INDEX CONCURRENTLY` waits for that
-/// snapshot to go. PostgreSQL ends this circle with "deadlock detected" after `deadlock_timeout` (one second by default), or
-/// with the holder's own `lock_timeout`. A slice that ends before then lets the holder pass. A shorter slice would suit a
-/// smaller `lock_timeout` of the holder, but each slice leaves an error entry in the server's log.
+/// While it waits, its transaction has a snapshot, and a holder that runs `CREATE INDEX CONCURRENTLY` waits for that snapshot to
+/// go. PostgreSQL ends this cycle with "deadlock detected" after `deadlock_timeout` (one second by default), or with the holder's
+/// own `lock_timeout`. A slice that ends before then lets the holder pass. A shorter slice would suit a smaller `lock_timeout` of
+/// the holder, but each slice leaves an error entry in the server's log.
 const SLICE: Duration = Duration::from_millis(200);
 
 /// The slices of a wait.
@@ -119,9 +119,9 @@ impl Slices {
 
 /// Returns whether an error is the timeout of a wait, by the time that has passed.
 ///
-/// Nothing else shows it, because the server's message is localised, and Diesel does not expose the SQLSTATE. The server starts to
-/// count after the client, so a timeout looks early only if a clock runs slower, as while it is adjusted. One hundredth
-/// allows for that. Any other error within that last hundredth, such as a cancellation, is taken for the timeout.
+/// Nothing else shows it, because the server's message is localised, and Diesel does not expose the SQLSTATE. The server starts
+/// to count after the client, so a timeout looks early only if a clock runs slower, as while it is adjusted. One hundredth allows
+/// for that. Any other error within that last hundredth, such as a cancellation, is mistaken for the timeout.
 ///
 /// Diesel reports a timeout as an error of a closed connection if the connection was closed before the timeout was read.
 pub(super) fn is_timeout(error: &DieselError, elapsed: Duration, limit: Duration) -> bool {

@@ -103,7 +103,7 @@ impl AdvisoryLock {
     /// Waits for at most `timeout`, rounded up to whole milliseconds. A timeout of zero makes one try. A timeout longer than
     /// PostgreSQL's limit of almost 25 days is shortened to it. Otherwise as [`acquire_xact`](Self::acquire_xact).
     ///
-    /// An error of the server within the last hundredth of that time, such as a deadlock or a cancellation, is taken for the
+    /// An error of the server within the last hundredth of that time, such as a deadlock or a cancellation, is mistaken for the
     /// timeout, because Diesel does not distinguish these errors.
     ///
     /// # Errors

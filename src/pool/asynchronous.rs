@@ -26,7 +26,7 @@ pub trait Pool: Clone + Send + Sync + 'static {
     /// over, for their last try.
     fn try_check_out(&self) -> impl Future<Output = Option<Self::Connection>> + Send;
 
-    /// Returns how many connections the pool may have open. A pool that does not tell returns how many it has open now, as
+    /// Returns how many connections the pool may have open. A pool that does not expose it returns how many it has open now, as
     /// bb8 does. Waits for session locks occupy at most half of that.
     fn size(&self) -> u32;
 
@@ -48,9 +48,9 @@ pub trait PoolConnection: DerefMut<Target = AsyncPgConnection> + Send {
     /// Ends the session. The connection does not go back to its pool.
     fn discard(self);
 
-    /// Returns when the connection was opened, by which this crate remembers whether its session is its own. `None` if the
-    /// pool does not tell. In that case [`probe_sessions`](crate::asynchronous::probe_sessions) is the only check for a
-    /// pooler in transaction mode.
+    /// Returns when the connection was opened, by which this crate remembers whether its session is its own. `None` if the pool
+    /// does not expose it. In that case [`probe_sessions`](crate::asynchronous::probe_sessions) is the only check for a pooler in
+    /// transaction mode.
     fn opened_at(&self) -> Option<Instant> {
         None
     }

@@ -43,8 +43,8 @@ use crate::text::Name;
 ///   transaction open.
 /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
 ///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
-/// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session, unless the key is used up there, so
-///   that the call is limited.
+/// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session, unless no units are left there: then
+///   the call is limited.
 /// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, the units may have been spent. A
 ///   session that locks the whole table, as `VACUUM FULL` and `ALTER TABLE` do, makes a check an error after 250 milliseconds.
 impl RateLimit {
@@ -175,7 +175,7 @@ impl RateLimit {
     }
 
     /// Spends the units of a call in advance, if the wait for them is at most `max_wait`, through a connection from the pool.
-    /// Does not wait for them: the outcome tells how long to wait.
+    /// Does not wait for them: the outcome has the wait.
     ///
     /// One round trip. Reservations are served in the order in which they were made, and a plain check is limited while
     /// reservations are ahead of it. If the wait would be longer, nothing is spent. `max_wait` counts as 366 days at most.
@@ -234,10 +234,9 @@ impl RateLimit {
 
     /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
     ///
-    /// One round trip: this is [`reserve`](Self::reserve), and then a sleep. While another transaction has locked the key, it asks
-    /// again, at most every 20 milliseconds. Calls are served in the order in which they
-    /// came. If the wait would be too long, this is limited at once, and nothing is spent. If the process ends during the
-    /// sleep, the units stay spent.
+    /// One round trip: this is [`reserve`](Self::reserve), and then a sleep. While another transaction has locked the key, it
+    /// polls, at most every 20 milliseconds. Calls are served in the order in which they came. If the wait would be too long, the
+    /// call is limited at once, and nothing is spent. If the process ends during the sleep, the units stay spent.
     ///
     /// # Blocking
     ///
@@ -261,8 +260,8 @@ impl RateLimit {
         self.observed("reserve", acquire, Check::outcome)
     }
 
-    /// As [`acquire_timeout`](Self::acquire_timeout), on the given connection, which it holds while it waits, outside of a
-    /// transaction.
+    /// As [`acquire_timeout`](Self::acquire_timeout), on the given connection, which it occupies while it waits. No transaction
+    /// may be open.
     ///
     /// # Blocking
     ///
@@ -284,8 +283,8 @@ impl RateLimit {
 
     /// Reads what is left of the key, through a connection from the pool. Spends nothing.
     ///
-    /// One round trip: `SELECT resource_control.peek_rate_limit($1, $2, $3, $4, $5)`. It also works on a standby, as far as
-    /// that has followed.
+    /// One round trip: `SELECT resource_control.peek_rate_limit($1, $2, $3, $4, $5)`. It also works on a standby, on what that
+    /// has replayed.
     ///
     /// # Blocking
     ///

@@ -13,10 +13,15 @@ impl Spent {
     /// up.
     ///
     /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
-    /// `units × period / N` less the time that has passed, and nothing if that is not above zero, if the key was reset, pruned
-    /// or given another quota since then, if the server has lost the spend and the key was not used since, if the clock was set
-    /// back, or if another transaction has locked the key for 250 milliseconds. The time until the last moment that was
-    /// reserved counts as passed, because these moments stay as they were told, also those of reservations that were cancelled.
+    /// `units × period / N` less the time that has passed. They are worth nothing if
+    /// - that is not above zero,
+    /// - the key was reset, pruned or given another quota since then,
+    /// - the server has lost the spend, and the key was not used since,
+    /// - the clock was set back, or
+    /// - another transaction has locked the key for 250 milliseconds.
+    ///
+    /// The time until the last moment that was reserved counts as passed, because these moments stay as they were told, also
+    /// those of reservations that were cancelled.
     ///
     /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.
     ///

@@ -74,7 +74,7 @@ impl Permit {
         &self.slot.claim
     }
 
-    /// Returns how long the permit lasts at least, for the timeout of the work itself. Zero if it may have timed out.
+    /// Returns the least time that the permit still lasts, as a timeout for the work. Zero if it may have timed out.
     ///
     /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic clock or the
     /// wall clock. The one that has advanced more counts, because the monotonic clock stops while the machine is

@@ -62,7 +62,7 @@ impl<R: ThrottledResource> Throttle<R> {
 
     /// Takes the resource if it is due, on the given connection. Never waits for the resource.
     ///
-    /// Inside a transaction, the grant counts when the transaction commits: see [the type](Self#commit-first-work-afterwards).
+    /// Inside a transaction, the grant counts when the transaction commits: see [the type](Self#order-of-grant-and-work).
     ///
     /// # Errors
     ///

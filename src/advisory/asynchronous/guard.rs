@@ -21,7 +21,7 @@ use crate::runtime;
 
 /// A held session lock, together with the connection whose session holds it.
 ///
-/// As the guard of the blocking half, `AdvisoryLockGuard`, and it is awaited.
+/// Works as the guard of the blocking half, with `async` methods.
 ///
 /// # Dropping
 ///

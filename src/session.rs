@@ -66,6 +66,9 @@ pub(crate) trait Session: Send {
     /// The transaction on the connection, as far as Diesel knows. No round trip.
     fn transaction(&mut self) -> Transaction;
 
+    /// How deep transactions are nested, as far as Diesel knows. 0 outside of them, and on a connection that is marked as broken.
+    fn depth(&mut self) -> u32;
+
     /// Whether the connection goes back to a pool, which discards it if it is marked as broken.
     fn is_pooled(&self) -> bool;
 
@@ -112,7 +115,8 @@ pub(crate) trait Session: Send {
     /// Marks the connection as broken, so that a pool discards it.
     fn mark_broken(&mut self);
 
-    /// Clears the mark that [`probe`] left, because the transaction is the caller's, who may continue it.
+    /// Makes Diesel count no transaction, and clears the mark that [`probe`] left: the transaction is the caller's, who may
+    /// continue it, or was rolled back.
     fn clear_mark(&mut self);
 
     /// Opens a transaction at the session's default isolation level, or a savepoint inside a transaction.
@@ -180,8 +184,34 @@ where
     }
     match probe(session, statement).await {
         (Ok(_), true) => Err(Error::TransactionInPool.into()),
-        (reply, _) => reply,
+        (reply, is_open) => explained(session, reply, is_open).await,
     }
+}
+
+/// Explains the error of a probe on a pooled connection: if the transaction that an earlier user left open there is aborted, no
+/// statement runs. One more round trip, after an error only.
+pub(crate) async fn explained<S, U>(
+    session: &mut S,
+    reply: QueryResult<U>,
+    is_open: bool,
+) -> QueryResult<U>
+where
+    S: Session,
+{
+    if !is_open || !session.is_pooled() || reply.as_ref().is_err_and(is_closed) {
+        return reply;
+    }
+    let Err(error) = reply else { return reply };
+    let is_aborted = match session.batch("SELECT 1").await {
+        Ok(()) => false,
+        Err(aborted) => !session.has_ended(&aborted).await,
+    };
+    session.mark_broken();
+    Err(if is_aborted {
+        Error::TransactionInPool.into()
+    } else {
+        error
+    })
 }
 
 /// As [`one_outside_leftovers`], and sends the statement again in a READ COMMITTED transaction if a stricter default level
@@ -219,6 +249,7 @@ where
         {
             (one_in_read_committed(session, statement).await, false)
         }
+        (reply @ Err(_), is_open) => (explained(session, reply, is_open).await, is_open),
         probed => probed,
     }
 }

@@ -38,6 +38,13 @@ pub(crate) fn of(conn: &mut PgConnection) -> Transaction {
     }
 }
 
+/// Returns how deep transactions are nested. 0 on a connection that is broken, or marked as broken.
+#[cfg(feature = "postgres")]
+pub(crate) fn depth(conn: &mut PgConnection) -> u32 {
+    let depth = status(conn).transaction_depth();
+    depth.ok().flatten().map_or(0, |depth| depth.get())
+}
+
 /// Refuses an operation that commits as it goes inside any transaction, including a test transaction.
 pub(crate) fn refuse_any(transaction: Transaction) -> Result<()> {
     match transaction {

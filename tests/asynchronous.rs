@@ -1,5 +1,7 @@
 //! The asynchronous half.
 
+#[path = "asynchronous/cancelled.rs"]
+mod cancelled;
 #[path = "asynchronous/chaos.rs"]
 mod chaos;
 #[path = "asynchronous/dropping.rs"]

@@ -65,6 +65,7 @@ DECLARE
     missing integer;
     candidate smallint;
     is_overdue boolean;
+    locked integer := 0;
     waited boolean := false;
     user_lock_timeout text;
 BEGIN
@@ -111,8 +112,8 @@ BEGIN
             FROM (SELECT unnest(look.overdue) EXCEPT SELECT m.slot FROM marked AS m) AS o (slot);
     END IF;
 
-    -- Only a few slots, because each lock is held until the transaction ends. In random order, because concurrent claims
-    -- then seldom try the same slot. Slots of overdue requests that could not be marked come last.
+    -- In random order, because concurrent claims then seldom try the same slot. Slots of overdue requests that could not be
+    -- marked come last. Many slots, because the locks of all but one may be held by claims that are being committed.
     FOR candidate, is_overdue IN
         SELECT f.slot, f.slot IN (SELECT unnest(look.overdue))
             FROM (
@@ -124,13 +125,16 @@ BEGIN
                     LIMIT look.missing
             ) AS f
             ORDER BY 2, random()
-            LIMIT 8
+            LIMIT 1000
     LOOP
         CONTINUE WHEN is_overdue AND waited;
         IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
             contended := true;
             CONTINUE;
         END IF;
+        -- Each of these locks is held until the transaction ends.
+        locked := locked + 1;
+        EXIT WHEN locked > 8;
         IF is_overdue THEN
             -- Another claim may have locked this row, one that takes another slot and marks this request as well. No other
             -- slot is free, so this claim waits for that commit, once and for a short time.

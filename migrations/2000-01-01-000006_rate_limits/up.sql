@@ -230,6 +230,30 @@ BEGIN
 END
 $$;
 
+-- Makes room for the next generation of a row, which the caller has locked and inserts anew. While an old snapshot is open, the
+-- index keeps an entry of each version. A new generation is found without passing over those of the one before.
+CREATE FUNCTION resource_control.retire_rate_limit(name text, key text, generation bigint) RETURNS void
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
+AS $$
+#variable_conflict use_variable
+BEGIN
+    IF generation = 1 THEN
+        -- It stays as long as the key exists.
+        UPDATE resource_control.rate_limit AS b SET full_at = '-infinity'
+            WHERE b.name = retire_rate_limit.name COLLATE "C" AND b.key = retire_rate_limit.key COLLATE "C"
+                AND b.generation = 1;
+    ELSE
+        DELETE FROM resource_control.rate_limit AS b
+            WHERE b.name = retire_rate_limit.name COLLATE "C" AND b.key = retire_rate_limit.key COLLATE "C"
+                AND b.generation = retire_rate_limit.generation;
+    END IF;
+END
+$$;
+
 -- Writes what a key owes under another quota, and by the present clock. Otherwise a key that is limited, which writes
 -- nothing, would be refilled at the rate of the old quota, or not at all until a clock that was set back shows the old time
 -- again. What was spent under the old quota may have come back faster, and by the old clock nobody knows when it was spent. So
@@ -271,17 +295,25 @@ BEGIN
             held.changed_at, held.full_at, held.reserved_until, n, period_us, now, n, period_us, burst);
     END IF;
     IF held.changed_at > now OR held.n <> n OR held.period_us <> period_us THEN
-        UPDATE resource_control.rate_limit AS b
-            SET updates = b.updates + 1, changed_at = now, n = settle_rate_limit.n, period_us = settle_rate_limit.period_us,
-                -- Also later than all that was spent before the clock was set back.
-                created_at = GREATEST(held.created_at,
-                    CASE WHEN held.changed_at > now THEN held.changed_at + interval '00:00:00.000001' END,
-                    CASE WHEN held.n <> settle_rate_limit.n OR held.period_us <> settle_rate_limit.period_us THEN now END),
-                reserved_until = LEAST(held.reserved_until, now + interval '00:00:00.000001'
-                    * (date_part('epoch', held.reserved_until - held.changed_at) * 1000000)::bigint),
-                full_at = now + interval '00:00:00.000001' * debt
-            WHERE b.name = settle_rate_limit.name COLLATE "C" AND b.key = settle_rate_limit.key COLLATE "C"
-                AND b.generation = settle_rate_limit.generation;
+        -- Also later than all that was spent before the clock was set back.
+        held.created_at := GREATEST(held.created_at,
+            CASE WHEN held.changed_at > now THEN held.changed_at + interval '00:00:00.000001' END,
+            CASE WHEN held.n <> n OR held.period_us <> period_us THEN now END);
+        held.reserved_until := LEAST(held.reserved_until, now + interval '00:00:00.000001'
+            * (date_part('epoch', held.reserved_until - held.changed_at) * 1000000)::bigint);
+        held.full_at := now + interval '00:00:00.000001' * debt;
+        IF held.updates < 200 THEN
+            UPDATE resource_control.rate_limit AS b
+                SET updates = b.updates + 1, changed_at = now, n = settle_rate_limit.n, period_us = settle_rate_limit.period_us,
+                    created_at = held.created_at, reserved_until = held.reserved_until, full_at = held.full_at
+                WHERE b.name = settle_rate_limit.name COLLATE "C" AND b.key = settle_rate_limit.key COLLATE "C"
+                    AND b.generation = settle_rate_limit.generation;
+        ELSE
+            PERFORM resource_control.retire_rate_limit(name, key, generation);
+            INSERT INTO resource_control.rate_limit
+                (name, key, generation, updates, created_at, changed_at, full_at, n, period_us, reserved_until)
+                VALUES (name, key, generation + 1, 1, held.created_at, now, held.full_at, n, period_us, held.reserved_until);
+        END IF;
     END IF;
 END
 $$;
@@ -486,17 +518,7 @@ BEGIN
                         WHERE b.name = decide_rate_limit.name COLLATE "C" AND b.key = decide_rate_limit.key COLLATE "C"
                             AND b.generation = found_generation;
                 ELSE
-                    -- While an old snapshot is open, the index keeps an entry of each version. A new generation is found
-                    -- without passing over those of the one before.
-                    IF found_generation = 1 THEN
-                        UPDATE resource_control.rate_limit AS b SET full_at = '-infinity'
-                            WHERE b.name = decide_rate_limit.name COLLATE "C" AND b.key = decide_rate_limit.key COLLATE "C"
-                                AND b.generation = 1;
-                    ELSE
-                        DELETE FROM resource_control.rate_limit AS b
-                            WHERE b.name = decide_rate_limit.name COLLATE "C" AND b.key = decide_rate_limit.key COLLATE "C"
-                                AND b.generation = found_generation;
-                    END IF;
+                    PERFORM resource_control.retire_rate_limit(name, key, found_generation);
                     INSERT INTO resource_control.rate_limit
                         (name, key, generation, updates, created_at, changed_at, full_at, n, period_us, reserved_until)
                         VALUES (name, key, found_generation + 1, 1, held.created_at, decided_at, full_at,
@@ -828,6 +850,8 @@ BEGIN
                 IF commit_async THEN
                     PERFORM set_config('synchronous_commit', 'off', true);
                 END IF;
+                -- A limited call does not wait for another transaction.
+                PERFORM set_config('lock_timeout', '1ms', true);
                 PERFORM resource_control.settle_rate_limit(
                     stale[1], stale[2], stale[3]::bigint, stale[4]::bigint, stale[5]::bigint, stale[6]::bigint);
             EXCEPTION WHEN lock_not_available OR deadlock_detected OR query_canceled THEN

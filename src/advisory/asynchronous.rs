@@ -429,8 +429,7 @@ impl<C: GuardConnection> Acquisition<C> {
         let tried =
             operations::try_session_lock(&mut session, doubt, &mut self.held, self.is_fenced).await;
         self.pinned.replied_in(began.elapsed());
-        self.is_granted = tried.inspect_err(|_| self.pinned.failed())?;
-        Ok(())
+        self.conclude(tried).await
     }
 
     async fn wait(&mut self, deadline: Deadline, give_up: impl FnMut() -> bool) -> Result<()> {
@@ -441,8 +440,17 @@ impl<C: GuardConnection> Acquisition<C> {
                 operations::wait_for_session_lock(&mut session, &mut self.held, deadline, give_up)
                     .await;
             self.pinned.set_waiting(false);
-            self.is_granted = waited.inspect_err(|_| self.pinned.failed())?;
+            self.conclude(waited).await?;
         }
+        Ok(())
+    }
+
+    async fn conclude(&mut self, granted: Result<bool>) -> Result<()> {
+        if granted.is_err() {
+            self.pinned.failed();
+            self.pinned.repair().await;
+        }
+        self.is_granted = granted?;
         Ok(())
     }
 

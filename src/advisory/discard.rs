@@ -3,11 +3,9 @@
 use std::ops::DerefMut;
 
 use diesel::pg::PgConnection;
-use diesel::prelude::*;
 
 use super::doubt::{Doubt, distrusted};
-use super::lock::Lock;
-use super::sql;
+use super::operations;
 use crate::events::{self, Event, Outcome, Subject};
 use crate::panics::caught;
 use crate::session::{Blocking, Session, now};
@@ -118,7 +116,7 @@ fn repair(session: &mut Blocking<'_>, doubt: Doubt) -> Repair {
     };
     match session.transaction() {
         // A mark, if there is one, is that of the statement in doubt.
-        Transaction::None | Transaction::Broken => match is_held(session, lock) {
+        Transaction::None | Transaction::Broken => match now(operations::holds(session, lock)) {
             Ok(false) => {
                 // Only a transaction of the caller's can have kept the mark.
                 session.clear_mark();
@@ -128,31 +126,13 @@ fn repair(session: &mut Blocking<'_>, doubt: Doubt) -> Repair {
             Err(_) if session.transaction() == Transaction::Broken => Repair::StillInDoubt,
             // Either the statement in doubt or an outer guard holds it. PostgreSQL does not expose the count.
             Ok(true) | Err(_) => {
-                end_session(session);
+                now(operations::end_session(session));
                 Repair::SessionEnded
             }
         },
-        // An error has aborted the test transaction, and with it the statement.
+        // An error has aborted the test transaction, in which nothing can be queried. A lock that a cancelled statement took
+        // stays until the session of the test ends.
         Transaction::Test if matches!(doubt, Doubt::Acquiring(_)) => Repair::Clean,
         Transaction::Test | Transaction::Open => Repair::StillInDoubt,
-    }
-}
-
-/// Not prepared, because the prepared statements may be what is missing.
-fn is_held(session: &mut Blocking<'_>, lock: Lock) -> QueryResult<bool> {
-    let (_, is_held): (i32, bool) = now(session.one(sql::IsHeld {
-        row: lock.into(),
-        prepared: false,
-    }))?;
-    Ok(is_held)
-}
-
-/// Ends the session, because only its end certainly frees its locks. If the role may not end its own sessions, all session
-/// locks are released, and an outer guard reports that it lost its own.
-fn end_session(session: &mut Blocking<'_>) {
-    let ended = now(session.batch(sql::END_SESSION));
-    let refused = ended.is_ok() || session.transaction() != Transaction::Broken;
-    if refused {
-        let _ = now(session.batch(sql::RELEASE_ALL));
     }
 }

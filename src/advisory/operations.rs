@@ -20,7 +20,7 @@ use super::token::Token;
 use crate::error::{Error, Misplaced, Result};
 use crate::functions::pg_backend_pid;
 use crate::key::LockKey;
-use crate::session::{Session, probe};
+use crate::session::{Session, explained, probe};
 use crate::transaction::{self, Transaction};
 
 /// A session lock that a session holds or requests, and what its release needs to know.
@@ -78,7 +78,7 @@ pub(super) async fn try_session_lock<S: Session>(
     transaction::refuse_open(session.transaction(), Misplaced::SessionLockInTransaction)?;
     *doubt = Some(Doubt::Acquiring(held.lock));
     let (reply, is_transaction_open) = send_try(session, held.lock, fenced).await;
-    let reply = reply?;
+    let reply = explained(session, reply, is_transaction_open).await?;
     held.pid = reply.pid.unwrap_or_default();
     held.idle_session_timeout = reply.idle_session_timeout;
     held.fencing_token = reply
@@ -165,6 +165,25 @@ pub(super) async fn is_held<S: Session>(session: &mut S, held: &HeldLock) -> Res
         Ok((pid, is_held)) => Ok(is_held && pid == held.pid),
         Err(error) if session.has_ended(&error).await => Ok(false),
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Returns whether the session holds the lock. Not prepared, because the prepared statements may be what is missing.
+pub(super) async fn holds<S: Session>(session: &mut S, lock: Lock) -> QueryResult<bool> {
+    let query = sql::IsHeld {
+        row: lock.into(),
+        prepared: false,
+    };
+    let (_, is_held): (i32, bool) = session.one(query).await?;
+    Ok(is_held)
+}
+
+/// Ends the session, because only its end certainly frees its locks. If the role may not end its own sessions, all session
+/// locks are released, and an outer guard reports that it lost its own.
+pub(super) async fn end_session<S: Session>(session: &mut S) {
+    let ended = session.batch(sql::END_SESSION).await;
+    if ended.is_ok() || session.batch("SELECT 1").await.is_ok() {
+        let _ = session.batch(sql::RELEASE_ALL).await;
     }
 }
 

@@ -1,5 +1,7 @@
 //! The threads and tasks of this process that wait for session locks out of a pool, and the releases that wake them.
 
+#[cfg(feature = "async")]
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -133,6 +135,10 @@ impl Drop for Waiter {
     }
 }
 
+/// How often each lock is held in this process.
+#[cfg(feature = "async")]
+static HOLDS: Mutex<BTreeMap<LockId, usize>> = Mutex::new(BTreeMap::new());
+
 /// A lock that is held in this process. Dropping it wakes a waiter for the lock, so it is dropped when the connection is back
 /// in its pool.
 #[derive(Debug)]
@@ -140,12 +146,36 @@ pub(super) struct LocalHold(LockId);
 
 impl LocalHold {
     pub(super) fn of(id: LockId) -> Self {
+        #[cfg(feature = "async")]
+        panics::lock(&HOLDS)
+            .entry(id)
+            .and_modify(|holds| *holds += 1)
+            .or_insert(1);
         Self(id)
+    }
+
+    /// Returns whether this process holds the lock more than once. One hold may then be nested in another, on one session.
+    #[cfg(feature = "async")]
+    pub(super) fn may_be_nested(id: LockId) -> bool {
+        panics::lock(&HOLDS)
+            .get(&id)
+            .is_some_and(|holds| *holds > 1)
     }
 }
 
 impl Drop for LocalHold {
     fn drop(&mut self) {
+        #[cfg(feature = "async")]
+        {
+            let mut holds = panics::lock(&HOLDS);
+            if let Some(others) = holds.get(&self.0).and_then(|holds| holds.checked_sub(1)) {
+                if others == 0 {
+                    holds.remove(&self.0);
+                } else {
+                    holds.insert(self.0, others);
+                }
+            }
+        }
         // A waiter that is not counted yet tries after this, or polls.
         if WAITING.load(Ordering::SeqCst) > 0 {
             lock().freed(self.0);
@@ -183,6 +213,20 @@ mod tests {
             assert_eq!(second.wakeup.is_pending(), !is_granted);
             drop((second, third));
         }
+    }
+
+    #[cfg(feature = "async")]
+    #[test]
+    fn a_lock_that_is_held_twice_may_be_nested() {
+        let id = LockId::Pair(-7, -8);
+        let outer = LocalHold::of(id);
+        assert!(!LocalHold::may_be_nested(id));
+        let inner = LocalHold::of(id);
+        assert!(LocalHold::may_be_nested(id) && !LocalHold::may_be_nested(LockId::Pair(-7, -9)));
+        drop(inner);
+        assert!(!LocalHold::may_be_nested(id));
+        drop(outer);
+        assert!(!panics::lock(&HOLDS).contains_key(&id));
     }
 
     #[test]

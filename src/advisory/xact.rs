@@ -136,6 +136,7 @@ impl AdvisoryLock {
     ///   would be committed.
     /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) inside a test transaction of
     ///   that level, because a savepoint cannot have another level.
+    /// - Diesel's `BrokenTransactionManager` if `work` returned `Ok` and left a nested transaction open, as a caught panic does.
     /// - The error of `work`, and otherwise as [`acquire_xact`](Self::acquire_xact). After an error nothing was committed.
     ///
     /// If `work` hides the error of a statement and returns `Ok`, this returns `Ok`, too, although PostgreSQL rolls the

@@ -4,6 +4,7 @@
 //! others of the same names.
 
 use std::future::poll_fn;
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use diesel::connection::TransactionManagerStatus;
@@ -233,10 +234,15 @@ pub(crate) struct Asynchronous<'conn> {
 ///
 /// When such a guard is dropped, its connection can neither be awaited nor discarded. The unlock that is then queued depends
 /// on whether the statement before it ran.
+///
+/// A statement that is cancelled at its end has locked or unlocked, and PostgreSQL takes the note back. So after an error a
+/// missing note does not show that nothing was locked or unlocked.
 #[derive(Debug, Default)]
 pub(crate) struct Lent {
     /// The number of the last statement.
     pub(crate) sent: Option<String>,
+    /// Whether an outer guard may hold the same lock, so that an unlock must not be sent twice.
+    pub(crate) may_be_nested: bool,
 }
 
 impl Lent {
@@ -317,6 +323,11 @@ impl Session for Asynchronous<'_> {
         }
     }
 
+    fn depth(&mut self) -> u32 {
+        let depth = status(self.conn).transaction_depth();
+        depth.ok().flatten().map_or(0, NonZeroU32::get)
+    }
+
     fn is_pooled(&self) -> bool {
         self.is_pooled
     }
@@ -370,6 +381,7 @@ impl Session for Asynchronous<'_> {
         U: Send + 'conn,
     {
         let is_known = matches!(self.transaction(), Transaction::Test | Transaction::Open);
+        let may_be_nested = self.lent.as_ref().is_some_and(|lent| lent.may_be_nested);
         let note = self.lent.as_mut().map(|lent| lent.next());
         let columns = match &note {
             Some(note) => ProbeColumns::IsInsideAndNote(note.clone()),
@@ -383,6 +395,7 @@ impl Session for Asynchronous<'_> {
                 reply if is_known => (reply.map(|(value, _)| value), false),
                 Ok((value, Some(true))) => (Ok(value), is_in_block(conn).await),
                 Ok((value, _)) => (Ok(value), false),
+                Err(error) if may_be_nested => (Err(error), false),
                 // In an aborted transaction, and on a closed connection, the look fails, too.
                 Err(error) => match look(conn).await {
                     Ok((ran, _)) => (Err(error), note.is_some() && ran != note),

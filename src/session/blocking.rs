@@ -69,6 +69,10 @@ impl Session for Blocking<'_> {
         transaction::of(self.conn)
     }
 
+    fn depth(&mut self) -> u32 {
+        transaction::depth(self.conn)
+    }
+
     fn is_pooled(&self) -> bool {
         self.is_pooled
     }

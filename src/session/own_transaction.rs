@@ -1,11 +1,13 @@
 //! Transactions that this crate opens, and what becomes of one whose future is dropped.
 
-use diesel::result::QueryResult;
+use diesel::result::{Error as DieselError, QueryResult};
 
 use super::{Session, started, undo};
 use crate::error::Error;
 use crate::panics::caught;
 use crate::transaction::Transaction;
+
+const ROLLBACK: &str = "ROLLBACK";
 
 /// A transaction of this crate's own, or its savepoint inside a test transaction. Unless it [ends](Self::end), its drop rolls
 /// it back, on every way out: a panic, or a future that was dropped.
@@ -17,12 +19,13 @@ pub(crate) struct OwnTransaction<'s, S: Session> {
     /// What the drop sends. Nothing once the end was sent.
     rollback: Option<&'static str>,
     is_ended: bool,
+    depth: u32,
 }
 
 impl<'s, S: Session> OwnTransaction<'s, S> {
     /// Opens a transaction at READ COMMITTED.
     pub(crate) async fn begin_read_committed(session: &'s mut S) -> QueryResult<Self> {
-        let transaction = Self::of(session, "ROLLBACK");
+        let transaction = Self::of(session, ROLLBACK);
         let begun = transaction.session.begin_read_committed().await;
         transaction.begun(begun)
     }
@@ -30,7 +33,7 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
     /// Opens a transaction at the session's default isolation level.
     #[cfg(any(feature = "r2d2", feature = "async"))]
     pub(crate) async fn begin(session: &'s mut S) -> QueryResult<Self> {
-        let transaction = Self::of(session, "ROLLBACK");
+        let transaction = Self::of(session, ROLLBACK);
         let begun = transaction.session.begin().await;
         transaction.begun(begun)
     }
@@ -50,11 +53,13 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
             session,
             rollback: Some(rollback),
             is_ended: false,
+            depth: 0,
         }
     }
 
     fn begun(mut self, begun: QueryResult<()>) -> QueryResult<Self> {
         self.is_ended = begun.is_err();
+        self.depth = self.session.depth();
         begun.map(|()| self)
     }
 
@@ -73,10 +78,16 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
     }
 
     /// Commits after `Ok`, and rolls back after `Err`, which is returned also if the session has ended.
+    ///
+    /// If a transaction that was nested in this one is still open, as after a dropped future or a caught panic, this rolls back in
+    /// any case. Diesel would end the nested one instead, and report that it has committed.
     pub(crate) async fn end<T, E>(mut self, outcome: Result<T, E>) -> Result<T, E>
     where
         E: From<Error>,
     {
+        if self.session.depth() > self.depth {
+            return self.abandon(outcome).await;
+        }
         self.rollback = None;
         let ended = match &outcome {
             Ok(_) => self.session.commit().await,
@@ -91,6 +102,26 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
         self.is_ended = true;
         ended.map_err(Error::from)?;
         outcome
+    }
+
+    /// Rolls back. Inside a test transaction the connection stays marked as broken, because Diesel counts the nested transaction
+    /// as open.
+    async fn abandon<T, E>(mut self, outcome: Result<T, E>) -> Result<T, E>
+    where
+        E: From<Error>,
+    {
+        let rolled_back = match self.rollback {
+            Some(rollback) => self.session.batch(rollback).await.is_ok() && rollback == ROLLBACK,
+            None => false,
+        };
+        if rolled_back {
+            self.session.clear_mark();
+        } else {
+            self.session.mark_broken();
+        }
+        self.is_ended = true;
+        outcome?;
+        Err(Error::Database(DieselError::BrokenTransactionManager).into())
     }
 }
 

@@ -135,6 +135,15 @@ async fn left_open<P: Pool>(database: Database, pool: P) {
         "{refused:?}"
     );
     assert!(eventually_all(own).await);
+    // Its transaction is aborted.
+    let mut conn = pool.check_out().await.unwrap();
+    conn.batch_execute("BEGIN; SELECT 1 / 0").await.unwrap_err();
+    drop(conn);
+    let refused = API.check(&pool).await;
+    assert!(
+        matches!(refused, Err(Error::TransactionInPool)),
+        "{refused:?}"
+    );
 }
 
 /// Spends all units. The check waits for the end of the other session, for a quarter of a second at a time.

@@ -213,12 +213,14 @@ fn a_transaction_that_was_left_open_in_the_pool_is_found() {
     run(async {
         let database = Database::new();
         let pool = database.deadpool(1);
-        let mut conn = pool.check_out().await.unwrap();
-        conn.batch_execute("BEGIN").await.unwrap();
-        drop(conn);
-        let tried = LOCK.try_acquire(&pool).await;
-        assert!(matches!(tried, Err(Error::TransactionInPool)), "{tried:?}");
-        LOCK.acquire(&pool).await.unwrap().release().await.unwrap();
+        for left in ["BEGIN", "BEGIN; SELECT 1 / 0"] {
+            let mut conn = pool.check_out().await.unwrap();
+            let _ = conn.batch_execute(left).await;
+            drop(conn);
+            let tried = LOCK.try_acquire(&pool).await;
+            assert!(matches!(tried, Err(Error::TransactionInPool)), "{tried:?}");
+            LOCK.acquire(&pool).await.unwrap().release().await.unwrap();
+        }
     });
 }
 

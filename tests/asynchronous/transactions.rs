@@ -381,3 +381,36 @@ fn a_dropped_transaction_lock_ends_with_the_callers_transaction() {
         assert!(polls >= 1, "{polls}");
     });
 }
+
+#[test]
+fn a_nested_transaction_that_was_dropped_is_rolled_back_and_reported() {
+    run(async {
+        let database = database();
+        let observer = &mut database.connect();
+        let conn = &mut database.connect_async().await;
+        for outcome in [Ok(()), Err(Error::Standby)] {
+            let is_ok = outcome.is_ok();
+            let done = LOCK.transaction(conn, async |conn| {
+                book(conn).await?;
+                let nested = conn.transaction(async |conn| {
+                    conn.batch_execute("SELECT pg_sleep(0.1)").await?;
+                    Ok::<_, Error>(())
+                });
+                assert!(tokio::time::timeout(SHORT, nested).await.is_err());
+                outcome
+            });
+            let error = done.await.unwrap_err();
+            if is_ok {
+                let broken = Error::Database(DieselError::BrokenTransactionManager);
+                assert_eq!(error.to_string(), broken.to_string());
+            } else {
+                assert!(matches!(error, Error::Standby), "{error:?}");
+            }
+            assert_eq!(count(observer, "SELECT count(*) FROM booking"), 0);
+            freed(observer).await;
+        }
+        // The connection can still be used.
+        LOCK.transaction(conn, book).await.unwrap();
+        assert_eq!(count(observer, "SELECT count(*) FROM booking"), 2);
+    });
+}

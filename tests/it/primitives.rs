@@ -99,6 +99,7 @@ const PRIMITIVES: [Primitive; 5] = [
             "microseconds",
             "refuse_rate_limit",
             "read_rate_limit",
+            "retire_rate_limit",
             "settle_rate_limit",
             "reserve_rate_limit_within",
         ],

@@ -77,6 +77,21 @@ fn a_claim_passes_by_those_that_are_not_committed() {
     }
 }
 
+#[test]
+fn a_claim_finds_the_only_slot_among_many_claims_that_are_not_committed() {
+    const MANY: Semaphore = Semaphore::named("geocoder", 64, Duration::from_secs(30));
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    open.batch_execute("BEGIN").unwrap();
+    for _ in 0..63 {
+        assert!(claim_in_sql(open, "geocoder", 64));
+    }
+    for _ in 0..20 {
+        let last = MANY.claim_on(conn).unwrap().expect_acquired();
+        assert!(MANY.complete_on(conn, last.id).unwrap());
+    }
+}
+
 /// No other claim can overtake a claim that has its id but has not inserted it yet.
 #[test]
 fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {

@@ -1,5 +1,6 @@
 //! Transaction locks: what they exclude, when they end, and where they are refused.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Barrier;
 use std::time::Duration;
 
@@ -402,4 +403,37 @@ fn ten_requests_for_one_server_book_it_once_at_any_default_level() {
         assert_eq!(booked, 1, "{level}");
         assert_eq!(bookings::table.count().get_result(conn), Ok(1), "{level}");
     }
+}
+
+#[test]
+fn a_nested_transaction_that_was_left_open_is_rolled_back_and_reported() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.batch_execute("CREATE TABLE bookings (server_id int)")
+        .unwrap();
+    let mut observer = Observer::of(&database);
+    for is_ok in [true, false] {
+        let done = LOCK.transaction(conn, |conn| {
+            conn.batch_execute("INSERT INTO bookings VALUES (1)")?;
+            let nested = catch_unwind(AssertUnwindSafe(|| {
+                conn.transaction::<(), Error, _>(|_| resume_unwind(Box::new("in the nested one")))
+            }));
+            assert!(nested.is_err());
+            if is_ok { Ok(()) } else { Err(Error::Standby) }
+        });
+        if is_ok {
+            let reported: Result<(), _> =
+                Err(Error::Database(DieselError::BrokenTransactionManager));
+            assert_eq!(format!("{done:?}"), format!("{reported:?}"));
+        } else {
+            assert_matches!(done, Err(Error::Standby));
+        }
+        assert_eq!(observer.holders(LOCK.key()), 0);
+    }
+    // Nothing was committed, and the connection can still be used.
+    let count = LOCK.transaction(conn, |conn| {
+        let count: i64 = bookings::table.count().get_result(conn)?;
+        Ok::<_, Error>(count)
+    });
+    assert_eq!(count.unwrap(), 0);
 }

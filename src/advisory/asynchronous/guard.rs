@@ -9,7 +9,7 @@ use diesel_async::AsyncPgConnection;
 use futures_core::Stream;
 use tokio::time::timeout;
 
-use super::pinned::{self, GuardConnection, record_release};
+use super::pinned::{self, GuardConnection, record_deferral, record_release};
 use super::watch::Watch;
 use crate::advisory::operations::{self, HeldLock};
 use crate::advisory::watched::Watches;
@@ -156,7 +156,8 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// Runs `work` on the connection that holds the lock, releases the lock, and returns the value of `work`.
     ///
     /// The lock is released on every way out: a value, an error, a panic, or when the future is dropped. If `work` succeeded
-    /// under a lock that was lost, that is an error, such as [`Error::LockLost`].
+    /// under a lock that was lost, that is an error, such as [`Error::LockLost`]. If `work` fails while a statement still runs
+    /// whose future it dropped, this returns within a second, and a task cancels that statement, as after a drop of the guard.
     ///
     /// # Errors
     ///
@@ -168,17 +169,43 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     {
         let worked = work(self.conn()).await;
         // Not by a drop, so that the lock is free when this returns, also after an error.
-        let released = self.release().await;
-        let value = worked?;
-        released?;
-        Ok(value)
+        match (worked, self.pinned.patience()) {
+            (Ok(value), _) => {
+                self.release().await?;
+                Ok(value)
+            }
+            (Err(error), Some(patience)) => {
+                self.release_within(patience).await;
+                Err(error)
+            }
+            (Err(error), None) => {
+                let _ = self.release().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Releases the lock after the work has failed. A statement may still run whose future the work dropped, such as by a
+    /// timeout. If the release has to wait for it for so long, a task cancels the statement.
+    async fn release_within(mut self, patience: Duration) {
+        self.is_released = true;
+        self.watches.releasing(|_| ());
+        let release = pinned::release(&mut self.pinned, &self.held, &self.watches);
+        let released = timeout(patience, release).await;
+        match released {
+            Ok(released) => record_release(&self.held, self.since, &released),
+            Err(_) => {
+                self.pinned.set_waiting(true);
+                record_deferral(&self.held, self.since);
+            }
+        }
     }
 
     /// Releases the lock and gives the connection back.
     ///
     /// One round trip, and one more to prepare the statement, once per connection. If the guard has lent its connection, the
-    /// statement is another one, which is prepared for itself. After an error, too, this guard no longer holds the lock. If the
-    /// future is dropped, the lock is released as by a drop of the guard.
+    /// statement is another one, which is prepared for itself. Waits for statements that still run on the connection. After an
+    /// error, too, this guard no longer holds the lock. If the future is dropped, the lock is released as by a drop of the guard.
     ///
     /// # Errors
     ///

@@ -70,6 +70,18 @@ pub(super) mod sealed {
         /// about the connection: prepared statements that some code deallocated, for example.
         fn failed(&mut self) {}
 
+        /// After an error of a take, finds out whether the session of a lent connection holds the lock, and ends the session if it
+        /// does, as a lent connection cannot be discarded. A note about what ran does not tell, because it is taken back with
+        /// the statement, and a session lock is not.
+        fn repair(&mut self) -> impl Future<Output = ()> + Send {
+            async {}
+        }
+
+        /// How long a release may remain without a reply after the work has failed. `None` for as long as it takes.
+        fn patience(&self) -> Option<Duration> {
+            None
+        }
+
         /// Notes, before a release is sent, what a drop during the release needs to know.
         fn releasing(&mut self, held: &HeldLock);
 
@@ -160,6 +172,10 @@ impl<C: PoolConnection + 'static> sealed::Sealed for Pooled<C> {
         }
     }
 
+    fn patience(&self) -> Option<Duration> {
+        Some(LONGEST_PATIENCE)
+    }
+
     fn releasing(&mut self, held: &HeldLock) {
         self.is_distrusted |= distrusted::forget(held.pid);
     }
@@ -240,7 +256,7 @@ async fn release_dropped<C: PoolConnection + 'static>(
 }
 
 /// Records that a release is left to what becomes of the connection.
-fn record_deferral(held: &HeldLock, since: Instant) {
+pub(super) fn record_deferral(held: &HeldLock, since: Instant) {
     let event = Event::new("release", Subject::Lock(&held.key), Outcome::Deferred);
     caught(|| events::record(&event.held_since(since)));
 }
@@ -338,7 +354,7 @@ pub struct Borrowed<'conn> {
     conn: &'conn mut AsyncPgConnection,
     doubt: Option<Doubt>,
     is_waiting: bool,
-    /// Whether a statement failed.
+    /// Whether a statement failed, and what it did is unknown.
     has_failed: bool,
     /// The value to restore if a release is dropped.
     idle_session_timeout: Option<String>,
@@ -409,10 +425,31 @@ impl sealed::Sealed for Borrowed<'_> {
 
     fn failed(&mut self) {
         self.has_failed = true;
+        if let Some(Doubt::Releasing(_, pid)) = self.doubt {
+            if self.lent.may_be_nested {
+                // The hold of the outer guard must not be released instead.
+                self.doubt = Some(Doubt::Certain(pid));
+            }
+        }
+    }
+
+    async fn repair(&mut self) {
+        let Some(Doubt::Acquiring(lock)) = self.doubt else {
+            return;
+        };
+        let session = &mut Asynchronous::lent(self.conn);
+        if let Ok(true) = operations::holds(session, lock).await {
+            operations::end_session(session).await;
+            session.mark_broken();
+            caught(|| record_discard(false));
+        }
+        // Otherwise the session does not hold the lock, or has ended, or the caller's transaction is aborted.
+        self.doubt = None;
     }
 
     fn releasing(&mut self, held: &HeldLock) {
         self.idle_session_timeout = held.idle_session_timeout.clone();
+        self.lent.may_be_nested = LocalHold::may_be_nested(held.lock.id);
     }
 
     fn release_later(&mut self, held: HeldLock, since: Instant, _: Watches) {
@@ -446,7 +483,7 @@ impl Drop for Borrowed<'_> {
         let timeout = self.idle_session_timeout.as_deref();
         let message = sql::release_if(condition, lock, timeout);
         self.queue(&message, doubt.pid());
-        if self.has_failed && matches!(doubt, Doubt::Releasing(..)) {
+        if self.has_failed {
             Asynchronous::lent(self.conn).mark_broken();
             caught(|| record_discard(false));
         }

@@ -75,7 +75,8 @@ impl AdvisoryLock {
     ///
     /// # Errors
     ///
-    /// The error of `work`, and otherwise as in the blocking half.
+    /// The error of `work`, and otherwise as in the blocking half. If `work` drops the future of a nested transaction, as a timeout
+    /// does, and returns `Ok`, everything is rolled back, and the error is Diesel's `BrokenTransactionManager`.
     ///
     /// # Examples
     ///

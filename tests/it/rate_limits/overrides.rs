@@ -7,6 +7,8 @@ use crate::half::prelude::*;
 use crate::half::{CheckAll, Error, LimitedReason, Quota, RateLimit, cancel_on};
 use diesel::connection::SimpleConnection;
 
+use crate::support::{number, truth};
+
 use super::{API, HOUR, SLOW, age, allowed, assert_about, database, limited, reserved};
 
 pub(crate) fn set(conn: &mut PgConnection, name: &str, key: Option<&str>, quota: &str) {
@@ -278,4 +280,24 @@ fn a_limited_call_of_several_limits_rewrites_the_key() {
     assert!(is_limited(&slow));
     age(&mut database.connect(), "1 hour");
     assert!(!is_limited(&slow));
+}
+
+#[test]
+fn denials_while_two_versions_disagree_about_a_quota_begin_new_generations() {
+    let database = database();
+    let conn = &mut database.connect();
+    let versions = [6, 5].map(|n| RateLimit::named("daily", Quota::per_day(n).burst(5)));
+    let _ = allowed(versions[0].cost(5).check_on(conn).unwrap());
+    for version in versions.iter().cycle().skip(1).take(450) {
+        assert_eq!(
+            limited(version.check_on(conn).unwrap()).reason,
+            LimitedReason::Spent
+        );
+    }
+    let row = "SELECT FROM resource_control.rate_limit WHERE generation = 3 AND updates <= 200";
+    assert!(truth(conn, &format!("EXISTS ({row})")));
+    let rows = "SELECT count(*) FROM resource_control.rate_limit";
+    assert_eq!(number(conn, rows), 2);
+    assert!(versions[0].reset_on(conn).unwrap());
+    assert_eq!(number(conn, rows), 0);
 }

@@ -353,6 +353,9 @@ impl AdvisoryLock {
     }
 }
 
+/// How often a task that waits without a connection looks whether the pool was closed. In a crowd it pauses for seconds.
+const LOOK: Duration = Duration::from_millis(200);
+
 /// A wait of a task.
 struct InPool<'a, P: Pool> {
     handle: &'a AdvisoryLock,
@@ -390,11 +393,21 @@ impl<P: Pool> Half for InPool<'_, P> {
     }
 
     async fn turn(&self, waiter: &mut Waiter, limit: Duration) {
-        waiter.await_turn(self.budget(), limit).await;
+        let deadline = Deadline::after(limit);
+        loop {
+            let remaining = deadline.remaining().min(LOOK);
+            let is_turn = waiter.await_turn(self.budget(), remaining).await;
+            if is_turn || deadline.remaining().is_zero() || self.is_closed() {
+                return;
+            }
+        }
     }
 
     async fn pause(&self, time: Duration) {
-        tokio::time::sleep(time).await;
+        let deadline = Deadline::after(time);
+        while !deadline.remaining().is_zero() && !self.is_closed() {
+            tokio::time::sleep(deadline.remaining().min(LOOK)).await;
+        }
     }
 
     fn is_closed(&self) -> bool {

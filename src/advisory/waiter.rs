@@ -108,16 +108,17 @@ impl Waiter {
         WAITING.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until this task may occupy a connection, or the lock may be free, for at most `limit`.
-    pub(super) async fn await_turn(&mut self, budget: u32, limit: Duration) {
+    /// Waits until this task may occupy a connection, or the lock may be free, for at most `limit`. Returns whether it may.
+    pub(super) async fn await_turn(&mut self, budget: u32, limit: Duration) -> bool {
         let turn = async {
             while !self.may_try(&lock(), budget) {
                 self.wakeup.notified().await;
             }
         };
-        let _ = tokio::time::timeout(limit, turn).await;
+        let is_turn = tokio::time::timeout(limit, turn).await.is_ok();
         self.budget = budget;
         self.is_woken = self.wakeup.is_pending();
+        is_turn
     }
 }
 

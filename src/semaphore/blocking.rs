@@ -64,7 +64,8 @@ use crate::time::Timestamp;
 ///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
 /// - [`Schema::SequenceBehind`](crate::error::Schema::SequenceBehind) in a copy of a database that was made without its
 ///   sequences.
-/// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session.
+/// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session, unless the semaphore is full there:
+///   then the claim is refused.
 /// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, a slot may have been
 ///   claimed. It is free again after the timeout.
 impl Semaphore {

@@ -32,7 +32,7 @@ use crate::transaction;
 ///   [`sync`](crate::sync).
 /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
 ///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
-/// - [`Error::ReadOnly`] on a standby and in a read-only transaction.
+/// - [`Error::ReadOnly`] on a standby and in a read-only transaction, unless the resource is not due: then the attempt is denied.
 /// - [`Error::StrictIsolation`] for a serialization failure inside the caller's own transaction.
 /// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time, and
 ///   [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the connection had left a

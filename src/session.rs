@@ -67,6 +67,7 @@ pub(crate) trait Session: Send {
     fn transaction(&mut self) -> Transaction;
 
     /// How deep transactions are nested, as far as Diesel knows. 0 outside of them, and on a connection that is marked as broken.
+    /// `u32::MAX` if that is unknown, because the future of a statement that begins or ends one was dropped.
     fn depth(&mut self) -> u32;
 
     /// Whether the connection goes back to a pool, which discards it if it is marked as broken.

@@ -353,8 +353,8 @@ impl AdvisoryLock {
     }
 }
 
-/// How often a task that waits without a connection looks whether the pool was closed. In a crowd it pauses for seconds.
-const LOOK: Duration = Duration::from_millis(200);
+/// How often a task that waits without a connection looks whether the pool was closed. In a crowd it pauses for longer.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// A wait of a task.
 struct InPool<'a, P: Pool> {

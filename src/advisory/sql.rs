@@ -21,10 +21,8 @@ pub(super) use self::held::{DrawToken, DrawnToken, IsHeld, LookAfterTimeout, Loo
 pub(super) use self::held::{HeldBy, LockRow, WatchFrom};
 #[cfg(feature = "async")]
 pub(super) use self::queued::{Condition, IsIdleTimeoutOff, release_if};
-#[cfg(feature = "postgres")]
-pub(super) use self::release::END_SESSION;
 pub(super) use self::release::{
-    RELEASE_ALL, Release, ReleaseCarefully, Released, ReleasedCarefully,
+    END_SESSION, RELEASE_ALL, Release, ReleaseCarefully, Released, ReleasedCarefully,
 };
 pub(super) use self::statement::Numbered;
 use self::statement::{NumberedText, push_call};

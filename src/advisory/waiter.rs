@@ -136,50 +136,67 @@ impl Drop for Waiter {
     }
 }
 
-/// How often each lock is held in this process.
+/// How many guards of this process hold a lock on the session with a pid.
 #[cfg(feature = "async")]
-static HOLDS: Mutex<BTreeMap<LockId, usize>> = Mutex::new(BTreeMap::new());
+static GUARDS: Mutex<BTreeMap<(LockId, i32), usize>> = Mutex::new(BTreeMap::new());
 
 /// A lock that is held in this process. Dropping it wakes a waiter for the lock, so it is dropped when the connection is back
 /// in its pool.
 #[derive(Debug)]
-pub(super) struct LocalHold(LockId);
+pub(super) struct LocalHold {
+    id: LockId,
+    /// The session, if the hold is that of a guard.
+    #[cfg(feature = "async")]
+    guard_on: Option<i32>,
+}
 
 impl LocalHold {
-    pub(super) fn of(id: LockId) -> Self {
+    /// The hold of a guard, on the session with this pid.
+    pub(super) fn of_guard(id: LockId, pid: i32) -> Self {
         #[cfg(feature = "async")]
-        panics::lock(&HOLDS)
-            .entry(id)
-            .and_modify(|holds| *holds += 1)
+        panics::lock(&GUARDS)
+            .entry((id, pid))
+            .and_modify(|guards| *guards += 1)
             .or_insert(1);
-        Self(id)
+        #[cfg(not(feature = "async"))]
+        let _ = pid;
+        Self {
+            id,
+            #[cfg(feature = "async")]
+            guard_on: Some(pid),
+        }
     }
 
-    /// Returns whether this process holds the lock more than once. One hold may then be nested in another, on one session.
+    /// A hold that a dropped future may have left.
     #[cfg(feature = "async")]
-    pub(super) fn may_be_nested(id: LockId) -> bool {
-        panics::lock(&HOLDS)
-            .get(&id)
-            .is_some_and(|holds| *holds > 1)
+    pub(super) fn in_doubt(id: LockId) -> Self {
+        Self { id, guard_on: None }
+    }
+
+    /// Returns whether more than one guard of this process holds the lock on the session with this pid.
+    #[cfg(feature = "async")]
+    pub(super) fn is_nested(id: LockId, pid: i32) -> bool {
+        panics::lock(&GUARDS)
+            .get(&(id, pid))
+            .is_some_and(|guards| *guards > 1)
     }
 }
 
 impl Drop for LocalHold {
     fn drop(&mut self) {
         #[cfg(feature = "async")]
-        {
-            let mut holds = panics::lock(&HOLDS);
-            if let Some(others) = holds.get(&self.0).and_then(|holds| holds.checked_sub(1)) {
-                if others == 0 {
-                    holds.remove(&self.0);
-                } else {
-                    holds.insert(self.0, others);
-                }
+        if let Some(pid) = self.guard_on {
+            let mut guards = panics::lock(&GUARDS);
+            let others = guards.get(&(self.id, pid)).map_or(0, |guards| guards - 1);
+            if others == 0 {
+                guards.remove(&(self.id, pid));
+            } else {
+                guards.insert((self.id, pid), others);
             }
         }
         // A waiter that is not counted yet tries after this, or polls.
         if WAITING.load(Ordering::SeqCst) > 0 {
-            lock().freed(self.0);
+            lock().freed(self.id);
         }
     }
 }
@@ -204,7 +221,7 @@ mod tests {
             // It leaves no connection to the others.
             first.budget = 0;
             first.tries();
-            drop(LocalHold::of(id));
+            drop(LocalHold::of_guard(id, 1));
             assert!(first.wakeup.is_pending() && !second.wakeup.is_pending());
             first.tries();
             if is_granted {
@@ -218,16 +235,18 @@ mod tests {
 
     #[cfg(feature = "async")]
     #[test]
-    fn a_lock_that_is_held_twice_may_be_nested() {
+    fn two_guards_of_a_lock_on_one_session_are_nested() {
         let id = LockId::Pair(-7, -8);
-        let outer = LocalHold::of(id);
-        assert!(!LocalHold::may_be_nested(id));
-        let inner = LocalHold::of(id);
-        assert!(LocalHold::may_be_nested(id) && !LocalHold::may_be_nested(LockId::Pair(-7, -9)));
+        let outer = LocalHold::of_guard(id, 1);
+        let elsewhere = LocalHold::of_guard(id, 2);
+        let in_doubt = LocalHold::in_doubt(id);
+        assert!(!LocalHold::is_nested(id, 1));
+        let inner = LocalHold::of_guard(id, 1);
+        assert!(LocalHold::is_nested(id, 1) && !LocalHold::is_nested(id, 2));
         drop(inner);
-        assert!(!LocalHold::may_be_nested(id));
-        drop(outer);
-        assert!(!panics::lock(&HOLDS).contains_key(&id));
+        assert!(!LocalHold::is_nested(id, 1));
+        drop((outer, elsewhere, in_doubt));
+        assert!(!panics::lock(&GUARDS).contains_key(&(id, 1)));
     }
 
     #[test]
@@ -250,7 +269,9 @@ mod tests {
         first.tries();
         first.block_for_turn(1, LONG);
         assert!(first.occupy(1));
-        let mut second = Waiter::for_lock(id);
+        // For another key, because one who vacates comes first among those of its own.
+        let mut second = Waiter::for_lock(LockId::Pair(-1, -3));
+        second.tries();
         assert!(!second.occupy(1));
         second.block_for_turn(1, Duration::from_millis(1));
         std::thread::scope(|scope| {

@@ -241,8 +241,8 @@ pub(crate) struct Asynchronous<'conn> {
 pub(crate) struct Lent {
     /// The number of the last statement.
     pub(crate) sent: Option<String>,
-    /// Whether an outer guard may hold the same lock, so that an unlock must not be sent twice.
-    pub(crate) may_be_nested: bool,
+    /// Whether an outer guard holds the same lock, so that an unlock must not be sent twice.
+    pub(crate) is_nested: bool,
 }
 
 impl Lent {
@@ -324,6 +324,13 @@ impl Session for Asynchronous<'_> {
     }
 
     fn depth(&mut self) -> u32 {
+        // Without a transaction, only the dropped future of a `BEGIN`, a `SAVEPOINT` or their end counts as broken.
+        let known = std::mem::take(status(self.conn));
+        let is_dropped = AnsiTransactionManager::is_broken_transaction_manager(&mut *self.conn);
+        *status(self.conn) = known;
+        if is_dropped {
+            return u32::MAX;
+        }
         let depth = status(self.conn).transaction_depth();
         depth.ok().flatten().map_or(0, NonZeroU32::get)
     }
@@ -381,7 +388,7 @@ impl Session for Asynchronous<'_> {
         U: Send + 'conn,
     {
         let is_known = matches!(self.transaction(), Transaction::Test | Transaction::Open);
-        let may_be_nested = self.lent.as_ref().is_some_and(|lent| lent.may_be_nested);
+        let is_nested = self.lent.as_ref().is_some_and(|lent| lent.is_nested);
         let note = self.lent.as_mut().map(|lent| lent.next());
         let columns = match &note {
             Some(note) => ProbeColumns::IsInsideAndNote(note.clone()),
@@ -395,10 +402,9 @@ impl Session for Asynchronous<'_> {
                 reply if is_known => (reply.map(|(value, _)| value), false),
                 Ok((value, Some(true))) => (Ok(value), is_in_block(conn).await),
                 Ok((value, _)) => (Ok(value), false),
-                Err(error) if may_be_nested => (Err(error), false),
                 // In an aborted transaction, and on a closed connection, the look fails, too.
                 Err(error) => match look(conn).await {
-                    Ok((ran, _)) => (Err(error), note.is_some() && ran != note),
+                    Ok((ran, _)) => (Err(error), note.is_some() && ran != note && !is_nested),
                     Err(_) => (Err(error), true),
                 },
             }

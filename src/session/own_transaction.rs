@@ -116,7 +116,8 @@ impl<'s, S: Session> OwnTransaction<'s, S> {
         };
         if rolled_back {
             self.session.clear_mark();
-        } else {
+        }
+        if !rolled_back || self.session.transaction() != Transaction::None {
             self.session.mark_broken();
         }
         self.is_ended = true;

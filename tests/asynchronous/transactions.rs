@@ -414,3 +414,41 @@ fn a_nested_transaction_that_was_dropped_is_rolled_back_and_reported() {
         assert_eq!(count(observer, "SELECT count(*) FROM booking"), 2);
     });
 }
+
+#[test]
+fn a_nested_transaction_that_was_dropped_at_any_point_never_commits_by_half() {
+    run(async {
+        let database = database();
+        let observer = &mut database.connect();
+        let conn = &mut database.connect_async().await;
+        let (mut dropped, mut committed) = (0, 0);
+        for polls in 1..20 {
+            let mut is_complete = false;
+            let done = LOCK.transaction(conn, async |conn| {
+                conn.batch_execute("INSERT INTO booking VALUES (1)").await?;
+                let nested = conn.transaction(async |conn| {
+                    conn.batch_execute("INSERT INTO booking VALUES (2)").await?;
+                    Ok::<_, Error>(())
+                });
+                is_complete = dropped_after(polls, nested).await.is_some();
+                Ok::<_, Error>(())
+            });
+            let done = done.await;
+            let booked = count(observer, "SELECT count(*) FROM booking");
+            if is_complete {
+                done.unwrap();
+                committed += 2;
+            } else {
+                done.unwrap_err();
+                dropped += 1;
+            }
+            assert_eq!(booked, committed, "after {polls} polls");
+            freed(observer).await;
+            let is_usable = conn.transaction(async |_| Ok::<_, Error>(())).await;
+            if is_usable.is_err() {
+                *conn = database.connect_async().await;
+            }
+        }
+        assert!(dropped > 0 && committed > 0, "{dropped}, {committed}");
+    });
+}

@@ -39,10 +39,13 @@ pub fn the_page_works_in_a_browser(binary: &str) {
     let mut input = browser.stdin.take().expect("it is a pipe");
     let mut lines = BufReader::new(browser.stdout.take().expect("it is a pipe")).lines();
     if let Some(Ok(line)) = lines.next() {
-        assert_eq!(line, "end it");
-        instance.kill();
-        input.write_all(b"ended\n").expect("it is read");
+        if line == "end it" {
+            instance.kill();
+        }
+        // Nobody reads it if the program has failed meanwhile.
+        let _ = input.write_all(b"ended\n");
     }
+    drop(input);
     let status = browser.wait().expect("it was started");
     assert!(status.success(), "page.mjs: {status}");
 }

@@ -48,7 +48,7 @@ pub struct AdvisoryLockGuard<C: GuardConnection> {
 
 impl<C: GuardConnection> AdvisoryLockGuard<C> {
     pub(super) fn new(mut pinned: C, held: HeldLock) -> Self {
-        pinned.holds(held.lock.id);
+        pinned.holds(&held);
         Self {
             pinned,
             held,
@@ -157,7 +157,8 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     ///
     /// The lock is released on every way out: a value, an error, a panic, or when the future is dropped. If `work` succeeded
     /// under a lock that was lost, that is an error, such as [`Error::LockLost`]. If `work` fails while a statement still runs
-    /// whose future it dropped, this returns within a second, and a task cancels that statement, as after a drop of the guard.
+    /// whose future it dropped, and the connection is out of a pool, this returns within a second, and a task cancels that statement,
+    /// as after a drop of the guard.
     ///
     /// # Errors
     ///
@@ -168,7 +169,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         E: From<Error>,
     {
         let worked = work(self.conn()).await;
-        // Not by a drop, so that the lock is free when this returns, also after an error.
+        // Not by a drop, so that the lock is mostly free when this returns, also after an error.
         match (worked, self.pinned.patience()) {
             (Ok(value), _) => {
                 self.release().await?;
@@ -188,11 +189,11 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// Releases the lock after the work has failed. A statement may still run whose future the work dropped, such as by a
     /// timeout. If the release has to wait for it for so long, a task cancels the statement.
     async fn release_within(mut self, patience: Duration) {
-        self.is_released = true;
         self.watches.releasing(|_| ());
         let release = pinned::release(&mut self.pinned, &self.held, &self.watches);
-        let released = timeout(patience, release).await;
-        match released {
+        let release = timeout(patience, release);
+        self.is_released = true;
+        match release.await {
             Ok(released) => record_release(&self.held, self.since, &released),
             Err(_) => {
                 self.pinned.set_waiting(true);

@@ -22,7 +22,6 @@ use crate::advisory::sql::{self, Condition};
 use crate::advisory::waiter::LocalHold;
 use crate::advisory::watched::Watches;
 use crate::events::{self, Event, Outcome, Subject};
-use crate::key::LockId;
 use crate::panics::caught;
 use crate::pool::asynchronous::PoolConnection;
 use crate::runtime;
@@ -61,7 +60,7 @@ pub(super) mod sealed {
 
         /// Notes that a guard has the lock, and has not lent the connection yet. Releasing the lock and giving the connection back
         /// wakes a waiter in this process.
-        fn holds(&mut self, id: LockId);
+        fn holds(&mut self, held: &HeldLock);
 
         /// Notes how long a round trip took.
         fn replied_in(&mut self, _: Duration) {}
@@ -157,8 +156,8 @@ impl<C: PoolConnection + 'static> sealed::Sealed for Pooled<C> {
         self.is_waiting = is_waiting;
     }
 
-    fn holds(&mut self, id: LockId) {
-        self.local = Some(LocalHold::of(id));
+    fn holds(&mut self, held: &HeldLock) {
+        self.local = Some(LocalHold::of_guard(held.lock.id, held.pid));
         self.is_outside_transaction = true;
     }
 
@@ -205,7 +204,7 @@ impl<C: PoolConnection + 'static> Drop for Pooled<C> {
             Some(Doubt::Certain(_)) => discard(conn),
             _ => {
                 if let Some(Doubt::Acquiring(lock)) = self.doubt {
-                    self.local = Some(LocalHold::of(lock.id));
+                    self.local = Some(LocalHold::in_doubt(lock.id));
                 }
                 let unsettled = Unsettled {
                     conn: Some(conn),
@@ -419,14 +418,14 @@ impl sealed::Sealed for Borrowed<'_> {
         self.is_waiting = is_waiting;
     }
 
-    fn holds(&mut self, id: LockId) {
-        self.local = Some(LocalHold::of(id));
+    fn holds(&mut self, held: &HeldLock) {
+        self.local = Some(LocalHold::of_guard(held.lock.id, held.pid));
     }
 
     fn failed(&mut self) {
         self.has_failed = true;
         if let Some(Doubt::Releasing(_, pid)) = self.doubt {
-            if self.lent.may_be_nested {
+            if self.lent.is_nested {
                 // The hold of the outer guard must not be released instead.
                 self.doubt = Some(Doubt::Certain(pid));
             }
@@ -443,13 +442,14 @@ impl sealed::Sealed for Borrowed<'_> {
             session.mark_broken();
             caught(|| record_discard(false));
         }
-        // Otherwise the session does not hold the lock, or has ended, or the caller's transaction is aborted.
+        // Otherwise the session does not hold the lock, or has ended. Or the transaction of the caller is aborted, in which nothing
+        // can be asked. A connection whose transaction was aborted before must stay usable, so it is not marked.
         self.doubt = None;
     }
 
     fn releasing(&mut self, held: &HeldLock) {
         self.idle_session_timeout = held.idle_session_timeout.clone();
-        self.lent.may_be_nested = LocalHold::may_be_nested(held.lock.id);
+        self.lent.is_nested = LocalHold::is_nested(held.lock.id, held.pid);
     }
 
     fn release_later(&mut self, held: HeldLock, since: Instant, _: Watches) {

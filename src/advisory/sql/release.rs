@@ -90,7 +90,6 @@ impl From<ReleasedCarefully> for Unlocked {
 }
 
 /// Ends this session.
-#[cfg(feature = "postgres")]
 pub(in crate::advisory) const END_SESSION: &str =
     "SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
 

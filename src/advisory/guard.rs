@@ -99,7 +99,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     pub(super) fn new(pinned: PinnedConnection<C>, held: HeldLock) -> Self {
         Self {
             #[cfg(any(feature = "r2d2", feature = "async"))]
-            _local: LocalHold::of_guard(held.lock.id, held.pid),
+            _local: LocalHold::of(held.lock.id),
             pinned,
             held,
             since: Instant::now(),

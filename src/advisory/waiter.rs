@@ -1,7 +1,5 @@
 //! The threads and tasks of this process that wait for session locks out of a pool, and the releases that wake them.
 
-#[cfg(feature = "async")]
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -136,63 +134,56 @@ impl Drop for Waiter {
     }
 }
 
-/// How many guards of this process hold a lock on the session with a pid.
+/// The locks of the asynchronous guards of this process, each with the pid of its session.
 #[cfg(feature = "async")]
-static GUARDS: Mutex<BTreeMap<(LockId, i32), usize>> = Mutex::new(BTreeMap::new());
+static GUARDS: Mutex<Vec<(LockId, i32)>> = Mutex::new(Vec::new());
 
 /// A lock that is held in this process. Dropping it wakes a waiter for the lock, so it is dropped when the connection is back
 /// in its pool.
 #[derive(Debug)]
 pub(super) struct LocalHold {
     id: LockId,
-    /// The session, if the hold is that of a guard.
+    /// The session, if an asynchronous guard has the lock.
     #[cfg(feature = "async")]
-    guard_on: Option<i32>,
+    guarded_on: Option<i32>,
 }
 
 impl LocalHold {
-    /// The hold of a guard, on the session with this pid.
-    pub(super) fn of_guard(id: LockId, pid: i32) -> Self {
-        #[cfg(feature = "async")]
-        panics::lock(&GUARDS)
-            .entry((id, pid))
-            .and_modify(|guards| *guards += 1)
-            .or_insert(1);
-        #[cfg(not(feature = "async"))]
-        let _ = pid;
+    pub(super) fn of(id: LockId) -> Self {
         Self {
             id,
             #[cfg(feature = "async")]
-            guard_on: Some(pid),
+            guarded_on: None,
+        }
+    }
+}
+
+#[cfg(feature = "async")]
+impl LocalHold {
+    /// The hold of an asynchronous guard, on the session with this pid.
+    pub(super) fn of_guard(id: LockId, pid: i32) -> Self {
+        panics::lock(&GUARDS).push((id, pid));
+        Self {
+            id,
+            guarded_on: Some(pid),
         }
     }
 
-    /// A hold that a dropped future may have left.
-    #[cfg(feature = "async")]
-    pub(super) fn in_doubt(id: LockId) -> Self {
-        Self { id, guard_on: None }
-    }
-
-    /// Returns whether more than one guard of this process holds the lock on the session with this pid.
-    #[cfg(feature = "async")]
+    /// Returns whether more than one asynchronous guard holds the lock on the session with this pid.
     pub(super) fn is_nested(id: LockId, pid: i32) -> bool {
-        panics::lock(&GUARDS)
-            .get(&(id, pid))
-            .is_some_and(|guards| *guards > 1)
+        let guards = panics::lock(&GUARDS);
+        guards.iter().filter(|guard| **guard == (id, pid)).count() > 1
     }
 }
 
 impl Drop for LocalHold {
     fn drop(&mut self) {
         #[cfg(feature = "async")]
-        if let Some(pid) = self.guard_on {
+        if let Some(pid) = self.guarded_on {
             let mut guards = panics::lock(&GUARDS);
-            let others = guards.get(&(self.id, pid)).map_or(0, |guards| guards - 1);
-            if others == 0 {
-                guards.remove(&(self.id, pid));
-            } else {
-                guards.insert((self.id, pid), others);
-            }
+            // The latest ones are at the end.
+            let at = guards.iter().rposition(|guard| *guard == (self.id, pid));
+            at.map(|at| guards.swap_remove(at));
         }
         // A waiter that is not counted yet tries after this, or polls.
         if WAITING.load(Ordering::SeqCst) > 0 {
@@ -221,7 +212,7 @@ mod tests {
             // It leaves no connection to the others.
             first.budget = 0;
             first.tries();
-            drop(LocalHold::of_guard(id, 1));
+            drop(LocalHold::of(id));
             assert!(first.wakeup.is_pending() && !second.wakeup.is_pending());
             first.tries();
             if is_granted {
@@ -239,14 +230,14 @@ mod tests {
         let id = LockId::Pair(-7, -8);
         let outer = LocalHold::of_guard(id, 1);
         let elsewhere = LocalHold::of_guard(id, 2);
-        let in_doubt = LocalHold::in_doubt(id);
+        let in_doubt = LocalHold::of(id);
         assert!(!LocalHold::is_nested(id, 1));
         let inner = LocalHold::of_guard(id, 1);
         assert!(LocalHold::is_nested(id, 1) && !LocalHold::is_nested(id, 2));
         drop(inner);
         assert!(!LocalHold::is_nested(id, 1));
         drop((outer, elsewhere, in_doubt));
-        assert!(!panics::lock(&GUARDS).contains_key(&(id, 1)));
+        assert!(!panics::lock(&GUARDS).contains(&(id, 1)));
     }
 
     #[test]

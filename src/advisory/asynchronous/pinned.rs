@@ -204,7 +204,7 @@ impl<C: PoolConnection + 'static> Drop for Pooled<C> {
             Some(Doubt::Certain(_)) => discard(conn),
             _ => {
                 if let Some(Doubt::Acquiring(lock)) = self.doubt {
-                    self.local = Some(LocalHold::in_doubt(lock.id));
+                    self.local = Some(LocalHold::of(lock.id));
                 }
                 let unsettled = Unsettled {
                     conn: Some(conn),

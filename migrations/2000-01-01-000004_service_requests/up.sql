@@ -128,13 +128,13 @@ BEGIN
             LIMIT 1000
     LOOP
         CONTINUE WHEN is_overdue AND waited;
+        -- Each lock is held until the transaction ends.
+        EXIT WHEN locked = 8;
         IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
             contended := true;
             CONTINUE;
         END IF;
-        -- Each of these locks is held until the transaction ends.
         locked := locked + 1;
-        EXIT WHEN locked > 8;
         IF is_overdue THEN
             -- Another claim may have locked this row, one that takes another slot and marks this request as well. No other
             -- slot is free, so this claim waits for that commit, once and for a short time.

@@ -19,6 +19,7 @@ pub(crate) struct OwnTransaction<'s, S: Session> {
     /// What the drop sends. Nothing once the end was sent.
     rollback: Option<&'static str>,
     is_ended: bool,
+    /// The depth of this transaction, as far as Diesel knows.
     depth: u32,
 }
 

@@ -1,7 +1,8 @@
 //! Transaction locks, and what a dropped future leaves of them.
 
-use std::future::{Future, poll_fn};
+use std::future::{Future, pending, poll_fn};
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -392,11 +393,21 @@ fn a_nested_transaction_that_was_dropped_is_rolled_back_and_reported() {
             let is_ok = outcome.is_ok();
             let done = LOCK.transaction(conn, async |conn| {
                 book(conn).await?;
-                let nested = conn.transaction(async |conn| {
-                    conn.batch_execute("SELECT pg_sleep(0.1)").await?;
-                    Ok::<_, Error>(())
-                });
-                assert!(tokio::time::timeout(SHORT, nested).await.is_err());
+                let is_inside = AtomicBool::new(false);
+                let mut nested = Box::pin(conn.transaction(async |_| {
+                    is_inside.store(true, SeqCst);
+                    pending::<Result<()>>().await
+                }));
+                poll_fn(|context| {
+                    assert!(nested.as_mut().poll(context).is_pending());
+                    if is_inside.load(SeqCst) {
+                        Poll::Ready(())
+                    } else {
+                        Poll::Pending
+                    }
+                })
+                .await;
+                drop(nested);
                 outcome
             });
             let error = done.await.unwrap_err();

@@ -51,7 +51,7 @@ pub type PooledGuard = AdvisoryLockGuard<PooledPgConnection>;
 #[cfg(feature = "postgres")]
 pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 
-/// A named lock in PostgreSQL that at most one session of the database holds.
+/// A named lock in PostgreSQL that one session of the database holds, or that several share.
 ///
 /// PostgreSQL calls it an [advisory lock][pg]. It locks a number and no data, and excludes only sessions that request the same
 /// number. The server frees it when the session that holds it ends, even if the process crashed. Nothing has to be installed for

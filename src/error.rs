@@ -194,7 +194,8 @@ pub enum Error {
     /// written.
     #[cfg(feature = "migrations")]
     #[error(
-        "cannot write a migration to {}: something else is there; delete it, or rename it to another version",
+        "cannot write a migration to {}: a file or directory with other content has that name; delete it, or rename it to \
+         another version",
         .path.display()
     )]
     DifferentFile {
@@ -292,8 +293,8 @@ pub enum Misplaced {
     /// Units were checked, reserved or given back, or keys were reset or pruned, inside an open transaction. A rollback of that
     /// transaction would undo it, and every other call for the key would wait until the transaction ends.
     #[error(
-        "cannot check a rate limit inside an open transaction: a rollback would give the units back, and other calls for the \
-         key would wait until it ends; check before the transaction starts"
+        "cannot change a rate limit inside an open transaction: a rollback would undo the change, and other calls for the key \
+         would wait until it ends; call this before the transaction starts"
     )]
     SpendInTransaction,
 
@@ -342,7 +343,7 @@ pub enum Schema {
 
     /// The role lacks a right.
     #[error(
-        "the role {role} may not do this in the schema resource_control: it lacks {missing}; grant that right"
+        "the role {role} lacks a right that this operation needs: {missing}; grant it"
     )]
     MissingRights {
         /// The role that is connected.

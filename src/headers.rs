@@ -22,7 +22,7 @@ pub(crate) const LARGEST: u128 = 999_999_999_999_999;
 ///   100 requests at once. There is no `w` if the burst is refilled within a second.
 /// - `r` is the number of units that are left, and `t` the whole seconds in which as many are refilled, so a client that spends
 ///   `r` in each `t` seconds is never limited. If nothing is left, `t` is the time until a unit is. If the call was limited,
-///   `t` equals `Retry-After`.
+///   `t` equals `Retry-After`, and `r` is at most what is refilled in `t`.
 ///
 /// # Semaphores
 ///

@@ -38,7 +38,7 @@ pub enum Input {
 
     /// A text is longer than its limit.
     #[error(
-        "cannot send {what}: the limit is {longest} bytes; shorten the text, or pass a hash of it"
+        "cannot send {what}: the limit is {longest} bytes; shorten the text"
     )]
     TooLong {
         /// Which text.
@@ -56,7 +56,7 @@ pub enum Input {
         label: String,
     },
 
-    /// The interval of a resource is zero, or longer than a thousand years.
+    /// The interval of a resource is zero, or longer than a thousand years of 360 days.
     #[error(
         "cannot use the interval of the resource {label:?}: it must be longer than zero and at most a thousand years; \
          correct its declaration"
@@ -77,7 +77,7 @@ pub enum Input {
         slots: u32,
     },
 
-    /// The timeout of a semaphore is zero, or longer than a thousand years.
+    /// The timeout of a semaphore is zero, or longer than a thousand years of 360 days.
     #[error(
         "cannot use the timeout of the semaphore {service:?}: it must be longer than zero and at most a thousand years; \
          correct its declaration"
@@ -99,14 +99,15 @@ pub enum Input {
 
     /// The cost of a call is zero, or more units were to be given back than were spent.
     #[error(
-        "cannot spend or give back {units} units of the rate limit {name:?}: the number must be 1 to {most}; correct the call"
+        "cannot spend or give back {units} units of the rate limit {name:?}: {}; correct the call",
+        possible_units(*.most)
     )]
     BadUnits {
         /// The name of the limit.
         name: String,
         /// The number of units.
         units: u32,
-        /// The largest number that is possible.
+        /// The largest number that is possible. Zero if all units of the call were given back before.
         most: u32,
     },
 
@@ -133,4 +134,11 @@ pub enum Input {
         /// The name of the limit.
         name: String,
     },
+}
+
+fn possible_units(most: u32) -> String {
+    match most {
+        0 => "all units of the call were given back before".to_owned(),
+        most => format!("the number must be 1 to {most}"),
+    }
 }

@@ -18,7 +18,7 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// What is left of rate limits: one row per limit and key that is not full, and the first generation of those keys that have a later one. A missing row means a full key.
+        /// What is left of rate limits: a row for each limit and key that was used, until it is pruned, and the first generation of those keys that have a later one. A missing row means a full key.
         resource_control.rate_limit (name, key, generation) {
             name -> Text,
             key -> Text,

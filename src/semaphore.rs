@@ -104,7 +104,7 @@ impl Semaphore {
     /// ends after `timeout`.
     ///
     /// The service has 1 to 1,000 bytes. The number of slots is 1 to 32,767. The timeout is longer than zero, at most a
-    /// thousand years, and rounded up to microseconds. The first operation returns an error for any other value.
+    /// thousand years of 360 days, and rounded up to microseconds. The first operation returns an error for any other value.
     pub const fn named(service: &'static str, slots: u32, timeout: Duration) -> Self {
         Self {
             service: Cow::Borrowed(service),

@@ -39,7 +39,7 @@ END
 $$;
 
 COMMENT ON SCHEMA resource_control IS
-    'Throttles and semaphores of diesel_interlock.';
+    'Throttles, rate limits, semaphores and fences of diesel_interlock.';
 COMMENT ON TABLE resource_control.installed_migration IS
     'The migrations of diesel_interlock that were run in this database.';
 COMMENT ON FUNCTION resource_control.lock_key(text) IS

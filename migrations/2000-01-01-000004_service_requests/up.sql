@@ -172,7 +172,7 @@ BEGIN
 END
 $$;
 
--- Claims a slot, or returns when a slot is free at the latest.
+-- Claims a slot, or returns the time at which enough requests have expired for one more.
 CREATE FUNCTION resource_control.admit_service_request(
     service text,
     slots integer,
@@ -597,7 +597,7 @@ COMMENT ON FUNCTION resource_control.service_request_lock(text, integer) IS
 COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
     'Part of admit_service_request: marks the overdue requests of the service, and locks a free slot.';
 COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS
-    'As claim_service_request, but always returns one row: the claim, or when a slot is free at the latest.';
+    'As claim_service_request, but always returns one row: the claim, or the time at which enough requests have expired for one more.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
     'Claims one of the slots of the service, 0 to slots - 1, and returns the new row, or no row if all slots are taken. Commit at once, because nobody else can use the slot until then. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried.';
 COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS

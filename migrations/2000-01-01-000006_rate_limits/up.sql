@@ -798,7 +798,7 @@ BEGIN
     IF EXISTS (SELECT FROM unnest(costs) AS c (cost) WHERE (c.cost >= 1) IS NOT TRUE) THEN
         RAISE check_violation USING
             CONSTRAINT = 'diesel_interlock_bad_cost',
-            MESSAGE = 'the cost must be at least 1, and the wait must not be negative';
+            MESSAGE = 'the cost of each call must be at least 1';
     END IF;
     allowed := false;
 
@@ -1160,7 +1160,7 @@ END
 $$;
 
 COMMENT ON TABLE resource_control.rate_limit IS
-    'What is left of rate limits: one row per limit and key that is not full, and the first generation of those keys that have a later one. A missing row means a full key.';
+    'What is left of rate limits: a row for each limit and key that was used, until it is pruned, and the first generation of those keys that have a later one. A missing row means a full key.';
 COMMENT ON COLUMN resource_control.rate_limit.generation IS
     'The row of the largest generation counts. After 200 updates the next generation replaces it, because old versions of a row slow down a search for it as long as a snapshot needs them.';
 COMMENT ON COLUMN resource_control.rate_limit.updates IS
@@ -1206,7 +1206,7 @@ COMMENT ON FUNCTION resource_control.decide_rate_limit(text, text, bigint, bigin
 COMMENT ON FUNCTION resource_control.reserve_rate_limit_within(text, text, bigint, interval, bigint, bigint, interval, boolean, text) IS
     'As reserve_rate_limit, but waits for another transaction for the given patience, as of lock_timeout. Part of check_rate_limits.';
 COMMENT ON FUNCTION resource_control.spend_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, boolean, interval, interval) IS
-    'As decide_rate_limit, and faster. Of the crate itself: allowance and increase must be what the quota, the wait and the cost amount to.';
+    'As decide_rate_limit, and faster. For this crate only: allowance and increase must be what the quota, the wait and the cost amount to.';
 COMMENT ON FUNCTION resource_control.check_rate_limit(text, text, bigint, interval, bigint, bigint, boolean) IS
     'Spends units of a key if the limit allows it: at most burst + W * n / period units in any time W. Waits at most 250 ms for another transaction that spends units of the same key, twice that behind another waiter. Commit at once and outside of other work, because every other call for the key waits until then, and a rollback gives the units back. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried. With commit_async, the transaction commits without waiting for the disk.';
 COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, interval, bigint, bigint, interval, boolean) IS

@@ -36,7 +36,7 @@ pub type PooledGuard<P> = AdvisoryLockGuard<Pooled<<P as Pool>::Connection>>;
 /// The guard of a session lock on a connection that the caller lends.
 pub type BorrowedGuard<'conn> = AdvisoryLockGuard<Borrowed<'conn>>;
 
-/// A named lock in PostgreSQL that at most one session of the database holds.
+/// A named lock in PostgreSQL that one session of the database holds, or that several share.
 ///
 /// The same lock as [`diesel_interlock::AdvisoryLock`](crate::AdvisoryLock), for asynchronous connections.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

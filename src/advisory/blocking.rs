@@ -134,8 +134,9 @@ impl AdvisoryLock {
     ///   mistaken for the slice's timeout, and the wait continues, because Diesel does not distinguish the two errors and the
     ///   server's messages are localised.
     ///
-    /// The session's `statement_timeout`, `lock_timeout` and `transaction_timeout` do not shorten the wait. If one of them
-    /// would end a slice, the slice takes two more round trips, for a separate transaction in which they are lifted.
+    /// The session's `statement_timeout`, `lock_timeout` and `transaction_timeout` do not shorten the wait. If
+    /// `statement_timeout` or `transaction_timeout` is shorter than a slice and half a second, a slice takes two more round trips,
+    /// for a separate transaction in which they are lifted.
     ///
     /// # Errors
     ///
@@ -181,8 +182,8 @@ impl AdvisoryLock {
     /// # Blocking
     ///
     /// Waits for at most `timeout`, check-out included. The pool's own `connection_timeout` may end that part sooner. The
-    /// last slice is rounded up to whole milliseconds. A timeout of zero waits for nothing, not even for the pool to open a
-    /// connection. Otherwise as [`acquire`](Self::acquire).
+    /// comparison of sessions, once per connection, does not count. The last slice is rounded up to whole milliseconds. A timeout
+    /// of zero waits for nothing, not even for the pool to open a connection. Otherwise as [`acquire`](Self::acquire).
     ///
     /// # Errors
     ///

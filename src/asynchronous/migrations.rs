@@ -2,7 +2,8 @@
 //!
 //! As in [`migrations`](crate::migrations), which explains the two ways to install the schema and how they work together.
 //!
-//! Everything takes a pool. The forms that end in `_on` take a connection instead. [`run_pending`] has no such form.
+//! All functions but [`write_to`] take a pool. The forms that end in `_on` take a connection instead. [`run_pending`] has no such
+//! form.
 //!
 //! # Dropped futures
 //!

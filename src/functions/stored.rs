@@ -35,9 +35,10 @@ pub type Checked = Record<(
     BigInt,
 )>;
 
-/// The result of a check of several rate limits: whether all allow it; which limit refuses it (the one with the longest wait, or
-/// the first one that refuses while the units are being spent), from 1 on, why, and the wait; and, for each limit, or only for the one that does not allow the call, the time of the decision, how many units are
-/// left, how long until the key is full, and the quota in force: N, period and burst.
+/// The result of a check of several rate limits: whether all allow it; if not, which one refuses it, from 1 on, why, and the wait.
+/// That is the one with the longest wait, or the first one that refuses while the units are being spent. Then, for each limit, or only
+/// for the one that refuses: the time of the decision, how many units are left, how long until the key is full, and the quota in
+/// force (N, period and burst).
 pub type CheckedAll = Record<(
     Bool,
     Nullable<Integer>,
@@ -120,7 +121,8 @@ extern "SQL" {
     fn prune_service_requests(older_than: Interval, batch: Integer) -> Integer;
 
     /// Spends units of a key if its rate limit allows the call. Returns [`Checked`]. Waits at most 250 milliseconds for another
-    /// transaction that spends units of the key. With `commit_async`, the transaction commits without waiting for the disk.
+    /// transaction that spends units of the key, or 500 behind another waiter. With `commit_async`, the transaction commits without
+    /// waiting for the disk.
     ///
     /// Commit at once, because every other call for the key waits until then, and a rollback gives the units back. A bad
     /// argument is a check violation, whose constraint names it. An example is `diesel_interlock_bad_quota`.
@@ -175,7 +177,7 @@ extern "SQL" {
         commit_async: Bool,
     ) -> SpentUnits;
 
-    /// As [`decide_rate_limit()`], and faster. Of the crate itself: `allowance` and `increase` must be what the quota, the wait and
+    /// As [`decide_rate_limit()`], and faster. For this crate only: `allowance` and `increase` must be what the quota, the wait and
     /// the cost amount to.
     #[sql_name = "resource_control.spend_rate_limit"]
     fn spend_rate_limit(

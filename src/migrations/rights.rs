@@ -63,7 +63,7 @@ pub(super) async fn require_creating_schemas<S: Session>(session: &mut S) -> Res
     }
     Err(Error::Schema(Schema::MissingRights {
         role: rights.role,
-        missing: "CREATE on the database, to compare it with a new one",
+        missing: "CREATE on the database, to compare the schema with a new one",
     }))
 }
 
@@ -95,7 +95,7 @@ async fn explain<S: Session>(session: &mut S, error: Error) -> Error {
         Ok(rights) if !rights.has_schema && !rights.creates_schemas => {
             Error::Schema(Schema::MissingRights {
                 role: rights.role,
-                missing: "CREATE on the database, to make it",
+                missing: "CREATE on the database, to create the schema",
             })
         }
         _ => error,

@@ -19,9 +19,10 @@ use crate::transaction;
 /// Drops this crate's schema `resource_control` with all of this crate's objects. Returns the versions that it reverted, the
 /// newest first. If nothing is installed, it does nothing.
 ///
-/// **This deletes** the resources with their intervals and last grants, all keys, the log of requests to services, and the
-/// grants, comments and storage parameters of this crate's objects. Stop the programs that use the schema first, because
-/// they get errors from then on. Claims and work under a throttle lose their protection.
+/// **This deletes** the resources with their intervals and last grants, all throttled keys, the log of requests to services, all
+/// rate limits with their overrides, all fences with their tokens, and the grants, comments and storage parameters of this crate's
+/// objects. Stop the programs that use the schema first, because they get errors from then on. Claims and work under a throttle
+/// lose their protection. After a new installation, every key is full, and a fence lets the token of an earlier holder pass.
 ///
 /// It never uses CASCADE. Before it drops anything, it returns an error that names every object of the application:
 /// - objects outside the schema that depend on it, such as foreign keys, columns of the enumerated type, views and

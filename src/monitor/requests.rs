@@ -97,8 +97,8 @@ pub fn of_service<'a>(service: &'a str) -> _ {
     service_request::service.eq(service)
 }
 
-/// Selects when the first of the requests expires; `None` if there are none. Of the requests in flight, it is the latest
-/// time at which a slot becomes free.
+/// Selects when the first of the requests expires; `None` if there are none. Of the requests in flight,
+/// it is the time at which a slot is free at the latest, unless that request is renewed.
 ///
 /// ```
 /// use diesel::prelude::*;

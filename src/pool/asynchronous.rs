@@ -27,7 +27,7 @@ pub trait Pool: Clone + Send + Sync + 'static {
     fn try_check_out(&self) -> impl Future<Output = Option<Self::Connection>> + Send;
 
     /// Returns how many connections the pool may have open. A pool that does not expose it returns how many it has open now, as
-    /// bb8 does. Waits for session locks occupy at most half of that.
+    /// bb8 does. Waits for session locks occupy at most half of that, and at least one connection.
     fn size(&self) -> u32;
 
     /// Returns whether users of the pool wait for a connection. Waits for session locks then occupy at most an eighth of the

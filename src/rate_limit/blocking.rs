@@ -45,6 +45,7 @@ use crate::text::Name;
 ///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
 /// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session, unless no units are left there: then
 ///   the call is limited.
+/// - [`Error::StrictIsolation`](crate::Error::StrictIsolation) for a serialization failure inside a test transaction.
 /// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, the units may have been spent. A
 ///   session that locks the whole table, as `VACUUM FULL` and `ALTER TABLE` do, makes a check an error after 250 milliseconds.
 impl RateLimit {
@@ -53,7 +54,7 @@ impl RateLimit {
     /// # Blocking
     ///
     /// Waits for a connection as long as the pool's `connection_timeout` allows, and at most 250 milliseconds for another
-    /// transaction.
+    /// transaction, or 500 behind another waiter.
     ///
     /// # Errors
     ///
@@ -93,7 +94,7 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits at most 250 milliseconds for another transaction.
+    /// Waits at most 250 milliseconds for another transaction, or 500 behind another waiter.
     ///
     /// # Errors
     ///
@@ -243,7 +244,7 @@ impl RateLimit {
     /// # Blocking
     ///
     /// Waits for `timeout` at most, including the check-out, and for a round trip, which waits at most 250 milliseconds for
-    /// another transaction. The pool's own `connection_timeout` may end the check-out sooner.
+    /// another transaction, or 500 behind another waiter. The pool's own `connection_timeout` may end the check-out sooner.
     ///
     /// # Errors
     ///
@@ -267,7 +268,8 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction.
+    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction, or 500 behind
+    /// another waiter.
     ///
     /// # Errors
     ///

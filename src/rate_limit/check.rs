@@ -112,7 +112,8 @@ pub struct Limited {
     /// Why the call was limited.
     pub reason: LimitedReason,
     /// How long until the call may be repeated, by the database's clock. Never zero. `None` if it never may under the quota
-    /// in force, because its cost is above the burst.
+    /// in force, because its cost is above the burst. If the reason is [`Contended`](LimitedReason::Contended), it is 250
+    /// milliseconds, as a hint.
     pub retry_after: Option<Duration>,
     /// How many units are left. Fewer than the cost of the call, unless the reason is
     /// [`Contended`](LimitedReason::Contended).

@@ -66,6 +66,7 @@ use crate::time::Timestamp;
 ///   sequences.
 /// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session, unless the semaphore is full there:
 ///   then the claim is refused.
+/// - [`Error::StrictIsolation`](crate::Error::StrictIsolation) for a serialization failure inside a test transaction.
 /// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, a slot may have been
 ///   claimed. It is free again after the timeout.
 impl Semaphore {

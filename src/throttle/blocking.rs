@@ -27,7 +27,7 @@ use crate::transaction;
 /// # Errors of attempts
 ///
 /// - [`Error::Input`] for a key or details that are empty, for a key longer than 1,000 bytes, for details longer than 8,192
-///   bytes, and for a NUL character. Nothing was sent.
+///   bytes, for a label longer than 63 bytes, for a NUL character, and for a key whose `Display` fails. Nothing was sent.
 /// - [`Schema::UnknownResource`](crate::error::Schema::UnknownResource) if the resource has no row: run
 ///   [`sync`](crate::sync).
 /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
@@ -97,7 +97,8 @@ impl<R: ThrottledResource> Throttle<R> {
 
     /// Runs `work` on the given connection if the resource is due, and returns its value, or the denial.
     ///
-    /// The grant is committed before `work` runs, as with [`run`](Self::run).
+    /// The grant is committed before `work` runs, as with [`run`](Self::run). A transaction that was opened by a plain SQL `BEGIN`
+    /// is not detected: the grant then counts when that transaction commits.
     ///
     /// # Errors
     ///

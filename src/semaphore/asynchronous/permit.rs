@@ -74,8 +74,8 @@ impl<P: Pool> Permit<P> {
 
     /// Returns how long the permit lasts at least, for the timeout of the work itself. Zero if it may have timed out.
     ///
-    /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic clock or the wall
-    /// clock, whichever has advanced more. The database clock decides when the permit times out.
+    /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic or the wall clock. The one
+    /// that has advanced more is used. The database clock decides when the permit times out.
     pub fn remaining(&self) -> Duration {
         self.slot.remaining()
     }

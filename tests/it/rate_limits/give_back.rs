@@ -72,6 +72,11 @@ fn a_unit_is_given_back_once() {
         }
     }
     assert_eq!(give_back(&pool, &clone, 1).unwrap(), 1);
+    let message = give_back(&pool, &clone, 1).unwrap_err().to_string();
+    assert!(
+        message.contains("all units of the call were given back before"),
+        "{message}"
+    );
     // The milliseconds between are missing.
     assert!(API.peek(&pool).unwrap().full_in < Duration::from_secs(60));
 }

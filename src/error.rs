@@ -342,9 +342,7 @@ pub enum Schema {
     NotInstalled,
 
     /// The role lacks a right.
-    #[error(
-        "the role {role} lacks a right that this operation needs: {missing}; grant it"
-    )]
+    #[error("the role {role} lacks a right that this operation needs: {missing}; grant it")]
     MissingRights {
         /// The role that is connected.
         role: String,

@@ -37,9 +37,7 @@ pub enum Input {
     NulCharacter,
 
     /// A text is longer than its limit.
-    #[error(
-        "cannot send {what}: the limit is {longest} bytes; shorten the text"
-    )]
+    #[error("cannot send {what}: the limit is {longest} bytes; shorten the text")]
     TooLong {
         /// Which text.
         what: &'static str,

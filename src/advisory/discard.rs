@@ -40,17 +40,21 @@ impl GuardConnection for crate::pool::PooledPgConnection {}
 /// connection, on every way out: an error, an early return, or a panic.
 #[derive(Debug)]
 pub(super) struct PinnedConnection<C: GuardConnection> {
-    conn: C,
+    /// `None` once the drop has it.
+    conn: Option<C>,
     doubt: Option<Doubt>,
 }
 
 impl<C: GuardConnection> PinnedConnection<C> {
     pub(super) fn new(conn: C) -> Self {
-        Self { conn, doubt: None }
+        Self {
+            conn: Some(conn),
+            doubt: None,
+        }
     }
 
     pub(super) fn conn(&mut self) -> &mut PgConnection {
-        &mut self.conn
+        pinned(&mut self.conn)
     }
 
     /// Ends the doubt: the session holds nothing that no guard accounts for.
@@ -60,15 +64,28 @@ impl<C: GuardConnection> PinnedConnection<C> {
 
     /// The session of the connection, and the doubt, for an operation.
     pub(super) fn session(&mut self) -> (Blocking<'_>, &mut Option<Doubt>) {
-        (Blocking::new(&mut self.conn, C::IS_POOLED), &mut self.doubt)
+        let conn = pinned(&mut self.conn);
+        (Blocking::new(conn, C::IS_POOLED), &mut self.doubt)
+    }
+}
+
+fn pinned<C: GuardConnection>(conn: &mut Option<C>) -> &mut PgConnection {
+    match conn {
+        Some(conn) => conn,
+        None => unreachable!("only the drop takes the connection"),
     }
 }
 
 impl<C: GuardConnection> Drop for PinnedConnection<C> {
     fn drop(&mut self) {
+        let Some(mut conn) = self.conn.take() else {
+            return;
+        };
         if let Some(doubt) = self.doubt {
-            discard::<C>(&mut self.conn, doubt);
+            discard::<C>(&mut conn, doubt);
         }
+        // A handler of the pool may panic, while another panic unwinds.
+        caught(|| drop(conn));
     }
 }
 
@@ -130,9 +147,48 @@ fn repair(session: &mut Blocking<'_>, doubt: Doubt) -> Repair {
                 Repair::SessionEnded
             }
         },
-        // An error has aborted the test transaction, in which nothing can be queried. A lock that a cancelled statement took
-        // stays until the session of the test ends.
-        Transaction::Test if matches!(doubt, Doubt::Acquiring(_)) => Repair::Clean,
+        Transaction::Test if matches!(doubt, Doubt::Acquiring(_)) => {
+            match now(operations::holds(session, lock)) {
+                // As after a panic of the caller's instrumentation.
+                Ok(true) => {
+                    now(operations::end_session(session));
+                    Repair::SessionEnded
+                }
+                // An error has aborted the test transaction, in which nothing can be queried. A lock that a cancelled statement
+                // took stays until the session of the test ends.
+                Ok(false) | Err(_) => Repair::Clean,
+            }
+        }
         Transaction::Test | Transaction::Open => Repair::StillInDoubt,
+    }
+}
+
+#[cfg(all(test, feature = "r2d2"))]
+mod tests {
+    use diesel::pg::PgConnection;
+    use diesel::r2d2::event::CheckinEvent;
+    use diesel::r2d2::{ConnectionManager, HandleEvent, Pool};
+
+    use crate::AdvisoryLock;
+
+    #[derive(Debug)]
+    struct Panics;
+
+    impl HandleEvent for Panics {
+        fn handle_checkin(&self, _: CheckinEvent) {
+            panic!("in the handler");
+        }
+    }
+
+    #[test]
+    fn a_pool_whose_handler_panics_does_not_make_a_drop_panic() {
+        let database = workbench::Database::new();
+        let pool = Pool::builder()
+            .max_size(1)
+            .event_handler(Box::new(Panics))
+            .test_on_check_out(false)
+            .build(ConnectionManager::<PgConnection>::new(database.url()))
+            .unwrap();
+        drop(AdvisoryLock::named("handler").acquire(&pool).unwrap());
     }
 }

@@ -146,8 +146,9 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// and the [`Watch`] returns the last result.
     ///
     /// One round trip here, which queries whether the lock is held now, and one for each query of the thread. The thread never
-    /// waits for a connection. It uses an idle one, or skips that query. `every` is at least 10 milliseconds and at most a
-    /// year.
+    /// waits for a connection. If none is idle, or the query fails, it tries again after at most 100 milliseconds. `every` is at
+    /// least 10 milliseconds and at most a year. The pool is one of the same database on the same server, not on a standby, where
+    /// the lock is not found and counts as lost.
     ///
     /// If the lock is lost already, the watch reports that from the beginning. The watch ends with the
     /// [release](Watch#release).

@@ -20,7 +20,7 @@ use super::token::Token;
 use crate::error::{Error, Misplaced, Result};
 use crate::functions::pg_backend_pid;
 use crate::key::LockKey;
-use crate::session::{Session, explained, probe};
+use crate::session::{Session, explained, is_closed, probe};
 use crate::transaction::{self, Transaction};
 
 /// A session lock that a session holds or requests, and what its release needs to know.
@@ -78,6 +78,9 @@ pub(super) async fn try_session_lock<S: Session>(
     transaction::refuse_open(session.transaction(), Misplaced::SessionLockInTransaction)?;
     *doubt = Some(Doubt::Acquiring(held.lock));
     let (reply, is_transaction_open) = send_try(session, held.lock, fenced).await;
+    if let Err(error) = &reply {
+        roll_back_try(session, error).await;
+    }
     let reply = explained(session, reply, is_transaction_open).await?;
     held.pid = reply.pid.unwrap_or_default();
     held.idle_session_timeout = reply.idle_session_timeout;
@@ -102,6 +105,23 @@ pub(super) async fn try_session_lock<S: Session>(
             }
             Err(Misplaced::SessionLockInTransaction.into())
         }
+    }
+}
+
+/// After the error of a try on a connection that the caller lends, rolls back the caller's transaction if the try has aborted it.
+///
+/// A try that is cancelled at its end has taken the lock. Diesel does not know of a transaction that was opened by a plain SQL
+/// `BEGIN`. While it is aborted, nobody can find out whether the session holds the lock. If it was aborted before, the try did not
+/// run, and fails with the same error as any statement. Then the transaction stays as it is, for a savepoint of the caller's.
+async fn roll_back_try<S: Session>(session: &mut S, error: &DieselError) {
+    if session.is_pooled() || session.transaction() == Transaction::Test || is_closed(error) {
+        return;
+    }
+    let Err(aborted) = session.batch("SELECT 1").await else {
+        return;
+    };
+    if aborted.to_string() != error.to_string() && !session.has_ended(&aborted).await {
+        let _ = session.batch("ROLLBACK").await;
     }
 }
 

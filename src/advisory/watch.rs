@@ -103,7 +103,7 @@ impl Chore for Watched {
     const PATIENCE: Duration = Duration::ZERO;
 
     fn pause(&self) -> Duration {
-        self.every()
+        self.pause()
     }
 
     fn is_over(&self) -> bool {

@@ -20,6 +20,9 @@ use crate::session::Session;
 /// The shortest time between two queries.
 const SHORTEST: Duration = Duration::from_millis(10);
 
+/// The pause after a query that failed.
+const RETRY: Duration = Duration::from_millis(100);
+
 /// A lock that is watched: which session holds it, and what the last query found.
 #[derive(Debug)]
 pub(super) struct Watched {
@@ -102,9 +105,15 @@ impl Watched {
         }
     }
 
-    /// The time between two queries.
-    pub(super) fn every(&self) -> Duration {
-        self.every
+    /// How long to pause before the next query. After one that failed, or for which the pool had no connection, the pause is
+    /// shorter: the pool may just have replaced idle connections that were closed, and would find the new ones closed after a
+    /// longer pause.
+    pub(super) fn pause(&self) -> Duration {
+        if self.last_confirmed() < self.every {
+            self.every
+        } else {
+            self.every.min(RETRY)
+        }
     }
 
     /// Returns whether the lock is lost or released, after which no query follows.

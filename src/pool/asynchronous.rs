@@ -5,8 +5,10 @@ use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
 use diesel_async::AsyncPgConnection;
+use tokio::runtime::Handle;
 
 use crate::error::{Error, Result};
+use crate::runtime;
 use crate::session::{Asynchronous, Session};
 use crate::transaction::Transaction;
 
@@ -58,20 +60,27 @@ pub trait PoolConnection: DerefMut<Target = AsyncPgConnection> + Send {
 
 /// A connection out of a pool. Dropping it gives it back, or ends its session if it is marked as broken, on every way out.
 /// deadpool would keep such a session, and the locks of a transaction that is open there, until it is checked out again.
-pub(crate) struct CheckedOut<C: PoolConnection>(Option<C>);
+pub(crate) struct CheckedOut<C: PoolConnection> {
+    conn: Option<C>,
+    /// Entered by the drop, which may run outside of it, because the pool may spawn a task that opens another connection.
+    runtime: Option<Handle>,
+}
 
 impl<C: PoolConnection> CheckedOut<C> {
     fn new(conn: C) -> Self {
-        Self(Some(conn))
+        Self {
+            conn: Some(conn),
+            runtime: Handle::try_current().ok(),
+        }
     }
 
     pub(crate) fn opened_at(&self) -> Option<Instant> {
-        self.0.as_ref().and_then(C::opened_at)
+        self.conn.as_ref().and_then(C::opened_at)
     }
 
     /// The connection, for an owner that decides by itself what becomes of it.
     pub(crate) fn into_inner(mut self) -> C {
-        match self.0.take() {
+        match self.conn.take() {
             Some(conn) => conn,
             None => unreachable!("only this function and the drop take it"),
         }
@@ -82,7 +91,7 @@ impl<C: PoolConnection> Deref for CheckedOut<C> {
     type Target = AsyncPgConnection;
 
     fn deref(&self) -> &AsyncPgConnection {
-        match &self.0 {
+        match &self.conn {
             Some(conn) => conn,
             None => unreachable!("only `into_inner` and the drop take it"),
         }
@@ -91,7 +100,7 @@ impl<C: PoolConnection> Deref for CheckedOut<C> {
 
 impl<C: PoolConnection> DerefMut for CheckedOut<C> {
     fn deref_mut(&mut self) -> &mut AsyncPgConnection {
-        match &mut self.0 {
+        match &mut self.conn {
             Some(conn) => conn,
             None => unreachable!("only `into_inner` and the drop take it"),
         }
@@ -100,7 +109,8 @@ impl<C: PoolConnection> DerefMut for CheckedOut<C> {
 
 impl<C: PoolConnection> Drop for CheckedOut<C> {
     fn drop(&mut self) {
-        if let Some(mut conn) = self.0.take() {
+        if let Some(mut conn) = self.conn.take() {
+            let _entered = self.runtime.as_ref().map(runtime::entered);
             if Asynchronous::pooled(&mut conn).transaction() == Transaction::Broken {
                 conn.discard();
             }

@@ -479,12 +479,15 @@ async fn look(mut conn: &AsyncPgConnection) -> QueryResult<(Option<String>, bool
 
 /// Returns whether a transaction is open, after a probe said so. PgBouncer sends a `Parse` of its own in front of a statement that
 /// its server does not know yet, so the transaction of the statement is then older than its portal. `SAVEPOINT` fails outside a
-/// transaction.
+/// transaction. If it fails inside, because it was cancelled, the transaction is aborted, so the next statement fails, too.
 async fn is_in_block(mut conn: &AsyncPgConnection) -> bool {
     let savepoint = "SAVEPOINT diesel_interlock; RELEASE SAVEPOINT diesel_interlock";
     SimpleAsyncConnection::batch_execute(&mut conn, savepoint)
         .await
         .is_ok()
+        || SimpleAsyncConnection::batch_execute(&mut conn, "SELECT 1")
+            .await
+            .is_err()
 }
 
 fn status(conn: &mut AsyncPgConnection) -> &mut TransactionManagerStatus {

@@ -280,3 +280,37 @@ fn a_wait_that_is_dropped_on_a_lent_connection_takes_nothing() {
         }
     });
 }
+
+#[test]
+fn a_wait_that_is_dropped_in_a_test_transaction_leaves_the_transaction_and_takes_nothing() {
+    run(async {
+        let database = Database::new();
+        let observer = &mut Observer::of(&database);
+        let holders = database.deadpool(1);
+        for polls in 0..14 {
+            for is_granted in [false, true] {
+                let conn = &mut database.connect_async().await;
+                conn.begin_test_transaction().await.unwrap();
+                let holder = held(&holders).await;
+                let wait = async {
+                    let wait = LOCK.acquire_timeout_on(conn, Duration::from_millis(300));
+                    poll_times(wait, polls).await.map(drop)
+                };
+                let release = async {
+                    if !is_granted {
+                        return Some(holder);
+                    }
+                    tokio::time::sleep(Duration::from_millis(30)).await;
+                    holder.release().await.unwrap();
+                    None
+                };
+                let (_, holder) = tokio::join!(wait, release);
+                // Neither the transaction nor the unlock that was queued has failed.
+                conn.batch_execute("SELECT 1").await.unwrap();
+                assert_eq!(holds(conn).await, 0);
+                drop(holder);
+                block_in_place(|| observer.until(NOBODY, LIMIT));
+            }
+        }
+    });
+}

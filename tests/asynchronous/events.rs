@@ -14,6 +14,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use workbench::Database;
 
+use crate::dropping::poll_times;
 use crate::run;
 
 type Fields = BTreeMap<&'static str, String>;
@@ -214,4 +215,34 @@ fn both_halves_log_the_same_course_alike() {
         lost.truncate(lost.find(": ").unwrap_or(lost.len()));
     }
     assert_eq!(found, expected);
+}
+
+#[test]
+fn a_release_whose_future_was_dropped_is_told() {
+    collect();
+    run(async {
+        let database = Database::new();
+        let (pool, conn) = (database.deadpool(1), &mut database.connect_async().await);
+        for (number, is_lent) in [(1, false), (2, true)] {
+            let key = LockKey::pair(4242, number);
+            let lock = asynchronous::AdvisoryLock::new(key.clone());
+            if is_lent {
+                let guard = lock.acquire_on(conn).await.unwrap();
+                assert!(poll_times(guard.release(), 1).await.is_none());
+            } else {
+                let guard = lock.acquire(&pool).await.unwrap();
+                assert!(poll_times(guard.release(), 1).await.is_none());
+            }
+            let outcomes: Vec<_> = logged(&key)
+                .into_iter()
+                .map(|fields| (fields["operation"].clone(), fields["outcome"].clone()))
+                .collect();
+            let told =
+                |operation: &str, outcome: &str| (format!("{operation:?}"), format!("{outcome:?}"));
+            assert_eq!(
+                outcomes,
+                [told("acquire", "acquired"), told("release", "deferred")]
+            );
+        }
+    });
 }

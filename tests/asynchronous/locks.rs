@@ -1,7 +1,9 @@
 //! Session locks over both pools and on a connection.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_async::SimpleAsyncConnection;
 use diesel_async::pooled_connection::{RecyclingMethod, deadpool};
@@ -229,4 +231,44 @@ fn outside_a_runtime_an_operation_is_an_error() {
         std::task::Poll::Ready(Err(Error::NoRuntime)) => {}
         other => panic!("{other:?}"),
     }
+}
+
+/// Awaits on this thread, without a runtime.
+fn awaited_elsewhere<T>(future: impl Future<Output = T>) -> T {
+    struct Unpark(std::thread::Thread);
+
+    impl std::task::Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    let waker = Arc::new(Unpark(std::thread::current())).into();
+    let mut context = std::task::Context::from_waker(&waker);
+    let mut future = std::pin::pin!(future);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            std::task::Poll::Ready(output) => return output,
+            std::task::Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+#[test]
+fn a_guard_works_and_reports_its_loss_outside_a_runtime() {
+    let database = Database::new();
+    let pool = database.deadpool(2);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let acquire = || runtime.block_on(LOCK.acquire(&pool)).unwrap();
+    let failed = acquire().run(async |_| Err::<(), _>(Error::Standby));
+    assert!(matches!(awaited_elsewhere(failed), Err(Error::Standby)));
+    assert_eq!(holders(&database), 0);
+    let mut guard = acquire();
+    let end = format!("SELECT pg_terminate_backend({})", guard.backend_pid());
+    SimpleConnection::batch_execute(&mut database.connect(), &end).unwrap();
+    awaited_elsewhere(guard.lost());
 }

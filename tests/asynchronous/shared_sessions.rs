@@ -1,7 +1,11 @@
 //! Whether the connections of a pool have their own sessions.
 
+use std::future::{Future, poll_fn};
+use std::task::Poll;
+
 use diesel::prelude::*;
-use diesel_async::SimpleAsyncConnection;
+use diesel_async::pooled_connection::{AsyncDieselConnectionManager, bb8};
+use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::asynchronous::{AdvisoryLock, Pool, probe_sessions};
 use diesel_interlock::{Error, Sessions};
 use workbench::Database;
@@ -96,4 +100,32 @@ fn a_lock_is_taken_although_all_sessions_of_the_pool_ended() {
             freed(observer).await;
         }
     });
+}
+
+/// bb8 opens another connection when one is discarded, in a task.
+#[test]
+fn a_probe_is_dropped_outside_a_runtime_without_a_panic() {
+    let database = Database::new();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    for polls in 1..12 {
+        let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(database.async_url());
+        let pool = bb8::Pool::builder().max_size(3).min_idle(Some(2));
+        let pool = runtime.block_on(pool.build(manager)).unwrap();
+        let mut probe = Box::pin(probe_sessions(&pool));
+        let mut polled = 0;
+        runtime.block_on(poll_fn(|context| {
+            polled += 1;
+            match probe.as_mut().poll(context) {
+                Poll::Pending if polled < polls => Poll::Pending,
+                Poll::Pending | Poll::Ready(_) => Poll::Ready(()),
+            }
+        }));
+        drop(probe);
+        let _entered = runtime.enter();
+        drop(pool);
+    }
 }

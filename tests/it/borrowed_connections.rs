@@ -1,5 +1,8 @@
 //! Guards on a connection that the caller lends, which cannot be discarded.
 
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
 use diesel::connection::{SimpleConnection, TransactionManager};
 
 use crate::half::prelude::*;
@@ -202,6 +205,64 @@ fn a_failed_attempt_leaves_a_live_connection_usable_and_holding_nothing() {
     conn.batch_execute("ROLLBACK").unwrap();
     let guard = LOCK.try_acquire_on(&mut conn).unwrap().expect_acquired();
     guard.release().unwrap();
+}
+
+#[test]
+fn a_failed_attempt_leaves_an_aborted_transaction_to_its_savepoint() {
+    let database = Database::new();
+    let mut conn = database.connect();
+    conn.batch_execute("BEGIN; SAVEPOINT mine").unwrap();
+    fail(&mut conn);
+    let failed = LOCK.try_acquire_on(&mut conn).map(drop);
+    assert_matches!(failed, Err(Error::Database(_)));
+    conn.batch_execute("ROLLBACK TO SAVEPOINT mine; COMMIT")
+        .unwrap();
+    LOCK.acquire_on(&mut conn).unwrap().release().unwrap();
+}
+
+/// A try that is cancelled at its end has taken the lock, and PostgreSQL only aborts the transaction.
+#[test]
+fn a_try_that_is_cancelled_in_a_raw_transaction_holds_nothing() {
+    const CANCELLED: u32 = 5;
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let mut canceller = database.connect();
+    let mut conn = database.connect();
+    let mut cancelled = 0;
+    for turn in 0..10_000_u64 {
+        eventually("there is a session", || {
+            conn.batch_execute("ROLLBACK; BEGIN; SELECT 1").is_ok() || {
+                conn = database.connect();
+                false
+            }
+        });
+        let pid = backend_pid(&mut conn);
+        let begin = Barrier::new(2);
+        let tried = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                begin.wait();
+                let (began, pause) = (Instant::now(), Duration::from_micros(turn * 7 % 400));
+                while began.elapsed() < pause {}
+                canceller
+                    .batch_execute(&format!("SELECT pg_cancel_backend({pid})"))
+                    .unwrap();
+            });
+            begin.wait();
+            LOCK.try_acquire_on(&mut conn).map(drop)
+        });
+        match tried {
+            Err(Error::Database(_)) => cancelled += 1,
+            tried => assert_matches!(
+                tried,
+                Err(Error::Misplaced(Misplaced::SessionLockInTransaction))
+            ),
+        }
+        eventually("nobody holds it", || observer.holders(LOCK.key()) == 0);
+        if cancelled == CANCELLED {
+            return;
+        }
+    }
+    panic!("{cancelled} tries were cancelled");
 }
 
 /// A wait that is cancelled may be granted the lock at the same moment.

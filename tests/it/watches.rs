@@ -283,6 +283,27 @@ fn a_panic_in_the_instrumentation_ends_no_watch() {
     eventually("the loss is noticed", || watch.is_lost());
 }
 
+/// As a proxy does that closes idle connections: the pool finds only closed ones, and replaces them.
+#[test]
+fn a_watch_sees_a_loss_where_idle_connections_are_closed_sooner_than_its_interval() {
+    let every = Duration::from_millis(600);
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    let setting = format!(
+        "DO $$ BEGIN IF current_setting('server_version_num')::int >= 140000 THEN \
+         ALTER DATABASE {} SET idle_session_timeout = '300ms'; END IF; END $$",
+        database.name()
+    );
+    observer.conn().batch_execute(&setting).unwrap();
+    let pool = database.pool(4);
+    let mut guard = lock().acquire(&pool).unwrap();
+    let watch = guard.watch(&pool, every).unwrap();
+    std::thread::sleep(2 * every);
+    await_confirmation(&watch);
+    observer.kill(guard.backend_pid());
+    eventually("the loss is noticed", || watch.is_lost());
+}
+
 #[test]
 fn a_watch_whose_lock_was_released_keeps_no_pool() {
     let database = Database::new();

@@ -44,6 +44,8 @@ pub struct AdvisoryLockGuard<C: GuardConnection> {
     since: Instant,
     watches: Watches,
     is_released: bool,
+    /// Whether an event tells of the release.
+    is_recorded: bool,
 }
 
 impl<C: GuardConnection> AdvisoryLockGuard<C> {
@@ -55,6 +57,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
             since: Instant::now(),
             watches: Watches::default(),
             is_released: false,
+            is_recorded: false,
         }
     }
 
@@ -101,9 +104,10 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// `AsyncPgConnection::try_from`, which reports no end, it is checked once a second.
     ///
     /// It reports neither an unlock by other code nor a network that was cut. [`watch`](Self::watch) does. Dropping the future
-    /// changes nothing.
+    /// changes nothing. Outside of a runtime of tokio no connection is checked once a second.
     pub async fn lost(&mut self) {
         let conn = self.pinned.conn();
+        let has_timers = runtime::current().is_ok();
         loop {
             let ended = async {
                 let mut notifications = pin!(conn.notifications_stream());
@@ -113,6 +117,9 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
                 {
                 }
             };
+            if !has_timers {
+                return ended.await;
+            }
             if timeout(Duration::from_secs(1), ended).await.is_ok() || is_closed(conn).await {
                 return;
             }
@@ -123,8 +130,9 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// [`Watch`] returns the last result. For work that uses [`conn`](Self::conn), and for what a connection does not report:
     /// a network that was cut, or an unlock by other code.
     ///
-    /// One round trip here, and one for each query of the task, which never waits for a connection. `every` is at least 10
-    /// milliseconds.
+    /// One round trip here, and one for each query of the task, which never waits for a connection. If none is idle, or the query
+    /// fails, the task tries again after at most 100 milliseconds. `every` is at least 10 milliseconds. The pool is one of the same
+    /// database on the same server, not on a standby, where the lock is not found and counts as lost.
     ///
     /// # Errors
     ///
@@ -189,11 +197,18 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// Releases the lock after the work has failed. A statement may still run whose future the work dropped, such as by a
     /// timeout. If the release has to wait for it for so long, a task cancels the statement.
     async fn release_within(mut self, patience: Duration) {
+        if runtime::current().is_err() {
+            // Without a runtime there is no timer.
+            let _ = self.release().await;
+            return;
+        }
         self.watches.releasing(|_| ());
         let release = pinned::release(&mut self.pinned, &self.held, &self.watches);
         let release = timeout(patience, release);
         self.is_released = true;
-        match release.await {
+        let released = release.await;
+        self.is_recorded = true;
+        match released {
             Ok(released) => record_release(&self.held, self.since, &released),
             Err(_) => {
                 self.pinned.set_waiting(true);
@@ -218,6 +233,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         self.is_released = true;
         self.watches.releasing(|_| ());
         let released = pinned::release(&mut self.pinned, &self.held, &self.watches).await;
+        self.is_recorded = true;
         record_release(&self.held, self.since, &released);
         released
     }
@@ -247,6 +263,10 @@ impl<C: GuardConnection> Drop for AdvisoryLockGuard<C> {
         if self.is_released {
             // Before the connection is back in its pool, because the next guard on this session must not share the token.
             self.held.fencing_token = None;
+            if !self.is_recorded {
+                // The future of the release was dropped.
+                record_deferral(&self.held, self.since);
+            }
         } else {
             self.watches.releasing(|_| ());
             let (held, watches) = (self.held.take(), std::mem::take(&mut self.watches));

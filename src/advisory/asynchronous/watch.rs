@@ -84,12 +84,12 @@ impl Drop for Handle {
     }
 }
 
-/// Queries at the interval until the watch is over. Uses an idle connection, or skips the query. The first query of the watch
-/// was that of the guard.
+/// Queries at the interval until the watch is over. Uses an idle connection, or tries again soon. The first query of the watch was
+/// that of the guard.
 async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
     loop {
         let is_over = watched.until(Watched::is_over);
-        if timeout(watched.every(), is_over).await.is_ok() {
+        if timeout(watched.pause(), is_over).await.is_ok() {
             return;
         }
         // A panic of the caller's pool or instrumentation ends no watch.

@@ -109,11 +109,13 @@ async fn look_after_timeout<S: Session>(session: &mut S, lock: Lock) -> QueryRes
 }
 
 /// A transaction of this crate's own, or a savepoint inside a test transaction, in which no setting of the session ends a
-/// wait. Dropping it rolls it back, on every way out: an error, or a panic.
+/// wait. Dropping it rolls it back, on every way out: an error, a panic, or a future that was dropped.
 struct LiftedSettings<'a, S: Session> {
     session: &'a mut S,
     end: &'static str,
     undo: Option<&'static str>,
+    /// Whether the end is being sent, and its reply is to come.
+    is_ending: bool,
 }
 
 impl<'a, S: Session> LiftedSettings<'a, S> {
@@ -132,6 +134,7 @@ impl<'a, S: Session> LiftedSettings<'a, S> {
             session,
             end,
             undo: Some(undo),
+            is_ending: false,
         };
         lifted.session.batch(begin).await?;
         Ok(lifted)
@@ -140,7 +143,10 @@ impl<'a, S: Session> LiftedSettings<'a, S> {
     /// Ends it. After an error the drop rolls it back.
     async fn end(mut self, is_ok: bool) -> QueryResult<()> {
         if is_ok {
-            self.session.batch(self.end).await?;
+            self.is_ending = true;
+            let ended = self.session.batch(self.end).await;
+            self.is_ending = false;
+            ended?;
             self.undo = None;
         }
         Ok(())
@@ -150,9 +156,13 @@ impl<'a, S: Session> LiftedSettings<'a, S> {
 impl<S: Session> Drop for LiftedSettings<'_, S> {
     fn drop(&mut self) {
         let Some(undo) = self.undo else { return };
+        let is_test = self.session.transaction() == Transaction::Test;
+        if self.is_ending && is_test {
+            // A second rollback to the same savepoint would abort the test transaction.
+            return;
+        }
         // It may run while another panic unwinds. An asynchronous session has queued the message, and its reply is to come.
         let is_sent = caught(|| !matches!(started(self.session.batch(undo)), Some(Err(_))));
-        let is_test = self.session.transaction() == Transaction::Test;
         if is_sent != Some(true) && !is_test {
             self.session.mark_broken();
         }

@@ -65,6 +65,7 @@ DECLARE
     missing integer;
     candidate smallint;
     is_overdue boolean;
+    is_renewed boolean;
     locked integer := 0;
     waited boolean := false;
     user_lock_timeout text;
@@ -127,7 +128,13 @@ BEGIN
             ORDER BY 2, random()
             LIMIT 1000
     LOOP
-        CONTINUE WHEN is_overdue AND waited;
+        IF is_overdue AND waited THEN
+            -- This claim does not wait for a second request.
+            CONTINUE WHEN EXISTS (
+                SELECT FROM resource_control.service_request AS r
+                    WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
+                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+        END IF;
         -- Each lock is held until the transaction ends.
         EXIT WHEN locked = 8;
         IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
@@ -136,26 +143,33 @@ BEGIN
         END IF;
         locked := locked + 1;
         IF is_overdue THEN
-            -- Another claim may have locked this row, one that takes another slot and marks this request as well. No other
-            -- slot is free, so this claim waits for that commit, once and for a short time.
-            waited := true;
-            user_lock_timeout := current_setting('lock_timeout');
-            BEGIN
-                PERFORM set_config('lock_timeout', '250ms', true);
-                UPDATE resource_control.service_request AS r
-                    SET timed_out_at = clock_timestamp()
-                    WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
-                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-                        AND r.expires_at <= clock_timestamp();
-                PERFORM set_config('lock_timeout', user_lock_timeout, true);
-            EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
-                CONTINUE;
-            END;
-            -- The holder renewed the request.
-            CONTINUE WHEN EXISTS (
-                SELECT FROM resource_control.service_request AS r
-                    WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
-                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+            -- Another claim may have marked the request meanwhile, or have taken the slot. Or the holder renewed the request.
+            SELECT r.expires_at > clock_timestamp() INTO is_renewed
+                FROM resource_control.service_request AS r
+                WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
+                    AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+            IF FOUND THEN
+                CONTINUE WHEN is_renewed OR waited;
+                -- Another claim may have locked this row, one that takes another slot and marks this request as well. No other
+                -- slot is free, so this claim waits for that commit, once and for a short time.
+                waited := true;
+                user_lock_timeout := current_setting('lock_timeout');
+                BEGIN
+                    PERFORM set_config('lock_timeout', '250ms', true);
+                    UPDATE resource_control.service_request AS r
+                        SET timed_out_at = clock_timestamp()
+                        WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
+                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                            AND r.expires_at <= clock_timestamp();
+                    PERFORM set_config('lock_timeout', user_lock_timeout, true);
+                EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+                    CONTINUE;
+                END;
+                CONTINUE WHEN EXISTS (
+                    SELECT FROM resource_control.service_request AS r
+                        WHERE r.service = lock_free_slot.service COLLATE "C" AND r.slot = look.candidate
+                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL);
+            END IF;
         END IF;
         IF slots <= highest THEN
             -- There were more slots before. Even if all slots below this one were taken, there must be room for it. An
@@ -605,7 +619,7 @@ COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS
 COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS
     'Extends the request to the given timeout from now, and returns when it expires. Never shortens it. Returns null if the request had ended or timed out before. Fails with a serialization failure in a transaction stricter than READ COMMITTED that cannot see the request.';
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
-    'Deletes at most batch requests that ended or expired longer ago than older_than, and returns how many. Also marks at most batch overdue requests.';
+    'Deletes at most batch requests that ended or expired longer ago than older_than, and returns how many. Also marks at most batch overdue requests. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried.';
 
 PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000004');

@@ -277,12 +277,14 @@ AS $$
 DECLARE
     held resource_control.rate_limit;
     now timestamptz;
+    latest CONSTANT timestamptz := clock_timestamp() + current_setting('lock_timeout')::interval;
     debt bigint;
 BEGIN
     SELECT b.* INTO held
         FROM resource_control.rate_limit AS b
         WHERE b.name = settle_rate_limit.name COLLATE "C" AND b.key = settle_rate_limit.key COLLATE "C"
             AND b.generation = settle_rate_limit.generation AND b.full_at > '-infinity'
+            AND clock_timestamp() <= latest
         FOR NO KEY UPDATE;
     now := clock_timestamp();
     debt := resource_control.rate_limit_debt(
@@ -357,6 +359,9 @@ DECLARE
     increase interval;
     debt bigint;
     late timestamptz;
+    -- lock_timeout counts anew for each transaction that a statement waits for, one after the other.
+    latest CONSTANT timestamptz := clock_timestamp() + COALESCE(patience, '250ms')::interval;
+    is_again boolean := false;
     setting text;
 BEGIN
     IF patience IS NOT NULL THEN
@@ -431,9 +436,18 @@ BEGIN
         ELSIF reason = 'invalid' THEN
             units := 0;
             reason := resource_control.refuse_rate_limit(name, key, n, period_us, burst,
-                CASE WHEN is_valid THEN COALESCE(at_least, cost) END, quota_n <> n OR quota_period_us <> period_us OR quota_burst <> burst);
+                CASE WHEN is_valid THEN COALESCE(at_least, cost) END,
+                EXISTS (
+                    SELECT FROM resource_control.rate_limit_override AS q
+                        WHERE q.name = decide_rate_limit.name COLLATE "C"
+                            AND q.scope IN ('*', '=' || decide_rate_limit.key COLLATE "C")));
+            RETURN;
+        ELSIF is_again AND clock_timestamp() > latest THEN
+            units := 0;
+            reason := 'contended';
             RETURN;
         END IF;
+        is_again := true;
 
         -- One block for the lock and the write, because a lock of one subtransaction and a write of another would need a
         -- multixact.
@@ -450,6 +464,7 @@ BEGIN
                     WHERE b.name = decide_rate_limit.name COLLATE "C" AND b.key = decide_rate_limit.key COLLATE "C"
                         AND b.generation = found_generation AND b.updates < 200 AND b.n = quota_n AND b.period_us = quota_period_us AND b.full_at > '-infinity'
                         AND b.full_at <= clock_timestamp() + allowance AND b.changed_at <= clock_timestamp()
+                        AND clock_timestamp() <= latest
                     RETURNING b.changed_at, b.full_at INTO decided_at, full_at;
                 IF FOUND THEN
                     units := cost;
@@ -489,6 +504,7 @@ BEGIN
                     FROM resource_control.rate_limit AS b
                     WHERE b.name = decide_rate_limit.name COLLATE "C" AND b.key = decide_rate_limit.key COLLATE "C"
                         AND b.generation = found_generation AND b.full_at > '-infinity'
+                        AND clock_timestamp() <= latest
                     FOR NO KEY UPDATE;
                 CONTINUE WHEN NOT FOUND;
                 decided_at := clock_timestamp();
@@ -571,9 +587,12 @@ AS $$
 DECLARE
     found_generation bigint;
     found_changed_at timestamptz;
+    found_full_at timestamptz;
+    latest timestamptz;
     setting text;
 BEGIN
-    SELECT b.generation, b.changed_at, b.full_at INTO found_generation, found_changed_at, full_at
+    SELECT b.generation, b.changed_at, b.full_at, b.full_at, clock_timestamp() + '00:00:00.25'::interval
+        INTO found_generation, found_changed_at, full_at, found_full_at, latest
         FROM resource_control.rate_limit AS b
         WHERE b.name = spend_rate_limit.name COLLATE "C" AND b.key = spend_rate_limit.key COLLATE "C"
             AND b.n = spend_rate_limit.n AND b.period_us = spend_rate_limit.period_us
@@ -604,9 +623,18 @@ BEGIN
                     AND b.generation = found_generation AND b.updates < 200
                     AND b.n = spend_rate_limit.n AND b.period_us = spend_rate_limit.period_us AND b.full_at > '-infinity'
                     AND b.full_at <= clock_timestamp() + allowance AND b.changed_at <= clock_timestamp()
+                    -- lock_timeout counts anew for each transaction that this waits for.
+                    AND clock_timestamp() <= latest
                 RETURNING b.changed_at, b.full_at INTO decided_at, full_at;
             IF FOUND THEN
                 units := cost;
+                RETURN;
+            END IF;
+            IF clock_timestamp() > latest THEN
+                units := 0;
+                reason := 'contended';
+                decided_at := clock_timestamp();
+                full_at := found_full_at;
                 RETURN;
             END IF;
         EXCEPTION WHEN lock_not_available OR deadlock_detected OR query_canceled THEN

@@ -216,8 +216,8 @@ pub(super) async fn beside<S: Session, T>(
 }
 
 /// Until the transaction ends, names have their default meaning, and the server writes out the schema of every other
-/// object.
+/// object, with quotes only where they are needed.
 pub(super) async fn pin_search_path<S: Session>(session: &mut S) -> QueryResult<()> {
-    let pin = "SET LOCAL search_path = pg_catalog, pg_temp";
+    let pin = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL quote_all_identifiers = off";
     session.batch(pin).await
 }

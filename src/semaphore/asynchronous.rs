@@ -19,7 +19,6 @@ use crate::pool::asynchronous::{self as pool, Pool};
 use crate::runtime::{self, Finished};
 use crate::session::Asynchronous;
 use crate::text::Name;
-use crate::time::Timestamp;
 
 /// A limit on the number of concurrent requests to a service, across all instances. No connection is held while a request
 /// runs.
@@ -236,7 +235,7 @@ impl Semaphore {
     ) -> Result<Option<DateTime<Utc>>> {
         let timeout = rules::interval(self.service(), self.timeout())?;
         let renewed = operations::renew(&mut Asynchronous::lent(conn), id, timeout).await?;
-        Ok(renewed.and_then(Timestamp::at))
+        Ok(renewed.map(rules::expiry))
     }
 
     /// Claims a slot through the pool, whose check-out takes `limit` at most.

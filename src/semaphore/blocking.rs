@@ -28,7 +28,6 @@ use crate::pool::{self, PgPool};
 use crate::session::{Blocking, now};
 #[cfg(feature = "r2d2")]
 use crate::text::Name;
-use crate::time::Timestamp;
 
 /// # Claims
 ///
@@ -271,7 +270,7 @@ impl Semaphore {
     }
 
     /// Extends a request to a full timeout from now, and returns when it expires. Never shortens it. Returns `None` if
-    /// the request had ended or timed out before.
+    /// the request had ended or timed out before, and `DateTime::MAX_UTC` if an operator has set `infinity`.
     ///
     /// One round trip: `SELECT resource_control.renew_service_request($1, $2)`.
     ///
@@ -281,7 +280,7 @@ impl Semaphore {
     pub fn renew_on(&self, conn: &mut PgConnection, id: i64) -> Result<Option<DateTime<Utc>>> {
         let timeout = rules::interval(&self.service, self.timeout)?;
         let renewed = now(operations::renew(&mut Blocking::lent(conn), id, timeout))?;
-        Ok(renewed.and_then(Timestamp::at))
+        Ok(renewed.map(rules::expiry))
     }
 
     /// Claims a slot through the pool, whose check-out takes `limit` at most.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use chrono::{DateTime, Utc};
 use diesel::data_types::PgInterval;
 
 use super::sql::{ClaimRow, Request};
@@ -49,6 +50,11 @@ pub(super) fn interval(service: &str, timeout: Duration) -> Result<PgInterval> {
         }
         .into()),
     }
+}
+
+/// Returns when a request expires. It never does, or after the last time that chrono represents, if an operator wrote that.
+pub(super) fn expiry(expires_at: Timestamp) -> DateTime<Utc> {
+    expires_at.at().unwrap_or(DateTime::<Utc>::MAX_UTC)
 }
 
 /// Returns what the row of a claim means. The hint is the timeout of the semaphore where the row has none.

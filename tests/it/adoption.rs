@@ -528,6 +528,9 @@ fn a_copy_without_rows_is_recognised_and_brought_up_to_date() {
             return;
         };
         let conn = &mut copy.connect();
+        // It changes what PostgreSQL tells of its catalogue.
+        conn.batch_execute("SET quote_all_identifiers = on")
+            .unwrap();
         let uninstalled = migrations::uninstall(conn);
         assert_matches!(uninstalled, Err(Error::Schema(Schema::Foreign { .. })));
         let installed = migrations::install(conn).unwrap();
@@ -536,6 +539,7 @@ fn a_copy_without_rows_is_recognised_and_brought_up_to_date() {
         assert_eq!(migrations::install(conn).unwrap(), []);
         conn.batch_execute("DROP TABLE resource_control.theirs; DROP VIEW theirs")
             .unwrap();
+        conn.batch_execute("RESET quote_all_identifiers").unwrap();
         assert_eq!(schema(conn), expected_schema(), "copy of {count}");
         assert_eq!(migrations::uninstall(conn).unwrap().len(), all.len());
     }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{BigInt, Bool, Integer};
@@ -139,6 +140,18 @@ fn a_late_completion_by_another_process_says_so_and_changes_nothing() {
     assert!(ONE.claim_on(conn).unwrap().is_full());
     assert!(ONE.complete_on(conn, next.id).unwrap());
     assert!(!ONE.complete_on(conn, next.id).unwrap());
+}
+
+#[test]
+fn a_request_that_an_operator_keeps_for_ever_is_renewed() {
+    let database = database();
+    let conn = &mut database.connect();
+    let claim = ONE.claim_on(conn).unwrap().expect_acquired();
+    conn.batch_execute("UPDATE resource_control.service_request SET expires_at = 'infinity'")
+        .unwrap();
+    let renewed = ONE.renew_on(conn, claim.id).unwrap();
+    assert_eq!(renewed, Some(chrono::DateTime::<chrono::Utc>::MAX_UTC));
+    assert!(ONE.complete_on(conn, claim.id).unwrap());
 }
 
 #[test]

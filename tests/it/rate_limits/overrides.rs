@@ -72,6 +72,18 @@ fn the_largest_quota_has_no_debt_that_it_cannot_count() {
 }
 
 #[test]
+fn an_override_that_equals_the_quota_of_the_program_counts_as_one() {
+    let database = database();
+    let conn = &mut database.connect();
+    let hourly = RateLimit::named("hourly", Quota::per(5, HOUR));
+    set(conn, "hourly", None, "5, '1 hour', 5");
+    let denied = limited(hourly.cost(6).check_on(conn).unwrap());
+    assert_eq!(denied.reason, LimitedReason::AboveBurst);
+    let both = RateLimit::check_all_on(conn, &[&hourly.cost(6), &API]).unwrap();
+    assert!(matches!(both, CheckAll::Limited { by: 0, .. }));
+}
+
+#[test]
 fn a_raised_quota_takes_effect_at_once_because_units_are_owed_and_not_time() {
     let database = database();
     let conn = &mut database.connect();

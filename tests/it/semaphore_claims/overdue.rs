@@ -131,6 +131,39 @@ fn a_claim_waits_for_another_that_marks_its_slot() {
     assert!(two.claim_on(conn).unwrap().is_full());
 }
 
+/// Another claim marks both requests and commits, between the read of a claim and its search.
+#[test]
+fn a_claim_finds_the_slot_that_another_one_has_freed_meanwhile() {
+    let database = database();
+    let (conn, open) = (&mut database.connect(), &mut database.connect());
+    let two = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+    let mut observer = Observer::of(&database);
+    let waiting = "(SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'relation')";
+    // The order in which a claim tries the slots is random.
+    for _ in 0..10 {
+        conn.batch_execute("TRUNCATE resource_control.service_request")
+            .unwrap();
+        fill(&two, conn);
+        expire(conn, "geocoder");
+        open.batch_execute("BEGIN").unwrap();
+        assert!(claim_in_sql(open, "geocoder", 2));
+        std::thread::scope(|scope| {
+            // Keeps the claim from marking until the other one has committed.
+            let barred = scope.spawn(|| {
+                let bar = "BEGIN; LOCK TABLE resource_control.service_request IN SHARE MODE; COMMIT";
+                database.connect().batch_execute(bar).unwrap();
+            });
+            while number(observer.conn(), waiting) < 1 {}
+            let claim = scope.spawn(|| two.claim_on(&mut database.connect()).unwrap());
+            while number(observer.conn(), waiting) < 2 && !claim.is_finished() {}
+            open.batch_execute("COMMIT").unwrap();
+            barred.join().unwrap();
+            assert!(claim.join().unwrap().admitted().is_some());
+        });
+        assert!(two.claim_on(conn).unwrap().is_full());
+    }
+}
+
 #[test]
 fn a_request_that_is_being_renewed_is_not_taken_over() {
     let database = database();

@@ -850,7 +850,8 @@ BEGIN
                 RAISE check_violation USING
                     CONSTRAINT = 'diesel_interlock_cost_above_burst',
                     MESSAGE = format('the cost %s is above the burst %s of the rate limit %L',
-                        given.cost, state.quota_burst, given.name);
+                        given.cost, state.quota_burst, given.name),
+                    DETAIL = format('place %s', given.place);
             END IF;
             wait_us := 9223372036854775807;
         ELSE

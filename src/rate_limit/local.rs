@@ -14,7 +14,7 @@ use std::time::Duration;
 use self::keys::{Keys, Known, Unused};
 use self::taking::{Completion, Taking, Takings};
 use super::{Check, RateLimit, operations};
-use crate::clock::Moment;
+use crate::clock::{Deadline, Moment};
 use crate::error::{Error, Input, Result};
 use crate::panics::lock;
 use crate::session::Session;
@@ -127,10 +127,12 @@ fn of_call(error: Error, cost: u32) -> Error {
     }
 }
 
-/// Gives units back until that fails. Those that were not given back come back with time.
-async fn give_back<S: Session>(session: &mut S, unused: &[Unused]) {
+/// Gives units back until that fails, or the time is over. Those that were not given back come back with time.
+async fn give_back<S: Session>(session: &mut S, unused: &[Unused], deadline: Deadline) {
     for Unused { spent, units } in unused {
-        if operations::give_back(session, spent, *units).await.is_err() {
+        if deadline.remaining().is_zero()
+            || operations::give_back(session, spent, *units).await.is_err()
+        {
             return;
         }
     }

@@ -78,7 +78,11 @@ pub(super) async fn check_all<S: Session>(
     let row: AllSpentRow = match reply {
         Ok(row) => row,
         Err(error) => {
-            let refused = rules::above_burst(limits, &calls);
+            let details = match &error {
+                DieselError::DatabaseError(_, information) => information.details(),
+                _ => None,
+            };
+            let refused = rules::above_burst(limits, &calls, details);
             return Err(explain(session, error, refused.as_ref().unwrap_or(first)).await);
         }
     };

@@ -126,8 +126,14 @@ pub(super) fn calls<'a>(limits: &[&RateLimit], calls: &'a [Call<'a>]) -> Result<
     Ok(arrays)
 }
 
-/// Returns the first of several limits whose cost is above its burst, with the sum of the costs of its key.
-pub(super) fn above_burst(limits: &[&RateLimit], calls: &[Call<'_>]) -> Option<RateLimit> {
+/// Returns which of several limits the database refuses because its cost is above its burst, with the sum of the costs of its key.
+/// `details` are those of the error, which have its place. Otherwise it is the first whose cost is above the program's burst.
+pub(super) fn above_burst(
+    limits: &[&RateLimit],
+    calls: &[Call<'_>],
+    details: Option<&str>,
+) -> Option<RateLimit> {
+    let place = details.and_then(|text| text.strip_prefix("place ")?.parse::<usize>().ok());
     let cost_of_key = |call: &Call<'_>| {
         let same_key =
             |other: &&Call<'_>| other.name.as_str() == call.name.as_str() && other.key == call.key;
@@ -136,8 +142,12 @@ pub(super) fn above_burst(limits: &[&RateLimit], calls: &[Call<'_>]) -> Option<R
     let mut costs = limits
         .iter()
         .zip(calls)
-        .map(|(limit, call)| (limit, call, cost_of_key(call)));
-    let (limit, _, cost) = costs.find(|(_, call, cost)| *cost > call.burst)?;
+        .zip(1_usize..)
+        .map(|((limit, call), number)| (limit, call, cost_of_key(call), number));
+    let (limit, _, cost, _) = costs.find(|(_, call, cost, number)| match place {
+        Some(place) => *number == place,
+        None => *cost > call.burst,
+    })?;
     Some(limit.cost(u32::try_from(cost).unwrap_or(u32::MAX)))
 }
 
@@ -268,7 +278,7 @@ mod tests {
             (vec![&one, &four, &four, &four], Some(12)),
         ] {
             let calls: Vec<_> = limits.iter().map(|limit| checked(limit).unwrap()).collect();
-            let found = above_burst(&limits, &calls);
+            let found = above_burst(&limits, &calls, None);
             assert_eq!(found.map(|limit| limit.cost), expected);
         }
     }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use tokio::runtime::Handle;
 
 use super::{Known, Local, give_back};
+use crate::clock::Deadline;
 use crate::error::Result;
 use crate::events;
 use crate::panics::lock;
@@ -166,7 +167,12 @@ impl<P: Pool> Drop for Shared<P> {
         let pool = self.pool.clone();
         runtime::leave_to(&runtime, async move {
             if let Some(mut conn) = pool::try_check_out(&pool).await {
-                give_back(&mut Asynchronous::pooled(&mut conn), &unused).await;
+                give_back(
+                    &mut Asynchronous::pooled(&mut conn),
+                    &unused,
+                    Deadline::NEVER,
+                )
+                .await;
             }
         });
     }

@@ -1,14 +1,19 @@
 //! Local rate limits over a pool, blocking.
 
 use std::fmt;
+use std::time::Duration;
 
 use super::{Known, Local, give_back};
+use crate::clock::Deadline;
 use crate::error::Result;
 use crate::events;
 use crate::panics::caught;
 use crate::pool::{self, PgPool};
 use crate::rate_limit::{Check, RateLimit};
 use crate::session::{Blocking, now};
+
+/// How long a drop gives units back.
+const LONGEST_DROP: Duration = Duration::from_secs(1);
 
 /// A rate limit of which this process takes several units of a key at a time, and hands them out without a round trip.
 ///
@@ -25,7 +30,10 @@ use crate::session::{Blocking, now};
 /// A key that is limited is remembered until it may pass, for each cost, but for a second at most. At most 10,000 keys are known,
 /// and the oldest is forgotten for a new one. Errors are not remembered.
 ///
-/// Dropping the value gives back what was not used, if the pool has an idle connection. It never waits for one.
+/// A call is allowed if the units in hand are enough for it, even if its cost is above the burst.
+///
+/// Dropping the value gives back what was not used, if the pool has an idle connection. It never waits for one. It takes one round
+/// trip for each key, and ends after a second, or a quarter of a second later if another transaction has locked a key.
 pub struct LocalRateLimit {
     local: Local,
     pool: PgPool,
@@ -127,7 +135,8 @@ impl Drop for LocalRateLimit {
         }
         let _ = caught(|| {
             if let Some(mut conn) = self.pool.try_get() {
-                now(give_back(&mut Blocking::pooled(&mut conn), &unused));
+                let session = &mut Blocking::pooled(&mut conn);
+                now(give_back(session, &unused, Deadline::after(LONGEST_DROP)));
             }
         });
     }

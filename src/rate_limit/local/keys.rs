@@ -90,18 +90,32 @@ pub(super) struct Entry {
 impl Entry {
     fn decide(&mut self, cost: u32) -> Known {
         // Reading the clocks is half of the work.
-        if !self.chunks.is_empty() {
-            self.forget_void(Moment::now());
+        let now = (!self.chunks.is_empty()).then(Moment::now);
+        if let Some(now) = now {
+            self.forget_void(now);
         }
         let left = self.left();
         if left >= u64::from(cost) {
             return Known::Outcome(Check::Allowed(self.spend(cost)));
         }
         let missing = cost - left as u32;
-        match self.still_limited(missing) {
-            Some(limited) => Known::Outcome(Check::Limited(limited)),
-            None => Known::Missing(missing),
-        }
+        let Some(limited) = self.still_limited(missing) else {
+            return Known::Missing(missing);
+        };
+        let limited = match now {
+            Some(now) if self.is_void_after(now, limited.retry_after) => {
+                self.still_limited(cost).unwrap_or(limited)
+            }
+            _ => limited,
+        };
+        Known::Outcome(Check::Limited(limited))
+    }
+
+    /// Returns whether some of what is left here is void after that time, so that a call would need more units by then.
+    fn is_void_after(&self, now: Moment, time: Option<Duration>) -> bool {
+        let is_void =
+            |chunk: &Chunk, time| now.since(chunk.sent).saturating_add(time) >= chunk.lasts;
+        time.is_some_and(|time| self.chunks.iter().any(|chunk| is_void(chunk, time)))
     }
 
     fn forget_void(&mut self, now: Moment) {
@@ -137,6 +151,9 @@ impl Entry {
                 debt: limited.full_in,
                 quota: limited.quota,
             });
+            if missing < cost && self.is_void_after(now, limited.retry_after) {
+                limited = reply.limited(asked, cost);
+            }
             limited.remaining = self.with_left(limited.remaining, limited.quota);
             return Some(Check::Limited(limited));
         };

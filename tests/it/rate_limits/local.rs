@@ -171,6 +171,23 @@ fn a_chunk_that_is_far_above_the_burst_takes_all_that_is_left() {
 }
 
 #[test]
+fn a_wait_that_outlasts_what_is_in_hand_is_told_for_the_whole_cost() {
+    let database = database();
+    let pool = database.pool(1);
+    // An hour for each unit. What is taken may be used for ten hours.
+    let local = WIDE.local(&pool, 10).unwrap();
+    let _ = allowed(local.check("7", 1).unwrap());
+    let _ = allowed(WIDE.key(7).cost(90).check(&pool).unwrap());
+    // From the reply, and as it is remembered.
+    for _ in 0..2 {
+        let soon = limited(local.check("7", 12).unwrap());
+        assert_about(soon.retry_after.unwrap(), 3 * HOUR);
+        let late = limited(local.check("7", 60).unwrap());
+        assert_about(late.retry_after.unwrap(), 60 * HOUR);
+    }
+}
+
+#[test]
 fn a_limited_call_is_remembered_for_each_cost_and_for_a_second_at_most() {
     let database = database();
     let proxy = RoundTrips::in_front_of(&database);

@@ -76,6 +76,14 @@ fn an_override_that_equals_the_quota_of_the_program_counts_as_one() {
     let database = database();
     let conn = &mut database.connect();
     let hourly = RateLimit::named("hourly", Quota::per(5, HOUR));
+    // Of two limits the one that is refused is named: the override allows the other one.
+    set(conn, "api", None, "24, '1 day', 100");
+    match RateLimit::check_all_on(conn, &[&API.cost(50), &hourly.cost(6)]) {
+        Err(Error::Input(Input::CostAboveBurst { name, cost: 6, .. })) => {
+            assert_eq!(name, "hourly")
+        }
+        other => panic!("{other:?}"),
+    }
     set(conn, "hourly", None, "5, '1 hour', 5");
     let denied = limited(hourly.cost(6).check_on(conn).unwrap());
     assert_eq!(denied.reason, LimitedReason::AboveBurst);

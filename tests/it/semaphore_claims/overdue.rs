@@ -150,7 +150,8 @@ fn a_claim_finds_the_slot_that_another_one_has_freed_meanwhile() {
         std::thread::scope(|scope| {
             // Keeps the claim from marking until the other one has committed.
             let barred = scope.spawn(|| {
-                let bar = "BEGIN; LOCK TABLE resource_control.service_request IN SHARE MODE; COMMIT";
+                let bar =
+                    "BEGIN; LOCK TABLE resource_control.service_request IN SHARE MODE; COMMIT";
                 database.connect().batch_execute(bar).unwrap();
             });
             while number(observer.conn(), waiting) < 1 {}

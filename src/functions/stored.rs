@@ -121,7 +121,7 @@ extern "SQL" {
     fn prune_service_requests(older_than: Interval, batch: Integer) -> Integer;
 
     /// Spends units of a key if its rate limit allows the call. Returns [`Checked`]. Waits at most 250 milliseconds for another
-    /// transaction that spends units of the key, or 500 behind another waiter. With `commit_async`, the transaction commits without
+    /// transaction that spends units of the key, or 750 behind other waiters. With `commit_async`, the transaction commits without
     /// waiting for the disk.
     ///
     /// Commit at once, because every other call for the key waits until then, and a rollback gives the units back. A bad

@@ -54,7 +54,7 @@ impl RateLimit {
     /// # Blocking
     ///
     /// Waits for a connection as long as the pool's `connection_timeout` allows, and at most 250 milliseconds for another
-    /// transaction, or 500 behind another waiter.
+    /// transaction, or 750 behind other waiters.
     ///
     /// # Errors
     ///
@@ -94,7 +94,7 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits at most 250 milliseconds for another transaction, or 500 behind another waiter.
+    /// Waits at most 250 milliseconds for another transaction, or 750 behind other waiters.
     ///
     /// # Errors
     ///
@@ -244,7 +244,7 @@ impl RateLimit {
     /// # Blocking
     ///
     /// Waits for `timeout` at most, including the check-out, and for a round trip, which waits at most 250 milliseconds for
-    /// another transaction, or 500 behind another waiter. The pool's own `connection_timeout` may end the check-out sooner.
+    /// another transaction, or 750 behind other waiters. The pool's own `connection_timeout` may end the check-out sooner.
     ///
     /// # Errors
     ///
@@ -268,8 +268,8 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction, or 500 behind
-    /// another waiter.
+    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction, or 750 behind
+    /// other waiters.
     ///
     /// # Errors
     ///

@@ -48,8 +48,8 @@
 //!
 //! # Connections
 //!
-//! All functions here but [`write_to`] take a blocking connection. With the feature `async`, `asynchronous::migrations` has the same
-//! functions for the pools of diesel-async.
+//! All functions here but [`write_to`] take a blocking connection. With the feature `async`, `asynchronous::migrations` has the
+//! same functions for the pools of diesel-async.
 
 mod adopt;
 #[cfg(feature = "async")]

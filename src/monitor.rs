@@ -1,9 +1,9 @@
 //! Queries for operators: holders of locks and waiters, the sessions that block others, requests in flight, throttled
 //! resources that are due, and keys that are near their rate limit.
 //!
-//! Most items are Diesel queries or expressions, which an application extends with `.filter()`, `.order()`, joins with its own tables
-//! ([`allow_joins_with!`](crate::allow_joins_with)), `.into_boxed()` and the like. [`holders_of`], [`waiters_of`], [`slots`] and
-//! [`keys_near_limit`] run their query. Times are compared with the server's clock, never with the application's.
+//! Most items are Diesel queries or expressions, which an application extends with `.filter()`, `.order()`, joins with its own
+//! tables ([`allow_joins_with!`](crate::allow_joins_with)), `.into_boxed()` and the like. [`holders_of`], [`waiters_of`], [`slots`]
+//! and [`keys_near_limit`] run their query. Times are compared with the server's clock, never with the application's.
 //!
 //! | Question | Query |
 //! |---|---|

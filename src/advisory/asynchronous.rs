@@ -189,7 +189,8 @@ impl AdvisoryLock {
 
     /// Takes the lock on a connection from the pool. Waits for the connection and the lock for at most `timeout`. When that is
     /// over, or if it is zero, the last try waits for a second at most (with bb8 for 50 milliseconds) while the pool checks or
-    /// opens a connection.
+    /// opens a connection. If the network is cut while a statement waits for its reply, this waits until the connection ends, as
+    /// [the settings of TCP](crate::guide::growing#dead-hosts) decide.
     ///
     /// A future that is dropped leaves what that of [`acquire`](Self::acquire) leaves.
     ///

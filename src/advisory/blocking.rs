@@ -64,7 +64,8 @@ use crate::sessions;
 /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the pooled connection had left a
 ///   transaction open.
 /// - [`Error::Database`](crate::Error::Database) for anything else. It is then unknown whether the lock was granted. A pooled
-///   connection is discarded. On a borrowed connection the session is queried, and ended if it holds the lock.
+///   connection is discarded. On a borrowed connection the session is queried, and ended if it holds the lock. If the statement
+///   has aborted a transaction that was opened by a plain SQL `BEGIN`, that transaction is rolled back first.
 ///
 /// After an error nothing is held.
 impl AdvisoryLock {

@@ -36,9 +36,9 @@ pub type Checked = Record<(
 )>;
 
 /// The result of a check of several rate limits: whether all allow it; if not, which one refuses it, from 1 on, why, and the wait.
-/// That is the one with the longest wait, or the first one that refuses while the units are being spent. Then, for each limit, or only
-/// for the one that refuses: the time of the decision, how many units are left, how long until the key is full, and the quota in
-/// force (N, period and burst).
+/// That is the one with the longest wait, or the first one that refuses while the units are being spent. Then, for each limit, or
+/// only for the one that refuses: the time of the decision, how many units are left, how long until the key is full, and the quota
+/// in force (N, period and burst).
 pub type CheckedAll = Record<(
     Bool,
     Nullable<Integer>,

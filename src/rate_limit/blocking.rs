@@ -24,8 +24,8 @@ use crate::text::Name;
 /// SELECT resource_control.spend_rate_limit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
 /// ```
 /// A limited call mostly only reads. It locks no row and assigns no transaction id. Otherwise the check locks the row of the key,
-/// reads the clock, and decides anew. It waits at most 250 milliseconds for another transaction that has locked the row, twice
-/// that behind another waiter, and is then limited as [`Contended`](crate::LimitedReason::Contended).
+/// reads the clock, and decides anew. It waits at most 250 milliseconds for another transaction that has locked the row, or 750
+/// behind other waiters, and is then limited as [`Contended`](crate::LimitedReason::Contended).
 ///
 /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in a
 /// separate READ COMMITTED transaction. After an error whose kind Diesel does not expose, one more round trip queries the
@@ -268,8 +268,8 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction, or 750 behind
-    /// other waiters.
+    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction, or 750
+    /// behind other waiters.
     ///
     /// # Errors
     ///

@@ -73,7 +73,8 @@ impl Check {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Spent {
-    /// When they were spent.
+    /// When they were spent, by the database's clock. If the call waited for another transaction that was then rolled back, this is
+    /// from before the wait.
     pub at: DateTime<Utc>,
     /// How many units were spent.
     pub units: u32,
@@ -113,7 +114,8 @@ pub struct Limited {
     pub reason: LimitedReason,
     /// How long until the call may be repeated, by the database's clock. Never zero. `None` if it never may under the quota
     /// in force, because its cost is above the burst. If the reason is [`Contended`](LimitedReason::Contended), it is 250
-    /// milliseconds, as a hint.
+    /// milliseconds, as a hint. It is an estimate while a reservation under another quota is pending. For a reservation, it is the
+    /// time until a plain check would be allowed.
     pub retry_after: Option<Duration>,
     /// How many units are left. Fewer than the cost of the call, unless the reason is
     /// [`Contended`](LimitedReason::Contended).

@@ -163,10 +163,10 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
 
     /// Runs `work` on the connection that holds the lock, releases the lock, and returns the value of `work`.
     ///
-    /// The lock is released on every way out: a value, an error, a panic, or when the future is dropped. If `work` succeeded
-    /// under a lock that was lost, that is an error, such as [`Error::LockLost`]. If `work` fails while a statement still runs
-    /// whose future it dropped, and the connection is out of a pool, this returns within a second, and a task cancels that statement,
-    /// as after a drop of the guard.
+    /// The lock is released on every way out: a value, an error, a panic, or when the future is dropped. If `work` succeeded under
+    /// a lock that was lost, that is an error, such as [`Error::LockLost`]. If `work` fails while a statement still runs whose
+    /// future it dropped, and the connection is out of a pool, this returns within a second, and a task cancels that statement, as
+    /// after a drop of the guard.
     ///
     /// # Errors
     ///

@@ -96,8 +96,8 @@ use crate::text;
 ///
 /// # Instances with different quotas
 ///
-/// While instances disagree about a quota, as during a deploy, they allow no more than the looser one. A reservation keeps its
-/// moment, and until then a call under another quota is limited.
+/// While instances disagree about a quota, as during a deploy, they allow at most the larger burst and the faster refill. A
+/// reservation keeps its moment, and until then a call under another quota is limited.
 ///
 /// # Crashes
 ///

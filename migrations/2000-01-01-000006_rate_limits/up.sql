@@ -277,14 +277,12 @@ AS $$
 DECLARE
     held resource_control.rate_limit;
     now timestamptz;
-    latest CONSTANT timestamptz := clock_timestamp() + current_setting('lock_timeout')::interval;
     debt bigint;
 BEGIN
     SELECT b.* INTO held
         FROM resource_control.rate_limit AS b
         WHERE b.name = settle_rate_limit.name COLLATE "C" AND b.key = settle_rate_limit.key COLLATE "C"
             AND b.generation = settle_rate_limit.generation AND b.full_at > '-infinity'
-            AND clock_timestamp() <= latest
         FOR NO KEY UPDATE;
     now := clock_timestamp();
     debt := resource_control.rate_limit_debt(
@@ -359,9 +357,7 @@ DECLARE
     increase interval;
     debt bigint;
     late timestamptz;
-    -- lock_timeout counts anew for each transaction that a statement waits for, one after the other.
-    latest CONSTANT timestamptz := clock_timestamp() + COALESCE(patience, '250ms')::interval;
-    is_again boolean := false;
+    is_overridden boolean;
     setting text;
 BEGIN
     IF patience IS NOT NULL THEN
@@ -383,9 +379,9 @@ BEGIN
                         AND (d.debt > d.room AND d.reserved_until > d.now) IS NOT TRUE THEN 'stale'
                     WHEN d.debt > d.room THEN 'spent'
                     WHEN d.updates >= 200 OR at_least IS NOT NULL OR max_wait_us > 0 THEN 'locking'
-                END, d.is_valid
+                END, d.is_valid, d.is_overridden
             INTO quota_n, quota_period_us, quota_burst, decided_at, found_generation, room,
-                allowance, full_at, increase, reason, is_valid
+                allowance, full_at, increase, reason, is_valid, is_overridden
             FROM (
                 SELECT c.*,
                         CASE WHEN c.is_valid THEN resource_control.rate_limit_debt(
@@ -398,7 +394,7 @@ BEGIN
                     FROM (
                         SELECT COALESCE(o.n, decide_rate_limit.n) AS quota_n,
                                 COALESCE(o.period_us, decide_rate_limit.period_us) AS quota_period_us,
-                                COALESCE(o.burst, decide_rate_limit.burst) AS quota_burst,
+                                COALESCE(o.burst, decide_rate_limit.burst) AS quota_burst, o.n IS NOT NULL AS is_overridden,
                                 r.generation, r.updates, r.changed_at, r.full_at, r.reserved_until, r.n, r.period_us,
                                 decide_rate_limit.n BETWEEN 1 AND 4294967295
                                     AND decide_rate_limit.burst BETWEEN 1 AND 4294967295
@@ -436,18 +432,9 @@ BEGIN
         ELSIF reason = 'invalid' THEN
             units := 0;
             reason := resource_control.refuse_rate_limit(name, key, n, period_us, burst,
-                CASE WHEN is_valid THEN COALESCE(at_least, cost) END,
-                EXISTS (
-                    SELECT FROM resource_control.rate_limit_override AS q
-                        WHERE q.name = decide_rate_limit.name COLLATE "C"
-                            AND q.scope IN ('*', '=' || decide_rate_limit.key COLLATE "C")));
-            RETURN;
-        ELSIF is_again AND clock_timestamp() > latest THEN
-            units := 0;
-            reason := 'contended';
+                CASE WHEN is_valid THEN COALESCE(at_least, cost) END, is_overridden);
             RETURN;
         END IF;
-        is_again := true;
 
         -- One block for the lock and the write, because a lock of one subtransaction and a write of another would need a
         -- multixact.
@@ -464,7 +451,6 @@ BEGIN
                     WHERE b.name = decide_rate_limit.name COLLATE "C" AND b.key = decide_rate_limit.key COLLATE "C"
                         AND b.generation = found_generation AND b.updates < 200 AND b.n = quota_n AND b.period_us = quota_period_us AND b.full_at > '-infinity'
                         AND b.full_at <= clock_timestamp() + allowance AND b.changed_at <= clock_timestamp()
-                        AND clock_timestamp() <= latest
                     RETURNING b.changed_at, b.full_at INTO decided_at, full_at;
                 IF FOUND THEN
                     units := cost;
@@ -504,7 +490,6 @@ BEGIN
                     FROM resource_control.rate_limit AS b
                     WHERE b.name = decide_rate_limit.name COLLATE "C" AND b.key = decide_rate_limit.key COLLATE "C"
                         AND b.generation = found_generation AND b.full_at > '-infinity'
-                        AND clock_timestamp() <= latest
                     FOR NO KEY UPDATE;
                 CONTINUE WHEN NOT FOUND;
                 decided_at := clock_timestamp();
@@ -587,12 +572,9 @@ AS $$
 DECLARE
     found_generation bigint;
     found_changed_at timestamptz;
-    found_full_at timestamptz;
-    latest timestamptz;
     setting text;
 BEGIN
-    SELECT b.generation, b.changed_at, b.full_at, b.full_at, clock_timestamp() + '00:00:00.25'::interval
-        INTO found_generation, found_changed_at, full_at, found_full_at, latest
+    SELECT b.generation, b.changed_at, b.full_at INTO found_generation, found_changed_at, full_at
         FROM resource_control.rate_limit AS b
         WHERE b.name = spend_rate_limit.name COLLATE "C" AND b.key = spend_rate_limit.key COLLATE "C"
             AND b.n = spend_rate_limit.n AND b.period_us = spend_rate_limit.period_us
@@ -623,18 +605,9 @@ BEGIN
                     AND b.generation = found_generation AND b.updates < 200
                     AND b.n = spend_rate_limit.n AND b.period_us = spend_rate_limit.period_us AND b.full_at > '-infinity'
                     AND b.full_at <= clock_timestamp() + allowance AND b.changed_at <= clock_timestamp()
-                    -- lock_timeout counts anew for each transaction that this waits for.
-                    AND clock_timestamp() <= latest
                 RETURNING b.changed_at, b.full_at INTO decided_at, full_at;
             IF FOUND THEN
                 units := cost;
-                RETURN;
-            END IF;
-            IF clock_timestamp() > latest THEN
-                units := 0;
-                reason := 'contended';
-                decided_at := clock_timestamp();
-                full_at := found_full_at;
                 RETURN;
             END IF;
         EXCEPTION WHEN lock_not_available OR deadlock_detected OR query_canceled THEN
@@ -1237,7 +1210,7 @@ COMMENT ON FUNCTION resource_control.reserve_rate_limit_within(text, text, bigin
 COMMENT ON FUNCTION resource_control.spend_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, boolean, interval, interval) IS
     'As decide_rate_limit, and faster. For this crate only: allowance and increase must be what the quota, the wait and the cost amount to.';
 COMMENT ON FUNCTION resource_control.check_rate_limit(text, text, bigint, interval, bigint, bigint, boolean) IS
-    'Spends units of a key if the limit allows it: at most burst + W * n / period units in any time W. Waits at most 250 ms for another transaction that spends units of the same key, or 750 behind other waiters. Commit at once and outside of other work, because every other call for the key waits until then, and a rollback gives the units back. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried. With commit_async, the transaction commits without waiting for the disk.';
+    'Spends units of a key if the limit allows it: at most burst + W * n / period units in any time W. Waits at most 250 ms for each transaction that it meets at the key. Commit at once and outside of other work, because every other call for the key waits until then, and a rollback gives the units back. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried. With commit_async, the transaction commits without waiting for the disk.';
 COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, interval, bigint, bigint, interval, boolean) IS
     'As check_rate_limit, but also spends units of the future, if the wait for them is at most max_wait. Returns how long to wait.';
 COMMENT ON FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean) IS
@@ -1247,7 +1220,7 @@ COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, ti
 COMMENT ON FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint) IS
     'How many units of a key are left, when it is full again, and the quota in force. Changes nothing.';
 COMMENT ON FUNCTION resource_control.reset_rate_limit(text, text, boolean) IS
-    'Makes a key full, or without a key all keys of the name. Returns how many were not. Waits at most 250 ms for each key, and changes nothing if that is too short.';
+    'Makes a key full, or without a key all keys of the name. Returns how many were not. Waits at most 250 ms for each transaction that it meets at a key, and changes nothing if that is too short.';
 COMMENT ON FUNCTION resource_control.prune_rate_limits(text, text, integer) IS
     'Deletes the full keys among the next batch rows after this name and key, and returns how many, and the name and key to go on after; null at the end. Commit at once, because checks of those keys wait until then.';
 

@@ -105,9 +105,9 @@ impl Watched {
         }
     }
 
-    /// How long to pause before the next query. After one that failed, or for which the pool had no connection, the pause is
-    /// shorter: the pool may just have replaced idle connections that were closed, and would find the new ones closed after a
-    /// longer pause.
+    /// How long to pause before the next query. After one that did not confirm the lock in time, or for which the pool had no
+    /// connection, the pause is shorter: the pool may just have replaced idle connections that were closed, and would find the new
+    /// ones closed after a longer pause.
     pub(super) fn pause(&self) -> Duration {
         if self.last_confirmed() < self.every {
             self.every

@@ -120,9 +120,8 @@ extern "SQL" {
     #[sql_name = "resource_control.prune_service_requests"]
     fn prune_service_requests(older_than: Interval, batch: Integer) -> Integer;
 
-    /// Spends units of a key if its rate limit allows the call. Returns [`Checked`]. Waits at most 250 milliseconds for another
-    /// transaction that spends units of the key, or 750 behind other waiters. With `commit_async`, the transaction commits without
-    /// waiting for the disk.
+    /// Spends units of a key if its rate limit allows the call. Returns [`Checked`]. Waits at most 250 milliseconds for each
+    /// transaction that it meets at the key. With `commit_async`, the transaction commits without waiting for the disk.
     ///
     /// Commit at once, because every other call for the key waits until then, and a rollback gives the units back. A bad
     /// argument is a check violation, whose constraint names it. An example is `diesel_interlock_bad_quota`.

@@ -24,8 +24,9 @@ use crate::text::Name;
 /// SELECT resource_control.spend_rate_limit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
 /// ```
 /// A limited call mostly only reads. It locks no row and assigns no transaction id. Otherwise the check locks the row of the key,
-/// reads the clock, and decides anew. It waits at most 250 milliseconds for another transaction that has locked the row, or 750
-/// behind other waiters, and is then limited as [`Contended`](crate::LimitedReason::Contended).
+/// reads the clock, and decides anew. It waits at most 250 milliseconds for a transaction that has locked the row, and is then limited
+/// as [`Contended`](crate::LimitedReason::Contended). At a key that many use, it may meet one transaction after the other. If their
+/// commits are slow, these waits add up.
 ///
 /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in a
 /// separate READ COMMITTED transaction. After an error whose kind Diesel does not expose, one more round trip queries the
@@ -54,7 +55,7 @@ impl RateLimit {
     /// # Blocking
     ///
     /// Waits for a connection as long as the pool's `connection_timeout` allows, and at most 250 milliseconds for another
-    /// transaction, or 750 behind other waiters.
+    /// transaction, as [above](#checks).
     ///
     /// # Errors
     ///
@@ -94,7 +95,7 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits at most 250 milliseconds for another transaction, or 750 behind other waiters.
+    /// Waits at most 250 milliseconds for another transaction, as [above](#checks).
     ///
     /// # Errors
     ///
@@ -244,7 +245,7 @@ impl RateLimit {
     /// # Blocking
     ///
     /// Waits for `timeout` at most, including the check-out, and for a round trip, which waits at most 250 milliseconds for
-    /// another transaction, or 750 behind other waiters. The pool's own `connection_timeout` may end the check-out sooner.
+    /// another transaction, as [above](#checks). The pool's own `connection_timeout` may end the check-out sooner.
     ///
     /// # Errors
     ///
@@ -268,8 +269,8 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction, or 750
-    /// behind other waiters.
+    /// Waits for `timeout` at most, and for a round trip, which waits at most 250 milliseconds for another transaction, as
+    /// [above](#checks).
     ///
     /// # Errors
     ///

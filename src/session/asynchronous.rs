@@ -299,8 +299,8 @@ impl Asynchronous<'_> {
         self.conn
     }
 
-    /// Returns whether a transaction is open that Diesel does not know of. Not prepared, so two round trips, or three if one may
-    /// be open.
+    /// Returns whether a transaction is open that Diesel does not know of. Not prepared, so two round trips, and one or two more
+    /// if one may be open.
     pub(crate) async fn is_inside_transaction(&mut self) -> QueryResult<bool> {
         let (_, is_inside) = look(self.conn).await?;
         Ok(is_inside && is_in_block(self.conn).await)
@@ -487,7 +487,7 @@ async fn is_in_block(mut conn: &AsyncPgConnection) -> bool {
         .is_ok()
         || SimpleAsyncConnection::batch_execute(&mut conn, "SELECT 1")
             .await
-            .is_err()
+            .is_err_and(|error| !super::is_closed(&error))
 }
 
 fn status(conn: &mut AsyncPgConnection) -> &mut TransactionManagerStatus {

@@ -109,7 +109,8 @@ async fn look_after_timeout<S: Session>(session: &mut S, lock: Lock) -> QueryRes
 }
 
 /// A transaction of this crate's own, or a savepoint inside a test transaction, in which no setting of the session ends a
-/// wait. Dropping it rolls it back, on every way out: an error, a panic, or a future that was dropped.
+/// wait. Dropping it rolls it back, on every way out: an error, a panic, or a future that was dropped. Only a panic of the caller's
+/// instrumentation, as the end is sent in a test transaction, may leave the savepoint open.
 struct LiftedSettings<'a, S: Session> {
     session: &'a mut S,
     end: &'static str,

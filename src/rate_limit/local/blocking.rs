@@ -33,7 +33,7 @@ const LONGEST_DROP: Duration = Duration::from_secs(1);
 /// A call is allowed if the units in hand are enough for it, even if its cost is above the burst.
 ///
 /// Dropping the value gives back what was not used, if the pool has an idle connection. It never waits for one. It takes one round
-/// trip for each key, and ends after a second, or a quarter of a second later if another transaction has locked a key.
+/// trip for each key, and begins none after a second.
 pub struct LocalRateLimit {
     local: Local,
     pool: PgPool,

@@ -104,7 +104,11 @@ impl Entry {
         };
         let limited = match now {
             Some(now) if self.is_void_after(now, limited.retry_after) => {
-                self.still_limited(cost).unwrap_or(limited)
+                // Without what is here, a cost above the burst is never allowed.
+                self.still_limited(cost).unwrap_or(Limited {
+                    retry_after: None,
+                    ..limited
+                })
             }
             _ => limited,
         };

@@ -54,32 +54,6 @@ fn a_forgotten_begin_delays_a_call_and_does_not_stop_it() {
     }
 }
 
-/// `lock_timeout` counts anew for each of them.
-#[test]
-fn a_call_that_meets_one_transaction_after_the_other_waits_no_longer_than_for_one() {
-    let database = database();
-    let pool = database.pool(1);
-    let _ = allowed(API.check(&pool).unwrap());
-    let mut observer = Observer::of(&database);
-    let waiting = "(SELECT count(*) FROM pg_locks WHERE NOT granted)";
-    // In some rounds the call comes before the others.
-    let is_contended = (0..20).any(|_| {
-        std::thread::scope(|scope| {
-            for _ in 0..6 {
-                scope.spawn(|| {
-                    let change = "BEGIN; UPDATE resource_control.rate_limit SET updates = updates; \
-                        SELECT pg_sleep(0.15); COMMIT";
-                    database.connect().batch_execute(change).unwrap();
-                });
-            }
-            while number(observer.conn(), waiting) < 5 {}
-            let check = API.check(&pool).unwrap();
-            check.is_limited() && limited(check).reason == LimitedReason::Contended
-        })
-    });
-    assert!(is_contended);
-}
-
 #[test]
 fn a_denial_that_the_committed_row_shows_does_not_wait() {
     let database = database();

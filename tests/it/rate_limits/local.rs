@@ -184,6 +184,8 @@ fn a_wait_that_outlasts_what_is_in_hand_is_told_for_the_whole_cost() {
         assert_about(soon.retry_after.unwrap(), 3 * HOUR);
         let late = limited(local.check("7", 60).unwrap());
         assert_about(late.retry_after.unwrap(), 60 * HOUR);
+        let never = limited(local.check("7", 105).unwrap());
+        assert_eq!(never.retry_after, None);
     }
 }
 

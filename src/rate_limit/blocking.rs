@@ -114,10 +114,10 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for a connection as long as the pool's `connection_timeout` allows. Waits for another transaction at most 250
-    /// milliseconds at the first key, by name and key, and 25 at each later one. Otherwise a transaction that somebody left open at
-    /// the key of one customer would delay all calls for a limit that all customers share. Each call that meets it still locks the
-    /// earlier keys for these 25 milliseconds: more than about 40 such calls a second leave a shared limit
+    /// Waits for a connection as long as the pool's `connection_timeout` allows. Waits for a transaction at most 250 milliseconds
+    /// at the first key, by name and key, and 25 at each later one, as [above](#checks). Otherwise a transaction that somebody left
+    /// open at the key of one customer would delay all calls for a limit that all customers share. Each call that meets it still
+    /// locks the earlier keys for these 25 milliseconds: more than about 40 such calls a second leave a shared limit
     /// [`Contended`](crate::LimitedReason::Contended). Let `idle_in_transaction_session_timeout` end such transactions.
     ///
     /// # Errors

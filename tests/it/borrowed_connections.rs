@@ -223,13 +223,15 @@ fn a_failed_attempt_leaves_an_aborted_transaction_to_its_savepoint() {
 /// A try that is cancelled at its end has taken the lock, and PostgreSQL only aborts the transaction.
 #[test]
 fn a_try_that_is_cancelled_in_a_raw_transaction_holds_nothing() {
-    const CANCELLED: u32 = 5;
+    const TURNS: u64 = 2000;
+    // About one in a hundred is cancelled when it has taken the lock.
+    let enough = if IS_ASYNCHRONOUS { 50 } else { 150 };
     let database = Database::new();
     let mut observer = Observer::of(&database);
     let mut canceller = database.connect();
     let mut conn = database.connect();
     let mut cancelled = 0;
-    for turn in 0..10_000_u64 {
+    for turn in 0..TURNS {
         eventually("there is a session", || {
             conn.batch_execute("ROLLBACK; BEGIN; SELECT 1").is_ok() || {
                 conn = database.connect();
@@ -241,7 +243,7 @@ fn a_try_that_is_cancelled_in_a_raw_transaction_holds_nothing() {
         let tried = std::thread::scope(|scope| {
             scope.spawn(|| {
                 begin.wait();
-                let (began, pause) = (Instant::now(), Duration::from_micros(turn * 7 % 400));
+                let (began, pause) = (Instant::now(), Duration::from_micros(turn * 7 % 100));
                 while began.elapsed() < pause {}
                 canceller
                     .batch_execute(&format!("SELECT pg_cancel_backend({pid})"))
@@ -258,11 +260,11 @@ fn a_try_that_is_cancelled_in_a_raw_transaction_holds_nothing() {
             ),
         }
         eventually("nobody holds it", || observer.holders(LOCK.key()) == 0);
-        if cancelled == CANCELLED {
-            return;
+        if cancelled == enough {
+            break;
         }
     }
-    panic!("{cancelled} tries were cancelled");
+    assert!(cancelled > 0);
 }
 
 /// A wait that is cancelled may be granted the lock at the same moment.

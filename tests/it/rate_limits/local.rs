@@ -176,9 +176,13 @@ fn a_wait_that_outlasts_what_is_in_hand_is_told_for_the_whole_cost() {
     let pool = database.pool(1);
     // An hour for each unit. What is taken may be used for ten hours.
     let local = WIDE.local(&pool, 10).unwrap();
-    let _ = allowed(local.check("7", 1).unwrap());
-    let _ = allowed(WIDE.key(7).cost(90).check(&pool).unwrap());
-    // From the reply, and as it is remembered.
+    for key in ["7", "8"] {
+        let _ = allowed(local.check(key, 1).unwrap());
+        let _ = allowed(WIDE.key(key).cost(90).check(&pool).unwrap());
+    }
+    // As the reply tells it, and as it is remembered.
+    let late = limited(local.check("8", 60).unwrap());
+    assert_about(late.retry_after.unwrap(), 60 * HOUR);
     for _ in 0..2 {
         let soon = limited(local.check("7", 12).unwrap());
         assert_about(soon.retry_after.unwrap(), 3 * HOUR);

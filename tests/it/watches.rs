@@ -298,7 +298,6 @@ fn a_watch_sees_a_loss_where_idle_connections_are_closed_sooner_than_its_interva
     let pool = database.pool(4);
     let mut guard = lock().acquire(&pool).unwrap();
     let watch = guard.watch(&pool, every).unwrap();
-    std::thread::sleep(2 * every);
     await_confirmation(&watch);
     observer.kill(guard.backend_pid());
     eventually("the loss is noticed", || watch.is_lost());

@@ -96,6 +96,16 @@ fn where_only_locked_overdue_rows_are_left_a_claim_waits_a_moment_and_is_refused
     assert_eq!(log[20].id, late[19].id + 1, "no id was drawn in vain");
 }
 
+/// Leaves only overdue requests, and a claim that has marked them and taken a slot, in a transaction that stays open.
+fn claim_among_overdue(two: &Semaphore, conn: &mut PgConnection, open: &mut PgConnection) {
+    conn.batch_execute("TRUNCATE resource_control.service_request")
+        .unwrap();
+    fill(two, conn);
+    expire(conn, "geocoder");
+    open.batch_execute("BEGIN").unwrap();
+    assert!(claim_in_sql(open, "geocoder", 2));
+}
+
 /// If only overdue requests are left, and another claim is marking them, a claim waits for that claim's commit.
 #[test]
 fn a_claim_waits_for_another_that_marks_its_slot() {
@@ -105,12 +115,7 @@ fn a_claim_waits_for_another_that_marks_its_slot() {
     let mut observer = Observer::of(&database);
     // A slow machine may not commit within the quarter of a second.
     let waited = (0..20).any(|_| {
-        conn.batch_execute("TRUNCATE resource_control.service_request")
-            .unwrap();
-        fill(&two, conn);
-        expire(conn, "geocoder");
-        open.batch_execute("BEGIN").unwrap();
-        assert!(claim_in_sql(open, "geocoder", 2));
+        claim_among_overdue(&two, conn, open);
         let (sender, pid) = channel();
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
@@ -141,12 +146,7 @@ fn a_claim_finds_the_slot_that_another_one_has_freed_meanwhile() {
     let waiting = "(SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'relation')";
     // The order in which a claim tries the slots is random.
     for _ in 0..10 {
-        conn.batch_execute("TRUNCATE resource_control.service_request")
-            .unwrap();
-        fill(&two, conn);
-        expire(conn, "geocoder");
-        open.batch_execute("BEGIN").unwrap();
-        assert!(claim_in_sql(open, "geocoder", 2));
+        claim_among_overdue(&two, conn, open);
         std::thread::scope(|scope| {
             // Keeps the claim from marking until the other one has committed.
             let barred = scope.spawn(|| {

@@ -123,8 +123,8 @@ pub enum Error {
     /// the lock was held.
     ///
     /// A pooled connection is discarded, which rolls the transaction back. On a borrowed connection an aborted transaction
-    /// is rolled back, and any other is left to the caller. If the caller rolls it back, an `idle_session_timeout` of
-    /// that session stays lifted.
+    /// is rolled back, and any other is left to the caller. If the caller rolls it back, this also undoes that the release
+    /// has restored the `idle_session_timeout`, which then stays 0 in that session.
     #[error(
         "a transaction was still open when the lock {key} was released: what it wrote was not committed under the lock; \
          commit it before the guard is released"
@@ -228,8 +228,8 @@ pub enum Error {
     Pool(Box<dyn std::error::Error + Send + Sync>),
 
     /// An asynchronous operation was polled outside a tokio runtime, which it needs for its timers, and for the task that
-    /// undoes what it took when its future is dropped. Nothing was sent. A runtime without timers is found out by a panic that is
-    /// caught, so with `panic = "abort"` it ends the process.
+    /// undoes what it took when its future is dropped. Nothing was sent. A runtime without timers is detected by catching a panic
+    /// of tokio. With `panic = "abort"` that panic ends the process.
     #[cfg(feature = "async")]
     #[error(
         "cannot run an asynchronous operation outside a tokio runtime with timers: nothing could undo what it took if \
@@ -259,8 +259,9 @@ pub enum Misplaced {
     )]
     SessionLockInTransaction,
 
-    /// [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) was called inside an open transaction. Its snapshot
-    /// may be older than the lock, and the lock would be held until its end instead of the end of the closure.
+    /// [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) was called inside an open transaction. The snapshot of
+    /// that transaction may be older than the lock, and the lock would be held until the transaction ends, not until the closure
+    /// ends.
     #[error(
         "cannot open a transaction for the lock inside another: its snapshot may be older than the lock; call acquire_xact \
          in the open transaction"
@@ -298,7 +299,8 @@ pub enum Misplaced {
     )]
     SpendInTransaction,
 
-    /// Work that runs after a committed grant was requested inside an open transaction.
+    /// [`Throttle::run_on`](crate::Throttle::run_on) was called inside an open transaction, where the grant could not be committed
+    /// before the work runs.
     #[error(
         "cannot run throttled work inside an open transaction: the grant would not be committed before the work runs; call \
          this outside a transaction, or use attempt_on"
@@ -316,7 +318,7 @@ pub enum Misplaced {
     /// would get the same number.
     #[error(
         "cannot draw a fencing token inside an open transaction: a crash of the server before the commit would give the \
-         same token again; call fencing_token before the transaction begins, or make the lock .fenced()"
+         same token again; call fencing_token before the transaction begins"
     )]
     TokenInTransaction,
 

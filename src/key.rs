@@ -24,9 +24,10 @@ const SHOWN: usize = 80;
 /// ```
 /// use diesel_interlock::LockKey;
 ///
-/// let booking = LockKey::parts([223, 345]); // data centre, server
-/// assert_eq!(booking, LockKey::named("223 345"));
-/// assert_eq!(booking, LockKey::bigint(3755351481708176604));
+/// let booking = LockKey::parts(["server", "223", "345"]); // data centre, server
+/// assert_eq!(booking, LockKey::named("server 223 345"));
+/// assert_ne!(booking, LockKey::parts([223, 345]));
+/// assert_eq!(LockKey::parts([223, 345]), LockKey::bigint(3755351481708176604));
 /// assert_ne!(LockKey::pair(0, 1), LockKey::bigint(1));
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
@@ -106,6 +107,9 @@ impl LockKey {
     }
 
     /// Makes the key of a name with several parts, such as a table and an id.
+    ///
+    /// Begin with what the key is for: all programs on a database share its keys, and `parts([7, 12])` of one purpose would be
+    /// the key of another.
     ///
     /// One space joins the parts to a name. In each part `\` becomes `\\` and a space becomes `\ `, so different lists of
     /// parts are different names. For example, `["a b"]` differs from `["a", "b"]`. A list without parts is an empty name,

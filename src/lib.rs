@@ -22,6 +22,8 @@
 //! | At most once per interval on any instance | [`Throttle`] |
 //! | At most N at a time: calls to a fragile service | [`Semaphore`] |
 //! | N per period on average, with a bounded burst, for each key | [`RateLimit`] |
+//! | The same, waiting for a turn | [`RateLimit::acquire_timeout`] |
+//! | The same, without a round trip for each call | [`LocalRateLimit`] |
 //! | Refuse a late write of a former holder | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Anything behind a pooler in transaction mode | transaction locks, [`Throttle`], [`RateLimit`], [`Semaphore`], [`Fence`] |
@@ -59,8 +61,8 @@
 //! }
 //!
 //! fn book(conn: &mut PgConnection, datacenter: i32, server: i32) -> QueryResult<bool> {
-//!     AdvisoryLock::new(LockKey::parts([datacenter, server]))
-//!         .transaction(conn, |conn| insert_if_free(conn, server))
+//!     let key = LockKey::parts(["server", &datacenter.to_string(), &server.to_string()]);
+//!     AdvisoryLock::new(key).transaction(conn, |conn| insert_if_free(conn, server))
 //! }
 //!
 //! fn import(conn: &mut PgConnection, tenant: i64) -> Result<String, Error> {

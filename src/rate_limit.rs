@@ -90,9 +90,9 @@ use crate::text;
 ///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
 /// ```
 /// The key's override applies, else that of the name, else the program's quota. What a key owes is counted in units, not in time,
-/// so a new quota takes effect at once: the same units are refilled at the new speed. While reservations are pending, even
-/// cancelled ones, a new quota takes effect only at the moment of the last of them, and calls under it are limited until then. A
-/// [`reset`](Self::reset) makes the key full at once. What was reserved before may still be used, in addition.
+/// so a new quota takes effect at once: the same units are refilled at the new speed. While [reservations](Self::reserve) are
+/// pending, even cancelled ones, a new quota takes effect only at the moment of the last of them. Until then, calls under the new
+/// quota are limited. A [`reset`](Self::reset) makes the key full at once. What was reserved before may still be used, in addition.
 ///
 /// # Instances with different quotas
 ///
@@ -103,8 +103,8 @@ use crate::text;
 ///
 /// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). In a transaction that Diesel
 /// does not see, the call sets `synchronous_commit` back to the default of the session, also where the session had set
-/// another value. A crash or a failover of the server may lose the last moments: less than three times its
-/// `wal_writer_delay`, which is 200 ms by default, and the lag of the standby. What was spent then is allowed once more.
+/// another value. A crash of the server may lose the last moments before it: less than three times `wal_writer_delay`, which is
+/// 200 ms by default. A failover may also lose the lag of the standby. What was spent in that time is allowed once more.
 ///
 /// # Clocks
 ///

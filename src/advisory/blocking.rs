@@ -106,8 +106,9 @@ impl AdvisoryLock {
 
     /// Takes the lock on a connection from the pool. Waits indefinitely.
     ///
-    /// One round trip beyond the pool's own check-out if the lock is free. Otherwise one more for each slice of 200 milliseconds,
-    /// and another one after each slice that ends without the lock.
+    /// One round trip beyond the pool's own check-out if the lock is free. Otherwise the wait is cut into slices of 200
+    /// milliseconds, as explained below, with one more round trip for each slice, and another one after each slice that ends
+    /// without the lock.
     ///
     /// # Blocking
     ///
@@ -136,7 +137,7 @@ impl AdvisoryLock {
     ///   server's messages are localised.
     ///
     /// The session's `statement_timeout`, `lock_timeout` and `transaction_timeout` do not shorten the wait. If
-    /// `statement_timeout` or `transaction_timeout` is shorter than a slice and half a second, a slice takes two more round trips,
+    /// `statement_timeout` or `transaction_timeout` is shorter than a slice plus half a second, a slice takes two more round trips,
     /// for a separate transaction in which they are lifted.
     ///
     /// # Errors

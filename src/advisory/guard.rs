@@ -195,11 +195,11 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     ///
     /// Nested guards of one lock on one session share one token, because they hold the lock together. A guard takes over the
     /// token of the innermost outer guard that has one. For this the session gets a name, in the setting
-    /// `diesel_interlock.session`. After a `RESET ALL` between the two guards they do not share a token. They do if the outer
-    /// guard has lost the lock meanwhile, as by `pg_advisory_unlock_all`, and a fence that has seen the token of a holder in
-    /// between then refuses both. In a test transaction all tokens are the same. If the outer guard is shared and the inner
-    /// one exclusive, the inner one draws a new token, because it comes after other sharers. A fence that has seen this token
-    /// refuses that of the outer guard.
+    /// `diesel_interlock.session`. After a `RESET ALL` between the two guards they do not share a token. If the outer guard
+    /// has lost the lock meanwhile, as by `pg_advisory_unlock_all`, both guards still share its token. A fence that has seen
+    /// the token of a holder in between then refuses both. In a test transaction all tokens are the same. If the outer guard
+    /// is shared and the inner one exclusive, the inner one draws a new token, because it comes after other sharers. A fence
+    /// that has seen this token refuses that of the outer guard.
     ///
     /// An empty message in the write-ahead log, `pg_logical_emit_message`, makes the order of tokens survive a crash of the
     /// server, unless `synchronous_commit` is `off`. The order does not survive a failover to an asynchronous standby. If the

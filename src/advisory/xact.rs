@@ -150,7 +150,8 @@ impl AdvisoryLock {
     ///
     /// # diesel::table! { reserved_servers (server_id) { server_id -> Integer } }
     /// fn book(conn: &mut PgConnection, datacenter: i32, server: i32) -> QueryResult<bool> {
-    ///     AdvisoryLock::new(LockKey::parts([datacenter, server])).transaction(conn, |conn| {
+    ///     let key = LockKey::parts(["server", &datacenter.to_string(), &server.to_string()]);
+    ///     AdvisoryLock::new(key).transaction(conn, |conn| {
     ///         let taken = reserved_servers::table.find(server);
     ///         if diesel::select(diesel::dsl::exists(taken)).get_result(conn)? {
     ///             return Ok(false);

@@ -23,10 +23,10 @@ use crate::text::Name;
 /// ```sql
 /// SELECT resource_control.spend_rate_limit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
 /// ```
-/// A limited call mostly only reads. It locks no row and assigns no transaction id. Otherwise the check locks the row of the key,
-/// reads the clock, and decides anew. It waits at most 250 milliseconds for a transaction that has locked the row, and is then limited
-/// as [`Contended`](crate::LimitedReason::Contended). At a key that many use, it may meet one transaction after the other. If their
-/// commits are slow, these waits add up.
+/// A limited call mostly only reads. It locks no row and assigns no transaction id. Otherwise the check locks the row of the
+/// key, reads the clock, and decides anew. It waits at most 250 milliseconds for a transaction that has locked the row, and is
+/// then limited as [`Contended`](crate::LimitedReason::Contended). At a key that many use, it may meet one transaction after
+/// the other. If their commits are slow, these waits add up.
 ///
 /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in a
 /// separate READ COMMITTED transaction. After an error whose kind Diesel does not expose, one more round trip queries the
@@ -114,11 +114,12 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for a connection as long as the pool's `connection_timeout` allows. Waits for a transaction at most 250 milliseconds
-    /// at the first key, by name and key, and 25 at each later one, as [above](#checks). Otherwise a transaction that somebody left
-    /// open at the key of one customer would delay all calls for a limit that all customers share. Each call that meets it still
-    /// locks the earlier keys for these 25 milliseconds: more than about 40 such calls a second leave a shared limit
-    /// [`Contended`](crate::LimitedReason::Contended). Let `idle_in_transaction_session_timeout` end such transactions.
+    /// Waits for a connection as long as the pool's `connection_timeout` allows. Waits for a transaction at most 250
+    /// milliseconds at the first key in the order of name and key, and 25 at each later one, as [above](#checks). Otherwise a
+    /// transaction that somebody left open at the key of one customer would delay all calls for a limit that all customers
+    /// share. Each call that meets it still locks the earlier keys for these 25 milliseconds: more than about 40 such calls a
+    /// second leave a shared limit [`Contended`](crate::LimitedReason::Contended). Let `idle_in_transaction_session_timeout`
+    /// end such transactions.
     ///
     /// # Errors
     ///

@@ -31,7 +31,7 @@ impl Spent {
     ///
     /// # Errors
     ///
-    /// - [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more than were not given back yet. Units
+    /// - [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more units than are left to give back. Units
     ///   that a failed call was to give back count as given back.
     /// - The [errors of checks](crate::RateLimit#errors-of-checks).
     #[cfg(feature = "r2d2")]

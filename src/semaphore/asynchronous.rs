@@ -113,8 +113,8 @@ impl Semaphore {
 ///
 /// If the future of an operation with a pool is dropped while it waits for a connection, nothing was sent. If it is dropped
 /// later, a task on its runtime finishes the statement, and releases the slot that a claim got, in one more round trip.
-/// A runtime that is dropped at that moment leaves the slot to its timeout. So does a current-thread runtime that nobody
-/// drives, until it is driven again.
+/// A runtime that is dropped at that moment leaves the slot to its timeout. A current-thread runtime that nobody drives releases
+/// the slot when it is driven again, unless the slot has timed out before.
 impl Semaphore {
     /// Claims a slot if one is free, through a connection from the pool. Never waits for a slot.
     ///

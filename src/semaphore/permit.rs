@@ -31,7 +31,8 @@ use crate::session::{Blocking, now};
 /// use, one for each pool. A release that the thread cannot send, because the pool stays exhausted or the program ends,
 /// is lost, and the slot is free after the timeout.
 ///
-/// A release changes only the permit's own request. A release after the timeout changes nothing.
+/// A release changes only the permit's own request. A release after the timeout frees nothing, and only marks that request as
+/// timed out.
 ///
 /// # Asynchronous handlers
 ///
@@ -80,8 +81,8 @@ impl Permit {
     /// wall clock. The one that has advanced more counts, because the monotonic clock stops while the machine is
     /// suspended. If the wall clock is set forward, the result is too small until the clock is corrected or the permit is renewed.
     ///
-    /// The database clock decides when the permit times out. If that clock is set forward, the permit times out earlier
-    /// than this method returns.
+    /// The database clock decides when the permit times out. If that clock is set forward, the permit times out sooner than
+    /// the returned time says.
     pub fn remaining(&self) -> Duration {
         self.slot.remaining()
     }
@@ -135,7 +136,7 @@ impl Permit {
     /// # Errors
     ///
     /// - [`Error::TimedOut`] if the permit had timed out. Part of the work may have run while more requests than
-    ///   allowed were in flight. Nothing was changed.
+    ///   allowed were in flight. The request is marked as timed out.
     /// - [`Error::Pool`](crate::Error::Pool), [`Error::TransactionInPool`](crate::Error::TransactionInPool) and
     ///   [`Error::Database`]. The release is then retried in the background, as for a dropped permit.
     pub fn release(mut self) -> Result<()> {

@@ -33,7 +33,7 @@ fn make_pool(
         .build_unchecked(manager)
 }
 
-/// Whether a session is compared with another of the pool before its first lock. bb8 tells nothing by which a connection could be known.
+/// Whether a session is compared with another of the pool before its first lock. Nothing identifies a connection of bb8.
 const COMPARES_SESSIONS: bool = false;
 
 /// Whether the pool lends a connection to the caller that has waited longest. In bb8 one that has just given it back may be first.

@@ -213,7 +213,13 @@ fn of_overdue_slots_each_is_taken_over_once() {
                 });
             }
         });
-        assert_eq!(claimed.into_inner(), 4, "round {round}");
+        // A claim waits for the marks of another one for a quarter second at most, so a stalled machine may refuse some.
+        let mut claimed = claimed.into_inner();
+        assert!((1..=4).contains(&claimed), "{claimed} in round {round}");
+        while FOUR.claim_on(conn).unwrap().admitted().is_some() {
+            claimed += 1;
+        }
+        assert_eq!(claimed, 4, "round {round}");
         let log = log(conn);
         assert_eq!(log.len(), 8);
         assert!(

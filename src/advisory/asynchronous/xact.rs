@@ -91,7 +91,8 @@ impl AdvisoryLock {
     ///     datacenter: i32,
     ///     server: i32,
     /// ) -> QueryResult<bool> {
-    ///     AdvisoryLock::new(LockKey::parts([datacenter, server]))
+    ///     let key = LockKey::parts(["server", &datacenter.to_string(), &server.to_string()]);
+    ///     AdvisoryLock::new(key)
     ///         .transaction(conn, async |conn| {
     ///             let taken = reserved_servers::table.find(server);
     ///             if diesel::select(diesel::dsl::exists(taken)).get_result(conn).await? {

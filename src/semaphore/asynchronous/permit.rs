@@ -32,7 +32,8 @@ use crate::session::Asynchronous;
 /// runtime, or outside of one. If the runtime was dropped, or is a current-thread runtime that nobody drives, no task runs, and the
 /// slot is free after the timeout.
 ///
-/// A release changes only the permit's own request. A release after the timeout changes nothing.
+/// A release changes only the permit's own request. A release after the timeout frees nothing, and only marks that request as
+/// timed out.
 ///
 /// # Cancelled handlers
 ///
@@ -121,7 +122,7 @@ impl<P: Pool> Permit<P> {
     /// # Errors
     ///
     /// - [`Error::TimedOut`] if the permit had timed out. Part of the work may have run while more requests than allowed
-    ///   were in flight. Nothing was changed.
+    ///   were in flight. The request is marked as timed out.
     /// - [`Error::Pool`], [`Error::TransactionInPool`] and [`Error::Database`]. The release is then retried in the
     ///   background, as for a dropped permit.
     pub async fn release(self) -> Result<()> {

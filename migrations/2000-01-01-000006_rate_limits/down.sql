@@ -10,6 +10,7 @@ DROP FUNCTION resource_control.spend_rate_limit(text, text, bigint, bigint, bigi
 DROP FUNCTION resource_control.decide_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, bigint, boolean, text);
 DROP FUNCTION resource_control.read_rate_limit(text, text, bigint, interval, bigint);
 DROP FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint, bigint);
+DROP FUNCTION resource_control.forget_rate_limit(text, text, bigint);
 DROP FUNCTION resource_control.retire_rate_limit(text, text, bigint);
 DROP FUNCTION resource_control.refuse_rate_limit(text, text, bigint, bigint, bigint, bigint, boolean);
 DROP FUNCTION resource_control.microseconds(interval);

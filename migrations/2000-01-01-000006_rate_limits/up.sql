@@ -105,6 +105,8 @@ CREATE FUNCTION resource_control.rate_limit_debt(
 AS $$
     SELECT CASE
         WHEN full_at IS NULL OR full_at OPERATOR(pg_catalog.<=) GREATEST(changed_at, at) THEN 0
+        -- Set by hand.
+        WHEN full_at OPERATOR(pg_catalog.=) 'infinity' THEN 9000000000000000
         WHEN n OPERATOR(pg_catalog.=) wanted_n AND period_us OPERATOR(pg_catalog.=) wanted_period_us
         THEN (pg_catalog.date_part('epoch', full_at OPERATOR(pg_catalog.-) GREATEST(changed_at, at)) OPERATOR(pg_catalog.*) 1000000)::bigint
         WHEN reserved_until OPERATOR(pg_catalog.>) GREATEST(changed_at, at)
@@ -254,6 +256,29 @@ BEGIN
 END
 $$;
 
+-- Deletes a key whose last generation is one that a later one had replaced. No function leaves such a key, but whoever deletes
+-- rows by hand may, and it counts as full.
+CREATE FUNCTION resource_control.forget_rate_limit(name text, key text, generation bigint) RETURNS void
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
+AS $$
+#variable_conflict use_variable
+BEGIN
+    PERFORM FROM resource_control.rate_limit AS b
+        WHERE b.name = forget_rate_limit.name COLLATE "C" AND b.key = forget_rate_limit.key COLLATE "C"
+            AND b.generation = forget_rate_limit.generation AND b.full_at = '-infinity'
+        FOR UPDATE;
+    IF FOUND THEN
+        DELETE FROM resource_control.rate_limit AS b
+            WHERE b.name = forget_rate_limit.name COLLATE "C" AND b.key = forget_rate_limit.key COLLATE "C"
+                AND b.generation <= forget_rate_limit.generation;
+    END IF;
+END
+$$;
+
 -- Writes what a key owes under another quota, and by the present clock. Otherwise a key that is limited, which writes
 -- nothing, would be refilled at the rate of the old quota, or not at all until a clock that was set back shows the old time
 -- again. What was spent under the old quota may have come back faster, and by the old clock nobody knows when it was spent. So
@@ -373,6 +398,7 @@ BEGIN
                 CASE
                     WHEN d.room IS NULL THEN 'invalid'
                     WHEN d.generation IS NULL THEN 'first'
+                    WHEN d.full_at = '-infinity' THEN 'retired'
                     WHEN d.changed_at > d.now THEN 'stale'
                     -- A row under another quota is rescaled, but not while a reservation keeps this call waiting.
                     WHEN (d.n <> d.quota_n OR d.period_us <> d.quota_period_us) AND d.debt < 9000000000000000
@@ -483,6 +509,9 @@ BEGIN
                     reason := NULL;
                     RETURN;
                 END IF;
+            ELSIF reason = 'retired' THEN
+                -- The generation that replaced this one was deleted by hand. The next round finds a key without rows.
+                PERFORM resource_control.forget_rate_limit(name, key, found_generation);
             ELSIF reason = 'stale' THEN
                 PERFORM resource_control.settle_rate_limit(name, key, found_generation, quota_n, quota_period_us, quota_burst);
             ELSE
@@ -1032,6 +1061,7 @@ DECLARE
     wanted_name CONSTANT text COLLATE "C" := name;
     wanted_key text COLLATE "C";
     found_generation bigint;
+    is_retired boolean;
     is_full boolean;
     deleted bigint := 0;
 BEGIN
@@ -1046,7 +1076,7 @@ BEGIN
                     WHERE b.name = wanted_name GROUP BY b.key ORDER BY b.key)
         END LOOP
             LOOP
-                SELECT b.generation INTO found_generation
+                SELECT b.generation, b.full_at = '-infinity' INTO found_generation, is_retired
                     FROM resource_control.rate_limit AS b
                     WHERE b.name = wanted_name AND b.key = wanted_key
                     ORDER BY b.generation DESC
@@ -1055,7 +1085,7 @@ BEGIN
                 SELECT b.full_at <= GREATEST(b.changed_at, clock_timestamp()) INTO is_full
                     FROM resource_control.rate_limit AS b
                     WHERE b.name = wanted_name AND b.key = wanted_key AND b.generation = found_generation
-                        AND b.full_at > '-infinity'
+                        AND (b.full_at > '-infinity' OR is_retired)
                     FOR UPDATE;
                 -- Otherwise another session replaced the row at the same moment.
                 IF FOUND THEN
@@ -1103,6 +1133,7 @@ DECLARE
     stop integer;
     reached integer;
     found_generation bigint;
+    is_retired boolean;
 BEGIN
     IF (batch >= 1) IS NOT TRUE OR after_name IS NULL OR after_key IS NULL THEN
         RAISE check_violation USING
@@ -1131,7 +1162,7 @@ BEGIN
             FOR place IN 1 .. stop LOOP
                 CONTINUE WHEN NOT are_full[place];
                 reached := place;
-                SELECT b.generation INTO found_generation
+                SELECT b.generation, b.full_at = '-infinity' INTO found_generation, is_retired
                     FROM resource_control.rate_limit AS b
                     WHERE b.name = names[place] AND b.key = keys[place]
                     ORDER BY b.generation DESC
@@ -1144,7 +1175,8 @@ BEGIN
                             AND b.full_at <= GREATEST(b.changed_at, clock_timestamp()));
                 PERFORM FROM resource_control.rate_limit AS b
                     WHERE b.name = names[place] AND b.key = keys[place] AND b.generation = found_generation
-                        AND b.full_at > '-infinity' AND b.full_at <= GREATEST(b.changed_at, clock_timestamp())
+                        AND (b.full_at > '-infinity' OR is_retired)
+                        AND b.full_at <= GREATEST(b.changed_at, clock_timestamp())
                     FOR UPDATE;
                 CONTINUE WHEN NOT FOUND;
                 DELETE FROM resource_control.rate_limit AS b WHERE b.name = names[place] AND b.key = keys[place];
@@ -1199,6 +1231,8 @@ COMMENT ON FUNCTION resource_control.microseconds(interval) IS
     'The interval as elapsed time, in microseconds.';
 COMMENT ON FUNCTION resource_control.read_rate_limit(text, text, bigint, interval, bigint) IS
     'The quota in force of a key, and how long the key takes to be full again. Part of peek_rate_limit and check_rate_limits.';
+COMMENT ON FUNCTION resource_control.forget_rate_limit(text, text, bigint) IS
+    'Deletes a key of which rows were deleted by hand. Part of decide_rate_limit.';
 COMMENT ON FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint, bigint) IS
     'Rewrites what a key owes under another quota and by the present clock. Part of decide_rate_limit and check_rate_limits.';
 COMMENT ON FUNCTION resource_control.refuse_rate_limit(text, text, bigint, bigint, bigint, bigint, boolean) IS

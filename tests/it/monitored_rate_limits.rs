@@ -11,7 +11,7 @@ use diesel_interlock::error::{Input, Schema};
 use diesel_interlock::monitor::{
     self, KeyNearLimit, QuotaSource, RateLimitOverride, RateLimitRow, keys_near_limit,
 };
-use diesel_interlock::schema::resource_control::rate_limit_override;
+use diesel_interlock::schema::resource_control::{rate_limit, rate_limit_override};
 use diesel_interlock::{Error, Quota, RateLimit, migrations};
 use workbench::{Cluster, Database};
 
@@ -54,6 +54,23 @@ fn assert_as_peeked(conn: &mut PgConnection, near: &[KeyNearLimit]) {
         );
         assert_about(state.full_in, near.full_in);
     }
+}
+
+#[test]
+fn a_key_that_is_closed_by_hand_is_the_nearest_to_its_limit() {
+    let database = database();
+    let conn = &mut database.connect();
+    spend(conn);
+    conn.batch_execute(
+        "UPDATE resource_control.rate_limit SET full_at = 'infinity' WHERE name = 'api' AND key = '2'",
+    )
+    .unwrap();
+    assert_eq!(left(&near(conn, 2)), [("2", 0), ("3", 0)]);
+    let owed: Vec<i64> = rate_limit::table
+        .select(monitor::units_owed())
+        .load(conn)
+        .unwrap();
+    assert_eq!(owed.len(), 7);
 }
 
 #[test]

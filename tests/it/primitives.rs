@@ -100,6 +100,7 @@ const PRIMITIVES: [Primitive; 5] = [
             "refuse_rate_limit",
             "read_rate_limit",
             "retire_rate_limit",
+            "forget_rate_limit",
             "settle_rate_limit",
             "reserve_rate_limit_within",
         ],

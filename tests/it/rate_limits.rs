@@ -1,5 +1,6 @@
 //! Rate limits: what they allow, what they limit, and what they tell.
 
+mod by_hand;
 mod contention;
 mod give_back;
 mod headers;

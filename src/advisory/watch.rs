@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::operations::HeldLock;
-use super::watched::Watched;
+use super::watched::{PATIENCE, Watched};
 use crate::background::{Background, Chore};
 use crate::error::Result;
 use crate::pool::{PgPool, PooledPgConnection};
@@ -14,8 +14,13 @@ use crate::session::{Blocking, now};
 /// an interval, over a connection from the pool, which it holds only during the query.
 ///
 /// [`AdvisoryLockGuard::watch`](crate::AdvisoryLockGuard::watch) creates it. Clone it into the threads that do the work. The
-/// queries end when the guard releases the lock, when the lock is lost, or when all clones are dropped. From then on the
-/// watch keeps neither the thread nor the pool alive.
+/// queries end when the guard releases the lock, when the lock is lost, or when all clones are dropped. A second later, the watch
+/// keeps neither the thread nor the pool alive.
+///
+/// # Busy pools
+///
+/// A query waits for a connection for a second at most, and is then repeated. So a watch over a pool that is exhausted for longer
+/// confirms nothing, for example over a pool of one, whose connection the guard holds.
 ///
 /// # Release
 ///
@@ -99,8 +104,7 @@ pub(super) fn stop(watched: &Arc<Watched>) {
 }
 
 impl Chore for Watched {
-    /// Uses an idle connection, or none.
-    const PATIENCE: Duration = Duration::ZERO;
+    const PATIENCE: Duration = PATIENCE;
 
     fn pause(&self) -> Duration {
         self.pause()

@@ -23,6 +23,10 @@ const SHORTEST: Duration = Duration::from_millis(10);
 /// The pause after a query that failed.
 const RETRY: Duration = Duration::from_millis(100);
 
+/// How long a query may wait for a connection. Without waiting it would never get one from a busy pool, whose users hand each
+/// connection to the next one who waits.
+pub(super) const PATIENCE: Duration = Duration::from_secs(1);
+
 /// A lock that is watched: which session holds it, and what the last query found.
 #[derive(Debug)]
 pub(super) struct Watched {

@@ -176,7 +176,7 @@ fn a_connection_made_of_a_bare_client_reports_its_end_within_a_second_or_two() {
     });
 }
 
-/// Panics as many times as it is told to, when it is asked for an idle connection.
+/// Panics as many times as it is told to, when it is asked for a connection.
 #[derive(Clone)]
 struct Panics<P>(P, Arc<AtomicU32>);
 
@@ -184,14 +184,14 @@ impl<P: Pool> Pool for Panics<P> {
     type Connection = P::Connection;
 
     async fn check_out(&self) -> Result<Self::Connection, Error> {
-        self.0.check_out().await
-    }
-
-    async fn try_check_out(&self) -> Option<Self::Connection> {
         let left = |left: u32| left.checked_sub(1);
         if self.1.fetch_update(SeqCst, SeqCst, left).is_ok() {
             std::panic::resume_unwind(Box::new("of the pool"));
         }
+        self.0.check_out().await
+    }
+
+    async fn try_check_out(&self) -> Option<Self::Connection> {
         self.0.try_check_out().await
     }
 

@@ -1,8 +1,9 @@
 //! Watching over a session lock.
 
-use std::sync::atomic::AtomicU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::time::{Duration, Instant};
 
 use diesel::connection::{InstrumentationEvent, SimpleConnection};
 
@@ -91,6 +92,40 @@ fn a_watch_queries_no_more_often_than_its_interval() {
     });
     assert!(asked < 20, "{asked} questions");
     guard.release().unwrap();
+}
+
+/// deadpool hands a connection that comes back to the user who waits, so that none is ever idle.
+#[test]
+fn a_lock_is_confirmed_while_others_wait_for_each_connection_of_the_pool() {
+    let database = Database::new();
+    let pool = database.pool(2);
+    let mut guard = lock().try_acquire(&pool).unwrap().expect_acquired();
+    let watch = guard.watch(&pool, OFTEN).unwrap();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let busy = AdvisoryLock::named("busy").shared();
+                while !is_over.load(SeqCst) {
+                    busy.with(&pool, |conn| conn.batch_execute("SELECT pg_sleep(0.005)"))
+                        .unwrap();
+                }
+            });
+        }
+        let began = Instant::now();
+        let confirmed = catch_unwind(AssertUnwindSafe(|| {
+            for _ in 0..3 {
+                await_confirmation(&watch);
+            }
+            // Without a turn it would be confirmed only before the others began.
+            eventually("it is confirmed meanwhile", || {
+                began.elapsed() > Duration::from_secs(2)
+                    && watch.last_confirmed() < Duration::from_secs(1)
+            });
+        }));
+        is_over.store(true, SeqCst);
+        confirmed.unwrap();
+    });
 }
 
 #[test]

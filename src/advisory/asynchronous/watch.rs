@@ -7,7 +7,7 @@ use tokio::runtime::Handle as Runtime;
 use tokio::time::timeout;
 
 use crate::advisory::operations::HeldLock;
-use crate::advisory::watched::Watched;
+use crate::advisory::watched::{PATIENCE, Watched};
 use crate::error::Result;
 use crate::panics::{caught, caught_while_awaited};
 use crate::pool::asynchronous::{self as pool, Pool, PoolConnection};
@@ -20,7 +20,8 @@ use crate::session::{Asynchronous, Session};
 /// work. Each call of `watch` has a task and a query of its own, so call it once for each guard, and share the clones.
 ///
 /// The task ends when the guard releases the lock, when the lock is lost, or when all clones are dropped. While a query hangs,
-/// the lock is not confirmed.
+/// the lock is not confirmed. A query waits for a connection for a second at most, and is then repeated, so a watch over a pool that
+/// is exhausted for longer confirms nothing.
 ///
 /// A lock that its guard releases is not lost, as with the [`Watch`](crate::Watch) of the blocking half, which has the same
 /// methods.
@@ -84,8 +85,8 @@ impl Drop for Handle {
     }
 }
 
-/// Queries at the interval until the watch is over. Uses an idle connection, or tries again soon. The first query of the watch was
-/// that of the guard.
+/// Queries at the interval until the watch is over. Without a connection it tries again soon. The first query of the watch was that
+/// of the guard.
 async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
     loop {
         let is_over = watched.until(Watched::is_over);
@@ -93,8 +94,8 @@ async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
             return;
         }
         // A panic of the caller's pool or instrumentation ends no watch.
-        let checked_out = caught_while_awaited(pool::try_check_out(&pool)).await;
-        if let Some(mut conn) = checked_out.flatten() {
+        let checked_out = caught_while_awaited(pool::check_out(&pool, Some(PATIENCE))).await;
+        if let Some(Ok(mut conn)) = checked_out {
             let session = &mut Asynchronous::pooled(&mut conn);
             let queried = caught_while_awaited(watched.query(session)).await;
             caught(|| match queried {

@@ -222,9 +222,11 @@ pub enum Error {
 
     /// The pool had no connection in time.
     ///
-    /// The message is that of the pool. That of r2d2 is `timed out waiting for connection`, followed by the reason why no
-    /// connection could be opened, if there is one.
-    #[error(transparent)]
+    /// The message contains that of the pool. That of r2d2 is `timed out waiting for connection`, followed by the reason why no
+    /// connection could be opened, if there is one. deadpool waits for a "slot", by which it means a connection.
+    ///
+    /// In your own code, `map_err(|error| Error::Pool(error.into()))` makes it of the error of an asynchronous pool.
+    #[error("no connection from the pool: {0}")]
     Pool(Box<dyn std::error::Error + Send + Sync>),
 
     /// An asynchronous operation was polled outside a tokio runtime, which it needs for its timers, and for the task that

@@ -75,7 +75,7 @@ fn an_exhausted_pool_says_why_it_gave_no_connection() {
     assert_matches!(error, Error::Pool(_));
     let message = error.to_string();
     assert!(
-        message.starts_with("timed out waiting for connection"),
+        message.starts_with("no connection from the pool: timed out waiting for connection"),
         "{message}"
     );
     assert_eq!(with_causes(&error), message);

@@ -65,7 +65,8 @@ impl Headers {
         .filter_map(|(name, value)| Some((name, value?.as_str())))
     }
 
-    /// Joins the fields of several limits into one of each, and keeps the longest `Retry-After`.
+    /// Joins the fields of several limits into one of each, and keeps the longest `Retry-After`. One that never allows the call
+    /// has none, so look for [`AboveBurst`](crate::LimitedReason::AboveBurst) yourself.
     pub fn joined(all: impl IntoIterator<Item = Headers>) -> Option<Self> {
         all.into_iter().reduce(|mut joined, next| {
             joined.policy += ", ";

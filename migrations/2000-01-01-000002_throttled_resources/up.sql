@@ -31,29 +31,40 @@ ELSE
     ALTER TABLE resource_control.throttled_resource SET (fillfactor = 50);
 END IF;
 
--- It is not STRICT, so that PostgreSQL inlines it, and names are qualified, because it is inlined under the caller's search
--- path. The result is limited, because a time beyond PostgreSQL's range is an error. A resource with such an interval would
--- fail every attempt, and the pruning of all resources.
+-- The result is limited, because a time beyond PostgreSQL's range is an error. A resource with such an interval would fail every
+-- attempt, and the pruning of all resources. Names are qualified, because that costs less than a search path of its own.
+CREATE FUNCTION resource_control.elapsed_with_days(span interval) RETURNS interval
+    LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE
+AS $$
+BEGIN
+    IF span OPERATOR(pg_catalog.>) '1000 years' THEN
+        RETURN '8640000:00:00';
+    END IF;
+    RETURN pg_catalog.make_interval(secs => (
+            (
+                (
+                    (extract(year FROM span) OPERATOR(pg_catalog.*) 12) OPERATOR(pg_catalog.+) extract(month FROM span)
+                ) OPERATOR(pg_catalog.*) 30 OPERATOR(pg_catalog.+) extract(day FROM span)
+            ) OPERATOR(pg_catalog.*) 86400
+            OPERATOR(pg_catalog.+) (extract(hour FROM span) OPERATOR(pg_catalog.*) 3600)
+            OPERATOR(pg_catalog.+) (extract(minute FROM span) OPERATOR(pg_catalog.*) 60)
+        )::pg_catalog.float8)
+        -- The seconds are separate, because one number would round the microseconds of a century.
+        OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => extract(second FROM span)::pg_catalog.float8);
+END
+$$;
+
+-- It is not STRICT, so that PostgreSQL inlines it, and names are qualified, because it is inlined under the caller's search path.
+-- PostgreSQL prepares an inlined expression for each statement anew, so the conversion, which few intervals need, is a function.
 CREATE FUNCTION resource_control.elapsed(span interval) RETURNS interval
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT CASE
-        WHEN span OPERATOR(pg_catalog.>) '1000 years' THEN '8640000:00:00'
-        -- Most intervals need no conversion.
         WHEN pg_catalog.date_part('day', span) OPERATOR(pg_catalog.=) 0
             AND pg_catalog.date_trunc('month', span) OPERATOR(pg_catalog.=) '0'
+            AND span OPERATOR(pg_catalog.<=) '1000 years'
         THEN span
-        ELSE pg_catalog.make_interval(secs => (
-                (
-                    (
-                        (extract(year FROM span) OPERATOR(pg_catalog.*) 12) OPERATOR(pg_catalog.+) extract(month FROM span)
-                    ) OPERATOR(pg_catalog.*) 30 OPERATOR(pg_catalog.+) extract(day FROM span)
-                ) OPERATOR(pg_catalog.*) 86400
-                OPERATOR(pg_catalog.+) (extract(hour FROM span) OPERATOR(pg_catalog.*) 3600)
-                OPERATOR(pg_catalog.+) (extract(minute FROM span) OPERATOR(pg_catalog.*) 60)
-            )::pg_catalog.float8)
-            -- The seconds are separate, because one number would round the microseconds of a century.
-            OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => extract(second FROM span)::pg_catalog.float8)
+        ELSE resource_control.elapsed_with_days(span)
     END
 $$;
 
@@ -183,6 +194,8 @@ COMMENT ON COLUMN resource_control.throttled_resource.last_locked IS
     'When it was granted last, by the server''s clock; -infinity for never.';
 COMMENT ON FUNCTION resource_control.elapsed(interval) IS
     'The interval as elapsed time, at most 1000 years. Adding a day to a timestamptz adds 23 or 25 hours where the clocks change.';
+COMMENT ON FUNCTION resource_control.elapsed_with_days(interval) IS
+    'Part of elapsed: the interval as elapsed time, at most 1000 years.';
 COMMENT ON FUNCTION resource_control.require_read_committed() IS
     'Raises a serialization failure at an isolation level stricter than READ COMMITTED.';
 COMMENT ON FUNCTION resource_control.attempt_throttled_resource(resource_control.throttled_resource_enum, text) IS

@@ -45,6 +45,7 @@ const PRIMITIVES: [Primitive; 5] = [
         tables: &["throttled_resource", "throttled_key"],
         declared: &["elapsed", "prune_throttled_keys"],
         internal: &[
+            "elapsed_with_days",
             "require_read_committed",
             "attempt_throttled_resource",
             "lock_throttled_resource",

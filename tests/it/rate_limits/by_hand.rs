@@ -63,6 +63,17 @@ fn a_key_of_which_only_replaced_rows_are_left_is_full() {
     }
 }
 
+/// As when another call has forgotten and used the key meanwhile.
+#[test]
+fn only_a_key_of_which_replaced_rows_are_left_is_forgotten() {
+    let database = database();
+    let conn = &mut database.connect();
+    let _ = allowed(OFTEN.check_on(conn).unwrap());
+    conn.batch_execute("SELECT resource_control.forget_rate_limit('often', '', 1)")
+        .unwrap();
+    assert_eq!(number(conn, ROWS), 1);
+}
+
 #[test]
 fn a_key_that_is_closed_by_hand_is_limited_until_it_is_reset() {
     let database = database();

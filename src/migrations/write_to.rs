@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::ours::{OURS, version_of};
 use crate::error::{Error, Result};
@@ -32,8 +33,8 @@ use crate::error::{Error, Result};
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 ///
-/// It needs no database. If [`install`](super::install()) has run a migration in a database, its file does nothing there,
-/// and `diesel migration run` records it.
+/// Several threads and processes may call it at the same time. It needs no database. If [`install`](super::install()) has run a
+/// migration in a database, its file does nothing there, and `diesel migration run` records it.
 ///
 /// # Errors
 ///
@@ -93,10 +94,13 @@ fn is_same(found: &[u8], text: &str) -> bool {
     String::from_utf8_lossy(found).replace("\r\n", "\n") == text.replace("\r\n", "\n")
 }
 
-/// Writes a file by renaming a temporary one, so that it never exists in part.
+/// Writes a file by renaming a temporary one, so that it never exists in part. The temporary one has a name of its own, because
+/// another thread or process may write the same file.
 fn write(one: &Path, path: &Path, text: &str) -> io::Result<()> {
+    static WRITTEN: AtomicU64 = AtomicU64::new(0);
+    let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     fs::create_dir_all(one)?;
-    let unfinished = path.with_extension(format!("sql.{}", std::process::id()));
+    let unfinished = path.with_extension(format!("sql.{}.{number}", std::process::id()));
     fs::write(&unfinished, text)?;
     fs::rename(&unfinished, path)
 }

@@ -47,6 +47,26 @@ fn recorded(conn: &mut PgConnection) -> i64 {
 }
 
 #[test]
+fn tests_of_one_process_write_them_at_the_same_time() {
+    for _ in 0..20 {
+        let application = application("write_to_at_once");
+        let start = &Barrier::new(4);
+        std::thread::scope(|threads| {
+            for _ in 0..4 {
+                threads.spawn(|| {
+                    start.wait();
+                    migrations::write_to(application.path()).unwrap();
+                });
+            }
+        });
+        let left = migrations::write_to(application.path()).unwrap();
+        assert!(left.is_empty(), "{left:?}");
+        let files = contents(application.path()).len();
+        assert_eq!(files, 2 * versions().len() + 2, "nothing else was left");
+    }
+}
+
+#[test]
 fn they_are_written_once_and_are_what_the_repository_has() {
     let application = application("write_to");
     let own = contents(application.path());

@@ -139,12 +139,7 @@ impl LockKey {
                     number: Number::Unformatted,
                 };
             };
-            for character in part.chars() {
-                if matches!(character, '\\' | ' ') {
-                    name.push('\\');
-                }
-                name.push(character);
-            }
+            text::push_part(&mut name, &part);
         }
         Self::from(name)
     }

@@ -1,6 +1,5 @@
 //! The prefix of a test, of a pool and of a process, with the feature `testing`.
 
-use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -20,13 +19,17 @@ pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 
 /// Separates the names of one test from those of other tests that run at the same time on the same database.
 ///
-/// A lock named `geocoder` is then the lock `this test geocoder`. The prefix reaches the locks of
-/// [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts), the services
-/// of semaphores, the [keys](crate::Throttle::key) of throttles, and the names of [rate limits](crate::RateLimit) and of
-/// [fences](crate::Fence). It does not reach
-/// lock keys that are numbers or that other ecosystems share, and it does not reach a throttle without a key, because such a
-/// throttle is one row for the whole database. A test that takes such a throttle needs its own database, or a test
-/// transaction while no other test uses the throttle.
+/// Under the prefix `orders`, a lock named `geocoder` is the lock `orders geocoder`. In the prefix, `\` becomes `\\` and a space
+/// becomes `\ `, as in [`LockKey::parts`](crate::LockKey::parts). Names under different prefixes therefore always differ.
+///
+/// The prefix reaches the locks of [`LockKey::named`](crate::LockKey::named) and [`LockKey::parts`](crate::LockKey::parts), the
+/// services of semaphores, the [keys](crate::Throttle::key) of throttles, and the names of [rate limits](crate::RateLimit) and of
+/// [fences](crate::Fence). It does not reach lock keys that are numbers or that other ecosystems share, and it does not reach a
+/// throttle without a key, because such a throttle is one row for the whole database. A test that takes such a throttle needs its
+/// own database, or a test transaction while no other test uses the throttle.
+///
+/// What was acquired, claimed or spent under a prefix keeps its name. It is released or given back under that name, wherever that
+/// is done. The units that a local rate limit has in memory are not told apart by prefix, so make one for each test.
 ///
 /// A connection, a task, a thread or a process can have a prefix. The first of them that has one counts:
 ///
@@ -127,7 +130,7 @@ impl KeyPrefix {
     ///     tokio::task::yield_now().await;
     ///     prefixed("geocoder").into_owned()
     /// }));
-    /// assert_eq!(handler.await?, "this test geocoder");
+    /// assert_eq!(handler.await?, r"this\ test geocoder");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// # })?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -137,8 +140,10 @@ impl KeyPrefix {
         async move {
             let mut future = pin!(future);
             poll_fn(|context| {
-                let _entered = prefix.enter();
-                future.as_mut().poll(context)
+                let entered = prefix.enter();
+                let polled = future.as_mut().poll(context);
+                entered.end_with_later_ones();
+                polled
             })
             .await
         }
@@ -214,44 +219,96 @@ pub fn key_prefix(prefix: impl Into<String>) -> EnteredPrefix {
     KeyPrefix::new(prefix).enter()
 }
 
-/// A prefix that is set on this thread. Dropping it restores the previous prefix.
+/// A prefix that is set on this thread. Dropping it ends the prefix, and the names have the prefix that was entered last of those
+/// that are left.
 #[must_use = "if unused the prefix ends at once"]
 pub struct EnteredPrefix {
-    before: Option<KeyPrefix>,
+    place: u64,
     _of_this_thread: PhantomData<*const ()>,
 }
 
 impl EnteredPrefix {
     fn entering(prefix: KeyPrefix) -> Self {
-        let before = OF_THREAD.with_borrow_mut(|current| current.replace(prefix));
+        let place = OF_THREAD.try_with(|entered| entered.borrow_mut().enter(prefix));
         Self {
-            before,
+            // A thread that ends has no place for a prefix any more.
+            place: place.unwrap_or_default(),
             _of_this_thread: PhantomData,
         }
+    }
+
+    /// Ends the prefix, and those that were entered after it, because they were entered by a future that is suspended now.
+    fn end_with_later_ones(self) {
+        let _ = OF_THREAD.try_with(|entered| entered.borrow_mut().leave_from(self.place));
     }
 }
 
 impl Drop for EnteredPrefix {
     fn drop(&mut self) {
-        let before = self.before.take();
-        OF_THREAD.with_borrow_mut(|current| *current = before);
+        let _ = OF_THREAD.try_with(|entered| entered.borrow_mut().leave(self.place));
     }
 }
 
 impl fmt::Debug for EnteredPrefix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        OF_THREAD.with_borrow(|current| f.debug_tuple("EnteredPrefix").field(current).finish())
+        let prefix = OF_THREAD.try_with(|entered| entered.borrow().at(self.place));
+        let prefix = prefix.unwrap_or_default();
+        f.debug_tuple("EnteredPrefix").field(&prefix).finish()
+    }
+}
+
+/// The prefixes that a thread has entered. They may end in any order, so each has a place of its own.
+struct Entered {
+    places: u64,
+    /// In the order of their places.
+    prefixes: Vec<(u64, KeyPrefix)>,
+}
+
+impl Entered {
+    fn enter(&mut self, prefix: KeyPrefix) -> u64 {
+        self.places += 1;
+        self.prefixes.push((self.places, prefix));
+        self.places
+    }
+
+    fn leave(&mut self, place: u64) {
+        self.prefixes.retain(|(other, _)| *other != place);
+    }
+
+    fn leave_from(&mut self, place: u64) {
+        self.prefixes.retain(|(other, _)| *other < place);
+    }
+
+    fn at(&self, place: u64) -> Option<KeyPrefix> {
+        let at_place =
+            |(other, prefix): &(u64, KeyPrefix)| (*other == place).then(|| prefix.clone());
+        self.prefixes.iter().find_map(at_place)
     }
 }
 
 thread_local! {
-    static OF_THREAD: RefCell<Option<KeyPrefix>> = const { RefCell::new(None) };
+    static OF_THREAD: RefCell<Entered> = const {
+        RefCell::new(Entered {
+            places: 0,
+            prefixes: Vec::new(),
+        })
+    };
 }
 
 static OF_PROCESS: LazyLock<Option<KeyPrefix>> = LazyLock::new(|| {
     let prefix = std::env::var_os(KEY_PREFIX_VARIABLE)?;
     (!prefix.is_empty()).then(|| KeyPrefix::new(prefix.to_string_lossy()))
 });
+
+/// Returns the prefix that this thread entered last, or that of the process. A thread that ends has none any more.
+pub(crate) fn current() -> Option<KeyPrefix> {
+    let last = |entered: &RefCell<Entered>| {
+        let entered = entered.borrow();
+        entered.prefixes.last().map(|(_, prefix)| prefix.clone())
+    };
+    let of_thread = OF_THREAD.try_with(last).ok().flatten();
+    of_thread.or_else(|| OF_PROCESS.clone())
+}
 
 /// The prefix of a connection. It is an instrumentation, because Diesel stores one with each connection and lends it. The
 /// alternatives do not work: r2d2's extensions are not reachable from a `&mut PgConnection`, `try_get` does not call r2d2's
@@ -274,28 +331,4 @@ impl Instrumentation for Carried {
 pub(crate) fn enter_carried(conn: &mut PgConnection) -> Option<EnteredPrefix> {
     let carried: &Carried = conn.instrumentation().downcast_ref()?;
     Some(carried.prefix.enter())
-}
-
-/// Returns a name as it is sent, with the prefix of this thread or this process. Use it in your own queries and with the
-/// expressions of [`monitor`](crate::monitor), which do not add a prefix.
-///
-/// # Examples
-///
-/// ```
-/// use diesel_interlock::testing;
-///
-/// assert_eq!(testing::prefixed("geocoder"), "geocoder");
-/// let _prefix = testing::key_prefix("this test");
-/// assert_eq!(testing::prefixed("geocoder"), "this test geocoder");
-/// ```
-pub fn prefixed(name: &str) -> Cow<'_, str> {
-    if name.is_empty() {
-        return name.into();
-    }
-    OF_THREAD.with_borrow(
-        |of_thread| match of_thread.as_ref().or(OF_PROCESS.as_ref()) {
-            Some(KeyPrefix(prefix)) => format!("{prefix} {name}").into(),
-            None => name.into(),
-        },
-    )
 }

@@ -55,4 +55,5 @@ pub use self::held::{assert_not_held, assert_nothing_held, held_locks};
 pub use self::in_flight::{assert_none_in_flight, requests_in_flight};
 #[cfg(feature = "postgres")]
 pub use self::rate_limits::use_up;
-pub use crate::prefix::{EnteredPrefix, KEY_PREFIX_VARIABLE, KeyPrefix, key_prefix, prefixed};
+pub use crate::prefix::{EnteredPrefix, KEY_PREFIX_VARIABLE, KeyPrefix, key_prefix};
+pub use crate::text::prefixed;

@@ -35,6 +35,16 @@ pub(crate) fn formatted(value: impl fmt::Display) -> Option<String> {
     write!(text, "{value}").is_ok().then_some(text)
 }
 
+/// Appends a part of a name, in which no space is left that could separate two parts.
+pub(crate) fn push_part(name: &mut String, part: &str) {
+    for character in part.chars() {
+        if matches!(character, '\\' | ' ') {
+            name.push('\\');
+        }
+        name.push(character);
+    }
+}
+
 /// A name as it is sent: that of a service, a throttled key, a rate limit or a fence, with the prefix of a test if there is one.
 ///
 /// [`Session::name`](crate::session::Session::name) makes it, so that no statement can be sent without the prefix.
@@ -69,8 +79,32 @@ pub(crate) fn prefixed(name: &str) -> Cow<'_, str> {
     Cow::Borrowed(name)
 }
 
+/// Returns a name as it is sent, with the prefix of this thread or this process. Use it in your own queries and with the
+/// expressions of [`monitor`](crate::monitor), which do not add a prefix.
+///
+/// # Examples
+///
+/// ```
+/// use diesel_interlock::testing;
+///
+/// assert_eq!(testing::prefixed("geocoder"), "geocoder");
+/// let _prefix = testing::key_prefix("this test");
+/// assert_eq!(testing::prefixed("geocoder"), r"this\ test geocoder");
+/// ```
 #[cfg(feature = "testing")]
-pub(crate) use crate::prefix::prefixed;
+pub fn prefixed(name: &str) -> Cow<'_, str> {
+    if name.is_empty() {
+        return name.into();
+    }
+    let Some(prefix) = crate::prefix::current() else {
+        return name.into();
+    };
+    let mut prefixed = String::new();
+    push_part(&mut prefixed, prefix.as_str());
+    prefixed.push(' ');
+    prefixed.push_str(name);
+    prefixed.into()
+}
 
 /// Names get the prefix of that connection until the returned value is dropped.
 #[cfg(not(feature = "testing"))]

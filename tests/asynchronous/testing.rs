@@ -46,7 +46,7 @@ fn a_task_enters_a_prefix_and_hands_it_on() {
                     .scope(async { testing::prefixed("x") })
                     .await;
                 assert_eq!(other, "another x");
-                assert_eq!(testing::prefixed("x"), "this test x");
+                assert_eq!(testing::prefixed("x"), r"this\ test x");
                 guard
             })
             .await;
@@ -71,6 +71,23 @@ fn a_task_enters_a_prefix_and_hands_it_on() {
         outside.release().await.unwrap();
         testing::assert_nothing_held(conn).await;
     });
+}
+
+#[test]
+fn a_prefix_that_is_entered_in_a_scope_ends_at_the_next_await() {
+    let runtime = tokio::runtime::Builder::new_current_thread();
+    let local = tokio::task::LocalSet::new();
+    let test = local.run_until(KeyPrefix::new("scope").scope(async {
+        let entered = KeyPrefix::new("entered").enter();
+        assert_eq!(testing::prefixed("x"), "entered x");
+        let beside = tokio::task::spawn_local(async { testing::prefixed("x").into_owned() });
+        assert_eq!(beside.await.unwrap(), "x");
+        assert_eq!(testing::prefixed("x"), "scope x");
+        drop(entered);
+        assert_eq!(testing::prefixed("x"), "scope x");
+    }));
+    { runtime }.build().unwrap().block_on(test);
+    assert_eq!(testing::prefixed("x"), "x");
 }
 
 #[test]
@@ -119,7 +136,7 @@ fn a_throttle_is_made_due_and_a_request_expires() {
 
         testing::assert_none_in_flight(conn, &GEOCODER).await;
         let claim = "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at, details) \
-             VALUES ('this test geocoder', 0, now(), now() + interval '1 hour', 'web-3')";
+             VALUES ('this\\ test geocoder', 0, now(), now() + interval '1 hour', 'web-3')";
         conn.batch_execute(claim).await.unwrap();
         testing::assert_none_in_flight(conn, &GEOCODER).await;
         assert_eq!(testing::requests_in_flight(conn).await.unwrap().len(), 1);

@@ -382,7 +382,7 @@ fn a_prefix_leaves_the_default_instrumentation_in_place() {
 #[test]
 #[ignore = "run by another test, in a process of its own"]
 fn in_a_process_with_a_prefix() {
-    assert_eq!(testing::prefixed("geocoder"), "all of it geocoder");
+    assert_eq!(testing::prefixed("geocoder"), r"all\ of\ it geocoder");
     let elsewhere = thread::spawn(|| LOCK.key().id().unwrap()).join().unwrap();
     assert_eq!(LOCK.key().id().unwrap(), elsewhere);
     let _more = testing::key_prefix("one");

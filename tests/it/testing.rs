@@ -1,5 +1,6 @@
 //! What the crate offers to its users' tests.
 
+use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
@@ -85,6 +86,59 @@ fn a_prefix_keeps_tests_apart_and_ends_with_its_value() {
         assert_eq!(elsewhere.join().unwrap(), plain);
     }
     assert_eq!(LOCK.key().id().unwrap(), plain);
+}
+
+#[test]
+fn prefixes_end_in_any_order() {
+    let names = || testing::prefixed("x").into_owned();
+    let (a, b, c) = ["a", "b", "c"].map(testing::key_prefix).into();
+    drop(b);
+    assert_eq!(names(), "c x");
+    drop(c);
+    assert_eq!(names(), "a x");
+    let d = testing::key_prefix("d");
+    drop(a);
+    assert_eq!(names(), "d x");
+    drop(d);
+    assert_eq!(names(), "x");
+}
+
+#[test]
+fn a_prefix_that_a_thread_keeps_ends_with_the_thread() {
+    thread_local! {
+        static KEPT: RefCell<Option<testing::EnteredPrefix>> = const { RefCell::new(None) };
+        static NAME: AtEnd = const { AtEnd };
+    }
+    /// Uses a name while the thread ends.
+    struct AtEnd;
+    impl Drop for AtEnd {
+        fn drop(&mut self) {
+            assert!(testing::prefixed("x").ends_with('x'));
+        }
+    }
+    let thread = std::thread::spawn(|| {
+        // The values of a thread are dropped in the reverse of the order in which they were first used.
+        NAME.with(|_| ());
+        KEPT.with_borrow_mut(|kept| *kept = Some(testing::key_prefix("one")));
+        testing::prefixed("x").into_owned()
+    });
+    assert_eq!(thread.join().unwrap(), "one x");
+}
+
+#[test]
+fn no_prefix_is_taken_for_the_first_part_of_a_name() {
+    let id = |prefix: &str, key: &LockKey| {
+        let _prefix = testing::key_prefix(prefix);
+        key.id().unwrap()
+    };
+    let (one, parts) = (LockKey::named("x"), LockKey::parts(["1", "x"]));
+    assert_ne!(id("test 1", &one), id("test", &parts));
+    assert_ne!(id("test\\ 1", &one), id("test 1", &one));
+    assert_eq!(id("test 1", &one), LockId::BigInt(fnv1a("test\\ 1 x")));
+    assert_eq!(
+        id("test", &parts),
+        LockKey::parts(["test", "1", "x"]).id().unwrap()
+    );
 }
 
 #[test]

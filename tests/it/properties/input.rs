@@ -213,7 +213,8 @@ fn a_prefix_and_the_names_behind_it() {
         let _prefix = testing::key_prefix(prefix);
         let semaphore = Semaphore::new(service, 1, Duration::from_secs(60));
         let claim = databases.call(|conn| semaphore.claim_on(conn));
-        let name = format!("{prefix} {service}");
+        let escaped = prefix.replace('\\', r"\\").replace(' ', r"\ ");
+        let name = format!("{escaped} {service}");
         assert_eq!(claim.is_some(), !service.is_empty() && fits(&name, 1000));
         if claim.is_some() {
             let conn = &mut *databases.installed.borrow_mut();

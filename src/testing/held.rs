@@ -24,7 +24,8 @@ use crate::session::{Blocking, now};
 ///
 /// One round trip if no lock is held: [`monitor::holders()`], ordered by key. Otherwise up to three more round trips find
 /// the locks that a claim of a slot, or an attempt at a throttle with a key, holds until its transaction ends. These are
-/// left out, because no caller requested them, and inside a test transaction they stay.
+/// left out, because no caller requested them, and inside a test transaction they stay. They are recognised by the row of the
+/// request or of the key. If the same test transaction deletes that row, as pruning does, the lock is listed.
 ///
 /// # Errors
 ///
@@ -83,7 +84,8 @@ pub(super) enum Held {
 ///
 /// No prefix restricts it. Where tests share a database, use [`assert_not_held`] and
 /// [`assert_none_in_flight`](super::assert_none_in_flight) for one lock or semaphore. Throttles are not held, because a
-/// grant is never given back.
+/// grant is never given back. In a test transaction that prunes requests or keys of throttles, their locks are found: see
+/// [`held_locks`].
 ///
 /// It polls for up to two seconds before it panics, with the round trips of [`held_locks`] and
 /// [`requests_in_flight`](super::requests_in_flight), because a discarded connection frees its locks, and a dropped permit

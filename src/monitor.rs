@@ -48,6 +48,11 @@
 //! before version 14 it does not record when a wait started. From a role without `pg_read_all_stats` it hides the statement,
 //! state, address and times of other roles' sessions. See [`Session`].
 //!
+//! # Search path
+//!
+//! Diesel sends operators without their schema, so operators of another schema that is ahead of `pg_catalog` in the `search_path`
+//! may change what these queries and expressions return.
+//!
 //! # Requests and throttles
 //!
 //! Requests and throttles are rows of tables, which [`migrations::install`](crate::migrations::install) creates and

@@ -23,6 +23,7 @@ use std::time::Duration;
 pub use self::admission::{Admission, Claim, Full};
 #[cfg(feature = "r2d2")]
 pub use self::permit::Permit;
+pub(crate) use self::rules::checked_service;
 use crate::events::Subject;
 
 /// A limit on the number of concurrent requests to a service, across all instances. No connection is held while a

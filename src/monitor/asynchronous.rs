@@ -35,9 +35,7 @@ pub async fn waiters_of(conn: &mut AsyncPgConnection, key: &LockKey) -> Result<V
 ///
 /// # Errors
 ///
-/// [`Schema::NotInstalled`](crate::error::Schema::NotInstalled),
-/// [`Schema::MissingRights`](crate::error::Schema::MissingRights),
-/// [`Error::Database`](crate::Error::Database).
+/// As in the blocking half.
 pub async fn slots(conn: &mut AsyncPgConnection, service: &str, slots: u32) -> Result<Slots> {
     find_slots(&mut Asynchronous::lent(conn), service, slots).await
 }

@@ -17,6 +17,7 @@ use crate::error::Result;
 use crate::functions::clock_timestamp;
 use crate::installed;
 use crate::schema::resource_control::service_request;
+use crate::semaphore::checked_service;
 use crate::session::Session;
 #[cfg(feature = "postgres")]
 use crate::session::{Blocking, now};
@@ -149,9 +150,11 @@ impl Slots {
 ///
 /// # Errors
 ///
-/// [`Schema::NotInstalled`](crate::error::Schema::NotInstalled),
-/// [`Schema::MissingRights`](crate::error::Schema::MissingRights),
-/// [`Error::Database`](crate::Error::Database).
+/// - [`Input::EmptyName`](crate::error::Input::EmptyName), [`Input::NulCharacter`](crate::error::Input::NulCharacter) and
+///   [`Input::TooLong`](crate::error::Input::TooLong), before anything is sent.
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
+///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
+/// - [`Error::Database`](crate::Error::Database).
 ///
 /// # Examples
 ///
@@ -176,7 +179,7 @@ pub(super) async fn find_slots<S: Session>(
     slots: u32,
 ) -> Result<Slots> {
     let slots = i16::try_from(slots).unwrap_or(i16::MAX);
-    let service = session.name(service);
+    let service = checked_service(service, |name| session.name(name))?;
     let requests = service_request::table
         .filter(of_service(service.as_str()))
         .filter(in_flight())

@@ -17,10 +17,7 @@ impl Semaphore {
         &'a self,
         name: impl FnOnce(&'a str) -> Name<'a>,
     ) -> Result<Request<'a>> {
-        if self.service.is_empty() {
-            return Err(Input::EmptyName.into());
-        }
-        let service = name(&self.service).checked("the name of a service")?;
+        let service = checked_service(&self.service, name)?;
         text::check(&self.details, "the details", text::LONGEST_DETAILS)?;
         let slots = match i16::try_from(self.slots) {
             Ok(slots @ 1..) => slots.into(),
@@ -39,6 +36,17 @@ impl Semaphore {
             details: &self.details,
         })
     }
+}
+
+/// Checks a service alone.
+pub(crate) fn checked_service<'a>(
+    service: &'a str,
+    name: impl FnOnce(&'a str) -> Name<'a>,
+) -> Result<Name<'a>> {
+    if service.is_empty() {
+        return Err(Input::EmptyName.into());
+    }
+    Ok(name(service).checked("the name of a service")?)
 }
 
 /// Returns the timeout of a semaphore as it is sent.

@@ -8,14 +8,14 @@ use diesel_async::AsyncPgConnection;
 
 use super::expiry::{send_expire, send_make_due};
 use super::held::{find_anything, find_held, nobody_holds};
-use super::in_flight::{find_in_flight, find_in_flight_to};
+use super::in_flight::{find_in_flight, find_in_flight_to, none_in_flight_to};
 use super::polling::{NoneLeft, PAUSE};
 use crate::advisory::AdvisoryLock;
 use crate::error::Result;
 use crate::monitor::{self, Holder, ServiceRequest};
 use crate::rate_limit::{self, RateLimit};
 use crate::semaphore::Semaphore;
-use crate::session::{Asynchronous, Session};
+use crate::session::Asynchronous;
 use crate::throttle::{Throttle, ThrottledResource};
 
 /// Makes a throttle due, as if its interval had just passed. As `make_due` of the blocking half.
@@ -122,7 +122,7 @@ pub fn assert_not_held(
 ///
 /// # Panics
 ///
-/// If a request is in flight, or the query fails.
+/// If a request is in flight, the service is refused, or the query fails.
 #[track_caller]
 pub fn assert_none_in_flight(
     conn: &mut AsyncPgConnection,
@@ -131,12 +131,10 @@ pub fn assert_none_in_flight(
     let (caller, semaphore) = (Location::caller(), semaphore.as_ref().clone());
     async move {
         let session = &mut Asynchronous::lent(conn);
-        let service = session.name(semaphore.service());
-        let expected = format!("no request to {:?} is in flight", service.as_str());
-        let none_left = NoneLeft::that(expected);
+        let none_left = NoneLeft::that(none_in_flight_to(session, &semaphore));
         while !holds(
             &none_left,
-            find_in_flight_to(session, service.as_str()).await,
+            find_in_flight_to(session, &semaphore).await,
             caller,
         ) {
             tokio::time::sleep(PAUSE).await;

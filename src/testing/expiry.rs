@@ -3,14 +3,11 @@
 #[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::sql_types::{Bool, Text};
+use diesel::sql_types::{BigInt, Bool, Text};
 
 use crate::error::{Error, Result, Schema};
-use crate::functions::clock_timestamp;
 use crate::installed;
-use crate::monitor;
-use crate::schema::resource_control::service_request;
-use crate::semaphore::Semaphore;
+use crate::semaphore::{Semaphore, checked_service};
 #[cfg(feature = "postgres")]
 use crate::session::{Blocking, now};
 use crate::session::{Session, all_at_read_committed};
@@ -20,31 +17,47 @@ use crate::throttle::{Throttle, ThrottledResource};
 const RESOURCE_DUE: &str = "
     WITH resource AS (
         SELECT r.resource_id,
-            pg_catalog.clock_timestamp() - resource_control.elapsed(r.throttle_interval) AS due
-        FROM resource_control.throttled_resource AS r WHERE r.resource_id::pg_catalog.text = $1
+            pg_catalog.clock_timestamp() OPERATOR(pg_catalog.-) resource_control.elapsed(r.throttle_interval) AS due
+        FROM resource_control.throttled_resource AS r WHERE r.resource_id::pg_catalog.text OPERATOR(pg_catalog.=) $1
     ), made_due AS (
         UPDATE resource_control.throttled_resource AS r SET last_locked = resource.due
         FROM resource
-        WHERE r.resource_id = resource.resource_id AND r.last_locked > resource.due
+        WHERE r.resource_id OPERATOR(pg_catalog.=) resource.resource_id
+            AND r.last_locked OPERATOR(pg_catalog.>) resource.due
     )
     SELECT EXISTS (SELECT FROM resource) AS is_known";
 
 const KEY_DUE: &str = "
     WITH resource AS (
         SELECT r.resource_id,
-            pg_catalog.clock_timestamp() - resource_control.elapsed(r.throttle_interval) AS due
-        FROM resource_control.throttled_resource AS r WHERE r.resource_id::pg_catalog.text = $1
+            pg_catalog.clock_timestamp() OPERATOR(pg_catalog.-) resource_control.elapsed(r.throttle_interval) AS due
+        FROM resource_control.throttled_resource AS r WHERE r.resource_id::pg_catalog.text OPERATOR(pg_catalog.=) $1
     ), made_due AS (
         UPDATE resource_control.throttled_key AS k SET last_locked = resource.due
         FROM resource
-        WHERE k.resource_id = resource.resource_id AND k.key = $2 AND k.last_locked > resource.due
+        WHERE k.resource_id OPERATOR(pg_catalog.=) resource.resource_id AND k.key OPERATOR(pg_catalog.=) $2
+            AND k.last_locked OPERATOR(pg_catalog.>) resource.due
     )
     SELECT EXISTS (SELECT FROM resource) AS is_known";
+
+/// Diesel does not qualify its operators, and somebody's own may be ahead of PostgreSQL's in the search path.
+const EXPIRE: &str = "
+    UPDATE resource_control.service_request AS r SET expires_at = pg_catalog.clock_timestamp()
+    WHERE r.service OPERATOR(pg_catalog.=) $1 AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+        AND r.expires_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp()
+    RETURNING r.id";
 
 #[derive(QueryableByName)]
 struct Resource {
     #[diesel(sql_type = Bool)]
     is_known: bool,
+}
+
+#[derive(QueryableByName)]
+struct Expired {
+    #[diesel(sql_type = BigInt)]
+    #[allow(dead_code)] // Only the rows are counted.
+    id: i64,
 }
 
 /// Makes a throttle due, as if its interval had just passed. The next attempt is granted.
@@ -131,16 +144,18 @@ where
 /// number of these requests.
 ///
 /// One round trip: `UPDATE resource_control.service_request SET expires_at = clock_timestamp() WHERE … RETURNING id`, for the
-/// requests to the service that are [in flight](monitor::in_flight()). Under a [prefix](super::key_prefix) the service is
+/// requests to the service that are [in flight](crate::monitor::in_flight()). Under a [prefix](super::key_prefix) the service is
 /// that of the prefix. Nothing else changes. The next claim that finds no other slot free marks the requests and takes their
 /// slots, and their own releases and renewals return [`Error::TimedOut`]. [`Permit::remaining`](crate::Permit::remaining)
 /// follows the holder's clock, so it does not change.
 ///
 /// # Errors
 ///
-/// [`Schema::NotInstalled`](crate::error::Schema::NotInstalled),
-/// [`Schema::MissingRights`](crate::error::Schema::MissingRights),
-/// [`Error::Database`](crate::Error::Database).
+/// - [`Input::EmptyName`](crate::error::Input::EmptyName), [`Input::NulCharacter`](crate::error::Input::NulCharacter) and
+///   [`Input::TooLong`](crate::error::Input::TooLong), before anything is sent.
+/// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled) and
+///   [`Schema::MissingRights`](crate::error::Schema::MissingRights).
+/// - [`Error::Database`](crate::Error::Database).
 ///
 /// # Examples
 ///
@@ -172,13 +187,8 @@ pub(super) async fn send_expire<S: Session>(
     session: &mut S,
     semaphore: &Semaphore,
 ) -> Result<usize> {
-    let service = session.name(semaphore.service());
-    let requests = service_request::table
-        .filter(monitor::of_service(service.as_str()))
-        .filter(monitor::in_flight());
-    let update = diesel::update(requests)
-        .set(service_request::expires_at.eq(clock_timestamp()))
-        .returning(service_request::id);
-    let expired: QueryResult<Vec<i64>> = all_at_read_committed(session, update).await;
+    let service = checked_service(semaphore.service(), |name| session.name(name))?;
+    let query = diesel::sql_query(EXPIRE).bind::<Text, _>(service.as_str());
+    let expired: QueryResult<Vec<Expired>> = all_at_read_committed(session, query).await;
     Ok(installed::explained(session, expired).await?.len())
 }

@@ -13,8 +13,7 @@ use crate::error::Result;
 use crate::installed;
 use crate::monitor::{self, ServiceRequest};
 use crate::schema::resource_control::service_request;
-#[cfg(feature = "postgres")]
-use crate::semaphore::Semaphore;
+use crate::semaphore::{Semaphore, checked_service};
 use crate::session::Session;
 #[cfg(feature = "postgres")]
 use crate::session::{Blocking, now};
@@ -98,7 +97,7 @@ pub(super) async fn find_in_flight<S: Session>(session: &mut S) -> Result<Vec<Se
 ///
 /// # Panics
 ///
-/// If a request is in flight, or the query fails.
+/// If a request is in flight, the service is refused, or the query fails.
 ///
 /// # Examples
 ///
@@ -120,19 +119,23 @@ pub(super) async fn find_in_flight<S: Session>(session: &mut S) -> Result<Vec<Se
 #[cfg(feature = "postgres")]
 pub fn assert_none_in_flight(conn: &mut PgConnection, semaphore: &Semaphore) {
     let session = &mut Blocking::lent(conn);
+    let expected = none_in_flight_to(session, semaphore);
+    assert_none(&expected, || now(find_in_flight_to(session, semaphore)));
+}
+
+/// Returns the expectation that no request to the service is in flight.
+pub(super) fn none_in_flight_to<S: Session>(session: &mut S, semaphore: &Semaphore) -> String {
     let service = session.name(semaphore.service());
-    let expected = format!("no request to {:?} is in flight", service.as_str());
-    assert_none(&expected, || {
-        now(find_in_flight_to(session, service.as_str()))
-    });
+    format!("no request to {:?} is in flight", service.as_str())
 }
 
 pub(super) async fn find_in_flight_to<S: Session>(
     session: &mut S,
-    service: &str,
+    semaphore: &Semaphore,
 ) -> Result<Vec<ServiceRequest>> {
+    let service = checked_service(semaphore.service(), |name| session.name(name))?;
     let requests = service_request::table
-        .filter(monitor::of_service(service))
+        .filter(monitor::of_service(service.as_str()))
         .filter(monitor::in_flight())
         .order(service_request::slot)
         .select(<ServiceRequest as SelectableHelper<Pg>>::as_select());

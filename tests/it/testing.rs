@@ -233,6 +233,66 @@ fn what_the_schema_is_needed_for_says_that_it_is_missing() {
 }
 
 #[test]
+fn a_service_that_no_semaphore_can_have_is_refused_before_anything_is_sent() {
+    let database = Database::new(); // without the schema
+    let conn = &mut database.connect();
+    let long = "x".repeat(1001);
+    for (service, kind) in [
+        ("", "EmptyName"),
+        ("a\0b", "NulCharacter"),
+        (&long, "TooLong"),
+    ] {
+        let semaphore = Semaphore::new(service, 1, Duration::from_secs(30));
+        let claimed = match semaphore.claim_on(conn) {
+            Err(Error::Input(input)) => input,
+            other => panic!("{other:?}"),
+        };
+        for refused in [
+            testing::expire(conn, &semaphore).map(drop),
+            monitor::slots(conn, service, 1).map(drop),
+        ] {
+            assert_matches!(refused, Err(Error::Input(input)) if *input == claimed);
+        }
+        let message = panic_message(|| testing::assert_none_in_flight(conn, &semaphore));
+        assert!(message.contains(kind), "{message}");
+    }
+}
+
+/// Operators ahead of PostgreSQL's own that find nothing.
+const IMPOSTORS: &str = "
+    CREATE SCHEMA impostor;
+    CREATE FUNCTION impostor.no(pg_catalog.text, pg_catalog.text) RETURNS bool IMMUTABLE LANGUAGE sql AS 'SELECT false';
+    CREATE FUNCTION impostor.no(timestamptz, timestamptz) RETURNS bool IMMUTABLE LANGUAGE sql AS 'SELECT false';
+    CREATE FUNCTION impostor.no(resource_control.throttled_resource_enum, resource_control.throttled_resource_enum)
+        RETURNS bool IMMUTABLE LANGUAGE sql AS 'SELECT false';
+    CREATE FUNCTION impostor.never(timestamptz, interval) RETURNS timestamptz IMMUTABLE LANGUAGE sql
+        AS $$SELECT timestamptz 'infinity'$$;
+    CREATE OPERATOR impostor.= (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = impostor.no);
+    CREATE OPERATOR impostor.= (LEFTARG = resource_control.throttled_resource_enum,
+        RIGHTARG = resource_control.throttled_resource_enum, FUNCTION = impostor.no);
+    CREATE OPERATOR impostor.> (LEFTARG = timestamptz, RIGHTARG = timestamptz, FUNCTION = impostor.no);
+    CREATE OPERATOR impostor.- (LEFTARG = timestamptz, RIGHTARG = interval, FUNCTION = impostor.never);
+    SET search_path = impostor, pg_catalog";
+
+#[test]
+fn operators_ahead_of_postgresqls_own_change_nothing() {
+    let database = database_with::<Resource>();
+    let conn = &mut database.connect();
+    conn.batch_execute(IMPOSTORS).unwrap();
+    let throttle = Throttle::of(Resource::CacheRebuild);
+    for throttle in [&throttle, &throttle.key(7)] {
+        assert!(is_granted(conn, throttle, "one"));
+        assert!(!is_granted(conn, throttle, "one"));
+        testing::make_due(conn, throttle).unwrap();
+        assert!(is_granted(conn, throttle, "one"));
+    }
+    let _claim = GEOCODER.claim_on(conn).unwrap().expect_acquired();
+    let _other = RENDERER.claim_on(conn).unwrap().expect_acquired();
+    assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 1);
+    assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 0);
+}
+
+#[test]
 fn expiring_ends_the_requests_of_one_service_and_tells_their_holders() {
     let database = database_with::<Resource>();
     let (pool, conn) = (database.pool(1), &mut database.connect());

@@ -115,8 +115,10 @@ impl KeyPrefix {
     /// that it spawns.
     ///
     /// The prefix counts before that of the thread which polls the future. A spawned task inherits nothing, and can be handed a
-    /// clone. Inside the future, use `scope` rather than [`enter`](Self::enter), which does not outlast an `await`. A guard or
-    /// a permit keeps the name that was acquired, so it may be dropped outside.
+    /// clone. Inside the future, use `scope` rather than [`enter`](Self::enter), which does not outlast an `await`.
+    ///
+    /// Guards, permits and spent units keep the name that was sent, so they may be dropped or given back outside. The future itself
+    /// may be dropped outside, too.
     ///
     /// # Examples
     ///

@@ -33,7 +33,7 @@ pub(crate) use self::operations::use_up;
 pub use self::quota::Quota;
 pub(crate) use self::reply::quota_of;
 use crate::events::Subject;
-use crate::text;
+use crate::text::{self, SentName};
 
 /// A limit of N units per period, with a burst, for each key, across all instances.
 ///
@@ -124,6 +124,8 @@ pub struct RateLimit {
     cost: u32,
     durable: bool,
     partition_key: Option<Arc<[u8]>>,
+    /// Of the limit in an outcome, so that units are given back to the name from which they were taken.
+    sent_name: SentName,
 }
 
 impl AsRef<RateLimit> for RateLimit {
@@ -145,6 +147,7 @@ impl RateLimit {
             cost: 1,
             durable: false,
             partition_key: None,
+            sent_name: SentName::NONE,
         }
     }
 
@@ -172,6 +175,7 @@ impl RateLimit {
             key: Some(text::formatted(key)),
             name: self.name.clone(),
             partition_key: self.partition_key.clone(),
+            sent_name: self.sent_name.clone(),
             ..*self
         }
     }
@@ -204,6 +208,14 @@ impl RateLimit {
     /// Returns the quota of the program. An override is not considered: see [`peek`](Self::peek).
     pub const fn quota(&self) -> Quota {
         self.quota
+    }
+
+    /// Returns the limit for an outcome, with the name as it was sent.
+    fn sent_as(&self, sent_name: SentName) -> Self {
+        Self {
+            sent_name,
+            ..self.clone()
+        }
     }
 
     /// The key does not appear in events, because keys are often secrets.

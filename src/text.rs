@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 use std::fmt::{self, Write};
+#[cfg(feature = "testing")]
+use std::sync::Arc;
 
 #[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
@@ -71,6 +73,43 @@ impl<'a> Name<'a> {
 
     pub(crate) fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+/// A name as it was sent, for what is done to it later, perhaps on another thread. Without the feature `testing` there is nothing
+/// to keep, because a name is sent as it is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct SentName {
+    #[cfg(feature = "testing")]
+    name: Option<Arc<str>>,
+}
+
+impl SentName {
+    /// Nothing was sent yet.
+    pub(crate) const NONE: Self = Self {
+        #[cfg(feature = "testing")]
+        name: None,
+    };
+
+    #[cfg(not(feature = "testing"))]
+    pub(crate) fn of(_: &Name<'_>) -> Self {
+        Self::NONE
+    }
+
+    #[cfg(feature = "testing")]
+    pub(crate) fn of(name: &Name<'_>) -> Self {
+        let name = Some(name.as_str().into());
+        Self { name }
+    }
+
+    #[cfg(not(feature = "testing"))]
+    pub(crate) fn get(&self) -> Option<Name<'_>> {
+        None
+    }
+
+    #[cfg(feature = "testing")]
+    pub(crate) fn get(&self) -> Option<Name<'_>> {
+        self.name.as_deref().map(|name| Name(name.into()))
     }
 }
 

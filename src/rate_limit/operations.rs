@@ -15,6 +15,7 @@ use crate::installed;
 use crate::session::{
     Probe, Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
 };
+use crate::text::SentName;
 use crate::transaction;
 
 /// How many rows a step of pruning looks at.
@@ -52,7 +53,7 @@ pub(super) async fn spend<S: Session>(
         None => outside(session, limit, sql::spend(&call)).await?,
         Some(units) => outside(session, limit, sql::spend_at_least(&call, units)).await?,
     };
-    let reply = Reply::of(row, limit.quota);
+    let reply = Reply::of(row, limit.quota, SentName::of(&call.name));
     if in_transaction {
         let spent = reply.spent(limit).map(|(spent, _)| spent);
         return Err(undo(session, spent.as_slice(), limit.durable).await);
@@ -86,7 +87,7 @@ pub(super) async fn check_all<S: Session>(
             return Err(explain(session, error, refused.as_ref().unwrap_or(first)).await);
         }
     };
-    let outcome = reply::check_all(row, limits)?;
+    let outcome = reply::check_all(row, limits, &calls)?;
     if in_transaction {
         let spent = outcome.allowed().unwrap_or_default();
         let is_durable = limits.iter().all(|limit| limit.durable);
@@ -102,7 +103,7 @@ pub(super) async fn give_back<S: Session>(
     units: u32,
 ) -> Result<u32> {
     refuse_transaction(session)?;
-    let back = spent.take_back(units, |name| session.name(name))?;
+    let back = spent.take_back(units)?;
     let given: i64 = accepted(session, &spent.limit, sql::give_back(&back)).await?;
     Ok(given.clamp(0, units.into()) as u32)
 }
@@ -216,7 +217,7 @@ async fn undo<S: Session>(session: &mut S, spent: &[Spent], is_durable: bool) ->
     // The caller's transaction goes on, so the units are given back in it, and it commits by the session's default of
     // `synchronous_commit`.
     for spent in spent {
-        let back = match spent.take_back(spent.units, |name| session.name(name)) {
+        let back = match spent.take_back(spent.units) {
             Ok(back) => back,
             Err(error) => return error,
         };

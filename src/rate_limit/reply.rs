@@ -8,11 +8,12 @@ use diesel::data_types::PgTimestamp;
 use diesel::result::{Error as DieselError, QueryResult};
 
 use super::kept::Kept;
-use super::sql::{AllSpentRow, SpentRow, StateRow};
+use super::sql::{AllSpentRow, Call, SpentRow, StateRow};
 use super::{
     Check, CheckAll, Limited, LimitedReason, Quota, RateLimit, RateLimitState, Reservation,
     Reserve, Spent,
 };
+use crate::text::SentName;
 use crate::time::{Timestamp, elapsed};
 
 /// The hint of a call that met another transaction, which is how long it has waited for that.
@@ -26,11 +27,12 @@ pub(super) struct Reply {
     at: DateTime<Utc>,
     debt_us: u128,
     quota: Quota,
+    sent_name: SentName,
 }
 
 impl Reply {
     /// `own` is the quota of the program.
-    pub(super) fn of(row: SpentRow, own: Quota) -> Self {
+    pub(super) fn of(row: SpentRow, own: Quota, sent_name: SentName) -> Self {
         let (units, reason, decided_at, full_at, n, period_us, burst) = row;
         let quota = match (n, period_us, burst) {
             (Some(n), Some(period_us), Some(burst)) => quota_of(n, period_us, burst),
@@ -42,6 +44,7 @@ impl Reply {
             at: time_of(decided_at),
             debt_us: full_at.0.saturating_sub(decided_at.0).max(0) as u128,
             quota,
+            sent_name,
         }
     }
 
@@ -66,7 +69,7 @@ impl Reply {
             remaining: left.saturating_sub(self.units),
             full_in: microseconds(debt),
             quota,
-            limit: Arc::new(limit.clone()),
+            limit: Arc::new(limit.sent_as(self.sent_name.clone())),
             kept: Kept::all(self.units),
             wait_us,
         };
@@ -120,7 +123,11 @@ struct Place {
 
 /// Returns what the row of a check of several limits means. Somebody may have replaced the function, so its arrays may be
 /// shorter than the given ones.
-pub(super) fn check_all(row: AllSpentRow, limits: &[&RateLimit]) -> QueryResult<CheckAll> {
+pub(super) fn check_all(
+    row: AllSpentRow,
+    limits: &[&RateLimit],
+    calls: &[Call<'_>],
+) -> QueryResult<CheckAll> {
     let (allowed, limited_by, reason, retry_after, ats, remaining, full_ins, ns, periods, bursts) =
         row;
     let quotas = ns.into_iter().flatten().zip(periods.into_iter().flatten());
@@ -153,13 +160,14 @@ pub(super) fn check_all(row: AllSpentRow, limits: &[&RateLimit]) -> QueryResult<
             },
         });
     }
-    let spent = limits.iter().zip(places).map(|(limit, place)| Spent {
+    let spent = limits.iter().zip(calls).zip(places);
+    let spent = spent.map(|((limit, call), place)| Spent {
         at: time_of(place.at),
         units: limit.cost,
         remaining: place.remaining,
         full_in: place.full_in,
         quota: place.quota,
-        limit: Arc::new((*limit).clone()),
+        limit: Arc::new(limit.sent_as(SentName::of(&call.name))),
         kept: Kept::all(limit.cost),
         wait_us: 0,
     });
@@ -211,6 +219,7 @@ mod tests {
     use diesel::data_types::PgInterval;
 
     use super::*;
+    use crate::text::Name;
 
     const SECOND: i64 = 1_000_000;
     static API: RateLimit = RateLimit::named("api", Quota::per_minute(60).burst(10));
@@ -237,7 +246,7 @@ mod tests {
                 None,
                 None,
             );
-            let reply = Reply::of(row, API.quota());
+            let reply = Reply::of(row, API.quota(), SentName::NONE);
             let micros = |time: Duration| time.as_micros() as i64;
             match reply.reserve(&API) {
                 Reserve::Reserved(reservation) => {
@@ -255,6 +264,7 @@ mod tests {
     #[test]
     fn the_row_of_several_limits_may_have_too_few_values() {
         let limits = [&API, &API];
+        let calls = limits.map(|limit| limit.checked(Duration::ZERO, Name::anywhere).unwrap());
         let spent = |places: usize| -> AllSpentRow {
             let interval = || Some(vec![PgInterval::from_microseconds(SECOND); places]);
             let number = || Some(vec![1; places]);
@@ -273,8 +283,8 @@ mod tests {
                 number(),
             )
         };
-        assert!(check_all(spent(2), &limits).unwrap().is_allowed());
-        check_all(spent(1), &limits).unwrap_err();
+        assert!(check_all(spent(2), &limits, &calls).unwrap().is_allowed());
+        check_all(spent(1), &limits, &calls).unwrap_err();
         for (by, places, is_good) in [
             (Some(1), 1, true),
             (Some(2), 1, true),
@@ -286,7 +296,7 @@ mod tests {
         ] {
             let mut row = spent(places);
             (row.0, row.1) = (false, by);
-            let checked = check_all(row, &limits);
+            let checked = check_all(row, &limits, &calls);
             assert_eq!(checked.is_ok(), is_good, "{by:?} {places}");
         }
     }

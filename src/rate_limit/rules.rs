@@ -72,7 +72,8 @@ impl RateLimit {
         if self.name.is_empty() {
             return Err(Input::EmptyName.into());
         }
-        Ok(name(&self.name).checked("the name of a rate limit")?)
+        let name = self.sent_name.get().unwrap_or_else(|| name(&self.name));
+        Ok(name.checked("the name of a rate limit")?)
     }
 
     /// Checks the key. The limit without a key is the key that is empty.
@@ -158,13 +159,9 @@ impl Spent {
     }
 
     /// Checks that so many units may be given back, and counts them as given back.
-    pub(super) fn take_back<'a>(
-        &'a self,
-        units: u32,
-        name: impl FnOnce(&'a str) -> Name<'a>,
-    ) -> Result<Units<'a>> {
+    pub(super) fn take_back(&self, units: u32) -> Result<Units<'_>> {
         let key = self.limit.checked_key()?;
-        let name = self.limit.checked_name(name)?;
+        let name = self.limit.checked_name(Name::anywhere)?; // the name as it was sent
         if let Err(kept) = self.kept.take_back(units) {
             return Err(self.limit.bad_units(units, kept).into());
         }

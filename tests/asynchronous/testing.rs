@@ -1,13 +1,17 @@
 //! The helpers for an application's own tests.
 
+use std::pin::pin;
 use std::time::Duration;
 
 use diesel_async::SimpleAsyncConnection;
 use diesel_interlock::asynchronous::testing::{self, KeyPrefix};
-use diesel_interlock::asynchronous::{AdvisoryLock, Throttle, migrations, sync_on};
-use diesel_interlock::{Attempt, Semaphore, monitor, throttled_resources};
+use diesel_interlock::asynchronous::{
+    AdvisoryLock, Pool, RateLimit, Throttle, migrations, sync_on,
+};
+use diesel_interlock::{Attempt, Quota, Semaphore, monitor, throttled_resources};
 use workbench::Database;
 
+use crate::dropping::poll_times;
 use crate::run;
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("x");
@@ -88,6 +92,71 @@ fn a_prefix_that_is_entered_in_a_scope_ends_at_the_next_await() {
     }));
     { runtime }.build().unwrap().block_on(test);
     assert_eq!(testing::prefixed("x"), "x");
+}
+
+static API: RateLimit = RateLimit::named("api", Quota::per_day(24).burst(20));
+
+/// Waits until as many units are left under the prefix, because a task gives units back or takes them.
+async fn until_left<P: Pool>(pool: &P, prefix: &KeyPrefix, key: &str, units: u32) {
+    let mut looks = 0;
+    while prefix
+        .scope(API.key(key).peek(pool))
+        .await
+        .unwrap()
+        .remaining
+        != units
+    {
+        looks += 1;
+        assert!(looks < 2000, "never {units}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+#[test]
+fn a_wait_that_is_dropped_in_a_scope_cancels_its_reservation() {
+    run(async {
+        let database = Database::new();
+        let pool = database.deadpool(2);
+        migrations::install(&pool).await.unwrap();
+        let (prefix, key) = (KeyPrefix::new("this test"), API.key("waits"));
+        assert!(key.cost(20).check(&pool).await.unwrap().is_allowed());
+        let hours = Duration::from_secs(10 * 3600);
+        let test = prefix.scope(async {
+            assert!(key.cost(20).check(&pool).await.unwrap().is_allowed());
+            let two = key.cost(2);
+            let mut wait = pin!(two.acquire_timeout(&pool, hours));
+            // The reservation is made, and the wait for it has begun.
+            while key.peek(&pool).await.unwrap().full_in <= 2 * hours {
+                assert!(poll_times(&mut wait, 1).await.is_none());
+            }
+            assert!(poll_times(&mut wait, 1).await.is_none());
+        });
+        test.await;
+        let mut looks = 0;
+        while prefix.scope(key.peek(&pool)).await.unwrap().full_in > 2 * hours {
+            looks += 1;
+            assert!(looks < 2000, "the reservation is not cancelled");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        assert_eq!(key.peek(&pool).await.unwrap().remaining, 0);
+    });
+}
+
+#[test]
+fn a_local_check_that_is_dropped_in_a_scope_takes_units_of_its_prefix() {
+    run(async {
+        let database = Database::new();
+        let (pool, observer) = (database.deadpool(1), database.deadpool(1));
+        migrations::install(&observer).await.unwrap();
+        let prefix = KeyPrefix::new("this test");
+        let local = API.local(&pool, 5).unwrap();
+        let only = pool.get().await.unwrap();
+        let check = prefix.scope(local.check("7", 1));
+        assert!(poll_times(check, 1).await.is_none());
+        drop(only);
+        until_left(&observer, &prefix, "7", 15).await;
+        assert_eq!(API.key("7").peek(&observer).await.unwrap().remaining, 20);
+    });
 }
 
 #[test]

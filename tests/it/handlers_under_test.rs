@@ -18,8 +18,8 @@ use diesel::r2d2::{CustomizeConnection, NopConnectionCustomizer, Pool, TestCusto
 use diesel_interlock::error::Misplaced;
 use diesel_interlock::testing::{self, KeyPrefix};
 use diesel_interlock::{
-    AdvisoryLock, Attempt, Error, Fence, PgPool, Semaphore, Throttle, migrations, monitor, sync,
-    throttled_resources,
+    AdvisoryLock, Attempt, Error, Fence, PgPool, Quota, RateLimit, Semaphore, Throttle, migrations,
+    monitor, sync, throttled_resources,
 };
 use workbench::Database;
 
@@ -335,6 +335,30 @@ fn a_connections_prefix_comes_before_the_threads() {
     testing::assert_none_in_flight(plain, &GEOCODER);
     assert_eq!(testing::expire(conn, &GEOCODER).unwrap(), 1);
     assert_eq!(testing::prefixed("geocoder"), "two geocoder");
+}
+
+#[test]
+fn units_go_back_to_the_prefix_of_the_connection_that_took_them() {
+    static API: RateLimit = RateLimit::named("api", Quota::per_day(24).burst(20));
+    let database = Database::new();
+    migrations::install(&mut database.connect()).unwrap();
+    let (conn, plain) = (&mut database.connect(), &mut database.connect());
+    let prefix = KeyPrefix::new("one");
+    prefix.carry_on(conn);
+    let taken = API.cost(9).check_on(conn).unwrap().allowed().unwrap();
+    let beside = API.cost(5).check_on(plain).unwrap().allowed().unwrap();
+    assert_eq!(taken.give_back_on(plain, 9).unwrap(), 9);
+    assert_eq!(beside.give_back_on(conn, 2).unwrap(), 2);
+    assert_eq!(API.peek_on(conn).unwrap().remaining, 20);
+    assert_eq!(API.peek_on(plain).unwrap().remaining, 17);
+
+    // The connection tells which units a local limit has.
+    let pool = Pool::builder().max_size(1);
+    let pool = pool.connection_customizer(Box::new(prefix.clone()));
+    let local = API.local(&pool.build(database.manager()).unwrap(), 10);
+    assert!(local.unwrap().check("", 4).unwrap().is_allowed());
+    assert_eq!(API.peek_on(conn).unwrap().remaining, 16);
+    assert_eq!(API.peek_on(plain).unwrap().remaining, 17);
 }
 
 #[test]

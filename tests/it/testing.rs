@@ -9,13 +9,17 @@ use diesel::connection::SimpleConnection;
 use crate::half::prelude::*;
 use crate::half::{
     AdvisoryLock, Database, DenialReason, Error, IS_ASYNCHRONOUS, LockId, LockKey, Quota,
-    RateLimit, ResourceLabel, Semaphore, Throttle,
+    RateLimit, ResourceLabel, Semaphore, Throttle, cancel_on,
     error::{Input, Schema},
-    fnv1a, migrations, monitor,
+    fnv1a, give_back, give_back_on, migrations, monitor,
     schema::resource_control::{service_request, throttled_resource},
-    testing, throttled_resources,
+    testing::{self, KeyPrefix},
+    throttled_resources,
 };
-use crate::support::{Expect, assert_matches, attempt, database_with, is_granted};
+use crate::rate_limits::allowed;
+use crate::support::{
+    Expect, assert_after_drop, assert_matches, attempt, database_with, is_granted,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("testing");
 static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
@@ -482,6 +486,74 @@ fn a_prefix_reaches_the_keys_of_throttles() {
     let long = throttle.key("k".repeat(999));
     let refused = long.details("one").attempt_on(conn);
     assert_matches!(refused, Err(Error::Input(Input::TooLong { .. })));
+}
+
+/// How many units of the limit are left, without and with the prefix.
+fn left(conn: &mut PgConnection, limit: &RateLimit, prefix: &KeyPrefix) -> [u32; 2] {
+    let mut remaining = || limit.peek_on(conn).unwrap().remaining;
+    let plain = remaining();
+    let _prefix = prefix.enter();
+    [plain, remaining()]
+}
+
+#[test]
+fn units_go_back_to_the_name_that_they_were_taken_from() {
+    let database = database_with::<Resource>();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let limit = RateLimit::named("api", Quota::per_day(24).burst(9));
+    // A key for each, because units are given back less the time that has passed.
+    let [one, two, three, four] = &[1, 2, 3, 4].map(|key| limit.key(key));
+    let prefix = &KeyPrefix::new("one");
+    for key in [one, two, three] {
+        assert!(key.cost(5).check(&pool).unwrap().is_allowed());
+    }
+    let plain = allowed(four.cost(9).check(&pool).unwrap());
+    let (checked, reserved, both) = {
+        let _prefix = prefix.enter();
+        let reserve = two.cost(9).reserve_on(conn, Duration::ZERO).unwrap();
+        let both = RateLimit::check_all_on(conn, &[&three.cost(9), &four.cost(9)]).unwrap();
+        (
+            allowed(one.cost(9).check_on(conn).unwrap()),
+            reserve.reserved().unwrap(),
+            both.allowed().unwrap(),
+        )
+    };
+    assert_eq!(give_back(&pool, &checked.clone(), 2).unwrap(), 2);
+    assert_eq!(left(conn, one, prefix), [4, 2]);
+    assert_eq!(cancel_on(conn, reserved).unwrap(), 9);
+    assert_eq!(left(conn, two, prefix), [4, 9]);
+    assert_eq!(give_back_on(conn, &both[0], 3).unwrap(), 3);
+    assert_eq!(left(conn, three, prefix), [4, 3]);
+    {
+        let _prefix = prefix.enter();
+        assert_eq!(give_back_on(conn, &plain, 4).unwrap(), 4);
+    }
+    assert_eq!(left(conn, four, prefix), [4, 0]);
+}
+
+#[test]
+fn a_chunk_goes_back_to_the_name_that_it_was_taken_from() {
+    let database = database_with::<Resource>();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let limit = RateLimit::named("api", Quota::per_day(24).burst(20));
+    let prefix = &KeyPrefix::new("one");
+    let local = limit.local(&pool, 10).unwrap();
+    let [one, two] = &[1, 2].map(|key| limit.key(key));
+    for key in [one, two] {
+        assert!(key.cost(15).check(&pool).unwrap().is_allowed());
+    }
+    let spent = {
+        let _prefix = prefix.enter();
+        assert!(local.check("1", 5).unwrap().is_allowed());
+        assert!(local.check("2", 1).unwrap().is_allowed());
+        allowed(local.check("1", 5).unwrap())
+    };
+    assert_eq!(give_back_on(conn, &spent, 5).unwrap(), 5);
+    assert_eq!(left(conn, one, prefix), [5, 15]);
+    drop(local);
+    assert_after_drop("what was left is given back", || {
+        left(conn, two, prefix) == [5, 19]
+    });
 }
 
 #[test]

@@ -15,6 +15,7 @@ use crate::rate_limit::asynchronous::RateLimit;
 use crate::rate_limit::{self, Check};
 use crate::runtime::{self, Finished};
 use crate::session::Asynchronous;
+use crate::text::{Name, SentName};
 
 /// A rate limit of which this process takes several units of a key at a time, and hands them out without a round trip.
 ///
@@ -108,7 +109,9 @@ impl<P: Pool> LocalRateLimit<P> {
     async fn take(&self, key: &str, cost: u32) -> Result<Check> {
         let local = &self.shared.local;
         let check = async {
-            let limit = local.limit_of(key)?; // before the pool is asked
+            let mut limit = local.limit_of(key)?; // before the pool is asked
+            // A dropped call is finished by a task without the prefix of a test.
+            limit.sent_name = SentName::of(&Name::anywhere(&limit.name));
             let runtime = runtime::current()?;
             let taking = match local.announce(key, cost) {
                 Ok(taking) => taking,

@@ -184,6 +184,7 @@ impl Entry {
         let mut missing = cost;
         let first = &self.chunks[0];
         let (at, quota, full_in) = (first.spent.at, first.spent.quota, first.spent.full_in);
+        let limit = Arc::clone(&first.spent.limit);
         for chunk in &mut self.chunks {
             let part = missing.min(chunk.left);
             chunk.left -= part;
@@ -196,7 +197,7 @@ impl Entry {
             remaining: self.with_left(last.spent.remaining, quota),
             full_in,
             quota,
-            limit: Arc::clone(&self.limit),
+            limit,
             kept: Kept::all(cost),
             wait_us: 0,
         }
@@ -287,6 +288,7 @@ mod tests {
 
     use super::*;
     use crate::clock::{pass, suspend};
+    use crate::text::SentName;
 
     const API: RateLimit = RateLimit::named("api", Quota::per_second(10).burst(100));
 
@@ -301,7 +303,7 @@ mod tests {
             None,
             None,
         );
-        Reply::of(row, API.quota)
+        Reply::of(row, API.quota, SentName::NONE)
     }
 
     /// Keys of which one has these units of a chunk, while others have spent the rest up to what is owed.
@@ -417,7 +419,8 @@ mod tests {
     fn a_check_without_a_round_trip_allocates_nothing_for_its_outcome() {
         let mut keys = keys(50, 50);
         let spent = allowed(decide(&mut keys, 1));
-        assert!(Arc::ptr_eq(&spent.limit, &keys.by_name["7"].limit));
+        let chunk = &keys.by_name["7"].chunks[0];
+        assert!(Arc::ptr_eq(&spent.limit, &chunk.spent.limit));
         assert!(!spent.kept.is_shared());
     }
 

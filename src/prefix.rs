@@ -40,7 +40,7 @@ pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 /// 2. The **task**, within [`scope`](Self::scope). Use it for asynchronous tests.
 /// 3. The **thread**, from [`enter`](Self::enter) on. Use it for a test that works on its own thread, and for calls without a
 ///    connection, such as [`LockKey::id`](crate::LockKey::id), the expressions of [`monitor`](crate::monitor) and
-///    [`prefixed`].
+///    [`prefixed`](crate::testing::prefixed).
 /// 4. The **process**, by the environment variable `DIESEL_INTERLOCK_KEY_PREFIX`, which is read once. Use it for a server that
 ///    a test starts as a process. The server must be built with the feature `testing`, as `cargo test` builds a package's
 ///    binaries if the feature is among its dev-dependencies.

@@ -1,6 +1,7 @@
 //! The objects in the schema `resource_control`, and the objects that depend on them, as the server's catalogue lists them.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, Hasher, RandomState};
 
 use diesel::prelude::*;
 use diesel::sql_types::{Bool, Nullable, Text};
@@ -51,6 +52,11 @@ const CONTENTS: &str = "
             LATERAL (SELECT COALESCE(relkind IN ('v', 'm'), false)) AS kind (is_view)
             WHERE d.refclassid <> 'pg_namespace'::regclass AND d.deptype NOT IN ('a', 'i', 'P', 'S')
             AND (d.classid, d.objid) NOT IN (SELECT classid, objid FROM inside)
+        UNION ALL
+        -- An extension does not depend on its members, and yet keeps them from being dropped.
+        SELECT d.refclassid, d.refobjid, 0, d.classid, d.objid, 0, false
+            FROM (SELECT DISTINCT classid, objid FROM inside) AS known
+            JOIN pg_depend AS d ON d.classid = known.classid AND d.objid = known.objid AND d.deptype = 'e'
     ), named AS (
         SELECT parts.*, part.type || ' ' || part.identity AS object, whole.type || ' ' || whole.identity AS whole
             FROM parts, LATERAL pg_identify_object(classid, objid, objsubid) AS part,
@@ -140,11 +146,9 @@ impl Contents {
             let part = parts.entry(row.object).or_default();
             part.wholes.extend(row.whole);
             part.is_inside |= row.is_inside;
-            part.definition.push_str(if part.definition.is_empty() {
-                &row.definition
-            } else {
-                ""
-            });
+            if part.definition.is_empty() {
+                part.definition = as_in_every_version(&row.definition);
+            }
         }
         Ok(Self(parts))
     }
@@ -190,6 +194,12 @@ impl Contents {
     }
 }
 
+/// Returns a definition as every version of the server shows it. Since 14 a call that was written as `trim(x)` is shown as
+/// `TRIM(BOTH FROM x)`. Before it is `btrim(x)`, and so is every call in a dump of such a server.
+fn as_in_every_version(definition: &str) -> String {
+    definition.replace("TRIM(BOTH FROM ", "btrim(")
+}
+
 /// Runs `work` as if the schema did not exist, and rolls it back. Meanwhile the schema has another name, which no other
 /// session sees.
 pub(super) async fn beside<S: Session, T>(
@@ -198,8 +208,11 @@ pub(super) async fn beside<S: Session, T>(
 ) -> Result<T> {
     rights::require_creating_schemas(session).await?;
     session.begin().await?;
-    let rename = "ALTER SCHEMA resource_control RENAME TO diesel_interlock_aside";
-    let result = match session.batch(rename).await {
+    // A name that no schema has.
+    let number = RandomState::new().build_hasher().finish();
+    let rename =
+        format!("ALTER SCHEMA resource_control RENAME TO diesel_interlock_aside_{number:x}");
+    let result = match session.batch(&rename).await {
         Ok(()) => work(session).await,
         Err(error) => Err(error.into()),
     };

@@ -35,7 +35,7 @@ use crate::transaction;
 ///   type `throttled_resource_enum`, the table `throttled_resource` and the function
 ///   `lock_throttled_resource(resource_id_var, details_var)`.
 /// - A copy of this crate's schema without its rows, such as `pg_dump --schema-only` makes. The copy may be of an older
-///   release.
+///   release, and of an older server.
 ///
 /// Adoption happens in one transaction: it adds what is missing, replaces the article's function by this
 /// crate's, and sets comments and storage parameters. Rows, labels and grants stay, and so does what

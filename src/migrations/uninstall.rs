@@ -30,6 +30,7 @@ use crate::transaction;
 /// - objects on this crate's tables, such as columns, defaults, constraints, indexes, extended statistics, triggers, rules,
 ///   policies, and sequences that a column owns;
 /// - the membership of the tables in publications, unless these are `FOR ALL TABLES`;
+/// - extensions that have one of this crate's objects as a member;
 /// - all other objects in the schema.
 ///
 /// It does not find dependencies that the server does not record, such as the text of a function that calls one of this

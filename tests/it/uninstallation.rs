@@ -199,6 +199,11 @@ fn all_objects_that_depend_on_it_or_lie_in_it_are_named() {
             &["operator public.===(resource_control.throttled_resource_enum,pg_catalog.text)"],
         ),
         (
+            "ALTER EXTENSION plpgsql ADD TABLE resource_control.throttled_resource; \
+             ALTER EXTENSION plpgsql ADD FUNCTION resource_control.lock_key",
+            &["extension plpgsql"],
+        ),
+        (
             // An overload of ours is theirs.
             "CREATE FUNCTION resource_control.lock_key(int) RETURNS int LANGUAGE sql AS 'SELECT 1'",
             &["function resource_control.lock_key(integer)"],
@@ -213,6 +218,17 @@ fn all_objects_that_depend_on_it_or_lie_in_it_are_named() {
             assert_eq!(in_the_way(conn), expected, "{theirs}");
         }
     }
+}
+
+/// To find out what is its own, it renames the schema for a moment.
+#[test]
+fn no_other_schema_is_in_the_way() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    migrations::install(conn).unwrap();
+    conn.batch_execute("CREATE SCHEMA diesel_interlock_aside")
+        .unwrap();
+    assert_eq!(migrations::uninstall(conn).unwrap().len(), versions().len());
 }
 
 #[test]

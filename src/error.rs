@@ -215,7 +215,8 @@ pub enum Error {
 
     /// A migration failed.
     ///
-    /// The message is that of Diesel's migration harness, which names the migration.
+    /// The message names the migration. It is that of Diesel's migration harness if a statement of the migration failed. Otherwise,
+    /// as for a constraint that is checked at the commit, `source()` has the error.
     #[cfg(feature = "migrations")]
     #[error(transparent)]
     Migration(Box<dyn std::error::Error + Send + Sync>),

@@ -59,6 +59,8 @@ mod diesels_table;
 mod install;
 mod ours;
 mod rights;
+#[cfg(any(feature = "postgres", feature = "async"))]
+mod run_each;
 #[cfg(feature = "postgres")]
 mod run_pending;
 mod uninstall;

@@ -8,11 +8,11 @@ use diesel::migration::{MigrationSource, MigrationVersion};
 use diesel::pg::Pg;
 use diesel_async::AsyncPgConnection;
 use diesel_async::async_connection_wrapper::AsyncConnectionWrapper;
-use diesel_migrations::MigrationHarness;
 
 use super::diesels_table;
 use super::install::run_missing;
 use super::ours::{LOCK, Recorded};
+use super::run_each::run_each;
 use super::uninstall::revert_all;
 use crate::advisory::asynchronous::{
     AdvisoryLock, AdvisoryLockGuard, GuardConnection, PooledGuard,
@@ -189,11 +189,7 @@ where
     let guard = lock().acquire_without_snapshot(pool).await?;
     let running = runtime.spawn_blocking(move || {
         let mut conn = AsyncConnectionWrapper::<_>::from(Guarded::<P>(guard));
-        let ran = catch_unwind(AssertUnwindSafe(|| {
-            let ran = conn.run_pending_migrations(source);
-            let ran = ran.map_err(Error::Migration)?;
-            Ok(ran.iter().map(MigrationVersion::as_owned).collect())
-        }));
+        let ran = catch_unwind(AssertUnwindSafe(|| run_each(&mut conn, source)));
         (conn.into_inner().0, ran)
     });
     let (guard, ran) = finished(running.await)?;

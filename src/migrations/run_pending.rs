@@ -7,10 +7,10 @@ use std::collections::BTreeSet;
 
 use diesel::migration::{MigrationSource, MigrationVersion};
 use diesel::pg::{Pg, PgConnection};
-use diesel_migrations::MigrationHarness;
 
 use super::diesels_table;
 use super::ours::LOCK;
+use super::run_each::run_each;
 use crate::error::{Error, Result};
 use crate::session::{Blocking, now};
 use crate::transaction;
@@ -19,7 +19,7 @@ use crate::transaction;
 ///
 /// Call it at every start of a program. Many instances may call it at the same time. It reads `__diesel_schema_migrations`
 /// first, in two round trips. If nothing is pending, it sends no DDL and needs only the right to read that table. Otherwise
-/// it takes the session lock [`LOCK`] on the migrating connection and calls Diesel's `run_pending_migrations`, which reads
+/// it takes the session lock [`LOCK`] on the migrating connection and runs Diesel's harness, which reads
 /// again which migrations are pending. So the first instance runs them, and the others wait and find none. Each migration has
 /// a separate transaction, or none if its metadata says so. `CREATE INDEX CONCURRENTLY` therefore works while other
 /// instances wait.
@@ -69,13 +69,7 @@ where
         return Ok(Vec::new());
     }
     let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
-    let ran = guard
-        .conn()
-        .run_pending_migrations(source)
-        .map_err(Error::Migration)?
-        .iter()
-        .map(MigrationVersion::as_owned)
-        .collect();
+    let ran = run_each(guard.conn(), source)?;
     guard.release()?;
     Ok(ran)
 }

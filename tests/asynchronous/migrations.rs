@@ -106,6 +106,15 @@ const FAILS: Application = Application(&[
     ("20260101", "CREATE TABLE users (id int)"),
     ("20260103", "SELECT 1 / 0"),
 ]);
+const FAILS_AT_COMMIT: Application = Application(&[
+    ("20260101", "CREATE TABLE users (id int)"),
+    (
+        "20260106",
+        "CREATE TABLE customers (id int PRIMARY KEY); \
+         CREATE TABLE jobs (customer int REFERENCES customers DEFERRABLE INITIALLY DEFERRED); \
+         INSERT INTO jobs VALUES (1)",
+    ),
+]);
 const PANICS: Application = Application(&[
     ("20260101", "CREATE TABLE users (id int)"),
     ("20260104", "panic"),
@@ -264,9 +273,13 @@ async fn runs<P: Pool>(database: Database, pool: P) {
             .is_empty()
     );
 
-    let failed = migrations::run_pending(&pool, FAILS).await;
-    assert!(matches!(failed, Err(Error::Migration(_))), "{failed:?}");
-    assert_eq!(count(observer, HOLDERS), 0, "the lock was released");
+    for (migrations, failing) in [(FAILS, "20260103"), (FAILS_AT_COMMIT, "20260106")] {
+        let failed = migrations::run_pending(&pool, migrations).await;
+        assert!(matches!(failed, Err(Error::Migration(_))), "{failed:?}");
+        let message = failed.unwrap_err().to_string();
+        assert!(message.contains(failing), "{message}");
+        assert_eq!(count(observer, HOLDERS), 0, "the lock was released");
+    }
 
     let panicking = tokio::spawn({
         let pool = pool.clone();

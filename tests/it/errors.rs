@@ -94,6 +94,27 @@ fn a_migration_that_fails_says_which_and_why_and_says_it_once() {
 }
 
 #[test]
+#[cfg(feature = "migrations")]
+fn a_migration_is_named_however_it_fails() {
+    let deferred = "CREATE TABLE customer (id int PRIMARY KEY); \
+        CREATE TABLE job (customer int REFERENCES customer DEFERRABLE INITIALLY DEFERRED); INSERT INTO job VALUES (1)";
+    for (name, up) in [
+        ("deferred", deferred),
+        ("ended", "SELECT pg_terminate_backend(pg_backend_pid())"),
+        (
+            "copied",
+            "CREATE TABLE users (id int); COPY users FROM STDIN",
+        ),
+    ] {
+        let database = Database::new();
+        let source = directory(name, &[(&format!("2026-01-01-000000_{name}"), up)]);
+        let failed = migrations::run_pending(&mut database.connect(), source.migrations());
+        let message = failed.unwrap_err().to_string();
+        assert_eq!(message.matches(name).count(), 1, "{message}");
+    }
+}
+
+#[test]
 fn a_cause_is_the_source_and_not_a_part_of_the_message() {
     let cause = DieselError::BrokenTransactionManager;
     let error = Error::LockLost {

@@ -215,8 +215,8 @@ pub enum Error {
 
     /// A migration failed.
     ///
-    /// The message names the migration. It is that of Diesel's migration harness if a statement of the migration failed. Otherwise,
-    /// as for a constraint that is checked at the commit, `source()` has the error.
+    /// The message names the migration. If it does not say why the migration failed, as for a constraint that is checked at the
+    /// commit, `source()` does.
     #[cfg(feature = "migrations")]
     #[error(transparent)]
     Migration(Box<dyn std::error::Error + Send + Sync>),
@@ -334,9 +334,12 @@ pub enum Misplaced {
 
 /// A schema `resource_control` that is missing, incomplete, or not usable by this role: the kind [`Error::Schema`].
 ///
+/// PostgreSQL's error does not say so in every language, so the crate queries the catalogue after an error of the database: does
+/// the operation lack a table, a function or a privilege? If it does not, the error is an [`Error::Database`].
+///
 /// Inside a transaction [`NotInstalled`](Schema::NotInstalled) and [`MissingRights`](Schema::MissingRights) are an
 /// [`Error::Database`], because the server's error has aborted the transaction, and the catalogue cannot be queried.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Schema {
     /// The schema is missing, or older than this crate.
@@ -351,8 +354,10 @@ pub enum Schema {
     MissingRights {
         /// The role that is connected.
         role: String,
-        /// What it lacks.
-        missing: &'static str,
+        /// What it lacks: `INSERT on service_request, UPDATE on service_request (grants.sql)`.
+        missing: String,
+        /// The error of the database. `None` if the right was found missing before anything failed.
+        source: Option<DieselError>,
     },
 
     /// The database does not have the resource.

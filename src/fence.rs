@@ -124,7 +124,7 @@ impl Fence {
                 token,
             }),
             Err(error) if is_serialization_failure(&error) => Err(Error::StrictIsolation),
-            Err(error) => Err(installed::explain(session, error, None).await),
+            Err(error) => Err(installed::by_kind(error)),
         }
     }
 }

@@ -53,6 +53,13 @@
 //! Diesel sends operators without their schema, so operators of another schema that is ahead of `pg_catalog` in the `search_path`
 //! may change what these queries and expressions return.
 //!
+//! # Invalid text
+//!
+//! The server shows two texts that it has not checked: the name of a role that was created in a database of another encoding, and,
+//! in a database whose encoding is `SQL_ASCII`, any statement. If one session has a role or a statement that is not valid UTF-8, a
+//! query that reads [`usename`] or [`query`] of that session fails, as [`holders()`] and [`waiters()`] do. Rename the role, or
+//! `.select()` the other columns.
+//!
 //! # Requests and throttles
 //!
 //! Requests and throttles are rows of tables, which [`migrations::install`](crate::migrations::install) creates and

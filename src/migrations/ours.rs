@@ -1,5 +1,7 @@
 //! This crate's own migrations: their files, and which of them the database records.
 
+use std::collections::BTreeSet;
+
 use diesel::migration::MigrationVersion;
 use diesel::prelude::*;
 use diesel::result::Error as DieselError;
@@ -91,6 +93,17 @@ impl OurMigration {
     }
 }
 
+/// Returns the names of the tables, functions and types that the migrations create, among others that they mention.
+pub(super) fn names() -> BTreeSet<&'static str> {
+    let mentions = OURS
+        .iter()
+        .flat_map(|ours| ours.up.split("resource_control."));
+    let is_in_name = |it: char| it.is_ascii_alphanumeric() || it == '_';
+    mentions
+        .filter_map(|mention| mention.split(|it| !is_in_name(it)).next())
+        .collect()
+}
+
 /// Returns the version that Diesel derives from the name of a directory.
 pub(super) fn version_of(name: &str) -> String {
     let (version, _) = name.split_once('_').unwrap_or((name, ""));
@@ -155,7 +168,8 @@ impl Recorded {
             "SELECT version::pg_catalog.text FROM resource_control.installed_migration",
         );
         let rows = session.all(query).await;
-        let rows: Vec<Row> = installed::explained(session, rows).await?;
+        let rows: Vec<Row> =
+            installed::explained(session, rows, &[("installed_migration", "SELECT")]).await?;
         let versions: Vec<_> = rows.into_iter().map(|row| row.version).collect();
         Ok(if versions.is_empty() {
             Recorded::NoVersion

@@ -2,9 +2,9 @@
 
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
-use diesel::sql_types::{Bool, Text};
+use diesel::sql_types::{Array, Bool, Text};
 
-use super::ours::Failed;
+use super::ours::{Failed, names};
 use crate::error::{Error, Result, Schema};
 use crate::session::{OwnTransaction, Session};
 
@@ -20,14 +20,26 @@ struct Rights {
     owns_all: bool,
 }
 
+impl Rights {
+    async fn of<S: Session>(session: &mut S) -> QueryResult<Self> {
+        let names: Vec<_> = names().into_iter().collect();
+        let query = diesel::sql_query(RIGHTS).bind::<Array<Text>, _>(names);
+        session.one(query).await
+    }
+}
+
+/// Other objects in the schema may be anybody's.
 const RIGHTS: &str = "
     WITH schema AS (
         SELECT oid, nspowner FROM pg_catalog.pg_namespace WHERE nspname OPERATOR(pg_catalog.=) 'resource_control'
     ), owners (owner) AS (
         SELECT nspowner FROM schema
         UNION SELECT relowner FROM pg_catalog.pg_class JOIN schema ON relnamespace OPERATOR(pg_catalog.=) schema.oid
+            WHERE relname OPERATOR(pg_catalog.=) ANY ($1)
         UNION SELECT proowner FROM pg_catalog.pg_proc JOIN schema ON pronamespace OPERATOR(pg_catalog.=) schema.oid
+            WHERE proname OPERATOR(pg_catalog.=) ANY ($1)
         UNION SELECT typowner FROM pg_catalog.pg_type JOIN schema ON typnamespace OPERATOR(pg_catalog.=) schema.oid
+            WHERE typname OPERATOR(pg_catalog.=) ANY ($1)
     )
     SELECT current_user::pg_catalog.text AS role,
         pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE') AS creates_schemas,
@@ -57,13 +69,14 @@ async fn in_transaction<S: Session, T>(
 
 /// Refuses a role that may not create schemas.
 pub(super) async fn require_creating_schemas<S: Session>(session: &mut S) -> Result<()> {
-    let rights: Rights = session.one(diesel::sql_query(RIGHTS)).await?;
+    let rights = Rights::of(session).await?;
     if rights.creates_schemas {
         return Ok(());
     }
     Err(Error::Schema(Schema::MissingRights {
         role: rights.role,
-        missing: "CREATE on the database, to compare the schema with a new one",
+        missing: "CREATE on the database, to compare the schema with a new one".to_owned(),
+        source: None,
     }))
 }
 
@@ -84,20 +97,26 @@ async fn explain<S: Session>(session: &mut S, error: Error) -> Error {
         DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) => {}
         _ => return error,
     }
-    let rights: QueryResult<Rights> = session.one(diesel::sql_query(RIGHTS)).await;
-    match rights {
-        Ok(rights) if rights.has_schema && !rights.owns_all => {
-            Error::Schema(Schema::MissingRights {
-                role: rights.role,
-                missing: "the ownership of the schema and of what is in it",
-            })
-        }
-        Ok(rights) if !rights.has_schema && !rights.creates_schemas => {
-            Error::Schema(Schema::MissingRights {
-                role: rights.role,
-                missing: "CREATE on the database, to create the schema",
-            })
-        }
-        _ => error,
+    let Ok(rights) = Rights::of(session).await else {
+        return error;
+    };
+    let missing = match (rights.has_schema, rights.owns_all, rights.creates_schemas) {
+        (true, false, _) => "the ownership of the schema and of what this crate has created in it",
+        (false, _, false) => "CREATE on the database, to create the schema",
+        _ => return error,
+    };
+    Error::Schema(Schema::MissingRights {
+        role: rights.role,
+        missing: missing.to_owned(),
+        source: source_of(error),
+    })
+}
+
+/// Returns the error of the database in an error of a migration.
+fn source_of(error: Error) -> Option<DieselError> {
+    match error {
+        Error::Database(source) => Some(source),
+        Error::Migration(failed) => failed.downcast::<Failed>().ok().map(|failed| failed.source),
+        _ => None,
     }
 }

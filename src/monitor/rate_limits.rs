@@ -15,7 +15,7 @@ use diesel::sql_types::{BigInt, Double};
 
 use crate::error::Result;
 use crate::functions::{clock_timestamp, rate_limit_debt, scaled_up};
-use crate::installed;
+use crate::installed::{self, Needs};
 use crate::rate_limit::{Quota, RateLimit, quota_of};
 use crate::schema::resource_control::{rate_limit, rate_limit_override};
 use crate::session::Session;
@@ -184,6 +184,12 @@ pub fn keys_near_limit(
 /// and whether there is an override of the key and one of the name.
 type NearRow = (String, i64, i64, i64, i64, bool, bool);
 
+const NEAR_NEEDS: &Needs = &[
+    ("rate_limit_debt", "EXECUTE"),
+    ("rate_limit", "SELECT"),
+    ("rate_limit_override", "SELECT"),
+];
+
 pub(super) async fn find_keys_near_limit<S: Session>(
     session: &mut S,
     limit: &RateLimit,
@@ -193,7 +199,7 @@ pub(super) async fn find_keys_near_limit<S: Session>(
     let quota = limit.checked_quota()?;
     let near = near_limit(name.as_str(), quota, rows.into());
     let near = session.all(near).await;
-    let near: Vec<NearRow> = installed::explained(session, near).await?;
+    let near: Vec<NearRow> = installed::explained(session, near, NEAR_NEEDS).await?;
     Ok(near.into_iter().map(KeyNearLimit::from).collect())
 }
 

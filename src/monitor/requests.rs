@@ -15,7 +15,7 @@ use diesel::prelude::*;
 
 use crate::error::Result;
 use crate::functions::clock_timestamp;
-use crate::installed;
+use crate::installed::{self, Needs};
 use crate::schema::resource_control::service_request;
 use crate::semaphore::checked_service;
 use crate::session::Session;
@@ -173,6 +173,8 @@ pub fn slots(conn: &mut PgConnection, service: &str, slots: u32) -> Result<Slots
     now(find_slots(&mut Blocking::lent(conn), service, slots))
 }
 
+const SLOTS_NEEDS: &Needs = &[("service_request", "SELECT")];
+
 pub(super) async fn find_slots<S: Session>(
     session: &mut S,
     service: &str,
@@ -185,7 +187,7 @@ pub(super) async fn find_slots<S: Session>(
         .filter(in_flight())
         .select((service_request::slot, service_request::expires_at));
     let taken = session.all(requests).await;
-    let taken: Vec<(i16, Timestamp)> = installed::explained(session, taken).await?;
+    let taken: Vec<(i16, Timestamp)> = installed::explained(session, taken, SLOTS_NEEDS).await?;
     let occupied: HashSet<i16> = taken.iter().map(|(slot, _)| *slot).collect();
     Ok(Slots {
         free: (0..slots).filter(|slot| !occupied.contains(slot)).collect(),

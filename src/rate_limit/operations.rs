@@ -11,7 +11,7 @@ use super::rules;
 use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow};
 use super::{Check, CheckAll, RateLimit, RateLimitState, Reserve, Spent};
 use crate::error::{Error, Misplaced, Result};
-use crate::installed;
+use crate::installed::{self, Needs};
 use crate::session::{
     Probe, Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
 };
@@ -50,8 +50,11 @@ pub(super) async fn spend<S: Session>(
     let call = limit.checked(max_wait, |name| session.name(name))?;
     refuse_transaction(session)?;
     let (row, in_transaction): (SpentRow, bool) = match at_least {
-        None => outside(session, limit, sql::spend(&call)).await?,
-        Some(units) => outside(session, limit, sql::spend_at_least(&call, units)).await?,
+        None => outside(session, limit, sql::spend(&call), sql::SPEND_NEEDS).await?,
+        Some(units) => {
+            let statement = sql::spend_at_least(&call, units);
+            outside(session, limit, statement, sql::SPEND_AT_LEAST_NEEDS).await?
+        }
     };
     let reply = Reply::of(row, limit.quota, SentName::of(&call.name));
     if in_transaction {
@@ -84,7 +87,8 @@ pub(super) async fn check_all<S: Session>(
                 _ => None,
             };
             let refused = rules::above_burst(limits, &calls, details);
-            return Err(explain(session, error, refused.as_ref().unwrap_or(first)).await);
+            let limit = refused.as_ref().unwrap_or(first);
+            return Err(explain(session, error, limit, sql::SPEND_ALL_NEEDS).await);
         }
     };
     let outcome = reply::check_all(row, limits, &calls)?;
@@ -104,7 +108,8 @@ pub(super) async fn give_back<S: Session>(
 ) -> Result<u32> {
     refuse_transaction(session)?;
     let back = spent.take_back(units)?;
-    let given: i64 = accepted(session, &spent.limit, sql::give_back(&back)).await?;
+    let statement = sql::give_back(&back);
+    let given: i64 = accepted(session, &spent.limit, statement, sql::GIVE_BACK_NEEDS).await?;
     Ok(given.clamp(0, units.into()) as u32)
 }
 
@@ -114,7 +119,7 @@ pub(super) async fn peek<S: Session>(session: &mut S, limit: &RateLimit) -> Resu
     let row: QueryResult<StateRow> = one_at_read_committed(session, sql::peek(&call)).await;
     match row {
         Ok(row) => Ok(reply::state(row)),
-        Err(error) => Err(explain(session, error, limit).await),
+        Err(error) => Err(explain(session, error, limit, sql::PEEK_NEEDS).await),
     }
 }
 
@@ -128,7 +133,7 @@ pub(super) async fn reset<S: Session>(
     refuse_transaction(session)?;
     let key = (!all_keys).then_some(call.key);
     let statement = sql::reset(call.name.as_str(), key, call.commit_async);
-    let deleted: i64 = accepted(session, limit, statement).await?;
+    let deleted: i64 = accepted(session, limit, statement, sql::RESET_NEEDS).await?;
     Ok(deleted.unsigned_abs())
 }
 
@@ -143,7 +148,9 @@ pub(super) async fn prune<S: Session>(session: &mut S) -> Result<u64> {
         let (deleted, name, key) = match step {
             Ok(step) => step,
             Err(error) if is_serialization_failure(&error) => return Err(Error::StrictIsolation),
-            Err(error) => return Err(installed::explain(session, error, None).await),
+            Err(error) => {
+                return Err(installed::explain(session, error, sql::PRUNE_NEEDS, None).await);
+            }
         };
         pruned += u64::from(deleted.unsigned_abs());
         match (name, key) {
@@ -173,7 +180,12 @@ fn refuse_transaction<S: Session>(session: &mut S) -> Result<()> {
 }
 
 /// Sends a statement, and also returns whether a transaction is open that Diesel does not know of.
-async fn outside<S, U, Q>(session: &mut S, limit: &RateLimit, statement: Q) -> Result<(U, bool)>
+async fn outside<S, U, Q>(
+    session: &mut S,
+    limit: &RateLimit,
+    statement: Q,
+    needs: &Needs,
+) -> Result<(U, bool)>
 where
     S: Session,
     Q: Probe<U>,
@@ -182,19 +194,24 @@ where
     let (reply, in_transaction) = probe_at_read_committed(session, statement).await;
     match reply {
         Ok(row) => Ok((row, in_transaction)),
-        Err(error) => Err(explain(session, error, limit).await),
+        Err(error) => Err(explain(session, error, limit, needs).await),
     }
 }
 
 /// Sends a statement that allows nothing. In a transaction of the caller that Diesel does not know of, it takes effect when
 /// that commits, by the session's default of `synchronous_commit`.
-async fn accepted<S, U, Q>(session: &mut S, limit: &RateLimit, statement: Q) -> Result<U>
+async fn accepted<S, U, Q>(
+    session: &mut S,
+    limit: &RateLimit,
+    statement: Q,
+    needs: &Needs,
+) -> Result<U>
 where
     S: Session,
     Q: Probe<U>,
     U: Send,
 {
-    let (row, in_transaction) = outside(session, limit, statement).await?;
+    let (row, in_transaction) = outside(session, limit, statement, needs).await?;
     if in_transaction {
         if session.is_pooled() {
             return Err(Error::TransactionInPool);
@@ -236,7 +253,12 @@ async fn undo<S: Session>(session: &mut S, spent: &[Spent], is_durable: bool) ->
 }
 
 /// Returns what an error means. Queries the catalogue where that is still possible.
-async fn explain<S: Session>(session: &mut S, error: DieselError, limit: &RateLimit) -> Error {
+async fn explain<S: Session>(
+    session: &mut S,
+    error: DieselError,
+    limit: &RateLimit,
+    needs: &Needs,
+) -> Error {
     if is_serialization_failure(&error) {
         return Error::StrictIsolation;
     }
@@ -245,5 +267,5 @@ async fn explain<S: Session>(session: &mut S, error: DieselError, limit: &RateLi
             return refusal;
         }
     }
-    installed::explain(session, error, None).await
+    installed::explain(session, error, needs, None).await
 }

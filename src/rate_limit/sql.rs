@@ -6,6 +6,7 @@ use crate::functions::{
     check_rate_limits, decide_rate_limit, give_back_rate_limit, peek_rate_limit, prune_rate_limits,
     reset_rate_limit, spend_rate_limit,
 };
+use crate::installed::Needs;
 #[cfg(feature = "async")]
 use crate::session::Probed;
 use crate::text::Name;
@@ -78,6 +79,12 @@ pub(super) type Spend<'a> = diesel::dsl::select<
     >,
 >;
 
+pub(super) const SPEND_NEEDS: &Needs = &[
+    ("spend_rate_limit", "EXECUTE"),
+    ("rate_limit", "SELECT, INSERT, UPDATE"),
+    ("rate_limit_override", "SELECT"),
+];
+
 pub(super) fn spend<'a>(call: &'a Call<'_>) -> Spend<'a> {
     diesel::select(spend_rate_limit(
         call.name.as_str(),
@@ -97,6 +104,12 @@ pub(super) fn spend<'a>(call: &'a Call<'_>) -> Spend<'a> {
 pub(super) type SpendAtLeast<'a> = diesel::dsl::select<
     decide_rate_limit<&'a str, &'a str, i64, i64, i64, i64, i64, Option<i64>, bool>,
 >;
+
+pub(super) const SPEND_AT_LEAST_NEEDS: &Needs = &[
+    ("decide_rate_limit", "EXECUTE"),
+    ("rate_limit", "SELECT, INSERT, UPDATE"),
+    ("rate_limit_override", "SELECT"),
+];
 
 pub(super) fn spend_at_least<'a>(call: &'a Call<'_>, at_least: u32) -> SpendAtLeast<'a> {
     diesel::select(decide_rate_limit(
@@ -136,6 +149,12 @@ pub(super) type SpendAll<'a> = diesel::dsl::select<
     >,
 >;
 
+pub(super) const SPEND_ALL_NEEDS: &Needs = &[
+    ("check_rate_limits", "EXECUTE"),
+    ("rate_limit", "SELECT, INSERT, UPDATE"),
+    ("rate_limit_override", "SELECT"),
+];
+
 pub(super) fn spend_all<'a>(calls: &'a Calls<'a>) -> SpendAll<'a> {
     diesel::select(check_rate_limits(
         calls.names.as_slice(),
@@ -162,6 +181,11 @@ pub(super) struct Units<'a> {
 pub(super) type GiveBack<'a> =
     diesel::dsl::select<give_back_rate_limit<&'a str, &'a str, i64, Timestamp, PgInterval, bool>>;
 
+pub(super) const GIVE_BACK_NEEDS: &Needs = &[
+    ("give_back_rate_limit", "EXECUTE"),
+    ("rate_limit", "SELECT, UPDATE"),
+];
+
 pub(super) fn give_back<'a>(units: &'a Units<'_>) -> GiveBack<'a> {
     diesel::select(give_back_rate_limit(
         units.name.as_str(),
@@ -176,6 +200,12 @@ pub(super) fn give_back<'a>(units: &'a Units<'_>) -> GiveBack<'a> {
 pub(super) type Peek<'a> =
     diesel::dsl::select<peek_rate_limit<&'a str, &'a str, i64, PgInterval, i64>>;
 
+pub(super) const PEEK_NEEDS: &Needs = &[
+    ("peek_rate_limit", "EXECUTE"),
+    ("rate_limit", "SELECT"),
+    ("rate_limit_override", "SELECT"),
+];
+
 pub(super) fn peek<'a>(call: &'a Call<'_>) -> Peek<'a> {
     diesel::select(peek_rate_limit(
         call.name.as_str(),
@@ -188,6 +218,11 @@ pub(super) fn peek<'a>(call: &'a Call<'_>) -> Peek<'a> {
 
 pub(super) type Reset<'a> = diesel::dsl::select<reset_rate_limit<&'a str, Option<&'a str>, bool>>;
 
+pub(super) const RESET_NEEDS: &Needs = &[
+    ("reset_rate_limit", "EXECUTE"),
+    ("rate_limit", "SELECT, UPDATE, DELETE"),
+];
+
 /// Without a key, it deletes all keys of the name.
 pub(super) fn reset<'a>(name: &'a str, key: Option<&'a str>, commit_async: bool) -> Reset<'a> {
     diesel::select(reset_rate_limit(name, key, commit_async))
@@ -198,6 +233,11 @@ pub(super) fn reset<'a>(name: &'a str, key: Option<&'a str>, commit_async: bool)
 pub(super) const WAIT_FOR_DISK: &str = "SET LOCAL synchronous_commit TO DEFAULT";
 
 pub(super) type Prune<'a> = diesel::dsl::select<prune_rate_limits<&'a str, &'a str, i32>>;
+
+pub(super) const PRUNE_NEEDS: &Needs = &[
+    ("prune_rate_limits", "EXECUTE"),
+    ("rate_limit", "SELECT, UPDATE, DELETE"),
+];
 
 pub(super) fn prune<'a>(after: &'a (String, String), batch: i32) -> Prune<'a> {
     diesel::select(prune_rate_limits(after.0.as_str(), after.1.as_str(), batch))

@@ -7,7 +7,7 @@ use super::rules;
 use super::sql;
 use super::{Admission, Claim, Semaphore};
 use crate::error::{Error, Misplaced, Result, Schema};
-use crate::installed;
+use crate::installed::{self, Needs};
 use crate::session::{
     Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
 };
@@ -25,7 +25,7 @@ pub(super) async fn claim<S: Session>(
     let (reply, in_transaction) = probe_at_read_committed(session, sql::claim(&request)).await;
     let admission = match reply {
         Ok(row) => rules::admission(row, semaphore),
-        Err(error) => return Err(explain(session, error).await),
+        Err(error) => return Err(explain(session, error, sql::CLAIM_NEEDS).await),
     };
     if in_transaction {
         return Err(undo(session, admission).await);
@@ -54,7 +54,7 @@ async fn undo<S: Session>(session: &mut S, admission: Admission<Claim>) -> Error
 pub(super) async fn complete<S: Session>(session: &mut S, id: i64) -> Result<bool> {
     match one_at_read_committed(session, sql::complete(id)).await {
         Ok(completed) => Ok(completed),
-        Err(error) => Err(explain(session, error).await),
+        Err(error) => Err(explain(session, error, sql::COMPLETE_NEEDS).await),
     }
 }
 
@@ -66,12 +66,12 @@ pub(super) async fn renew<S: Session>(
 ) -> Result<Option<Timestamp>> {
     match one_at_read_committed(session, sql::renew(id, timeout)).await {
         Ok(expires_at) => Ok(expires_at),
-        Err(error) => Err(explain(session, error).await),
+        Err(error) => Err(explain(session, error, sql::RENEW_NEEDS).await),
     }
 }
 
 /// Returns what an error means. Queries the catalogue where that is still possible.
-async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
+async fn explain<S: Session>(session: &mut S, error: DieselError, needs: &Needs) -> Error {
     if is_serialization_failure(&error) {
         return Error::StrictIsolation;
     }
@@ -81,5 +81,5 @@ async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
             return Schema::SequenceBehind.into();
         }
     }
-    installed::explain(session, error, None).await
+    installed::explain(session, error, needs, None).await
 }

@@ -3,6 +3,7 @@
 use diesel::data_types::PgInterval;
 
 use crate::functions::{admit_service_request, complete_service_request, renew_service_request};
+use crate::installed::Needs;
 #[cfg(feature = "async")]
 use crate::session::Probed;
 use crate::text::Name;
@@ -45,6 +46,11 @@ impl Probed for Complete {}
 #[cfg(feature = "async")]
 impl Probed for Renew {}
 
+pub(super) const CLAIM_NEEDS: &Needs = &[
+    ("admit_service_request", "EXECUTE"),
+    ("service_request", "SELECT, INSERT, UPDATE"),
+];
+
 pub(super) fn claim<'a>(request: &'a Request<'_>) -> ClaimSlot<'a> {
     diesel::select(admit_service_request(
         request.service.as_str(),
@@ -54,9 +60,19 @@ pub(super) fn claim<'a>(request: &'a Request<'_>) -> ClaimSlot<'a> {
     ))
 }
 
+pub(super) const COMPLETE_NEEDS: &Needs = &[
+    ("complete_service_request", "EXECUTE"),
+    ("service_request", "SELECT, UPDATE"),
+];
+
 pub(super) fn complete(id: i64) -> Complete {
     diesel::select(complete_service_request(id))
 }
+
+pub(super) const RENEW_NEEDS: &Needs = &[
+    ("renew_service_request", "EXECUTE"),
+    ("service_request", "SELECT, UPDATE"),
+];
 
 pub(super) fn renew(id: i64, timeout: PgInterval) -> Renew {
     diesel::select(renew_service_request(id, timeout))

@@ -6,7 +6,7 @@ use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Text};
 
 use crate::error::{Error, Result, Schema};
-use crate::installed;
+use crate::installed::{self, Needs};
 use crate::semaphore::{Semaphore, checked_service};
 #[cfg(feature = "postgres")]
 use crate::session::{Blocking, now};
@@ -27,6 +27,11 @@ const RESOURCE_DUE: &str = "
     )
     SELECT EXISTS (SELECT FROM resource) AS is_known";
 
+const RESOURCE_DUE_NEEDS: &Needs = &[
+    ("elapsed", "EXECUTE"),
+    ("throttled_resource", "SELECT, UPDATE"),
+];
+
 const KEY_DUE: &str = "
     WITH resource AS (
         SELECT r.resource_id,
@@ -40,12 +45,20 @@ const KEY_DUE: &str = "
     )
     SELECT EXISTS (SELECT FROM resource) AS is_known";
 
+const KEY_DUE_NEEDS: &Needs = &[
+    ("elapsed", "EXECUTE"),
+    ("throttled_resource", "SELECT"),
+    ("throttled_key", "SELECT, UPDATE"),
+];
+
 /// Diesel does not qualify its operators, and somebody's own may be ahead of PostgreSQL's in the search path.
 const EXPIRE: &str = "
     UPDATE resource_control.service_request AS r SET expires_at = pg_catalog.clock_timestamp()
     WHERE r.service OPERATOR(pg_catalog.=) $1 AND r.completed_at IS NULL AND r.timed_out_at IS NULL
         AND r.expires_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp()
     RETURNING r.id";
+
+const EXPIRE_NEEDS: &Needs = &[("service_request", "SELECT, UPDATE")];
 
 #[derive(QueryableByName)]
 struct Resource {
@@ -119,16 +132,18 @@ where
 {
     let checked = throttle.checked(|key| session.name(key))?;
     let label = checked.label;
-    let reply: QueryResult<Vec<Resource>> = match &checked.key {
+    let (reply, needs): (QueryResult<Vec<Resource>>, _) = match &checked.key {
         None => {
             let query = diesel::sql_query(RESOURCE_DUE).bind::<Text, _>(label);
-            all_at_read_committed(session, query).await
+            let reply = all_at_read_committed(session, query).await;
+            (reply, RESOURCE_DUE_NEEDS)
         }
         Some(key) => {
             let query = diesel::sql_query(KEY_DUE)
                 .bind::<Text, _>(label)
                 .bind::<Text, _>(key.as_str());
-            all_at_read_committed(session, query).await
+            let reply = all_at_read_committed(session, query).await;
+            (reply, KEY_DUE_NEEDS)
         }
     };
     match reply {
@@ -136,7 +151,7 @@ where
         Ok(_) => Err(Error::Schema(Schema::UnknownResource {
             label: label.to_owned(),
         })),
-        Err(error) => Err(installed::explain(session, error, Some(label)).await),
+        Err(error) => Err(installed::explain(session, error, needs, Some(label)).await),
     }
 }
 
@@ -190,5 +205,6 @@ pub(super) async fn send_expire<S: Session>(
     let service = checked_service(semaphore.service(), |name| session.name(name))?;
     let query = diesel::sql_query(EXPIRE).bind::<Text, _>(service.as_str());
     let expired: QueryResult<Vec<Expired>> = all_at_read_committed(session, query).await;
-    Ok(installed::explained(session, expired).await?.len())
+    let expired = installed::explained(session, expired, EXPIRE_NEEDS).await?;
+    Ok(expired.len())
 }

@@ -42,8 +42,7 @@ pub(super) async fn find_held<S: Session>(session: &mut S) -> Result<Vec<Holder>
         Err(error) => return Err(Error::Database(error)),
     };
     if !held.is_empty() {
-        let unrequested = locks_of_transactions(session).await;
-        let unrequested = installed::explained(session, unrequested).await?;
+        let unrequested = locks_of_transactions(session).await?;
         held.retain(|lock| !unrequested.contains(&lock.key));
     }
     Ok(held)
@@ -51,22 +50,33 @@ pub(super) async fn find_held<S: Session>(session: &mut S) -> Result<Vec<Holder>
 
 /// Returns the locks that claims and attempts hold until their transaction ends. That is at once, except inside a test
 /// transaction. Up to three round trips.
-async fn locks_of_transactions<S: Session>(session: &mut S) -> QueryResult<HashSet<LockId>> {
-    let tables = Tables::of(session).await?;
+async fn locks_of_transactions<S: Session>(session: &mut S) -> Result<HashSet<LockId>> {
+    let tables = Tables::of(session).await;
+    let tables = installed::explained(session, tables, &[]).await?;
     let mut locks = Vec::<i64>::new();
     if tables.service_request {
         let query = sql::<BigInt>(
             "SELECT resource_control.service_request_lock(r.service, r.slot) \
              FROM (SELECT DISTINCT service, slot FROM resource_control.service_request) AS r",
         );
-        locks.extend(session.all::<i64, _>(query).await?);
+        let needs = &[
+            ("service_request_lock", "EXECUTE"),
+            ("service_request", "SELECT"),
+        ];
+        let found = session.all::<i64, _>(query).await;
+        locks.extend(installed::explained(session, found, needs).await?);
     }
     if tables.throttled_key {
         let query = sql::<BigInt>(
             "SELECT resource_control.throttled_key_lock(k.resource_id, k.key) \
              FROM resource_control.throttled_key AS k",
         );
-        locks.extend(session.all::<i64, _>(query).await?);
+        let needs = &[
+            ("throttled_key_lock", "EXECUTE"),
+            ("throttled_key", "SELECT"),
+        ];
+        let found = session.all::<i64, _>(query).await;
+        locks.extend(installed::explained(session, found, needs).await?);
     }
     Ok(locks.into_iter().map(LockId::BigInt).collect())
 }

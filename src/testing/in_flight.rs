@@ -10,7 +10,7 @@ use diesel::sql_types::Bool;
 #[cfg(feature = "postgres")]
 use super::polling::assert_none;
 use crate::error::Result;
-use crate::installed;
+use crate::installed::{self, Needs};
 use crate::monitor::{self, ServiceRequest};
 use crate::schema::resource_control::service_request;
 use crate::semaphore::{Semaphore, checked_service};
@@ -74,6 +74,8 @@ pub fn requests_in_flight(conn: &mut PgConnection) -> Result<Vec<ServiceRequest>
     now(find_in_flight(&mut Blocking::lent(conn)))
 }
 
+const NEEDS: &Needs = &[("service_request", "SELECT")];
+
 pub(super) async fn find_in_flight<S: Session>(session: &mut S) -> Result<Vec<ServiceRequest>> {
     let requests = match Tables::of(session).await {
         Ok(tables) if !tables.service_request => return Ok(Vec::new()),
@@ -86,7 +88,7 @@ pub(super) async fn find_in_flight<S: Session>(session: &mut S) -> Result<Vec<Se
         }
         Err(error) => Err(error),
     };
-    installed::explained(session, requests).await
+    installed::explained(session, requests, NEEDS).await
 }
 
 /// Panics if a request to the service is in flight. The message names each request with its details.
@@ -140,5 +142,5 @@ pub(super) async fn find_in_flight_to<S: Session>(
         .order(service_request::slot)
         .select(<ServiceRequest as SelectableHelper<Pg>>::as_select());
     let requests = session.all(requests).await;
-    installed::explained(session, requests).await
+    installed::explained(session, requests, NEEDS).await
 }

@@ -124,9 +124,9 @@ impl<R: ThrottledResource> Throttle<R> {
 /// Inserts the declared resources that the database does not have. Returns what it inserted, and which intervals differ.
 ///
 /// Call it at every start of a program. Many instances may call it at the same time. It reads first, one round trip per
-/// resource. If nothing is missing, it sends no DDL, so it succeeds for a role that may not alter the type.
-/// Otherwise it takes a session lock and adds the label and the row of each missing resource (`ALTER TYPE … ADD VALUE IF
-/// NOT EXISTS`, `INSERT … ON CONFLICT DO NOTHING`), each committed by itself.
+/// resource. If no label is missing, it sends no DDL, so it succeeds for a role that may not alter the type.
+/// Otherwise it takes a session lock and adds what is missing of each resource: its label (`ALTER TYPE … ADD VALUE IF
+/// NOT EXISTS`) and its row (`INSERT … ON CONFLICT DO NOTHING`), each committed by itself.
 ///
 /// The database owns the interval from then on. A changed `every` has no effect until [`sync_intervals`] is called,
 /// because an operator may have changed the row. Each interval that differs is returned and logged as a
@@ -143,8 +143,8 @@ impl<R: ThrottledResource> Throttle<R> {
 /// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
 ///   transaction included.
 /// - [`Schema::NotInstalled`](crate::error::Schema::NotInstalled).
-/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if a resource is missing and the role does not own the
-///   type.
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if a label is missing and the role does not own the type, or
+///   if the role lacks the grants.
 /// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
 pub fn sync<R: DeclaredResources>(conn: &mut PgConnection) -> Result<Synced> {
     let synced = insert_missing::<R>(conn)?;

@@ -2,11 +2,11 @@
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
-use super::sql::{Attempt, Attempted};
+use super::sql::{ATTEMPT_KEY_NEEDS, ATTEMPT_NEEDS, Attempt, Attempted};
 use super::{Decision, Throttle, ThrottledResource};
 use crate::error::{Error, Misplaced, Result, Schema};
 use crate::events::{self, Subject};
-use crate::installed;
+use crate::installed::{self, Needs};
 use crate::session::{Session, is_serialization_failure, one_at_read_committed};
 use crate::transaction;
 
@@ -63,14 +63,15 @@ where
     let checked = throttle.checked_with_details(|key| session.name(key))?;
     let (label, details) = (checked.label, checked.details);
     let key = checked.key.as_ref().map(|key| key.as_str());
-    let reply = match key {
+    let (reply, needs) = match key {
         None => {
             let attempt = Attempt::<false> {
                 label,
                 key: "",
                 details,
             };
-            one_at_read_committed(session, attempt).await
+            let reply = one_at_read_committed(session, attempt).await;
+            (reply, ATTEMPT_NEEDS)
         }
         Some(key) => {
             let attempt = Attempt::<true> {
@@ -78,17 +79,23 @@ where
                 key,
                 details,
             };
-            one_at_read_committed(session, attempt).await
+            let reply = one_at_read_committed(session, attempt).await;
+            (reply, ATTEMPT_KEY_NEEDS)
         }
     };
     match reply {
         Ok(row) => Ok(Attempted::into(row)),
-        Err(error) => Err(explain(session, error, label).await),
+        Err(error) => Err(explain(session, error, needs, label).await),
     }
 }
 
 /// Returns what the error of an attempt means. Queries the catalogue where that is still possible.
-async fn explain<S: Session>(session: &mut S, error: DieselError, label: &str) -> Error {
+async fn explain<S: Session>(
+    session: &mut S,
+    error: DieselError,
+    needs: &Needs,
+    label: &str,
+) -> Error {
     if is_serialization_failure(&error) {
         return Error::StrictIsolation;
     }
@@ -99,5 +106,5 @@ async fn explain<S: Session>(session: &mut S, error: DieselError, label: &str) -
             return Schema::UnknownResource { label }.into();
         }
     }
-    installed::explain(session, error, Some(label)).await
+    installed::explain(session, error, needs, Some(label)).await
 }

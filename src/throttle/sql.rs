@@ -9,6 +9,7 @@ use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
 use super::decision::{Decision, Denial, DenialReason, Grant};
+use crate::installed::Needs;
 use crate::session::Statement;
 #[cfg(feature = "async")]
 use crate::session::{ProbeColumns, Probed};
@@ -66,6 +67,17 @@ type Row = (
 const COLUMNS: &str =
     "SELECT granted, being_taken, decided_at, next_at, retry_after, holder, held_since";
 const LABEL_CAST: &str = "::resource_control.throttled_resource_enum, ";
+
+pub(super) const ATTEMPT_NEEDS: &Needs = &[
+    ("attempt_throttled_resource", "EXECUTE"),
+    ("throttled_resource", "SELECT, UPDATE"),
+];
+
+pub(super) const ATTEMPT_KEY_NEEDS: &Needs = &[
+    ("attempt_throttled_key", "EXECUTE"),
+    ("throttled_resource", "SELECT"),
+    ("throttled_key", "SELECT, INSERT, UPDATE"),
+];
 
 /// An attempt at a resource, or at one key of it. Which of them is part of the statement's id, because it changes the text.
 #[derive(Debug, Clone, Copy)]
@@ -126,19 +138,26 @@ impl<const KEYED: bool> Attempt<'_, KEYED> {
     }
 }
 
-/// The interval of a resource in the database. `None` if the resource has no row.
+/// What the database has of a declared resource.
 #[derive(QueryableByName)]
-pub(super) struct KnownInterval {
+pub(super) struct Found {
+    /// The interval. `None` if the resource has no row.
     #[diesel(sql_type = Nullable<BigInt>)]
     pub(super) microseconds: Option<i64>,
+    #[diesel(sql_type = Bool)]
+    pub(super) has_label: bool,
 }
 
+pub(super) const FIND_NEEDS: &Needs = &[("elapsed", "EXECUTE"), ("throttled_resource", "SELECT")];
+
 /// Compares the label as text, because a label that the type does not have would be an error.
-pub(super) fn find_interval(label: &str) -> impl Statement<KnownInterval> {
+pub(super) fn find(label: &str) -> impl Statement<Found> {
     diesel::sql_query(
         "SELECT ( \
          SELECT (pg_catalog.date_part('epoch', resource_control.elapsed(throttle_interval)) OPERATOR(pg_catalog.*) 1000000)::bigint \
-         FROM resource_control.throttled_resource WHERE resource_id::text OPERATOR(pg_catalog.=) $1) AS microseconds",
+         FROM resource_control.throttled_resource WHERE resource_id::text OPERATOR(pg_catalog.=) $1) AS microseconds, \
+         EXISTS (SELECT FROM pg_catalog.pg_enum WHERE enumlabel OPERATOR(pg_catalog.=) $1 AND enumtypid OPERATOR(pg_catalog.=) \
+         'resource_control.throttled_resource_enum'::pg_catalog.regtype) AS has_label",
     )
     .bind::<Text, _>(label)
 }
@@ -151,6 +170,8 @@ pub(super) fn add_label(label: &str) -> String {
     )
 }
 
+pub(super) const INSERT_NEEDS: &Needs = &[("throttled_resource", "INSERT")];
+
 /// Inserts the row of a resource. It is a separate statement, because the transaction that adds a label cannot use it.
 pub(super) fn insert_resource(label: &str, microseconds: i64) -> impl QueryFragment<Pg> + QueryId {
     diesel::sql_query(
@@ -160,6 +181,8 @@ pub(super) fn insert_resource(label: &str, microseconds: i64) -> impl QueryFragm
     .bind::<Text, _>(label)
     .bind::<Interval, _>(PgInterval::from_microseconds(microseconds))
 }
+
+pub(super) const SET_NEEDS: &Needs = &[("throttled_resource", "SELECT, UPDATE")];
 
 /// Overwrites the interval of a resource.
 pub(super) fn set_interval(label: &str, microseconds: i64) -> impl QueryFragment<Pg> + QueryId {

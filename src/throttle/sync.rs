@@ -8,7 +8,7 @@ use std::time::Duration;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use super::rules::Declared;
-use super::sql::{Owner, add_label, find_interval, find_owner, insert_resource, set_interval};
+use super::sql::{self, Owner};
 use crate::advisory::AdvisoryLock;
 use crate::error::{Error, Result, Schema};
 use crate::events::{self, Event, Outcome, Subject};
@@ -45,18 +45,28 @@ pub struct Difference {
     pub in_database: Duration,
 }
 
+/// A declared resource that has no row in the database.
+#[derive(Debug)]
+pub(super) struct Missing {
+    resource: Declared,
+    has_label: bool,
+}
+
 /// Finds which declared resources the database does not have, and which intervals differ. One round trip per resource.
 pub(super) async fn compare<S: Session>(
     session: &mut S,
     declared: &[Declared],
-) -> Result<(Vec<Declared>, Synced)> {
+) -> Result<(Vec<Missing>, Synced)> {
     let mut missing = Vec::new();
     let mut synced = Synced::default();
     for resource in declared {
-        let found = session.one(find_interval(&resource.label)).await;
-        let found = installed::explained(session, found).await?.microseconds;
-        match found {
-            None => missing.push(resource.clone()),
+        let found = session.one(sql::find(&resource.label)).await;
+        let found = installed::explained(session, found, sql::FIND_NEEDS).await?;
+        match found.microseconds {
+            None => missing.push(Missing {
+                resource: resource.clone(),
+                has_label: found.has_label,
+            }),
             Some(in_database) if in_database != resource.microseconds => {
                 synced.different.push(Difference {
                     label: resource.label.clone(),
@@ -70,19 +80,26 @@ pub(super) async fn compare<S: Session>(
     Ok((missing, synced))
 }
 
-/// Compares again under the lock, and inserts what is missing.
+/// Compares again under the lock, and inserts what is missing. A label that exists is not added again, because PostgreSQL would
+/// refuse even that to a role that does not own the type.
 pub(super) async fn add_missing<S: Session>(
     session: &mut S,
     declared: &[Declared],
 ) -> Result<Synced> {
     let (missing, mut synced) = compare(session, declared).await?;
-    for resource in missing {
-        if let Err(error) = session.batch(&add_label(&resource.label)).await {
-            return Err(explain_ddl(session, error).await);
+    for Missing {
+        resource,
+        has_label,
+    } in missing
+    {
+        if !has_label {
+            if let Err(error) = session.batch(&sql::add_label(&resource.label)).await {
+                return Err(explain_ddl(session, error).await);
+            }
         }
-        let insert = insert_resource(&resource.label, resource.microseconds);
+        let insert = sql::insert_resource(&resource.label, resource.microseconds);
         let inserted = session.execute(insert).await;
-        installed::explained(session, inserted).await?;
+        installed::explained(session, inserted, sql::INSERT_NEEDS).await?;
         synced.added.push(resource.label);
     }
     Ok(synced)
@@ -92,9 +109,9 @@ pub(super) async fn add_missing<S: Session>(
 pub(super) async fn overwrite<S: Session>(session: &mut S, different: &[Difference]) -> Result<()> {
     for difference in different {
         let microseconds = difference.declared.as_micros() as i64;
-        let set = set_interval(&difference.label, microseconds);
+        let set = sql::set_interval(&difference.label, microseconds);
         let set = session.execute(set).await;
-        installed::explained(session, set).await?;
+        installed::explained(session, set, sql::SET_NEEDS).await?;
     }
     Ok(())
 }
@@ -114,16 +131,18 @@ pub(super) fn log(different: &[Difference]) {
     }
 }
 
-/// Returns what an error of `ALTER TYPE` means. PostgreSQL refuses to add a label, even one that exists, if the role does
-/// not own the type.
+/// Returns what an error of `ALTER TYPE` means.
 async fn explain_ddl<S: Session>(session: &mut S, error: DieselError) -> Error {
     if let DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) = &error {
-        if let Ok(Owner { role, owns: false }) = session.one(find_owner()).await {
-            let missing = "the ownership of throttled_resource_enum, to add a resource";
-            return Error::Schema(Schema::MissingRights { role, missing });
+        if let Ok(Owner { role, owns: false }) = session.one(sql::find_owner()).await {
+            return Error::Schema(Schema::MissingRights {
+                role,
+                missing: "the ownership of throttled_resource_enum, to add a resource".to_owned(),
+                source: Some(error),
+            });
         }
     }
-    installed::explain(session, error, None).await
+    installed::by_kind(error)
 }
 
 fn from_microseconds(microseconds: i64) -> Duration {

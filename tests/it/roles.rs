@@ -250,7 +250,7 @@ fn without_a_grant_the_error_names_it() {
     let _ = sync::<Resource>(owner).unwrap();
     let conn = &mut role.connect();
     let missing = |refused: Result<(), Error>| match refused {
-        Err(Error::Schema(Schema::MissingRights { role, missing })) => (role, missing),
+        Err(Error::Schema(Schema::MissingRights { role, missing, .. })) => (role, missing),
         other => panic!("{other:?}"),
     };
     for (revoke, expected) in [
@@ -288,6 +288,35 @@ fn without_a_grant_the_error_names_it() {
     }
     role.grant(owner);
     work(conn).unwrap();
+}
+
+#[test]
+fn the_owner_of_what_is_this_crates_lacks_nothing_if_a_migration_fails() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    let schema = format!(
+        "CREATE SCHEMA resource_control AUTHORIZATION {}",
+        role.name()
+    );
+    owner.batch_execute(&schema).unwrap();
+    let conn = &mut role.connect();
+    for directory in &directories()[..2] {
+        let up = std::fs::read_to_string(directory.join("up.sql")).unwrap();
+        let up = up.replacen("CREATE SCHEMA resource_control;", "", 1);
+        conn.batch_execute(&up).unwrap();
+    }
+    owner
+        .batch_execute("CREATE TABLE resource_control.notes (id int)")
+        .unwrap();
+    owner
+        .batch_execute("BEGIN; LOCK TABLE resource_control.installed_migration IN EXCLUSIVE MODE")
+        .unwrap();
+    conn.batch_execute("SET lock_timeout = '20ms'").unwrap();
+    let failed = migrations::install(conn);
+    assert_matches!(failed, Err(Error::Migration(_)));
+    owner.batch_execute("ROLLBACK").unwrap();
+    migrations::install(conn).unwrap();
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::half::prelude::*;
 use crate::half::{
     Cluster, Database, Error, Semaphore,
     error::{Input, Schema},
-    migrations,
+    migrations, monitor,
 };
 use crate::semaphores::{database, fill, log};
 use crate::support::{Expect, assert_matches, eventually, number};
@@ -245,6 +245,9 @@ fn missing_rights_are_named_and_the_documented_ones_are_enough() {
         "INSERT, UPDATE ON ALL TABLES IN SCHEMA resource_control",
     ] {
         let refused = semaphore.claim_on(conn);
+        let cause = refused.as_ref().err().and_then(std::error::Error::source);
+        let cause = cause.expect("the error of the server").to_string();
+        assert!(cause.contains("permission denied"), "{cause}");
         assert_matches!(
             refused,
             Err(Error::Schema(Schema::MissingRights { role, .. }))
@@ -255,6 +258,58 @@ fn missing_rights_are_named_and_the_documented_ones_are_enough() {
     }
     let claim = semaphore.claim_on(conn).unwrap().expect_acquired();
     assert!(semaphore.renew_on(conn, claim.id).unwrap().is_some());
+    assert!(semaphore.complete_on(conn, claim.id).unwrap());
+}
+
+/// The grants of a monitoring role, as the guide has them.
+fn grants_to_monitor(role: &str) -> String {
+    let page = include_str!("../../docs/production.md");
+    let grants = page.lines().filter(|line| line.starts_with("GRANT "));
+    grants
+        .map(|grant| grant.replace("grafana", role))
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+#[test]
+fn a_failure_that_is_not_about_the_schema_or_rights_keeps_its_own_error() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let (conn, locking) = (&mut database.connect(), &mut database.connect());
+    migrations::install(conn).unwrap();
+    // As before an upgrade, when the new program runs already. A table of the administrator is nobody's business.
+    conn.batch_execute(include_str!(
+        "../../migrations/2000-01-01-000006_rate_limits/down.sql"
+    ))
+    .unwrap();
+    conn.batch_execute(&format!(
+        "CREATE ROLE grafana; CREATE ROLE app; {}
+         GRANT USAGE ON SCHEMA resource_control TO app;
+         GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA resource_control TO app;
+         CREATE TABLE resource_control.notes (id int);
+         SET lock_timeout = '20ms'",
+        grants_to_monitor("grafana")
+    ))
+    .unwrap();
+    let semaphore = Semaphore::named("geocoder", 4, SECOND);
+    let claim = semaphore.claim_on(conn).unwrap().expect_acquired();
+    locking
+        .batch_execute("BEGIN; LOCK TABLE resource_control.service_request")
+        .unwrap();
+
+    conn.batch_execute("SET ROLE grafana").unwrap();
+    let slots = monitor::slots(conn, "geocoder", 4);
+    assert_matches!(slots, Err(Error::Database(_)));
+    for role in ["app", "postgres"] {
+        conn.batch_execute(&format!("SET ROLE {role}")).unwrap();
+        let claimed = semaphore.claim_on(conn);
+        assert_matches!(claimed, Err(Error::Database(_)));
+        let renewed = semaphore.renew_on(conn, claim.id);
+        assert_matches!(renewed, Err(Error::Database(_)));
+        let completed = semaphore.complete_on(conn, claim.id);
+        assert_matches!(completed, Err(Error::Database(_)));
+    }
+    locking.batch_execute("ROLLBACK").unwrap();
     assert!(semaphore.complete_on(conn, claim.id).unwrap());
 }
 

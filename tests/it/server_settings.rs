@@ -5,12 +5,20 @@ use std::time::Duration;
 use diesel::connection::SimpleConnection;
 
 use crate::half::prelude::*;
-use crate::half::{AdvisoryLock, Cluster, Database, Error, RoundTrips};
+use crate::half::{
+    AdvisoryLock, Cluster, Database, Error, RateLimit, RoundTrips, Semaphore, Spent, Throttle,
+    give_back_on, migrations, monitor, sync, sync_intervals, throttled_resources,
+};
+use crate::rate_limits::{API, allowed};
 use crate::support::{
     Expect, Observer, assert_matches, eventually, foreign_holder, round_trips_of, setting,
 };
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("server settings");
+
+throttled_resources! {
+    enum Resource { Mail = "mail" every Duration::from_secs(1) }
+}
 
 #[derive(QueryableByName)]
 struct Version {
@@ -292,4 +300,80 @@ fn a_server_out_of_lock_memory_is_an_error_and_leaves_nothing_held() {
         .expect_acquired()
         .release()
         .unwrap();
+}
+
+/// What each operation returns where all tables are locked.
+fn timed_out(conn: &mut PgConnection, claim: i64, spent: &Spent) -> Vec<Error> {
+    let geocoder = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+    let mail = Throttle::of(Resource::Mail);
+    let results = [
+        migrations::install(conn).map(drop),
+        sync::<Resource>(conn).map(drop),
+        sync_intervals::<Resource>(conn).map(drop),
+        mail.details("me").attempt_on(conn).map(drop),
+        mail.key(7).details("me").attempt_on(conn).map(drop),
+        geocoder.claim_on(conn).map(drop),
+        geocoder.renew_on(conn, claim).map(drop),
+        geocoder.complete_on(conn, claim).map(drop),
+        API.check_on(conn).map(drop),
+        RateLimit::check_all_on(conn, &[&API]).map(drop),
+        give_back_on(conn, spent, 1).map(drop),
+        API.peek_on(conn).map(drop),
+        API.reset_on(conn).map(drop),
+        RateLimit::prune_on(conn).map(drop),
+        monitor::slots(conn, "geocoder", 2).map(drop),
+    ];
+    results.into_iter().filter_map(Result::err).collect()
+}
+
+#[cfg(feature = "testing")]
+fn timed_out_in_tests(conn: &mut PgConnection) -> Vec<Error> {
+    use crate::half::testing;
+
+    let geocoder = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+    let mail = Throttle::of(Resource::Mail);
+    let results = [
+        testing::make_due(conn, &mail),
+        testing::make_due(conn, &mail.key(7)),
+        testing::expire(conn, &geocoder).map(drop),
+        testing::use_up(conn, &API),
+        testing::held_locks(conn).map(drop),
+        testing::requests_in_flight(conn).map(drop),
+    ];
+    results.into_iter().filter_map(Result::err).collect()
+}
+
+#[test]
+fn a_lock_timeout_is_never_taken_for_a_missing_schema() {
+    let database = Database::new();
+    let (conn, locking) = (&mut database.connect(), &mut database.connect());
+    migrations::install(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
+    let geocoder = Semaphore::named("geocoder", 2, Duration::from_secs(30));
+    let claim = geocoder.claim_on(conn).unwrap().expect_acquired().id;
+    let spent = allowed(API.check_on(conn).unwrap());
+    locking
+        .batch_execute(
+            "SELECT pg_advisory_lock(1);
+             BEGIN;
+             DO $$
+             DECLARE name text;
+             BEGIN
+                FOR name IN SELECT relname FROM pg_class
+                    WHERE relnamespace = 'resource_control'::regnamespace AND relkind = 'r'
+                LOOP
+                    EXECUTE format('LOCK TABLE resource_control.%I', name);
+                END LOOP;
+             END $$",
+        )
+        .unwrap();
+    conn.batch_execute("SET lock_timeout = '20ms'").unwrap();
+    #[allow(unused_mut)] // it is not extended without `testing`
+    let mut errors = timed_out(conn, claim, &spent);
+    assert!(errors.len() > 10, "{errors:?}");
+    #[cfg(feature = "testing")]
+    errors.extend(timed_out_in_tests(conn));
+    for error in errors {
+        assert!(!matches!(error, Error::Schema(_)), "{error:?}");
+    }
 }

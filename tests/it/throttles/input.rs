@@ -114,7 +114,7 @@ fn a_missing_schema_and_missing_rights_are_named() {
     assert_matches!(
         refused,
         Err(Error::Schema(Schema::MissingRights { missing, .. }))
-            if missing.contains("tables")
+            if missing.contains("SELECT on throttled_resource")
     );
 
     // What the documentation grants is enough, and what is installed needs no DDL.
@@ -135,6 +135,24 @@ fn a_missing_schema_and_missing_rights_are_named() {
         Err(Error::Schema(Schema::MissingRights { missing, .. }))
             if missing.contains("owner")
     );
+}
+
+#[test]
+fn a_row_whose_label_is_there_is_added_without_ownership() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    install(&database);
+    let conn = &mut database.connect();
+    conn.batch_execute(
+        "DELETE FROM resource_control.throttled_resource;
+         CREATE ROLE app;
+         GRANT USAGE ON SCHEMA resource_control TO app;
+         GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA resource_control TO app;
+         SET ROLE app",
+    )
+    .unwrap();
+    let added = sync::<Resource>(conn).unwrap().added;
+    assert_eq!(added, ["cache rebuild", "tenant's import"]);
 }
 
 #[test]

@@ -168,9 +168,10 @@ pub enum Error {
         id: i64,
     },
 
-    /// Another transaction kept the key of a rate limit locked for 250 milliseconds, so the key was not reset. Nothing was changed.
+    /// Another transaction kept the key of a rate limit locked for 250 milliseconds, so the key was not reset, or not used
+    /// up by `testing::use_up`. Nothing was changed.
     #[error(
-        "cannot reset the rate limit {name:?}: another transaction has locked the key for 250 ms; try again, and look for a \
+        "cannot change the rate limit {name:?}: another transaction has locked the key for 250 ms; try again, and look for a \
          transaction that was left open"
     )]
     Contended {

@@ -349,6 +349,23 @@ fn a_key_is_used_up_and_no_other() {
 }
 
 #[test]
+fn a_key_that_another_transaction_has_locked_is_not_used_up() {
+    let database = database_with::<Resource>();
+    let (conn, other) = (&mut database.connect(), &mut database.connect());
+    let api = RateLimit::named("api", Quota::per_day(24).burst(5));
+    assert!(api.check_on(conn).unwrap().is_allowed());
+    other
+        .batch_execute("BEGIN; SELECT FROM resource_control.rate_limit FOR UPDATE")
+        .unwrap();
+    let error = testing::use_up(conn, &api).unwrap_err();
+    // The same error is that of a reset, so its message tells of neither.
+    assert!(!error.to_string().contains("reset"), "{error}");
+    assert_matches!(error, Error::Contended { name } if name == "api");
+    other.batch_execute("ROLLBACK").unwrap();
+    assert_eq!(api.peek_on(conn).unwrap().remaining, 4);
+}
+
+#[test]
 fn a_throttle_is_made_due_and_keeps_its_last_locker() {
     let database = database_with::<Resource>();
     let conn = &mut database.connect();

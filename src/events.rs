@@ -337,18 +337,52 @@ mod traced {
         u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// An error with its causes, in one line.
+    /// An error with its causes, in one line. Messages of libpq have several.
     struct Causes<'a>(&'a Error);
 
     impl fmt::Display for Causes<'_> {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            self.0.fmt(f)?;
+            f.write_str(&one_line(self.0))?;
             let mut cause = self.0.source();
             while let Some(error) = cause {
-                write!(f, ": {error}")?;
+                write!(f, ": {}", one_line(error))?;
                 cause = error.source();
             }
             Ok(())
+        }
+    }
+
+    fn one_line(error: &dyn std::error::Error) -> String {
+        let message = error.to_string();
+        let lines = message.split(['\n', '\r']).map(str::trim);
+        lines
+            .filter(|line| !line.is_empty())
+            .collect::<Vec<_>>()
+            .join(" ")
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use diesel::result::Error as DieselError;
+
+        use super::*;
+
+        #[test]
+        fn an_error_is_one_line() {
+            let broken = |message: &str| DieselError::QueryBuilderError(message.into());
+            let lost = Error::ReleaseFailed {
+                key: LockKey::bigint(7),
+                source: broken("the session ended\n"),
+            };
+            let pool = broken("connection failed\r\n\tIs the server running?\n\n");
+            for (error, end) in [
+                (lost, ": the session ended"),
+                (Error::Database(pool), "connection failed Is the server running?"),
+            ] {
+                let line = Causes(&error).to_string();
+                assert!(line.ends_with(end), "{line:?}");
+                assert!(!line.contains(['\n', '\r']), "{line:?}");
+            }
         }
     }
 }

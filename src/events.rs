@@ -161,6 +161,7 @@ pub(crate) use self::traced::record;
 
 #[cfg(feature = "tracing")]
 mod traced {
+    use std::borrow::Cow;
     use std::error::Error as _;
     use std::fmt;
     use std::future::poll_fn;
@@ -170,6 +171,7 @@ mod traced {
     use tracing::{debug_span, event};
 
     use super::*;
+    use crate::text;
 
     const TARGET: &str = "diesel_interlock";
 
@@ -183,11 +185,11 @@ mod traced {
                     operation = event.operation,
                     kind = event.subject.kind(),
                     key = event.subject.lock(),
-                    key = event.subject.throttled_key(),
-                    service = event.subject.service(),
+                    key = event.subject.throttled_key().as_deref(),
+                    service = event.subject.service().as_deref(),
                     id = event.subject.id(),
-                    resource = event.subject.resource(),
-                    limit = event.subject.limit(),
+                    resource = event.subject.resource().as_deref(),
+                    limit = event.subject.limit().as_deref(),
                     pooled = event.subject.pooled(),
                     outcome = event.outcome.name(),
                     waited_ms = event.waited.map(ms),
@@ -213,15 +215,17 @@ mod traced {
         subject: Subject<'_>,
         run: F,
     ) -> F::Output {
-        let (kind, service) = (subject.kind(), subject.service());
-        let (lock, throttled, resource) =
-            (subject.lock(), subject.throttled_key(), subject.resource());
+        let (kind, lock) = (subject.kind(), subject.lock());
+        let (service, limit) = (subject.service(), subject.limit());
+        let (service, limit) = (service.as_deref(), limit.as_deref());
         let span = match operation {
             "attempt" => {
-                debug_span!(target: TARGET, "attempt", kind, resource, key = throttled)
+                let (resource, key) = (subject.resource(), subject.throttled_key());
+                let (resource, key) = (resource.as_deref(), key.as_deref());
+                debug_span!(target: TARGET, "attempt", kind, resource, key)
             }
-            "check" => debug_span!(target: TARGET, "check", kind, limit = subject.limit()),
-            "reserve" => debug_span!(target: TARGET, "reserve", kind, limit = subject.limit()),
+            "check" => debug_span!(target: TARGET, "check", kind, limit),
+            "reserve" => debug_span!(target: TARGET, "reserve", kind, limit),
             _ => debug_span!(target: TARGET, "acquire", kind, key = lock, service),
         };
         let mut run = pin!(run);
@@ -246,16 +250,16 @@ mod traced {
             }
         }
 
-        fn throttled_key(self) -> Option<&'a str> {
+        fn throttled_key(self) -> Option<Cow<'a, str>> {
             match self {
-                Self::Throttle { key, .. } => key,
+                Self::Throttle { key, .. } => key.map(shown),
                 _ => None,
             }
         }
 
-        fn service(self) -> Option<&'a str> {
+        fn service(self) -> Option<Cow<'a, str>> {
             match self {
-                Self::Semaphore { service, .. } => Some(service),
+                Self::Semaphore { service, .. } => Some(shown(service)),
                 _ => None,
             }
         }
@@ -267,16 +271,16 @@ mod traced {
             }
         }
 
-        fn resource(self) -> Option<&'a str> {
+        fn resource(self) -> Option<Cow<'a, str>> {
             match self {
-                Self::Throttle { resource, .. } => Some(resource),
+                Self::Throttle { resource, .. } => Some(shown(resource)),
                 _ => None,
             }
         }
 
-        fn limit(self) -> Option<&'a str> {
+        fn limit(self) -> Option<Cow<'a, str>> {
             match self {
-                Self::RateLimit { name } => Some(name),
+                Self::RateLimit { name } => Some(shown(name)),
                 _ => None,
             }
         }
@@ -330,6 +334,14 @@ mod traced {
                 } => Some((declared, in_database)),
                 _ => None,
             }
+        }
+    }
+
+    /// A text of the caller as an event shows it.
+    fn shown(text: &str) -> Cow<'_, str> {
+        match text::shown(text) {
+            (_, "") => text.into(),
+            (beginning, more) => format!("{beginning}{more}").into(),
         }
     }
 

@@ -12,9 +12,6 @@ use diesel::pg::PgConnection;
 use crate::input::Input;
 use crate::text;
 
-/// The number of characters of a name that `Debug` and `Display` show.
-const SHOWN: usize = 80;
-
 /// The name of an advisory lock, and the number that PostgreSQL locks for it.
 ///
 /// PostgreSQL's advisory locks have no names. PostgreSQL locks a `bigint` or a pair of `int`, in two separate key spaces.
@@ -358,11 +355,7 @@ impl Hash for LockKey {
 /// The number or the pair, after the name where there is one: `"nightly report" (6597228812378105932)`.
 impl fmt::Display for LockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = self.name.as_deref().unwrap_or_default();
-        let (shown, more) = match name.char_indices().nth(SHOWN) {
-            Some((end, _)) => (&name[..end], "…"),
-            None => (name, ""),
-        };
+        let (shown, more) = text::shown(self.name.as_deref().unwrap_or_default());
         match (&self.name, self.number()) {
             (None, Some(LockId::BigInt(number))) => number.fmt(f),
             (None, Some(id)) => write!(f, "({id})"),

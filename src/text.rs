@@ -31,6 +31,17 @@ pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<()
     Ok(())
 }
 
+/// How many characters of a text of the caller are shown in messages and events.
+const SHOWN: usize = 80;
+
+/// Returns the beginning of a text that is shown, and an ellipsis if more follows. A text that is refused may have any length.
+pub(crate) fn shown(text: &str) -> (&str, &'static str) {
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => (&text[..end], "…"),
+        None => (text, ""),
+    }
+}
+
 /// Formats a value of the caller. `None` if its `Display` returns an error, for which `to_string` would panic.
 pub(crate) fn formatted(value: impl fmt::Display) -> Option<String> {
     let mut text = String::new();

@@ -10,9 +10,11 @@ use diesel::RunQueryDsl;
 use diesel::connection::SimpleConnection;
 use diesel_interlock::error::Misplaced;
 use diesel_interlock::{
-    Admission, AdvisoryLock, Error, LockKey, Semaphore, Throttle, sync, sync_intervals,
+    Admission, AdvisoryLock, Error, LockKey, Quota, RateLimit, Semaphore, Throttle, sync,
+    sync_intervals,
 };
 use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
@@ -30,6 +32,9 @@ type Fields = BTreeMap<&'static str, String>;
 thread_local! {
     /// The events of this thread, while they are collected.
     static COLLECTED: RefCell<Option<Vec<Fields>>> = const { RefCell::new(None) };
+
+    /// The spans of this thread.
+    static SPANS: RefCell<Vec<Fields>> = const { RefCell::new(Vec::new()) };
 
     /// Whether the subscriber panics at each event of this thread that tells of a connection given up.
     static PANICS: Cell<bool> = const { Cell::new(false) };
@@ -54,6 +59,12 @@ impl Visit for Visitor {
 }
 
 impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collector {
+    fn on_new_span(&self, span: &Attributes<'_>, _: &Id, _: Context<'_, S>) {
+        let mut visitor = Visitor(Fields::new());
+        span.record(&mut visitor);
+        SPANS.with_borrow_mut(|spans| spans.push(visitor.0));
+    }
+
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
         if event.metadata().target() != "diesel_interlock" {
             return;
@@ -240,6 +251,31 @@ fn a_semaphore_logs_claims_releases_and_timeouts() {
         let in_flight = service_request::table.filter(monitor::in_flight()).count();
         in_flight.get_result(conn) == Ok(0)
     });
+}
+
+#[test]
+fn a_long_text_is_cut() {
+    let database = throttles::database();
+    let conn = &mut database.connect();
+    let [short, long] = [80, 1000].map(|length| "ü".repeat(length));
+    for (text, shown) in [(&short, short.clone()), (&long, format!("{short}…"))] {
+        SPANS.take();
+        let events = told(|| {
+            let import = Throttle::of(Resource::Import).key(text);
+            drop(import.details("me").attempt_on(conn));
+            let minute = Duration::from_secs(60);
+            drop(Semaphore::new(text, 1, minute).claim_on(conn));
+            drop(RateLimit::new(text, Quota::per_hour(1)).check_on(conn));
+        });
+        for fields in [events, SPANS.take()] {
+            let told: Vec<_> = fields
+                .iter()
+                .zip(["key", "service", "limit"])
+                .map(|(fields, field)| fields[field].as_str())
+                .collect();
+            assert_eq!(told, [shown.as_str(); 3]);
+        }
+    }
 }
 
 /// That one of the threads tells this.

@@ -31,7 +31,7 @@ pub(crate) enum Subject<'a> {
     Lock(&'a LockKey),
     Semaphore {
         service: &'a str,
-        /// The id of the request, where there is one.
+        /// The id of the request. `None` before it is admitted.
         id: Option<i64>,
     },
     Throttle {
@@ -51,6 +51,11 @@ pub(crate) enum Subject<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Acquired,
+    /// A slot was acquired. Logged as `acquired`.
+    Admitted {
+        /// The id of the request.
+        id: i64,
+    },
     Busy,
     /// A semaphore without a free slot. Logged as `busy`.
     Full {
@@ -187,7 +192,7 @@ mod traced {
                     key = event.subject.lock(),
                     key = event.subject.throttled_key().as_deref(),
                     service = event.subject.service().as_deref(),
-                    id = event.subject.id(),
+                    id = event.subject.id().or(event.outcome.id()),
                     resource = event.subject.resource().as_deref(),
                     limit = event.subject.limit().as_deref(),
                     pooled = event.subject.pooled(),
@@ -296,7 +301,7 @@ mod traced {
     impl Outcome {
         fn name(self) -> &'static str {
             match self {
-                Self::Acquired => "acquired",
+                Self::Acquired | Self::Admitted { .. } => "acquired",
                 Self::Busy | Self::Full { .. } => "busy",
                 Self::Released => "released",
                 Self::Deferred => "deferred",
@@ -316,6 +321,13 @@ mod traced {
         fn needs_attention(self) -> bool {
             use Outcome::{Different, Discarded, Error, Lost, TimedOut};
             matches!(self, Lost | TimedOut | Different { .. } | Discarded | Error)
+        }
+
+        fn id(self) -> Option<i64> {
+            match self {
+                Self::Admitted { id } => Some(id),
+                _ => None,
+            }
         }
 
         fn retry_after(self) -> Option<Duration> {
@@ -389,7 +401,10 @@ mod traced {
             let pool = broken("connection failed\r\n\tIs the server running?\n\n");
             for (error, end) in [
                 (lost, ": the session ended"),
-                (Error::Database(pool), "connection failed Is the server running?"),
+                (
+                    Error::Database(pool),
+                    "connection failed Is the server running?",
+                ),
             ] {
                 let line = Causes(&error).to_string();
                 assert!(line.ends_with(end), "{line:?}");

@@ -95,9 +95,10 @@ impl<P> Admission<P> {
         }
     }
 
-    pub(super) const fn outcome(&self) -> Outcome {
+    /// Returns the outcome for an event. `claim` returns the claim of what was acquired.
+    pub(super) fn outcome(&self, claim: impl FnOnce(&P) -> &Claim) -> Outcome {
         match self {
-            Admission::Admitted(_) => Outcome::Acquired,
+            Admission::Admitted(acquired) => claim(acquired).outcome(),
             Admission::Full(full) => Outcome::Full {
                 retry_after: full.retry_after,
             },
@@ -181,6 +182,12 @@ pub struct Claim {
     pub created_at: DateTime<Utc>,
     /// When the claim expires, by the database's clock.
     pub expires_at: DateTime<Utc>,
+}
+
+impl Claim {
+    pub(super) const fn outcome(&self) -> Outcome {
+        Outcome::Admitted { id: self.id }
+    }
 }
 
 #[cfg(test)]

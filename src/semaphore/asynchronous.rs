@@ -126,7 +126,10 @@ impl Semaphore {
     /// See [errors of claims](crate::Semaphore#errors-of-claims), and [`Error::NoRuntime`].
     pub async fn try_acquire<P: Pool>(&self, pool: &P) -> Result<Admission<Permit<P>>> {
         let claim = self.claim_from(pool, None);
-        events::observe("acquire", self.0.subject(), claim, Admission::outcome).await
+        events::observe("acquire", self.0.subject(), claim, |admission| {
+            admission.outcome(Permit::claim)
+        })
+        .await
     }
 
     /// Claims a slot, and waits indefinitely until one is free. Holds no connection while it waits.
@@ -145,8 +148,8 @@ impl Semaphore {
                 }
             }
         };
-        events::observe("acquire", self.0.subject(), wait, |_| {
-            events::Outcome::Acquired
+        events::observe("acquire", self.0.subject(), wait, |permit| {
+            permit.claim().outcome()
         })
         .await
     }
@@ -173,7 +176,10 @@ impl Semaphore {
         timeout: Duration,
     ) -> Result<Admission<Permit<P>>> {
         let wait = self.wait(pool, timeout);
-        events::observe("acquire", self.0.subject(), wait, Admission::outcome).await
+        events::observe("acquire", self.0.subject(), wait, |admission| {
+            admission.outcome(Permit::claim)
+        })
+        .await
     }
 
     /// Waits for a slot, runs `work` with its permit, and releases it: [`acquire`](Self::acquire), then [`Permit::run`].
@@ -203,7 +209,10 @@ impl Semaphore {
     pub async fn claim_on(&self, conn: &mut AsyncPgConnection) -> Result<Admission<Claim>> {
         let mut session = Asynchronous::lent(conn);
         let claim = operations::claim(&mut session, &self.0);
-        events::observe("acquire", self.0.subject(), claim, Admission::outcome).await
+        events::observe("acquire", self.0.subject(), claim, |admission| {
+            admission.outcome(|claim| claim)
+        })
+        .await
     }
 
     /// Ends a request and frees its slot. Returns whether this call ended it. As

@@ -113,7 +113,7 @@ impl Semaphore {
             "acquire",
             self.subject(),
             async { self.claim_from(pool, None) },
-            Admission::outcome,
+            |admission| admission.outcome(Permit::claim),
         ))
     }
 
@@ -139,8 +139,8 @@ impl Semaphore {
                 }
             }
         };
-        now(events::observe("acquire", self.subject(), wait, |_| {
-            events::Outcome::Acquired
+        now(events::observe("acquire", self.subject(), wait, |permit| {
+            permit.claim().outcome()
         }))
     }
 
@@ -171,7 +171,7 @@ impl Semaphore {
             "acquire",
             self.subject(),
             async { self.wait(pool, timeout) },
-            Admission::outcome,
+            |admission| admission.outcome(Permit::claim),
         ))
     }
 
@@ -241,7 +241,7 @@ impl Semaphore {
             "acquire",
             self.subject(),
             operations::claim(&mut Blocking::lent(conn), self),
-            Admission::outcome,
+            |admission| admission.outcome(|claim| claim),
         ))
     }
 

@@ -242,6 +242,14 @@ fn a_semaphore_logs_claims_releases_and_timeouts() {
         let is_busy = event["outcome"] == "busy";
         assert_eq!(event.contains_key("retry_after_ms"), is_busy, "{event:?}");
     }
+    let ids: Vec<_> = events.iter().map(|event| event.get("id")).collect();
+    assert_eq!(ids[1], None);
+    for (acquired, ended) in [(0, 2), (0, 3), (4, 5), (6, 7)] {
+        assert!(
+            ids[acquired].is_some() && ids[acquired] == ids[ended],
+            "{ids:?}"
+        );
+    }
     // Not through the pool, whose only connection it waits for.
     let conn = &mut database.connect();
     eventually("the deferred release is delivered", || {
@@ -251,6 +259,28 @@ fn a_semaphore_logs_claims_releases_and_timeouts() {
         let in_flight = service_request::table.filter(monitor::in_flight()).count();
         in_flight.get_result(conn) == Ok(0)
     });
+}
+
+#[test]
+fn every_acquisition_of_a_slot_logs_the_id_of_its_request() {
+    let database = semaphores::database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let mut ids = Vec::new();
+    let events = told(|| {
+        let permit = GEOCODER.acquire(&pool).unwrap();
+        ids.push(permit.fencing_token());
+        permit.release().unwrap();
+        let waited = GEOCODER.acquire_timeout(&pool, Duration::from_secs(9));
+        let permit = waited.unwrap().expect_acquired();
+        ids.push(permit.fencing_token());
+        permit.release().unwrap();
+        ids.push(GEOCODER.claim_on(conn).unwrap().expect_acquired().id);
+    });
+    let acquired = events
+        .iter()
+        .filter(|event| event["operation"] == "acquire");
+    let told: Vec<i64> = acquired.map(|event| event["id"].parse().unwrap()).collect();
+    assert_eq!(told, ids);
 }
 
 #[test]

@@ -132,11 +132,22 @@ impl Outcome {
 }
 
 /// Runs an operation in its own span, and records its outcome.
-pub(crate) async fn observe<T>(
+pub(crate) fn observe<T>(
     operation: &'static str,
     subject: Subject<'_>,
     run: impl Future<Output = Result<T>>,
     outcome: impl FnOnce(&T) -> Outcome,
+) -> impl Future<Output = Result<T>> {
+    observe_more(operation, subject, run, outcome, move |_| subject)
+}
+
+/// As [`observe`], for an operation whose result tells more about its subject.
+pub(crate) async fn observe_more<'a, T>(
+    operation: &'static str,
+    subject: Subject<'a>,
+    run: impl Future<Output = Result<T>>,
+    outcome: impl FnOnce(&T) -> Outcome,
+    found: impl FnOnce(&Result<T>) -> Subject<'a>,
 ) -> Result<T> {
     in_span(operation, subject, async move {
         let since = Instant::now();
@@ -144,7 +155,7 @@ pub(crate) async fn observe<T>(
         let waited = Some(since.elapsed());
         record(&Event {
             waited,
-            ..Event::of(operation, subject, &result, outcome)
+            ..Event::of(operation, found(&result), &result, outcome)
         });
         result
     })

@@ -134,7 +134,7 @@ impl RateLimit {
             let mut conn = first.check_out(pool, None).await?;
             operations::check_all(&mut Asynchronous::pooled(&mut conn), &limits).await
         };
-        events::observe("check", first.0.subject(), check, CheckAll::outcome).await
+        operations::observed_all(&limits, &first.0, check).await
     }
 
     /// As [`check_all`](Self::check_all), on the given connection.
@@ -152,7 +152,7 @@ impl RateLimit {
         let limits: Vec<_> = limits.iter().map(|limit| &limit.0).collect();
         let session = &mut Asynchronous::lent(conn);
         let check = operations::check_all(session, &limits);
-        events::observe("check", first.0.subject(), check, CheckAll::outcome).await
+        operations::observed_all(&limits, &first.0, check).await
     }
 
     /// Spends the units of a call in advance, if the wait for them is at most `max_wait`. Does not wait for them. As

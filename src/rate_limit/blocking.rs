@@ -158,7 +158,7 @@ impl RateLimit {
             let mut conn = pool::check_out(pool, None)?;
             operations::check_all(&mut Blocking::pooled(&mut conn), limits).await
         };
-        first.observed("check", check, CheckAll::outcome)
+        now(operations::observed_all(limits, first, check))
     }
 
     /// As [`check_all`](Self::check_all), on the given connection.
@@ -176,7 +176,7 @@ impl RateLimit {
         };
         let session = &mut Blocking::lent(conn);
         let check = operations::check_all(session, limits);
-        first.observed("check", check, CheckAll::outcome)
+        now(operations::observed_all(limits, first, check))
     }
 
     /// Spends the units of a call in advance, if the wait for them is at most `max_wait`, through a connection from the pool.

@@ -11,6 +11,7 @@ use super::rules;
 use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow};
 use super::{Check, CheckAll, RateLimit, RateLimitState, Reserve, Spent};
 use crate::error::{Error, Misplaced, Result};
+use crate::events;
 use crate::installed::{self, Needs};
 use crate::session::{
     Probe, Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
@@ -98,6 +99,22 @@ pub(super) async fn check_all<S: Session>(
         return Err(undo(session, &spent, is_durable).await);
     }
     Ok(outcome)
+}
+
+/// Observes a check of several limits.
+pub(super) async fn observed_all(
+    limits: &[&RateLimit],
+    first: &RateLimit,
+    check: impl Future<Output = Result<CheckAll>>,
+) -> Result<CheckAll> {
+    events::observe_more(
+        "check",
+        first.subject(),
+        check,
+        CheckAll::outcome,
+        |checked| rules::decisive(limits, first, checked).subject(),
+    )
+    .await
 }
 
 /// Gives units back in one round trip, and returns how many.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use diesel::data_types::PgInterval;
 
 use super::sql::{Call, Calls, Units};
-use super::{Quota, RateLimit, Spent};
+use super::{CheckAll, Quota, RateLimit, Spent};
 use crate::error::{Error, Input, Result};
 use crate::text::{self, Name};
 use crate::time::Timestamp;
@@ -150,6 +150,27 @@ pub(super) fn above_burst(
         None => *cost > call.burst,
     })?;
     Some(limit.cost(u32::try_from(cost).unwrap_or(u32::MAX)))
+}
+
+/// Returns which of several limits the result of their check is about: the one that refused, or whose arguments are refused. Else
+/// it is the first.
+pub(super) fn decisive<'a>(
+    limits: &[&'a RateLimit],
+    first: &'a RateLimit,
+    checked: &Result<CheckAll>,
+) -> &'a RateLimit {
+    let mut limits = limits.iter().copied();
+    let found = match checked {
+        Ok(CheckAll::Limited { by, .. }) => limits.nth(*by),
+        Err(Error::Input(Input::CostAboveBurst { name, .. } | Input::DifferentQuotas { name })) => {
+            limits.find(|limit| limit.name == *name)
+        }
+        Err(Error::Input(_)) => {
+            limits.find(|limit| limit.checked(Duration::ZERO, Name::anywhere).is_err())
+        }
+        _ => None,
+    };
+    found.unwrap_or(first)
 }
 
 impl Spent {

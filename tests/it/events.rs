@@ -10,7 +10,7 @@ use diesel::RunQueryDsl;
 use diesel::connection::SimpleConnection;
 use diesel_interlock::error::Misplaced;
 use diesel_interlock::{
-    Admission, AdvisoryLock, Error, LockKey, Quota, RateLimit, Semaphore, Throttle, sync,
+    Admission, AdvisoryLock, CheckAll, Error, LockKey, Quota, RateLimit, Semaphore, Throttle, sync,
     sync_intervals,
 };
 use tracing::field::{Field, Visit};
@@ -281,6 +281,36 @@ fn every_acquisition_of_a_slot_logs_the_id_of_its_request() {
         .filter(|event| event["operation"] == "acquire");
     let told: Vec<i64> = acquired.map(|event| event["id"].parse().unwrap()).collect();
     assert_eq!(told, ids);
+}
+
+const API: RateLimit = RateLimit::named("api", Quota::per_hour(100));
+const LOGIN: RateLimit = RateLimit::named("login", Quota::per_hour(1));
+
+#[test]
+fn a_check_of_several_limits_names_the_one_that_refused() {
+    let database = semaphores::database();
+    let (pool, conn) = (database.pool(1), &mut database.connect());
+    let same_key = RateLimit::named("login", Quota::per_hour(2));
+    let events = told(|| {
+        let allowed = RateLimit::check_all_on(conn, &[&API, &LOGIN]).unwrap();
+        assert_matches!(allowed, CheckAll::Allowed(_));
+        for limits in [[&API, &LOGIN], [&LOGIN, &API]] {
+            for limited in [
+                RateLimit::check_all_on(conn, &limits),
+                RateLimit::check_all(&pool, &limits),
+            ] {
+                assert_matches!(limited, Ok(CheckAll::Limited { .. }));
+            }
+        }
+        for invalid in [LOGIN.key(""), LOGIN.cost(0), LOGIN.cost(2)] {
+            RateLimit::check_all_on(conn, &[&API, &invalid]).unwrap_err();
+            RateLimit::check_all(&pool, &[&API, &invalid]).unwrap_err();
+        }
+        RateLimit::check_all_on(conn, &[&API, &LOGIN, &same_key]).unwrap_err();
+    });
+    let limits: Vec<_> = events.iter().map(|event| event["limit"].as_str()).collect();
+    assert_eq!(limits[0], "api");
+    assert_eq!(limits[1..], ["login"; 11]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::future::Future;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::key::LockKey;
+use crate::key::ShownKey;
 
 /// An event.
 #[cfg_attr(not(feature = "tracing"), allow(dead_code))] // read by the log
@@ -28,7 +28,7 @@ pub(crate) struct Event<'a> {
 #[cfg_attr(not(feature = "tracing"), allow(dead_code))] // read by the log
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Subject<'a> {
-    Lock(&'a LockKey),
+    Lock(ShownKey<'a>),
     Semaphore {
         service: &'a str,
         /// The id of the request. `None` before it is admitted.
@@ -259,7 +259,7 @@ mod traced {
             }
         }
 
-        fn lock(self) -> Option<DisplayValue<&'a LockKey>> {
+        fn lock(self) -> Option<DisplayValue<ShownKey<'a>>> {
             match self {
                 Self::Lock(key) => Some(display(key)),
                 _ => None,
@@ -401,6 +401,7 @@ mod traced {
         use diesel::result::Error as DieselError;
 
         use super::*;
+        use crate::key::LockKey;
 
         #[test]
         fn an_error_is_one_line() {

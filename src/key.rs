@@ -251,6 +251,14 @@ impl LockKey {
         }
     }
 
+    /// Returns the key as it is shown, with the number that it has now on this thread.
+    pub(crate) fn shown(&self) -> ShownKey<'_> {
+        ShownKey {
+            name: self.name(),
+            id: self.number(),
+        }
+    }
+
     /// Returns the number for this key on a connection, which may carry a prefix of the tests.
     #[cfg(feature = "postgres")]
     pub(crate) fn id_on(&self, conn: &mut PgConnection) -> Result<LockId, Input> {
@@ -352,11 +360,34 @@ impl Hash for LockKey {
     }
 }
 
+/// A key as it is shown, with the number that it had on its thread, or that was locked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ShownKey<'a> {
+    name: Option<&'a str>,
+    /// `None` if a part of the name could not be formatted.
+    id: Option<LockId>,
+}
+
+impl ShownKey<'_> {
+    pub(crate) fn with_id(self, id: LockId) -> Self {
+        Self {
+            id: Some(id),
+            ..self
+        }
+    }
+}
+
 /// The number or the pair, after the name where there is one: `"nightly report" (6597228812378105932)`.
 impl fmt::Display for LockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (shown, more) = text::shown(self.name.as_deref().unwrap_or_default());
-        match (&self.name, self.number()) {
+        self.shown().fmt(f)
+    }
+}
+
+impl fmt::Display for ShownKey<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (shown, more) = text::shown(self.name.unwrap_or_default());
+        match (self.name, self.id) {
             (None, Some(LockId::BigInt(number))) => number.fmt(f),
             (None, Some(id)) => write!(f, "({id})"),
             (Some(_), Some(id)) => write!(f, "{shown:?}{more} ({id})"),

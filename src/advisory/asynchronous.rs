@@ -288,7 +288,7 @@ impl AdvisoryLock {
     }
 
     fn subject(&self) -> Subject<'_> {
-        Subject::Lock(self.key())
+        Subject::Lock(self.key().shown())
     }
 
     /// Tries once, and then waits.

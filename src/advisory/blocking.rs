@@ -1,5 +1,6 @@
 //! Session locks over a pool and on a connection, blocking.
 
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use diesel::pg::PgConnection;
@@ -22,6 +23,7 @@ use crate::clock::Deadline;
 use crate::error::Error;
 use crate::error::Result;
 use crate::events::{self, Outcome, Subject};
+use crate::key::LockId;
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool, PooledPgConnection};
 use crate::session::now;
@@ -167,8 +169,8 @@ impl AdvisoryLock {
     /// See [errors of session locks](#errors-of-session-locks).
     pub fn acquire_on<'conn>(&self, conn: &'conn mut PgConnection) -> Result<BorrowedGuard<'conn>> {
         self.observed(
-            || {
-                let mut acquisition = Acquisition::begin(self, conn)?;
+            |request| {
+                let mut acquisition = Acquisition::begin(request, conn)?;
                 acquisition.wait(Deadline::NEVER, || false)?;
                 Ok(acquisition.into_guard())
             },
@@ -263,8 +265,8 @@ impl AdvisoryLock {
         conn: &'conn mut PgConnection,
     ) -> Result<BorrowedGuard<'conn>> {
         self.observed(
-            || {
-                let mut acquisition = Acquisition::new(self, conn)?;
+            |request| {
+                let mut acquisition = Acquisition::new(request, conn)?;
                 acquisition.poll()?;
                 Ok(acquisition.into_guard())
             },
@@ -278,8 +280,8 @@ impl AdvisoryLock {
         deadline: Deadline,
     ) -> Result<Attempt<AdvisoryLockGuard<C>>> {
         self.observed(
-            || {
-                let mut acquisition = Acquisition::begin(self, conn()?)?;
+            |request| {
+                let mut acquisition = Acquisition::begin(request, conn()?)?;
                 acquisition.wait(deadline, || false)?;
                 Ok(acquisition.into_attempt())
             },
@@ -295,12 +297,12 @@ impl AdvisoryLock {
         limit: Option<Duration>,
         deadline: Deadline,
     ) -> Result<Attempt<PooledGuard>> {
-        let acquire = || {
-            let acquisition = Acquisition::begin(self, self.check_out(pool, limit)?)?;
+        let acquire = |request: &Request<'_>| {
+            let acquisition = Acquisition::begin(request, self.check_out(pool, limit)?)?;
             if acquisition.is_granted {
                 return Ok(acquisition.into_attempt());
             }
-            let (half, lock) = (InPool { handle: self, pool }, acquisition.held.lock);
+            let (half, lock) = (InPool { request, pool }, acquisition.held.lock);
             now(waiting::for_session_lock(
                 &half,
                 acquisition,
@@ -322,23 +324,49 @@ impl AdvisoryLock {
 
     fn observed<T>(
         &self,
-        acquire: impl FnOnce() -> Result<T>,
+        acquire: impl FnOnce(&Request<'_>) -> Result<T>,
         outcome: impl FnOnce(&T) -> Outcome,
     ) -> Result<T> {
-        let subject = Subject::Lock(self.key());
-        now(events::observe(
+        let request = Request {
+            handle: self,
+            id: OnceLock::new(),
+        };
+        now(events::observe_more(
             "acquire",
-            subject,
-            async { acquire() },
+            request.subject(),
+            async { acquire(&request) },
             outcome,
+            |_| request.subject(),
         ))
+    }
+}
+
+/// A request for a lock. Its number is known once there is a connection, because that may carry a prefix of the tests.
+struct Request<'a> {
+    handle: &'a AdvisoryLock,
+    id: OnceLock<LockId>,
+}
+
+impl<'a> Request<'a> {
+    fn id_on(&self, conn: &mut PgConnection) -> Result<LockId> {
+        let id = self.handle.key().id_on(conn)?;
+        let _ = self.id.set(id); // set already, if the wait has taken another connection
+        Ok(id)
+    }
+
+    fn subject(&self) -> Subject<'a> {
+        let key = self.handle.key().shown();
+        Subject::Lock(match self.id.get() {
+            Some(id) => key.with_id(*id),
+            None => key,
+        })
     }
 }
 
 /// A wait of a thread. Each of its futures is ready.
 #[cfg(feature = "r2d2")]
 struct InPool<'a> {
-    handle: &'a AdvisoryLock,
+    request: &'a Request<'a>,
     pool: &'a PgPool,
 }
 
@@ -352,9 +380,9 @@ impl Half for InPool<'_> {
     }
 
     async fn begin(&self, waiter: &mut Waiter, limit: Duration) -> Result<Self::Acquisition> {
-        let conn = self.handle.check_out(self.pool, Some(limit))?;
+        let conn = self.request.handle.check_out(self.pool, Some(limit))?;
         waiter.tries();
-        Acquisition::begin(self.handle, conn)
+        Acquisition::begin(self.request, conn)
     }
 
     async fn wait(
@@ -393,10 +421,11 @@ struct Acquisition<C: GuardConnection> {
 }
 
 impl<C: GuardConnection> Acquisition<C> {
-    fn new(handle: &AdvisoryLock, conn: C) -> Result<Self> {
+    fn new(request: &Request<'_>, conn: C) -> Result<Self> {
+        let handle = request.handle;
         let mut pinned = PinnedConnection::new(conn);
         let lock = Lock {
-            id: handle.key().id_on(pinned.conn())?,
+            id: request.id_on(pinned.conn())?,
             mode: handle.mode(),
         };
         Ok(Self {
@@ -408,8 +437,8 @@ impl<C: GuardConnection> Acquisition<C> {
     }
 
     /// Tries once.
-    fn begin(handle: &AdvisoryLock, conn: C) -> Result<Self> {
-        let mut acquisition = Self::new(handle, conn)?;
+    fn begin(request: &Request<'_>, conn: C) -> Result<Self> {
+        let mut acquisition = Self::new(request, conn)?;
         let (mut session, doubt) = acquisition.pinned.session();
         acquisition.is_granted = now(operations::try_session_lock(
             &mut session,

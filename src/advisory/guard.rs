@@ -283,9 +283,12 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         self.held.fencing_token = None;
         #[cfg(feature = "r2d2")]
         self.watches.released(&released);
-        let event = Event::of("release", Subject::Lock(&self.held.key), &released, |()| {
-            Outcome::Released
-        });
+        let event = Event::of(
+            "release",
+            Subject::Lock(self.held.key.shown()),
+            &released,
+            |()| Outcome::Released,
+        );
         events::record(&event.held_since(self.since));
         released
     }

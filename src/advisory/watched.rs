@@ -162,7 +162,7 @@ impl Watched {
         if self.change(State::Held, State::Lost) {
             events::record(&Event::new(
                 "watch",
-                Subject::Lock(&self.key),
+                Subject::Lock(self.key.shown()),
                 Outcome::Lost,
             ));
         }

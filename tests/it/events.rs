@@ -338,6 +338,46 @@ fn a_long_text_is_cut() {
     }
 }
 
+/// The connection decides which number is locked.
+#[test]
+#[cfg(feature = "testing")]
+fn the_events_of_a_lock_show_the_number_that_is_locked() {
+    use diesel::Connection;
+    use diesel::r2d2::Pool;
+    use diesel_interlock::testing::KeyPrefix;
+
+    let database = Database::new();
+    let prefix = KeyPrefix::new("a test");
+    let pool = Pool::builder()
+        .max_size(2)
+        .connection_customizer(Box::new(prefix.clone()))
+        .build(database.manager())
+        .unwrap();
+    let conn = &mut database.connect();
+    prefix.carry_on(conn);
+    let short = Duration::from_millis(20);
+    let events = told(|| {
+        let guard = LOCK.acquire(&pool).unwrap();
+        assert!(LOCK.try_acquire(&pool).unwrap().is_busy());
+        assert!(LOCK.acquire_timeout(&pool, short).unwrap().is_busy());
+        assert!(LOCK.try_acquire_on(conn).unwrap().is_busy());
+        conn.transaction(|conn| {
+            assert!(LOCK.try_acquire_xact(conn)?.is_busy());
+            LOCK.acquire_on(conn).map(drop).unwrap_err();
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+        guard.release().unwrap();
+        conn.transaction(|conn| LOCK.acquire_xact(conn)).unwrap();
+        drop(LOCK.acquire_on(conn).unwrap());
+    });
+    let _prefix = prefix.enter();
+    for event in &events {
+        assert_eq!(event["key"], LOCK.key().to_string(), "{event:?}");
+    }
+    assert_eq!(events.len(), 10);
+}
+
 /// That one of the threads tells this.
 #[track_caller]
 fn eventually_told(operation: &str, outcome: &str, field: &str, value: &str) {

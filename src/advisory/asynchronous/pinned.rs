@@ -256,12 +256,16 @@ async fn release_dropped<C: PoolConnection + 'static>(
 
 /// Records that a release is left to what becomes of the connection.
 pub(super) fn record_deferral(held: &HeldLock, since: Instant) {
-    let event = Event::new("release", Subject::Lock(&held.key), Outcome::Deferred);
+    let event = Event::new(
+        "release",
+        Subject::Lock(held.key.shown()),
+        Outcome::Deferred,
+    );
     caught(|| events::record(&event.held_since(since)));
 }
 
 pub(super) fn record_release(held: &HeldLock, since: Instant, released: &crate::Result<()>) {
-    let event = Event::of("release", Subject::Lock(&held.key), released, |()| {
+    let event = Event::of("release", Subject::Lock(held.key.shown()), released, |()| {
         Outcome::Released
     });
     events::record(&event.held_since(since));

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::advisory::operations;
 use crate::error::Result;
-use crate::events::{self, Outcome, Subject};
+use crate::events::{self, Outcome};
 use crate::pool::asynchronous::{self as pool, Pool};
 use crate::runtime;
 use crate::sessions;
@@ -26,8 +26,7 @@ impl AdvisoryLock {
             acquisition.poll().await?;
             Ok(acquisition.into_guard())
         };
-        let subject = Subject::Lock(self.key());
-        events::observe("acquire", subject, acquire, |_| Outcome::Acquired).await
+        events::observe("acquire", self.subject(), acquire, |_| Outcome::Acquired).await
     }
 
     /// As [`acquire_without_snapshot`](Self::acquire_without_snapshot), on the given connection.
@@ -41,8 +40,7 @@ impl AdvisoryLock {
             acquisition.poll().await?;
             Ok(acquisition.into_guard())
         };
-        let subject = Subject::Lock(self.key());
-        events::observe("acquire", subject, acquire, |_| Outcome::Acquired).await
+        events::observe("acquire", self.subject(), acquire, |_| Outcome::Acquired).await
     }
 }
 

@@ -22,14 +22,15 @@ impl AdvisoryLock {
         &self,
         session: &mut S,
     ) -> Result<()> {
+        let lock = self.checked_on(session);
+        let subject = self.subject(&lock);
         let acquire = async {
-            let lock = self.checked_on(session)?;
+            let lock = lock?;
             if try_xact(session, lock).await?.is_busy() {
                 session.batch(&sql::wait_for_xact(lock, 0)).await?;
             }
             Ok(())
         };
-        let subject = Subject::Lock(self.key());
         events::observe("acquire", subject, acquire, |()| Outcome::Acquired).await
     }
 
@@ -39,8 +40,10 @@ impl AdvisoryLock {
         session: &mut S,
         deadline: Deadline,
     ) -> Result<Attempt<()>> {
+        let lock = self.checked_on(session);
+        let subject = self.subject(&lock);
         let acquire = async {
-            let lock = self.checked_on(session)?;
+            let lock = lock?;
             let is_acquired = !try_xact(session, lock).await?.is_busy()
                 || wait_for_xact_until(session, lock, deadline).await?;
             Ok(if is_acquired {
@@ -49,7 +52,6 @@ impl AdvisoryLock {
                 Attempt::Busy
             })
         };
-        let subject = Subject::Lock(self.key());
         events::observe("acquire", subject, acquire, Attempt::outcome).await
     }
 
@@ -57,6 +59,14 @@ impl AdvisoryLock {
         Ok(Lock {
             id: session.lock_id(self.key())?,
             mode: self.mode(),
+        })
+    }
+
+    fn subject(&self, lock: &Result<Lock>) -> Subject<'_> {
+        let key = self.key().shown();
+        Subject::Lock(match lock {
+            Ok(lock) => key.with_id(lock.id),
+            Err(_) => key,
         })
     }
 }

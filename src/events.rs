@@ -80,7 +80,12 @@ pub(crate) enum Outcome {
         declared: Duration,
         in_database: Duration,
     },
-    Discarded,
+    Discarded {
+        /// Whether it is what a dropped wait comes to.
+        is_expected: bool,
+    },
+    /// The future of the operation was dropped before it was ready.
+    Dropped,
     Error,
 }
 
@@ -184,9 +189,10 @@ mod traced {
     use std::pin::pin;
 
     use tracing::field::{DisplayValue, display};
-    use tracing::{debug_span, event};
+    use tracing::{Span, debug_span, event};
 
     use super::*;
+    use crate::panics::caught;
     use crate::text;
 
     const TARGET: &str = "diesel_interlock";
@@ -224,6 +230,8 @@ mod traced {
         }
     }
 
+    /// Runs an operation in its own span. Records an event if its future is dropped.
+    ///
     /// Not by tracing's own wrapper of futures, because its drop enters the span again, and a subscriber that panics there
     /// while another panic unwinds would abort the process.
     pub(super) async fn in_span<F: Future>(
@@ -245,7 +253,42 @@ mod traced {
             _ => debug_span!(target: TARGET, "acquire", kind, key = lock, service),
         };
         let mut run = pin!(run);
-        poll_fn(|context| span.in_scope(|| run.as_mut().poll(context))).await
+        // Declared after the operation, so it is dropped first, and its event precedes those of what the operation leaves.
+        let mut unfinished = Unfinished {
+            operation,
+            subject,
+            span: &span,
+            since: Instant::now(),
+            is_pending: false,
+        };
+        poll_fn(|context| {
+            unfinished.is_pending = false; // An operation that panics was not dropped by its caller.
+            let polled = span.in_scope(|| run.as_mut().poll(context));
+            unfinished.is_pending = polled.is_pending();
+            polled
+        })
+        .await
+    }
+
+    /// An operation whose future may be dropped between two polls. Dropping this records that.
+    struct Unfinished<'a> {
+        operation: &'static str,
+        subject: Subject<'a>,
+        span: &'a Span,
+        since: Instant,
+        is_pending: bool,
+    }
+
+    impl Drop for Unfinished<'_> {
+        fn drop(&mut self) {
+            if self.is_pending {
+                let event = Event {
+                    waited: Some(self.since.elapsed()),
+                    ..Event::new(self.operation, self.subject, Outcome::Dropped)
+                };
+                caught(|| self.span.in_scope(|| record(&event)));
+            }
+        }
     }
 
     impl<'a> Subject<'a> {
@@ -324,14 +367,18 @@ mod traced {
                 Self::Allowed => "allowed",
                 Self::Limited { .. } => "limited",
                 Self::Different { .. } => "different",
-                Self::Discarded => "discarded",
+                Self::Discarded { .. } => "discarded",
+                Self::Dropped => "dropped",
                 Self::Error => "error",
             }
         }
 
         fn needs_attention(self) -> bool {
-            use Outcome::{Different, Discarded, Error, Lost, TimedOut};
-            matches!(self, Lost | TimedOut | Different { .. } | Discarded | Error)
+            match self {
+                Self::Lost | Self::TimedOut | Self::Different { .. } | Self::Error => true,
+                Self::Discarded { is_expected } => !is_expected,
+                _ => false,
+            }
         }
 
         fn id(self) -> Option<i64> {

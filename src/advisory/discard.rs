@@ -114,7 +114,11 @@ fn discard<C: GuardConnection>(conn: &mut PgConnection, doubt: Doubt) {
         let subject = Subject::Connection {
             pooled: C::IS_POOLED,
         };
-        events::record(&Event::new("discard", subject, Outcome::Discarded));
+        events::record(&Event::new(
+            "discard",
+            subject,
+            Outcome::Discarded { is_expected: false },
+        ));
     });
 }
 

@@ -201,13 +201,16 @@ impl<C: PoolConnection + 'static> Drop for Pooled<C> {
         let _entered = runtime::entered(&self.runtime);
         match self.doubt {
             None if !self.is_distrusted => drop(conn),
-            Some(Doubt::Certain(_)) => discard(conn),
+            Some(Doubt::Certain(_)) => discard(conn, false),
             _ => {
+                let mut is_expected = false;
                 if let Some(Doubt::Acquiring(lock)) = self.doubt {
                     self.local = Some(LocalHold::of(lock.id));
+                    is_expected = self.is_waiting;
                 }
                 let unsettled = Unsettled {
                     conn: Some(conn),
+                    is_expected,
                     _local: self.local.take(),
                 };
                 let settled = settle(unsettled, self.is_waiting, self.patience);
@@ -274,6 +277,8 @@ pub(super) fn record_release(held: &HeldLock, since: Instant, released: &crate::
 /// A pooled connection in doubt. Unless the doubt ends, dropping this discards the connection.
 struct Unsettled<C: PoolConnection + 'static> {
     conn: Option<C>,
+    /// Whether the future of a wait was dropped, which costs the connection.
+    is_expected: bool,
     /// Dropped last.
     _local: Option<LocalHold>,
 }
@@ -281,20 +286,21 @@ struct Unsettled<C: PoolConnection + 'static> {
 impl<C: PoolConnection + 'static> Drop for Unsettled<C> {
     fn drop(&mut self) {
         if let Some(conn) = self.conn.take() {
-            discard(conn);
+            discard(conn, self.is_expected);
         }
     }
 }
 
-fn discard<C: PoolConnection + 'static>(conn: C) {
+fn discard<C: PoolConnection + 'static>(conn: C, is_expected: bool) {
     // That of a pool of the caller's own may panic.
     caught(|| conn.discard());
-    caught(|| record_discard(true));
+    caught(|| record_discard(true, is_expected));
 }
 
-fn record_discard(pooled: bool) {
+fn record_discard(pooled: bool, is_expected: bool) {
     let subject = Subject::Connection { pooled };
-    events::record(&Event::new("discard", subject, Outcome::Discarded));
+    let outcome = Outcome::Discarded { is_expected };
+    events::record(&Event::new("discard", subject, outcome));
 }
 
 /// Releases all locks of the session, and gives the connection back to its pool if nothing else is in doubt.
@@ -444,7 +450,7 @@ impl sealed::Sealed for Borrowed<'_> {
         if let Ok(true) = operations::holds(session, lock).await {
             operations::end_session(session).await;
             session.mark_broken();
-            caught(|| record_discard(false));
+            caught(|| record_discard(false, false));
         }
         // Otherwise the session does not hold the lock, or has ended. Or the transaction of the caller is aborted, in which nothing
         // can be asked. A connection whose transaction was aborted before must stay usable, so it is not marked.
@@ -471,7 +477,7 @@ impl Drop for Borrowed<'_> {
             Doubt::Certain(pid) => {
                 distrust(Some(pid));
                 Asynchronous::lent(self.conn).mark_broken();
-                caught(|| record_discard(false));
+                caught(|| record_discard(false, false));
                 return;
             }
             Doubt::Acquiring(lock) if self.is_waiting => (Condition::None, lock),
@@ -489,7 +495,7 @@ impl Drop for Borrowed<'_> {
         self.queue(&message, doubt.pid());
         if self.has_failed {
             Asynchronous::lent(self.conn).mark_broken();
-            caught(|| record_discard(false));
+            caught(|| record_discard(false, false));
         }
     }
 }

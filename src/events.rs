@@ -239,19 +239,7 @@ mod traced {
         subject: Subject<'_>,
         run: F,
     ) -> F::Output {
-        let (kind, lock) = (subject.kind(), subject.lock());
-        let (service, limit) = (subject.service(), subject.limit());
-        let (service, limit) = (service.as_deref(), limit.as_deref());
-        let span = match operation {
-            "attempt" => {
-                let (resource, key) = (subject.resource(), subject.throttled_key());
-                let (resource, key) = (resource.as_deref(), key.as_deref());
-                debug_span!(target: TARGET, "attempt", kind, resource, key)
-            }
-            "check" => debug_span!(target: TARGET, "check", kind, limit),
-            "reserve" => debug_span!(target: TARGET, "reserve", kind, limit),
-            _ => debug_span!(target: TARGET, "acquire", kind, key = lock, service),
-        };
+        let span = span(operation, subject);
         let mut run = pin!(run);
         // Declared after the operation, so it is dropped first, and its event precedes those of what the operation leaves.
         let mut unfinished = Unfinished {
@@ -268,6 +256,20 @@ mod traced {
             polled
         })
         .await
+    }
+
+    fn span(operation: &'static str, subject: Subject<'_>) -> Span {
+        let (kind, lock) = (subject.kind(), subject.lock());
+        let (resource, key) = (subject.resource(), subject.throttled_key());
+        let (service, limit) = (subject.service(), subject.limit());
+        let (resource, key) = (resource.as_deref(), key.as_deref());
+        let (service, limit) = (service.as_deref(), limit.as_deref());
+        match operation {
+            "attempt" => debug_span!(target: TARGET, "attempt", kind, resource, key),
+            "check" => debug_span!(target: TARGET, "check", kind, limit),
+            "reserve" => debug_span!(target: TARGET, "reserve", kind, limit),
+            _ => debug_span!(target: TARGET, "acquire", kind, key = lock, service),
+        }
     }
 
     /// An operation whose future may be dropped between two polls. Dropping this records that.

@@ -20,8 +20,8 @@ use crate::session::{Asynchronous, Session};
 /// work. Each call of `watch` has a task and a query of its own, so call it once for each guard, and share the clones.
 ///
 /// The task ends when the guard releases the lock, when the lock is lost, or when all clones are dropped. While a query hangs,
-/// the lock is not confirmed. A query waits for a connection for a second at most, and is then repeated, so a watch over a pool that
-/// is exhausted for longer confirms nothing.
+/// the lock is not confirmed. A query waits for a connection for a second at most, and is then repeated, so a watch over a
+/// pool that is exhausted for longer confirms nothing.
 ///
 /// A lock that its guard releases is not lost, as with the [`Watch`](crate::Watch) of the blocking half, which has the same
 /// methods.

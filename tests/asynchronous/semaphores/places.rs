@@ -1,5 +1,8 @@
 //! Where a permit may be dropped.
 
+use std::pin::Pin;
+use std::task::Poll;
+
 use tokio::runtime::{Builder, Runtime};
 
 use super::*;
@@ -83,9 +86,9 @@ fn everywhere<P: Pool>(pool: impl Fn(&Database) -> P) {
                     polled += 1;
                     let is_ready = claim.as_mut().poll(context).is_ready();
                     if is_ready || polled == polls {
-                        std::task::Poll::Ready(())
+                        Poll::Ready(())
                     } else {
-                        std::task::Poll::Pending
+                        Poll::Pending
                     }
                 })
                 .await;
@@ -141,28 +144,26 @@ fn with_its_runtime<P: Pool>(pool: impl Fn(&Database) -> P) {
     }
 }
 
+type Claim<'a, P> = Pin<Box<dyn Future<Output = Result<Admission<Permit<P>>, Error>> + 'a>>;
+
 trait ClaimInFlight {
-    async fn claim_in_flight<'a, P: Pool>(
-        &'a self,
-        pool: &'a P,
-    ) -> std::pin::Pin<Box<dyn Future<Output = ()> + 'a>>;
+    async fn claim_in_flight<'a, P: Pool>(&'a self, pool: &'a P) -> Claim<'a, P>;
 }
 
 impl ClaimInFlight for Semaphore {
     /// Returns the future of a claim that was sent.
-    async fn claim_in_flight<'a, P: Pool>(
-        &'a self,
-        pool: &'a P,
-    ) -> std::pin::Pin<Box<dyn Future<Output = ()> + 'a>> {
+    async fn claim_in_flight<'a, P: Pool>(&'a self, pool: &'a P) -> Claim<'a, P> {
         permit(self, pool).await.release().await.unwrap(); // so that a connection is open
         loop {
-            let mut claim = Box::pin(async { drop(self.try_acquire(pool).await) });
-            let polled = std::future::poll_fn(|context| {
-                std::task::Poll::Ready(claim.as_mut().poll(context))
-            });
-            // The server may reply before the future is polled to its end.
-            if polled.await.is_pending() {
-                return claim;
+            let mut claim: Claim<'a, P> = Box::pin(self.try_acquire(pool));
+            let polled = std::future::poll_fn(|context| Poll::Ready(claim.as_mut().poll(context)));
+            match polled.await {
+                Poll::Pending => return claim,
+                // The server may reply before the future is polled to its end.
+                Poll::Ready(claimed) => {
+                    let permit = claimed.unwrap().admitted().unwrap();
+                    permit.release().await.unwrap();
+                }
             }
         }
     }

@@ -74,7 +74,12 @@ impl PgPool {
                     Ok(checked_out) => checked_out,
                     Err(elapsed) => Err(Error::Pool(elapsed.into())),
                 }
-            })?;
+            });
+            let conn = match conn {
+                // The pool's own patience is shorter.
+                Err(Error::Pool(_)) if Instant::now() < end => continue,
+                conn => conn?,
+            };
             let mut conn = PooledPgConnection(Some(conn));
             if !self.is_checked || conn.batch_execute("").is_ok() {
                 return Ok(conn);

@@ -178,7 +178,8 @@ impl<T: Chore> Background<T> {
             return Attended::HandedOver;
         }
         me.replace_that_of(&mut conn);
-        if chore.attend(conn) {
+        // It may have ended while this waited for the connection.
+        if chore.is_over() || chore.attend(conn) {
             Attended::Over
         } else {
             Attended::ToBeRepeated

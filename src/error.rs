@@ -123,8 +123,8 @@ pub enum Error {
     /// the lock was held.
     ///
     /// A pooled connection is discarded, which rolls the transaction back. On a borrowed connection an aborted transaction
-    /// is rolled back, and any other is left to the caller. If the caller rolls it back, this also undoes that the release
-    /// has restored the `idle_session_timeout`, which then stays 0 in that session.
+    /// is rolled back, and any other is left to the caller. If the caller rolls it back, the `idle_session_timeout` that the release
+    /// has restored is lost, and stays 0 in that session.
     #[error(
         "a transaction was still open when the lock {key} was released: what it wrote was not committed under the lock; \
          commit it before the guard is released"
@@ -216,7 +216,7 @@ pub enum Error {
 
     /// A migration failed.
     ///
-    /// The message names the migration. If it does not say why the migration failed, as for a constraint that is checked at the
+    /// If one migration failed, the message names it. If the message does not say why, as for a constraint that is checked at the
     /// commit, `source()` does.
     #[cfg(feature = "migrations")]
     #[error(transparent)]

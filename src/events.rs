@@ -409,9 +409,9 @@ mod traced {
         }
     }
 
-    /// A text of the caller as an event shows it.
+    /// A text of the caller as an event shows it. One that is refused may have any length.
     fn shown(text: &str) -> Cow<'_, str> {
-        match text::shown(text) {
+        match text::shown(text, text::LONGEST_NAME) {
             (_, "") => text.into(),
             (beginning, more) => format!("{beginning}{more}").into(),
         }

@@ -38,14 +38,17 @@ const PRESENT: &str = "
         UNION ALL SELECT proname, true, pg_proc.oid
             FROM pg_catalog.pg_proc JOIN schema ON pronamespace OPERATOR(pg_catalog.=) schema.oid
     ), need AS (
-        SELECT needed.name, privilege, object.oid IS NOT NULL AS is_there, CASE
+        -- A privilege on some columns may be enough. Of functions with the same name, somebody else may have made one.
+        SELECT needed.name, privilege, pg_catalog.count(object.oid) OPERATOR(pg_catalog.>) 0 AS is_there, pg_catalog.bool_or(CASE
                 WHEN is_function THEN pg_catalog.has_function_privilege(object.oid, privilege)
-                ELSE pg_catalog.has_table_privilege(object.oid, privilege)
-            END AS is_granted
+                WHEN privilege OPERATOR(pg_catalog.=) 'DELETE' THEN pg_catalog.has_table_privilege(object.oid, privilege)
+                ELSE pg_catalog.has_any_column_privilege(object.oid, privilege)
+            END) AS is_granted
             FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2)) AS needed (name, privileges)
             CROSS JOIN LATERAL pg_catalog.unnest(pg_catalog.string_to_array(privileges, ', ')) AS privilege
             LEFT JOIN object ON object.name OPERATOR(pg_catalog.=) needed.name
                 AND is_function OPERATOR(pg_catalog.=) (privilege OPERATOR(pg_catalog.=) 'EXECUTE')
+            GROUP BY needed.name, privilege
     )
     SELECT current_user::pg_catalog.text AS role,
         NOT EXISTS (SELECT FROM schema

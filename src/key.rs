@@ -12,6 +12,9 @@ use diesel::pg::PgConnection;
 use crate::input::Input;
 use crate::text;
 
+/// The number of characters of a name that `Debug` and `Display` show.
+const SHOWN: usize = 80;
+
 /// The name of an advisory lock, and the number that PostgreSQL locks for it.
 ///
 /// PostgreSQL's advisory locks have no names. PostgreSQL locks a `bigint` or a pair of `int`, in two separate key spaces.
@@ -386,7 +389,7 @@ impl fmt::Display for LockKey {
 
 impl fmt::Display for ShownKey<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (shown, more) = text::shown(self.name.unwrap_or_default());
+        let (shown, more) = text::shown(self.name.unwrap_or_default(), SHOWN);
         match (self.name, self.id) {
             (None, Some(LockId::BigInt(number))) => number.fmt(f),
             (None, Some(id)) => write!(f, "({id})"),

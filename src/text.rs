@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::fmt::{self, Write};
-#[cfg(feature = "testing")]
 use std::sync::Arc;
 
 #[cfg(feature = "postgres")]
@@ -31,12 +30,9 @@ pub(crate) fn check(text: &str, what: &'static str, longest: usize) -> Result<()
     Ok(())
 }
 
-/// How many characters of a text of the caller are shown in messages and events.
-const SHOWN: usize = 80;
-
-/// Returns the beginning of a text that is shown, and an ellipsis if more follows. A text that is refused may have any length.
-pub(crate) fn shown(text: &str) -> (&str, &'static str) {
-    match text.char_indices().nth(SHOWN) {
+/// Returns the first characters of a text that is shown, and an ellipsis if more follow.
+pub(crate) fn shown(text: &str, characters: usize) -> (&str, &'static str) {
+    match text.char_indices().nth(characters) {
         Some((end, _)) => (&text[..end], "…"),
         None => (text, ""),
     }
@@ -87,40 +83,21 @@ impl<'a> Name<'a> {
     }
 }
 
-/// A name as it was sent, for what is done to it later, perhaps on another thread. Without the feature `testing` there is nothing
-/// to keep, because a name is sent as it is.
+/// A name as it was sent, for what is done to it later, perhaps on another thread. Without the feature `testing` none is kept,
+/// because a name is sent as it is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) struct SentName {
-    #[cfg(feature = "testing")]
-    name: Option<Arc<str>>,
-}
+pub(crate) struct SentName(Option<Arc<str>>);
 
 impl SentName {
     /// Nothing was sent yet.
-    pub(crate) const NONE: Self = Self {
-        #[cfg(feature = "testing")]
-        name: None,
-    };
+    pub(crate) const NONE: Self = Self(None);
 
-    #[cfg(not(feature = "testing"))]
-    pub(crate) fn of(_: &Name<'_>) -> Self {
-        Self::NONE
-    }
-
-    #[cfg(feature = "testing")]
     pub(crate) fn of(name: &Name<'_>) -> Self {
-        let name = Some(name.as_str().into());
-        Self { name }
+        Self(cfg!(feature = "testing").then(|| name.as_str().into()))
     }
 
-    #[cfg(not(feature = "testing"))]
     pub(crate) fn get(&self) -> Option<Name<'_>> {
-        None
-    }
-
-    #[cfg(feature = "testing")]
-    pub(crate) fn get(&self) -> Option<Name<'_>> {
-        self.name.as_deref().map(|name| Name(name.into()))
+        self.0.as_deref().map(|name| Name(name.into()))
     }
 }
 

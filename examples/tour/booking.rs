@@ -87,7 +87,8 @@ fn book_without_lock(
 
 /// The same under a lock, so that each check sees every earlier booking.
 fn book_under_lock(conn: &mut PgConnection, wanted: &Reservation) -> QueryResult<bool> {
-    let key = LockKey::parts([wanted.datacenter_id, wanted.server_id]);
+    let [datacenter, server] = [wanted.datacenter_id, wanted.server_id].map(|id| id.to_string());
+    let key = LockKey::parts(["server", &datacenter, &server]);
     AdvisoryLock::new(key).transaction(conn, |conn| {
         if wanted.overlaps_another(conn)? {
             return Ok(false);
@@ -109,9 +110,11 @@ pub(crate) fn ten_requests_for_one_server(database: &Database) -> Result<(), Box
     bad("10 rows: ten users were told that the server is theirs");
 
     say("Under a lock: AdvisoryLock::new(key).transaction(conn, |conn| { … })");
-    let key = LockKey::parts([223, 345]);
-    assert_eq!(key, LockKey::bigint(3755351481708176604));
-    note(format!("the key: LockKey::parts([223, 345]) is {key}"));
+    let key = LockKey::parts(["server", "223", "345"]);
+    assert_eq!(key, LockKey::bigint(-2611916972285921095));
+    note(format!(
+        "the key: LockKey::parts([\"server\", \"223\", \"345\"]) is {key}"
+    ));
     let booked = ten_at_once(database, |conn, wanted| {
         barrier.wait();
         book_under_lock(conn, wanted)

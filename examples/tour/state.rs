@@ -29,7 +29,7 @@ static GEOCODER: Semaphore = Semaphore::named("geocoder", SLOTS, Duration::from_
 static API: RateLimit = RateLimit::named("api", Quota::per_hour(60).burst(20));
 
 fn booking() -> AdvisoryLock {
-    AdvisoryLock::new(LockKey::parts([223, 345]))
+    AdvisoryLock::new(LockKey::parts(["server", "223", "345"]))
 }
 
 /// Has the session lock, and a slot of the service.
@@ -118,7 +118,10 @@ fn locks(conn: &mut PgConnection) -> Result<(), Box<dyn Error>> {
         row(WIDTHS, [&lock, &by, &pid, &"holds it"]);
         held.push((lock, by));
     }
-    assert_eq!(held, [("nightly report", "web-1"), ("223 345", "web-2")]);
+    assert_eq!(
+        held,
+        [("nightly report", "web-1"), ("server 223 345", "web-2")]
+    );
 
     let blocked = monitor::blocked().order(blocking::blocked_pid).load(conn)?;
     let mut waits = Vec::new();
@@ -133,7 +136,7 @@ fn locks(conn: &mut PgConnection) -> Result<(), Box<dyn Error>> {
         row(WIDTHS, [&lock, &by, &wait.blocked_pid, &how_long]);
         waits.push((lock, by, holder));
     }
-    assert_eq!(waits, [("223 345", "web-3", "web-2")]);
+    assert_eq!(waits, [("server 223 345", "web-3", "web-2")]);
     Ok(())
 }
 

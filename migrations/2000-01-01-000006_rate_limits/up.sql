@@ -201,6 +201,8 @@ BEGIN
                 c.changed_at, c.full_at, c.reserved_until, c.n, c.period_us, c.now, c.quota_n, c.quota_period_us, c.quota_burst),
             c.now,
             CASE
+                -- Only a check of this key alone forgets it.
+                WHEN c.full_at = '-infinity' THEN NULL
                 WHEN c.changed_at > c.now OR (c.n <> c.quota_n OR c.period_us <> c.quota_period_us)
                     AND (c.reserved_until > c.now) IS NOT TRUE
                     AND resource_control.rate_limit_debt(c.changed_at, c.full_at, c.reserved_until, c.n, c.period_us, c.now,
@@ -274,7 +276,12 @@ BEGIN
     IF FOUND THEN
         DELETE FROM resource_control.rate_limit AS b
             WHERE b.name = forget_rate_limit.name COLLATE "C" AND b.key = forget_rate_limit.key COLLATE "C"
-                AND b.generation <= forget_rate_limit.generation;
+                AND b.generation <= forget_rate_limit.generation
+                -- Another call may have forgotten and used it before this one had the lock.
+                AND NOT EXISTS (
+                    SELECT FROM resource_control.rate_limit AS l
+                        WHERE l.name = forget_rate_limit.name COLLATE "C" AND l.key = forget_rate_limit.key COLLATE "C"
+                            AND l.generation > forget_rate_limit.generation);
     END IF;
 END
 $$;
@@ -326,7 +333,8 @@ BEGIN
             CASE WHEN held.n <> n OR held.period_us <> period_us THEN now END);
         held.reserved_until := LEAST(held.reserved_until, now + interval '00:00:00.000001'
             * (date_part('epoch', held.reserved_until - held.changed_at) * 1000000)::bigint);
-        held.full_at := now + interval '00:00:00.000001' * debt;
+        -- A key that is closed by hand stays so.
+        held.full_at := CASE WHEN isfinite(held.full_at) THEN now + interval '00:00:00.000001' * debt ELSE 'infinity' END;
         IF held.updates < 200 THEN
             UPDATE resource_control.rate_limit AS b
                 SET updates = b.updates + 1, changed_at = now, n = settle_rate_limit.n, period_us = settle_rate_limit.period_us,
@@ -996,7 +1004,8 @@ BEGIN
             -- A key that was reset or pruned since then owes nothing of what was spent before. One that was given another quota
             -- may have been refilled at that one's rate, and counts as created then. A row that was last changed before the
             -- spend has lost it, by a failover or a crash, or the clock was set back, and nobody knows how much time has passed.
-            EXIT WHEN held.created_at > spent_at OR held.changed_at < spent_at;
+            -- One that is closed by hand stays so.
+            EXIT WHEN held.created_at > spent_at OR held.changed_at < spent_at OR held.full_at = 'infinity';
             age := GREATEST(date_part('epoch', GREATEST(now, held.changed_at, held.reserved_until) - spent_at) * 1000000
                 - resource_control.microseconds(wait), 0);
             debt := resource_control.rate_limit_debt(
@@ -1088,7 +1097,10 @@ BEGIN
                         AND (b.full_at > '-infinity' OR is_retired)
                     FOR UPDATE;
                 -- Otherwise another session replaced the row at the same moment.
-                IF FOUND THEN
+                IF FOUND AND NOT (is_retired AND EXISTS (
+                    SELECT FROM resource_control.rate_limit AS b
+                        WHERE b.name = wanted_name AND b.key = wanted_key AND b.generation > found_generation))
+                THEN
                     DELETE FROM resource_control.rate_limit AS b WHERE b.name = wanted_name AND b.key = wanted_key;
                     deleted := deleted + CASE WHEN is_full THEN 0 ELSE 1 END;
                     EXIT;
@@ -1179,6 +1191,10 @@ BEGIN
                         AND b.full_at <= GREATEST(b.changed_at, clock_timestamp())
                     FOR UPDATE;
                 CONTINUE WHEN NOT FOUND;
+                -- A call may have used the key before this one had the lock.
+                CONTINUE WHEN is_retired AND EXISTS (
+                    SELECT FROM resource_control.rate_limit AS b
+                        WHERE b.name = names[place] AND b.key = keys[place] AND b.generation > found_generation);
                 DELETE FROM resource_control.rate_limit AS b WHERE b.name = names[place] AND b.key = keys[place];
                 pruned := pruned + 1;
             END LOOP;

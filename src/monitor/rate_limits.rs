@@ -186,6 +186,7 @@ type NearRow = (String, i64, i64, i64, i64, bool, bool);
 
 const NEAR_NEEDS: &Needs = &[
     ("rate_limit_debt", "EXECUTE"),
+    ("microseconds", "EXECUTE"),
     ("rate_limit", "SELECT"),
     ("rate_limit_override", "SELECT"),
 ];

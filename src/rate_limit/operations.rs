@@ -102,19 +102,18 @@ pub(super) async fn check_all<S: Session>(
 }
 
 /// Observes a check of several limits.
-pub(super) async fn observed_all(
-    limits: &[&RateLimit],
-    first: &RateLimit,
+pub(super) fn observed_all<'a>(
+    limits: &'a [&'a RateLimit],
+    first: &'a RateLimit,
     check: impl Future<Output = Result<CheckAll>>,
-) -> Result<CheckAll> {
+) -> impl Future<Output = Result<CheckAll>> {
     events::observe_more(
         "check",
         first.subject(),
         check,
         CheckAll::outcome,
-        |checked| rules::decisive(limits, first, checked).subject(),
+        move |checked| rules::decisive(limits, first, checked).subject(),
     )
-    .await
 }
 
 /// Gives units back in one round trip, and returns how many.

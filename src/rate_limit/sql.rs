@@ -81,7 +81,7 @@ pub(super) type Spend<'a> = diesel::dsl::select<
 
 pub(super) const SPEND_NEEDS: &Needs = &[
     ("spend_rate_limit", "EXECUTE"),
-    ("rate_limit", "SELECT, INSERT, UPDATE"),
+    ("rate_limit", "SELECT, INSERT, UPDATE, DELETE"),
     ("rate_limit_override", "SELECT"),
 ];
 
@@ -107,7 +107,7 @@ pub(super) type SpendAtLeast<'a> = diesel::dsl::select<
 
 pub(super) const SPEND_AT_LEAST_NEEDS: &Needs = &[
     ("decide_rate_limit", "EXECUTE"),
-    ("rate_limit", "SELECT, INSERT, UPDATE"),
+    ("rate_limit", "SELECT, INSERT, UPDATE, DELETE"),
     ("rate_limit_override", "SELECT"),
 ];
 
@@ -151,7 +151,7 @@ pub(super) type SpendAll<'a> = diesel::dsl::select<
 
 pub(super) const SPEND_ALL_NEEDS: &Needs = &[
     ("check_rate_limits", "EXECUTE"),
-    ("rate_limit", "SELECT, INSERT, UPDATE"),
+    ("rate_limit", "SELECT, INSERT, UPDATE, DELETE"),
     ("rate_limit_override", "SELECT"),
 ];
 

@@ -6,7 +6,11 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
-use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
+use diesel_async::pooled_connection::deadpool::Pool as DeadPool;
+use diesel_async::pooled_connection::{
+    AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod,
+};
+use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 use diesel_interlock::asynchronous::{AdvisoryLock, Pool};
 use diesel_interlock::{Error, LockKey};
 use tokio::time::timeout;
@@ -176,7 +180,7 @@ fn a_connection_made_of_a_bare_client_reports_its_end_within_a_second_or_two() {
     });
 }
 
-/// Panics as many times as it is told to, when it is asked for a connection.
+/// Panics as many times as it is told to, when it is asked for an idle connection.
 #[derive(Clone)]
 struct Panics<P>(P, Arc<AtomicU32>);
 
@@ -184,14 +188,14 @@ impl<P: Pool> Pool for Panics<P> {
     type Connection = P::Connection;
 
     async fn check_out(&self) -> Result<Self::Connection, Error> {
-        let left = |left: u32| left.checked_sub(1);
-        if self.1.fetch_update(SeqCst, SeqCst, left).is_ok() {
-            std::panic::resume_unwind(Box::new("of the pool"));
-        }
         self.0.check_out().await
     }
 
     async fn try_check_out(&self) -> Option<Self::Connection> {
+        let left = |left: u32| left.checked_sub(1);
+        if self.1.fetch_update(SeqCst, SeqCst, left).is_ok() {
+            std::panic::resume_unwind(Box::new("of the pool"));
+        }
         self.0.try_check_out().await
     }
 
@@ -219,5 +223,60 @@ fn a_watch_outlives_a_pool_that_panics() {
         .unwrap();
         observer.execute(&terminate(guard.backend_pid()));
         timeout(LONG, watch.lost()).await.unwrap();
+    });
+}
+
+/// A connection takes longer to open than a watch waits in the queue for one.
+#[test]
+fn a_watch_waits_until_its_connection_is_open() {
+    run(async {
+        let database = Database::new();
+        let mut config = ManagerConfig::default();
+        config.recycling_method = RecyclingMethod::Fast;
+        config.custom_setup = Box::new(|url| {
+            let url = url.to_owned();
+            Box::pin(async move {
+                tokio::time::sleep(Duration::from_millis(1300)).await;
+                AsyncPgConnection::establish(&url).await
+            })
+        });
+        let url = database.async_url();
+        let manager = AsyncDieselConnectionManager::new_with_config(url, config);
+        let pool = DeadPool::builder(manager).max_size(3).build().unwrap();
+        let mut guard = LOCK.acquire(&pool).await.unwrap();
+        // Opened for the comparison of sessions.
+        let _idle = pool.get().await.unwrap();
+        let watch = guard.watch(&pool, OFTEN).await.unwrap();
+        let begun = Instant::now();
+        timeout(LONG, async {
+            while watch.last_confirmed() >= begun.elapsed() {
+                tokio::time::sleep(OFTEN).await;
+            }
+        })
+        .await
+        .unwrap();
+        guard.release().await.unwrap();
+    });
+}
+
+#[test]
+fn a_watch_whose_lock_was_released_takes_no_connection() {
+    run(async {
+        let database = Database::new();
+        let pool = database.deadpool(1);
+        let mut guard = LOCK.acquire(&pool).await.unwrap();
+        let watch = guard.watch(&pool, OFTEN).await.unwrap();
+        while pool.status().waiting == 0 {
+            tokio::time::sleep(OFTEN).await;
+        }
+        guard.release().await.unwrap();
+        while pool.status().waiting > 0 || pool.status().available == 0 {
+            tokio::time::sleep(OFTEN).await;
+        }
+        // The release is the last that was sent on the only connection.
+        let released = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%pg_advisory_unlock%' \
+             AND datname = current_database() AND pid <> pg_backend_pid()";
+        assert_eq!(count(&mut database.connect(), released), 1);
+        assert!(!watch.is_lost());
     });
 }

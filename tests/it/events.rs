@@ -317,7 +317,7 @@ fn a_check_of_several_limits_names_the_one_that_refused() {
 fn a_long_text_is_cut() {
     let database = throttles::database();
     let conn = &mut database.connect();
-    let [short, long] = [80, 1000].map(|length| "ü".repeat(length));
+    let [short, long] = [1000, 5000].map(|length| "ü".repeat(length));
     for (text, shown) in [(&short, short.clone()), (&long, format!("{short}…"))] {
         SPANS.take();
         let events = told(|| {

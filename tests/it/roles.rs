@@ -11,8 +11,8 @@ use diesel::sql_types::Text;
 use crate::adoption::catalogue;
 use crate::half::prelude::*;
 use crate::half::{
-    AdvisoryLock, Cluster, Database, Error, Semaphore, Throttle, error::Schema, migrations, sync,
-    sync_intervals, throttled_resources,
+    AdvisoryLock, Cluster, Database, Error, Quota, RateLimit, Semaphore, Throttle, error::Schema,
+    migrations, sync, sync_intervals, throttled_resources,
 };
 use crate::installation::{directories, number, pg_dump};
 use crate::migrations::directory;
@@ -288,6 +288,66 @@ fn without_a_grant_the_error_names_it() {
     }
     role.grant(owner);
     work(conn).unwrap();
+}
+
+#[test]
+fn a_right_that_only_a_key_in_use_needs_is_named() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
+    migrations::install(owner).unwrap();
+    role.grant(owner);
+    let api = RateLimit::named("api", Quota::per_day(24).burst(20));
+    let conn = &mut role.connect();
+    assert!(api.check_on(conn).unwrap().is_allowed());
+    // The next generation of the row replaces this one.
+    owner
+        .batch_execute(&format!(
+            "REVOKE DELETE ON resource_control.rate_limit FROM {};
+             UPDATE resource_control.rate_limit SET generation = 2, updates = 200",
+            role.name()
+        ))
+        .unwrap();
+    let checks = [
+        api.check_on(conn).map(drop),
+        RateLimit::check_all_on(conn, &[&api]).map(drop),
+    ];
+    for refused in checks {
+        match refused {
+            Err(Error::Schema(Schema::MissingRights { missing, .. })) => {
+                assert!(missing.contains("DELETE on rate_limit"), "{missing}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn rights_on_some_columns_and_functions_of_others_are_no_missing_rights() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
+    migrations::install(owner).unwrap();
+    let _ = sync::<Resource>(owner).unwrap();
+    role.grant(owner);
+    owner
+        .batch_execute(&format!(
+            "REVOKE INSERT, UPDATE ON resource_control.throttled_resource FROM {name};
+             GRANT UPDATE (last_locked, last_locker_details) ON resource_control.throttled_resource TO {name};
+             CREATE FUNCTION resource_control.attempt_throttled_resource(int) RETURNS int LANGUAGE sql AS 'SELECT 1'",
+            name = role.name()
+        ))
+        .unwrap();
+    let conn = &mut role.connect();
+    let mail = Throttle::of(Resource::Mail).details("me");
+    assert!(mail.attempt_on(conn).unwrap().granted().is_some());
+    conn.batch_execute("SET lock_timeout = '20ms'").unwrap();
+    owner
+        .batch_execute("BEGIN; LOCK TABLE resource_control.throttled_resource")
+        .unwrap();
+    assert_matches!(mail.attempt_on(conn), Err(Error::Database(_)));
 }
 
 #[test]

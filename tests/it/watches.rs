@@ -94,7 +94,7 @@ fn a_watch_queries_no_more_often_than_its_interval() {
     guard.release().unwrap();
 }
 
-/// deadpool hands a connection that comes back to the user who waits, so that none is ever idle.
+/// The users of a busy pool leave no connection idle: deadpool even hands one that comes back to the next user who waits.
 #[test]
 fn a_lock_is_confirmed_while_others_wait_for_each_connection_of_the_pool() {
     let database = Database::new();

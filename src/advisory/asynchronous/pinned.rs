@@ -206,7 +206,7 @@ impl<C: PoolConnection + 'static> Drop for Pooled<C> {
                 let mut is_expected = false;
                 if let Some(Doubt::Acquiring(lock)) = self.doubt {
                     self.local = Some(LocalHold::of(lock.id));
-                    is_expected = self.is_waiting;
+                    is_expected = self.is_waiting && !std::thread::panicking();
                 }
                 let unsettled = Unsettled {
                     conn: Some(conn),

@@ -1,16 +1,19 @@
 //! Watching a session lock over another connection.
 
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::runtime::Handle as Runtime;
-use tokio::time::timeout;
+use tokio::time::sleep;
 
 use crate::advisory::operations::HeldLock;
 use crate::advisory::watched::{PATIENCE, Watched};
 use crate::error::Result;
 use crate::panics::{caught, caught_while_awaited};
-use crate::pool::asynchronous::{self as pool, Pool, PoolConnection};
+use crate::pool::asynchronous::{self as pool, CheckedOut, Pool, PoolConnection};
 use crate::session::{Asynchronous, Session};
 
 /// Returns, without a round trip, whether a session lock was lost. A task queries the server at an interval, over a connection
@@ -85,17 +88,41 @@ impl Drop for Handle {
     }
 }
 
+/// Returns what a future returns. `None` if the watch is over before.
+async fn unless_over<T>(watched: &Watched, future: impl Future<Output = T>) -> Option<T> {
+    let mut is_over = pin!(watched.until(Watched::is_over));
+    let mut future = pin!(future);
+    poll_fn(|context| match is_over.as_mut().poll(context) {
+        Poll::Ready(()) => Poll::Ready(None),
+        Poll::Pending => future.as_mut().poll(context).map(Some),
+    })
+    .await
+}
+
+/// Waits in the queue of the pool for a limited time, but as long as it takes to open a connection.
+async fn check_out<P: Pool>(pool: &P) -> Option<CheckedOut<P::Connection>> {
+    match pool::try_check_out(pool).await {
+        Some(conn) => Some(conn),
+        None => pool::check_out(pool, Some(PATIENCE)).await.ok(),
+    }
+}
+
 /// Queries at the interval until the watch is over. Without a connection it tries again soon. The first query of the watch was that
 /// of the guard.
 async fn watch<P: Pool>(watched: Arc<Watched>, pool: P) {
     loop {
-        let is_over = watched.until(Watched::is_over);
-        if timeout(watched.pause(), is_over).await.is_ok() {
+        if unless_over(&watched, sleep(watched.pause()))
+            .await
+            .is_none()
+        {
             return;
         }
         // A panic of the caller's pool or instrumentation ends no watch.
-        let checked_out = caught_while_awaited(pool::check_out(&pool, Some(PATIENCE))).await;
-        if let Some(Ok(mut conn)) = checked_out {
+        let check_out = caught_while_awaited(check_out(&pool));
+        let Some(checked_out) = unless_over(&watched, check_out).await else {
+            return;
+        };
+        if let Some(mut conn) = checked_out.flatten() {
             let session = &mut Asynchronous::pooled(&mut conn);
             let queried = caught_while_awaited(watched.query(session)).await;
             caught(|| match queried {

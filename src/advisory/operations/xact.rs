@@ -22,10 +22,10 @@ impl AdvisoryLock {
         &self,
         session: &mut S,
     ) -> Result<()> {
-        let lock = self.checked_on(session);
-        let subject = self.subject(&lock);
+        let lock = self.checked_on(session).ok();
+        let subject = self.subject(lock);
         let acquire = async {
-            let lock = lock?;
+            let lock = lock.map_or_else(|| self.checked_on(session), Ok)?;
             if try_xact(session, lock).await?.is_busy() {
                 session.batch(&sql::wait_for_xact(lock, 0)).await?;
             }
@@ -40,10 +40,10 @@ impl AdvisoryLock {
         session: &mut S,
         deadline: Deadline,
     ) -> Result<Attempt<()>> {
-        let lock = self.checked_on(session);
-        let subject = self.subject(&lock);
+        let lock = self.checked_on(session).ok();
+        let subject = self.subject(lock);
         let acquire = async {
-            let lock = lock?;
+            let lock = lock.map_or_else(|| self.checked_on(session), Ok)?;
             let is_acquired = !try_xact(session, lock).await?.is_busy()
                 || wait_for_xact_until(session, lock, deadline).await?;
             Ok(if is_acquired {
@@ -62,11 +62,11 @@ impl AdvisoryLock {
         })
     }
 
-    fn subject(&self, lock: &Result<Lock>) -> Subject<'_> {
+    fn subject(&self, lock: Option<Lock>) -> Subject<'_> {
         let key = self.key().shown();
         Subject::Lock(match lock {
-            Ok(lock) => key.with_id(lock.id),
-            Err(_) => key,
+            Some(lock) => key.with_id(lock.id),
+            None => key,
         })
     }
 }

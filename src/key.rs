@@ -256,9 +256,14 @@ impl LockKey {
 
     /// Returns the key as it is shown, with the number that it has now on this thread.
     pub(crate) fn shown(&self) -> ShownKey<'_> {
+        self.shown_as(None)
+    }
+
+    /// Returns the key as it is shown, with the number that was locked if that is known.
+    pub(crate) fn shown_as(&self, locked: Option<LockId>) -> ShownKey<'_> {
         ShownKey {
             name: self.name(),
-            id: self.number(),
+            id: locked.or_else(|| self.number()),
         }
     }
 
@@ -369,15 +374,6 @@ pub(crate) struct ShownKey<'a> {
     name: Option<&'a str>,
     /// `None` if a part of the name could not be formatted.
     id: Option<LockId>,
-}
-
-impl ShownKey<'_> {
-    pub(crate) fn with_id(self, id: LockId) -> Self {
-        Self {
-            id: Some(id),
-            ..self
-        }
-    }
 }
 
 /// The number or the pair, after the name where there is one: `"nightly report" (6597228812378105932)`.

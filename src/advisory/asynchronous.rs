@@ -1,5 +1,6 @@
 //! Session locks over a pool and on a connection, asynchronous.
 
+mod borrowed;
 mod guard;
 mod pinned;
 mod watch;
@@ -12,8 +13,9 @@ use std::time::{Duration, Instant};
 
 use diesel_async::AsyncPgConnection;
 
+pub use self::borrowed::Borrowed;
 pub use self::guard::AdvisoryLockGuard;
-pub use self::pinned::{Borrowed, GuardConnection, Pooled};
+pub use self::pinned::{GuardConnection, Pooled};
 pub use self::watch::Watch;
 use super::connection_budget::budget;
 use super::lock::{Lock, LockMode};

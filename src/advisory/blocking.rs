@@ -355,11 +355,7 @@ impl<'a> Request<'a> {
     }
 
     fn subject(&self) -> Subject<'a> {
-        let key = self.handle.key().shown();
-        Subject::Lock(match self.id.get() {
-            Some(id) => key.with_id(*id),
-            None => key,
-        })
+        Subject::Lock(self.handle.key().shown_as(self.id.get().copied()))
     }
 }
 

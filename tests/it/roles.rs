@@ -153,6 +153,13 @@ fn work(conn: &mut PgConnection) -> Result<(), Error> {
     Ok(())
 }
 
+/// Installs the schema, on which nobody but its owner has a right.
+fn install_for_nobody(owner: &mut PgConnection) {
+    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
+    migrations::install(owner).unwrap();
+    let _ = sync::<Resource>(owner).unwrap();
+}
+
 #[test]
 fn a_role_with_only_the_grants_does_everything_and_sends_no_ddl() {
     let database = server().database();
@@ -162,9 +169,7 @@ fn a_role_with_only_the_grants_does_everything_and_sends_no_ddl() {
         &[("2026-01-01-000000_users", "CREATE TABLE users (id int)")],
     );
     let owner = &mut database.connect();
-    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
-    migrations::install(owner).unwrap();
-    let _ = sync::<Resource>(owner).unwrap();
+    install_for_nobody(owner);
     migrations::run_pending(owner, source.migrations()).unwrap();
     role.grant(owner);
     let before = catalogue(owner);
@@ -198,9 +203,7 @@ fn a_role_with_only_the_grants_dumps_the_schema_with_pg_dump() {
     let database = server().database();
     let role = Role::new(&database);
     let owner = &mut database.connect();
-    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
-    migrations::install(owner).unwrap();
-    let _ = sync::<Resource>(owner).unwrap();
+    install_for_nobody(owner);
     assert_eq!(number(&mut role.connect(), UNREADABLE_SEQUENCES), 1);
     role.grant(owner);
     assert_eq!(number(&mut role.connect(), UNREADABLE_SEQUENCES), 0);
@@ -245,9 +248,7 @@ fn without_a_grant_the_error_names_it() {
     let database = server().database();
     let role = Role::new(&database);
     let owner = &mut database.connect();
-    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
-    migrations::install(owner).unwrap();
-    let _ = sync::<Resource>(owner).unwrap();
+    install_for_nobody(owner);
     let conn = &mut role.connect();
     let missing = |refused: Result<(), Error>| match refused {
         Err(Error::Schema(Schema::MissingRights { role, missing, .. })) => (role, missing),
@@ -295,8 +296,7 @@ fn a_right_that_only_a_key_in_use_needs_is_named() {
     let database = server().database();
     let role = Role::new(&database);
     let owner = &mut database.connect();
-    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
-    migrations::install(owner).unwrap();
+    install_for_nobody(owner);
     role.grant(owner);
     let api = RateLimit::named("api", Quota::per_day(24).burst(20));
     let conn = &mut role.connect();
@@ -328,9 +328,7 @@ fn rights_on_some_columns_and_functions_of_others_are_no_missing_rights() {
     let database = server().database();
     let role = Role::new(&database);
     let owner = &mut database.connect();
-    owner.batch_execute(NOTHING_FOR_ALL).unwrap();
-    migrations::install(owner).unwrap();
-    let _ = sync::<Resource>(owner).unwrap();
+    install_for_nobody(owner);
     role.grant(owner);
     owner
         .batch_execute(&format!(

@@ -22,6 +22,7 @@ impl AdvisoryLock {
         &self,
         session: &mut S,
     ) -> Result<()> {
+        // An error is found again below. To keep it over the wait would make the future larger.
         let lock = self.checked_on(session).ok();
         let subject = self.subject(lock);
         let acquire = async {
@@ -63,11 +64,7 @@ impl AdvisoryLock {
     }
 
     fn subject(&self, lock: Option<Lock>) -> Subject<'_> {
-        let key = self.key().shown();
-        Subject::Lock(match lock {
-            Some(lock) => key.with_id(lock.id),
-            None => key,
-        })
+        Subject::Lock(self.key().shown_as(lock.map(|lock| lock.id)))
     }
 }
 

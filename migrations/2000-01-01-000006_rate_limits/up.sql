@@ -258,9 +258,9 @@ BEGIN
 END
 $$;
 
--- Deletes a key whose last generation is one that a later one had replaced. No function leaves such a key, but whoever deletes
--- rows by hand may, and it counts as full.
-CREATE FUNCTION resource_control.forget_rate_limit(name text, key text, generation bigint) RETURNS void
+-- Deletes a key whose last generation is one that a later one had replaced, and returns whether it did. No function leaves such a
+-- key, but whoever deletes rows by hand may, and it counts as full.
+CREATE FUNCTION resource_control.forget_rate_limit(name text, key text, generation bigint) RETURNS boolean
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
@@ -283,6 +283,7 @@ BEGIN
                         WHERE l.name = forget_rate_limit.name COLLATE "C" AND l.key = forget_rate_limit.key COLLATE "C"
                             AND l.generation > forget_rate_limit.generation);
     END IF;
+    RETURN FOUND;
 END
 $$;
 
@@ -1091,16 +1092,14 @@ BEGIN
                     ORDER BY b.generation DESC
                     LIMIT 1;
                 EXIT WHEN NOT FOUND;
+                EXIT WHEN is_retired AND resource_control.forget_rate_limit(wanted_name, wanted_key, found_generation);
                 SELECT b.full_at <= GREATEST(b.changed_at, clock_timestamp()) INTO is_full
                     FROM resource_control.rate_limit AS b
                     WHERE b.name = wanted_name AND b.key = wanted_key AND b.generation = found_generation
-                        AND (b.full_at > '-infinity' OR is_retired)
+                        AND b.full_at > '-infinity'
                     FOR UPDATE;
                 -- Otherwise another session replaced the row at the same moment.
-                IF FOUND AND NOT (is_retired AND EXISTS (
-                    SELECT FROM resource_control.rate_limit AS b
-                        WHERE b.name = wanted_name AND b.key = wanted_key AND b.generation > found_generation))
-                THEN
+                IF FOUND THEN
                     DELETE FROM resource_control.rate_limit AS b WHERE b.name = wanted_name AND b.key = wanted_key;
                     deleted := deleted + CASE WHEN is_full THEN 0 ELSE 1 END;
                     EXIT;
@@ -1180,6 +1179,12 @@ BEGIN
                     ORDER BY b.generation DESC
                     LIMIT 1;
                 CONTINUE WHEN NOT FOUND;
+                IF is_retired THEN
+                    IF resource_control.forget_rate_limit(names[place], keys[place], found_generation) THEN
+                        pruned := pruned + 1;
+                    END IF;
+                    CONTINUE;
+                END IF;
                 -- Reads without the lock first, because checks of a locked key wait until the end of this transaction.
                 CONTINUE WHEN NOT EXISTS (
                     SELECT FROM resource_control.rate_limit AS b
@@ -1187,14 +1192,9 @@ BEGIN
                             AND b.full_at <= GREATEST(b.changed_at, clock_timestamp()));
                 PERFORM FROM resource_control.rate_limit AS b
                     WHERE b.name = names[place] AND b.key = keys[place] AND b.generation = found_generation
-                        AND (b.full_at > '-infinity' OR is_retired)
-                        AND b.full_at <= GREATEST(b.changed_at, clock_timestamp())
+                        AND b.full_at > '-infinity' AND b.full_at <= GREATEST(b.changed_at, clock_timestamp())
                     FOR UPDATE;
                 CONTINUE WHEN NOT FOUND;
-                -- A call may have used the key before this one had the lock.
-                CONTINUE WHEN is_retired AND EXISTS (
-                    SELECT FROM resource_control.rate_limit AS b
-                        WHERE b.name = names[place] AND b.key = keys[place] AND b.generation > found_generation);
                 DELETE FROM resource_control.rate_limit AS b WHERE b.name = names[place] AND b.key = keys[place];
                 pruned := pruned + 1;
             END LOOP;
@@ -1248,7 +1248,7 @@ COMMENT ON FUNCTION resource_control.microseconds(interval) IS
 COMMENT ON FUNCTION resource_control.read_rate_limit(text, text, bigint, interval, bigint) IS
     'The quota in force of a key, and how long the key takes to be full again. Part of peek_rate_limit and check_rate_limits.';
 COMMENT ON FUNCTION resource_control.forget_rate_limit(text, text, bigint) IS
-    'Deletes a key of which rows were deleted by hand. Part of decide_rate_limit.';
+    'Deletes a key of which rows were deleted by hand. Part of decide_rate_limit, reset_rate_limit and prune_rate_limits.';
 COMMENT ON FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint, bigint) IS
     'Rewrites what a key owes under another quota and by the present clock. Part of decide_rate_limit and check_rate_limits.';
 COMMENT ON FUNCTION resource_control.refuse_rate_limit(text, text, bigint, bigint, bigint, bigint, boolean) IS

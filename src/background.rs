@@ -325,6 +325,47 @@ mod tests {
         eventually("no thread is left", || started.threads() == 0);
     }
 
+    /// Is over once it was asked, as a task that ends while its thread waits for a connection.
+    #[derive(Debug, Default)]
+    struct EndsWhileWaiting {
+        asked: AtomicU64,
+        attended: AtomicU64,
+    }
+
+    impl Chore for EndsWhileWaiting {
+        const PATIENCE: Duration = Duration::from_secs(60);
+
+        fn pause(&self) -> Duration {
+            Duration::ZERO
+        }
+
+        fn is_over(&self) -> bool {
+            self.asked.fetch_add(1, Ordering::SeqCst) > 0
+        }
+
+        fn attend(&self, _: PooledPgConnection) -> bool {
+            self.attended.fetch_add(1, Ordering::SeqCst);
+            true
+        }
+    }
+
+    #[test]
+    fn a_task_that_ended_while_its_thread_waited_is_not_done() {
+        let database = Database::new();
+        let pool = pool(&database, 1);
+        let background: &'static Background<EndsWhileWaiting> =
+            Box::leak(Box::new(Background::new("chores of a test")));
+        let only = pool.get().unwrap();
+        let chore = Arc::new(EndsWhileWaiting::default());
+        background.start(&pool, None, Arc::clone(&chore));
+        eventually("the thread has begun", || {
+            chore.asked.load(Ordering::SeqCst) > 0
+        });
+        drop(only);
+        eventually("no thread is left", || lock(&background.threads).is_empty());
+        assert_eq!(chore.attended.load(Ordering::SeqCst), 0);
+    }
+
     #[test]
     fn a_mark_leads_to_the_thread_of_its_pool_also_where_no_connection_is_idle() {
         let database = Database::new();

@@ -306,26 +306,35 @@ fn here(field: &str) -> Vec<Option<String>> {
 }
 
 #[test]
-fn a_dropped_wait_is_logged_and_its_connection_is_no_warning() {
+fn a_dropped_wait_is_logged_and_its_connection_is_a_warning_only_after_a_panic() {
     let lock = asynchronous::AdvisoryLock::new(LockKey::bigint(KEY));
     let events = logged_here(async {
         let database = Database::new();
-        let (pool, mut observer) = (database.deadpool(2), Observer::of(&database));
-        let guard = lock.acquire(&pool).await.unwrap();
-        let one_waits = Requests {
-            waiting: 1,
-            ..ONE_HOLDER
-        };
-        let waits = tokio::task::spawn_blocking(move || {
-            observer.until(one_waits, Duration::from_secs(60));
-        });
-        tokio::select! {
-            _ = lock.acquire(&pool) => panic!("another guard holds it"),
-            waits = waits => waits.unwrap(),
+        let pool = database.deadpool(2);
+        for panics in [false, true] {
+            let mut observer = Observer::of(&database);
+            let guard = lock.acquire(&pool).await.unwrap();
+            let one_waits = Requests {
+                waiting: 1,
+                ..ONE_HOLDER
+            };
+            let mut waits = tokio::task::spawn_blocking(move || {
+                observer.until(one_waits, Duration::from_secs(60));
+            });
+            let mut acquire = Box::pin(lock.acquire(&pool));
+            tokio::select! {
+                _ = &mut acquire => panic!("another guard holds it"),
+                waits = &mut waits => waits.unwrap(),
+            }
+            let dropped = catch_unwind(AssertUnwindSafe(move || {
+                let _acquire = acquire;
+                assert!(!panics, "in the protected work");
+            }));
+            assert_eq!(dropped.is_err(), panics);
+            // The pool has room again when the connection of the wait is discarded.
+            drop(pool.get().await.unwrap());
+            guard.release().await.unwrap();
         }
-        // The pool has room again when the connection of the wait is discarded.
-        drop(pool.get().await.unwrap());
-        guard.release().await.unwrap();
     });
     assert_eq!(
         events,
@@ -333,6 +342,10 @@ fn a_dropped_wait_is_logged_and_its_connection_is_no_warning() {
             "DEBUG acquire acquired",
             "DEBUG acquire dropped",
             "DEBUG discard discarded",
+            "DEBUG release released",
+            "DEBUG acquire acquired",
+            "DEBUG acquire dropped",
+            "WARN discard discarded",
             "DEBUG release released",
         ]
     );

@@ -47,7 +47,7 @@ use crate::pool::PooledPgConnection;
 #[cfg(feature = "r2d2")]
 pub type PooledGuard = AdvisoryLockGuard<PooledPgConnection>;
 
-/// The guard of a session lock on a connection that the caller lends.
+/// The guard of a session lock on a borrowed connection.
 #[cfg(feature = "postgres")]
 pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 
@@ -92,9 +92,9 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 /// # Reentrancy
 ///
 /// Session locks are reentrant, as in PostgreSQL. The same session may take the same lock again, and holds it until each
-/// acquisition has been released. So [`acquire_on`](Self::acquire_on) on a guard's own [`conn`](AdvisoryLockGuard::conn)
-/// succeeds. The forms that take a pool use another connection, which is another session, and would wait for the caller's own
-/// guard.
+/// acquisition has been released. So [`acquire_on`](Self::acquire_on) on a guard's own [`conn`](AdvisoryLockGuard::conn) succeeds.
+/// The forms that take a pool use another connection, which is another session. While the caller holds a guard, `acquire` on the
+/// pool therefore waits forever, and `try_acquire` returns [`Attempt::Busy`](crate::Attempt::Busy).
 ///
 /// # Caveats
 ///
@@ -141,8 +141,8 @@ impl AdvisoryLock {
         self
     }
 
-    /// Draws a [fencing token](AdvisoryLockGuard::fencing_token) in the round trip that takes a free session lock. Each token
-    /// costs a transaction id and a write to the log. Defaults to drawing the token when it is requested.
+    /// Draws a [fencing token](AdvisoryLockGuard::fencing_token) in the round trip that takes a free session lock. Without this,
+    /// the token is drawn when it is requested. Each token costs a transaction id and a record in the write-ahead log.
     ///
     /// The statement that takes the lock then writes and commits. If `synchronous_standby_names` is set, it waits for the
     /// standbys while it holds the lock. Neither the timeout of `acquire_timeout` nor a `statement_timeout` ends that wait: see

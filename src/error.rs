@@ -33,7 +33,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///
 /// fn status(error: &Error) -> u16 {
 ///     match error {
-///         Error::Input(_) => 400,
+///         // The texts that are made from a request. The other arguments are the program's.
+///         Error::Input(Input::EmptyName | Input::EmptyKey | Input::NulCharacter | Input::TooLong { .. }) => 400,
 ///         Error::Pool(_) | Error::Database(_) => 503,
 ///         _ => 500,
 ///     }
@@ -47,7 +48,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is invalid. Nothing was changed, and nothing was sent, except for
+    /// An argument is invalid, and nothing was changed. Nothing was sent either, except with
     /// [`CostAboveBurst`](Input::CostAboveBurst), which the database decides.
     #[error(transparent)]
     Input(#[from] Input),
@@ -224,10 +225,10 @@ pub enum Error {
 
     /// The pool had no connection in time.
     ///
-    /// The message contains that of the pool. That of r2d2 is `timed out waiting for connection`, followed by the reason why no
-    /// connection could be opened, if there is one. deadpool waits for a "slot", by which it means a connection.
+    /// The message contains the pool's own. r2d2 reports `timed out waiting for connection`, followed by the reason if no
+    /// connection could be opened. deadpool calls a connection a "slot".
     ///
-    /// In your own code, `map_err(|error| Error::Pool(error.into()))` makes it of the error of an asynchronous pool.
+    /// To convert the error of an asynchronous pool in your own code, use `map_err(|error| Error::Pool(error.into()))`.
     #[error("no connection from the pool: {0}")]
     Pool(Box<dyn std::error::Error + Send + Sync>),
 
@@ -335,8 +336,9 @@ pub enum Misplaced {
 
 /// A schema `resource_control` that is missing, incomplete, or not usable by this role: the kind [`Error::Schema`].
 ///
-/// PostgreSQL's error does not say so in every language, so the crate queries the catalogue after an error of the database: does
-/// the operation lack a table, a function or a privilege? If it does not, the error is an [`Error::Database`].
+/// The server's message is localised, and Diesel does not expose the SQLSTATE. So after an error of the database the crate queries
+/// the catalogue for a table, a function or a privilege that the operation lacks. If nothing is missing, the error is an
+/// [`Error::Database`].
 ///
 /// Inside a transaction [`NotInstalled`](Schema::NotInstalled) and [`MissingRights`](Schema::MissingRights) are an
 /// [`Error::Database`], because the server's error has aborted the transaction, and the catalogue cannot be queried.

@@ -44,8 +44,9 @@ use crate::transaction;
 /// # let pool = database.pool(2);
 /// let mut guard = IMPORT.acquire(&pool)?;
 /// let token = guard.fencing_token()?;
-/// // … on this connection or any other, minutes later:
-/// let conn = &mut pool.get()?;
+/// let conn = &mut pool.get()?; // any connection
+/// conn.transaction(|conn| IMPORTED.pass(conn, token))?; // from here on, earlier holders are refused
+/// // … read, and minutes later:
 /// conn.transaction(|conn| {
 ///     IMPORTED.pass(conn, token)?; // Err(Fenced) if a later holder has passed
 ///     // … write

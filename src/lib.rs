@@ -1,11 +1,11 @@
 //! PostgreSQL advisory locks for Diesel, plus throttles, rate limits and semaphores, for applications that run several instances
 //! on one database.
 //!
-//! PostgreSQL can lock a number for an application, which is an [advisory lock][pg]. At most one session of the database holds
-//! it, and the server frees it when that session ends, even if the process crashed. This crate gives locks names, and guards that
-//! pin a pooled connection, so that a lock is always released on the session that took it. Throttles and rate limits bound how
-//! often something may be done. Semaphores bound how many may do it at a time. Their state must outlive a session, so it is kept
-//! in tables, and the server's clock decides.
+//! PostgreSQL can lock a number for an application, which is an [advisory lock][pg]. One session of the database holds it, or
+//! several share it. The server frees it when the session ends, even if the process crashed. This crate gives locks names, and
+//! guards that pin a pooled connection, so that a lock is always released on the session that took it. Throttles and rate limits
+//! bound how often something may be done. Semaphores bound how many may do it at a time. Their state must outlive a session, so it
+//! is kept in tables, and the server's clock decides.
 //!
 //! Locks need nothing installed. Throttles, rate limits, semaphores and fences need the schema of this crate. Either
 //! [`migrations::install`] creates it, or files among the application's own migrations do.

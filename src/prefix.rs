@@ -72,7 +72,7 @@ pub const KEY_PREFIX_VARIABLE: &str = "DIESEL_INTERLOCK_KEY_PREFIX";
 /// let handled = std::thread::scope(|threads| threads.spawn(|| handler(&pool)).join());
 /// assert!(handled.unwrap()?, "other tests may hold the lock without the prefix");
 ///
-/// let _prefix = prefix.enter(); // the test's own thread means the same lock
+/// let _prefix = prefix.enter(); // the test's own thread uses the same prefix
 /// testing::assert_not_held(&mut *pool.get()?, &NIGHTLY);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

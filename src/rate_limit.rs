@@ -89,10 +89,10 @@ use crate::text::{self, SentName};
 ///     VALUES ('api', '7', 1000, '1 minute', 100) -- key NULL: all keys of the name
 ///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
 /// ```
-/// The key's override applies, else that of the name, else the program's quota. What a key owes is counted in units, not in time,
-/// so a new quota takes effect at once: the same units are refilled at the new speed. While [reservations](Self::reserve) are
-/// pending, even cancelled ones, a new quota takes effect only at the moment of the last of them. Until then, calls under the new
-/// quota are limited. A [`reset`](Self::reset) makes the key full at once. What was reserved before may still be used, in addition.
+/// The override of the key applies, otherwise that of the name, otherwise the program's quota. A new quota takes effect at once. A
+/// key still owes the same number of units, which are refilled at the new speed. [Reservations](Self::reserve) are an exception:
+/// calls under the new quota are limited until the moment of the last reservation of the key, even if it was cancelled. A
+/// [`reset`](Self::reset) makes the key full at once, and earlier reservations may still be used in addition.
 ///
 /// # Instances with different quotas
 ///
@@ -101,15 +101,18 @@ use crate::text::{self, SentName};
 ///
 /// # Crashes
 ///
-/// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). In a transaction that Diesel
-/// does not see, the call sets `synchronous_commit` back to the default of the session, also where the session had set
-/// another value. A crash of the server may lose the last moments before it: less than three times `wal_writer_delay`, which is
-/// 200 ms by default. A failover may also lose the lag of the standby. What was spent in that time is allowed once more.
+/// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). A crash of the server may lose
+/// what was spent in less than three times `wal_writer_delay` (200 ms by default) before it. A failover may also lose what the
+/// standby had not received. Lost units can be spent again.
+///
+/// If plain SQL has opened a transaction, a call of a limit that is not durable sets `synchronous_commit` of that transaction to
+/// the session's default, even if the session had set another value.
 ///
 /// # Clocks
 ///
-/// If the server's clock is set back, a key is refilled from its next call on. Until the clock shows the old time again, units
-/// of that key cannot be given back. If the clock is set forward, keys are refilled for the time that it skips.
+/// If the server's clock is set back, a key is not refilled until its next call. From that call on it is refilled as usual. Until
+/// the clock shows the old time again, units of that key cannot be given back. If the clock is set forward, keys are refilled for
+/// the time that it skips.
 ///
 /// # Behind a pooler
 ///

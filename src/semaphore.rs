@@ -67,9 +67,9 @@ use crate::events::Subject;
 ///
 /// # Holders that outlive their permit
 ///
-/// A semaphore cannot stop a holder that has timed out without noticing, as a suspended process does. The [fencing
-/// token](Permit::fencing_token) protects the data in that case: the service refuses a token that is smaller than one
-/// it has seen for that slot.
+/// A semaphore cannot stop a holder that does not notice that its permit has timed out, such as a process that was suspended. The
+/// [fencing token](Permit::fencing_token) protects the data in that case: the service refuses a token that is smaller than one it
+/// has seen for that slot.
 ///
 /// With one slot, each new holder gets a larger token, so the semaphore is a lock with a lease, which also works behind
 /// a pooler in transaction mode. An asynchronous failover of the server may lose claims, and assign their ids again.

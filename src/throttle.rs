@@ -27,9 +27,9 @@ use crate::text;
 /// Unlike a lock, a grant is never given back. The resource is due again when the interval has passed, even if the caller
 /// has crashed.
 ///
-/// The interval is a column of the table `resource_control.throttled_resource`, and the database owns it:
-/// [`sync`](crate::sync) inserts what a program declares and never changes an existing row. An interval of more than 1,000
-/// years counts as 1,000 years.
+/// The interval is a column of the table `resource_control.throttled_resource`, and the database owns it: [`sync`](crate::sync)
+/// inserts what a program declares and never changes an existing row. An interval in the table of more than 1,000 years counts as
+/// 1,000 years. A declared one is refused, as [`Input::BadInterval`](crate::error::Input::BadInterval).
 ///
 /// # Examples
 ///
@@ -48,8 +48,9 @@ use crate::text;
 /// # let database = workbench::Database::new();
 /// # let conn = &mut database.connect();
 /// # diesel_interlock::migrations::install(conn)?;
-/// let synced = diesel_interlock::sync::<Resource>(conn)?; // at start-up
-/// assert!(synced.different.is_empty(), "changed since, see `sync_intervals`");
+/// let synced = diesel_interlock::sync::<Resource>(conn)?; // at start-up for difference in synced.different {
+/// ///     eprintln!("the interval of the database applies: {difference:?}");
+/// /// }
 ///
 /// let import = Throttle::of(Resource::TenantImport).key(7).details("web-3 pid 811"); // tenant 7 only
 /// let response = match import.attempt_on(conn)? {

@@ -43,15 +43,13 @@ use crate::sessions;
 /// ```
 /// It returns the session's pid. It refuses a hot standby, whose locks exclude nobody on the primary. It also detects an
 /// `idle_session_timeout` (PostgreSQL 14 and later), which would end the session and so lose the lock. In that case a longer
-/// statement lifts the timeout as it takes the lock, and the release restores it. The first time that a process detects one
-/// takes one more round trip. From then on the process sends the longer statement at once, as a [`fenced`](Self::fenced)
-/// lock always does.
+/// statement lifts the timeout as it takes the lock, and the release restores it. When a process detects such a timeout for the
+/// first time, the acquisition takes one more round trip. From then on the process always sends the longer statement. A
+/// [`fenced`](Self::fenced) lock always sends it.
 ///
-/// If a reload of the server's configuration introduces an `idle_session_timeout` while a lock is held, the server ends the
-/// session when it is idle after its next statement. The lock is then lost, which the release reports as
-/// [`Error::LockLost`](crate::Error::LockLost). Setting the timeout to 0 with every lock would prevent that, but a lock and
-/// its release would be 3 to 6 % slower. A reload does not affect a session that has its own value: connect with
-/// `options=-c%20idle_session_timeout%3D0` in the URL, or use `ALTER ROLE … SET`.
+/// A reload of the server's configuration that introduces an `idle_session_timeout` while a lock is held can end the session: see
+/// [the hazard](crate::guide::reference#idle_session_timeout-set-by-a-reload). Setting the timeout to 0 with every lock would
+/// prevent that, but a lock and its release would be 3 to 6 % slower.
 ///
 /// # Errors of session locks
 ///
@@ -65,11 +63,11 @@ use crate::sessions;
 /// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler changed the session during the wait.
 /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the pooled connection had left a
 ///   transaction open.
-/// - [`Error::Database`](crate::Error::Database) for anything else. It is then unknown whether the lock was granted. A pooled
-///   connection is discarded. On a borrowed connection the session is queried, and ended if it holds the lock. If the statement
-///   has aborted a transaction that was opened by a plain SQL `BEGIN`, that transaction is rolled back first.
+/// - [`Error::Database`](crate::Error::Database) for anything else. The server may have granted the lock, so the crate makes sure
+///   that it is not held. It discards a pooled connection. On a borrowed connection it queries the session, and ends it if it holds
+///   the lock. If the statement has aborted a transaction of a plain SQL `BEGIN`, the crate rolls that back first.
 ///
-/// After an error nothing is held.
+/// The lock is not held after any of these errors.
 impl AdvisoryLock {
     /// Takes the lock if it is free, on a connection from the pool. Never waits for the lock.
     ///

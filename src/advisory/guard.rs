@@ -145,10 +145,11 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// Watches the lock from now on. A background thread queries it at the interval `every`, over a connection from the pool,
     /// and the [`Watch`] returns the last result.
     ///
-    /// One round trip here, which queries whether the lock is held now, and one for each query of the thread. The thread never
-    /// waits for a connection. If none is idle, or the query fails, it tries again after at most 100 milliseconds. `every` is at
-    /// least 10 milliseconds and at most a year. The pool is one of the same database on the same server, not on a standby, where
-    /// the lock is not found and counts as lost.
+    /// This call takes one round trip, which queries whether the lock is held now. Each query of the thread takes one more, and
+    /// waits at most a second for a connection. If it gets none, or fails, the thread tries again after at most 100 milliseconds.
+    /// An `every` below 10 milliseconds counts as 10 milliseconds, and one above a year as a year.
+    ///
+    /// Pass a pool of the same database on the primary. On a standby the lock is not found, and counts as lost.
     ///
     /// If the lock is lost already, the watch reports that from the beginning. The watch ends with the
     /// [release](Watch#release).
@@ -170,7 +171,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// let watch = guard.watch(&pool, Duration::from_secs(1))?;
     /// for page in pages {
     ///     if !watch.is_held_within(Duration::from_secs(5)) {
-    ///         break; // stop before another holder is far into it
+    ///         break; // stop before another holder is far into it: some pages are missing
     ///     }
     ///     // … import the page, which needs no connection
     /// }
@@ -193,13 +194,15 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// is [`fenced`](crate::AdvisoryLock::fenced) and was free. Otherwise the first call draws it, in one round trip. Each
     /// sharer of a shared lock has a token, in no order.
     ///
-    /// Nested guards of one lock on one session share one token, because they hold the lock together. A guard takes over the
-    /// token of the innermost outer guard that has one. For this the session gets a name, in the setting
-    /// `diesel_interlock.session`. After a `RESET ALL` between the two guards they do not share a token. If the outer guard
-    /// has lost the lock meanwhile, as by `pg_advisory_unlock_all`, both guards still share its token. A fence that has seen
-    /// the token of a holder in between then refuses both. In a test transaction all tokens are the same. If the outer guard
-    /// is shared and the inner one exclusive, the inner one draws a new token, because it comes after other sharers. A fence
-    /// that has seen this token refuses that of the outer guard.
+    /// Nested guards of one lock on one session share one token, because they hold the lock together. A guard takes over the token
+    /// of the innermost outer guard that has one. There are exceptions:
+    /// - If the outer guard is shared and the inner one exclusive, the inner one draws a new token, because other sharers may have
+    ///   come in between. A fence that has seen this token refuses that of the outer guard.
+    /// - After a `RESET ALL` between the two acquisitions the guards share no token, because the setting `diesel_interlock.session`
+    ///   identifies the session.
+    /// - If the outer guard has lost the lock meanwhile, as by `pg_advisory_unlock_all`, both guards still share its token. A fence
+    ///   that has seen the token of a holder in between refuses both.
+    /// - In a test transaction all tokens are the same.
     ///
     /// An empty message in the write-ahead log, `pg_logical_emit_message`, makes the order of tokens survive a crash of the
     /// server, unless `synchronous_commit` is `off`. The order does not survive a failover to an asynchronous standby. If the
@@ -207,10 +210,10 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     ///
     /// # Blocking
     ///
-    /// The transaction that draws a token waits for the log as every commit does. If `synchronous_standby_names` is set, it
-    /// waits for the standbys, indefinitely while they are down. Neither a timeout of the wait for the lock nor a
-    /// `statement_timeout` ends this, because the statement itself has completed by then. Only `synchronous_commit = local` on
-    /// the session limits it, at the cost that a failover may draw the same token again.
+    /// The transaction that draws a token waits for the write-ahead log, as every commit does. If `synchronous_standby_names` is
+    /// set, it waits for the standbys, indefinitely while they are down. Neither a timeout of the wait for the lock nor a
+    /// `statement_timeout` ends this, because the statement itself has completed by then. Only `synchronous_commit = local` on the
+    /// session limits it, at the cost that a failover may draw the same token again.
     ///
     /// # Errors
     ///

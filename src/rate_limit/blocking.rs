@@ -114,12 +114,14 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for a connection as long as the pool's `connection_timeout` allows. Waits for a transaction at most 250
-    /// milliseconds at the first key in the order of name and key, and 25 at each later one, as [above](#checks). Otherwise a
-    /// transaction that somebody left open at the key of one customer would delay all calls for a limit that all customers
-    /// share. Each call that meets it still locks the earlier keys for these 25 milliseconds: more than about 40 such calls a
-    /// second leave a shared limit [`Contended`](crate::LimitedReason::Contended). Let `idle_in_transaction_session_timeout`
-    /// end such transactions.
+    /// Waits for a connection as long as the pool's `connection_timeout` allows. The keys are locked in the byte order of name
+    /// and key. The check waits for another transaction at most 250 milliseconds at the first key, and at most 25 at each
+    /// later one, because it holds the earlier keys meanwhile.
+    ///
+    /// Name a limit that all customers share so that it sorts last, as `everyone` after `customer`. The check then waits at a
+    /// customer's key before it locks the shared one. If the shared limit sorts first, about 40 calls a second that meet the
+    /// locked key of one customer keep it locked all the time, and other calls are limited as
+    /// [`Contended`](crate::LimitedReason::Contended). Let `idle_in_transaction_session_timeout` end forgotten transactions.
     ///
     /// # Errors
     ///
@@ -131,11 +133,11 @@ impl RateLimit {
     /// ```
     /// use diesel_interlock::{CheckAll, Error, PgPool, Quota, RateLimit};
     ///
-    /// static PER_TENANT: RateLimit = RateLimit::named("tenant", Quota::per_minute(100));
-    /// static GLOBAL: RateLimit = RateLimit::named("everything", Quota::per_second(500));
+    /// static TENANT: RateLimit = RateLimit::named("by tenant", Quota::per_minute(100));
+    /// static EVERYONE: RateLimit = RateLimit::named("everyone", Quota::per_second(500)); // sorts last
     ///
     /// fn status(pool: &PgPool, tenant: i64) -> Result<u16, Error> {
-    ///     Ok(match RateLimit::check_all(pool, &[&PER_TENANT.key(tenant), &GLOBAL])? {
+    ///     Ok(match RateLimit::check_all(pool, &[&TENANT.key(tenant), &EVERYONE])? {
     ///         CheckAll::Allowed(_) => 200,
     ///         CheckAll::Limited { by: 0, .. } => 429, // this tenant's own limit
     ///         CheckAll::Limited { .. } => 503,

@@ -35,12 +35,11 @@ use crate::text::Name;
 /// ```sql
 /// SELECT resource_control.admit_service_request($1, $2, $3, $4)
 /// ```
-/// A claim on a full semaphore only reads. A claim that finds no free slot except those of requests that have timed out marks
-/// such requests of its service, a thousand at most. If the number of slots was lowered, it marks 16,000 at most, and claims are
-/// refused until all are marked. If only the slots of such requests are left, and other transactions have locked their rows, the
-/// claim waits for one of them for a quarter of a second at most, even if `lock_timeout` is shorter. A claim tries a thousand
-/// slots at most, five times, so among very many concurrent claims it may [return full although a slot is
-/// free](crate::guide::growing#very-many-slots).
+/// A claim on a full semaphore only reads. If the only free slots are those of requests that have timed out, the claim marks such
+/// requests, at most a thousand. If the number of slots was lowered, it marks at most 16,000, and claims are refused until all are
+/// marked. If other transactions have locked all rows that it could mark, it waits for one of them for at most a quarter of a
+/// second, even if `lock_timeout` is shorter. A claim searches at most five times, and tries at most a thousand slots each time. So
+/// under very many concurrent claims it may [return full although a slot is free](crate::guide::growing#very-many-slots).
 ///
 /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in a
 /// separate READ COMMITTED transaction. At such a level a full semaphore is first reported as a serialization failure, too,

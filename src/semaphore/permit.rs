@@ -75,14 +75,14 @@ impl Permit {
         &self.slot.claim
     }
 
-    /// Returns the least time that the permit still lasts, as a timeout for the work. Zero if it may have timed out.
+    /// Returns a lower bound of the time that the permit still lasts, for use as a timeout of the work. Zero if the permit may have
+    /// timed out.
     ///
-    /// This sends nothing. It counts on this machine, from before the claim was sent, by the monotonic clock or the
-    /// wall clock. The one that has advanced more counts, because the monotonic clock stops while the machine is
-    /// suspended. If the wall clock is set forward, the result is too small until the clock is corrected or the permit is renewed.
+    /// This sends nothing. The time counts on this machine from before the claim was sent. The monotonic and the wall clock are
+    /// read, and the one that has advanced more counts, because the monotonic clock stops while the machine is suspended. If the
+    /// wall clock is set forward, the result is too small until the clock is corrected or the permit is renewed.
     ///
-    /// The database clock decides when the permit times out. If that clock is set forward, the permit times out sooner than
-    /// the returned time says.
+    /// The database clock decides when the permit times out. The bound assumes that nobody sets that clock forward.
     pub fn remaining(&self) -> Duration {
         self.slot.remaining()
     }

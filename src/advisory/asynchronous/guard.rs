@@ -126,13 +126,15 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         }
     }
 
-    /// Watches the lock from now on. A task queries it at the interval `every`, over an idle connection from the pool, and the
-    /// [`Watch`] returns the last result. For work that uses [`conn`](Self::conn), and for what a connection does not report:
-    /// a network that was cut, or an unlock by other code.
+    /// Watches the lock from now on. A task queries it at the interval `every`, over a connection from the pool, and the [`Watch`]
+    /// returns the last result. For work that uses [`conn`](Self::conn), and for what a connection does not report: a network that
+    /// was cut, or an unlock by other code.
     ///
-    /// One round trip here, and one for each query of the task, which never waits for a connection. If none is idle, or the query
-    /// fails, the task tries again after at most 100 milliseconds. `every` is at least 10 milliseconds. The pool is one of the same
-    /// database on the same server, not on a standby, where the lock is not found and counts as lost.
+    /// This call takes one round trip, which queries whether the lock is held now. Each query of the task takes one more, and waits
+    /// at most a second for a connection. If it gets none, or fails, the task tries again after at most 100 milliseconds. An
+    /// `every` below 10 milliseconds counts as 10 milliseconds.
+    ///
+    /// Pass a pool of the same database on the primary. On a standby the lock is not found, and counts as lost.
     ///
     /// # Errors
     ///

@@ -1,5 +1,7 @@
 //! The asynchronous half.
 
+#[path = "asynchronous/at_most_once.rs"]
+mod at_most_once;
 #[path = "asynchronous/cancelled.rs"]
 mod cancelled;
 #[path = "asynchronous/chaos.rs"]

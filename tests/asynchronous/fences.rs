@@ -8,8 +8,8 @@ use diesel_interlock::error::Misplaced;
 use diesel_interlock::{DeclaredResources, Error, throttled_resources};
 use workbench::Database;
 
+use crate::dropping::poll_times;
 use crate::run;
-use crate::transactions::dropped_after;
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("x").fenced();
 static FENCE: Fence = Fence::named("rows");
@@ -79,7 +79,7 @@ fn a_dropped_pass_ends_with_the_callers_transaction() {
             let token = polls as i64 + 10;
             let rolled_back = conn
                 .transaction(async |conn| {
-                    let passed = dropped_after(polls, FENCE.pass(conn, token)).await;
+                    let passed = poll_times(FENCE.pass(conn, token), polls).await;
                     let stop = passed.map_or(Error::NoRuntime, |passed| {
                         passed.unwrap();
                         Error::Standby

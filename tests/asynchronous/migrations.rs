@@ -11,8 +11,9 @@ use diesel_interlock::asynchronous::{Pool, migrations};
 use diesel_interlock::error::Misplaced;
 use workbench::Database;
 
+use crate::dropping::poll_times;
 use crate::run;
-use crate::transactions::{count, dropped_after, freed};
+use crate::transactions::{count, freed};
 
 const HOLDERS: &str = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted \
      AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
@@ -188,7 +189,7 @@ fn a_dropped_installation_holds_nothing_and_can_be_repeated() {
         let pool = database.deadpool(2);
         let mut polls = 0;
         loop {
-            let installed = dropped_after(polls, migrations::install(&pool)).await;
+            let installed = poll_times(migrations::install(&pool), polls).await;
             freed(observer).await;
             if let Some(installed) = installed {
                 installed.unwrap();
@@ -201,7 +202,7 @@ fn a_dropped_installation_holds_nothing_and_can_be_repeated() {
         polls = 0;
         loop {
             let conn = &mut *pool.check_out().await.unwrap();
-            let removed = dropped_after(polls, migrations::uninstall_on(conn)).await;
+            let removed = poll_times(migrations::uninstall_on(conn), polls).await;
             freed(observer).await;
             if let Some(removed) = removed {
                 removed.unwrap();

@@ -1,8 +1,8 @@
 //! Rate limits: the same operations, awaited, and what a dropped future leaves behind.
 
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::ops::RangeInclusive;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -213,20 +213,6 @@ fn operators_see_the_same_over_either_half() {
     });
 }
 
-/// Polls a future so often at most, and drops it.
-async fn polled(future: impl Future, times: usize) {
-    let mut future = pin!(future);
-    let mut count = 0;
-    poll_fn(|context| {
-        count += 1;
-        if count > times || future.as_mut().poll(context).is_ready() {
-            return Poll::Ready(());
-        }
-        Poll::Pending
-    })
-    .await;
-}
-
 #[test]
 fn a_dropped_wait_cancels_its_reservation_after_every_poll() {
     let database = database();
@@ -238,7 +224,7 @@ fn a_dropped_wait_cancels_its_reservation_after_every_poll() {
             assert!(five.check(&pool).await.unwrap().is_allowed());
             // After the reply it is polled no more, because it sleeps for hours.
             let two = API.key(key).cost(2);
-            let wait = polled(two.acquire_timeout(&pool, 9 * HOUR), key % 12);
+            let wait = poll_times(two.acquire_timeout(&pool, 9 * HOUR), key % 12);
             let _ = tokio::time::timeout(Duration::from_millis(20), wait).await;
         }
         for key in 0..120 {
@@ -320,7 +306,7 @@ fn a_dropped_check_spends_once_or_not_at_all() {
     run(async move {
         for times in (0..6).cycle().take(60) {
             API.reset(&pool).await.unwrap();
-            polled(API.check(&pool), times).await;
+            poll_times(API.check(&pool), times).await;
             // The connection is used again only after the reply was read.
             assert!(API.check(&pool).await.unwrap().is_allowed());
             let remaining = API.peek(&pool).await.unwrap().remaining;
@@ -351,7 +337,7 @@ async fn drops_keep_the_chunk<P: Pool>(pool: P, observer: impl Pool) {
     for polls in (0..12).cycle().take(36) {
         key.reset(&observer).await.unwrap();
         let local = WIDE.local(&pool, 10).unwrap();
-        polled(local.check("7", 1), polls).await;
+        poll_times(local.check("7", 1), polls).await;
         assert!(local.check("7", 1).await.unwrap().is_allowed());
         assert_eq!(key.peek(&observer).await.unwrap().remaining, 90);
         drop(local);
@@ -398,7 +384,7 @@ fn a_check_that_nobody_polls_stops_no_other_one() {
     run(async move {
         let local = WIDE.local(&pool, 10).unwrap();
         let mut forgotten = Box::pin(local.check("7", 1));
-        polled(forgotten.as_mut(), 1).await;
+        poll_times(forgotten.as_mut(), 1).await;
         assert!(local.check("7", 1).await.unwrap().is_allowed());
         assert!(forgotten.await.unwrap().is_allowed());
     });

@@ -10,8 +10,9 @@ use diesel_interlock::asynchronous::{AdvisoryLock, Pool, probe_sessions};
 use diesel_interlock::{Error, Sessions};
 use workbench::Database;
 
+use crate::dropping::poll_times;
 use crate::run;
-use crate::transactions::{count, dropped_after, freed};
+use crate::transactions::{count, freed};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("x");
 
@@ -30,7 +31,7 @@ async fn own_sessions<P: Pool>(database: Database, pool: P) {
 
     let mut polls = 0;
     loop {
-        let probed = dropped_after(polls, probe_sessions(&pool)).await;
+        let probed = poll_times(probe_sessions(&pool), polls).await;
         for _ in 0..1000 {
             if count(observer, OPEN) == 0 {
                 break;

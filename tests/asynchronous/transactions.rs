@@ -1,7 +1,6 @@
 //! Transaction locks, and what a dropped future leaves of them.
 
 use std::future::{Future, pending, poll_fn};
-use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::task::Poll;
 use std::time::Duration;
@@ -15,35 +14,11 @@ use diesel_interlock::error::Misplaced;
 use diesel_interlock::{Attempt, Error, Result};
 use workbench::Database;
 
+use crate::dropping::{drops, poll_times};
 use crate::run;
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("x");
 const SHORT: Duration = Duration::from_millis(20);
-
-/// How many futures are dropped in each test. The variable `DROPS` sets another number.
-pub(crate) fn drops() -> usize {
-    std::env::var("DROPS").map_or(100, |drops| drops.parse().unwrap())
-}
-
-/// Polls a future, each time after it was woken, and drops it after this number of polls. Returns its output if it was ready
-/// before.
-pub(crate) async fn dropped_after<T>(polls: usize, future: impl Future<Output = T>) -> Option<T> {
-    let mut future = pin!(future);
-    let mut polled = 0;
-    poll_fn(|context| {
-        if polled < polls {
-            polled += 1;
-            if let Poll::Ready(output) = future.as_mut().poll(context) {
-                return Poll::Ready(Some(output));
-            }
-        }
-        if polled == polls {
-            return Poll::Ready(None);
-        }
-        Poll::Pending
-    })
-    .await
-}
 
 #[derive(QueryableByName)]
 struct Count {
@@ -182,7 +157,7 @@ async fn drop_transactions<P: Pool>(database: Database, pool: P) {
             _ => None,
         };
         let is_busy = holder.is_some();
-        let mut booking = std::pin::pin!(dropped_after(polls, LOCK.transaction(&mut conn, book)));
+        let mut booking = std::pin::pin!(poll_times(LOCK.transaction(&mut conn, book), polls));
         let output = if is_busy {
             // It waits for the lock, unless it is dropped before.
             tokio::time::timeout(Duration::from_millis(5), &mut booking)
@@ -252,7 +227,7 @@ fn a_dropped_transaction_frees_its_lock_although_nobody_uses_the_connection() {
         loop {
             let mut conn = database.connect_async().await;
             let rows = count(observer, before);
-            let booked = dropped_after(polls, LOCK.transaction(&mut conn, book)).await;
+            let booked = poll_times(LOCK.transaction(&mut conn, book), polls).await;
             if let Some(booked) = booked {
                 booked.unwrap();
                 break;
@@ -284,7 +259,7 @@ fn a_dropped_transaction_inside_a_test_transaction_is_rolled_back_to_its_savepoi
         loop {
             let mut conn = database.connect_async().await;
             conn.begin_test_transaction().await.unwrap();
-            let booked = dropped_after(polls, LOCK.transaction(&mut conn, book)).await;
+            let booked = poll_times(LOCK.transaction(&mut conn, book), polls).await;
             let rows = "DO $$ BEGIN ASSERT (SELECT count(*) FROM booking) IN (0, 2); END $$";
             conn.batch_execute(rows).await.unwrap();
             if booked.is_some() {
@@ -335,7 +310,7 @@ fn a_transaction_whose_wait_was_dropped_can_be_continued() {
             let waited = conn
                 .transaction(async |conn| {
                     let wait = LOCK.acquire_xact_timeout(conn, SHORT);
-                    let waited = dropped_after(polls, wait).await;
+                    let waited = poll_times(wait, polls).await;
                     book(conn).await?;
                     Ok::<_, Error>(waited)
                 })
@@ -366,7 +341,7 @@ fn a_dropped_transaction_lock_ends_with_the_callers_transaction() {
             let conn = &mut database.connect_async().await;
             let acquired = conn
                 .transaction(async |conn| {
-                    let acquired = dropped_after(polls, LOCK.acquire_xact(conn)).await;
+                    let acquired = poll_times(LOCK.acquire_xact(conn), polls).await;
                     book(conn).await?;
                     Ok::<_, Error>(acquired)
                 })
@@ -441,7 +416,7 @@ fn a_nested_transaction_that_was_dropped_at_any_point_never_commits_by_half() {
                     conn.batch_execute("INSERT INTO booking VALUES (2)").await?;
                     Ok::<_, Error>(())
                 });
-                is_complete = dropped_after(polls, nested).await.is_some();
+                is_complete = poll_times(nested, polls).await.is_some();
                 Ok::<_, Error>(())
             });
             let done = done.await;

@@ -1,39 +1,12 @@
 //! Futures that are dropped after every number of polls. No slot may remain without an owner.
-//!
-//! `INTERLOCK_DROPS` sets how many drops each test makes of each operation.
-
-use std::future::poll_fn;
-use std::task::Poll;
 
 use super::*;
+use crate::dropping::{drops, poll_times};
 
 /// As many tasks drop futures at the same time, over fewer connections.
 const TASKS: usize = 8;
 const CONNECTIONS: u32 = 4;
 const CONNECTIONS_TO_CHECK: usize = CONNECTIONS as usize;
-
-fn drops_per_task() -> usize {
-    let drops = std::env::var("INTERLOCK_DROPS").ok();
-    drops.map_or(1000, |drops| drops.parse().unwrap()) / TASKS
-}
-
-/// Polls a future at most so often, and then drops it.
-async fn polled<F: Future>(future: F, times: usize) -> Option<F::Output> {
-    let mut future = Box::pin(future);
-    let mut polls = 0;
-    poll_fn(move |context| {
-        if polls == times {
-            return Poll::Ready(None);
-        }
-        polls += 1;
-        match future.as_mut().poll(context) {
-            Poll::Ready(output) => Poll::Ready(Some(output)),
-            Poll::Pending if polls == times => Poll::Ready(None),
-            Poll::Pending => Poll::Pending,
-        }
-    })
-    .await
-}
 
 #[derive(Debug, Clone, Copy)]
 enum Operation {
@@ -51,7 +24,7 @@ async fn is_completed<P: Pool>(
     polls: usize,
 ) -> bool {
     match operation {
-        Operation::Claim => match polled(semaphore.try_acquire(pool), polls).await {
+        Operation::Claim => match poll_times(semaphore.try_acquire(pool), polls).await {
             Some(admission) => {
                 if let Admission::Admitted(permit) = admission.unwrap() {
                     permit.release().await.unwrap();
@@ -62,7 +35,7 @@ async fn is_completed<P: Pool>(
         },
         Operation::Wait => {
             let wait = semaphore.acquire_timeout(pool, Duration::from_millis(30));
-            match polled(wait, polls).await {
+            match poll_times(wait, polls).await {
                 Some(Ok(Admission::Admitted(permit))) => {
                     permit.release().await.unwrap();
                     true
@@ -74,14 +47,14 @@ async fn is_completed<P: Pool>(
         }
         Operation::Renew => {
             let mut permit = semaphore.acquire(pool).await.unwrap();
-            let renewed = polled(permit.renew(), polls).await;
+            let renewed = poll_times(permit.renew(), polls).await;
             // The permit is as good as before.
             permit.release().await.unwrap();
             renewed.map(Result::unwrap).is_some()
         }
         Operation::Release => {
             let permit = semaphore.acquire(pool).await.unwrap();
-            let released = polled(permit.release(), polls).await;
+            let released = poll_times(permit.release(), polls).await;
             released.map(Result::unwrap).is_some()
         }
     }
@@ -104,7 +77,7 @@ async fn no_slot_remains<P: Pool>(operation: Operation, database: Database, pool
     let tasks: Vec<_> = (0..TASKS)
         .map(|_| {
             let (semaphore, pool) = (semaphore.clone(), pool.clone());
-            tokio::spawn(dropped(operation, semaphore, pool, drops_per_task()))
+            tokio::spawn(dropped(operation, semaphore, pool, 10 * drops() / TASKS))
         })
         .collect();
     for task in tasks {
@@ -186,7 +159,7 @@ async fn later<P: Pool>(database: Database, pool: P) {
     assert_eq!(in_flight(&database), 40);
     // Even if no connection is ever idle for long.
     drop(only);
-    let end = Instant::now() + Duration::from_secs(20);
+    let end = Instant::now() + Duration::from_secs(60);
     while in_flight(&database) > 0 {
         assert!(Instant::now() < end);
         let only = pool.check_out().await.unwrap();

@@ -2,7 +2,8 @@
 --
 --     psql --set=role=app --file=grants.sql "$DATABASE_URL"
 --
--- Run it once. Objects of later releases are granted by default if the same role installs them.
+-- Run it again after the first migrations of the application, if these are run later, because it also grants the right to read
+-- Diesel's table of migrations. Objects of later releases are granted by default if the owner of the schema installs them.
 \set ON_ERROR_STOP on
 BEGIN;
 
@@ -14,9 +15,12 @@ GRANT SELECT ON ALL SEQUENCES IN SCHEMA resource_control TO :"role";
 -- The role may only read which migrations were run.
 REVOKE INSERT, UPDATE, DELETE ON resource_control.installed_migration FROM :"role";
 
-ALTER DEFAULT PRIVILEGES IN SCHEMA resource_control GRANT EXECUTE ON FUNCTIONS TO :"role";
-ALTER DEFAULT PRIVILEGES IN SCHEMA resource_control GRANT SELECT, INSERT, UPDATE, DELETE ON TABLES TO :"role";
-ALTER DEFAULT PRIVILEGES IN SCHEMA resource_control GRANT SELECT ON SEQUENCES TO :"role";
+-- Default privileges are those of one creator. A superuser who runs this file may not be the one who installs.
+SELECT format('ALTER DEFAULT PRIVILEGES FOR ROLE %s IN SCHEMA resource_control GRANT %s TO %I', nspowner::regrole, granted, :'role')
+    FROM pg_namespace,
+        unnest(ARRAY['EXECUTE ON FUNCTIONS', 'SELECT, INSERT, UPDATE, DELETE ON TABLES', 'SELECT ON SEQUENCES']) AS granted
+    WHERE nspname = 'resource_control'
+\gexec
 
 -- migrations::run_pending reads which of the application's own migrations were run.
 SELECT format('GRANT SELECT ON TABLE %s TO %I', to_regclass('__diesel_schema_migrations'), :'role')

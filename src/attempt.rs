@@ -59,6 +59,12 @@ impl<G> Attempt<G> {
         }
     }
 
+    /// Returns whether the lock was acquired. As with [`is_busy`](Self::is_busy), a guard in a temporary is dropped.
+    #[must_use]
+    pub const fn is_acquired(&self) -> bool {
+        matches!(self, Attempt::Acquired(_))
+    }
+
     /// Returns whether another session holds the lock.
     ///
     /// The call does not keep the lock: `attempt.is_busy()` on a temporary drops the guard inside, and so does a pattern

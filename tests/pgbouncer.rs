@@ -94,6 +94,21 @@ fn in_transaction_mode_session_locks_are_refused() {
 }
 
 #[test]
+fn in_transaction_mode_the_first_lock_of_a_pool_without_idle_connections_is_refused() {
+    let (_cluster, pooler) = pooled(PoolMode::Transaction, 4);
+    for _ in 0..3 {
+        let pool = Pool::builder()
+            .max_size(4)
+            .min_idle(Some(0))
+            .connection_customizer(Box::new(NoStatementCache))
+            .build(ConnectionManager::new(pooler.url("postgres")))
+            .unwrap();
+        let refused = LOCK.try_acquire(&pool);
+        assert!(matches!(refused, Err(Error::SharedSessions)), "{refused:?}");
+    }
+}
+
+#[test]
 fn in_session_mode_and_without_a_pooler_session_locks_are_taken() {
     let (cluster, pooler) = pooled(PoolMode::Session, 8);
     let direct = Pool::builder()

@@ -4,13 +4,13 @@ use diesel::migration::MigrationVersion;
 #[cfg(feature = "postgres")]
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::sql_types::{Array, Nullable, Text};
+use diesel::sql_types::{Array, Bool, Nullable, Text};
 
 #[cfg(feature = "postgres")]
 use super::ours::LOCK;
 use super::ours::OURS;
 use super::rights;
-use crate::error::Result;
+use crate::error::{Error, Result, Schema};
 use crate::session::Session;
 #[cfg(feature = "postgres")]
 use crate::session::{Blocking, now};
@@ -21,6 +21,10 @@ use crate::transaction;
 struct Table {
     #[diesel(sql_type = Nullable<Text>)]
     name: Option<String>,
+    #[diesel(sql_type = Bool)]
+    is_readable: bool,
+    #[diesel(sql_type = Text)]
+    role: String,
 }
 
 #[derive(QueryableByName)]
@@ -94,14 +98,24 @@ pub(super) async fn forget_ours<S: Session>(
     .await
 }
 
-/// Finds the table on the search path of this session. Returns its name, qualified and quoted.
-pub(super) async fn find<S: Session>(session: &mut S) -> QueryResult<Option<String>> {
+/// Finds the table on the search path of this session. Returns its name, qualified and quoted. Refuses a role that may not read it.
+pub(super) async fn find<S: Session>(session: &mut S) -> Result<Option<String>> {
     let query = diesel::sql_query(
         "SELECT (SELECT pg_catalog.format('%I.%I', nspname, relname) \
          FROM pg_catalog.pg_class JOIN pg_catalog.pg_namespace ON pg_namespace.oid OPERATOR(pg_catalog.=) relnamespace \
-         WHERE pg_class.oid OPERATOR(pg_catalog.=) pg_catalog.to_regclass('__diesel_schema_migrations')) AS name",
+         WHERE pg_class.oid OPERATOR(pg_catalog.=) found.oid) AS name, \
+         COALESCE(pg_catalog.has_column_privilege(found.oid, 'version', 'SELECT'), true) AS is_readable, \
+         current_user::pg_catalog.text AS role \
+         FROM (SELECT pg_catalog.to_regclass('__diesel_schema_migrations')::pg_catalog.oid AS oid) AS found",
     );
     let table: Table = session.one(query).await?;
+    if !table.is_readable {
+        return Err(Error::Schema(Schema::MissingRights {
+            role: table.role,
+            missing: "SELECT on __diesel_schema_migrations (grants.sql)".to_owned(),
+            source: None,
+        }));
+    }
     Ok(table.name)
 }
 

@@ -78,6 +78,12 @@ impl<P> Admission<P> {
         }
     }
 
+    /// Returns whether a slot was acquired.
+    #[must_use]
+    pub const fn is_admitted(&self) -> bool {
+        matches!(self, Admission::Admitted(_))
+    }
+
     /// Returns whether every slot is taken.
     ///
     /// On a temporary value, as in `semaphore.try_acquire(pool)?.is_full()`, this drops the permit, which releases it.

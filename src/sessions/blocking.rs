@@ -1,5 +1,7 @@
 //! The check of the sessions behind an r2d2 pool.
 
+use std::time::Duration;
+
 use diesel::pg::PgConnection;
 
 use super::{Sessions, compare};
@@ -7,6 +9,9 @@ use crate::error::{Error, Result};
 use crate::pool::{self, PgPool, PooledPgConnection};
 use crate::session::{Blocking, now};
 use crate::transaction::{self, Transaction};
+
+/// How long to wait for a second connection to be opened.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Tests whether the connections of the pool have their own server sessions.
 ///
@@ -20,8 +25,9 @@ use crate::transaction::{self, Transaction};
 ///
 /// # Blocking
 ///
-/// Waits for the first connection as long as the pool's `connection_timeout` allows. The second connection must be idle. But
-/// r2d2 tests a connection at its check-out (`test_on_check_out`, on by default). If a NAT or a firewall has silently dropped
+/// Waits for the first connection as long as the pool's `connection_timeout` allows. The second one is an idle connection. If none
+/// is idle, and the pool has room for another, this waits at most a second for it to be opened. r2d2 tests an idle connection at
+/// its check-out (`test_on_check_out`, on by default). If a NAT or a firewall has silently dropped
 /// that connection, the test waits as any other check-out does: as long as the connection string's `tcp_user_timeout` and
 /// `keepalives_*` settings allow. Without them this takes minutes, so set them if such a device may be in between.
 ///
@@ -45,7 +51,7 @@ use crate::transaction::{self, Transaction};
 /// ```
 pub fn probe_sessions(pool: &PgPool) -> Result<Sessions> {
     let mut conn = pool::check_out(pool, None)?;
-    match pool.try_get() {
+    match second(pool, &mut conn) {
         Some(mut other) => compare_now(&mut conn, &mut other),
         None => Ok(Sessions::Unknown),
     }
@@ -69,7 +75,7 @@ fn find_out(pool: &PgPool, conn: &mut PooledPgConnection) -> Result<Sessions> {
     if pool.max_size() < 2 || transaction::of(conn) != Transaction::None {
         return Ok(Sessions::Unknown);
     }
-    let Some(mut other) = pool.try_get() else {
+    let Some(mut other) = second(pool, conn) else {
         return Ok(Sessions::Unknown);
     };
     let sessions = match stored(&other) {
@@ -86,6 +92,27 @@ fn find_out(pool: &PgPool, conn: &mut PooledPgConnection) -> Result<Sessions> {
     Ok(sessions)
 }
 
+/// Marks a connection for which the pool could not open a second one in time.
+#[derive(Debug)]
+struct Alone;
+
+/// Takes a second connection from the pool. If none is idle, and the pool is not at its full size, waits for it to open one: once
+/// for each connection, because a pool that cannot open another would delay every lock.
+fn second(pool: &PgPool, conn: &mut PooledPgConnection) -> Option<PooledPgConnection> {
+    if let Some(idle) = pool.try_get() {
+        return Some(idle);
+    }
+    let marks = PooledPgConnection::extensions_mut(conn);
+    if pool.state().connections >= pool.max_size() || marks.get::<Alone>().is_some() {
+        return None;
+    }
+    let opened = pool::check_out(pool, Some(PATIENCE)).ok();
+    if opened.is_none() {
+        marks.insert(Alone);
+    }
+    opened
+}
+
 fn stored(conn: &PooledPgConnection) -> Option<Sessions> {
     PooledPgConnection::extensions(conn).get().copied()
 }
@@ -95,4 +122,63 @@ fn compare_now(conn: &mut PgConnection, other: &mut PgConnection) -> Result<Sess
         &mut Blocking::pooled(conn),
         &mut Blocking::pooled(other),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use diesel::connection::SimpleConnection;
+    use diesel::r2d2::{CustomizeConnection, Error as R2D2Error, Pool};
+    use workbench::Database;
+
+    use super::*;
+
+    #[test]
+    fn a_pool_without_an_idle_connection_opens_one_for_the_comparison() {
+        let database = Database::new();
+        let pool = Pool::builder()
+            .max_size(2)
+            .min_idle(Some(0))
+            .build(database.manager());
+        let pool = pool.unwrap();
+        assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Own);
+        assert_eq!(pool.state().connections, 2);
+    }
+
+    /// Only the first connection can be opened.
+    #[derive(Debug, Default)]
+    struct OneOnly(AtomicBool);
+
+    impl CustomizeConnection<PgConnection, R2D2Error> for OneOnly {
+        fn on_acquire(&self, conn: &mut PgConnection) -> std::result::Result<(), R2D2Error> {
+            if self.0.swap(true, Ordering::SeqCst) {
+                let refused = conn.batch_execute("SELECT 1 / 0");
+                refused.map_err(R2D2Error::QueryError)?;
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_pool_that_cannot_open_another_connection_is_waited_for_once() {
+        let database = Database::new();
+        let pool = Pool::builder()
+            .max_size(2)
+            .min_idle(Some(0))
+            .connection_timeout(Duration::from_millis(100))
+            .error_handler(Box::new(diesel::r2d2::NopErrorHandler))
+            .connection_customizer(Box::<OneOnly>::default())
+            .build(database.manager())
+            .unwrap();
+        let mut only = pool::check_out(&pool, None).unwrap();
+        require_own(&pool, &mut only).unwrap();
+        assert!(
+            PooledPgConnection::extensions(&only)
+                .get::<Alone>()
+                .is_some()
+        );
+        require_own(&pool, &mut only).unwrap();
+        assert_eq!(stored(&only), None);
+    }
 }

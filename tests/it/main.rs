@@ -60,6 +60,7 @@ mod throttled_resources;
 mod throttles;
 mod transaction_locks;
 mod uninstallation;
+mod unused_outcomes;
 mod waiting;
 mod watches;
 mod ways_out;

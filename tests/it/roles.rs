@@ -80,18 +80,19 @@ impl Role {
         let script = GRANTS
             .replace(":\"role\"", &self.name)
             .replace(":'role'", &format!("'{}'", self.name));
-        let (before, rest) = script.split_once("SELECT format").unwrap();
-        let (query, after) = rest.split_once("\\gexec").unwrap();
-        owner
-            .batch_execute(&before.replace("\\set ON_ERROR_STOP on", ""))
-            .unwrap();
-        let commands: Vec<Command> = diesel::sql_query(format!("SELECT format{query}"))
-            .load(owner)
-            .unwrap();
-        for Command { format } in commands {
-            owner.batch_execute(&format).unwrap();
+        let script = script.replace("\\set ON_ERROR_STOP on", "");
+        let (with_queries, last) = script.rsplit_once("\\gexec").unwrap();
+        for part in with_queries.split("\\gexec") {
+            let (before, query) = part.rsplit_once("SELECT format").unwrap();
+            // Between two queries there is a comment alone, which Diesel refuses.
+            owner.batch_execute(&format!("{before}; SELECT 1")).unwrap();
+            let query = diesel::sql_query(format!("SELECT format{query}"));
+            let commands: Vec<Command> = query.load(owner).unwrap();
+            for Command { format } in commands {
+                owner.batch_execute(&format).unwrap();
+            }
         }
-        owner.batch_execute(after).unwrap();
+        owner.batch_execute(last).unwrap();
     }
 
     /// The DDL that the role has sent, as [`server`] has logged it, refused or not.
@@ -241,6 +242,59 @@ fn what_a_later_release_adds_is_granted_by_default() {
     work(&mut role.connect()).unwrap();
     assert_eq!(number(&mut role.connect(), UNREADABLE_SEQUENCES), 0);
     assert_eq!(role.ddl(), Vec::<String>::new());
+}
+
+#[test]
+fn what_the_owner_adds_later_is_granted_also_if_a_superuser_has_run_the_script() {
+    let database = server().database();
+    let [owner, role] = [(); 2].map(|()| Role::new(&database));
+    let superuser = &mut database.connect();
+    superuser.batch_execute(NOTHING_FOR_ALL).unwrap();
+    let may_create = format!(
+        "GRANT CREATE ON DATABASE {} TO {}",
+        database.name(),
+        owner.name()
+    );
+    superuser.batch_execute(&may_create).unwrap();
+    let conn = &mut owner.connect();
+    conn.batch_execute(NOTHING_FOR_ALL).unwrap();
+    for directory in &directories()[..2] {
+        let up = std::fs::read_to_string(directory.join("up.sql")).unwrap();
+        conn.batch_execute(&up).unwrap();
+    }
+    role.grant(superuser);
+    migrations::install(conn).unwrap();
+    let _ = sync::<Resource>(conn).unwrap();
+    work(&mut role.connect()).unwrap();
+}
+
+#[test]
+fn a_role_that_may_not_read_diesels_table_is_told_so() {
+    let database = server().database();
+    let role = Role::new(&database);
+    let owner = &mut database.connect();
+    let source = directory("unreadable", &[("2026-01-01-000000_one", "SELECT 1")]);
+    install_for_nobody(owner);
+    role.grant(owner);
+    migrations::run_pending(owner, source.migrations()).unwrap();
+
+    let refused = migrations::run_pending(&mut role.connect(), source.migrations());
+    let Err(Error::Schema(Schema::MissingRights {
+        role: named,
+        missing,
+        ..
+    })) = refused
+    else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(named, role.name());
+    assert!(
+        missing.starts_with("SELECT on __diesel_schema_migrations"),
+        "{missing}"
+    );
+    role.grant(owner);
+    let run = migrations::run_pending(&mut role.connect(), source.migrations());
+    assert_eq!(run.unwrap(), []);
 }
 
 #[test]

@@ -290,7 +290,7 @@ pub(crate) fn panic_after_every_statement(conn: &mut PgConnection) {
     });
 }
 
-/// Looks until it is so, for ten seconds.
+/// Looks until it is so, for a minute.
 #[track_caller]
 pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(60);

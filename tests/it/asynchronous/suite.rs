@@ -5,14 +5,15 @@
 //!
 //! - They test what has one form: keys of other languages (`other_languages`), the documents (`documents`, `architecture`,
 //!   `primitives`), queries (`functions`, `joins`, `monitor`, `monitored_rate_limits`, `monitored_tables`), installation
-//!   (`adoption`, `installation`, `migrations`, `releases`, `roles`, `uninstallation`), processes (`processes`).
+//!   (`adoption`, `installation`, `migrations`, `releases`, `roles`, `uninstallation`), processes (`processes`), types
+//!   (`unused_outcomes`).
 //! - They test what only the blocking half has, `rate_limit_waits`, or the server, `rate_limit_crashes`.
 //! - They test libpq, Diesel's names of prepared statements or r2d2: `copies`, `copied_files`, `prepared_names`,
 //!   `handlers_under_test`.
 //! - They count what a client sends: tokio-postgres prepares in a round trip of its own, and a drop has sent nothing when it
 //!   returns (`round_trips`). They collect the events of a thread, and a drop logs on a thread of the runtime (`events`).
 //!   `tests/asynchronous` has both.
-//! - `errors`, `properties` and `standby` are not shared yet.
+//! - `errors` and `properties` are not shared yet.
 
 macro_rules! suite {
     () => {
@@ -36,6 +37,7 @@ macro_rules! suite {
         mod semaphores;
         mod server_settings;
         mod session_locks;
+        mod standby;
         mod support;
         #[cfg(feature = "testing")]
         mod testing;

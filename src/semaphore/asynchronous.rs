@@ -243,8 +243,7 @@ impl Semaphore {
         id: i64,
     ) -> Result<Option<DateTime<Utc>>> {
         let timeout = rules::interval(self.service(), self.timeout())?;
-        let renewed = operations::renew(&mut Asynchronous::lent(conn), id, timeout).await?;
-        Ok(renewed.map(rules::expiry))
+        operations::renew(&mut Asynchronous::lent(conn), id, timeout).await
     }
 
     /// Claims a slot through the pool, whose check-out takes `limit` at most.

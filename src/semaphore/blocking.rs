@@ -278,8 +278,7 @@ impl Semaphore {
     /// As [`complete_on`](Self::complete_on), and [`Input::BadTimeout`](crate::error::Input::BadTimeout).
     pub fn renew_on(&self, conn: &mut PgConnection, id: i64) -> Result<Option<DateTime<Utc>>> {
         let timeout = rules::interval(&self.service, self.timeout)?;
-        let renewed = now(operations::renew(&mut Blocking::lent(conn), id, timeout))?;
-        Ok(renewed.map(rules::expiry))
+        now(operations::renew(&mut Blocking::lent(conn), id, timeout))
     }
 
     /// Claims a slot through the pool, whose check-out takes `limit` at most.

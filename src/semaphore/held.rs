@@ -9,7 +9,6 @@ use super::{Claim, Semaphore};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::events::{self, Event, Outcome, Subject};
-use crate::time::Timestamp;
 
 /// A claimed slot, and how long it lasts.
 #[derive(Debug, Clone)]
@@ -47,13 +46,13 @@ impl HeldSlot {
     pub(super) fn renewed(
         &mut self,
         sent: Moment,
-        renewed: Option<Timestamp>,
+        renewed: Option<DateTime<Utc>>,
     ) -> Result<DateTime<Utc>> {
-        match renewed.map(Timestamp::at) {
+        match renewed {
             Some(expires_at) => {
                 (self.sent, self.lasts) = (sent, self.timeout);
-                self.claim.expires_at = expires_at.unwrap_or(self.claim.expires_at);
-                Ok(self.claim.expires_at)
+                self.claim.expires_at = expires_at;
+                Ok(expires_at)
             }
             None => {
                 self.lasts = Duration::ZERO;

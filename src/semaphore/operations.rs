@@ -1,7 +1,8 @@
 //! What a semaphore sends, on a blocking or an asynchronous session.
 
+use chrono::{DateTime, Utc};
 use diesel::data_types::PgInterval;
-use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 use super::rules;
 use super::sql;
@@ -63,9 +64,11 @@ pub(super) async fn renew<S: Session>(
     session: &mut S,
     id: i64,
     timeout: PgInterval,
-) -> Result<Option<Timestamp>> {
-    match one_at_read_committed(session, sql::renew(id, timeout)).await {
-        Ok(expires_at) => Ok(expires_at),
+) -> Result<Option<DateTime<Utc>>> {
+    let renewed: QueryResult<Option<Timestamp>> =
+        one_at_read_committed(session, sql::renew(id, timeout)).await;
+    match renewed {
+        Ok(expires_at) => Ok(expires_at.map(rules::expiry)),
         Err(error) => Err(explain(session, error, sql::RENEW_NEEDS).await),
     }
 }

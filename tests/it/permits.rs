@@ -152,6 +152,17 @@ fn a_request_that_an_operator_keeps_for_ever_is_renewed() {
     let renewed = ONE.renew_on(conn, claim.id).unwrap();
     assert_eq!(renewed, Some(chrono::DateTime::<chrono::Utc>::MAX_UTC));
     assert!(ONE.complete_on(conn, claim.id).unwrap());
+
+    let pool = database.pool(1);
+    let mut permit = ONE.try_acquire(&pool).unwrap().expect_acquired();
+    conn.batch_execute(
+        "UPDATE resource_control.service_request SET expires_at = 'infinity' WHERE completed_at IS NULL",
+    )
+    .unwrap();
+    let expires_at = permit.renew().unwrap();
+    assert_eq!(expires_at, chrono::DateTime::<chrono::Utc>::MAX_UTC);
+    assert_eq!(permit.claim().expires_at, expires_at);
+    permit.release().unwrap();
 }
 
 #[test]

@@ -82,7 +82,7 @@ impl<P: Pool> Permit<P> {
     }
 
     /// Extends the permit to a full timeout from now, and returns when it expires by the database's clock. Never shortens
-    /// it.
+    /// it. Returns `DateTime::MAX_UTC` if an operator has set `infinity`.
     ///
     /// One round trip besides the pool's own check-out: `SELECT resource_control.renew_service_request($1, $2)`. If the
     /// future is dropped, the renewal may take place, but [`remaining`](Self::remaining) and [`claim`](Self::claim) do not

@@ -33,14 +33,70 @@ where
     };
     let poller = POLLERS.join(service);
     let mut backoff = Backoff::new();
-    while let Some(pause) = backoff.next(poller.apart(), full.retry_after, deadline.remaining()) {
+    let mut surely_free = full.retry_after;
+    while let Some(pause) = backoff.next(poller.apart(), surely_free, deadline.remaining()) {
         sleep(pause).await;
         match claim(deadline.remaining()).await {
-            Ok(Admission::Full(still_full)) => full = still_full,
-            // All connections were in use for the pool's timeout. The wait for a slot goes on.
-            Err(Error::Pool(_)) if !is_closed() => {}
+            Ok(Admission::Full(still_full)) => {
+                full = still_full;
+                surely_free = full.retry_after;
+            }
+            // The pool had no connection in time, or its server is down. The wait for a slot goes on. The hint has passed with the
+            // pause, so it must not shorten the next ones.
+            Err(Error::Pool(_)) if !is_closed() => surely_free = Duration::MAX,
             outcome => return outcome,
         }
     }
     Ok(Admission::Full(full))
+}
+
+#[cfg(all(test, feature = "postgres"))]
+mod tests {
+    use std::cell::RefCell;
+    use std::future::ready;
+    use std::iter::once;
+
+    use super::*;
+    use crate::semaphore::Full;
+    use crate::session::now;
+
+    const LONG: Duration = Duration::from_secs(600);
+    const SOON: Duration = Duration::from_micros(1);
+
+    fn full(retry_after: Duration) -> Result<Admission<()>> {
+        Ok(Admission::Full(Full {
+            retry_after,
+            service: "geocoder".into(),
+            slots: 1,
+        }))
+    }
+
+    fn no_connection() -> Result<Admission<()>> {
+        Err(Error::Pool("the server is down".into()))
+    }
+
+    #[test]
+    fn a_hint_shortens_the_pauses_until_the_next_reply_only() {
+        // What a claim finds, twenty times after the first, and whether the last pause is long.
+        for (name, first, then, is_long) in [
+            ("a busy semaphore", LONG, (|| full(LONG)) as fn() -> _, true),
+            ("a slot that is free soon", SOON, || full(SOON), false),
+            ("an outage", LONG, no_connection, true),
+            ("an outage after a hint", SOON, no_connection, true),
+        ] {
+            let last = once(Ok(Admission::Admitted(())));
+            let replies = once(full(first)).chain((0..20).map(|_| then())).chain(last);
+            let (replies, pauses) = (RefCell::new(replies), RefCell::new(Vec::new()));
+            let claim = |_| ready(replies.borrow_mut().next().unwrap());
+            let sleep = |pause| {
+                pauses.borrow_mut().push(pause);
+                ready(())
+            };
+            let waited = for_slot(name.into(), LONG, claim, sleep, || false);
+            assert_eq!(now(waited).unwrap(), Admission::Admitted(()), "{name}");
+            let last = *pauses.borrow().last().unwrap();
+            let was_long = last > Duration::from_millis(10);
+            assert_eq!(was_long, is_long, "{name}: {last:?}");
+        }
+    }
 }

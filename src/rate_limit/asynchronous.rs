@@ -336,10 +336,9 @@ impl RateLimit {
     ///
     /// See [errors of checks](crate::RateLimit#errors-of-checks).
     pub async fn cancel<P: Pool>(pool: &P, reservation: Reservation) -> Result<u32> {
-        match reservation.spent.kept() {
-            0 => Ok(0),
-            units => Self::give_back(pool, &reservation.spent, units).await,
-        }
+        runtime::current()?;
+        let mut conn = pool::check_out(pool, None).await?;
+        operations::cancel(&mut Asynchronous::pooled(&mut conn), &reservation).await
     }
 
     /// As [`cancel`](Self::cancel), on the given connection.
@@ -348,10 +347,7 @@ impl RateLimit {
     ///
     /// As [`cancel`](Self::cancel).
     pub async fn cancel_on(conn: &mut AsyncPgConnection, reservation: Reservation) -> Result<u32> {
-        match reservation.spent.kept() {
-            0 => Ok(0),
-            units => Self::give_back_on(conn, &reservation.spent, units).await,
-        }
+        operations::cancel(&mut Asynchronous::lent(conn), &reservation).await
     }
 
     /// Checks the arguments before the pool is asked.

@@ -72,10 +72,8 @@ impl Reservation {
     /// The [errors of checks](crate::RateLimit#errors-of-checks).
     #[cfg(feature = "r2d2")]
     pub fn cancel(self, pool: &PgPool) -> Result<u32> {
-        match self.spent.kept() {
-            0 => Ok(0),
-            units => self.spent.give_back(pool, units),
-        }
+        let mut conn = pool::check_out(pool, None)?;
+        now(operations::cancel(&mut Blocking::pooled(&mut conn), &self))
     }
 
     /// As [`cancel`](Self::cancel), on the given connection.
@@ -84,9 +82,6 @@ impl Reservation {
     ///
     /// As [`cancel`](Self::cancel).
     pub fn cancel_on(self, conn: &mut PgConnection) -> Result<u32> {
-        match self.spent.kept() {
-            0 => Ok(0),
-            units => self.spent.give_back_on(conn, units),
-        }
+        now(operations::cancel(&mut Blocking::lent(conn), &self))
     }
 }

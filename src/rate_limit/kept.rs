@@ -20,19 +20,17 @@ impl Kept {
         }
     }
 
-    pub(super) fn units(&self) -> u32 {
-        match self.shared.get() {
-            Some(count) => count.load(Ordering::Relaxed),
-            None => self.units,
-        }
-    }
-
     /// Counts units as given back. Returns how many are left to give back, as the error, if these are more, or zero.
     pub(super) fn take_back(&self, units: u32) -> Result<(), u32> {
         let fewer = |kept: u32| kept.checked_sub(units).filter(|_| units > 0);
         self.shared()
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fewer)
             .map(drop)
+    }
+
+    /// Counts all units that are left as given back. Returns how many.
+    pub(super) fn take_all(&self) -> u32 {
+        self.shared().swap(0, Ordering::Relaxed)
     }
 
     /// Whether the shared count was allocated.
@@ -63,23 +61,20 @@ mod tests {
     #[test]
     fn clones_share_the_count_from_whichever_moment_on() {
         let kept = Kept::all(5);
-        assert_eq!(kept.units(), 5);
         let early = kept.clone();
         assert_eq!(kept.take_back(2), Ok(()));
         let late = early.clone();
         for kept in [&kept, &early, &late] {
-            assert_eq!(kept.units(), 3);
             assert_eq!(kept.take_back(4), Err(3));
             assert_eq!(kept.take_back(0), Err(3));
         }
-        assert_eq!(late.take_back(3), Ok(()));
-        assert_eq!((kept.units(), kept.take_back(1)), (0, Err(0)));
+        assert_eq!(late.take_back(1), Ok(()));
+        assert_eq!((kept.take_all(), early.take_all()), (2, 0));
+        assert_eq!(late.take_back(1), Err(0));
     }
 
     #[test]
     fn nothing_is_allocated_for_a_call_that_gives_nothing_back() {
-        let kept = Kept::all(5);
-        assert_eq!(kept.units(), 5);
-        assert!(!kept.is_shared());
+        assert!(!Kept::all(5).is_shared());
     }
 }

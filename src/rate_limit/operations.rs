@@ -8,8 +8,8 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use super::LimitedReason;
 use super::reply::{self, Reply};
 use super::rules;
-use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow};
-use super::{Check, CheckAll, RateLimit, RateLimitState, Reserve, Spent};
+use super::sql::{self, AllSpentRow, PrunedRow, SpentRow, StateRow, Units};
+use super::{Check, CheckAll, RateLimit, RateLimitState, Reservation, Reserve, Spent};
 use crate::error::{Error, Misplaced, Result};
 use crate::events;
 use crate::installed::{self, Needs};
@@ -123,10 +123,25 @@ pub(super) async fn give_back<S: Session>(
     units: u32,
 ) -> Result<u32> {
     refuse_transaction(session)?;
-    let back = spent.take_back(units)?;
+    send_back(session, spent, spent.take_back(units)?).await
+}
+
+/// Gives all units back that are left, in one round trip, and returns how many. Sends nothing if none are left.
+///
+/// They are counted once the session is there: a clone may give units back while the caller waits for a connection.
+pub(super) async fn cancel<S: Session>(session: &mut S, reservation: &Reservation) -> Result<u32> {
+    refuse_transaction(session)?;
+    let spent = &reservation.spent;
+    match spent.take_all_back()? {
+        Units { units: 0, .. } => Ok(0),
+        back => send_back(session, spent, back).await,
+    }
+}
+
+async fn send_back<S: Session>(session: &mut S, spent: &Spent, back: Units<'_>) -> Result<u32> {
     let statement = sql::give_back(&back);
     let given: i64 = accepted(session, &spent.limit, statement, sql::GIVE_BACK_NEEDS).await?;
-    Ok(given.clamp(0, units.into()) as u32)
+    Ok(given.clamp(0, back.units) as u32)
 }
 
 /// Reads what is left of a key, in one round trip.

@@ -174,22 +174,27 @@ pub(super) fn decisive<'a>(
 }
 
 impl Spent {
-    /// Returns how many units were not given back yet.
-    pub(super) fn kept(&self) -> u32 {
-        self.kept.units()
-    }
-
     /// Checks that so many units may be given back, and counts them as given back.
     pub(super) fn take_back(&self, units: u32) -> Result<Units<'_>> {
+        self.back(|| match self.kept.take_back(units) {
+            Ok(()) => Ok(units),
+            Err(kept) => Err(self.limit.bad_units(units, kept).into()),
+        })
+    }
+
+    /// Counts all units that are left as given back. These may be none.
+    pub(super) fn take_all_back(&self) -> Result<Units<'_>> {
+        self.back(|| Ok(self.kept.take_all()))
+    }
+
+    /// Checks what is sent, before it takes any units.
+    fn back(&self, take: impl FnOnce() -> Result<u32>) -> Result<Units<'_>> {
         let key = self.limit.checked_key()?;
         let name = self.limit.checked_name(Name::anywhere)?; // the name as it was sent
-        if let Err(kept) = self.kept.take_back(units) {
-            return Err(self.limit.bad_units(units, kept).into());
-        }
         Ok(Units {
             name,
             key,
-            units: units.into(),
+            units: take()?.into(),
             spent_at: Timestamp::At(self.at),
             wait_us: self.wait_us,
             commit_async: !self.limit.durable,

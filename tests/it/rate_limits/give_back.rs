@@ -1,11 +1,15 @@
 //! Units that are given back.
 
+use std::sync::Mutex;
+use std::thread;
 use std::time::Duration;
 
 use crate::half::error::Input;
 use crate::half::prelude::*;
-use crate::half::{Error, Quota, RateLimit, cancel, cancel_on, give_back, give_back_on};
-use diesel::connection::SimpleConnection;
+use crate::half::{
+    Error, Quota, RateLimit, Spent, cancel, cancel_on, give_back, give_back_on, instrumented_pool,
+};
+use diesel::connection::{InstrumentationEvent, SimpleConnection};
 
 use super::{API, HOUR, age, allowed, assert_about, database, limited, reserved};
 
@@ -100,6 +104,30 @@ fn a_reservation_is_cancelled_in_full_until_its_moment() {
     age(conn, "90 minutes");
     reservation.spent.at -= Duration::from_secs(90 * 60);
     assert_eq!(cancel(&pool, reservation).unwrap(), 1);
+}
+
+#[test]
+fn a_cancellation_gives_back_what_a_clone_leaves_while_the_pool_has_no_connection() {
+    /// The first query on a connection of the pool waits until one unit is given back.
+    static MEANWHILE: Mutex<Option<(PgConnection, Spent)>> = Mutex::new(None);
+    fn meanwhile(event: InstrumentationEvent<'_>) {
+        if let InstrumentationEvent::StartQuery { .. } = event {
+            if let Some((mut conn, clone)) = MEANWHILE.lock().unwrap().take() {
+                let given = thread::spawn(move || give_back_on(&mut conn, &clone, 1));
+                assert_eq!(given.join().unwrap().unwrap(), 1);
+            }
+        }
+    }
+    let database = database();
+    let pool = instrumented_pool(&database, 1, meanwhile);
+    let _ = allowed(API.cost(5).check(&pool).unwrap());
+    let reservation = reserved(API.cost(3).reserve(&pool, 9 * HOUR).unwrap());
+    let clone = reservation.clone();
+    // That is the check of the connection for the cancellation.
+    *MEANWHILE.lock().unwrap() = Some((database.connect(), clone.spent.clone()));
+    assert_eq!(cancel(&pool, reservation).unwrap(), 2);
+    assert_eq!(cancel(&pool, clone).unwrap(), 0);
+    assert_about(API.peek(&pool).unwrap().full_in, 5 * HOUR);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The pauses of a thread or a task that polls for a slot, or for a lock without a connection.
+//! The pauses of a thread or a task that polls for a slot, or for a lock without a connection, or retries a release.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;

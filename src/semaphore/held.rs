@@ -111,7 +111,7 @@ impl HeldSlot {
     }
 }
 
-/// How long the background waits before it retries a release.
+/// How long the background pauses before it retries a release. A task pauses longer each time.
 pub(super) const PAUSE: Duration = Duration::from_millis(10);
 
 /// A release that found no idle connection, and is retried in the background until the slot has timed out.

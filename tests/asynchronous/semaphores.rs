@@ -4,6 +4,8 @@
 mod drops;
 #[path = "semaphores/places.rs"]
 mod places;
+#[path = "semaphores/retries.rs"]
+mod retries;
 
 use std::time::{Duration, Instant};
 

@@ -28,10 +28,56 @@ pub(crate) fn leave_to(runtime: &Handle, future: impl Future<Output = ()> + Send
     runtime.spawn(future);
 }
 
+/// Drops what belongs to a pool inside a runtime, because the pool may need one when it takes a connection back. A panic of the
+/// pool ends here, because a panic may be unwinding already.
+pub(crate) fn drop_inside(runtime: Option<&Handle>, dropped: impl FnOnce()) {
+    let _entered = runtime.map(entered);
+    caught(dropped);
+}
+
 /// Enters a runtime, because a pool may need one when it takes a connection back or is dropped. `None` while the thread ends
 /// and has no place for it any more, where tokio panics.
 pub(crate) fn entered(runtime: &Handle) -> Option<EnterGuard<'_>> {
     caught(|| runtime.enter())
+}
+
+/// A future of a pool, which is dropped inside the runtime that first polled it: it may contain a connection that it was checking.
+pub(crate) struct DroppedInside<F: Future> {
+    future: Option<Pin<Box<F>>>,
+    runtime: Option<Handle>,
+}
+
+impl<F: Future> DroppedInside<F> {
+    /// Called where the future is then polled.
+    pub(crate) fn new(future: F) -> Self {
+        Self {
+            future: Some(Box::pin(future)),
+            runtime: Handle::try_current().ok(),
+        }
+    }
+}
+
+impl<F: Future> Future for DroppedInside<F> {
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
+        let Some(future) = &mut self.future else {
+            return Poll::Pending; // It was ready before, and must not be polled again.
+        };
+        let polled = future.as_mut().poll(context);
+        if polled.is_ready() {
+            self.future = None;
+        }
+        polled
+    }
+}
+
+impl<F: Future> Drop for DroppedInside<F> {
+    fn drop(&mut self) {
+        if let Some(future) = self.future.take() {
+            drop_inside(self.runtime.as_ref(), || drop(future));
+        }
+    }
 }
 
 /// A future that is polled in place. If it is dropped after its first poll, the runtime finishes it, and its output is

@@ -21,6 +21,8 @@ mod locks;
 mod lost;
 #[path = "asynchronous/migrations.rs"]
 mod migrations;
+#[path = "asynchronous/panicking_pool.rs"]
+mod panicking_pool;
 #[path = "asynchronous/places.rs"]
 mod places;
 #[path = "asynchronous/preparing_pooler.rs"]

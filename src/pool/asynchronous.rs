@@ -8,7 +8,7 @@ use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
 
 use crate::error::{Error, Result};
-use crate::runtime;
+use crate::runtime::{self, DroppedInside};
 use crate::session::{Asynchronous, Session};
 use crate::transaction::Transaction;
 
@@ -110,10 +110,13 @@ impl<C: PoolConnection> DerefMut for CheckedOut<C> {
 impl<C: PoolConnection> Drop for CheckedOut<C> {
     fn drop(&mut self) {
         if let Some(mut conn) = self.conn.take() {
-            let _entered = self.runtime.as_ref().map(runtime::entered);
-            if Asynchronous::pooled(&mut conn).transaction() == Transaction::Broken {
-                conn.discard();
-            }
+            runtime::drop_inside(self.runtime.as_ref(), || {
+                if Asynchronous::pooled(&mut conn).transaction() == Transaction::Broken {
+                    conn.discard();
+                } else {
+                    drop(conn);
+                }
+            });
         }
     }
 }
@@ -124,17 +127,17 @@ pub(crate) async fn check_out<P: Pool>(
     limit: Option<Duration>,
 ) -> Result<CheckedOut<P::Connection>> {
     let conn = match limit {
-        None => pool.check_out().await,
+        None => checking_out(pool).await,
         // A check of an idle connection is not aborted at once, because that would cost the pool the connection.
         Some(Duration::ZERO) => {
-            match tokio::time::timeout(LONGEST_CHECK, pool.try_check_out()).await {
+            match tokio::time::timeout(LONGEST_CHECK, trying(pool)).await {
                 Ok(Some(conn)) => Ok(conn),
                 // Fails at once, with the error of the pool.
-                _ if pool.is_closed() => pool.check_out().await,
+                _ if pool.is_closed() => checking_out(pool).await,
                 _ => Err(timed_out()),
             }
         }
-        Some(limit) => match tokio::time::timeout(limit, pool.check_out()).await {
+        Some(limit) => match tokio::time::timeout(limit, checking_out(pool)).await {
             Ok(checked_out) => checked_out,
             Err(_) => Err(timed_out()),
         },
@@ -151,7 +154,15 @@ fn timed_out() -> Error {
 
 /// Takes a connection from the pool if one is idle.
 pub(crate) async fn try_check_out<P: Pool>(pool: &P) -> Option<CheckedOut<P::Connection>> {
-    pool.try_check_out().await.map(CheckedOut::new)
+    trying(pool).await.map(CheckedOut::new)
+}
+
+fn checking_out<P: Pool>(pool: &P) -> impl Future<Output = Result<P::Connection>> + Send {
+    DroppedInside::new(pool.check_out())
+}
+
+fn trying<P: Pool>(pool: &P) -> impl Future<Output = Option<P::Connection>> + Send {
+    DroppedInside::new(pool.try_check_out())
 }
 
 #[cfg(feature = "deadpool")]

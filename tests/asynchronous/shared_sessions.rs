@@ -1,7 +1,10 @@
 //! Whether the connections of a pool have their own sessions.
 
 use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::pin::Pin;
 use std::task::Poll;
+use std::time::Duration;
 
 use diesel::prelude::*;
 use diesel_async::pooled_connection::{AsyncDieselConnectionManager, bb8};
@@ -36,7 +39,7 @@ async fn own_sessions<P: Pool>(database: Database, pool: P) {
             if count(observer, OPEN) == 0 {
                 break;
             }
-            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
         assert_eq!(count(observer, OPEN), 0, "after {polls} polls");
         if let Some(probed) = probed {
@@ -103,7 +106,26 @@ fn a_lock_is_taken_although_all_sessions_of_the_pool_ended() {
     });
 }
 
-/// bb8 opens another connection when one is discarded, in a task.
+/// Polls a probe at most so often, and returns it.
+fn polled<'a, P: Pool>(
+    runtime: &tokio::runtime::Runtime,
+    pool: &'a P,
+    polls: usize,
+) -> Pin<Box<dyn Future<Output = Result<Sessions, Error>> + 'a>> {
+    let mut probe = Box::pin(probe_sessions(pool));
+    let mut polled = 0;
+    runtime.block_on(poll_fn(|context| {
+        polled += 1;
+        match probe.as_mut().poll(context) {
+            Poll::Pending if polled < polls => Poll::Pending,
+            Poll::Pending | Poll::Ready(_) => Poll::Ready(()),
+        }
+    }));
+    probe
+}
+
+/// bb8 opens another connection, in a task, when it is given back one that is broken, is older than `max_lifetime`, or is dropped
+/// while the thread panics.
 #[test]
 fn a_probe_is_dropped_outside_a_runtime_without_a_panic() {
     let database = Database::new();
@@ -112,21 +134,30 @@ fn a_probe_is_dropped_outside_a_runtime_without_a_panic() {
         .enable_all()
         .build()
         .unwrap();
-    for polls in 1..12 {
-        let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(database.async_url());
-        let pool = bb8::Pool::builder().max_size(3).min_idle(Some(2));
-        let pool = runtime.block_on(pool.build(manager)).unwrap();
-        let mut probe = Box::pin(probe_sessions(&pool));
-        let mut polled = 0;
-        runtime.block_on(poll_fn(|context| {
-            polled += 1;
-            match probe.as_mut().poll(context) {
-                Poll::Pending if polled < polls => Poll::Pending,
-                Poll::Pending | Poll::Ready(_) => Poll::Ready(()),
-            }
-        }));
-        drop(probe);
-        let _entered = runtime.enter();
-        drop(pool);
+    for (lifetime, panics) in [
+        (None, false),
+        (None, true),
+        (Some(Duration::from_nanos(1)), false),
+        (Some(Duration::from_nanos(1)), true),
+    ] {
+        for polls in 1..12 {
+            let manager =
+                AsyncDieselConnectionManager::<AsyncPgConnection>::new(database.async_url());
+            let pool = bb8::Pool::builder()
+                .max_size(3)
+                .min_idle(Some(2))
+                .max_lifetime(lifetime);
+            let pool = runtime.block_on(pool.build(manager)).unwrap();
+            let probe = polled(&runtime, &pool, polls);
+            let panicked = catch_unwind(AssertUnwindSafe(|| {
+                let _probe = probe;
+                if panics {
+                    resume_unwind(Box::new("a panic of the caller"));
+                }
+            }));
+            assert_eq!(panicked.is_err(), panics, "{lifetime:?}, {polls} polls");
+            let _entered = runtime.enter();
+            drop(pool);
+        }
     }
 }

@@ -199,7 +199,8 @@ impl<C: PoolConnection + 'static> Drop for Pooled<C> {
         // This may be dropped outside of a runtime.
         let _entered = runtime::entered(&self.runtime);
         match self.doubt {
-            None if !self.is_distrusted => drop(conn),
+            // The pool is the caller's code.
+            None if !self.is_distrusted => drop(caught(|| drop(conn))),
             Some(Doubt::Certain(_)) => discard(conn, false),
             _ => {
                 let mut is_expected = false;

@@ -1,14 +1,17 @@
 //! The slot that a permit holds, without the pool by which it is released. Both halves share it.
 
 use std::borrow::Cow;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
 use super::{Claim, Semaphore};
+use crate::backoff::Backoff;
 use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::events::{self, Event, Outcome, Subject};
+use crate::panics::lock;
 
 /// A claimed slot, and how long it lasts.
 #[derive(Debug, Clone)]
@@ -93,6 +96,10 @@ impl HeldSlot {
             service: self.service.clone(),
             id: self.claim.id,
             deadline: self.sent.monotonic().checked_add(self.lasts),
+            retries: Mutex::new(Retries {
+                pause: PAUSE,
+                backoff: Backoff::between(PAUSE, LONGEST_PAUSE),
+            }),
         }
     }
 
@@ -111,8 +118,11 @@ impl HeldSlot {
     }
 }
 
-/// How long the background pauses before it retries a release. A task pauses longer each time.
+/// How long the background pauses before it retries a release, at first.
 pub(super) const PAUSE: Duration = Duration::from_millis(10);
+
+/// How long it pauses on average, at most.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A release that found no idle connection, and is retried in the background until the slot has timed out.
 #[derive(Debug)]
@@ -123,15 +133,33 @@ pub(super) struct LateRelease {
     /// release that comes too late changes nothing, but a release that is given up too early, after the wall clock was
     /// set forward, keeps the slot taken.
     deadline: Option<Instant>,
+    retries: Mutex<Retries>,
+}
+
+#[derive(Debug)]
+struct Retries {
+    pause: Duration,
+    backoff: Backoff,
 }
 
 impl LateRelease {
     /// How long the slot lasts from now on.
-    #[cfg(feature = "async")]
     pub(super) fn remaining(&self) -> Duration {
         self.deadline.map_or(Duration::MAX, |end| {
             end.saturating_duration_since(Instant::now())
         })
+    }
+
+    /// Returns how long to pause before the next retry.
+    pub(super) fn pause(&self) -> Duration {
+        lock(&self.retries).pause
+    }
+
+    /// Makes the next pauses longer after a retry that failed, because the server may be down, or a standby, for long.
+    pub(super) fn failed(&self) {
+        let retries = &mut *lock(&self.retries);
+        let pause = (retries.backoff).next(Duration::ZERO, Duration::MAX, self.remaining());
+        retries.pause = pause.unwrap_or_default();
     }
 
     /// Returns whether the slot has timed out, and records it.

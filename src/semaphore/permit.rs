@@ -293,7 +293,7 @@ impl Chore for LateRelease {
     const PATIENCE: Duration = PAUSE;
 
     fn pause(&self) -> Duration {
-        PAUSE
+        LateRelease::pause(self)
     }
 
     fn is_over(&self) -> bool {
@@ -305,6 +305,8 @@ impl Chore for LateRelease {
         drop(conn);
         if was_sent {
             wakeups::wake_one(&self.service);
+        } else {
+            self.failed();
         }
         was_sent
     }

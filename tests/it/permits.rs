@@ -1,15 +1,17 @@
 //! Permits in use: waiting for one, dropping it, losing it, and the same slots from SQL.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use diesel::connection::SimpleConnection;
+use diesel::connection::{InstrumentationEvent, SimpleConnection};
 use diesel::dsl::sql;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{BigInt, Bool, Integer};
 
 use crate::half::prelude::*;
 use crate::half::{
-    Database, Error, RoundTrips, Semaphore, idle_connections, migrations, monitor, silent_pool,
+    Database, Error, RoundTrips, Semaphore, idle_connections, instrumented_pool, migrations,
+    monitor, silent_pool,
 };
 use crate::semaphores::{database, expire};
 use crate::support::{Expect, assert_matches, eventually};
@@ -108,6 +110,35 @@ fn a_server_that_hangs_delays_no_release_on_another() {
         monitor::slots(conn, "importer", 1).unwrap().free == [0]
     });
     proxy.restore();
+}
+
+#[test]
+fn a_release_that_fails_is_retried_less_and_less_often() {
+    static TRIES: AtomicU32 = AtomicU32::new(0);
+    let count = |event: InstrumentationEvent<'_>| {
+        if let InstrumentationEvent::StartQuery { query, .. } = event {
+            if query.to_string().contains("complete_service_request(") {
+                TRIES.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    };
+    let database = database();
+    let (pool, conn) = (
+        instrumented_pool(&database, 1, count),
+        &mut database.connect(),
+    );
+    let brief = Semaphore::named("importer", 1, Duration::from_secs(1));
+    let permit = brief.try_acquire(&pool).unwrap().expect_acquired();
+    // As after a failover that made the server a standby.
+    let read_only = "SET default_transaction_read_only = on";
+    pool.get().unwrap().batch_execute(read_only).unwrap();
+    drop(permit);
+    eventually("the permit has timed out", || {
+        monitor::slots(conn, "importer", 1).unwrap().free == [0]
+    });
+    let tries = TRIES.load(Ordering::SeqCst);
+    // A retry every ten milliseconds would be some ninety.
+    assert!((1..30).contains(&tries), "{tries}");
 }
 
 #[test]

@@ -8,13 +8,12 @@ use tokio::runtime::Handle;
 use tokio::sync::{Semaphore as Turns, SemaphorePermit as Turn};
 use tokio::time::{sleep, timeout};
 
-use crate::backoff::Backoff;
 use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::panics::{caught, caught_while_awaited};
 use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime::{self, Finished};
-use crate::semaphore::held::{HeldSlot, LateRelease, PAUSE};
+use crate::semaphore::held::{HeldSlot, LateRelease};
 use crate::semaphore::{Admission, Claim, operations, rules, wakeups};
 use crate::session::Asynchronous;
 
@@ -221,8 +220,6 @@ async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
     }
     let late = slot.late_release();
     drop(slot);
-    // A pool whose server is down may fail at once, with another attempt to connect each time.
-    let mut backoff = Backoff::between(PAUSE, LONGEST_PAUSE);
     while !caught(|| late.is_over()).unwrap_or(true) {
         if caught(|| pool.is_closed()).unwrap_or(true) {
             caught(|| late.record_timeout());
@@ -231,8 +228,8 @@ async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
         if caught_while_awaited(release_late(&late, &pool)).await == Some(true) {
             return;
         }
-        let pause = backoff.next(Duration::ZERO, Duration::MAX, late.remaining());
-        sleep(pause.unwrap_or_default()).await;
+        late.failed();
+        sleep(late.pause()).await;
     }
 }
 
@@ -256,9 +253,6 @@ async fn release_late<P: Pool>(late: &LateRelease, pool: &P) -> bool {
     }
     completed.is_some()
 }
-
-/// How long a task pauses on average, at most, before it retries a release.
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// How long a task waits for a connection. A pool may have to open one meanwhile.
 const PATIENCE: Duration = Duration::from_secs(1);

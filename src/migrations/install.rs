@@ -72,8 +72,8 @@ use crate::transaction;
 /// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
 ///   transaction included.
 /// - [`Schema::Foreign`](crate::error::Schema::Foreign) if no version is recorded in the schema, and it cannot be adopted.
-/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if a migration is pending and the role may not run it,
-///   or if none is pending and the role lacks the grants.
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if a migration is pending and the role may not run it, or if
+///   the role may not read which migrations were run.
 /// - [`Error::Migration`] if a migration failed for another reason. The migrations before it stay applied.
 /// - Those of [`AdvisoryLock::acquire_on`].
 ///

@@ -33,6 +33,7 @@ use crate::transaction;
 ///
 /// # Errors
 ///
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if the role may not read Diesel's table of migrations.
 /// - [`Error::Migration`] if a migration failed. The migrations before it stay applied.
 /// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
 ///   transaction included.

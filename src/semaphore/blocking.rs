@@ -157,8 +157,10 @@ impl Semaphore {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, including the check-outs. The pool's own `connection_timeout` may end the first
-    /// check-out sooner. A timeout of zero is one attempt, with a connection that the pool has at once.
+    /// Waits for `timeout` at most, including the check-outs. The pool's own `connection_timeout` may end the first check-out
+    /// sooner. A timeout of zero is one attempt, with a connection that the pool has at once. What limits neither is a statement
+    /// that gets no reply: r2d2's test of a connection at its check-out, or the claim itself. `tcp_user_timeout` and `keepalives_*`
+    /// limit that on a dead network, and a pooler's own timeout behind a pooler.
     ///
     /// # Errors
     ///

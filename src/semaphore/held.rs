@@ -121,8 +121,8 @@ impl HeldSlot {
 /// How long the background pauses before it retries a release, at first.
 pub(super) const PAUSE: Duration = Duration::from_millis(10);
 
-/// How long it pauses on average, at most.
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How long it pauses on average, at most. A slot stays taken for as long after a connection was there again.
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 
 /// A release that found no idle connection, and is retried in the background until the slot has timed out.
 #[derive(Debug)]

@@ -51,11 +51,6 @@ pub(crate) enum Subject<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Acquired,
-    /// A slot was acquired. Logged as `acquired`.
-    Admitted {
-        /// The id of the request.
-        id: i64,
-    },
     Busy,
     /// A semaphore without a free slot. Logged as `busy`.
     Full {
@@ -209,7 +204,7 @@ mod traced {
                     key = event.subject.lock(),
                     key = event.subject.throttled_key().as_deref(),
                     service = event.subject.service().as_deref(),
-                    id = event.subject.id().or(event.outcome.id()),
+                    id = event.subject.id(),
                     resource = event.subject.resource().as_deref(),
                     limit = event.subject.limit().as_deref(),
                     pooled = event.subject.pooled(),
@@ -357,7 +352,7 @@ mod traced {
     impl Outcome {
         fn name(self) -> &'static str {
             match self {
-                Self::Acquired | Self::Admitted { .. } => "acquired",
+                Self::Acquired => "acquired",
                 Self::Busy | Self::Full { .. } => "busy",
                 Self::Released => "released",
                 Self::Deferred => "deferred",
@@ -380,13 +375,6 @@ mod traced {
                 Self::Lost | Self::TimedOut | Self::Different { .. } | Self::Error => true,
                 Self::Discarded { is_expected } => !is_expected,
                 _ => false,
-            }
-        }
-
-        fn id(self) -> Option<i64> {
-            match self {
-                Self::Admitted { id } => Some(id),
-                _ => None,
             }
         }
 

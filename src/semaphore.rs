@@ -24,7 +24,6 @@ pub use self::admission::{Admission, Claim, Full};
 #[cfg(feature = "r2d2")]
 pub use self::permit::Permit;
 pub(crate) use self::rules::checked_service;
-use crate::events::Subject;
 
 /// A limit on the number of concurrent requests to a service, across all instances. No connection is held while a
 /// request runs.
@@ -145,12 +144,5 @@ impl Semaphore {
     /// Returns how long a request lasts if it is neither released nor renewed.
     pub const fn timeout(&self) -> Duration {
         self.timeout
-    }
-
-    fn subject(&self) -> Subject<'_> {
-        Subject::Semaphore {
-            service: &self.service,
-            id: None,
-        }
     }
 }

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
-use crate::events::Outcome;
 use crate::headers::{self, Headers, LARGEST};
 use crate::time;
 
@@ -100,16 +99,6 @@ impl<P> Admission<P> {
             Admission::Full(full) => Admission::Full(full),
         }
     }
-
-    /// Returns the outcome for an event. `claim` returns the claim of what was acquired.
-    pub(super) fn outcome(&self, claim: impl FnOnce(&P) -> &Claim) -> Outcome {
-        match self {
-            Admission::Admitted(acquired) => claim(acquired).outcome(),
-            Admission::Full(full) => Outcome::Full {
-                retry_after: full.retry_after,
-            },
-        }
-    }
 }
 
 /// A semaphore without a free slot: when to retry.
@@ -190,9 +179,23 @@ pub struct Claim {
     pub expires_at: DateTime<Utc>,
 }
 
-impl Claim {
-    pub(super) const fn outcome(&self) -> Outcome {
-        Outcome::Admitted { id: self.id }
+/// The result of a claim: a claim, a permit, or an admission with one of them.
+pub(super) trait Claimed {
+    fn claimed(&self) -> Result<&Claim, &Full>;
+}
+
+impl Claimed for Claim {
+    fn claimed(&self) -> Result<&Claim, &Full> {
+        Ok(self)
+    }
+}
+
+impl<P: Claimed> Claimed for Admission<P> {
+    fn claimed(&self) -> Result<&Claim, &Full> {
+        match self {
+            Admission::Admitted(acquired) => acquired.claimed(),
+            Admission::Full(full) => Err(full),
+        }
     }
 }
 

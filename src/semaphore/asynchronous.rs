@@ -14,7 +14,6 @@ use super::wakeups::{self, Waiter};
 use super::{Admission, Claim, operations, rules, waiting};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
-use crate::events;
 use crate::pool::asynchronous::{self as pool, Pool};
 use crate::runtime::{self, Finished};
 use crate::session::Asynchronous;
@@ -125,11 +124,7 @@ impl Semaphore {
     ///
     /// See [errors of claims](crate::Semaphore#errors-of-claims), and [`Error::NoRuntime`].
     pub async fn try_acquire<P: Pool>(&self, pool: &P) -> Result<Admission<Permit<P>>> {
-        let claim = self.claim_from(pool, None);
-        events::observe("acquire", self.0.subject(), claim, |admission| {
-            admission.outcome(Permit::claim)
-        })
-        .await
+        operations::observed(&self.0, self.claim_from(pool, None)).await
     }
 
     /// Claims a slot, and waits indefinitely until one is free. Holds no connection while it waits.
@@ -148,10 +143,7 @@ impl Semaphore {
                 }
             }
         };
-        events::observe("acquire", self.0.subject(), wait, |permit| {
-            permit.claim().outcome()
-        })
-        .await
+        operations::observed(&self.0, wait).await
     }
 
     /// Claims a slot, and waits for a connection and a slot for at most `timeout`. Holds no connection while it waits.
@@ -175,11 +167,7 @@ impl Semaphore {
         pool: &P,
         timeout: Duration,
     ) -> Result<Admission<Permit<P>>> {
-        let wait = self.wait(pool, timeout);
-        events::observe("acquire", self.0.subject(), wait, |admission| {
-            admission.outcome(Permit::claim)
-        })
-        .await
+        operations::observed(&self.0, self.wait(pool, timeout)).await
     }
 
     /// Waits for a slot, runs `work` with its permit, and releases it: [`acquire`](Self::acquire), then [`Permit::run`].
@@ -207,12 +195,8 @@ impl Semaphore {
     ///
     /// See [errors of claims](crate::Semaphore#errors-of-claims).
     pub async fn claim_on(&self, conn: &mut AsyncPgConnection) -> Result<Admission<Claim>> {
-        let mut session = Asynchronous::lent(conn);
-        let claim = operations::claim(&mut session, &self.0);
-        events::observe("acquire", self.0.subject(), claim, |admission| {
-            admission.outcome(|claim| claim)
-        })
-        .await
+        let session = &mut Asynchronous::lent(conn);
+        operations::observed(&self.0, operations::claim(session, &self.0)).await
     }
 
     /// Ends a request and frees its slot. Returns whether this call ended it. As

@@ -22,7 +22,6 @@ use crate::clock::Moment;
 #[cfg(feature = "r2d2")]
 use crate::error::Error;
 use crate::error::Result;
-use crate::events;
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool};
 use crate::session::{Blocking, now};
@@ -108,12 +107,9 @@ impl Semaphore {
     /// ```
     #[cfg(feature = "r2d2")]
     pub fn try_acquire(&self, pool: &PgPool) -> Result<Admission<Permit>> {
-        now(events::observe(
-            "acquire",
-            self.subject(),
-            async { self.claim_from(pool, None) },
-            |admission| admission.outcome(Permit::claim),
-        ))
+        now(operations::observed(self, async {
+            self.claim_from(pool, None)
+        }))
     }
 
     /// Claims a slot, and waits indefinitely until one is free. Holds no connection while it waits.
@@ -138,9 +134,7 @@ impl Semaphore {
                 }
             }
         };
-        now(events::observe("acquire", self.subject(), wait, |permit| {
-            permit.claim().outcome()
-        }))
+        now(operations::observed(self, wait))
     }
 
     /// Claims a slot, and waits for one for at most `timeout`. Holds no connection while it waits.
@@ -168,12 +162,9 @@ impl Semaphore {
     /// check-out. If no slot is free within the timeout, the outcome is [`Admission::Full`] and not an error.
     #[cfg(feature = "r2d2")]
     pub fn acquire_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
-        now(events::observe(
-            "acquire",
-            self.subject(),
-            async { self.wait(pool, timeout) },
-            |admission| admission.outcome(Permit::claim),
-        ))
+        now(operations::observed(self, async {
+            self.wait(pool, timeout)
+        }))
     }
 
     /// Waits for a slot, runs `work` with its permit, and releases it: [`acquire`](Self::acquire), then
@@ -238,12 +229,8 @@ impl Semaphore {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn claim_on(&self, conn: &mut PgConnection) -> Result<Admission<Claim>> {
-        now(events::observe(
-            "acquire",
-            self.subject(),
-            operations::claim(&mut Blocking::lent(conn), self),
-            |admission| admission.outcome(|claim| claim),
-        ))
+        let session = &mut Blocking::lent(conn);
+        now(operations::observed(self, operations::claim(session, self)))
     }
 
     /// Ends a request and frees its slot. Returns whether this call ended it.

@@ -4,16 +4,40 @@ use chrono::{DateTime, Utc};
 use diesel::data_types::PgInterval;
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
+use super::admission::Claimed;
 use super::rules;
 use super::sql;
 use super::{Admission, Claim, Semaphore};
 use crate::error::{Error, Misplaced, Result, Schema};
+use crate::events::{self, Outcome, Subject};
 use crate::installed::{self, Needs};
 use crate::session::{
     Session, is_serialization_failure, one_at_read_committed, probe_at_read_committed,
 };
 use crate::time::Timestamp;
 use crate::transaction;
+
+/// Records what a claim returned.
+pub(super) fn observed<T: Claimed>(
+    semaphore: &Semaphore,
+    claim: impl Future<Output = Result<T>>,
+) -> impl Future<Output = Result<T>> {
+    let subject = |id| Subject::Semaphore {
+        service: &semaphore.service,
+        id,
+    };
+    let outcome = |result: &T| match result.claimed() {
+        Ok(_) => Outcome::Acquired,
+        Err(full) => Outcome::Full {
+            retry_after: full.retry_after,
+        },
+    };
+    let admitted = move |result: &Result<T>| {
+        let claim = result.as_ref().ok().and_then(|it| it.claimed().ok());
+        subject(claim.map(|claim| claim.id))
+    };
+    events::observe_more("acquire", subject(None), claim, outcome, admitted)
+}
 
 /// Claims a slot in one round trip, unless a transaction is open, which would hide the claim from other instances until
 /// it commits. A test transaction counts as none.

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
+use super::admission::Claimed;
 use super::held::{HeldSlot, LateRelease, PAUSE};
 use super::operations;
 use super::rules;
 use super::wakeups;
-use super::{Admission, Claim};
+use super::{Admission, Claim, Full};
 use crate::background::{Background, Chore, Mark};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
@@ -215,6 +216,12 @@ impl Permit {
         wakeups::wake_one(&self.slot.service);
         self.slot.record_release(&self.slot.completed(completed));
         true
+    }
+}
+
+impl Claimed for Permit {
+    fn claimed(&self) -> Result<&Claim, &Full> {
+        Ok(&self.slot.claim)
     }
 }
 

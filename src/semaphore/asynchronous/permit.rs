@@ -13,8 +13,9 @@ use crate::error::{Error, Result};
 use crate::panics::{caught, caught_while_awaited};
 use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime::{self, Finished};
+use crate::semaphore::admission::Claimed;
 use crate::semaphore::held::{HeldSlot, LateRelease};
-use crate::semaphore::{Admission, Claim, operations, rules, wakeups};
+use crate::semaphore::{Admission, Claim, Full, operations, rules, wakeups};
 use crate::session::Asynchronous;
 
 /// A slot of a semaphore, held until the permit is released, dropped or timed out. A permit holds no connection.
@@ -173,6 +174,12 @@ impl<P: Pool> Permit<P> {
     pub fn into_claim(mut self) -> Claim {
         self.is_over = true;
         self.slot.claim.clone()
+    }
+}
+
+impl<P: Pool> Claimed for Permit<P> {
+    fn claimed(&self) -> Result<&Claim, &Full> {
+        Ok(&self.slot.claim)
     }
 }
 

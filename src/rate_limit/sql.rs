@@ -7,8 +7,6 @@ use crate::functions::{
     reset_rate_limit, spend_rate_limit,
 };
 use crate::installed::Needs;
-#[cfg(feature = "async")]
-use crate::session::Probed;
 use crate::text::Name;
 use crate::time::Timestamp;
 
@@ -242,27 +240,6 @@ pub(super) const PRUNE_NEEDS: &Needs = &[
 pub(super) fn prune<'a>(after: &'a (String, String), batch: i32) -> Prune<'a> {
     diesel::select(prune_rate_limits(after.0.as_str(), after.1.as_str(), batch))
 }
-
-#[cfg(feature = "async")]
-impl Probed for Spend<'_> {}
-
-#[cfg(feature = "async")]
-impl Probed for SpendAtLeast<'_> {}
-
-#[cfg(feature = "async")]
-impl Probed for SpendAll<'_> {}
-
-#[cfg(feature = "async")]
-impl Probed for GiveBack<'_> {}
-
-#[cfg(feature = "async")]
-impl Probed for Peek<'_> {}
-
-#[cfg(feature = "async")]
-impl Probed for Reset<'_> {}
-
-#[cfg(feature = "async")]
-impl Probed for Prune<'_> {}
 
 #[cfg(test)]
 mod tests {

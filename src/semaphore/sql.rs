@@ -4,8 +4,6 @@ use diesel::data_types::PgInterval;
 
 use crate::functions::{admit_service_request, complete_service_request, renew_service_request};
 use crate::installed::Needs;
-#[cfg(feature = "async")]
-use crate::session::Probed;
 use crate::text::Name;
 use crate::time::Timestamp;
 
@@ -38,13 +36,6 @@ pub(super) type Complete = diesel::dsl::select<complete_service_request<i64>>;
 
 /// A renewal, which returns when the request expires, or null if it has ended.
 pub(super) type Renew = diesel::dsl::select<renew_service_request<i64, PgInterval>>;
-
-#[cfg(feature = "async")]
-impl Probed for ClaimSlot<'_> {}
-#[cfg(feature = "async")]
-impl Probed for Complete {}
-#[cfg(feature = "async")]
-impl Probed for Renew {}
 
 pub(super) const CLAIM_NEEDS: &Needs = &[
     ("admit_service_request", "EXECUTE"),

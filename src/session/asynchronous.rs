@@ -93,6 +93,9 @@ pub(crate) trait Probed: QueryFragment<Pg> {
 
 impl Probed for diesel::query_builder::SqlQuery {}
 
+/// Without a `FROM`, a statement ends with its columns.
+impl<E> Probed for diesel::dsl::select<E> where Self: QueryFragment<Pg> {}
+
 /// The columns of a probe, which finds an open transaction.
 #[derive(Debug, Clone)]
 pub(crate) enum ProbeColumns {

@@ -8,14 +8,13 @@ use tokio::runtime::Handle;
 use tokio::time::sleep;
 
 use super::{Check, CheckAll, Quota, RateLimitState, Reservation, Reserve, Spent};
-use super::{operations, waiting};
+use super::{operations, rules, waiting};
 use crate::clock::Deadline;
 use crate::error::Result;
 use crate::events;
 use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime::{self, Finished};
 use crate::session::Asynchronous;
-use crate::text::Name;
 
 /// A limit of N units per period, with a burst, for each key, across all instances.
 ///
@@ -98,7 +97,7 @@ impl RateLimit {
     pub async fn check<P: Pool>(&self, pool: &P) -> Result<Check> {
         let limit = &self.0;
         let check = async {
-            let mut conn = self.check_out(pool, None).await?;
+            let mut conn = check_out(pool, &[&self.0]).await?;
             operations::check(&mut Asynchronous::pooled(&mut conn), limit).await
         };
         events::observe("check", limit.subject(), check, Check::outcome).await
@@ -123,18 +122,12 @@ impl RateLimit {
     ///
     /// As [`RateLimit::check_all`](crate::RateLimit::check_all).
     pub async fn check_all<P: Pool>(pool: &P, limits: &[&RateLimit]) -> Result<CheckAll> {
-        let Some(first) = limits.first() else {
-            return Ok(CheckAll::Allowed(Vec::new()));
-        };
         let limits: Vec<_> = limits.iter().map(|limit| &limit.0).collect();
         let check = async {
-            for limit in &limits {
-                limit.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
-            }
-            let mut conn = first.check_out(pool, None).await?;
+            let mut conn = check_out(pool, &limits).await?;
             operations::check_all(&mut Asynchronous::pooled(&mut conn), &limits).await
         };
-        operations::observed_all(&limits, &first.0, check).await
+        operations::observed_all(&limits, check).await
     }
 
     /// As [`check_all`](Self::check_all), on the given connection.
@@ -146,13 +139,10 @@ impl RateLimit {
         conn: &mut AsyncPgConnection,
         limits: &[&RateLimit],
     ) -> Result<CheckAll> {
-        let Some(first) = limits.first() else {
-            return Ok(CheckAll::Allowed(Vec::new()));
-        };
         let limits: Vec<_> = limits.iter().map(|limit| &limit.0).collect();
         let session = &mut Asynchronous::lent(conn);
         let check = operations::check_all(session, &limits);
-        operations::observed_all(&limits, &first.0, check).await
+        operations::observed_all(&limits, check).await
     }
 
     /// Spends the units of a call in advance, if the wait for them is at most `max_wait`. Does not wait for them. As
@@ -164,7 +154,7 @@ impl RateLimit {
     pub async fn reserve<P: Pool>(&self, pool: &P, max_wait: Duration) -> Result<Reserve> {
         let limit = &self.0;
         let reserve = async {
-            let mut conn = self.check_out(pool, None).await?;
+            let mut conn = check_out(pool, &[&self.0]).await?;
             operations::reserve(&mut Asynchronous::pooled(&mut conn), limit, max_wait).await
         };
         events::observe("reserve", limit.subject(), reserve, Reserve::outcome).await
@@ -198,10 +188,9 @@ impl RateLimit {
     pub async fn acquire_timeout<P: Pool>(&self, pool: &P, timeout: Duration) -> Result<Check> {
         let deadline = Deadline::after(timeout);
         let acquire = async {
-            self.0.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
-            let runtime = runtime::current()?;
+            let runtime = checked(&[&self.0])?;
             let reserve = || async {
-                let mut conn = self.check_out(pool, Some(deadline.remaining())).await?;
+                let mut conn = pool::check_out(pool, Some(deadline.remaining())).await?;
                 // Owns all that it needs, so that the runtime can finish it.
                 let (limit, pool, handle) = (self.0.clone(), pool.clone(), runtime.clone());
                 let reserve = async move {
@@ -229,7 +218,7 @@ impl RateLimit {
     ///
     /// As [`RateLimit::peek`](crate::RateLimit::peek).
     pub async fn peek<P: Pool>(&self, pool: &P) -> Result<RateLimitState> {
-        let mut conn = self.check_out(pool, None).await?;
+        let mut conn = check_out(pool, &[&self.0]).await?;
         operations::peek(&mut Asynchronous::pooled(&mut conn), &self.0).await
     }
 
@@ -248,7 +237,7 @@ impl RateLimit {
     ///
     /// As [`RateLimit::reset`](crate::RateLimit::reset).
     pub async fn reset<P: Pool>(&self, pool: &P) -> Result<bool> {
-        let mut conn = self.check_out(pool, None).await?;
+        let mut conn = check_out(pool, &[&self.0]).await?;
         let session = &mut Asynchronous::pooled(&mut conn);
         Ok(operations::reset(session, &self.0, false).await? > 0)
     }
@@ -270,7 +259,7 @@ impl RateLimit {
     ///
     /// As [`RateLimit::reset`](crate::RateLimit::reset).
     pub async fn reset_all<P: Pool>(&self, pool: &P) -> Result<u64> {
-        let mut conn = self.check_out(pool, None).await?;
+        let mut conn = check_out(pool, &[&self.0]).await?;
         operations::reset(&mut Asynchronous::pooled(&mut conn), &self.0, true).await
     }
 
@@ -349,17 +338,20 @@ impl RateLimit {
     pub async fn cancel_on(conn: &mut AsyncPgConnection, reservation: Reservation) -> Result<u32> {
         operations::cancel(&mut Asynchronous::lent(conn), &reservation).await
     }
+}
 
-    /// Checks the arguments before the pool is asked.
-    async fn check_out<P: Pool>(
-        &self,
-        pool: &P,
-        limit: Option<Duration>,
-    ) -> Result<CheckedOut<P::Connection>> {
-        self.0.checked(Duration::ZERO, Name::anywhere)?;
-        runtime::current()?;
-        pool::check_out(pool, limit).await
-    }
+/// Checks the arguments before the pool is asked, and returns the runtime that polls this.
+fn checked(limits: &[&crate::RateLimit]) -> Result<Handle> {
+    rules::check_each(limits)?;
+    runtime::current()
+}
+
+async fn check_out<P: Pool>(
+    pool: &P,
+    limits: &[&crate::RateLimit],
+) -> Result<CheckedOut<P::Connection>> {
+    checked(limits)?;
+    pool::check_out(pool, None).await
 }
 
 /// A reservation whose moment is awaited. Dropping it cancels the reservation.

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use diesel::pg::PgConnection;
 
+#[cfg(feature = "r2d2")]
+use super::rules;
 use super::{Check, CheckAll, RateLimit, RateLimitState, Reservation, Reserve};
 use super::{operations, waiting};
 use crate::clock::Deadline;
@@ -14,8 +16,6 @@ use crate::events::{self, Outcome};
 #[cfg(feature = "r2d2")]
 use crate::pool::{self, PgPool, PooledPgConnection};
 use crate::session::{Blocking, now};
-#[cfg(feature = "r2d2")]
-use crate::text::Name;
 
 /// # Checks
 ///
@@ -85,7 +85,7 @@ impl RateLimit {
     #[cfg(feature = "r2d2")]
     pub fn check(&self, pool: &PgPool) -> Result<Check> {
         let check = async {
-            let mut conn = self.check_out(pool)?;
+            let mut conn = check_out(pool, &[self])?;
             operations::check(&mut Blocking::pooled(&mut conn), self).await
         };
         self.observed("check", check, Check::outcome)
@@ -150,17 +150,11 @@ impl RateLimit {
     /// ```
     #[cfg(feature = "r2d2")]
     pub fn check_all(pool: &PgPool, limits: &[&RateLimit]) -> Result<CheckAll> {
-        let Some(first) = limits.first() else {
-            return Ok(CheckAll::Allowed(Vec::new()));
-        };
         let check = async {
-            for limit in limits {
-                limit.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
-            }
-            let mut conn = pool::check_out(pool, None)?;
+            let mut conn = check_out(pool, limits)?;
             operations::check_all(&mut Blocking::pooled(&mut conn), limits).await
         };
-        now(operations::observed_all(limits, first, check))
+        now(operations::observed_all(limits, check))
     }
 
     /// As [`check_all`](Self::check_all), on the given connection.
@@ -173,12 +167,9 @@ impl RateLimit {
     ///
     /// As [`check_all`](Self::check_all).
     pub fn check_all_on(conn: &mut PgConnection, limits: &[&RateLimit]) -> Result<CheckAll> {
-        let Some(first) = limits.first() else {
-            return Ok(CheckAll::Allowed(Vec::new()));
-        };
         let session = &mut Blocking::lent(conn);
         let check = operations::check_all(session, limits);
-        now(operations::observed_all(limits, first, check))
+        now(operations::observed_all(limits, check))
     }
 
     /// Spends the units of a call in advance, if the wait for them is at most `max_wait`, through a connection from the pool.
@@ -218,7 +209,7 @@ impl RateLimit {
     #[cfg(feature = "r2d2")]
     pub fn reserve(&self, pool: &PgPool, max_wait: Duration) -> Result<Reserve> {
         let reserve = async {
-            let mut conn = self.check_out(pool)?;
+            let mut conn = check_out(pool, &[self])?;
             operations::reserve(&mut Blocking::pooled(&mut conn), self, max_wait).await
         };
         self.observed("reserve", reserve, Reserve::outcome)
@@ -257,7 +248,7 @@ impl RateLimit {
     pub fn acquire_timeout(&self, pool: &PgPool, timeout: Duration) -> Result<Check> {
         let deadline = Deadline::after(timeout);
         let acquire = async {
-            self.checked(Duration::ZERO, Name::anywhere)?; // before the pool is asked
+            rules::check_each(&[self])?; // before the pool is asked
             wait(deadline, || {
                 let mut conn = pool::check_out(pool, Some(deadline.remaining()))?;
                 let session = &mut Blocking::pooled(&mut conn);
@@ -303,7 +294,7 @@ impl RateLimit {
     /// See [errors of checks](#errors-of-checks), of which `SpendInTransaction` and `ReadOnly` do not occur.
     #[cfg(feature = "r2d2")]
     pub fn peek(&self, pool: &PgPool) -> Result<RateLimitState> {
-        let mut conn = self.check_out(pool)?;
+        let mut conn = check_out(pool, &[self])?;
         now(operations::peek(&mut Blocking::pooled(&mut conn), self))
     }
 
@@ -331,7 +322,7 @@ impl RateLimit {
     /// locked the key for 250 milliseconds.
     #[cfg(feature = "r2d2")]
     pub fn reset(&self, pool: &PgPool) -> Result<bool> {
-        let mut conn = self.check_out(pool)?;
+        let mut conn = check_out(pool, &[self])?;
         let session = &mut Blocking::pooled(&mut conn);
         Ok(now(operations::reset(session, self, false))? > 0)
     }
@@ -358,7 +349,7 @@ impl RateLimit {
     /// As [`reset`](Self::reset).
     #[cfg(feature = "r2d2")]
     pub fn reset_all(&self, pool: &PgPool) -> Result<u64> {
-        let mut conn = self.check_out(pool)?;
+        let mut conn = check_out(pool, &[self])?;
         now(operations::reset(
             &mut Blocking::pooled(&mut conn),
             self,
@@ -412,13 +403,13 @@ impl RateLimit {
     ) -> Result<T> {
         now(events::observe(operation, self.subject(), call, outcome))
     }
+}
 
-    /// Checks the arguments before the pool is asked.
-    #[cfg(feature = "r2d2")]
-    fn check_out(&self, pool: &PgPool) -> Result<PooledPgConnection> {
-        self.checked(Duration::ZERO, Name::anywhere)?;
-        pool::check_out(pool, None)
-    }
+/// Checks the arguments before the pool is asked.
+#[cfg(feature = "r2d2")]
+fn check_out(pool: &PgPool, limits: &[&RateLimit]) -> Result<PooledPgConnection> {
+    rules::check_each(limits)?;
+    pool::check_out(pool, None)
 }
 
 /// Reserves, and sleeps until the units may be used.

@@ -75,9 +75,6 @@ pub(super) async fn check_all<S: Session>(
         calls.push(limit.checked(Duration::ZERO, |name| session.name(name))?);
     }
     let arrays = rules::calls(limits, &calls)?;
-    let Some(first) = limits.first() else {
-        return Ok(CheckAll::Allowed(Vec::new()));
-    };
     refuse_transaction(session)?;
     let (reply, in_transaction) = probe_at_read_committed(session, sql::spend_all(&arrays)).await;
     let row: AllSpentRow = match reply {
@@ -88,7 +85,9 @@ pub(super) async fn check_all<S: Session>(
                 _ => None,
             };
             let refused = rules::above_burst(limits, &calls, details);
-            let limit = refused.as_ref().unwrap_or(first);
+            let Some(limit) = refused.as_ref().or(limits.first().copied()) else {
+                return Err(error.into());
+            };
             return Err(explain(session, error, limit, sql::SPEND_ALL_NEEDS).await);
         }
     };
@@ -101,19 +100,16 @@ pub(super) async fn check_all<S: Session>(
     Ok(outcome)
 }
 
-/// Observes a check of several limits.
-pub(super) fn observed_all<'a>(
-    limits: &'a [&'a RateLimit],
-    first: &'a RateLimit,
+/// Runs and observes a check of several limits. An empty list is allowed: nothing is sent, and no event is logged.
+pub(super) async fn observed_all(
+    limits: &[&RateLimit],
     check: impl Future<Output = Result<CheckAll>>,
-) -> impl Future<Output = Result<CheckAll>> {
-    events::observe_more(
-        "check",
-        first.subject(),
-        check,
-        CheckAll::outcome,
-        move |checked| rules::decisive(limits, first, checked).subject(),
-    )
+) -> Result<CheckAll> {
+    let Some(first) = limits.first() else {
+        return Ok(CheckAll::Allowed(Vec::new()));
+    };
+    let decisive = |checked: &_| rules::decisive(limits, first, checked).subject();
+    events::observe_more("check", first.subject(), check, CheckAll::outcome, decisive).await
 }
 
 /// Gives units back in one round trip, and returns how many.

@@ -98,6 +98,20 @@ impl RateLimit {
     }
 }
 
+impl Call<'_> {
+    fn has_key_of(&self, other: &Call<'_>) -> bool {
+        self.name.as_str() == other.name.as_str() && self.key == other.key
+    }
+}
+
+/// Checks the arguments of calls before a connection is there.
+#[cfg(any(feature = "r2d2", feature = "async"))]
+pub(super) fn check_each(limits: &[&RateLimit]) -> Result<()> {
+    limits
+        .iter()
+        .try_for_each(|limit| limit.checked(Duration::ZERO, Name::anywhere).map(drop))
+}
+
 /// Returns the arrays of a check of several limits.
 pub(super) fn calls<'a>(limits: &[&RateLimit], calls: &'a [Call<'a>]) -> Result<Calls<'a>> {
     let mut arrays = Calls {
@@ -106,9 +120,7 @@ pub(super) fn calls<'a>(limits: &[&RateLimit], calls: &'a [Call<'a>]) -> Result<
         ..Calls::default()
     };
     for (place, call) in calls.iter().enumerate() {
-        let same_key =
-            |other: &&Call<'_>| other.name.as_str() == call.name.as_str() && other.key == call.key;
-        if let Some(other) = calls[..place].iter().find(same_key) {
+        if let Some(other) = calls[..place].iter().find(|other| other.has_key_of(call)) {
             let quotas = [call, other].map(|it| (it.n, it.period_us, it.burst));
             if quotas[0] != quotas[1] {
                 let name = limits[place].name.to_string();
@@ -136,9 +148,8 @@ pub(super) fn above_burst(
 ) -> Option<RateLimit> {
     let place = details.and_then(|text| text.strip_prefix("place ")?.parse::<usize>().ok());
     let cost_of_key = |call: &Call<'_>| {
-        let same_key =
-            |other: &&Call<'_>| other.name.as_str() == call.name.as_str() && other.key == call.key;
-        calls.iter().filter(same_key).map(|it| it.cost).sum::<i64>()
+        let same_key = calls.iter().filter(|other| other.has_key_of(call));
+        same_key.map(|it| it.cost).sum::<i64>()
     };
     let mut costs = limits
         .iter()

@@ -190,6 +190,8 @@ mod session;
 
 #[cfg(any(feature = "r2d2", feature = "async"))]
 mod sessions;
+#[cfg(any(feature = "r2d2", feature = "async"))]
+mod signal;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod text;

@@ -12,12 +12,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use self::keys::{Keys, Known, Unused};
-use self::taking::{Completion, Taking, Takings};
+use self::taking::{Taking, Takings};
 use super::{Check, RateLimit, operations};
 use crate::clock::{Deadline, Moment};
 use crate::error::{Error, Input, Result};
 use crate::panics::lock;
 use crate::session::Session;
+use crate::signal::Signal;
 use crate::text::Name;
 
 /// A limit, and what this process knows of its keys.
@@ -69,7 +70,7 @@ impl Local {
     }
 
     /// Announces that a call takes units. Returns, as the error, what to wait for if another call takes enough for both.
-    fn announce(&self, key: &str, cost: u32) -> Result<Taking, Arc<Completion>> {
+    fn announce(&self, key: &str, cost: u32) -> Result<Taking, Arc<Signal>> {
         Taking::announce(&self.takings, key, self.chunk, cost)
     }
 

@@ -5,17 +5,11 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-#[cfg(feature = "r2d2")]
-use std::sync::Condvar;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-#[cfg(feature = "async")]
-use tokio::sync::Notify;
-
 use crate::panics::lock;
-#[cfg(feature = "r2d2")]
-use crate::panics::unpoisoned;
+use crate::signal::Signal;
 
 /// All waiters of this process, for any service. The waiter at the front is woken next.
 static WAITERS: Mutex<VecDeque<Arc<Wakeup>>> = Mutex::new(VecDeque::new());
@@ -23,13 +17,7 @@ static WAITERS: Mutex<VecDeque<Arc<Wakeup>>> = Mutex::new(VecDeque::new());
 #[derive(Debug)]
 struct Wakeup {
     service: Cow<'static, str>,
-    is_pending: Mutex<bool>,
-    /// Wakes a thread.
-    #[cfg(feature = "r2d2")]
-    changed: Condvar,
-    /// Wakes a task.
-    #[cfg(feature = "async")]
-    notified: Notify,
+    signal: Signal,
 }
 
 /// A thread or task that waits for a slot of a service. It is registered before its first claim, so it misses no release.
@@ -40,11 +28,7 @@ impl Waiter {
     pub(super) fn register(service: Cow<'static, str>) -> Self {
         let wakeup = Arc::new(Wakeup {
             service,
-            is_pending: Mutex::new(false),
-            #[cfg(feature = "r2d2")]
-            changed: Condvar::new(),
-            #[cfg(feature = "async")]
-            notified: Notify::new(),
+            signal: Signal::default(),
         });
         lock(&WAITERS).push_back(Arc::clone(&wakeup));
         Self(wakeup)
@@ -53,27 +37,16 @@ impl Waiter {
     /// Blocks the thread for the pause, or until a release wakes this waiter.
     #[cfg(feature = "r2d2")]
     pub(super) fn sleep(&self, pause: Duration) {
-        let is_pending = lock(&self.0.is_pending);
-        let woken = self
-            .0
-            .changed
-            .wait_timeout_while(is_pending, pause, |is_pending| !*is_pending);
-        *unpoisoned(woken).0 = false;
+        self.0.signal.wait(pause);
+        // The next poll serves a release at this moment as well.
+        self.0.signal.take();
     }
 
     /// Ends after the pause, or when a release wakes this waiter.
     #[cfg(feature = "async")]
     pub(super) async fn woken(&self, pause: Duration) {
-        let woken = async {
-            // The notification of a release that was seen without waiting is still there, so this looks again.
-            while !std::mem::take(&mut *lock(&self.0.is_pending)) {
-                self.0.notified.notified().await;
-            }
-        };
-        if tokio::time::timeout(pause, woken).await.is_err() {
-            // The next poll serves a release at this moment as well.
-            *lock(&self.0.is_pending) = false;
-        }
+        self.0.signal.awaited(pause).await;
+        self.0.signal.take();
     }
 }
 
@@ -81,7 +54,7 @@ impl Drop for Waiter {
     fn drop(&mut self) {
         lock(&WAITERS).retain(|wakeup| !Arc::ptr_eq(wakeup, &self.0));
         // This waiter has its slot already, or gives up. The next waiter gets the wake-up that it did not use.
-        if *lock(&self.0.is_pending) {
+        if self.0.signal.is_set() {
             wake_one(&self.0.service);
         }
     }
@@ -96,12 +69,9 @@ pub(super) fn wake_one(service: &str) {
         waiters.push_back(Arc::clone(&wakeup));
         // This happens under the lock of the list, so a waiter that leaves the list afterwards sees its wake-up, and
         // passes it on.
-        *lock(&wakeup.is_pending) = true;
+        wakeup.signal.set();
         drop(waiters);
-        #[cfg(feature = "r2d2")]
-        wakeup.changed.notify_one();
-        #[cfg(feature = "async")]
-        wakeup.notified.notify_one();
+        wakeup.signal.wake();
     }
 }
 
@@ -118,7 +88,7 @@ mod tests {
     }
 
     fn is_woken(waiter: &Waiter) -> bool {
-        *lock(&waiter.0.is_pending)
+        waiter.0.signal.is_set()
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use tokio::runtime::Handle;
 
+use super::taking::LONGEST_WAIT;
 use super::{Known, Local, give_back};
 use crate::clock::Deadline;
 use crate::error::Result;
@@ -116,7 +117,7 @@ impl<P: Pool> LocalRateLimit<P> {
             let taking = match local.announce(key, cost) {
                 Ok(taking) => taking,
                 Err(completion) => {
-                    completion.awaited().await;
+                    completion.awaited(LONGEST_WAIT).await;
                     if let Known::Outcome(check) = local.known(key, cost)? {
                         return Ok(check);
                     }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use super::taking::LONGEST_WAIT;
 use super::{Known, Local, give_back};
 use crate::clock::Deadline;
 use crate::error::Result;
@@ -102,7 +103,7 @@ impl LocalRateLimit {
             let _taking = match self.local.announce(key, cost) {
                 Ok(taking) => taking,
                 Err(completion) => {
-                    completion.wait();
+                    completion.wait(LONGEST_WAIT);
                     if let Known::Outcome(check) = self.local.known(key, cost)? {
                         return Ok(check);
                     }

@@ -1,20 +1,15 @@
 //! Round trips that take units. Calls for the same key wait for one that takes enough for them, too.
 
 use std::collections::HashMap;
-#[cfg(feature = "r2d2")]
-use std::sync::Condvar;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-#[cfg(feature = "async")]
-use tokio::sync::Notify;
-
 use crate::panics::lock;
-#[cfg(feature = "r2d2")]
-use crate::panics::unpoisoned;
+use crate::signal::Signal;
 
-/// How long a call waits for another one, which may itself wait for a connection, before it takes units for itself.
-const LONGEST_WAIT: Duration = Duration::from_millis(250);
+/// How long a call waits for another one, before it takes units for itself. The other one may itself wait for a connection, or be
+/// a future that nobody polls.
+pub(super) const LONGEST_WAIT: Duration = Duration::from_millis(250);
 
 /// The calls that take units at present, the last one of each key.
 pub(super) type Takings = HashMap<Arc<str>, Announced>;
@@ -24,7 +19,7 @@ pub(super) type Takings = HashMap<Arc<str>, Announced>;
 pub(super) struct Taking {
     takings: Arc<Mutex<Takings>>,
     key: Arc<str>,
-    completion: Arc<Completion>,
+    completion: Arc<Signal>,
 }
 
 /// What other calls know of one that takes units.
@@ -32,7 +27,7 @@ pub(super) struct Taking {
 pub(super) struct Announced {
     /// How many of the units no call waits for.
     spare: u32,
-    completion: Arc<Completion>,
+    completion: Arc<Signal>,
 }
 
 impl Taking {
@@ -43,7 +38,7 @@ impl Taking {
         key: &str,
         chunk: u32,
         cost: u32,
-    ) -> Result<Self, Arc<Completion>> {
+    ) -> Result<Self, Arc<Signal>> {
         let mut present = lock(takings);
         if let Some(other) = present.get_mut(key) {
             if let Some(spare) = other.spare.checked_sub(cost) {
@@ -95,53 +90,8 @@ impl Drop for Taking {
             present.remove(&self.key);
         }
         drop(present);
-        self.completion.complete();
-    }
-}
-
-/// The end of a call that takes units.
-#[derive(Debug, Default)]
-pub(super) struct Completion {
-    is_over: Mutex<bool>,
-    /// Wakes threads.
-    #[cfg(feature = "r2d2")]
-    changed: Condvar,
-    /// Wakes tasks.
-    #[cfg(feature = "async")]
-    notified: Notify,
-}
-
-impl Completion {
-    fn complete(&self) {
-        *lock(&self.is_over) = true;
-        #[cfg(feature = "r2d2")]
-        self.changed.notify_all();
-        #[cfg(feature = "async")]
-        self.notified.notify_waiters();
-    }
-
-    /// Blocks the thread until the call has ended, or a moment has passed.
-    #[cfg(feature = "r2d2")]
-    pub(super) fn wait(&self) {
-        let is_over = lock(&self.is_over);
-        let waited = self
-            .changed
-            .wait_timeout_while(is_over, LONGEST_WAIT, |is_over| !*is_over);
-        drop(unpoisoned(waited));
-    }
-
-    /// Waits until the call has ended, or a moment has passed. The other call may be a future that nobody polls.
-    #[cfg(feature = "async")]
-    pub(super) async fn awaited(&self) {
-        let over = async {
-            // A notification after this line is not missed.
-            let notified = self.notified.notified();
-            let is_over = *lock(&self.is_over);
-            if !is_over {
-                notified.await;
-            }
-        };
-        let _ = tokio::time::timeout(LONGEST_WAIT, over).await;
+        self.completion.set();
+        self.completion.wake();
     }
 }
 
@@ -162,10 +112,10 @@ mod tests {
         let next = announce(1).unwrap_err();
         assert!(Arc::ptr_eq(&next, &second.completion));
         drop(first);
-        assert!(*lock(&completion.is_over) && !*lock(&next.is_over));
+        assert!(completion.is_set() && !next.is_set());
         assert!(announce(7).is_err());
         drop(second);
-        assert!(*lock(&next.is_over));
+        assert!(next.is_set());
         assert!(announce(1).is_ok());
         assert!(lock(&takings).is_empty());
     }
@@ -190,7 +140,7 @@ mod tests {
             std::panic::resume_unwind(Box::new("of the caller"));
         });
         assert!(call.join().is_err());
-        completion.wait();
-        assert!(*lock(&completion.is_over));
+        completion.wait(LONGEST_WAIT);
+        assert!(completion.is_set());
     }
 }

@@ -4,9 +4,8 @@ use std::ops::DerefMut;
 
 use diesel::pg::PgConnection;
 
-use super::doubt::{Doubt, distrusted};
+use super::doubt::{Doubt, distrusted, record_discard};
 use super::operations;
-use crate::events::{self, Event, Outcome, Subject};
 use crate::panics::caught;
 use crate::session::{Blocking, Session, now};
 use crate::transaction::{self, Transaction};
@@ -110,16 +109,7 @@ fn discard<C: GuardConnection>(conn: &mut PgConnection, doubt: Doubt) {
     // After the last statement, because the next one that succeeds would clear the mark. Before the event, because its
     // subscriber may panic.
     transaction::mark_broken(conn);
-    caught(|| {
-        let subject = Subject::Connection {
-            pooled: C::IS_POOLED,
-        };
-        events::record(&Event::new(
-            "discard",
-            subject,
-            Outcome::Discarded { is_expected: false },
-        ));
-    });
+    record_discard(C::IS_POOLED, false);
 }
 
 /// The result of repairing a borrowed connection.

@@ -1,6 +1,8 @@
 //! Whether a session may hold a lock that no guard accounts for.
 
 use super::lock::Lock;
+use crate::events::{self, Event, Outcome, Subject};
+use crate::panics::caught;
 
 /// Why the session may hold a lock that no guard accounts for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +24,13 @@ impl Doubt {
             Doubt::Releasing(_, pid) | Doubt::Certain(pid) => Some(pid),
         }
     }
+}
+
+/// Records that a connection in doubt is discarded. Caught, because a drop does it, and the subscriber may panic.
+pub(super) fn record_discard(pooled: bool, is_expected: bool) {
+    let subject = Subject::Connection { pooled };
+    let outcome = Outcome::Discarded { is_expected };
+    caught(|| events::record(&Event::new("discard", subject, outcome)));
 }
 
 /// The pids of sessions that still hold a lock that no guard accounts for.

@@ -17,7 +17,6 @@ use super::watch::{self, Watch};
 use super::watched::Watches;
 use crate::attempt::Attempt;
 use crate::error::{Error, Result};
-use crate::events::{self, Event, Outcome, Subject};
 use crate::key::LockKey;
 use crate::panics::caught;
 #[cfg(feature = "r2d2")]
@@ -286,13 +285,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         self.held.fencing_token = None;
         #[cfg(feature = "r2d2")]
         self.watches.released(&released);
-        let event = Event::of(
-            "release",
-            Subject::Lock(self.held.key.shown()),
-            &released,
-            |()| Outcome::Released,
-        );
-        events::record(&event.held_since(self.since));
+        self.held.record_release(self.since, &released);
         released
     }
 }

@@ -4,6 +4,7 @@ mod wait;
 mod xact;
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use diesel::prelude::*;
 use diesel::result::Error as DieselError;
@@ -18,8 +19,11 @@ use super::rules::{self, AfterTry, Fate, Loss, TryReply, Unlocked};
 use super::sql::{self, Numbered};
 use super::token::Token;
 use crate::error::{Error, Misplaced, Result};
+use crate::events::{self, Event, Outcome, Subject};
 use crate::functions::pg_backend_pid;
 use crate::key::LockKey;
+#[cfg(feature = "async")]
+use crate::panics::caught;
 use crate::session::{Session, explained, is_closed, probe};
 use crate::transaction::{self, Transaction};
 
@@ -45,6 +49,22 @@ impl HeldLock {
             idle_session_timeout: None,
             fencing_token: None,
         }
+    }
+
+    pub(super) fn record_release(&self, since: Instant, released: &Result<()>) {
+        let event = Event::of("release", self.subject(), released, |()| Outcome::Released);
+        events::record(&event.held_since(since));
+    }
+
+    /// Records that a release is left to what becomes of the connection.
+    #[cfg(feature = "async")]
+    pub(super) fn record_deferral(&self, since: Instant) {
+        let deferred = Event::new("release", self.subject(), Outcome::Deferred);
+        caught(|| events::record(&deferred.held_since(since)));
+    }
+
+    fn subject(&self) -> Subject<'_> {
+        Subject::Lock(self.key.shown())
     }
 
     /// Returns the lock as a task releases it, and leaves nothing here that it needs.

@@ -8,8 +8,8 @@ use std::time::Instant;
 use diesel::connection::InstrumentationEvent;
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 
-use super::pinned::{GuardConnection, record_deferral, record_discard, sealed};
-use crate::advisory::doubt::{Doubt, distrusted};
+use super::pinned::{GuardConnection, sealed};
+use crate::advisory::doubt::{Doubt, distrusted, record_discard};
 use crate::advisory::operations::{self, HeldLock};
 use crate::advisory::sql::{self, Condition};
 use crate::advisory::waiter::LocalHold;
@@ -109,7 +109,7 @@ impl sealed::Sealed for Borrowed<'_> {
         if let Ok(true) = operations::holds(session, lock).await {
             operations::end_session(session).await;
             session.mark_broken();
-            caught(|| record_discard(false, false));
+            record_discard(false, false);
         }
         // Otherwise the session does not hold the lock, or has ended. Or the transaction of the caller is aborted, in which nothing
         // can be asked. A connection whose transaction was aborted before must stay usable, so it is not marked.
@@ -125,7 +125,7 @@ impl sealed::Sealed for Borrowed<'_> {
         let timeout = held.idle_session_timeout.as_deref();
         let message = sql::release_if(Condition::Session(held.pid), held.lock, timeout);
         self.queue(&message, Some(held.pid));
-        record_deferral(&held, since);
+        held.record_deferral(since);
     }
 }
 
@@ -136,7 +136,7 @@ impl Drop for Borrowed<'_> {
             Doubt::Certain(pid) => {
                 distrust(Some(pid));
                 Asynchronous::lent(self.conn).mark_broken();
-                caught(|| record_discard(false, false));
+                record_discard(false, false);
                 return;
             }
             Doubt::Acquiring(lock) if self.is_waiting => (Condition::None, lock),
@@ -154,7 +154,7 @@ impl Drop for Borrowed<'_> {
         self.queue(&message, doubt.pid());
         if self.has_failed {
             Asynchronous::lent(self.conn).mark_broken();
-            caught(|| record_discard(false, false));
+            record_discard(false, false);
         }
     }
 }

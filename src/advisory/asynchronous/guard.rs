@@ -9,7 +9,7 @@ use diesel_async::AsyncPgConnection;
 use futures_core::Stream;
 use tokio::time::timeout;
 
-use super::pinned::{self, GuardConnection, record_deferral, record_release};
+use super::pinned::{self, GuardConnection};
 use super::watch::Watch;
 use crate::advisory::operations::{self, HeldLock};
 use crate::advisory::watched::Watches;
@@ -211,10 +211,10 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         let released = release.await;
         self.is_recorded = true;
         match released {
-            Ok(released) => record_release(&self.held, self.since, &released),
+            Ok(released) => self.held.record_release(self.since, &released),
             Err(_) => {
                 self.pinned.set_waiting(true);
-                record_deferral(&self.held, self.since);
+                self.held.record_deferral(self.since);
             }
         }
     }
@@ -236,7 +236,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         self.watches.releasing(|_| ());
         let released = pinned::release(&mut self.pinned, &self.held, &self.watches).await;
         self.is_recorded = true;
-        record_release(&self.held, self.since, &released);
+        self.held.record_release(self.since, &released);
         released
     }
 }
@@ -267,7 +267,7 @@ impl<C: GuardConnection> Drop for AdvisoryLockGuard<C> {
             self.held.fencing_token = None;
             if !self.is_recorded {
                 // The future of the release was dropped.
-                record_deferral(&self.held, self.since);
+                self.held.record_deferral(self.since);
             }
         } else {
             self.watches.releasing(|_| ());

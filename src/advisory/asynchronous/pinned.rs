@@ -15,12 +15,11 @@ use tokio::runtime::Handle;
 use tokio::time::timeout;
 use tokio_postgres::NoTls;
 
-use crate::advisory::doubt::{Doubt, distrusted};
+use crate::advisory::doubt::{Doubt, distrusted, record_discard};
 use crate::advisory::operations::{self, HeldLock};
 use crate::advisory::sql;
 use crate::advisory::waiter::LocalHold;
 use crate::advisory::watched::Watches;
-use crate::events::{self, Event, Outcome, Subject};
 use crate::panics::caught;
 use crate::pool::asynchronous::PoolConnection;
 use crate::runtime;
@@ -248,30 +247,13 @@ async fn release_dropped<C: PoolConnection + 'static>(
     // Before the connection is back in its pool, because the next guard on this session must not share the token.
     held.fencing_token = None;
     match released {
-        Ok(released) => record_release(&held, since, &released),
+        Ok(released) => held.record_release(since, &released),
         // A statement of the caller's still runs, whose future was dropped.
         Err(_) => {
             pinned.is_waiting = true;
-            record_deferral(&held, since);
+            held.record_deferral(since);
         }
     }
-}
-
-/// Records that a release is left to what becomes of the connection.
-pub(super) fn record_deferral(held: &HeldLock, since: Instant) {
-    let event = Event::new(
-        "release",
-        Subject::Lock(held.key.shown()),
-        Outcome::Deferred,
-    );
-    caught(|| events::record(&event.held_since(since)));
-}
-
-pub(super) fn record_release(held: &HeldLock, since: Instant, released: &crate::Result<()>) {
-    let event = Event::of("release", Subject::Lock(held.key.shown()), released, |()| {
-        Outcome::Released
-    });
-    events::record(&event.held_since(since));
 }
 
 /// A pooled connection in doubt. Unless the doubt ends, dropping this discards the connection.
@@ -294,13 +276,7 @@ impl<C: PoolConnection + 'static> Drop for Unsettled<C> {
 fn discard<C: PoolConnection + 'static>(conn: C, is_expected: bool) {
     // That of a pool of the caller's own may panic.
     caught(|| conn.discard());
-    caught(|| record_discard(true, is_expected));
-}
-
-pub(super) fn record_discard(pooled: bool, is_expected: bool) {
-    let subject = Subject::Connection { pooled };
-    let outcome = Outcome::Discarded { is_expected };
-    events::record(&Event::new("discard", subject, outcome));
+    record_discard(true, is_expected);
 }
 
 /// Releases all locks of the session, and gives the connection back to its pool if nothing else is in doubt.

@@ -306,23 +306,7 @@ pub(super) const ROLLBACK_TO_SAVEPOINT: &str = "ROLLBACK TO SAVEPOINT diesel_int
 pub(super) const SAVEPOINT: &str = "SAVEPOINT diesel_interlock_wait";
 pub(super) const RELEASE_SAVEPOINT: &str = "RELEASE SAVEPOINT diesel_interlock_wait";
 
-impl NumberedText for Try {
-    fn lock(&self) -> Lock {
-        self.lock
-    }
-}
-
-impl NumberedText for TryCarefully {
-    fn lock(&self) -> Lock {
-        self.lock
-    }
-}
-
-impl NumberedText for WaitForSlice {
-    fn lock(&self) -> Lock {
-        self.lock
-    }
-}
+numbered_texts!(Try, TryCarefully, WaitForSlice);
 
 #[cfg(test)]
 mod tests {

@@ -96,11 +96,7 @@ pub(in crate::advisory) const END_SESSION: &str =
 /// Releases every session lock of this session.
 pub(in crate::advisory) const RELEASE_ALL: &str = "SELECT pg_catalog.pg_advisory_unlock_all()";
 
-impl NumberedText for Release {
-    fn lock(&self) -> Lock {
-        self.lock
-    }
-}
+numbered_texts!(Release);
 
 #[cfg(test)]
 mod tests {

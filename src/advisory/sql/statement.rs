@@ -83,6 +83,16 @@ pub(in crate::advisory) trait NumberedText: Clone {
     fn lock(&self) -> Lock;
 }
 
+macro_rules! numbered_texts {
+    ($($statement:ty),*) => {
+        $(impl NumberedText for $statement {
+            fn lock(&self) -> Lock {
+                self.lock
+            }
+        })*
+    };
+}
+
 /// Calls a method of the statement under the number of its text.
 macro_rules! numbered {
     ($statement:expr, |$text:ident| $call:expr) => {{

@@ -95,11 +95,7 @@ pub(super) fn literal(id: LockId) -> String {
     }
 }
 
-impl NumberedText for TryXact {
-    fn lock(&self) -> Lock {
-        self.lock
-    }
-}
+numbered_texts!(TryXact);
 
 #[cfg(test)]
 mod tests {

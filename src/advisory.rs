@@ -156,12 +156,4 @@ impl AdvisoryLock {
     pub const fn key(&self) -> &LockKey {
         &self.key
     }
-
-    const fn mode(&self) -> LockMode {
-        self.mode
-    }
-
-    const fn is_fenced(&self) -> bool {
-        self.fenced
-    }
 }

@@ -30,7 +30,7 @@ pub(crate) trait Chore: Send + Sync + 'static {
 }
 
 /// Short enough that no clock overflows.
-pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+const LONGEST_PAUSE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// Identifies the pool of a connection. One pool may have several marks, but no two pools have the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -224,9 +224,7 @@ where
     U: Send,
 {
     match one_outside_leftovers(session, statement.clone()).await {
-        Err(error)
-            if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
-        {
+        Err(error) if is_retried(session, &error) => {
             one_in_read_committed(session, statement).await
         }
         reply => reply,
@@ -245,14 +243,17 @@ where
     U: Send,
 {
     match probe(session, statement.clone()).await {
-        (Err(error), false)
-            if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
-        {
+        (Err(error), false) if is_retried(session, &error) => {
             (one_in_read_committed(session, statement).await, false)
         }
         (reply @ Err(_), is_open) => (explained(session, reply, is_open).await, is_open),
         probed => probed,
     }
+}
+
+/// Returns whether a statement is sent again, because a stricter default level failed it.
+fn is_retried<S: Session>(session: &mut S, error: &DieselError) -> bool {
+    is_serialization_failure(error) && session.transaction() == Transaction::None
 }
 
 async fn one_in_read_committed<S, U, Q>(session: &mut S, statement: Q) -> QueryResult<U>
@@ -288,9 +289,7 @@ where
     U: Send,
 {
     match session.all(statement.clone()).await {
-        Err(error)
-            if is_serialization_failure(&error) && session.transaction() == Transaction::None =>
-        {
+        Err(error) if is_retried(session, &error) => {
             all_in_read_committed(session, statement).await
         }
         reply => reply,

@@ -429,12 +429,12 @@ struct Acquisition<C: GuardConnection> {
 impl<C: GuardConnection> Acquisition<C> {
     fn of(handle: &AdvisoryLock, mut pinned: C) -> Result<Self> {
         let id = pinned.session().0.lock_id(handle.key())?;
-        let mode = handle.0.mode();
+        let mode = handle.0.mode;
         let lock = Lock { id, mode };
         Ok(Self {
             pinned,
             held: HeldLock::requested(handle.key(), lock),
-            is_fenced: handle.0.is_fenced(),
+            is_fenced: handle.0.fenced,
             is_granted: false,
         })
     }

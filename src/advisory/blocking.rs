@@ -420,12 +420,12 @@ impl<C: GuardConnection> Acquisition<C> {
         let mut pinned = PinnedConnection::new(conn);
         let lock = Lock {
             id: request.id_on(pinned.conn())?,
-            mode: handle.mode(),
+            mode: handle.mode,
         };
         Ok(Self {
             pinned,
             held: HeldLock::requested(handle.key(), lock),
-            is_fenced: handle.is_fenced(),
+            is_fenced: handle.fenced,
             is_granted: false,
         })
     }

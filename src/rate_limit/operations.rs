@@ -59,8 +59,7 @@ pub(super) async fn spend<S: Session>(
     };
     let reply = Reply::of(row, limit.quota, SentName::of(&call.name));
     if in_transaction {
-        let spent = reply.spent(limit).map(|(spent, _)| spent);
-        return Err(undo(session, spent.as_slice(), limit.durable).await);
+        return Err(undo(session, reply.spent(limit).as_slice(), limit.durable).await);
     }
     Ok(reply)
 }

@@ -48,8 +48,8 @@ impl Reply {
         }
     }
 
-    /// Returns what was spent, and how long to wait before it may be used. `None` if nothing was spent.
-    pub(super) fn spent(&self, limit: &RateLimit) -> Option<(Spent, Duration)> {
+    /// Returns what was spent. `None` if nothing was spent.
+    pub(super) fn spent(&self, limit: &RateLimit) -> Option<Spent> {
         if self.units == 0 {
             return None;
         }
@@ -62,8 +62,7 @@ impl Reply {
             .burst
             .saturating_sub(saturated(quota.units_owed(before.saturating_sub(moment))));
         let room = quota.room_for(self.units).unwrap_or(0);
-        let wait_us = before.saturating_sub(room).min(i64::MAX as u128) as i64;
-        let spent = Spent {
+        Some(Spent {
             at: self.at,
             units: self.units,
             remaining: left.saturating_sub(self.units),
@@ -71,9 +70,8 @@ impl Reply {
             quota,
             limit: Arc::new(limit.sent_as(self.sent_name.clone())),
             kept: Kept::all(self.units),
-            wait_us,
-        };
-        Some((spent, Duration::from_micros(wait_us.unsigned_abs())))
+            wait_us: before.saturating_sub(room).min(i64::MAX as u128) as i64,
+        })
     }
 
     /// Returns the hint of a call for so many units that was limited.
@@ -100,14 +98,17 @@ impl Reply {
 
     pub(super) fn check(&self, limit: &RateLimit) -> Check {
         match self.spent(limit) {
-            Some((spent, _)) => Check::Allowed(spent),
+            Some(spent) => Check::Allowed(spent),
             None => Check::Limited(self.limited(limit, limit.cost)),
         }
     }
 
     pub(super) fn reserve(&self, limit: &RateLimit) -> Reserve {
         match self.spent(limit) {
-            Some((spent, wait)) => Reserve::Reserved(Reservation { spent, wait }),
+            Some(spent) => {
+                let wait = Duration::from_micros(spent.wait_us.unsigned_abs());
+                Reserve::Reserved(Reservation { spent, wait })
+            }
             None => Reserve::Limited(self.limited(limit, limit.cost)),
         }
     }

@@ -59,7 +59,7 @@ impl AdvisoryLock {
     fn checked_on<S: Session>(&self, session: &mut S) -> Result<Lock> {
         Ok(Lock {
             id: session.lock_id(self.key())?,
-            mode: self.mode(),
+            mode: self.mode,
         })
     }
 

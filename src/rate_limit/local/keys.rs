@@ -146,7 +146,7 @@ impl Entry {
     ) -> Option<Check> {
         let now = Moment::now();
         self.forget_void(now);
-        let Some((spent, _)) = reply.spent(asked) else {
+        let Some(spent) = reply.spent(asked) else {
             let mut limited = reply.limited(asked, missing);
             self.limited = Some(Remembered {
                 since: now.monotonic(),

@@ -52,19 +52,6 @@ pub type CheckedAll = Record<(
     Nullable<Array<BigInt>>,
 )>;
 
-/// The result of [`spend_rate_limit()`] and [`decide_rate_limit()`]: how many units were spent, why none were, the time of the
-/// decision, when the key is full, and the quota in force: N, the period in microseconds, and the burst, all null if it is the
-/// caller's own.
-pub type SpentUnits = Record<(
-    BigInt,
-    Nullable<Text>,
-    Timestamptz,
-    Timestamptz,
-    Nullable<BigInt>,
-    Nullable<BigInt>,
-    Nullable<BigInt>,
-)>;
-
 /// What is left of a key of a rate limit: how many units, how long until the key is full, and the quota in force: N, period
 /// and burst.
 pub type Peeked = Record<(BigInt, Interval, BigInt, Interval, BigInt)>;
@@ -160,37 +147,6 @@ extern "SQL" {
         max_wait: Interval,
         commit_async: Bool,
     ) -> Checked;
-
-    /// As [`reserve_rate_limit()`], in microseconds. With `at_least` it spends fewer units than the cost, down to `at_least`, if
-    /// fewer are left. Returns [`SpentUnits`].
-    #[sql_name = "resource_control.decide_rate_limit"]
-    fn decide_rate_limit(
-        name: Text,
-        key: Text,
-        n: BigInt,
-        period_us: BigInt,
-        burst: BigInt,
-        cost: BigInt,
-        max_wait_us: BigInt,
-        at_least: Nullable<BigInt>,
-        commit_async: Bool,
-    ) -> SpentUnits;
-
-    /// As [`decide_rate_limit()`], and faster. For this crate only: `allowance` and `increase` must be what the quota, the wait and
-    /// the cost amount to.
-    #[sql_name = "resource_control.spend_rate_limit"]
-    fn spend_rate_limit(
-        name: Text,
-        key: Text,
-        n: BigInt,
-        period_us: BigInt,
-        burst: BigInt,
-        cost: BigInt,
-        max_wait_us: BigInt,
-        commit_async: Bool,
-        allowance: Nullable<Interval>,
-        increase: Interval,
-    ) -> SpentUnits;
 
     /// Gives back units that were spent at `spent_at` and not used, less what was refilled since then, or since the end of the
     /// `wait` of a reservation. Returns how many, rounded up.

@@ -2,13 +2,67 @@
 
 use diesel::data_types::{PgInterval, PgTimestamp};
 
+use self::internal::{decide_rate_limit, spend_rate_limit};
 use crate::functions::{
-    check_rate_limits, decide_rate_limit, give_back_rate_limit, peek_rate_limit, prune_rate_limits,
-    reset_rate_limit, spend_rate_limit,
+    check_rate_limits, give_back_rate_limit, peek_rate_limit, prune_rate_limits, reset_rate_limit,
 };
 use crate::installed::Needs;
 use crate::text::Name;
 use crate::time::Timestamp;
+
+/// The stored functions that only this crate calls.
+// Diesel's macro writes public items without documentation, and the functions have many arguments.
+#[allow(missing_docs, unreachable_pub, clippy::too_many_arguments)]
+mod internal {
+    use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Record, Text, Timestamptz};
+
+    /// The result of [`spend_rate_limit()`] and [`decide_rate_limit()`]: how many units were spent, why none were, the time of the
+    /// decision, when the key is full, and the quota in force: N, the period in microseconds, and the burst, all null if it is the
+    /// caller's own.
+    pub(super) type SpentUnits = Record<(
+        BigInt,
+        Nullable<Text>,
+        Timestamptz,
+        Timestamptz,
+        Nullable<BigInt>,
+        Nullable<BigInt>,
+        Nullable<BigInt>,
+    )>;
+
+    #[diesel::declare_sql_function]
+    extern "SQL" {
+        /// As `reserve_rate_limit`, in microseconds. With `at_least` it spends fewer units than the cost, down to `at_least`, if
+        /// fewer are left. Returns [`SpentUnits`].
+        #[sql_name = "resource_control.decide_rate_limit"]
+        fn decide_rate_limit(
+            name: Text,
+            key: Text,
+            n: BigInt,
+            period_us: BigInt,
+            burst: BigInt,
+            cost: BigInt,
+            max_wait_us: BigInt,
+            at_least: Nullable<BigInt>,
+            commit_async: Bool,
+        ) -> SpentUnits;
+
+        /// As [`decide_rate_limit()`], and faster. `allowance` and `increase` must be what the quota, the wait and the cost
+        /// amount to.
+        #[sql_name = "resource_control.spend_rate_limit"]
+        fn spend_rate_limit(
+            name: Text,
+            key: Text,
+            n: BigInt,
+            period_us: BigInt,
+            burst: BigInt,
+            cost: BigInt,
+            max_wait_us: BigInt,
+            commit_async: Bool,
+            allowance: Nullable<Interval>,
+            increase: Interval,
+        ) -> SpentUnits;
+    }
+}
 
 /// The arguments of a call that passed every check that needs no database.
 #[derive(Debug)]

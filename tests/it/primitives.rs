@@ -85,8 +85,6 @@ const PRIMITIVES: [Primitive; 5] = [
             "check_rate_limit",
             "check_rate_limits",
             "reserve_rate_limit",
-            "decide_rate_limit",
-            "spend_rate_limit",
             "give_back_rate_limit",
             "peek_rate_limit",
             "reset_rate_limit",
@@ -95,6 +93,8 @@ const PRIMITIVES: [Primitive; 5] = [
             "scaled_up",
         ],
         internal: &[
+            "decide_rate_limit",
+            "spend_rate_limit",
             "scaled_down",
             "rescaled",
             "microseconds",

@@ -137,11 +137,11 @@ async fn roll_back_try<S: Session>(session: &mut S, error: &DieselError) {
     if session.is_pooled() || session.transaction() == Transaction::Test || is_closed(error) {
         return;
     }
-    let Err(aborted) = session.batch("SELECT 1").await else {
+    let Err(aborted) = session.batch(sql::PING).await else {
         return;
     };
     if aborted.to_string() != error.to_string() && !session.has_ended(&aborted).await {
-        let _ = session.batch("ROLLBACK").await;
+        let _ = session.batch(sql::ROLLBACK).await;
     }
 }
 
@@ -222,7 +222,7 @@ pub(super) async fn holds<S: Session>(session: &mut S, lock: Lock) -> QueryResul
 /// locks are released, and an outer guard reports that it lost its own.
 pub(super) async fn end_session<S: Session>(session: &mut S) {
     let ended = session.batch(sql::END_SESSION).await;
-    if ended.is_ok() || session.batch("SELECT 1").await.is_ok() {
+    if ended.is_ok() || session.batch(sql::PING).await.is_ok() {
         let _ = session.batch(sql::RELEASE_ALL).await;
     }
 }
@@ -308,7 +308,7 @@ async fn release_again<S: Session>(
         return conclude(session, doubt, held, before, unlocked, is_aborted).await;
     }
     let key = held.key.clone();
-    if !is_aborted || session.batch("ROLLBACK").await.is_err() {
+    if !is_aborted || session.batch(sql::ROLLBACK).await.is_err() {
         return Err(Error::ReleaseFailed { key, source });
     }
     match send_release_unprepared(session, held).await.0 {

@@ -296,6 +296,9 @@ pub(super) const BEGIN_WITHOUT_TIMEOUTS: &str = "BEGIN ISOLATION LEVEL READ COMM
     OPERATOR(pg_catalog.<>) '0' \
     THEN pg_catalog.set_config('transaction_timeout', '0', true) END";
 
+pub(super) const COMMIT: &str = "COMMIT";
+pub(super) const ROLLBACK: &str = "ROLLBACK";
+
 /// As [`BEGIN_WITHOUT_TIMEOUTS`], inside a test transaction.
 pub(super) const SAVEPOINT_WITHOUT_TIMEOUTS: &str =
     "SAVEPOINT diesel_interlock_wait; SET LOCAL statement_timeout = 0";
@@ -305,6 +308,9 @@ pub(super) const ROLLBACK_TO_SAVEPOINT: &str = "ROLLBACK TO SAVEPOINT diesel_int
 /// The savepoint around a wait for a transaction lock.
 pub(super) const SAVEPOINT: &str = "SAVEPOINT diesel_interlock_wait";
 pub(super) const RELEASE_SAVEPOINT: &str = "RELEASE SAVEPOINT diesel_interlock_wait";
+
+/// Fails in an aborted transaction, and if the session has ended.
+pub(super) const PING: &str = "SELECT 1";
 
 numbered_texts!(Try, TryCarefully, WaitForSlice);
 

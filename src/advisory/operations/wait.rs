@@ -129,7 +129,7 @@ impl<'a, S: Session> LiftedSettings<'a, S> {
                 sql::ROLLBACK_TO_SAVEPOINT,
                 sql::ROLLBACK_TO_SAVEPOINT,
             ),
-            _ => (sql::BEGIN_WITHOUT_TIMEOUTS, "COMMIT", "ROLLBACK"),
+            _ => (sql::BEGIN_WITHOUT_TIMEOUTS, sql::COMMIT, sql::ROLLBACK),
         };
         let lifted = Self {
             session,

@@ -185,13 +185,13 @@ where
     }
     match probe(session, statement).await {
         (Ok(_), true) => Err(Error::TransactionInPool.into()),
-        (reply, is_open) => explained(session, reply, is_open).await,
+        (reply, is_open) => leftover_explained(session, reply, is_open).await,
     }
 }
 
 /// Explains the error of a probe on a pooled connection: if the transaction that an earlier user left open there is aborted, no
 /// statement runs. One more round trip, after an error only.
-pub(crate) async fn explained<S, U>(
+pub(crate) async fn leftover_explained<S, U>(
     session: &mut S,
     reply: QueryResult<U>,
     is_open: bool,
@@ -246,7 +246,7 @@ where
         (Err(error), false) if is_retried(session, &error) => {
             (one_in_read_committed(session, statement).await, false)
         }
-        (reply @ Err(_), is_open) => (explained(session, reply, is_open).await, is_open),
+        (reply @ Err(_), is_open) => (leftover_explained(session, reply, is_open).await, is_open),
         probed => probed,
     }
 }

@@ -24,7 +24,7 @@ use crate::functions::pg_backend_pid;
 use crate::key::LockKey;
 #[cfg(feature = "async")]
 use crate::panics::caught;
-use crate::session::{Session, explained, is_closed, probe};
+use crate::session::{Session, is_closed, leftover_explained, probe};
 use crate::transaction::{self, Transaction};
 
 /// A session lock that a session holds or requests, and what its release needs to know.
@@ -101,7 +101,7 @@ pub(super) async fn try_session_lock<S: Session>(
     if let Err(error) = &reply {
         roll_back_try(session, error).await;
     }
-    let reply = explained(session, reply, is_transaction_open).await?;
+    let reply = leftover_explained(session, reply, is_transaction_open).await?;
     held.pid = reply.pid.unwrap_or_default();
     held.idle_session_timeout = reply.idle_session_timeout;
     held.fencing_token = reply

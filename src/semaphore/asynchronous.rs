@@ -258,7 +258,7 @@ impl Semaphore {
     async fn wait<P: Pool>(&self, pool: &P, timeout: Duration) -> Result<Admission<Permit<P>>> {
         let waiter = Waiter::register(self.0.service.clone());
         waiting::for_slot(
-            self.0.service.clone(),
+            &waiter,
             timeout,
             |limit| self.claim_from(pool, Some(limit)),
             |pause| waiter.woken(pause),

@@ -290,7 +290,7 @@ impl Semaphore {
     fn wait(&self, pool: &PgPool, timeout: Duration) -> Result<Admission<Permit>> {
         let waiter = wakeups::Waiter::register(self.service.clone());
         now(waiting::for_slot(
-            self.service.clone(),
+            &waiter,
             timeout,
             |limit| ready(self.claim_from(pool, Some(limit))),
             |pause| {

@@ -118,8 +118,12 @@ impl HeldSlot {
     }
 }
 
+/// How long the background waits for a connection. A pool whose connections are always in use has one only for those that wait
+/// as long as its other users do.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+
 /// How long the background pauses before it retries a release, at first.
-pub(super) const PAUSE: Duration = Duration::from_millis(10);
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// How long it pauses on average, at most. A slot stays taken for as long after a connection was there again.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use super::admission::Claimed;
-use super::held::{HeldSlot, LateRelease, PAUSE};
+use super::held::{HeldSlot, LateRelease, PATIENCE};
 use super::operations;
 use super::rules;
 use super::wakeups;
@@ -296,8 +296,9 @@ fn complete(conn: &mut PooledPgConnection, id: i64) -> Result<bool> {
 }
 
 impl Chore for LateRelease {
-    /// A pool whose connections are always in use never has an idle one, so the thread waits for a connection.
-    const PATIENCE: Duration = PAUSE;
+    /// A pool whose connections are always in use never has an idle one. So the thread waits for a connection, longer than other
+    /// users of a busy pool do.
+    const PATIENCE: Duration = PATIENCE;
 
     fn pause(&self) -> Duration {
         LateRelease::pause(self)

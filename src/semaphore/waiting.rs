@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 use std::future::Future;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Admission;
+use super::wakeups::Waiter;
 use crate::backoff::Backoff;
 use crate::clock::Deadline;
 use crate::error::{Error, Result};
@@ -15,7 +16,7 @@ use crate::pollers::Pollers;
 /// `claim` polls once, and waits for a connection as long as it is told at most. `sleep` ends after the pause, or when a
 /// release in this process wakes the waiter. `is_closed` tells that the pool never has a connection again.
 pub(super) async fn for_slot<P, C, S>(
-    service: Cow<'static, str>,
+    waiter: &Waiter,
     timeout: Duration,
     claim: impl Fn(Duration) -> C,
     sleep: impl Fn(Duration) -> S,
@@ -31,14 +32,19 @@ where
         Admission::Full(full) => full,
         admitted => return Ok(admitted),
     };
-    let poller = POLLERS.join(service);
+    let mut seen_full = Instant::now();
+    let poller = POLLERS.join(waiter.service().clone());
     let mut backoff = Backoff::new();
     let mut surely_free = full.retry_after;
     while let Some(pause) = backoff.next(poller.apart(), surely_free, deadline.remaining()) {
         sleep(pause).await;
-        match claim(deadline.remaining()).await {
+        let claimed = claim(deadline.remaining()).await;
+        if claimed.is_ok() {
+            waiter.has_looked();
+        }
+        match claimed {
             Ok(Admission::Full(still_full)) => {
-                full = still_full;
+                (full, seen_full) = (still_full, Instant::now());
                 surely_free = full.retry_after;
             }
             // The pool had no connection in time, or its server is down. The wait for a slot goes on. The hint has passed with the
@@ -47,6 +53,9 @@ where
             outcome => return outcome,
         }
     }
+    // The last polls may have had no connection.
+    let retry_after = full.retry_after.saturating_sub(seen_full.elapsed());
+    full.retry_after = retry_after.max(Duration::from_micros(1));
     Ok(Admission::Full(full))
 }
 
@@ -76,6 +85,21 @@ mod tests {
     }
 
     #[test]
+    fn the_hint_of_a_wait_without_a_connection_counts_from_the_last_reply() {
+        let hint = Duration::from_secs(60);
+        let timeout = Duration::from_millis(20);
+        let first = RefCell::new(Some(full(hint)));
+        let claim = |_| ready(first.borrow_mut().take().unwrap_or_else(no_connection));
+        let sleep = |pause| {
+            std::thread::sleep(pause);
+            ready(())
+        };
+        let waiter = Waiter::register("geocoder".into());
+        let waited = now(for_slot(&waiter, timeout, claim, sleep, || false)).unwrap();
+        assert!(waited.full().unwrap().retry_after <= hint - timeout);
+    }
+
+    #[test]
     fn a_hint_shortens_the_pauses_until_the_next_reply_only() {
         // What a claim finds, twenty times after the first, and whether the last pause is long.
         for (name, first, then, is_long) in [
@@ -92,7 +116,8 @@ mod tests {
                 pauses.borrow_mut().push(pause);
                 ready(())
             };
-            let waited = for_slot(name.into(), LONG, claim, sleep, || false);
+            let waiter = Waiter::register(name.into());
+            let waited = for_slot(&waiter, LONG, claim, sleep, || false);
             assert_eq!(now(waited).unwrap(), Admission::Admitted(()), "{name}");
             let last = *pauses.borrow().last().unwrap();
             let was_long = last > Duration::from_millis(10);

@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -22,7 +23,11 @@ struct Wakeup {
 
 /// A thread or task that waits for a slot of a service. It is registered before its first claim, so it misses no release.
 #[derive(Debug)]
-pub(super) struct Waiter(Arc<Wakeup>);
+pub(super) struct Waiter {
+    wakeup: Arc<Wakeup>,
+    /// Whether it was woken, and no claim of its own has looked for the slot since.
+    is_woken: AtomicBool,
+}
 
 impl Waiter {
     pub(super) fn register(service: Cow<'static, str>) -> Self {
@@ -31,31 +36,49 @@ impl Waiter {
             signal: Signal::default(),
         });
         lock(&WAITERS).push_back(Arc::clone(&wakeup));
-        Self(wakeup)
+        Self {
+            wakeup,
+            is_woken: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn service(&self) -> &Cow<'static, str> {
+        &self.wakeup.service
     }
 
     /// Blocks the thread for the pause, or until a release wakes this waiter.
     #[cfg(feature = "r2d2")]
     pub(super) fn sleep(&self, pause: Duration) {
-        self.0.signal.wait(pause);
-        // The next poll serves a release at this moment as well.
-        self.0.signal.take();
+        self.wakeup.signal.wait(pause);
+        self.take();
     }
 
     /// Ends after the pause, or when a release wakes this waiter.
     #[cfg(feature = "async")]
     pub(super) async fn woken(&self, pause: Duration) {
-        self.0.signal.awaited(pause).await;
-        self.0.signal.take();
+        self.wakeup.signal.awaited(pause).await;
+        self.take();
+    }
+
+    /// Takes the wake-up, before the next claim, which finds what was released until now.
+    fn take(&self) {
+        if self.wakeup.signal.take() {
+            self.is_woken.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes that a claim has had its reply, so the wake-up before it has served its purpose.
+    pub(super) fn has_looked(&self) {
+        self.is_woken.store(false, Ordering::Relaxed);
     }
 }
 
 impl Drop for Waiter {
     fn drop(&mut self) {
-        lock(&WAITERS).retain(|wakeup| !Arc::ptr_eq(wakeup, &self.0));
+        lock(&WAITERS).retain(|wakeup| !Arc::ptr_eq(wakeup, &self.wakeup));
         // This waiter has its slot already, or gives up. The next waiter gets the wake-up that it did not use.
-        if self.0.signal.is_set() {
-            wake_one(&self.0.service);
+        if self.wakeup.signal.is_set() || *self.is_woken.get_mut() {
+            wake_one(&self.wakeup.service);
         }
     }
 }
@@ -88,7 +111,7 @@ mod tests {
     }
 
     fn is_woken(waiter: &Waiter) -> bool {
-        waiter.0.signal.is_set()
+        waiter.wakeup.signal.is_set()
     }
 
     #[test]
@@ -112,7 +135,19 @@ mod tests {
         assert!(!is_woken(&second));
         drop(first);
         assert!(is_woken(&second));
+        // It is woken, and gives up before its claim has a reply.
+        let third = waiter("passed on");
+        second.sleep(LONG);
+        assert!(!is_woken(&second) && !is_woken(&third));
         drop(second);
+        assert!(is_woken(&third));
+        // A claim has had a reply, so there is nothing to pass on.
+        let fourth = waiter("passed on");
+        third.sleep(LONG);
+        third.has_looked();
+        drop(third);
+        assert!(!is_woken(&fourth));
+        drop(fourth);
         wake_one("passed on");
         let waiters = lock(&WAITERS);
         assert!(waiters.iter().all(|wakeup| wakeup.service != "passed on"));

@@ -1,6 +1,9 @@
 //! The permit of an asynchronous semaphore, and its release by a task.
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -10,11 +13,11 @@ use tokio::time::{sleep, timeout};
 
 use crate::clock::Moment;
 use crate::error::{Error, Result};
-use crate::panics::{caught, caught_while_awaited};
+use crate::panics::{caught, caught_while_awaited, lock};
 use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime::{self, Finished};
 use crate::semaphore::admission::Claimed;
-use crate::semaphore::held::{HeldSlot, LateRelease};
+use crate::semaphore::held::{HeldSlot, LateRelease, PATIENCE};
 use crate::semaphore::{Admission, Claim, Full, operations, rules, wakeups};
 use crate::session::Asynchronous;
 
@@ -221,7 +224,8 @@ impl<P: Pool> fmt::Debug for Permit<P> {
 
 /// Releases a permit that was dropped. Retries until it has timed out, or its pool is closed.
 async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
-    let released = caught_while_awaited(release_without_waiting(&slot, &pool)).await;
+    let turns = turns_of(&slot.service);
+    let released = caught_while_awaited(release_without_waiting(&slot, &pool, &turns)).await;
     if released == Some(true) {
         return;
     }
@@ -232,7 +236,7 @@ async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
             caught(|| late.record_timeout());
             return;
         }
-        if caught_while_awaited(release_late(&late, &pool)).await == Some(true) {
+        if caught_while_awaited(release_late(&late, &pool, &turns)).await == Some(true) {
             return;
         }
         late.failed();
@@ -241,8 +245,8 @@ async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
 }
 
 /// Releases the permit on an idle connection. Returns whether nothing is left to release.
-async fn release_without_waiting<P: Pool>(slot: &HeldSlot, pool: &P) -> bool {
-    let completed = complete(pool, slot.claim.id, Duration::ZERO).await;
+async fn release_without_waiting<P: Pool>(slot: &HeldSlot, pool: &P, turns: &Turns) -> bool {
+    let completed = complete(pool, turns, slot.claim.id, Duration::ZERO).await;
     if let Some(completed) = completed {
         wakeups::wake_one(&slot.service);
         slot.record_release(&slot.completed(completed));
@@ -253,43 +257,61 @@ async fn release_without_waiting<P: Pool>(slot: &HeldSlot, pool: &P) -> bool {
 }
 
 /// Releases the permit on the next connection. Returns whether nothing is left to release.
-async fn release_late<P: Pool>(late: &LateRelease, pool: &P) -> bool {
-    let completed = complete(pool, late.id, PATIENCE.min(late.remaining())).await;
+async fn release_late<P: Pool>(late: &LateRelease, pool: &P, turns: &Turns) -> bool {
+    let completed = complete(pool, turns, late.id, PATIENCE.min(late.remaining())).await;
     if completed.is_some() {
         wakeups::wake_one(&late.service);
     }
     completed.is_some()
 }
 
-/// How long a task waits for a connection. A pool may have to open one meanwhile.
-const PATIENCE: Duration = Duration::from_secs(1);
-
 /// How long a task waits for its turn.
 const PATIENCE_FOR_TURN: Duration = Duration::from_millis(100);
 
-/// The turns to wait for a connection, of all pools of the process, because a pool has no identity. A task that has no turn in
-/// time takes an idle connection only. So a pool that is exhausted, a server that hangs, or a runtime that nobody drives,
-/// which keep their turns, do not stop the releases of other pools.
-static TURNS: Turns = Turns::const_new(4);
+/// How long a task keeps its turn. A server that hangs, or a pool that is exhausted, takes longer.
+const LONGEST_TURN: Duration = Duration::from_secs(1);
 
-async fn turn() -> Option<Turn<'static>> {
-    match TURNS.try_acquire() {
+/// The turns of each service to wait for a connection, so that a thousand permits that are dropped at once leave the pool to
+/// others. By service, because a pool has no identity, and because a pool that is exhausted must not stop the releases of another
+/// one. A task that has no turn in time takes an idle connection only.
+static TURNS: Mutex<BTreeMap<String, Weak<Turns>>> = Mutex::new(BTreeMap::new());
+
+fn turns_of(service: &str) -> Arc<Turns> {
+    let mut all = lock(&TURNS);
+    if let Some(turns) = all.get(service).and_then(Weak::upgrade) {
+        return turns;
+    }
+    all.retain(|_, turns| turns.strong_count() > 0);
+    let turns = Arc::new(Turns::new(4));
+    all.insert(service.to_owned(), Arc::downgrade(&turns));
+    turns
+}
+
+async fn turn(turns: &Turns) -> Option<Turn<'_>> {
+    match turns.try_acquire() {
         Ok(turn) => Some(turn),
-        Err(_) => timeout(PATIENCE_FOR_TURN, TURNS.acquire()).await.ok()?.ok(),
+        Err(_) => timeout(PATIENCE_FOR_TURN, turns.acquire()).await.ok()?.ok(),
     }
 }
 
 /// Ends the request on a connection out of its pool, for which it waits for `patience` at most. Returns whether this call ended
 /// it, or `None` if it did not reach the database.
-async fn complete<P: Pool>(pool: &P, id: i64, patience: Duration) -> Option<bool> {
-    let turn = turn().await;
-    let conn = match pool::try_check_out(pool).await {
-        None if turn.is_some() && !patience.is_zero() => {
-            pool::check_out(pool, Some(patience)).await.ok()
+async fn complete<P: Pool>(pool: &P, turns: &Turns, id: i64, patience: Duration) -> Option<bool> {
+    let turn = turn(turns).await;
+    let may_wait = turn.is_some() && !patience.is_zero();
+    let mut completed = pin!(async {
+        let mut conn = match pool::try_check_out(pool).await {
+            None if may_wait => pool::check_out(pool, Some(patience)).await.ok()?,
+            idle => idle?,
+        };
+        let session = &mut Asynchronous::pooled(&mut conn);
+        operations::complete(session, id).await.ok()
+    });
+    match timeout(LONGEST_TURN, &mut completed).await {
+        Ok(completed) => completed,
+        Err(_) => {
+            drop(turn);
+            completed.await
         }
-        idle => idle,
-    };
-    let mut conn = conn?;
-    let completed = operations::complete(&mut Asynchronous::pooled(&mut conn), id).await;
-    completed.ok()
+    }
 }

@@ -175,44 +175,40 @@ async fn later<P: Pool>(database: Database, pool: P) {
 #[test]
 fn a_server_that_hangs_delays_no_release_through_another_pool() {
     run(async {
+        let hanging = database();
         let database = database();
         let pool = database.deadpool(1);
-        beside_one_that_hangs(database, pool).await;
+        let network = RoundTrips::in_front_of(&hanging);
+        let other = network.deadpool(4);
+        let many = Semaphore::named("many", 8, LONG);
+        let mut permits = Vec::new();
+        for _ in 0..8 {
+            permits.push(permit(&many, &other).await);
+        }
+        let held = permit(&many, &pool).await;
+        network.cut();
+        drop(permits);
+        // The pool never has an idle connection, so the release must wait for one.
+        let is_over = Arc::new(AtomicBool::new(false));
+        let users = (0..4).map(|_| {
+            let (pool, is_over) = (pool.clone(), Arc::clone(&is_over));
+            tokio::spawn(async move {
+                while !is_over.load(Ordering::SeqCst) {
+                    let mut conn = pool.check_out().await.unwrap();
+                    conn.batch_execute("SELECT pg_sleep(0.005)").await.unwrap();
+                }
+            })
+        });
+        let users: Vec<_> = users.collect();
+        sleep(Duration::from_millis(100)).await;
+        drop(held);
+        taken(&database, 0).await;
+        is_over.store(true, Ordering::SeqCst);
+        for user in users {
+            user.await.unwrap();
+        }
+        network.restore();
     });
-}
-
-async fn beside_one_that_hangs<P: Pool>(database: Database, pool: P) {
-    let hanging = crate::semaphores::database();
-    let network = RoundTrips::in_front_of(&hanging);
-    let other = network.deadpool(4);
-    let many = Semaphore::named("many", 8, LONG);
-    let mut permits = Vec::new();
-    for _ in 0..8 {
-        permits.push(permit(&many, &other).await);
-    }
-    let held = permit(&many, &pool).await;
-    network.cut();
-    drop(permits);
-    // The pool never has an idle connection, so the release must wait for one.
-    let is_over = Arc::new(AtomicBool::new(false));
-    let users = (0..4).map(|_| {
-        let (pool, is_over) = (pool.clone(), Arc::clone(&is_over));
-        tokio::spawn(async move {
-            while !is_over.load(Ordering::SeqCst) {
-                let mut conn = pool.check_out().await.unwrap();
-                conn.batch_execute("SELECT pg_sleep(0.005)").await.unwrap();
-            }
-        })
-    });
-    let users: Vec<_> = users.collect();
-    sleep(Duration::from_millis(100)).await;
-    drop(held);
-    taken(&database, 0).await;
-    is_over.store(true, Ordering::SeqCst);
-    for user in users {
-        user.await.unwrap();
-    }
-    network.restore();
 }
 
 over_both_pools!(a_waiter_that_loses_a_race_leaves_no_slot, 4, races);

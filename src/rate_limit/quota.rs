@@ -121,6 +121,22 @@ mod tests {
     }
 
     #[test]
+    fn a_key_that_may_not_spend_one_unit_has_none_left() {
+        for (n, period, burst) in [
+            (1, 1, 1),
+            (7, 1, 20),
+            (3, 60, 1),
+            (100, 60, 20),
+            (7, 3600, 1000),
+        ] {
+            let quota = Quota::per(n, Duration::from_secs(period)).burst(burst);
+            let room = quota.room_for(1).unwrap();
+            assert!(quota.units_owed(room) < u128::from(burst));
+            assert!(quota.units_owed(room + 1) >= u128::from(burst));
+        }
+    }
+
+    #[test]
     fn no_quota_overflows() {
         let largest = Quota::per(u32::MAX, Duration::MAX).burst(u32::MAX);
         assert_eq!(largest.time_of(u32::MAX), largest.period_us());

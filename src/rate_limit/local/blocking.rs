@@ -28,8 +28,9 @@ const LONGEST_DROP: Duration = Duration::from_secs(1);
 /// Calls that find too few units of a key at the same time share a round trip. One call takes a chunk. The others wait for it, for
 /// at most 250 milliseconds, as far as the chunk is enough for them, too. So a process takes no more chunks than its calls need.
 ///
-/// A key that is limited is remembered until it may pass, for each cost, but for a second at most. At most 10,000 keys are known,
-/// and the oldest is forgotten for a new one. Errors are not remembered.
+/// A key that is limited is remembered until it may pass, for each cost, but for a second at most. At most 10,000 keys are known.
+/// For a new one, the key that was first used longest ago is forgotten, with the units that were taken for it, which come back with
+/// time. Errors are not remembered.
 ///
 /// A call is allowed if the units in hand are enough for it, even if its cost is above the burst.
 ///

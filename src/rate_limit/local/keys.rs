@@ -216,11 +216,16 @@ impl Entry {
         let remembered = self.limited.as_ref()?;
         let (reason, retry_after, debt) = remembered.still(units)?;
         let quota = remembered.quota;
-        let owed = u32::try_from(quota.units_owed(debt.as_micros())).unwrap_or(u32::MAX);
+        let remaining = if reason == LimitedReason::Spent && units == 1 {
+            0 // less than one unit, which saves a division
+        } else {
+            let owed = u32::try_from(quota.units_owed(debt.as_micros())).unwrap_or(u32::MAX);
+            quota.burst.saturating_sub(owed)
+        };
         Some(Limited {
             reason,
             retry_after,
-            remaining: self.with_left(quota.burst.saturating_sub(owed), quota),
+            remaining: self.with_left(remaining, quota),
             full_in: debt,
             quota,
             limit: Arc::clone(&self.limit),

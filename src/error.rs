@@ -229,7 +229,9 @@ pub enum Error {
     /// connection could be opened. deadpool calls a connection a "slot".
     ///
     /// To convert the error of an asynchronous pool in your own code, use `map_err(|error| Error::Pool(error.into()))`.
-    #[error("no connection from the pool: {0}")]
+    #[error(
+        "no connection from the pool: {0}; check that the server is reachable and the pool is large enough"
+    )]
     Pool(Box<dyn std::error::Error + Send + Sync>),
 
     /// An asynchronous operation was polled outside a tokio runtime, which it needs for its timers, and for the task that

@@ -10,8 +10,8 @@ use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel_interlock::{
-    Admission, AdvisoryLock, Attempt, Error, PgPool, Semaphore, Sessions, Throttle, migrations,
-    probe_sessions, sync, throttled_resources,
+    Admission, AdvisoryLock, Attempt, Error, PgPool, Quota, RateLimit, Semaphore, Sessions,
+    Throttle, migrations, probe_sessions, sync, throttled_resources,
 };
 use workbench::{Cluster, PgBouncer, PoolMode};
 
@@ -156,9 +156,9 @@ fn a_busy_pooler_is_detected_too() {
 }
 
 #[test]
-fn in_transaction_mode_transaction_locks_throttles_and_semaphores_hold() {
+fn in_transaction_mode_transaction_locks_throttles_rate_limits_and_semaphores_hold() {
     let (_cluster, pooler) = pooled(PoolMode::Transaction, 4);
-    transaction_locks_throttles_and_semaphores_hold(&pool(&pooler, CLIENTS as u32));
+    all_but_session_locks_hold(&pool(&pooler, CLIENTS as u32));
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn prepared_statements_work_where_the_pooler_follows_them_and_fail_loudly_where_
             .max_size(CLIENTS as u32)
             .build(ConnectionManager::new(pooler.url("postgres")))
             .unwrap();
-        transaction_locks_throttles_and_semaphores_hold(&pool);
+        all_but_session_locks_hold(&pool);
         return;
     }
     eprintln!("this PgBouncer is older than 1.21");
@@ -211,17 +211,15 @@ fn causes(error: &dyn std::error::Error) -> String {
 const CLIENTS: usize = 8;
 const ROUNDS: usize = 50;
 
-fn transaction_locks_throttles_and_semaphores_hold(pool: &PgPool) {
+fn all_but_session_locks_hold(pool: &PgPool) {
     pool.get()
         .unwrap()
         .batch_execute("CREATE TABLE counter AS SELECT 0 AS n")
         .unwrap();
     let start = Barrier::new(CLIENTS);
-    let (granted, in_flight, most) = (
-        AtomicUsize::new(0),
-        AtomicUsize::new(0),
-        AtomicUsize::new(0),
-    );
+    let [granted, allowed, in_flight, most] = [const { AtomicUsize::new(0) }; 4];
+    // Nothing is refilled while the test runs.
+    let api = RateLimit::named("api", Quota::per_day(24).burst(100));
     std::thread::scope(|scope| {
         for _ in 0..CLIENTS {
             scope.spawn(|| {
@@ -246,6 +244,9 @@ fn transaction_locks_throttles_and_semaphores_hold(pool: &PgPool) {
                     {
                         granted.fetch_add(1, Ordering::Relaxed);
                     }
+                    if api.check_on(conn).unwrap().is_allowed() {
+                        allowed.fetch_add(1, Ordering::Relaxed);
+                    }
                     let claim = GEOCODER.claim_on(conn).unwrap();
                     if let Admission::Admitted(claim) = claim {
                         let now = in_flight.fetch_add(1, Ordering::SeqCst) + 1;
@@ -260,5 +261,6 @@ fn transaction_locks_throttles_and_semaphores_hold(pool: &PgPool) {
     let counted = diesel::sql_query("SELECT 1 FROM counter WHERE n = 400");
     assert_eq!(counted.execute(&mut pool.get().unwrap()), Ok(1));
     assert_eq!(granted.into_inner(), ROUNDS);
+    assert_eq!(allowed.into_inner(), 100);
     assert!((1..=4).contains(&most.into_inner()));
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::half::error::{Input, Schema};
-use crate::half::{Database, Error, Quota, RateLimit};
+use crate::half::{Database, Error, Quota, RateLimit, pool_with_patience};
 use diesel::connection::SimpleConnection;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
@@ -205,4 +205,23 @@ fn a_missing_schema_is_reported_as_such() {
             "{error:?}"
         );
     }
+}
+
+#[test]
+fn a_pool_without_a_connection_in_time_is_an_error_and_spends_nothing() {
+    let database = database();
+    let pool = pool_with_patience(&database, 1, Duration::from_millis(50));
+    let only = pool.get().unwrap();
+    for error in [
+        API.check(&pool).unwrap_err(),
+        API.reserve(&pool, HOUR).unwrap_err(),
+        API.acquire_timeout(&pool, Duration::ZERO).unwrap_err(),
+        API.peek(&pool).unwrap_err(),
+        RateLimit::check_all(&pool, &[&API]).unwrap_err(),
+        API.local(&pool, 3).unwrap().check("7", 1).unwrap_err(),
+    ] {
+        assert!(matches!(error, Error::Pool(_)), "{error:?}");
+    }
+    drop(only);
+    assert_eq!(API.peek(&pool).unwrap().remaining, 5);
 }

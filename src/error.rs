@@ -33,7 +33,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///
 /// fn status(error: &Error) -> u16 {
 ///     match error {
-///         // The texts that are made from a request. The other arguments are the program's.
+///         // Texts that came from a request. All other arguments come from the program.
 ///         Error::Input(Input::EmptyName | Input::EmptyKey | Input::NulCharacter | Input::TooLong { .. }) => 400,
 ///         Error::Pool(_) | Error::Database(_) => 503,
 ///         _ => 500,

@@ -102,11 +102,11 @@ use crate::text::{self, SentName};
 /// # Crashes
 ///
 /// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). A crash of the server may lose
-/// what was spent in less than three times `wal_writer_delay` (200 ms by default) before it. A failover may also lose what the
-/// standby had not received. Lost units can be spent again.
+/// what was spent in the last moments before it: less than three times `wal_writer_delay`, which is 200 ms by default. A failover
+/// may also lose what the standby had not received. Lost units can be spent again.
 ///
-/// If plain SQL has opened a transaction, a call of a limit that is not durable sets `synchronous_commit` of that transaction to
-/// the session's default, even if the session had set another value.
+/// If plain SQL has opened a transaction, a call of a limit that is not durable, except `peek_on` and `prune_on`, sets
+/// `synchronous_commit` of that transaction to the value that `RESET` would restore, even if the session had set another value.
 ///
 /// # Clocks
 ///

@@ -29,7 +29,7 @@ pub enum Sessions {
     Own,
     /// The connections share sessions: a pooler in transaction mode is in between.
     Shared,
-    /// The test needs two connections, and the pool had no second one.
+    /// Nothing was compared: the pool had no second connection, none could be opened in time, or it was in a transaction.
     Unknown,
 }
 

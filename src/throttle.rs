@@ -48,9 +48,10 @@ use crate::text;
 /// # let database = workbench::Database::new();
 /// # let conn = &mut database.connect();
 /// # diesel_interlock::migrations::install(conn)?;
-/// let synced = diesel_interlock::sync::<Resource>(conn)?; // at start-up for difference in synced.different {
-/// ///     eprintln!("the interval of the database applies: {difference:?}");
-/// /// }
+/// let synced = diesel_interlock::sync::<Resource>(conn)?; // at start-up
+/// for difference in synced.different {
+///     eprintln!("the interval of the database applies: {difference:?}");
+/// }
 ///
 /// let import = Throttle::of(Resource::TenantImport).key(7).details("web-3 pid 811"); // tenant 7 only
 /// let response = match import.attempt_on(conn)? {

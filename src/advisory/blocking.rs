@@ -57,8 +57,9 @@ use crate::sessions;
 /// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time.
 /// - [`Misplaced::SessionLockInTransaction`](crate::error::Misplaced::SessionLockInTransaction) if a transaction is open on the
 ///   connection, even one that Diesel does not know of. The transaction of `begin_test_transaction` does not count.
-/// - [`Error::SharedSessions`](crate::Error::SharedSessions) if the connections of the pool share server sessions. This is
-///   tested once per connection of a pool, in six round trips, if the pool has a second connection to compare with.
+/// - [`Error::SharedSessions`](crate::Error::SharedSessions) if the connections of the pool share server sessions. This is tested
+///   once per connection of a pool, in six round trips, if the pool has a second connection to compare with. If none is idle, the
+///   pool opens one, for which this waits at most a second, once.
 /// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
 /// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler changed the session during the wait.
 /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the pooled connection had left a
@@ -184,8 +185,9 @@ impl AdvisoryLock {
     /// # Blocking
     ///
     /// Waits for at most `timeout`, check-out included. The pool's own `connection_timeout` may end that part sooner. The
-    /// comparison of sessions, once per connection, does not count. The last slice is rounded up to whole milliseconds. A timeout
-    /// of zero waits for nothing, not even for the pool to open a connection. Otherwise as [`acquire`](Self::acquire).
+    /// comparison of sessions, once per connection, does not count, but it waits no longer than `timeout` for a second connection.
+    /// The last slice is rounded up to whole milliseconds. A timeout of zero waits for nothing, not even for the pool to open a
+    /// connection. Otherwise as [`acquire`](Self::acquire).
     ///
     /// # Errors
     ///
@@ -316,7 +318,7 @@ impl AdvisoryLock {
     fn check_out(&self, pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
         self.key().id()?;
         let mut conn = pool::check_out(pool, limit)?;
-        sessions::require_own(pool, &mut conn)?;
+        sessions::require_own(pool, &mut conn, limit)?;
         Ok(conn)
     }
 

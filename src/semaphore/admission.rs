@@ -77,7 +77,7 @@ impl<P> Admission<P> {
         }
     }
 
-    /// Returns whether a slot was acquired.
+    /// Returns whether a slot was acquired. As with [`is_full`](Self::is_full), a permit in a temporary is dropped.
     #[must_use]
     pub const fn is_admitted(&self) -> bool {
         matches!(self, Admission::Admitted(_))

@@ -152,9 +152,9 @@ impl Semaphore {
     /// # Blocking
     ///
     /// Waits for `timeout` at most, including the check-outs. The pool's own `connection_timeout` may end the first check-out
-    /// sooner. A timeout of zero is one attempt, with a connection that the pool has at once. What limits neither is a statement
-    /// that gets no reply: r2d2's test of a connection at its check-out, or the claim itself. `tcp_user_timeout` and `keepalives_*`
-    /// limit that on a dead network, and a pooler's own timeout behind a pooler.
+    /// sooner. A timeout of zero is one attempt, with a connection that the pool has at once. Neither timeout ends a statement that
+    /// gets no reply, such as r2d2's test of a connection at its check-out, or the claim itself. `tcp_user_timeout` and
+    /// `keepalives_*` end it on a dead network. Behind PgBouncer, `query_wait_timeout` ends it while the server is down.
     ///
     /// # Errors
     ///

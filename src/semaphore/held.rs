@@ -118,8 +118,8 @@ impl HeldSlot {
     }
 }
 
-/// How long the background waits for a connection. A pool whose connections are always in use has one only for those that wait
-/// as long as its other users do.
+/// How long the background waits for a connection at a time. A busy pool has no idle connection, and hands each one to a caller
+/// that waits.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long the background pauses before it retries a release, at first.

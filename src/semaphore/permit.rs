@@ -27,10 +27,10 @@ use crate::session::{Blocking, now};
 /// [`release`](Self::release) frees the slot in one round trip, and returns an error if the permit had timed out.
 /// [`run`](Self::run) runs a closure and then releases the permit.
 ///
-/// Dropping a permit also frees the slot, and never waits for a connection. If the pool has an idle connection, the
-/// drop releases the permit on it. Otherwise it leaves the release to a background thread, which is started on first
-/// use, one for each pool. A release that the thread cannot send, because the pool stays exhausted or the program ends,
-/// is lost, and the slot is free after the timeout.
+/// Dropping a permit also frees the slot, and never waits for a connection. If the pool has an idle connection, the drop releases
+/// the permit on it. Otherwise it leaves the release to a background thread, which is started on first use, one for each pool. The
+/// thread waits for a connection for at most ten seconds at a time, and retries until the permit has timed out. If the pool stays
+/// exhausted or the program ends, the release is lost, and the slot is free after the timeout.
 ///
 /// A release changes only the permit's own request. A release after the timeout frees nothing, and only marks that request as
 /// timed out.
@@ -296,8 +296,8 @@ fn complete(conn: &mut PooledPgConnection, id: i64) -> Result<bool> {
 }
 
 impl Chore for LateRelease {
-    /// A pool whose connections are always in use never has an idle one. So the thread waits for a connection, longer than other
-    /// users of a busy pool do.
+    /// A pool whose connections are always in use never has an idle one. So the thread waits for a connection, as the other users
+    /// of the pool do.
     const PATIENCE: Duration = PATIENCE;
 
     fn pause(&self) -> Duration {

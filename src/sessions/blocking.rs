@@ -51,18 +51,23 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// ```
 pub fn probe_sessions(pool: &PgPool) -> Result<Sessions> {
     let mut conn = pool::check_out(pool, None)?;
-    match second(pool, &mut conn) {
+    match second(pool, &mut conn, PATIENCE) {
         Some(mut other) => compare_now(&mut conn, &mut other),
         None => Ok(Sessions::Unknown),
     }
 }
 
 /// Refuses a connection whose session is shared. The result is stored with the connection and with those that were compared
-/// with it.
-pub(crate) fn require_own(pool: &PgPool, conn: &mut PooledPgConnection) -> Result<()> {
+/// with it. Waits for at most `limit` for a second connection to be opened.
+pub(crate) fn require_own(
+    pool: &PgPool,
+    conn: &mut PooledPgConnection,
+    limit: Option<Duration>,
+) -> Result<()> {
+    let patience = limit.map_or(PATIENCE, |limit| limit.min(PATIENCE));
     let sessions = match stored(conn) {
         Some(sessions) => sessions,
-        None => find_out(pool, conn)?,
+        None => find_out(pool, conn, patience)?,
     };
     match sessions {
         Sessions::Shared => Err(Error::SharedSessions),
@@ -71,11 +76,11 @@ pub(crate) fn require_own(pool: &PgPool, conn: &mut PooledPgConnection) -> Resul
 }
 
 /// Returns an error of the connection itself, but none of the connection that it is compared with.
-fn find_out(pool: &PgPool, conn: &mut PooledPgConnection) -> Result<Sessions> {
+fn find_out(pool: &PgPool, conn: &mut PooledPgConnection, patience: Duration) -> Result<Sessions> {
     if pool.max_size() < 2 || transaction::of(conn) != Transaction::None {
         return Ok(Sessions::Unknown);
     }
-    let Some(mut other) = second(pool, conn) else {
+    let Some(mut other) = second(pool, conn, patience) else {
         return Ok(Sessions::Unknown);
     };
     let sessions = match stored(&other) {
@@ -98,7 +103,11 @@ struct Alone;
 
 /// Takes a second connection from the pool. If none is idle, and the pool is not at its full size, waits for it to open one: once
 /// for each connection, because a pool that cannot open another would delay every lock.
-fn second(pool: &PgPool, conn: &mut PooledPgConnection) -> Option<PooledPgConnection> {
+fn second(
+    pool: &PgPool,
+    conn: &mut PooledPgConnection,
+    patience: Duration,
+) -> Option<PooledPgConnection> {
     if let Some(idle) = pool.try_get() {
         return Some(idle);
     }
@@ -106,8 +115,8 @@ fn second(pool: &PgPool, conn: &mut PooledPgConnection) -> Option<PooledPgConnec
     if pool.state().connections >= pool.max_size() || marks.get::<Alone>().is_some() {
         return None;
     }
-    let opened = pool::check_out(pool, Some(PATIENCE)).ok();
-    if opened.is_none() {
+    let opened = pool::check_out(pool, Some(patience)).ok();
+    if opened.is_none() && !patience.is_zero() {
         marks.insert(Alone);
     }
     opened
@@ -172,13 +181,15 @@ mod tests {
             .build(database.manager())
             .unwrap();
         let mut only = pool::check_out(&pool, None).unwrap();
-        require_own(&pool, &mut only).unwrap();
-        assert!(
-            PooledPgConnection::extensions(&only)
-                .get::<Alone>()
-                .is_some()
-        );
-        require_own(&pool, &mut only).unwrap();
+        let is_alone = |conn: &PooledPgConnection| {
+            let marks = PooledPgConnection::extensions(conn);
+            marks.get::<Alone>().is_some()
+        };
+        require_own(&pool, &mut only, Some(Duration::ZERO)).unwrap();
+        assert!(!is_alone(&only));
+        require_own(&pool, &mut only, None).unwrap();
+        assert!(is_alone(&only));
+        require_own(&pool, &mut only, None).unwrap();
         assert_eq!(stored(&only), None);
     }
 }

@@ -130,9 +130,9 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// returns the last result. For work that uses [`conn`](Self::conn), and for what a connection does not report: a network that
     /// was cut, or an unlock by other code.
     ///
-    /// This call takes one round trip, which queries whether the lock is held now. Each query of the task takes one more, and waits
-    /// at most a second for a connection. If it gets none, or fails, the task tries again after at most 100 milliseconds. An
-    /// `every` below 10 milliseconds counts as 10 milliseconds.
+    /// This call takes one round trip, which queries whether the lock is held now. Each query of the task takes one more. It waits
+    /// at most a second for a connection that is in use, and as long as the pool allows for one that is opened. If it gets none, or
+    /// fails, the task tries again after at most 100 milliseconds. An `every` below 10 milliseconds counts as 10 milliseconds.
     ///
     /// Pass a pool of the same database on the primary. On a standby the lock is not found, and counts as lost.
     ///

@@ -31,10 +31,10 @@ use crate::session::Asynchronous;
 /// [`run`](Self::run) awaits some work and then releases the permit.
 ///
 /// Dropping a permit also frees the slot, and never blocks: a task on the runtime on which the slot was acquired releases it, and
-/// retries until the permit has timed out, or its pool is closed. Few of these tasks wait for connections at a time, so that many
-/// permits that are dropped at once leave connections to others. A permit may be dropped anywhere: on any thread, in another
-/// runtime, or outside of one. If the runtime was dropped, or is a current-thread runtime that nobody drives, no task runs, and the
-/// slot is free after the timeout.
+/// retries until the permit has timed out, or its pool is closed. Few of the tasks of a service wait for connections at a time, so
+/// that many permits that are dropped at once leave connections to others. A permit may be dropped anywhere: on any thread, in
+/// another runtime, or outside of one. If the runtime was dropped, or is a current-thread runtime that nobody drives, no task runs,
+/// and the slot is free after the timeout.
 ///
 /// A release changes only the permit's own request. A release after the timeout frees nothing, and only marks that request as
 /// timed out.

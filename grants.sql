@@ -15,11 +15,14 @@ GRANT SELECT ON ALL SEQUENCES IN SCHEMA resource_control TO :"role";
 -- The role may only read which migrations were run.
 REVOKE INSERT, UPDATE, DELETE ON resource_control.installed_migration FROM :"role";
 
--- Default privileges are those of one creator. A superuser who runs this file may not be the one who installs.
-SELECT format('ALTER DEFAULT PRIVILEGES FOR ROLE %s IN SCHEMA resource_control GRANT %s TO %I', nspowner::regrole, granted, :'role')
-    FROM pg_namespace,
+-- Default privileges are those of one creator: the role that runs this file, and the owner of the schema, if that is another.
+SELECT format('ALTER DEFAULT PRIVILEGES FOR ROLE %s IN SCHEMA resource_control GRANT %s TO %I', creator, granted, :'role')
+    FROM (
+        SELECT quote_ident(current_user)::regrole
+        UNION SELECT nspowner::regrole FROM pg_namespace
+            WHERE nspname = 'resource_control' AND pg_has_role(nspowner, 'MEMBER')
+    ) AS creators (creator),
         unnest(ARRAY['EXECUTE ON FUNCTIONS', 'SELECT, INSERT, UPDATE, DELETE ON TABLES', 'SELECT ON SEQUENCES']) AS granted
-    WHERE nspname = 'resource_control'
 \gexec
 
 -- migrations::run_pending reads which of the application's own migrations were run.

@@ -17,7 +17,7 @@ use crate::pool::{self, PgPool, PooledPgConnection};
 /// A task that is repeated over a pool until it is over.
 pub(crate) trait Chore: Send + Sync + 'static {
     /// How long the thread may wait for a connection.
-    const PATIENCE: Duration;
+    fn patience(&self) -> Duration;
 
     /// How long to pause before the next repetition: at most [`LONGEST_PAUSE`].
     fn pause(&self) -> Duration;
@@ -170,7 +170,7 @@ impl<T: Chore> Background<T> {
     /// Does a task once, if the pool has a connection.
     fn attend(&self, me: Mark, chore: &T, pool: &PgPool) -> Attended {
         // Unlike `try_get`, this makes the pool open one more connection, up to its size.
-        let Ok(mut conn) = pool::check_out(pool, Some(T::PATIENCE)) else {
+        let Ok(mut conn) = pool::check_out(pool, Some(chore.patience())) else {
             return Attended::ToBeRepeated;
         };
         let mark = Mark::of(&mut conn);
@@ -227,7 +227,9 @@ mod tests {
     }
 
     impl Chore for Told {
-        const PATIENCE: Duration = Duration::ZERO;
+        fn patience(&self) -> Duration {
+            Duration::ZERO
+        }
 
         fn pause(&self) -> Duration {
             if self.rarely {
@@ -333,7 +335,9 @@ mod tests {
     }
 
     impl Chore for EndsWhileWaiting {
-        const PATIENCE: Duration = Duration::from_secs(60);
+        fn patience(&self) -> Duration {
+            Duration::from_secs(60)
+        }
 
         fn pause(&self) -> Duration {
             Duration::ZERO

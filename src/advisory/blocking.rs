@@ -59,7 +59,7 @@ use crate::sessions;
 ///   connection, even one that Diesel does not know of. The transaction of `begin_test_transaction` does not count.
 /// - [`Error::SharedSessions`](crate::Error::SharedSessions) if the connections of the pool share server sessions. This is tested
 ///   once per connection of a pool, in six round trips, if the pool has a second connection to compare with. If none is idle, the
-///   pool opens one, for which this waits at most a second, once.
+///   pool opens one, for which this waits at most 200 milliseconds, once.
 /// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
 /// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler changed the session during the wait.
 /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the pooled connection had left a

@@ -251,6 +251,7 @@ mod tests {
         assert!(second.wakeup.is_pending());
     }
 
+    #[cfg(feature = "r2d2")]
     #[test]
     fn a_waiter_is_woken_for_a_connection_that_is_vacated() {
         const LONG: Duration = Duration::from_secs(600);

@@ -104,7 +104,9 @@ pub(super) fn stop(watched: &Arc<Watched>) {
 }
 
 impl Chore for Watched {
-    const PATIENCE: Duration = PATIENCE;
+    fn patience(&self) -> Duration {
+        PATIENCE
+    }
 
     fn pause(&self) -> Duration {
         self.pause()

@@ -54,7 +54,8 @@ struct Version {
 ///
 /// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
 ///   transaction included.
-/// - [`Error::Database`], for example if the role may not write to Diesel's table.
+/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if the role may not read Diesel's table.
+/// - [`Error::Database`], for example if it may not write to it.
 /// - Those of [`AdvisoryLock::acquire_on`](crate::AdvisoryLock::acquire_on).
 ///
 /// [`Error::Database`]: crate::Error::Database

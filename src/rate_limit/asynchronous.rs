@@ -325,6 +325,9 @@ impl RateLimit {
     ///
     /// See [errors of checks](crate::RateLimit#errors-of-checks).
     pub async fn cancel<P: Pool>(pool: &P, reservation: Reservation) -> Result<u32> {
+        if reservation.spent.is_given_back() {
+            return Ok(0);
+        }
         runtime::current()?;
         let mut conn = pool::check_out(pool, None).await?;
         operations::cancel(&mut Asynchronous::pooled(&mut conn), &reservation).await

@@ -72,6 +72,9 @@ impl Reservation {
     /// The [errors of checks](crate::RateLimit#errors-of-checks).
     #[cfg(feature = "r2d2")]
     pub fn cancel(self, pool: &PgPool) -> Result<u32> {
+        if self.spent.is_given_back() {
+            return Ok(0);
+        }
         let mut conn = pool::check_out(pool, None)?;
         now(operations::cancel(&mut Blocking::pooled(&mut conn), &self))
     }

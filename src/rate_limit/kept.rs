@@ -20,6 +20,12 @@ impl Kept {
         }
     }
 
+    /// Whether all units were given back.
+    pub(super) fn is_empty(&self) -> bool {
+        let kept = self.shared.get();
+        kept.map_or(self.units, |count| count.load(Ordering::Relaxed)) == 0
+    }
+
     /// Counts units as given back. Returns how many are left to give back, as the error, if these are more, or zero.
     pub(super) fn take_back(&self, units: u32) -> Result<(), u32> {
         let fewer = |kept: u32| kept.checked_sub(units).filter(|_| units > 0);

@@ -125,8 +125,11 @@ pub(super) async fn give_back<S: Session>(
 ///
 /// They are counted once the session is there: a clone may give units back while the caller waits for a connection.
 pub(super) async fn cancel<S: Session>(session: &mut S, reservation: &Reservation) -> Result<u32> {
-    refuse_transaction(session)?;
     let spent = &reservation.spent;
+    if spent.is_given_back() {
+        return Ok(0);
+    }
+    refuse_transaction(session)?;
     match spent.take_all_back()? {
         Units { units: 0, .. } => Ok(0),
         back => send_back(session, spent, back).await,

@@ -193,6 +193,11 @@ impl Spent {
         })
     }
 
+    /// Returns whether all units were given back.
+    pub(super) fn is_given_back(&self) -> bool {
+        self.kept.is_empty()
+    }
+
     /// Counts all units that are left as given back. These may be none.
     pub(super) fn take_all_back(&self) -> Result<Units<'_>> {
         self.back(|| Ok(self.kept.take_all()))

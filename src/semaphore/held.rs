@@ -123,7 +123,7 @@ impl HeldSlot {
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long the background pauses before it retries a release, at first.
-const PAUSE: Duration = Duration::from_millis(10);
+pub(super) const PAUSE: Duration = Duration::from_millis(10);
 
 /// How long it pauses on average, at most. A slot stays taken for as long after a connection was there again.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);

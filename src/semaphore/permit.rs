@@ -298,7 +298,9 @@ fn complete(conn: &mut PooledPgConnection, id: i64) -> Result<bool> {
 impl Chore for LateRelease {
     /// A pool whose connections are always in use never has an idle one. So the thread waits for a connection, as the other users
     /// of the pool do.
-    const PATIENCE: Duration = PATIENCE;
+    fn patience(&self) -> Duration {
+        PATIENCE.min(self.remaining())
+    }
 
     fn pause(&self) -> Duration {
         LateRelease::pause(self)

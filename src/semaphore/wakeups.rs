@@ -98,7 +98,7 @@ pub(super) fn wake_one(service: &str) {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "r2d2"))]
 mod tests {
     use std::time::Instant;
 

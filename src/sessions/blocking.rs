@@ -5,13 +5,20 @@ use std::time::Duration;
 use diesel::pg::PgConnection;
 
 use super::{Sessions, compare};
+use crate::clock::Deadline;
 use crate::error::{Error, Result};
 use crate::pool::{self, PgPool, PooledPgConnection};
 use crate::session::{Blocking, now};
 use crate::transaction::{self, Transaction};
 
-/// How long to wait for a second connection to be opened.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a lock waits for a second connection to be opened.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// How long [`probe_sessions`] waits for it.
+const PATIENCE_OF_PROBE: Duration = Duration::from_secs(1);
+
+/// How long to wait before a look at whether the pool is at its full size.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Tests whether the connections of the pool have their own server sessions.
 ///
@@ -27,9 +34,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 ///
 /// Waits for the first connection as long as the pool's `connection_timeout` allows. The second one is an idle connection. If none
 /// is idle, and the pool has room for another, this waits at most a second for it to be opened. r2d2 tests an idle connection at
-/// its check-out (`test_on_check_out`, on by default). If a NAT or a firewall has silently dropped
-/// that connection, the test waits as any other check-out does: as long as the connection string's `tcp_user_timeout` and
-/// `keepalives_*` settings allow. Without them this takes minutes, so set them if such a device may be in between.
+/// its check-out (`test_on_check_out`, on by default). If a NAT or a firewall has silently dropped that connection, the test waits
+/// as any other check-out does: as long as the connection string's `tcp_user_timeout` and `keepalives_*` settings allow. Without
+/// them this takes minutes, so set them if such a device may be in between.
 ///
 /// # Errors
 ///
@@ -51,7 +58,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// ```
 pub fn probe_sessions(pool: &PgPool) -> Result<Sessions> {
     let mut conn = pool::check_out(pool, None)?;
-    match second(pool, &mut conn, PATIENCE) {
+    match second(pool, &mut conn, PATIENCE_OF_PROBE) {
         Some(mut other) => compare_now(&mut conn, &mut other),
         None => Ok(Sessions::Unknown),
     }
@@ -111,15 +118,26 @@ fn second(
     if let Some(idle) = pool.try_get() {
         return Some(idle);
     }
-    let marks = PooledPgConnection::extensions_mut(conn);
-    if pool.state().connections >= pool.max_size() || marks.get::<Alone>().is_some() {
+    if PooledPgConnection::extensions(conn)
+        .get::<Alone>()
+        .is_some()
+        || patience.is_zero()
+    {
         return None;
     }
-    let opened = pool::check_out(pool, Some(patience)).ok();
-    if opened.is_none() && !patience.is_zero() {
-        marks.insert(Alone);
+    let deadline = Deadline::after(patience);
+    // Threads that have all connections of the pool between them must not wait for each other.
+    while pool.state().connections < pool.max_size() {
+        // r2d2 opens a connection only for a caller that waits.
+        if let Ok(opened) = pool::check_out(pool, Some(LOOK.min(deadline.remaining()))) {
+            return Some(opened);
+        }
+        if deadline.remaining().is_zero() {
+            PooledPgConnection::extensions_mut(conn).insert(Alone);
+            return None;
+        }
     }
-    opened
+    pool.try_get()
 }
 
 fn stored(conn: &PooledPgConnection) -> Option<Sessions> {
@@ -135,10 +153,11 @@ fn compare_now(conn: &mut PgConnection, other: &mut PgConnection) -> Result<Sess
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::{Arc, Barrier};
 
     use diesel::connection::SimpleConnection;
-    use diesel::r2d2::{CustomizeConnection, Error as R2D2Error, Pool};
+    use diesel::r2d2::{CustomizeConnection, Error as R2D2Error, HandleEvent, Pool, event};
     use workbench::Database;
 
     use super::*;
@@ -155,13 +174,16 @@ mod tests {
         assert_eq!(pool.state().connections, 2);
     }
 
-    /// Only the first connection can be opened.
-    #[derive(Debug, Default)]
-    struct OneOnly(AtomicBool);
+    /// Only the first connection can be opened. Counts the check-outs that ended without a connection.
+    #[derive(Debug, Clone, Default)]
+    struct OneOnly {
+        is_open: Arc<AtomicBool>,
+        timeouts: Arc<AtomicUsize>,
+    }
 
     impl CustomizeConnection<PgConnection, R2D2Error> for OneOnly {
         fn on_acquire(&self, conn: &mut PgConnection) -> std::result::Result<(), R2D2Error> {
-            if self.0.swap(true, Ordering::SeqCst) {
+            if self.is_open.swap(true, Ordering::SeqCst) {
                 let refused = conn.batch_execute("SELECT 1 / 0");
                 refused.map_err(R2D2Error::QueryError)?;
             }
@@ -169,27 +191,55 @@ mod tests {
         }
     }
 
+    impl HandleEvent for OneOnly {
+        fn handle_timeout(&self, _: event::TimeoutEvent) {
+            self.timeouts.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
     #[test]
     fn a_pool_that_cannot_open_another_connection_is_waited_for_once() {
         let database = Database::new();
+        let one_only = OneOnly::default();
         let pool = Pool::builder()
             .max_size(2)
             .min_idle(Some(0))
-            .connection_timeout(Duration::from_millis(100))
             .error_handler(Box::new(diesel::r2d2::NopErrorHandler))
-            .connection_customizer(Box::<OneOnly>::default())
+            .connection_customizer(Box::new(one_only.clone()))
+            .event_handler(Box::new(one_only.clone()))
             .build(database.manager())
             .unwrap();
         let mut only = pool::check_out(&pool, None).unwrap();
-        let is_alone = |conn: &PooledPgConnection| {
-            let marks = PooledPgConnection::extensions(conn);
-            marks.get::<Alone>().is_some()
+        let mut waits = |limit| {
+            let before = one_only.timeouts.load(Ordering::SeqCst);
+            require_own(&pool, &mut only, limit).unwrap();
+            assert_eq!(stored(&only), None);
+            one_only.timeouts.load(Ordering::SeqCst) - before
         };
-        require_own(&pool, &mut only, Some(Duration::ZERO)).unwrap();
-        assert!(!is_alone(&only));
-        require_own(&pool, &mut only, None).unwrap();
-        assert!(is_alone(&only));
-        require_own(&pool, &mut only, None).unwrap();
-        assert_eq!(stored(&only), None);
+        assert_eq!(waits(Some(Duration::ZERO)), 0);
+        assert!(waits(None) > 0);
+        assert_eq!(waits(None), 0);
+    }
+
+    #[test]
+    fn threads_that_take_all_connections_of_a_pool_do_not_wait_for_more() {
+        let database = Database::new();
+        let pool = Pool::builder().max_size(4).min_idle(Some(0));
+        let pool = &pool.build(database.manager()).unwrap();
+        let all_have_one = &Barrier::new(4);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(move || {
+                    let mut conn = pool::check_out(pool, None).unwrap();
+                    all_have_one.wait();
+                    require_own(pool, &mut conn, None).unwrap();
+                    assert!(
+                        PooledPgConnection::extensions(&conn)
+                            .get::<Alone>()
+                            .is_none()
+                    );
+                });
+            }
+        });
     }
 }

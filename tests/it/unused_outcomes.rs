@@ -1,4 +1,5 @@
-//! The compiler warns of an outcome that nobody looks at. Where it does not, the expectation is unfulfilled, which is an error here.
+//! The compiler warns of an outcome that nobody looks at. Where it does not, the expectation is unfulfilled, which is an error
+//! here.
 
 #![deny(unfulfilled_lint_expectations)]
 

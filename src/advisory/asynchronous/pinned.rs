@@ -199,7 +199,9 @@ impl<C: PoolConnection + 'static> Drop for Pooled<C> {
         let _entered = runtime::entered(&self.runtime);
         match self.doubt {
             // The pool is the caller's code.
-            None if !self.is_distrusted => drop(caught(|| drop(conn))),
+            None if !self.is_distrusted => {
+                caught(|| drop(conn));
+            }
             Some(Doubt::Certain(_)) => discard(conn, false),
             _ => {
                 let mut is_expected = false;

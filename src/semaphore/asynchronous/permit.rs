@@ -17,7 +17,7 @@ use crate::panics::{caught, caught_while_awaited, lock};
 use crate::pool::asynchronous::{self as pool, CheckedOut, Pool};
 use crate::runtime::{self, Finished};
 use crate::semaphore::admission::Claimed;
-use crate::semaphore::held::{HeldSlot, LateRelease, PATIENCE};
+use crate::semaphore::held::{HeldSlot, LateRelease, PATIENCE, PAUSE};
 use crate::semaphore::{Admission, Claim, Full, operations, rules, wakeups};
 use crate::session::Asynchronous;
 
@@ -226,7 +226,7 @@ impl<P: Pool> fmt::Debug for Permit<P> {
 async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
     let turns = turns_of(&slot.service);
     let released = caught_while_awaited(release_without_waiting(&slot, &pool, &turns)).await;
-    if released == Some(true) {
+    if let Some(Ok(_)) = released {
         return;
     }
     let late = slot.late_release();
@@ -236,40 +236,59 @@ async fn release_dropped<P: Pool>(slot: HeldSlot, pool: P) {
             caught(|| late.record_timeout());
             return;
         }
-        if caught_while_awaited(release_late(&late, &pool, &turns)).await == Some(true) {
-            return;
+        match caught_while_awaited(release_late(&late, &pool, &turns)).await {
+            Some(Ok(_)) => return,
+            // It is tried again soon, because the turns of a pool that works are short.
+            Some(Err(NotSent::NoTurn)) => sleep(PAUSE).await,
+            Some(Err(NotSent::Failed)) | None => {
+                late.failed();
+                sleep(late.pause()).await;
+            }
         }
-        late.failed();
-        sleep(late.pause()).await;
     }
 }
 
-/// Releases the permit on an idle connection. Returns whether nothing is left to release.
-async fn release_without_waiting<P: Pool>(slot: &HeldSlot, pool: &P, turns: &Turns) -> bool {
+/// Releases the permit on an idle connection.
+async fn release_without_waiting<P: Pool>(
+    slot: &HeldSlot,
+    pool: &P,
+    turns: &Turns,
+) -> Result<(), NotSent> {
     let completed = complete(pool, turns, slot.claim.id, Duration::ZERO).await;
-    if let Some(completed) = completed {
-        wakeups::wake_one(&slot.service);
-        slot.record_release(&slot.completed(completed));
-    } else {
-        slot.record_deferral();
+    match completed {
+        Ok(completed) => {
+            wakeups::wake_one(&slot.service);
+            slot.record_release(&slot.completed(completed));
+        }
+        Err(_) => slot.record_deferral(),
     }
-    completed.is_some()
+    completed.map(drop)
 }
 
-/// Releases the permit on the next connection. Returns whether nothing is left to release.
-async fn release_late<P: Pool>(late: &LateRelease, pool: &P, turns: &Turns) -> bool {
+/// Releases the permit on the next connection.
+async fn release_late<P: Pool>(late: &LateRelease, pool: &P, turns: &Turns) -> Result<(), NotSent> {
     let completed = complete(pool, turns, late.id, PATIENCE.min(late.remaining())).await;
-    if completed.is_some() {
+    if completed.is_ok() {
         wakeups::wake_one(&late.service);
     }
-    completed.is_some()
+    completed.map(drop)
+}
+
+/// Why a release did not reach the database.
+#[derive(Debug, Clone, Copy)]
+enum NotSent {
+    /// It had no turn to wait for a connection, and none was idle.
+    NoTurn,
+    /// The pool had no connection in time, or the statement failed.
+    Failed,
 }
 
 /// How long a task waits for its turn.
 const PATIENCE_FOR_TURN: Duration = Duration::from_millis(100);
 
-/// How long a task keeps its turn. A server that hangs, or a pool that is exhausted, takes longer.
-const LONGEST_TURN: Duration = Duration::from_secs(1);
+/// How long a task keeps its turn. A server that hangs, or a pool that is exhausted, takes longer, and must not keep the turns from
+/// a pool for the same service in another database.
+const LONGEST_TURN: Duration = Duration::from_secs(3);
 
 /// The turns of each service to wait for a connection, so that a thousand permits that are dropped at once leave the pool to
 /// others. By service, because a pool has no identity, and because a pool that is exhausted must not stop the releases of another
@@ -295,17 +314,25 @@ async fn turn(turns: &Turns) -> Option<Turn<'_>> {
 }
 
 /// Ends the request on a connection out of its pool, for which it waits for `patience` at most. Returns whether this call ended
-/// it, or `None` if it did not reach the database.
-async fn complete<P: Pool>(pool: &P, turns: &Turns, id: i64, patience: Duration) -> Option<bool> {
+/// it.
+async fn complete<P: Pool>(
+    pool: &P,
+    turns: &Turns,
+    id: i64,
+    patience: Duration,
+) -> Result<bool, NotSent> {
     let turn = turn(turns).await;
-    let may_wait = turn.is_some() && !patience.is_zero();
+    let has_turn = turn.is_some();
     let mut completed = pin!(async {
-        let mut conn = match pool::try_check_out(pool).await {
-            None if may_wait => pool::check_out(pool, Some(patience)).await.ok()?,
-            idle => idle?,
+        let conn = match pool::try_check_out(pool).await {
+            None if !has_turn => return Err(NotSent::NoTurn),
+            None if !patience.is_zero() => pool::check_out(pool, Some(patience)).await.ok(),
+            idle => idle,
         };
+        let mut conn = conn.ok_or(NotSent::Failed)?;
         let session = &mut Asynchronous::pooled(&mut conn);
-        operations::complete(session, id).await.ok()
+        let completed = operations::complete(session, id).await;
+        completed.map_err(|_| NotSent::Failed)
     });
     match timeout(LONGEST_TURN, &mut completed).await {
         Ok(completed) => completed,

@@ -153,6 +153,32 @@ mod tests {
         assert!(waiters.iter().all(|wakeup| wakeup.service != "passed on"));
     }
 
+    #[test]
+    fn a_wait_whose_claims_had_replies_passes_no_wakeup_on() {
+        use std::future::ready;
+
+        use crate::semaphore::waiting::for_slot;
+        use crate::semaphore::{Admission, Full};
+        use crate::session::now;
+
+        let (first, second) = (waiter("looks"), waiter("looks"));
+        wake_one("looks");
+        let full = || Full {
+            retry_after: LONG,
+            service: "looks".into(),
+            slots: 1,
+        };
+        let claim = |_| ready(Ok(Admission::<()>::Full(full())));
+        let sleep = |pause| {
+            first.sleep(pause);
+            ready(())
+        };
+        let waited = for_slot(&first, Duration::from_millis(20), claim, sleep, || false);
+        assert!(now(waited).unwrap().is_full());
+        drop(first);
+        assert!(!is_woken(&second));
+    }
+
     #[cfg(feature = "migrations")]
     #[test]
     fn every_release_wakes_a_waiter() {

@@ -13,7 +13,7 @@ use diesel_interlock::asynchronous::{AdvisoryLock, Pool, probe_sessions};
 use diesel_interlock::{Error, Sessions};
 use workbench::Database;
 
-use crate::dropping::poll_times;
+use crate::dropping::{assert_full_strength, poll_times};
 use crate::run;
 use crate::transactions::{count, freed};
 
@@ -156,6 +156,8 @@ fn a_probe_is_dropped_outside_a_runtime_without_a_panic() {
                 }
             }));
             assert_eq!(panicked.is_err(), panics, "{lifetime:?}, {polls} polls");
+            // A pool that had panicked would have lost the connection.
+            runtime.block_on(assert_full_strength(&pool, 3));
             let _entered = runtime.enter();
             drop(pool);
         }

@@ -393,6 +393,17 @@ mod tests {
     }
 
     #[test]
+    fn what_is_left_in_the_database_counts_for_a_call_that_needs_more() {
+        let mut keys = Keys::default();
+        // Two of the hundred are left there.
+        let reply = reply(0, Some("spent"), 98);
+        let entry = keys.entry("7", &API);
+        let learnt = entry.learn(&reply, &API.cost(5), 5, 5, Moment::now());
+        assert_eq!(learnt.unwrap().limited().unwrap().remaining, 2);
+        assert_eq!(limited(decide(&mut keys, 5)).remaining, 2);
+    }
+
+    #[test]
     fn a_call_whose_units_were_used_by_another_one_needs_them_all_again() {
         let mut keys = keys(10, 10);
         assert_eq!(missing(decide(&mut keys, 12)), 3);

@@ -129,9 +129,8 @@ fn a_cancellation_gives_back_what_a_clone_leaves_while_the_pool_has_no_connectio
     // Nothing is left, so neither a connection nor a transaction matters.
     let only = pool.get().unwrap();
     assert_eq!(cancel(&pool, clone.clone()).unwrap(), 0);
-    let conn = &mut database.connect();
-    conn.batch_execute("BEGIN").unwrap();
-    assert_eq!(cancel_on(conn, clone).unwrap(), 0);
+    let cancelled = (database.connect()).transaction(|conn| cancel_on(conn, clone));
+    assert_eq!(cancelled.unwrap(), 0);
     drop(only);
     assert_about(API.peek(&pool).unwrap().full_in, 5 * HOUR);
 }

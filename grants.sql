@@ -3,7 +3,8 @@
 --     psql --set=role=app --file=grants.sql "$DATABASE_URL"
 --
 -- Run it again after the first migrations of the application, if these are run later, because it also grants the right to read
--- Diesel's table of migrations. Objects of later releases are granted by default if the owner of the schema installs them.
+-- Diesel's table of migrations. Objects of later releases are granted by default if the same role or the owner of the schema
+-- installs them.
 \set ON_ERROR_STOP on
 BEGIN;
 

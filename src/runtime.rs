@@ -41,6 +41,18 @@ pub(crate) fn entered(runtime: &Handle) -> Option<EnterGuard<'_>> {
     caught(|| runtime.enter())
 }
 
+/// Polls a future, and drops it as soon as it is ready.
+fn poll<F: Future>(future: &mut Option<Pin<Box<F>>>, context: &mut Context<'_>) -> Poll<F::Output> {
+    let Some(pending) = future else {
+        return Poll::Pending; // It was ready before, and must not be polled again.
+    };
+    let polled = pending.as_mut().poll(context);
+    if polled.is_ready() {
+        *future = None;
+    }
+    polled
+}
+
 /// A future of a pool, which is dropped inside the runtime that first polled it: it may contain a connection that it was checking.
 pub(crate) struct DroppedInside<F: Future> {
     future: Option<Pin<Box<F>>>,
@@ -61,14 +73,7 @@ impl<F: Future> Future for DroppedInside<F> {
     type Output = F::Output;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
-        let Some(future) = &mut self.future else {
-            return Poll::Pending; // It was ready before, and must not be polled again.
-        };
-        let polled = future.as_mut().poll(context);
-        if polled.is_ready() {
-            self.future = None;
-        }
-        polled
+        poll(&mut self.future, context)
     }
 }
 
@@ -118,14 +123,7 @@ where
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
         self.is_begun = true;
-        let Some(future) = &mut self.future else {
-            return Poll::Pending; // It was ready before, and must not be polled again.
-        };
-        let polled = future.as_mut().poll(context);
-        if polled.is_ready() {
-            self.future = None;
-        }
-        polled
+        poll(&mut self.future, context)
     }
 }
 

@@ -321,6 +321,8 @@ impl RateLimit {
     /// Gives back all units of a reservation that were not given back yet. Returns how many units that was worth, rounded up.
     /// Until they may be used, they come back in full, with the same exceptions as `Reservation::cancel` of the blocking half.
     ///
+    /// One round trip. If no units are left, this returns zero, takes no connection, and sends nothing.
+    ///
     /// # Errors
     ///
     /// See [errors of checks](crate::RateLimit#errors-of-checks).

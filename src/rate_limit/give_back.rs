@@ -63,6 +63,9 @@ impl Reservation {
     /// cancelled since), or the key was reset or given another quota. In these cases, and once the units may be used, they come
     /// back as with [`Spent::give_back`], with the time counted from the moment from which they may be used.
     ///
+    /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`. If no units are left, this returns zero, takes no
+    /// connection, and sends nothing.
+    ///
     /// # Blocking
     ///
     /// As [`RateLimit::check`](crate::RateLimit::check).

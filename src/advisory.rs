@@ -43,7 +43,7 @@ use crate::key::LockKey;
 #[cfg(feature = "r2d2")]
 use crate::pool::PooledPgConnection;
 
-/// The guard of a session lock that owns its connection, from a [`PgPool`](crate::PgPool).
+/// A guard that owns its connection, which comes from a [`PgPool`](crate::PgPool).
 #[cfg(feature = "r2d2")]
 pub type PooledGuard = AdvisoryLockGuard<PooledPgConnection>;
 
@@ -67,7 +67,7 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 /// | The lock is held | until the transaction ends | until the guard is released, over many transactions |
 /// | The holder is | the transaction | the session, whose connection the guard pins |
 /// | Behind a pooler in transaction mode | safe | **unsafe** |
-/// | Deadlocks | PostgreSQL detects them | not detected: use a timeout, or one order, that of [`LockId`](crate::LockId) |
+/// | Deadlocks | PostgreSQL detects them | not detected: use a timeout, or take all locks in the order of [`LockId`](crate::LockId) |
 ///
 /// # Examples
 ///
@@ -142,11 +142,12 @@ impl AdvisoryLock {
         self
     }
 
-    /// Draws a [fencing token](AdvisoryLockGuard::fencing_token) in the round trip that takes a free session lock. Without this,
-    /// the token is drawn when it is requested. Each token costs a transaction id and a record in the write-ahead log.
+    /// Returns the lock with an early [fencing token](AdvisoryLockGuard::fencing_token). The round trip that takes a free session
+    /// lock then also draws the token. Without this, the token is drawn when it is requested. Each token costs a transaction id and
+    /// a record in the write-ahead log.
     ///
-    /// The statement that takes the lock then writes and commits. If `synchronous_standby_names` is set, it waits for the
-    /// standbys while it holds the lock. Neither the timeout of `acquire_timeout` nor a `statement_timeout` ends that wait: see
+    /// The statement that takes a fenced lock writes and commits. If `synchronous_standby_names` is set, it waits for the standbys
+    /// while it holds the lock. Neither the timeout of `acquire_timeout` nor a `statement_timeout` ends that wait: see
     /// [`fencing_token`](AdvisoryLockGuard::fencing_token).
     pub const fn fenced(mut self) -> Self {
         self.fenced = true;

@@ -13,9 +13,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// A lock that another session holds, a full semaphore, a throttle that is not due and a limited call are not errors.
 /// Operations report them as [`Attempt::Busy`], [`Admission::Full`], [`Decision::Denied`] and [`Check::Limited`].
 ///
-/// Four variants are kinds of errors that are handled alike: [`Input`](Error::Input) for an invalid argument,
-/// [`Misplaced`](Error::Misplaced) for a call in the wrong kind of transaction, [`Schema`](Error::Schema) for a database
-/// that is not set up, and [`Database`](Error::Database) for everything that Diesel reports.
+/// Each of four variants stands for a kind of error that is handled in one way: [`Input`](Error::Input) for an invalid argument,
+/// [`Misplaced`](Error::Misplaced) for a call in the wrong kind of transaction, [`Schema`](Error::Schema) for a database that is
+/// not set up, and [`Database`](Error::Database) for everything that Diesel reports.
 ///
 /// An `Error` converts into [`diesel::result::Error`], so `?` works in functions that return a
 /// [`QueryResult`](diesel::QueryResult). A `Database` error becomes the Diesel error inside. Every other error is wrapped
@@ -123,9 +123,9 @@ pub enum Error {
     /// A transaction was still open on the connection when its lock was released, so what it wrote was not committed while
     /// the lock was held.
     ///
-    /// A pooled connection is discarded, which rolls the transaction back. On a borrowed connection an aborted transaction
-    /// is rolled back, and any other is left to the caller. If the caller rolls it back, the `idle_session_timeout` that the release
-    /// has restored is lost, and stays 0 in that session.
+    /// A pooled connection is discarded, which rolls the transaction back. On a borrowed connection an aborted transaction is
+    /// rolled back, and any other is left to the caller. If the lock had lifted an `idle_session_timeout`, the release restored it
+    /// inside that transaction. If the caller rolls the transaction back, the timeout is 0 again in that session.
     #[error(
         "a transaction was still open when the lock {key} was released: what it wrote was not committed under the lock; \
          commit it before the guard is released"
@@ -217,8 +217,8 @@ pub enum Error {
 
     /// A migration failed.
     ///
-    /// If one migration failed, the message names it. If the message does not say why, as for a constraint that is checked at the
-    /// commit, `source()` does.
+    /// The message names the migration that failed, unless they could not be listed. If the message does not say why, as for a
+    /// constraint that is checked at the commit, `source()` does.
     #[cfg(feature = "migrations")]
     #[error(transparent)]
     Migration(Box<dyn std::error::Error + Send + Sync>),

@@ -18,13 +18,13 @@ use crate::session::{Blocking, now};
 use crate::session::{Session, is_serialization_failure};
 use crate::transaction;
 
-/// Protects data in the database from a holder that has lost its lock or its slot without noticing, such as a process
-/// that was suspended or cut off, and continues.
+/// Protects data in the database from a holder that continues without noticing that it has lost its lock or its slot, such as a
+/// process that was suspended or cut off.
 ///
-/// PostgreSQL stores the largest fencing token that has passed, in `resource_control.fence`. A writer passes the fence
-/// inside the transaction that writes. If a larger token has passed before, the fence returns an error, and the
-/// transaction is rolled back. A new holder passes the fence once, in a transaction that it commits, before it
-/// reads. From then on no earlier holder can commit a write through this fence, so what the new holder reads stays as it is.
+/// PostgreSQL stores the largest fencing token that has passed, in `resource_control.fence`. A writer passes the fence inside the
+/// transaction that writes. If a larger token has passed before, the fence returns an error, and the writer must roll its
+/// transaction back. A new holder passes the fence once, in a transaction that it commits, before it reads. From then on no earlier
+/// holder can commit a write through this fence, so what the new holder reads stays as it is.
 ///
 /// Use one fence for the tokens of one source: one [lock](crate::AdvisoryLockGuard::fencing_token) or one
 /// [slot](crate::Permit::fencing_token) of a semaphore. Each new holder of a lock or slot gets a larger token, but
@@ -93,8 +93,9 @@ impl Fence {
     ///
     /// # Errors
     ///
-    /// - [`Error::Fenced`] if a larger token has passed, which is that of a later holder. Nested guards of one lock on one
-    ///   session normally [share a token](crate::AdvisoryLockGuard::fencing_token).
+    /// - [`Error::Fenced`] if a larger token has passed, which is that of a later holder. Nested guards of one lock on one session
+    ///   normally [share a token](crate::AdvisoryLockGuard::fencing_token), so the inner one normally does not shut out the outer
+    ///   one.
     /// - [`Misplaced::FenceOutsideTransaction`](crate::error::Misplaced::FenceOutsideTransaction) outside a
     ///   transaction, where the fence would protect nothing. A transaction that a plain SQL `BEGIN` opened is not seen,
     ///   and counts as none.

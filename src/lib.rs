@@ -19,7 +19,7 @@
 //! | A job that spans many transactions, on one instance only | [`AdvisoryLock::try_acquire`] |
 //! | The same, waiting for the lock | [`AdvisoryLock::acquire_timeout`] |
 //! | Many readers, one writer | [`AdvisoryLock::shared`] |
-//! | At most once per interval on any instance | [`Throttle`] |
+//! | At most once per interval, across all instances | [`Throttle`] |
 //! | At most N at a time: calls to a fragile service | [`Semaphore`] |
 //! | N per period on average, with a bounded burst, for each key | [`RateLimit`] |
 //! | The same, waiting for a turn | [`RateLimit::acquire_timeout`] |
@@ -103,10 +103,10 @@
 //!
 //! # Pools and connections
 //!
-//! Session locks, throttles, rate limits and claims have two forms. One takes a [`PgPool`], Diesel's r2d2 pool. The other
-//! one, which ends in `_on`, takes a `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are
-//! taken on the connection of their transaction. The module `asynchronous` has the same for diesel-async, with its pools
-//! deadpool and bb8.
+//! Session locks, throttles, rate limits and the claims of semaphores have two forms. One takes a [`PgPool`], Diesel's r2d2 pool.
+//! The other one, which ends in `_on`, takes a `&mut PgConnection`, which every other pool or wrapper lends. Transaction locks are
+//! taken on the connection of their transaction. The module `asynchronous` has the same for diesel-async, with its pools deadpool
+//! and bb8.
 //!
 //! # Outcomes and errors
 //!
@@ -120,7 +120,7 @@
 //! # Features
 //!
 //! - `postgres` (default): the blocking half, over libpq.
-//! - `r2d2` (default): its forms that take a pool.
+//! - `r2d2` (default): the forms of the blocking half that take a pool.
 //! - `migrations` (default): the module [`migrations`].
 //! - `async`: the module `asynchronous`, over diesel-async. `deadpool` and `bb8` add the forms that take such a pool.
 //! - `tracing`: [events](#events).

@@ -37,9 +37,9 @@ use crate::text::{self, SentName};
 
 /// A limit of N units per period, with a burst, for each key, across all instances.
 ///
-/// PostgreSQL stores when the whole burst of a key is available again (the key is then "full"), as a row of
-/// `resource_control.rate_limit`, and decides by its own clock (GCRA, the generic cell rate algorithm). The promise is exact: in
-/// any span W of the database's clock, at most `burst + W × N / period` units are allowed for a key.
+/// For each key, a row of `resource_control.rate_limit` has the time at which the whole burst is available again. From then on the
+/// key is "full". PostgreSQL decides by its own clock, with GCRA, the generic cell rate algorithm. The promise is exact: in any
+/// span W of the database's clock, at most `burst + W × N / period` units are allowed for a key.
 ///
 /// A `RateLimit` is a small value that holds no connection. Declare it as a `static`, or create it where it is used.
 ///
@@ -89,10 +89,10 @@ use crate::text::{self, SentName};
 ///     VALUES ('api', '7', 1000, '1 minute', 100) -- key NULL: all keys of the name
 ///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
 /// ```
-/// The override of the key applies, otherwise that of the name, otherwise the program's quota. A new quota takes effect at once. A
-/// key still owes the same number of units, which are refilled at the new speed. [Reservations](Self::reserve) are an exception:
-/// calls under the new quota are limited until the moment of the last reservation of the key, even if it was cancelled. A
-/// [`reset`](Self::reset) makes the key full at once, and earlier reservations may still be used in addition.
+/// The override of the key applies, otherwise that of the name, otherwise the program's quota. A new quota takes effect at once.
+/// The units that a key has spent and that are not refilled yet are then refilled at the new speed. [Reservations](Self::reserve)
+/// are an exception: calls under the new quota are limited until the moment of the last reservation of the key, even if it was
+/// cancelled. A [`reset`](Self::reset) makes the key full at once, and earlier reservations may still be used in addition.
 ///
 /// # Instances with different quotas
 ///
@@ -105,8 +105,9 @@ use crate::text::{self, SentName};
 /// what was spent in the last moments before it: less than three times `wal_writer_delay`, which is 200 ms by default. A failover
 /// may also lose what the standby had not received. Lost units can be spent again.
 ///
-/// If plain SQL has opened a transaction, a call of a limit that is not durable, except `peek_on` and `prune_on`, sets
-/// `synchronous_commit` of that transaction to the value that `RESET` would restore, even if the session had set another value.
+/// Inside a transaction that plain SQL has opened, a call of a limit that is not durable, except `peek_on` and `prune_on`, also
+/// sets `synchronous_commit` until the transaction ends, to the value that `RESET` would restore. A value that the session had set
+/// does not apply to that transaction any more.
 ///
 /// # Clocks
 ///
@@ -140,8 +141,8 @@ impl AsRef<RateLimit> for RateLimit {
 impl RateLimit {
     /// Makes a rate limit. All programs that use the name share what it allows.
     ///
-    /// The name has 1 to 1,000 bytes. The first operation returns an error for another one, and for a
-    /// [quota](Quota) that is out of range.
+    /// The name has 1 to 1,000 bytes. The first operation returns an error for any other name, and for a [quota](Quota) that is out
+    /// of range.
     pub const fn named(name: &'static str, quota: Quota) -> Self {
         Self {
             name: Cow::Borrowed(name),

@@ -67,16 +67,16 @@ pub(crate) use self::rules::checked_service;
 /// # Holders that outlive their permit
 ///
 /// A semaphore cannot stop a holder that does not notice that its permit has timed out, such as a process that was suspended. The
-/// [fencing token](Permit::fencing_token) protects the data in that case: the service refuses a token that is smaller than one it
-/// has seen for that slot.
+/// [fencing token](Permit::fencing_token) protects the data in that case: the service has to refuse each token that is smaller than
+/// one it has seen for that slot.
 ///
 /// With one slot, each new holder gets a larger token, so the semaphore is a lock with a lease, which also works behind
 /// a pooler in transaction mode. An asynchronous failover of the server may lose claims, and assign their ids again.
 ///
 /// # Instances with different numbers of slots
 ///
-/// While instances disagree about the number of slots, as during a deploy, the larger number applies. An instance with
-/// a smaller number claims no slot until fewer requests than that are in flight.
+/// While instances disagree about the number of slots, as during a deploy, the larger number applies. An instance with a smaller
+/// number claims no slot until fewer requests than its own number are in flight.
 ///
 /// # Growth of the log
 ///
@@ -103,7 +103,7 @@ impl Semaphore {
     /// Makes the semaphore of a service. At most `slots` requests are in flight, and a request that is not released
     /// ends after `timeout`.
     ///
-    /// The service has 1 to 1,000 bytes. The number of slots is 1 to 32,767. The timeout is longer than zero, at most a
+    /// The name of the service has 1 to 1,000 bytes. The number of slots is 1 to 32,767. The timeout is longer than zero, at most a
     /// thousand years of 360 days, and rounded up to microseconds. The first operation returns an error for any other value.
     pub const fn named(service: &'static str, slots: u32, timeout: Duration) -> Self {
         Self {
@@ -122,8 +122,8 @@ impl Semaphore {
         }
     }
 
-    /// Returns the semaphore with the details of its requests in the log, for operators: who made it, and what for. At most
-    /// 8,192 bytes. Defaults to none.
+    /// Returns the semaphore with the details of its requests in the log, for operators: who makes the requests, and what for. At
+    /// most 8,192 bytes. Defaults to none.
     pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self {
         Self {
             details: details.into(),

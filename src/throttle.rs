@@ -21,7 +21,7 @@ pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
 pub use self::sync::{Difference, Synced};
 use crate::text;
 
-/// A resource that is granted at most once per interval, to any caller on any instance.
+/// A resource that is granted at most once per interval, across all instances.
 ///
 /// PostgreSQL records when each resource was granted last, and decides by its own clock whether the interval has passed.
 /// Unlike a lock, a grant is never given back. The resource is due again when the interval has passed, even if the caller

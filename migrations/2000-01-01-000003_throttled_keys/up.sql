@@ -193,7 +193,7 @@ COMMENT ON FUNCTION resource_control.throttled_key_lock(resource_control.throttl
 COMMENT ON FUNCTION resource_control.attempt_throttled_key(resource_control.throttled_resource_enum, text, text) IS
     'Grants the resource for this key if it is due, and returns the decision. Otherwise as attempt_throttled_resource.';
 COMMENT ON FUNCTION resource_control.prune_throttled_keys(integer) IS
-    'Deletes at most batch keys whose interval has passed, skips keys that are being taken, and returns the number of deleted keys. Keep the batch in the hundreds and commit at once, because attempts at those keys are denied from their deletion to the end of the transaction.';
+    'Deletes keys whose interval has passed, or whose resource has no row: at most as many as batch says. Skips keys that are being taken. Returns the number of deleted keys. Keep the batch in the hundreds and commit at once, because attempts at those keys are denied from their deletion to the end of the transaction.';
 
 PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000003');

@@ -613,7 +613,7 @@ COMMENT ON FUNCTION resource_control.lock_free_slot(text, integer) IS
 COMMENT ON FUNCTION resource_control.admit_service_request(text, integer, interval, text) IS
     'As claim_service_request, but always returns one row: the claim, or the time at which enough requests have expired for one more.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
-    'Claims one of the slots of the service, 0 to slots - 1, and returns the new row, or no row if all slots are taken. Commit at once, because nobody else can use the slot until then. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried.';
+    'Claims one of the slots of the service, 0 to slots - 1, and returns the new row, or no row if all slots are taken. Commit at once, because until then no other claim can use the slot, even after its timeout. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried.';
 COMMENT ON FUNCTION resource_control.complete_service_request(bigint) IS
     'Ends the request and frees its slot. Returns false if the request had ended or timed out before. Changes no other request. Fails with a serialization failure in a transaction stricter than READ COMMITTED that cannot see the request.';
 COMMENT ON FUNCTION resource_control.renew_service_request(bigint, interval) IS

@@ -1210,15 +1210,15 @@ END
 $$;
 
 COMMENT ON TABLE resource_control.rate_limit IS
-    'What is left of rate limits: a row for each limit and key that was used, until it is pruned, and the first generation of those keys that have a later one. A missing row means a full key.';
+    'What is left of rate limits: a row for each limit and key that was used, until it is pruned, and the first generation of those keys that have a later generation. A missing row means a full key.';
 COMMENT ON COLUMN resource_control.rate_limit.generation IS
     'The row of the largest generation counts. After 200 updates the next generation replaces it, because old versions of a row slow down a search for it as long as a snapshot needs them.';
 COMMENT ON COLUMN resource_control.rate_limit.updates IS
     'The number of updates in this generation.';
 COMMENT ON COLUMN resource_control.rate_limit.created_at IS
-    'When the key was used first, or first after it was reset, pruned, or given another quota. If the clock was set back since, just after the last change by the old clock.';
+    'When the key was used first, or first after it was reset, pruned, or given another quota. If the clock was set back since then, a microsecond after the last change by the old clock.';
 COMMENT ON COLUMN resource_control.rate_limit.changed_at IS
-    'When units were spent or given back last, by the server''s clock.';
+    'When the row was changed last, by the server''s clock: units were spent or given back, or the debt was rewritten for another quota or clock.';
 COMMENT ON COLUMN resource_control.rate_limit.full_at IS
     'When the key is full again if no more units are spent; -infinity in a first generation that a later one replaced.';
 COMMENT ON COLUMN resource_control.rate_limit.n IS
@@ -1226,7 +1226,7 @@ COMMENT ON COLUMN resource_control.rate_limit.n IS
 COMMENT ON COLUMN resource_control.rate_limit.period_us IS
     'The period of the quota under which the row was written, in microseconds.';
 COMMENT ON COLUMN resource_control.rate_limit.reserved_until IS
-    'The last moment from which a reservation may be used. Null if there was none in this row.';
+    'Each reservation may be used from some moment on. This is the latest of these moments, or null if there was no reservation in this row.';
 COMMENT ON TABLE resource_control.rate_limit_override IS
     'Quotas that operators set. The row of the key counts, else the row of the name, else the quota of the program.';
 COMMENT ON COLUMN resource_control.rate_limit_override.key IS
@@ -1247,32 +1247,34 @@ COMMENT ON FUNCTION resource_control.microseconds(interval) IS
     'The interval as elapsed time, in microseconds.';
 COMMENT ON FUNCTION resource_control.read_rate_limit(text, text, bigint, interval, bigint) IS
     'The quota in force of a key, and how long the key takes to be full again. Part of peek_rate_limit and check_rate_limits.';
+COMMENT ON FUNCTION resource_control.retire_rate_limit(text, text, bigint) IS
+    'Removes a generation that a later one replaces: deletes the row, or marks the first generation as one that no longer counts. Part of settle_rate_limit and decide_rate_limit.';
 COMMENT ON FUNCTION resource_control.forget_rate_limit(text, text, bigint) IS
-    'Deletes a key of which rows were deleted by hand. Part of decide_rate_limit, reset_rate_limit and prune_rate_limits.';
+    'Deletes what is left of a key whose newest row was deleted by hand. Part of decide_rate_limit, reset_rate_limit and prune_rate_limits.';
 COMMENT ON FUNCTION resource_control.settle_rate_limit(text, text, bigint, bigint, bigint, bigint) IS
-    'Rewrites what a key owes under another quota and by the present clock. Part of decide_rate_limit and check_rate_limits.';
+    'Converts the debt of a key to another quota and to the present clock, and writes it. Part of decide_rate_limit and check_rate_limits.';
 COMMENT ON FUNCTION resource_control.refuse_rate_limit(text, text, bigint, bigint, bigint, bigint, boolean) IS
-    'Raises what is wrong with the arguments of a call. Part of decide_rate_limit.';
+    'Raises an error for invalid arguments. Returns above_burst if only an override refuses the cost. Part of decide_rate_limit and read_rate_limit.';
 COMMENT ON FUNCTION resource_control.decide_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, bigint, boolean, text) IS
     'As reserve_rate_limit_within, in microseconds. With at_least it spends fewer units than the cost, down to at_least, if fewer are left.';
 COMMENT ON FUNCTION resource_control.reserve_rate_limit_within(text, text, bigint, interval, bigint, bigint, interval, boolean, text) IS
-    'As reserve_rate_limit, but waits for another transaction for the given patience, as of lock_timeout. Part of check_rate_limits.';
+    'As reserve_rate_limit, but waits for another transaction at most as long as patience says, a value of lock_timeout. Part of reserve_rate_limit, check_rate_limit and check_rate_limits.';
 COMMENT ON FUNCTION resource_control.spend_rate_limit(text, text, bigint, bigint, bigint, bigint, bigint, boolean, interval, interval) IS
-    'As decide_rate_limit, and faster. For this crate only: allowance and increase must be what the quota, the wait and the cost amount to.';
+    'As decide_rate_limit, and faster. For this crate only: allowance must be the largest debt with which the quota and the wait allow the call, or null if they never do. increase must be what the cost adds to the debt.';
 COMMENT ON FUNCTION resource_control.check_rate_limit(text, text, bigint, interval, bigint, bigint, boolean) IS
-    'Spends units of a key if the limit allows it: at most burst + W * n / period units in any time W. Waits at most 250 ms for each transaction that it meets at the key. Commit at once and outside of other work, because every other call for the key waits until then, and a rollback gives the units back. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried. With commit_async, the transaction commits without waiting for the disk.';
+    'Spends units of a key if the limit allows it: at most burst + W * n / period units in any time W. Waits at most 250 ms for each transaction that it meets at the key. Call it in a transaction of its own and commit at once, because other calls that spend units of the key wait until then, and a rollback gives the units back. Call it at READ COMMITTED, because at a stricter level it may fail with a serialization failure and must be retried. With commit_async, the transaction commits without waiting for the disk.';
 COMMENT ON FUNCTION resource_control.reserve_rate_limit(text, text, bigint, interval, bigint, bigint, interval, boolean) IS
     'As check_rate_limit, but also spends units of the future, if the wait for them is at most max_wait. Returns how long to wait.';
 COMMENT ON FUNCTION resource_control.check_rate_limits(text[], text[], bigint[], interval[], bigint[], bigint[], boolean) IS
-    'Spends units of several keys if all limits allow it, else of none, and then returns which limit refuses the call: the one with the longest wait, or the first one that refuses while the units are being spent. A key that is given twice is checked once, for the sum of the costs. Waits at most 25 ms for each key after the first. Otherwise as check_rate_limit.';
+    'Spends units of several keys if all limits allow the call, and otherwise spends nothing. In that case limited_by is the place of the limit that refuses: the one with the longest wait, or the first one that refuses while the units are being spent. A key that is given twice is checked once, for the sum of the costs. Waits at most 25 ms for each key after the first. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.give_back_rate_limit(text, text, bigint, timestamptz, interval, boolean) IS
-    'Gives back units that were spent at spent_at and not used, less what was refilled since then, or since the end of the wait of a reservation. Time until the last moment that others have reserved counts as passed. Nothing, if the key was reset, pruned or given another quota since then, or if the server has lost the spend and the key was not used since. Returns how many, rounded up. Call it once for each unit. Otherwise as check_rate_limit.';
+    'Gives back units that were spent at spent_at and not used, less what was refilled since then. For a reservation, wait is how long it had to wait, and the refill counts from the end of that wait. Time until the last moment that others have reserved counts as passed. Gives nothing back if the key was reset, pruned or given another quota since then, or if the server has lost the spend and the key was not used since. Returns how many units the key got back, rounded up. The same unit must not be given back twice. Otherwise as check_rate_limit.';
 COMMENT ON FUNCTION resource_control.peek_rate_limit(text, text, bigint, interval, bigint) IS
     'How many units of a key are left, when it is full again, and the quota in force. Changes nothing.';
 COMMENT ON FUNCTION resource_control.reset_rate_limit(text, text, boolean) IS
-    'Makes a key full, or without a key all keys of the name. Returns how many were not. Waits at most 250 ms for each transaction that it meets at a key, and changes nothing if that is too short.';
+    'Makes a key full, or without a key all keys of the name. Returns how many were not. Waits at most 250 ms for each transaction that it meets at a key. If that is too short, it raises diesel_interlock_contended and changes nothing.';
 COMMENT ON FUNCTION resource_control.prune_rate_limits(text, text, integer) IS
-    'Deletes the full keys among the next batch rows after this name and key, and returns how many, and the name and key to go on after; null at the end. Commit at once, because checks of those keys wait until then.';
+    'Looks at the rows after after_name and after_key, at most as many as batch says, and deletes those of their keys that are full. Returns how many it deleted, and the name and key after which to continue: null if no rows follow. Commit at once, because checks of those keys wait until then.';
 
 PERFORM pg_catalog.set_config('search_path', callers_path, true);
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000006');

@@ -32,7 +32,7 @@ use crate::runtime;
 use crate::session::Session;
 use crate::sessions;
 
-/// The guard of a session lock that owns its connection, from a [`Pool`].
+/// A guard that owns its connection, which comes from a [`Pool`].
 pub type PooledGuard<P> = AdvisoryLockGuard<Pooled<<P as Pool>::Connection>>;
 
 /// The guard of a session lock on a connection that the caller lends.
@@ -131,8 +131,8 @@ impl AdvisoryLock {
 
     /// Takes the lock if it is free, on the given connection. Never waits.
     ///
-    /// If the future is dropped, the unlock is queued behind what was sent, and nobody has to use the connection. An
-    /// `idle_session_timeout` that the try had lifted then stays lifted.
+    /// If the future is dropped, the unlock is queued behind the statements that were sent, and is sent even if the connection is
+    /// not used again. An `idle_session_timeout` that the try had lifted then stays lifted.
     ///
     /// # Errors
     ///
@@ -166,8 +166,8 @@ impl AdvisoryLock {
 
     /// Takes the lock on the given connection. Waits indefinitely.
     ///
-    /// If the future is dropped while the server waits, that statement ends within 200 milliseconds, and the unlock is queued
-    /// behind it.
+    /// If the future is dropped while a statement waits on the server, the statement ends within 200 milliseconds. The unlock is
+    /// queued behind it.
     ///
     /// # Errors
     ///
@@ -189,12 +189,12 @@ impl AdvisoryLock {
         .await
     }
 
-    /// Takes the lock on a connection from the pool. Waits for the connection and the lock for at most `timeout`. When that is
-    /// over, or if it is zero, the last try waits for a second at most (with bb8 for 50 milliseconds) while the pool checks or
-    /// opens a connection. If the network is cut while a statement waits for its reply, this waits until the connection ends, as
+    /// Takes the lock on a connection from the pool. Waits for the connection and the lock for at most `timeout`. If `timeout` has
+    /// passed or is zero, there is one last try, for which the pool may take up to a second more (bb8: 50 milliseconds) to check or
+    /// open a connection. If the network is cut while a statement waits for its reply, this waits until the connection ends, as
     /// [the settings of TCP](crate::guide::growing#dead-hosts) decide.
     ///
-    /// A future that is dropped leaves what that of [`acquire`](Self::acquire) leaves.
+    /// If the future is dropped, the same happens as with [`acquire`](Self::acquire).
     ///
     /// # Errors
     ///
@@ -230,7 +230,7 @@ impl AdvisoryLock {
 
     /// Takes the lock on the given connection. Waits for at most `timeout`.
     ///
-    /// A future that is dropped leaves what that of [`acquire_on`](Self::acquire_on) leaves.
+    /// If the future is dropped, the same happens as with [`acquire_on`](Self::acquire_on).
     ///
     /// # Errors
     ///
@@ -258,8 +258,7 @@ impl AdvisoryLock {
     ///
     /// # Errors
     ///
-    /// The error of `work`, the [errors of session locks](crate::AdvisoryLock#errors-of-session-locks), and those of
-    /// [`release`](AdvisoryLockGuard::release).
+    /// The error of `work`, and those of [`acquire`](Self::acquire) and of [`release`](AdvisoryLockGuard::release).
     ///
     /// # Examples
     ///

@@ -59,14 +59,15 @@ use crate::sessions;
 ///   connection, even one that Diesel does not know of. The transaction of `begin_test_transaction` does not count.
 /// - [`Error::SharedSessions`](crate::Error::SharedSessions) if the connections of the pool share server sessions. This is tested
 ///   once per connection of a pool, in six round trips, if the pool has a second connection to compare with. If none is idle, the
-///   pool opens one, for which this waits at most 200 milliseconds, once.
+///   pool opens one, unless it is at its full size. This waits for that for at most 200 milliseconds, once for each connection.
 /// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
 /// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler changed the session during the wait.
 /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the pooled connection had left a
 ///   transaction open.
 /// - [`Error::Database`](crate::Error::Database) for anything else. The server may have granted the lock, so the crate makes sure
-///   that it is not held. It discards a pooled connection. On a borrowed connection it queries the session, and ends it if it holds
-///   the lock. If the statement has aborted a transaction of a plain SQL `BEGIN`, the crate rolls that back first.
+///   that it is not held. It discards a pooled connection. On a borrowed connection, one more round trip queries whether the
+///   session holds the lock, and ends a session that does. If the statement has aborted a transaction of a plain SQL `BEGIN`, the
+///   crate rolls that back first.
 ///
 /// The lock is not held after any of these errors.
 impl AdvisoryLock {
@@ -117,12 +118,12 @@ impl AdvisoryLock {
     /// [`acquire_timeout`](Self::acquire_timeout) limits the wait. Once a thread waits for the lock, a pool that has no
     /// connection in time does not end the wait.
     ///
-    /// A thread that waits on the server occupies a connection. The waiting threads of a process occupy at most half of the
-    /// pool's maximum size, and at least one connection, so that many waiters do not exhaust the pool. The keys share these
-    /// connections equally, or take turns. All other waiting threads hold no connection, and poll. A release in this process
-    /// wakes the thread that has waited longest for the lock, unless another thread waits for that lock on the server.
-    /// Together the threads poll at most about two hundred times a second, and each key has the same share of that. So many
-    /// waiters for one key hardly delay the only waiter for another.
+    /// A thread that waits on the server occupies a connection. The waiting threads of a process occupy at most half of the pool's
+    /// maximum size, and at least one connection, so that many waiters do not exhaust the pool. The locks that are waited for share
+    /// these connections equally. If there are more such locks than connections, they take turns. All other waiting threads hold no
+    /// connection, and poll. A release in this process wakes the thread that has waited longest for the lock, unless another thread
+    /// waits for that lock on the server. Together the threads poll at most about two hundred times a second, and each key has the
+    /// same share of that. So many waiters for one key hardly delay the only waiter for another.
     ///
     /// The wait on the server is cut into slices of 200 milliseconds, or of half of `deadlock_timeout` if that is shorter.
     /// Otherwise a waiter's snapshot and the holder's `CREATE INDEX CONCURRENTLY` would wait for each other. This has
@@ -131,7 +132,7 @@ impl AdvisoryLock {
     ///   `lock_timeout` longer than a slice: 300 milliseconds or more.
     /// - Waiters are not served in order, because the place in the queue is lost between slices.
     /// - PostgreSQL does not detect a deadlock of two sessions that wait for each other's locks.
-    /// - Two sessions that share the lock, and both request it exclusively, wait for each other indefinitely.
+    /// - If two sessions share the lock and both then request it exclusively, they wait for each other indefinitely.
     /// - Each slice that ends without the lock is an error entry about `lock_timeout` in the server's log.
     /// - `pg_cancel_backend` ends the wait with the server's error. A cancellation within the last hundredth of a slice is
     ///   mistaken for the slice's timeout, and the wait continues, because Diesel does not distinguish the two errors and the
@@ -185,9 +186,9 @@ impl AdvisoryLock {
     /// # Blocking
     ///
     /// Waits for at most `timeout`, check-out included. The pool's own `connection_timeout` may end that part sooner. The
-    /// comparison of sessions, once per connection, does not count, but it waits no longer than `timeout` for a second connection.
-    /// The last slice is rounded up to whole milliseconds. A timeout of zero waits for nothing, not even for the pool to open a
-    /// connection. Otherwise as [`acquire`](Self::acquire).
+    /// comparison of sessions, once per connection, is not part of `timeout`. It waits for a second connection no longer than
+    /// `timeout`. The last slice is rounded up to whole milliseconds. A timeout of zero waits for nothing, not even for the pool to
+    /// open a connection. Otherwise as [`acquire`](Self::acquire).
     ///
     /// # Errors
     ///

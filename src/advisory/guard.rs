@@ -49,12 +49,13 @@ use crate::session::now;
 ///
 /// A borrowed connection cannot be discarded, so a failed unlock is repaired where possible:
 /// - If the caller's plain SQL `BEGIN` is aborted, it is rolled back and the unlock is repeated.
-/// - If the unlock failed otherwise and the session still holds the lock, the session is ended.
 /// - If a transaction of Diesel's is aborted, only the caller can roll it back. The session keeps the lock, the connection is
 ///   marked as broken, and [`release`](Self::release) returns [`Error::ReleaseFailed`].
+/// - If the unlock failed for another reason and the session still holds the lock, the session is ended.
 ///
-/// **Do not use a connection again after that error.** Diesel clears the mark with the next statement that succeeds, and a
-/// pool that lent the connection would take it back with the lock. Drop it, with deadpool after `Object::take`.
+/// **Do not use a connection again after that error.** Diesel clears the mark with the next statement that succeeds, and a pool
+/// that lent the connection would take it back with the lock. Drop it. With deadpool, take it out of the pool first, with
+/// `Object::take`.
 ///
 /// # Transactions
 ///
@@ -197,8 +198,8 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// of the innermost outer guard that has one. There are exceptions:
     /// - If the outer guard is shared and the inner one exclusive, the inner one draws a new token, because other sharers may have
     ///   come in between. A fence that has seen this token refuses that of the outer guard.
-    /// - After a `RESET ALL` between the two acquisitions the guards share no token, because the setting `diesel_interlock.session`
-    ///   identifies the session.
+    /// - If a `RESET ALL` runs between the two acquisitions, the guards share no token, because it clears the setting
+    ///   `diesel_interlock.session`, which identifies the session.
     /// - If the outer guard has lost the lock meanwhile, as by `pg_advisory_unlock_all`, both guards still share its token. A fence
     ///   that has seen the token of a holder in between refuses both.
     /// - In a test transaction all tokens are the same.
@@ -262,8 +263,8 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
 
     /// Releases the lock and gives the connection back. The same as dropping the guard, except that it returns the error.
     ///
-    /// One round trip, and one more to prepare the statement, once per connection. After an error, too, this guard no longer
-    /// holds the lock.
+    /// One round trip, and one more to prepare the statement, once per connection. The guard ends even if this returns an error.
+    /// After [`Error::ReleaseFailed`] on a borrowed connection, the session may still hold the lock.
     ///
     /// # Errors
     ///

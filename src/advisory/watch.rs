@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::pool::{PgPool, PooledPgConnection};
 use crate::session::{Blocking, now};
 
-/// Returns, without a round trip, whether a session lock was lost. A background thread of this crate queries the server at
-/// an interval, over a connection from the pool, which it holds only during the query.
+/// A watch tells, without a round trip, whether a session lock was lost. A background thread of this crate queries the server at an
+/// interval, over a connection from the pool, which it holds only during the query.
 ///
 /// [`AdvisoryLockGuard::watch`](crate::AdvisoryLockGuard::watch) creates it. Clone it into the threads that do the work. The
 /// queries end when the guard releases the lock, when the lock is lost, or when all clones are dropped. A second later, the watch
@@ -85,8 +85,8 @@ impl Watch {
         self.watched().last_confirmed()
     }
 
-    /// Returns whether a query found the lock held within that time, and the lock was neither lost nor released since. No
-    /// round trip.
+    /// Returns whether a query found the lock held at most `time` ago, and the lock was neither lost nor released since. No round
+    /// trip.
     pub fn is_held_within(&self, time: Duration) -> bool {
         self.watched().is_held_within(time)
     }

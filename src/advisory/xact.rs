@@ -21,11 +21,11 @@ use crate::session::{Blocking, now};
 ///
 /// # Isolation levels
 ///
-/// "Lock, check, insert" is correct only if the check sees what the previous holder committed. At REPEATABLE READ it does
-/// not, because the snapshot is as old as the transaction's first statement. Four sessions that wait for each other there
-/// still insert four rows. So a lock at that level is refused, as
-/// [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead). SERIALIZABLE is allowed:
-/// PostgreSQL lets one transaction succeed and fails the others with a serialization failure
+/// "Lock, check, insert" is correct only if the check sees what the previous holder committed. At REPEATABLE READ it does not,
+/// because the snapshot is as old as the transaction's first statement. At that level, four sessions that take the lock one after
+/// another still insert four rows. So a lock at that level is refused, as
+/// [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead). SERIALIZABLE is allowed: PostgreSQL
+/// lets one transaction succeed and fails the others with a serialization failure
 /// ([`DatabaseErrorKind::SerializationFailure`](diesel::result::DatabaseErrorKind)), which the caller has to retry.
 ///
 /// # Idle transactions
@@ -54,7 +54,7 @@ impl AdvisoryLock {
     /// # Errors
     ///
     /// - [`Misplaced::XactLockOutsideTransaction`](crate::error::Misplaced::XactLockOutsideTransaction) outside a transaction. A
-    ///   transaction that was opened by a plain SQL `BEGIN` is not detected.
+    ///   transaction that was opened by a plain SQL `BEGIN` is not detected, so the error is returned there, too.
     /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) and [`Error::Standby`], because
     ///   the lock would not protect there.
     /// - [`Input::EmptyName`](crate::error::Input::EmptyName), before anything is sent.
@@ -137,7 +137,8 @@ impl AdvisoryLock {
     /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) inside a test transaction of
     ///   that level, because a savepoint cannot have another level.
     /// - Diesel's `BrokenTransactionManager` if `work` returned `Ok` and left a nested transaction open, as a caught panic does.
-    /// - The error of `work`, and otherwise as [`acquire_xact`](Self::acquire_xact). After an error nothing was committed.
+    /// - The error of `work`, and otherwise as [`acquire_xact`](Self::acquire_xact). After an error nothing was committed, unless
+    ///   the connection broke during the `COMMIT`, which may have been executed.
     ///
     /// If `work` hides the error of a statement and returns `Ok`, this returns `Ok`, too, although PostgreSQL rolls the
     /// transaction back. Diesel's own `transaction` does the same.

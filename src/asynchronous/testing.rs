@@ -1,7 +1,7 @@
 //! Helpers for the tests of an asynchronous application that uses this crate, on a real server.
 //!
-//! As [`testing`](crate::testing), for asynchronous connections. Each function takes the handles of either half. The prefix of
-//! a test reaches an asynchronous operation by the task: see [`KeyPrefix::scope`].
+//! As [`testing`](crate::testing), for asynchronous connections. Each function takes the handles of either half. An asynchronous
+//! operation takes the prefix of the test from the task in which it is polled: see [`KeyPrefix::scope`].
 //!
 //! # Examples
 //!

@@ -81,13 +81,14 @@ impl RateLimit {
 
 /// # Checks
 ///
-/// Statements, round trips and errors are those of the [blocking half](crate::RateLimit#checks).
+/// Statements, round trips and errors are those of the [blocking half](crate::RateLimit#checks). Outside a runtime an operation
+/// with a pool returns [`Error::NoRuntime`].
 ///
 /// # Dropped futures
 ///
 /// If the future of a check, a reservation or a reset is dropped, the operation may take place all the same, and the units stay
-/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) cancels its reservation. A transaction that Diesel does not see, in
-/// which such a future was dropped, may commit without waiting for the disk.
+/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) cancels its reservation. If such a future is dropped inside a
+/// transaction that plain SQL has opened, that transaction may commit without waiting for the disk.
 impl RateLimit {
     /// Spends the units of a call if the limit allows it, through a connection from the pool. Never waits for units.
     ///
@@ -178,9 +179,9 @@ impl RateLimit {
 
     /// Spends the units of a call, and waits until they may be used, for at most `timeout`. Holds no connection while it waits.
     ///
-    /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after the call was
-    /// sent, a task [cancels](Self::cancel) the reservation through a connection from the pool. On a connection that you
-    /// lend, nothing could cancel it, so there is no form for one: use [`reserve_on`](Self::reserve_on) there.
+    /// As [`RateLimit::acquire_timeout`](crate::RateLimit::acquire_timeout). If the future is dropped after the call was sent, a
+    /// task [cancels](Self::cancel) the reservation through a connection from the pool. On a connection that you lend, nothing
+    /// could cancel the reservation, so there is no `acquire_timeout_on`: use [`reserve_on`](Self::reserve_on) there.
     ///
     /// # Errors
     ///
@@ -272,7 +273,7 @@ impl RateLimit {
         operations::reset(&mut Asynchronous::lent(conn), &self.0, true).await
     }
 
-    /// Deletes the rows of all keys of all rate limits that are full. As [`RateLimit::prune`](crate::RateLimit::prune).
+    /// Deletes the rows of all full keys, of all rate limits. As [`RateLimit::prune`](crate::RateLimit::prune).
     ///
     /// # Errors
     ///
@@ -297,7 +298,7 @@ impl RateLimit {
     ///
     /// # Errors
     ///
-    /// [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more than were not given back yet, and the
+    /// [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more units than are left to give back, and the
     /// [errors of checks](crate::RateLimit#errors-of-checks).
     pub async fn give_back<P: Pool>(pool: &P, spent: &Spent, units: u32) -> Result<u32> {
         runtime::current()?;

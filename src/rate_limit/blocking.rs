@@ -23,14 +23,14 @@ use crate::session::{Blocking, now};
 /// ```sql
 /// SELECT resource_control.spend_rate_limit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
 /// ```
-/// A limited call mostly only reads. It locks no row and assigns no transaction id. Otherwise the check locks the row of the
-/// key, reads the clock, and decides anew. It waits at most 250 milliseconds for a transaction that has locked the row, and is
-/// then limited as [`Contended`](crate::LimitedReason::Contended). At a key that many use, it may meet one transaction after
-/// the other. If their commits are slow, these waits add up.
+/// Most limited calls only read: they lock no row and assign no transaction id. Any other check locks the row of the key, reads the
+/// clock, and decides anew. It waits at most 250 milliseconds for a transaction that has locked the row, and is then limited as
+/// [`Contended`](crate::LimitedReason::Contended). At a key that many use, it may meet one transaction after the other. If their
+/// commits are slow, these waits add up.
 ///
 /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in a
-/// separate READ COMMITTED transaction. After an error whose kind Diesel does not expose, one more round trip queries the
-/// catalogue for what is missing.
+/// separate READ COMMITTED transaction. After an error that Diesel does not classify, one more round trip queries the catalogue,
+/// because a function, a table or a privilege may be missing.
 ///
 /// # Errors of checks
 ///
@@ -38,7 +38,8 @@ use crate::session::{Blocking, now};
 ///   character in them, for a quota that is out of range, and for a cost of zero. Nothing was sent. Also for a
 ///   [cost above the burst](crate::error::Input::CostAboveBurst) of the program's quota, which the database refuses.
 /// - [`Misplaced::SpendInTransaction`](crate::error::Misplaced::SpendInTransaction) if a transaction is open on the
-///   connection, except the one that `begin_test_transaction` opened.
+///   connection, except the one that `begin_test_transaction` opened. Resets, give-backs and pruning do not detect a transaction
+///   that plain SQL has opened, and take effect when it commits.
 /// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time, and
 ///   [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the connection had left a
 ///   transaction open.
@@ -47,8 +48,8 @@ use crate::session::{Blocking, now};
 /// - [`Error::ReadOnly`](crate::Error::ReadOnly) on a standby and in a read-only session, unless no units are left there: then
 ///   the call is limited.
 /// - [`Error::StrictIsolation`](crate::Error::StrictIsolation) for a serialization failure inside a test transaction.
-/// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, the units may have been spent. A
-///   session that locks the whole table, as `VACUUM FULL` and `ALTER TABLE` do, makes a check an error after 250 milliseconds.
+/// - [`Error::Database`](crate::Error::Database) for anything else. If the connection broke, the units may have been spent. While a
+///   session has locked the whole table, as `VACUUM FULL` and `ALTER TABLE` do, a check fails after 250 milliseconds.
 impl RateLimit {
     /// Spends the units of a call if the limit allows it, through a connection from the pool. Never waits for units.
     ///
@@ -108,9 +109,9 @@ impl RateLimit {
     /// Checks several limits, through a connection from the pool: spends the units of all of them, or of none.
     ///
     /// One round trip: `SELECT resource_control.check_rate_limits($1, …)`. A limited call mostly only reads. The same key given
-    /// twice is checked for the sum of the costs. If several limits refuse the call, the outcome is that of the limit with the
-    /// longest wait, or that of the first one that refuses while the units are being spent. One [durable](Self::durable) limit
-    /// makes the whole check wait for the disk.
+    /// twice is checked for the sum of the costs. The check first reads all limits. If some refuse, the outcome is that of the
+    /// limit with the longest wait. If none does, it spends the units key by key, and the first limit that then refuses is the
+    /// outcome. One [durable](Self::durable) limit makes the whole check wait for the disk.
     ///
     /// # Blocking
     ///
@@ -118,9 +119,9 @@ impl RateLimit {
     /// and key. The check waits for another transaction at most 250 milliseconds at the first key, and at most 25 at each
     /// later one, because it holds the earlier keys meanwhile.
     ///
-    /// Name a limit that all customers share so that it sorts last, as `everyone` after `customer`. The check then waits at a
-    /// customer's key before it locks the shared one. If the shared limit sorts first, about 40 calls a second that meet the
-    /// locked key of one customer keep it locked all the time, and other calls are limited as
+    /// Give a limit that all customers share a name that sorts last, such as `everyone` after `customer`. The check then waits at a
+    /// customer's key before it locks the shared one. If the shared limit sorts first, about 40 calls a second that meet the locked
+    /// key of one customer keep the shared limit locked all the time, and other calls are limited as
     /// [`Contended`](crate::LimitedReason::Contended). Let `idle_in_transaction_session_timeout` end forgotten transactions.
     ///
     /// # Errors
@@ -238,8 +239,8 @@ impl RateLimit {
     ///
     /// # Blocking
     ///
-    /// Waits for `timeout` at most, including the check-out, and for a round trip, which waits at most 250 milliseconds for
-    /// another transaction, as [above](#checks). The pool's own `connection_timeout` may end the check-out sooner.
+    /// Waits for at most `timeout`, including the check-out, and for one more round trip. In that round trip it waits at most 250
+    /// milliseconds for another transaction, as [above](#checks). The pool's own `connection_timeout` may end the check-out sooner.
     ///
     /// # Errors
     ///
@@ -282,8 +283,8 @@ impl RateLimit {
 
     /// Reads what is left of the key, through a connection from the pool. Spends nothing.
     ///
-    /// One round trip: `SELECT resource_control.peek_rate_limit($1, $2, $3, $4, $5)`. It also works on a standby, on what that
-    /// has replayed.
+    /// One round trip: `SELECT resource_control.peek_rate_limit($1, $2, $3, $4, $5)`. On a standby it reads what the standby has
+    /// replayed.
     ///
     /// # Blocking
     ///
@@ -366,8 +367,7 @@ impl RateLimit {
         now(operations::reset(&mut Blocking::lent(conn), self, true))
     }
 
-    /// Deletes the rows of all keys of all rate limits that are full, through a connection from the pool. Returns how many keys
-    /// it deleted.
+    /// Deletes the rows of all full keys, of all rate limits, through a connection from the pool. Returns how many keys it deleted.
     ///
     /// A full key needs no row, so this changes no limit. It walks the table in steps of 1,000 rows, each of which is one round
     /// trip and one transaction: `SELECT resource_control.prune_rate_limits($1, $2, $3)`. Call it once a day, for example.

@@ -163,12 +163,12 @@ pub enum LimitedReason {
     /// Another transaction has locked the key for 250 milliseconds (25 for each key after the first of several), and it is not
     /// known yet whether that transaction spends units.
     Contended,
-    /// The cost is above the burst of an override. Where it is above the burst of the program itself, the call is an error,
-    /// [`Input::CostAboveBurst`](crate::error::Input::CostAboveBurst).
+    /// The cost is above the burst of the override that is in force. Without an override, a cost above the burst of the program's
+    /// quota is an error, [`Input::CostAboveBurst`](crate::error::Input::CostAboveBurst).
     AboveBurst,
 }
 
-/// The outcome of a check of several limits: all calls are allowed, or none is.
+/// The outcome of a check of several limits: all limits allow the call, or nothing is spent.
 #[derive(Debug, Clone)]
 #[must_use = "a check that nobody looks at limits nothing"]
 pub enum CheckAll {

@@ -12,16 +12,16 @@ impl Spent {
     /// Gives back units that were not used, through a connection from the pool. Returns how many units that was worth, rounded
     /// up.
     ///
-    /// The key has been refilled since the units were spent, and must not be refilled twice. So they are worth
-    /// `units × period / N` less the time that has passed. They are worth nothing if
-    /// - that is not above zero,
+    /// The key has been refilled since the units were spent, and must not be refilled twice. So the key gets back
+    /// `units × period / N` of time, less the time that has passed since. The result is that time as units. It is zero if
+    /// - nothing of that time is left,
     /// - the key was reset, pruned or given another quota since then,
     /// - the server has lost the spend, and the key was not used since,
     /// - the clock was set back, or
     /// - another transaction has locked the key for 250 milliseconds.
     ///
-    /// The time until the last moment that was reserved counts as passed, because these moments stay as they were told, also
-    /// those of reservations that were cancelled.
+    /// If the key has reservations, the time until the moment of the last one counts as passed, even if it was cancelled, because
+    /// the moments that callers were told do not change.
     ///
     /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`.
     ///
@@ -31,8 +31,8 @@ impl Spent {
     ///
     /// # Errors
     ///
-    /// - [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more units than are left to give back. Units
-    ///   that a failed call was to give back count as given back.
+    /// - [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more units than are left to give back. If a
+    ///   call fails after it had a connection, its units count as given back.
     /// - The [errors of checks](crate::RateLimit#errors-of-checks).
     #[cfg(feature = "r2d2")]
     pub fn give_back(&self, pool: &PgPool, units: u32) -> Result<u32> {
@@ -59,9 +59,9 @@ impl Reservation {
     /// Gives back all units that were not given back yet, through a connection from the pool. Returns how many units that was
     /// worth, rounded up.
     ///
-    /// Until the units may be used, they come back in full, unless another call has reserved a later moment (even one that was
-    /// cancelled since), or the key was reset or given another quota. In these cases, and once the units may be used, they come
-    /// back as with [`Spent::give_back`], with the time counted from the moment from which they may be used.
+    /// Until the units may be used, they come back in full. After that moment they come back as with [`Spent::give_back`], and the
+    /// time that has passed counts from that moment. The same holds before it if another call has reserved a later moment (even
+    /// if it was cancelled since), or if the key was reset or given another quota.
     ///
     /// One round trip: `SELECT resource_control.give_back_rate_limit($1, …)`. If no units are left, this returns zero, takes no
     /// connection, and sends nothing.

@@ -117,7 +117,7 @@ pub struct Full {
 }
 
 impl Full {
-    /// The same in whole seconds, rounded up and at least 1, for the HTTP header `Retry-After`.
+    /// Returns [`retry_after`](Self::retry_after) in whole seconds, rounded up and at least 1, for the HTTP header `Retry-After`.
     pub fn retry_after_secs(&self) -> u64 {
         time::whole_seconds(self.retry_after)
     }

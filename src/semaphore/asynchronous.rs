@@ -153,10 +153,10 @@ impl Semaphore {
     /// second at most. A release in the same process also wakes one waiter at once. The order of the waiters is not
     /// guaranteed.
     ///
-    /// A timeout of zero is one attempt, on a connection that is idle or that the pool may open, for which it waits for a second
-    /// at most (with bb8 for 50 milliseconds). So does the last poll of a wait. Once the wait has begun, a poll for which the
-    /// pool has no connection in time does not end it, unless the pool was [closed](Pool::is_closed). The runtime needs its
-    /// timers (`enable_time`).
+    /// A timeout of zero is one attempt, on an idle connection or on one that the pool opens. It waits for this connection for at
+    /// most a second (bb8: 50 milliseconds). The last poll of a wait does the same, after the timeout. Once the wait has begun, a
+    /// poll for which the pool has no connection in time does not end it, unless the pool was [closed](Pool::is_closed). The
+    /// runtime needs its timers (`enable_time`).
     ///
     /// # Errors
     ///
@@ -213,8 +213,8 @@ impl Semaphore {
         Ok(completed)
     }
 
-    /// Extends a request to a full timeout from now, and returns when it expires. Never shortens it. Returns `None` if the
-    /// request had ended or timed out before. As [`Semaphore::renew_on`](crate::Semaphore::renew_on).
+    /// Extends a request to a full timeout from now, and returns the time at which it expires. Never shortens it. Returns `None` if
+    /// the request had ended or timed out before. As [`Semaphore::renew_on`](crate::Semaphore::renew_on).
     ///
     /// If the future is dropped, the request may have been extended.
     ///

@@ -35,17 +35,18 @@ use crate::text::Name;
 /// SELECT resource_control.admit_service_request($1, $2, $3, $4)
 /// ```
 /// A claim on a full semaphore only reads. If the only free slots are those of requests that have timed out, the claim marks such
-/// requests, at most a thousand. If the number of slots was lowered, it marks at most 16,000, and claims are refused until all are
-/// marked. If other transactions have locked all rows that it could mark, it waits for one of them for at most a quarter of a
-/// second, even if `lock_timeout` is shorter. A claim searches at most five times, and tries at most a thousand slots each time. So
-/// under very many concurrent claims it may [return full although a slot is free](crate::guide::growing#very-many-slots).
+/// requests as timed out, at most a thousand. If the number of slots was lowered, it marks at most 16,000, and claims are refused
+/// until no request that has timed out is unmarked. If other transactions have locked all rows that it could mark, it waits for one
+/// of them for at most a quarter of a second, even if `lock_timeout` is shorter. A claim searches at most five times, and tries at
+/// most a thousand slots each time. So under very many concurrent claims it may [return full although a slot is
+/// free](crate::guide::growing#very-many-slots).
 ///
 /// Where the session's default isolation level is stricter than READ COMMITTED, a serialization failure is retried once, in a
-/// separate READ COMMITTED transaction. At such a level a full semaphore is first reported as a serialization failure, too,
-/// and then retried, because the stricter snapshot may not show that a slot was freed. A claim that waits at such a level for
-/// the previous holder's commit keeps the time at which it was sent, so its `created_at` may be earlier than the end of the
-/// previous request. After an error whose kind Diesel does not expose, one more round trip queries the catalogue for what is
-/// missing.
+/// separate READ COMMITTED transaction. At such a level a full semaphore is first reported as a serialization failure, too, and
+/// then retried, because the stricter snapshot may not show that a slot was freed. A claim that waits at such a level for the
+/// previous holder's commit keeps the time at which it was sent, so its `created_at` may be earlier than the end of the previous
+/// request. After an error that Diesel does not classify, one more round trip queries the catalogue, because a function, a table or
+/// a privilege may be missing.
 ///
 /// # Errors of claims
 ///
@@ -152,7 +153,7 @@ impl Semaphore {
     /// # Blocking
     ///
     /// Waits for `timeout` at most, including the check-outs. The pool's own `connection_timeout` may end the first check-out
-    /// sooner. A timeout of zero is one attempt, with a connection that the pool has at once. Neither timeout ends a statement that
+    /// sooner. A timeout of zero is one attempt, which does not wait for a connection either. Neither timeout ends a statement that
     /// gets no reply, such as r2d2's test of a connection at its check-out, or the claim itself. `tcp_user_timeout` and
     /// `keepalives_*` end it on a dead network. Behind PgBouncer, `query_wait_timeout` ends it while the server is down.
     ///
@@ -257,7 +258,7 @@ impl Semaphore {
         Ok(completed)
     }
 
-    /// Extends a request to a full timeout from now, and returns when it expires. Never shortens it. Returns `None` if
+    /// Extends a request to a full timeout from now, and returns the time at which it expires. Never shortens it. Returns `None` if
     /// the request had ended or timed out before, and `DateTime::MAX_UTC` if an operator has set `infinity`.
     ///
     /// One round trip: `SELECT resource_control.renew_service_request($1, $2)`.

@@ -88,7 +88,7 @@ impl Permit {
         self.slot.remaining()
     }
 
-    /// Extends the permit to a full timeout from now, and returns when it expires by the database's clock. Never
+    /// Extends the permit to a full timeout from now, and returns the time at which it expires, by the database's clock. Never
     /// shortens it. Returns `DateTime::MAX_UTC` if an operator has set `infinity`.
     ///
     /// One round trip besides the pool's own check-out:

@@ -13,7 +13,7 @@ use crate::runtime;
 use crate::session::Asynchronous;
 use crate::text::Name;
 
-/// A resource that is granted at most once per interval, to any caller on any instance.
+/// A resource that is granted at most once per interval, across all instances.
 ///
 /// The same throttle as [`diesel_interlock::Throttle`](crate::Throttle), for asynchronous connections.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -57,10 +57,11 @@ impl<R> Throttle<R> {
 
 /// # Attempts
 ///
-/// Statements, round trips and errors are those of the [blocking half](crate::Throttle#attempts).
+/// Statements, round trips and errors are those of the [blocking half](crate::Throttle#attempts). Outside a runtime an operation
+/// with a pool returns [`Error::NoRuntime`].
 ///
-/// If the future of an attempt is dropped, the attempt may take place all the same. The resource is still granted at most
-/// once, but nobody may learn of the grant.
+/// If the future of an attempt is dropped, the attempt may take place all the same. The resource is still granted at most once, but
+/// the grant may remain unknown to the caller.
 impl<R: ThrottledResource + Sync> Throttle<R> {
     /// Takes the resource if it is due, through a connection from the pool. Never waits for the resource.
     ///

@@ -20,9 +20,9 @@ use crate::transaction;
 /// SELECT … FROM resource_control.attempt_throttled_resource($1, $2)
 /// SELECT … FROM resource_control.attempt_throttled_key($1, $2, $3) -- with a key
 /// ```
-/// A denial only reads. It locks no row and assigns no transaction id. Where the session's default isolation level is
-/// stricter than READ COMMITTED, a serialization failure is retried once, in a separate READ COMMITTED transaction. After
-/// an error whose kind Diesel does not expose, one more round trip queries the catalogue for what is missing.
+/// A denial only reads. It locks no row and assigns no transaction id. Where the session's default isolation level is stricter than
+/// READ COMMITTED, a serialization failure is retried once, in a separate READ COMMITTED transaction. After an error that Diesel
+/// does not classify, one more round trip queries the catalogue, because a function, a table or a privilege may be missing.
 ///
 /// # Errors of attempts
 ///
@@ -123,10 +123,10 @@ impl<R: ThrottledResource> Throttle<R> {
 
 /// Inserts the declared resources that the database does not have. Returns what it inserted, and which intervals differ.
 ///
-/// Call it at every start of a program. Many instances may call it at the same time. It reads first, one round trip per
-/// resource. If no label is missing, it sends no DDL, so it succeeds for a role that may not alter the type.
-/// Otherwise it takes a session lock and adds what is missing of each resource: its label (`ALTER TYPE … ADD VALUE IF
-/// NOT EXISTS`) and its row (`INSERT … ON CONFLICT DO NOTHING`), each committed by itself.
+/// Call it at every start of a program. Many instances may call it at the same time. It reads first, one round trip per resource.
+/// If nothing is missing, it writes nothing. It sends DDL only if a label is missing, so otherwise it succeeds for a role that may
+/// not alter the type. To write, it takes a session lock and adds what is missing of each resource: its label (`ALTER TYPE … ADD
+/// VALUE IF NOT EXISTS`) and its row (`INSERT … ON CONFLICT DO NOTHING`), each committed by itself.
 ///
 /// The database owns the interval from then on. A changed `every` has no effect until [`sync_intervals`] is called,
 /// because an operator may have changed the row. Each interval that differs is returned and logged as a

@@ -97,14 +97,14 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
         operations::is_held(&mut session, &self.held).await
     }
 
-    /// Returns when the session that holds the lock has ended, and the lock with it. No round trip: the connection reports its
-    /// end, usually within milliseconds.
+    /// Returns when the session that holds the lock has ended, and the lock with it. No round trip: the connection reports its end,
+    /// usually within milliseconds. Without the features `deadpool` and `bb8` there is one round trip per second.
     ///
     /// It discards the notifications (`LISTEN`) that arrive on the connection meanwhile. If the connection was made by
     /// `AsyncPgConnection::try_from`, which reports no end, it is checked once a second.
     ///
     /// It reports neither an unlock by other code nor a network that was cut. [`watch`](Self::watch) does. Dropping the future
-    /// changes nothing. Outside of a runtime of tokio no connection is checked once a second.
+    /// changes nothing. Outside a runtime of tokio, that check is left out.
     pub async fn lost(&mut self) {
         let conn = self.pinned.conn();
         let has_timers = runtime::current().is_ok();
@@ -127,8 +127,8 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     }
 
     /// Watches the lock from now on. A task queries it at the interval `every`, over a connection from the pool, and the [`Watch`]
-    /// returns the last result. For work that uses [`conn`](Self::conn), and for what a connection does not report: a network that
-    /// was cut, or an unlock by other code.
+    /// returns the last result. Use this instead of [`lost`](Self::lost) if the work uses [`conn`](Self::conn), or to detect what a
+    /// connection does not report: a network that was cut, or an unlock by other code.
     ///
     /// This call takes one round trip, which queries whether the lock is held now. Each query of the task takes one more. It waits
     /// at most a second for a connection that is in use, and as long as the pool allows for one that is opened. If it gets none, or
@@ -166,9 +166,9 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// Runs `work` on the connection that holds the lock, releases the lock, and returns the value of `work`.
     ///
     /// The lock is released on every way out: a value, an error, a panic, or when the future is dropped. If `work` succeeded under
-    /// a lock that was lost, that is an error, such as [`Error::LockLost`]. If `work` fails while a statement still runs whose
-    /// future it dropped, and the connection is out of a pool, this returns within a second, and a task cancels that statement, as
-    /// after a drop of the guard.
+    /// a lock that was lost, that is an error, such as [`Error::LockLost`]. `work` may drop the future of a statement and then fail
+    /// while the statement still runs. With a connection of a pool, this then returns within a second, and a task cancels the
+    /// statement, as after a drop of the guard.
     ///
     /// # Errors
     ///
@@ -222,8 +222,9 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// Releases the lock and gives the connection back.
     ///
     /// One round trip, and one more to prepare the statement, once per connection. If the guard has lent its connection, the
-    /// statement is another one, which is prepared for itself. Waits for statements that still run on the connection. After an
-    /// error, too, this guard no longer holds the lock. If the future is dropped, the lock is released as by a drop of the guard.
+    /// release sends another statement, which is prepared separately. Waits for statements that still run on the connection. The
+    /// guard ends even if this returns an error. After [`Error::ReleaseFailed`] on a borrowed connection, the session may still
+    /// hold the lock. If the future is dropped, the lock is released as by a drop of the guard.
     ///
     /// # Errors
     ///

@@ -16,18 +16,18 @@ use crate::panics::{caught, caught_while_awaited};
 use crate::pool::asynchronous::{self as pool, CheckedOut, Pool, PoolConnection};
 use crate::session::{Asynchronous, Session};
 
-/// Returns, without a round trip, whether a session lock was lost. A task queries the server at an interval, over a connection
-/// from the pool, which it holds only during the query.
+/// A watch tells, without a round trip, whether a session lock was lost. A task queries the server at an interval, over a
+/// connection from the pool, which it holds only during the query.
 ///
 /// [`AdvisoryLockGuard::watch`](crate::asynchronous::AdvisoryLockGuard::watch) creates it. Clone it into the tasks that do the
 /// work. Each call of `watch` has a task and a query of its own, so call it once for each guard, and share the clones.
 ///
-/// The task ends when the guard releases the lock, when the lock is lost, or when all clones are dropped. While a query hangs,
-/// the lock is not confirmed. A query waits for a connection for a second at most, and is then repeated, so a watch over a
+/// The task ends when the guard releases the lock, when the lock is lost, or when all clones are dropped. While a query hangs, the
+/// lock is not confirmed. A query waits at most a second for a connection that is in use, and is then repeated. So a watch over a
 /// pool that is exhausted for longer confirms nothing.
 ///
-/// A lock that its guard releases is not lost, as with the [`Watch`](crate::Watch) of the blocking half, which has the same
-/// methods.
+/// A lock that its guard releases is not lost, as with the [`Watch`](crate::Watch) of the blocking half, which has the same methods
+/// except [`lost`](Self::lost).
 #[derive(Debug, Clone)]
 #[must_use = "a watch ends when it is dropped"]
 pub struct Watch {
@@ -58,8 +58,8 @@ impl Watch {
         &self.handle.0
     }
 
-    /// Returns when the lock was lost: a query found it not held, although the guard did not release it. After a release it
-    /// does not return.
+    /// Waits until the lock is lost, that is, until a query finds it not held although the guard did not release it. After a
+    /// release it does not return.
     pub async fn lost(&self) {
         self.watched().until(Watched::is_lost).await;
     }
@@ -75,8 +75,8 @@ impl Watch {
         self.watched().last_confirmed()
     }
 
-    /// Returns whether a query found the lock held within that time, and the lock was neither lost nor released since. No
-    /// round trip.
+    /// Returns whether a query found the lock held at most `time` ago, and the lock was neither lost nor released since. No round
+    /// trip.
     pub fn is_held_within(&self, time: Duration) -> bool {
         self.watched().is_held_within(time)
     }

@@ -18,19 +18,18 @@ use crate::session::Asynchronous;
 ///
 /// # Dropped futures
 ///
-/// If the future of a method that takes the connection inside the caller's transaction is dropped, the lock may be granted
-/// all the same. It is then held until that transaction ends. The caller may continue the transaction, as after any other
-/// statement whose future was dropped.
+/// If the future of a method with `xact` in its name is dropped, the lock may be granted all the same. It is then held until that
+/// transaction ends, unless [`acquire_xact_timeout`](Self::acquire_xact_timeout) was already waiting for it, because that wait is
+/// undone. The caller may continue the transaction, as after any other statement whose future was dropped.
 ///
 /// If the future of `transaction`, `try_transaction` or `transaction_timeout` is dropped, a `ROLLBACK` is queued behind the
-/// statements that were sent, and the connection is left marked as broken, so that a pool discards it. Nobody has to use the
-/// connection for that. The lock is free when the server has handled the statements before it: a statement of `work` runs to
-/// its end, and a wait for the lock ends when the lock is granted, or at its timeout. If the future is dropped during the
-/// `COMMIT`, the transaction may have been committed.
+/// statements that were sent, and the connection is left marked as broken, so that a pool discards it. The `ROLLBACK` is sent even
+/// if the connection is not used again. The lock is free when the server has executed the `ROLLBACK` and the statements before it.
+/// A statement of `work` runs to its end, and a wait for the lock ends when the lock is granted, or at its timeout. If the future
+/// is dropped during the `COMMIT`, the transaction may have been committed.
 ///
-/// The transaction of the caller, if there is one around `acquire_xact`, is ended by nobody. After a drop of the caller's own
-/// future, deadpool keeps the idle connection with its transaction and its locks until the next check-out finds it. bb8
-/// closes it at once.
+/// Nobody ends the caller's own transaction around `acquire_xact`. After a drop of the caller's own future, deadpool keeps the idle
+/// connection with its transaction and its locks until the next check-out finds it. bb8 closes it at once.
 impl AdvisoryLock {
     /// Takes the lock until the transaction ends. Waits indefinitely. As
     /// [`AdvisoryLock::acquire_xact`](crate::AdvisoryLock::acquire_xact).

@@ -87,8 +87,8 @@ impl<P: Pool> LocalRateLimit<P> {
     /// Spends the units of a call for the key, from those that this process has taken. If they are too few, takes more, in one
     /// round trip.
     ///
-    /// The empty key is the limit without a key. The outcome tells what is left as far as this process knows. If another task
-    /// takes units at the same time that are enough for both, waits for it for at most 250 milliseconds.
+    /// The empty key is the limit without a key. The outcome tells what is left as far as this process knows. If another task is
+    /// already taking enough units for both calls, this waits for that task for at most 250 milliseconds.
     ///
     /// # Dropped futures
     ///

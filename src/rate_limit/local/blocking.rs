@@ -20,17 +20,17 @@ const LONGEST_DROP: Duration = Duration::from_secs(1);
 ///
 /// [`RateLimit::local`] makes it. Keep one value per process and limit, because what it has taken is of no use to others.
 ///
-/// Over all processes, however many they are, at most `burst + chunk + W × N / period` units are allowed for a key in any span
-/// W, where the cost of a call counts as the chunk if it is larger. For that, what was taken may be used for
-/// `units × period / N` from before the call was sent, and is void after that. A process that takes units and does not use them
-/// keeps others waiting, so use chunks that are well below the burst divided by the number of instances.
+/// Over all processes, however many they are, at most `burst + chunk + W × N / period` units are allowed for a key in any span W,
+/// where the cost of a call counts as the chunk if it is larger. To keep this promise, a process may use the units that it has
+/// taken for `units × period / N` only, counted from just before it asked for them. Then they are void. A process that takes units
+/// and does not use them keeps others waiting, so use chunks that are well below the burst divided by the number of instances.
 ///
 /// Calls that find too few units of a key at the same time share a round trip. One call takes a chunk. The others wait for it, for
 /// at most 250 milliseconds, as far as the chunk is enough for them, too. So a process takes no more chunks than its calls need.
 ///
-/// A key that is limited is remembered until it may pass, for each cost, but for a second at most. At most 10,000 keys are known.
-/// For a new one, the key that was first used longest ago is forgotten, with the units that were taken for it, which come back with
-/// time. Errors are not remembered.
+/// The process remembers for at most a second that a key is limited, and for each cost only until a call of that cost may pass. At
+/// most 10,000 keys are known. For a new one, the key that was first used longest ago is forgotten, with the units that were taken
+/// for it, which come back with time. Errors are not remembered.
 ///
 /// A call is allowed if the units in hand are enough for it, even if its cost is above the burst.
 ///

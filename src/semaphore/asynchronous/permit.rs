@@ -31,10 +31,10 @@ use crate::session::Asynchronous;
 /// [`run`](Self::run) awaits some work and then releases the permit.
 ///
 /// Dropping a permit also frees the slot, and never blocks: a task on the runtime on which the slot was acquired releases it, and
-/// retries until the permit has timed out, or its pool is closed. Few of the tasks of a service wait for connections at a time, so
-/// that many permits that are dropped at once leave connections to others. A permit may be dropped anywhere: on any thread, in
-/// another runtime, or outside of one. If the runtime was dropped, or is a current-thread runtime that nobody drives, no task runs,
-/// and the slot is free after the timeout.
+/// retries until the permit has timed out, or its pool is closed. Only a few of these tasks per service wait for a connection at
+/// the same time, so many permits that are dropped at once do not take all connections from others. A permit may be dropped
+/// anywhere: on any thread, in another runtime, or outside of one. If the runtime was dropped, the slot is free after the timeout.
+/// A current-thread runtime that nobody drives releases the slot when it is driven again, unless the slot has timed out before.
 ///
 /// A release changes only the permit's own request. A release after the timeout frees nothing, and only marks that request as
 /// timed out.
@@ -85,8 +85,8 @@ impl<P: Pool> Permit<P> {
         self.slot.remaining()
     }
 
-    /// Extends the permit to a full timeout from now, and returns when it expires by the database's clock. Never shortens
-    /// it. Returns `DateTime::MAX_UTC` if an operator has set `infinity`.
+    /// Extends the permit to a full timeout from now, and returns the time at which it expires, by the database's clock. Never
+    /// shortens it. Returns `DateTime::MAX_UTC` if an operator has set `infinity`.
     ///
     /// One round trip besides the pool's own check-out: `SELECT resource_control.renew_service_request($1, $2)`. If the
     /// future is dropped, the renewal may take place, but [`remaining`](Self::remaining) and [`claim`](Self::claim) do not

@@ -18,7 +18,7 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// What is left of rate limits: a row for each limit and key that was used, until it is pruned, and the first generation of those keys that have a later one. A missing row means a full key.
+        /// What is left of rate limits: a row for each limit and key that was used, until it is pruned, and the first generation of those keys that have a later generation. A missing row means a full key.
         resource_control.rate_limit (name, key, generation) {
             name -> Text,
             key -> Text,
@@ -26,9 +26,9 @@ pub mod resource_control {
             generation -> Int8,
             /// The number of updates in this generation.
             updates -> Int4,
-            /// When the key was used first, or first after it was reset, pruned, or given another quota. If the clock was set back since, just after the last change by the old clock.
+            /// When the key was used first, or first after it was reset, pruned, or given another quota. If the clock was set back since then, a microsecond after the last change by the old clock.
             created_at -> Timestamptz,
-            /// When units were spent or given back last, by the server's clock.
+            /// When the row was changed last, by the server's clock: units were spent or given back, or the debt was rewritten for another quota or clock.
             changed_at -> Timestamptz,
             /// When the key is full again if no more units are spent; -infinity in a first generation that a later one replaced.
             full_at -> Timestamptz,
@@ -36,7 +36,7 @@ pub mod resource_control {
             n -> Int8,
             /// The period of the quota under which the row was written, in microseconds.
             period_us -> Int8,
-            /// The last moment from which a reservation may be used. Null if there was none in this row.
+            /// Each reservation may be used from some moment on. This is the latest of these moments, or null if there was no reservation in this row.
             reserved_until -> Nullable<Timestamptz>,
         }
     }

@@ -227,6 +227,7 @@ DECLARE
     newest bigint[];
     taken smallint[];
     ended smallint[];
+    oldest bigint;
     is_lowered boolean := false;
     candidate smallint;
     contended boolean;
@@ -245,6 +246,7 @@ BEGIN
         SELECT COALESCE(array_agg(n.id) FILTER (WHERE n.in_flight), '{}'),
                 COALESCE(array_agg(n.slot) FILTER (WHERE n.in_flight), '{}'),
                 array_agg(n.slot) FILTER (WHERE NOT n.in_flight),
+                min(n.id),
                 min(n.expires_at) FILTER (WHERE n.in_flight),
                 EXISTS (
                     SELECT FROM resource_control.service_request AS r
@@ -252,7 +254,7 @@ BEGIN
                             AND r.slot >= admit_service_request.slots
                             AND r.completed_at IS NULL AND r.timed_out_at IS NULL),
                 clock_timestamp()
-            INTO newest, taken, ended, next_expiry, is_lowered, decided_at
+            INTO newest, taken, ended, oldest, next_expiry, is_lowered, decided_at
             FROM (
                 SELECT r.id, r.service, r.slot, r.expires_at, COALESCE(r.completed_at, r.timed_out_at) IS NULL AS in_flight
                     FROM resource_control.service_request AS r
@@ -392,9 +394,30 @@ BEGIN
     -- its commit, so each new holder of a slot gets a larger id.
     IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
         candidate := NULL;
+    ELSIF candidate = ANY (ended) THEN
+        -- As the INSERT below, but PostgreSQL reads the entries of the slot once and not three times. The newest requests tell
+        -- whether the slot is free, because a request in flight there is newer than the one that has ended.
+        BEGIN
+            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
+                SELECT admit_service_request.service, claim.candidate, c.now,
+                        c.now + resource_control.elapsed(admit_service_request.timeout), admit_service_request.details
+                    FROM (SELECT clock_timestamp() AS now) AS c
+                    WHERE NOT EXISTS (
+                        SELECT FROM (
+                            SELECT d.service, d.slot, COALESCE(d.completed_at, d.timed_out_at) IS NULL AS in_flight
+                                FROM resource_control.service_request AS d WHERE d.id > claim.oldest ORDER BY d.id OFFSET 0
+                        ) AS n
+                        WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot = claim.candidate
+                            AND n.in_flight)
+                RETURNING r.id, r.slot, r.created_at, r.expires_at
+                INTO id, slot, created_at, expires_at;
+        EXCEPTION WHEN unique_violation THEN
+            NULL; -- The INSERT below finds out whether this is an error.
+        END;
     END IF;
 
     FOR attempt IN 1 .. 5 LOOP
+        EXIT WHEN id IS NOT NULL;
         -- The second step searches for a slot.
         IF candidate IS NULL THEN
             SELECT f.slot, f.next_expiry, f.contended INTO candidate, next_expiry, contended

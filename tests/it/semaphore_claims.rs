@@ -129,17 +129,25 @@ fn the_id_of_a_slot_is_drawn_by_one_at_a_time() {
 /// The error is not a duplicate, because a duplicate would not be retried.
 #[test]
 fn a_slot_whose_request_the_snapshot_does_not_show_is_a_serialization_failure() {
-    let database = database();
-    let (conn, other) = (&mut database.connect(), &mut database.connect());
-    conn.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")
+    // The second time the session assumes an old snapshot, and knows from the newest requests that the slot was free.
+    for old_snapshot_until in ["", "99999999999"] {
+        let database = database();
+        let (conn, other) = (&mut database.connect(), &mut database.connect());
+        let claim = ONE.claim_on(other).unwrap().expect_acquired();
+        assert!(ONE.complete_on(other, claim.id).unwrap());
+        conn.batch_execute(&format!(
+            "SET resource_control.old_snapshot_until = '{old_snapshot_until}'; \
+             BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1"
+        ))
         .unwrap();
-    assert!(ONE.claim_on(other).unwrap().admitted().is_some());
-    let claim = "SELECT resource_control.claim_service_request('geocoder', 1, '30 s')";
-    let failed = diesel::sql_query(claim).execute(conn);
-    assert_matches!(
-        failed,
-        Err(DatabaseError(DatabaseErrorKind::SerializationFailure, _))
-    );
+        assert!(ONE.claim_on(other).unwrap().admitted().is_some());
+        let claim = "SELECT resource_control.claim_service_request('geocoder', 1, '30 s')";
+        let failed = diesel::sql_query(claim).execute(conn);
+        assert_matches!(
+            failed,
+            Err(DatabaseError(DatabaseErrorKind::SerializationFailure, _))
+        );
+    }
 }
 
 /// Other sessions claim slots after the call has begun and before it reads the requests.

@@ -82,7 +82,7 @@ impl Holders {
 
 /// Sixteen clients claim and end requests as fast as they can for some time, while another session
 /// observes. If they are forgetful, every eighth request is left to its timeout.
-fn hammer(database: &Database, level: &str, semaphore: &Semaphore, forgetful: bool) {
+fn hammer(database: &Database, setting: &str, semaphore: &Semaphore, forgetful: bool) {
     const CLIENTS: usize = 16;
     let slots = i64::from(semaphore.slots());
     let holders = Holders(AtomicI64::new(0));
@@ -91,7 +91,7 @@ fn hammer(database: &Database, level: &str, semaphore: &Semaphore, forgetful: bo
         for client in 0..CLIENTS {
             let (holders, start, running) = (&holders, &start, &running);
             scope.spawn(move || {
-                let conn = &mut at_level(database, level);
+                let conn = &mut with_setting(database, setting);
                 start.wait();
                 let end = Instant::now() + Duration::from_secs(1);
                 for turn in client.. {
@@ -134,20 +134,23 @@ fn hammer(database: &Database, level: &str, semaphore: &Semaphore, forgetful: bo
     });
 }
 
-fn at_level(database: &Database, level: &str) -> PgConnection {
+fn with_setting(database: &Database, setting: &str) -> PgConnection {
     let mut conn = database.connect();
-    conn.batch_execute(&format!("SET default_transaction_isolation = '{level}'"))
-        .unwrap();
+    conn.batch_execute(&format!("SET {setting}")).unwrap();
     conn
+}
+
+fn isolation(level: &str) -> String {
+    format!("default_transaction_isolation = '{level}'")
 }
 
 #[test]
 fn never_more_than_the_slots_at_any_isolation_level() {
     for level in LEVELS {
-        let database = database();
-        hammer(&database, level, &FOUR, false);
+        let (database, setting) = (database(), isolation(level));
+        hammer(&database, &setting, &FOUR, false);
         let brief = Semaphore::named("forgotten", 4, Duration::from_millis(40));
-        hammer(&database, level, &brief, true);
+        hammer(&database, &setting, &brief, true);
         let conn = &mut database.connect();
         if level == "read committed" {
             assert_honoured(&database, 4);
@@ -158,6 +161,18 @@ fn never_more_than_the_slots_at_any_isolation_level() {
         assert!(log.len() > 20, "{level}: {}", log.len());
         assert!(log.iter().any(|request| request.timed_out_at.is_some()));
     }
+}
+
+/// As claims do in sessions that have noticed an old snapshot.
+#[test]
+fn never_more_than_the_slots_where_the_newest_requests_are_read_first() {
+    let database = database();
+    let setting = "resource_control.old_snapshot_until = '99999999999'";
+    hammer(&database, setting, &FOUR, false);
+    let brief = Semaphore::named("forgotten", 4, Duration::from_millis(40));
+    hammer(&database, setting, &brief, true);
+    assert_honoured(&database, 4);
+    assert_eq!(most_at_once(&mut database.connect()), 4);
 }
 
 #[test]
@@ -248,7 +263,7 @@ fn a_lowered_number_holds_for_new_claims_while_older_ones_end() {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let conn = &mut at_level(&database, level);
+                    let conn = &mut with_setting(&database, &isolation(level));
                     start.wait();
                     // Ends the loop if the others fail.
                     let end = Instant::now() + Duration::from_secs(60);

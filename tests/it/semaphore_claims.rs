@@ -175,6 +175,46 @@ fn a_refusal_never_hints_at_a_wait_longer_than_the_timeout() {
     assert!(full.retry_after <= ONE.timeout(), "{full:?}");
 }
 
+/// The claim reads the requests before it waits, and has to look once more. An attempt that the unique index refuses would have
+/// read the clock too early.
+#[test]
+fn a_slot_that_is_taken_while_the_claim_waits_for_the_table_is_not_tried() {
+    for old_snapshot_until in ["", "99999999999"] {
+        let database = database();
+        let open = &mut database.connect();
+        let claim = ONE.claim_on(open).unwrap().expect_acquired();
+        assert!(ONE.complete_on(open, claim.id).unwrap());
+        let mut observer = Observer::of(&database);
+        // Readers do not wait for this lock.
+        open.batch_execute("BEGIN; LOCK TABLE resource_control.service_request IN EXCLUSIVE MODE")
+            .unwrap();
+        let admission = std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let conn = &mut database.connect();
+                conn.batch_execute(PATIENT).unwrap();
+                conn.batch_execute(&format!(
+                    "SET resource_control.old_snapshot_until = '{old_snapshot_until}'"
+                ))
+                .unwrap();
+                ONE.claim_on(conn).unwrap()
+            });
+            eventually("the table is waited for", || observer.all_waiting() > 0);
+            open.batch_execute(
+                "INSERT INTO resource_control.service_request (service, slot, created_at, expires_at) \
+                     VALUES ('geocoder', 0, now(), now() + interval '1 hour'); \
+                 CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql \
+                     AS $$ BEGIN RAISE EXCEPTION 'a taken slot was tried'; END $$; \
+                 CREATE TRIGGER refuse BEFORE INSERT ON resource_control.service_request \
+                     FOR EACH ROW EXECUTE FUNCTION refuse(); \
+                 COMMIT",
+            )
+            .unwrap();
+            waiter.join().unwrap()
+        });
+        assert!(admission.is_full());
+    }
+}
+
 /// The clock decides, not the start of the transaction or of the statement.
 #[test]
 fn a_transaction_opened_long_ago_sees_the_present() {

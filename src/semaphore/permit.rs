@@ -311,7 +311,8 @@ impl Chore for LateRelease {
     }
 
     fn attend(&self, mut conn: PooledPgConnection) -> bool {
-        let was_sent = complete(&mut conn, self.id).is_ok();
+        // The caller's instrumentation may panic, each time.
+        let was_sent = caught(|| complete(&mut conn, self.id)).is_some_and(|sent| sent.is_ok());
         drop(conn);
         if was_sent {
             wakeups::wake_one(&self.service);
@@ -332,9 +333,35 @@ fn release_in_background(pool: &PgPool, mark: Mark, release: LateRelease) {
 #[cfg(all(test, feature = "migrations"))]
 mod tests {
     use super::*;
+    use crate::semaphore::held::PAUSE;
     use crate::{Semaphore, clock};
 
     const TIMEOUT: Duration = Duration::from_secs(600);
+
+    #[test]
+    fn a_release_that_panics_each_time_is_retried_less_and_less_often() {
+        use diesel::connection::{Connection, InstrumentationEvent};
+
+        let database = workbench::Database::new();
+        crate::migrations::install(&mut database.connect()).unwrap();
+        let pool = database.pool(1);
+        let semaphore = Semaphore::named("panics", 1, TIMEOUT);
+        let permit = semaphore.try_acquire(&pool).unwrap().admitted().unwrap();
+        let late = permit.slot.late_release();
+        let broken = || {
+            let mut conn = pool.get().unwrap();
+            conn.set_instrumentation(|event: InstrumentationEvent<'_>| {
+                assert!(!matches!(event, InstrumentationEvent::StartQuery { .. }));
+            });
+            conn
+        };
+        for _ in 0..12 {
+            assert!(!late.attend(broken()));
+        }
+        assert!(Chore::pause(&late) > 4 * PAUSE);
+        // The connections were discarded.
+        permit.release().unwrap();
+    }
 
     #[test]
     fn a_suspended_machine_uses_up_a_permit_and_a_renewal_restores_it() {

@@ -94,7 +94,7 @@ pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
 /// Session locks are reentrant, as in PostgreSQL. The same session may take the same lock again, and holds it until each
 /// acquisition has been released. So [`acquire_on`](Self::acquire_on) on a guard's own [`conn`](AdvisoryLockGuard::conn) succeeds.
 /// The forms that take a pool use another connection, which is another session. So while the caller holds an exclusive guard,
-/// `try_acquire` on the pool returns [`Attempt::Busy`](crate::Attempt::Busy), and `acquire` waits forever, or returns
+/// `try_acquire` on the pool returns [`Attempt::Busy`](crate::Attempt::Busy), and `acquire` waits forever. Both return
 /// [`Error::Pool`](crate::Error::Pool) if the pool has no other connection.
 ///
 /// # Caveats

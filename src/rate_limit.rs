@@ -91,13 +91,14 @@ use crate::text::{self, SentName};
 /// ```
 /// The override of the key applies, otherwise that of the name, otherwise the program's quota. A new quota takes effect at once.
 /// The units that a key has spent and that are not refilled yet are then refilled at the new speed. [Reservations](Self::reserve)
-/// are an exception: calls under the new quota are limited until the moment of the last reservation of the key, even if it was
-/// cancelled. A [`reset`](Self::reset) makes the key full at once, and earlier reservations may still be used in addition.
+/// are an exception: under the new quota, checks are refused until the last reservation of the key may be used, even if that was
+/// cancelled. From then on the key is refilled from empty. A [`reset`](Self::reset) makes the key full at once, and earlier
+/// reservations may still be used in addition.
 ///
 /// # Instances with different quotas
 ///
 /// While instances disagree about a quota, as during a deploy, they allow at most the larger burst and the faster refill. A
-/// reservation keeps its moment, and until then a call under another quota is limited.
+/// reservation keeps its time. Until then a check under another quota is refused, and from then on the key is refilled from empty.
 ///
 /// # Crashes
 ///
@@ -105,9 +106,9 @@ use crate::text::{self, SentName};
 /// what was spent in the last moments before it: less than three times `wal_writer_delay`, which is 200 ms by default. A failover
 /// may also lose what the standby had not received. Lost units can be spent again.
 ///
-/// Inside a transaction that plain SQL has opened, a call of a limit that is not durable, except `peek_on` and `prune_on`, also
-/// sets `synchronous_commit` until the transaction ends, to the value that `RESET` would restore. A value that the session had set
-/// does not apply to that transaction any more.
+/// In a transaction that plain SQL has opened, a call of a limit that is not durable also runs `SET LOCAL synchronous_commit TO
+/// DEFAULT` (`peek_on` and `prune_on` do not). So the transaction commits with the default, and not with a value that the session
+/// had set.
 ///
 /// # Clocks
 ///

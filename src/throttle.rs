@@ -71,8 +71,8 @@ use crate::text;
 ///
 /// # Intervals and cron periods
 ///
-/// An interval as long as the cron period skips runs, because a tick that comes slightly early is denied, and the next one
-/// comes a period later. Make the interval shorter than the period by more than the ticks vary.
+/// If the interval equals the cron period, runs are skipped: a tick that comes slightly early is denied, and the next one comes a
+/// period later. Make the interval shorter than the period by more than the ticks vary.
 ///
 /// # Caveats
 ///

@@ -59,7 +59,8 @@ use crate::sessions;
 ///   connection, even one that Diesel does not know of. The transaction of `begin_test_transaction` does not count.
 /// - [`Error::SharedSessions`](crate::Error::SharedSessions) if the connections of the pool share server sessions. This is tested
 ///   once per connection of a pool, in six round trips, if the pool has a second connection to compare with. If none is idle, the
-///   pool opens one, unless it is at its full size. This waits for that for at most 200 milliseconds, once for each connection.
+///   pool opens one, unless it is at its full size. The acquisition waits for the new connection for at most 200 milliseconds, and
+///   only once for each connection that it tests.
 /// - [`Error::Standby`](crate::Error::Standby) on a hot standby.
 /// - [`Error::SessionMoved`](crate::Error::SessionMoved) if a pooler changed the session during the wait.
 /// - [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the pooled connection had left a
@@ -123,7 +124,7 @@ impl AdvisoryLock {
     /// these connections equally. If there are more such locks than connections, they take turns. All other waiting threads hold no
     /// connection, and poll. A release in this process wakes the thread that has waited longest for the lock, unless another thread
     /// waits for that lock on the server. Together the threads poll at most about two hundred times a second, and each key has the
-    /// same share of that. So many waiters for one key hardly delay the only waiter for another.
+    /// same share of that. Even many waiters for one key therefore hardly delay the only waiter for another.
     ///
     /// The wait on the server is cut into slices of 200 milliseconds, or of half of `deadlock_timeout` if that is shorter.
     /// Otherwise a waiter's snapshot and the holder's `CREATE INDEX CONCURRENTLY` would wait for each other. This has

@@ -217,9 +217,9 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     ///
     /// # Errors
     ///
-    /// - [`Misplaced::TokenInTransaction`](crate::error::Misplaced::TokenInTransaction) if a transaction is open on the connection
-    ///   when the token is to be drawn, even by a plain SQL `BEGIN`. Nothing of that transaction is in the log before its
-    ///   commit, so after a crash the same number would be drawn again.
+    /// - [`Misplaced::TokenInTransaction`](crate::error::Misplaced::TokenInTransaction) if the token is to be drawn while a
+    ///   transaction is open on the connection, even one that a plain SQL `BEGIN` opened. Before the commit of that transaction,
+    ///   nothing ensures that its log is on the disk, so after a crash the same number could be drawn again.
     /// - [`Error::LockLost`] if the lock is no longer held.
     /// - [`Error::Database`] if the statement failed.
     pub fn fencing_token(&mut self) -> Result<i64> {

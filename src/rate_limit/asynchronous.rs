@@ -82,7 +82,7 @@ impl RateLimit {
 /// # Checks
 ///
 /// Statements, round trips and errors are those of the [blocking half](crate::RateLimit#checks). Outside a runtime an operation
-/// with a pool returns [`Error::NoRuntime`].
+/// with a pool returns [`Error::NoRuntime`](crate::Error::NoRuntime).
 ///
 /// # Dropped futures
 ///

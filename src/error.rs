@@ -217,8 +217,8 @@ pub enum Error {
 
     /// A migration failed.
     ///
-    /// The message names the migration that failed, unless they could not be listed. If the message does not say why, as for a
-    /// constraint that is checked at the commit, `source()` does.
+    /// The message names the migration that failed, unless the migrations could not be listed. If the message does not say why, as
+    /// for a constraint that is checked at the commit, `source()` does.
     #[cfg(feature = "migrations")]
     #[error(transparent)]
     Migration(Box<dyn std::error::Error + Send + Sync>),

@@ -106,9 +106,9 @@ use crate::text::{self, SentName};
 /// what was spent in the last moments before it: less than three times `wal_writer_delay`, which is 200 ms by default. A failover
 /// may also lose what the standby had not received. Lost units can be spent again.
 ///
-/// In a transaction that plain SQL has opened, a call of a limit that is not durable also runs `SET LOCAL synchronous_commit TO
-/// DEFAULT` (`peek_on` and `prune_on` do not). So the transaction commits with the default, and not with a value that the session
-/// had set.
+/// In a transaction that plain SQL has opened, a call of a limit that is not durable also runs
+/// `SET LOCAL synchronous_commit TO DEFAULT` (`peek_on` and `prune_on` do not). So the transaction commits with the default, and
+/// not with a value that the session had set.
 ///
 /// # Clocks
 ///

@@ -230,6 +230,7 @@ DECLARE
     oldest bigint;
     is_lowered boolean := false;
     candidate smallint;
+    violated text;
     contended boolean;
 BEGIN
     IF fault IS NOT NULL THEN
@@ -411,8 +412,15 @@ BEGIN
                             AND n.in_flight)
                 RETURNING r.id, r.slot, r.created_at, r.expires_at
                 INTO id, slot, created_at, expires_at;
+            IF NOT FOUND THEN
+                candidate := NULL;
+            END IF;
         EXCEPTION WHEN unique_violation THEN
-            NULL; -- The INSERT below finds out whether this is an error.
+            GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
+            IF violated <> 'service_request_in_flight' THEN
+                RAISE;
+            END IF;
+            -- The INSERT below finds out whether this is a serialization failure.
         END;
     END IF;
 

@@ -186,10 +186,10 @@ impl AdvisoryLock {
     ///
     /// # Blocking
     ///
-    /// Waits for at most `timeout`, check-out included. The pool's own `connection_timeout` may end that part sooner. The
-    /// comparison of sessions, once per connection, is not part of `timeout`. It waits for a second connection no longer than
-    /// `timeout`. The last slice is rounded up to whole milliseconds. A timeout of zero waits for nothing, not even for the pool to
-    /// open a connection. Otherwise as [`acquire`](Self::acquire).
+    /// Waits for at most `timeout`, check-out included. The pool's own `connection_timeout` may end that part sooner. `timeout`
+    /// does not limit the comparison of sessions, once per connection, but its time counts. The comparison waits for a second
+    /// connection no longer than `timeout`. The last slice is rounded up to whole milliseconds. A timeout of zero waits for
+    /// nothing, not even for the pool to open a connection. Otherwise as [`acquire`](Self::acquire).
     ///
     /// # Errors
     ///

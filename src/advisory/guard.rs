@@ -53,9 +53,9 @@ use crate::session::now;
 ///   marked as broken, and [`release`](Self::release) returns [`Error::ReleaseFailed`].
 /// - If the unlock failed for another reason and the session still holds the lock, the session is ended.
 ///
-/// **Do not use a connection again after that error.** Diesel clears the mark with the next statement that succeeds, and a pool
-/// that lent the connection would take it back with the lock. Drop it. With deadpool, take it out of the pool first, with
-/// `Object::take`.
+/// **Do not use a connection again after [`Error::ReleaseFailed`].** Diesel clears the mark with the next statement that succeeds,
+/// and a pool that lent the connection would take it back with the lock. Drop it. With deadpool, take it out of the pool first,
+/// with `Object::take`.
 ///
 /// # Transactions
 ///

@@ -37,9 +37,9 @@ use crate::session::{Blocking, now};
 /// - [`Error::Input`](crate::Error::Input) for a name that is empty or longer than 1,000 bytes, for a key likewise, for a NUL
 ///   character in them, for a quota that is out of range, and for a cost of zero. Nothing was sent. Also for a
 ///   [cost above the burst](crate::error::Input::CostAboveBurst) of the program's quota, which the database refuses.
-/// - [`Misplaced::SpendInTransaction`](crate::error::Misplaced::SpendInTransaction) if a transaction is open on the
-///   connection, except the one that `begin_test_transaction` opened. Resets, give-backs and pruning do not detect a transaction
-///   that plain SQL has opened, and take effect when it commits.
+/// - [`Misplaced::SpendInTransaction`](crate::error::Misplaced::SpendInTransaction) if a transaction is open on the connection,
+///   except the one that `begin_test_transaction` opened. On a borrowed connection, resets, give-backs and pruning are allowed in a
+///   transaction that plain SQL has opened, and take effect when it commits.
 /// - [`Error::Pool`](crate::Error::Pool) if the pool had no connection in time, and
 ///   [`Error::TransactionInPool`](crate::Error::TransactionInPool) if an earlier user of the connection had left a
 ///   transaction open.

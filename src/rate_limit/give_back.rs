@@ -32,7 +32,7 @@ impl Spent {
     /// # Errors
     ///
     /// - [`Input::BadUnits`](crate::error::Input::BadUnits) for zero units, and for more units than are left to give back. If a
-    ///   call fails after it had a connection, its units count as given back.
+    ///   call fails after its statement was sent, its units count as given back.
     /// - The [errors of checks](crate::RateLimit#errors-of-checks).
     #[cfg(feature = "r2d2")]
     pub fn give_back(&self, pool: &PgPool, units: u32) -> Result<u32> {

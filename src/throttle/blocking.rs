@@ -125,8 +125,8 @@ impl<R: ThrottledResource> Throttle<R> {
 ///
 /// Call it at every start of a program. Many instances may call it at the same time. It reads first, one round trip per resource.
 /// If nothing is missing, it writes nothing. It sends DDL only if a label is missing, so otherwise it succeeds for a role that may
-/// not alter the type. To write, it takes a session lock and adds what is missing of each resource: its label (`ALTER TYPE … ADD
-/// VALUE IF NOT EXISTS`) and its row (`INSERT … ON CONFLICT DO NOTHING`), each committed by itself.
+/// not alter the type. To write, it takes a session lock and adds what is missing of each resource: its label
+/// (`ALTER TYPE … ADD VALUE IF NOT EXISTS`) and its row (`INSERT … ON CONFLICT DO NOTHING`), each committed by itself.
 ///
 /// The database owns the interval from then on. A changed `every` has no effect until [`sync_intervals`] is called,
 /// because an operator may have changed the row. Each interval that differs is returned and logged as a

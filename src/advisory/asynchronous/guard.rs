@@ -104,7 +104,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// `AsyncPgConnection::try_from`, which reports no end, it is checked once a second.
     ///
     /// It reports neither an unlock by other code nor a network that was cut. [`watch`](Self::watch) does. Dropping the future
-    /// changes nothing. Outside a runtime of tokio, that check is left out.
+    /// changes nothing. Outside a runtime of tokio, nothing is checked once a second.
     pub async fn lost(&mut self) {
         let conn = self.pinned.conn();
         let has_timers = runtime::current().is_ok();

@@ -18,9 +18,9 @@ use crate::session::Asynchronous;
 ///
 /// # Dropped futures
 ///
-/// If the future of a method with `xact` in its name is dropped, the lock may be granted all the same. It is then held until that
-/// transaction ends, unless [`acquire_xact_timeout`](Self::acquire_xact_timeout) was already waiting for it, because that wait is
-/// undone. The caller may continue the transaction, as after any other statement whose future was dropped.
+/// If the future of a method with `xact` in its name is dropped, the lock may be granted all the same. It is then held until the
+/// caller's transaction ends, unless [`acquire_xact_timeout`](Self::acquire_xact_timeout) was already waiting for it, because that
+/// wait is undone. The caller may continue the transaction, as after any other statement whose future was dropped.
 ///
 /// If the future of `transaction`, `try_transaction` or `transaction_timeout` is dropped, a `ROLLBACK` is queued behind the
 /// statements that were sent, and the connection is left marked as broken, so that a pool discards it. The `ROLLBACK` is sent even

@@ -195,7 +195,7 @@ impl<C: GuardConnection> AdvisoryLockGuard<C> {
     /// sharer of a shared lock has a token, in no order.
     ///
     /// Nested guards of one lock on one session share one token, because they hold the lock together. A guard takes over the token
-    /// of the innermost outer guard that has one. There are exceptions:
+    /// of the nearest guard around it that has one. There are exceptions:
     /// - If the outer guard is shared and the inner one exclusive, the inner one draws a new token, because other sharers may have
     ///   come in between. A fence that has seen this token refuses that of the outer guard.
     /// - If a `RESET ALL` runs between the two acquisitions, the guards share no token, because it clears the setting

@@ -94,8 +94,7 @@ impl Fence {
     /// # Errors
     ///
     /// - [`Error::Fenced`] if a larger token has passed, which is that of a later holder. Nested guards of one lock on one session
-    ///   normally [share a token](crate::AdvisoryLockGuard::fencing_token), so the inner one normally does not shut out the outer
-    ///   one.
+    ///   normally [share a token](crate::AdvisoryLockGuard::fencing_token), so the inner one does not shut out the outer one then.
     /// - [`Misplaced::FenceOutsideTransaction`](crate::error::Misplaced::FenceOutsideTransaction) outside a
     ///   transaction, where the fence would protect nothing. A transaction that a plain SQL `BEGIN` opened is not seen,
     ///   and counts as none.

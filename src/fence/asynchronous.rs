@@ -37,7 +37,7 @@ impl Fence {
     /// Passes the fence with a token, unless a larger token has passed it. As
     /// [`Fence::pass`](crate::Fence#method.pass).
     ///
-    /// If the future is dropped, the token may have passed. It has then passed if the transaction of the caller commits.
+    /// If the future is dropped, the token may have passed, which counts only if the transaction of the caller commits.
     ///
     /// # Errors
     ///

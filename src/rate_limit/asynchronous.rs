@@ -87,8 +87,8 @@ impl RateLimit {
 /// # Dropped futures
 ///
 /// If the future of a check, a reservation or a reset is dropped, the operation may take place all the same, and the units stay
-/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) cancels its reservation. If such a future is dropped inside a
-/// transaction that plain SQL has opened, that transaction may commit without waiting for the disk.
+/// spent. A dropped [`acquire_timeout`](Self::acquire_timeout) cancels its reservation. If the future of a form that takes a
+/// connection is dropped inside a transaction that plain SQL has opened, that transaction may commit without waiting for the disk.
 impl RateLimit {
     /// Spends the units of a call if the limit allows it, through a connection from the pool. Never waits for units.
     ///

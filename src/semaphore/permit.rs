@@ -338,15 +338,21 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(600);
 
+    /// A permit of a pool with one connection.
+    fn permit(service: &'static str) -> (workbench::Database, PgPool, Permit) {
+        let database = workbench::Database::new();
+        crate::migrations::install(&mut database.connect()).unwrap();
+        let pool = database.pool(1);
+        let semaphore = Semaphore::named(service, 1, TIMEOUT);
+        let permit = semaphore.try_acquire(&pool).unwrap().admitted().unwrap();
+        (database, pool, permit)
+    }
+
     #[test]
     fn a_release_that_panics_each_time_is_retried_less_and_less_often() {
         use diesel::connection::{Connection, InstrumentationEvent};
 
-        let database = workbench::Database::new();
-        crate::migrations::install(&mut database.connect()).unwrap();
-        let pool = database.pool(1);
-        let semaphore = Semaphore::named("panics", 1, TIMEOUT);
-        let permit = semaphore.try_acquire(&pool).unwrap().admitted().unwrap();
+        let (_database, pool, permit) = permit("panics");
         let late = permit.slot.late_release();
         let broken = || {
             let mut conn = pool.get().unwrap();
@@ -365,11 +371,7 @@ mod tests {
 
     #[test]
     fn a_suspended_machine_uses_up_a_permit_and_a_renewal_restores_it() {
-        let database = workbench::Database::new();
-        crate::migrations::install(&mut database.connect()).unwrap();
-        let pool = database.pool(1);
-        let semaphore = Semaphore::named("suspended", 1, TIMEOUT);
-        let mut permit = semaphore.try_acquire(&pool).unwrap().admitted().unwrap();
+        let (_database, _, mut permit) = permit("suspended");
         assert!(permit.remaining() <= TIMEOUT && permit.remaining() > TIMEOUT / 2);
         clock::suspend(TIMEOUT / 2);
         assert!(permit.remaining() <= TIMEOUT / 2);

@@ -41,6 +41,10 @@ const LOCAL: &str = "ours, local";
 const LOCAL_LIMITED: &str = "ours, local, limited";
 const GOVERNOR: &str = "governor";
 
+/// Each variable becomes a parameter.
+const CALL: &str = "SELECT resource_control.spend_rate_limit(:name, :key, :n, :period, :burst, :cost, :max_wait, :async, \
+                    :allowance, :increase);\n";
+
 const TABLES: &str = "
     CREATE TABLE public.counted (key text PRIMARY KEY, spent bigint NOT NULL, full_at timestamptz NOT NULL)
         WITH (fillfactor = 50);
@@ -232,11 +236,17 @@ fn pgbench(
     // The largest debt that allows a call of cost 1, and what the call adds to it, in microseconds.
     let allowance = i64::from(n - 1) * period / i64::from(n);
     let increase = (period as u64).div_ceil(u64::from(n));
-    let script = format!(
-        "SELECT resource_control.spend_rate_limit('{name}', 'hot', {n}, {period}, {n}, 1, 0, true, \
-         interval '{allowance} us', interval '{increase} us');\n"
-    );
-    Pgbench::new(PGBENCH, &bench.server, database, clients, &script)
+    Pgbench::new(PGBENCH, &bench.server, database, clients, CALL)
+        .variable("name", name)
+        .variable("key", "hot")
+        .variable("n", &n.to_string())
+        .variable("period", &period.to_string())
+        .variable("burst", &n.to_string())
+        .variable("cost", "1")
+        .variable("max_wait", "0")
+        .variable("async", "true")
+        .variable("allowance", &format!("{allowance}us"))
+        .variable("increase", &format!("{increase}us"))
 }
 
 /// A prepared statement on so many connections.

@@ -2,7 +2,7 @@
 //! where session locks are unsafe.
 //!
 //! No reply of the server shows this, so the behaviour is tested. An idle pooler gives every connection the session that was
-//! used last. Only a transaction that is open on another connection prevents that.
+//! used last. Only a transaction that is open on another connection prevents that, or a session that the pooler has just opened.
 
 #[cfg(feature = "async")]
 pub(crate) mod asynchronous;
@@ -48,7 +48,13 @@ async fn compare<S: Session>(session: &mut S, other: &mut S) -> Result<Sessions>
     let rolled_back = transaction.roll_back().await;
     let sessions = compared?;
     rolled_back?;
-    Ok(sessions)
+    if sessions != Sessions::Own {
+        return Ok(sessions);
+    }
+    // If the pooler opened a session meanwhile, the two connections may have been told apart by chance, because a new session
+    // is the next one to be used. Now the next one is the session that the transaction had.
+    let last: Pid = session.one(backend_pid()).await?;
+    Ok(own_if(last.pid == before.pid))
 }
 
 async fn compare_in_transaction<S: Session>(
@@ -62,11 +68,15 @@ async fn compare_in_transaction<S: Session>(
         return Ok(Sessions::Shared);
     }
     let after: Pid = session.one(backend_pid()).await?;
-    Ok(if after.pid == before {
+    Ok(own_if(after.pid == before))
+}
+
+fn own_if(is_unchanged: bool) -> Sessions {
+    if is_unchanged {
         Sessions::Own
     } else {
         Sessions::Shared
-    })
+    }
 }
 
 #[derive(Debug, QueryableByName)]

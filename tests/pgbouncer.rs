@@ -2,11 +2,11 @@
 //!
 //! Needs PgBouncer: `scripts/test_with pgbouncer` installs it and runs this.
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use diesel::connection::{CacheSize, SimpleConnection};
+use diesel::connection::{CacheSize, InstrumentationEvent, SimpleConnection};
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel_interlock::{
@@ -106,6 +106,54 @@ fn in_transaction_mode_the_first_lock_of_a_pool_without_idle_connections_is_refu
         let refused = LOCK.try_acquire(&pool);
         assert!(matches!(refused, Err(Error::SharedSessions)), "{refused:?}");
     }
+}
+
+/// Makes the pooler use another session next, just before the second connection of a pool is asked for its session. A session
+/// that the pooler has just opened does the same.
+#[derive(Debug, Clone)]
+struct AnotherSessionNext {
+    url: String,
+    asked: Arc<AtomicUsize>,
+}
+
+impl<E> CustomizeConnection<PgConnection, E> for AnotherSessionNext {
+    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), E> {
+        conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        let Self { url, asked } = self.clone();
+        conn.set_instrumentation(move |event: InstrumentationEvent<'_>| {
+            let InstrumentationEvent::StartQuery { query, .. } = event else {
+                return;
+            };
+            let asks = query.to_string().contains("pg_backend_pid");
+            if asks && asked.fetch_add(1, Ordering::SeqCst) == 1 {
+                let [mut last, mut next] =
+                    [(); 2].map(|()| PgConnection::establish(&url).unwrap());
+                // The first one has the session that was used last, so the other one has another session.
+                last.batch_execute("BEGIN").unwrap();
+                next.batch_execute("BEGIN").unwrap();
+                last.batch_execute("COMMIT").unwrap();
+                next.batch_execute("COMMIT").unwrap();
+            }
+        });
+        Ok(())
+    }
+}
+
+#[test]
+fn a_pooler_that_opens_a_session_meanwhile_is_detected() {
+    let (_cluster, pooler) = pooled(PoolMode::Transaction, 8);
+    let another = AnotherSessionNext {
+        url: pooler.url("postgres"),
+        asked: Arc::default(),
+    };
+    let pool = Pool::builder()
+        .max_size(2)
+        .connection_customizer(Box::new(another.clone()))
+        .build(ConnectionManager::new(&another.url))
+        .unwrap();
+    assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Shared);
+    // The first comparisons told its sessions apart.
+    assert_eq!(another.asked.load(Ordering::SeqCst), 5);
 }
 
 #[test]

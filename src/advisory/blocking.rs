@@ -58,7 +58,7 @@ use crate::sessions;
 /// - [`Misplaced::SessionLockInTransaction`](crate::error::Misplaced::SessionLockInTransaction) if a transaction is open on the
 ///   connection, even one that Diesel does not know of. The transaction of `begin_test_transaction` does not count.
 /// - [`Error::SharedSessions`](crate::Error::SharedSessions) if the connections of the pool share server sessions. This is tested
-///   once per connection of a pool, in six round trips, if the pool has a second connection to compare with. If none is idle, the
+///   once per connection of a pool, in seven round trips, if the pool has a second connection to compare with. If none is idle, the
 ///   pool opens one, unless it is at its full size. The acquisition waits for the new connection for at most 200 milliseconds, and
 ///   only once for each connection that it tests.
 /// - [`Error::Standby`](crate::Error::Standby) on a hot standby.

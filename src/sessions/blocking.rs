@@ -26,7 +26,7 @@ const LOOK: Duration = Duration::from_millis(10);
 /// once per connection, and return [`Error::SharedSessions`].
 ///
 /// It takes two connections from the pool, compares their `pg_backend_pid()`, and compares again while a transaction is open
-/// on one of them: six round trips. The transaction is rolled back, at the latest after five seconds
+/// on one of them, and after it: seven round trips. The transaction is rolled back, at the latest after five seconds
 /// (`idle_in_transaction_session_timeout`). A busy pooler can pass this test by chance. In that case a later operation returns
 /// [`Error::SessionMoved`].
 ///

@@ -59,13 +59,13 @@ fn one_to_begin_to_watch() {
 }
 
 #[test]
-fn six_to_detect_a_pooler_once_per_connection() {
+fn seven_to_detect_a_pooler_once_per_connection() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = silent_pool(&proxy, 2);
     let probe = || assert_eq!(probe_sessions(&pool).unwrap(), Sessions::Own);
-    assert_eq!(proxy.count(probe), 6);
-    assert_eq!(proxy.count(probe), 6);
+    assert_eq!(proxy.count(probe), 7);
+    assert_eq!(proxy.count(probe), 7);
 
     let lock = || {
         LOCK.try_acquire(&pool)

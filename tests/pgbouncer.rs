@@ -126,8 +126,7 @@ impl<E> CustomizeConnection<PgConnection, E> for AnotherSessionNext {
             };
             let asks = query.to_string().contains("pg_backend_pid");
             if asks && asked.fetch_add(1, Ordering::SeqCst) == 1 {
-                let [mut last, mut next] =
-                    [(); 2].map(|()| PgConnection::establish(&url).unwrap());
+                let [mut last, mut next] = [(); 2].map(|()| PgConnection::establish(&url).unwrap());
                 // The first one has the session that was used last, so the other one has another session.
                 last.batch_execute("BEGIN").unwrap();
                 next.batch_execute("BEGIN").unwrap();

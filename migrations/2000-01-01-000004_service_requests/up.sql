@@ -219,16 +219,12 @@ DECLARE
         WHEN details IS NULL OR octet_length(details) > 8192
             THEN ARRAY['diesel_interlock_bad_details', 'the details must not be null, and have at most 8192 bytes']
     END;
-    -- Until then this session assumes that an old snapshot keeps many ended requests in the index. Seconds as text, because
-    -- a user may set any value, and texts can always be compared.
-    old_snapshot_until text := current_setting('resource_control.old_snapshot_until', true);
-    snapshot_is_old boolean := false;
     entries bigint;
     newest bigint[];
     taken smallint[];
     ended smallint[];
     oldest bigint;
-    is_lowered boolean := false;
+    is_lowered boolean;
     candidate smallint;
     violated text;
     contended boolean;
@@ -237,158 +233,164 @@ BEGIN
         RAISE check_violation USING CONSTRAINT = fault[1], MESSAGE = fault[2];
     END IF;
 
-    IF old_snapshot_until <> '' THEN
-        snapshot_is_old := old_snapshot_until COLLATE "C" > date_part('epoch', clock_timestamp())::bigint::text;
-    END IF;
-
-    IF snapshot_is_old AND slots <= 256 THEN
-        -- The newest requests mostly tell enough. The ids of a slot ascend, so a slot in which one of them has ended is free,
-        -- unless another of them is in flight there. The least id keeps this read from those that were pruned.
-        SELECT COALESCE(array_agg(n.id) FILTER (WHERE n.in_flight), '{}'),
-                COALESCE(array_agg(n.slot) FILTER (WHERE n.in_flight), '{}'),
-                array_agg(n.slot) FILTER (WHERE NOT n.in_flight),
-                min(n.id),
-                min(n.expires_at) FILTER (WHERE n.in_flight),
-                EXISTS (
-                    SELECT FROM resource_control.service_request AS r
-                        WHERE r.service = admit_service_request.service COLLATE "C"
-                            AND r.slot >= admit_service_request.slots
-                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL),
-                clock_timestamp()
-            INTO newest, taken, ended, oldest, next_expiry, is_lowered, decided_at
-            FROM (
-                SELECT r.id, r.service, r.slot, r.expires_at, COALESCE(r.completed_at, r.timed_out_at) IS NULL AS in_flight
-                    FROM resource_control.service_request AS r
-                    WHERE r.id > (SELECT max(m.id) FROM resource_control.service_request AS m)
-                        - 16 * admit_service_request.slots
-                    ORDER BY r.id DESC
-                    LIMIT 4 * admit_service_request.slots
-            ) AS n
-            WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots;
-        -- A random slot, so that no slot gathers the entries of all requests. If the newest requests do not tell whether it
-        -- is free, this reads its entries.
-        IF slots > cardinality(taken) AND NOT is_lowered THEN
+    IF slots > 256 OR current_setting('resource_control.old_snapshot_until', true) <> '' THEN
+        IF slots > 256 THEN
+            -- To read all requests in flight might take long. A guess is mostly free, and concurrent claims seldom guess the same
+            -- slot. This step reads a few slots, and whether any slot from N on is taken.
             SELECT g.slot INTO candidate
                 FROM (
-                    (SELECT s.slot FROM generate_series(0, admit_service_request.slots - 1) AS s (slot)
-                        WHERE s.slot <> ALL (claim.taken)
-                        ORDER BY random()
-                        LIMIT 4)
-                    -- If most slots have been held for long, these are.
+                    SELECT trunc(random() * admit_service_request.slots)::smallint AS slot FROM generate_series(1, 4)
+                    -- If nearly all slots are taken, a recently used one may have been released.
                     UNION ALL
-                    (SELECT e.slot FROM unnest(claim.ended) AS e (slot)
-                        WHERE e.slot <> ALL (claim.taken)
-                        ORDER BY random()
-                        LIMIT 1)
+                    (SELECT n.slot FROM (
+                        SELECT l.service, l.slot FROM resource_control.service_request AS l ORDER BY l.id DESC LIMIT 8
+                    ) AS n WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots)
                 ) AS g
-                WHERE g.slot = ANY (claim.ended) OR NOT EXISTS (
-                    SELECT FROM (
+                WHERE NOT EXISTS (
                         SELECT FROM resource_control.service_request AS r
+                            WHERE r.service = admit_service_request.service COLLATE "C"
+                                AND r.slot >= admit_service_request.slots
+                                AND r.completed_at IS NULL AND r.timed_out_at IS NULL)
+                    AND NOT EXISTS (SELECT FROM (
+                        SELECT r.slot
+                            FROM resource_control.service_request AS r
                             WHERE r.service = admit_service_request.service COLLATE "C"
                                 AND r.slot >= g.slot AND r.slot <= g.slot
                                 AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-                            -- The last index entry of a slot is nearly always the one in flight. (With = the order is lost.)
                             ORDER BY r.slot DESC
-                            LIMIT 1
-                    ) AS r)
+                            LIMIT 1) AS r)
                 LIMIT 1;
-        END IF;
-    ELSIF slots > 256 THEN
-        -- To read all requests in flight might take long. A guess is mostly free, and concurrent claims seldom guess the same
-        -- slot. This step reads a few slots, and whether any slot from N on is taken.
-        SELECT g.slot INTO candidate
-            FROM (
-                SELECT trunc(random() * admit_service_request.slots)::smallint AS slot FROM generate_series(1, 4)
-                -- If nearly all slots are taken, a recently used one may have been released.
-                UNION ALL
-                (SELECT n.slot FROM (
-                    SELECT l.service, l.slot FROM resource_control.service_request AS l ORDER BY l.id DESC LIMIT 8
-                ) AS n WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots)
-            ) AS g
-            WHERE NOT EXISTS (
-                    SELECT FROM resource_control.service_request AS r
-                        WHERE r.service = admit_service_request.service COLLATE "C"
-                            AND r.slot >= admit_service_request.slots
-                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL)
-                AND NOT EXISTS (SELECT FROM (
-                    SELECT r.slot
-                        FROM resource_control.service_request AS r
-                        WHERE r.service = admit_service_request.service COLLATE "C"
-                            AND r.slot >= g.slot AND r.slot <= g.slot
-                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-                        ORDER BY r.slot DESC
-                        LIMIT 1) AS r)
-            LIMIT 1;
-    END IF;
-    IF candidate IS NULL THEN
-        -- If the semaphore is full, this read decides it, without a lock or a transaction id. The clock is read after the
-        -- requests.
-        IF is_lowered OR slots > cardinality(taken) THEN
-            -- Slot by slot, except for those that the newest requests still hold.
-            WITH held AS MATERIALIZED (
-                SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
-                    WHERE r.id = ANY (claim.newest) AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
-            )
-            SELECT COALESCE(array_agg(s.slot), '{}'), min(s.expires_at), clock_timestamp()
-                INTO taken, next_expiry, decided_at
+        ELSIF current_setting('resource_control.old_snapshot_until') COLLATE "C"
+            > date_part('epoch', clock_timestamp())::bigint::text
+        THEN
+            -- The newest requests mostly tell enough. The ids of a slot ascend, so a slot in which one of them has ended is free,
+            -- unless another of them is in flight there. The least id keeps this read from those that were pruned.
+            SELECT COALESCE(array_agg(n.id) FILTER (WHERE n.in_flight), '{}'),
+                    COALESCE(array_agg(n.slot) FILTER (WHERE n.in_flight), '{}'),
+                    array_agg(n.slot) FILTER (WHERE NOT n.in_flight),
+                    min(n.id),
+                    min(n.expires_at) FILTER (WHERE n.in_flight),
+                    EXISTS (
+                        SELECT FROM resource_control.service_request AS r
+                            WHERE r.service = admit_service_request.service COLLATE "C"
+                                AND r.slot >= admit_service_request.slots
+                                AND r.completed_at IS NULL AND r.timed_out_at IS NULL),
+                    clock_timestamp()
+                INTO newest, taken, ended, oldest, next_expiry, is_lowered, decided_at
                 FROM (
-                    SELECT h.slot, h.expires_at FROM held AS h
-                    UNION ALL
-                    SELECT n.slot, n.expires_at
-                        FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
-                        CROSS JOIN LATERAL (
-                            SELECT r.slot, r.expires_at
-                                FROM resource_control.service_request AS r
+                    SELECT r.id, r.service, r.slot, r.expires_at, COALESCE(r.completed_at, r.timed_out_at) IS NULL AS in_flight
+                        FROM resource_control.service_request AS r
+                        WHERE r.id > (SELECT max(m.id) FROM resource_control.service_request AS m)
+                            - 16 * admit_service_request.slots
+                        ORDER BY r.id DESC
+                        LIMIT 4 * admit_service_request.slots
+                ) AS n
+                WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot < admit_service_request.slots;
+            -- A random slot, so that no slot gathers the entries of all requests. If the newest requests do not tell whether it
+            -- is free, this reads its entries.
+            IF slots > cardinality(taken) AND NOT is_lowered THEN
+                SELECT g.slot INTO candidate
+                    FROM (
+                        (SELECT s.slot FROM generate_series(0, admit_service_request.slots - 1) AS s (slot)
+                            WHERE s.slot <> ALL (claim.taken)
+                            ORDER BY random()
+                            LIMIT 4)
+                        -- If most slots have been held for long, these are.
+                        UNION ALL
+                        (SELECT e.slot FROM unnest(claim.ended) AS e (slot)
+                            WHERE e.slot <> ALL (claim.taken)
+                            ORDER BY random()
+                            LIMIT 1)
+                    ) AS g
+                    WHERE g.slot = ANY (claim.ended) OR NOT EXISTS (
+                        SELECT FROM (
+                            SELECT FROM resource_control.service_request AS r
                                 WHERE r.service = admit_service_request.service COLLATE "C"
                                     AND r.slot >= g.slot AND r.slot <= g.slot
                                     AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                                -- The last index entry of a slot is nearly always the one in flight. (With = the order is lost.)
                                 ORDER BY r.slot DESC
                                 LIMIT 1
-                        ) AS n
-                        WHERE g.slot NOT IN (SELECT h.slot FROM held AS h)
-                    UNION ALL
+                        ) AS r)
+                    LIMIT 1;
+            END IF;
+            IF candidate IS NULL AND (is_lowered OR slots > cardinality(taken)) THEN
+                -- Slot by slot, except for those that the newest requests still hold.
+                WITH held AS MATERIALIZED (
                     SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
-                        WHERE r.service = admit_service_request.service COLLATE "C"
-                            AND r.slot >= admit_service_request.slots
-                            AND r.completed_at IS NULL AND r.timed_out_at IS NULL
-                ) AS s;
-        ELSIF taken IS NULL THEN
+                        WHERE r.id = ANY (claim.newest) AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
+                )
+                SELECT COALESCE(array_agg(s.slot), '{}'), min(s.expires_at), clock_timestamp()
+                    INTO taken, next_expiry, decided_at
+                    FROM (
+                        SELECT h.slot, h.expires_at FROM held AS h
+                        UNION ALL
+                        SELECT n.slot, n.expires_at
+                            FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
+                            CROSS JOIN LATERAL (
+                                SELECT r.slot, r.expires_at
+                                    FROM resource_control.service_request AS r
+                                    WHERE r.service = admit_service_request.service COLLATE "C"
+                                        AND r.slot >= g.slot AND r.slot <= g.slot
+                                        AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                                    ORDER BY r.slot DESC
+                                    LIMIT 1
+                            ) AS n
+                            WHERE g.slot NOT IN (SELECT h.slot FROM held AS h)
+                        UNION ALL
+                        SELECT r.slot, r.expires_at FROM resource_control.service_request AS r
+                            WHERE r.service = admit_service_request.service COLLATE "C"
+                                AND r.slot >= admit_service_request.slots
+                                AND r.completed_at IS NULL AND r.timed_out_at IS NULL
+                    ) AS s;
+            END IF;
+        END IF;
+    END IF;
+    IF candidate IS NULL AND taken IS NULL THEN
+        -- If the semaphore is full, this read decides it, without a lock or a transaction id. The clock is read after the
+        -- requests.
+        SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp()
+            INTO taken, next_expiry, decided_at
+            FROM resource_control.service_request AS r
+            WHERE r.service = admit_service_request.service COLLATE "C"
+                AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+        -- Every expression here makes a refusal slower, so the entries are counted only if the read took long.
+        IF decided_at > statement_timestamp() + '200 microseconds' AND slots <= 256 THEN
             entries := pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass);
-            SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp()
-                INTO taken, next_expiry, decided_at
-                FROM resource_control.service_request AS r
+            PERFORM FROM resource_control.service_request AS r
                 WHERE r.service = admit_service_request.service COLLATE "C"
                     AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
-            IF slots <= 256 AND 1000 + 8 * slots
+            IF 1000 + 8 * slots
                 < pg_stat_get_xact_tuples_returned('resource_control.service_request_in_flight'::regclass) - entries
             THEN
+                -- Seconds as text, because a user may set any value, and texts can always be compared.
                 PERFORM set_config('resource_control.old_snapshot_until',
                     (date_part('epoch', decided_at)::bigint + 10)::text, false);
             END IF;
         END IF;
-        IF slots = cardinality(taken) AND next_expiry > decided_at THEN
-            -- A stricter transaction may not see that a slot was freed. The level is checked here, because the call costs
-            -- more.
-            IF current_setting('transaction_isolation') <> 'read committed' THEN
-                PERFORM resource_control.require_read_committed();
-            END IF;
-            RETURN;
+    END IF;
+    IF slots = cardinality(taken) AND next_expiry > decided_at THEN
+        -- A stricter transaction may not see that a slot was freed. The level is checked here, because the call costs
+        -- more.
+        IF current_setting('transaction_isolation') <> 'read committed' THEN
+            PERFORM resource_control.require_read_committed();
         END IF;
-        IF slots > cardinality(taken) AND slots > ALL (taken) THEN
-            FOR attempt IN 1 .. 8 LOOP
-                candidate := trunc(random() * slots);
-                -- Another claim may hold this lock. It is taken once more below, which costs little.
-                EXIT WHEN CASE WHEN candidate <> ALL (taken)
-                    THEN pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) END;
-                candidate := NULL;
-            END LOOP;
-            IF candidate IS NULL THEN
-                SELECT g.slot INTO candidate
-                    FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
-                    WHERE g.slot NOT IN (SELECT unnest(claim.taken))
-                    ORDER BY random()
-                    LIMIT 1;
-            END IF;
+        RETURN;
+    END IF;
+    IF candidate IS NULL AND slots > cardinality(taken) AND slots > ALL (taken) THEN
+        FOR attempt IN 1 .. 8 LOOP
+            candidate := trunc(random() * slots);
+            -- Another claim may hold this lock. It is taken once more below, which costs little.
+            EXIT WHEN CASE WHEN candidate <> ALL (taken)
+                THEN pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) END;
+            candidate := NULL;
+        END LOOP;
+        IF candidate IS NULL THEN
+            SELECT g.slot INTO candidate
+                FROM generate_series(0, admit_service_request.slots - 1) AS g (slot)
+                WHERE g.slot NOT IN (SELECT unnest(claim.taken))
+                ORDER BY random()
+                LIMIT 1;
         END IF;
     END IF;
     -- A claim gets its id while it holds the lock of the slot, and after it has seen the slot free. It holds the lock until

@@ -275,6 +275,19 @@ fn entries(conn: &mut PgConnection, call: &mut dyn FnMut(&mut PgConnection)) -> 
     after - before
 }
 
+/// Is refused in a statement that has taken long already, so that the claim counts what it reads, on a fast machine, too.
+fn refuse_slowly(conn: &mut PgConnection) {
+    conn.batch_execute(
+        "DO $$ BEGIN \
+             PERFORM pg_sleep(0.001); \
+             IF EXISTS (SELECT FROM resource_control.claim_service_request('geocoder', 16, '1 h')) THEN \
+                 RAISE 'a slot was free'; \
+             END IF; \
+         END $$",
+    )
+    .unwrap();
+}
+
 /// The entries of all requests that have ended since are dead, but cannot be removed.
 #[test]
 fn under_an_old_snapshot_a_session_reads_all_that_ended_once_in_ten_seconds() {
@@ -300,7 +313,7 @@ fn under_an_old_snapshot_a_session_reads_all_that_ended_once_in_ten_seconds() {
     conn.batch_execute("RESET resource_control.old_snapshot_until")
         .unwrap();
     let mut refuse = |conn: &mut PgConnection| assert!(!claim_in_sql(conn, "geocoder", 16));
-    let first = entries(conn, &mut refuse);
+    let first = entries(conn, &mut refuse_slowly);
     assert!(first > 3_200, "{first}");
     let next = entries(conn, &mut refuse);
     // The newest requests hold all slots.
@@ -395,6 +408,23 @@ fn under_an_old_snapshot_a_session_reads_all_that_ended_once_in_ten_seconds() {
     expire(conn, "geocoder");
     assert!(claim_in_sql(conn, "geocoder", 16));
     old.batch_execute("COMMIT").unwrap();
+}
+
+#[test]
+fn a_session_that_is_slow_for_another_reason_reads_all_requests_in_flight() {
+    let database = database();
+    let conn = &mut database.connect();
+    for _ in 0..16 {
+        assert!(claim_in_sql(conn, "geocoder", 16));
+    }
+    // Beginning with the transaction, the server counts what all of them read.
+    conn.batch_execute("BEGIN").unwrap();
+    for _ in 0..200 {
+        refuse_slowly(conn);
+    }
+    let noticed = "(current_setting('resource_control.old_snapshot_until', true) <> '')::int";
+    assert_eq!(number(conn, &format!("COALESCE({noticed}, 0)")), 0);
+    conn.batch_execute("COMMIT").unwrap();
 }
 
 /// All the requests of one slot would be in the way of each other.

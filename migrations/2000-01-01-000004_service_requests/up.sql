@@ -233,6 +233,9 @@ BEGIN
         RAISE check_violation USING CONSTRAINT = fault[1], MESSAGE = fault[2];
     END IF;
 
+    -- A claim gets its id while it holds the lock of the slot, and after it has seen the slot free. It holds the lock until
+    -- its commit, so each new holder of a slot gets a larger id.
+
     IF slots > 256 OR current_setting('resource_control.old_snapshot_until', true) <> '' THEN
         IF slots > 256 THEN
             -- To read all requests in flight might take long. A guess is mostly free, and concurrent claims seldom guess the same
@@ -345,6 +348,40 @@ BEGIN
                     ) AS s;
             END IF;
         END IF;
+        IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
+            candidate := NULL;
+        ELSIF candidate = ANY (ended) THEN
+            -- As the INSERT below, but PostgreSQL reads the entries of the slot once and not three times. The newest requests tell
+            -- whether the slot is free, because a request in flight there is newer than the one that has ended.
+            BEGIN
+                INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
+                    SELECT admit_service_request.service, claim.candidate, c.now,
+                            c.now + resource_control.elapsed(admit_service_request.timeout), admit_service_request.details
+                        FROM (SELECT clock_timestamp() AS now) AS c
+                        WHERE NOT EXISTS (
+                            SELECT FROM (
+                                SELECT d.service, d.slot, COALESCE(d.completed_at, d.timed_out_at) IS NULL AS in_flight
+                                    FROM resource_control.service_request AS d WHERE d.id > claim.oldest ORDER BY d.id OFFSET 0
+                            ) AS n
+                            WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot = claim.candidate
+                                AND n.in_flight)
+                    RETURNING r.id, r.slot, r.created_at, r.expires_at
+                    INTO id, slot, created_at, expires_at;
+                IF NOT FOUND THEN
+                    candidate := NULL;
+                END IF;
+            EXCEPTION WHEN unique_violation THEN
+                GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
+                IF violated <> 'service_request_in_flight' THEN
+                    RAISE;
+                END IF;
+                -- The INSERT below finds out whether this is a serialization failure.
+            END;
+        END IF;
+        IF id IS NOT NULL THEN
+            decided_at := clock_timestamp();
+            RETURN;
+        END IF;
     END IF;
     IF candidate IS NULL AND taken IS NULL THEN
         -- If the semaphore is full, this read decides it, without a lock or a transaction id. The clock is read after the
@@ -380,7 +417,6 @@ BEGIN
     IF candidate IS NULL AND slots > cardinality(taken) AND slots > ALL (taken) THEN
         FOR attempt IN 1 .. 8 LOOP
             candidate := trunc(random() * slots);
-            -- Another claim may hold this lock. It is taken once more below, which costs little.
             EXIT WHEN CASE WHEN candidate <> ALL (taken)
                 THEN pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) END;
             candidate := NULL;
@@ -391,43 +427,12 @@ BEGIN
                 WHERE g.slot NOT IN (SELECT unnest(claim.taken))
                 ORDER BY random()
                 LIMIT 1;
-        END IF;
-    END IF;
-    -- A claim gets its id while it holds the lock of the slot, and after it has seen the slot free. It holds the lock until
-    -- its commit, so each new holder of a slot gets a larger id.
-    IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
-        candidate := NULL;
-    ELSIF candidate = ANY (ended) THEN
-        -- As the INSERT below, but PostgreSQL reads the entries of the slot once and not three times. The newest requests tell
-        -- whether the slot is free, because a request in flight there is newer than the one that has ended.
-        BEGIN
-            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-                SELECT admit_service_request.service, claim.candidate, c.now,
-                        c.now + resource_control.elapsed(admit_service_request.timeout), admit_service_request.details
-                    FROM (SELECT clock_timestamp() AS now) AS c
-                    WHERE NOT EXISTS (
-                        SELECT FROM (
-                            SELECT d.service, d.slot, COALESCE(d.completed_at, d.timed_out_at) IS NULL AS in_flight
-                                FROM resource_control.service_request AS d WHERE d.id > claim.oldest ORDER BY d.id OFFSET 0
-                        ) AS n
-                        WHERE n.service = admit_service_request.service COLLATE "C" AND n.slot = claim.candidate
-                            AND n.in_flight)
-                RETURNING r.id, r.slot, r.created_at, r.expires_at
-                INTO id, slot, created_at, expires_at;
-            IF NOT FOUND THEN
+            IF NOT pg_try_advisory_xact_lock(resource_control.service_request_lock(service, candidate)) THEN
                 candidate := NULL;
             END IF;
-        EXCEPTION WHEN unique_violation THEN
-            GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
-            IF violated <> 'service_request_in_flight' THEN
-                RAISE;
-            END IF;
-            -- The INSERT below finds out whether this is a serialization failure.
-        END;
+        END IF;
     END IF;
-
     FOR attempt IN 1 .. 5 LOOP
-        EXIT WHEN id IS NOT NULL;
         -- The second step searches for a slot.
         IF candidate IS NULL THEN
             SELECT f.slot, f.next_expiry, f.contended INTO candidate, next_expiry, contended

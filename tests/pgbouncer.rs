@@ -108,6 +108,15 @@ fn in_transaction_mode_the_first_lock_of_a_pool_without_idle_connections_is_refu
     }
 }
 
+/// Over a pooler with two sessions, the one that was not used last becomes the next one.
+fn use_both_sessions(url: &str) {
+    let [mut last, mut next] = [(); 2].map(|()| PgConnection::establish(url).unwrap());
+    last.batch_execute("BEGIN").unwrap();
+    next.batch_execute("BEGIN").unwrap();
+    last.batch_execute("COMMIT").unwrap();
+    next.batch_execute("COMMIT").unwrap();
+}
+
 /// Makes the pooler use another session next, just before the second connection of a pool is asked for its session. A session
 /// that the pooler has just opened does the same.
 #[derive(Debug, Clone)]
@@ -126,12 +135,7 @@ impl<E> CustomizeConnection<PgConnection, E> for AnotherSessionNext {
             };
             let asks = query.to_string().contains("pg_backend_pid");
             if asks && asked.fetch_add(1, Ordering::SeqCst) == 1 {
-                let [mut last, mut next] = [(); 2].map(|()| PgConnection::establish(&url).unwrap());
-                // The first one has the session that was used last, so the other one has another session.
-                last.batch_execute("BEGIN").unwrap();
-                next.batch_execute("BEGIN").unwrap();
-                last.batch_execute("COMMIT").unwrap();
-                next.batch_execute("COMMIT").unwrap();
+                use_both_sessions(&url);
             }
         });
         Ok(())
@@ -140,7 +144,9 @@ impl<E> CustomizeConnection<PgConnection, E> for AnotherSessionNext {
 
 #[test]
 fn a_pooler_that_opens_a_session_meanwhile_is_detected() {
-    let (_cluster, pooler) = pooled(PoolMode::Transaction, 8);
+    let (_cluster, pooler) = pooled(PoolMode::Transaction, 2);
+    // From now on both sessions are open, so that nothing else changes their order.
+    use_both_sessions(&pooler.url("postgres"));
     let another = AnotherSessionNext {
         url: pooler.url("postgres"),
         asked: Arc::default(),

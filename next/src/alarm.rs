@@ -1,0 +1,107 @@
+//! Pauses that others may end: what a waiter, a renewal and a loop sleep on.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+/// Locks a mutex, also after a panic of a thread that held it: nothing here is left half done.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A pause between three and five quarters of this one, so that those who began together do not go on together.
+pub(crate) fn jittered(pause: Duration) -> Duration {
+    pause.mul_f64(0.75 + fastrand::f64() / 2.0)
+}
+
+/// A time that somebody sleeps until, and others may change. A mode knows how to sleep.
+#[derive(Debug)]
+pub struct Alarm {
+    state: Mutex<(Instant, Option<Waker>)>,
+    changed: Condvar,
+}
+
+impl Alarm {
+    pub(crate) fn new(due: Instant) -> Self {
+        Self {
+            state: Mutex::new((due, None)),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub(crate) fn set(&self, due: Instant) {
+        let mut state = lock(&self.state);
+        state.0 = due;
+        let waker = state.1.take();
+        drop(state);
+        self.changed.notify_one();
+        waker.inspect(Waker::wake_by_ref);
+    }
+
+    /// When it is due, but not later than the deadline.
+    pub(crate) fn due(&self, deadline: Option<Instant>) -> Instant {
+        let due = lock(&self.state).0;
+        deadline.map_or(due, |deadline| deadline.min(due))
+    }
+
+    /// Blocks the thread until it is due.
+    #[cfg(feature = "r2d2")]
+    pub(crate) fn block(&self, deadline: Option<Instant>) {
+        let mut state = lock(&self.state);
+        loop {
+            let due = deadline.map_or(state.0, |deadline| deadline.min(state.0));
+            let rest = due.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return;
+            }
+            let waited = self.changed.wait_timeout(state, rest);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// When it will be due. `None` if it is.
+    #[cfg(feature = "async")]
+    pub(crate) fn pending(&self, deadline: Option<Instant>) -> Option<Instant> {
+        Some(self.due(deadline)).filter(|due| *due > Instant::now())
+    }
+
+    /// Wakes the task once it is set. Returns whether it is still set to `due`.
+    #[cfg(feature = "async")]
+    pub(crate) fn register(&self, waker: &Waker, due: Instant, deadline: Option<Instant>) -> bool {
+        lock(&self.state).1 = Some(waker.clone());
+        self.due(deadline) == due
+    }
+}
+
+/// Those who sleep until something happens. The flag that says so must be set before they are woken.
+#[derive(Debug, Default)]
+pub(crate) struct Sleepers(Mutex<Vec<Arc<Alarm>>>);
+
+impl Sleepers {
+    /// It happened.
+    pub(crate) fn wake(&self) {
+        for alarm in lock(&self.0).drain(..) {
+            alarm.set(Instant::now());
+        }
+    }
+
+    /// Joins them until `until`. Sleep on its alarm unless it has happened meanwhile.
+    pub(crate) fn join(&self, until: Instant) -> Sleeper<'_> {
+        let alarm = Arc::new(Alarm::new(until));
+        lock(&self.0).push(alarm.clone());
+        Sleeper { all: self, alarm }
+    }
+}
+
+/// One of them. Its drop leaves.
+#[derive(Debug)]
+pub(crate) struct Sleeper<'a> {
+    all: &'a Sleepers,
+    pub(crate) alarm: Arc<Alarm>,
+}
+
+impl Drop for Sleeper<'_> {
+    fn drop(&mut self) {
+        lock(&self.all.0).retain(|other| !Arc::ptr_eq(other, &self.alarm));
+    }
+}

@@ -1,0 +1,246 @@
+//! The error of all operations: what failed, why, and what to do about it.
+
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+
+use crate::key::LockKey;
+
+/// A [`Result`](std::result::Result) with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why an operation failed.
+///
+/// A lock that another session holds, a full semaphore, a throttle that is not due and a limited call are not errors, but
+/// outcomes: [`Attempt`](crate::Attempt), [`Admission`](crate::Admission), [`Decision`](crate::Decision),
+/// [`Check`](crate::Check).
+///
+/// It converts into [`diesel::result::Error`], so `?` works in functions that return a `QueryResult`, and back again: what
+/// was not Diesel's own error travels as its `QueryBuilderError`.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A name, a key, a number or a duration is out of bounds. Nothing was sent.
+    #[error("{0}")]
+    Input(&'static str),
+
+    /// The pool lent no connection.
+    #[error("the pool lent no connection: {0}; is the database up, and the pool large enough?")]
+    Pool(#[source] Box<dyn std::error::Error + Send + Sync>),
+
+    /// A statement failed.
+    #[error(transparent)]
+    Database(DieselError),
+
+    /// The database gave no reply in time.
+    #[error("the database gave no reply in time")]
+    TimedOut,
+
+    /// The operation was polled outside a runtime of tokio, which it needs for its timers and for what its drop leaves.
+    #[error(
+        "not inside a runtime of tokio: await the operation in a task, or in `block_on` of a runtime"
+    )]
+    NoRuntime,
+
+    /// The server is a hot standby, whose locks exclude nobody on the primary.
+    #[error(
+        "the server is a standby, whose locks exclude nobody on the primary: connect to the primary, which \
+         target_session_attrs=read-write finds"
+    )]
+    Standby,
+
+    /// The pool lent a connection inside a transaction that plain SQL had left open. It was discarded, which rolls back.
+    #[error(
+        "the pool lent a connection inside an open transaction, which was rolled back: some code sends BEGIN without \
+         COMMIT or ROLLBACK"
+    )]
+    LentInTransaction,
+
+    /// A session lock was to be taken inside a transaction, in which a failed statement would prevent its release.
+    #[error(
+        "a session lock cannot be taken inside a transaction: use `acquire_xact`, or take it before the transaction"
+    )]
+    InsideTransaction,
+
+    /// A transaction lock was to be taken, or a fence to be passed, outside a transaction.
+    #[error(
+        "outside a transaction this would protect nothing: open one, or use `AdvisoryLock::transaction`"
+    )]
+    OutsideTransaction,
+
+    /// A transaction lock was to be taken at REPEATABLE READ, whose snapshot may be older than what the last holder wrote.
+    #[error(
+        "a transaction lock protects nothing at REPEATABLE READ, whose snapshot may be older than what its last holder \
+         wrote: use READ COMMITTED, or `AdvisoryLock::transaction`, which does"
+    )]
+    RepeatableRead,
+
+    /// The lock was no longer held when it was released: its session had ended, or other code had unlocked it there.
+    #[error(
+        "the lock {0} was lost before its release, and part of the work may have run beside another holder"
+    )]
+    LockLost(LockKey),
+
+    /// Another server session replied than the one that took the lock: a pooler in transaction mode is in between.
+    #[error(
+        "the lock {key} was taken by the server session {pid}, and another one replied to its release: session locks do \
+         not work behind a pooler in transaction mode; use `AdvisoryLock::transaction`, or a semaphore of one slot{}",
+        if *.is_freed { "" } else { "; that session may still hold the lock" }
+    )]
+    SessionMoved {
+        /// The lock.
+        key: LockKey,
+        /// The `pg_backend_pid()` of the session that took it.
+        pid: i32,
+        /// Whether that session was ended, and the lock so freed. It is not while it serves another client.
+        is_freed: bool,
+    },
+
+    /// Two connections of the pool held the same exclusive lock at once.
+    #[error(
+        "session locks exclude nobody on this pool: a pooler in transaction mode is in between, or the server only \
+         pretends to lock; use `AdvisoryLock::transaction`, or connect past the pooler"
+    )]
+    NotExclusive,
+
+    /// A transaction was still open when the lock was released, so nothing of it was committed under the lock. It was rolled
+    /// back with its session.
+    #[error(
+        "a transaction was still open when the lock {0} was released, and was rolled back: commit it before"
+    )]
+    TransactionLeftOpen(LockKey),
+
+    /// The unlock failed. The session was ended instead, which frees the lock.
+    #[error(
+        "the release of the lock {key} failed, and its session was ended instead, which frees the lock: {source}"
+    )]
+    ReleaseFailed {
+        /// The lock.
+        key: LockKey,
+        /// What the database said.
+        source: DieselError,
+    },
+
+    /// The permit or lease had expired before it was released or renewed, so its slot may have had another holder.
+    #[error(
+        "the permit of \"{0}\" had expired, and part of the work may have run beside another holder"
+    )]
+    PermitLost(String),
+
+    /// A later holder has passed the fence. Roll the transaction back.
+    #[error(
+        "the fence \"{name}\" was passed with a larger token than {token}: a later holder is at work; roll back"
+    )]
+    Fenced {
+        /// The name of the fence.
+        name: String,
+        /// The token that was refused.
+        token: i64,
+    },
+
+    /// Another transaction has spent units of the same key and has not ended for a quarter of a second.
+    #[error(
+        "another transaction has checked the rate limit \"{0}\" for the same key, and has not ended"
+    )]
+    KeyLocked(&'static str),
+
+    /// The resource is not in the table `throttled_resource`.
+    #[error(
+        "the resource \"{0}\" has no row in resource_control.throttled_resource: run `sync`, or insert it"
+    )]
+    NotDeclared(&'static str),
+
+    /// The schema `resource_control` is not in this database.
+    #[error(
+        "the schema resource_control is not installed in this database: run `migrations::install`"
+    )]
+    NotInstalled,
+
+    /// The schema `resource_control` says that it is installed, and lacks something.
+    #[error(
+        "the schema resource_control lacks {}: to create what is missing and lose nothing, run \
+         DELETE FROM resource_control.installed_migration WHERE version IN ('{}') and install again",
+        missing.join(", "), versions.join("', '")
+    )]
+    Incomplete {
+        /// The missing tables, types, views and functions.
+        missing: Vec<String>,
+        /// The versions of the migrations that create them.
+        versions: Vec<&'static str>,
+    },
+
+    /// One of this crate's migrations failed, and left nothing behind.
+    #[error("the migration {version} of resource_control failed: {source}")]
+    Migration {
+        /// Its version.
+        version: &'static str,
+        /// What the database said.
+        source: DieselError,
+    },
+
+    /// An application's own migration failed.
+    #[error("a migration of the application failed: {}", with_causes(&**.0))]
+    ApplicationMigration(#[source] Box<dyn std::error::Error + Send + Sync>),
+
+    /// Two of an application's migrations have the same version, of which Diesel would run only one.
+    #[error(
+        "the migrations {0} and {1} have the same version, and only one of them would run: rename one"
+    )]
+    EqualVersions(String, String),
+
+    /// Names and keys need a database that stores every character.
+    #[error(
+        "the encoding of the database is {0}, and names and keys need UTF8: create the database with ENCODING UTF8"
+    )]
+    Encoding(String),
+}
+
+impl Error {
+    /// Whether the database cannot be reached at the moment, or the pool is exhausted: a service then replies 503, and tries
+    /// again later. Everything else is a mistake in the program or its set-up.
+    pub const fn is_unavailable(&self) -> bool {
+        use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
+        matches!(
+            self,
+            Self::Pool(_)
+                | Self::TimedOut
+                | Self::Database(DieselError::DatabaseError(
+                    ClosedConnection | UnableToSendCommand,
+                    _
+                ))
+        )
+    }
+}
+
+impl From<DieselError> for Error {
+    fn from(error: DieselError) -> Self {
+        match error {
+            DieselError::QueryBuilderError(inner) => match inner.downcast::<Self>() {
+                Ok(own) => *own,
+                Err(other) => Self::Database(DieselError::QueryBuilderError(other)),
+            },
+            error => Self::Database(error),
+        }
+    }
+}
+
+impl From<Error> for DieselError {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Database(error) => error,
+            other => Self::QueryBuilderError(Box::new(other)),
+        }
+    }
+}
+
+/// The message of an error, and those of its causes that it does not repeat.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        if !message.contains(&text) {
+            message = format!("{message}: {text}");
+        }
+        cause = error.source();
+    }
+    message
+}

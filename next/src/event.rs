@@ -1,0 +1,132 @@
+//! Events: what each operation came to, told once, in one place.
+
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// What an operation on a primitive came to. The labels are constants of the program, never keys.
+#[derive(Debug)]
+#[cfg_attr(not(feature = "tracing"), allow(dead_code))]
+pub(crate) struct Event<'a> {
+    /// `lock`, `throttle`, `semaphore`, `rate limit` …
+    pub(crate) primitive: &'static str,
+    /// The name of the handle, and nothing where the program made it at run time.
+    pub(crate) name: &'static str,
+    /// The method, or `drop`.
+    pub(crate) operation: &'static str,
+    /// The word of the outcome's type, `failed`, or what happened to a holder: `released`, `lost`.
+    pub(crate) outcome: &'static str,
+    /// How long the operation took, its wait included.
+    pub(crate) took: Duration,
+    /// For how long it was held, at its end.
+    pub(crate) held: Option<Duration>,
+    pub(crate) error: Option<&'a Error>,
+}
+
+/// An outcome with a word for it.
+pub(crate) trait Outcome {
+    fn word(&self) -> &'static str;
+}
+
+/// Whose events they are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Subject {
+    pub(crate) primitive: &'static str,
+    pub(crate) name: &'static str,
+}
+
+impl Subject {
+    /// Does an operation, and tells what it came to. A future that is dropped tells nothing.
+    pub(crate) async fn tell<T: Outcome>(
+        self,
+        operation: &'static str,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let began = Instant::now();
+        let result = work.await;
+        let (outcome, error) = match &result {
+            Ok(outcome) => (outcome.word(), None),
+            Err(error) => ("failed", Some(error)),
+        };
+        let took = began.elapsed();
+        self.event(operation, outcome, took, None, error);
+        result
+    }
+
+    /// Tells how a holding ended: `released`, or with an error.
+    pub(crate) fn ended(
+        self,
+        operation: &'static str,
+        began: Instant,
+        since: Instant,
+        result: &Result<()>,
+    ) {
+        let outcome = match result {
+            Ok(()) => "released",
+            Err(Error::LockLost(_) | Error::PermitLost(_)) => "lost",
+            Err(_) => "failed",
+        };
+        self.event(
+            operation,
+            outcome,
+            began.elapsed(),
+            Some(since.elapsed()),
+            result.as_ref().err(),
+        );
+    }
+
+    /// Tells what happened.
+    pub(crate) fn event(
+        self,
+        operation: &'static str,
+        outcome: &'static str,
+        took: Duration,
+        held: Option<Duration>,
+        error: Option<&Error>,
+    ) {
+        let Self { primitive, name } = self;
+        Event {
+            primitive,
+            name,
+            operation,
+            outcome,
+            took,
+            held,
+            error,
+        }
+        .emit();
+    }
+}
+
+impl Event<'_> {
+    #[cfg(not(feature = "tracing"))]
+    fn emit(self) {}
+
+    /// `WARN` for what went wrong, and `DEBUG` for what is usual. Times are whole microseconds.
+    #[cfg(feature = "tracing")]
+    fn emit(self) {
+        let Self {
+            primitive,
+            name,
+            operation,
+            outcome,
+            ..
+        } = self;
+        let took_us = self.took.as_micros() as u64;
+        let held_us = self.held.map(|held| held.as_micros() as u64);
+        let error = self.error.map(tracing::field::display);
+        macro_rules! event {
+            ($level:ident) => {
+                tracing::$level!(
+                    target: "diesel_interlock", primitive, name, operation, outcome, took_us, held_us, error,
+                    "{primitive} {name:?} {operation}: {outcome}"
+                )
+            };
+        }
+        if self.error.is_some() || outcome == "lost" {
+            event!(warn)
+        } else {
+            event!(debug)
+        }
+    }
+}

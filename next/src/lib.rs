@@ -1,0 +1,64 @@
+//! Locks, throttles, rate limits and semaphores for Diesel applications, coordinated by the PostgreSQL that they already run.
+
+#[cfg(not(any(feature = "r2d2", feature = "async")))]
+compile_error!(
+    "enable the feature of the pool that your program uses: `r2d2`, `deadpool` or `bb8`"
+);
+
+mod alarm;
+mod call;
+mod error;
+mod event;
+mod input;
+mod key;
+mod mode;
+mod pool;
+mod session;
+mod statement;
+mod time;
+mod transaction;
+mod waiting;
+
+pub use self::error::{Error, Result};
+pub use self::key::{LockId, LockKey};
+#[cfg(feature = "r2d2")]
+pub use self::mode::Blocking;
+pub use self::mode::Mode;
+#[cfg(feature = "async")]
+pub use self::mode::{Async, Running};
+#[cfg(feature = "r2d2")]
+pub use self::pool::PgPool;
+pub use self::pool::{Connection, Pool, PoolConnection, Reply};
+
+/// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
+macro_rules! handles {
+    () => {};
+}
+
+/// One of them.
+#[allow(unused_macros)]
+macro_rules! handle {
+    ($module:ident::$name:ident) => {
+        #[doc = concat!("See [the definition](crate::", stringify!($module), "::", stringify!($name), ").")]
+        pub type $name = crate::$module::$name<PgPool>;
+    };
+}
+
+#[cfg(feature = "r2d2")]
+handles!();
+
+/// The handles of programs that use diesel-async with deadpool. What is documented to return `T` returns a future of it.
+#[cfg(feature = "deadpool")]
+pub mod deadpool {
+    pub use crate::pool::DeadPool as PgPool;
+
+    handles!();
+}
+
+/// The handles of programs that use diesel-async with bb8. What is documented to return `T` returns a future of it.
+#[cfg(feature = "bb8")]
+pub mod bb8 {
+    pub use crate::pool::Bb8Pool as PgPool;
+
+    handles!();
+}

@@ -1,0 +1,42 @@
+use std::future::ready;
+use std::time::Duration;
+
+use diesel::PgConnection;
+use diesel::r2d2::{self, ConnectionManager, PooledConnection};
+
+use super::{Pool, PoolConnection};
+use crate::error::{Error, Result};
+use crate::mode::Blocking;
+use crate::session::Session;
+
+/// Diesel's r2d2 pool.
+pub type PgPool = r2d2::Pool<ConnectionManager<PgConnection>>;
+
+/// r2d2 adds a limit to the present time, which overflows for a very long one.
+const YEAR: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
+impl Pool for PgPool {
+    type Mode = Blocking;
+    type Pinned = PooledConnection<ConnectionManager<PgConnection>>;
+
+    fn check_out(
+        &self,
+        limit: Option<Duration>,
+    ) -> impl Future<Output = Result<Self::Pinned>> + Send {
+        let longest = self.connection_timeout().min(YEAR);
+        let checked_out = self.get_timeout(limit.map_or(longest, |limit| limit.min(longest)));
+        ready(checked_out.map_err(|error| Error::Pool(error.into())))
+    }
+
+    fn can_spare(&self) -> bool {
+        let state = self.state();
+        state.idle_connections > 0 || state.connections < self.max_size() || self.max_size() == 1
+    }
+}
+
+impl PoolConnection for PooledConnection<ConnectionManager<PgConnection>> {
+    /// Nothing must be sent after the mark, which would take it back.
+    fn discard(mut self) {
+        self.mark_broken();
+    }
+}

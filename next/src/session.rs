@@ -1,0 +1,118 @@
+//! What operations send statements on: Diesel's blocking connection, and diesel-async's.
+#![allow(unreachable_pub)] // sealed, because nobody else can name it
+
+#[cfg(feature = "async")]
+pub(crate) mod asynchronous;
+#[cfg(feature = "r2d2")]
+mod blocking;
+
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
+
+use diesel::deserialize::FromSqlRow;
+use diesel::expression::QueryMetadata;
+use diesel::pg::Pg;
+use diesel::query_builder::{Query, QueryFragment, QueryId};
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+
+/// The transaction on a connection, as far as Diesel opened it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transaction {
+    None,
+    /// That of `begin_test_transaction`, which counts as none.
+    Test,
+    Open,
+    /// Unknown: the connection is broken, or marked as broken.
+    Broken,
+}
+
+impl Transaction {
+    pub(crate) const fn is_none(self) -> bool {
+        matches!(self, Self::None | Self::Test)
+    }
+}
+
+/// A server session, whose statements run one after the other.
+pub trait Session: Send {
+    /// The reply to a statement.
+    type Sent<'c, T: Send + 'c>: Future<Output = T> + Send + 'c
+    where
+        Self: 'c;
+
+    /// The transaction on the connection, as far as Diesel knows. No round trip.
+    fn transaction(&mut self) -> Transaction;
+
+    /// How many transactions are nested, as far as Diesel knows, and `u32::MAX` if the future of one was dropped half way.
+    fn depth(&mut self) -> u32;
+
+    /// Marks the connection as broken, so that a pool closes it. On a blocking connection a later statement takes the mark back.
+    fn mark_broken(&mut self);
+
+    /// As [`one`](Self::one). Also returns whether a transaction is open that Diesel does not know of, where that can be told
+    /// without a round trip. The connection is then marked as broken.
+    fn probe<'c, Q, U>(&'c mut self, query: Q) -> Self::Sent<'c, (QueryResult<U>, bool)>
+    where
+        Q: Query + QueryFragment<Pg> + QueryId,
+        Pg: QueryMetadata<Q::SqlType>,
+        U: FromSqlRow<Q::SqlType, Pg> + Send + 'c;
+
+    /// Sends a statement that is prepared once per connection, and returns its row.
+    fn one<'c, Q, U>(&'c mut self, query: Q) -> Self::Sent<'c, QueryResult<U>>
+    where
+        Q: Query + QueryFragment<Pg> + QueryId,
+        Pg: QueryMetadata<Q::SqlType>,
+        U: FromSqlRow<Q::SqlType, Pg> + Send + 'c;
+
+    /// Sends statements that return nothing, in one message, when it is first polled.
+    fn batch<'c>(&'c mut self, sql: &'c str) -> Self::Sent<'c, QueryResult<()>>;
+
+    /// Whether the session still is there, after an error of unknown kind.
+    fn is_alive(&mut self) -> Self::Sent<'_, bool>;
+
+    /// Opens a transaction at READ COMMITTED, or a savepoint inside a transaction.
+    fn begin(&mut self) -> Self::Sent<'_, QueryResult<()>>;
+    fn commit(&mut self) -> Self::Sent<'_, QueryResult<()>>;
+    fn rollback(&mut self) -> Self::Sent<'_, QueryResult<()>>;
+}
+
+const BEGIN: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED";
+
+/// Polls an operation once: on a blocking session it is then done, and on an asynchronous one its first message is sent.
+pub(crate) fn started<T>(operation: impl Future<Output = T>) -> Option<T> {
+    match pin!(operation).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(value) => Some(value),
+        Poll::Pending => None,
+    }
+}
+
+/// Runs an operation on a blocking session, which is done when it was polled once.
+#[cfg(feature = "r2d2")]
+pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {
+    started(operation)
+        .unwrap_or_else(|| unreachable!("a blocking session replies before it returns"))
+}
+
+/// Whether an error is of the kind that Diesel gives to whatever it has no kind for.
+pub(crate) const fn is_unknown(error: &DieselError) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(DatabaseErrorKind::Unknown, _)
+    )
+}
+
+/// Whether the session had ended before the statement was sent.
+pub(crate) const fn was_not_sent(error: &DieselError) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(DatabaseErrorKind::UnableToSendCommand, _)
+    )
+}
+
+/// Whether the session has ended, after this error of it.
+pub(crate) async fn has_ended<S: Session>(session: &mut S, error: &DieselError) -> bool {
+    use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
+    match error {
+        DieselError::DatabaseError(ClosedConnection | UnableToSendCommand, _) => true,
+        error => is_unknown(error) && !session.is_alive().await,
+    }
+}

@@ -1,0 +1,117 @@
+//! Statements of this crate: SQL as one writes it in psql, with its parameters.
+
+use std::borrow::Cow;
+use std::marker::PhantomData;
+
+use chrono::{DateTime, Utc};
+use diesel::data_types::{PgInterval, PgTimestamp};
+use diesel::pg::Pg;
+use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
+use diesel::result::QueryResult;
+use diesel::sql_types::{Array, BigInt, Double, Integer, Interval, Text, Timestamptz};
+
+/// A parameter. It is owned, so that a statement can be sent by a task.
+#[derive(Debug)]
+pub(crate) enum Bind {
+    Text(String),
+    Texts(Vec<String>),
+    Integer(i32),
+    BigInt(i64),
+    Double(f64),
+    Interval(PgInterval),
+    /// A time as the database told it.
+    Timestamp(PgTimestamp),
+    /// A time of the program.
+    Time(DateTime<Utc>),
+}
+
+macro_rules! binds {
+    ($($variant:ident($value:ty): $sql:ty,)*) => {
+        $(impl From<$value> for Bind {
+            fn from(value: $value) -> Self {
+                Self::$variant(value)
+            }
+        })*
+
+        impl Bind {
+            fn push<'b>(&'b self, out: &mut AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+                match self {
+                    $(Self::$variant(value) => out.push_bind_param::<$sql, _>(value)),*
+                }
+            }
+        }
+    };
+}
+
+binds! {
+    Text(String): Text,
+    Texts(Vec<String>): Array<Text>,
+    Integer(i32): Integer,
+    BigInt(i64): BigInt,
+    Double(f64): Double,
+    Interval(PgInterval): Interval,
+    Timestamp(PgTimestamp): Timestamptz,
+    Time(DateTime<Utc>): Timestamptz,
+}
+
+impl From<&str> for Bind {
+    fn from(value: &str) -> Self {
+        Self::Text(value.into())
+    }
+}
+
+/// A statement whose rows have the SQL types `T`. It is prepared once per connection.
+#[derive(Debug)]
+pub(crate) struct Statement<T> {
+    sql: Cow<'static, str>,
+    binds: Vec<Bind>,
+    rows: PhantomData<fn() -> T>,
+}
+
+impl<T> Statement<T> {
+    /// `$1`, `$2` … first appear in this order, may appear again, and `$` appears nowhere else.
+    pub(crate) fn new(
+        sql: impl Into<Cow<'static, str>>,
+        binds: impl IntoIterator<Item = Bind>,
+    ) -> Self {
+        Self {
+            sql: sql.into(),
+            binds: binds.into_iter().collect(),
+            rows: PhantomData,
+        }
+    }
+}
+
+impl<T> QueryFragment<Pg> for Statement<T> {
+    /// Diesel numbers the parameters in the order in which they are pushed. One that appears again is text.
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        let mut pieces = self.sql.split('$');
+        out.push_sql(pieces.next().unwrap_or_default());
+        let mut binds = self.binds.iter().zip(1_usize..).peekable();
+        for piece in pieces {
+            let end = piece
+                .find(|c: char| !c.is_ascii_digit())
+                .unwrap_or(piece.len());
+            let (number, rest) = piece.split_at(end);
+            match binds.next_if(|(_, next)| number.parse() == Ok(*next)) {
+                Some((bind, _)) => bind.push(&mut out)?,
+                None => {
+                    out.push_sql("$");
+                    out.push_sql(number);
+                }
+            }
+            out.push_sql(rest);
+        }
+        Ok(())
+    }
+}
+
+impl<T> Query for Statement<T> {
+    type SqlType = T;
+}
+
+/// Diesel finds a prepared statement by its text.
+impl<T> QueryId for Statement<T> {
+    type QueryId = ();
+    const HAS_STATIC_QUERY_ID: bool = false;
+}

@@ -1,0 +1,69 @@
+//! The half of the crate under test: the asynchronous one. Which pool, the crate's `pool` says.
+//!
+//! A file of the suite takes from here whatever differs between the halves: the handles and their pool, [`wait`], the macros
+//! `reply!` and `work!`, and [`execute`]. Tests stay plain functions: each operation is driven from the thread of the test, on
+//! one runtime of the process.
+#![allow(dead_code, unused_imports)] // each crate uses a part
+
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
+pub(crate) use diesel_interlock::*;
+use workbench::Database;
+pub(crate) use workbench::block_on;
+
+pub(crate) use crate::pool::*;
+
+pub(crate) type Conn = AsyncPgConnection;
+
+/// Whether a dropped guard or permit leaves its release to a task, so that it may be held for a moment longer.
+pub(crate) const IS_ASYNC: bool = true;
+
+/// What an operation returned.
+pub(crate) fn wait<T>(reply: impl Future<Output = T>) -> T {
+    block_on(reply)
+}
+
+/// Inside of `work!`: what an operation returned.
+#[macro_export]
+macro_rules! reply {
+    ($reply:expr) => {
+        $reply.await
+    };
+}
+
+/// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
+#[macro_export]
+macro_rules! work {
+    (|$($argument:pat_param),*| $body:expr) => {
+        async |$($argument),*| $body
+    };
+}
+
+pub(crate) fn make_pool(url: &str, size: u32, patience: Duration) -> PgPool {
+    let _entered = workbench::runtime().enter();
+    crate::pool::make(url, size, patience)
+}
+
+/// A pool of at most `size` connections.
+pub(crate) fn pool(database: &Database, size: u32) -> PgPool {
+    make_pool(&database.url(), size, Duration::from_secs(20))
+}
+
+/// Runs SQL on a connection.
+pub(crate) async fn execute(conn: &mut Conn, sql: &str) -> QueryResult<()> {
+    conn.batch_execute(sql).await
+}
+
+/// Takes as many connections as the pool has, and runs SQL on each.
+pub(crate) async fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
+    let mut all = Vec::new();
+    for _ in 0..crate::pool::max_size(pool) {
+        all.push(crate::pool::get(pool).await);
+    }
+    for conn in &mut all {
+        conn.batch_execute(sql).await?;
+    }
+    Ok(())
+}

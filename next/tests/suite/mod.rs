@@ -1,0 +1,1 @@
+//! One module per behaviour, the same over each pool.

@@ -1,0 +1,203 @@
+//! What the tests share: a session that looks, and helpers that wait or fail.
+#![allow(dead_code)] // each crate uses a part
+
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::dsl::sql;
+use diesel::prelude::*;
+use diesel::sql_types::{BigInt, Bool, Integer, Text};
+use diesel_interlock::{LockId, LockKey};
+use workbench::Database;
+
+use crate::half::{IS_ASYNC, PgPool, on_all, wait};
+
+/// Asserts that a value matches a pattern, and shows the value if it does not.
+#[macro_export]
+macro_rules! assert_matches {
+    ($value:expr, $pattern:pat $(if $guard:expr)?) => {
+        match &$value {
+            $pattern $(if $guard)? => {}
+            other => panic!("{other:?} is not {}", stringify!($pattern)),
+        }
+    };
+}
+
+/// A session that only looks, through Diesel's own connection.
+pub(crate) struct Observer(PgConnection);
+
+const THIS_DATABASE: &str = "(SELECT oid FROM pg_database WHERE datname = current_database())";
+
+impl Observer {
+    pub(crate) fn of(database: &Database) -> Self {
+        Self(database.connect())
+    }
+
+    pub(crate) fn conn(&mut self) -> &mut PgConnection {
+        &mut self.0
+    }
+
+    fn rows_of(key: &LockKey) -> String {
+        let (classid, objid, objsubid) = match key.id().unwrap() {
+            LockId::BigInt(number) => ((number >> 32) as u32, number as u32, 1),
+            LockId::Pair(first, second) => (first as u32, second as u32, 2),
+        };
+        format!(
+            "pg_locks WHERE locktype = 'advisory' AND database = {THIS_DATABASE} \
+             AND classid = {classid} AND objid = {objid} AND objsubid = {objsubid}"
+        )
+    }
+
+    fn count(&mut self, from_where: &str) -> i64 {
+        number(&mut self.0, &format!("(SELECT count(*) FROM {from_where})"))
+    }
+
+    /// How many sessions hold the lock, in any mode.
+    pub(crate) fn holders(&mut self, key: &LockKey) -> i64 {
+        self.count(&format!("{} AND granted", Self::rows_of(key)))
+    }
+
+    /// How many sessions wait for the lock on the server.
+    pub(crate) fn waiters(&mut self, key: &LockKey) -> i64 {
+        self.count(&format!("{} AND NOT granted", Self::rows_of(key)))
+    }
+
+    /// How many advisory locks are held in the database.
+    pub(crate) fn all_held(&mut self) -> i64 {
+        self.count(&format!(
+            "pg_locks WHERE locktype = 'advisory' AND granted AND database = {THIS_DATABASE}"
+        ))
+    }
+
+    /// How many sessions of the database wait for a lock of any kind.
+    pub(crate) fn all_waiting(&mut self) -> i64 {
+        self.count(
+            "pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+        )
+    }
+
+    /// The other sessions of the database.
+    pub(crate) fn sessions(&mut self) -> i64 {
+        self.count(
+            "pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() \
+             AND backend_type = 'client backend'",
+        )
+    }
+
+    /// The other sessions of the database that are idle inside a transaction.
+    pub(crate) fn in_transaction(&mut self) -> i64 {
+        self.count(
+            "pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() \
+             AND state LIKE 'idle in transaction%'",
+        )
+    }
+
+    pub(crate) fn is_alive(&mut self, pid: i32) -> bool {
+        self.count(&format!("pg_stat_activity WHERE pid = {pid}")) == 1
+    }
+
+    /// Ends a session, and waits until it has gone.
+    pub(crate) fn kill(&mut self, pid: i32) {
+        run(&mut self.0, &format!("SELECT pg_terminate_backend({pid})"));
+        eventually("the session has ended", || !self.is_alive(pid));
+    }
+
+    /// Ends all other sessions of the database.
+    pub(crate) fn kill_all(&mut self) {
+        run(
+            &mut self.0,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+             WHERE datname = current_database() AND pid <> pg_backend_pid()",
+        );
+    }
+
+    /// The lock is free: at once where it was unlocked, or within moments where its session ends.
+    #[track_caller]
+    pub(crate) fn assert_free(&mut self, key: &LockKey) {
+        eventually("the lock is free", || self.holders(key) == 0);
+    }
+}
+
+/// Runs SQL, and panics if it fails.
+#[track_caller]
+pub(crate) fn run(conn: &mut PgConnection, sql: &str) {
+    conn.batch_execute(sql).unwrap();
+}
+
+/// The value of an SQL expression: a number.
+#[track_caller]
+pub(crate) fn number(conn: &mut PgConnection, expression: &str) -> i64 {
+    diesel::select(sql::<BigInt>(&format!("({expression})::bigint")))
+        .get_result(conn)
+        .unwrap()
+}
+
+/// The value of an SQL expression: true or false.
+#[track_caller]
+pub(crate) fn truth(conn: &mut PgConnection, expression: &str) -> bool {
+    diesel::select(sql::<Bool>(&format!("({expression})")))
+        .get_result(conn)
+        .unwrap()
+}
+
+/// The value of an SQL expression, as text.
+#[track_caller]
+pub(crate) fn text(conn: &mut PgConnection, expression: &str) -> String {
+    diesel::select(sql::<Text>(&format!("({expression})::text")))
+        .get_result(conn)
+        .unwrap()
+}
+
+pub(crate) fn backend_pid(conn: &mut PgConnection) -> i32 {
+    diesel::select(sql::<Integer>("pg_backend_pid()"))
+        .get_result(conn)
+        .unwrap()
+}
+
+/// Takes the lock on a session of its own, as a client in any other language would.
+pub(crate) fn foreign_holder(database: &Database, key: &LockKey) -> PgConnection {
+    let mut conn = database.connect();
+    assert!(foreign_try(&mut conn, key), "the lock was taken");
+    conn
+}
+
+/// `pg_try_advisory_lock`, as a client in any other language would send it.
+pub(crate) fn foreign_try(conn: &mut PgConnection, key: &LockKey) -> bool {
+    truth(
+        conn,
+        &format!("pg_try_advisory_lock({})", key.id().unwrap()),
+    )
+}
+
+/// The pool lends as many connections as it should, and none of them holds a lock or is in a transaction.
+#[track_caller]
+pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
+    wait(on_all(pool, "SELECT 1")).unwrap();
+    // Outside a transaction a savepoint is an error.
+    assert!(wait(on_all(pool, "SAVEPOINT outside")).is_err());
+    let mut observer = Observer::of(database);
+    eventually("no connection holds a lock", || observer.all_held() == 0);
+    eventually("no connection is in a transaction", || {
+        observer.in_transaction() == 0
+    });
+}
+
+/// Looks until it is so, for a minute.
+#[track_caller]
+pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < end, "not within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Asserts a state after a drop: at once, or soon where a drop leaves the work to a task.
+#[track_caller]
+pub(crate) fn assert_after_drop(what: &str, mut is_so: impl FnMut() -> bool) {
+    if IS_ASYNC {
+        eventually(what, is_so);
+    } else {
+        assert!(is_so(), "not at once: {what}");
+    }
+}

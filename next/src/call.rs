@@ -118,7 +118,7 @@ fn needs_read_committed(error: &DieselError) -> bool {
 }
 
 /// Diesel has no kind for a missing table and, in the asynchronous half, for a session that has ended. So that is looked up.
-async fn explained<S: Session>(session: &mut S, error: DieselError) -> Error {
+pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -> Error {
     const IS_MISSING: &str =
         "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";
     if !is_unknown(&error) {

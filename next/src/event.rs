@@ -75,6 +75,20 @@ impl Subject {
         );
     }
 
+    /// Tells of a long wait for a lock, and of a session that holds it.
+    #[cfg_attr(not(feature = "tracing"), allow(unused_variables))]
+    pub(crate) fn waits_for(self, holder: Option<i32>, took: Duration) {
+        #[cfg(feature = "tracing")]
+        {
+            let Self { primitive, name } = self;
+            let took_us = took.as_micros() as u64;
+            tracing::warn!(
+                target: "diesel_interlock", primitive, name, outcome = "waiting", took_us, holder,
+                "waiting for the {primitive} {name:?}, which the session with pid {holder:?} holds"
+            );
+        }
+    }
+
     /// Tells what happened.
     pub(crate) fn event(
         self,

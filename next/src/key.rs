@@ -201,6 +201,15 @@ impl From<i64> for LockKey {
     }
 }
 
+impl From<LockId> for LockKey {
+    fn from(id: LockId) -> Self {
+        Self {
+            name: None,
+            number: Number::Given(id),
+        }
+    }
+}
+
 impl From<(i32, i32)> for LockKey {
     fn from((first, second): (i32, i32)) -> Self {
         Self::pair(first, second)

@@ -5,10 +5,12 @@ compile_error!(
     "enable the feature of the pool that your program uses: `r2d2`, `deadpool` or `bb8`"
 );
 
+pub mod advisory;
 mod alarm;
 mod call;
 mod error;
 mod event;
+mod exclusion;
 mod input;
 mod key;
 mod mode;
@@ -19,7 +21,9 @@ mod time;
 mod transaction;
 mod waiting;
 
+pub use self::advisory::Attempt;
 pub use self::error::{Error, Result};
+pub use self::exclusion::check_exclusion;
 pub use self::key::{LockId, LockKey};
 #[cfg(feature = "r2d2")]
 pub use self::mode::Blocking;
@@ -32,11 +36,13 @@ pub use self::pool::{Connection, Pool, PoolConnection, Reply};
 
 /// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
 macro_rules! handles {
-    () => {};
+    () => {
+        handle!(advisory::AdvisoryLock);
+        handle!(advisory::AdvisoryLockGuard);
+    };
 }
 
 /// One of them.
-#[allow(unused_macros)]
 macro_rules! handle {
     ($module:ident::$name:ident) => {
         #[doc = concat!("See [the definition](crate::", stringify!($module), "::", stringify!($name), ").")]

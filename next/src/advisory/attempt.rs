@@ -1,0 +1,42 @@
+//! What came of an attempt to take a lock.
+
+use crate::event::Outcome;
+
+/// What came of an attempt to take a lock.
+#[must_use = "the lock may be held by another session"]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attempt<T> {
+    /// The lock is held.
+    Acquired(T),
+    /// Another session holds the lock, and nothing was changed.
+    Busy,
+}
+
+impl<T> Attempt<T> {
+    /// Returns what was acquired, unless the lock is busy.
+    pub fn acquired(self) -> Option<T> {
+        match self {
+            Self::Acquired(value) => Some(value),
+            Self::Busy => None,
+        }
+    }
+
+    /// Returns whether the lock was acquired.
+    pub const fn is_acquired(&self) -> bool {
+        matches!(self, Self::Acquired(_))
+    }
+
+    /// Returns whether another session holds the lock.
+    pub const fn is_busy(&self) -> bool {
+        !self.is_acquired()
+    }
+}
+
+impl<T> Outcome for Attempt<T> {
+    fn word(&self) -> &'static str {
+        match self {
+            Self::Acquired(_) => "acquired",
+            Self::Busy => "busy",
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! The guard of a session lock.
+
+use std::fmt;
+use std::time::Instant;
+
+use super::attempt::Attempt;
+use super::pinned::Pinned;
+use super::sql::Lock;
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::key::LockKey;
+use crate::mode::Mode;
+use crate::pool::{Connection, Pool, Reply};
+
+/// A held session lock, with the pooled connection whose session holds it.
+///
+/// A drop releases the lock, and gives the connection back if the server confirms that. Over r2d2 the drop waits for the server;
+/// over deadpool and bb8 it leaves the release to a task of the runtime on which the lock was taken.
+/// [`release`](Self::release) does the same, and returns what went wrong.
+///
+/// If the session ends (a killed backend, a restarted server), the lock is free at once, while the work goes on without
+/// protection: [`is_held`](Self::is_held) asks, [`release`](Self::release) reports it, and a [`Fence`](crate::Fence) protects
+/// data of the database.
+#[must_use = "if unused, the lock is released at once"]
+pub struct AdvisoryLockGuard<P: Pool> {
+    pinned: Pinned<P>,
+    key: LockKey,
+    subject: Subject,
+    lock: Lock,
+    pid: i32,
+    since: Instant,
+}
+
+impl<P: Pool> AdvisoryLockGuard<P> {
+    pub(super) fn new(
+        mut pinned: Pinned<P>,
+        key: LockKey,
+        subject: Subject,
+        lock: Lock,
+        pid: i32,
+    ) -> Self {
+        let since = Instant::now();
+        pinned.told_as(Some((subject, since)));
+        Self {
+            pinned,
+            key,
+            subject,
+            lock,
+            pid,
+            since,
+        }
+    }
+
+    /// Lends the connection whose session holds the lock, for any statements. A transaction on it must have ended before the
+    /// release.
+    pub fn conn(&mut self) -> &mut Connection<P> {
+        self.pinned.conn()
+    }
+
+    /// Returns what the lock is on.
+    pub const fn lock_key(&self) -> &LockKey {
+        &self.key
+    }
+
+    /// Returns the `pg_backend_pid()` of the session that holds the lock.
+    pub const fn backend_pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Asks whether the session still holds the lock. One round trip, to `pg_locks`.
+    pub fn is_held(&mut self) -> Reply<'_, P, Result<bool>> {
+        P::Mode::drive(self.pinned.is_held(self.lock, self.pid))
+    }
+
+    /// Draws a number that is larger than those of all earlier holders, for a [`Fence`](crate::Fence). One round trip, to a
+    /// sequence of the schema `resource_control`.
+    ///
+    /// Fails with [`Error::NotInstalled`] without that schema, and [`Error::LockLost`] if the session has ended.
+    pub fn fencing_token(&mut self) -> Reply<'_, P, Result<i64>> {
+        P::Mode::drive(self.pinned.fencing_token(self.pid, &self.key))
+    }
+
+    /// Releases the lock, and gives the connection back to the pool. One round trip.
+    ///
+    /// The lock is free after an error, too, which says what was wrong with the work under it: [`Error::LockLost`],
+    /// [`Error::TransactionLeftOpen`], [`Error::SessionMoved`], or [`Error::ReleaseFailed`].
+    pub fn release(mut self) -> Reply<'static, P, Result<()>> {
+        P::Mode::drive(async move {
+            let began = Instant::now();
+            // If this future is dropped, what its task tells would be wrong: the lock may be unlocked already.
+            self.pinned.told_as(None);
+            let released = self.pinned.release(self.lock, self.pid, &self.key).await;
+            self.subject.ended("release", began, self.since, &released);
+            released
+        })
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl AdvisoryLockGuard<crate::pool::PgPool> {
+    /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
+    pub fn run<T, E: From<Error>>(
+        mut self,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let value = work(self.conn())?;
+        self.release()?;
+        Ok(value)
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLockGuard<P> {
+    /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
+    pub async fn run<T, E: From<Error>>(
+        mut self,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let value = work(self.conn()).await?;
+        self.release().await?;
+        Ok(value)
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl Attempt<AdvisoryLockGuard<crate::pool::PgPool>> {
+    /// Runs `work` if the lock was acquired, and releases it.
+    pub fn run<T, E: From<Error>>(
+        self,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<Attempt<T>, E> {
+        match self {
+            Self::Acquired(guard) => guard.run(work).map(Attempt::Acquired),
+            Self::Busy => Ok(Attempt::Busy),
+        }
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> Attempt<AdvisoryLockGuard<P>> {
+    /// Runs `work` if the lock was acquired, and releases it.
+    pub async fn run<T, E: From<Error>>(
+        self,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<Attempt<T>, E> {
+        match self {
+            Self::Acquired(guard) => guard.run(work).await.map(Attempt::Acquired),
+            Self::Busy => Ok(Attempt::Busy),
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for AdvisoryLockGuard<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AdvisoryLockGuard")
+            .field("key", &self.key)
+            .field("backend_pid", &self.pid)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,170 @@
+//! Locks that a transaction holds until it ends.
+
+use std::time::{Duration, Instant};
+
+use super::AdvisoryLock;
+use super::attempt::Attempt;
+use super::sql::Lock;
+use crate::error::{Error, Result};
+use crate::mode::Mode;
+use crate::pool::{Connection, Pool, Reply};
+#[cfg(feature = "r2d2")]
+use crate::session::now;
+use crate::session::{Session, Transaction};
+use crate::transaction::{Own, refusal};
+
+/// # Transaction locks
+///
+/// The surrounding transaction holds the lock until it ends, or is rolled back to a savepoint before it. There is no guard, and it
+/// works behind any pooler.
+///
+/// A wait is the server's own, in the order of arrival and under its deadlock detection, and the session's `statement_timeout`
+/// and `lock_timeout` apply to it. If its future is dropped, the connection is marked as broken, and the server ends the wait
+/// within a second after the pool has closed it.
+///
+/// Use READ COMMITTED: at REPEATABLE READ the work would not see what the last holder committed, so that is an error, and at
+/// SERIALIZABLE PostgreSQL fails all but one holder with a serialization failure.
+///
+/// They fail with [`Error::OutsideTransaction`], [`Error::RepeatableRead`], [`Error::Standby`], [`Error::Input`] and
+/// [`Error::Database`].
+impl<P: Pool> AdvisoryLock<P> {
+    /// Takes the lock until the transaction ends, if it is free, and never waits for it.
+    ///
+    /// One round trip: `SELECT pg_try_advisory_xact_lock($1)`, with checks of the isolation level and for a standby.
+    pub fn try_acquire_xact<'a>(
+        &'a self,
+        conn: &'a mut Connection<P>,
+    ) -> Reply<'a, P, Result<Attempt<()>>> {
+        P::Mode::drive(self.subject().tell("try_acquire_xact", async move {
+            attempt(conn, self.lock()?).await
+        }))
+    }
+
+    /// Takes the lock until the transaction ends, and waits for as long as others hold it.
+    ///
+    /// One round trip if it is free, and otherwise a second one, in which the server waits.
+    pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<()>> {
+        P::Mode::drive(async move {
+            let wait = async { wait(conn, self.lock()?, None).await };
+            self.subject().tell("acquire_xact", wait).await.map(drop)
+        })
+    }
+
+    /// Takes the lock until the transaction ends, and waits for at most `timeout`. After [`Attempt::Busy`] the transaction is as
+    /// usable as before.
+    ///
+    /// One round trip if it is free, and otherwise two more.
+    pub fn acquire_xact_timeout<'a>(
+        &'a self,
+        conn: &'a mut Connection<P>,
+        timeout: Duration,
+    ) -> Reply<'a, P, Result<Attempt<()>>> {
+        P::Mode::drive(self.subject().tell("acquire_xact_timeout", async move {
+            wait(conn, self.lock()?, Some(timeout)).await
+        }))
+    }
+}
+
+async fn attempt<S: Session>(conn: &mut S, lock: Lock) -> Result<Attempt<()>> {
+    match conn.transaction() {
+        Transaction::Open | Transaction::Test => {}
+        Transaction::None => return Err(Error::OutsideTransaction),
+        Transaction::Broken => return Err(refusal(Transaction::Broken)),
+    }
+    match conn.one(lock.try_xact()).await? {
+        (Some(1),) => Ok(Attempt::Acquired(())),
+        (Some(0),) => Ok(Attempt::Busy),
+        (Some(_),) => Err(Error::RepeatableRead),
+        (None::<i32>,) => Err(Error::Standby),
+    }
+}
+
+async fn wait<S: Session>(
+    conn: &mut S,
+    lock: Lock,
+    timeout: Option<Duration>,
+) -> Result<Attempt<()>> {
+    let began = Instant::now();
+    let attempted = attempt(conn, lock).await?;
+    let rest = timeout.map(|timeout| timeout.saturating_sub(began.elapsed()));
+    if attempted.is_acquired() || rest.is_some_and(|rest| rest.is_zero()) {
+        return Ok(attempted);
+    }
+    let sql = rest.map_or_else(|| lock.xact(), |rest| lock.xact_within(rest));
+    let mut waiting = Waiting {
+        conn,
+        is_over: false,
+    };
+    let waited = waiting.conn.batch(&sql).await;
+    waiting.is_over = true;
+    waited?;
+    match timeout {
+        None => Ok(Attempt::Acquired(())),
+        // Whether it was granted: a transaction may take a lock twice.
+        Some(_) => attempt(waiting.conn, lock).await,
+    }
+}
+
+/// A wait on the server, which goes on if its future is dropped. So the pool must close the connection.
+struct Waiting<'c, S: Session> {
+    conn: &'c mut S,
+    is_over: bool,
+}
+
+impl<S: Session> Drop for Waiting<'_, S> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.conn.mark_broken();
+        }
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl AdvisoryLock<crate::pool::PgPool> {
+    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics.
+    /// Inside the transaction of a test it is a savepoint.
+    ///
+    /// ```
+    /// use diesel::prelude::*;
+    /// use diesel_interlock::AdvisoryLock;
+    ///
+    /// static SERVER: AdvisoryLock = AdvisoryLock::named("server");
+    ///
+    /// fn book(conn: &mut PgConnection, server: i32) -> QueryResult<bool> {
+    ///     SERVER.key(server).transaction(conn, |conn| insert_if_free(conn, server))
+    /// }
+    /// # fn insert_if_free(_: &mut PgConnection, _: i32) -> QueryResult<bool> { Ok(true) }
+    /// # assert!(book(&mut workbench::Database::new().connect(), 345)?);
+    /// # Ok::<(), diesel::result::Error>(())
+    /// ```
+    pub fn transaction<T, E: From<Error>>(
+        &self,
+        conn: &mut diesel::PgConnection,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let transaction = now(Own::begin(conn))?;
+        let outcome = self
+            .acquire_xact(transaction.conn)
+            .map_err(E::from)
+            .and_then(|()| work(transaction.conn));
+        now(transaction.end(outcome))
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
+    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics, or
+    /// the future is dropped. Inside the transaction of a test it is a savepoint.
+    pub async fn transaction<T, E: From<Error>>(
+        &self,
+        conn: &mut diesel_async::AsyncPgConnection,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let transaction = Own::begin(conn).await?;
+        let outcome = match self.acquire_xact(transaction.conn).await {
+            Ok(()) => work(transaction.conn).await,
+            Err(error) => Err(error.into()),
+        };
+        transaction.end(outcome).await
+    }
+}

@@ -15,6 +15,7 @@ mod input;
 mod key;
 mod mode;
 mod pool;
+pub mod semaphore;
 mod session;
 mod statement;
 mod time;
@@ -33,12 +34,15 @@ pub use self::mode::{Async, Running};
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
+pub use self::semaphore::{Admission, Full};
 
 /// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
 macro_rules! handles {
     () => {
         handle!(advisory::AdvisoryLock);
         handle!(advisory::AdvisoryLockGuard);
+        handle!(semaphore::Permit);
+        handle!(semaphore::Semaphore);
     };
 }
 

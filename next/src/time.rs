@@ -27,3 +27,15 @@ pub(crate) fn microseconds(number: i64) -> Duration {
 pub(crate) fn difference(interval: PgInterval) -> i64 {
     i64::from(interval.days) * 86_400_000_000 + interval.microseconds
 }
+
+/// A thousand years of 360 days, as PostgreSQL compares intervals.
+pub(crate) const LONGEST: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
+
+/// Rounded up, and one at least.
+pub(crate) const fn whole_seconds(duration: Duration) -> u64 {
+    match (duration.as_secs(), duration.subsec_nanos()) {
+        (0, _) => 1,
+        (seconds, 0) => seconds,
+        (seconds, _) => seconds.saturating_add(1),
+    }
+}

@@ -5,42 +5,46 @@ mod frontend;
 mod gate;
 
 use std::collections::HashMap;
+use std::io;
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::ops::Deref;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use self::forward::Socket;
 use self::gate::Gate;
-use crate::database::{Address, ConnectionString, Database};
+use crate::endpoint::Endpoint;
 
-/// A proxy in front of a database, which counts what clients ask on the wire and can swallow the
-/// network.
+/// A socket of any family: the standard library's type for Unix sockets does to it just what a TCP socket needs, too.
+type Socket = UnixStream;
+
+/// A proxy in front of a database, which counts what clients ask on the wire and can cut the network. Connections and
+/// pools through it are those of its [`Endpoint`].
 ///
-/// A round trip is a message after which a client waits for the server to be ready again: `Query`
-/// of the simple protocol, `Sync` of the extended protocol, `FunctionCall`. Opening a connection is
-/// none, but what Diesel sends to configure it is. A message is counted before the server gets it,
-/// so it is counted once its reply has arrived.
+/// A round trip is a message after which a client waits for the server to be ready again: `Query` of the simple
+/// protocol, `Sync` of the extended protocol, `FunctionCall`. Opening a connection is none, but what Diesel sends to
+/// configure it is. A message is counted before the server gets it, so it is counted once its reply has arrived.
 ///
 /// ```
 /// use diesel::connection::SimpleConnection;
-/// use diesel::prelude::*;
 /// use workbench::{Database, RoundTrips};
 ///
 /// let database = Database::new();
 /// let proxy = RoundTrips::in_front_of(&database);
-/// let mut conn = PgConnection::establish(&proxy.url()).unwrap();
+/// let mut conn = proxy.connect();
 /// assert_eq!(proxy.count(|| conn.batch_execute("SELECT 1; SELECT 2").unwrap()), 1);
 /// ```
 ///
-/// It listens on a TCP port of the loopback interface, so that TCP's own timeouts apply to its
-/// clients, and speaks no TLS: its [`url`](Self::url) says `sslmode=disable`. When it drops, it
-/// closes its connections.
+/// It listens on a TCP port of the loopback interface, so that TCP's own timeouts apply to its clients, and speaks no
+/// TLS. Where the server cannot be reached, as during a restart, it closes the client's connection. When it drops, it
+/// closes all connections.
 #[derive(Debug)]
 pub struct RoundTrips {
     shared: Arc<Shared>,
-    url: ConnectionString,
+    endpoint: Endpoint,
     port: u16,
     acceptor: Option<JoinHandle<()>>,
 }
@@ -48,9 +52,7 @@ pub struct RoundTrips {
 /// What the threads of a proxy share.
 #[derive(Debug)]
 struct Shared {
-    server: Address,
-    /// Whether it says so when the server cannot be reached.
-    complains: bool,
+    server: (String, u16),
     round_trips: AtomicU64,
     parses: AtomicU64,
     gate: Gate,
@@ -62,58 +64,36 @@ struct Shared {
 struct Connections {
     closed: bool,
     next: u64,
-    sockets: HashMap<u64, Vec<Socket>>,
+    sockets: HashMap<u64, [Socket; 2]>,
 }
 
 impl RoundTrips {
-    /// Starts a proxy in front of a database. It needs no connection of its own, and connects to
-    /// the server whenever a client connects to it.
+    /// Starts a proxy in front of a database or a pooler. It connects to the server whenever a client connects to it, and
+    /// has no connection of its own.
     #[must_use = "the proxy ends when the value drops"]
-    pub fn in_front_of(database: &Database) -> Self {
-        Self::listen(database.connection_string(), true)
-    }
-
-    /// Starts a proxy in front of the server of a URL. Where that cannot be reached, as during a restart,
-    /// the proxy closes the client's connection without a word.
-    #[must_use = "the proxy ends when the value drops"]
-    pub fn in_front_of_url(url: &str) -> Self {
-        Self::listen(&ConnectionString::new(url), false)
-    }
-
-    fn listen(target: &ConnectionString, complains: bool) -> Self {
+    pub fn in_front_of(server: &Endpoint) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .expect("the loopback interface has a free port");
-        let port = listener
-            .local_addr()
-            .expect("a listener has an address")
-            .port();
+        let address = listener.local_addr().expect("a listener has an address");
         let shared = Arc::new(Shared {
-            server: target.address(),
-            complains,
+            server: server.address(),
             round_trips: AtomicU64::new(0),
             parses: AtomicU64::new(0),
             gate: Gate::default(),
             connections: Mutex::default(),
         });
-        let acceptor = spawn("proxy", {
+        let acceptor = thread::spawn({
             let shared = Arc::clone(&shared);
             move || shared.accept(&listener)
         });
-        let url = target
-            .with_address(&Ipv4Addr::LOCALHOST.to_string(), port)
-            .with("sslmode", "disable")
-            .with("gssencmode", "disable");
         Self {
             shared,
-            url,
-            port,
+            endpoint: server
+                .with_address("127.0.0.1", address.port())
+                .with("sslmode", "disable"),
+            port: address.port(),
             acceptor: Some(acceptor),
         }
-    }
-
-    /// The connection string that leads through the proxy.
-    pub fn url(&self) -> String {
-        self.url.to_string()
     }
 
     /// How many round trips all connections through the proxy have made so far.
@@ -121,8 +101,8 @@ impl RoundTrips {
         self.shared.round_trips.load(Ordering::SeqCst)
     }
 
-    /// How many statements were sent to be prepared so far, including those without a name, which a
-    /// client prepares for one execution. A cached prepared statement adds none.
+    /// How many statements were sent to be prepared so far, including those without a name, which a client prepares for
+    /// one execution. A cached prepared statement adds none.
     pub fn parses(&self) -> u64 {
         self.shared.parses.load(Ordering::SeqCst)
     }
@@ -134,14 +114,13 @@ impl RoundTrips {
         self.round_trips() - before
     }
 
-    /// Swallows the network: from now on nothing passes in either direction, neither bytes nor the
-    /// end of a connection, while all sockets stay open. A new connection hangs too.
+    /// Cuts the network: from now on nothing passes in either direction, neither bytes nor the end of a connection, while
+    /// all sockets stay open. A new connection hangs, too.
     pub fn cut(&self) {
         self.shared.gate.shut();
     }
 
-    /// Ends a [`cut`](Self::cut). What was sent meanwhile arrives now, as over a network that lost
-    /// no connection.
+    /// Ends a [`cut`](Self::cut). What was sent meanwhile arrives now, as over a network that lost no connection.
     pub fn restore(&self) {
         self.shared.gate.open();
     }
@@ -149,6 +128,14 @@ impl RoundTrips {
     /// Closes all connections, as a server does that crashes. New ones may be made.
     pub fn sever(&self) {
         self.shared.sever();
+    }
+}
+
+impl Deref for RoundTrips {
+    type Target = Endpoint;
+
+    fn deref(&self) -> &Endpoint {
+        &self.endpoint
     }
 }
 
@@ -171,10 +158,11 @@ impl Shared {
             if self.connections().closed {
                 break;
             }
-            match client {
+            match client.and_then(socket) {
                 Ok(client) => {
                     let shared = Arc::clone(self);
-                    spawn("proxy: client", move || shared.serve(Socket::Tcp(client)));
+                    // An error is the end of a connection: both sides see the end of theirs.
+                    thread::spawn(move || shared.serve(client));
                 }
                 // Such as too many open files, which pass.
                 Err(_) => thread::sleep(Duration::from_millis(10)),
@@ -182,64 +170,39 @@ impl Shared {
         }
     }
 
-    fn serve(self: Arc<Self>, client: Socket) {
-        let Some(id) = client
-            .try_clone()
-            .ok()
-            .and_then(|client| self.register(client))
-        else {
-            return;
-        };
-        // Errors are the ends of connections: both sides see the end of theirs.
-        let _ = self.forward(id, client);
-        self.connections().sockets.remove(&id);
-    }
-
     /// Connects to the server and forwards both ways until the connection ends.
-    fn forward(self: &Arc<Self>, id: u64, mut client: Socket) -> std::io::Result<()> {
+    fn serve(self: Arc<Self>, mut client: Socket) -> io::Result<()> {
         self.gate.pass(|| ())?;
-        let mut server = Socket::connect(&self.server).inspect_err(|error| {
-            if self.complains {
-                eprintln!(
-                    "the proxy cannot reach the server at {:?}: {error}",
-                    self.server
-                );
-            }
-            client.shut_down(Shutdown::Both);
-        })?;
-        self.keep(id, server.try_clone()?);
-
-        let replies = spawn("proxy: server", {
+        let (host, port) = &self.server;
+        let mut server = if host.starts_with('/') {
+            UnixStream::connect(format!("{host}/.s.PGSQL.{port}"))?
+        } else {
+            socket(TcpStream::connect((host.as_str(), *port))?)?
+        };
+        let id = self.register([client.try_clone()?, server.try_clone()?])?;
+        let replies = thread::spawn({
             let (shared, server, client) =
-                (Arc::clone(self), server.try_clone()?, client.try_clone()?);
+                (Arc::clone(&self), server.try_clone()?, client.try_clone()?);
             move || forward::replies(&shared.gate, server, client)
         });
-        let _ = forward::requests(self, &mut client, &mut server);
+        let _ = forward::requests(&self, &mut client, &mut server);
         // The server replies to what it has received, and closes.
-        server.shut_down(Shutdown::Write);
+        let _ = server.shutdown(Shutdown::Write);
         let _ = replies.join();
+        self.connections().sockets.remove(&id);
         Ok(())
     }
 
-    /// Remembers the first socket of a connection, unless the proxy has ended.
-    fn register(&self, socket: Socket) -> Option<u64> {
+    /// Remembers the sockets of a connection, unless the proxy has ended.
+    fn register(&self, sockets: [Socket; 2]) -> io::Result<u64> {
         let mut connections = self.connections();
         if connections.closed {
-            return None;
+            return Err(io::ErrorKind::ConnectionAborted.into());
         }
         let id = connections.next;
         connections.next += 1;
-        connections.sockets.insert(id, vec![socket]);
-        Some(id)
-    }
-
-    /// Remembers the second socket of a connection, or shuts it down if the connection was severed
-    /// meanwhile.
-    fn keep(&self, id: u64, socket: Socket) {
-        match self.connections().sockets.get_mut(&id) {
-            Some(sockets) => sockets.push(socket),
-            None => socket.shut_down(Shutdown::Both),
-        }
+        connections.sockets.insert(id, sockets);
+        Ok(id)
     }
 
     fn sever(&self) {
@@ -247,9 +210,9 @@ impl Shared {
             .connections()
             .sockets
             .drain()
-            .flat_map(|(_, sockets)| sockets)
+            .flat_map(|(_, both)| both)
         {
-            socket.shut_down(Shutdown::Both);
+            let _ = socket.shutdown(Shutdown::Both);
         }
     }
 
@@ -260,9 +223,8 @@ impl Shared {
     }
 }
 
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
-    thread::Builder::new()
-        .name(name.to_owned())
-        .spawn(work)
-        .expect("a thread can be started")
+/// A TCP connection that sends every piece at once instead of collecting small ones.
+fn socket(stream: TcpStream) -> io::Result<Socket> {
+    stream.set_nodelay(true)?;
+    Ok(OwnedFd::from(stream).into())
 }

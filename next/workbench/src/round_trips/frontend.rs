@@ -11,8 +11,8 @@ const GSS_ENCRYPTION_REQUEST: u32 = 80_877_104;
 /// The longest packet that may open a connection, as in PostgreSQL.
 const LONGEST_STARTUP_PACKET: u32 = 10_000;
 
-/// Reads the packet that opens a connection, or that requests a cancellation. Refuses encryption as
-/// a server does that has none.
+/// Reads the packet that opens a connection, or that requests a cancellation. Refuses encryption as a server does that
+/// has none.
 pub(super) fn startup_packet(client: &mut (impl Read + Write)) -> io::Result<Vec<u8>> {
     loop {
         let mut head = [0; 8];
@@ -66,78 +66,4 @@ fn be32(bytes: &[u8]) -> u32 {
     bytes
         .iter()
         .fold(0, |value, &byte| value << 8 | u32::from(byte))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::io::{Cursor, Read, Write};
-
-    use super::{Messages, startup_packet};
-
-    #[test]
-    fn messages_are_found_however_they_are_cut() {
-        let stream = [
-            &b"P\0\0\0\x06QS"[..],
-            b"B\0\0\0\x09hello",
-            b"S\0\0\0\x04",
-            b"Q\0\0\0\x05\0",
-        ]
-        .concat();
-        for size in 1..=stream.len() {
-            let mut messages = Messages::default();
-            let mut types = Vec::new();
-            for piece in stream.chunks(size) {
-                messages.read(piece, |kind| types.push(kind));
-            }
-            assert_eq!(types, b"PBSQ", "in pieces of {size}");
-        }
-    }
-
-    /// A client with all that it will ever send.
-    struct Client {
-        sent: Cursor<Vec<u8>>,
-        got: Vec<u8>,
-    }
-
-    impl Read for Client {
-        fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-            self.sent.read(buffer)
-        }
-    }
-
-    impl Write for Client {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.got.write(bytes)
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn encryption_is_refused_before_the_startup_packet() {
-        let startup = b"\0\0\0\x0a\0\x03\0\0\0\0";
-        let sent = [
-            b"\0\0\0\x08\x04\xd2\x16\x30",
-            &b"\0\0\0\x08\x04\xd2\x16\x2f"[..],
-            startup,
-        ]
-        .concat();
-        let mut client = Client {
-            sent: Cursor::new(sent),
-            got: Vec::new(),
-        };
-        assert_eq!(startup_packet(&mut client).unwrap(), startup);
-        assert_eq!(client.got, b"NN");
-    }
-
-    #[test]
-    fn other_protocols_are_refused() {
-        let mut client = Client {
-            sent: Cursor::new(b"GET / HTTP/1.1\r\n".to_vec()),
-            got: Vec::new(),
-        };
-        assert!(startup_packet(&mut client).is_err());
-    }
 }

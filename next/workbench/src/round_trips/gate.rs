@@ -25,21 +25,16 @@ struct State {
 impl Gate {
     /// Waits until the gate is open and does `work` inside. Fails once the gate was removed.
     pub(super) fn pass<T>(&self, work: impl FnOnce() -> T) -> io::Result<T> {
-        let mut state = self.state();
-        while state.shut && !state.removed {
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+        let is_closed = |state: &mut State| state.shut && !state.removed;
+        let state = self.changed.wait_while(self.state(), is_closed);
+        let mut state = state.unwrap_or_else(PoisonError::into_inner);
         if state.removed {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         state.passing += 1;
         drop(state);
         let result = work();
-        self.state().passing -= 1;
-        self.changed.notify_all();
+        self.change(|state| state.passing -= 1);
         Ok(result)
     }
 
@@ -47,21 +42,22 @@ impl Gate {
     pub(super) fn shut(&self) {
         let mut state = self.state();
         state.shut = true;
-        drop(
-            self.changed
-                .wait_timeout_while(state, DRAINING, |state| state.passing > 0),
-        );
+        let is_used = |state: &mut State| state.passing > 0;
+        drop(self.changed.wait_timeout_while(state, DRAINING, is_used));
     }
 
     /// Opens the gate.
     pub(super) fn open(&self) {
-        self.state().shut = false;
-        self.changed.notify_all();
+        self.change(|state| state.shut = false);
     }
 
     /// Lets nobody through any more, and lets nobody wait either.
     pub(super) fn remove(&self) {
-        self.state().removed = true;
+        self.change(|state| state.removed = true);
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state());
         self.changed.notify_all();
     }
 

@@ -1,0 +1,61 @@
+DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
+BEGIN
+-- One session at a time, and only if this version is not recorded.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL THEN
+    IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000001') THEN
+        RETURN;
+    END IF;
+END IF;
+-- With the caller's search path, the objects below could refer to the caller's own objects.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+
+-- Not IF NOT EXISTS, which needs the right to create a schema even if there is one.
+IF to_regnamespace('resource_control') IS NULL THEN
+    CREATE SCHEMA resource_control;
+END IF;
+
+-- Each file inserts its own row, so that the schema records it however it was run.
+CREATE TABLE IF NOT EXISTS resource_control.installed_migration (
+    version text PRIMARY KEY,
+    run_at timestamptz NOT NULL DEFAULT current_timestamp
+);
+
+-- The fencing tokens of session locks. No cache, because a session would use its cached numbers late, out of order.
+CREATE SEQUENCE IF NOT EXISTS resource_control.fencing_token AS bigint CACHE 1;
+
+CREATE OR REPLACE FUNCTION resource_control.lock_key(name text) RETURNS bigint
+    LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE
+    SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    -- The 64 bits are in two halves, because bigint has no multiplication that wraps.
+    bytes CONSTANT bytea := convert_to(name, 'UTF8');
+    high bigint := x'cbf29ce4'::bigint;
+    low bigint := x'84222325'::bigint;
+BEGIN
+    FOR i IN 0 .. length(bytes) - 1 LOOP
+        low := low # get_byte(bytes, i);
+        -- Multiplies by 2^40 + 435, the prime of FNV-1a.
+        high := (high * 435 + (low * 435 >> 32) + ((low & x'ffffff'::bigint) << 8)) & x'ffffffff'::bigint;
+        low := low * 435 & x'ffffffff'::bigint;
+    END LOOP;
+    RETURN (high << 32) | low;
+END
+$$;
+
+COMMENT ON SCHEMA resource_control IS
+    'Throttles, semaphores, fences, rate limits and schedules of diesel_interlock.';
+COMMENT ON TABLE resource_control.installed_migration IS
+    'The migrations of diesel_interlock that were run in this database.';
+COMMENT ON SEQUENCE resource_control.fencing_token IS
+    'The fencing tokens of session locks.';
+COMMENT ON FUNCTION resource_control.lock_key(text) IS
+    'The number of the advisory lock of a name: 64-bit FNV-1a of its UTF-8 bytes, as a signed number. It never changes.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000001');
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
+END
+$migration$;

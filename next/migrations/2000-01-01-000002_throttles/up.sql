@@ -1,0 +1,83 @@
+DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
+BEGIN
+-- One session at a time, and only if this version is not recorded.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000002') THEN
+    RETURN;
+END IF;
+-- With the caller's search path, the objects below could refer to the caller's own objects.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+
+-- An interval as elapsed time, because a day that is added to a timestamptz has 23 to 25 hours. PostgreSQL inlines it.
+CREATE OR REPLACE FUNCTION resource_control.elapsed(span interval) RETURNS interval
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN make_interval(secs => date_part('epoch', span));
+
+-- Throttles whose interval the program knows. The column is the interval of the last grant, for the views and for pruning.
+-- The fillfactor of this and other tables lets the next version of a row stay in its page.
+CREATE TABLE IF NOT EXISTS resource_control.throttle (
+    name text COLLATE pg_catalog."C" NOT NULL,
+    key text COLLATE pg_catalog."C" NOT NULL,
+    last_granted timestamptz NOT NULL DEFAULT '-infinity',
+    throttle_interval interval NOT NULL
+        CONSTRAINT a_microsecond_to_1000_years CHECK (date_part('epoch', throttle_interval) BETWEEN 1e-6 AND 31557600000),
+    details text NOT NULL DEFAULT '',
+    PRIMARY KEY (name, key)
+) WITH (fillfactor = 50);
+
+-- Resources whose interval the database knows. The type has a label for each.
+IF to_regtype('resource_control.throttled_resource_enum') IS NULL THEN
+    CREATE TYPE resource_control.throttled_resource_enum AS ENUM ();
+END IF;
+
+CREATE TABLE IF NOT EXISTS resource_control.throttled_resource (
+    resource_id resource_control.throttled_resource_enum PRIMARY KEY,
+    throttle_interval interval NOT NULL
+        CONSTRAINT positive_delays_only CHECK (throttle_interval > '00:00:00')
+        CONSTRAINT a_microsecond_to_1000_years CHECK (date_part('epoch', throttle_interval) BETWEEN 1e-6 AND 31557600000),
+    last_locked timestamptz NOT NULL DEFAULT '-infinity',
+    last_locker_details text NOT NULL DEFAULT ''
+        CONSTRAINT empty_rules CHECK (
+            (last_locked = '-infinity' AND last_locker_details = '')
+            OR (last_locked <> '-infinity' AND length(trim(last_locker_details)) > 0)
+        )
+) WITH (fillfactor = 50);
+
+-- The clock that is stored is read after the one that decides, so two grants are never closer than the interval.
+CREATE OR REPLACE FUNCTION resource_control.lock_throttled_resource(
+    resource_id_var resource_control.throttled_resource_enum,
+    details_var text
+) RETURNS boolean
+    LANGUAGE plpgsql STRICT VOLATILE
+    SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    -- FOR UPDATE would conflict with the foreign key of an insert in an open transaction.
+    UPDATE resource_control.throttled_resource AS r
+        SET last_locked = clock_timestamp(), last_locker_details = details_var
+        WHERE r.ctid = (
+            SELECT due.ctid FROM resource_control.throttled_resource AS due
+                WHERE due.resource_id = resource_id_var
+                    AND due.last_locked <= clock_timestamp() - resource_control.elapsed(due.throttle_interval)
+                FOR NO KEY UPDATE SKIP LOCKED);
+    RETURN FOUND;
+END
+$$;
+
+COMMENT ON TABLE resource_control.throttle IS
+    'When each named throttle was granted last, by its name and key.';
+COMMENT ON TABLE resource_control.throttled_resource IS
+    'Resources that are granted at most once per interval.';
+COMMENT ON COLUMN resource_control.throttled_resource.throttle_interval IS
+    'Elapsed time: a day is 24 hours, a month 30 days and a year 365.25 days, in every time zone.';
+COMMENT ON COLUMN resource_control.throttled_resource.last_locked IS
+    'When it was granted last, by the server''s clock; -infinity for never.';
+COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS
+    'Grants the resource if its interval has passed, and returns whether it did. Denies at once while another transaction takes it. Commit at once.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000002');
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
+END
+$migration$;

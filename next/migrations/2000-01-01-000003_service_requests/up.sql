@@ -1,0 +1,249 @@
+DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
+BEGIN
+-- One session at a time, and only if this version is not recorded.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000003') THEN
+    RETURN;
+END IF;
+-- With the caller's search path, the objects below could refer to the caller's own objects.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+
+CREATE TABLE IF NOT EXISTS resource_control.service_request (
+    -- The fencing token. No cache, because a session would use its cached numbers late, out of order.
+    id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
+    service text COLLATE pg_catalog."C" NOT NULL
+        CONSTRAINT services_have_names CHECK (octet_length(service) BETWEEN 1 AND 1000),
+    slot smallint NOT NULL CONSTRAINT slots_count_from_zero CHECK (slot >= 0),
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- The default is for clients that insert rows of their own and do not know this column.
+    expires_at timestamptz NOT NULL DEFAULT clock_timestamp() + '90 seconds'
+        CONSTRAINT requests_expire CHECK (isfinite(expires_at)),
+    completed_at timestamptz,
+    timed_out_at timestamptz,
+    details text NOT NULL DEFAULT ''
+-- Every request leaves a dead row and dead index entries, so autovacuum runs often, however long the log is.
+) WITH (
+    autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold = 1000,
+    autovacuum_analyze_scale_factor = 0.01, autovacuum_analyze_threshold = 1000
+);
+
+CREATE UNIQUE INDEX IF NOT EXISTS service_request_in_flight ON resource_control.service_request (service, slot)
+    WHERE completed_at IS NULL AND timed_out_at IS NULL;
+
+-- Never waits for another claim, because it tries advisory locks, skips locked rows, and inserts into a slot only under its lock.
+CREATE OR REPLACE FUNCTION resource_control.claim_service_request(
+    service text,
+    slots integer,
+    timeout interval,
+    details text DEFAULT '',
+    OUT id bigint,
+    OUT slot smallint,
+    OUT created_at timestamptz,
+    OUT expires_at timestamptz,
+    OUT retry_after interval
+)
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    -- The plans for an empty table would be kept while it grows.
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
+AS $$
+#variable_conflict use_column
+<<claim>>
+DECLARE
+    taken smallint[];
+    next_expiry timestamptz;
+    now timestamptz;
+    is_lowered boolean;
+    live bigint;
+    candidate smallint;
+BEGIN
+    IF (octet_length(service) BETWEEN 1 AND 1000 AND slots BETWEEN 1 AND 1000 AND details IS NOT NULL
+        AND timeout > '0' AND timeout <= '1000 years') IS NOT TRUE
+    THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_bad_claim',
+            MESSAGE = 'claim with a service of 1 to 1000 bytes, 1 to 1000 slots, a timeout above zero and up to 1000 years, and details';
+    END IF;
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_isolation',
+            MESSAGE = 'claim at READ COMMITTED, because an older snapshot does not show what others have claimed';
+    END IF;
+    FOR attempt IN 1 .. 3 LOOP
+        -- If the semaphore is full, this read decides it, without a lock and without a transaction id.
+        SELECT COALESCE(array_agg(r.slot), '{}'), min(r.expires_at), clock_timestamp(), COALESCE(max(r.slot) >= slots, false)
+            INTO taken, next_expiry, now, is_lowered
+            FROM resource_control.service_request AS r
+            WHERE r.service = claim_service_request.service COLLATE "C" AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+        IF cardinality(taken) >= slots AND next_expiry > now THEN
+            retry_after := next_expiry - now;
+            RETURN;
+        END IF;
+        IF next_expiry <= now THEN
+            -- An overdue request keeps its slot until it is marked. One that is locked is being ended, renewed or marked.
+            UPDATE resource_control.service_request AS r SET timed_out_at = clock_timestamp()
+                WHERE r.id = ANY (ARRAY (
+                    SELECT d.id FROM resource_control.service_request AS d
+                        WHERE d.service = claim_service_request.service COLLATE "C"
+                            AND d.completed_at IS NULL AND d.timed_out_at IS NULL AND d.expires_at <= clock_timestamp()
+                        FOR NO KEY UPDATE SKIP LOCKED));
+            CONTINUE WHEN FOUND;
+        END IF;
+        IF is_lowered THEN
+            -- There were more slots before, so a free slot does not tell enough. Until no slot from N on is in flight, one
+            -- claim at a time counts the requests, and the others are refused until it commits.
+            EXIT WHEN NOT pg_try_advisory_xact_lock(hashtextextended(service COLLATE "C", 20000101000003));
+            SELECT count(*) INTO live
+                FROM resource_control.service_request AS r
+                WHERE r.service = claim_service_request.service COLLATE "C" AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
+            EXIT WHEN live >= slots;
+        END IF;
+        -- In random order, because concurrent claims then seldom try the same slot.
+        FOR candidate IN
+            SELECT g.slot FROM generate_series(0, slots - 1) AS g (slot)
+                WHERE g.slot NOT IN (SELECT unnest(claim.taken)) ORDER BY random() LIMIT 8
+        LOOP
+            -- A claim gets its id while it holds the lock of the slot, until its commit, and after it has seen the slot
+            -- free. So the ids of a slot ascend.
+            CONTINUE WHEN NOT pg_try_advisory_xact_lock(hashtextextended(service COLLATE "C", 20000101000004 + candidate));
+            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
+                SELECT claim_service_request.service, claim.candidate, c.now,
+                        c.now + resource_control.elapsed(claim_service_request.timeout), claim_service_request.details
+                    FROM (SELECT clock_timestamp() AS now) AS c
+                    WHERE NOT EXISTS (
+                        SELECT FROM resource_control.service_request AS d
+                            WHERE d.service = claim_service_request.service COLLATE "C"
+                                AND d.slot = claim.candidate
+                                AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
+                    AND (claim.is_lowered OR NOT EXISTS (
+                        SELECT FROM resource_control.service_request AS d
+                            WHERE d.service = claim_service_request.service COLLATE "C"
+                                AND d.slot >= claim_service_request.slots
+                                AND d.completed_at IS NULL AND d.timed_out_at IS NULL))
+                -- With a client that inserts without the lock of the slot.
+                ON CONFLICT (service, slot) WHERE completed_at IS NULL AND timed_out_at IS NULL DO NOTHING
+                RETURNING r.id, r.slot, r.created_at, r.expires_at INTO id, slot, created_at, expires_at;
+            IF FOUND THEN
+                RETURN;
+            END IF;
+        END LOOP;
+    END LOOP;
+    -- Others are claiming or freeing what is left.
+    retry_after := '5 ms';
+END
+$$;
+
+CREATE OR REPLACE FUNCTION resource_control.complete_service_request(
+    service text,
+    id bigint,
+    is_async boolean DEFAULT false
+) RETURNS boolean
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    is_in_time boolean;
+BEGIN
+    IF is_async THEN
+        -- If the server crashes and loses it, the slot is free after its timeout.
+        PERFORM set_config('synchronous_commit', 'off', true);
+    END IF;
+    -- COALESCE keeps the planner from the index of requests in flight, which a search for an id would read as a whole.
+    UPDATE resource_control.service_request AS r
+        SET completed_at = CASE WHEN r.expires_at > c.now THEN c.now END,
+            timed_out_at = CASE WHEN r.expires_at <= c.now THEN c.now END
+        FROM (SELECT clock_timestamp() AS now) AS c
+        WHERE r.id = complete_service_request.id AND r.service = complete_service_request.service COLLATE "C"
+            AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
+        RETURNING r.completed_at IS NOT NULL INTO is_in_time;
+    RETURN COALESCE(is_in_time, false);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION resource_control.renew_service_request(
+    service text,
+    id bigint,
+    timeout interval
+) RETURNS boolean
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+BEGIN
+    IF timeout <= '0' OR timeout > '1000 years' THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_bad_renewal',
+            MESSAGE = 'renew with a timeout above zero and up to 1000 years';
+    END IF;
+    UPDATE resource_control.service_request AS r
+        SET expires_at = GREATEST(r.expires_at, clock_timestamp() + resource_control.elapsed(timeout))
+        WHERE r.id = renew_service_request.id AND r.service = renew_service_request.service COLLATE "C"
+            AND COALESCE(r.completed_at, r.timed_out_at) IS NULL AND r.expires_at > clock_timestamp();
+    RETURN FOUND;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION resource_control.prune_service_requests(older_than interval, batch integer) RETURNS integer
+    LANGUAGE plpgsql VOLATILE STRICT
+    SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    before timestamptz;
+    last bigint := 0;
+    old bigint[];
+    is_young boolean;
+    pruned integer := 0;
+    deleted integer;
+BEGIN
+    IF older_than < '0' OR older_than > '1000 years' OR batch < 1 THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_bad_pruning',
+            MESSAGE = 'prune with an age of zero to 1000 years, and a batch of 1 at least';
+    END IF;
+    before := clock_timestamp() - resource_control.elapsed(older_than);
+    -- From the oldest id on, until the requests are too young. The rest of the log is not read.
+    WHILE pruned < batch AND is_young IS NOT TRUE LOOP
+        SELECT max(r.id), bool_and(r.created_at >= before),
+                array_agg(r.id) FILTER (WHERE COALESCE(r.completed_at, r.timed_out_at, r.expires_at) < before)
+            INTO last, is_young, old
+            FROM (
+                SELECT d.* FROM resource_control.service_request AS d
+                    WHERE d.id > last ORDER BY d.id LIMIT LEAST(batch - pruned, 1000)
+            ) AS r;
+        EXIT WHEN last IS NULL;
+        DELETE FROM resource_control.service_request AS r
+            WHERE r.id = ANY (ARRAY (
+                SELECT d.id FROM resource_control.service_request AS d
+                    WHERE d.id = ANY (old) AND COALESCE(d.completed_at, d.timed_out_at, d.expires_at) < before
+                    FOR UPDATE SKIP LOCKED));
+        GET DIAGNOSTICS deleted = ROW_COUNT;
+        pruned := pruned + deleted;
+    END LOOP;
+    RETURN pruned;
+END
+$$;
+
+COMMENT ON TABLE resource_control.service_request IS
+    'Requests to services that take a limited number at a time: the requests in flight, and the log of ended requests.';
+COMMENT ON COLUMN resource_control.service_request.expires_at IS
+    'From this time on the request no longer counts as in flight, even if it is not marked.';
+COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
+    'When the request was found to have expired: by the next claim of its service, or by its own late completion.';
+COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
+    'Claims one of the slots 0 to slots - 1 of the service. The id is the fencing token. If id is null, no slot is free, and retry_after tells when to ask again. Call it at READ COMMITTED and commit at once.';
+COMMENT ON FUNCTION resource_control.complete_service_request(text, bigint, boolean) IS
+    'Ends the request and frees its slot. Returns false if it had ended or timed out before, or is of another service. With is_async, the transaction commits without waiting for the disk.';
+COMMENT ON FUNCTION resource_control.renew_service_request(text, bigint, interval) IS
+    'Extends the request to the given timeout from now, and returns whether it was in flight. Never shortens it.';
+COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
+    'Deletes at most batch requests that ended or expired longer ago than older_than, the oldest first, and returns how many.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000003');
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
+END
+$migration$;

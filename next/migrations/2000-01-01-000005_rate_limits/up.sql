@@ -1,0 +1,49 @@
+DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
+BEGIN
+-- One session at a time, and only if this version is not recorded.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000005') THEN
+    RETURN;
+END IF;
+-- With the caller's search path, the objects below could refer to the caller's own objects.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+
+-- The generic cell rate algorithm. A key without a row is full. A statement that spends units evaluates the three times in
+-- the order of these columns, each by the clock, and the promise needs that order.
+CREATE TABLE IF NOT EXISTS resource_control.rate_limit (
+    name text COLLATE pg_catalog."C" NOT NULL,
+    key text COLLATE pg_catalog."C" NOT NULL,
+    since timestamptz NOT NULL,
+    spent_at timestamptz NOT NULL,
+    full_at timestamptz NOT NULL,
+    unit_us float8 NOT NULL,
+    burst bigint NOT NULL,
+    PRIMARY KEY (name, key)
+) WITH (fillfactor = 50);
+
+-- When the key is full if a unit takes wanted_us to refill: the units that it owes stay the same. PostgreSQL inlines it.
+CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamptz, unit_us float8, wanted_us float8)
+    RETURNS timestamptz
+    LANGUAGE sql VOLATILE
+    RETURN CASE WHEN unit_us = wanted_us OR full_at <= clock_timestamp() THEN full_at
+        ELSE make_interval(secs => date_part('epoch', full_at - clock_timestamp()) * (wanted_us / unit_us)) + clock_timestamp() END;
+
+COMMENT ON TABLE resource_control.rate_limit IS
+    'What the keys of rate limits owe. A key without a row is full.';
+COMMENT ON COLUMN resource_control.rate_limit.since IS
+    'From when on the quota of this row is in force.';
+COMMENT ON COLUMN resource_control.rate_limit.spent_at IS
+    'When units were spent last, by the server''s clock.';
+COMMENT ON COLUMN resource_control.rate_limit.full_at IS
+    'When the key is full again if no more units are spent.';
+COMMENT ON COLUMN resource_control.rate_limit.unit_us IS
+    'How many microseconds refill a unit, under the quota of this row.';
+COMMENT ON COLUMN resource_control.rate_limit.burst IS
+    'How many units a full key has, under the quota of this row.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000005');
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
+END
+$migration$;

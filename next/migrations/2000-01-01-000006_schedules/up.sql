@@ -1,0 +1,43 @@
+DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
+BEGIN
+-- One session at a time, and only if this version is not recorded.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000006') THEN
+    RETURN;
+END IF;
+-- With the caller's search path, the objects below could refer to the caller's own objects.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+
+CREATE TABLE IF NOT EXISTS resource_control.schedule (
+    name text COLLATE pg_catalog."C" PRIMARY KEY CONSTRAINT schedules_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
+    tick timestamptz NOT NULL,
+    attempt integer NOT NULL DEFAULT 0,
+    token bigint NOT NULL DEFAULT 0,
+    runner text NOT NULL DEFAULT '',
+    started_at timestamptz,
+    expires_at timestamptz,
+    ended_at timestamptz,
+    error text
+) WITH (fillfactor = 50);
+
+COMMENT ON TABLE resource_control.schedule IS
+    'The tick of each schedule that ran last, and how it ended.';
+COMMENT ON COLUMN resource_control.schedule.tick IS
+    'The tick that was taken last; before the first one, when the schedule was first seen.';
+COMMENT ON COLUMN resource_control.schedule.attempt IS
+    'How many runs of this tick have begun, without those that gave it back.';
+COMMENT ON COLUMN resource_control.schedule.token IS
+    'How many runs of the schedule have begun: the fencing token.';
+COMMENT ON COLUMN resource_control.schedule.expires_at IS
+    'Until when the run holds the tick. Null once the tick has ended; in the past if its runner has crashed or given it back.';
+COMMENT ON COLUMN resource_control.schedule.ended_at IS
+    'When the run ended the tick or gave it back. Null while it runs, and if its runner has crashed.';
+COMMENT ON COLUMN resource_control.schedule.error IS
+    'What the run has failed with. Null if it has not.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000006');
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
+END
+$migration$;

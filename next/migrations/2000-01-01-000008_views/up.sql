@@ -1,0 +1,94 @@
+DO $migration$
+DECLARE
+    callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
+BEGIN
+-- One session at a time, and only if this version is not recorded.
+PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
+IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000008') THEN
+    RETURN;
+END IF;
+-- With the caller's search path, the objects below could refer to the caller's own objects.
+PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+
+CREATE OR REPLACE VIEW resource_control.advisory_lock AS
+    SELECT CASE WHEN l.objsubid = 1 THEN (l.classid::bigint << 32) | l.objid::bigint END AS number,
+            CASE WHEN l.objsubid = 2 THEN l.classid::bigint::bit(32)::integer END AS first,
+            CASE WHEN l.objsubid = 2 THEN l.objid::bigint::bit(32)::integer END AS second,
+            l.mode = 'ShareLock' AS is_shared,
+            l.granted AS is_held,
+            l.pid,
+            COALESCE(a.application_name, '') AS application_name,
+            a.usename::text AS role,
+            host(a.client_addr) AS client,
+            a.state,
+            a.xact_start AS transaction_since,
+            l.waitstart AS waiting_since,
+            CASE WHEN l.granted THEN '{}' ELSE pg_blocking_pids(l.pid) END AS blocked_by
+        FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+        WHERE l.locktype = 'advisory' AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database());
+
+CREATE OR REPLACE VIEW resource_control.slot_in_flight AS
+    SELECT r.id, r.service, r.slot, r.created_at, r.expires_at, r.expires_at - clock_timestamp() AS remaining, r.details
+        FROM resource_control.service_request AS r
+        WHERE r.completed_at IS NULL AND r.timed_out_at IS NULL AND r.expires_at > clock_timestamp();
+
+CREATE OR REPLACE VIEW resource_control.throttle_state AS
+    SELECT t.name, t.key, t.is_resource, t.throttle_interval, t.last_granted, t.details,
+            t.last_granted + t.throttle_interval AS due_at,
+            COALESCE(t.last_granted + t.throttle_interval <= clock_timestamp(), true) AS is_due
+        FROM (
+            SELECT n.name, n.key, false AS is_resource, resource_control.elapsed(n.throttle_interval) AS throttle_interval,
+                    NULLIF(n.last_granted, '-infinity') AS last_granted, n.details
+                FROM resource_control.throttle AS n
+            UNION ALL
+            SELECT r.resource_id::text, '', true, resource_control.elapsed(r.throttle_interval),
+                    NULLIF(r.last_locked, '-infinity'), r.last_locker_details
+                FROM resource_control.throttled_resource AS r
+        ) AS t;
+
+CREATE OR REPLACE VIEW resource_control.rate_limit_state AS
+    SELECT r.name, r.key, r.burst, GREATEST(floor(r.burst - r.owed), 0)::bigint AS remaining, r.owed / r.burst AS used,
+            r.full_at, r.spent_at
+        FROM (
+            SELECT k.*, GREATEST(date_part('epoch', k.full_at - clock_timestamp()) * 1000000 / k.unit_us, 0) AS owed
+                FROM resource_control.rate_limit AS k
+        ) AS r;
+
+-- A leader holds the one slot of the service that consists of the word leader and its name, whose spaces and backslashes
+-- are escaped.
+CREATE OR REPLACE VIEW resource_control.leader AS
+    SELECT regexp_replace(s.service, '^leader |\\(.)', '\1', 'g') AS name, s.details AS leader, s.created_at AS since,
+            s.expires_at AS until, s.id AS token
+        FROM resource_control.slot_in_flight AS s
+        WHERE starts_with(s.service, 'leader ') AND s.slot = 0;
+
+CREATE OR REPLACE VIEW resource_control.schedule_state AS
+    SELECT s.name,
+            CASE
+                WHEN s.started_at IS NULL THEN 'new'
+                WHEN s.expires_at > clock_timestamp() THEN 'running'
+                WHEN s.expires_at IS NULL THEN CASE WHEN s.error IS NULL THEN 'done' ELSE 'failed' END
+                WHEN s.ended_at IS NULL THEN 'crashed'
+                ELSE 'given back'
+            END AS state,
+            CASE WHEN s.started_at IS NOT NULL THEN s.tick END AS tick,
+            s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error
+        FROM resource_control.schedule AS s;
+
+COMMENT ON VIEW resource_control.advisory_lock IS
+    'Who holds the advisory locks of this database, and who waits for them on the server, and for whom. A lock is a number, or first and second.';
+COMMENT ON VIEW resource_control.slot_in_flight IS
+    'The slots of semaphores that are in use.';
+COMMENT ON VIEW resource_control.throttle_state IS
+    'When throttles of both kinds are due.';
+COMMENT ON VIEW resource_control.rate_limit_state IS
+    'How many units the keys of rate limits have left, and how much of the burst is used: 0 for a full key, 1 for one that is limited.';
+COMMENT ON VIEW resource_control.leader IS
+    'Who leads what, since when, and until when unless the term is renewed.';
+COMMENT ON VIEW resource_control.schedule_state IS
+    'The tick of each schedule that ran last, and whether it is new, running, done, failed, crashed or given back.';
+
+INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000008');
+PERFORM pg_catalog.set_config('search_path', callers_path, true);
+END
+$migration$;

@@ -1,0 +1,79 @@
+# Owns one server: makes its directory, runs its programs, and removes everything when its standard input closes,
+# which is when the process that started it has ended, in whatever way.
+#
+#   WATCHER=$(cat watcher.sh) sh -c 'eval "$WATCHER"' watcher DIRECTORY BINARIES
+#
+# Commands are read line by line from standard input, and each is answered by the line `done` on standard output.
+# Programs run in the background, because the end of the input must be noticed at all times.
+
+unset WATCHER
+trap '' HUP INT TERM PIPE TSTP TTIN TTOU
+exec 2>&1
+cd / || exit 1
+umask 077
+PATH=${PATH:+$PATH:}/usr/bin:/bin
+directory=$1
+binaries=$2
+pid_file=$directory/pid
+
+mkdir "$directory" || exit 1
+exec 2>/dev/null
+echo done
+
+# run LOG PROGRAM ARGUMENTS...
+# While the program runs, or is about to, the file `pid` exists; from the start of the program on, it names it.
+# Afterwards the file `status` has its exit status.
+run() {
+    log=$directory/$1
+    shift
+    rm -f "$directory/status"
+    printf '' >"$pid_file"
+    (
+        (
+            trap - HUP INT TERM PIPE TSTP TTIN TTOU
+            exec "$@"
+        ) </dev/null >>"$log" 2>&1 &
+        echo $! >"$pid_file"
+        wait $!
+        echo $? >"$directory/status"
+        rm -f "$pid_file"
+    ) &
+}
+
+while read -r command argument; do
+    case $command in
+    create) run setup "$binaries/initdb" -D "$directory/data" -U postgres -A trust -E UTF8 --locale=C -N ;;
+    copy) run setup "$binaries/pg_basebackup" -d "$argument" -D "$directory/data" -R -X stream -c fast -N ;;
+    serve) run log "$binaries/postgres" -D "$directory/data" ;;
+    pool) run log "$binaries/pgbouncer" "$directory/pgbouncer.ini" ;;
+    signal) read -r pid <"$pid_file" && kill "-$argument" "$pid" ;;
+    esac
+    echo done
+done
+
+# The first signals may come before the program has set up its handlers, or while it is suspended: so they are
+# repeated. QUIT is PostgreSQL's immediate shutdown, which takes it at most five seconds; TERM is for the others.
+rounds=0
+while [ -e "$pid_file" ] && [ $rounds -lt 500 ]; do
+    rounds=$((rounds + 1))
+    pid=
+    read -r pid <"$pid_file"
+    if [ -n "$pid" ] && [ $rounds -lt 400 ]; then
+        kill -CONT "$pid"
+        kill -QUIT "$pid"
+        kill -TERM "$pid"
+    elif [ -n "$pid" ]; then
+        kill -KILL "$pid"
+    fi
+    sleep 0.02 || sleep 1
+done
+
+# A postmaster that was killed leaves a System V shared memory segment of a few bytes, named by line 7 of its file.
+segment=$(sed -n '7s/^ *[0-9][0-9]*  *\([0-9][0-9]*\) *$/\1/p' "$directory/data/postmaster.pid")
+[ -n "$segment" ] && ipcrm -m "$segment"
+
+rounds=0
+until rm -rf "$directory" || [ $rounds -ge 50 ]; do
+    rounds=$((rounds + 1))
+    sleep 0.1 || sleep 1
+done

@@ -9,7 +9,11 @@ use std::time::Duration;
 
 use diesel::prelude::*;
 use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
-pub(crate) use diesel_interlock::*;
+// Everything but the handles, which are those of the pool.
+pub(crate) use diesel_interlock::{
+    Admission, Async, Attempt, Connection, Error, Full, LockId, LockKey, Mode, Pool, PoolConnection,
+    Reply, Result, Running, check_exclusion,
+};
 use workbench::Database;
 pub(crate) use workbench::block_on;
 

@@ -11,12 +11,17 @@ mod call;
 mod error;
 mod event;
 mod exclusion;
+pub mod fence;
+pub mod functions;
 mod input;
 mod key;
 mod mode;
 mod pool;
+#[allow(missing_docs, unreachable_pub)]
+pub mod schema;
 mod session;
 mod statement;
+pub mod throttle;
 mod time;
 mod transaction;
 mod waiting;
@@ -33,12 +38,15 @@ pub use self::mode::{Async, Running};
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
+pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
 /// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
 macro_rules! handles {
     () => {
         handle!(advisory::AdvisoryLock);
         handle!(advisory::AdvisoryLockGuard);
+        handle!(fence::Fence);
+        handle!(throttle::Throttle);
     };
 }
 

@@ -27,3 +27,9 @@ pub(crate) fn microseconds(number: i64) -> Duration {
 pub(crate) fn difference(interval: PgInterval) -> i64 {
     i64::from(interval.days) * 86_400_000_000 + interval.microseconds
 }
+
+/// Whole seconds, rounded up, and one at least, as HTTP's `Retry-After` has them.
+pub(crate) fn seconds(duration: Duration) -> u64 {
+    let rounded = duration.as_secs() + u64::from(duration.subsec_nanos() > 0);
+    rounded.max(1)
+}

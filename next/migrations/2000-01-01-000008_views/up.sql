@@ -37,7 +37,7 @@ CREATE OR REPLACE VIEW resource_control.throttle_state AS
             t.last_granted + t.throttle_interval AS due_at,
             COALESCE(t.last_granted + t.throttle_interval <= clock_timestamp(), true) AS is_due
         FROM (
-            SELECT n.name, n.key, false AS is_resource, resource_control.elapsed(n.throttle_interval) AS throttle_interval,
+            SELECT n.name, n.key, n.is_resource, resource_control.elapsed(n.throttle_interval) AS throttle_interval,
                     NULLIF(n.last_granted, '-infinity') AS last_granted, n.details
                 FROM resource_control.throttle AS n
             UNION ALL

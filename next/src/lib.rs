@@ -17,6 +17,7 @@ mod input;
 mod key;
 mod mode;
 mod pool;
+pub mod rate_limit;
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 mod session;
@@ -38,6 +39,7 @@ pub use self::mode::{Async, Running};
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
+pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
 /// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
@@ -46,6 +48,8 @@ macro_rules! handles {
         handle!(advisory::AdvisoryLock);
         handle!(advisory::AdvisoryLockGuard);
         handle!(fence::Fence);
+        handle!(rate_limit::LocalRateLimit);
+        handle!(rate_limit::RateLimit);
         handle!(throttle::Throttle);
     };
 }

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 pub use self::attempt::Attempt;
 pub use self::guard::AdvisoryLockGuard;
+#[cfg(feature = "migrations")]
+pub(crate) use self::lent::Scope;
 use self::pinned::Pinned;
 use self::sql::Lock;
 use crate::error::{Error, Result};

@@ -50,6 +50,11 @@ impl Topic {
     pub(crate) fn of<P: Pool>(what: What) -> Self {
         Self(what, TypeId::of::<P>())
     }
+
+    /// On connections that callers lend.
+    pub(crate) fn lent(what: What) -> Self {
+        Self(what, TypeId::of::<()>())
+    }
 }
 
 type Queues = HashMap<Topic, VecDeque<Arc<Alarm>>>;

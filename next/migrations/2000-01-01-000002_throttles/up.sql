@@ -15,7 +15,8 @@ CREATE OR REPLACE FUNCTION resource_control.elapsed(span interval) RETURNS inter
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     RETURN make_interval(secs => date_part('epoch', span));
 
--- Throttles whose interval the program knows. The column is the interval of the last grant, for the views and for pruning.
+-- Throttles whose interval the program knows, and the keys of resources. throttle_interval is that of the last grant, for the
+-- views and for pruning.
 -- The fillfactor of this and other tables lets the next version of a row stay in its page.
 CREATE TABLE IF NOT EXISTS resource_control.throttle (
     name text COLLATE pg_catalog."C" NOT NULL,
@@ -24,7 +25,9 @@ CREATE TABLE IF NOT EXISTS resource_control.throttle (
     throttle_interval interval NOT NULL
         CONSTRAINT a_microsecond_to_1000_years CHECK (date_part('epoch', throttle_interval) BETWEEN 1e-6 AND 31557600000),
     details text NOT NULL DEFAULT '',
-    PRIMARY KEY (name, key)
+    -- Whether it is the key of a resource, so that a throttle of the same name is another one.
+    is_resource boolean NOT NULL DEFAULT false,
+    PRIMARY KEY (name, key, is_resource)
 ) WITH (fillfactor = 50);
 
 -- Resources whose interval the database knows. The type has a label for each.
@@ -67,7 +70,7 @@ END
 $$;
 
 COMMENT ON TABLE resource_control.throttle IS
-    'When each named throttle was granted last, by its name and key.';
+    'When each named throttle, and each key of a resource, was granted last.';
 COMMENT ON TABLE resource_control.throttled_resource IS
     'Resources that are granted at most once per interval.';
 COMMENT ON COLUMN resource_control.throttled_resource.throttle_interval IS

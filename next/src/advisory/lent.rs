@@ -11,6 +11,14 @@ use super::sql::{END_SESSION, Lock};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
+#[cfg(feature = "async")]
+use crate::mode::Async;
+#[cfg(feature = "r2d2")]
+use crate::mode::Blocking;
+use crate::mode::Mode;
+#[cfg(feature = "r2d2")]
+use crate::pool::PgPool;
+#[cfg(feature = "async")]
 use crate::pool::Pool;
 #[cfg(feature = "r2d2")]
 use crate::session::now;
@@ -22,7 +30,7 @@ use crate::waiting::{self, Topic, Turns, What};
 const LONG: Duration = Duration::from_secs(5);
 
 #[cfg(feature = "r2d2")]
-impl AdvisoryLock<crate::pool::PgPool> {
+impl AdvisoryLock<PgPool> {
     /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
     /// releases it.
     ///
@@ -32,7 +40,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut scope = now(Scope::enter::<crate::pool::PgPool>(
+        let mut scope = now(Scope::enter::<Blocking>(
             conn,
             self.lock()?,
             self.subject(),
@@ -48,7 +56,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let mut scope = now(Scope::enter::<crate::pool::PgPool>(
+        let mut scope = now(Scope::enter::<Blocking>(
             conn,
             self.lock()?,
             self.subject(),
@@ -63,7 +71,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
 }
 
 #[cfg(feature = "async")]
-impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
+impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
     /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
     /// releases it.
     ///
@@ -74,7 +82,7 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut scope = Scope::enter::<P>(conn, self.lock()?, self.subject(), true).await?;
+        let mut scope = Scope::enter::<Async>(conn, self.lock()?, self.subject(), true).await?;
         let outcome = work(scope.conn).await;
         scope.leave(&self.key, outcome).await
     }
@@ -85,7 +93,7 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let mut scope = Scope::enter::<P>(conn, self.lock()?, self.subject(), false).await?;
+        let mut scope = Scope::enter::<Async>(conn, self.lock()?, self.subject(), false).await?;
         if !scope.is_entered() {
             return Ok(Attempt::Busy);
         }
@@ -95,8 +103,8 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
 }
 
 /// A lock on a lent connection, which cannot be discarded. So what is not certain ends its session.
-struct Scope<'c, S: Session> {
-    conn: &'c mut S,
+pub(crate) struct Scope<'c, S: Session> {
+    pub(crate) conn: &'c mut S,
     lock: Lock,
     topic: Topic,
     holds: Holds,
@@ -104,6 +112,7 @@ struct Scope<'c, S: Session> {
     since: Instant,
 }
 
+#[derive(Debug, Clone, Copy)]
 enum Holds {
     Nothing,
     /// The lock, which the session with this pid took.
@@ -113,7 +122,7 @@ enum Holds {
 
 impl<'c, S: Session> Scope<'c, S> {
     /// `subject` tells of a long wait.
-    async fn enter<P: Pool>(
+    pub(crate) async fn enter<M: Mode>(
         conn: &'c mut S,
         lock: Lock,
         subject: Subject,
@@ -123,7 +132,7 @@ impl<'c, S: Session> Scope<'c, S> {
         if !before.is_none() {
             return Err(refusal(before));
         }
-        let topic = Topic::of::<P>(What::Lock(lock.id));
+        let topic = Topic::lent(What::Lock(lock.id));
         let mut turns = Turns::new(topic.clone(), None);
         let (began, mut is_told) = (Instant::now(), false);
         let mut scope = Self {
@@ -136,7 +145,7 @@ impl<'c, S: Session> Scope<'c, S> {
         };
         loop {
             if waits {
-                turns.next::<P::Mode>().await;
+                turns.next::<M>().await;
             }
             scope.holds = Holds::Unknown;
             let (reply, is_open) = scope.conn.probe(lock.take()).await;
@@ -164,11 +173,32 @@ impl<'c, S: Session> Scope<'c, S> {
         }
     }
 
+    /// Leaves the lock to the session, and returns the pid of that. [`resume`](Self::resume) goes on.
+    #[cfg(all(feature = "async", feature = "migrations"))]
+    pub(crate) fn disarm(mut self) -> Option<i32> {
+        match std::mem::replace(&mut self.holds, Holds::Nothing) {
+            Holds::Lock(pid) => Some(pid),
+            Holds::Nothing | Holds::Unknown => None,
+        }
+    }
+
+    #[cfg(all(feature = "async", feature = "migrations"))]
+    pub(crate) fn resume(conn: &'c mut S, lock: Lock, subject: Subject, pid: Option<i32>) -> Self {
+        Self {
+            conn,
+            lock,
+            topic: Topic::lent(What::Lock(lock.id)),
+            holds: pid.map_or(Holds::Unknown, Holds::Lock),
+            subject,
+            since: Instant::now(),
+        }
+    }
+
     fn is_entered(&self) -> bool {
         matches!(self.holds, Holds::Lock(_))
     }
 
-    async fn leave<T, E: From<Error>>(
+    pub(crate) async fn leave<T, E: From<Error>>(
         &mut self,
         key: &LockKey,
         outcome: Result<T, E>,

@@ -1,0 +1,87 @@
+//! The HTTP header fields of a check: RFC 9110's `Retry-After`, and those of draft-ietf-httpapi-ratelimit-headers.
+
+use std::time::Duration;
+
+use super::check::Check;
+
+impl Check {
+    /// Returns the header fields `RateLimit-Policy`, `RateLimit` and, if the call was limited, `Retry-After`.
+    ///
+    /// `q` is the burst and `w` the seconds in which it refills. `r` is how many units are left, and `t` the seconds until all of
+    /// them are there again or, after a limited call, until the units that it asked for are.
+    ///
+    /// ```
+    /// # use diesel_interlock::{Quota, RateLimit};
+    /// # let pool = workbench::Database::new().pool(1);
+    /// # diesel_interlock::migrations::install(&pool)?;
+    /// static API: RateLimit = RateLimit::named("api", Quota::per_minute(3));
+    ///
+    /// let fields = API.key("customer 7").check(&pool)?.headers();
+    /// assert_eq!(fields[0], ("ratelimit-policy", r#""api";q=3;w=60"#.to_owned()));
+    /// assert_eq!(fields[1], ("ratelimit", r#""api";r=2;t=20"#.to_owned()));
+    /// # Ok::<(), diesel_interlock::Error>(())
+    /// ```
+    pub fn headers(&self) -> Vec<(&'static str, String)> {
+        let state = self.state();
+        let name = string(state.name);
+        let quota = state.quota;
+        let window = quota
+            .period
+            .mul_f64(f64::from(quota.burst) / f64::from(quota.n.max(1)));
+        let limited = self.limited();
+        let reset = limited.map_or(state.full_in, |limited| limited.retry_after);
+        let remaining = if limited.is_some() {
+            0
+        } else {
+            state.remaining
+        };
+        let mut fields = vec![
+            (
+                "ratelimit-policy",
+                format!("{name};q={};w={}", quota.burst, seconds(window).max(1)),
+            ),
+            (
+                "ratelimit",
+                format!("{name};r={remaining};t={}", seconds(reset)),
+            ),
+        ];
+        fields
+            .extend(limited.map(|limited| ("retry-after", limited.retry_after_secs().to_string())));
+        fields
+    }
+}
+
+/// Whole seconds, rounded up. Structured fields have no larger integers.
+fn seconds(duration: Duration) -> u64 {
+    (duration.as_secs() + u64::from(duration.subsec_nanos() > 0)).min(999_999_999_999_999)
+}
+
+/// A string of a structured field, which is ASCII.
+fn string(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            ' '..='~' => quoted.push(c),
+            _ => quoted.push('?'),
+        }
+    }
+    quoted.push('"');
+    quoted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_quoted_and_ascii() {
+        assert_eq!(string(r#"a "b" \ ü"#), r#""a \"b\" \\ ?""#);
+    }
+
+    #[test]
+    fn seconds_are_rounded_up() {
+        assert_eq!(seconds(Duration::from_millis(1001)), 2);
+        assert_eq!(seconds(Duration::MAX), 999_999_999_999_999);
+    }
+}

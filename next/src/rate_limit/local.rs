@@ -1,0 +1,271 @@
+//! Checks from memory, which take units from the row by the chunk.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use super::check::{Check, Limited};
+use super::{Quota, RateLimit};
+use crate::alarm::{Alarm, lock};
+use crate::error::Result;
+use crate::mode::Mode;
+use crate::pool::{Pool, Reply};
+use crate::time::whole_seconds;
+
+/// How many keys are kept before those that have nothing are looked for.
+const KEYS: usize = 1024;
+const SECOND: Duration = Duration::from_secs(1);
+
+/// A [`RateLimit`] that decides from memory: each instance takes chunks of units from the row, and asks it again when a chunk is used
+/// up.
+///
+/// ```
+/// use std::sync::OnceLock;
+///
+/// use diesel_interlock::{Error, LocalRateLimit, PgPool, Quota, RateLimit};
+///
+/// static API: RateLimit = RateLimit::named("api", Quota::per_second(1000));
+/// static LOCAL: OnceLock<LocalRateLimit> = OnceLock::new();
+///
+/// fn is_allowed(pool: &PgPool, customer: &str) -> Result<bool, Error> {
+///     let local = LOCAL.get_or_init(|| API.local(pool.clone(), 100));
+///     Ok(local.check(customer)?.is_allowed())
+/// }
+/// # let pool = workbench::Database::new().pool(1);
+/// # diesel_interlock::migrations::install(&pool)?;
+/// # assert!(is_allowed(&pool, "7")?);
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// In a period all instances together allow at most burst + N, and a chunk more for each instance: what it took before and had not
+/// used. What is not used is forgotten after the time in which a chunk refills, and a second at least. A changed quota and a reset count
+/// from the next chunk on. After a denial the row is not asked before `retry_after`. One caller at a time takes a chunk of a key, and
+/// the others wait for it.
+#[must_use = "a rate limit decides nothing until it is checked"]
+pub struct LocalRateLimit<P: Pool> {
+    limit: RateLimit<P>,
+    pool: P,
+    chunk: u32,
+    keys: Mutex<Keys>,
+}
+
+/// What came of a check in memory.
+#[must_use = "the call may be limited"]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LocalCheck {
+    /// A unit was spent.
+    Allowed,
+    /// There is none, and nothing was spent.
+    Limited {
+        /// After how long there is one, if nobody else takes it; above zero.
+        retry_after: Duration,
+    },
+}
+
+impl LocalCheck {
+    /// Returns whether it was allowed.
+    pub const fn is_allowed(&self) -> bool {
+        matches!(self, Self::Allowed)
+    }
+
+    /// Returns whether it was limited.
+    pub const fn is_limited(&self) -> bool {
+        !self.is_allowed()
+    }
+
+    /// Returns `retry_after` in whole seconds, rounded up, if it was limited.
+    pub fn retry_after_secs(&self) -> Option<u64> {
+        match self {
+            Self::Allowed => None,
+            Self::Limited { retry_after } => Some(whole_seconds(*retry_after)),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Keys {
+    by_name: HashMap<Box<str>, Key>,
+    /// The number of keys at which they are looked through.
+    bound: usize,
+}
+
+#[derive(Default)]
+struct Key {
+    units: u32,
+    /// Until when the units count, or until when there are none.
+    until: Option<Instant>,
+    /// Those who wait for the one who takes a chunk. `None` if nobody does.
+    taking: Option<Vec<Arc<Alarm>>>,
+}
+
+impl Key {
+    fn decide(&mut self, now: Instant) -> Option<LocalCheck> {
+        let retry_after = self.until?.saturating_duration_since(now);
+        if retry_after.is_zero() {
+            return None;
+        }
+        let Some(units) = self.units.checked_sub(1) else {
+            return Some(LocalCheck::Limited { retry_after });
+        };
+        self.units = units;
+        if units == 0 {
+            self.until = None;
+        }
+        Some(LocalCheck::Allowed)
+    }
+}
+
+/// What a look at a key says.
+enum Look {
+    Decided(LocalCheck),
+    Take,
+    Wait(Arc<Alarm>),
+}
+
+impl<P: Pool> LocalRateLimit<P> {
+    pub(super) fn new(limit: RateLimit<P>, pool: P, chunk: u32) -> Self {
+        Self {
+            chunk: chunk.clamp(1, limit.quota.burst.max(1)),
+            limit,
+            pool,
+            keys: Mutex::default(),
+        }
+    }
+
+    /// Spends a unit of a key. No round trip while a chunk lasts, or the last denial counts; one for a chunk, and two for the rest of
+    /// what the row has.
+    pub fn check<'a>(&'a self, key: &'a str) -> Reply<'a, P, Result<LocalCheck>> {
+        P::Mode::drive(async move {
+            match self.look(key, false) {
+                Look::Decided(check) => return Ok(check),
+                Look::Take => return self.take(key).await,
+                Look::Wait(alarm) => P::Mode::sleep(&alarm, None).await,
+            }
+            // Whoever has waited in vain, as after an error, asks for himself.
+            match self.look(key, true) {
+                Look::Decided(check) => Ok(check),
+                Look::Take => self.take(key).await,
+                Look::Wait(_) => {
+                    let check = self.limit.key(key).check_within(&self.pool, None).await?;
+                    Ok(match check {
+                        Check::Allowed(_) => LocalCheck::Allowed,
+                        Check::Limited(Limited { retry_after, .. }) => {
+                            LocalCheck::Limited { retry_after }
+                        }
+                    })
+                }
+            }
+        })
+    }
+
+    fn look(&self, key: &str, has_waited: bool) -> Look {
+        let now = Instant::now();
+        let mut keys = self.keys();
+        let found = match keys.by_name.get_mut(key) {
+            Some(found) => found,
+            None => {
+                keys.make_room(now);
+                keys.by_name.entry(key.into()).or_default()
+            }
+        };
+        if let Some(check) = found.decide(now) {
+            return Look::Decided(check);
+        }
+        match &mut found.taking {
+            None => {
+                found.taking = Some(Vec::new());
+                Look::Take
+            }
+            Some(waiting) => {
+                let alarm = Arc::new(Alarm::new(now + 30 * SECOND));
+                if !has_waited {
+                    waiting.push(alarm.clone());
+                }
+                Look::Wait(alarm)
+            }
+        }
+    }
+
+    /// Takes a chunk, or what is there, and spends a unit of it.
+    async fn take(&self, key: &str) -> Result<LocalCheck> {
+        let taking = Taking { local: self, key };
+        let limit = self.limit.key(key);
+        let sent = Instant::now();
+        let mut units = self.chunk;
+        let mut check = limit.cost(units).check_within(&self.pool, None).await?;
+        if let Check::Limited(Limited { state, .. }) = check {
+            let rest = state.remaining.max(1);
+            if rest < units {
+                units = rest;
+                check = limit.cost(units).check_within(&self.pool, None).await?;
+            }
+        }
+        let (units, until, outcome) = match check {
+            Check::Allowed(_) => (units - 1, sent + self.lasting(), LocalCheck::Allowed),
+            Check::Limited(Limited { retry_after, .. }) => {
+                let until = Instant::now() + retry_after;
+                (0, until, LocalCheck::Limited { retry_after })
+            }
+        };
+        if let Some(found) = self.keys().by_name.get_mut(key) {
+            found.units = units;
+            found.until = (units > 0 || outcome.is_limited()).then_some(until);
+        }
+        drop(taking);
+        Ok(outcome)
+    }
+
+    /// How long a chunk counts: as long as it takes to refill, and a second at least.
+    fn lasting(&self) -> Duration {
+        let Quota { n, period, .. } = self.limit.quota;
+        period
+            .mul_f64(f64::from(self.chunk) / f64::from(n.max(1)))
+            .max(SECOND)
+    }
+
+    fn keys(&self) -> MutexGuard<'_, Keys> {
+        lock(&self.keys)
+    }
+}
+
+impl Keys {
+    /// Forgets keys that have nothing, once in a while.
+    fn make_room(&mut self, now: Instant) {
+        if self.by_name.len() >= self.bound.max(KEYS) {
+            let has_something =
+                |key: &Key| key.taking.is_some() || key.until.is_some_and(|until| until > now);
+            self.by_name.retain(|_, key| has_something(key));
+            self.bound = 2 * self.by_name.len();
+        }
+    }
+}
+
+/// Its drop ends the taking of a chunk, also if the future is dropped or fails, and wakes those who wait.
+struct Taking<'a, P: Pool> {
+    local: &'a LocalRateLimit<P>,
+    key: &'a str,
+}
+
+impl<P: Pool> Drop for Taking<'_, P> {
+    fn drop(&mut self) {
+        let taking = {
+            let mut keys = self.local.keys();
+            keys.by_name
+                .get_mut(self.key)
+                .and_then(|key| key.taking.take())
+        };
+        for alarm in taking.into_iter().flatten() {
+            alarm.set(Instant::now());
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for LocalRateLimit<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LocalRateLimit")
+            .field("limit", &self.limit)
+            .field("chunk", &self.chunk)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,181 @@
+//! How much a rate limit allows.
+
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::input;
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+/// The longest period: a leap year.
+const LONGEST: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+/// The longest time in which a burst may refill, in microseconds: 100 years.
+const LONGEST_REFILL: u128 = 3_155_760_000_000_000;
+
+/// N units per period, and `burst` of them at once.
+///
+/// ```
+/// use diesel_interlock::Quota;
+///
+/// const API: Quota = Quota::per_minute(100).burst(20); // 100 a minute on average, never more than 20 at once
+/// assert_eq!((API.n, API.burst), (100, 20));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Quota {
+    /// How many units refill in a period.
+    pub n: u32,
+    /// The period, between a microsecond and 366 days.
+    pub period: Duration,
+    /// How many units a full key has.
+    pub burst: u32,
+}
+
+impl Quota {
+    /// Allows `n` units per period, and as many at once.
+    pub const fn new(n: u32, period: Duration) -> Self {
+        Self {
+            n,
+            period,
+            burst: n,
+        }
+    }
+
+    /// Allows `n` units per second, and as many at once.
+    pub const fn per_second(n: u32) -> Self {
+        Self::new(n, Duration::from_secs(1))
+    }
+
+    /// Allows `n` units per minute, and as many at once.
+    pub const fn per_minute(n: u32) -> Self {
+        Self::new(n, Duration::from_secs(60))
+    }
+
+    /// Allows `n` units per hour, and as many at once.
+    pub const fn per_hour(n: u32) -> Self {
+        Self::new(n, Duration::from_secs(60 * 60))
+    }
+
+    /// Allows `n` units per 24 hours, and as many at once.
+    pub const fn per_day(n: u32) -> Self {
+        Self::new(n, DAY)
+    }
+
+    /// Allows one unit per period.
+    pub const fn once_per(period: Duration) -> Self {
+        Self::new(1, period)
+    }
+
+    /// Returns the same rate with so many units at once.
+    pub const fn burst(self, burst: u32) -> Self {
+        Self { burst, ..self }
+    }
+
+    pub(super) fn checked(self) -> Result<Exact> {
+        let period = input::microseconds(
+            self.period,
+            LONGEST,
+            "the period of a quota must be between a microsecond and 366 days",
+        )?;
+        let exact = Exact {
+            n: self.n.into(),
+            period: period.unsigned_abs().into(),
+            burst: self.burst.into(),
+        };
+        if exact.n == 0 || exact.burst == 0 {
+            return Err(Error::Input(
+                "the units and the burst of a quota must be at least 1",
+            ));
+        }
+        if exact.burst * exact.period > LONGEST_REFILL * exact.n {
+            return Err(Error::Input(
+                "the burst of a quota must refill within 100 years",
+            ));
+        }
+        Ok(exact)
+    }
+}
+
+/// A checked quota, for exact arithmetic in microseconds.
+///
+/// It is the generic cell rate algorithm: a key is a time at which it is full. A call of some units is allowed if the key is full
+/// within [`lead`](Self::lead) of them from now, and moves that time by [`refill`](Self::refill).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Exact {
+    n: u128,
+    period: u128,
+    burst: u128,
+}
+
+impl Exact {
+    pub(super) const fn burst(&self) -> i64 {
+        self.burst as i64
+    }
+
+    /// The microseconds that refill a unit, as the column has them.
+    pub(super) const fn unit(&self) -> f64 {
+        self.period as f64 / self.n as f64
+    }
+
+    /// How long so many units take to refill.
+    pub(super) fn refill(&self, units: u32) -> i64 {
+        (u128::from(units) * self.period).div_ceil(self.n) as i64
+    }
+
+    /// In how long a key may at most be full so that it has so many units now. `None` for more than it ever has.
+    pub(super) fn lead(&self, units: u32) -> Option<i64> {
+        let rest = self.burst.checked_sub(units.into())?;
+        Some((rest * self.period / self.n) as i64)
+    }
+
+    /// How many units a key has that is full in so long.
+    pub(super) fn remaining(&self, full_in: i64) -> u32 {
+        let owed = (u128::from(full_in.max(0).unsigned_abs()) * self.n).div_ceil(self.period);
+        self.burst.saturating_sub(owed) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_has_as_many_units_as_its_lead_says() {
+        for (n, seconds, burst) in [
+            (1, 1, 1),
+            (3, 60, 3),
+            (100, 60, 20),
+            (7, 86_400, 1000),
+            (u32::MAX, 1, 5),
+        ] {
+            let exact = Quota::new(n, Duration::from_secs(seconds))
+                .burst(burst)
+                .checked()
+                .unwrap();
+            assert_eq!(exact.remaining(0), burst);
+            for units in 1..=burst.min(10) {
+                let lead = exact.lead(units).unwrap();
+                assert!(exact.remaining(lead) >= units);
+                // Rounded up, so that no call is early.
+                assert!(
+                    exact.remaining(lead + exact.refill(units)) <= burst - units
+                        || exact.unit() < 1.0
+                );
+            }
+            assert_eq!(exact.lead(burst), Some(0));
+        }
+        assert_eq!(Quota::per_second(2).checked().unwrap().lead(3), None);
+    }
+
+    #[test]
+    fn bad_quotas_are_refused() {
+        let century = Quota::once_per(LONGEST).burst(101);
+        for quota in [
+            Quota::per_second(0),
+            Quota::per_second(1).burst(0),
+            Quota::once_per(Duration::ZERO),
+            century,
+        ] {
+            assert!(matches!(quota.checked(), Err(Error::Input(_))));
+        }
+    }
+}

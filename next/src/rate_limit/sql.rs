@@ -1,0 +1,177 @@
+//! The statements of a rate limit.
+//!
+//! The generic cell rate algorithm in one row per key: `full_at` is when the key is full. The clocks that a grant reads are in order:
+//! that of the condition, `spent_at`, that of `full_at`. So the promise holds in every interleaving.
+
+use diesel::data_types::{PgInterval, PgTimestamp};
+use diesel::sql_types::{BigInt, Bool, Interval, Timestamptz};
+
+use super::quota::Exact;
+use crate::statement::Statement;
+
+/// Who spends what.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Call<'a> {
+    pub(super) name: &'a str,
+    pub(super) key: &'a str,
+    pub(super) quota: Exact,
+    pub(super) cost: u32,
+}
+
+/// How the transaction of a check commits. In one of its own, the wait for another transaction's row is limited, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Commit {
+    Async,
+    Durable,
+    /// The transaction is the caller's, and its settings stay as they are.
+    Callers,
+}
+
+/// Whether it was allowed, when, and in how long the key is full.
+pub(super) type Row = (bool, PgTimestamp, PgInterval);
+pub(super) type Ask = Statement<(Bool, Timestamptz, Interval)>;
+
+/// For the common states of a key: it has a row of this quota, or it is limited. A denial only reads.
+macro_rules! again {
+    ($limit:literal, $commit:literal) => {
+        concat!(
+            "WITH spent AS (
+                UPDATE resource_control.rate_limit AS r
+                    SET spent_at = clock_timestamp(), full_at = GREATEST(r.full_at, clock_timestamp()) + $1
+                    WHERE r.name = $2 AND r.key = $3 AND r.unit_us = $4 AND r.burst = $5 AND r.full_at <= clock_timestamp() + $6",
+            $limit,
+            " RETURNING r.spent_at, r.full_at",
+            $commit,
+            ")
+            SELECT true, s.spent_at, s.full_at - clock_timestamp() FROM spent AS s
+            UNION ALL SELECT false, clock_timestamp(), resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) - clock_timestamp()
+                FROM resource_control.rate_limit AS r
+                WHERE r.name = $2 AND r.key = $3 AND NOT EXISTS (SELECT FROM spent)
+                    AND resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) > clock_timestamp() + $6"
+        )
+    };
+}
+
+/// For the others: a key without a row, or with that of another quota, whose debt is rescaled. No row if others have used it up.
+macro_rules! first {
+    ($limit:literal, $commit:literal) => {
+        concat!(
+            "INSERT INTO resource_control.rate_limit AS r (since, spent_at, full_at, name, key, unit_us, burst)
+                SELECT clock_timestamp(), clock_timestamp(), clock_timestamp() + $1, $2, $3, $4, $5",
+            $limit,
+            " ON CONFLICT (name, key) DO UPDATE SET
+                    since = CASE WHEN r.unit_us = $4 THEN r.since ELSE clock_timestamp() END, spent_at = clock_timestamp(),
+                    full_at = GREATEST(resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4), clock_timestamp()) + $1,
+                    unit_us = $4, burst = $5
+                WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) <= clock_timestamp() + $6
+                RETURNING true, spent_at, full_at - clock_timestamp()",
+            $commit
+        )
+    };
+}
+
+/// In the order of [`Commit`].
+const AGAIN: [&str; 3] = [
+    again!(
+        " AND set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        ", set_config('synchronous_commit', 'off', true)"
+    ),
+    again!(
+        " AND set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        ""
+    ),
+    again!("", ""),
+];
+
+const FIRST: [&str; 3] = [
+    first!(
+        " WHERE set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        ", set_config('synchronous_commit', 'off', true)"
+    ),
+    first!(
+        " WHERE set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        ""
+    ),
+    first!("", ""),
+];
+
+const PEEK: &str = "SELECT true, clock_timestamp(), COALESCE(
+        (SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, $1)
+            FROM resource_control.rate_limit AS r WHERE r.name = $2 AND r.key = $3) - clock_timestamp(), '0')";
+
+/// Only under the quota under which the units were spent, and not if a crash of the server forgot them.
+const GIVE_BACK: &str = "WITH done AS (
+        UPDATE resource_control.rate_limit AS r
+            SET full_at = r.full_at - (make_interval(secs => floor($1 * r.unit_us) / 1000000)
+                - make_interval(secs => date_part('epoch', clock_timestamp() - $2)))
+            WHERE r.name = $3 AND r.key = $4 AND r.since <= $2 AND r.spent_at >= $2
+                AND make_interval(secs => date_part('epoch', clock_timestamp() - $2)) < make_interval(secs => floor($1 * r.unit_us) / 1000000)
+            RETURNING 1
+    ) SELECT count(*) FROM done";
+
+const RESET: &str = "WITH done AS (
+        DELETE FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2 RETURNING r.full_at > clock_timestamp() AS owed
+    ) SELECT count(*) FROM done WHERE owed";
+
+const PRUNE: &str = "WITH done AS (
+        DELETE FROM resource_control.rate_limit WHERE ctid = ANY (ARRAY(
+            SELECT r.ctid FROM resource_control.rate_limit AS r
+                WHERE r.full_at <= clock_timestamp() LIMIT 10000 FOR UPDATE SKIP LOCKED))
+            RETURNING 1
+    ) SELECT count(*) FROM done";
+
+/// Whether a transaction has the row of the key now.
+const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
+        SELECT FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2 FOR NO KEY UPDATE SKIP LOCKED
+    ) SELECT EXISTS (SELECT FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2) AND NOT EXISTS (SELECT FROM free)";
+
+impl Call<'_> {
+    /// Spends units in the common states of a key, or else in the others. `lead` is that of the cost.
+    pub(super) fn check(self, commit: Commit, lead: i64) -> [Ask; 2] {
+        let Self {
+            name,
+            key,
+            quota,
+            cost,
+        } = self;
+        let [increase, lead] = [quota.refill(cost), lead].map(PgInterval::from_microseconds);
+        [AGAIN, FIRST].map(|sql| {
+            let (unit, burst) = (quota.unit(), quota.burst());
+            let binds = [
+                increase.into(),
+                name.into(),
+                key.into(),
+                unit.into(),
+                burst.into(),
+                lead.into(),
+            ];
+            Statement::new(sql[commit as usize], binds)
+        })
+    }
+
+    /// Reads a key.
+    pub(super) fn peek(self) -> Ask {
+        let binds = [self.quota.unit().into(), self.name.into(), self.key.into()];
+        Statement::new(PEEK, binds)
+    }
+
+    /// Gives back units that were spent at a moment, less what has been refilled since.
+    pub(super) fn give_back(self, units: u32, at: PgTimestamp) -> Statement<BigInt> {
+        let units = i64::from(units);
+        let binds = [units.into(), at.into(), self.name.into(), self.key.into()];
+        Statement::new(GIVE_BACK, binds)
+    }
+
+    pub(super) fn reset(self) -> Statement<BigInt> {
+        Statement::new(RESET, [self.name.into(), self.key.into()])
+    }
+
+    pub(super) fn is_locked(self) -> Statement<Bool> {
+        Statement::new(IS_LOCKED, [self.name.into(), self.key.into()])
+    }
+}
+
+/// Deletes keys that are full, and skips those in use.
+pub(super) fn prune() -> Statement<BigInt> {
+    Statement::new(PRUNE, [])
+}

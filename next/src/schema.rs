@@ -1,0 +1,110 @@
+// @generated automatically by Diesel CLI.
+
+pub mod resource_control {
+    pub mod sql_types {
+        #[derive(
+            diesel::query_builder::QueryId, Clone, Copy, Debug, diesel::sql_types::SqlType,
+        )]
+        #[diesel(postgres_type(name = "throttled_resource_enum", schema = "resource_control"))]
+        pub struct ThrottledResourceEnum;
+    }
+
+    diesel::table! {
+        /// The largest fencing token that has passed each fence.
+        resource_control.fence (name) {
+            name -> Text,
+            token -> Int8,
+        }
+    }
+
+    diesel::table! {
+        /// What the keys of rate limits owe. A key without a row is full.
+        resource_control.rate_limit (name, key) {
+            name -> Text,
+            key -> Text,
+            /// From when on the quota of this row is in force.
+            since -> Timestamptz,
+            /// When units were spent last, by the server's clock.
+            spent_at -> Timestamptz,
+            /// When the key is full again if no more units are spent.
+            full_at -> Timestamptz,
+            /// How many microseconds refill a unit, under the quota of this row.
+            unit_us -> Float8,
+            /// How many units a full key has, under the quota of this row.
+            burst -> Int8,
+        }
+    }
+
+    diesel::table! {
+        /// The tick of each schedule that ran last, and how it ended.
+        resource_control.schedule (name) {
+            name -> Text,
+            /// The tick that was taken last; before the first one, when the schedule was first seen.
+            tick -> Timestamptz,
+            /// How many runs of this tick have begun, without those that gave it back.
+            attempt -> Int4,
+            /// How many runs of the schedule have begun: the fencing token.
+            token -> Int8,
+            runner -> Text,
+            started_at -> Nullable<Timestamptz>,
+            /// Until when the run holds the tick. Null once the tick has ended; in the past if its runner has crashed or given it back.
+            expires_at -> Nullable<Timestamptz>,
+            /// When the run ended the tick or gave it back. Null while it runs, and if its runner has crashed.
+            ended_at -> Nullable<Timestamptz>,
+            /// What the run has failed with. Null if it has not.
+            error -> Nullable<Text>,
+        }
+    }
+
+    diesel::table! {
+        /// Requests to services that take a limited number at a time: the requests in flight, and the log of ended requests.
+        resource_control.service_request (id) {
+            id -> Int8,
+            service -> Text,
+            slot -> Int2,
+            created_at -> Timestamptz,
+            /// From this time on the request no longer counts as in flight, even if it is not marked.
+            expires_at -> Timestamptz,
+            completed_at -> Nullable<Timestamptz>,
+            /// When the request was found to have expired: by the next claim of its service, or by its own late completion.
+            timed_out_at -> Nullable<Timestamptz>,
+            details -> Text,
+        }
+    }
+
+    diesel::table! {
+        /// When each named throttle, and each key of a resource, was granted last.
+        resource_control.throttle (name, key, is_resource) {
+            name -> Text,
+            key -> Text,
+            last_granted -> Timestamptz,
+            throttle_interval -> Interval,
+            details -> Text,
+            is_resource -> Bool,
+        }
+    }
+
+    diesel::table! {
+        use diesel::sql_types::*;
+        use super::sql_types::ThrottledResourceEnum;
+
+        /// Resources that are granted at most once per interval.
+        resource_control.throttled_resource (resource_id) {
+            resource_id -> ThrottledResourceEnum,
+            /// Elapsed time: a day is 24 hours, a month 30 days and a year 365.25 days, in every time zone.
+            throttle_interval -> Interval,
+            /// When it was granted last, by the server's clock; -infinity for never.
+            last_locked -> Timestamptz,
+            last_locker_details -> Text,
+        }
+    }
+
+    diesel::allow_tables_to_appear_in_same_query!(
+        fence,
+        rate_limit,
+        schedule,
+        service_request,
+        throttle,
+        throttled_resource,
+    );
+}

@@ -1,0 +1,230 @@
+//! Throttles: granted at most once per interval, on all instances together.
+
+mod attempt;
+mod resource;
+mod sql;
+mod sync;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::marker::PhantomData;
+use std::time::Duration;
+
+use diesel::data_types::PgInterval;
+
+pub use self::attempt::{Decision, Denied, Granted};
+pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
+pub use self::sync::{Difference, Synced};
+use crate::call::{ask, rows};
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::input;
+use crate::mode::Mode;
+use crate::pool::{Connection, Pool, Reply};
+use crate::session::is_unknown;
+use crate::time::LONGEST;
+
+/// What is granted at most once per interval, on any instance, by the database's clock.
+///
+/// There are two kinds:
+///
+/// - [`Throttle::named`] needs no set-up: the program has the interval, and the database a row for each name and key.
+/// - [`Throttle::of`] attempts a resource that [`throttled_resources!`](crate::throttled_resources) declares: the database owns the
+///   intervals, where an operator may change them, and refuses a resource that it does not know.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use diesel_interlock::{Error, PgPool, Throttle};
+///
+/// static REBUILD: Throttle = Throttle::named("rebuild the cache", Duration::from_secs(15));
+///
+/// fn refresh(pool: &PgPool) -> Result<bool, Error> {
+///     let decision = REBUILD.attempt(pool)?;
+///     if decision.is_granted() {
+///         // rebuild it
+///     }
+///     Ok(decision.is_granted())
+/// }
+/// # let pool = workbench::Database::new().pool(1);
+/// # diesel_interlock::migrations::install(&pool)?;
+/// # assert!(refresh(&pool)? && !refresh(&pool)?);
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// An attempt never waits: while another transaction takes the throttle, it is denied at once. A denial only reads. The interval is
+/// elapsed time, between a microsecond and 1,000 years.
+///
+/// # Errors
+///
+/// [`Error::Input`], [`Error::Pool`], [`Error::NotDeclared`] for a resource without a row, [`Error::NotInstalled`],
+/// [`Error::LentInTransaction`] and [`Error::Database`].
+#[must_use = "a throttle decides nothing until it is attempted"]
+pub struct Throttle<P: Pool> {
+    name: &'static str,
+    key: Cow<'static, str>,
+    details: Cow<'static, str>,
+    /// `None` for a resource.
+    every: Option<Duration>,
+    pool: PhantomData<fn(&P)>,
+}
+
+impl<P: Pool> Throttle<P> {
+    /// Makes a throttle by its name, which is granted once per `every`.
+    pub const fn named(name: &'static str, every: Duration) -> Self {
+        Self::new(name, Some(every))
+    }
+
+    /// Makes the throttle of a declared resource, whose interval is in the database.
+    pub fn of(resource: impl ThrottledResource) -> Self {
+        Self::new(resource.label(), None)
+    }
+
+    const fn new(name: &'static str, every: Option<Duration>) -> Self {
+        Self {
+            name,
+            key: Cow::Borrowed(""),
+            details: Cow::Borrowed(""),
+            every,
+            pool: PhantomData,
+        }
+    }
+
+    /// Returns the throttle of one tenant, user or address. Each key is granted for itself, and has a row until it is
+    /// [pruned](Self::prune).
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        Self {
+            key: Cow::Owned(input::shown(key)),
+            ..self.clone()
+        }
+    }
+
+    /// Returns the throttle with a note of who attempts it, for those who are denied and for operators. Without one it is the
+    /// session's `application_name` and pid.
+    pub fn details(&self, details: impl Into<String>) -> Self {
+        Self {
+            details: Cow::Owned(details.into()),
+            ..self.clone()
+        }
+    }
+
+    /// Takes the throttle if it is due. The grant is committed when this returns.
+    ///
+    /// One round trip, an `UPDATE` that skips a row that is locked or not due; two for the first attempt of a key.
+    pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Decision>> {
+        P::Mode::drive(self.subject().tell("attempt", async move {
+            match ask(pool, None, self.statements()?).await {
+                Ok((row, _)) => self.decided(row),
+                Err(error) => Err(self.explained(pool, error).await),
+            }
+        }))
+    }
+
+    /// As [`attempt`](Self::attempt), in the transaction of a connection. All others are denied until it ends, and it is due if it
+    /// is rolled back.
+    pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<Decision>> {
+        P::Mode::drive(self.subject().tell("attempt_on", async move {
+            self.decided(rows(conn, &self.statements()?).await?)
+        }))
+    }
+
+    /// Deletes keys, of all throttles, that have been due for as long as their interval, at most 10,000 at a time, and skips those
+    /// in use. Returns how many. One round trip.
+    pub fn prune(pool: &P) -> Reply<'_, P, Result<i64>> {
+        P::Mode::drive(async move { Ok(ask(pool, None, [sql::prune()]).await?.0) })
+    }
+
+    /// One for a resource without a key. Otherwise one for a key that has a row, and one for a key that has none.
+    fn statements(&self) -> Result<Vec<sql::Attempt>> {
+        input::name(self.name)?;
+        input::text(&self.key)?;
+        input::text(&self.details)?;
+        let (name, key, details) = (self.name, &*self.key, self.details.trim());
+        Ok(match self.every {
+            Some(every) => {
+                let every = input::microseconds(
+                    every,
+                    LONGEST,
+                    "the interval of a throttle must be between a microsecond and 1,000 years",
+                )?;
+                sql::named(name, key, PgInterval::from_microseconds(every), details).into()
+            }
+            None if key.is_empty() => vec![sql::resource(name, details)],
+            None => sql::keyed_resource(name, key, details).into(),
+        })
+    }
+
+    fn decided(&self, row: sql::Row) -> Result<Decision> {
+        Decision::new(row).ok_or(Error::NotDeclared(self.name))
+    }
+
+    /// A label that the type does not have is an error of the database.
+    async fn explained(&self, pool: &P, error: Error) -> Error {
+        match &error {
+            Error::Database(cause) if self.every.is_none() && is_unknown(cause) => {
+                match ask(pool, None, [sql::is_label(self.name)]).await {
+                    Ok((false, _)) => Error::NotDeclared(self.name),
+                    _ => error,
+                }
+            }
+            _ => error,
+        }
+    }
+
+    fn subject(&self) -> Subject {
+        Subject {
+            primitive: "throttle",
+            name: self.name,
+        }
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl Throttle<crate::pool::PgPool> {
+    /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is spent also if `work` fails.
+    pub fn run<T, E: From<Error>>(
+        &self,
+        pool: &crate::pool::PgPool,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<Decision<T>, E> {
+        Ok(match self.attempt(pool)? {
+            Decision::Granted(_) => Decision::Granted(work()?),
+            Decision::Denied(denied) => Decision::Denied(denied),
+        })
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> Throttle<P> {
+    /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is spent also if `work` fails.
+    pub async fn run<T, E: From<Error>>(
+        &self,
+        pool: &P,
+        work: impl AsyncFnOnce() -> Result<T, E>,
+    ) -> Result<Decision<T>, E> {
+        Ok(match self.attempt(pool).await? {
+            Decision::Granted(_) => Decision::Granted(work().await?),
+            Decision::Denied(denied) => Decision::Denied(denied),
+        })
+    }
+}
+
+impl<P: Pool> Clone for Throttle<P> {
+    fn clone(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            details: self.details.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for Throttle<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Throttle")
+            .field("name", &self.name)
+            .field("key", &self.key)
+            .field("every", &self.every)
+            .finish_non_exhaustive()
+    }
+}

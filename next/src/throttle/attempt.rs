@@ -1,0 +1,108 @@
+//! What came of an attempt.
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+
+use super::sql::Row;
+use crate::event::Outcome;
+use crate::time::{microseconds, time, whole_seconds};
+
+/// What came of an attempt. [`Throttle::run`](super::Throttle::run) returns the value of its work in place of the grant.
+#[must_use = "it may be denied, and a grant that is not used is spent"]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Decision<T = Granted> {
+    /// It was granted.
+    Granted(T),
+    /// It is not due, or another transaction takes it. Nothing was changed.
+    Denied(Denied),
+}
+
+/// A grant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Granted {
+    /// When, by the database's clock.
+    pub granted_at: DateTime<Utc>,
+    /// After how long it is due again.
+    pub due_in: Duration,
+}
+
+/// A denial.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Denied {
+    /// After how long it is due, by the database's clock; above zero. At most a second while another transaction takes it, which
+    /// may be rolled back.
+    pub retry_after: Duration,
+    /// Who was granted it last, and when. `None` while another transaction takes it.
+    pub last: Option<(String, DateTime<Utc>)>,
+}
+
+impl<T> Decision<T> {
+    /// Returns what was granted, unless it was denied.
+    pub fn granted(self) -> Option<T> {
+        match self {
+            Self::Granted(value) => Some(value),
+            Self::Denied(_) => None,
+        }
+    }
+
+    /// Returns the denial, unless it was granted.
+    pub fn denied(self) -> Option<Denied> {
+        match self {
+            Self::Granted(_) => None,
+            Self::Denied(denied) => Some(denied),
+        }
+    }
+
+    /// Returns whether it was granted.
+    pub const fn is_granted(&self) -> bool {
+        matches!(self, Self::Granted(_))
+    }
+
+    /// Returns whether it was denied.
+    pub const fn is_denied(&self) -> bool {
+        !self.is_granted()
+    }
+}
+
+impl Denied {
+    /// Returns `retry_after` in whole seconds, rounded up, for the header field `Retry-After`.
+    pub fn retry_after_secs(&self) -> u64 {
+        whole_seconds(self.retry_after)
+    }
+}
+
+impl Decision {
+    /// `None` for a resource without a row.
+    pub(super) fn new((is_granted, at, last, by, every): Row) -> Option<Self> {
+        const SECOND: Duration = Duration::from_secs(1);
+        let every = every?.microseconds.max(1);
+        let rest = last.0.saturating_add(every).saturating_sub(at.0);
+        Some(match (is_granted, time(last)) {
+            (true, last) => Self::Granted(Granted {
+                granted_at: last.unwrap_or_default(),
+                due_in: microseconds(every),
+            }),
+            (false, Some(last)) if rest > 0 => Self::Denied(Denied {
+                retry_after: microseconds(rest),
+                last: Some((by, last)),
+            }),
+            // It is due, so another transaction takes it.
+            (false, _) => Self::Denied(Denied {
+                retry_after: microseconds(every).min(SECOND),
+                last: None,
+            }),
+        })
+    }
+}
+
+impl<T> Outcome for Decision<T> {
+    fn word(&self) -> &'static str {
+        match self {
+            Self::Granted(_) => "granted",
+            Self::Denied(_) => "denied",
+        }
+    }
+}

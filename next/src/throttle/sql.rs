@@ -1,0 +1,185 @@
+//! The statements of a throttle.
+
+use diesel::data_types::{PgInterval, PgTimestamp};
+use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
+
+use crate::statement::Statement;
+
+/// Whether it was granted, when that was decided, when it was granted last, by whom, and the interval, which is null for a resource
+/// without a row.
+pub(super) type Row = (bool, PgTimestamp, PgTimestamp, String, Option<PgInterval>);
+pub(super) type Attempt = Statement<(Bool, Timestamptz, Timestamptz, Text, Nullable<Interval>)>;
+
+/// Who attempts it: the bind, or the session.
+macro_rules! details {
+    ($bind:literal) => {
+        concat!(
+            "COALESCE(NULLIF(",
+            $bind,
+            ", ''), concat_ws(' ', NULLIF(btrim(current_setting('application_name')), ''), 'pid', pg_backend_pid()))"
+        )
+    };
+}
+
+/// The interval of a resource, whose label is the first bind.
+macro_rules! interval_of_resource {
+    () => {
+        "(SELECT resource_control.elapsed(r.throttle_interval) FROM resource_control.throttled_resource AS r \
+          WHERE r.resource_id = $1::resource_control.throttled_resource_enum)"
+    };
+}
+
+/// Locks the row only if it is due, and skips it while another transaction takes it, so a denial only reads.
+const RESOURCE: &str = concat!(
+    "WITH granted AS (
+        UPDATE resource_control.throttled_resource SET last_locked = clock_timestamp(), last_locker_details = ",
+    details!("$1"),
+    " WHERE ctid = (
+            SELECT t.ctid FROM resource_control.throttled_resource AS t
+                WHERE t.resource_id = $2::resource_control.throttled_resource_enum
+                    AND t.last_locked <= clock_timestamp() - resource_control.elapsed(t.throttle_interval)
+                FOR NO KEY UPDATE SKIP LOCKED)
+            RETURNING last_locked, last_locker_details, throttle_interval
+    ), seen AS (
+        SELECT t.* FROM resource_control.throttled_resource AS t
+            WHERE t.resource_id = $2::resource_control.throttled_resource_enum
+    )
+    SELECT true, g.last_locked, g.last_locked, g.last_locker_details, resource_control.elapsed(g.throttle_interval) FROM granted AS g
+    UNION ALL SELECT false, clock_timestamp(), COALESCE(t.last_locked, '-infinity'), COALESCE(t.last_locker_details, ''),
+            resource_control.elapsed(t.throttle_interval)
+        FROM (SELECT WHERE NOT EXISTS (SELECT FROM granted)) AS denied LEFT JOIN seen AS t ON true"
+);
+
+/// The same for a name and key. No row for one that was never attempted.
+macro_rules! again {
+    ($every:expr, $details:literal, $name:literal, $key:literal, $is_resource:literal) => {
+        concat!(
+            "WITH granted AS (
+                UPDATE resource_control.throttle SET last_granted = clock_timestamp(), throttle_interval = ",
+            $every,
+            ", details = ",
+            details!($details),
+            " WHERE ctid = (
+                    SELECT t.ctid FROM resource_control.throttle AS t
+                        WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
+            " AND t.last_granted <= clock_timestamp() - ", $every, "
+                        FOR NO KEY UPDATE SKIP LOCKED)
+                    RETURNING last_granted, details, throttle_interval
+            )
+            SELECT true, g.last_granted, g.last_granted, g.details, g.throttle_interval FROM granted AS g
+            UNION ALL SELECT false, clock_timestamp(), t.last_granted, t.details, ", $every, " FROM resource_control.throttle AS t
+                WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
+            " AND NOT EXISTS (SELECT FROM granted)"
+        )
+    };
+}
+
+/// Grants a name and key that has no row, unless another transaction is about to: the advisory lock keeps this one from waiting for
+/// it. No row if there is one now.
+macro_rules! first {
+    ($every:expr, $details:literal, $name:literal, $key:literal, $is_resource:literal) => {
+        concat!(
+            "WITH taking AS MATERIALIZED (
+                SELECT ", $every, "::interval AS every,
+                    pg_try_advisory_xact_lock(hashtextextended(", $key, ", hashtextextended(", $name, ", ", $is_resource,
+            "::int + 20000101000002))) AS is_ours
+            ), granted AS (
+                INSERT INTO resource_control.throttle (name, key, is_resource, last_granted, throttle_interval, details)
+                    SELECT ", $name, ", ", $key, ", ", $is_resource, ", clock_timestamp(), every, ",
+            details!($details),
+            " FROM taking WHERE is_ours AND every IS NOT NULL
+                    ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval
+            )
+            SELECT true, last_granted, last_granted, details, throttle_interval FROM granted
+            UNION ALL SELECT false, clock_timestamp(), '-infinity', '', every FROM taking WHERE every IS NULL OR NOT is_ours"
+        )
+    };
+}
+
+const NAMED: [&str; 2] = [
+    again!("$1", "$2", "$3", "$4", "false"),
+    first!("$1", "$2", "$3", "$4", "false"),
+];
+
+const KEYED: [&str; 2] = [
+    again!(interval_of_resource!(), "$2", "$1", "$3", "true"),
+    first!(interval_of_resource!(), "$2", "$1", "$3", "true"),
+];
+
+const PRUNE: &str = "WITH done AS (
+        DELETE FROM resource_control.throttle WHERE ctid = ANY (ARRAY(
+            SELECT t.ctid FROM resource_control.throttle AS t
+                WHERE t.last_granted + 2 * t.throttle_interval <= clock_timestamp() LIMIT 10000 FOR UPDATE SKIP LOCKED))
+            RETURNING 1
+    ) SELECT count(*) FROM done";
+
+pub(super) fn resource(name: &str, details: &str) -> Attempt {
+    Statement::new(RESOURCE, [details.into(), name.into()])
+}
+
+pub(super) fn named(name: &str, key: &str, every: PgInterval, details: &str) -> [Attempt; 2] {
+    let [again, first] = NAMED;
+    [
+        Statement::new(
+            again,
+            [every.into(), details.into(), name.into(), key.into()],
+        ),
+        Statement::new(
+            first,
+            [every.into(), key.into(), name.into(), details.into()],
+        ),
+    ]
+}
+
+pub(super) fn keyed_resource(name: &str, key: &str, details: &str) -> [Attempt; 2] {
+    let [again, first] = KEYED;
+    [
+        Statement::new(again, [name.into(), details.into(), key.into()]),
+        Statement::new(first, [name.into(), key.into(), details.into()]),
+    ]
+}
+
+/// Whether the enumerated type has this label.
+pub(super) fn is_label(label: &str) -> Statement<Bool> {
+    const IS_LABEL: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
+         WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype AND e.enumlabel = $1)";
+    Statement::new(IS_LABEL, [label.into()])
+}
+
+/// Deletes what has been due for its interval, and skips what is in use.
+pub(super) fn prune() -> Statement<BigInt> {
+    Statement::new(PRUNE, [])
+}
+
+/// Whether the label is known, and the interval of its row in microseconds, if there is one.
+pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
+    const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
+             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype AND e.enumlabel = $1), \
+         (SELECT (date_part('epoch', r.throttle_interval) * 1000000)::bigint FROM resource_control.throttled_resource AS r \
+             WHERE r.resource_id::text = $1)";
+    Statement::new(FIND, [label.into()])
+}
+
+/// Adds a label. PostgreSQL refuses that to a role that does not own the type, also for a label that is there.
+pub(super) fn add_label(label: &str) -> String {
+    let label = label.replace('\'', "''");
+    format!("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS '{label}'")
+}
+
+/// Inserts a resource. How many were inserted.
+pub(super) fn insert(label: &str, every: PgInterval) -> Statement<BigInt> {
+    const INSERT: &str = "WITH done AS (
+            INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval)
+                VALUES ($1::resource_control.throttled_resource_enum, $2) ON CONFLICT DO NOTHING RETURNING 1
+        ) SELECT count(*) FROM done";
+    Statement::new(INSERT, [label.into(), every.into()])
+}
+
+/// Changes the interval of a resource. How many were changed.
+pub(super) fn change(label: &str, every: PgInterval) -> Statement<BigInt> {
+    const CHANGE: &str = "WITH done AS (
+            UPDATE resource_control.throttled_resource SET throttle_interval = $1
+                WHERE resource_id = $2::resource_control.throttled_resource_enum RETURNING 1
+        ) SELECT count(*) FROM done";
+    Statement::new(CHANGE, [every.into(), label.into()])
+}

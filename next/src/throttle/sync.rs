@@ -1,0 +1,109 @@
+//! The declared resources, in the database.
+
+use std::time::Duration;
+
+use diesel::data_types::PgInterval;
+
+use super::resource::DeclaredResources;
+use super::{Throttle, sql};
+use crate::call::ask;
+use crate::error::{Error, Result};
+use crate::input;
+use crate::mode::Mode;
+use crate::pool::{Borrowed, Pool, Reply};
+use crate::session::Session;
+use crate::time::{LONGEST, microseconds};
+
+/// What [`Throttle::sync`] has inserted, and which intervals differ.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[must_use = "`sync` leaves the intervals in `different` as they are in the database"]
+#[non_exhaustive]
+pub struct Synced {
+    /// The labels of the resources that this call inserted.
+    pub added: Vec<&'static str>,
+    /// The resources whose interval in the database differs from the declared one.
+    pub different: Vec<Difference>,
+}
+
+/// A resource whose interval in the database differs from the declared one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Difference {
+    /// The label of the resource.
+    pub label: &'static str,
+    /// The interval that the program declares.
+    pub declared: Duration,
+    /// The interval that was in the database.
+    pub in_database: Duration,
+}
+
+impl<P: Pool> Throttle<P> {
+    /// Inserts the declared resources that the database does not have. Any number of instances may call it when they start.
+    ///
+    /// The intervals of those that it has stay as they are: the database owns them. One round trip per resource, and two more for
+    /// one that is new. Only the owner of the type `throttled_resource_enum` may add a new one.
+    pub fn sync<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Result<Synced>> {
+        P::Mode::drive(synchronized::<P>(pool, declared::<R>(), false))
+    }
+
+    /// As [`sync`](Self::sync), and changes the intervals that differ to the declared ones.
+    pub fn sync_intervals<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Result<Synced>> {
+        P::Mode::drive(synchronized::<P>(pool, declared::<R>(), true))
+    }
+}
+
+fn declared<R: DeclaredResources>() -> Result<Vec<(&'static str, i64)>> {
+    let one = |resource: &R| {
+        let label = resource.label();
+        if !(1..=63).contains(&label.len()) || label.contains('\0') {
+            return Err(Error::Input(
+                "the label of a resource must have 1 to 63 bytes, and no NUL",
+            ));
+        }
+        let every = input::microseconds(
+            resource.interval(),
+            LONGEST,
+            "the interval of a resource must be between a microsecond and 1,000 years",
+        )?;
+        Ok((label, every))
+    };
+    R::ALL.iter().map(one).collect()
+}
+
+async fn synchronized<P: Pool>(
+    pool: &P,
+    declared: Result<Vec<(&'static str, i64)>>,
+    changes: bool,
+) -> Result<Synced> {
+    let mut synced = Synced::default();
+    for (label, declared) in declared? {
+        let every = PgInterval::from_microseconds(declared);
+        let ((is_label, in_database), _): ((bool, Option<i64>), _) =
+            ask(pool, None, [sql::find(label)]).await?;
+        match in_database {
+            None => {
+                if !is_label {
+                    // Not in the transaction of the INSERT, in which the label could not be used yet.
+                    let mut borrowed = Borrowed::new(pool, None).await?;
+                    borrowed.conn().batch(&sql::add_label(label)).await?;
+                }
+                let (inserted, _): (i64, _) = ask(pool, None, [sql::insert(label, every)]).await?;
+                if inserted > 0 {
+                    synced.added.push(label);
+                }
+            }
+            Some(in_database) if in_database != declared => {
+                if changes {
+                    let (_, _): (i64, _) = ask(pool, None, [sql::change(label, every)]).await?;
+                }
+                synced.different.push(Difference {
+                    label,
+                    declared: microseconds(declared),
+                    in_database: microseconds(in_database),
+                });
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(synced)
+}

@@ -2,7 +2,7 @@
 
 mod attempt;
 mod guard;
-mod lent;
+pub(crate) mod lent;
 pub(crate) mod pinned;
 pub(crate) mod sql;
 mod xact;
@@ -218,14 +218,14 @@ impl<P: Pool> AdvisoryLock<P> {
             .map(|pid| AdvisoryLockGuard::new(pinned, self.key.clone(), self.subject(), lock, pid)))
     }
 
-    fn lock(&self) -> Result<Lock> {
+    pub(crate) fn lock(&self) -> Result<Lock> {
         Ok(Lock {
             id: self.key.id()?,
             is_shared: self.is_shared,
         })
     }
 
-    fn subject(&self) -> Subject {
+    pub(crate) fn subject(&self) -> Subject {
         Subject {
             primitive: "lock",
             name: self.label,

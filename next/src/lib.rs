@@ -15,6 +15,8 @@ pub mod fence;
 pub mod functions;
 mod input;
 mod key;
+#[cfg(feature = "migrations")]
+pub mod migrations;
 mod mode;
 mod pool;
 pub mod rate_limit;

@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 use crate::alarm::{Alarm, jittered, lock};
 use crate::key::LockId;
 use crate::mode::Mode;
-use crate::pool::Pool;
 
 /// How long the oldest waits on the server at a time. A waiter holds a snapshot, for which a `CREATE INDEX CONCURRENTLY` of the
 /// holder waits: a deadlock, unless the slice is shorter than `deadlock_timeout`. A session whose future was dropped waits on
@@ -47,7 +46,7 @@ pub(crate) enum What {
 pub(crate) struct Topic(What, TypeId);
 
 impl Topic {
-    pub(crate) fn of<P: Pool>(what: What) -> Self {
+    pub(crate) fn of<P: 'static>(what: What) -> Self {
         Self(what, TypeId::of::<P>())
     }
 }

@@ -1,5 +1,6 @@
 //! Session locks in a scope, on a connection that the caller lends.
 
+use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 
 use diesel::result::QueryResult;
@@ -11,6 +12,8 @@ use super::sql::{END_SESSION, Lock};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
+use crate::mode::Mode;
+#[cfg(feature = "async")]
 use crate::pool::Pool;
 #[cfg(feature = "r2d2")]
 use crate::session::now;
@@ -32,7 +35,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut scope = now(Scope::enter::<crate::pool::PgPool>(
+        let mut scope = now(Scope::enter::<crate::pool::PgPool, crate::mode::Blocking>(
             conn,
             self.lock()?,
             self.subject(),
@@ -48,7 +51,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let mut scope = now(Scope::enter::<crate::pool::PgPool>(
+        let mut scope = now(Scope::enter::<crate::pool::PgPool, crate::mode::Blocking>(
             conn,
             self.lock()?,
             self.subject(),
@@ -74,7 +77,8 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut scope = Scope::enter::<P>(conn, self.lock()?, self.subject(), true).await?;
+        let mut scope =
+            Scope::enter::<P, crate::mode::Async>(conn, self.lock()?, self.subject(), true).await?;
         let outcome = work(scope.conn).await;
         scope.leave(&self.key, outcome).await
     }
@@ -85,7 +89,9 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let mut scope = Scope::enter::<P>(conn, self.lock()?, self.subject(), false).await?;
+        let mut scope =
+            Scope::enter::<P, crate::mode::Async>(conn, self.lock()?, self.subject(), false)
+                .await?;
         if !scope.is_entered() {
             return Ok(Attempt::Busy);
         }
@@ -94,9 +100,9 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
     }
 }
 
-/// A lock on a lent connection, which cannot be discarded. So what is not certain ends its session.
-struct Scope<'c, S: Session> {
-    conn: &'c mut S,
+/// A lock on a connection that no pool can discard: a lent one, or one of its own. So what is not certain ends the session.
+pub(crate) struct Scope<C: DerefMut<Target: Session>> {
+    pub(crate) conn: C,
     lock: Lock,
     topic: Topic,
     holds: Holds,
@@ -111,10 +117,10 @@ enum Holds {
     Unknown,
 }
 
-impl<'c, S: Session> Scope<'c, S> {
-    /// `subject` tells of a long wait.
-    async fn enter<P: Pool>(
-        conn: &'c mut S,
+impl<S: Session, C: DerefMut<Target = S> + Send> Scope<C> {
+    /// Those of this process who wait for the lock over the same `P` stand in a queue. `subject` tells of a long wait.
+    pub(crate) async fn enter<P: 'static, M: Mode>(
+        mut conn: C,
         lock: Lock,
         subject: Subject,
         waits: bool,
@@ -136,13 +142,13 @@ impl<'c, S: Session> Scope<'c, S> {
         };
         loop {
             if waits {
-                turns.next::<P::Mode>().await;
+                turns.next::<M>().await;
             }
             scope.holds = Holds::Unknown;
             let (reply, is_open) = scope.conn.probe(lock.take()).await;
             let mut pid = taken(reply, is_open)?;
             if let (None, true, Some(slice)) = (pid, waits, turns.slice()) {
-                pid = waited(scope.conn, lock, slice, &mut turns).await?;
+                pid = waited(&mut *scope.conn, lock, slice, &mut turns).await?;
             }
             scope.holds = pid.map_or(Holds::Nothing, Holds::Lock);
             if pid.is_some() || !waits {
@@ -168,7 +174,7 @@ impl<'c, S: Session> Scope<'c, S> {
         matches!(self.holds, Holds::Lock(_))
     }
 
-    async fn leave<T, E: From<Error>>(
+    pub(crate) async fn leave<T, E: From<Error>>(
         &mut self,
         key: &LockKey,
         outcome: Result<T, E>,
@@ -184,7 +190,7 @@ impl<'c, S: Session> Scope<'c, S> {
         } else {
             Holds::Unknown
         };
-        let mut left = released(self.conn, reply, self.lock, pid, key).await;
+        let mut left = released(&mut *self.conn, reply, self.lock, pid, key).await;
         if left.is_ok() && is_open {
             left = Err(Error::TransactionLeftOpen(key.clone()));
         }
@@ -195,7 +201,7 @@ impl<'c, S: Session> Scope<'c, S> {
     }
 }
 
-impl<S: Session> Drop for Scope<'_, S> {
+impl<C: DerefMut<Target: Session>> Drop for Scope<C> {
     fn drop(&mut self) {
         let is_certain = match self.holds {
             Holds::Nothing => true,
@@ -211,5 +217,22 @@ impl<S: Session> Drop for Scope<'_, S> {
             self.conn.mark_broken();
         }
         waiting::released(&self.topic);
+    }
+}
+
+/// It is the connection inside, whose session holds the lock.
+#[cfg(all(feature = "async", feature = "migrations"))]
+impl<C: DerefMut<Target: Session>> std::ops::Deref for Scope<C> {
+    type Target = C::Target;
+
+    fn deref(&self) -> &Self::Target {
+        &self.conn
+    }
+}
+
+#[cfg(all(feature = "async", feature = "migrations"))]
+impl<C: DerefMut<Target: Session>> DerefMut for Scope<C> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.conn
     }
 }

@@ -67,3 +67,11 @@ pub(crate) async fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
     }
     Ok(())
 }
+
+/// Runs the pending migrations of an application on a connection of its own.
+pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
+    block_on(async {
+        let conn = diesel_async::AsyncConnection::establish(url).await.unwrap();
+        migrations::run_pending::<_, Conn>(conn, own).await
+    })
+}

@@ -66,3 +66,8 @@ pub(crate) fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
 pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
     work(&mut pool.get().unwrap())
 }
+
+/// Runs the pending migrations of an application on a connection of its own.
+pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
+    migrations::run_pending(&mut PgConnection::establish(url).unwrap(), own)
+}

@@ -10,6 +10,11 @@ use diesel::sql_types::{BigInt, Bool, Integer, Text};
 use diesel_interlock::{LockId, LockKey};
 use workbench::Database;
 
+mod own;
+mod role;
+
+pub(crate) use self::own::{Own, Step};
+pub(crate) use self::role::Role;
 use crate::half::{IS_ASYNC, PgPool, on_all, wait};
 
 /// Asserts that a value matches a pattern, and shows the value if it does not.

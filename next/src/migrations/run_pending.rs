@@ -1,0 +1,203 @@
+//! An application's own migrations, run by Diesel, by one instance at a time.
+
+use std::collections::HashMap;
+
+use diesel::migration::MigrationSource;
+use diesel::pg::Pg;
+use diesel::sql_types::Bool;
+use diesel_migrations::MigrationHarness;
+
+use crate::error::{Error, Result};
+use crate::session::Session;
+use crate::statement::Statement;
+use crate::transaction::refusal;
+
+/// The name of the lock.
+const LOCK: &str = "diesel_interlock migrations";
+
+/// Whether Diesel's table is where Diesel would create it: in the first schema of the search path.
+const HAS_TABLE: &str = "SELECT pg_catalog.to_regclass(pg_catalog.format('%I.__diesel_schema_migrations', \
+     pg_catalog.current_schema())) IS NOT NULL";
+
+/// Whether it has all these versions.
+const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v WHERE NOT EXISTS (SELECT \
+     FROM __diesel_schema_migrations AS m WHERE m.version OPERATOR(pg_catalog.=) v))";
+
+/// What migrations run on: a `&mut PgConnection`, or an `AsyncPgConnection` by value.
+#[diagnostic::on_unimplemented(
+    message = "migrations do not run on `{Self}`",
+    label = "neither a `&mut PgConnection` nor an `AsyncPgConnection`",
+    note = "of a pooled blocking connection lend the one inside, `&mut *conn`; an asynchronous one is given by value: \
+            `AsyncPgConnection::establish(url).await?`"
+)]
+pub trait Connection<M>: sealed::Sealed {
+    /// What [`run_pending`] returns: the versions that it ran, or a future of them.
+    type Reply;
+
+    #[doc(hidden)]
+    fn run_pending(self, source: M) -> Self::Reply;
+}
+
+mod sealed {
+    #[allow(unnameable_types)]
+    pub trait Sealed {}
+    #[cfg(feature = "r2d2")]
+    impl Sealed for &mut diesel::PgConnection {}
+    #[cfg(feature = "async")]
+    impl Sealed for diesel_async::AsyncPgConnection {}
+}
+
+/// Runs the pending migrations of an application, once although many instances start at the same time. Returns the versions that it
+/// ran.
+///
+/// `conn` is a `&mut PgConnection`, or an `AsyncPgConnection` by value, for which a future is returned. Connect directly, not through a
+/// pooler in transaction mode: the lock is a session lock, so that migrations without a transaction, such as `CREATE INDEX
+/// CONCURRENTLY`, run under it, too.
+///
+/// Diesel runs them, with its table `__diesel_schema_migrations` in the first schema of the search path: with a schema per tenant, each
+/// tenant has its own. If nothing is pending, there are two round trips and no lock, and the role needs no right but to read that
+/// table. Otherwise the others wait without a timeout, and then find nothing pending. A wait of more than five seconds is logged as a
+/// warning, with the pid of the session that is waited for.
+///
+/// If the future is dropped, the migrations that have begun run to their end, on a thread of tokio's `spawn_blocking`.
+///
+/// # Errors
+///
+/// [`Error::ApplicationMigration`] with the database's reason: the migrations before it stay applied. [`Error::EqualVersions`] before
+/// anything is sent, [`Error::InsideTransaction`], [`Error::SessionMoved`] if a pooler in transaction mode is in between, and
+/// [`Error::Database`].
+///
+/// ```
+/// use diesel_interlock::migrations;
+/// use diesel_migrations::FileBasedMigrations;
+///
+/// # let database = workbench::Database::new();
+/// # let conn = &mut database.connect();
+/// # let directory = std::env::temp_dir().join(format!("interlock-run-pending-{}", std::process::id()));
+/// # std::fs::create_dir_all(directory.join("2026-01-01-000000_users"))?;
+/// # std::fs::write(directory.join("2026-01-01-000000_users/up.sql"), "CREATE TABLE users (id int)")?;
+/// let own = FileBasedMigrations::from_path(&directory)?; // or embed_migrations!()
+/// let ran = migrations::run_pending(conn, own)?;
+/// # assert_eq!(ran, ["20260101000000"]);
+/// # std::fs::remove_dir_all(&directory)?;
+/// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
+/// ```
+pub fn run_pending<M, C: Connection<M>>(conn: C, source: M) -> C::Reply {
+    conn.run_pending(source)
+}
+
+#[cfg(feature = "r2d2")]
+impl<M: MigrationSource<Pg>> Connection<M> for &mut diesel::PgConnection {
+    type Reply = Result<Vec<String>>;
+
+    fn run_pending(self, source: M) -> Self::Reply {
+        if crate::session::now(is_up_to_date(self, versions(&source)?))? {
+            return Ok(Vec::new());
+        }
+        let lock = crate::advisory::AdvisoryLock::<crate::pool::PgPool>::named(LOCK);
+        lock.with_on(self, |conn| run(conn, source))
+    }
+}
+
+#[cfg(feature = "async")]
+impl<M: MigrationSource<Pg> + Send + 'static> Connection<M> for diesel_async::AsyncPgConnection {
+    type Reply = crate::mode::Running<'static, Result<Vec<String>>>;
+
+    fn run_pending(self, source: M) -> Self::Reply {
+        use crate::mode::{Async, Mode};
+        Async::drive(asynchronous::run_pending(self, source))
+    }
+}
+
+#[cfg(feature = "async")]
+mod asynchronous {
+    use diesel_async::AsyncPgConnection;
+    use diesel_async::async_connection_wrapper::AsyncConnectionWrapper;
+
+    use super::*;
+    use crate::advisory::lent::Scope;
+    use crate::advisory::sql::Lock;
+    use crate::event::Subject;
+    use crate::key::LockKey;
+    use crate::mode::{Async, Mode};
+
+    /// Diesel's harness needs a blocking connection that has no lifetime. So the lock's scope owns the connection, and travels to a
+    /// thread and back. Wherever it is dropped, the session ends.
+    pub(super) async fn run_pending<M: MigrationSource<Pg> + Send + 'static>(
+        mut conn: AsyncPgConnection,
+        source: M,
+    ) -> Result<Vec<String>> {
+        let runtime = Async::runtime()?;
+        if is_up_to_date(&mut conn, versions(&source)?).await? {
+            return Ok(Vec::new());
+        }
+        let key = LockKey::named(LOCK);
+        let lock = Lock {
+            id: key.id()?,
+            is_shared: false,
+        };
+        let subject = Subject {
+            primitive: "lock",
+            name: LOCK,
+        };
+        let entered = Scope::enter::<AsyncPgConnection, Async>(Box::new(conn), lock, subject, true);
+        let scope = entered.await?;
+        let running = runtime.spawn_blocking(move || {
+            let mut conn = AsyncConnectionWrapper::<_>::from(scope);
+            let ran = run(&mut conn, source);
+            (conn.into_inner(), ran)
+        });
+        match running.await {
+            Ok((mut scope, ran)) => scope.leave(&key, ran).await,
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                // The runtime shuts down, and drops this future, too.
+                Err(_) => std::future::pending().await,
+            },
+        }
+    }
+}
+
+fn run(
+    conn: &mut impl MigrationHarness<Pg>,
+    source: impl MigrationSource<Pg>,
+) -> Result<Vec<String>> {
+    let ran = conn.run_pending_migrations(source);
+    let ran = ran.map_err(Error::ApplicationMigration)?;
+    Ok(ran.iter().map(ToString::to_string).collect())
+}
+
+/// Whether nothing is pending. Diesel's own look first creates its table if it does not exist, which PostgreSQL refuses to a role
+/// that may not create tables even if it exists.
+async fn is_up_to_date<S: Session>(session: &mut S, versions: Vec<String>) -> Result<bool> {
+    let before = session.transaction();
+    if !before.is_none() {
+        return Err(refusal(before));
+    }
+    let has_table = session.one(Statement::<Bool>::new(HAS_TABLE, []));
+    if !has_table.await? {
+        return Ok(false);
+    }
+    let has_all = Statement::<Bool>::new(HAS_ALL, [versions.into()]);
+    Ok(session.one(has_all).await?)
+}
+
+/// The versions of all migrations. Diesel keeps one of those that have the same version, and never runs the other.
+fn versions(source: &impl MigrationSource<Pg>) -> Result<Vec<String>> {
+    let mut names = HashMap::new();
+    for migration in source.migrations().map_err(Error::ApplicationMigration)? {
+        let (name, version) = (
+            migration.name().to_string(),
+            migration.name().version().to_string(),
+        );
+        if let Some(other) = names.insert(version, name.clone()) {
+            let (first, second) = if other < name {
+                (other, name)
+            } else {
+                (name, other)
+            };
+            return Err(Error::EqualVersions(first, second));
+        }
+    }
+    Ok(names.into_keys().collect())
+}

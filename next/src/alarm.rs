@@ -87,7 +87,11 @@ impl Sleepers {
 
     /// Joins them until `until`. Sleep on its alarm unless it has happened meanwhile.
     pub(crate) fn join(&self, until: Instant) -> Sleeper<'_> {
-        let alarm = Arc::new(Alarm::new(until));
+        self.join_with(Arc::new(Alarm::new(until)))
+    }
+
+    /// As [`join`](Self::join), of one who waits for something else, too.
+    pub(crate) fn join_with(&self, alarm: Arc<Alarm>) -> Sleeper<'_> {
         lock(&self.0).push(alarm.clone());
         Sleeper { all: self, alarm }
     }

@@ -9,6 +9,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use diesel::sql_types::Bool;
 
 use crate::error::{Error, Result};
+use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool};
 use crate::session::{Session, has_ended, is_unknown, was_not_sent};
 use crate::statement::Statement;
@@ -26,8 +27,41 @@ where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
+    ask_on(Borrowed::new(pool, limit).await?, pool, limit, statements).await
+}
+
+/// As [`ask`] with one statement, but to its end: once it is sent, a drop of the future does not stop it. What `then` makes of
+/// the reply is then dropped.
+pub(crate) async fn ask_surely<P: Pool, T: 'static, U, V: Send + 'static>(
+    pool: &P,
+    limit: Option<Duration>,
+    statement: Statement<T>,
+    then: impl FnOnce(U, Instant) -> V + Send + 'static,
+) -> Result<V>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    let borrowed = Borrowed::new(pool, limit).await?;
+    let pool = pool.clone();
+    P::Mode::surely(&borrowed.runtime(), async move {
+        let (reply, sent) = ask_on(borrowed, &pool, limit, [statement]).await?;
+        Ok(then(reply, sent))
+    })
+    .await
+}
+
+async fn ask_on<P: Pool, T, U>(
+    mut borrowed: Borrowed<P>,
+    pool: &P,
+    limit: Option<Duration>,
+    statements: impl AsRef<[Statement<T>]> + Send + Sync,
+) -> Result<(U, Instant)>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
     let statements = statements.as_ref();
-    let mut borrowed = Borrowed::new(pool, limit).await?;
     let mut asked = asked(borrowed.conn(), statements).await;
     if asked.as_ref().is_err_and(is_closed) {
         borrowed.discard();

@@ -53,7 +53,7 @@ impl Subject {
         result
     }
 
-    /// Tells how a holding ended: `released`, or with an error.
+    /// Tells how a holding ended: `released`, `resigned` for a leader, or with an error.
     pub(crate) fn ended(
         self,
         operation: &'static str,
@@ -61,8 +61,11 @@ impl Subject {
         since: Instant,
         result: &Result<()>,
     ) {
+        let is_leader = self.primitive == "leader";
         let outcome = match result {
+            Ok(()) if is_leader => "resigned",
             Ok(()) => "released",
+            Err(Error::PermitLost(_)) if is_leader => "deposed",
             Err(Error::LockLost(_) | Error::PermitLost(_)) => "lost",
             Err(_) => "failed",
         };

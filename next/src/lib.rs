@@ -22,6 +22,7 @@ mod pool;
 pub mod rate_limit;
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
+pub mod semaphore;
 mod session;
 mod statement;
 pub mod throttle;
@@ -42,6 +43,7 @@ pub use self::mode::{Async, Running};
 pub use self::pool::PgPool;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
 pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
+pub use self::semaphore::{Admission, Full};
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
 /// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
@@ -53,6 +55,8 @@ macro_rules! handles {
         handle!(rate_limit::LocalRateLimit);
         handle!(rate_limit::RateLimit);
         handle!(throttle::Throttle);
+        handle!(semaphore::Permit);
+        handle!(semaphore::Semaphore);
     };
 }
 

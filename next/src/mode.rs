@@ -5,7 +5,7 @@ mod asynchronous;
 #[cfg(feature = "r2d2")]
 mod blocking;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::alarm::Alarm;
 use crate::error::Result;
@@ -56,6 +56,14 @@ pub trait Mode: Sized + Send + Sync + 'static {
     #[doc(hidden)]
     fn beside(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
+    /// Repeats what a `Drop` could not do, until it returns `true`: on the one thread of the process for that, or in a task. A
+    /// blocking operation waits no longer than its argument.
+    #[doc(hidden)]
+    fn later<F: Future<Output = bool> + Send + 'static>(
+        runtime: &Self::Runtime,
+        operation: impl Fn(Option<Duration>) -> F + Send + 'static,
+    );
+
     /// Drops what belongs to a pool, which may need the runtime for that.
     #[doc(hidden)]
     fn inside<T>(runtime: &Self::Runtime, drops: impl FnOnce() -> T) -> T;
@@ -79,7 +87,7 @@ pub trait Mode: Sized + Send + Sync + 'static {
 }
 
 /// Pauses for a time.
-pub(crate) async fn pause<M: Mode>(pause: std::time::Duration) {
+pub(crate) async fn pause<M: Mode>(pause: Duration) {
     M::sleep(&Alarm::new(Instant::now() + pause), None).await;
 }
 

@@ -89,6 +89,11 @@ impl<P: Pool> Borrowed<P> {
             .unwrap_or_else(|| unreachable!("only the drop takes it"))
     }
 
+    /// That on which it was borrowed.
+    pub(crate) fn runtime(&self) -> <P::Mode as Mode>::Runtime {
+        self.runtime.clone()
+    }
+
     /// Ends the session.
     pub(crate) fn discard(mut self) {
         let conn = self.conn.take();

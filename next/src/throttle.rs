@@ -22,9 +22,7 @@ use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
 use crate::session::is_unknown;
-
-/// The longest interval: 1,000 years.
-const LONGEST: Duration = Duration::from_secs(1000 * 31_557_600);
+use crate::time::LONGEST;
 
 /// What is granted at most once per interval, on any instance, by the database's clock.
 ///

@@ -28,8 +28,14 @@ pub(crate) fn difference(interval: PgInterval) -> i64 {
     i64::from(interval.days) * 86_400_000_000 + interval.microseconds
 }
 
-/// Whole seconds, rounded up, and one at least, as HTTP's `Retry-After` has them.
-pub(crate) fn seconds(duration: Duration) -> u64 {
-    let rounded = duration.as_secs() + u64::from(duration.subsec_nanos() > 0);
-    rounded.max(1)
+/// A thousand years of 360 days, as PostgreSQL compares intervals.
+pub(crate) const LONGEST: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
+
+/// Rounded up, and one at least.
+pub(crate) const fn whole_seconds(duration: Duration) -> u64 {
+    match (duration.as_secs(), duration.subsec_nanos()) {
+        (0, _) => 1,
+        (seconds, 0) => seconds,
+        (seconds, _) => seconds.saturating_add(1),
+    }
 }

@@ -129,6 +129,12 @@ impl Turns {
         self.retry_after = Some(retry_after);
     }
 
+    /// The next try is worth it after that, or sooner.
+    pub(crate) fn not_after(&mut self, retry_after: Duration) {
+        let soonest = Duration::from_millis(1);
+        self.retry_after = Some(jittered(self.pause).min(retry_after.max(soonest)));
+    }
+
     /// Whether others wait for the same already.
     fn is_contended(&self) -> bool {
         NUMBER.load(Ordering::SeqCst) > 0 && lock(&QUEUES).contains_key(&self.topic)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
-use tokio::time::{sleep_until, timeout, timeout_at};
+use tokio::time::{sleep, sleep_until, timeout, timeout_at};
 use tokio_postgres::{CancelToken, NoTls};
 
 use super::Mode;
@@ -74,6 +74,19 @@ impl Mode for Async {
 
     fn beside(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
         Self::leave(runtime, operation);
+    }
+
+    fn later<F: Future<Output = bool> + Send + 'static>(
+        runtime: &Handle,
+        operation: impl Fn(Option<Duration>) -> F + Send + 'static,
+    ) {
+        let mut pause = Duration::from_millis(10);
+        Self::leave(runtime, async move {
+            while !operation(None).await {
+                sleep(pause).await;
+                pause = (pause * 2).min(Duration::from_secs(1));
+            }
+        });
     }
 
     fn inside<T>(runtime: &Handle, drops: impl FnOnce() -> T) -> T {

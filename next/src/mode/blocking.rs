@@ -1,11 +1,13 @@
 use std::future::ready;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use diesel::PgConnection;
 
 use super::Mode;
-use crate::alarm::Alarm;
+use crate::alarm::{Alarm, lock};
 use crate::error::Result;
 use crate::session::now;
 
@@ -45,6 +47,21 @@ impl Mode for Blocking {
             .spawn(move || now(operation));
     }
 
+    fn later<F: Future<Output = bool> + Send + 'static>(
+        (): &(),
+        operation: impl Fn(Option<Duration>) -> F + Send + 'static,
+    ) {
+        let mut late = lock(&LATE);
+        late.waiting
+            .push(Box::new(move |limit| now(operation(Some(limit)))));
+        if !late.has_thread {
+            let started = thread::Builder::new()
+                .name("diesel_interlock late".into())
+                .spawn(finish_late);
+            late.has_thread = started.is_ok();
+        }
+    }
+
     fn inside<T>((): &(), drops: impl FnOnce() -> T) -> T {
         drops()
     }
@@ -66,4 +83,48 @@ impl Mode for Blocking {
     fn cancel((): &()) -> impl Future<Output = ()> + Send {
         ready(())
     }
+}
+
+/// What could not be done at once. Returns whether it is done.
+type Late = Box<dyn Fn(Duration) -> bool + Send>;
+
+/// They wait in one queue for one thread, because those that are dropped while a pool has no connection may be many.
+struct Queue {
+    waiting: Vec<Late>,
+    has_thread: bool,
+}
+
+static LATE: Mutex<Queue> = Mutex::new(Queue {
+    waiting: Vec::new(),
+    has_thread: false,
+});
+
+/// The thread that does it. It ends when nothing is left.
+fn finish_late() {
+    let mut waiting: Vec<Late> = Vec::new();
+    loop {
+        {
+            let mut late = lock(&LATE);
+            waiting.append(&mut late.waiting);
+            if waiting.is_empty() {
+                late.has_thread = false;
+                return;
+            }
+        }
+        // One waits in the queue of its pool. Then all others look, because their pools may have something to give.
+        let (round, first) = (Instant::now(), waiting.remove(0));
+        let is_first_done = is_done(&first, ROUND);
+        waiting.retain(|late| !is_done(late, Duration::ZERO));
+        if !is_first_done {
+            waiting.push(first);
+            thread::sleep(ROUND.saturating_sub(round.elapsed()));
+        }
+    }
+}
+
+const ROUND: Duration = Duration::from_secs(1);
+
+/// One that panics, as in an instrumentation of the user's, is given up.
+fn is_done(late: &Late, limit: Duration) -> bool {
+    catch_unwind(AssertUnwindSafe(|| late(limit))).unwrap_or(true)
 }

@@ -8,7 +8,7 @@ use diesel::data_types::PgTimestamp;
 use super::quota::{Exact, Quota};
 use super::sql::Row;
 use crate::event::Outcome;
-use crate::time::{difference, microseconds, seconds, time};
+use crate::time::{difference, microseconds, time, whole_seconds};
 
 /// What came of a check.
 #[must_use = "the call may be limited"]
@@ -135,7 +135,7 @@ impl Spent {
 impl Limited {
     /// Returns `retry_after` in whole seconds, rounded up, for the header field `Retry-After`.
     pub fn retry_after_secs(&self) -> u64 {
-        seconds(self.retry_after)
+        whole_seconds(self.retry_after)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::alarm::{Alarm, lock};
 use crate::error::Result;
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
-use crate::time::seconds;
+use crate::time::whole_seconds;
 
 /// How many keys are kept before those that have nothing are looked for.
 const KEYS: usize = 1024;
@@ -78,7 +78,7 @@ impl LocalCheck {
     pub fn retry_after_secs(&self) -> Option<u64> {
         match self {
             Self::Allowed => None,
-            Self::Limited { retry_after } => Some(seconds(*retry_after)),
+            Self::Limited { retry_after } => Some(whole_seconds(*retry_after)),
         }
     }
 }

@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 
 use super::sql::Row;
 use crate::event::Outcome;
-use crate::time::{microseconds, seconds, time};
+use crate::time::{microseconds, time, whole_seconds};
 
 /// What came of an attempt. [`Throttle::run`](super::Throttle::run) returns the value of its work in place of the grant.
 #[must_use = "it may be denied, and a grant that is not used is spent"]
@@ -70,7 +70,7 @@ impl<T> Decision<T> {
 impl Denied {
     /// Returns `retry_after` in whole seconds, rounded up, for the header field `Retry-After`.
     pub fn retry_after_secs(&self) -> u64 {
-        seconds(self.retry_after)
+        whole_seconds(self.retry_after)
     }
 }
 

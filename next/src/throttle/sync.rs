@@ -5,14 +5,14 @@ use std::time::Duration;
 use diesel::data_types::PgInterval;
 
 use super::resource::DeclaredResources;
-use super::{LONGEST, Throttle, sql};
+use super::{Throttle, sql};
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
 use crate::session::Session;
-use crate::time::microseconds;
+use crate::time::{LONGEST, microseconds};
 
 /// What [`Throttle::sync`] has inserted, and which intervals differ.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

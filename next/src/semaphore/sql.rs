@@ -1,0 +1,54 @@
+//! The statements of a semaphore, which call stored functions.
+
+use std::time::Duration;
+
+use diesel::data_types::PgInterval;
+use diesel::sql_types::{BigInt, Bool, Integer, Interval, Nullable};
+
+use crate::statement::Statement;
+use crate::time::interval;
+
+/// The id, or when to ask again.
+pub(super) type Claimed = (Option<i64>, Option<PgInterval>);
+
+pub(super) fn claim(
+    service: &str,
+    slots: i32,
+    timeout: Duration,
+    details: &str,
+) -> Statement<(Nullable<BigInt>, Nullable<Interval>)> {
+    Statement::new(
+        "SELECT id, retry_after FROM resource_control.claim_service_request($1, $2, $3, $4)",
+        [
+            service.into(),
+            slots.into(),
+            interval(timeout).into(),
+            details.into(),
+        ],
+    )
+}
+
+/// Whether the request was in flight. Its end may be lost if the server crashes, after which the slot is free after the timeout, so
+/// it is committed without waiting for the disk.
+pub(super) fn complete(service: &str, id: i64) -> Statement<Bool> {
+    Statement::new(
+        "SELECT resource_control.complete_service_request($1, $2, true)",
+        [service.into(), id.into()],
+    )
+}
+
+/// Whether the request was in flight.
+pub(super) fn renew(service: &str, id: i64, timeout: Duration) -> Statement<Bool> {
+    Statement::new(
+        "SELECT resource_control.renew_service_request($1, $2, $3)",
+        [service.into(), id.into(), interval(timeout).into()],
+    )
+}
+
+/// How many were deleted.
+pub(super) fn prune(older_than: Duration, batch: i32) -> Statement<Integer> {
+    Statement::new(
+        "SELECT resource_control.prune_service_requests($1, $2)",
+        [interval(older_than).into(), batch.into()],
+    )
+}

@@ -8,12 +8,16 @@
 use std::time::Duration;
 
 use diesel::prelude::*;
-use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
+use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 pub(crate) use diesel_interlock::*;
 use workbench::Database;
 pub(crate) use workbench::block_on;
 
-pub(crate) use crate::pool::*;
+// By name, so that they come before those over r2d2 of the same names.
+pub(crate) use crate::pool::{
+    AdvisoryLock, AdvisoryLockGuard, Fence, LocalRateLimit, Permit, PgPool, RateLimit, Semaphore,
+    Throttle,
+};
 
 pub(crate) type Conn = AsyncPgConnection;
 
@@ -71,7 +75,7 @@ pub(crate) async fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
 /// Runs the pending migrations of an application on a connection of its own.
 pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
     block_on(async {
-        let conn = diesel_async::AsyncConnection::establish(url).await.unwrap();
-        migrations::run_pending::<_, Conn>(conn, own).await
+        let conn = Conn::establish(url).await.unwrap();
+        migrations::run_pending(conn, own).await
     })
 }

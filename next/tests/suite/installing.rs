@@ -33,7 +33,7 @@ fn catalogue(conn: &mut PgConnection) -> String {
     text(
         conn,
         "(SELECT string_agg(o, E'\\n' ORDER BY o) FROM (
-            SELECT c.relname || ' ' || c.relkind || ' ' || COALESCE(pg_get_viewdef(c.oid), '') || ' ' || COALESCE((SELECT string_agg(
+            SELECT c.relname || ' ' || c.relkind::text || ' ' || COALESCE(pg_get_viewdef(c.oid), '') || ' ' || COALESCE((SELECT string_agg(
                 a.attname || ' ' || format_type(a.atttypid, a.atttypmod) || ' ' || a.attnotnull, ', ' ORDER BY a.attnum)
                 FROM pg_attribute AS a WHERE a.attrelid = c.oid AND a.attnum > 0), '')
                 FROM pg_class AS c WHERE c.relnamespace = 'resource_control'::regnamespace

@@ -4,7 +4,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 
 use diesel::connection::SimpleConnection;
-use diesel::prelude::*;
 use workbench::Database;
 
 use crate::assert_matches;

@@ -2,7 +2,7 @@
 
 mod attempt;
 mod guard;
-pub(crate) mod lent;
+mod lent;
 pub(crate) mod pinned;
 pub(crate) mod sql;
 mod xact;
@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 pub use self::attempt::Attempt;
 pub use self::guard::AdvisoryLockGuard;
+#[cfg(feature = "migrations")]
+pub(crate) use self::lent::Scope;
 use self::pinned::Pinned;
 use self::sql::Lock;
 use crate::error::{Error, Result};
@@ -218,14 +220,14 @@ impl<P: Pool> AdvisoryLock<P> {
             .map(|pid| AdvisoryLockGuard::new(pinned, self.key.clone(), self.subject(), lock, pid)))
     }
 
-    pub(crate) fn lock(&self) -> Result<Lock> {
+    fn lock(&self) -> Result<Lock> {
         Ok(Lock {
             id: self.key.id()?,
             is_shared: self.is_shared,
         })
     }
 
-    pub(crate) fn subject(&self) -> Subject {
+    fn subject(&self) -> Subject {
         Subject {
             primitive: "lock",
             name: self.label,

@@ -12,9 +12,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use diesel::sql_types::{
-    BigInt, Bool, Integer, Interval, Nullable, Record, SmallInt, Text, Timestamptz,
-};
+use diesel::sql_types::{BigInt, Integer, Interval, Nullable, Record, SmallInt, Text, Timestamptz};
 
 use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 

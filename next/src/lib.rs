@@ -15,16 +15,20 @@ pub mod fence;
 pub mod functions;
 mod input;
 mod key;
+pub mod leader;
 #[cfg(feature = "migrations")]
 pub mod migrations;
 mod mode;
+pub mod monitor;
 mod pool;
 pub mod rate_limit;
+pub mod schedule;
 #[allow(missing_docs, unreachable_pub)]
 pub mod schema;
 pub mod semaphore;
 mod session;
 mod statement;
+mod stop;
 pub mod throttle;
 mod time;
 mod transaction;
@@ -44,6 +48,7 @@ pub use self::pool::PgPool;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
 pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};
+pub use self::stop::Stop;
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
 /// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
@@ -52,9 +57,11 @@ macro_rules! handles {
         handle!(advisory::AdvisoryLock);
         handle!(advisory::AdvisoryLockGuard);
         handle!(fence::Fence);
+        handle!(leader::Leader);
         handle!(rate_limit::LocalRateLimit);
         handle!(rate_limit::RateLimit);
         handle!(throttle::Throttle);
+        handle!(schedule::Schedule);
         handle!(semaphore::Permit);
         handle!(semaphore::Semaphore);
     };

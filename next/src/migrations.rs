@@ -12,7 +12,7 @@ use std::{fs, io};
 
 use diesel::sql_types::{Array, Bool, Text};
 
-pub use self::run_pending::{Connection, run_pending};
+pub use self::run_pending::{Target, run_pending};
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};

@@ -136,6 +136,11 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
+    pub(crate) fn tell_elected(&self) {
+        self.subject
+            .event("lead", "elected", Duration::ZERO, None, None);
+    }
+
     /// Returns the semaphore of one thing under this name, such as a tenant.
     ///
     /// Its service is the name and the key, joined by a space, with `\` and the spaces in each of them escaped by `\`.

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use crate::alarm::{Alarm, jittered, lock};
 use crate::key::LockId;
 use crate::mode::Mode;
+use crate::pool::Pool;
 
 /// How long the oldest waits on the server at a time. A waiter holds a snapshot, for which a `CREATE INDEX CONCURRENTLY` of the
 /// holder waits: a deadlock, unless the slice is shorter than `deadlock_timeout`. A session whose future was dropped waits on
@@ -46,8 +47,13 @@ pub(crate) enum What {
 pub(crate) struct Topic(What, TypeId);
 
 impl Topic {
-    pub(crate) fn of<P: 'static>(what: What) -> Self {
+    pub(crate) fn of<P: Pool>(what: What) -> Self {
         Self(what, TypeId::of::<P>())
+    }
+
+    /// On connections that callers lend.
+    pub(crate) fn lent(what: What) -> Self {
+        Self(what, TypeId::of::<()>())
     }
 }
 

@@ -57,7 +57,7 @@ CREATE OR REPLACE VIEW resource_control.rate_limit_state AS
 -- A leader holds the one slot of the service that consists of the word leader and its name, whose spaces and backslashes
 -- are escaped.
 CREATE OR REPLACE VIEW resource_control.leader AS
-    SELECT regexp_replace(s.service, '^leader |\\(.)', '\1', 'g') AS name, s.details AS leader, s.created_at AS since,
+    SELECT regexp_replace(s.service, '^leader |\\(.)', '\1', 'g') AS name, s.details AS holder, s.created_at AS since,
             s.expires_at AS until, s.id AS token
         FROM resource_control.slot_in_flight AS s
         WHERE starts_with(s.service, 'leader ') AND s.slot = 0;

@@ -1,6 +1,5 @@
 //! Session locks in a scope, on a connection that the caller lends.
 
-use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 
 use diesel::result::QueryResult;
@@ -12,7 +11,13 @@ use super::sql::{END_SESSION, Lock};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
+#[cfg(feature = "async")]
+use crate::mode::Async;
+#[cfg(feature = "r2d2")]
+use crate::mode::Blocking;
 use crate::mode::Mode;
+#[cfg(feature = "r2d2")]
+use crate::pool::PgPool;
 #[cfg(feature = "async")]
 use crate::pool::Pool;
 #[cfg(feature = "r2d2")]
@@ -25,7 +30,7 @@ use crate::waiting::{self, Topic, Turns, What};
 const LONG: Duration = Duration::from_secs(5);
 
 #[cfg(feature = "r2d2")]
-impl AdvisoryLock<crate::pool::PgPool> {
+impl AdvisoryLock<PgPool> {
     /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
     /// releases it.
     ///
@@ -35,7 +40,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut scope = now(Scope::enter::<crate::pool::PgPool, crate::mode::Blocking>(
+        let mut scope = now(Scope::enter::<Blocking>(
             conn,
             self.lock()?,
             self.subject(),
@@ -51,7 +56,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let mut scope = now(Scope::enter::<crate::pool::PgPool, crate::mode::Blocking>(
+        let mut scope = now(Scope::enter::<Blocking>(
             conn,
             self.lock()?,
             self.subject(),
@@ -66,7 +71,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
 }
 
 #[cfg(feature = "async")]
-impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
+impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
     /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
     /// releases it.
     ///
@@ -77,8 +82,7 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut scope =
-            Scope::enter::<P, crate::mode::Async>(conn, self.lock()?, self.subject(), true).await?;
+        let mut scope = Scope::enter::<Async>(conn, self.lock()?, self.subject(), true).await?;
         let outcome = work(scope.conn).await;
         scope.leave(&self.key, outcome).await
     }
@@ -89,9 +93,7 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let mut scope =
-            Scope::enter::<P, crate::mode::Async>(conn, self.lock()?, self.subject(), false)
-                .await?;
+        let mut scope = Scope::enter::<Async>(conn, self.lock()?, self.subject(), false).await?;
         if !scope.is_entered() {
             return Ok(Attempt::Busy);
         }
@@ -100,9 +102,9 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
     }
 }
 
-/// A lock on a connection that no pool can discard: a lent one, or one of its own. So what is not certain ends the session.
-pub(crate) struct Scope<C: DerefMut<Target: Session>> {
-    pub(crate) conn: C,
+/// A lock on a lent connection, which cannot be discarded. So what is not certain ends its session.
+pub(crate) struct Scope<'c, S: Session> {
+    pub(crate) conn: &'c mut S,
     lock: Lock,
     topic: Topic,
     holds: Holds,
@@ -110,6 +112,7 @@ pub(crate) struct Scope<C: DerefMut<Target: Session>> {
     since: Instant,
 }
 
+#[derive(Debug, Clone, Copy)]
 enum Holds {
     Nothing,
     /// The lock, which the session with this pid took.
@@ -117,10 +120,10 @@ enum Holds {
     Unknown,
 }
 
-impl<S: Session, C: DerefMut<Target = S> + Send> Scope<C> {
-    /// Those of this process who wait for the lock over the same `P` stand in a queue. `subject` tells of a long wait.
-    pub(crate) async fn enter<P: 'static, M: Mode>(
-        mut conn: C,
+impl<'c, S: Session> Scope<'c, S> {
+    /// `subject` tells of a long wait.
+    pub(crate) async fn enter<M: Mode>(
+        conn: &'c mut S,
         lock: Lock,
         subject: Subject,
         waits: bool,
@@ -129,7 +132,7 @@ impl<S: Session, C: DerefMut<Target = S> + Send> Scope<C> {
         if !before.is_none() {
             return Err(refusal(before));
         }
-        let topic = Topic::of::<P>(What::Lock(lock.id));
+        let topic = Topic::lent(What::Lock(lock.id));
         let mut turns = Turns::new(topic.clone(), None);
         let (began, mut is_told) = (Instant::now(), false);
         let mut scope = Self {
@@ -148,7 +151,7 @@ impl<S: Session, C: DerefMut<Target = S> + Send> Scope<C> {
             let (reply, is_open) = scope.conn.probe(lock.take()).await;
             let mut pid = taken(reply, is_open)?;
             if let (None, true, Some(slice)) = (pid, waits, turns.slice()) {
-                pid = waited(&mut *scope.conn, lock, slice, &mut turns).await?;
+                pid = waited(scope.conn, lock, slice, &mut turns).await?;
             }
             scope.holds = pid.map_or(Holds::Nothing, Holds::Lock);
             if pid.is_some() || !waits {
@@ -167,6 +170,27 @@ impl<S: Session, C: DerefMut<Target = S> + Send> Scope<C> {
                 let holder: QueryResult<(Option<i32>,)> = scope.conn.one(lock.holder()).await;
                 subject.waits_for(holder.ok().and_then(|(pid,)| pid), began.elapsed());
             }
+        }
+    }
+
+    /// Leaves the lock to the session, and returns the pid of that. [`resume`](Self::resume) goes on.
+    #[cfg(all(feature = "async", feature = "migrations"))]
+    pub(crate) fn disarm(mut self) -> Option<i32> {
+        match std::mem::replace(&mut self.holds, Holds::Nothing) {
+            Holds::Lock(pid) => Some(pid),
+            Holds::Nothing | Holds::Unknown => None,
+        }
+    }
+
+    #[cfg(all(feature = "async", feature = "migrations"))]
+    pub(crate) fn resume(conn: &'c mut S, lock: Lock, subject: Subject, pid: Option<i32>) -> Self {
+        Self {
+            conn,
+            lock,
+            topic: Topic::lent(What::Lock(lock.id)),
+            holds: pid.map_or(Holds::Unknown, Holds::Lock),
+            subject,
+            since: Instant::now(),
         }
     }
 
@@ -190,7 +214,7 @@ impl<S: Session, C: DerefMut<Target = S> + Send> Scope<C> {
         } else {
             Holds::Unknown
         };
-        let mut left = released(&mut *self.conn, reply, self.lock, pid, key).await;
+        let mut left = released(self.conn, reply, self.lock, pid, key).await;
         if left.is_ok() && is_open {
             left = Err(Error::TransactionLeftOpen(key.clone()));
         }
@@ -201,7 +225,7 @@ impl<S: Session, C: DerefMut<Target = S> + Send> Scope<C> {
     }
 }
 
-impl<C: DerefMut<Target: Session>> Drop for Scope<C> {
+impl<S: Session> Drop for Scope<'_, S> {
     fn drop(&mut self) {
         let is_certain = match self.holds {
             Holds::Nothing => true,
@@ -217,22 +241,5 @@ impl<C: DerefMut<Target: Session>> Drop for Scope<C> {
             self.conn.mark_broken();
         }
         waiting::released(&self.topic);
-    }
-}
-
-/// It is the connection inside, whose session holds the lock.
-#[cfg(all(feature = "async", feature = "migrations"))]
-impl<C: DerefMut<Target: Session>> std::ops::Deref for Scope<C> {
-    type Target = C::Target;
-
-    fn deref(&self) -> &Self::Target {
-        &self.conn
-    }
-}
-
-#[cfg(all(feature = "async", feature = "migrations"))]
-impl<C: DerefMut<Target: Session>> DerefMut for Scope<C> {
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.conn
     }
 }

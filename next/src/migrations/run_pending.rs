@@ -7,12 +7,16 @@ use diesel::pg::Pg;
 use diesel::sql_types::Bool;
 use diesel_migrations::MigrationHarness;
 
+use crate::advisory::Scope;
+use crate::advisory::sql::Lock;
 use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::key::LockKey;
 use crate::session::Session;
 use crate::statement::Statement;
 use crate::transaction::refusal;
 
-/// The name of the lock.
+/// The name of the lock under which they run. It never changes.
 const LOCK: &str = "diesel_interlock migrations";
 
 /// Whether Diesel's table is where Diesel would create it: in the first schema of the search path.
@@ -30,7 +34,7 @@ const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v
     note = "of a pooled blocking connection lend the one inside, `&mut *conn`; an asynchronous one is given by value: \
             `AsyncPgConnection::establish(url).await?`"
 )]
-pub trait Connection<M>: sealed::Sealed {
+pub trait Target<M>: sealed::Sealed {
     /// What [`run_pending`] returns: the versions that it ran, or a future of them.
     type Reply;
 
@@ -82,80 +86,84 @@ mod sealed {
 /// # std::fs::remove_dir_all(&directory)?;
 /// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
 /// ```
-pub fn run_pending<M, C: Connection<M>>(conn: C, source: M) -> C::Reply {
+pub fn run_pending<M, T: Target<M>>(conn: T, source: M) -> T::Reply {
     conn.run_pending(source)
 }
 
 #[cfg(feature = "r2d2")]
-impl<M: MigrationSource<Pg>> Connection<M> for &mut diesel::PgConnection {
+impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
     type Reply = Result<Vec<String>>;
 
     fn run_pending(self, source: M) -> Self::Reply {
-        if crate::session::now(is_up_to_date(self, versions(&source)?))? {
+        use crate::mode::Blocking;
+        use crate::session::now;
+
+        if now(is_up_to_date(self, versions(&source)?))? {
             return Ok(Vec::new());
         }
-        let lock = crate::advisory::AdvisoryLock::<crate::pool::PgPool>::named(LOCK);
-        lock.with_on(self, |conn| run(conn, source))
+        let (key, lock, subject) = lock()?;
+        let mut scope = now(Scope::enter::<Blocking>(self, lock, subject, true))?;
+        let ran = run(scope.conn, source);
+        now(scope.leave(&key, ran))
     }
 }
 
 #[cfg(feature = "async")]
-impl<M: MigrationSource<Pg> + Send + 'static> Connection<M> for diesel_async::AsyncPgConnection {
+impl<M: MigrationSource<Pg> + Send + 'static> Target<M> for diesel_async::AsyncPgConnection {
     type Reply = crate::mode::Running<'static, Result<Vec<String>>>;
 
     fn run_pending(self, source: M) -> Self::Reply {
         use crate::mode::{Async, Mode};
-        Async::drive(asynchronous::run_pending(self, source))
+        Async::drive(in_a_task(self, source))
     }
 }
 
+/// Diesel's harness needs a blocking connection that has no lifetime, so the connection travels to a thread and back. Wherever it is
+/// dropped, its session ends, which frees the lock.
 #[cfg(feature = "async")]
-mod asynchronous {
-    use diesel_async::AsyncPgConnection;
+async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
+    mut conn: diesel_async::AsyncPgConnection,
+    source: M,
+) -> Result<Vec<String>> {
+    use crate::mode::{Async, Mode};
     use diesel_async::async_connection_wrapper::AsyncConnectionWrapper;
 
-    use super::*;
-    use crate::advisory::lent::Scope;
-    use crate::advisory::sql::Lock;
-    use crate::event::Subject;
-    use crate::key::LockKey;
-    use crate::mode::{Async, Mode};
-
-    /// Diesel's harness needs a blocking connection that has no lifetime. So the lock's scope owns the connection, and travels to a
-    /// thread and back. Wherever it is dropped, the session ends.
-    pub(super) async fn run_pending<M: MigrationSource<Pg> + Send + 'static>(
-        mut conn: AsyncPgConnection,
-        source: M,
-    ) -> Result<Vec<String>> {
-        let runtime = Async::runtime()?;
-        if is_up_to_date(&mut conn, versions(&source)?).await? {
-            return Ok(Vec::new());
-        }
-        let key = LockKey::named(LOCK);
-        let lock = Lock {
-            id: key.id()?,
-            is_shared: false,
-        };
-        let subject = Subject {
-            primitive: "lock",
-            name: LOCK,
-        };
-        let entered = Scope::enter::<AsyncPgConnection, Async>(Box::new(conn), lock, subject, true);
-        let scope = entered.await?;
-        let running = runtime.spawn_blocking(move || {
-            let mut conn = AsyncConnectionWrapper::<_>::from(scope);
-            let ran = run(&mut conn, source);
-            (conn.into_inner(), ran)
-        });
-        match running.await {
-            Ok((mut scope, ran)) => scope.leave(&key, ran).await,
-            Err(error) => match error.try_into_panic() {
-                Ok(panic) => std::panic::resume_unwind(panic),
-                // The runtime shuts down, and drops this future, too.
-                Err(_) => std::future::pending().await,
-            },
-        }
+    let runtime = Async::runtime()?;
+    if is_up_to_date(&mut conn, versions(&source)?).await? {
+        return Ok(Vec::new());
     }
+    let (key, lock, subject) = lock()?;
+    let scope = Scope::enter::<Async>(&mut conn, lock, subject, true).await?;
+    let held = scope.disarm();
+    let running = runtime.spawn_blocking(move || {
+        let mut conn = AsyncConnectionWrapper::<_>::from(conn);
+        let ran = run(&mut conn, source);
+        (conn.into_inner(), ran)
+    });
+    match running.await {
+        Ok((mut conn, ran)) => {
+            let mut scope = Scope::resume(&mut conn, lock, subject, held);
+            scope.leave(&key, ran).await
+        }
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime shuts down, and drops this future, too.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}
+
+fn lock() -> Result<(LockKey, Lock, Subject)> {
+    let key = LockKey::named(LOCK);
+    let lock = Lock {
+        id: key.id()?,
+        is_shared: false,
+    };
+    let subject = Subject {
+        primitive: "lock",
+        name: LOCK,
+    };
+    Ok((key, lock, subject))
 }
 
 fn run(

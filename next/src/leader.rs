@@ -1,0 +1,248 @@
+//! Elections: one instance leads.
+
+use std::borrow::Cow;
+#[cfg(feature = "async")]
+use std::convert::Infallible;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::alarm::{Alarm, jittered};
+use crate::error::{Error, Result};
+use crate::input;
+use crate::mode::Mode;
+use crate::pool::{Pool, Reply};
+use crate::semaphore::{Admission, Permit, Semaphore, Trust};
+use crate::stop::Stop;
+
+/// An election of one leader, among all instances that use the database.
+///
+/// **What it does not guarantee.** A process that was suspended believes in its term until it looks, and what it sent before may arrive
+/// later. A future is dropped only where it yields. So work asks [`Term::is_leader`] before each step, and data that must never see an
+/// old leader is protected by a [`Fence`](crate::Fence) with [`Term::token`]. Apart from that no two instances lead at a time.
+///
+/// The callback *is* the leadership: it is called at each election that this instance wins, and when it returns, the instance resigns,
+/// rests for half a `ttl`, and stands again. A leader renews its term every third of the `ttl`. After a resignation another leads
+/// within half a `ttl`, and after a crash within a `ttl` and a moment. A leader that cannot renew its term gives it up before the
+/// database lets another one in.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use diesel_interlock::{Error, Leader, PgPool, Stop};
+///
+/// static DISPATCHER: Leader = Leader::named("dispatcher", Duration::from_secs(15));
+///
+/// fn dispatch(pool: &PgPool, stop: &Stop) -> Result<(), Error> {
+///     DISPATCHER.lead(pool, stop, |term| {
+///         while term.is_leader() {
+///             // one step of the work, and then:
+///             term.pause(Duration::from_secs(1));
+///         }
+///     })
+/// }
+/// ```
+///
+/// # Errors
+///
+/// [`Error::Input`] for an invalid name, or a `ttl` under 3 seconds or over 1,000 years, and [`Error::NotInstalled`]. A database that is
+/// away is tried again.
+#[must_use = "nobody leads until `lead` is called"]
+pub struct Leader<P: Pool> {
+    election: &'static str,
+    key: Option<String>,
+    ttl: Duration,
+    details: Cow<'static, str>,
+    pool: PhantomData<fn(&P)>,
+}
+
+/// A term of a leader, which ends when the callback returns.
+pub struct Term<P: Pool> {
+    token: i64,
+    trust: Arc<Trust>,
+    stop: Stop,
+    pool: PhantomData<fn(&P)>,
+}
+
+impl<P: Pool> Leader<P> {
+    /// Makes an election by its name, in which a leader that has crashed keeps its seat for `ttl`, 3 seconds at least.
+    pub const fn named(election: &'static str, ttl: Duration) -> Self {
+        Self {
+            election,
+            key: None,
+            ttl,
+            details: Cow::Borrowed(""),
+            pool: PhantomData,
+        }
+    }
+
+    /// Returns the election for one thing, such as a shard.
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        Self {
+            key: Some(input::shown(key)),
+            details: self.details.clone(),
+            ..*self
+        }
+    }
+
+    /// Sets how this candidate is named in the view `leader`.
+    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
+        self.details = details.into();
+        self
+    }
+
+    /// A semaphore of one slot. Its service is the word and the name, so that no other semaphore has it.
+    fn seat(&self) -> Semaphore<P> {
+        let mut parts = vec!["leader", self.election];
+        parts.extend(self.key.as_deref());
+        Semaphore::seat(
+            self.election,
+            input::joined(parts),
+            self.ttl,
+            self.details.clone(),
+        )
+    }
+
+    /// Stands for the election until it is won. `None` if it was stopped.
+    async fn campaign(&self, pool: &P, stop: &Stop) -> Result<Option<(Permit<P>, Term<P>)>> {
+        let seat = self.seat();
+        while !stop.is_stopped() {
+            let longest = jittered(self.ttl / 3);
+            let pause = match seat.claim(pool, None).await {
+                Ok(Admission::Admitted(permit)) => {
+                    let term = Term {
+                        token: permit.fencing_token(),
+                        trust: permit.trust().clone(),
+                        stop: stop.clone(),
+                        pool: PhantomData,
+                    };
+                    seat.tell_elected();
+                    return Ok(Some((permit, term)));
+                }
+                // So that a crash is noticed when the seat expires, and not up to a third later.
+                Ok(Admission::Full(full)) => {
+                    longest.min(full.retry_after + Duration::from_millis(fastrand::u64(1..10)))
+                }
+                Err(Error::Pool(_) | Error::Database(_) | Error::TimedOut) => longest,
+                Err(error) => return Err(error),
+            };
+            stop.pause::<P::Mode>(pause).await;
+        }
+        Ok(None)
+    }
+
+    /// After a term that its callback has ended, so that others may lead.
+    async fn rest(&self, stop: &Stop) {
+        stop.pause::<P::Mode>(jittered(self.ttl / 2)).await;
+    }
+}
+
+impl<P: Pool> Term<P> {
+    /// Returns whether this instance still leads: the term was renewed in time, and was not stopped. No round trip.
+    pub fn is_leader(&self) -> bool {
+        !self.trust.is_over() && !self.stop.is_stopped()
+    }
+
+    /// Returns a number that is larger than those of all earlier terms, for a [`Fence`](crate::Fence).
+    pub const fn token(&self) -> i64 {
+        self.token
+    }
+
+    /// Pauses for a time, and returns whether this instance still leads then. Returns at once when the term is lost or stopped.
+    pub fn pause(&self, pause: Duration) -> Reply<'_, P, bool> {
+        P::Mode::drive(async move {
+            let due = Instant::now().checked_add(pause);
+            let until = self.trust.until();
+            let alarm = Arc::new(Alarm::new(due.map_or(until, |due| due.min(until))));
+            let _of_stop = self.stop.sleepers().join_with(alarm.clone());
+            let _of_loss = self.trust.sleepers.join_with(alarm.clone());
+            // The term may be renewed meanwhile.
+            while self.is_leader() && due.is_none_or(|due| due > Instant::now()) {
+                P::Mode::sleep(&alarm, None).await;
+                let until = self.trust.until();
+                alarm.set(due.map_or(until, |due| due.min(until)));
+            }
+            self.is_leader()
+        })
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl Leader<crate::pool::PgPool> {
+    /// Stands for the election, and calls `work` at each election that this instance wins. Returns when it was stopped, and has
+    /// resigned.
+    ///
+    /// `work` returns when [`is_leader`](Term::is_leader) says no, because a thread cannot be stopped from outside.
+    pub fn lead(
+        &self,
+        pool: &crate::pool::PgPool,
+        stop: &Stop,
+        mut work: impl FnMut(&Term<crate::pool::PgPool>),
+    ) -> Result<()> {
+        use crate::session::now;
+        while let Some((permit, term)) = now(self.campaign(pool, stop))? {
+            work(&term);
+            // An event tells that the term was lost, and a seat that was not given up falls free.
+            let _ = permit.release();
+            now(self.rest(stop));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> Leader<P> {
+    /// Stands for the election, and calls `work` at each election that this instance wins. Never returns `Ok`: drop the future to stop,
+    /// and it resigns.
+    ///
+    /// The future of `work` is dropped when the term is lost, before another instance leads.
+    pub fn lead<'a, F>(
+        &'a self,
+        pool: &'a P,
+        mut work: impl FnMut(Term<P>) -> F + Send + 'a,
+    ) -> Reply<'a, P, Result<Infallible>>
+    where
+        F: Future<Output = ()> + Send + 'a,
+    {
+        P::Mode::drive(async move {
+            let stop = Stop::new();
+            loop {
+                let Some((permit, term)) = self.campaign(pool, &stop).await? else {
+                    unreachable!("nobody stops it")
+                };
+                crate::mode::unless(permit.lost(), work(term)).await;
+                let _ = permit.release().await;
+                self.rest(&stop).await;
+            }
+        })
+    }
+}
+
+impl<P: Pool> Clone for Leader<P> {
+    fn clone(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            details: self.details.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for Leader<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leader")
+            .field("election", &self.election)
+            .field("key", &self.key)
+            .field("ttl", &self.ttl)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<P: Pool> fmt::Debug for Term<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Term")
+            .field("token", &self.token)
+            .finish_non_exhaustive()
+    }
+}

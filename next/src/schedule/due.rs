@@ -1,0 +1,190 @@
+//! Which tick is due, of a function that returns the first tick after a time. No database, and the time is an argument.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use chrono::{DateTime, SubsecRound, TimeDelta, Utc};
+
+use crate::error::{Error, Result};
+
+/// How many missed ticks are counted, and caught up with, at most.
+const COUNTED: usize = 1000;
+/// How many ticks are looked at in all. An hour that had one each microsecond is not looked through.
+const LOOKED_AT: usize = 100_000;
+
+/// What becomes of ticks that were missed, because no instance ran or the run before took too long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CatchUp {
+    /// One run for all of them, of the latest.
+    Latest,
+    /// None of those that are older than this, and one run of the latest otherwise.
+    Skip(Duration),
+    /// A run for each of the latest so many, 1,000 at most, the oldest first.
+    All(u32),
+}
+
+pub(super) enum Due {
+    /// It is due, and so many before it were missed and are not run.
+    Tick(DateTime<Utc>, u32),
+    /// Nothing is due before that one.
+    Later(Option<DateTime<Utc>>),
+}
+
+impl CatchUp {
+    /// Which of the ticks from `first` on is to run now.
+    pub(super) fn due(
+        self,
+        next: &impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>>,
+        first: DateTime<Utc>,
+        now: DateTime<Utc>,
+    ) -> Result<Due> {
+        let most = match self {
+            Self::All(max) => (max.max(1) as usize).min(COUNTED),
+            Self::Latest | Self::Skip(_) => 1,
+        };
+        let (mut due, mut missed, mut tick) = (VecDeque::new(), 0, Some(first));
+        for _ in 0..LOOKED_AT {
+            let Some(at) = tick.filter(|tick| *tick <= now) else {
+                break;
+            };
+            due.push_back(at);
+            if due.len() > most {
+                due.pop_front();
+                missed += 1;
+            }
+            tick = following(next, at)?;
+            if missed == COUNTED && tick.is_some_and(|tick| tick <= now) {
+                // There are too many to look at, so the look goes on shortly before now.
+                tick = following(next, before(next, most, at, now)?)?;
+            }
+        }
+        Ok(match (due.front(), self) {
+            (Some(at), Self::Skip(grace)) if (now - at).to_std().is_ok_and(|late| late > grace) => {
+                Due::Later(tick)
+            }
+            (Some(at), _) => Due::Tick(*at, missed.min(COUNTED) as u32),
+            (None, _) => Due::Later(tick),
+        })
+    }
+}
+
+/// A time after `after`, shortly before `now`, from which on there are as many ticks as wanted.
+fn before(
+    next: &impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>>,
+    wanted: usize,
+    after: DateTime<Utc>,
+    now: DateTime<Utc>,
+) -> Result<DateTime<Utc>> {
+    let mut back = TimeDelta::microseconds(1);
+    loop {
+        let from = now.checked_sub_signed(back).unwrap_or(after).max(after);
+        let mut at = from;
+        let mut found = 0;
+        while found < wanted {
+            match following(next, at)? {
+                Some(tick) if tick <= now => (at, found) = (tick, found + 1),
+                _ => break,
+            }
+        }
+        if found == wanted || from == after {
+            return Ok(from);
+        }
+        back = back * 2;
+    }
+}
+
+/// The next tick, in whole microseconds, as the database stores it.
+pub(super) fn following(
+    next: &impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>>,
+    after: DateTime<Utc>,
+) -> Result<Option<DateTime<Utc>>> {
+    match next(after).map(|tick| tick.trunc_subsecs(6)) {
+        Some(tick) if tick <= after => Err(Error::Input(
+            "`next` of a schedule must return a tick that is later than its argument, by a microsecond at least",
+        )),
+        tick => Ok(tick),
+    }
+}
+
+/// Ticks at each multiple of a period, counted from 1970.
+pub fn every(
+    period: Duration,
+) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync + 'static {
+    let period = i64::try_from(period.as_micros()).unwrap_or(i64::MAX).max(1);
+    move |after| {
+        let count = after.timestamp_micros().div_euclid(period) + 1;
+        DateTime::from_timestamp_micros(count.checked_mul(period)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: i64) -> DateTime<Utc> {
+        DateTime::from_timestamp(seconds, 0).unwrap()
+    }
+
+    fn due(catch_up: CatchUp, first: i64, now: i64) -> (Option<i64>, u32) {
+        match catch_up
+            .due(&every(Duration::from_secs(10)), at(first), at(now))
+            .unwrap()
+        {
+            Due::Tick(tick, missed) => (Some(tick.timestamp()), missed),
+            Due::Later(tick) => (None, tick.map_or(0, |tick| tick.timestamp() as u32)),
+        }
+    }
+
+    #[test]
+    fn the_latest_runs_for_all_that_were_missed() {
+        assert_eq!(due(CatchUp::Latest, 10, 10), (Some(10), 0));
+        assert_eq!(due(CatchUp::Latest, 10, 19), (Some(10), 0));
+        assert_eq!(due(CatchUp::Latest, 10, 47), (Some(40), 3));
+    }
+
+    #[test]
+    fn the_oldest_of_the_latest_so_many_runs_first() {
+        assert_eq!(due(CatchUp::All(3), 10, 47), (Some(20), 1));
+        assert_eq!(due(CatchUp::All(9), 10, 47), (Some(10), 0));
+    }
+
+    #[test]
+    fn a_late_tick_is_skipped() {
+        assert_eq!(
+            due(CatchUp::Skip(Duration::from_secs(5)), 10, 43),
+            (Some(40), 3)
+        );
+        assert_eq!(
+            due(CatchUp::Skip(Duration::from_secs(5)), 10, 46),
+            (None, 50)
+        );
+    }
+
+    #[test]
+    fn a_million_missed_ticks_are_not_looked_through() {
+        use std::sync::atomic::{AtomicUsize, Ordering};
+        let calls = AtomicUsize::new(0);
+        let ten = every(Duration::from_secs(10));
+        let next = |after| {
+            calls.fetch_add(1, Ordering::Relaxed);
+            ten(after)
+        };
+        for (catch_up, expected) in [(CatchUp::Latest, 10_000_000), (CatchUp::All(5), 9_999_960)] {
+            let Due::Tick(tick, missed) = catch_up.due(&next, at(10), at(10_000_003)).unwrap()
+            else {
+                panic!("nothing is due")
+            };
+            assert_eq!((tick.timestamp(), missed as usize), (expected, COUNTED));
+        }
+        assert!(calls.into_inner() < 4 * COUNTED);
+    }
+
+    #[test]
+    fn ticks_must_go_on() {
+        assert!(following(&|after| Some(after), at(1)).is_err());
+        let less_than_a_microsecond =
+            |after: DateTime<Utc>| Some(after + TimeDelta::nanoseconds(1));
+        assert!(following(&less_than_a_microsecond, at(1)).is_err());
+        assert!(matches!(following(&|_| None, at(1)), Ok(None)));
+    }
+}

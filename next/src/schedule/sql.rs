@@ -1,0 +1,119 @@
+//! The statements of a schedule. A run is known by its token, which grows with each claim.
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use diesel::sql_types::{BigInt, Integer, Nullable, Timestamptz};
+
+use crate::statement::{Bind, Statement};
+use crate::time::interval;
+
+/// The time, and the tick that was taken last, its attempt, its token, and its lease, which is null once it has ended.
+pub(super) type Seen = (
+    DateTime<Utc>,
+    Option<DateTime<Utc>>,
+    Option<i32>,
+    Option<i64>,
+    Option<DateTime<Utc>>,
+);
+
+type SeenSql = (
+    Timestamptz,
+    Nullable<Timestamptz>,
+    Nullable<Integer>,
+    Nullable<BigInt>,
+    Nullable<Timestamptz>,
+);
+
+pub(super) fn look(name: &str) -> Statement<SeenSql> {
+    const LOOK: &str = "SELECT c.now, s.tick, s.attempt, s.token, s.expires_at FROM (SELECT clock_timestamp() AS now) AS c
+        LEFT JOIN resource_control.schedule AS s ON s.name = $1";
+    Statement::new(LOOK, [name.into()])
+}
+
+/// How many schedules were new.
+pub(super) fn register(name: &str) -> Statement<BigInt> {
+    const REGISTER: &str = "WITH new AS (
+            INSERT INTO resource_control.schedule (name, tick) VALUES ($1, clock_timestamp()) ON CONFLICT DO NOTHING RETURNING 1
+        ) SELECT count(*) FROM new";
+    Statement::new(REGISTER, [name.into()])
+}
+
+/// The attempt and the token of a run, or null if another instance has taken a tick since that with this token.
+pub(super) type Claim = Statement<(Nullable<Integer>, Nullable<BigInt>)>;
+
+pub(super) fn claim(
+    name: &str,
+    runner: &str,
+    lease: Duration,
+    tick: DateTime<Utc>,
+    token: i64,
+) -> Claim {
+    const CLAIM: &str = "WITH claimed AS (
+            UPDATE resource_control.schedule AS s SET tick = n.tick, token = s.token + 1, runner = COALESCE(NULLIF($1, ''),
+                    concat_ws(' ', NULLIF(btrim(current_setting('application_name')), ''), 'pid', pg_backend_pid())),
+                    attempt = CASE WHEN s.tick = n.tick AND s.expires_at IS NOT NULL THEN s.attempt + 1 ELSE 1 END,
+                    started_at = clock_timestamp(), expires_at = clock_timestamp() + $2, ended_at = NULL, error = NULL
+                FROM (SELECT $3 AS tick) AS n
+                WHERE s.name = $4 AND s.token = $5 AND n.tick <= clock_timestamp()
+                    AND (s.expires_at IS NULL OR s.expires_at <= clock_timestamp())
+                RETURNING s.attempt, s.token
+        ) SELECT max(attempt), max(token) FROM claimed";
+    let binds = [
+        runner.into(),
+        interval(lease).into(),
+        tick.into(),
+        name.into(),
+        token.into(),
+    ];
+    Statement::new(CLAIM, binds)
+}
+
+/// Changes the row of a run. How many rows: none if it is not the last run any more.
+macro_rules! update {
+    ($set:literal, $and:literal) => {
+        concat!(
+            "WITH run AS (
+                UPDATE resource_control.schedule AS s SET ",
+            $set,
+            "
+                    WHERE s.name = $2 AND s.token = $3 AND s.expires_at ",
+            $and,
+            " RETURNING 1
+            ) SELECT count(*) FROM run"
+        )
+    };
+}
+
+/// What a run does with its row.
+#[derive(Debug, Clone)]
+pub(super) enum Update {
+    Renew(Duration),
+    Finish(Option<String>),
+    /// As if the process had died and the lease expired.
+    Crash(&'static str),
+    /// As if this run had not begun.
+    GiveBack,
+}
+
+impl Update {
+    pub(super) fn of(self, name: &str, token: i64) -> Statement<BigInt> {
+        const RENEW: &str = update!("expires_at = clock_timestamp() + $1", "> clock_timestamp()");
+        const FINISH: &str = update!(
+            "expires_at = NULL, ended_at = clock_timestamp(), error = NULLIF($1, '')",
+            "IS NOT NULL"
+        );
+        const CRASH: &str = update!("expires_at = clock_timestamp(), error = $1", "IS NOT NULL");
+        const GIVE_BACK: &str = update!(
+            "expires_at = clock_timestamp(), ended_at = clock_timestamp(), attempt = s.attempt - $1",
+            "IS NOT NULL"
+        );
+        let (sql, value): (_, Bind) = match self {
+            Self::Renew(lease) => (RENEW, interval(lease).into()),
+            Self::Finish(error) => (FINISH, error.unwrap_or_default().into()),
+            Self::Crash(why) => (CRASH, why.into()),
+            Self::GiveBack => (GIVE_BACK, 1_i32.into()),
+        };
+        Statement::new(sql, [value, name.into(), token.into()])
+    }
+}

@@ -1,6 +1,6 @@
 //! Installing the schema `resource_control`, and running an application's own migrations once.
 //!
-//! The schema consists of a few files, which [`install`], diesel_cli and psql run alike: each does nothing if its version is
+//! The schema consists of a few files, which [`install`], `diesel_cli` and psql run alike: each does nothing if its version is
 //! recorded in `resource_control.installed_migration`, so all of them may run them, in any order and at the same moment. `DROP SCHEMA
 //! resource_control CASCADE` removes all of it.
 
@@ -204,7 +204,7 @@ impl State {
     }
 }
 
-/// Writes the migrations of this crate among those of an application, for diesel_cli and psql, and returns the directories that are
+/// Writes the migrations of this crate among those of an application, for `diesel_cli` and psql, and returns the directories that are
 /// new. Call it again after an upgrade of this crate.
 ///
 /// They are older than any other, so `diesel migration run` runs them first. [`install`] may be called beside them.

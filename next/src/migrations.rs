@@ -108,7 +108,8 @@ impl Outcome for Done {
 /// ```
 /// use diesel_interlock::migrations;
 ///
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// migrations::install(&pool)?; // `.await` it over deadpool and bb8
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```

@@ -98,12 +98,12 @@ macro_rules! first {
 
 const NAMED: [&str; 2] = [
     again!("$1", "$2", "$3", "$4", "false"),
-    first!("$1", "$2", "$3", "$4", "false"),
+    first!("$1", "$4", "$3", "$2", "false"),
 ];
 
 const KEYED: [&str; 2] = [
     again!(interval_of_resource!(), "$2", "$1", "$3", "true"),
-    first!(interval_of_resource!(), "$2", "$1", "$3", "true"),
+    first!(interval_of_resource!(), "$3", "$1", "$2", "true"),
 ];
 
 const PRUNE: &str = "WITH done AS (

@@ -33,6 +33,9 @@ macro_rules! reply {
 /// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
 #[macro_export]
 macro_rules! work {
+    (|| $body:expr) => {
+        || $body
+    };
     (|$($argument:pat_param),*| $body:expr) => {
         |$($argument),*| $body
     };

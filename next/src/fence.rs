@@ -32,7 +32,8 @@ use crate::transaction::refusal;
 /// static IMPORT: AdvisoryLock = AdvisoryLock::named("import");
 /// static IMPORTED: Fence = Fence::named("imported rows");
 ///
-/// # let pool = workbench::Database::new().pool(2);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(2);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// let mut guard = IMPORT.acquire(&pool)?;
 /// let token = guard.fencing_token()?;

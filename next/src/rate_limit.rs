@@ -39,7 +39,8 @@ use crate::waiting::{Topic, Turns, What};
 ///         Check::Limited(limited) => format!("429 Retry-After: {}", limited.retry_after_secs()),
 ///     })
 /// }
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// # assert_eq!([login(&pool, "a")?, login(&pool, "a")?, login(&pool, "a")?], ["welcome"; 3]);
 /// # assert!(login(&pool, "a")?.starts_with("429 "));

@@ -45,7 +45,8 @@ use crate::time::LONGEST;
 ///     }
 ///     Ok(decision.is_granted())
 /// }
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// # assert!(refresh(&pool)? && !refresh(&pool)?);
 /// # Ok::<(), Error>(())

@@ -12,7 +12,8 @@ impl Check {
     ///
     /// ```
     /// # use diesel_interlock::{Quota, RateLimit};
-    /// # let pool = workbench::Database::new().pool(1);
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(1);
     /// # diesel_interlock::migrations::install(&pool)?;
     /// static API: RateLimit = RateLimit::named("api", Quota::per_minute(3));
     ///

@@ -32,7 +32,8 @@ const SECOND: Duration = Duration::from_secs(1);
 ///     let local = LOCAL.get_or_init(|| API.local(pool.clone(), 100));
 ///     Ok(local.check(customer)?.is_allowed())
 /// }
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// # assert!(is_allowed(&pool, "7")?);
 /// # Ok::<(), Error>(())

@@ -93,7 +93,8 @@ impl FromSql<ThrottledResourceEnum, Pg> for ResourceLabel {
 /// fn import(pool: &PgPool, tenant: i64) -> Result<bool, Error> {
 ///     Ok(Throttle::of(Resource::TenantImport).key(tenant).attempt(pool)?.is_granted())
 /// }
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// # start_up(&pool)?;
 /// # assert!(import(&pool, 7)? && import(&pool, 8)? && !import(&pool, 7)?);

@@ -8,8 +8,13 @@
 use std::time::Duration;
 
 use diesel::prelude::*;
-use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
-pub(crate) use diesel_interlock::*;
+use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
+// Everything but the handles, which are those of the pool.
+pub(crate) use diesel_interlock::{
+    Admission, Attempt, Check, CheckAll, Decision, DeclaredResources, Error, Full, LocalCheck,
+    LockId, LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion, migrations,
+    monitor, schedule, schema, throttled_resources,
+};
 use workbench::Database;
 pub(crate) use workbench::block_on;
 
@@ -36,6 +41,9 @@ macro_rules! reply {
 /// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
 #[macro_export]
 macro_rules! work {
+    (|| $body:expr) => {
+        async || $body
+    };
     (|$($argument:pat_param),*| $body:expr) => {
         async |$($argument),*| $body
     };
@@ -43,7 +51,7 @@ macro_rules! work {
 
 pub(crate) fn make_pool(url: &str, size: u32, patience: Duration) -> PgPool {
     let _entered = workbench::runtime().enter();
-    crate::pool::make(url, size, patience)
+    make(url, size, patience)
 }
 
 /// A pool of at most `size` connections.
@@ -59,11 +67,28 @@ pub(crate) async fn execute(conn: &mut Conn, sql: &str) -> QueryResult<()> {
 /// Takes as many connections as the pool has, and runs SQL on each.
 pub(crate) async fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
     let mut all = Vec::new();
-    for _ in 0..crate::pool::max_size(pool) {
-        all.push(crate::pool::get(pool).await);
+    for _ in 0..max_size(pool) {
+        all.push(get(pool).await);
     }
     for conn in &mut all {
         conn.batch_execute(sql).await?;
     }
     Ok(())
+}
+
+/// Runs the pending migrations of an application on a connection of its own.
+pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
+    block_on(async {
+        let conn = Conn::establish(url).await.unwrap();
+        migrations::run_pending(conn, own).await
+    })
+}
+
+/// Takes one connection out of the pool, and does something with it, on the thread of the test.
+pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
+    let mut conn = block_on(get(pool));
+    let worked = work(&mut conn);
+    let _entered = workbench::runtime().enter();
+    drop(conn);
+    worked
 }

@@ -33,6 +33,9 @@ macro_rules! reply {
 /// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
 #[macro_export]
 macro_rules! work {
+    (|| $body:expr) => {
+        || $body
+    };
     (|$($argument:pat_param),*| $body:expr) => {
         |$($argument),*| $body
     };
@@ -65,4 +68,9 @@ pub(crate) fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
 /// Takes one connection out of the pool, and does something with it.
 pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
     work(&mut pool.get().unwrap())
+}
+
+/// Runs the pending migrations of an application on a connection of its own.
+pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
+    migrations::run_pending(&mut PgConnection::establish(url).unwrap(), own)
 }

@@ -1,1 +1,7 @@
 //! One module per behaviour, the same over each pool.
+
+mod fences;
+mod installing;
+mod own_migrations;
+mod rate_limits;
+mod throttles;

@@ -74,26 +74,22 @@ impl Cluster {
     fn set_up(builder: ClusterBuilder, binaries: PathBuf, command: &str) -> Self {
         let mut watcher = Watcher::start(&binaries, &builder.environment);
         watcher.run(command);
-        let status = watcher.exit_within(DEADLINE);
         assert!(
-            status == Some(0),
-            "the directory of a server cannot be made: {status:?}\n{}",
+            watcher.succeeds_within(DEADLINE),
+            "the directory of a server cannot be made:\n{}",
             watcher.read("setup")
         );
+        let directory = watcher.directory().to_owned();
+        let builder = builder.setting("unix_socket_directories", directory.display().to_string());
         let cluster = Self {
             builder,
             binaries,
-            directory: watcher.directory().to_owned(),
+            directory,
             watcher: Mutex::new(watcher),
         };
         let path = cluster.directory.join("data/postgresql.conf");
         let file = fs::OpenOptions::new().append(true).open(&path);
-        let socket = cluster.directory.display();
-        let lines = format!(
-            "{}unix_socket_directories = '{socket}'\n",
-            cluster.builder.lines()
-        );
-        file.and_then(|mut file| file.write_all(lines.as_bytes()))
+        file.and_then(|mut file| file.write_all(cluster.builder.lines().as_bytes()))
             .unwrap_or_else(|error| panic!("cannot write {}: {error}", path.display()));
         cluster.start_again();
         cluster
@@ -104,25 +100,18 @@ impl Cluster {
     pub fn start_again(&self) {
         let mut watcher = self.watcher();
         watcher.run("serve");
-        let deadline = Instant::now() + DEADLINE;
-        while !accepts_connections(&watcher) {
-            if let Some(status) = watcher.status() {
+        self.wait_until("accepts connections", || {
+            if !watcher.is_running() {
                 // The processes of a server that was killed end when they notice it.
                 let is_in_use = self.end_of_log().contains("is still in use");
-                assert!(
-                    is_in_use,
-                    "the server ended with status {status}:\n{}",
-                    self.end_of_log()
-                );
+                assert!(is_in_use, "the server ended:\n{}", self.end_of_log());
                 watcher.run("serve");
             }
-            assert!(
-                Instant::now() < deadline,
-                "the server accepts no connections:\n{}",
-                self.end_of_log()
-            );
-            thread::sleep(POLL);
-        }
+            // The last line says so.
+            let state = watcher.read("data/postmaster.pid");
+            let mut lines = state.lines().map(str::trim);
+            lines.next() == Some(watcher.read("pid").trim()) && lines.nth(6) == Some("ready")
+        });
     }
 
     /// Stops the server and waits until it has stopped. Does nothing if it does not run.
@@ -143,12 +132,7 @@ impl Cluster {
         if watcher.is_running() {
             watcher.signal(signal);
         }
-        let status = watcher.exit_within(DEADLINE);
-        assert!(
-            status.is_some(),
-            "the server does not stop:\n{}",
-            self.end_of_log()
-        );
+        self.wait_until("has stopped", || !watcher.is_running());
     }
 
     /// Stops the server and starts it again.
@@ -175,11 +159,16 @@ impl Cluster {
         // Not the form that waits: its own snapshot may conflict with what is still to be replayed.
         let promoted = ask("pg_promote(false)");
         assert_eq!(promoted, Ok(true), "{}", self.end_of_log());
+        self.wait_until("is a primary", || ask("pg_is_in_recovery()") == Ok(false));
+    }
+
+    fn wait_until(&self, what: &str, mut happened: impl FnMut() -> bool) {
         let deadline = Instant::now() + DEADLINE;
-        while ask("pg_is_in_recovery()") != Ok(false) {
+        while !happened() {
+            let is_early = Instant::now() < deadline;
             assert!(
-                Instant::now() < deadline,
-                "the standby is not promoted:\n{}",
+                is_early,
+                "waited in vain until the server {what}:\n{}",
                 self.end_of_log()
             );
             thread::sleep(POLL);
@@ -230,11 +219,4 @@ impl Cluster {
     fn watcher(&self) -> MutexGuard<'_, Watcher> {
         self.watcher.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Whether the running server says so in the last line of its `postmaster.pid`.
-fn accepts_connections(watcher: &Watcher) -> bool {
-    let state = watcher.read("data/postmaster.pid");
-    let mut lines = state.lines().map(str::trim);
-    lines.next() == Some(watcher.read("pid").trim()) && lines.nth(6) == Some("ready")
 }

@@ -60,14 +60,14 @@ impl Database {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         static PROCESS: OnceLock<u64> = OnceLock::new();
 
-        let process = PROCESS.get_or_init(random);
+        let (now, process) = (now(), PROCESS.get_or_init(random));
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("interlock_test_{:010}_{process:016x}_{number}", now());
+        let name = format!("interlock_test_{now:010}_{process:016x}_{number}");
+        let mut conn = connect_to_maintain(&maintenance)
+            .unwrap_or_else(|error| panic!("cannot connect to the server: {error}"));
         // Unlike `template1`, `template0` has no sessions, which would prevent this, and nothing of the user's.
         diesel::sql_query(format!("CREATE DATABASE {name} TEMPLATE template0 {options}"))
-            .execute(&mut connect_to_maintain(&maintenance).unwrap_or_else(|error| {
-                panic!("cannot connect to the server: {error}")
-            }))
+            .execute(&mut conn)
             .unwrap_or_else(|error| {
                 panic!("cannot create a database, which every test needs (`ALTER ROLE … CREATEDB`?): {error}")
             });
@@ -97,7 +97,8 @@ impl Drop for Database {
     /// have been stopped.
     fn drop(&mut self) {
         if let Ok(mut conn) = connect_to_maintain(&self.maintenance) {
-            drop_database(&mut conn, &format!("{} WITH (FORCE)", self.name));
+            let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", self.name);
+            let _ = diesel::sql_query(drop).execute(&mut conn);
         }
     }
 }
@@ -122,21 +123,18 @@ fn drop_left_behind(server: &Endpoint) {
     let Ok(mut conn) = connect_to_maintain(server) else {
         return;
     };
-    let names = diesel::select(sql::<Text>(&format!(
+    let names = sql::<Text>(&format!(
         "datname::text FROM pg_database WHERE substring(datname FROM '{PATTERN}')::bigint < {} \
          AND NOT EXISTS (SELECT FROM pg_stat_activity WHERE datid = pg_database.oid)",
         now().saturating_sub(LEFT_BEHIND),
-    )))
-    .load::<String>(&mut conn)
-    .unwrap_or_default();
-    for name in names {
+    ));
+    for name in diesel::select(names)
+        .load::<String>(&mut conn)
+        .unwrap_or_default()
+    {
         // Without FORCE, because a new run may have connected meanwhile.
-        drop_database(&mut conn, &name);
+        let _ = diesel::sql_query(format!("DROP DATABASE IF EXISTS {name}")).execute(&mut conn);
     }
-}
-
-fn drop_database(conn: &mut PgConnection, what: &str) {
-    let _ = diesel::sql_query(format!("DROP DATABASE IF EXISTS {what}")).execute(conn);
 }
 
 /// Opens a connection that does not wait for ever, neither now nor later.

@@ -36,15 +36,9 @@ impl Endpoint {
     /// `postgresql:///database?host=/run/postgresql&user=postgres`. libpq's keywords and values, and several hosts, are
     /// not accepted.
     pub fn new(url: &str) -> Self {
-        let url = Url::parse(url).unwrap_or_else(|error| {
-            panic!("not a URL such as postgresql://user@host/database: {error}")
-        });
-        assert!(
-            matches!(url.scheme(), "postgresql" | "postgres"),
-            "the scheme of a database's URL is `postgresql`, not `{}`",
-            url.scheme()
-        );
-        Self(url)
+        let parsed = Url::parse(url).ok();
+        let parsed = parsed.filter(|url| matches!(url.scheme(), "postgresql" | "postgres"));
+        Self(parsed.expect("the URL of a database is like postgresql://user@host/database"))
     }
 
     /// The URL, which both libpq and tokio-postgres accept.

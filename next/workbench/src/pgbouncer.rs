@@ -15,7 +15,7 @@ use diesel::pg::PgConnection;
 use crate::endpoint::Endpoint;
 use crate::watcher::{POLL, Watcher};
 
-/// How long a pooler may take to listen or to end.
+/// How long a pooler may take to listen, or to end.
 const DEADLINE: Duration = Duration::from_secs(10);
 
 /// What a client of the pooler has a server session for.
@@ -89,9 +89,10 @@ impl PgBouncer {
         self.watcher.run("pool");
         let deadline = Instant::now() + DEADLINE;
         while !is_up(&self.endpoint) {
+            let is_early = Instant::now() < deadline;
             assert!(
-                Instant::now() < deadline,
-                "PgBouncer does not serve connections:\n{}",
+                is_early,
+                "PgBouncer does not serve:\n{}",
                 self.watcher.read("log")
             );
             thread::sleep(POLL);
@@ -101,8 +102,7 @@ impl PgBouncer {
     /// Kills the pooler, as a crash does, and starts it again at the same address.
     pub fn crash(&mut self) {
         self.watcher.signal("KILL");
-        let status = self.watcher.exit_within(DEADLINE);
-        assert!(status.is_some(), "PgBouncer cannot be killed");
+        self.watcher.succeeds_within(DEADLINE);
         let socket = self.watcher.directory().join(".s.PGSQL.6432");
         // A connection to the server is not tried, because the server may be down.
         self.run(|_| UnixStream::connect(&socket).is_ok());
@@ -120,25 +120,20 @@ impl PgBouncer {
 
     /// Whether a client may name its prepared statements in transaction mode: since version 1.21.
     pub fn follows_prepared_statements() -> bool {
-        Self::version() >= (1, 21)
+        Self::version() >= [1, 21]
     }
 
-    /// The version that is installed, such as `(1, 18)`.
-    ///
-    /// Versions 1.18 to 1.20 may end when a client cancels a query and does not wait until the pooler has passed that on,
-    /// as tokio-postgres does.
-    pub fn version() -> (u32, u32) {
+    /// The numbers of the version that is installed. Versions 1.18 to 1.20 may end when a client cancels a query and does
+    /// not wait until the pooler has passed that on, as tokio-postgres does.
+    pub fn version() -> [u32; 2] {
         let output = Command::new(binaries().join("pgbouncer"))
             .arg("--version")
-            .output()
-            .expect("PgBouncer can be run");
-        let text = String::from_utf8_lossy(&output.stdout);
+            .output();
+        let text = output.expect("PgBouncer can be run").stdout;
+        let text = String::from_utf8_lossy(&text);
         let version = text.split_whitespace().nth(1).unwrap_or_default();
         let mut numbers = version.split('.').map(|number| number.parse().ok());
-        match (numbers.next().flatten(), numbers.next().flatten()) {
-            (Some(major), Some(minor)) => (major, minor),
-            _ => panic!("what version is this? {text}"),
-        }
+        [(); 2].map(|()| numbers.next().flatten().expect("it tells its version"))
     }
 }
 

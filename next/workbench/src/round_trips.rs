@@ -1,17 +1,14 @@
 //! A proxy that counts round trips.
 
-mod forward;
-mod frontend;
 mod gate;
 
-use std::collections::HashMap;
-use std::io;
+use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -26,7 +23,8 @@ type Socket = UnixStream;
 ///
 /// A round trip is a message after which a client waits for the server to be ready again: `Query` of the simple
 /// protocol, `Sync` of the extended protocol, `FunctionCall`. Opening a connection is none, but what Diesel sends to
-/// configure it is. A message is counted before the server gets it, so it is counted once its reply has arrived.
+/// configure it is; the last of that, diesel-async may send a moment later. A message is counted before the server gets
+/// it, so it is counted once its reply has arrived.
 ///
 /// ```
 /// use diesel::connection::SimpleConnection;
@@ -38,9 +36,9 @@ type Socket = UnixStream;
 /// assert_eq!(proxy.count(|| conn.batch_execute("SELECT 1; SELECT 2").unwrap()), 1);
 /// ```
 ///
-/// It listens on a TCP port of the loopback interface, so that TCP's own timeouts apply to its clients, and speaks no
-/// TLS. Where the server cannot be reached, as during a restart, it closes the client's connection. When it drops, it
-/// closes all connections.
+/// It listens on a TCP port of the loopback interface, so that TCP's own timeouts apply to its clients, and knows no
+/// encryption. Where the server cannot be reached, as during a restart, it closes the client's connection. When it
+/// drops, it closes all connections.
 #[derive(Debug)]
 pub struct RoundTrips {
     shared: Arc<Shared>,
@@ -56,15 +54,15 @@ struct Shared {
     round_trips: AtomicU64,
     parses: AtomicU64,
     gate: Gate,
-    connections: Mutex<Connections>,
+    /// The connections that may be open; `None` when the proxy has ended.
+    links: Mutex<Option<Vec<Weak<Link>>>>,
 }
 
-/// The sockets that are open, in order to shut them down.
-#[derive(Debug, Default)]
-struct Connections {
-    closed: bool,
-    next: u64,
-    sockets: HashMap<u64, [Socket; 2]>,
+/// A client's connection and the one to the server that is made for it.
+#[derive(Debug)]
+struct Link {
+    client: Socket,
+    server: Socket,
 }
 
 impl RoundTrips {
@@ -75,24 +73,20 @@ impl RoundTrips {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .expect("the loopback interface has a free port");
         let address = listener.local_addr().expect("a listener has an address");
+        let endpoint = server.with_address("127.0.0.1", address.port());
         let shared = Arc::new(Shared {
             server: server.address(),
             round_trips: AtomicU64::new(0),
             parses: AtomicU64::new(0),
             gate: Gate::default(),
-            connections: Mutex::default(),
+            links: Mutex::new(Some(Vec::new())),
         });
-        let acceptor = thread::spawn({
-            let shared = Arc::clone(&shared);
-            move || shared.accept(&listener)
-        });
+        let acceptor = Arc::clone(&shared);
         Self {
             shared,
-            endpoint: server
-                .with_address("127.0.0.1", address.port())
-                .with("sslmode", "disable"),
+            endpoint: endpoint.with("sslmode", "disable"),
             port: address.port(),
-            acceptor: Some(acceptor),
+            acceptor: Some(thread::spawn(move || acceptor.accept(&listener))),
         }
     }
 
@@ -127,7 +121,9 @@ impl RoundTrips {
 
     /// Closes all connections, as a server does that crashes. New ones may be made.
     pub fn sever(&self) {
-        self.shared.sever();
+        if let Some(links) = self.shared.links().as_mut() {
+            close(links.drain(..));
+        }
     }
 }
 
@@ -141,8 +137,8 @@ impl Deref for RoundTrips {
 
 impl Drop for RoundTrips {
     fn drop(&mut self) {
-        self.shared.connections().closed = true;
-        self.shared.sever();
+        let links = self.shared.links().take();
+        close(links.into_iter().flatten());
         self.shared.gate.remove();
         // The acceptor looks whether it should go on after each connection.
         let woken = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok();
@@ -155,7 +151,7 @@ impl Drop for RoundTrips {
 impl Shared {
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
         for client in listener.incoming() {
-            if self.connections().closed {
+            if self.links().is_none() {
                 break;
             }
             match client.and_then(socket) {
@@ -171,55 +167,74 @@ impl Shared {
     }
 
     /// Connects to the server and forwards both ways until the connection ends.
-    fn serve(self: Arc<Self>, mut client: Socket) -> io::Result<()> {
+    fn serve(self: Arc<Self>, client: Socket) -> io::Result<()> {
         self.gate.pass(|| ())?;
         let (host, port) = &self.server;
-        let mut server = if host.starts_with('/') {
+        let server = if host.starts_with('/') {
             UnixStream::connect(format!("{host}/.s.PGSQL.{port}"))?
         } else {
             socket(TcpStream::connect((host.as_str(), *port))?)?
         };
-        let id = self.register([client.try_clone()?, server.try_clone()?])?;
-        let replies = thread::spawn({
-            let (shared, server, client) =
-                (Arc::clone(&self), server.try_clone()?, client.try_clone()?);
-            move || forward::replies(&shared.gate, server, client)
+        let link = Arc::new(Link { client, server });
+        match self.links().as_mut() {
+            Some(links) => {
+                links.retain(|link| link.strong_count() > 0);
+                links.push(Arc::downgrade(&link));
+            }
+            None => return Ok(()),
+        }
+
+        let replies = (Arc::clone(&self), Arc::clone(&link));
+        thread::spawn(move || {
+            let (shared, link) = replies;
+            let _ = shared.forward(&link.server, &link.client, |_| ());
+            let _ = link.client.shutdown(Shutdown::Both);
+            let _ = link.server.shutdown(Shutdown::Both);
         });
-        let _ = forward::requests(&self, &mut client, &mut server);
+        let mut messages = Messages::default();
+        let _ = self.forward(&link.client, &link.server, |piece| {
+            messages.read(piece, |kind| match kind {
+                b'Q' | b'S' | b'F' => _ = self.round_trips.fetch_add(1, Ordering::SeqCst),
+                b'P' => _ = self.parses.fetch_add(1, Ordering::SeqCst),
+                _ => {}
+            });
+        });
         // The server replies to what it has received, and closes.
-        let _ = server.shutdown(Shutdown::Write);
-        let _ = replies.join();
-        self.connections().sockets.remove(&id);
-        Ok(())
+        link.server.shutdown(Shutdown::Write)
     }
 
-    /// Remembers the sockets of a connection, unless the proxy has ended.
-    fn register(&self, sockets: [Socket; 2]) -> io::Result<u64> {
-        let mut connections = self.connections();
-        if connections.closed {
-            return Err(io::ErrorKind::ConnectionAborted.into());
-        }
-        let id = connections.next;
-        connections.next += 1;
-        connections.sockets.insert(id, sockets);
-        Ok(id)
-    }
-
-    fn sever(&self) {
-        for socket in self
-            .connections()
-            .sockets
-            .drain()
-            .flat_map(|(_, both)| both)
-        {
-            let _ = socket.shutdown(Shutdown::Both);
+    /// Passes every piece through the gate, and at last the end of the connection, be it an orderly one or not.
+    fn forward(
+        &self,
+        mut from: &Socket,
+        mut to: &Socket,
+        mut look: impl FnMut(&[u8]),
+    ) -> io::Result<()> {
+        let mut buffer = vec![0; 16 * 1024];
+        loop {
+            let length = match from.read(&mut buffer) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                result => result.unwrap_or(0),
+            };
+            self.gate.pass(|| {
+                look(&buffer[..length]);
+                to.write_all(&buffer[..length])
+            })??;
+            if length == 0 {
+                return Ok(());
+            }
         }
     }
 
-    fn connections(&self) -> MutexGuard<'_, Connections> {
-        self.connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    fn links(&self) -> MutexGuard<'_, Option<Vec<Weak<Link>>>> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn close(links: impl Iterator<Item = Weak<Link>>) {
+    for link in links.filter_map(|link| link.upgrade()) {
+        let _ = link.client.shutdown(Shutdown::Both);
+        let _ = link.server.shutdown(Shutdown::Both);
     }
 }
 
@@ -227,4 +242,45 @@ impl Shared {
 fn socket(stream: TcpStream) -> io::Result<Socket> {
     stream.set_nodelay(true)?;
     Ok(OwnedFd::from(stream).into())
+}
+
+/// Finds the messages in what a client sends, in pieces of any length.
+#[derive(Debug)]
+struct Messages {
+    /// The part of a message's head that has been seen: its type and its length.
+    head: Vec<u8>,
+    /// How much of the message's body is still to come.
+    body: usize,
+}
+
+impl Default for Messages {
+    fn default() -> Self {
+        // The packet that opens a connection has no type.
+        Self {
+            head: vec![0],
+            body: 0,
+        }
+    }
+}
+
+impl Messages {
+    /// Calls `on_message` with the type of each message whose head ends in this piece.
+    fn read(&mut self, mut piece: &[u8], mut on_message: impl FnMut(u8)) {
+        loop {
+            let skipped = self.body.min(piece.len());
+            self.body -= skipped;
+            piece = &piece[skipped..];
+
+            let taken = (5 - self.head.len()).min(piece.len());
+            self.head.extend_from_slice(&piece[..taken]);
+            piece = &piece[taken..];
+            let &[kind, a, b, c, d] = self.head.as_slice() else {
+                return;
+            };
+            on_message(kind);
+            // The length counts itself.
+            self.body = (u32::from_be_bytes([a, b, c, d]) as usize).saturating_sub(4);
+            self.head.clear();
+        }
+    }
 }

@@ -5,7 +5,6 @@ use std::env;
 use std::fs;
 use std::hash::{BuildHasher, Hasher};
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -14,9 +13,6 @@ use std::time::{Duration, Instant};
 
 /// How often a file is looked at that another process is about to change.
 pub(crate) const POLL: Duration = Duration::from_millis(5);
-
-/// The longest path of a Unix socket that both Linux (107 bytes) and macOS (103) accept.
-const LONGEST_SOCKET_PATH: usize = 103;
 
 /// A shell that makes a directory, runs PostgreSQL's programs in it one at a time, and at the end of its standard
 /// input, whose other end this process holds, stops the program and removes the directory.
@@ -37,8 +33,7 @@ impl Watcher {
     /// Starts the watcher of a new directory, with `environment` for the programs that it is going to run from the
     /// directory `binaries`.
     pub(crate) fn start(binaries: &Path, environment: &[(String, String)]) -> Self {
-        let owner = required_owner();
-        let directory = unused_path(owner.is_some());
+        let directory = env::temp_dir().join(format!("interlock-{:016x}", random()));
         let mut command = Command::new("/bin/sh");
         command
             // Not the script itself, which would fill the screen in every list of processes.
@@ -48,7 +43,7 @@ impl Watcher {
             .stdout(Stdio::piped())
             .process_group(0)
             .current_dir("/");
-        if let Some((uid, gid)) = owner {
+        if let Some((uid, gid)) = required_owner() {
             command.uid(uid).gid(gid);
         }
         // Settings for clients, some of which the server would take as its own.
@@ -125,18 +120,13 @@ impl Watcher {
         );
     }
 
-    /// The exit status of the program that was run last; `None` while it runs.
-    pub(crate) fn status(&self) -> Option<u32> {
-        (!self.is_running()).then(|| self.read("status").trim().parse().unwrap_or(u32::MAX))
-    }
-
-    /// Waits until the program that was run last has ended, and returns its exit status, or `None` after `timeout`.
-    pub(crate) fn exit_within(&self, timeout: Duration) -> Option<u32> {
+    /// Waits until the program that was run last has ended, and says whether it did so, successfully, within `timeout`.
+    pub(crate) fn succeeds_within(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         while self.is_running() && Instant::now() < deadline {
             thread::sleep(POLL);
         }
-        self.status()
+        !self.is_running() && self.read("status").trim() == "0"
     }
 }
 
@@ -167,26 +157,6 @@ fn required_owner() -> Option<(u32, u32)> {
     };
     let owner = numbers("postgres").or_else(|| numbers("nobody"));
     Some(owner.expect("PostgreSQL does not run as root; /etc/passwd has no `postgres`, nor `nobody`, to run it as"))
-}
-
-/// A path for a new directory, below `TMPDIR` if the server can use that, else below `/tmp`. It does not exist yet.
-fn unused_path(for_another_user: bool) -> PathBuf {
-    let mode = |path: &Path| fs::metadata(path).map_or(0, |metadata| metadata.permissions().mode());
-    let is_open_to_all = |directory: &Path| {
-        mode(directory) & 0o003 == 0o003 && directory.ancestors().all(|path| mode(path) & 1 == 1)
-    };
-    let name = format!("interlock-{:016x}", random());
-    let is_usable = |parent: &Path| {
-        let socket = parent.join(&name).join(".s.PGSQL.65535.lock");
-        // The path is sent as text, in commands of one line and in connection strings.
-        socket
-            .to_str()
-            .is_some_and(|path| path.len() <= LONGEST_SOCKET_PATH && !path.contains(['\n', '\\']))
-            && (!for_another_user || is_open_to_all(parent))
-    };
-    let temporary = fs::canonicalize(env::temp_dir()).ok();
-    let parent = temporary.filter(|parent| is_usable(parent));
-    parent.unwrap_or_else(|| "/tmp".into()).join(name)
 }
 
 /// 64 bits that no other process is likely to have drawn.

@@ -15,7 +15,7 @@ pub use self::check::{Check, CheckAll, Limited, Spent, State};
 pub use self::local::{LocalCheck, LocalRateLimit};
 pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
-use crate::call::{ask, rows};
+use crate::call::{ask, ask_lent};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
@@ -262,7 +262,8 @@ impl<P: Pool> RateLimit<P> {
 
     async fn decide<S: Session>(&self, session: &mut S, commit: Commit) -> Result<Check> {
         let (call, lead) = self.call()?;
-        Ok(self.read(&call, rows(session, &call.check(commit, lead)).await?))
+        let row = ask_lent(session, &call.check(commit, lead)).await?;
+        Ok(self.read(&call, row))
     }
 
     /// Diesel has no kind for a wait that has timed out, so whether the row is locked is looked up.

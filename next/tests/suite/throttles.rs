@@ -11,9 +11,7 @@ use crate::assert_matches;
 use crate::half::{
     Decision, Error, PgPool, Throttle, execute, migrations, on_one, pool, throttled_resources, wait,
 };
-use crate::support::{
-    HAS_WRITTEN_NOTHING, Observer, eventually, installed, number, run, text, truth,
-};
+use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 

@@ -6,9 +6,11 @@ use std::time::Duration;
 use diesel::connection::Connection;
 use diesel::pg::PgConnection;
 use diesel::r2d2::{ConnectionManager, Pool};
+#[cfg(feature = "async")]
 use diesel_async::pooled_connection::{
     AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod, bb8, deadpool,
 };
+#[cfg(feature = "async")]
 use diesel_async::{AsyncConnection, AsyncPgConnection};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use url::Url;
@@ -75,12 +77,14 @@ impl Endpoint {
     }
 
     /// Opens an asynchronous connection.
+    #[cfg(feature = "async")]
     pub async fn connect_async(&self) -> AsyncPgConnection {
         let connected = AsyncPgConnection::establish(&self.url()).await;
         connected.unwrap_or_else(cannot("connect"))
     }
 
     /// A pool of deadpool with at most `size` connections, which are not checked at a checkout.
+    #[cfg(feature = "async")]
     pub fn deadpool(&self, size: u32) -> deadpool::Pool<AsyncPgConnection> {
         deadpool::Pool::builder(self.async_manager(RecyclingMethod::Fast))
             .max_size(size as usize)
@@ -90,6 +94,7 @@ impl Endpoint {
 
     /// A pool of bb8 with at most `size` connections, which are not checked at a checkout. A checkout from an exhausted
     /// pool fails after ten seconds.
+    #[cfg(feature = "async")]
     pub fn bb8(&self, size: u32) -> bb8::Pool<AsyncPgConnection> {
         let _entered = crate::runtime().enter();
         bb8::Pool::builder()
@@ -100,6 +105,7 @@ impl Endpoint {
     }
 
     /// What opens the connections of an asynchronous pool with settings of its own.
+    #[cfg(feature = "async")]
     pub fn async_manager(
         &self,
         recycling_method: RecyclingMethod<AsyncPgConnection>,

@@ -43,6 +43,7 @@ mod database;
 mod endpoint;
 mod pgbouncer;
 mod round_trips;
+#[cfg(feature = "async")]
 mod runtime;
 mod watcher;
 
@@ -51,4 +52,5 @@ pub use database::Database;
 pub use endpoint::Endpoint;
 pub use pgbouncer::{PgBouncer, PoolMode};
 pub use round_trips::RoundTrips;
+#[cfg(feature = "async")]
 pub use runtime::{block_on, runtime};

@@ -7,9 +7,9 @@ use diesel_interlock::schedule::{Look, every};
 use diesel_interlock::testing::{self, depose, expire, make_due, make_tick_due, use_up};
 use workbench::Database;
 
+use crate::assert_matches;
 use crate::half::*;
 use crate::support::{eventually, installed, number, run};
-use crate::{assert_matches, work};
 
 const HOUR: Duration = Duration::from_secs(3600);
 

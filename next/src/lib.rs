@@ -76,6 +76,8 @@ pub mod semaphore;
 mod session;
 mod statement;
 mod stop;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod throttle;
 mod time;
 mod transaction;

@@ -2,6 +2,8 @@
 
 mod fences;
 mod installing;
+mod monitoring;
 mod own_migrations;
 mod rate_limits;
+mod testing_helpers;
 mod throttles;

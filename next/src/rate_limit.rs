@@ -215,7 +215,7 @@ impl<P: Pool> RateLimit<P> {
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
         let mut turns = Turns::after_a_try(self.topic(), deadline);
-        let mut last = Err(Error::TimedOut);
+        let (mut last, mut is_again) = (Err(Error::TimedOut), false);
         loop {
             let check = P::Mode::within(deadline, self.check_within(pool, deadline)).await;
             match check {
@@ -230,6 +230,11 @@ impl<P: Pool> RateLimit<P> {
                 }
                 // The other transaction may end in time.
                 Some(Err(locked @ Error::KeyLocked(_))) => last = last.or(Err(locked)),
+                // It may have ended between the error and the look whether it still was there.
+                Some(Err(Error::Database(cause))) if is_unknown(&cause) && !is_again => {
+                    is_again = true;
+                    last = last.or(Err(cause.into()));
+                }
                 Some(outcome) => return outcome,
             }
             if !turns.next::<P::Mode>().await {

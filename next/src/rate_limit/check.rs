@@ -118,6 +118,27 @@ impl Check {
 }
 
 impl CheckAll {
+    /// Returns what was spent of each limit, if all were allowed.
+    pub fn allowed(self) -> Option<Vec<Spent>> {
+        match self {
+            Self::Allowed(spent) => Some(spent),
+            Self::Limited(..) => None,
+        }
+    }
+
+    /// Returns why they were not allowed. The other limits may be used up, too.
+    pub fn limited(self) -> Option<Limited> {
+        match self {
+            Self::Allowed(_) => None,
+            Self::Limited(_, limited) => Some(limited),
+        }
+    }
+
+    /// Returns whether they were limited.
+    pub const fn is_limited(&self) -> bool {
+        !self.is_allowed()
+    }
+
     /// Returns whether all were allowed.
     pub const fn is_allowed(&self) -> bool {
         matches!(self, Self::Allowed(_))

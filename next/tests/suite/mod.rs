@@ -2,8 +2,10 @@
 
 mod fences;
 mod installing;
+mod local_rate_limits;
 mod monitoring;
 mod own_migrations;
+mod rate_limit_promise;
 mod rate_limits;
 mod testing_helpers;
 mod throttles;

@@ -1,17 +1,18 @@
-//! A rate limit never allows more than burst + N in a period.
+//! What rate limits allow, refuse and tell.
 
 use std::sync::Barrier;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use diesel_interlock::rate_limit::Spent;
-use workbench::Database;
+use workbench::{Database, RoundTrips};
 
 use crate::assert_matches;
 use crate::half::{
-    Check, CheckAll, Error, PgPool, Quota, RateLimit, execute, migrations, on_one, pool, wait,
+    Check, CheckAll, Error, IS_ASYNC, PgPool, Quota, RateLimit, execute, make_pool, migrations,
+    on_one, pool, wait,
 };
-use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, number, run, truth};
+use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, number, run, text};
 
 /// One unit in a minute, so that nothing refills during a test.
 static SLOW: RateLimit = RateLimit::named("slow", Quota::per_minute(1).burst(5));
@@ -93,12 +94,47 @@ fn a_denial_writes_nothing() {
     let database = installed();
     let pool = pool(&database, 1);
     assert!(is_allowed(&SLOW.cost(5), &pool));
-    on_one(&pool, |conn| {
-        wait(execute(conn, "BEGIN")).unwrap();
-        assert!(wait(SLOW.check_on(conn)).unwrap().is_limited());
-        wait(execute(conn, HAS_WRITTEN_NOTHING)).unwrap();
-        wait(execute(conn, "ROLLBACK")).unwrap();
-    });
+    for limit in [
+        &SLOW,
+        &SLOW.cost(5),
+        &SLOW.quota(Quota::per_minute(1).burst(4)),
+        &SLOW.quota(Quota::per_hour(1).burst(5)),
+    ] {
+        on_one(&pool, |conn| {
+            wait(execute(conn, "BEGIN")).unwrap();
+            assert!(wait(limit.check_on(conn)).unwrap().is_limited());
+            wait(execute(conn, HAS_WRITTEN_NOTHING)).unwrap();
+            wait(execute(conn, "ROLLBACK")).unwrap();
+        });
+    }
+    let conn = &mut database.connect();
+    let row = "SELECT string_agg(concat_ws(' ', name, ctid, xmin, xmax), ',') FROM resource_control.rate_limit";
+    let before = text(conn, row);
+    let other = RateLimit::named("another", Quota::per_minute(1));
+    assert_matches!(
+        wait(RateLimit::check_all(&[&other, &SLOW], &pool)),
+        Ok(CheckAll::Limited(1, _))
+    );
+    assert_eq!(text(conn, row), before, "nor of several limits");
+}
+
+#[test]
+fn a_denial_that_the_committed_row_shows_does_not_wait() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW.cost(5), &pool));
+    let holder = &mut database.connect();
+    run(
+        holder,
+        "BEGIN; SELECT FROM resource_control.rate_limit FOR UPDATE",
+    );
+    assert!(!is_allowed(&SLOW, &pool));
+    assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 0);
+    assert!(
+        wait(RateLimit::check_all(&[&SLOW], &pool))
+            .unwrap()
+            .is_limited()
+    );
 }
 
 #[test]
@@ -119,19 +155,79 @@ fn a_check_on_a_connection_belongs_to_its_transaction() {
 fn a_forgotten_transaction_on_a_key_is_an_error_that_says_so() {
     let database = installed();
     let pool = pool(&database, 1);
-    assert!(is_allowed(&SLOW, &pool));
+    let spent = allowed(&SLOW, &pool);
     let forgotten = &mut database.connect();
     run(
         forgotten,
         "BEGIN; UPDATE resource_control.rate_limit SET spent_at = spent_at",
     );
-    assert_matches!(wait(SLOW.check(&pool)), Err(Error::KeyLocked("slow")));
-    assert_matches!(
-        wait(RateLimit::check_all(&[&SLOW], &pool)),
-        Err(Error::KeyLocked("slow"))
-    );
+    let first = SLOW.key("first");
+    for locked in [
+        wait(SLOW.check(&pool)).map(drop),
+        wait(RateLimit::check_all(&[&first, &SLOW], &pool)).map(drop),
+        wait(SLOW.acquire_timeout(&pool, Duration::from_millis(300))).map(drop),
+        wait(SLOW.give_back(&pool, &spent, 1)).map(drop),
+        wait(SLOW.reset(&pool)).map(drop),
+    ] {
+        assert_matches!(locked, Err(Error::KeyLocked("slow")));
+    }
+    assert_eq!(wait(first.peek(&pool)).unwrap().remaining, 5, "or none");
+    assert!(is_allowed(&SLOW.key("another"), &pool));
     run(forgotten, "ROLLBACK");
     assert_eq!(allowed(&SLOW, &pool).state.remaining, 3);
+}
+
+#[test]
+fn a_forgotten_first_call_is_an_error_that_says_so() {
+    let database = installed();
+    let (pool, other) = (pool(&database, 1), pool(&database, 1));
+    on_one(&other, |forgotten| {
+        wait(execute(forgotten, "BEGIN")).unwrap();
+        assert!(wait(SLOW.check_on(forgotten)).unwrap().is_allowed());
+        assert_matches!(wait(SLOW.check(&pool)), Err(Error::KeyLocked("slow")));
+        wait(execute(forgotten, "COMMIT")).unwrap();
+    });
+    assert_eq!(allowed(&SLOW, &pool).state.remaining, 3);
+}
+
+#[test]
+fn another_failure_is_not_taken_for_a_locked_key() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW, &pool));
+    let conn = &mut database.connect();
+    run(
+        conn,
+        "ALTER TABLE resource_control.rate_limit ADD CHECK (burst <> 5) NOT VALID",
+    );
+    assert_matches!(wait(SLOW.check(&pool)), Err(Error::Database(_)));
+    run(
+        conn,
+        "ALTER TABLE resource_control.rate_limit RENAME burst TO other",
+    );
+    assert_matches!(wait(SLOW.check(&pool)), Err(Error::Database(_)));
+}
+
+#[test]
+fn a_wait_outlasts_a_transaction_that_holds_the_key() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW, &pool));
+    let holder = &mut database.connect();
+    run(
+        holder,
+        "BEGIN; UPDATE resource_control.rate_limit SET spent_at = spent_at",
+    );
+    thread::scope(|scope| {
+        let check = scope.spawn(|| wait(SLOW.acquire_timeout(&pool, Duration::from_secs(60))));
+        let mut observer = Observer::of(&database);
+        for _ in 0..3 {
+            eventually("it waits", || observer.all_waiting() == 1);
+            eventually("it pauses", || observer.all_waiting() == 0);
+        }
+        run(holder, "COMMIT");
+        assert!(check.join().unwrap().unwrap().is_allowed());
+    });
 }
 
 #[test]
@@ -201,6 +297,23 @@ fn several_limits_are_spent_together_or_not_at_all() {
         Ok(CheckAll::Limited(..))
     );
     assert_eq!(wait(c.peek(&pool)).unwrap().remaining, 1);
+    let CheckAll::Limited(0, limited) = wait(RateLimit::check_all(&[&c, &a, &c], &pool)).unwrap()
+    else {
+        panic!("only one unit of two is there")
+    };
+    assert!(
+        limited.retry_after > Duration::from_secs(15),
+        "until both are there"
+    );
+    for refused in [
+        &[&c.cost(2), &c.cost(2)],
+        &[&c, &c.quota(Quota::per_minute(4))],
+    ] {
+        assert_matches!(
+            wait(RateLimit::check_all(refused, &pool)),
+            Err(Error::Input(_))
+        );
+    }
     assert!(wait(RateLimit::check_all(&[], &pool)).unwrap().is_allowed());
     let bad = RateLimit::named("", Quota::per_minute(1));
     assert_matches!(
@@ -238,25 +351,65 @@ fn callers_of_the_same_limits_in_another_order_do_not_deadlock() {
 }
 
 #[test]
-fn units_are_given_back() {
+fn units_are_given_back_once() {
     let database = installed();
     let pool = pool(&database, 1);
     let limit = SLOW.cost(4);
     let spent = allowed(&limit, &pool);
+    assert_eq!(spent.units, 4);
     assert!(wait(limit.give_back(&pool, &spent, 3)).unwrap());
     assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 4);
-    rewind(&database, 3600);
     assert!(
-        !wait(limit.give_back(&pool, &spent, 1)).unwrap(),
-        "they were refilled"
+        wait(limit.give_back(&pool, &spent, 3)).unwrap(),
+        "one is left"
     );
+    assert!(!wait(limit.give_back(&pool, &spent, 3)).unwrap());
+    assert!(is_allowed(&SLOW.cost(4), &pool));
+    assert!(
+        !is_allowed(&SLOW.cost(2), &pool),
+        "what was given back cannot be given back again"
+    );
+}
+
+#[test]
+fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let limit = SLOW.cost(4);
     let spent = allowed(&limit, &pool);
     assert!(wait(SLOW.reset(&pool)).unwrap());
+    assert!(is_allowed(&limit, &pool));
     assert!(
         !wait(limit.give_back(&pool, &spent, 1)).unwrap(),
         "the key was reset"
     );
-    assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 5);
+    assert!(wait(SLOW.reset(&pool)).unwrap());
+
+    let spent = allowed(&limit, &pool);
+    assert!(is_allowed(&SLOW.quota(Quota::per_hour(1).burst(5)), &pool));
+    assert!(
+        !wait(limit.give_back(&pool, &spent, 1)).unwrap(),
+        "the quota was changed"
+    );
+    assert!(wait(SLOW.reset(&pool)).unwrap());
+
+    // As after a crash of the server that has forgotten the call.
+    let spent = allowed(&limit, &pool);
+    run(
+        &mut database.connect(),
+        "UPDATE resource_control.rate_limit SET spent_at = since - interval '1 s'",
+    );
+    assert!(!wait(limit.give_back(&pool, &spent, 1)).unwrap());
+    assert!(wait(SLOW.reset(&pool)).unwrap());
+
+    // A unit refills in a millisecond.
+    let fast = RateLimit::named("fast", Quota::per_second(1000)).cost(2);
+    let spent = allowed(&fast, &pool);
+    thread::sleep(Duration::from_millis(3));
+    assert!(
+        !wait(fast.give_back(&pool, &spent, 2)).unwrap(),
+        "they were refilled"
+    );
 }
 
 #[test]
@@ -289,16 +442,26 @@ fn a_wait_gives_up_at_once_if_the_units_come_too_late() {
             .unwrap()
             .is_allowed()
     );
-    let began = Instant::now();
-    assert!(
-        wait(SLOW.acquire_timeout(&pool, Duration::from_secs(30)))
-            .unwrap()
-            .is_limited()
-    );
-    assert!(
-        began.elapsed() < Duration::from_secs(30),
-        "it has waited for what could not come"
-    );
+    // One that waits for its units does not keep another one from that.
+    let barrier = Barrier::new(2);
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            barrier.wait();
+            wait(SLOW.acquire_timeout(&pool, Duration::from_secs(70)))
+        });
+        barrier.wait();
+        for _ in 0..100 {
+            assert!(
+                wait(SLOW.acquire_timeout(&pool, Duration::from_secs(30)))
+                    .unwrap()
+                    .is_limited()
+            );
+        }
+        assert!(!waiter.is_finished());
+        // A reset in this process wakes it.
+        assert!(wait(SLOW.reset(&pool)).unwrap());
+        assert!(waiter.join().unwrap().unwrap().is_allowed());
+    });
 }
 
 #[test]
@@ -358,114 +521,6 @@ fn bad_input_is_refused_before_anything_is_sent() {
     ));
 }
 
-/// The most that was granted in any period, by the database's clock, compared with the promise.
-fn assert_kept(mut grants: Vec<i64>, quota: Quota) {
-    grants.sort_unstable();
-    let period = quota.period.as_micros() as i64;
-    let mut first = 0;
-    for (last, at) in grants.iter().enumerate() {
-        while at - grants[first] > period {
-            first += 1;
-        }
-        let granted = (last - first + 1) as u32;
-        assert!(granted <= quota.burst + quota.n, "{granted} in a period");
-    }
-}
-
-fn hammer(database: &Database, limit: &RateLimit, threads: usize, checks: usize) -> Vec<i64> {
-    let barrier = Barrier::new(threads);
-    thread::scope(|scope| {
-        let threads: Vec<_> = (0..threads)
-            .map(|_| {
-                scope.spawn(|| {
-                    let pool = pool(database, 1);
-                    barrier.wait();
-                    let mut grants = Vec::new();
-                    for _ in 0..checks {
-                        if let Check::Allowed(spent) = wait(limit.check(&pool)).unwrap() {
-                            grants.push(spent.at().timestamp_micros());
-                        }
-                    }
-                    grants
-                })
-            })
-            .collect();
-        threads
-            .into_iter()
-            .flat_map(|thread| thread.join().unwrap())
-            .collect()
-    })
-}
-
-#[test]
-fn the_promise_holds_under_contention() {
-    let database = installed();
-    let quota = Quota::new(20, Duration::from_millis(100)).burst(5);
-    let limit = RateLimit::named("contended", quota);
-    let grants = hammer(&database, &limit, 8, 150);
-    assert!(grants.len() > 20);
-    assert_kept(grants, quota);
-}
-
-#[test]
-fn the_promise_holds_while_keys_are_pruned() {
-    let database = installed();
-    let quota = Quota::new(1, Duration::from_millis(5));
-    let limit = RateLimit::named("pruned", quota);
-    let pruner = pool(&database, 1);
-    let grants = thread::scope(|scope| {
-        let pruning = scope.spawn(|| {
-            (0..200)
-                .map(|_| wait(RateLimit::prune(&pruner)).unwrap())
-                .sum::<i64>()
-        });
-        let grants = hammer(&database, &limit, 4, 150);
-        let _ = pruning.join().unwrap();
-        grants
-    });
-    assert_kept(grants, quota);
-}
-
-#[test]
-fn it_works_at_every_isolation_level_and_search_path() {
-    for settings in [
-        "default_transaction_isolation = 'repeatable read'",
-        "default_transaction_isolation = serializable",
-        "timezone = 'Asia/Kolkata'",
-        "search_path = ''",
-        "intervalstyle = iso_8601",
-    ] {
-        let database = installed();
-        run(
-            &mut database.connect(),
-            &format!("ALTER DATABASE {} SET {settings}", database.name()),
-        );
-        let limit = RateLimit::named("any", Quota::per_day(10));
-        assert_eq!(hammer(&database, &limit, 4, 10).len(), 10, "{settings}");
-    }
-}
-
-#[test]
-fn only_a_durable_grant_waits_for_the_disk() {
-    let database = installed();
-    let pool = pool(&database, 1);
-    let mut observer = Observer::of(&database);
-    // A standby that does not exist must confirm each synchronous commit.
-    run(
-        observer.conn(),
-        &format!(
-            "ALTER DATABASE {} SET synchronous_commit = 'local'",
-            database.name()
-        ),
-    );
-    assert!(is_allowed(&SLOW, &pool));
-    assert!(is_allowed(&SLOW.clone().durable(), &pool));
-    assert!(truth(
-        observer.conn(),
-        "(SELECT full_at > spent_at FROM resource_control.rate_limit)"
-    ));
-}
-
 #[test]
 fn cancelled_statements_leave_a_row_that_works() {
     let database = installed();
@@ -494,47 +549,105 @@ fn cancelled_statements_leave_a_row_that_works() {
 }
 
 #[test]
-fn a_local_limit_adds_at_most_a_chunk() {
+fn header_fields_tell_the_quota_and_what_is_left() {
     let database = installed();
-    let pool = pool(&database, 2);
-    let limit = RateLimit::named("local", Quota::per_day(1000).burst(100));
-    let locals: Vec<_> = (0..3).map(|_| limit.local(pool.clone(), 10)).collect();
-    let mut allowed = 0;
-    for _ in 0..200 {
-        for local in &locals {
-            allowed += u32::from(wait(local.check("7")).unwrap().is_allowed());
-        }
+    let pool = pool(&database, 1);
+    let fields = |check: &Check| {
+        check
+            .headers()
+            .into_iter()
+            .map(|(name, value)| format!("{name}: {value}"))
+            .collect::<Vec<_>>()
+    };
+    let api = RateLimit::named("api", Quota::per_minute(100).burst(20));
+    let check = wait(api.cost(5).check(&pool)).unwrap();
+    let expected = [
+        r#"ratelimit-policy: "api";q=20;w=12"#,
+        r#"ratelimit: "api";r=15;t=3"#,
+    ];
+    assert_eq!(fields(&check), expected);
+    let slow = RateLimit::named("a \"b\" é", Quota::per_hour(1).burst(3));
+    assert!(is_allowed(&slow.cost(2), &pool));
+    let check = wait(slow.cost(2).check(&pool)).unwrap();
+    let expected = [
+        r#"ratelimit-policy: "a \"b\" %C3%A9";q=3;w=10800"#,
+        r#"ratelimit: "a \"b\" %C3%A9";r=0;t=3600"#,
+        "retry-after: 3600",
+    ];
+    assert_eq!(fields(&check), expected);
+    let all = wait(RateLimit::check_all(&[&slow.cost(2)], &pool)).unwrap();
+    assert_matches!(all, CheckAll::Limited(0, limited) if limited.headers().len() == 3);
+}
+
+#[test]
+fn a_check_is_one_round_trip_and_a_first_one_two() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
+    for key in 0..3 {
+        let prepared = SLOW.key(format!("prepared {key}"));
+        assert!(is_allowed(&prepared, &pool) && is_allowed(&prepared, &pool));
+        let _ = wait(prepared.peek(&pool)).unwrap();
     }
-    assert_eq!(allowed, 100, "all units of the row, and no more");
-    assert!(
-        wait(locals[0].check("7"))
-            .unwrap()
-            .retry_after_secs()
-            .is_some()
+    // That of the pool itself, and one.
+    let one = proxy.count(|| assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 5));
+    assert_eq!(
+        proxy.count(|| assert!(is_allowed(&SLOW, &pool))),
+        one + 1,
+        "the first"
     );
-    assert!(wait(locals[0].check("8")).unwrap().is_allowed());
-    assert_matches!(
-        wait(locals[0].check(&"x".repeat(1001))),
-        Err(Error::Input(_))
+    assert_eq!(
+        proxy.count(|| assert!(is_allowed(&SLOW.cost(4), &pool))),
+        one
+    );
+    assert_eq!(
+        proxy.count(|| assert!(!is_allowed(&SLOW, &pool))),
+        one,
+        "a denial"
+    );
+    assert_eq!(
+        proxy.count(|| drop(wait(SLOW.acquire_timeout(&pool, Duration::from_secs(1))))),
+        one,
+        "a wait in vain"
+    );
+    assert_eq!(
+        proxy.count(|| assert!(wait(SLOW.cost(6).check(&pool)).is_err())),
+        0
     );
 }
 
 #[test]
-fn a_local_limit_takes_a_chunk_once_for_all_who_wait() {
+fn the_longest_names_and_keys_of_any_characters_are_stored() {
+    static LONGEST: [u8; 1000] = [b'x'; 1000];
     let database = installed();
-    let pool = pool(&database, 2);
-    let limit = RateLimit::named("local", Quota::per_day(1000).burst(1000));
-    let local = limit.local(pool.clone(), 100);
-    let barrier = Barrier::new(8);
-    thread::scope(|scope| {
-        for _ in 0..8 {
-            scope.spawn(|| {
-                barrier.wait();
-                for _ in 0..10 {
-                    assert!(wait(local.check("7")).unwrap().is_allowed());
-                }
-            });
-        }
-    });
-    assert_eq!(wait(limit.key("7").peek(&pool)).unwrap().remaining, 900);
+    let pool = pool(&database, 1);
+    let name = std::str::from_utf8(&LONGEST).unwrap();
+    let mut state = 0x2545_f491_4f6c_dd1d_u64;
+    let mut random = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        char::from_u32((state >> 40) as u32 % 0x11_0000).filter(|c| *c != '\0')
+    };
+    // Which do not shrink when they are compressed.
+    let key: String = std::iter::repeat_with(&mut random)
+        .flatten()
+        .take(250)
+        .collect();
+    let limit = RateLimit::named(name, Quota::per_day(1)).key(key);
+    assert!(is_allowed(&limit, &pool));
+    assert!(!is_allowed(&limit, &pool));
+    assert!(wait(limit.reset(&pool)).unwrap());
+}
+
+#[test]
+fn a_transaction_that_was_left_in_the_pool_is_reported_and_rolled_back() {
+    if IS_ASYNC {
+        return; // nobody can see it there
+    }
+    let database = installed();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| wait(execute(conn, "BEGIN")).unwrap());
+    assert_matches!(wait(SLOW.check(&pool)), Err(Error::LentInTransaction));
+    assert_eq!(allowed(&SLOW, &pool).state.remaining, 4);
 }

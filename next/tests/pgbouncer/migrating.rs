@@ -1,7 +1,8 @@
 //! The schema is installed through any pooler; an application's own migrations need a session.
 
 use std::fmt;
-use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 
 use diesel::connection::BoxableConnection;
 use diesel::migration::{
@@ -38,6 +39,37 @@ fn twenty_instances_install_through_a_pooler_in_transaction_mode() {
     );
     assert_eq!(recorded, files.unwrap().count() as i64);
     assert_eq!(number(conn, LOCKS), 0);
+}
+
+/// Counts the warnings of the thread.
+struct Warnings(Arc<AtomicUsize>);
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Warnings {
+    fn on_event(&self, event: &tracing::Event<'_>, _: tracing_subscriber::layer::Context<'_, S>) {
+        if *event.metadata().level() == tracing::Level::WARN {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+#[test]
+fn install_warns_of_a_pool_on_which_session_locks_do_not_exclude() {
+    use tracing_subscriber::layer::SubscriberExt;
+
+    for (mode, expected) in [(PoolMode::Transaction, 1), (PoolMode::Session, 0)] {
+        let database = Database::new();
+        let pooler = PgBouncer::in_front_of(&database, mode, 4);
+        let pool = pool(&pooler, 2);
+        drop([(); 2].map(|()| pool.get().unwrap()));
+        let warnings = Arc::new(AtomicUsize::new(0));
+        let subscriber = tracing_subscriber::registry().with(Warnings(warnings.clone()));
+        let installed =
+            tracing::subscriber::with_default(subscriber, || migrations::install(&pool));
+        assert_eq!(
+            (installed.unwrap(), warnings.load(Ordering::SeqCst)),
+            ((), expected)
+        );
+    }
 }
 
 /// One migration, outside a transaction, during which the pooler turns to another session.

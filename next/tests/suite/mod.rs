@@ -2,8 +2,13 @@
 
 mod fences;
 mod installing;
+mod lent;
 mod monitoring;
 mod own_migrations;
 mod rate_limits;
+mod session_locks;
 mod testing_helpers;
 mod throttles;
+mod transaction_locks;
+mod waiting;
+mod ways_out;

@@ -13,6 +13,9 @@ use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
 use diesel::data_types::PgInterval;
+use diesel::deserialize::FromSqlRow;
+use diesel::expression::QueryMetadata;
+use diesel::pg::Pg;
 use diesel::sql_types::BigInt;
 
 pub use self::check::{Check, CheckAll, Limited, Spent, State};
@@ -118,7 +121,7 @@ impl<P: Pool> RateLimit<P> {
         self
     }
 
-    /// Spends the units if they are there. One round trip, and two for a key's first call or another quota.
+    /// Spends the units if they are there. One round trip, and three for a key's first call and for another quota.
     pub fn check<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Check>> {
         P::Mode::drive(self.subject().tell("check", self.check_within(pool, None)))
     }
@@ -151,12 +154,7 @@ impl<P: Pool> RateLimit<P> {
 
     /// Reads what is there, and spends nothing. One round trip.
     pub fn peek<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<State>> {
-        P::Mode::drive(async move {
-            let (call, _) = self.call()?;
-            let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, [sql::look(&[call])]).await?;
-            let full_in = full_in.first().copied().map_or(0, difference);
-            Ok(State::new(self.name, self.quota, call.quota, full_in))
-        })
+        P::Mode::drive(self.look(pool))
     }
 
     /// Makes the key full. Returns whether it was not. One round trip.
@@ -215,7 +213,7 @@ impl<P: Pool> RateLimit<P> {
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
         let mut turns = Turns::after_a_try(self.topic(), deadline);
-        let (mut last, mut is_again) = (Err(Error::TimedOut), false);
+        let mut last = Err(Error::TimedOut);
         loop {
             let check = P::Mode::within(deadline, self.check_within(pool, deadline)).await;
             match check {
@@ -230,11 +228,6 @@ impl<P: Pool> RateLimit<P> {
                 }
                 // The other transaction may end in time.
                 Some(Err(locked @ Error::KeyLocked(_))) => last = last.or(Err(locked)),
-                // It may have ended between the error and the look whether it still was there.
-                Some(Err(Error::Database(cause))) if is_unknown(&cause) && !is_again => {
-                    is_again = true;
-                    last = last.or(Err(cause.into()));
-                }
                 Some(outcome) => return outcome,
             }
             if !turns.next::<P::Mode>().await {
@@ -243,11 +236,16 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
+    async fn look(&self, pool: &P) -> Result<State> {
+        let (call, _) = self.call()?;
+        let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, [sql::look(&[call])]).await?;
+        let full_in = full_in.first().copied().map_or(0, difference);
+        Ok(State::new(self.name, self.quota, call.quota, full_in))
+    }
+
     #[cfg(feature = "testing")]
     pub(crate) async fn use_up(&self, pool: &P) -> Result<()> {
-        let (call, _) = self.call()?;
-        let (row, _) = ask(pool, None, [call.peek()]).await?;
-        let remaining = self.read(&call, row).state().remaining;
+        let remaining = self.look(pool).await?.remaining;
         if remaining > 0 {
             let _ = self.cost(remaining).check_within(pool, None).await?;
         }
@@ -257,21 +255,16 @@ impl<P: Pool> RateLimit<P> {
     async fn check_within(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
         let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let (call, lead) = self.call()?;
-        match ask(pool, limit, call.check(self.commit(), lead)).await {
-            Ok((row, _)) => Ok(self.read(&call, row)),
-            Err(error) => Err(self.explained(pool, error).await),
-        }
+        let statements = call.check(self.commit(), lead);
+        let row = self.ask(pool, limit, &statements).await?;
+        Ok(self.read(&call, row))
     }
 
     /// Sends a statement that gives units back, and wakes those of this process who wait for some.
     async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<bool> {
-        match ask::<_, _, i64>(pool, None, [statement]).await {
-            Ok((count, _)) => {
-                waiting::released(&self.topic());
-                Ok(count > 0)
-            }
-            Err(error) => Err(self.explained(pool, error).await),
-        }
+        let count: i64 = self.ask(pool, None, &[statement]).await?;
+        waiting::released(&self.topic());
+        Ok(count > 0)
     }
 
     async fn decide<S: Session>(&self, session: &mut S, commit: Commit) -> Result<Check> {
@@ -280,17 +273,38 @@ impl<P: Pool> RateLimit<P> {
         Ok(self.read(&call, row))
     }
 
-    /// Diesel has no kind for a wait that has timed out, so whether the row is locked is looked up.
-    async fn explained(&self, pool: &P, error: Error) -> Error {
-        let (Error::Database(cause), Ok((call, _))) = (&error, self.call()) else {
-            return error;
-        };
-        if !is_unknown(cause) {
-            return error;
+    /// Asks, and once more if the wait for another transaction was too long and that has ended since, as many do on a busy key.
+    async fn ask<T, U>(
+        &self,
+        pool: &P,
+        limit: Option<Duration>,
+        statements: &[Statement<T>],
+    ) -> Result<U>
+    where
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send + 'static,
+    {
+        match ask(pool, limit, statements).await {
+            Ok((reply, _)) => Ok(reply),
+            Err(error) => {
+                self.explain(pool, error).await?;
+                Ok(ask(pool, limit, statements).await?.0)
+            }
         }
+    }
+
+    /// Returns the error, unless it is worth to ask once more. Diesel has no kind for a wait that has timed out, so after an error
+    /// without a kind it is looked up whether the key is locked now.
+    async fn explain(&self, pool: &P, error: Error) -> Result<()> {
+        let cause = match error {
+            Error::Database(cause) if is_unknown(&cause) => cause,
+            error => return Err(error),
+        };
+        let (call, _) = self.call()?;
         match ask(pool, None, [call.is_locked()]).await {
-            Ok((true, _)) => Error::KeyLocked(self.name),
-            _ => error,
+            Ok((true, _)) => Err(Error::KeyLocked(self.name)),
+            Ok(_) => Ok(()),
+            Err(_) => Err(cause.into()),
         }
     }
 

@@ -50,17 +50,15 @@ impl<P: Pool> RateLimit<P> {
             if let Some((key, limited)) = look(&keys, pool).await? {
                 return Ok(CheckAll::Limited(key.first(), limited));
             }
-            let mut borrowed = Borrowed::new(pool, None).await?;
-            let transaction = Own::begin(borrowed.conn()).await?;
-            let spent = spend(&keys, transaction.conn).await;
-            match transaction.end(spent).await {
+            let mut reply = spend(&keys, pool).await;
+            if let Err(Unspent::Failed(Some(limit), error)) = reply {
+                limit.explain(pool, error).await?;
+                reply = spend(&keys, pool).await;
+            }
+            match reply {
                 Ok(spent) => Ok(CheckAll::Allowed(in_order(limits, &keys, &spent))),
                 Err(Unspent::Limited(i, limited)) => Ok(CheckAll::Limited(i, limited)),
-                Err(Unspent::Failed(None, error)) => Err(error),
-                Err(Unspent::Failed(Some(limit), error)) => {
-                    drop(borrowed);
-                    Err(limit.explained(pool, error).await)
-                }
+                Err(Unspent::Failed(_, error)) => Err(error),
             }
         }))
     }
@@ -135,10 +133,17 @@ impl<P: Pool> From<Error> for Unspent<'_, P> {
     }
 }
 
-async fn spend<'k, P: Pool, S: Session>(
-    keys: &'k [Key<P>],
-    session: &mut S,
-) -> Result<Vec<(PgTimestamp, State)>, Unspent<'k, P>> {
+type Spending<'k, P> = Result<Vec<(PgTimestamp, State)>, Unspent<'k, P>>;
+
+/// Spends all, in a transaction.
+async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
+    let mut borrowed = Borrowed::new(pool, None).await?;
+    let transaction = Own::begin(borrowed.conn()).await?;
+    let spent = spend_on(keys, transaction.conn).await;
+    transaction.end(spent).await
+}
+
+async fn spend_on<'k, P: Pool, S: Session>(keys: &'k [Key<P>], session: &mut S) -> Spending<'k, P> {
     let commit = if keys.iter().any(|key| key.limit.is_durable) {
         Commit::Durable
     } else {

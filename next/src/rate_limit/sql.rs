@@ -52,23 +52,25 @@ macro_rules! again {
     };
 }
 
-/// For the others: a key without a row, or with that of another quota, whose debt is rescaled. No row if others have been faster:
-/// then it is one of the common states now, and whoever finds that only reads.
+/// For the others: a key without a row gets one that is full, and what another quota has left owed is rescaled. Returns no row, so the
+/// other statement is next. It does not spend: the times of a new row are read before the wait for others who have the key, and
+/// these may have spent units, and their row may have been pruned meanwhile.
 macro_rules! first {
     ($limit:literal, $commit:literal) => {
         concat!(
-            "INSERT INTO resource_control.rate_limit AS r (since, spent_at, full_at, name, key, unit_us, burst)
-                SELECT clock_timestamp(), clock_timestamp(), clock_timestamp() + $1, $2, $3, $4, $5
-                    WHERE NOT EXISTS (SELECT FROM resource_control.rate_limit AS o
-                        WHERE o.name = $2 AND o.key = $3 AND o.unit_us = $4 AND o.burst = $5)",
+            "WITH made AS (
+                INSERT INTO resource_control.rate_limit AS r (since, spent_at, full_at, name, key, unit_us, burst)
+                    SELECT clock_timestamp(), clock_timestamp(), clock_timestamp(), $1, $2, $3, $4
+                        WHERE NOT EXISTS (SELECT FROM resource_control.rate_limit AS o
+                            WHERE o.name = $1 AND o.key = $2 AND o.unit_us = $3 AND o.burst = $4)",
             $limit,
-            " ON CONFLICT (name, key) DO UPDATE SET
-                    since = CASE WHEN r.unit_us = $4 THEN r.since ELSE clock_timestamp() END, spent_at = clock_timestamp(),
-                    full_at = GREATEST(resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4), clock_timestamp()) + $1,
-                    unit_us = $4, burst = $5
-                WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) <= clock_timestamp() + $6
-                RETURNING true, spent_at, full_at - clock_timestamp()",
-            $commit
+            "   ON CONFLICT (name, key) DO UPDATE SET
+                        since = CASE WHEN r.unit_us = $3 THEN r.since ELSE clock_timestamp() END,
+                        full_at = resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3), unit_us = $3, burst = $4
+                    WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3) <= clock_timestamp() + $5
+                    RETURNING r.spent_at",
+            $commit,
+            ") SELECT false, m.spent_at, interval '0' FROM made AS m WHERE false"
         )
     };
 }
@@ -134,7 +136,7 @@ const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
     END";
 
 impl Call<'_> {
-    /// Spends units in the common states of a key, or else in the others. `lead` is that of the cost.
+    /// Spends units in the common states of a key, and makes such a state of the others. `lead` is that of the cost.
     pub(super) fn check(self, commit: Commit, lead: i64) -> [Ask; 2] {
         let Self {
             name,
@@ -143,18 +145,26 @@ impl Call<'_> {
             cost,
         } = self;
         let [increase, lead] = [quota.refill(cost), lead].map(PgInterval::from_microseconds);
-        [AGAIN, FIRST].map(|sql| {
-            let (unit, burst) = (quota.unit(), quota.burst());
-            let binds = [
-                increase.into(),
-                name.into(),
-                key.into(),
-                unit.into(),
-                burst.into(),
-                lead.into(),
-            ];
-            Statement::new(sql[commit as usize], binds)
-        })
+        let (unit, burst) = (quota.unit(), quota.burst());
+        let again = [
+            increase.into(),
+            name.into(),
+            key.into(),
+            unit.into(),
+            burst.into(),
+            lead.into(),
+        ];
+        let first = [
+            name.into(),
+            key.into(),
+            unit.into(),
+            burst.into(),
+            lead.into(),
+        ];
+        [
+            Statement::new(AGAIN[commit as usize], again),
+            Statement::new(FIRST[commit as usize], first),
+        ]
     }
 
     /// Gives back units that were spent at a moment, less what has been refilled since.

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
-use crate::half::{Quota, RateLimit, block_on, pool};
-use crate::support::{assert_pool_whole, installed, polled};
+use crate::half::{Quota, RateLimit, block_on, polled, pool};
+use crate::support::{assert_pool_whole, installed};
 
 /// Nothing of it refills while a test runs.
 static WIDE: RateLimit = RateLimit::named("wide", Quota::per_day(24).burst(1000));
@@ -16,21 +16,29 @@ fn a_check_that_is_dropped_after_any_poll_spends_once_at_most() {
     let pool = pool(&database, 2);
     block_on(async {
         let mut drops = 0;
-        for polls in 0..40 {
-            let limit = WIDE.key(polls);
+        for (round, polls) in (0..12).cycle().take(60).enumerate() {
+            let limit = WIDE.key(round);
             let both = [&limit, &WIDE.key("both")];
             let spent = [
-                polled(limit.check(&pool), polls).await.is_none(),
-                polled(limit.acquire_timeout(&pool, Duration::from_secs(9)), polls)
+                polled(polls, limit.check(&pool)).await.is_none(),
+                polled(polls, limit.acquire_timeout(&pool, Duration::from_secs(9)))
                     .await
                     .is_none(),
-                polled(RateLimit::check_all(&both, &pool), polls).await.is_none(),
+                polled(polls, RateLimit::check_all(&both, &pool))
+                    .await
+                    .is_none(),
             ];
             drops += spent.iter().filter(|is_dropped| **is_dropped).count();
             // What is still on its way is in front of this one on each connection.
-            let _ = (limit.check(&pool).await.unwrap(), limit.check(&pool).await.unwrap());
+            let _ = (
+                limit.check(&pool).await.unwrap(),
+                limit.check(&pool).await.unwrap(),
+            );
             let remaining = limit.peek(&pool).await.unwrap().remaining;
-            assert!((995..=998).contains(&remaining), "{remaining} after {polls} polls");
+            assert!(
+                (995..=998).contains(&remaining),
+                "{remaining} after {polls} polls"
+            );
         }
         assert!(drops >= 30, "{drops}");
     });
@@ -59,7 +67,13 @@ fn waits_that_are_dropped_take_nothing() {
         let hour = Duration::from_secs(3600);
         assert!(limit.peek(&pool).await.unwrap().full_in <= hour);
         assert!(limit.reset(&pool).await.unwrap());
-        assert!(limit.acquire_timeout(&pool, hour).await.unwrap().is_allowed());
+        assert!(
+            limit
+                .acquire_timeout(&pool, hour)
+                .await
+                .unwrap()
+                .is_allowed()
+        );
     });
     assert_pool_whole(&pool, &database);
 }
@@ -72,7 +86,7 @@ fn a_local_check_that_is_dropped_after_any_poll_loses_no_chunk() {
         for polls in 0..30 {
             let key = polls.to_string();
             let local = WIDE.local(pool.clone(), 10);
-            let _ = polled(local.check(&key), polls).await;
+            let _ = polled(polls, local.check(&key)).await;
             for _ in 0..9 {
                 assert!(local.check(&key).await.unwrap().is_allowed());
             }
@@ -90,7 +104,7 @@ fn a_local_check_that_nobody_polls_stops_no_other_one() {
     block_on(async {
         let local = WIDE.local(pool.clone(), 10);
         let mut forgotten = Box::pin(local.check("7"));
-        assert!(polled(forgotten.as_mut(), 1).await.is_none());
+        assert!(polled(1, forgotten.as_mut()).await.is_none());
         assert!(local.check("7").await.unwrap().is_allowed());
         assert!(forgotten.await.unwrap().is_allowed());
     });

@@ -54,8 +54,14 @@ fn a_crash_of_the_server_forgets_no_durable_grant_and_of_the_others_only_the_las
     cluster.restart(StopMode::Immediate);
     eventually("the pool has noticed", || before.peek(&pool).is_ok());
     assert!(durable.check(&pool).unwrap().is_limited());
-    assert!(before.check(&pool).unwrap().is_limited(), "it is in the log before the durable one");
-    assert!(after.check(&pool).unwrap().is_allowed(), "it was not flushed");
+    assert!(
+        before.check(&pool).unwrap().is_limited(),
+        "it is in the log before the durable one"
+    );
+    assert!(
+        after.check(&pool).unwrap().is_allowed(),
+        "it was not flushed"
+    );
 }
 
 #[test]
@@ -64,7 +70,13 @@ fn a_standby_can_be_looked_at_and_refuses_to_spend() {
     let database = primary.database();
     install(&mut database.connect());
     let limit = RateLimit::named("standby", Quota::per_day(24).burst(5));
-    assert!(limit.cost(2).check(&pool(&database, 1)).unwrap().is_allowed());
+    assert!(
+        limit
+            .cost(2)
+            .check(&pool(&database, 1))
+            .unwrap()
+            .is_allowed()
+    );
     let standby = primary.standby();
     let pool: PgPool = Pool::builder()
         .max_size(1)

@@ -5,6 +5,9 @@
 //! one runtime of the process.
 #![allow(dead_code, unused_imports)] // each crate uses a part
 
+use std::future::poll_fn;
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use diesel::prelude::*;
@@ -91,4 +94,43 @@ pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
     let _entered = workbench::runtime().enter();
     drop(conn);
     worked
+}
+
+/// Takes one connection out of the pool, and runs SQL on it.
+pub(crate) async fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
+    get(pool).await.batch_execute(sql).await
+}
+
+/// A pool that does not check its connections.
+pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
+    let _entered = workbench::runtime().enter();
+    unchecked(database, size)
+}
+
+/// Opens a transaction through Diesel.
+pub(crate) fn begin(conn: &mut Conn) {
+    use diesel_async::{AnsiTransactionManager, TransactionManager};
+    block_on(AnsiTransactionManager::begin_transaction(conn)).unwrap();
+}
+
+/// Rolls a transaction back that Diesel has opened.
+pub(crate) fn end(conn: &mut Conn) {
+    use diesel_async::{AnsiTransactionManager, TransactionManager};
+    block_on(AnsiTransactionManager::rollback_transaction(conn)).unwrap();
+}
+
+/// Polls a future so many times, and drops it unless it is ready.
+pub(crate) async fn polled<T>(times: usize, future: impl Future<Output = T>) -> Option<T> {
+    let (mut future, mut polls) = (pin!(future), 0);
+    poll_fn(|context| {
+        if polls == times {
+            return Poll::Ready(None);
+        }
+        polls += 1;
+        match future.as_mut().poll(context) {
+            Poll::Pending if polls == times => Poll::Ready(None),
+            reply => reply.map(Some),
+        }
+    })
+    .await
 }

@@ -2,10 +2,15 @@
 
 mod fences;
 mod installing;
+mod lent;
 mod local_rate_limits;
 mod monitoring;
 mod own_migrations;
 mod rate_limit_promise;
 mod rate_limits;
+mod session_locks;
 mod testing_helpers;
 mod throttles;
+mod transaction_locks;
+mod waiting;
+mod ways_out;

@@ -4,4 +4,7 @@ mod fences;
 mod installing;
 mod own_migrations;
 mod rate_limits;
+mod throttle_model;
+mod throttled_resources;
 mod throttles;
+mod throttles_in_transactions;

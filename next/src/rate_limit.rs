@@ -240,6 +240,17 @@ impl<P: Pool> RateLimit<P> {
         last.ok_or(Error::TimedOut)
     }
 
+    #[cfg(feature = "testing")]
+    pub(crate) async fn use_up(&self, pool: &P) -> Result<()> {
+        let (call, _) = self.call()?;
+        let (row, _) = ask(pool, None, [call.peek()]).await?;
+        let remaining = self.read(&call, row).state().remaining;
+        if remaining > 0 {
+            let _ = self.cost(remaining).check_within(pool, None).await?;
+        }
+        Ok(())
+    }
+
     async fn check_within(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
         let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let (call, lead) = self.call()?;

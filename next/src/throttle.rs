@@ -132,6 +132,12 @@ impl<P: Pool> Throttle<P> {
         P::Mode::drive(async move { Ok(ask(pool, None, [sql::prune()]).await?.0) })
     }
 
+    /// Its name and key, and whether it is of a resource.
+    #[cfg(feature = "testing")]
+    pub(crate) fn row(&self) -> (&str, &str, bool) {
+        (self.name, &self.key, self.every.is_none())
+    }
+
     /// One for a resource without a key. Otherwise one for a key that has a row, and one for a key that has none.
     fn statements(&self) -> Result<Vec<sql::Attempt>> {
         input::name(self.name)?;

@@ -1,1 +1,3 @@
 //! What only the asynchronous half has.
+
+mod own_migrations;

@@ -1,1 +1,3 @@
 //! What only the blocking half has.
+
+mod own_migrations;

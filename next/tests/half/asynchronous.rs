@@ -92,3 +92,26 @@ pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
     drop(conn);
     worked
 }
+
+/// Takes one connection out of the pool, and runs SQL on it.
+pub(crate) async fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
+    get(pool).await.batch_execute(sql).await
+}
+
+/// A pool that does not check its connections.
+pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
+    let _entered = workbench::runtime().enter();
+    unchecked(database, size)
+}
+
+/// Opens a transaction through Diesel.
+pub(crate) fn begin(conn: &mut Conn) {
+    use diesel_async::{AnsiTransactionManager, TransactionManager};
+    block_on(AnsiTransactionManager::begin_transaction(conn)).unwrap();
+}
+
+/// Rolls a transaction back that Diesel has opened.
+pub(crate) fn end(conn: &mut Conn) {
+    use diesel_async::{AnsiTransactionManager, TransactionManager};
+    block_on(AnsiTransactionManager::rollback_transaction(conn)).unwrap();
+}

@@ -74,3 +74,29 @@ pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
 pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
     migrations::run_pending(&mut PgConnection::establish(url).unwrap(), own)
 }
+
+/// Takes one connection out of the pool, and runs SQL on it.
+pub(crate) fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
+    pool.get().unwrap().batch_execute(sql)
+}
+
+/// A pool that does not check its connections.
+pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .test_on_check_out(false)
+        .build(ConnectionManager::new(database.url()))
+        .unwrap()
+}
+
+/// Opens a transaction through Diesel.
+pub(crate) fn begin(conn: &mut Conn) {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    AnsiTransactionManager::begin_transaction(conn).unwrap();
+}
+
+/// Rolls a transaction back that Diesel has opened.
+pub(crate) fn end(conn: &mut Conn) {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    AnsiTransactionManager::rollback_transaction(conn).unwrap();
+}

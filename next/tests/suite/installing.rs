@@ -11,7 +11,7 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{Observer, Role, number, run, text};
+use crate::support::{Observer, Role, assert_pool_whole, number, run, text};
 
 const RECORDED: &str = "(SELECT count(*) FROM resource_control.installed_migration)";
 
@@ -54,6 +54,15 @@ fn a_second_installation_changes_nothing() {
     wait(migrations::install(&pool)).unwrap();
     assert_eq!(catalogue(conn), before);
     assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+#[test]
+fn over_two_idle_connections_the_check_of_exclusion_leaves_nothing() {
+    let database = Database::new();
+    let pool = pool(&database, 2);
+    wait(on_all(&pool, "SELECT 1")).unwrap();
+    wait(migrations::install(&pool)).unwrap();
+    assert_pool_whole(&pool, &database);
 }
 
 #[test]

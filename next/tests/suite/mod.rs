@@ -2,9 +2,16 @@
 
 mod fences;
 mod installing;
+mod lent;
+mod monitoring;
 mod own_migrations;
 mod rate_limits;
+mod session_locks;
+mod testing_helpers;
 mod throttle_model;
 mod throttled_resources;
 mod throttles;
 mod throttles_in_transactions;
+mod transaction_locks;
+mod waiting;
+mod ways_out;

@@ -33,6 +33,7 @@ const LEFT_BEHIND: u64 = 3600;
 /// diesel::sql_query("CREATE TABLE users ()").execute(&mut conn).unwrap();
 /// ```
 #[derive(Debug)]
+#[must_use = "the database is dropped when the value drops"]
 pub struct Database {
     name: String,
     endpoint: Endpoint,
@@ -43,7 +44,6 @@ pub struct Database {
 impl Database {
     /// Makes a database, on the server of `DATABASE_URL` if that is set, else on a server that is started for this
     /// process at the first call. The role of `DATABASE_URL` needs the right to create databases.
-    #[must_use = "the database is dropped when the value drops"]
     // Not a cheap constant, as `default` would suggest.
     #[allow(clippy::new_without_default)]
     pub fn new() -> Self {
@@ -51,7 +51,6 @@ impl Database {
     }
 
     /// As [`new`](Self::new), with an encoding other than the server's, such as `"LATIN1"`.
-    #[must_use = "the database is dropped when the value drops"]
     pub fn with_encoding(encoding: &str) -> Self {
         Self::create(server(), &format!("ENCODING '{encoding}' LOCALE 'C'"))
     }
@@ -72,7 +71,7 @@ impl Database {
                 panic!("cannot create a database, which every test needs (`ALTER ROLE … CREATEDB`?): {error}")
             });
         Self {
-            endpoint: maintenance.with_database(&name),
+            endpoint: maintenance.clone().with("dbname", &name),
             name,
             maintenance,
         }
@@ -137,13 +136,9 @@ fn drop_left_behind(server: &Endpoint) {
     }
 }
 
-/// Opens a connection that does not wait for ever, neither now nor later.
+/// Opens a connection that does not wait for ever.
 fn connect_to_maintain(maintenance: &Endpoint) -> ConnectionResult<PgConnection> {
-    let mut conn = PgConnection::establish(&maintenance.url_with("connect_timeout", "10"))?;
-    diesel::sql_query("SET statement_timeout = '30s'")
-        .execute(&mut conn)
-        .map_err(ConnectionError::CouldntSetupConfiguration)?;
-    Ok(conn)
+    PgConnection::establish(&maintenance.url_with("connect_timeout", "10"))
 }
 
 /// Seconds since 1970.

@@ -8,20 +8,6 @@
 //! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can cut the network |
 //! | [`Endpoint`] | what these have in common: URL, connections and pools |
 //!
-//! ```
-//! use diesel::prelude::*;
-//! use workbench::{Database, RoundTrips};
-//!
-//! let database = Database::new();
-//! let proxy = RoundTrips::in_front_of(&database);
-//! let mut conn = proxy.connect();
-//!
-//! let trips = proxy.count(|| {
-//!     diesel::sql_query("SELECT 1").execute(&mut conn).unwrap();
-//! });
-//! assert_eq!(trips, 1);
-//! ```
-//!
 //! # Panics
 //!
 //! This is test support: whatever goes wrong is a panic that says what to do about it, and every wait has a deadline.

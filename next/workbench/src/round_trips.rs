@@ -1,19 +1,16 @@
 //! A proxy that counts round trips.
 
-mod gate;
-
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
+use std::thread;
 
-use self::gate::Gate;
 use crate::endpoint::Endpoint;
+use crate::watcher::POLL;
 
 /// A socket of any family: the standard library's type for Unix sockets does to it just what a TCP socket needs, too.
 type Socket = UnixStream;
@@ -40,11 +37,10 @@ type Socket = UnixStream;
 /// encryption. Where the server cannot be reached, as during a restart, it closes the client's connection. When it
 /// drops, it closes all connections.
 #[derive(Debug)]
+#[must_use = "the proxy ends when the value drops"]
 pub struct RoundTrips {
     shared: Arc<Shared>,
     endpoint: Endpoint,
-    port: u16,
-    acceptor: Option<JoinHandle<()>>,
 }
 
 /// What the threads of a proxy share.
@@ -53,9 +49,18 @@ struct Shared {
     server: (String, u16),
     round_trips: AtomicU64,
     parses: AtomicU64,
-    gate: Gate,
-    /// The connections that may be open; `None` when the proxy has ended.
-    links: Mutex<Option<Vec<Weak<Link>>>>,
+    network: RwLock<Network>,
+    /// The connections that may be open.
+    links: Mutex<Vec<Weak<Link>>>,
+}
+
+/// Forwarding holds a read lock of it.
+#[derive(Debug)]
+enum Network {
+    Works,
+    IsCut,
+    /// The proxy has ended.
+    IsGone,
 }
 
 /// A client's connection and the one to the server that is made for it.
@@ -68,26 +73,22 @@ struct Link {
 impl RoundTrips {
     /// Starts a proxy in front of a database or a pooler. It connects to the server whenever a client connects to it, and
     /// has no connection of its own.
-    #[must_use = "the proxy ends when the value drops"]
     pub fn in_front_of(server: &Endpoint) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .expect("the loopback interface has a free port");
         let address = listener.local_addr().expect("a listener has an address");
-        let endpoint = server.with_address("127.0.0.1", address.port());
+        let endpoint = server.clone().with("sslmode", "disable");
+        let endpoint = endpoint.with_address("127.0.0.1", address.port());
         let shared = Arc::new(Shared {
             server: server.address(),
             round_trips: AtomicU64::new(0),
             parses: AtomicU64::new(0),
-            gate: Gate::default(),
-            links: Mutex::new(Some(Vec::new())),
+            network: RwLock::new(Network::Works),
+            links: Mutex::default(),
         });
         let acceptor = Arc::clone(&shared);
-        Self {
-            shared,
-            endpoint: endpoint.with("sslmode", "disable"),
-            port: address.port(),
-            acceptor: Some(thread::spawn(move || acceptor.accept(&listener))),
-        }
+        thread::spawn(move || acceptor.accept(&listener));
+        Self { shared, endpoint }
     }
 
     /// How many round trips all connections through the proxy have made so far.
@@ -111,18 +112,20 @@ impl RoundTrips {
     /// Cuts the network: from now on nothing passes in either direction, neither bytes nor the end of a connection, while
     /// all sockets stay open. A new connection hangs, too.
     pub fn cut(&self) {
-        self.shared.gate.shut();
+        self.shared.set(Network::IsCut);
     }
 
     /// Ends a [`cut`](Self::cut). What was sent meanwhile arrives now, as over a network that lost no connection.
     pub fn restore(&self) {
-        self.shared.gate.open();
+        self.shared.set(Network::Works);
     }
 
     /// Closes all connections, as a server does that crashes. New ones may be made.
     pub fn sever(&self) {
-        if let Some(links) = self.shared.links().as_mut() {
-            close(links.drain(..));
+        for link in self.shared.links().drain(..) {
+            if let Some(link) = link.upgrade() {
+                link.close();
+            }
         }
     }
 }
@@ -137,21 +140,19 @@ impl Deref for RoundTrips {
 
 impl Drop for RoundTrips {
     fn drop(&mut self) {
-        let links = self.shared.links().take();
-        close(links.into_iter().flatten());
-        self.shared.gate.remove();
+        // Twice, because what is being written keeps the network as it is, and clients may connect until it is gone.
+        self.sever();
+        self.shared.set(Network::IsGone);
+        self.sever();
         // The acceptor looks whether it should go on after each connection.
-        let woken = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok();
-        if let Some(acceptor) = self.acceptor.take().filter(|_| woken) {
-            let _ = acceptor.join();
-        }
+        let _ = TcpStream::connect(self.endpoint.address());
     }
 }
 
 impl Shared {
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
         for client in listener.incoming() {
-            if self.links().is_none() {
+            if matches!(*self.network(), Network::IsGone) {
                 break;
             }
             match client.and_then(socket) {
@@ -161,37 +162,23 @@ impl Shared {
                     thread::spawn(move || shared.serve(client));
                 }
                 // Such as too many open files, which pass.
-                Err(_) => thread::sleep(Duration::from_millis(10)),
+                Err(_) => thread::sleep(POLL),
             }
         }
     }
 
     /// Connects to the server and forwards both ways until the connection ends.
     fn serve(self: Arc<Self>, client: Socket) -> io::Result<()> {
-        self.gate.pass(|| ())?;
-        let (host, port) = &self.server;
-        let server = if host.starts_with('/') {
-            UnixStream::connect(format!("{host}/.s.PGSQL.{port}"))?
-        } else {
-            socket(TcpStream::connect((host.as_str(), *port))?)?
-        };
-        let link = Arc::new(Link { client, server });
-        match self.links().as_mut() {
-            Some(links) => {
-                links.retain(|link| link.strong_count() > 0);
-                links.push(Arc::downgrade(&link));
-            }
-            None => return Ok(()),
-        }
-
+        let link = self.pass(|| self.link(client))?;
         let replies = (Arc::clone(&self), Arc::clone(&link));
         thread::spawn(move || {
             let (shared, link) = replies;
             let _ = shared.forward(&link.server, &link.client, |_| ());
-            let _ = link.client.shutdown(Shutdown::Both);
-            let _ = link.server.shutdown(Shutdown::Both);
+            link.close();
         });
-        let mut messages = Messages::default();
+        // The packet that opens a connection has no type.
+        let (head, body) = (vec![0], 0);
+        let mut messages = Messages { head, body };
         let _ = self.forward(&link.client, &link.server, |piece| {
             messages.read(piece, |kind| match kind {
                 b'Q' | b'S' | b'F' => _ = self.round_trips.fetch_add(1, Ordering::SeqCst),
@@ -201,6 +188,20 @@ impl Shared {
         });
         // The server replies to what it has received, and closes.
         link.server.shutdown(Shutdown::Write)
+    }
+
+    fn link(&self, client: Socket) -> io::Result<Arc<Link>> {
+        let (host, port) = &self.server;
+        let server = if host.starts_with('/') {
+            UnixStream::connect(format!("{host}/.s.PGSQL.{port}"))?
+        } else {
+            socket(TcpStream::connect((host.as_str(), *port))?)?
+        };
+        let link = Arc::new(Link { client, server });
+        let mut links = self.links();
+        links.retain(|link| link.strong_count() > 0);
+        links.push(Arc::downgrade(&link));
+        Ok(link)
     }
 
     /// Passes every piece through the gate, and at last the end of the connection, be it an orderly one or not.
@@ -216,25 +217,48 @@ impl Shared {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 result => result.unwrap_or(0),
             };
-            self.gate.pass(|| {
+            self.pass(|| {
                 look(&buffer[..length]);
                 to.write_all(&buffer[..length])
-            })??;
+            })?;
             if length == 0 {
                 return Ok(());
             }
         }
     }
 
-    fn links(&self) -> MutexGuard<'_, Option<Vec<Weak<Link>>>> {
+    /// Does `work` as soon as the network works.
+    fn pass<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        loop {
+            let network = self.network();
+            match *network {
+                Network::Works => return work(),
+                Network::IsCut => {}
+                Network::IsGone => return Err(io::ErrorKind::ConnectionAborted.into()),
+            }
+            drop(network);
+            thread::sleep(POLL);
+        }
+    }
+
+    fn network(&self) -> RwLockReadGuard<'_, Network> {
+        self.network.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, network: Network) {
+        let now = self.network.write();
+        *now.unwrap_or_else(PoisonError::into_inner) = network;
+    }
+
+    fn links(&self) -> MutexGuard<'_, Vec<Weak<Link>>> {
         self.links.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn close(links: impl Iterator<Item = Weak<Link>>) {
-    for link in links.filter_map(|link| link.upgrade()) {
-        let _ = link.client.shutdown(Shutdown::Both);
-        let _ = link.server.shutdown(Shutdown::Both);
+impl Link {
+    fn close(&self) {
+        let _ = self.client.shutdown(Shutdown::Both);
+        let _ = self.server.shutdown(Shutdown::Both);
     }
 }
 
@@ -245,7 +269,6 @@ fn socket(stream: TcpStream) -> io::Result<Socket> {
 }
 
 /// Finds the messages in what a client sends, in pieces of any length.
-#[derive(Debug)]
 struct Messages {
     /// The part of a message's head that has been seen: its type and its length.
     head: Vec<u8>,
@@ -253,34 +276,21 @@ struct Messages {
     body: usize,
 }
 
-impl Default for Messages {
-    fn default() -> Self {
-        // The packet that opens a connection has no type.
-        Self {
-            head: vec![0],
-            body: 0,
-        }
-    }
-}
-
 impl Messages {
     /// Calls `on_message` with the type of each message whose head ends in this piece.
-    fn read(&mut self, mut piece: &[u8], mut on_message: impl FnMut(u8)) {
-        loop {
-            let skipped = self.body.min(piece.len());
-            self.body -= skipped;
-            piece = &piece[skipped..];
-
-            let taken = (5 - self.head.len()).min(piece.len());
-            self.head.extend_from_slice(&piece[..taken]);
-            piece = &piece[taken..];
-            let &[kind, a, b, c, d] = self.head.as_slice() else {
-                return;
-            };
-            on_message(kind);
-            // The length counts itself.
-            self.body = (u32::from_be_bytes([a, b, c, d]) as usize).saturating_sub(4);
-            self.head.clear();
+    fn read(&mut self, piece: &[u8], mut on_message: impl FnMut(u8)) {
+        for &byte in piece {
+            if self.body > 0 {
+                self.body -= 1;
+                continue;
+            }
+            self.head.push(byte);
+            if let &[kind, a, b, c, d] = self.head.as_slice() {
+                on_message(kind);
+                // The length counts itself.
+                self.body = (u32::from_be_bytes([a, b, c, d]) as usize).saturating_sub(4);
+                self.head.clear();
+            }
         }
     }
 }

@@ -26,19 +26,20 @@ pub(crate) struct Watcher {
     /// `None` only while dropping.
     commands: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
-    directory: PathBuf,
+    directory: String,
 }
 
 impl Watcher {
     /// Starts the watcher of a new directory, with `environment` for the programs that it is going to run from the
     /// directory `binaries`.
     pub(crate) fn start(binaries: &Path, environment: &[(String, String)]) -> Self {
-        let directory = env::temp_dir().join(format!("interlock-{:016x}", random()));
+        let directory = format!("{}/interlock-{:016x}", env::temp_dir().display(), random());
         let mut command = Command::new("/bin/sh");
         command
             // Not the script itself, which would fill the screen in every list of processes.
             .args(["-c", "eval \"$WATCHER\"", "watcher"])
-            .args([&directory, binaries])
+            .arg(&directory)
+            .arg(binaries)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .process_group(0)
@@ -71,19 +72,24 @@ impl Watcher {
     }
 
     /// The directory, which goes away with this value or with the process.
-    pub(crate) fn directory(&self) -> &Path {
+    pub(crate) fn directory(&self) -> &str {
         &self.directory
+    }
+
+    /// The path of a file in the directory.
+    pub(crate) fn path(&self, file: &str) -> PathBuf {
+        Path::new(&self.directory).join(file)
     }
 
     /// The text of a file in the directory, empty where there is none.
     pub(crate) fn read(&self, file: &str) -> String {
-        let bytes = fs::read(self.directory.join(file)).unwrap_or_default();
+        let bytes = fs::read(self.path(file)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// Whether a program runs, or is about to.
     pub(crate) fn is_running(&self) -> bool {
-        self.directory.join("pid").exists()
+        self.path("pid").exists()
     }
 
     /// Starts a program by one of the commands of the watcher's script. Nothing else may be running.
@@ -91,7 +97,7 @@ impl Watcher {
         assert!(
             !self.is_running(),
             "a server in {} runs already",
-            self.directory.display()
+            self.directory
         );
         self.send(command);
     }
@@ -116,7 +122,7 @@ impl Watcher {
         assert!(
             read.is_ok() && answer == "done\n",
             "the watcher of {} is gone, and with it the server: {read:?} {answer}",
-            self.directory.display()
+            self.directory
         );
     }
 
@@ -141,22 +147,17 @@ impl Drop for Watcher {
 /// The user and group that PostgreSQL's programs must be run as: `None` for the one that runs the tests, unless that is
 /// root, which PostgreSQL refuses to run as.
 fn required_owner() -> Option<(u32, u32)> {
-    let output = Command::new("id").arg("-u").output();
-    let output = output
-        .unwrap_or_else(|error| panic!("cannot find out who runs the tests: `id -u`: {error}"));
-    if output.stdout.trim_ascii() != b"0" {
-        return None;
-    }
-    let accounts = fs::read_to_string("/etc/passwd").unwrap_or_default();
-    let numbers = |name: &str| {
-        let mut fields = accounts
-            .lines()
-            .map(|line| line.split(':'))
-            .find_map(|mut fields| (fields.next() == Some(name)).then_some(fields))?;
-        Some((fields.nth(1)?.parse().ok()?, fields.next()?.parse().ok()?))
+    let id = |arguments: &[&str]| {
+        let output = Command::new("id").args(arguments).output().ok()?;
+        String::from_utf8_lossy(&output.stdout).trim().parse().ok()
     };
-    let owner = numbers("postgres").or_else(|| numbers("nobody"));
-    Some(owner.expect("PostgreSQL does not run as root; /etc/passwd has no `postgres`, nor `nobody`, to run it as"))
+    let of = |name: &&str| Some((id(&["-u", name])?, id(&["-g", name])?));
+    let owner = || ["postgres", "nobody"].iter().find_map(of);
+    let is_root = id(&["-u"]) == Some(0);
+    is_root.then(|| {
+        owner()
+            .expect("there is a user `postgres` or `nobody` to run PostgreSQL as instead of root")
+    })
 }
 
 /// 64 bits that no other process is likely to have drawn.

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{database_url, left_behind, until};
+use crate::{database_url, left_behind};
 
 /// Names the part that the process runs.
 const PART: &str = "WORKBENCH_TEST_PART";
@@ -62,15 +62,9 @@ impl Child {
         input.write_all(b"\n").unwrap();
     }
 
-    pub(crate) fn kill(&mut self) {
-        self.process.kill().unwrap();
-        self.succeeds();
-    }
-
-    /// Sends the signal of Ctrl-C to the process and its group, as a terminal does.
-    pub(crate) fn interrupt(&mut self) {
-        assert!(signal("INT", &format!("-{}", self.process.id())));
-        self.succeeds();
+    /// Sends a signal to the process and its group, as a terminal does at Ctrl-C.
+    pub(crate) fn send(&self, name: &str) {
+        assert!(signal(name, &format!("-{}", self.process.id())));
     }
 
     /// Waits until the process ends, and says whether it succeeded.
@@ -87,9 +81,6 @@ impl Drop for Child {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
-        if !std::thread::panicking() {
-            until("nothing is left behind", || self.left_nothing());
-        }
         let _ = fs::remove_dir(&self.temporary);
     }
 }

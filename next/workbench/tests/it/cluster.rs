@@ -15,18 +15,13 @@ fn connect(cluster: &Cluster) -> PgConnection {
 #[test]
 fn a_cluster_has_the_settings_of_its_builder_and_is_gone_when_it_drops() {
     let cluster = Cluster::builder()
-        .setting("max_connections", "7")
         .setting("search_path", r"it's, a\b")
-        .german()
         .start();
     let mut conn = connect(&cluster);
-    assert_eq!(text(&mut conn, "current_setting('max_connections')"), "7");
-    assert_eq!(
-        text(&mut conn, "current_setting('search_path')"),
-        r"it's, a\b"
-    );
+    let shown = text(&mut conn, "current_setting('search_path')");
+    assert_eq!(shown, r"it's, a\b");
     assert!(conn.batch_execute("SELECT 1/0").is_err());
-    assert!(cluster.log().contains("Division durch Null"));
+    assert!(cluster.log().contains("SELECT 1/0"));
 
     let directory = cluster.directory().to_owned();
     assert!(directory.join(".s.PGSQL.5432").exists());
@@ -35,51 +30,29 @@ fn a_cluster_has_the_settings_of_its_builder_and_is_gone_when_it_drops() {
 }
 
 #[test]
-fn a_restarted_cluster_has_its_data_and_its_url() {
+fn a_cluster_that_ended_takes_no_connections_until_it_is_started_again_with_its_data() {
     let cluster = Cluster::start();
-    let mut before = connect(&cluster);
-    before
-        .batch_execute("CREATE TABLE kept AS SELECT 1 AS id")
-        .unwrap();
-    let restarts: [&dyn Fn(); 3] = [
-        &|| cluster.restart(StopMode::Fast),
-        &|| cluster.restart(StopMode::Immediate),
-        &|| {
-            cluster.kill();
-            cluster.start_again();
-        },
+    let mut conn = connect(&cluster);
+    conn.batch_execute("CREATE TABLE kept ()").unwrap();
+    let ends: [&dyn Fn(); 3] = [
+        &|| cluster.stop(StopMode::Fast),
+        &|| cluster.stop(StopMode::Immediate),
+        &|| cluster.kill(),
     ];
-    for restart in restarts {
-        restart();
-        assert!(before.batch_execute("SELECT 1").is_err());
-        before = connect(&cluster);
-        assert_eq!(text(&mut before, "SELECT count(*) FROM kept"), "1");
+    for end in ends {
+        end();
+        until("the session has ended", || conn.batch_execute("").is_err());
+        assert!(PgConnection::establish(&cluster.url("postgres")).is_err());
+        cluster.start_again();
+        conn = connect(&cluster);
+        conn.batch_execute("SELECT FROM kept").unwrap();
     }
-}
-
-#[test]
-fn a_stopped_cluster_takes_no_connections_until_it_is_started_again() {
-    let cluster = Cluster::start();
-    cluster.stop(StopMode::Fast);
-    cluster.stop(StopMode::Fast);
-    assert!(PgConnection::establish(&cluster.url("postgres")).is_err());
-    cluster.start_again();
-    connect(&cluster);
     let twice = catch_unwind(AssertUnwindSafe(|| cluster.start_again()));
     assert!(twice.is_err(), "it runs already");
-    connect(&cluster);
 }
 
 #[test]
-fn a_cluster_that_cannot_start_says_why() {
-    let builder = Cluster::builder().setting("shared_buffers", "much");
-    let panic = catch_unwind(|| builder.start()).unwrap_err();
-    let message = panic.downcast_ref::<String>().unwrap();
-    assert!(message.contains("shared_buffers"), "{message}");
-}
-
-#[test]
-fn a_standby_follows_after_restarts_and_can_be_promoted() {
+fn a_standby_follows_after_restarts() {
     let primary = Cluster::start();
     let standby = primary.standby();
     assert!(!is(&mut connect(&primary), "pg_is_in_recovery()"));
@@ -87,18 +60,10 @@ fn a_standby_follows_after_restarts_and_can_be_promoted() {
     primary.restart(StopMode::Fast);
     standby.restart(StopMode::Fast);
 
-    let create =
-        |cluster, table| connect(cluster).batch_execute(&format!("CREATE TABLE {table} ()"));
-    create(&primary, "followed").unwrap();
-    until("the standby has the table", || {
-        is(
-            &mut connect(&standby),
-            "to_regclass('followed') IS NOT NULL",
-        )
-    });
-    assert!(create(&standby, "forbidden").is_err());
-
-    primary.stop(StopMode::Immediate);
-    standby.promote();
-    create(&standby, "allowed").unwrap();
+    let create = |cluster| connect(cluster).batch_execute("CREATE TABLE followed ()");
+    create(&primary).unwrap();
+    let mut reader = connect(&standby);
+    let is_there = "to_regclass('followed') IS NOT NULL";
+    until("the standby has it", || is(&mut reader, is_there));
+    assert!(create(&standby).is_err());
 }

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 
 use workbench::{Cluster, StopMode};
@@ -10,16 +9,11 @@ use workbench::{Cluster, StopMode};
 use crate::child::{Child, say, signal, wait};
 use crate::until;
 
-// Nobody waits for the other child: it survives this process.
-#[allow(clippy::zombie_processes)]
 pub(crate) fn serve_and(then: &str) {
     static CLUSTER: OnceLock<Cluster> = OnceLock::new();
     let cluster = CLUSTER.get_or_init(Cluster::start);
     let _standby = (then == "follow").then(|| cluster.standby());
     say(cluster.directory().display());
-    if then == "start another child" {
-        say(Command::new("/bin/sleep").arg("600").spawn().unwrap().id());
-    }
     wait();
     match then {
         "panic" => panic!("as asked"),
@@ -43,8 +37,6 @@ fn serving(then: &str) -> (Child, PathBuf, String) {
     let mut child = Child::start(then, "");
     let directory = PathBuf::from(child.said());
     let process = process(&directory).unwrap();
-    assert!(signal("0", &process));
-    assert!(directory.starts_with(&child.temporary));
     (child, directory, process)
 }
 
@@ -58,43 +50,29 @@ fn gone(child: &Child, processes: &[String]) {
 }
 
 #[test]
-fn a_process_that_ends_leaves_nothing_behind() {
-    for (then, succeeds) in [("return", true), ("panic", false), ("abort", false)] {
+fn a_process_that_ends_in_any_way_leaves_nothing_behind() {
+    for then in ["return", "panic", "abort", "be killed", "be interrupted"] {
         let (mut child, _, process) = serving(then);
-        child.go_on();
-        assert_eq!(child.succeeds(), succeeds);
+        match then {
+            "be killed" => child.send("KILL"),
+            "be interrupted" => child.send("INT"),
+            _ => child.go_on(),
+        }
+        assert_eq!(child.succeeds(), then == "return", "{then}");
         gone(&child, &[process]);
     }
-}
-
-#[test]
-fn a_process_that_is_killed_or_interrupted_leaves_nothing_behind() {
-    for end in [Child::kill, Child::interrupt] {
-        let (mut child, _, process) = serving("wait");
-        end(&mut child);
-        gone(&child, &[process]);
-    }
-}
-
-#[test]
-fn a_kill_that_another_child_survives_leaves_no_server() {
-    let (mut child, _, process) = serving("start another child");
-    let other = child.said();
-    child.kill();
-    gone(&child, &[process]);
-    assert!(signal("KILL", &other), "the other child was not there");
 }
 
 #[test]
 fn a_suspended_server_and_its_standby_go_away_too() {
-    let (mut child, _, primary) = serving("follow");
+    let (child, _, primary) = serving("follow");
     let directories = fs::read_dir(&child.temporary).unwrap();
     let processes: Vec<_> = directories
         .map(|entry| process(&entry.unwrap().path()).unwrap())
         .collect();
     assert!(processes.len() == 2 && processes.contains(&primary));
     assert!(signal("STOP", &primary));
-    child.kill();
+    child.send("KILL");
     gone(&child, &processes);
 }
 
@@ -102,7 +80,7 @@ fn a_suspended_server_and_its_standby_go_away_too() {
 fn kills_while_the_server_is_set_up_leave_nothing_behind() {
     // The last file that is there when the process is killed, from before `initdb` to the start of the server.
     for file in ["", "setup", "data/base/1", "log", "data/postmaster.pid"] {
-        let mut child = Child::start("wait", "");
+        let child = Child::start("wait", "");
         let mut processes = Vec::new();
         until("the server is being set up", || {
             let mut directories = fs::read_dir(&child.temporary).unwrap();
@@ -113,7 +91,7 @@ fn kills_while_the_server_is_set_up_leave_nothing_behind() {
                 is_there
             })
         });
-        child.kill();
+        child.send("KILL");
         gone(&child, &processes);
     }
 }
@@ -132,7 +110,7 @@ fn kills_while_the_server_restarts_leave_nothing_behind() {
             until("the server has stopped", || !state.exists());
         }
         let processes: Vec<_> = process(&directory).into_iter().collect();
-        child.kill();
+        child.send("KILL");
         gone(&child, &processes);
     }
 }
@@ -140,7 +118,7 @@ fn kills_while_the_server_restarts_leave_nothing_behind() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_server_that_was_killed_leaves_no_shared_memory() {
-    let (mut child, directory, process) = serving("wait");
+    let (child, directory, process) = serving("wait");
     let state = fs::read_to_string(directory.join("data/postmaster.pid")).unwrap();
     let second = |line: &str| line.split_whitespace().nth(1).map(str::to_owned);
     let segment = state.lines().nth(6).and_then(second);
@@ -152,7 +130,7 @@ fn a_server_that_was_killed_leaves_no_shared_memory() {
 
     assert!(signal("KILL", &process));
     until("the server has gone", || !signal("0", &process));
-    child.kill();
+    child.send("KILL");
     gone(&child, &[process]);
     until("the segment has gone", || !is_there());
 }

@@ -1,3 +1,4 @@
 //! What only the asynchronous half has.
 
 mod own_migrations;
+mod throttles;

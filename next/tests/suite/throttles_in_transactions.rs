@@ -1,6 +1,7 @@
 //! Attempts in a transaction of the caller, beside those of other sessions, and at every isolation level.
 
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -9,11 +10,14 @@ use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::Timestamptz;
+use workbench::RoundTrips;
 
 use super::throttles::{Resource, declared, rewind};
 use crate::assert_matches;
-use crate::half::{Conn, Decision, Error, Result, Throttle, execute, on_one, pool, wait};
-use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, run};
+use crate::half::{
+    Conn, Decision, Error, Result, Throttle, execute, make_pool, on_one, pool, wait,
+};
+use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, number, run, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -233,4 +237,105 @@ fn a_row_that_another_session_has_locked_is_denied_and_not_pruned() {
     assert_eq!(wait(Throttle::prune(&pool)).unwrap(), 2);
     run(open, "COMMIT");
     assert!(wait(REBUILD.key(1).attempt(&pool)).unwrap().is_granted());
+}
+
+/// Without preparing them, which is once per connection.
+#[test]
+fn an_attempt_is_one_round_trip_and_the_first_of_a_key_two() {
+    let (database, _) = declared();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
+    on_one(&pool, |conn| {
+        for throttle in kinds() {
+            // One grant, one denial.
+            for _ in 0..2 {
+                let _ = attempt(&throttle, conn);
+            }
+            let trips = proxy.count(|| assert!(attempt(&throttle, conn).is_denied()));
+            assert_eq!(trips, 1, "{throttle:?}");
+            rewind(&database, 3600);
+            let trips = proxy.count(|| assert!(attempt(&throttle, conn).is_granted()));
+            assert_eq!(trips, 1, "{throttle:?}");
+        }
+        for throttle in [
+            REBUILD.key("new"),
+            Throttle::of(Resource::Import).key("new"),
+        ] {
+            let trips = proxy.count(|| assert!(attempt(&throttle, conn).is_granted()));
+            assert_eq!(trips, 2, "{throttle:?}");
+        }
+        let parsed = proxy.parses();
+        for throttle in kinds() {
+            let _ = attempt(&throttle, conn);
+        }
+        assert_eq!(proxy.parses(), parsed, "prepared once");
+    });
+}
+
+/// psql, Python and others call the function.
+#[test]
+fn beside_other_clients_no_two_grants_are_closer_than_the_interval() {
+    const GRANTS: usize = 20;
+    for level in ["read committed", "repeatable read", "serializable"] {
+        let (database, _) = declared();
+        let conn = &mut database.connect();
+        run(
+            conn,
+            "UPDATE resource_control.throttled_resource SET throttle_interval = '20 ms'",
+        );
+        run(conn, "CREATE TABLE grants (at timestamptz)");
+        run(
+            conn,
+            "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS
+                'BEGIN INSERT INTO public.grants VALUES (NEW.last_locked); RETURN NULL; END'",
+        );
+        run(
+            conn,
+            "CREATE TRIGGER note AFTER UPDATE ON resource_control.throttled_resource
+                FOR EACH ROW EXECUTE FUNCTION note()",
+        );
+        let granted = AtomicUsize::new(0);
+        let start = Barrier::new(6);
+        let set = format!("SET default_transaction_isolation = '{level}'");
+        thread::scope(|scope| {
+            for number in 0..6 {
+                let (database, granted, start, set) = (&database, &granted, &start, &set);
+                scope.spawn(move || {
+                    let pool = pool(database, 1);
+                    let other = &mut database.connect();
+                    run(other, set);
+                    on_one(&pool, |conn| {
+                        wait(execute(conn, set)).unwrap();
+                        let newsletter = Throttle::of(Resource::Newsletter);
+                        start.wait();
+                        while granted.load(Ordering::SeqCst) < GRANTS {
+                            let is_granted = if number % 2 == 0 {
+                                attempt(&newsletter, conn).is_granted()
+                            } else {
+                                by_function(other)
+                            };
+                            granted.fetch_add(usize::from(is_granted), Ordering::SeqCst);
+                        }
+                    });
+                });
+            }
+        });
+        let closest = "(SELECT min(gap) FROM (SELECT at - lag(at) OVER (ORDER BY at) AS gap FROM public.grants) AS g)";
+        assert!(
+            truth(conn, &format!("{closest} >= interval '20 ms'")),
+            "{level}"
+        );
+        let noted = number(conn, "(SELECT count(*) FROM public.grants)");
+        assert_eq!(noted as usize, granted.into_inner(), "{level}");
+    }
+}
+
+/// At a stricter level it may fail, and grants nothing then.
+fn by_function(conn: &mut PgConnection) -> bool {
+    let call = "SELECT 1 WHERE resource_control.lock_throttled_resource('newsletter', 'psql')";
+    match diesel::sql_query(call).execute(conn) {
+        Ok(granted) => granted == 1,
+        Err(DieselError::DatabaseError(DatabaseErrorKind::SerializationFailure, _)) => false,
+        Err(error) => panic!("{error}"),
+    }
 }

@@ -1,3 +1,5 @@
 //! What only the asynchronous half has.
 
+mod cancelled;
+mod drops;
 mod own_migrations;

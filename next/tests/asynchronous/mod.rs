@@ -1,4 +1,6 @@
 //! What only the asynchronous half has.
 
+mod cancelled;
+mod drops;
 mod own_migrations;
 mod throttles;

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::check::{Check, Limited, State};
+use crate::time::whole_seconds;
 
 impl Check {
     /// Returns the header fields `RateLimit-Policy`, `RateLimit` and, if the call was limited, `Retry-After`.
@@ -13,7 +14,7 @@ impl Check {
     /// - After a limited call `r` is 0, and `t` is that of `Retry-After`: the seconds until the units that the call asked for are
     ///   there.
     ///
-    /// Seconds are rounded up. Bytes of the name that a structured field cannot hold are percent-encoded.
+    /// Seconds are rounded up, and at least 1. Bytes of the name that a structured field cannot hold are percent-encoded.
     ///
     /// ```
     /// # use diesel_interlock::{Quota, RateLimit};
@@ -57,7 +58,7 @@ fn of(state: &State, limited: Option<&Limited>) -> Vec<(&'static str, String)> {
     let mut fields = vec![
         (
             "ratelimit-policy",
-            format!("{name};q={};w={}", quota.burst, seconds(window).max(1)),
+            format!("{name};q={};w={}", quota.burst, seconds(window)),
         ),
         (
             "ratelimit",
@@ -68,9 +69,9 @@ fn of(state: &State, limited: Option<&Limited>) -> Vec<(&'static str, String)> {
     fields
 }
 
-/// Whole seconds, rounded up. Structured fields have no larger integers.
+/// Whole seconds. Structured fields have no larger integers.
 fn seconds(duration: Duration) -> u64 {
-    (duration.as_secs() + u64::from(duration.subsec_nanos() > 0)).min(999_999_999_999_999)
+    whole_seconds(duration).min(999_999_999_999_999)
 }
 
 /// A string of a structured field, which is printable ASCII.

@@ -16,7 +16,7 @@ use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 /// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it declares. Implement it for an enum that you
 /// write, such as one that the `diesel-derive-enum` crate maps.
 ///
-/// ```compile_fail
+/// ```compile_fail,E0277
 /// // A name is no resource: `Throttle::named` takes it, with an interval.
 /// let throttle: diesel_interlock::Throttle = diesel_interlock::Throttle::of("rebuild the cache");
 /// ```

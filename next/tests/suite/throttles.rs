@@ -18,13 +18,13 @@ const HOUR: Duration = Duration::from_secs(3600);
 static REBUILD: Throttle = Throttle::named("rebuild", HOUR);
 
 throttled_resources! {
-    enum Resource {
+    pub(crate) enum Resource {
         Newsletter = "newsletter" every HOUR,
         Import = "it's an import" every Duration::from_secs(60),
     }
 }
 
-fn declared() -> (Database, PgPool) {
+pub(crate) fn declared() -> (Database, PgPool) {
     let database = installed();
     let pool = pool(&database, 2);
     let synced = wait(Throttle::sync::<Resource>(&pool)).unwrap();
@@ -44,7 +44,7 @@ fn denied(throttle: &Throttle, pool: &PgPool) -> Denied {
 }
 
 /// Moves the last grant of everything into the past.
-fn rewind(database: &Database, seconds: u32) {
+pub(crate) fn rewind(database: &Database, seconds: u32) {
     run(
         &mut database.connect(),
         &format!(

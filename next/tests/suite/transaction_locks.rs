@@ -109,7 +109,7 @@ fn the_timeouts_of_the_session_apply_to_a_wait() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let lock = SERVER.key(1);
-    let _holder = foreign_holder(&database, lock.lock_key());
+    let holder = foreign_holder(&database, lock.lock_key());
     for setting in ["lock_timeout = '20ms'", "statement_timeout = '20ms'"] {
         for timeout in [None, Some(Duration::from_secs(60))] {
             on_one(&pool, |conn| {
@@ -124,6 +124,7 @@ fn the_timeouts_of_the_session_apply_to_a_wait() {
             });
         }
     }
+    drop(holder);
     assert_pool_whole(&pool, &database);
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 pub use self::builder::ClusterBuilder;
 use crate::database::Database;
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::{POLL, Watcher};
 
 /// How long a server may take to be set up, to accept connections, and to stop. An idle machine needs half a second.
@@ -80,9 +80,9 @@ impl Cluster {
             watcher: Mutex::new(watcher),
         };
         let path = cluster.directory().join("data/postgresql.conf");
-        let file = fs::OpenOptions::new().append(true).open(&path);
+        let file = fs::OpenOptions::new().append(true).open(path);
         file.and_then(|mut file| file.write_all(cluster.builder.settings.as_bytes()))
-            .unwrap_or_else(|error| panic!("cannot write {}: {error}", path.display()));
+            .unwrap_or_else(cannot("write the settings"));
         cluster.start_again();
         cluster
     }

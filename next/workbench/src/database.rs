@@ -11,7 +11,7 @@ use diesel::prelude::*;
 use diesel::sql_types::Text;
 
 use crate::cluster::Cluster;
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::random;
 
 /// The pattern of the names of our databases, which contain when they were made. Nothing else is ever dropped.
@@ -62,14 +62,11 @@ impl Database {
         let (now, process) = (now(), PROCESS.get_or_init(random));
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let name = format!("interlock_test_{now:010}_{process:016x}_{number}");
-        let mut conn = connect_to_maintain(&maintenance)
-            .unwrap_or_else(|error| panic!("cannot connect to the server: {error}"));
+        let mut conn = connect_to_maintain(&maintenance).unwrap_or_else(cannot("connect"));
         // Unlike `template1`, `template0` has no sessions, which would prevent this, and nothing of the user's.
-        diesel::sql_query(format!("CREATE DATABASE {name} TEMPLATE template0 {options}"))
-            .execute(&mut conn)
-            .unwrap_or_else(|error| {
-                panic!("cannot create a database, which every test needs (`ALTER ROLE … CREATEDB`?): {error}")
-            });
+        let create = format!("CREATE DATABASE {name} TEMPLATE template0 {options}");
+        let created = diesel::sql_query(create).execute(&mut conn);
+        created.unwrap_or_else(cannot("create a database, which every test needs"));
         Self {
             endpoint: maintenance.clone().with("dbname", &name),
             name,
@@ -127,10 +124,8 @@ fn drop_left_behind(server: &Endpoint) {
          AND NOT EXISTS (SELECT FROM pg_stat_activity WHERE datid = pg_database.oid)",
         now().saturating_sub(LEFT_BEHIND),
     ));
-    for name in diesel::select(names)
-        .load::<String>(&mut conn)
-        .unwrap_or_default()
-    {
+    let names = diesel::select(names).load::<String>(&mut conn);
+    for name in names.unwrap_or_default() {
         // Without FORCE, because a new run may have connected meanwhile.
         let _ = diesel::sql_query(format!("DROP DATABASE IF EXISTS {name}")).execute(&mut conn);
     }

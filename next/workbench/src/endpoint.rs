@@ -7,12 +7,6 @@ use std::time::Duration;
 use diesel::connection::Connection;
 use diesel::pg::PgConnection;
 use diesel::r2d2::{ConnectionManager, Pool};
-#[cfg(feature = "async")]
-use diesel_async::pooled_connection::{
-    AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod, bb8, deadpool,
-};
-#[cfg(feature = "async")]
-use diesel_async::{AsyncConnection, AsyncPgConnection};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use url::Url;
 
@@ -89,45 +83,6 @@ impl Endpoint {
         ConnectionManager::new(self.url())
     }
 
-    /// Opens an asynchronous connection.
-    #[cfg(feature = "async")]
-    pub async fn connect_async(&self) -> AsyncPgConnection {
-        let connected = AsyncPgConnection::establish(&self.url()).await;
-        connected.unwrap_or_else(cannot("connect"))
-    }
-
-    /// A pool of deadpool with at most `size` connections, which are not checked at a checkout.
-    #[cfg(feature = "async")]
-    pub fn deadpool(&self, size: u32) -> deadpool::Pool<AsyncPgConnection> {
-        deadpool::Pool::builder(self.async_manager(RecyclingMethod::Fast))
-            .max_size(size as usize)
-            .build()
-            .unwrap_or_else(cannot("make a pool"))
-    }
-
-    /// A pool of bb8 with at most `size` connections, which are not checked at a checkout. A checkout from an exhausted
-    /// pool fails after ten seconds.
-    #[cfg(feature = "async")]
-    pub fn bb8(&self, size: u32) -> bb8::Pool<AsyncPgConnection> {
-        let _entered = crate::runtime().enter();
-        bb8::Pool::builder()
-            .max_size(size)
-            .test_on_check_out(false)
-            .connection_timeout(Duration::from_secs(10))
-            .build_unchecked(self.async_manager(RecyclingMethod::Fast))
-    }
-
-    /// What opens the connections of an asynchronous pool with settings of its own.
-    #[cfg(feature = "async")]
-    pub fn async_manager(
-        &self,
-        recycling_method: RecyclingMethod<AsyncPgConnection>,
-    ) -> AsyncDieselConnectionManager<AsyncPgConnection> {
-        let mut config = ManagerConfig::default();
-        config.recycling_method = recycling_method;
-        AsyncDieselConnectionManager::new_with_config(self.url(), config)
-    }
-
     /// The same with a parameter set.
     pub(crate) fn with(mut self, parameter: &str, value: &str) -> Self {
         self.0.insert(parameter.to_owned(), value.to_owned());
@@ -158,6 +113,6 @@ fn decoded(text: &str) -> String {
     percent_decode_str(text).decode_utf8_lossy().into_owned()
 }
 
-fn cannot<T, E: Display>(what: &str) -> impl FnOnce(E) -> T {
+pub(crate) fn cannot<T, E: Display>(what: &str) -> impl FnOnce(E) -> T {
     move |error| panic!("cannot {what}: {error}")
 }

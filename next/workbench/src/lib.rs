@@ -24,19 +24,19 @@
 //! outlives the process by a fraction of a second. Databases that a killed process left on the server of `DATABASE_URL`
 //! are dropped by the first run that starts an hour later.
 
+#[cfg(feature = "async")]
+mod asynchronous;
 mod cluster;
 mod database;
 mod endpoint;
 mod pgbouncer;
 mod round_trips;
-#[cfg(feature = "async")]
-mod runtime;
 mod watcher;
 
+#[cfg(feature = "async")]
+pub use asynchronous::{block_on, runtime};
 pub use cluster::{Cluster, ClusterBuilder, StopMode};
 pub use database::Database;
 pub use endpoint::Endpoint;
 pub use pgbouncer::{PgBouncer, PoolMode};
 pub use round_trips::RoundTrips;
-#[cfg(feature = "async")]
-pub use runtime::{block_on, runtime};

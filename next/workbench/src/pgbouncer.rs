@@ -9,7 +9,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::{POLL, Watcher};
 
 /// How long a pooler may take to listen, or to end.
@@ -68,9 +68,8 @@ impl PgBouncer {
              server_login_retry = 0.2\n\
              {prepared}\n"
         );
-        let file = watcher.path("pgbouncer.ini");
-        fs::write(&file, settings)
-            .unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
+        fs::write(watcher.path("pgbouncer.ini"), settings)
+            .unwrap_or_else(cannot("write the settings"));
         let mut pooler = Self { watcher, endpoint };
         pooler.run();
         pooler

@@ -11,6 +11,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::endpoint::cannot;
+
 /// How often a file is looked at that another process is about to change.
 pub(crate) const POLL: Duration = Duration::from_millis(5);
 
@@ -56,9 +58,7 @@ impl Watcher {
         command.envs(environment.iter().map(|(name, value)| (name, value)));
         command.env("WATCHER", include_str!("watcher/watcher.sh"));
 
-        let mut shell = command
-            .spawn()
-            .unwrap_or_else(|error| panic!("cannot start /bin/sh: {error}"));
+        let mut shell = command.spawn().unwrap_or_else(cannot("start /bin/sh"));
         let commands = shell.stdin.take();
         let answers = BufReader::new(shell.stdout.take().expect("standard output is a pipe"));
         let mut watcher = Self {

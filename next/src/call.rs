@@ -102,8 +102,40 @@ where
             break;
         }
     }
-    if reply.as_ref().is_err_and(needs_read_committed) {
-        session.begin().await?;
+    repaired(session, statements, reply, sent).await
+}
+
+/// As [`ask`], on a connection that was lent: in its transaction, if there is one.
+pub(crate) async fn ask_lent<S: Session, T, U>(
+    session: &mut S,
+    statements: &[Statement<T>],
+) -> Result<U>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    let is_free = session.transaction().is_none();
+    let (reply, sent) = (rows(session, statements).await, Instant::now());
+    if is_free {
+        Ok(repaired(session, statements, reply, sent).await?.0)
+    } else {
+        Ok(reply?)
+    }
+}
+
+/// Repeats at READ COMMITTED what failed for want of it.
+async fn repaired<S: Session, T, U>(
+    session: &mut S,
+    statements: &[Statement<T>],
+    mut reply: QueryResult<U>,
+    mut sent: Instant,
+) -> Result<(U, Instant)>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    // Inside a transaction that plain SQL has opened, the failure has aborted it, and BEGIN fails.
+    if reply.as_ref().is_err_and(needs_read_committed) && session.begin().await.is_ok() {
         sent = Instant::now();
         reply = rows(session, statements).await;
         match &reply {

@@ -21,7 +21,8 @@ use crate::session::Session;
 /// [`Error::NotExclusive`], and those of a [session lock](crate::advisory::AdvisoryLock#errors).
 ///
 /// ```
-/// # let pool = workbench::Database::new().pool(2);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(2);
 /// diesel_interlock::check_exclusion(&pool)?;
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```

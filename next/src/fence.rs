@@ -7,6 +7,7 @@ use std::marker::PhantomData;
 use diesel::sql_types::Bool;
 
 use crate::error::{Error, Result};
+use crate::event::{Outcome, Subject};
 use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
@@ -31,7 +32,8 @@ use crate::transaction::refusal;
 /// static IMPORT: AdvisoryLock = AdvisoryLock::named("import");
 /// static IMPORTED: Fence = Fence::named("imported rows");
 ///
-/// # let pool = workbench::Database::new().pool(2);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(2);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// let mut guard = IMPORT.acquire(&pool)?;
 /// let token = guard.fencing_token()?;
@@ -51,7 +53,9 @@ use crate::transaction::refusal;
 /// [`Error::Fenced`] if a larger token has passed, [`Error::OutsideTransaction`], [`Error::Input`], and [`Error::Database`].
 #[must_use = "a fence protects nothing until it is passed"]
 pub struct Fence<P: Pool> {
-    name: Cow<'static, str>,
+    name: &'static str,
+    /// What the database knows it by: the name, and the key if there is one.
+    stored: Cow<'static, str>,
     pool: PhantomData<fn(&P)>,
 }
 
@@ -59,7 +63,8 @@ impl<P: Pool> Fence<P> {
     /// Makes a fence, named after the data that it protects.
     pub const fn named(name: &'static str) -> Self {
         Self {
-            name: Cow::Borrowed(name),
+            name,
+            stored: Cow::Borrowed(name),
             pool: PhantomData,
         }
     }
@@ -67,7 +72,8 @@ impl<P: Pool> Fence<P> {
     /// Returns the fence of one thing.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            name: Cow::Owned(input::joined([&*self.name, &input::shown(key)])),
+            name: self.name,
+            stored: Cow::Owned(input::joined([&*self.stored, &input::shown(key)])),
             pool: PhantomData,
         }
     }
@@ -77,35 +83,55 @@ impl<P: Pool> Fence<P> {
     /// Roll the transaction back on an error, as `?` in Diesel's `transaction` does. Waits for the end of another transaction that has
     /// passed this fence. One round trip: `SELECT resource_control.pass_fence($1, $2)`.
     pub fn pass<'a>(&'a self, conn: &'a mut Connection<P>, token: i64) -> Reply<'a, P, Result<()>> {
+        let subject = Subject {
+            primitive: "fence",
+            name: self.name,
+        };
         P::Mode::drive(async move {
-            input::name(&self.name)?;
-            match conn.transaction() {
-                Transaction::Open | Transaction::Test => {}
-                Transaction::None => return Err(Error::OutsideTransaction),
-                Transaction::Broken => return Err(refusal(Transaction::Broken)),
-            }
-            const PASS: &str = "SELECT resource_control.pass_fence($1, $2)";
-            let pass = Statement::<Bool>::new(PASS, [(&*self.name).into(), token.into()]);
-            if conn.one(pass).await? {
-                return Ok(());
-            }
-            let name = self.name.to_string();
-            Err(Error::Fenced { name, token })
+            let passed = subject.tell("pass", self.passed(conn, token)).await;
+            passed.map(|Passed| ())
         })
+    }
+
+    async fn passed<S: Session>(&self, session: &mut S, token: i64) -> Result<Passed> {
+        input::name(self.name)?;
+        input::name(&self.stored)?;
+        match session.transaction() {
+            Transaction::Open | Transaction::Test => {}
+            Transaction::None => return Err(Error::OutsideTransaction),
+            Transaction::Broken => return Err(refusal(Transaction::Broken)),
+        }
+        const PASS: &str = "SELECT resource_control.pass_fence($1, $2)";
+        let pass = Statement::<Bool>::new(PASS, [(&*self.stored).into(), token.into()]);
+        if session.one(pass).await? {
+            return Ok(Passed);
+        }
+        let name = self.stored.to_string();
+        Err(Error::Fenced { name, token })
+    }
+}
+
+struct Passed;
+
+impl Outcome for Passed {
+    fn word(&self) -> &'static str {
+        "passed"
     }
 }
 
 impl<P: Pool> Clone for Fence<P> {
     fn clone(&self) -> Self {
         Self {
-            name: self.name.clone(),
-            pool: PhantomData,
+            stored: self.stored.clone(),
+            ..*self
         }
     }
 }
 
 impl<P: Pool> fmt::Debug for Fence<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Fence").field("name", &self.name).finish()
+        f.debug_struct("Fence")
+            .field("name", &self.stored)
+            .finish_non_exhaustive()
     }
 }

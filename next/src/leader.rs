@@ -93,7 +93,7 @@ impl<P: Pool> Leader<P> {
     }
 
     /// A semaphore of one slot. Its service is the word and the name, so that no other semaphore has it.
-    fn seat(&self) -> Semaphore<P> {
+    pub(crate) fn seat(&self) -> Semaphore<P> {
         let mut parts = vec!["leader", self.election];
         parts.extend(self.key.as_deref());
         Semaphore::seat(

@@ -1,4 +1,51 @@
-//! Locks, throttles, rate limits and semaphores for Diesel applications, coordinated by the PostgreSQL that they already run.
+//! Locks, throttles, rate limits, semaphores, leaders and schedules for Diesel applications that run as several instances,
+//! coordinated by the PostgreSQL that they already have.
+//!
+//! Locks need nothing installed. Everything else needs the schema `resource_control`, which [`migrations::install`] creates.
+//!
+//! # Choosing a primitive
+//!
+//! | Problem | Use |
+//! |---|---|
+//! | Check, then write, in one transaction: a booking, "insert if absent" | [`AdvisoryLock::transaction`](advisory::AdvisoryLock) |
+//! | A job that spans many transactions, on one instance at a time | [`AdvisoryLock::try_acquire`](advisory::AdvisoryLock::try_acquire) |
+//! | The same, waiting for the lock | [`AdvisoryLock::acquire_timeout`](advisory::AdvisoryLock::acquire_timeout) |
+//! | Many readers, one writer | [`AdvisoryLock::shared`](advisory::AdvisoryLock::shared) |
+//! | At most once per interval, on any instance | [`Throttle`](throttle::Throttle) |
+//! | N per period on average with a bounded burst, for each key | [`RateLimit`](rate_limit::RateLimit) |
+//! | The same, without a round trip for each call | [`LocalRateLimit`](rate_limit::LocalRateLimit) |
+//! | At most N at a time: calls to a fragile service | [`Semaphore`](semaphore::Semaphore) |
+//! | A long job that holds no connection, also behind a pooler | a [`Semaphore`](semaphore::Semaphore) of one slot, with [`keep_alive`](semaphore::Semaphore::keep_alive) |
+//! | One instance leads, and hands over | [`Leader`](leader::Leader) |
+//! | A job at certain times, once, and again if it crashed | [`Schedule`](schedule::Schedule) |
+//! | A late write of a former holder, which must be refused | [`Fence`](fence::Fence) |
+//! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
+//! | Who holds, who waits, what is due | [`monitor`] |
+//!
+//! # Both halves
+//!
+//! Each operation is documented once, on a handle whose parameter is the program's pool. Programs import an alias of the handle:
+//!
+//! - for Diesel's r2d2 pool from this module, such as [`AdvisoryLock`]: operations block, and return what they are documented to return;
+//! - for diesel-async's deadpool or bb8 from the module of that name: operations are futures, and are awaited.
+//!
+//! Where an operation is documented to return `Reply<'a, P, T>`, that is a `T` in the first case and a future of a `T` in the second. A
+//! future may be dropped at any time: what it has taken is released.
+//!
+//! A wrapper of a pool is lent as it is: `&Arc<PgPool>`, actix's `&web::Data<PgPool>`, axum's `&State<PgPool>`.
+//!
+//! # Outcomes and errors
+//!
+//! An operation that can be refused returns an outcome: [`Attempt`], [`Admission`], [`Decision`], [`Check`]. A refusal is no error, and
+//! the compiler warns if an outcome is ignored. Errors are [`Error`], which converts into Diesel's, so `?` works in functions that
+//! return a `QueryResult`.
+//!
+//! # Features
+//!
+//! - `r2d2` (default): the blocking half, over libpq. `deadpool`, `bb8`: the asynchronous half, over diesel-async.
+//! - `migrations` (default): the module [`migrations`].
+//! - `tracing`: an event for each operation, with the target `diesel_interlock`.
+//! - `testing`: the module `testing`, for an application's own tests.
 
 #[cfg(not(any(feature = "r2d2", feature = "async")))]
 compile_error!(
@@ -29,6 +76,8 @@ pub mod semaphore;
 mod session;
 mod statement;
 mod stop;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod throttle;
 mod time;
 mod transaction;
@@ -93,3 +142,13 @@ pub mod bb8 {
 
     handles!();
 }
+
+/// The programs of the README.
+#[cfg(all(
+    doctest,
+    feature = "r2d2",
+    feature = "deadpool",
+    feature = "migrations"
+))]
+#[doc = include_str!("../README.md")]
+struct Readme;

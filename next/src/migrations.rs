@@ -1,16 +1,21 @@
 //! Installing the schema `resource_control`, and running an application's own migrations once.
+//!
+//! The schema consists of a few files, which [`install`], `diesel_cli` and psql run alike: each does nothing if its version is
+//! recorded in `resource_control.installed_migration`, so all of them may run them, in any order and at the same moment. `DROP SCHEMA
+//! resource_control CASCADE` removes all of it.
 
 mod run_pending;
 
-use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
+use std::{fs, io};
 
 use diesel::sql_types::{Array, Bool, Text};
 
 pub use self::run_pending::{Target, run_pending};
 use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Outcome, Subject};
 use crate::exclusion;
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
@@ -18,7 +23,8 @@ use crate::session::Session;
 use crate::statement::Statement;
 use crate::transaction::Own;
 
-/// A migration of this crate.
+/// One of the migrations of this crate.
+#[derive(Debug)]
 struct File {
     name: &'static str,
     version: &'static str,
@@ -27,7 +33,7 @@ struct File {
 }
 
 macro_rules! files {
-    ($($name:literal $version:literal)*) => {
+    ($($name:literal $version:literal,)*) => {
         &[$(File {
             name: $name,
             version: $version,
@@ -37,136 +43,200 @@ macro_rules! files {
     };
 }
 
-/// Each does nothing if its version is recorded, and otherwise creates what is missing and records it.
 const FILES: &[File] = files! {
-    "2000-01-01-000001_resource_control" "20000101000001"
-    "2000-01-01-000002_throttles" "20000101000002"
-    "2000-01-01-000003_service_requests" "20000101000003"
-    "2000-01-01-000004_fences" "20000101000004"
-    "2000-01-01-000005_rate_limits" "20000101000005"
-    "2000-01-01-000006_schedules" "20000101000006"
-    "2000-01-01-000008_views" "20000101000008"
+    "2000-01-01-000001_resource_control" "20000101000001",
+    "2000-01-01-000002_throttles" "20000101000002",
+    "2000-01-01-000003_service_requests" "20000101000003",
+    "2000-01-01-000004_fences" "20000101000004",
+    "2000-01-01-000005_rate_limits" "20000101000005",
+    "2000-01-01-000006_schedules" "20000101000006",
+    "2000-01-01-000008_views" "20000101000008",
 };
 
-/// The encoding of the database, and whether it has the table of the versions.
-const STATE: &str = "SELECT pg_catalog.getdatabaseencoding()::text,
-    pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL";
+const SUBJECT: Subject = Subject {
+    primitive: "migrations",
+    name: "resource_control",
+};
 
-const VERSIONS: &str = "SELECT COALESCE(pg_catalog.array_agg(version), '{}') FROM resource_control.installed_migration";
+/// The encoding of the database, and whether anything was installed.
+const LOOK: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text, \
+     pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL";
 
-/// Which of these names nothing in the database has.
-const MISSING: &str = "SELECT COALESCE(pg_catalog.array_agg(DISTINCT o), '{}') FROM pg_catalog.unnest($1) AS o
-    WHERE pg_catalog.to_regclass(o) IS NULL AND pg_catalog.to_regproc(o) IS NULL AND pg_catalog.to_regtype(o) IS NULL";
+/// The versions that are recorded, and which of these objects are not there.
+const STATE: &str = "
+    SELECT (SELECT COALESCE(pg_catalog.array_agg(m.version), '{}') FROM resource_control.installed_migration AS m),
+        (SELECT COALESCE(pg_catalog.array_agg(o ORDER BY o), '{}') FROM pg_catalog.unnest($1) AS o
+            WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_class AS c
+                    WHERE c.relnamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                        AND c.relname OPERATOR(pg_catalog.=) o)
+                AND NOT EXISTS (SELECT FROM pg_catalog.pg_proc AS p
+                    WHERE p.pronamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                        AND p.proname OPERATOR(pg_catalog.=) o)
+                AND NOT EXISTS (SELECT FROM pg_catalog.pg_type AS t
+                    WHERE t.typnamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                        AND t.typname OPERATOR(pg_catalog.=) o))";
 
-impl File {
-    /// The tables, sequences, types, views and functions that the file creates.
-    fn objects(&self) -> impl Iterator<Item = String> + use<> {
-        self.up.lines().filter_map(|line| {
-            let created = line.trim_start().strip_prefix("CREATE ")?;
-            let (_, name) = created.split_once("resource_control.")?;
-            let end = name.find(|c: char| c != '_' && !c.is_alphanumeric());
-            Some(format!(
-                "resource_control.{}",
-                &name[..end.unwrap_or(name.len())]
-            ))
-        })
+#[derive(Debug, Default)]
+struct State {
+    recorded: Vec<String>,
+    missing: Vec<String>,
+}
+
+/// Whether anything was to be done.
+struct Done(bool);
+
+impl Outcome for Done {
+    fn word(&self) -> &'static str {
+        if self.0 { "ran" } else { "nothing pending" }
     }
 }
 
-/// Creates the schema `resource_control`, or what it lacks of this release. Any number of instances may call it when they start.
+/// Creates the schema `resource_control`, or what it lacks of this release. Every instance may call it when it starts.
 ///
-/// It runs the files of [`write_to`], each in a READ COMMITTED transaction of its own and under a transaction lock, so it works behind
-/// a pooler in transaction mode. If nothing is pending it takes three round trips, and a role that may not create anything may call it.
-/// If a second connection of the pool is idle, it also [checks whether session locks exclude](crate::check_exclusion), and logs a
-/// warning if they do not.
+/// Two round trips if nothing is pending, and no right but to read. Otherwise the role must own the schema, or may create it: each
+/// pending file runs in a transaction of its own, under a transaction lock, so it also works behind a pooler in transaction mode, and
+/// of many instances one runs it. A failure keeps what the files before have created.
 ///
-/// To uninstall, run `DROP SCHEMA resource_control CASCADE`, or the down files.
+/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session locks exclude on it, and logs a warning
+/// if not.
 ///
 /// # Errors
 ///
-/// [`Error::Encoding`] for a database that is not UTF8, [`Error::Migration`] with the database's reason, [`Error::Incomplete`] for a
-/// schema that is recorded and not whole, with the statement that repairs it, [`Error::Pool`] and [`Error::Database`].
+/// [`Error::Migration`] if a file failed, [`Error::Incomplete`] if a part of the schema is recorded and not there, with the statement
+/// that repairs it, [`Error::Encoding`] unless the database has UTF8, [`Error::Pool`], and [`Error::Database`].
 ///
 /// ```
-/// # let pool = workbench::Database::new().pool(2);
-/// diesel_interlock::migrations::install(&pool)?;
+/// use diesel_interlock::migrations;
+///
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
+/// migrations::install(&pool)?; // `.await` it over deadpool and bb8
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
     P::Mode::drive(async move {
-        let state = Statement::<(Text, Bool)>::new(STATE, []);
-        let ((encoding, has_versions), _): ((String, bool), _) = ask(pool, None, [state]).await?;
-        if encoding != "UTF8" {
-            return Err(Error::Encoding(encoding));
-        }
-        let mut installed: Vec<String> = Vec::new();
-        if has_versions {
-            (installed, _) = ask(pool, None, [Statement::<Array<Text>>::new(VERSIONS, [])]).await?;
-        }
-        let mut borrowed = Borrowed::new(pool, None).await?;
-        for file in FILES {
-            if !installed.iter().any(|version| version == file.version) {
-                run(borrowed.conn(), file).await?;
+        SUBJECT.tell("install", run_files(pool)).await?;
+        if pool.idle() >= 2 {
+            let began = Instant::now();
+            if let Err(error @ Error::NotExclusive) = exclusion::check(pool).await {
+                let took = began.elapsed();
+                SUBJECT.event("check_exclusion", "failed", took, None, Some(&error));
             }
-        }
-        drop(borrowed);
-        check_whole(pool).await?;
-        if pool.can_spare() {
-            warn(exclusion::check(pool).await);
         }
         Ok(())
     })
 }
 
-/// At a stricter level its snapshot would be older than its lock.
-async fn run<S: Session>(session: &mut S, file: &File) -> Result<()> {
-    let File { version, up, .. } = file;
-    let transaction = Own::begin(session).await?;
-    let ran = transaction.conn.batch(up).await;
-    let ran = ran.map_err(|source| Error::Migration { version, source });
-    transaction.end(ran).await
-}
-
-async fn check_whole<P: Pool>(pool: &P) -> Result<()> {
-    let all: Vec<String> = FILES.iter().flat_map(File::objects).collect();
-    let ask_for = Statement::<Array<Text>>::new(MISSING, [all.into()]);
-    let (missing, _): (Vec<String>, _) = ask(pool, None, [ask_for]).await?;
-    if missing.is_empty() {
-        return Ok(());
+async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
+    let look = Statement::<(Text, Bool)>::new(LOOK, []);
+    let ((encoding, is_there), _): ((String, bool), _) = ask(pool, None, [look]).await?;
+    if encoding != "UTF8" {
+        return Err(Error::Encoding(encoding));
     }
-    let lacks = |file: &&File| file.objects().any(|object| missing.contains(&object));
-    let versions = FILES
-        .iter()
-        .filter(lacks)
-        .map(|file| file.version)
-        .collect();
-    Err(Error::Incomplete { missing, versions })
+    let mut state = State::default();
+    if is_there {
+        state = State::of(pool).await?;
+    }
+    let is_pending = |file: &&File| !state.recorded.iter().any(|it| it == file.version);
+    let pending: Vec<_> = FILES.iter().filter(is_pending).collect();
+    if !pending.is_empty() {
+        let mut borrowed = Borrowed::new(pool, None).await?;
+        for file in &pending {
+            file.run(borrowed.conn()).await?;
+        }
+        drop(borrowed);
+        state = State::of(pool).await?;
+    }
+    state.require_all()?;
+    Ok(Done(!pending.is_empty()))
 }
 
-fn warn(checked: Result<()>) {
-    if let Err(error @ Error::NotExclusive) = checked {
-        let subject = Subject {
-            primitive: "lock",
-            name: "",
+impl File {
+    /// READ COMMITTED, because a stricter transaction would not see what was committed while it waited for the lock.
+    async fn run<S: Session>(&self, session: &mut S) -> Result<()> {
+        let transaction = Own::begin(session).await?;
+        let ran = transaction.conn.batch(self.up).await;
+        let version = self.version;
+        let ran = ran.map_err(|source| Error::Migration { version, source });
+        transaction.end(ran).await
+    }
+
+    /// What the file creates: tables, indexes, types, views, sequences and functions.
+    fn objects(&self) -> impl Iterator<Item = &'static str> + use<> {
+        self.up.lines().filter_map(|line| {
+            let created = line.trim_start().strip_prefix("CREATE ")?;
+            let name = match created.split_once("INDEX IF NOT EXISTS ") {
+                Some((_, index)) => index,
+                None => created.split_once("resource_control.")?.1,
+            };
+            name.split(|c: char| c != '_' && !c.is_alphanumeric())
+                .next()
+        })
+    }
+}
+
+impl State {
+    async fn of<P: Pool>(pool: &P) -> Result<Self> {
+        let all: Vec<String> = FILES
+            .iter()
+            .flat_map(File::objects)
+            .map(Into::into)
+            .collect();
+        let statement = Statement::<(Array<Text>, Array<Text>)>::new(STATE, [all.into()]);
+        let ((recorded, missing), _) = ask(pool, None, [statement]).await?;
+        Ok(Self { recorded, missing })
+    }
+
+    fn require_all(self) -> Result<()> {
+        let missing = self.missing;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let lacks = |file: &&File| {
+            file.objects()
+                .any(|object| missing.iter().any(|it| it == object))
         };
-        let took = std::time::Duration::ZERO;
-        subject.event("install", "failed", took, None, Some(&error));
+        let versions = FILES
+            .iter()
+            .filter(lacks)
+            .map(|file| file.version)
+            .collect();
+        Err(Error::Incomplete { missing, versions })
     }
 }
 
-/// Writes the migrations as files that diesel_cli and psql run, into a directory each. Returns the new ones.
+/// Writes the migrations of this crate among those of an application, for `diesel_cli` and psql, and returns the directories that are
+/// new. Call it again after an upgrade of this crate.
 ///
-/// A directory that exists stays as it is. Their versions are older than any of yours, so that diesel_cli can revert yours.
+/// They are older than any other, so `diesel migration run` runs them first. [`install`] may be called beside them.
+///
+/// # Errors
+///
+/// Those of the file system.
+///
+/// ```
+/// # let directory = std::env::temp_dir().join(format!("interlock-write-to-{}", std::process::id()));
+/// let new = diesel_interlock::migrations::write_to(&directory)?; // "migrations"
+/// # assert!(!new.is_empty());
+/// # std::fs::remove_dir_all(directory)?;
+/// # Ok::<(), std::io::Error>(())
+/// ```
 pub fn write_to(directory: impl AsRef<Path>) -> io::Result<Vec<PathBuf>> {
     let mut written = Vec::new();
     for File { name, up, down, .. } in FILES {
         let directory = directory.as_ref().join(name);
-        if !directory.exists() {
-            std::fs::create_dir_all(&directory)?;
-            std::fs::write(directory.join("up.sql"), up)?;
-            std::fs::write(directory.join("down.sql"), down)?;
-            written.push(directory);
+        let files = [
+            (directory.join("up.sql"), up),
+            (directory.join("down.sql"), down),
+        ];
+        if files.iter().all(|(path, _)| path.exists()) {
+            continue;
         }
+        fs::create_dir_all(&directory)?;
+        for (path, text) in files {
+            fs::write(path, text)?;
+        }
+        written.push(directory);
     }
     Ok(written)
 }
@@ -176,30 +246,50 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_list_is_that_of_the_directory() {
-        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
-        let mut names: Vec<_> = std::fs::read_dir(directory)
+    fn the_list_is_the_directory() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
+        let entries = fs::read_dir(root)
             .unwrap()
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-            .collect();
+            .map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
         names.sort();
-        assert_eq!(
-            names,
-            FILES.iter().map(|file| file.name).collect::<Vec<_>>()
-        );
+        let listed: Vec<_> = FILES.iter().map(|file| file.name).collect();
+        assert_eq!(names, listed);
     }
 
     #[test]
-    fn each_file_creates_something_and_records_its_version() {
-        for file in FILES {
-            assert!(file.objects().count() > 0, "{}", file.name);
+    fn each_file_writes_and_deletes_its_own_version() {
+        for File {
+            name,
+            version,
+            up,
+            down,
+        } in FILES
+        {
+            assert_eq!(&name[..17].replace('-', ""), version);
+            assert_eq!(up.matches(&format!("'{version}'")).count(), 2, "{name}");
             assert!(
-                file.up.contains(&format!("VALUES ('{}')", file.version)),
-                "{}",
-                file.name
+                down.contains(&format!("'{version}'")) || down.contains("DROP SCHEMA"),
+                "{name}"
             );
-            let digits: String = file.name.chars().filter(char::is_ascii_digit).collect();
-            assert_eq!(digits, file.version);
+        }
+    }
+
+    #[test]
+    fn each_file_tells_what_it_creates() {
+        let all: Vec<_> = FILES.iter().flat_map(File::objects).collect();
+        for object in [
+            "installed_migration",
+            "fencing_token",
+            "lock_key",
+            "throttled_resource_enum",
+            "throttled_resource",
+            "service_request",
+            "service_request_in_flight",
+            "claim_service_request",
+            "schedule_state",
+        ] {
+            assert!(all.contains(&object), "{object} of {all:?}");
         }
     }
 }

@@ -49,6 +49,11 @@ pub trait Pool: Clone + Send + Sync + 'static {
     fn can_spare(&self) -> bool {
         false
     }
+
+    /// How many connections the pool could lend without opening one.
+    fn idle(&self) -> usize {
+        0
+    }
 }
 
 /// A connection out of a [`Pool`].

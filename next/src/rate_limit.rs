@@ -1,5 +1,6 @@
 //! Rate limits: so many units per period and key, on all instances together.
 
+mod all;
 mod check;
 mod headers;
 mod local;
@@ -11,19 +12,26 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
+use diesel::data_types::PgInterval;
+use diesel::deserialize::FromSqlRow;
+use diesel::expression::QueryMetadata;
+use diesel::pg::Pg;
+use diesel::sql_types::BigInt;
+
 pub use self::check::{Check, CheckAll, Limited, Spent, State};
 pub use self::local::{LocalCheck, LocalRateLimit};
 pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
-use crate::call::{ask, rows};
+use crate::call::{ask, ask_lent};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
 use crate::mode::Mode;
-use crate::pool::{Borrowed, Connection, Pool, Reply};
+use crate::pool::{Connection, Pool, Reply};
 use crate::session::{Session, is_unknown};
-use crate::transaction::Own;
-use crate::waiting::{Topic, Turns, What};
+use crate::statement::Statement;
+use crate::time::difference;
+use crate::waiting::{self, Topic, Turns, What};
 
 /// A limit of N units per period for each key, and [`burst`](Quota::burst) of them at once: never more than burst + N in a period, on
 /// all instances together, by the database's clock.
@@ -39,7 +47,8 @@ use crate::waiting::{Topic, Turns, What};
 ///         Check::Limited(limited) => format!("429 Retry-After: {}", limited.retry_after_secs()),
 ///     })
 /// }
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// # assert_eq!([login(&pool, "a")?, login(&pool, "a")?, login(&pool, "a")?], ["welcome"; 3]);
 /// # assert!(login(&pool, "a")?.starts_with("429 "));
@@ -52,7 +61,8 @@ use crate::waiting::{Topic, Turns, What};
 /// A grant commits asynchronously: a crash of the server may forget those of the last second, unless the limit is
 /// [`durable`](Self::durable). A check on a lent connection commits as its transaction does.
 ///
-/// A check waits for another transaction that has checked the same key and has not ended, and over a pool it fails after 250 ms.
+/// An operation that writes to a key waits for another transaction that has checked the key and has not ended. Over a pool it fails
+/// after 250 ms ([`Error::KeyLocked`]), so that a forgotten `BEGIN` on a busy key does not empty the pool.
 ///
 /// # Errors
 ///
@@ -111,7 +121,7 @@ impl<P: Pool> RateLimit<P> {
         self
     }
 
-    /// Spends the units if they are there. One round trip, and two for a key's first call or another quota.
+    /// Spends the units if they are there. One round trip, and three for a key's first call and for another quota.
     pub fn check<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Check>> {
         P::Mode::drive(self.subject().tell("check", self.check_within(pool, None)))
     }
@@ -128,8 +138,8 @@ impl<P: Pool> RateLimit<P> {
     /// Waits until the units are there, and spends them: checks, pauses for `retry_after`, and checks again. Returns that it is
     /// limited at once if the pause would end after `timeout`.
     ///
-    /// It reserves nothing, so whoever gives up takes nothing with him. No order is promised. Fails with [`Error::TimedOut`] if not
-    /// even the first check had a reply in time.
+    /// It holds no connection while it pauses, and reserves nothing, so whoever gives up takes nothing with him. No order is
+    /// promised. Fails with [`Error::TimedOut`] if not even the first check had a reply in time.
     pub fn acquire_timeout<'a>(
         &'a self,
         pool: &'a P,
@@ -142,62 +152,45 @@ impl<P: Pool> RateLimit<P> {
         )
     }
 
-    /// Checks several limits: either all are spent, or none.
-    ///
-    /// In one transaction: a round trip for each limit, and two more. The limits are checked in the order of their names and keys,
-    /// so that callers do not deadlock.
-    pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, Result<CheckAll>> {
-        let name = limits.first().map_or("", |limit| limit.name);
-        let subject = Subject {
-            primitive: "rate limit",
-            name,
-        };
-        P::Mode::drive(subject.tell("check_all", async move {
-            for limit in limits {
-                limit.call()?;
-            }
-            let mut borrowed = Borrowed::new(pool, None).await?;
-            let transaction = Own::begin(borrowed.conn()).await?;
-            let spent = spend_all(limits, transaction.conn).await;
-            match transaction.end(spent).await {
-                Ok(spent) => Ok(CheckAll::Allowed(spent)),
-                Err(Unspent::Limited(i, limited)) => Ok(CheckAll::Limited(i, limited)),
-                Err(Unspent::Failed(i, error)) => {
-                    drop(borrowed);
-                    Err(match limits.get(i) {
-                        Some(limit) => limit.explained(pool, error).await,
-                        None => error,
-                    })
-                }
-            }
-        }))
-    }
-
-    /// Returns a limit that decides in memory, out of chunks of so many units that it takes from the row: see [`LocalRateLimit`].
-    pub fn local(&self, pool: P, chunk: u32) -> LocalRateLimit<P> {
-        LocalRateLimit::new(self.clone(), pool, chunk)
-    }
-
     /// Reads what is there, and spends nothing. One round trip.
     pub fn peek<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<State>> {
-        P::Mode::drive(async move {
-            let (call, _) = self.call()?;
-            let (row, _) = ask(pool, None, [call.peek()]).await?;
-            Ok(*self.read(&call, row).state())
-        })
+        P::Mode::drive(self.look(pool))
     }
 
     /// Makes the key full. Returns whether it was not. One round trip.
     pub fn reset<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<bool>> {
         P::Mode::drive(async move {
             let (call, _) = self.call()?;
-            let (count, _): (i64, _) = ask(pool, None, [call.reset()]).await?;
-            Ok(count > 0)
+            self.change(pool, call.reset()).await
         })
     }
 
-    /// Gives back units that a check of this key has spent, less what was refilled since. Returns whether there was anything to give
-    /// back: not if the key was reset, or its quota was changed. One round trip.
+    /// Gives back units that a check of this key has spent, less what was refilled since: at most as many as it has spent, and each
+    /// once, also if this fails. Returns whether there was anything to give back: not if the key was reset, or its quota was
+    /// changed. One round trip.
+    ///
+    /// ```
+    /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
+    ///
+    /// static TOKENS: RateLimit = RateLimit::named("tokens", Quota::per_minute(10_000));
+    ///
+    /// fn complete(pool: &PgPool, customer: i64, prompt: &str) -> Result<Option<String>, Error> {
+    ///     let most = TOKENS.key(customer).cost(1_000);
+    ///     let Check::Allowed(spent) = most.check(pool)? else {
+    ///         return Ok(None);
+    ///     };
+    ///     let (answer, used) = ask_the_model(prompt);
+    ///     most.give_back(pool, &spent, 1_000 - used)?;
+    ///     Ok(Some(answer))
+    /// }
+    /// # fn ask_the_model(prompt: &str) -> (String, u32) { (prompt.to_owned(), 400) }
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(1);
+    /// # diesel_interlock::migrations::install(&pool)?;
+    /// # assert!(complete(&pool, 7, "?")?.is_some());
+    /// # assert!(TOKENS.key(7).peek(&pool)?.remaining >= 9_500);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn give_back<'a>(
         &'a self,
         pool: &'a P,
@@ -206,9 +199,10 @@ impl<P: Pool> RateLimit<P> {
     ) -> Reply<'a, P, Result<bool>> {
         P::Mode::drive(async move {
             let (call, _) = self.call()?;
-            let give_back = call.give_back(units.min(self.cost), spent.at);
-            let (count, _): (i64, _) = ask(pool, None, [give_back]).await?;
-            Ok(count > 0)
+            match spent.take_back(units) {
+                0 => Ok(false),
+                units => self.change(pool, call.give_back(units, spent.at)).await,
+            }
         })
     }
 
@@ -218,57 +212,109 @@ impl<P: Pool> RateLimit<P> {
     }
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
-        let topic = Topic::of::<P>(What::Units(self.name, self.key.as_ref().into()));
-        let mut turns = Turns::new(topic, deadline);
-        let mut last = None;
-        while turns.next::<P::Mode>().await {
+        let mut turns = Turns::after_a_try(self.topic(), deadline);
+        let mut last = Err(Error::TimedOut);
+        loop {
             let check = P::Mode::within(deadline, self.check_within(pool, deadline)).await;
-            let Some(check) = check.transpose()? else {
-                break;
-            };
-            let Check::Limited(limited) = check else {
-                return Ok(check);
-            };
-            last = Some(check);
-            let due = Instant::now().checked_add(limited.retry_after);
-            if deadline.is_some() && due > deadline {
-                break;
+            match check {
+                None => return last,
+                Some(Ok(Check::Limited(limited))) => {
+                    let due = Instant::now().checked_add(limited.retry_after);
+                    turns.not_before(limited.retry_after);
+                    last = Ok(Check::Limited(limited));
+                    if deadline.is_some() && due > deadline {
+                        return last;
+                    }
+                }
+                // The other transaction may end in time.
+                Some(Err(locked @ Error::KeyLocked(_))) => last = last.or(Err(locked)),
+                Some(outcome) => return outcome,
             }
-            turns.not_before(limited.retry_after);
+            if !turns.next::<P::Mode>().await {
+                return last;
+            }
         }
-        last.ok_or(Error::TimedOut)
+    }
+
+    async fn look(&self, pool: &P) -> Result<State> {
+        let (call, _) = self.call()?;
+        let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, [sql::look(&[call])]).await?;
+        let full_in = full_in.first().copied().map_or(0, difference);
+        Ok(State::new(self.name, self.quota, call.quota, full_in))
+    }
+
+    #[cfg(feature = "testing")]
+    pub(crate) async fn use_up(&self, pool: &P) -> Result<()> {
+        let remaining = self.look(pool).await?.remaining;
+        if remaining > 0 {
+            let _ = self.cost(remaining).check_within(pool, None).await?;
+        }
+        Ok(())
     }
 
     async fn check_within(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
         let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let (call, lead) = self.call()?;
-        match ask(pool, limit, call.check(self.commit(), lead)).await {
-            Ok((row, _)) => Ok(self.read(&call, row)),
-            Err(error) => Err(self.explained(pool, error).await),
-        }
+        let statements = call.check(self.commit(), lead);
+        let row = self.ask(pool, limit, &statements).await?;
+        Ok(self.read(&call, row))
+    }
+
+    /// Sends a statement that gives units back, and wakes those of this process who wait for some.
+    async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<bool> {
+        let count: i64 = self.ask(pool, None, &[statement]).await?;
+        waiting::released(&self.topic());
+        Ok(count > 0)
     }
 
     async fn decide<S: Session>(&self, session: &mut S, commit: Commit) -> Result<Check> {
         let (call, lead) = self.call()?;
-        Ok(self.read(&call, rows(session, &call.check(commit, lead)).await?))
+        let row = ask_lent(session, &call.check(commit, lead)).await?;
+        Ok(self.read(&call, row))
     }
 
-    /// Diesel has no kind for a wait that has timed out, so whether the row is locked is looked up.
-    async fn explained(&self, pool: &P, error: Error) -> Error {
-        let (Error::Database(cause), Ok((call, _))) = (&error, self.call()) else {
-            return error;
+    /// Asks, and once more if the wait for another transaction was too long and that has ended since, as many do on a busy key.
+    async fn ask<T, U>(
+        &self,
+        pool: &P,
+        limit: Option<Duration>,
+        statements: &[Statement<T>],
+    ) -> Result<U>
+    where
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send + 'static,
+    {
+        match ask(pool, limit, statements).await {
+            Ok((reply, _)) => Ok(reply),
+            Err(error) => {
+                self.explain(pool, error).await?;
+                Ok(ask(pool, limit, statements).await?.0)
+            }
+        }
+    }
+
+    /// Returns the error, unless it is worth to ask once more. Diesel has no kind for a wait that has timed out, so after an error
+    /// without a kind it is looked up whether the key is locked now.
+    async fn explain(&self, pool: &P, error: Error) -> Result<()> {
+        let cause = match error {
+            Error::Database(cause) if is_unknown(&cause) => cause,
+            error => return Err(error),
         };
-        if !is_unknown(cause) {
-            return error;
-        }
+        let (call, _) = self.call()?;
         match ask(pool, None, [call.is_locked()]).await {
-            Ok((true, _)) => Error::KeyLocked(self.name),
-            _ => error,
+            Ok((true, _)) => Err(Error::KeyLocked(self.name)),
+            Ok(_) => Ok(()),
+            Err(_) => Err(cause.into()),
         }
     }
 
-    fn read(&self, call: &Call<'_>, row: Row) -> Check {
-        Check::new(self.name, self.quota, call.quota, self.cost, row)
+    fn read(&self, call: &Call<'_>, (is_allowed, at, full_in): Row) -> Check {
+        let state = State::new(self.name, self.quota, call.quota, difference(full_in));
+        Check::new(state, call.quota, self.cost, is_allowed, at)
+    }
+
+    fn topic(&self) -> Topic {
+        Topic::of::<P>(What::Units(self.name, self.key.as_ref().into()))
     }
 
     /// The call, and the lead of its cost.
@@ -308,40 +354,6 @@ impl<P: Pool> RateLimit<P> {
             name: self.name,
         }
     }
-}
-
-/// Why several limits were not spent: which of them, and what it said.
-enum Unspent {
-    Limited(usize, Limited),
-    Failed(usize, Error),
-}
-
-impl From<Error> for Unspent {
-    fn from(error: Error) -> Self {
-        Self::Failed(usize::MAX, error)
-    }
-}
-
-async fn spend_all<P: Pool, S: Session>(
-    limits: &[&RateLimit<P>],
-    session: &mut S,
-) -> Result<Vec<Spent>, Unspent> {
-    let commit = if limits.iter().any(|limit| limit.is_durable) {
-        Commit::Durable
-    } else {
-        Commit::Async
-    };
-    let mut order: Vec<usize> = (0..limits.len()).collect();
-    order.sort_by_key(|i| (limits[*i].name, &limits[*i].key));
-    let mut all = vec![None; limits.len()];
-    for i in order {
-        match limits[i].decide(session, commit).await {
-            Ok(Check::Allowed(spent)) => all[i] = Some(spent),
-            Ok(Check::Limited(limited)) => return Err(Unspent::Limited(i, limited)),
-            Err(error) => return Err(Unspent::Failed(i, error)),
-        }
-    }
-    Ok(all.into_iter().flatten().collect())
 }
 
 impl<P: Pool> Clone for RateLimit<P> {

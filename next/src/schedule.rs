@@ -176,7 +176,7 @@ impl<P: Pool> Schedule<P> {
         })
     }
 
-    fn checked_name(&self) -> Result<String> {
+    pub(crate) fn checked_name(&self) -> Result<String> {
         input::name(self.name)?;
         input::text(&self.details)?;
         if self.lease < SHORTEST_KEPT {

@@ -320,7 +320,7 @@ impl<P: Pool> Semaphore<P> {
     }
 
     /// The name of the service, unless it or the timeout is invalid.
-    fn service(&self) -> Result<Arc<str>> {
+    pub(crate) fn service(&self) -> Result<Arc<str>> {
         input::name(self.subject.name)?;
         let service = self.service.as_deref().unwrap_or(self.subject.name);
         input::name(service)?;

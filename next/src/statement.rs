@@ -102,6 +102,7 @@ impl<T> QueryFragment<Pg> for Statement<T> {
             }
             out.push_sql(rest);
         }
+        debug_assert!(binds.next().is_none(), "binds out of order: {}", self.sql);
         Ok(())
     }
 }

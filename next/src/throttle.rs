@@ -15,13 +15,12 @@ use diesel::data_types::PgInterval;
 pub use self::attempt::{Decision, Denied, Granted};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
 pub use self::sync::{Difference, Synced};
-use crate::call::{ask, rows};
+use crate::call::{ask, ask_lent};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
-use crate::session::is_unknown;
 use crate::time::LONGEST;
 
 /// What is granted at most once per interval, on any instance, by the database's clock.
@@ -46,7 +45,8 @@ use crate::time::LONGEST;
 ///     }
 ///     Ok(decision.is_granted())
 /// }
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// # assert!(refresh(&pool)? && !refresh(&pool)?);
 /// # Ok::<(), Error>(())
@@ -113,10 +113,8 @@ impl<P: Pool> Throttle<P> {
     /// One round trip, an `UPDATE` that skips a row that is locked or not due; two for the first attempt of a key.
     pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Decision>> {
         P::Mode::drive(self.subject().tell("attempt", async move {
-            match ask(pool, None, self.statements()?).await {
-                Ok((row, _)) => self.decided(row),
-                Err(error) => Err(self.explained(pool, error).await),
-            }
+            let (row, _) = ask(pool, None, self.statements()?).await?;
+            self.decided(row)
         }))
     }
 
@@ -124,7 +122,7 @@ impl<P: Pool> Throttle<P> {
     /// is rolled back.
     pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<Decision>> {
         P::Mode::drive(self.subject().tell("attempt_on", async move {
-            self.decided(rows(conn, &self.statements()?).await?)
+            self.decided(ask_lent(conn, &self.statements()?).await?)
         }))
     }
 
@@ -134,12 +132,22 @@ impl<P: Pool> Throttle<P> {
         P::Mode::drive(async move { Ok(ask(pool, None, [sql::prune()]).await?.0) })
     }
 
+    /// Its name and key, and whether it is of a resource.
+    #[cfg(feature = "testing")]
+    pub(crate) fn row(&self) -> (&str, &str, bool) {
+        (self.name, &self.key, self.every.is_none())
+    }
+
     /// One for a resource without a key. Otherwise one for a key that has a row, and one for a key that has none.
     fn statements(&self) -> Result<Vec<sql::Attempt>> {
         input::name(self.name)?;
         input::text(&self.key)?;
         input::text(&self.details)?;
-        let (name, key, details) = (self.name, &*self.key, self.details.trim());
+        let (name, key) = (self.name, &*self.key);
+        let details = match self.details.trim() {
+            "" => "",
+            _ => &*self.details,
+        };
         Ok(match self.every {
             Some(every) => {
                 let every = input::microseconds(
@@ -156,19 +164,6 @@ impl<P: Pool> Throttle<P> {
 
     fn decided(&self, row: sql::Row) -> Result<Decision> {
         Decision::new(row).ok_or(Error::NotDeclared(self.name))
-    }
-
-    /// A label that the type does not have is an error of the database.
-    async fn explained(&self, pool: &P, error: Error) -> Error {
-        match &error {
-            Error::Database(cause) if self.every.is_none() && is_unknown(cause) => {
-                match ask(pool, None, [sql::is_label(self.name)]).await {
-                    Ok((false, _)) => Error::NotDeclared(self.name),
-                    _ => error,
-                }
-            }
-            _ => error,
-        }
     }
 
     fn subject(&self) -> Subject {

@@ -104,6 +104,13 @@ impl Turns {
         }
     }
 
+    /// As [`new`](Self::new), for one whose first try is made at once, before the first turn.
+    pub(crate) fn after_a_try(topic: Topic, deadline: Option<Instant>) -> Self {
+        let mut turns = Self::new(topic, deadline);
+        turns.began = Some(Instant::now());
+        turns
+    }
+
     /// Sleeps until it is time for the next try. Returns `false` once the deadline is over, but never before the first try.
     pub(crate) async fn next<M: Mode>(&mut self) -> bool {
         if self.began.is_some() || self.is_contended() {

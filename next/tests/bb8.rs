@@ -30,6 +30,11 @@ mod pool {
         pool.state().connections.max(1)
     }
 
+    /// A pool that does not check its connections.
+    pub(crate) fn unchecked(database: &workbench::Database, size: u32) -> PgPool {
+        database.bb8(size)
+    }
+
     /// Takes a connection.
     pub(crate) async fn get(
         pool: &PgPool,

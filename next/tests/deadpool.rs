@@ -31,6 +31,11 @@ mod pool {
         pool.status().max_size as u32
     }
 
+    /// A pool that does not check its connections.
+    pub(crate) fn unchecked(database: &workbench::Database, size: u32) -> PgPool {
+        database.deadpool(size)
+    }
+
     /// Takes a connection.
     pub(crate) async fn get(
         pool: &PgPool,

@@ -4,7 +4,11 @@ DECLARE
 BEGIN
 -- One session at a time, and only if this version is not recorded.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
-IF pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL THEN
+-- Not to_regclass, which could miss in its cache what was committed while this session waited for the lock.
+IF EXISTS (
+    SELECT FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid OPERATOR(pg_catalog.=) c.relnamespace
+        WHERE n.nspname OPERATOR(pg_catalog.=) 'resource_control' AND c.relname OPERATOR(pg_catalog.=) 'installed_migration'
+) THEN
     IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000001') THEN
         RETURN;
     END IF;

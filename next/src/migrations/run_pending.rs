@@ -1,126 +1,155 @@
-//! An application's own migrations, once although many instances start.
+//! An application's own migrations, run by Diesel, by one instance at a time.
 
 use std::collections::HashMap;
 
-use diesel::migration::{Migration, MigrationSource, MigrationVersion};
+use diesel::migration::MigrationSource;
 use diesel::pg::Pg;
+use diesel::sql_types::Bool;
 use diesel_migrations::MigrationHarness;
 
+use crate::advisory::Scope;
 use crate::advisory::sql::Lock;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
+use crate::session::Session;
+use crate::statement::Statement;
+use crate::transaction::refusal;
 
 /// The name of the lock under which they run. It never changes.
 const LOCK: &str = "diesel_interlock migrations";
 
-/// Runs the pending migrations of an application, once although many instances start at the same time. Returns the versions that it
-/// ran.
-///
-/// It takes a session lock, waits for it as long as another instance migrates, and lets Diesel run what is pending then. Diesel's table
-/// is where Diesel looks for it, in the first schema of the search path, so a schema per tenant works. A wait of more than 5 seconds is
-/// told as an event, with the session that it waits for.
-///
-/// **Migrate over a direct URL**, because behind a pooler in transaction mode the statements of one connection run on many sessions. The
-/// release finds that out ([`Error::SessionMoved`]), after the migrations ran.
-///
-/// The connection is a `&mut PgConnection` in the blocking half, where this blocks. In the asynchronous half it is an
-/// `AsyncPgConnection` by value, whose end frees the lock whatever happens, and this returns a future; Diesel runs the migrations on a
-/// blocking thread of tokio's, where they go on if the future is dropped.
-///
-/// ```no_run
-/// use diesel::prelude::*;
-/// use diesel_interlock::{Error, migrations};
-/// use diesel_migrations::EmbeddedMigrations;
-///
-/// fn migrate(conn: &mut PgConnection, own: EmbeddedMigrations) -> Result<(), Error> {
-///     for version in migrations::run_pending(conn, own)? {
-///         println!("{version}");
-///     }
-///     Ok(())
-/// }
-/// ```
-///
-/// # Errors
-///
-/// [`Error::ApplicationMigration`] with the database's reason, [`Error::EqualVersions`] before anything runs, and those of a [session
-/// lock](crate::advisory::AdvisoryLock#errors).
-pub fn run_pending<T: Target>(
-    conn: T,
-    source: impl MigrationSource<Pg> + Send + 'static,
-) -> T::Reply {
-    conn.run_pending(source)
-}
+/// Whether Diesel's table is where Diesel would create it: in the first schema of the search path.
+const HAS_TABLE: &str = "SELECT pg_catalog.to_regclass(pg_catalog.format('%I.__diesel_schema_migrations', \
+     pg_catalog.current_schema())) IS NOT NULL";
 
-/// A connection that [`run_pending`] runs migrations on. Nobody else implements it.
+/// Whether it has all these versions.
+const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v WHERE NOT EXISTS (SELECT \
+     FROM __diesel_schema_migrations AS m WHERE m.version OPERATOR(pg_catalog.=) v))";
+
+/// What migrations run on: a `&mut PgConnection`, or an `AsyncPgConnection` by value.
 #[diagnostic::on_unimplemented(
     message = "migrations do not run on `{Self}`",
-    label = "not a `&mut PgConnection`, and not an owned `AsyncPgConnection`",
-    note = "lend a pooled connection of r2d2 as `&mut *conn`; in the asynchronous half establish a connection for the migrations, \
-            `AsyncPgConnection::establish(url).await?`, and give it away"
+    label = "neither a `&mut PgConnection` nor an `AsyncPgConnection`",
+    note = "of a pooled blocking connection lend the one inside, `&mut *conn`; an asynchronous one is given by value: \
+            `AsyncPgConnection::establish(url).await?`"
 )]
-pub trait Target: sealed::Sealed {
-    /// What it returns: a result, or a future of it.
+pub trait Target<M>: sealed::Sealed {
+    /// What [`run_pending`] returns: the versions that it ran, or a future of them.
     type Reply;
 
     #[doc(hidden)]
-    fn run_pending(self, source: impl MigrationSource<Pg> + Send + 'static) -> Self::Reply;
+    fn run_pending(self, source: M) -> Self::Reply;
 }
 
 mod sealed {
-    #[allow(unreachable_pub)]
+    #[allow(unnameable_types)]
     pub trait Sealed {}
+    #[cfg(feature = "r2d2")]
+    impl Sealed for &mut diesel::PgConnection {}
+    #[cfg(feature = "async")]
+    impl Sealed for diesel_async::AsyncPgConnection {}
+}
+
+/// Runs the pending migrations of an application, once although many instances start at the same time. Returns the versions that it
+/// ran.
+///
+/// `conn` is a `&mut PgConnection`, or an `AsyncPgConnection` by value, for which a future is returned. Connect directly, not through a
+/// pooler in transaction mode: the lock is a session lock, so that migrations without a transaction, such as `CREATE INDEX
+/// CONCURRENTLY`, run under it, too.
+///
+/// Diesel runs them, with its table `__diesel_schema_migrations` in the first schema of the search path: with a schema per tenant, each
+/// tenant has its own. If nothing is pending, there are two round trips and no lock, and the role needs no right but to read that
+/// table. Otherwise the others wait without a timeout, and then find nothing pending. A wait of more than five seconds is logged as a
+/// warning, with the pid of the session that is waited for.
+///
+/// If the future is dropped, the migrations that have begun run to their end, on a thread of tokio's `spawn_blocking`.
+///
+/// # Errors
+///
+/// [`Error::ApplicationMigration`] with the database's reason: the migrations before it stay applied. [`Error::EqualVersions`] before
+/// anything is sent, [`Error::InsideTransaction`], [`Error::SessionMoved`] if a pooler in transaction mode is in between, and
+/// [`Error::Database`].
+///
+/// ```
+/// use diesel_interlock::migrations;
+/// use diesel_migrations::FileBasedMigrations;
+///
+/// # let database = workbench::Database::new();
+/// # let conn = &mut database.connect();
+/// # let directory = std::env::temp_dir().join(format!("interlock-run-pending-{}", std::process::id()));
+/// # std::fs::create_dir_all(directory.join("2026-01-01-000000_users"))?;
+/// # std::fs::write(directory.join("2026-01-01-000000_users/up.sql"), "CREATE TABLE users (id int)")?;
+/// let own = FileBasedMigrations::from_path(&directory)?; // or embed_migrations!()
+/// let ran = migrations::run_pending(conn, own)?;
+/// # assert_eq!(ran, ["20260101000000"]);
+/// # std::fs::remove_dir_all(&directory)?;
+/// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
+/// ```
+pub fn run_pending<M, T: Target<M>>(conn: T, source: M) -> T::Reply {
+    conn.run_pending(source)
 }
 
 #[cfg(feature = "r2d2")]
-impl sealed::Sealed for &mut diesel::PgConnection {}
-
-#[cfg(feature = "r2d2")]
-impl Target for &mut diesel::PgConnection {
+impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
     type Reply = Result<Vec<String>>;
 
-    fn run_pending(self, source: impl MigrationSource<Pg> + Send + 'static) -> Self::Reply {
-        use crate::advisory::Scope;
+    fn run_pending(self, source: M) -> Self::Reply {
         use crate::mode::Blocking;
         use crate::session::now;
 
-        let source = Checked::new(source)?;
+        if now(is_up_to_date(self, versions(&source)?))? {
+            return Ok(Vec::new());
+        }
         let (key, lock, subject) = lock()?;
         let mut scope = now(Scope::enter::<Blocking>(self, lock, subject, true))?;
-        let ran = migrate(scope.conn, source);
+        let ran = run(scope.conn, source);
         now(scope.leave(&key, ran))
     }
 }
 
 #[cfg(feature = "async")]
-impl sealed::Sealed for diesel_async::AsyncPgConnection {}
-
-#[cfg(feature = "async")]
-impl Target for diesel_async::AsyncPgConnection {
+impl<M: MigrationSource<Pg> + Send + 'static> Target<M> for diesel_async::AsyncPgConnection {
     type Reply = crate::mode::Running<'static, Result<Vec<String>>>;
 
-    fn run_pending(mut self, source: impl MigrationSource<Pg> + Send + 'static) -> Self::Reply {
-        use crate::advisory::Scope;
+    fn run_pending(self, source: M) -> Self::Reply {
         use crate::mode::{Async, Mode};
-        use diesel_async::async_connection_wrapper::AsyncConnectionWrapper;
+        Async::drive(in_a_task(self, source))
+    }
+}
 
-        Async::drive(async move {
-            let source = Checked::new(source)?;
-            let (key, lock, subject) = lock()?;
-            let scope = Scope::enter::<Async>(&mut self, lock, subject, true).await?;
-            // Diesel's migrations want a connection that they own. If anything fails from here on, its end frees the lock.
-            let held = scope.disarm();
-            let running = tokio::task::spawn_blocking(move || {
-                let mut conn = AsyncConnectionWrapper::<_>::from(self);
-                let ran = migrate(&mut conn, source);
-                (conn.into_inner(), ran)
-            });
-            let (mut conn, ran) = running
-                .await
-                .map_err(|error| Error::ApplicationMigration(error.into()))?;
+/// Diesel's harness needs a blocking connection that has no lifetime, so the connection travels to a thread and back. Wherever it is
+/// dropped, its session ends, which frees the lock.
+#[cfg(feature = "async")]
+async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
+    mut conn: diesel_async::AsyncPgConnection,
+    source: M,
+) -> Result<Vec<String>> {
+    use crate::mode::{Async, Mode};
+    use diesel_async::async_connection_wrapper::AsyncConnectionWrapper;
+
+    let runtime = Async::runtime()?;
+    if is_up_to_date(&mut conn, versions(&source)?).await? {
+        return Ok(Vec::new());
+    }
+    let (key, lock, subject) = lock()?;
+    let scope = Scope::enter::<Async>(&mut conn, lock, subject, true).await?;
+    let held = scope.disarm();
+    let running = runtime.spawn_blocking(move || {
+        let mut conn = AsyncConnectionWrapper::<_>::from(conn);
+        let ran = run(&mut conn, source);
+        (conn.into_inner(), ran)
+    });
+    match running.await {
+        Ok((mut conn, ran)) => {
             let mut scope = Scope::resume(&mut conn, lock, subject, held);
             scope.leave(&key, ran).await
-        })
+        }
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime shuts down, and drops this future, too.
+            Err(_) => std::future::pending().await,
+        },
     }
 }
 
@@ -137,7 +166,7 @@ fn lock() -> Result<(LockKey, Lock, Subject)> {
     Ok((key, lock, subject))
 }
 
-fn migrate(
+fn run(
     conn: &mut impl MigrationHarness<Pg>,
     source: impl MigrationSource<Pg>,
 ) -> Result<Vec<String>> {
@@ -146,25 +175,37 @@ fn migrate(
     Ok(ran.iter().map(ToString::to_string).collect())
 }
 
-/// A source whose migrations have versions of their own: of two that are equal, Diesel would run one and say nothing.
-struct Checked<S>(S);
-
-impl<S: MigrationSource<Pg>> Checked<S> {
-    fn new(source: S) -> Result<Self> {
-        let migrations = source.migrations().map_err(Error::ApplicationMigration)?;
-        let mut names: HashMap<MigrationVersion<'_>, String> = HashMap::new();
-        for migration in &migrations {
-            let name = migration.name();
-            if let Some(other) = names.insert(name.version(), name.to_string()) {
-                return Err(Error::EqualVersions(other, name.to_string()));
-            }
-        }
-        Ok(Self(source))
+/// Whether nothing is pending. Diesel's own look first creates its table if it does not exist, which PostgreSQL refuses to a role
+/// that may not create tables even if it exists.
+async fn is_up_to_date<S: Session>(session: &mut S, versions: Vec<String>) -> Result<bool> {
+    let before = session.transaction();
+    if !before.is_none() {
+        return Err(refusal(before));
     }
+    let has_table = session.one(Statement::<Bool>::new(HAS_TABLE, []));
+    if !has_table.await? {
+        return Ok(false);
+    }
+    let has_all = Statement::<Bool>::new(HAS_ALL, [versions.into()]);
+    Ok(session.one(has_all).await?)
 }
 
-impl<S: MigrationSource<Pg>> MigrationSource<Pg> for Checked<S> {
-    fn migrations(&self) -> diesel::migration::Result<Vec<Box<dyn Migration<Pg>>>> {
-        self.0.migrations()
+/// The versions of all migrations. Diesel keeps one of those that have the same version, and never runs the other.
+fn versions(source: &impl MigrationSource<Pg>) -> Result<Vec<String>> {
+    let mut names = HashMap::new();
+    for migration in source.migrations().map_err(Error::ApplicationMigration)? {
+        let (name, version) = (
+            migration.name().to_string(),
+            migration.name().version().to_string(),
+        );
+        if let Some(other) = names.insert(version, name.clone()) {
+            let (first, second) = if other < name {
+                (other, name)
+            } else {
+                (name, other)
+            };
+            return Err(Error::EqualVersions(first, second));
+        }
     }
+    Ok(names.into_keys().collect())
 }

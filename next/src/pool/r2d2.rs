@@ -32,6 +32,10 @@ impl Pool for PgPool {
         let state = self.state();
         state.idle_connections > 0 || state.connections < self.max_size() || self.max_size() == 1
     }
+
+    fn idle(&self) -> usize {
+        self.state().idle_connections as usize
+    }
 }
 
 impl PoolConnection for PooledConnection<ConnectionManager<PgConnection>> {

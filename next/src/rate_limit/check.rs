@@ -1,18 +1,18 @@
 //! What came of a check.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::data_types::PgTimestamp;
 
 use super::quota::{Exact, Quota};
-use super::sql::Row;
 use crate::event::Outcome;
-use crate::time::{difference, microseconds, time, whole_seconds};
+use crate::time::{microseconds, time, whole_seconds};
 
 /// What came of a check.
 #[must_use = "the call may be limited"]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub enum Check {
     /// The units were spent.
     Allowed(Spent),
@@ -22,7 +22,7 @@ pub enum Check {
 
 /// What came of a check of several limits.
 #[must_use = "the call may be limited"]
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub enum CheckAll {
     /// All were spent, in the order of the limits.
     Allowed(Vec<Spent>),
@@ -31,10 +31,14 @@ pub enum CheckAll {
 }
 
 /// Units that were spent.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 #[non_exhaustive]
 pub struct Spent {
     pub(super) at: PgTimestamp,
+    /// How many units were spent.
+    pub units: u32,
+    /// How many of them were not given back.
+    kept: AtomicU32,
     /// The key afterwards.
     pub state: State,
 }
@@ -98,34 +102,84 @@ impl Check {
         }
     }
 
-    pub(super) fn new(name: &'static str, quota: Quota, exact: Exact, cost: u32, row: Row) -> Self {
-        let (is_allowed, at, full_in) = row;
-        let owed = difference(full_in).max(0);
-        let state = State {
-            name,
-            quota,
-            remaining: exact.remaining(owed),
-            full_in: microseconds(owed),
-        };
+    pub(super) fn new(
+        state: State,
+        exact: Exact,
+        cost: u32,
+        is_allowed: bool,
+        at: PgTimestamp,
+    ) -> Self {
         if is_allowed {
-            return Self::Allowed(Spent { at, state });
+            Self::Allowed(Spent::new(at, cost, state))
+        } else {
+            Self::Limited(Limited::new(state, exact, cost))
         }
-        let lead = exact.lead(cost).unwrap_or_default();
-        Self::Limited(Limited {
-            retry_after: microseconds((owed - lead).max(1)),
-            state,
-        })
     }
 }
 
 impl CheckAll {
+    /// Returns what was spent of each limit, if all were allowed.
+    pub fn allowed(self) -> Option<Vec<Spent>> {
+        match self {
+            Self::Allowed(spent) => Some(spent),
+            Self::Limited(..) => None,
+        }
+    }
+
+    /// Returns why they were not allowed. The other limits may be used up, too.
+    pub fn limited(self) -> Option<Limited> {
+        match self {
+            Self::Allowed(_) => None,
+            Self::Limited(_, limited) => Some(limited),
+        }
+    }
+
+    /// Returns whether they were limited.
+    pub const fn is_limited(&self) -> bool {
+        !self.is_allowed()
+    }
+
     /// Returns whether all were allowed.
     pub const fn is_allowed(&self) -> bool {
         matches!(self, Self::Allowed(_))
     }
 }
 
+impl State {
+    /// A key that is full in so many microseconds.
+    pub(super) fn new(name: &'static str, quota: Quota, exact: Exact, full_in: i64) -> Self {
+        Self {
+            name,
+            quota,
+            remaining: exact.remaining(full_in),
+            full_in: microseconds(full_in.max(0)),
+        }
+    }
+}
+
 impl Spent {
+    pub(super) const fn new(at: PgTimestamp, units: u32, state: State) -> Self {
+        Self {
+            at,
+            units,
+            kept: AtomicU32::new(units),
+            state,
+        }
+    }
+
+    /// Takes so many units out of those that may still be given back, or all that are left of them.
+    pub(super) fn take_back(&self, units: u32) -> u32 {
+        let mut taken = 0;
+        let less = |kept: u32| {
+            taken = units.min(kept);
+            Some(kept - taken)
+        };
+        let _ = self
+            .kept
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+        taken
+    }
+
     /// Returns when the units were spent, by the database's clock.
     pub fn at(&self) -> DateTime<Utc> {
         time(self.at).unwrap_or_default()
@@ -133,6 +187,15 @@ impl Spent {
 }
 
 impl Limited {
+    pub(super) fn new(state: State, exact: Exact, cost: u32) -> Self {
+        let lead = exact.lead(cost).map_or(Duration::ZERO, microseconds);
+        let retry_after = state.full_in.saturating_sub(lead);
+        Self {
+            retry_after: retry_after.max(Duration::from_micros(1)),
+            state,
+        }
+    }
+
     /// Returns `retry_after` in whole seconds, rounded up, for the header field `Retry-After`.
     pub fn retry_after_secs(&self) -> u64 {
         whole_seconds(self.retry_after)

@@ -2,17 +2,24 @@
 
 use std::time::Duration;
 
-use super::check::Check;
+use super::check::{Check, Limited, State};
+use crate::time::whole_seconds;
 
 impl Check {
     /// Returns the header fields `RateLimit-Policy`, `RateLimit` and, if the call was limited, `Retry-After`.
     ///
-    /// `q` is the burst and `w` the seconds in which it refills. `r` is how many units are left, and `t` the seconds until all of
-    /// them are there again or, after a limited call, until the units that it asked for are.
+    /// - `q` is the burst, and `w` the seconds in which it refills. N and the period are not told, because they would invite a
+    ///   client to send N requests at once.
+    /// - `r` is how many units are left, and `t` the seconds until all `q` are there again if no more are spent.
+    /// - After a limited call `r` is 0, and `t` is that of `Retry-After`: the seconds until the units that the call asked for are
+    ///   there.
+    ///
+    /// Seconds are rounded up, and at least 1. Bytes of the name that a structured field cannot hold are percent-encoded.
     ///
     /// ```
     /// # use diesel_interlock::{Quota, RateLimit};
-    /// # let pool = workbench::Database::new().pool(1);
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(1);
     /// # diesel_interlock::migrations::install(&pool)?;
     /// static API: RateLimit = RateLimit::named("api", Quota::per_minute(3));
     ///
@@ -22,48 +29,59 @@ impl Check {
     /// # Ok::<(), diesel_interlock::Error>(())
     /// ```
     pub fn headers(&self) -> Vec<(&'static str, String)> {
-        let state = self.state();
-        let name = string(state.name);
-        let quota = state.quota;
-        let window = quota
-            .period
-            .mul_f64(f64::from(quota.burst) / f64::from(quota.n.max(1)));
-        let limited = self.limited();
-        let reset = limited.map_or(state.full_in, |limited| limited.retry_after);
-        let remaining = if limited.is_some() {
-            0
-        } else {
-            state.remaining
-        };
-        let mut fields = vec![
-            (
-                "ratelimit-policy",
-                format!("{name};q={};w={}", quota.burst, seconds(window).max(1)),
-            ),
-            (
-                "ratelimit",
-                format!("{name};r={remaining};t={}", seconds(reset)),
-            ),
-        ];
-        fields
-            .extend(limited.map(|limited| ("retry-after", limited.retry_after_secs().to_string())));
-        fields
+        match self {
+            Self::Allowed(spent) => of(&spent.state, None),
+            Self::Limited(limited) => limited.headers(),
+        }
     }
 }
 
-/// Whole seconds, rounded up. Structured fields have no larger integers.
-fn seconds(duration: Duration) -> u64 {
-    (duration.as_secs() + u64::from(duration.subsec_nanos() > 0)).min(999_999_999_999_999)
+impl Limited {
+    /// Returns the header fields of [`Check::headers`], for a handler that has only the refusal, as of [`CheckAll`](super::CheckAll).
+    pub fn headers(&self) -> Vec<(&'static str, String)> {
+        of(&self.state, Some(self))
+    }
 }
 
-/// A string of a structured field, which is ASCII.
+fn of(state: &State, limited: Option<&Limited>) -> Vec<(&'static str, String)> {
+    let name = string(state.name);
+    let quota = state.quota;
+    let window = quota
+        .period
+        .mul_f64(f64::from(quota.burst) / f64::from(quota.n.max(1)));
+    let reset = limited.map_or(state.full_in, |limited| limited.retry_after);
+    let remaining = if limited.is_some() {
+        0
+    } else {
+        state.remaining
+    };
+    let mut fields = vec![
+        (
+            "ratelimit-policy",
+            format!("{name};q={};w={}", quota.burst, seconds(window)),
+        ),
+        (
+            "ratelimit",
+            format!("{name};r={remaining};t={}", seconds(reset)),
+        ),
+    ];
+    fields.extend(limited.map(|limited| ("retry-after", limited.retry_after_secs().to_string())));
+    fields
+}
+
+/// Whole seconds. Structured fields have no larger integers.
+fn seconds(duration: Duration) -> u64 {
+    whole_seconds(duration).min(999_999_999_999_999)
+}
+
+/// A string of a structured field, which is printable ASCII.
 fn string(text: &str) -> String {
     let mut quoted = String::from("\"");
-    for c in text.chars() {
-        match c {
-            '"' | '\\' => quoted.extend(['\\', c]),
-            ' '..='~' => quoted.push(c),
-            _ => quoted.push('?'),
+    for byte in text.bytes() {
+        match byte {
+            b'"' | b'\\' => quoted.extend(['\\', byte.into()]),
+            b' '..=b'~' => quoted.push(byte.into()),
+            _ => quoted.push_str(&format!("%{byte:02X}")),
         }
     }
     quoted.push('"');
@@ -76,7 +94,7 @@ mod tests {
 
     #[test]
     fn a_name_is_quoted_and_ascii() {
-        assert_eq!(string(r#"a "b" \ ü"#), r#""a \"b\" \\ ?""#);
+        assert_eq!(string("a \"b\" \\ ü\n"), r#""a \"b\" \\ %C3%BC%0A""#);
     }
 
     #[test]

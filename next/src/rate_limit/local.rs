@@ -32,18 +32,23 @@ const SECOND: Duration = Duration::from_secs(1);
 ///     let local = LOCAL.get_or_init(|| API.local(pool.clone(), 100));
 ///     Ok(local.check(customer)?.is_allowed())
 /// }
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// # assert!(is_allowed(&pool, "7")?);
 /// # Ok::<(), Error>(())
 /// ```
 ///
+/// Make one per instance. Clones share what was taken.
+///
 /// In a period all instances together allow at most burst + N, and a chunk more for each instance: what it took before and had not
 /// used. What is not used is forgotten after the time in which a chunk refills, and a second at least. A changed quota and a reset count
 /// from the next chunk on. After a denial the row is not asked before `retry_after`. One caller at a time takes a chunk of a key, and
-/// the others wait for it.
+/// the others wait for it. A chunk that is on its way arrives also if the future that takes it is dropped.
 #[must_use = "a rate limit decides nothing until it is checked"]
-pub struct LocalRateLimit<P: Pool> {
+pub struct LocalRateLimit<P: Pool>(Arc<Local<P>>);
+
+struct Local<P: Pool> {
     limit: RateLimit<P>,
     pool: P,
     chunk: u32,
@@ -95,8 +100,10 @@ struct Key {
     units: u32,
     /// Until when the units count, or until when there are none.
     until: Option<Instant>,
-    /// Those who wait for the one who takes a chunk. `None` if nobody does.
+    /// Those who wait for the one who asks the row. `None` if nobody does.
     taking: Option<Vec<Arc<Alarm>>>,
+    /// How often the row has replied.
+    replies: u64,
 }
 
 impl Key {
@@ -117,49 +124,62 @@ impl Key {
 }
 
 /// What a look at a key says.
-enum Look {
+enum Look<P: Pool> {
     Decided(LocalCheck),
-    Take,
-    Wait(Arc<Alarm>),
+    Take(Taking<P>),
+    /// Until the row has replied more often than so many times.
+    Wait(Arc<Alarm>, u64),
+    /// The wait was in vain, as after an error.
+    Alone,
+}
+
+impl<P: Pool> RateLimit<P> {
+    /// Returns a limit that decides in memory, out of chunks of so many units that it takes from the row, between one and the burst:
+    /// see [`LocalRateLimit`]. Its calls cost a unit each.
+    pub fn local(&self, pool: P, chunk: u32) -> LocalRateLimit<P> {
+        LocalRateLimit(Arc::new(Local {
+            chunk: chunk.clamp(1, self.quota.burst.max(1)),
+            limit: self.clone(),
+            pool,
+            keys: Mutex::default(),
+        }))
+    }
 }
 
 impl<P: Pool> LocalRateLimit<P> {
-    pub(super) fn new(limit: RateLimit<P>, pool: P, chunk: u32) -> Self {
-        Self {
-            chunk: chunk.clamp(1, limit.quota.burst.max(1)),
-            limit,
-            pool,
-            keys: Mutex::default(),
-        }
-    }
-
-    /// Spends a unit of a key. No round trip while a chunk lasts, or the last denial counts; one for a chunk, and two for the rest of
-    /// what the row has.
+    /// Spends a unit of a key. No round trip while a chunk lasts, or the last denial counts; one for a chunk or a denial, and two for
+    /// the rest of what the row has.
     pub fn check<'a>(&'a self, key: &'a str) -> Reply<'a, P, Result<LocalCheck>> {
         P::Mode::drive(async move {
-            match self.look(key, false) {
-                Look::Decided(check) => return Ok(check),
-                Look::Take => return self.take(key).await,
-                Look::Wait(alarm) => P::Mode::sleep(&alarm, None).await,
-            }
-            // Whoever has waited in vain, as after an error, asks for himself.
-            match self.look(key, true) {
-                Look::Decided(check) => Ok(check),
-                Look::Take => self.take(key).await,
-                Look::Wait(_) => {
-                    let check = self.limit.key(key).check_within(&self.pool, None).await?;
-                    Ok(match check {
-                        Check::Allowed(_) => LocalCheck::Allowed,
-                        Check::Limited(Limited { retry_after, .. }) => {
-                            LocalCheck::Limited { retry_after }
-                        }
-                    })
+            let local = &self.0;
+            let mut waited = None;
+            loop {
+                match local.look(key, waited) {
+                    Look::Decided(check) => return Ok(check),
+                    Look::Take(taking) => {
+                        return P::Mode::surely(&P::Mode::runtime()?, taking.take()).await;
+                    }
+                    Look::Wait(alarm, replies) => {
+                        P::Mode::sleep(&alarm, None).await;
+                        waited = Some(replies);
+                    }
+                    Look::Alone => {
+                        let (check, _) = local.spend(key, 1).await?;
+                        return Ok(match check {
+                            Check::Allowed(_) => LocalCheck::Allowed,
+                            Check::Limited(Limited { retry_after, .. }) => {
+                                LocalCheck::Limited { retry_after }
+                            }
+                        });
+                    }
                 }
             }
         })
     }
+}
 
-    fn look(&self, key: &str, has_waited: bool) -> Look {
+impl<P: Pool> Local<P> {
+    fn look(self: &Arc<Self>, key: &str, waited: Option<u64>) -> Look<P> {
         let now = Instant::now();
         let mut keys = self.keys();
         let found = match keys.by_name.get_mut(key) {
@@ -175,45 +195,26 @@ impl<P: Pool> LocalRateLimit<P> {
         match &mut found.taking {
             None => {
                 found.taking = Some(Vec::new());
-                Look::Take
+                Look::Take(Taking {
+                    local: self.clone(),
+                    key: key.into(),
+                })
             }
+            Some(_) if waited == Some(found.replies) => Look::Alone,
             Some(waiting) => {
                 let alarm = Arc::new(Alarm::new(now + 30 * SECOND));
-                if !has_waited {
-                    waiting.push(alarm.clone());
-                }
-                Look::Wait(alarm)
+                waiting.push(alarm.clone());
+                Look::Wait(alarm, found.replies)
             }
         }
     }
 
-    /// Takes a chunk, or what is there, and spends a unit of it.
-    async fn take(&self, key: &str) -> Result<LocalCheck> {
-        let taking = Taking { local: self, key };
-        let limit = self.limit.key(key);
-        let sent = Instant::now();
-        let mut units = self.chunk;
-        let mut check = limit.cost(units).check_within(&self.pool, None).await?;
-        if let Check::Limited(Limited { state, .. }) = check {
-            let rest = state.remaining.max(1);
-            if rest < units {
-                units = rest;
-                check = limit.cost(units).check_within(&self.pool, None).await?;
-            }
-        }
-        let (units, until, outcome) = match check {
-            Check::Allowed(_) => (units - 1, sent + self.lasting(), LocalCheck::Allowed),
-            Check::Limited(Limited { retry_after, .. }) => {
-                let until = Instant::now() + retry_after;
-                (0, until, LocalCheck::Limited { retry_after })
-            }
-        };
-        if let Some(found) = self.keys().by_name.get_mut(key) {
-            found.units = units;
-            found.until = (units > 0 || outcome.is_limited()).then_some(until);
-        }
-        drop(taking);
-        Ok(outcome)
+    /// Spends units of the row, and tells it. Also returns when that began.
+    async fn spend(&self, key: &str, units: u32) -> Result<(Check, Instant)> {
+        let limit = self.limit.key(key).cost(units);
+        let began = Instant::now();
+        let check = limit.check_within(&self.pool, None);
+        Ok((limit.subject().tell("local", check).await?, began))
     }
 
     /// How long a chunk counts: as long as it takes to refill, and a second at least.
@@ -241,18 +242,48 @@ impl Keys {
     }
 }
 
-/// Its drop ends the taking of a chunk, also if the future is dropped or fails, and wakes those who wait.
-struct Taking<'a, P: Pool> {
-    local: &'a LocalRateLimit<P>,
-    key: &'a str,
+/// The right to ask the row for a key. Its drop wakes those who wait.
+struct Taking<P: Pool> {
+    local: Arc<Local<P>>,
+    key: Box<str>,
 }
 
-impl<P: Pool> Drop for Taking<'_, P> {
+impl<P: Pool> Taking<P> {
+    /// Takes a chunk, or what is there, and spends a unit of it.
+    async fn take(self) -> Result<LocalCheck> {
+        let Self { local, key } = &self;
+        let mut units = local.chunk;
+        let (mut check, mut began) = local.spend(key, units).await?;
+        if let Check::Limited(Limited { state, .. }) = check {
+            if state.remaining > 0 {
+                units = state.remaining.min(units);
+                (check, began) = local.spend(key, units).await?;
+            }
+        }
+        let (units, until, outcome) = match check {
+            Check::Allowed(_) => (units - 1, began + local.lasting(), LocalCheck::Allowed),
+            Check::Limited(Limited { state, .. }) => {
+                let exact = local.limit.quota.checked()?;
+                let retry_after = Limited::new(state, exact, 1).retry_after;
+                let until = Instant::now() + retry_after;
+                (0, until, LocalCheck::Limited { retry_after })
+            }
+        };
+        if let Some(found) = local.keys().by_name.get_mut(key) {
+            found.units = units;
+            found.until = (units > 0 || outcome.is_limited()).then_some(until);
+            found.replies += 1;
+        }
+        Ok(outcome)
+    }
+}
+
+impl<P: Pool> Drop for Taking<P> {
     fn drop(&mut self) {
         let taking = {
             let mut keys = self.local.keys();
             keys.by_name
-                .get_mut(self.key)
+                .get_mut(&self.key)
                 .and_then(|key| key.taking.take())
         };
         for alarm in taking.into_iter().flatten() {
@@ -261,11 +292,17 @@ impl<P: Pool> Drop for Taking<'_, P> {
     }
 }
 
+impl<P: Pool> Clone for LocalRateLimit<P> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
 impl<P: Pool> fmt::Debug for LocalRateLimit<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LocalRateLimit")
-            .field("limit", &self.limit)
-            .field("chunk", &self.chunk)
+            .field("limit", &self.0.limit)
+            .field("chunk", &self.0.chunk)
             .finish_non_exhaustive()
     }
 }

@@ -4,7 +4,7 @@
 //! that of the condition, `spent_at`, that of `full_at`. So the promise holds in every interleaving.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
-use diesel::sql_types::{BigInt, Bool, Interval, Timestamptz};
+use diesel::sql_types::{Array, BigInt, Bool, Interval, Timestamptz};
 
 use super::quota::Exact;
 use crate::statement::Statement;
@@ -52,20 +52,25 @@ macro_rules! again {
     };
 }
 
-/// For the others: a key without a row, or with that of another quota, whose debt is rescaled. No row if others have used it up.
+/// For the others: a key without a row gets one that is full, and what another quota has left owed is rescaled. Returns no row, so the
+/// other statement is next. It does not spend: the times of a new row are read before the wait for others who have the key, and
+/// these may have spent units, and their row may have been pruned meanwhile.
 macro_rules! first {
     ($limit:literal, $commit:literal) => {
         concat!(
-            "INSERT INTO resource_control.rate_limit AS r (since, spent_at, full_at, name, key, unit_us, burst)
-                SELECT clock_timestamp(), clock_timestamp(), clock_timestamp() + $1, $2, $3, $4, $5",
+            "WITH made AS (
+                INSERT INTO resource_control.rate_limit AS r (since, spent_at, full_at, name, key, unit_us, burst)
+                    SELECT clock_timestamp(), clock_timestamp(), clock_timestamp(), $1, $2, $3, $4
+                        WHERE NOT EXISTS (SELECT FROM resource_control.rate_limit AS o
+                            WHERE o.name = $1 AND o.key = $2 AND o.unit_us = $3 AND o.burst = $4)",
             $limit,
-            " ON CONFLICT (name, key) DO UPDATE SET
-                    since = CASE WHEN r.unit_us = $4 THEN r.since ELSE clock_timestamp() END, spent_at = clock_timestamp(),
-                    full_at = GREATEST(resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4), clock_timestamp()) + $1,
-                    unit_us = $4, burst = $5
-                WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) <= clock_timestamp() + $6
-                RETURNING true, spent_at, full_at - clock_timestamp()",
-            $commit
+            "   ON CONFLICT (name, key) DO UPDATE SET
+                        since = CASE WHEN r.unit_us = $3 THEN r.since ELSE clock_timestamp() END,
+                        full_at = resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3), unit_us = $3, burst = $4
+                    WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3) <= clock_timestamp() + $5
+                    RETURNING r.spent_at",
+            $commit,
+            ") SELECT false, m.spent_at, interval '0' FROM made AS m WHERE false"
         )
     };
 }
@@ -85,19 +90,15 @@ const AGAIN: [&str; 3] = [
 
 const FIRST: [&str; 3] = [
     first!(
-        " WHERE set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        " AND set_config('lock_timeout', '250ms', true) IS NOT NULL",
         ", set_config('synchronous_commit', 'off', true)"
     ),
     first!(
-        " WHERE set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        " AND set_config('lock_timeout', '250ms', true) IS NOT NULL",
         ""
     ),
     first!("", ""),
 ];
-
-const PEEK: &str = "SELECT true, clock_timestamp(), COALESCE(
-        (SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, $1)
-            FROM resource_control.rate_limit AS r WHERE r.name = $2 AND r.key = $3) - clock_timestamp(), '0')";
 
 /// Only under the quota under which the units were spent, and not if a crash of the server forgot them.
 const GIVE_BACK: &str = "WITH done AS (
@@ -106,11 +107,14 @@ const GIVE_BACK: &str = "WITH done AS (
                 - make_interval(secs => date_part('epoch', clock_timestamp() - $2)))
             WHERE r.name = $3 AND r.key = $4 AND r.since <= $2 AND r.spent_at >= $2
                 AND make_interval(secs => date_part('epoch', clock_timestamp() - $2)) < make_interval(secs => floor($1 * r.unit_us) / 1000000)
-            RETURNING 1
+                AND set_config('lock_timeout', '250ms', true) IS NOT NULL
+            RETURNING set_config('synchronous_commit', 'off', true)
     ) SELECT count(*) FROM done";
 
 const RESET: &str = "WITH done AS (
-        DELETE FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2 RETURNING r.full_at > clock_timestamp() AS owed
+        DELETE FROM resource_control.rate_limit AS r
+            WHERE r.name = $1 AND r.key = $2 AND set_config('lock_timeout', '250ms', true) IS NOT NULL
+            RETURNING r.full_at > clock_timestamp() AS owed
     ) SELECT count(*) FROM done WHERE owed";
 
 const PRUNE: &str = "WITH done AS (
@@ -120,13 +124,19 @@ const PRUNE: &str = "WITH done AS (
             RETURNING 1
     ) SELECT count(*) FROM done";
 
-/// Whether a transaction has the row of the key now.
+/// Whether a transaction has the row of the key now. A row that is not committed yet cannot be seen, so any other transaction that
+/// writes to the table is then taken for its.
 const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
         SELECT FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2 FOR NO KEY UPDATE SKIP LOCKED
-    ) SELECT EXISTS (SELECT FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2) AND NOT EXISTS (SELECT FROM free)";
+    ) SELECT CASE
+        WHEN EXISTS (SELECT FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2)
+        THEN NOT EXISTS (SELECT FROM free)
+        ELSE EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.granted AND l.mode = 'RowExclusiveLock'
+            AND l.relation = 'resource_control.rate_limit'::pg_catalog.regclass AND l.pid <> pg_catalog.pg_backend_pid())
+    END";
 
 impl Call<'_> {
-    /// Spends units in the common states of a key, or else in the others. `lead` is that of the cost.
+    /// Spends units in the common states of a key, and makes such a state of the others. `lead` is that of the cost.
     pub(super) fn check(self, commit: Commit, lead: i64) -> [Ask; 2] {
         let Self {
             name,
@@ -135,24 +145,26 @@ impl Call<'_> {
             cost,
         } = self;
         let [increase, lead] = [quota.refill(cost), lead].map(PgInterval::from_microseconds);
-        [AGAIN, FIRST].map(|sql| {
-            let (unit, burst) = (quota.unit(), quota.burst());
-            let binds = [
-                increase.into(),
-                name.into(),
-                key.into(),
-                unit.into(),
-                burst.into(),
-                lead.into(),
-            ];
-            Statement::new(sql[commit as usize], binds)
-        })
-    }
-
-    /// Reads a key.
-    pub(super) fn peek(self) -> Ask {
-        let binds = [self.quota.unit().into(), self.name.into(), self.key.into()];
-        Statement::new(PEEK, binds)
+        let (unit, burst) = (quota.unit(), quota.burst());
+        let again = [
+            increase.into(),
+            name.into(),
+            key.into(),
+            unit.into(),
+            burst.into(),
+            lead.into(),
+        ];
+        let first = [
+            name.into(),
+            key.into(),
+            unit.into(),
+            burst.into(),
+            lead.into(),
+        ];
+        [
+            Statement::new(AGAIN[commit as usize], again),
+            Statement::new(FIRST[commit as usize], first),
+        ]
     }
 
     /// Gives back units that were spent at a moment, less what has been refilled since.
@@ -169,6 +181,20 @@ impl Call<'_> {
     pub(super) fn is_locked(self) -> Statement<Bool> {
         Statement::new(IS_LOCKED, [self.name.into(), self.key.into()])
     }
+}
+
+/// Reads in how long each of the keys is full.
+pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
+    let (mut sql, mut binds) = (Vec::new(), Vec::new());
+    for call in calls {
+        let [unit, name, key] = [1, 2, 3].map(|n| binds.len() + n);
+        sql.push(format!(
+            "COALESCE((SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, ${unit}) - clock_timestamp()
+                FROM resource_control.rate_limit AS r WHERE r.name = ${name} AND r.key = ${key}), '0')"
+        ));
+        binds.extend([call.quota.unit().into(), call.name.into(), call.key.into()]);
+    }
+    Statement::new(format!("SELECT ARRAY[{}]", sql.join(", ")), binds)
 }
 
 /// Deletes keys that are full, and skips those in use.

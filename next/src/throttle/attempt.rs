@@ -9,6 +9,15 @@ use crate::event::Outcome;
 use crate::time::{microseconds, time, whole_seconds};
 
 /// What came of an attempt. [`Throttle::run`](super::Throttle::run) returns the value of its work in place of the grant.
+///
+/// ```compile_fail
+/// #![deny(unused_must_use)]
+/// # use diesel_interlock::{Error, PgPool, Throttle};
+/// fn refresh(throttle: &Throttle, pool: &PgPool) -> Result<(), Error> {
+///     throttle.attempt(pool)?; // whether it was granted is not looked at
+///     Ok(())
+/// }
+/// ```
 #[must_use = "it may be denied, and a grant that is not used is spent"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Decision<T = Granted> {

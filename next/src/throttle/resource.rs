@@ -16,7 +16,7 @@ use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 /// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it declares. Implement it for an enum that you
 /// write, such as one that the `diesel-derive-enum` crate maps.
 ///
-/// ```compile_fail
+/// ```compile_fail,E0277
 /// // A name is no resource: `Throttle::named` takes it, with an interval.
 /// let throttle: diesel_interlock::Throttle = diesel_interlock::Throttle::of("rebuild the cache");
 /// ```
@@ -93,7 +93,8 @@ impl FromSql<ThrottledResourceEnum, Pg> for ResourceLabel {
 /// fn import(pool: &PgPool, tenant: i64) -> Result<bool, Error> {
 ///     Ok(Throttle::of(Resource::TenantImport).key(tenant).attempt(pool)?.is_granted())
 /// }
-/// # let pool = workbench::Database::new().pool(1);
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
 /// # diesel_interlock::migrations::install(&pool)?;
 /// # start_up(&pool)?;
 /// # assert!(import(&pool, 7)? && import(&pool, 8)? && !import(&pool, 7)?);

@@ -21,11 +21,12 @@ macro_rules! details {
     };
 }
 
-/// The interval of a resource, whose label is the first bind.
+/// The interval of a resource, whose label is the first bind. Labels are compared as text, because a label that the type does not
+/// have would be an error, which aborts the caller's transaction.
 macro_rules! interval_of_resource {
     () => {
         "(SELECT resource_control.elapsed(r.throttle_interval) FROM resource_control.throttled_resource AS r \
-          WHERE r.resource_id = $1::resource_control.throttled_resource_enum)"
+          WHERE r.resource_id::text = $1)"
     };
 }
 
@@ -36,18 +37,16 @@ const RESOURCE: &str = concat!(
     details!("$1"),
     " WHERE ctid = (
             SELECT t.ctid FROM resource_control.throttled_resource AS t
-                WHERE t.resource_id = $2::resource_control.throttled_resource_enum
+                WHERE t.resource_id::text = $2
                     AND t.last_locked <= clock_timestamp() - resource_control.elapsed(t.throttle_interval)
                 FOR NO KEY UPDATE SKIP LOCKED)
             RETURNING last_locked, last_locker_details, throttle_interval
-    ), seen AS (
-        SELECT t.* FROM resource_control.throttled_resource AS t
-            WHERE t.resource_id = $2::resource_control.throttled_resource_enum
     )
     SELECT true, g.last_locked, g.last_locked, g.last_locker_details, resource_control.elapsed(g.throttle_interval) FROM granted AS g
     UNION ALL SELECT false, clock_timestamp(), COALESCE(t.last_locked, '-infinity'), COALESCE(t.last_locker_details, ''),
             resource_control.elapsed(t.throttle_interval)
-        FROM (SELECT WHERE NOT EXISTS (SELECT FROM granted)) AS denied LEFT JOIN seen AS t ON true"
+        FROM (SELECT WHERE NOT EXISTS (SELECT FROM granted)) AS denied
+            LEFT JOIN resource_control.throttled_resource AS t ON t.resource_id::text = $2"
 );
 
 /// The same for a name and key. No row for one that was never attempted.
@@ -98,18 +97,22 @@ macro_rules! first {
 
 const NAMED: [&str; 2] = [
     again!("$1", "$2", "$3", "$4", "false"),
-    first!("$1", "$2", "$3", "$4", "false"),
+    first!("$1", "$4", "$3", "$2", "false"),
 ];
 
 const KEYED: [&str; 2] = [
     again!(interval_of_resource!(), "$2", "$1", "$3", "true"),
-    first!(interval_of_resource!(), "$2", "$1", "$3", "true"),
+    first!(interval_of_resource!(), "$3", "$1", "$2", "true"),
 ];
 
+/// The interval of a resource may have been changed since the last grant.
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.throttle WHERE ctid = ANY (ARRAY(
             SELECT t.ctid FROM resource_control.throttle AS t
-                WHERE t.last_granted + 2 * t.throttle_interval <= clock_timestamp() LIMIT 10000 FOR UPDATE SKIP LOCKED))
+                LEFT JOIN resource_control.throttled_resource AS r ON t.is_resource AND r.resource_id::text = t.name
+                WHERE t.last_granted + 2 * COALESCE(resource_control.elapsed(r.throttle_interval), t.throttle_interval)
+                    <= clock_timestamp()
+                LIMIT 10000 FOR UPDATE OF t SKIP LOCKED))
             RETURNING 1
     ) SELECT count(*) FROM done";
 
@@ -139,13 +142,6 @@ pub(super) fn keyed_resource(name: &str, key: &str, details: &str) -> [Attempt; 
     ]
 }
 
-/// Whether the enumerated type has this label.
-pub(super) fn is_label(label: &str) -> Statement<Bool> {
-    const IS_LABEL: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
-         WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype AND e.enumlabel = $1)";
-    Statement::new(IS_LABEL, [label.into()])
-}
-
 /// Deletes what has been due for its interval, and skips what is in use.
 pub(super) fn prune() -> Statement<BigInt> {
     Statement::new(PRUNE, [])
@@ -155,27 +151,30 @@ pub(super) fn prune() -> Statement<BigInt> {
 pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
              WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype AND e.enumlabel = $1), \
-         (SELECT (date_part('epoch', r.throttle_interval) * 1000000)::bigint FROM resource_control.throttled_resource AS r \
+         (SELECT (extract(epoch FROM r.throttle_interval) * 1000000)::bigint FROM resource_control.throttled_resource AS r \
              WHERE r.resource_id::text = $1)";
     Statement::new(FIND, [label.into()])
 }
 
-/// Adds a label. PostgreSQL refuses that to a role that does not own the type, also for a label that is there.
-pub(super) fn add_label(label: &str) -> String {
-    let label = label.replace('\'', "''");
-    format!("ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS '{label}'")
-}
-
-/// Inserts a resource. How many were inserted.
-pub(super) fn insert(label: &str, every: PgInterval) -> Statement<BigInt> {
+/// Inserts a resource: how many rows. The label is added before, in a transaction of its own, because it could not be used in
+/// that. PostgreSQL refuses that to a role that does not own the type, also for a label that is there.
+pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Statement<BigInt>> {
     const INSERT: &str = "WITH done AS (
             INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval)
                 VALUES ($1::resource_control.throttled_resource_enum, $2) ON CONFLICT DO NOTHING RETURNING 1
         ) SELECT count(*) FROM done";
-    Statement::new(INSERT, [label.into(), every.into()])
+    let insert = Statement::new(INSERT, [label.into(), every.into()]);
+    if is_label {
+        return vec![insert];
+    }
+    let label = label.replace('\\', r"\\").replace('\'', "''");
+    let add = format!(
+        "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS E'{label}'"
+    );
+    vec![Statement::new(add, []), insert]
 }
 
-/// Changes the interval of a resource. How many were changed.
+/// Changes the interval of a resource: of how many rows.
 pub(super) fn change(label: &str, every: PgInterval) -> Statement<BigInt> {
     const CHANGE: &str = "WITH done AS (
             UPDATE resource_control.throttled_resource SET throttle_interval = $1

@@ -10,8 +10,7 @@ use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::input;
 use crate::mode::Mode;
-use crate::pool::{Borrowed, Pool, Reply};
-use crate::session::Session;
+use crate::pool::{Pool, Reply};
 use crate::time::{LONGEST, microseconds};
 
 /// What [`Throttle::sync`] has inserted, and which intervals differ.
@@ -82,12 +81,8 @@ async fn synchronized<P: Pool>(
             ask(pool, None, [sql::find(label)]).await?;
         match in_database {
             None => {
-                if !is_label {
-                    // Not in the transaction of the INSERT, in which the label could not be used yet.
-                    let mut borrowed = Borrowed::new(pool, None).await?;
-                    borrowed.conn().batch(&sql::add_label(label)).await?;
-                }
-                let (inserted, _): (i64, _) = ask(pool, None, [sql::insert(label, every)]).await?;
+                let (inserted, _): (i64, _) =
+                    ask(pool, None, sql::insert(label, every, is_label)).await?;
                 if inserted > 0 {
                     synced.added.push(label);
                 }

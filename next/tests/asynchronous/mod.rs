@@ -1,1 +1,7 @@
 //! What only the asynchronous half has.
+
+mod cancelled;
+mod drops;
+mod own_migrations;
+mod rate_limits;
+mod throttles;

@@ -5,14 +5,18 @@
 //! one runtime of the process.
 #![allow(dead_code, unused_imports)] // each crate uses a part
 
+use std::future::poll_fn;
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use diesel::prelude::*;
-use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
+use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 // Everything but the handles, which are those of the pool.
 pub(crate) use diesel_interlock::{
-    Admission, Async, Attempt, Connection, Error, Full, LockId, LockKey, Mode, Pool, PoolConnection,
-    Reply, Result, Running, check_exclusion,
+    Admission, Attempt, Check, CheckAll, Decision, DeclaredResources, Error, Full, LocalCheck,
+    LockId, LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion, migrations,
+    monitor, schedule, schema, throttled_resources,
 };
 use workbench::Database;
 pub(crate) use workbench::block_on;
@@ -40,6 +44,9 @@ macro_rules! reply {
 /// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
 #[macro_export]
 macro_rules! work {
+    (|| $body:expr) => {
+        async || $body
+    };
     (|$($argument:pat_param),*| $body:expr) => {
         async |$($argument),*| $body
     };
@@ -47,7 +54,7 @@ macro_rules! work {
 
 pub(crate) fn make_pool(url: &str, size: u32, patience: Duration) -> PgPool {
     let _entered = workbench::runtime().enter();
-    crate::pool::make(url, size, patience)
+    make(url, size, patience)
 }
 
 /// A pool of at most `size` connections.
@@ -63,11 +70,67 @@ pub(crate) async fn execute(conn: &mut Conn, sql: &str) -> QueryResult<()> {
 /// Takes as many connections as the pool has, and runs SQL on each.
 pub(crate) async fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
     let mut all = Vec::new();
-    for _ in 0..crate::pool::max_size(pool) {
-        all.push(crate::pool::get(pool).await);
+    for _ in 0..max_size(pool) {
+        all.push(get(pool).await);
     }
     for conn in &mut all {
         conn.batch_execute(sql).await?;
     }
     Ok(())
+}
+
+/// Runs the pending migrations of an application on a connection of its own.
+pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
+    block_on(async {
+        let conn = Conn::establish(url).await.unwrap();
+        migrations::run_pending(conn, own).await
+    })
+}
+
+/// Takes one connection out of the pool, and does something with it, on the thread of the test.
+pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
+    let mut conn = block_on(get(pool));
+    let worked = work(&mut conn);
+    let _entered = workbench::runtime().enter();
+    drop(conn);
+    worked
+}
+
+/// Takes one connection out of the pool, and runs SQL on it.
+pub(crate) async fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
+    get(pool).await.batch_execute(sql).await
+}
+
+/// A pool that does not check its connections.
+pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
+    let _entered = workbench::runtime().enter();
+    unchecked(database, size)
+}
+
+/// Opens a transaction through Diesel.
+pub(crate) fn begin(conn: &mut Conn) {
+    use diesel_async::{AnsiTransactionManager, TransactionManager};
+    block_on(AnsiTransactionManager::begin_transaction(conn)).unwrap();
+}
+
+/// Rolls a transaction back that Diesel has opened.
+pub(crate) fn end(conn: &mut Conn) {
+    use diesel_async::{AnsiTransactionManager, TransactionManager};
+    block_on(AnsiTransactionManager::rollback_transaction(conn)).unwrap();
+}
+
+/// Polls a future so many times, and drops it unless it is ready.
+pub(crate) async fn polled<T>(times: usize, future: impl Future<Output = T>) -> Option<T> {
+    let (mut future, mut polls) = (pin!(future), 0);
+    poll_fn(|context| {
+        if polls == times {
+            return Poll::Ready(None);
+        }
+        polls += 1;
+        match future.as_mut().poll(context) {
+            Poll::Pending if polls == times => Poll::Ready(None),
+            reply => reply.map(Some),
+        }
+    })
+    .await
 }

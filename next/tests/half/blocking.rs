@@ -33,6 +33,9 @@ macro_rules! reply {
 /// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
 #[macro_export]
 macro_rules! work {
+    (|| $body:expr) => {
+        || $body
+    };
     (|$($argument:pat_param),*| $body:expr) => {
         |$($argument),*| $body
     };
@@ -65,4 +68,35 @@ pub(crate) fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
 /// Takes one connection out of the pool, and does something with it.
 pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
     work(&mut pool.get().unwrap())
+}
+
+/// Runs the pending migrations of an application on a connection of its own.
+pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
+    migrations::run_pending(&mut PgConnection::establish(url).unwrap(), own)
+}
+
+/// Takes one connection out of the pool, and runs SQL on it.
+pub(crate) fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
+    pool.get().unwrap().batch_execute(sql)
+}
+
+/// A pool that does not check its connections.
+pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .test_on_check_out(false)
+        .build(ConnectionManager::new(database.url()))
+        .unwrap()
+}
+
+/// Opens a transaction through Diesel.
+pub(crate) fn begin(conn: &mut Conn) {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    AnsiTransactionManager::begin_transaction(conn).unwrap();
+}
+
+/// Rolls a transaction back that Diesel has opened.
+pub(crate) fn end(conn: &mut Conn) {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    AnsiTransactionManager::rollback_transaction(conn).unwrap();
 }

@@ -1,1 +1,19 @@
 //! One module per behaviour, the same over each pool.
+
+mod fences;
+mod installing;
+mod lent;
+mod local_rate_limits;
+mod monitoring;
+mod own_migrations;
+mod rate_limit_promise;
+mod rate_limits;
+mod session_locks;
+mod testing_helpers;
+mod throttle_model;
+mod throttled_resources;
+mod throttles;
+mod throttles_in_transactions;
+mod transaction_locks;
+mod waiting;
+mod ways_out;

@@ -10,6 +10,11 @@ use diesel::sql_types::{BigInt, Bool, Integer, Text};
 use diesel_interlock::{LockId, LockKey};
 use workbench::Database;
 
+mod own;
+mod role;
+
+pub(crate) use self::own::{Own, Step};
+pub(crate) use self::role::Role;
 use crate::half::{IS_ASYNC, PgPool, on_all, wait};
 
 /// Asserts that a value matches a pattern, and shows the value if it does not.
@@ -118,11 +123,35 @@ impl Observer {
     }
 }
 
+/// A database with the schema, made without the crate.
+pub(crate) fn installed() -> Database {
+    let database = Database::new();
+    install(&mut database.connect());
+    database
+}
+
+/// Runs the files of the schema, as psql would.
+pub(crate) fn install(conn: &mut PgConnection) {
+    let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
+    let mut files: Vec<_> = std::fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().path().join("up.sql"))
+        .collect();
+    files.sort();
+    for file in files {
+        run(conn, &std::fs::read_to_string(file).unwrap());
+    }
+}
+
 /// Runs SQL, and panics if it fails.
 #[track_caller]
 pub(crate) fn run(conn: &mut PgConnection, sql: &str) {
     conn.batch_execute(sql).unwrap();
 }
+
+/// Fails if the transaction has written something, or locked a row.
+pub(crate) const HAS_WRITTEN_NOTHING: &str =
+    "DO $$ BEGIN ASSERT pg_current_xact_id_if_assigned() IS NULL; END $$";
 
 /// The value of an SQL expression: a number.
 #[track_caller]

@@ -10,13 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use diesel::dsl::sql;
-use diesel::prelude::*;
-use diesel::sql_types::Bool;
-
 pub use self::builder::ClusterBuilder;
 use crate::database::Database;
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::{POLL, Watcher};
 
 /// How long a server may take to be set up, to accept connections, and to stop. An idle machine needs half a second.
@@ -38,10 +34,11 @@ const DEADLINE: Duration = Duration::from_secs(120);
 /// assert!(diesel::sql_query("SELECT 1").execute(&mut conn).is_err());
 /// ```
 #[derive(Debug)]
+#[must_use = "the server is stopped when the value drops"]
 pub struct Cluster {
     builder: ClusterBuilder,
     binaries: PathBuf,
-    directory: PathBuf,
+    directory: String,
     watcher: Mutex<Watcher>,
 }
 
@@ -56,7 +53,6 @@ pub enum StopMode {
 
 impl Cluster {
     /// Starts a server with the default settings.
-    #[must_use = "the server is stopped when the value drops"]
     pub fn start() -> Self {
         Self::builder().start()
     }
@@ -66,35 +62,27 @@ impl Cluster {
         ClusterBuilder::new()
     }
 
-    fn create(builder: ClusterBuilder) -> Self {
-        Self::set_up(builder, binaries::directory(), "create")
-    }
-
     /// Runs the program that makes the data directory, and starts the server.
     fn set_up(builder: ClusterBuilder, binaries: PathBuf, command: &str) -> Self {
         let mut watcher = Watcher::start(&binaries, &builder.environment);
         watcher.run(command);
-        let status = watcher.exit_within(DEADLINE);
         assert!(
-            status == Some(0),
-            "the directory of a server cannot be made: {status:?}\n{}",
+            watcher.succeeds_within(DEADLINE),
+            "the directory of a server cannot be made:\n{}",
             watcher.read("setup")
         );
+        let directory = watcher.directory().to_owned();
+        let builder = builder.setting("unix_socket_directories", &directory);
         let cluster = Self {
             builder,
             binaries,
-            directory: watcher.directory().to_owned(),
+            directory,
             watcher: Mutex::new(watcher),
         };
-        let path = cluster.directory.join("data/postgresql.conf");
-        let file = fs::OpenOptions::new().append(true).open(&path);
-        let socket = cluster.directory.display();
-        let lines = format!(
-            "{}unix_socket_directories = '{socket}'\n",
-            cluster.builder.lines()
-        );
-        file.and_then(|mut file| file.write_all(lines.as_bytes()))
-            .unwrap_or_else(|error| panic!("cannot write {}: {error}", path.display()));
+        let path = cluster.directory().join("data/postgresql.conf");
+        let file = fs::OpenOptions::new().append(true).open(path);
+        file.and_then(|mut file| file.write_all(cluster.builder.settings.as_bytes()))
+            .unwrap_or_else(cannot("write the settings"));
         cluster.start_again();
         cluster
     }
@@ -104,25 +92,18 @@ impl Cluster {
     pub fn start_again(&self) {
         let mut watcher = self.watcher();
         watcher.run("serve");
-        let deadline = Instant::now() + DEADLINE;
-        while !accepts_connections(&watcher) {
-            if let Some(status) = watcher.status() {
+        self.wait_until("ready", || {
+            if !watcher.is_running() {
                 // The processes of a server that was killed end when they notice it.
                 let is_in_use = self.end_of_log().contains("is still in use");
-                assert!(
-                    is_in_use,
-                    "the server ended with status {status}:\n{}",
-                    self.end_of_log()
-                );
+                assert!(is_in_use, "the server ended:\n{}", self.end_of_log());
                 watcher.run("serve");
             }
-            assert!(
-                Instant::now() < deadline,
-                "the server accepts no connections:\n{}",
-                self.end_of_log()
-            );
-            thread::sleep(POLL);
-        }
+            // The last line says so.
+            let state = watcher.read("data/postmaster.pid");
+            let mut lines = state.lines().map(str::trim);
+            lines.next() == Some(watcher.read("pid").trim()) && lines.nth(6) == Some("ready")
+        });
     }
 
     /// Stops the server and waits until it has stopped. Does nothing if it does not run.
@@ -143,12 +124,7 @@ impl Cluster {
         if watcher.is_running() {
             watcher.signal(signal);
         }
-        let status = watcher.exit_within(DEADLINE);
-        assert!(
-            status.is_some(),
-            "the server does not stop:\n{}",
-            self.end_of_log()
-        );
+        self.wait_until("down", || !watcher.is_running());
     }
 
     /// Stops the server and starts it again.
@@ -161,37 +137,26 @@ impl Cluster {
     ///
     /// The standby follows this server through its Unix socket by streaming replication, asynchronously, with the same
     /// settings. It is a cluster of its own.
-    #[must_use = "the standby is stopped when the value drops"]
     pub fn standby(&self) -> Self {
         let copy = format!("copy {}", self.url("postgres"));
         Self::set_up(self.builder.clone(), self.binaries.clone(), &copy)
     }
 
-    /// Makes a running standby a primary, and waits until it is one.
-    pub fn promote(&self) {
-        let mut conn = self.endpoint("postgres").connect();
-        let mut ask =
-            |question| diesel::select(sql::<Bool>(question)).get_result::<bool>(&mut conn);
-        // Not the form that waits: its own snapshot may conflict with what is still to be replayed.
-        let promoted = ask("pg_promote(false)");
-        assert_eq!(promoted, Ok(true), "{}", self.end_of_log());
+    fn wait_until(&self, what: &str, mut happened: impl FnMut() -> bool) {
         let deadline = Instant::now() + DEADLINE;
-        while ask("pg_is_in_recovery()") != Ok(false) {
-            assert!(
-                Instant::now() < deadline,
-                "the standby is not promoted:\n{}",
-                self.end_of_log()
-            );
+        while !happened() {
+            if Instant::now() > deadline {
+                panic!("the server is not {what}:\n{}", self.end_of_log());
+            }
             thread::sleep(POLL);
         }
     }
 
     /// Where clients connect to a database of this server; `"postgres"` always exists.
     pub fn endpoint(&self, database: &str) -> Endpoint {
-        let directory = self.directory.to_str().expect("the path is UTF-8");
         Endpoint::new("postgresql://postgres@localhost")
-            .with_address(directory, self.builder.port())
-            .with_database(database)
+            .with_address(&self.directory, self.builder.port)
+            .with("dbname", database)
     }
 
     /// The URL of a database of this server; `"postgres"` always exists.
@@ -200,15 +165,13 @@ impl Cluster {
     }
 
     /// Makes an empty database on this server. See [`Database::new`].
-    #[must_use = "the database is dropped when the value drops"]
     pub fn database(&self) -> Database {
         Database::create(self.endpoint("postgres"), "")
     }
 
     /// What the server has logged so far.
     pub fn log(&self) -> String {
-        let bytes = fs::read(self.directory.join("log")).unwrap_or_default();
-        String::from_utf8_lossy(&bytes).into_owned()
+        fs::read_to_string(self.directory().join("log")).unwrap_or_default()
     }
 
     fn end_of_log(&self) -> String {
@@ -219,7 +182,7 @@ impl Cluster {
 
     /// The directory of the Unix socket, and of the directory `data`.
     pub fn directory(&self) -> &Path {
-        &self.directory
+        Path::new(&self.directory)
     }
 
     /// The directory of the server's programs, for those that come with it, such as `pgbench`.
@@ -230,11 +193,4 @@ impl Cluster {
     fn watcher(&self) -> MutexGuard<'_, Watcher> {
         self.watcher.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Whether the running server says so in the last line of its `postmaster.pid`.
-fn accepts_connections(watcher: &Watcher) -> bool {
-    let state = watcher.read("data/postmaster.pid");
-    let mut lines = state.lines().map(str::trim);
-    lines.next() == Some(watcher.read("pid").trim()) && lines.nth(6) == Some("ready")
 }

@@ -11,7 +11,7 @@ use diesel::prelude::*;
 use diesel::sql_types::Text;
 
 use crate::cluster::Cluster;
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::random;
 
 /// The pattern of the names of our databases, which contain when they were made. Nothing else is ever dropped.
@@ -33,6 +33,7 @@ const LEFT_BEHIND: u64 = 3600;
 /// diesel::sql_query("CREATE TABLE users ()").execute(&mut conn).unwrap();
 /// ```
 #[derive(Debug)]
+#[must_use = "the database is dropped when the value drops"]
 pub struct Database {
     name: String,
     endpoint: Endpoint,
@@ -43,7 +44,6 @@ pub struct Database {
 impl Database {
     /// Makes a database, on the server of `DATABASE_URL` if that is set, else on a server that is started for this
     /// process at the first call. The role of `DATABASE_URL` needs the right to create databases.
-    #[must_use = "the database is dropped when the value drops"]
     // Not a cheap constant, as `default` would suggest.
     #[allow(clippy::new_without_default)]
     pub fn new() -> Self {
@@ -51,7 +51,6 @@ impl Database {
     }
 
     /// As [`new`](Self::new), with an encoding other than the server's, such as `"LATIN1"`.
-    #[must_use = "the database is dropped when the value drops"]
     pub fn with_encoding(encoding: &str) -> Self {
         Self::create(server(), &format!("ENCODING '{encoding}' LOCALE 'C'"))
     }
@@ -60,19 +59,16 @@ impl Database {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         static PROCESS: OnceLock<u64> = OnceLock::new();
 
-        let process = PROCESS.get_or_init(random);
+        let (now, process) = (now(), PROCESS.get_or_init(random));
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("interlock_test_{:010}_{process:016x}_{number}", now());
+        let name = format!("interlock_test_{now:010}_{process:016x}_{number}");
+        let mut conn = connect_to_maintain(&maintenance).unwrap_or_else(cannot("connect"));
         // Unlike `template1`, `template0` has no sessions, which would prevent this, and nothing of the user's.
-        diesel::sql_query(format!("CREATE DATABASE {name} TEMPLATE template0 {options}"))
-            .execute(&mut connect_to_maintain(&maintenance).unwrap_or_else(|error| {
-                panic!("cannot connect to the server: {error}")
-            }))
-            .unwrap_or_else(|error| {
-                panic!("cannot create a database, which every test needs (`ALTER ROLE … CREATEDB`?): {error}")
-            });
+        let create = format!("CREATE DATABASE {name} TEMPLATE template0 {options}");
+        let created = diesel::sql_query(create).execute(&mut conn);
+        created.unwrap_or_else(cannot("create a database, which every test needs"));
         Self {
-            endpoint: maintenance.with_database(&name),
+            endpoint: maintenance.clone().with("dbname", &name),
             name,
             maintenance,
         }
@@ -97,7 +93,8 @@ impl Drop for Database {
     /// have been stopped.
     fn drop(&mut self) {
         if let Ok(mut conn) = connect_to_maintain(&self.maintenance) {
-            drop_database(&mut conn, &format!("{} WITH (FORCE)", self.name));
+            let drop = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", self.name);
+            let _ = diesel::sql_query(drop).execute(&mut conn);
         }
     }
 }
@@ -122,30 +119,21 @@ fn drop_left_behind(server: &Endpoint) {
     let Ok(mut conn) = connect_to_maintain(server) else {
         return;
     };
-    let names = diesel::select(sql::<Text>(&format!(
+    let names = sql::<Text>(&format!(
         "datname::text FROM pg_database WHERE substring(datname FROM '{PATTERN}')::bigint < {} \
          AND NOT EXISTS (SELECT FROM pg_stat_activity WHERE datid = pg_database.oid)",
         now().saturating_sub(LEFT_BEHIND),
-    )))
-    .load::<String>(&mut conn)
-    .unwrap_or_default();
-    for name in names {
+    ));
+    let names = diesel::select(names).load::<String>(&mut conn);
+    for name in names.unwrap_or_default() {
         // Without FORCE, because a new run may have connected meanwhile.
-        drop_database(&mut conn, &name);
+        let _ = diesel::sql_query(format!("DROP DATABASE IF EXISTS {name}")).execute(&mut conn);
     }
 }
 
-fn drop_database(conn: &mut PgConnection, what: &str) {
-    let _ = diesel::sql_query(format!("DROP DATABASE IF EXISTS {what}")).execute(conn);
-}
-
-/// Opens a connection that does not wait for ever, neither now nor later.
+/// Opens a connection that does not wait for ever.
 fn connect_to_maintain(maintenance: &Endpoint) -> ConnectionResult<PgConnection> {
-    let mut conn = PgConnection::establish(&maintenance.url_with("connect_timeout", "10"))?;
-    diesel::sql_query("SET statement_timeout = '30s'")
-        .execute(&mut conn)
-        .map_err(ConnectionError::CouldntSetupConfiguration)?;
-    Ok(conn)
+    PgConnection::establish(&maintenance.url_with("connect_timeout", "10"))
 }
 
 /// Seconds since 1970.

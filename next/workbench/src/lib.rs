@@ -8,20 +8,6 @@
 //! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can cut the network |
 //! | [`Endpoint`] | what these have in common: URL, connections and pools |
 //!
-//! ```
-//! use diesel::prelude::*;
-//! use workbench::{Database, RoundTrips};
-//!
-//! let database = Database::new();
-//! let proxy = RoundTrips::in_front_of(&database);
-//! let mut conn = proxy.connect();
-//!
-//! let trips = proxy.count(|| {
-//!     diesel::sql_query("SELECT 1").execute(&mut conn).unwrap();
-//! });
-//! assert_eq!(trips, 1);
-//! ```
-//!
 //! # Panics
 //!
 //! This is test support: whatever goes wrong is a panic that says what to do about it, and every wait has a deadline.
@@ -38,17 +24,19 @@
 //! outlives the process by a fraction of a second. Databases that a killed process left on the server of `DATABASE_URL`
 //! are dropped by the first run that starts an hour later.
 
+#[cfg(feature = "async")]
+mod asynchronous;
 mod cluster;
 mod database;
 mod endpoint;
 mod pgbouncer;
 mod round_trips;
-mod runtime;
 mod watcher;
 
+#[cfg(feature = "async")]
+pub use asynchronous::{block_on, runtime};
 pub use cluster::{Cluster, ClusterBuilder, StopMode};
 pub use database::Database;
 pub use endpoint::Endpoint;
 pub use pgbouncer::{PgBouncer, PoolMode};
 pub use round_trips::RoundTrips;
-pub use runtime::{block_on, runtime};

@@ -9,13 +9,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use diesel::connection::{Connection, SimpleConnection};
-use diesel::pg::PgConnection;
-
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::{POLL, Watcher};
 
-/// How long a pooler may take to listen or to end.
+/// How long a pooler may take to listen, or to end.
 const DEADLINE: Duration = Duration::from_secs(10);
 
 /// What a client of the pooler has a server session for.
@@ -31,15 +28,8 @@ pub enum PoolMode {
 /// pools through it are those of its [`Endpoint`].
 ///
 /// It needs the program `pgbouncer` on the `PATH`, or in `/usr/sbin`, where Debian has it.
-///
-/// ```no_run
-/// use workbench::{Database, PgBouncer, PoolMode};
-///
-/// let database = Database::new();
-/// let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 2);
-/// let pool = pooler.pool(8);
-/// ```
 #[derive(Debug)]
+#[must_use = "the pooler ends when the value drops"]
 pub struct PgBouncer {
     watcher: Watcher,
     endpoint: Endpoint,
@@ -48,18 +38,24 @@ pub struct PgBouncer {
 impl PgBouncer {
     /// Starts a pooler with at most `sessions` server sessions. Clients may name their prepared statements in transaction
     /// mode, too, if it [follows them](Self::follows_prepared_statements).
-    #[must_use = "the pooler ends when the value drops"]
     pub fn in_front_of(server: &Endpoint, mode: PoolMode, sessions: u32) -> Self {
         let watcher = Watcher::start(&binaries(), &[]);
-        let directory = watcher.directory().to_str().expect("the path is UTF-8");
-        let endpoint = server.with_address(directory, 6432);
+        let directory = watcher.directory();
+        let endpoint = server.clone().with_address(directory, 6432);
         let mode = match mode {
             PoolMode::Session => "session",
             PoolMode::Transaction => "transaction",
         };
         let (host, port) = server.address();
         let user = server.user();
-        let mut settings = format!(
+        // Earlier versions do not know the setting.
+        let follows = Self::follows_prepared_statements();
+        let prepared = if follows {
+            "max_prepared_statements = 200"
+        } else {
+            ""
+        };
+        let settings = format!(
             "[databases]\n\
              * = host={host} port={port} user='{user}'\n\
              [pgbouncer]\n\
@@ -69,29 +65,25 @@ impl PgBouncer {
              pool_mode = {mode}\n\
              default_pool_size = {sessions}\n\
              max_client_conn = 500\n\
-             server_login_retry = 0.2\n"
+             server_login_retry = 0.2\n\
+             {prepared}\n"
         );
-        if Self::follows_prepared_statements() {
-            settings.push_str("max_prepared_statements = 200\n");
-        }
-        let file = watcher.directory().join("pgbouncer.ini");
-        fs::write(&file, settings)
-            .unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
+        fs::write(watcher.path("pgbouncer.ini"), settings)
+            .unwrap_or_else(cannot("write the settings"));
         let mut pooler = Self { watcher, endpoint };
-        pooler.run(|endpoint| {
-            PgConnection::establish(&endpoint.url())
-                .is_ok_and(|mut conn| conn.batch_execute("SELECT 1").is_ok())
-        });
+        pooler.run();
         pooler
     }
 
-    fn run(&mut self, is_up: impl Fn(&Endpoint) -> bool) {
+    fn run(&mut self) {
         self.watcher.run("pool");
+        let socket = self.watcher.path(".s.PGSQL.6432");
         let deadline = Instant::now() + DEADLINE;
-        while !is_up(&self.endpoint) {
+        while UnixStream::connect(&socket).is_err() {
+            let is_early = Instant::now() < deadline;
             assert!(
-                Instant::now() < deadline,
-                "PgBouncer does not serve connections:\n{}",
+                is_early,
+                "PgBouncer does not listen:\n{}",
                 self.watcher.read("log")
             );
             thread::sleep(POLL);
@@ -101,44 +93,26 @@ impl PgBouncer {
     /// Kills the pooler, as a crash does, and starts it again at the same address.
     pub fn crash(&mut self) {
         self.watcher.signal("KILL");
-        let status = self.watcher.exit_within(DEADLINE);
-        assert!(status.is_some(), "PgBouncer cannot be killed");
-        let socket = self.watcher.directory().join(".s.PGSQL.6432");
-        // A connection to the server is not tried, because the server may be down.
-        self.run(|_| UnixStream::connect(&socket).is_ok());
-    }
-
-    /// Lets it give out no more server sessions, as the command `PAUSE` does.
-    pub fn pause(&mut self) {
-        self.watcher.signal("USR1");
-    }
-
-    /// Ends a [`pause`](Self::pause), as the command `RESUME` does.
-    pub fn resume(&mut self) {
-        self.watcher.signal("USR2");
+        self.watcher.succeeds_within(DEADLINE);
+        self.run();
     }
 
     /// Whether a client may name its prepared statements in transaction mode: since version 1.21.
     pub fn follows_prepared_statements() -> bool {
-        Self::version() >= (1, 21)
+        Self::version() >= [1, 21]
     }
 
-    /// The version that is installed, such as `(1, 18)`.
-    ///
-    /// Versions 1.18 to 1.20 may end when a client cancels a query and does not wait until the pooler has passed that on,
-    /// as tokio-postgres does.
-    pub fn version() -> (u32, u32) {
+    /// The numbers of the version that is installed. Versions 1.18 to 1.20 may end when a client cancels a query and does
+    /// not wait until the pooler has passed that on, as tokio-postgres does.
+    pub fn version() -> [u32; 2] {
         let output = Command::new(binaries().join("pgbouncer"))
             .arg("--version")
-            .output()
-            .expect("PgBouncer can be run");
-        let text = String::from_utf8_lossy(&output.stdout);
+            .output();
+        let text = output.expect("PgBouncer can be run").stdout;
+        let text = String::from_utf8_lossy(&text);
         let version = text.split_whitespace().nth(1).unwrap_or_default();
         let mut numbers = version.split('.').map(|number| number.parse().ok());
-        match (numbers.next().flatten(), numbers.next().flatten()) {
-            (Some(major), Some(minor)) => (major, minor),
-            _ => panic!("what version is this? {text}"),
-        }
+        [(); 2].map(|()| numbers.next().flatten().expect("it tells its version"))
     }
 }
 

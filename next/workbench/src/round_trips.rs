@@ -1,22 +1,16 @@
 //! A proxy that counts round trips.
 
-mod forward;
-mod frontend;
-mod gate;
-
-use std::collections::HashMap;
-use std::io;
+use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
+use std::thread;
 
-use self::gate::Gate;
 use crate::endpoint::Endpoint;
+use crate::watcher::POLL;
 
 /// A socket of any family: the standard library's type for Unix sockets does to it just what a TCP socket needs, too.
 type Socket = UnixStream;
@@ -26,7 +20,8 @@ type Socket = UnixStream;
 ///
 /// A round trip is a message after which a client waits for the server to be ready again: `Query` of the simple
 /// protocol, `Sync` of the extended protocol, `FunctionCall`. Opening a connection is none, but what Diesel sends to
-/// configure it is. A message is counted before the server gets it, so it is counted once its reply has arrived.
+/// configure it is; the last of that, diesel-async may send a moment later. A message is counted before the server gets
+/// it, so it is counted once its reply has arrived.
 ///
 /// ```
 /// use diesel::connection::SimpleConnection;
@@ -38,15 +33,14 @@ type Socket = UnixStream;
 /// assert_eq!(proxy.count(|| conn.batch_execute("SELECT 1; SELECT 2").unwrap()), 1);
 /// ```
 ///
-/// It listens on a TCP port of the loopback interface, so that TCP's own timeouts apply to its clients, and speaks no
-/// TLS. Where the server cannot be reached, as during a restart, it closes the client's connection. When it drops, it
-/// closes all connections.
+/// It listens on a TCP port of the loopback interface, so that TCP's own timeouts apply to its clients, and knows no
+/// encryption. Where the server cannot be reached, as during a restart, it closes the client's connection. When it
+/// drops, it closes all connections.
 #[derive(Debug)]
+#[must_use = "the proxy ends when the value drops"]
 pub struct RoundTrips {
     shared: Arc<Shared>,
     endpoint: Endpoint,
-    port: u16,
-    acceptor: Option<JoinHandle<()>>,
 }
 
 /// What the threads of a proxy share.
@@ -55,45 +49,46 @@ struct Shared {
     server: (String, u16),
     round_trips: AtomicU64,
     parses: AtomicU64,
-    gate: Gate,
-    connections: Mutex<Connections>,
+    network: RwLock<Network>,
+    /// The connections that may be open.
+    links: Mutex<Vec<Weak<Link>>>,
 }
 
-/// The sockets that are open, in order to shut them down.
-#[derive(Debug, Default)]
-struct Connections {
-    closed: bool,
-    next: u64,
-    sockets: HashMap<u64, [Socket; 2]>,
+/// Forwarding holds a read lock of it.
+#[derive(Debug)]
+enum Network {
+    Works,
+    IsCut,
+    /// The proxy has ended.
+    IsGone,
+}
+
+/// A client's connection and the one to the server that is made for it.
+#[derive(Debug)]
+struct Link {
+    client: Socket,
+    server: Socket,
 }
 
 impl RoundTrips {
     /// Starts a proxy in front of a database or a pooler. It connects to the server whenever a client connects to it, and
     /// has no connection of its own.
-    #[must_use = "the proxy ends when the value drops"]
     pub fn in_front_of(server: &Endpoint) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .expect("the loopback interface has a free port");
         let address = listener.local_addr().expect("a listener has an address");
+        let endpoint = server.clone().with("sslmode", "disable");
+        let endpoint = endpoint.with_address("127.0.0.1", address.port());
         let shared = Arc::new(Shared {
             server: server.address(),
             round_trips: AtomicU64::new(0),
             parses: AtomicU64::new(0),
-            gate: Gate::default(),
-            connections: Mutex::default(),
+            network: RwLock::new(Network::Works),
+            links: Mutex::default(),
         });
-        let acceptor = thread::spawn({
-            let shared = Arc::clone(&shared);
-            move || shared.accept(&listener)
-        });
-        Self {
-            shared,
-            endpoint: server
-                .with_address("127.0.0.1", address.port())
-                .with("sslmode", "disable"),
-            port: address.port(),
-            acceptor: Some(acceptor),
-        }
+        let acceptor = Arc::clone(&shared);
+        thread::spawn(move || acceptor.accept(&listener));
+        Self { shared, endpoint }
     }
 
     /// How many round trips all connections through the proxy have made so far.
@@ -117,17 +112,21 @@ impl RoundTrips {
     /// Cuts the network: from now on nothing passes in either direction, neither bytes nor the end of a connection, while
     /// all sockets stay open. A new connection hangs, too.
     pub fn cut(&self) {
-        self.shared.gate.shut();
+        self.shared.set(Network::IsCut);
     }
 
     /// Ends a [`cut`](Self::cut). What was sent meanwhile arrives now, as over a network that lost no connection.
     pub fn restore(&self) {
-        self.shared.gate.open();
+        self.shared.set(Network::Works);
     }
 
     /// Closes all connections, as a server does that crashes. New ones may be made.
     pub fn sever(&self) {
-        self.shared.sever();
+        for link in self.shared.links().drain(..) {
+            if let Some(link) = link.upgrade() {
+                link.close();
+            }
+        }
     }
 }
 
@@ -141,21 +140,19 @@ impl Deref for RoundTrips {
 
 impl Drop for RoundTrips {
     fn drop(&mut self) {
-        self.shared.connections().closed = true;
-        self.shared.sever();
-        self.shared.gate.remove();
+        // Twice, because what is being written keeps the network as it is, and clients may connect until it is gone.
+        self.sever();
+        self.shared.set(Network::IsGone);
+        self.sever();
         // The acceptor looks whether it should go on after each connection.
-        let woken = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok();
-        if let Some(acceptor) = self.acceptor.take().filter(|_| woken) {
-            let _ = acceptor.join();
-        }
+        let _ = TcpStream::connect(self.endpoint.address());
     }
 }
 
 impl Shared {
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
         for client in listener.incoming() {
-            if self.connections().closed {
+            if matches!(*self.network(), Network::IsGone) {
                 break;
             }
             match client.and_then(socket) {
@@ -165,61 +162,103 @@ impl Shared {
                     thread::spawn(move || shared.serve(client));
                 }
                 // Such as too many open files, which pass.
-                Err(_) => thread::sleep(Duration::from_millis(10)),
+                Err(_) => thread::sleep(POLL),
             }
         }
     }
 
     /// Connects to the server and forwards both ways until the connection ends.
-    fn serve(self: Arc<Self>, mut client: Socket) -> io::Result<()> {
-        self.gate.pass(|| ())?;
+    fn serve(self: Arc<Self>, client: Socket) -> io::Result<()> {
+        let link = self.pass(|| self.link(client))?;
+        let replies = (Arc::clone(&self), Arc::clone(&link));
+        thread::spawn(move || {
+            let (shared, link) = replies;
+            let _ = shared.forward(&link.server, &link.client, |_| ());
+            link.close();
+        });
+        // The packet that opens a connection has no type.
+        let (head, body) = (vec![0], 0);
+        let mut messages = Messages { head, body };
+        let _ = self.forward(&link.client, &link.server, |piece| {
+            messages.read(piece, |kind| match kind {
+                b'Q' | b'S' | b'F' => _ = self.round_trips.fetch_add(1, Ordering::SeqCst),
+                b'P' => _ = self.parses.fetch_add(1, Ordering::SeqCst),
+                _ => {}
+            });
+        });
+        // The server replies to what it has received, and closes.
+        link.server.shutdown(Shutdown::Write)
+    }
+
+    fn link(&self, client: Socket) -> io::Result<Arc<Link>> {
         let (host, port) = &self.server;
-        let mut server = if host.starts_with('/') {
+        let server = if host.starts_with('/') {
             UnixStream::connect(format!("{host}/.s.PGSQL.{port}"))?
         } else {
             socket(TcpStream::connect((host.as_str(), *port))?)?
         };
-        let id = self.register([client.try_clone()?, server.try_clone()?])?;
-        let replies = thread::spawn({
-            let (shared, server, client) =
-                (Arc::clone(&self), server.try_clone()?, client.try_clone()?);
-            move || forward::replies(&shared.gate, server, client)
-        });
-        let _ = forward::requests(&self, &mut client, &mut server);
-        // The server replies to what it has received, and closes.
-        let _ = server.shutdown(Shutdown::Write);
-        let _ = replies.join();
-        self.connections().sockets.remove(&id);
-        Ok(())
+        let link = Arc::new(Link { client, server });
+        let mut links = self.links();
+        links.retain(|link| link.strong_count() > 0);
+        links.push(Arc::downgrade(&link));
+        Ok(link)
     }
 
-    /// Remembers the sockets of a connection, unless the proxy has ended.
-    fn register(&self, sockets: [Socket; 2]) -> io::Result<u64> {
-        let mut connections = self.connections();
-        if connections.closed {
-            return Err(io::ErrorKind::ConnectionAborted.into());
-        }
-        let id = connections.next;
-        connections.next += 1;
-        connections.sockets.insert(id, sockets);
-        Ok(id)
-    }
-
-    fn sever(&self) {
-        for socket in self
-            .connections()
-            .sockets
-            .drain()
-            .flat_map(|(_, both)| both)
-        {
-            let _ = socket.shutdown(Shutdown::Both);
+    /// Passes every piece through the gate, and at last the end of the connection, be it an orderly one or not.
+    fn forward(
+        &self,
+        mut from: &Socket,
+        mut to: &Socket,
+        mut look: impl FnMut(&[u8]),
+    ) -> io::Result<()> {
+        let mut buffer = vec![0; 16 * 1024];
+        loop {
+            let length = match from.read(&mut buffer) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                result => result.unwrap_or(0),
+            };
+            self.pass(|| {
+                look(&buffer[..length]);
+                to.write_all(&buffer[..length])
+            })?;
+            if length == 0 {
+                return Ok(());
+            }
         }
     }
 
-    fn connections(&self) -> MutexGuard<'_, Connections> {
-        self.connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    /// Does `work` as soon as the network works.
+    fn pass<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        loop {
+            let network = self.network();
+            match *network {
+                Network::Works => return work(),
+                Network::IsCut => {}
+                Network::IsGone => return Err(io::ErrorKind::ConnectionAborted.into()),
+            }
+            drop(network);
+            thread::sleep(POLL);
+        }
+    }
+
+    fn network(&self) -> RwLockReadGuard<'_, Network> {
+        self.network.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, network: Network) {
+        let now = self.network.write();
+        *now.unwrap_or_else(PoisonError::into_inner) = network;
+    }
+
+    fn links(&self) -> MutexGuard<'_, Vec<Weak<Link>>> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Link {
+    fn close(&self) {
+        let _ = self.client.shutdown(Shutdown::Both);
+        let _ = self.server.shutdown(Shutdown::Both);
     }
 }
 
@@ -227,4 +266,31 @@ impl Shared {
 fn socket(stream: TcpStream) -> io::Result<Socket> {
     stream.set_nodelay(true)?;
     Ok(OwnedFd::from(stream).into())
+}
+
+/// Finds the messages in what a client sends, in pieces of any length.
+struct Messages {
+    /// The part of a message's head that has been seen: its type and its length.
+    head: Vec<u8>,
+    /// How much of the message's body is still to come.
+    body: usize,
+}
+
+impl Messages {
+    /// Calls `on_message` with the type of each message whose head ends in this piece.
+    fn read(&mut self, piece: &[u8], mut on_message: impl FnMut(u8)) {
+        for &byte in piece {
+            if self.body > 0 {
+                self.body -= 1;
+                continue;
+            }
+            self.head.push(byte);
+            if let &[kind, a, b, c, d] = self.head.as_slice() {
+                on_message(kind);
+                // The length counts itself.
+                self.body = (u32::from_be_bytes([a, b, c, d]) as usize).saturating_sub(4);
+                self.head.clear();
+            }
+        }
+    }
 }

@@ -5,18 +5,16 @@ use std::env;
 use std::fs;
 use std::hash::{BuildHasher, Hasher};
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::endpoint::cannot;
+
 /// How often a file is looked at that another process is about to change.
 pub(crate) const POLL: Duration = Duration::from_millis(5);
-
-/// The longest path of a Unix socket that both Linux (107 bytes) and macOS (103) accept.
-const LONGEST_SOCKET_PATH: usize = 103;
 
 /// A shell that makes a directory, runs PostgreSQL's programs in it one at a time, and at the end of its standard
 /// input, whose other end this process holds, stops the program and removes the directory.
@@ -30,25 +28,25 @@ pub(crate) struct Watcher {
     /// `None` only while dropping.
     commands: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
-    directory: PathBuf,
+    directory: String,
 }
 
 impl Watcher {
     /// Starts the watcher of a new directory, with `environment` for the programs that it is going to run from the
     /// directory `binaries`.
     pub(crate) fn start(binaries: &Path, environment: &[(String, String)]) -> Self {
-        let owner = required_owner();
-        let directory = unused_path(owner.is_some());
+        let directory = format!("{}/interlock-{:016x}", env::temp_dir().display(), random());
         let mut command = Command::new("/bin/sh");
         command
             // Not the script itself, which would fill the screen in every list of processes.
             .args(["-c", "eval \"$WATCHER\"", "watcher"])
-            .args([&directory, binaries])
+            .arg(&directory)
+            .arg(binaries)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .process_group(0)
             .current_dir("/");
-        if let Some((uid, gid)) = owner {
+        if let Some((uid, gid)) = required_owner() {
             command.uid(uid).gid(gid);
         }
         // Settings for clients, some of which the server would take as its own.
@@ -60,9 +58,7 @@ impl Watcher {
         command.envs(environment.iter().map(|(name, value)| (name, value)));
         command.env("WATCHER", include_str!("watcher/watcher.sh"));
 
-        let mut shell = command
-            .spawn()
-            .unwrap_or_else(|error| panic!("cannot start /bin/sh: {error}"));
+        let mut shell = command.spawn().unwrap_or_else(cannot("start /bin/sh"));
         let commands = shell.stdin.take();
         let answers = BufReader::new(shell.stdout.take().expect("standard output is a pipe"));
         let mut watcher = Self {
@@ -76,19 +72,24 @@ impl Watcher {
     }
 
     /// The directory, which goes away with this value or with the process.
-    pub(crate) fn directory(&self) -> &Path {
+    pub(crate) fn directory(&self) -> &str {
         &self.directory
+    }
+
+    /// The path of a file in the directory.
+    pub(crate) fn path(&self, file: &str) -> PathBuf {
+        Path::new(&self.directory).join(file)
     }
 
     /// The text of a file in the directory, empty where there is none.
     pub(crate) fn read(&self, file: &str) -> String {
-        let bytes = fs::read(self.directory.join(file)).unwrap_or_default();
+        let bytes = fs::read(self.path(file)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// Whether a program runs, or is about to.
     pub(crate) fn is_running(&self) -> bool {
-        self.directory.join("pid").exists()
+        self.path("pid").exists()
     }
 
     /// Starts a program by one of the commands of the watcher's script. Nothing else may be running.
@@ -96,7 +97,7 @@ impl Watcher {
         assert!(
             !self.is_running(),
             "a server in {} runs already",
-            self.directory.display()
+            self.directory
         );
         self.send(command);
     }
@@ -121,22 +122,17 @@ impl Watcher {
         assert!(
             read.is_ok() && answer == "done\n",
             "the watcher of {} is gone, and with it the server: {read:?} {answer}",
-            self.directory.display()
+            self.directory
         );
     }
 
-    /// The exit status of the program that was run last; `None` while it runs.
-    pub(crate) fn status(&self) -> Option<u32> {
-        (!self.is_running()).then(|| self.read("status").trim().parse().unwrap_or(u32::MAX))
-    }
-
-    /// Waits until the program that was run last has ended, and returns its exit status, or `None` after `timeout`.
-    pub(crate) fn exit_within(&self, timeout: Duration) -> Option<u32> {
+    /// Waits until the program that was run last has ended, and says whether it did so, successfully, within `timeout`.
+    pub(crate) fn succeeds_within(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         while self.is_running() && Instant::now() < deadline {
             thread::sleep(POLL);
         }
-        self.status()
+        !self.is_running() && self.read("status").trim() == "0"
     }
 }
 
@@ -151,42 +147,17 @@ impl Drop for Watcher {
 /// The user and group that PostgreSQL's programs must be run as: `None` for the one that runs the tests, unless that is
 /// root, which PostgreSQL refuses to run as.
 fn required_owner() -> Option<(u32, u32)> {
-    let output = Command::new("id").arg("-u").output();
-    let output = output
-        .unwrap_or_else(|error| panic!("cannot find out who runs the tests: `id -u`: {error}"));
-    if output.stdout.trim_ascii() != b"0" {
-        return None;
-    }
-    let accounts = fs::read_to_string("/etc/passwd").unwrap_or_default();
-    let numbers = |name: &str| {
-        let mut fields = accounts
-            .lines()
-            .map(|line| line.split(':'))
-            .find_map(|mut fields| (fields.next() == Some(name)).then_some(fields))?;
-        Some((fields.nth(1)?.parse().ok()?, fields.next()?.parse().ok()?))
+    let id = |arguments: &[&str]| {
+        let output = Command::new("id").args(arguments).output().ok()?;
+        String::from_utf8_lossy(&output.stdout).trim().parse().ok()
     };
-    let owner = numbers("postgres").or_else(|| numbers("nobody"));
-    Some(owner.expect("PostgreSQL does not run as root; /etc/passwd has no `postgres`, nor `nobody`, to run it as"))
-}
-
-/// A path for a new directory, below `TMPDIR` if the server can use that, else below `/tmp`. It does not exist yet.
-fn unused_path(for_another_user: bool) -> PathBuf {
-    let mode = |path: &Path| fs::metadata(path).map_or(0, |metadata| metadata.permissions().mode());
-    let is_open_to_all = |directory: &Path| {
-        mode(directory) & 0o003 == 0o003 && directory.ancestors().all(|path| mode(path) & 1 == 1)
-    };
-    let name = format!("interlock-{:016x}", random());
-    let is_usable = |parent: &Path| {
-        let socket = parent.join(&name).join(".s.PGSQL.65535.lock");
-        // The path is sent as text, in commands of one line and in connection strings.
-        socket
-            .to_str()
-            .is_some_and(|path| path.len() <= LONGEST_SOCKET_PATH && !path.contains(['\n', '\\']))
-            && (!for_another_user || is_open_to_all(parent))
-    };
-    let temporary = fs::canonicalize(env::temp_dir()).ok();
-    let parent = temporary.filter(|parent| is_usable(parent));
-    parent.unwrap_or_else(|| "/tmp".into()).join(name)
+    let of = |name: &&str| Some((id(&["-u", name])?, id(&["-g", name])?));
+    let owner = || ["postgres", "nobody"].iter().find_map(of);
+    let is_root = id(&["-u"]) == Some(0);
+    is_root.then(|| {
+        owner()
+            .expect("there is a user `postgres` or `nobody` to run PostgreSQL as instead of root")
+    })
 }
 
 /// 64 bits that no other process is likely to have drawn.

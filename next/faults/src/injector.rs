@@ -1,0 +1,175 @@
+//! What goes wrong, at random.
+
+use std::collections::HashMap;
+use std::env;
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use workbench::{Cluster, Database, RoundTrips, StopMode};
+
+use crate::record::now;
+use crate::worker::{Settings, WORKERS};
+
+pub(crate) struct Injector<'a> {
+    cluster: &'a Cluster,
+    database: &'a Database,
+    proxies: &'a [RoundTrips],
+    directory: PathBuf,
+    workers: Vec<(Child, String)>,
+    started: usize,
+    /// When a process was killed, by its file.
+    killed: HashMap<String, i64>,
+}
+
+impl<'a> Injector<'a> {
+    pub(crate) fn new(
+        cluster: &'a Cluster,
+        database: &'a Database,
+        proxies: &'a [RoundTrips],
+        directory: PathBuf,
+    ) -> Self {
+        Self {
+            cluster,
+            database,
+            proxies,
+            directory,
+            workers: Vec::new(),
+            started: 0,
+            killed: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn run(&mut self, length: Duration) -> Result<(), Box<dyn Error>> {
+        for number in 0..WORKERS {
+            let worker = self.start(number)?;
+            self.workers.push(worker);
+        }
+        let end = Instant::now() + length;
+        while Instant::now() < end {
+            thread::sleep(Duration::from_millis(fastrand::u64(50..400)));
+            match fastrand::u8(..20) {
+                0..5 => self.kill()?,
+                5..10 => self.signal("terminate"),
+                10..15 => self.signal("cancel"),
+                15..17 => self.cut(),
+                17..19 => self.sever(),
+                _ => self.restart(),
+            }
+            self.check_alive()?;
+        }
+        Ok(())
+    }
+
+    /// Lets the processes end, which check that their pools are at full strength.
+    pub(crate) fn finish(mut self) -> Result<HashMap<String, i64>, Box<dyn Error>> {
+        for (worker, _) in &mut self.workers {
+            drop(worker.stdin.take());
+        }
+        let end = Instant::now() + Duration::from_secs(90);
+        for (worker, record) in &mut self.workers {
+            let status = loop {
+                match worker.try_wait()? {
+                    Some(status) => break status,
+                    None if Instant::now() > end => {
+                        return Err(format!("{record} does not end").into());
+                    }
+                    None => thread::sleep(Duration::from_millis(10)),
+                }
+            };
+            if !status.success() {
+                return Err(format!("{record}: {status}").into());
+            }
+        }
+        Ok(std::mem::take(&mut self.killed))
+    }
+
+    fn start(&mut self, number: usize) -> Result<(Child, String), Box<dyn Error>> {
+        let record = self
+            .directory
+            .join(self.started.to_string())
+            .to_string_lossy()
+            .into_owned();
+        self.started += 1;
+        let environment = Settings::environment(
+            number,
+            &self.proxies[number].url(),
+            &record,
+            fastrand::u64(..),
+        );
+        let worker = Command::new(env::current_exe()?)
+            .envs(environment)
+            .stdin(Stdio::piped())
+            .spawn()?;
+        Ok((worker, record))
+    }
+
+    fn kill(&mut self) -> Result<(), Box<dyn Error>> {
+        let number = fastrand::usize(..self.workers.len());
+        let started = self.start(number)?;
+        let (mut worker, record) = std::mem::replace(&mut self.workers[number], started);
+        worker.kill()?;
+        worker.wait()?;
+        println!("kill -9 of worker {number}");
+        self.killed.insert(record, now());
+        Ok(())
+    }
+
+    /// Ends or cancels what random sessions of the workers do.
+    fn signal(&self, what: &str) {
+        let sql = format!(
+            "SELECT pg_{what}_backend(pid) FROM pg_stat_activity WHERE datname = current_database()
+                AND pid <> pg_backend_pid() AND random() < 0.2"
+        );
+        println!("{what} sessions");
+        // The server may have been restarted meanwhile.
+        let _ = self.database.connect().batch_execute(&sql);
+    }
+
+    /// For longer than permits last, sometimes.
+    fn cut(&self) {
+        let number = fastrand::usize(..self.proxies.len());
+        let length = Duration::from_millis(fastrand::u64(10..1500));
+        println!("cut the network of worker {number} for {length:?}");
+        self.proxies[number].cut();
+        thread::sleep(length);
+        self.proxies[number].restore();
+    }
+
+    fn sever(&self) {
+        let number = fastrand::usize(..self.proxies.len());
+        println!("close the connections of worker {number}");
+        self.proxies[number].sever();
+    }
+
+    fn restart(&self) {
+        let mode = if fastrand::bool() {
+            StopMode::Fast
+        } else {
+            StopMode::Immediate
+        };
+        println!("restart the server: {mode:?}");
+        self.cluster.restart(mode);
+    }
+
+    fn check_alive(&mut self) -> Result<(), Box<dyn Error>> {
+        for (worker, record) in &mut self.workers {
+            if let Some(status) = worker.try_wait()? {
+                return Err(format!("{record} has ended: {status}").into());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Injector<'_> {
+    fn drop(&mut self) {
+        for (worker, _) in &mut self.workers {
+            let _ = worker.kill();
+            let _ = worker.wait();
+        }
+    }
+}

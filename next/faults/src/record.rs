@@ -1,0 +1,139 @@
+//! What processes write down: a line for each thing that was granted, flushed at once, so that a kill loses none.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Microseconds since 1970, by the clock of this machine, which all processes share.
+pub(crate) fn now() -> i64 {
+    let elapsed = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    elapsed.as_micros() as i64
+}
+
+/// The file of a process.
+pub(crate) struct Recorder(Mutex<File>);
+
+impl Recorder {
+    pub(crate) fn new(path: &str) -> std::io::Result<Self> {
+        Ok(Self(Mutex::new(
+            OpenOptions::new().create(true).append(true).open(path)?,
+        )))
+    }
+
+    pub(crate) fn write(&self, line: &str) {
+        let mut file = self.0.lock().expect("no thread panics while it writes");
+        file.write_all(format!("{line}\n").as_bytes())
+            .expect("the record can be written");
+    }
+}
+
+/// Something that was held from one time to another.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Held {
+    pub(crate) from: i64,
+    pub(crate) to: i64,
+}
+
+/// A run of a tick.
+#[derive(Debug, Clone)]
+pub(crate) struct Run {
+    pub(crate) name: String,
+    pub(crate) tick: i64,
+    pub(crate) attempt: i32,
+    pub(crate) held: Held,
+    /// Whether it ended well, by what the process was told.
+    pub(crate) is_done: bool,
+}
+
+/// What all processes have written.
+#[derive(Debug, Default)]
+pub(crate) struct Records {
+    /// Locks whose release was confirmed, by name.
+    pub(crate) locks: HashMap<String, Vec<Held>>,
+    /// Permits and terms for as long as their holders believed in them, by name.
+    pub(crate) believed: HashMap<String, Vec<Held>>,
+    /// When throttles and limits were granted, by the database's clock, by name.
+    pub(crate) grants: HashMap<String, Vec<i64>>,
+    pub(crate) runs: Vec<Run>,
+    pub(crate) counts: HashMap<String, u64>,
+}
+
+/// Reads the files of a directory. `killed` tells when a process was killed, by its file.
+pub(crate) fn read_all(
+    directory: &Path,
+    killed: &HashMap<String, i64>,
+) -> Result<Records, Box<dyn Error>> {
+    let mut records = Records::default();
+    for entry in std::fs::read_dir(directory)? {
+        let path = entry?.path();
+        let file = path.to_string_lossy().into_owned();
+        let end = killed.get(&file).copied();
+        let mut open: HashMap<&str, Vec<&str>> = HashMap::new();
+        let text = std::fs::read_to_string(&path)?;
+        for line in text.lines() {
+            let fields: Vec<&str> = line.split('\t').collect();
+            match fields[..] {
+                ["lock", name, from, to] => {
+                    let held = Held {
+                        from: from.parse()?,
+                        to: to.parse()?,
+                    };
+                    records.locks.entry(name.to_owned()).or_default().push(held);
+                }
+                ["enter", id, ..] => {
+                    open.insert(id, fields);
+                }
+                ["leave", id, to, outcome] => {
+                    let entered = open.remove(id).ok_or("left what was not entered")?;
+                    records.add(&entered, to.parse()?, outcome == "done")?;
+                }
+                ["grant", name, at] => {
+                    records
+                        .grants
+                        .entry(name.to_owned())
+                        .or_default()
+                        .push(at.parse()?);
+                }
+                ["count", name] => *records.counts.entry(name.to_owned()).or_default() += 1,
+                _ => return Err(format!("what is {line:?}?").into()),
+            }
+        }
+        for entered in open.into_values() {
+            let end = end.ok_or_else(|| format!("{file}: {entered:?} was not left"))?;
+            records.add(&entered, end, false)?;
+        }
+    }
+    Ok(records)
+}
+
+impl Records {
+    fn add(&mut self, entered: &[&str], to: i64, is_done: bool) -> Result<(), Box<dyn Error>> {
+        match *entered {
+            ["enter", _, name, from] => {
+                let held = Held {
+                    from: from.parse()?,
+                    to,
+                };
+                self.believed.entry(name.to_owned()).or_default().push(held);
+            }
+            ["enter", _, name, from, tick, attempt] => self.runs.push(Run {
+                name: name.to_owned(),
+                tick: tick.parse()?,
+                attempt: attempt.parse()?,
+                held: Held {
+                    from: from.parse()?,
+                    to,
+                },
+                is_done,
+            }),
+            _ => return Err(format!("what is {entered:?}?").into()),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,179 @@
+//! Several limits at once.
+
+use diesel::data_types::{PgInterval, PgTimestamp};
+
+use super::RateLimit;
+use super::check::{Check, CheckAll, Limited, Spent, State};
+use super::sql::{self, Commit};
+use crate::call::ask;
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::mode::Mode;
+use crate::pool::{Borrowed, Pool, Reply};
+use crate::session::Session;
+use crate::time::difference;
+use crate::transaction::Own;
+
+impl<P: Pool> RateLimit<P> {
+    /// Checks several limits: either all are spent, or none.
+    ///
+    /// ```
+    /// use diesel_interlock::{CheckAll, Error, PgPool, Quota, RateLimit};
+    ///
+    /// static ALL: RateLimit = RateLimit::named("api", Quota::per_second(500));
+    /// static CUSTOMER: RateLimit = RateLimit::named("api of a customer", Quota::per_minute(100).burst(20));
+    ///
+    /// fn status(pool: &PgPool, customer: i64) -> Result<u16, Error> {
+    ///     Ok(match RateLimit::check_all(&[&ALL, &CUSTOMER.key(customer)], pool)? {
+    ///         CheckAll::Allowed(_) => 200,
+    ///         CheckAll::Limited(0, _) => 503,
+    ///         CheckAll::Limited(..) => 429,
+    ///     })
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(1);
+    /// # diesel_interlock::migrations::install(&pool)?;
+    /// # assert_eq!(status(&pool, 7)?, 200);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// A denial is one round trip, and only reads. To spend takes a round trip more for each key, and two for the transaction. The
+    /// keys are checked in the order of their names and keys, so that callers do not deadlock. A limit that is given twice costs
+    /// twice; two quotas for one key are an [`Error::Input`]. If any of the limits is [durable](Self::durable), all are.
+    pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, Result<CheckAll>> {
+        let subject = Subject {
+            primitive: "rate limit",
+            name: limits.first().map_or("", |limit| limit.name),
+        };
+        P::Mode::drive(subject.tell("check_all", async move {
+            let keys = merged(limits)?;
+            if let Some((key, limited)) = look(&keys, pool).await? {
+                return Ok(CheckAll::Limited(key.first(), limited));
+            }
+            let mut reply = spend(&keys, pool).await;
+            if let Err(Unspent::Failed(Some(limit), error)) = reply {
+                limit.explain(pool, error).await?;
+                reply = spend(&keys, pool).await;
+            }
+            match reply {
+                Ok(spent) => Ok(CheckAll::Allowed(in_order(limits, &keys, &spent))),
+                Err(Unspent::Limited(i, limited)) => Ok(CheckAll::Limited(i, limited)),
+                Err(Unspent::Failed(_, error)) => Err(error),
+            }
+        }))
+    }
+}
+
+/// One key, with the units of all limits that are for it, and their places.
+struct Key<P: Pool> {
+    limit: RateLimit<P>,
+    places: Vec<usize>,
+}
+
+impl<P: Pool> Key<P> {
+    fn first(&self) -> usize {
+        self.places.first().copied().unwrap_or_default()
+    }
+}
+
+/// The keys in their order.
+fn merged<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
+    let mut order: Vec<usize> = (0..limits.len()).collect();
+    order.sort_by_key(|i| (limits[*i].name, &limits[*i].key));
+    let mut keys: Vec<Key<P>> = Vec::new();
+    for i in order {
+        let limit = limits[i];
+        limit.call()?;
+        match keys.last_mut() {
+            Some(key) if (key.limit.name, &key.limit.key) == (limit.name, &limit.key) => {
+                if key.limit.quota != limit.quota {
+                    return Err(Error::Input(
+                        "several limits with the same name and key must have the same quota",
+                    ));
+                }
+                key.limit.cost = key.limit.cost.saturating_add(limit.cost);
+                key.limit.is_durable |= limit.is_durable;
+                key.places.push(i);
+            }
+            _ => keys.push(Key {
+                limit: limit.clone(),
+                places: vec![i],
+            }),
+        }
+    }
+    Ok(keys)
+}
+
+/// The first key that is limited now. Nothing is locked.
+async fn look<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Result<Option<(&'k Key<P>, Limited)>> {
+    if keys.is_empty() {
+        return Ok(None);
+    }
+    let calls: Result<Vec<_>> = keys.iter().map(|key| key.limit.call()).collect();
+    let calls = calls?;
+    let asked: Vec<_> = calls.iter().map(|(call, _)| *call).collect();
+    let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, [sql::look(&asked)]).await?;
+    let mut looked = keys.iter().zip(calls).zip(full_in);
+    Ok(looked.find_map(|((key, (call, lead)), full_in)| {
+        let full_in = difference(full_in);
+        let state = State::new(key.limit.name, key.limit.quota, call.quota, full_in);
+        (full_in > lead).then(|| (key, Limited::new(state, call.quota, call.cost)))
+    }))
+}
+
+/// Why nothing was spent: by which limit, or at which key.
+enum Unspent<'k, P: Pool> {
+    Limited(usize, Limited),
+    Failed(Option<&'k RateLimit<P>>, Error),
+}
+
+impl<P: Pool> From<Error> for Unspent<'_, P> {
+    fn from(error: Error) -> Self {
+        Self::Failed(None, error)
+    }
+}
+
+type Spending<'k, P> = Result<Vec<(PgTimestamp, State)>, Unspent<'k, P>>;
+
+/// Spends all, in a transaction.
+async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
+    let mut borrowed = Borrowed::new(pool, None).await?;
+    let transaction = Own::begin(borrowed.conn()).await?;
+    let spent = spend_on(keys, transaction.conn).await;
+    transaction.end(spent).await
+}
+
+async fn spend_on<'k, P: Pool, S: Session>(keys: &'k [Key<P>], session: &mut S) -> Spending<'k, P> {
+    let commit = if keys.iter().any(|key| key.limit.is_durable) {
+        Commit::Durable
+    } else {
+        Commit::Async
+    };
+    let mut all = Vec::new();
+    for key in keys {
+        match key.limit.decide(session, commit).await {
+            Ok(Check::Allowed(spent)) => all.push((spent.at, spent.state)),
+            Ok(Check::Limited(limited)) => return Err(Unspent::Limited(key.first(), limited)),
+            Err(error) => return Err(Unspent::Failed(Some(&key.limit), error)),
+        }
+    }
+    Ok(all)
+}
+
+/// What was spent of each limit, in the order of the limits.
+fn in_order<P: Pool>(
+    limits: &[&RateLimit<P>],
+    keys: &[Key<P>],
+    spent: &[(PgTimestamp, State)],
+) -> Vec<Spent> {
+    let mut all: Vec<_> = keys
+        .iter()
+        .zip(spent)
+        .flat_map(|(key, (at, state))| {
+            let of = |i: &usize| (*i, Spent::new(*at, limits[*i].cost, *state));
+            key.places.iter().map(of).collect::<Vec<_>>()
+        })
+        .collect();
+    all.sort_by_key(|(i, _)| *i);
+    all.into_iter().map(|(_, spent)| spent).collect()
+}

@@ -1,0 +1,180 @@
+//! What a cancellation leaves behind: statements that still run, waits on the server, runtimes that end.
+
+use std::time::{Duration, Instant};
+
+use diesel_interlock::Pool;
+use tokio::runtime::Builder;
+use tokio::time::timeout;
+use workbench::Database;
+
+use crate::assert_matches;
+use crate::half::{AdvisoryLock, Error, Semaphore, begin, execute, make_pool, wait};
+use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, installed, number};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("cancelled");
+
+/// deadpool lends a connection on which the statement of a dropped future still runs.
+#[test]
+fn a_timeout_holds_although_the_connection_is_busy() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 1, Duration::from_secs(20));
+    workbench::block_on(async {
+        let mut conn = pool.check_out(None).await.unwrap();
+        assert!(
+            timeout(
+                Duration::from_millis(50),
+                execute(&mut conn, "SELECT pg_sleep(6)")
+            )
+            .await
+            .is_err()
+        );
+        drop(conn);
+        let began = Instant::now();
+        let acquired = LOCK
+            .acquire_timeout(&pool, Duration::from_millis(200))
+            .await;
+        assert!(
+            began.elapsed() < Duration::from_secs(5),
+            "it has waited for the statement"
+        );
+        // bb8 has closed that connection, and lends another one.
+        if let Err(error) = acquired {
+            assert_matches!(error, Error::TimedOut);
+        }
+    });
+    let mut observer = Observer::of(&database);
+    observer.assert_free(LOCK.lock_key());
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_guard_that_is_dropped_behind_a_running_statement_frees_the_lock_soon() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+    workbench::block_on(async {
+        let mut guard = LOCK.acquire(&pool).await.unwrap();
+        assert!(
+            timeout(
+                Duration::from_millis(50),
+                execute(guard.conn(), "SELECT pg_sleep(60)")
+            )
+            .await
+            .is_err()
+        );
+    });
+    let mut observer = Observer::of(&database);
+    let began = Instant::now();
+    observer.assert_free(LOCK.lock_key());
+    assert!(
+        began.elapsed() < Duration::from_secs(30),
+        "it has waited for the statement"
+    );
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn dropped_waits_for_a_transaction_lock_end_on_the_server() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+    let lock = LOCK.key("xact");
+    let _holder = foreign_holder(&database, lock.lock_key());
+    let mut observer = Observer::of(&database);
+    workbench::block_on(async {
+        for _ in 0..40 {
+            let wait = async {
+                let mut conn = pool.check_out(None).await?;
+                lock.transaction(&mut conn, async |_conn| Ok::<_, Error>(()))
+                    .await
+            };
+            assert!(timeout(Duration::from_millis(20), wait).await.is_err());
+        }
+    });
+    // The server notices within a second that a client has gone.
+    eventually("no more sessions wait than the pool has", || {
+        observer.waiters(lock.lock_key()) <= 2
+    });
+}
+
+#[test]
+fn tasks_that_are_aborted_leave_nothing() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 3, Duration::from_secs(20));
+    let slot = Semaphore::named("aborted", 2, Duration::from_secs(3600));
+    workbench::block_on(async {
+        for round in 0..60_u64 {
+            let mut tasks = Vec::new();
+            for task in 0..6_u64 {
+                let (pool, slot) = (pool.clone(), slot.clone());
+                tasks.push(tokio::spawn(async move {
+                    if task % 2 == 0 {
+                        let mut guard = LOCK.acquire(&pool).await?;
+                        execute(guard.conn(), "SELECT pg_sleep(0.001)").await?;
+                        guard.release().await
+                    } else {
+                        let permit = slot.acquire(&pool).await?;
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                        permit.release().await
+                    }
+                }));
+            }
+            tokio::time::sleep(Duration::from_micros(150 * round)).await;
+            for task in &tasks {
+                task.abort();
+            }
+            for task in tasks {
+                if let Ok(ended) = task.await {
+                    ended.unwrap();
+                }
+            }
+        }
+    });
+    assert_pool_whole(&pool, &database);
+    let mut observer = Observer::of(&database);
+    let in_flight = "(SELECT count(*) FROM resource_control.slot_in_flight)";
+    eventually("no permit is in flight", || {
+        number(observer.conn(), in_flight) == 0
+    });
+}
+
+#[test]
+fn outside_a_runtime_an_operation_is_an_error() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 1, Duration::from_secs(20));
+    let mut operation = std::pin::pin!(LOCK.try_acquire(&pool));
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    let polled = operation.as_mut().poll(&mut context);
+    assert_matches!(polled, std::task::Poll::Ready(Err(Error::NoRuntime)));
+}
+
+#[test]
+fn a_runtime_that_ends_frees_its_locks() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    for keeps in [true, false] {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let guard = runtime.block_on(async {
+            let pool = crate::pool::make(&database.url(), 2, Duration::from_secs(20));
+            LOCK.acquire(&pool).await.unwrap()
+        });
+        if keeps {
+            drop(runtime);
+            drop(guard);
+        } else {
+            // Nobody drives the runtime, so the release waits for its end.
+            drop(guard);
+            drop(runtime);
+        }
+        observer.assert_free(LOCK.lock_key());
+    }
+}
+
+#[test]
+fn a_dropped_transaction_of_the_callers_does_not_keep_the_lock() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+    let mut guard = wait(LOCK.acquire(&pool)).unwrap();
+    begin(guard.conn());
+    drop(guard);
+    Observer::of(&database).assert_free(LOCK.lock_key());
+    assert_pool_whole(&pool, &database);
+}

@@ -1,0 +1,251 @@
+//! Futures that are dropped after every number of polls leave nothing held and no connection lost.
+
+use std::future::poll_fn;
+use std::pin::pin;
+use std::task::Poll;
+use std::time::Duration;
+
+use diesel_interlock::{Async, Pool};
+use tokio::runtime::{Builder, Runtime};
+use workbench::Database;
+
+use crate::half::{
+    Admission, AdvisoryLock, Error, Leader, PgPool, Quota, RateLimit, Semaphore, Throttle, execute,
+    make_pool,
+};
+use crate::support::{Observer, eventually, foreign_holder, installed, run};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("drops");
+static SLOT: Semaphore = Semaphore::named("drops", 1, Duration::from_secs(3600));
+static KEPT: Semaphore = Semaphore::named("kept", 1, Duration::from_secs(3600)).keep_alive();
+static THROTTLE: Throttle = Throttle::named("drops", Duration::from_micros(1));
+static LIMIT: RateLimit = RateLimit::named("drops", Quota::per_second(1_000_000));
+
+/// How many polls an operation may take before it is dropped. In CI each is tried once.
+const POLLS: usize = 30;
+
+/// Polls a future so many times, and then drops it. Returns whether it was ready before.
+async fn dropped_after<T>(polls: usize, future: impl Future<Output = T>) -> bool {
+    let mut future = pin!(future);
+    let mut polled = 0;
+    poll_fn(|context| {
+        if polled == polls {
+            return Poll::Ready(false);
+        }
+        polled += 1;
+        match future.as_mut().poll(context) {
+            Poll::Ready(value) => {
+                drop(value);
+                Poll::Ready(true)
+            }
+            Poll::Pending if polled == polls => Poll::Ready(false),
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
+}
+
+fn runtimes() -> [Runtime; 2] {
+    [
+        Builder::new_current_thread().enable_all().build().unwrap(),
+        Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap(),
+    ]
+}
+
+/// Drops an operation after each number of polls, in each kind of runtime and with pools of 1 and 4, until it is ready. Then
+/// nothing is held, and the pool lends all its connections.
+fn try_all<F: Future>(database: &Database, operation: impl Fn(PgPool) -> F) {
+    let mut observer = Observer::of(database);
+    for runtime in runtimes() {
+        for size in [1, 4] {
+            let pool = {
+                let _entered = runtime.enter();
+                crate::pool::make(&database.url(), size, Duration::from_secs(20))
+            };
+            runtime.block_on(async {
+                for polls in 0..POLLS {
+                    let is_ready = dropped_after(polls, operation(pool.clone())).await;
+                    // What the drop left to tasks is done before the pool lends all its connections again.
+                    let mut all = Vec::new();
+                    for _ in 0..size {
+                        all.push(pool.check_out(None).await.unwrap());
+                    }
+                    for conn in &mut all {
+                        execute(conn, "SELECT 1").await.unwrap();
+                    }
+                    drop(all);
+                    if is_ready {
+                        break;
+                    }
+                }
+                // A discarded session ends in a moment.
+                for _ in 0..10_000 {
+                    if observer.all_held() == 0 && observer.in_transaction() == 0 {
+                        return;
+                    }
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                panic!("something is still held");
+            });
+            let _entered = runtime.enter();
+            drop(pool);
+        }
+    }
+}
+
+#[test]
+fn tries_waits_and_releases_of_a_session_lock() {
+    let database = Database::new();
+    try_all(&database, |pool| async move {
+        LOCK.try_acquire(&pool).await.map(drop)
+    });
+    try_all(&database, |pool| async move {
+        LOCK.acquire(&pool).await.map(drop)
+    });
+    try_all(&database, |pool| async move {
+        LOCK.acquire(&pool).await?.release().await
+    });
+    try_all(&database, |pool| async move {
+        let mut guard = LOCK.acquire(&pool).await?;
+        let _ = guard.is_held().await?;
+        execute(guard.conn(), "SELECT 1").await?;
+        Ok::<_, Error>(drop(guard))
+    });
+    try_all(&database, |pool| async move {
+        LOCK.with(&pool, async |conn| {
+            Ok::<_, Error>(execute(conn, "SELECT 1").await?)
+        })
+        .await
+    });
+}
+
+#[test]
+fn waits_for_a_session_lock_that_another_holds() {
+    let database = Database::new();
+    for runtime in runtimes() {
+        for size in [1, 4] {
+            let holder = foreign_holder(&database, LOCK.lock_key());
+            runtime.block_on(async {
+                let pool = crate::pool::make(&database.url(), size, Duration::from_secs(20));
+                for polls in 0..POLLS {
+                    dropped_after(
+                        polls,
+                        LOCK.acquire_timeout(&pool, Duration::from_millis(20 * polls as u64)),
+                    )
+                    .await;
+                }
+                let mut all = Vec::new();
+                for _ in 0..size {
+                    all.push(pool.check_out(None).await.unwrap());
+                }
+            });
+            drop(holder);
+            let mut observer = Observer::of(&database);
+            observer.assert_free(LOCK.lock_key());
+            eventually("nobody waits", || observer.waiters(LOCK.lock_key()) == 0);
+        }
+    }
+}
+
+#[test]
+fn scopes_and_transactions_on_a_lent_connection() {
+    let database = Database::new();
+    run(&mut database.connect(), "CREATE TABLE written ()");
+    try_all(&database, |pool| async move {
+        let mut conn = pool.check_out(None).await?;
+        LOCK.with_on(&mut conn, async |conn| {
+            Ok::<_, Error>(execute(conn, "SELECT 1").await?)
+        })
+        .await
+    });
+    try_all(&database, |pool| async move {
+        let mut conn = pool.check_out(None).await?;
+        LOCK.transaction(&mut conn, async |conn| {
+            Ok::<_, Error>(execute(conn, "INSERT INTO written DEFAULT VALUES").await?)
+        })
+        .await
+    });
+}
+
+#[test]
+fn permits_attempts_and_checks() {
+    let database = installed();
+    let mut observer = Observer::of(&database);
+    try_all(&database, |pool| async move {
+        SLOT.try_acquire(&pool).await.map(drop)
+    });
+    try_all(&database, |pool| async move {
+        SLOT.acquire(&pool).await?.release().await
+    });
+    try_all(&database, |pool| async move {
+        let permit = SLOT.acquire(&pool).await?;
+        permit.renew().await?;
+        Ok::<_, Error>(drop(permit))
+    });
+    try_all(&database, |pool| async move {
+        KEPT.try_acquire(&pool).await.map(drop)
+    });
+    try_all(&database, |pool| async move {
+        THROTTLE.attempt(&pool).await.map(drop)
+    });
+    try_all(&database, |pool| async move {
+        LIMIT.check(&pool).await.map(drop)
+    });
+    try_all(&database, |pool| async move {
+        LIMIT
+            .acquire_timeout(&pool, Duration::from_secs(1))
+            .await
+            .map(drop)
+    });
+    try_all(&database, |pool| async move {
+        RateLimit::check_all(&[&LIMIT, &LIMIT.key(1)], &pool)
+            .await
+            .map(drop)
+    });
+    let in_flight = "(SELECT count(*) FROM resource_control.slot_in_flight)";
+    eventually("no permit is in flight", || {
+        crate::support::number(observer.conn(), in_flight) == 0
+    });
+}
+
+#[test]
+fn a_wait_for_a_slot_that_is_given_up_takes_none() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+    workbench::block_on(async {
+        let Admission::Admitted(permit) = SLOT.try_acquire(&pool).await.unwrap() else {
+            panic!("the slot is taken")
+        };
+        for polls in 0..POLLS {
+            dropped_after(polls, SLOT.acquire(&pool)).await;
+        }
+        permit.release().await.unwrap();
+        assert!(SLOT.try_acquire(&pool).await.unwrap().is_admitted());
+    });
+}
+
+#[test]
+fn a_leader_whose_future_is_dropped_resigns() {
+    let database = installed();
+    let leader = Leader::named("drops", Duration::from_secs(60));
+    let mut observer = Observer::of(&database);
+    workbench::block_on(async {
+        let pool = crate::pool::make(&database.url(), 2, Duration::from_secs(20));
+        for polls in 0..POLLS {
+            dropped_after(polls, leader.lead(&pool, |_term| std::future::pending())).await;
+        }
+    });
+    let leads = "(SELECT count(*) FROM resource_control.leader)";
+    eventually("nobody leads", || {
+        crate::support::number(observer.conn(), leads) == 0
+    });
+}
+
+/// A pool that lends connections for the asynchronous half. It only shows that the trait can be named.
+fn _is_asynchronous(pool: PgPool) -> impl Pool<Mode = Async> {
+    pool
+}

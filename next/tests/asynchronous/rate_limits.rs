@@ -1,0 +1,111 @@
+//! What a dropped future of a rate limit leaves.
+
+use std::time::Duration;
+
+use tokio::time::timeout;
+
+use crate::half::{Quota, RateLimit, block_on, polled, pool};
+use crate::support::{assert_pool_whole, installed};
+
+/// Nothing of it refills while a test runs.
+static WIDE: RateLimit = RateLimit::named("wide", Quota::per_day(24).burst(1000));
+
+#[test]
+fn a_check_that_is_dropped_after_any_poll_spends_once_at_most() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    block_on(async {
+        let mut drops = 0;
+        for (round, polls) in (0..12).cycle().take(60).enumerate() {
+            let limit = WIDE.key(round);
+            let both = [&limit, &WIDE.key("both")];
+            let spent = [
+                polled(polls, limit.check(&pool)).await.is_none(),
+                polled(polls, limit.acquire_timeout(&pool, Duration::from_secs(9)))
+                    .await
+                    .is_none(),
+                polled(polls, RateLimit::check_all(&both, &pool))
+                    .await
+                    .is_none(),
+            ];
+            drops += spent.iter().filter(|is_dropped| **is_dropped).count();
+            // What is still on its way is in front of this one on each connection.
+            let _ = (
+                limit.check(&pool).await.unwrap(),
+                limit.check(&pool).await.unwrap(),
+            );
+            let remaining = limit.peek(&pool).await.unwrap().remaining;
+            assert!(
+                (995..=998).contains(&remaining),
+                "{remaining} after {polls} polls"
+            );
+        }
+        assert!(drops >= 30, "{drops}");
+    });
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn waits_that_are_dropped_take_nothing() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let limit = RateLimit::named("slow", Quota::per_hour(1));
+    block_on(async {
+        assert!(limit.check(&pool).await.unwrap().is_allowed());
+        let waits: Vec<_> = (0..30)
+            .map(|_| {
+                let (limit, pool) = (limit.clone(), pool.clone());
+                tokio::spawn(async move {
+                    let wait = limit.acquire_timeout(&pool, Duration::from_secs(7200));
+                    timeout(Duration::from_millis(100), wait).await.is_err()
+                })
+            })
+            .collect();
+        for wait in waits {
+            assert!(wait.await.unwrap());
+        }
+        let hour = Duration::from_secs(3600);
+        assert!(limit.peek(&pool).await.unwrap().full_in <= hour);
+        assert!(limit.reset(&pool).await.unwrap());
+        assert!(
+            limit
+                .acquire_timeout(&pool, hour)
+                .await
+                .unwrap()
+                .is_allowed()
+        );
+    });
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_local_check_that_is_dropped_after_any_poll_loses_no_chunk() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    block_on(async {
+        for polls in 0..30 {
+            let key = polls.to_string();
+            let local = WIDE.local(pool.clone(), 10);
+            let _ = polled(polls, local.check(&key)).await;
+            for _ in 0..9 {
+                assert!(local.check(&key).await.unwrap().is_allowed());
+            }
+            let remaining = WIDE.key(&key).peek(&pool).await.unwrap().remaining;
+            assert_eq!(remaining, 990, "after {polls} polls");
+        }
+    });
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_local_check_that_nobody_polls_stops_no_other_one() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    block_on(async {
+        let local = WIDE.local(pool.clone(), 10);
+        let mut forgotten = Box::pin(local.check("7"));
+        assert!(polled(1, forgotten.as_mut()).await.is_none());
+        assert!(local.check("7").await.unwrap().is_allowed());
+        assert!(forgotten.await.unwrap().is_allowed());
+    });
+}

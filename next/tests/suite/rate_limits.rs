@@ -1,0 +1,653 @@
+//! What rate limits allow, refuse and tell.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+use diesel_interlock::rate_limit::Spent;
+use workbench::{Database, RoundTrips};
+
+use crate::assert_matches;
+use crate::half::{
+    Check, CheckAll, Error, IS_ASYNC, PgPool, Quota, RateLimit, execute, make_pool, migrations,
+    on_one, pool, wait,
+};
+use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, number, run, text};
+
+/// One unit in a minute, so that nothing refills during a test.
+static SLOW: RateLimit = RateLimit::named("slow", Quota::per_minute(1).burst(5));
+
+fn is_allowed(limit: &RateLimit, pool: &PgPool) -> bool {
+    wait(limit.check(pool)).unwrap().is_allowed()
+}
+
+fn allowed(limit: &RateLimit, pool: &PgPool) -> Spent {
+    wait(limit.check(pool))
+        .unwrap()
+        .allowed()
+        .expect("it is limited")
+}
+
+/// Moves all times into the past, as if time had passed.
+fn rewind(database: &Database, seconds: u32) {
+    run(
+        &mut database.connect(),
+        &format!(
+            "UPDATE resource_control.rate_limit SET since = since - interval '{seconds} s',
+                spent_at = spent_at - interval '{seconds} s', full_at = full_at - interval '{seconds} s'"
+        ),
+    );
+}
+
+#[test]
+fn a_burst_is_allowed_and_units_refill() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    for left in (0..5).rev() {
+        assert_eq!(allowed(&SLOW, &pool).state.remaining, left);
+    }
+    let limited = wait(SLOW.check(&pool)).unwrap().limited().unwrap();
+    assert_eq!(limited.state.remaining, 0);
+    assert!(
+        limited.retry_after > Duration::from_secs(50)
+            && limited.retry_after <= Duration::from_secs(60)
+    );
+    rewind(&database, 61);
+    assert!(is_allowed(&SLOW, &pool));
+    assert!(!is_allowed(&SLOW, &pool));
+    rewind(&database, 10_000);
+    assert_eq!(
+        wait(SLOW.peek(&pool)).unwrap().remaining,
+        5,
+        "never more than the burst"
+    );
+}
+
+#[test]
+fn each_key_has_the_quota_for_itself() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let limit = RateLimit::named("keys", Quota::per_minute(1));
+    for key in ["", "a", "a b", "ü", "'"] {
+        assert!(is_allowed(&limit.key(key), &pool), "{key}");
+        assert!(!is_allowed(&limit.key(key), &pool), "{key}");
+    }
+    assert!(is_allowed(
+        &RateLimit::named("others", Quota::per_minute(1)).key("a"),
+        &pool
+    ));
+}
+
+#[test]
+fn a_call_may_cost_several_units() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW.cost(3), &pool));
+    let limited = wait(SLOW.cost(3).check(&pool)).unwrap().limited().unwrap();
+    assert_eq!(limited.state.remaining, 2);
+    assert!(is_allowed(&SLOW.cost(2), &pool));
+    assert_matches!(wait(SLOW.cost(6).check(&pool)), Err(Error::Input(_)));
+}
+
+#[test]
+fn a_denial_writes_nothing() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW.cost(5), &pool));
+    for limit in [
+        &SLOW,
+        &SLOW.cost(5),
+        &SLOW.quota(Quota::per_minute(1).burst(4)),
+        &SLOW.quota(Quota::per_hour(1).burst(5)),
+    ] {
+        on_one(&pool, |conn| {
+            wait(execute(conn, "BEGIN")).unwrap();
+            assert!(wait(limit.check_on(conn)).unwrap().is_limited());
+            wait(execute(conn, HAS_WRITTEN_NOTHING)).unwrap();
+            wait(execute(conn, "ROLLBACK")).unwrap();
+        });
+    }
+    let conn = &mut database.connect();
+    let row = "SELECT string_agg(concat_ws(' ', name, ctid, xmin, xmax), ',') FROM resource_control.rate_limit";
+    let before = text(conn, row);
+    let other = RateLimit::named("another", Quota::per_minute(1));
+    assert_matches!(
+        wait(RateLimit::check_all(&[&other, &SLOW], &pool)),
+        Ok(CheckAll::Limited(1, _))
+    );
+    assert_eq!(text(conn, row), before, "nor of several limits");
+}
+
+#[test]
+fn a_denial_that_the_committed_row_shows_does_not_wait() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW.cost(5), &pool));
+    let holder = &mut database.connect();
+    run(
+        holder,
+        "BEGIN; SELECT FROM resource_control.rate_limit FOR UPDATE",
+    );
+    assert!(!is_allowed(&SLOW, &pool));
+    assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 0);
+    assert!(
+        wait(RateLimit::check_all(&[&SLOW], &pool))
+            .unwrap()
+            .is_limited()
+    );
+}
+
+#[test]
+fn a_check_on_a_connection_belongs_to_its_transaction() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    on_one(&pool, |conn| {
+        wait(execute(conn, "BEGIN")).unwrap();
+        assert!(wait(SLOW.cost(5).check_on(conn)).unwrap().is_allowed());
+        wait(execute(conn, "DO $$ BEGIN ASSERT current_setting('synchronous_commit') = 'on'; ASSERT current_setting('lock_timeout') = '0'; END $$"))
+            .unwrap();
+        wait(execute(conn, "ROLLBACK")).unwrap();
+    });
+    assert_eq!(allowed(&SLOW, &pool).state.remaining, 4);
+}
+
+#[test]
+fn a_forgotten_transaction_on_a_key_is_an_error_that_says_so() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let spent = allowed(&SLOW, &pool);
+    let forgotten = &mut database.connect();
+    run(
+        forgotten,
+        "BEGIN; UPDATE resource_control.rate_limit SET spent_at = spent_at",
+    );
+    let first = SLOW.key("first");
+    for locked in [
+        wait(SLOW.check(&pool)).map(drop),
+        wait(RateLimit::check_all(&[&first, &SLOW], &pool)).map(drop),
+        wait(SLOW.acquire_timeout(&pool, Duration::from_millis(300))).map(drop),
+        wait(SLOW.give_back(&pool, &spent, 1)).map(drop),
+        wait(SLOW.reset(&pool)).map(drop),
+    ] {
+        assert_matches!(locked, Err(Error::KeyLocked("slow")));
+    }
+    assert_eq!(wait(first.peek(&pool)).unwrap().remaining, 5, "or none");
+    assert!(is_allowed(&SLOW.key("another"), &pool));
+    run(forgotten, "ROLLBACK");
+    assert_eq!(allowed(&SLOW, &pool).state.remaining, 3);
+}
+
+#[test]
+fn a_forgotten_first_call_is_an_error_that_says_so() {
+    let database = installed();
+    let (pool, other) = (pool(&database, 1), pool(&database, 1));
+    on_one(&other, |forgotten| {
+        wait(execute(forgotten, "BEGIN")).unwrap();
+        assert!(wait(SLOW.check_on(forgotten)).unwrap().is_allowed());
+        assert_matches!(wait(SLOW.check(&pool)), Err(Error::KeyLocked("slow")));
+        wait(execute(forgotten, "COMMIT")).unwrap();
+    });
+    assert_eq!(allowed(&SLOW, &pool).state.remaining, 3);
+}
+
+#[test]
+fn another_failure_is_not_taken_for_a_locked_key() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW, &pool));
+    let conn = &mut database.connect();
+    run(
+        conn,
+        "ALTER TABLE resource_control.rate_limit ADD CHECK (burst <> 5) NOT VALID",
+    );
+    assert_matches!(wait(SLOW.check(&pool)), Err(Error::Database(_)));
+    run(
+        conn,
+        "ALTER TABLE resource_control.rate_limit RENAME burst TO other",
+    );
+    assert_matches!(wait(SLOW.check(&pool)), Err(Error::Database(_)));
+}
+
+#[test]
+fn a_wait_outlasts_a_transaction_that_holds_the_key() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW, &pool));
+    let holder = &mut database.connect();
+    run(
+        holder,
+        "BEGIN; UPDATE resource_control.rate_limit SET spent_at = spent_at",
+    );
+    thread::scope(|scope| {
+        let check = scope.spawn(|| wait(SLOW.acquire_timeout(&pool, Duration::from_secs(60))));
+        let mut observer = Observer::of(&database);
+        for _ in 0..3 {
+            eventually("it waits", || observer.all_waiting() == 1);
+            eventually("it pauses", || observer.all_waiting() == 0);
+        }
+        run(holder, "COMMIT");
+        assert!(check.join().unwrap().unwrap().is_allowed());
+    });
+}
+
+#[test]
+fn a_changed_quota_keeps_what_is_owed() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW.cost(4), &pool));
+    let generous = SLOW.quota(Quota::per_minute(60).burst(10));
+    assert_eq!(wait(generous.peek(&pool)).unwrap().remaining, 6);
+    assert_eq!(allowed(&generous, &pool).state.remaining, 5);
+    let strict = SLOW.quota(Quota::per_minute(1).burst(5));
+    assert!(
+        wait(strict.check(&pool)).unwrap().is_limited(),
+        "5 are owed"
+    );
+    let row = "SELECT burst FROM resource_control.rate_limit";
+    assert_eq!(
+        number(&mut database.connect(), row),
+        10,
+        "a denial changes nothing"
+    );
+    rewind(&database, 1);
+    assert!(is_allowed(
+        &strict.quota(Quota::per_minute(1).burst(6)),
+        &pool
+    ));
+}
+
+#[test]
+fn several_limits_are_spent_together_or_not_at_all() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let (a, b) = (
+        RateLimit::named("a", Quota::per_minute(3)),
+        RateLimit::named("b", Quota::per_minute(2)),
+    );
+    for round in 0..2 {
+        let CheckAll::Allowed(spent) = wait(RateLimit::check_all(&[&b, &a], &pool)).unwrap() else {
+            panic!("limited in round {round}")
+        };
+        assert_eq!(
+            spent
+                .iter()
+                .map(|spent| spent.state.name)
+                .collect::<Vec<_>>(),
+            ["b", "a"]
+        );
+    }
+    assert_matches!(
+        wait(RateLimit::check_all(&[&b, &a], &pool)),
+        Ok(CheckAll::Limited(0, _))
+    );
+    assert_eq!(
+        wait(a.peek(&pool)).unwrap().remaining,
+        1,
+        "nothing was spent"
+    );
+    // The same key twice costs two units.
+    let c = RateLimit::named("c", Quota::per_minute(3));
+    assert!(
+        wait(RateLimit::check_all(&[&c, &c], &pool))
+            .unwrap()
+            .is_allowed()
+    );
+    assert_matches!(
+        wait(RateLimit::check_all(&[&c, &c], &pool)),
+        Ok(CheckAll::Limited(..))
+    );
+    assert_eq!(wait(c.peek(&pool)).unwrap().remaining, 1);
+    let CheckAll::Limited(0, limited) = wait(RateLimit::check_all(&[&c, &a, &c], &pool)).unwrap()
+    else {
+        panic!("only one unit of two is there")
+    };
+    assert!(
+        limited.retry_after > Duration::from_secs(15),
+        "until both are there"
+    );
+    for refused in [
+        &[&c.cost(2), &c.cost(2)],
+        &[&c, &c.quota(Quota::per_minute(4))],
+    ] {
+        assert_matches!(
+            wait(RateLimit::check_all(refused, &pool)),
+            Err(Error::Input(_))
+        );
+    }
+    assert!(wait(RateLimit::check_all(&[], &pool)).unwrap().is_allowed());
+    let bad = RateLimit::named("", Quota::per_minute(1));
+    assert_matches!(
+        wait(RateLimit::check_all(&[&c, &bad], &pool)),
+        Err(Error::Input(_))
+    );
+    assert_eq!(wait(c.peek(&pool)).unwrap().remaining, 1);
+}
+
+#[test]
+fn callers_of_the_same_limits_in_another_order_do_not_deadlock() {
+    let database = installed();
+    let limits: Vec<_> = ["a", "b", "c"]
+        .map(|key| RateLimit::named("all", Quota::per_second(1_000_000)).key(key))
+        .into();
+    let barrier = Barrier::new(4);
+    thread::scope(|scope| {
+        for thread in 0..4 {
+            let (limits, barrier, database) = (&limits, &barrier, &database);
+            scope.spawn(move || {
+                let pool = pool(database, 1);
+                let mut order: Vec<&RateLimit> = limits.iter().collect();
+                order.rotate_left(thread % 3);
+                barrier.wait();
+                for _ in 0..50 {
+                    assert!(
+                        wait(RateLimit::check_all(&order, &pool))
+                            .unwrap()
+                            .is_allowed()
+                    );
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn units_are_given_back_once() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let limit = SLOW.cost(4);
+    let spent = allowed(&limit, &pool);
+    assert_eq!(spent.units, 4);
+    assert!(wait(limit.give_back(&pool, &spent, 3)).unwrap());
+    assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 4);
+    assert!(
+        wait(limit.give_back(&pool, &spent, 3)).unwrap(),
+        "one is left"
+    );
+    assert!(!wait(limit.give_back(&pool, &spent, 3)).unwrap());
+    assert!(is_allowed(&SLOW.cost(4), &pool));
+    assert!(
+        !is_allowed(&SLOW.cost(2), &pool),
+        "what was given back cannot be given back again"
+    );
+}
+
+#[test]
+fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let limit = SLOW.cost(4);
+    let spent = allowed(&limit, &pool);
+    assert!(wait(SLOW.reset(&pool)).unwrap());
+    assert!(is_allowed(&limit, &pool));
+    assert!(
+        !wait(limit.give_back(&pool, &spent, 1)).unwrap(),
+        "the key was reset"
+    );
+    assert!(wait(SLOW.reset(&pool)).unwrap());
+
+    let spent = allowed(&limit, &pool);
+    assert!(is_allowed(&SLOW.quota(Quota::per_hour(1).burst(5)), &pool));
+    assert!(
+        !wait(limit.give_back(&pool, &spent, 1)).unwrap(),
+        "the quota was changed"
+    );
+    assert!(wait(SLOW.reset(&pool)).unwrap());
+
+    // As after a crash of the server that has forgotten the call.
+    let spent = allowed(&limit, &pool);
+    run(
+        &mut database.connect(),
+        "UPDATE resource_control.rate_limit SET spent_at = since - interval '1 s'",
+    );
+    assert!(!wait(limit.give_back(&pool, &spent, 1)).unwrap());
+    assert!(wait(SLOW.reset(&pool)).unwrap());
+
+    // A unit refills in a millisecond.
+    let fast = RateLimit::named("fast", Quota::per_second(1000)).cost(2);
+    let spent = allowed(&fast, &pool);
+    thread::sleep(Duration::from_millis(3));
+    assert!(
+        !wait(fast.give_back(&pool, &spent, 2)).unwrap(),
+        "they were refilled"
+    );
+}
+
+#[test]
+fn a_key_is_reset_and_full_keys_are_pruned() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(!wait(SLOW.reset(&pool)).unwrap());
+    for key in 0..10 {
+        assert!(is_allowed(&SLOW.key(key), &pool));
+    }
+    assert!(is_allowed(&SLOW.cost(5), &pool));
+    assert_eq!(wait(RateLimit::prune(&pool)).unwrap(), 0);
+    rewind(&database, 61);
+    assert_eq!(wait(RateLimit::prune(&pool)).unwrap(), 10);
+    assert_eq!(
+        wait(SLOW.peek(&pool)).unwrap().remaining,
+        1,
+        "what is owed stays"
+    );
+    assert!(wait(SLOW.reset(&pool)).unwrap());
+    assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 5);
+}
+
+#[test]
+fn a_wait_gives_up_at_once_if_the_units_come_too_late() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(
+        wait(SLOW.cost(5).acquire_timeout(&pool, Duration::from_secs(30)))
+            .unwrap()
+            .is_allowed()
+    );
+    // One that waits for its units does not keep another one from that.
+    let barrier = Barrier::new(2);
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            barrier.wait();
+            wait(SLOW.acquire_timeout(&pool, Duration::from_secs(70)))
+        });
+        barrier.wait();
+        for _ in 0..100 {
+            assert!(
+                wait(SLOW.acquire_timeout(&pool, Duration::from_secs(30)))
+                    .unwrap()
+                    .is_limited()
+            );
+        }
+        assert!(!waiter.is_finished());
+        // A reset in this process wakes it.
+        assert!(wait(SLOW.reset(&pool)).unwrap());
+        assert!(waiter.join().unwrap().unwrap().is_allowed());
+    });
+}
+
+#[test]
+fn a_wait_ends_when_the_units_are_there() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let limit = RateLimit::named("fast", Quota::per_second(100).burst(1));
+    let allowed = thread::scope(|scope| {
+        let waits: Vec<_> = (0..8)
+            .map(|_| {
+                scope.spawn(|| {
+                    wait(limit.acquire_timeout(&pool, Duration::from_secs(60)))
+                        .unwrap()
+                        .is_allowed()
+                })
+            })
+            .collect();
+        waits
+            .into_iter()
+            .map(|wait| wait.join().unwrap())
+            .filter(|it| *it)
+            .count()
+    });
+    assert_eq!(allowed, 8);
+}
+
+#[test]
+fn bad_input_is_refused_before_anything_is_sent() {
+    let database = Database::new(); // without the schema
+    let pool = pool(&database, 1);
+    for limit in [
+        RateLimit::named("", Quota::per_second(1)),
+        RateLimit::named("nul \0", Quota::per_second(1)),
+        SLOW.key("x".repeat(1001)),
+        SLOW.cost(0),
+        SLOW.cost(6),
+        SLOW.quota(Quota::per_second(0)),
+        SLOW.quota(Quota::new(1, Duration::from_secs(367 * 86_400))),
+    ] {
+        assert_matches!(wait(limit.check(&pool)), Err(Error::Input(_)));
+        assert_matches!(wait(limit.peek(&pool)), Err(Error::Input(_)));
+        assert_matches!(
+            wait(limit.acquire_timeout(&pool, Duration::MAX)),
+            Err(Error::Input(_))
+        );
+    }
+    assert_matches!(wait(SLOW.check(&pool)), Err(Error::NotInstalled));
+    wait(migrations::install(&pool)).unwrap();
+    let largest = Quota::new(u32::MAX, Duration::from_secs(366 * 86_400));
+    assert!(is_allowed(
+        &RateLimit::named("large", largest).cost(u32::MAX),
+        &pool
+    ));
+    assert!(!is_allowed(
+        &RateLimit::named("large", largest).cost(u32::MAX),
+        &pool
+    ));
+}
+
+#[test]
+fn cancelled_statements_leave_a_row_that_works() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    assert!(is_allowed(&SLOW, &pool));
+    let holder = &mut database.connect();
+    for _ in 0..5 {
+        run(
+            holder,
+            "BEGIN; UPDATE resource_control.rate_limit SET spent_at = spent_at",
+        );
+        thread::scope(|scope| {
+            let check = scope.spawn(|| wait(SLOW.check(&pool)));
+            let mut observer = Observer::of(&database);
+            eventually("the check waits", || observer.all_waiting() == 1);
+            run(
+                observer.conn(),
+                "SELECT pg_cancel_backend(pid) FROM pg_stat_activity
+                    WHERE datname = current_database() AND wait_event_type = 'Lock'",
+            );
+            assert!(check.join().unwrap().is_err());
+        });
+        run(holder, "ROLLBACK");
+    }
+    assert_eq!(allowed(&SLOW, &pool).state.remaining, 3);
+}
+
+#[test]
+fn header_fields_tell_the_quota_and_what_is_left() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let fields = |check: &Check| {
+        check
+            .headers()
+            .into_iter()
+            .map(|(name, value)| format!("{name}: {value}"))
+            .collect::<Vec<_>>()
+    };
+    let api = RateLimit::named("api", Quota::per_minute(100).burst(20));
+    let check = wait(api.cost(5).check(&pool)).unwrap();
+    let expected = [
+        r#"ratelimit-policy: "api";q=20;w=12"#,
+        r#"ratelimit: "api";r=15;t=3"#,
+    ];
+    assert_eq!(fields(&check), expected);
+    let slow = RateLimit::named("a \"b\" é", Quota::per_hour(1).burst(3));
+    assert!(is_allowed(&slow.cost(2), &pool));
+    let check = wait(slow.cost(2).check(&pool)).unwrap();
+    let expected = [
+        r#"ratelimit-policy: "a \"b\" %C3%A9";q=3;w=10800"#,
+        r#"ratelimit: "a \"b\" %C3%A9";r=0;t=3600"#,
+        "retry-after: 3600",
+    ];
+    assert_eq!(fields(&check), expected);
+    let all = wait(RateLimit::check_all(&[&slow.cost(2)], &pool)).unwrap();
+    assert_matches!(all, CheckAll::Limited(0, limited) if limited.headers().len() == 3);
+}
+
+#[test]
+fn a_check_is_one_round_trip_and_a_first_one_three() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
+    for key in 0..3 {
+        let prepared = SLOW.key(format!("prepared {key}"));
+        assert!(is_allowed(&prepared, &pool) && is_allowed(&prepared, &pool));
+        let _ = wait(prepared.peek(&pool)).unwrap();
+    }
+    // That of the pool itself, and one.
+    let one = proxy.count(|| assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 5));
+    assert_eq!(
+        proxy.count(|| assert!(is_allowed(&SLOW, &pool))),
+        one + 2,
+        "the first"
+    );
+    assert_eq!(
+        proxy.count(|| assert!(is_allowed(&SLOW.cost(4), &pool))),
+        one
+    );
+    assert_eq!(
+        proxy.count(|| assert!(!is_allowed(&SLOW, &pool))),
+        one,
+        "a denial"
+    );
+    assert_eq!(
+        proxy.count(|| drop(wait(SLOW.acquire_timeout(&pool, Duration::from_secs(1))))),
+        one,
+        "a wait in vain"
+    );
+    assert_eq!(
+        proxy.count(|| assert!(wait(SLOW.cost(6).check(&pool)).is_err())),
+        0
+    );
+}
+
+#[test]
+fn the_longest_names_and_keys_of_any_characters_are_stored() {
+    static LONGEST: [u8; 1000] = [b'x'; 1000];
+    let database = installed();
+    let pool = pool(&database, 1);
+    let name = std::str::from_utf8(&LONGEST).unwrap();
+    let mut state = 0x2545_f491_4f6c_dd1d_u64;
+    let mut random = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        char::from_u32((state >> 40) as u32 % 0x11_0000).filter(|c| *c != '\0')
+    };
+    // Which do not shrink when they are compressed.
+    let key: String = std::iter::repeat_with(&mut random)
+        .flatten()
+        .take(250)
+        .collect();
+    let limit = RateLimit::named(name, Quota::per_day(1)).key(key);
+    assert!(is_allowed(&limit, &pool));
+    assert!(!is_allowed(&limit, &pool));
+    assert!(wait(limit.reset(&pool)).unwrap());
+}
+
+#[test]
+fn a_transaction_that_was_left_in_the_pool_is_reported_and_rolled_back() {
+    if IS_ASYNC {
+        return; // nobody can see it there
+    }
+    let database = installed();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| wait(execute(conn, "BEGIN")).unwrap());
+    assert_matches!(wait(SLOW.check(&pool)), Err(Error::LentInTransaction));
+    assert_eq!(allowed(&SLOW, &pool).state.remaining, 4);
+}

@@ -1,0 +1,246 @@
+//! A session lock has one holder, or several that share it.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use workbench::{Cluster, Database};
+
+use crate::assert_matches;
+use crate::half::{
+    AdvisoryLock, Error, IS_ASYNC, LockKey, begin, check_exclusion, end, execute, on_one, pool,
+    wait,
+};
+use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, foreign_try};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("session");
+
+fn locks() -> [AdvisoryLock; 5] {
+    [
+        LOCK.clone(),
+        LOCK.key("a key"),
+        AdvisoryLock::new(LockKey::bigint(i64::MIN)),
+        AdvisoryLock::new(LockKey::pair(i32::MIN, -1)),
+        AdvisoryLock::new(LockKey::crc32("name")),
+    ]
+}
+
+#[test]
+fn one_holds_it_and_all_others_are_refused() {
+    let database = Database::new();
+    let (pool, other) = (pool(&database, 2), pool(&database, 1));
+    for lock in locks() {
+        let guard = wait(lock.try_acquire(&pool)).unwrap().acquired().unwrap();
+        assert_eq!(guard.lock_key(), lock.lock_key());
+        assert!(
+            wait(lock.try_acquire(&pool)).unwrap().is_busy(),
+            "of the same pool"
+        );
+        assert!(
+            wait(lock.try_acquire(&other)).unwrap().is_busy(),
+            "of another pool"
+        );
+        assert!(
+            !foreign_try(&mut database.connect(), lock.lock_key()),
+            "another client"
+        );
+        wait(guard.release()).unwrap();
+        assert!(wait(lock.try_acquire(&other)).unwrap().is_acquired());
+    }
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn other_clients_hold_the_same_locks() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    for lock in locks() {
+        let holder = foreign_holder(&database, lock.lock_key());
+        assert!(wait(lock.try_acquire(&pool)).unwrap().is_busy());
+        drop(holder);
+        let mut observer = Observer::of(&database);
+        observer.assert_free(lock.lock_key());
+        assert!(wait(lock.try_acquire(&pool)).unwrap().is_acquired());
+    }
+}
+
+#[test]
+fn several_share_it_or_one_has_it_alone() {
+    let database = Database::new();
+    let pool = pool(&database, 3);
+    for lock in locks() {
+        let shared = lock.clone().shared();
+        let first = wait(shared.try_acquire(&pool)).unwrap().acquired().unwrap();
+        let second = wait(shared.try_acquire(&pool)).unwrap().acquired().unwrap();
+        assert!(wait(lock.try_acquire(&pool)).unwrap().is_busy());
+        wait(first.release()).unwrap();
+        assert!(wait(lock.try_acquire(&pool)).unwrap().is_busy());
+        wait(second.release()).unwrap();
+        let alone = wait(lock.try_acquire(&pool)).unwrap().acquired().unwrap();
+        assert!(wait(shared.try_acquire(&pool)).unwrap().is_busy());
+        wait(alone.release()).unwrap();
+    }
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn it_excludes_under_contention() {
+    let database = Database::new();
+    let (inside, barrier) = (AtomicI32::new(0), Barrier::new(8));
+    thread::scope(|scope| {
+        for number in 0..8 {
+            let (inside, barrier, database) = (&inside, &barrier, &database);
+            scope.spawn(move || {
+                let pool = pool(database, 2);
+                barrier.wait();
+                for round in 0..20 {
+                    let guard = if (number + round) % 2 == 0 {
+                        wait(LOCK.acquire(&pool)).unwrap()
+                    } else {
+                        match wait(LOCK.acquire_timeout(&pool, Duration::from_secs(60)))
+                            .unwrap()
+                            .acquired()
+                        {
+                            Some(guard) => guard,
+                            None => panic!("not within a minute"),
+                        }
+                    };
+                    assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+                    inside.fetch_sub(1, Ordering::SeqCst);
+                    if round % 3 == 0 {
+                        drop(guard);
+                    } else {
+                        wait(guard.release()).unwrap();
+                    }
+                }
+                assert_pool_whole(&pool, database);
+            });
+        }
+    });
+}
+
+#[test]
+fn it_is_refused_inside_a_transaction() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| {
+        begin(conn);
+        assert_matches!(
+            wait(LOCK.try_with_on(conn, work!(|_conn| Ok::<_, Error>(())))),
+            Err(Error::InsideTransaction)
+        );
+        end(conn);
+        assert!(
+            wait(LOCK.try_with_on(conn, work!(|_conn| Ok::<_, Error>(()))))
+                .unwrap()
+                .is_acquired()
+        );
+    });
+    if !IS_ASYNC {
+        on_one(&pool, |conn| wait(execute(conn, "BEGIN")).unwrap());
+        assert_matches!(wait(LOCK.try_acquire(&pool)), Err(Error::InsideTransaction));
+    }
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn bad_names_are_refused_before_anything_is_sent() {
+    let unreachable = crate::half::make_pool(
+        "postgres://nobody@127.0.0.1:1/none",
+        1,
+        Duration::from_millis(10),
+    );
+    for lock in [
+        AdvisoryLock::named(""),
+        AdvisoryLock::named("nul \0"),
+        LOCK.key("x".repeat(1000)),
+        LOCK.key("nul \0"),
+        AdvisoryLock::new(LockKey::parts([""; 0])),
+        AdvisoryLock::new(LockKey::bigint(1)).key("of a number"),
+        AdvisoryLock::new(LockKey::pair(1, 2)).key("of a pair"),
+    ] {
+        assert_matches!(wait(lock.try_acquire(&unreachable)), Err(Error::Input(_)));
+        assert_matches!(wait(lock.acquire(&unreachable)), Err(Error::Input(_)));
+        assert_matches!(
+            wait(lock.acquire_timeout(&unreachable, Duration::ZERO)),
+            Err(Error::Input(_))
+        );
+    }
+    let error = wait(LOCK.try_acquire(&unreachable)).unwrap_err();
+    assert_matches!(error, Error::Pool(_));
+    assert!(error.is_unavailable());
+}
+
+#[test]
+fn a_pooled_session_that_has_ended_is_replaced() {
+    let database = Database::new();
+    let pool = crate::half::unchecked_pool(&database, 1);
+    let guard = wait(LOCK.acquire(&pool)).unwrap();
+    let pid = guard.backend_pid();
+    wait(guard.release()).unwrap();
+    Observer::of(&database).kill(pid);
+    let guard = wait(LOCK.try_acquire(&pool)).unwrap().acquired().unwrap();
+    assert_ne!(guard.backend_pid(), pid);
+    wait(guard.release()).unwrap();
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_standby_is_refused() {
+    let cluster = Cluster::start();
+    let standby = cluster.standby();
+    let pool = crate::half::make_pool(&standby.url("postgres"), 2, Duration::from_secs(20));
+    assert_matches!(wait(LOCK.try_acquire(&pool)), Err(Error::Standby));
+    assert_matches!(
+        wait(LOCK.acquire_timeout(&pool, Duration::from_secs(1))),
+        Err(Error::Standby)
+    );
+    assert_matches!(wait(check_exclusion(&pool)), Err(Error::Standby));
+}
+
+#[test]
+fn session_locks_exclude_on_a_pool_without_a_pooler() {
+    let database = Database::new();
+    let pool = pool(&database, 2);
+    wait(check_exclusion(&pool)).unwrap();
+    assert_pool_whole(&pool, &database);
+    let mut observer = Observer::of(&database);
+    eventually("the sessions are still those", || observer.sessions() == 2);
+}
+
+#[test]
+fn no_setting_of_the_session_hinders_a_lock() {
+    for settings in [
+        "search_path = ''",
+        "standard_conforming_strings = off",
+        "default_transaction_isolation = serializable",
+        "default_transaction_read_only = on",
+        "statement_timeout = '100ms'",
+        "lock_timeout = '1ms'",
+        "bytea_output = escape",
+        "datestyle = 'German'",
+        "client_min_messages = error",
+    ] {
+        let database = Database::new();
+        crate::support::run(
+            &mut database.connect(),
+            &format!("ALTER DATABASE {} SET {settings}", database.name()),
+        );
+        let pool = pool(&database, 2);
+        let guard = wait(LOCK.acquire(&pool)).unwrap();
+        assert!(
+            wait(LOCK.acquire_timeout(&pool, Duration::from_millis(250)))
+                .unwrap()
+                .is_busy(),
+            "{settings}"
+        );
+        wait(guard.release()).unwrap();
+        let guard = wait(LOCK.acquire_timeout(&pool, Duration::from_secs(20)))
+            .unwrap()
+            .acquired()
+            .unwrap();
+        wait(guard.release()).unwrap();
+        assert_pool_whole(&pool, &database);
+    }
+}

@@ -1,0 +1,277 @@
+//! A transaction lock is held until its transaction ends.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use workbench::{Cluster, Database};
+
+use crate::assert_matches;
+use crate::half::{AdvisoryLock, Attempt, Error, LockKey, begin, end, execute, on_one, pool, wait};
+use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, number, run};
+
+static SERVER: AdvisoryLock = AdvisoryLock::named("server");
+
+fn locks() -> [AdvisoryLock; 3] {
+    [
+        SERVER.key(345),
+        AdvisoryLock::new(LockKey::bigint(i64::MIN)),
+        AdvisoryLock::new(LockKey::pair(-1, i32::MIN)),
+    ]
+}
+
+#[test]
+fn it_is_held_until_the_transaction_ends() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    for lock in locks() {
+        on_one(&pool, |conn| {
+            begin(conn);
+            assert_matches!(wait(lock.try_acquire_xact(conn)), Ok(Attempt::Acquired(())));
+            wait(lock.acquire_xact(conn)).unwrap();
+            assert_eq!(observer.holders(lock.lock_key()), 1);
+            end(conn);
+            assert_eq!(observer.holders(lock.lock_key()), 0);
+        });
+    }
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn it_is_refused_while_another_holds_it_and_the_transaction_goes_on() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    for lock in locks() {
+        let holder = foreign_holder(&database, lock.lock_key());
+        on_one(&pool, |conn| {
+            begin(conn);
+            assert_matches!(wait(lock.try_acquire_xact(conn)), Ok(Attempt::Busy));
+            let began = Instant::now();
+            assert_matches!(
+                wait(lock.acquire_xact_timeout(conn, Duration::from_millis(50))),
+                Ok(Attempt::Busy)
+            );
+            assert!(began.elapsed() >= Duration::from_millis(50));
+            assert_matches!(
+                wait(lock.acquire_xact_timeout(conn, Duration::ZERO)),
+                Ok(Attempt::Busy)
+            );
+            wait(execute(
+                conn,
+                "DO $$ BEGIN ASSERT current_setting('lock_timeout') = '0'; END $$",
+            ))
+            .unwrap();
+            drop(holder);
+            assert_matches!(
+                wait(lock.acquire_xact_timeout(conn, Duration::from_secs(60))),
+                Ok(Attempt::Acquired(()))
+            );
+            end(conn);
+        });
+    }
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn it_waits_for_the_holder() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    for timeout in [None, Some(Duration::from_secs(60))] {
+        let lock = SERVER.key(1);
+        let holder = foreign_holder(&database, lock.lock_key());
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                on_one(&pool, |conn| {
+                    begin(conn);
+                    match timeout {
+                        None => wait(lock.acquire_xact(conn)).unwrap(),
+                        Some(timeout) => {
+                            let waited = wait(lock.acquire_xact_timeout(conn, timeout)).unwrap();
+                            assert!(waited.is_acquired());
+                        }
+                    }
+                    end(conn);
+                });
+            });
+            eventually("it waits on the server", || {
+                observer.waiters(lock.lock_key()) == 1
+            });
+            drop(holder);
+            waiting.join().unwrap();
+        });
+    }
+}
+
+#[test]
+fn the_timeouts_of_the_session_apply_to_a_wait() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let lock = SERVER.key(1);
+    let holder = foreign_holder(&database, lock.lock_key());
+    for setting in ["lock_timeout = '20ms'", "statement_timeout = '20ms'"] {
+        for timeout in [None, Some(Duration::from_secs(60))] {
+            on_one(&pool, |conn| {
+                begin(conn);
+                wait(execute(conn, &format!("SET LOCAL {setting}"))).unwrap();
+                let waited = match timeout {
+                    None => wait(lock.acquire_xact(conn)),
+                    Some(timeout) => wait(lock.acquire_xact_timeout(conn, timeout)).map(drop),
+                };
+                assert_matches!(waited, Err(Error::Database(_)));
+                end(conn);
+            });
+        }
+    }
+    drop(holder);
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn outside_a_transaction_it_is_an_error() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| {
+        assert_matches!(
+            wait(SERVER.try_acquire_xact(conn)),
+            Err(Error::OutsideTransaction)
+        );
+        assert_matches!(
+            wait(SERVER.acquire_xact(conn)),
+            Err(Error::OutsideTransaction)
+        );
+        assert_matches!(
+            wait(SERVER.acquire_xact_timeout(conn, Duration::ZERO)),
+            Err(Error::OutsideTransaction)
+        );
+    });
+}
+
+#[test]
+fn at_repeatable_read_it_is_an_error() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| {
+        begin(conn);
+        wait(execute(
+            conn,
+            "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ",
+        ))
+        .unwrap();
+        assert_matches!(wait(SERVER.acquire_xact(conn)), Err(Error::RepeatableRead));
+        end(conn);
+        begin(conn);
+        wait(execute(
+            conn,
+            "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE",
+        ))
+        .unwrap();
+        wait(SERVER.acquire_xact(conn)).unwrap();
+        end(conn);
+    });
+}
+
+#[test]
+fn on_a_standby_it_is_an_error() {
+    let cluster = Cluster::start();
+    let standby = cluster.standby();
+    let pool = crate::half::make_pool(&standby.url("postgres"), 1, Duration::from_secs(20));
+    on_one(&pool, |conn| {
+        begin(conn);
+        assert_matches!(wait(SERVER.acquire_xact(conn)), Err(Error::Standby));
+        end(conn);
+    });
+}
+
+/// Check, then insert, as the article has it: without a lock ten requests book the server ten times.
+#[test]
+fn of_ten_requests_one_books_the_server() {
+    for isolation in ["read committed", "repeatable read", "serializable"] {
+        let database = Database::new();
+        let conn = &mut database.connect();
+        run(conn, "CREATE TABLE booking (server integer NOT NULL)");
+        run(
+            conn,
+            &format!(
+                "ALTER DATABASE {} SET default_transaction_isolation = '{isolation}'",
+                database.name()
+            ),
+        );
+        let barrier = Barrier::new(10);
+        thread::scope(|scope| {
+            for _ in 0..10 {
+                scope.spawn(|| {
+                    let pool = pool(&database, 1);
+                    barrier.wait();
+                    on_one(&pool, |conn| {
+                        let booked: Result<(), Error> = wait(SERVER.key(345).transaction(
+                            conn,
+                            work!(|conn| {
+                                let insert = "INSERT INTO booking SELECT 345 WHERE NOT EXISTS (SELECT FROM booking)";
+                                Ok(reply!(execute(conn, insert))?)
+                            }),
+                        ));
+                        booked.unwrap();
+                    });
+                });
+            }
+        });
+        assert_eq!(
+            number(conn, "(SELECT count(*) FROM booking)"),
+            1,
+            "{isolation}"
+        );
+    }
+}
+
+#[test]
+fn transaction_commits_a_value_and_rolls_back_an_error() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let observer = &mut database.connect();
+    run(observer, "CREATE TABLE written ()");
+    on_one(&pool, |conn| {
+        let committed: Result<i32, Error> = wait(SERVER.transaction(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, "INSERT INTO written DEFAULT VALUES"))?;
+                Ok(7)
+            }),
+        ));
+        assert_eq!(committed.unwrap(), 7);
+        let failed: Result<(), Error> = wait(SERVER.transaction(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, "INSERT INTO written DEFAULT VALUES"))?;
+                Err(Error::TimedOut)
+            }),
+        ));
+        assert_matches!(failed, Err(Error::TimedOut));
+        let failed: Result<(), Error> =
+            wait(SERVER.transaction(conn, work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?))));
+        assert_matches!(failed, Err(Error::Database(_)));
+        let nested: Result<(), Error> = wait(SERVER.transaction(
+            conn,
+            work!(|conn| reply!(SERVER.transaction(conn, work!(|_conn| Ok(()))))),
+        ));
+        assert_matches!(nested, Err(Error::InsideTransaction));
+    });
+    assert_eq!(number(observer, "(SELECT count(*) FROM written)"), 1);
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_savepoint_that_is_rolled_back_frees_it() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    on_one(&pool, |conn| {
+        begin(conn);
+        wait(execute(conn, "SAVEPOINT before")).unwrap();
+        wait(SERVER.acquire_xact(conn)).unwrap();
+        wait(execute(conn, "ROLLBACK TO SAVEPOINT before")).unwrap();
+        assert_eq!(observer.holders(SERVER.lock_key()), 0);
+        end(conn);
+    });
+}

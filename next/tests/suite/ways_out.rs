@@ -1,0 +1,239 @@
+//! Every way in which a guard can end frees the lock, and leaves the pool whole.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use workbench::{Cluster, Database, StopMode};
+
+use crate::assert_matches;
+use crate::half::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, IS_ASYNC, execute, pool, wait};
+use crate::support::{Observer, assert_after_drop, assert_pool_whole, eventually};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("ways out");
+
+/// Takes the lock, and lets `way` end the guard.
+fn leave_by(way: impl FnOnce(AdvisoryLockGuard, &mut Observer)) {
+    let database = Database::new();
+    let pool = pool(&database, 2);
+    let mut observer = Observer::of(&database);
+    let guard = wait(LOCK.acquire(&pool)).unwrap();
+    assert_eq!(observer.holders(LOCK.lock_key()), 1);
+    way(guard, &mut observer);
+    observer.assert_free(LOCK.lock_key());
+    assert_pool_whole(&pool, &database);
+    wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+}
+
+fn run(guard: &mut AdvisoryLockGuard, sql: &str) {
+    wait(execute(guard.conn(), sql)).unwrap();
+}
+
+fn fail(guard: &mut AdvisoryLockGuard) {
+    wait(execute(guard.conn(), "SELECT 1/0")).unwrap_err();
+}
+
+#[test]
+fn a_release_frees_the_lock_and_keeps_the_session() {
+    leave_by(|guard, observer| {
+        let pid = guard.backend_pid();
+        wait(guard.release()).unwrap();
+        assert_eq!(observer.holders(LOCK.lock_key()), 0, "at once");
+        assert!(observer.is_alive(pid));
+    });
+}
+
+#[test]
+fn a_drop_frees_the_lock_and_keeps_the_session() {
+    leave_by(|guard, observer| {
+        let pid = guard.backend_pid();
+        drop(guard);
+        assert_after_drop("the lock is free", || {
+            observer.holders(LOCK.lock_key()) == 0
+        });
+        assert!(observer.is_alive(pid));
+    });
+}
+
+#[test]
+fn a_panic_frees_the_lock() {
+    leave_by(|guard, observer| {
+        let caught = catch_unwind(AssertUnwindSafe(move || {
+            let _guard = guard;
+            panic!("in the protected work");
+        }));
+        assert!(caught.is_err());
+        assert_after_drop("the lock is free", || {
+            observer.holders(LOCK.lock_key()) == 0
+        });
+    });
+}
+
+#[test]
+fn a_failed_statement_does_not_hinder_the_release() {
+    leave_by(|mut guard, _| {
+        fail(&mut guard);
+        wait(guard.release()).unwrap();
+    });
+    leave_by(|mut guard, _| {
+        fail(&mut guard);
+        drop(guard);
+    });
+}
+
+#[test]
+fn an_aborted_transaction_of_plain_sql_ends_the_session() {
+    for releases in [true, false] {
+        leave_by(|mut guard, observer| {
+            let pid = guard.backend_pid();
+            run(&mut guard, "BEGIN");
+            fail(&mut guard);
+            if releases {
+                assert_matches!(wait(guard.release()), Err(Error::ReleaseFailed { .. }));
+            } else {
+                drop(guard);
+            }
+            eventually("the session has ended", || !observer.is_alive(pid));
+        });
+    }
+}
+
+#[test]
+fn an_open_transaction_of_plain_sql_is_reported_where_it_is_seen() {
+    if IS_ASYNC {
+        return; // diesel-async does not see it, and its caller's transaction goes on in the pool
+    }
+    leave_by(|mut guard, observer| {
+        let pid = guard.backend_pid();
+        run(&mut guard, "BEGIN; SELECT 1");
+        assert_matches!(wait(guard.release()), Err(Error::TransactionLeftOpen(_)));
+        eventually("the session has ended", || !observer.is_alive(pid));
+    });
+    leave_by(|mut guard, observer| {
+        let pid = guard.backend_pid();
+        run(&mut guard, "BEGIN; SELECT 1");
+        drop(guard);
+        eventually("the session has ended", || !observer.is_alive(pid));
+    });
+}
+
+#[test]
+fn a_transaction_of_diesel_that_was_left_open_is_reported_and_rolled_back() {
+    for (aborts, releases) in [(false, true), (true, true), (false, false), (true, false)] {
+        leave_by(|mut guard, observer| {
+            let pid = guard.backend_pid();
+            crate::half::begin(guard.conn());
+            if aborts {
+                fail(&mut guard);
+            }
+            if releases {
+                assert_matches!(
+                    wait(guard.release()),
+                    Err(Error::TransactionLeftOpen(_) | Error::ReleaseFailed { .. })
+                );
+            } else {
+                drop(guard);
+            }
+            eventually("the session has ended", || !observer.is_alive(pid));
+        });
+    }
+}
+
+#[test]
+fn a_killed_backend_is_a_lost_lock() {
+    leave_by(|mut guard, observer| {
+        observer.kill(guard.backend_pid());
+        assert!(!wait(guard.is_held()).unwrap());
+        assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
+    });
+    leave_by(|guard, observer| {
+        observer.kill(guard.backend_pid());
+        assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
+    });
+    leave_by(|guard, observer| {
+        observer.kill(guard.backend_pid());
+        drop(guard);
+    });
+}
+
+#[test]
+fn a_lock_that_other_code_has_unlocked_is_lost() {
+    leave_by(|mut guard, _| {
+        assert!(wait(guard.is_held()).unwrap());
+        run(&mut guard, "SELECT pg_advisory_unlock_all()");
+        assert!(!wait(guard.is_held()).unwrap());
+        assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
+    });
+    leave_by(|mut guard, _| {
+        run(&mut guard, "SELECT pg_advisory_unlock_all()");
+        drop(guard);
+    });
+}
+
+#[test]
+fn run_releases_after_a_value_and_an_error() {
+    leave_by(|guard, _| {
+        let value: Result<i32, Error> = wait(guard.run(work!(|conn| {
+            reply!(execute(conn, "SELECT 1"))?;
+            Ok(7)
+        })));
+        assert_eq!(value.unwrap(), 7);
+    });
+    leave_by(|guard, _| {
+        let failed: Result<(), Error> =
+            wait(guard.run(work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?))));
+        assert_matches!(failed, Err(Error::Database(_)));
+    });
+    leave_by(|guard, _| {
+        let lost: Result<(), Error> = wait(guard.run(work!(|conn| Ok(reply!(execute(
+            conn,
+            "SELECT pg_advisory_unlock_all()"
+        ))?))));
+        assert_matches!(lost, Err(Error::LockLost(_)));
+    });
+}
+
+#[test]
+fn with_waits_works_and_releases() {
+    let database = Database::new();
+    let pool = pool(&database, 2);
+    let value: Result<i32, Error> = wait(LOCK.with(&pool, work!(|_conn| Ok(7))));
+    assert_eq!(value.unwrap(), 7);
+    let attempt = wait(LOCK.try_acquire(&pool)).unwrap();
+    let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));
+    assert_eq!(ran.unwrap(), Attempt::Acquired(8));
+    let guard = wait(LOCK.acquire(&pool)).unwrap();
+    let attempt = wait(LOCK.try_acquire(&pool)).unwrap();
+    let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));
+    assert_eq!(ran.unwrap(), Attempt::Busy);
+    wait(guard.release()).unwrap();
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_restarted_server_is_a_lost_lock() {
+    for mode in [StopMode::Fast, StopMode::Immediate] {
+        let cluster = Cluster::start();
+        let database = cluster.database();
+        let pool = pool(&database, 2);
+        let mut guard = wait(LOCK.acquire(&pool)).unwrap();
+        cluster.restart(mode);
+        assert!(!wait(guard.is_held()).unwrap());
+        assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
+        // The other connection of the pool may have ended, too.
+        wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+        assert_pool_whole(&pool, &database);
+    }
+}
+
+#[test]
+fn a_guard_that_is_forgotten_keeps_only_its_own_connection() {
+    let database = Database::new();
+    let pool = pool(&database, 2);
+    let guard = wait(LOCK.acquire(&pool)).unwrap();
+    let pid = guard.backend_pid();
+    std::mem::forget(guard);
+    assert!(wait(LOCK.try_acquire(&pool)).unwrap().is_busy());
+    let mut observer = Observer::of(&database);
+    observer.kill(pid);
+    observer.assert_free(LOCK.lock_key());
+    wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+}

@@ -1,0 +1,136 @@
+//! Nothing is left behind, however a process ends.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use workbench::{Cluster, StopMode};
+
+use crate::child::{Child, say, signal, wait};
+use crate::until;
+
+pub(crate) fn serve_and(then: &str) {
+    static CLUSTER: OnceLock<Cluster> = OnceLock::new();
+    let cluster = CLUSTER.get_or_init(Cluster::start);
+    let _standby = (then == "follow").then(|| cluster.standby());
+    say(cluster.directory().display());
+    wait();
+    match then {
+        "panic" => panic!("as asked"),
+        "abort" => std::process::abort(),
+        "restart again and again" => loop {
+            cluster.restart(StopMode::Immediate);
+            say("restarted");
+        },
+        _ => {}
+    }
+}
+
+/// The number of the process that runs in the directory of a server.
+fn process(directory: &Path) -> Option<String> {
+    let pid = fs::read_to_string(directory.join("pid")).ok()?;
+    Some(pid.trim().to_owned()).filter(|pid| !pid.is_empty())
+}
+
+/// A server that runs in another process.
+fn serving(then: &str) -> (Child, PathBuf, String) {
+    let mut child = Child::start(then, "");
+    let directory = PathBuf::from(child.said());
+    let process = process(&directory).unwrap();
+    (child, directory, process)
+}
+
+/// Waits until a server and all that belongs to it has gone.
+#[track_caller]
+fn gone(child: &Child, processes: &[String]) {
+    until("the directory has gone", || child.left_nothing());
+    for process in processes {
+        until("the server has gone", || !signal("0", process));
+    }
+}
+
+#[test]
+fn a_process_that_ends_in_any_way_leaves_nothing_behind() {
+    for then in ["return", "panic", "abort", "be killed", "be interrupted"] {
+        let (mut child, _, process) = serving(then);
+        match then {
+            "be killed" => child.send("KILL"),
+            "be interrupted" => child.send("INT"),
+            _ => child.go_on(),
+        }
+        assert_eq!(child.succeeds(), then == "return", "{then}");
+        gone(&child, &[process]);
+    }
+}
+
+#[test]
+fn a_suspended_server_and_its_standby_go_away_too() {
+    let (child, _, primary) = serving("follow");
+    let directories = fs::read_dir(&child.temporary).unwrap();
+    let processes: Vec<_> = directories
+        .map(|entry| process(&entry.unwrap().path()).unwrap())
+        .collect();
+    assert!(processes.len() == 2 && processes.contains(&primary));
+    assert!(signal("STOP", &primary));
+    child.send("KILL");
+    gone(&child, &processes);
+}
+
+#[test]
+fn kills_while_the_server_is_set_up_leave_nothing_behind() {
+    // The last file that is there when the process is killed, from before `initdb` to the start of the server.
+    for file in ["", "setup", "data/base/1", "log", "data/postmaster.pid"] {
+        let child = Child::start("wait", "");
+        let mut processes = Vec::new();
+        until("the server is being set up", || {
+            let mut directories = fs::read_dir(&child.temporary).unwrap();
+            directories.any(|entry| {
+                let directory = entry.unwrap().path();
+                let is_there = directory.join(file).exists();
+                processes = process(&directory).into_iter().collect();
+                is_there
+            })
+        });
+        child.send("KILL");
+        gone(&child, &processes);
+    }
+}
+
+#[test]
+fn kills_while_the_server_restarts_leave_nothing_behind() {
+    for restarts in 0..4 {
+        let (mut child, directory, _) = serving("restart again and again");
+        child.go_on();
+        for _ in 0..restarts {
+            child.said();
+        }
+        if restarts % 2 == 1 {
+            // Between the end of one server and the start of the next.
+            let state = directory.join("data/postmaster.pid");
+            until("the server has stopped", || !state.exists());
+        }
+        let processes: Vec<_> = process(&directory).into_iter().collect();
+        child.send("KILL");
+        gone(&child, &processes);
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_server_that_was_killed_leaves_no_shared_memory() {
+    let (child, directory, process) = serving("wait");
+    let state = fs::read_to_string(directory.join("data/postmaster.pid")).unwrap();
+    let second = |line: &str| line.split_whitespace().nth(1).map(str::to_owned);
+    let segment = state.lines().nth(6).and_then(second);
+    let is_there = || {
+        let segments = fs::read_to_string("/proc/sysvipc/shm").unwrap();
+        segments.lines().any(|line| second(line) == segment)
+    };
+    assert!(is_there());
+
+    assert!(signal("KILL", &process));
+    until("the server has gone", || !signal("0", &process));
+    child.send("KILL");
+    gone(&child, &[process]);
+    until("the segment has gone", || !is_there());
+}

@@ -1,4 +1,6 @@
 //! What only the blocking half has.
 
+mod leaders;
 mod own_migrations;
 mod rate_limits;
+mod schedules;

@@ -38,13 +38,13 @@ fn unix() -> f64 {
     now.unwrap().as_secs_f64()
 }
 
-/// Six threads claim, renew and end permits, with the number of slots that `slots` tells. Returns the token, the slots of the handle,
+/// Three threads claim, renew and end permits, with the number of slots that `slots` tells. Returns the token, the slots of the handle,
 /// and when the claim was sent and had returned.
 fn hammer(url: &str, slots: impl Fn(Duration) -> u32 + Sync) -> Vec<(i64, u32, f64, f64)> {
-    let (pool, claims) = (make_pool(url, 6, LASTS * 10), Mutex::new(Vec::new()));
+    let (pool, claims) = (make_pool(url, 3, LASTS * 10), Mutex::new(Vec::new()));
     let began = Instant::now();
     std::thread::scope(|scope| {
-        for _ in 0..6 {
+        for _ in 0..3 {
             scope.spawn(|| {
                 while began.elapsed() < LASTS {
                     let slots = slots(began.elapsed());
@@ -57,18 +57,25 @@ fn hammer(url: &str, slots: impl Fn(Duration) -> u32 + Sync) -> Vec<(i64, u32, f
                     let claim = (permit.fencing_token(), slots, sent, unix());
                     claims.lock().unwrap().push(claim);
                     if fastrand::u8(0..3) == 0 {
-                        wait(permit.renew()).unwrap();
+                        assert_in_time_or_lost(wait(permit.renew()));
                     }
                     match fastrand::u8(0..10) {
                         0 => drop(permit.detach()), // as after a crash
                         1..4 => drop(permit),
-                        _ => wait(permit.release()).unwrap(),
+                        _ => assert_in_time_or_lost(wait(permit.release())),
                     }
                 }
             });
         }
     });
     claims.into_inner().unwrap()
+}
+
+/// On a busy machine a permit may expire before its holder goes on.
+fn assert_in_time_or_lost(ended: Result<()>) {
+    if let Err(error) = ended {
+        assert!(matches!(error, Error::PermitLost(_)), "{error}");
+    }
 }
 
 /// Runs the same test in another process, where it only hammers, and prints its claims.

@@ -84,7 +84,7 @@ fn a_transaction_that_is_left_open_ends_the_session() {
         observer.assert_free(LOCK.lock_key());
     });
     wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
-    on_one(&pool, |conn| begin(conn));
+    on_one(&pool, begin);
     wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
 }
 

@@ -48,6 +48,28 @@ use crate::waiting::{Topic, Turns, What};
 /// # Ok::<(), Error>(())
 /// ```
 ///
+/// The compiler tells what goes wrong without a run: an outcome that is ignored, and a handle with the pool of the other half.
+///
+/// ```compile_fail
+/// #![deny(unused_must_use)]
+/// # use diesel_interlock::{AdvisoryLock, Error, PgPool};
+/// fn report(pool: &PgPool) -> Result<(), Error> {
+///     AdvisoryLock::named("nightly report").try_acquire(pool)?; // and the work below runs without the lock
+///     Ok(())
+/// }
+/// ```
+#[cfg_attr(
+    feature = "deadpool",
+    doc = r#"
+```compile_fail,E0308
+# use diesel_interlock::{AdvisoryLock, deadpool::PgPool};
+fn report(pool: &PgPool) {
+    let _ = AdvisoryLock::named("nightly report").try_acquire(pool); // import `diesel_interlock::deadpool::AdvisoryLock`
+}
+```
+"#
+)]
+///
 /// # Session locks
 ///
 /// The server session that takes a session lock holds it until it unlocks it or ends, so the [guard](AdvisoryLockGuard) pins the

@@ -43,14 +43,16 @@ pub(crate) async fn check<P: Pool>(pool: &P) -> Result<()> {
     let deadline = Some(Instant::now() + Duration::from_secs(1));
     let second = P::Mode::within(deadline, Pinned::check_out(pool, deadline)).await;
     let mut second = second.ok_or(Error::TimedOut)??;
-    let is_refused = second.take(lock).await?.is_none();
+    if second.take(lock).await?.is_some() {
+        return Err(Error::NotExclusive);
+    }
     // A pooler that lends a session to each transaction lends the first one's to this, unless it has others to spare.
     second.conn().begin().await?;
     let released = first.release(lock, pid, &LockKey::from(lock.id)).await;
     second.conn().rollback().await?;
     match released {
-        Ok(()) if is_refused => Ok(()),
-        Ok(()) | Err(Error::SessionMoved { .. } | Error::LockLost(_)) => Err(Error::NotExclusive),
+        Ok(()) => Ok(()),
+        Err(Error::SessionMoved { .. } | Error::LockLost(_)) => Err(Error::NotExclusive),
         Err(error) => Err(error),
     }
 }

@@ -12,6 +12,15 @@ use crate::pool::Pool;
 use crate::time;
 
 /// What came of a claim of a slot.
+///
+/// ```compile_fail
+/// #![deny(unused_must_use)]
+/// # use diesel_interlock::{Error, PgPool, Semaphore};
+/// fn call(semaphore: &Semaphore, pool: &PgPool) -> Result<(), Error> {
+///     semaphore.try_acquire(pool)?; // and the call below is one too many
+///     Ok(())
+/// }
+/// ```
 #[must_use = "all slots may be taken"]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admission<T> {

@@ -1,4 +1,7 @@
 //! What only the blocking half has.
 
+mod keys;
+mod lenders;
 mod own_migrations;
 mod rate_limits;
+mod round_trips;

@@ -2,6 +2,7 @@
 //!
 //! Run by `scripts/test_with pgbouncer`, which installs it.
 
+mod locking;
 mod migrating;
 
 use diesel::connection::{CacheSize, SimpleConnection};

@@ -85,6 +85,13 @@ pub(crate) fn started<T>(operation: impl Future<Output = T>) -> Option<T> {
     }
 }
 
+/// As [`started`], for a `Drop`: a panic, as of a connection's instrumentation, is an error here.
+pub(crate) fn started_quietly<T>(
+    operation: impl Future<Output = T>,
+) -> std::thread::Result<Option<T>> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| started(operation)))
+}
+
 /// Runs an operation on a blocking session, which is done when it was polled once.
 #[cfg(feature = "r2d2")]
 pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {

@@ -3,7 +3,7 @@
 use diesel::result::{Error as DieselError, QueryResult};
 
 use crate::error::{Error, Result};
-use crate::session::{Session, Transaction, started};
+use crate::session::{Session, Transaction, started_quietly};
 
 /// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls it back: on an asynchronous session
 /// the rollback is queued behind what was sent, and the connection is marked as broken, because diesel-async does not learn that
@@ -67,7 +67,7 @@ impl<'c, S: Session> Own<'c, S> {
 impl<S: Session> Drop for Own<'_, S> {
     fn drop(&mut self) {
         if self.is_open {
-            let _ = started(self.conn.batch(self.rollback));
+            let _ = started_quietly(self.conn.batch(self.rollback));
             if self.conn.transaction() != Transaction::None {
                 self.conn.mark_broken();
             }

@@ -22,7 +22,7 @@ use crate::pool::PgPool;
 use crate::pool::Pool;
 #[cfg(feature = "r2d2")]
 use crate::session::now;
-use crate::session::{Session, started};
+use crate::session::{Session, started_quietly};
 use crate::transaction::refusal;
 use crate::waiting::{self, Topic, Turns, What};
 
@@ -231,13 +231,16 @@ impl<S: Session> Drop for Scope<'_, S> {
             Holds::Nothing => true,
             // A blocking session replies, and an asynchronous one runs it behind what was sent.
             Holds::Lock(pid) if self.conn.transaction().is_none() => {
-                started(self.conn.batch(&self.lock.late_release(pid)))
-                    .is_none_or(|sent| sent.is_ok())
+                let release = self.lock.late_release(pid);
+                matches!(
+                    started_quietly(self.conn.batch(&release)),
+                    Ok(None | Some(Ok(())))
+                )
             }
             Holds::Lock(_) | Holds::Unknown => false,
         };
         if !is_certain {
-            let _ = started(self.conn.batch(END_SESSION));
+            let _ = started_quietly(self.conn.batch(END_SESSION));
             self.conn.mark_broken();
         }
         waiting::released(&self.topic);

@@ -29,8 +29,9 @@ impl Mode for Blocking {
         Ok(())
     }
 
+    /// A panic, as of a connection's instrumentation, stays here: a second one while the first unwinds would end the process.
     fn leave((): &(), operation: impl Future<Output = ()> + Send + 'static) {
-        now(operation);
+        let _ = catch_unwind(AssertUnwindSafe(|| now(operation)));
     }
 
     fn surely<T: Send + 'static>(

@@ -210,6 +210,16 @@ impl Error {
     }
 }
 
+impl Error {
+    /// Whether a loop that runs for as long as its program tries again: the database is away, or refuses at the moment.
+    pub(crate) const fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            Self::Pool(_) | Self::TimedOut | Self::Database(_) | Self::LentInTransaction
+        )
+    }
+}
+
 impl From<DieselError> for Error {
     fn from(error: DieselError) -> Self {
         match error {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::alarm::{Alarm, jittered};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
@@ -46,8 +46,8 @@ use crate::stop::Stop;
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, or a `ttl` under 3 seconds or over 1,000 years, and [`Error::NotInstalled`]. A database that is
-/// away is tried again.
+/// [`Error::Input`](crate::Error::Input) for an invalid name, or a `ttl` under 3 seconds or over 1,000 years, and
+/// [`Error::NotInstalled`](crate::Error::NotInstalled). Errors of the database and the pool are events, and it is tried again.
 #[must_use = "nobody leads until `lead` is called"]
 pub struct Leader<P: Pool> {
     election: &'static str,
@@ -117,14 +117,17 @@ impl<P: Pool> Leader<P> {
                         stop: stop.clone(),
                         pool: PhantomData,
                     };
-                    seat.tell_elected();
+                    seat.tell("elected", None);
                     return Ok(Some((permit, term)));
                 }
                 // So that a crash is noticed when the seat expires, and not up to a third later.
                 Ok(Admission::Full(full)) => {
                     longest.min(full.retry_after + Duration::from_millis(fastrand::u64(1..10)))
                 }
-                Err(Error::Pool(_) | Error::Database(_) | Error::TimedOut) => longest,
+                Err(error) if error.may_pass() => {
+                    seat.tell("failed", Some(&error));
+                    longest
+                }
                 Err(error) => return Err(error),
             };
             stop.pause::<P::Mode>(pause).await;
@@ -132,9 +135,9 @@ impl<P: Pool> Leader<P> {
         Ok(None)
     }
 
-    /// After a term that its callback has ended, so that others may lead.
+    /// After a term that its callback has ended, for longer than others pause, so that they may lead.
     async fn rest(&self, stop: &Stop) {
-        stop.pause::<P::Mode>(jittered(self.ttl / 2)).await;
+        stop.pause::<P::Mode>(self.ttl / 2).await;
     }
 }
 

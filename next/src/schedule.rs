@@ -228,7 +228,7 @@ impl Schedule<crate::pool::PgPool> {
         mut work: impl FnMut(&Tick<crate::pool::PgPool>) -> Result<(), E>,
     ) -> Result<()> {
         while !stop.is_stopped() {
-            match pause(self.run_due(pool, &next, &mut work))? {
+            match pause(self.subject(), self.run_due(pool, &next, &mut work))? {
                 Some(rest) => crate::session::now(stop.pause::<crate::mode::Blocking>(rest)),
                 None => break,
             }
@@ -268,7 +268,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         F: Future<Output = Result<(), E>> + Send + 'a,
     {
         P::Mode::drive(async move {
-            while let Some(rest) = pause(self.look(pool, &next, &mut work).await)? {
+            while let Some(rest) = pause(self.subject(), self.look(pool, &next, &mut work).await)? {
                 crate::mode::pause::<P::Mode>(rest).await;
             }
             Ok(())
@@ -294,15 +294,23 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
     }
 }
 
+/// The pause after an error, not the same for all instances.
+fn retry() -> Duration {
+    Duration::from_millis(fastrand::u64(500..1500))
+}
+
 /// How long a loop pauses. `None` if it is over.
-fn pause(look: Result<Look>) -> Result<Option<Duration>> {
+fn pause(subject: Subject, look: Result<Look>) -> Result<Option<Duration>> {
     match look {
         Ok(Look::Ran) => Ok(Some(Duration::ZERO)),
         // Not all instances at once.
         Ok(Look::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
         Ok(Look::Never) => Ok(None),
-        Err(Error::Pool(_) | Error::Database(_) | Error::TimedOut | Error::PermitLost(_)) => {
-            Ok(Some(Duration::from_millis(fastrand::u64(500..1500))))
+        // A lost lease was told when it was found.
+        Err(Error::PermitLost(_)) => Ok(Some(retry())),
+        Err(error) if error.may_pass() => {
+            subject.event("run", "failed", Duration::ZERO, None, Some(&error));
+            Ok(Some(retry()))
         }
         Err(error) => Err(error),
     }

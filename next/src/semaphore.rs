@@ -136,9 +136,10 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
-    pub(crate) fn tell_elected(&self) {
+    /// Tells what came of a campaign.
+    pub(crate) fn tell(&self, outcome: &'static str, error: Option<&Error>) {
         self.subject
-            .event("lead", "elected", Duration::ZERO, None, None);
+            .event("lead", outcome, Duration::ZERO, None, error);
     }
 
     /// Returns the semaphore of one thing under this name, such as a tenant.

@@ -103,24 +103,26 @@ impl<P: Pool> Running<P> {
                 .take(STORED)
                 .collect::<String>()
         });
-        loop {
-            let finish = self
-                .run
-                .clone()
-                .update(Update::Finish(stored.clone()), None);
-            let finished = P::Mode::surely(&self.run.runtime, finish).await;
-            if finished.is_err() && !self.trust.is_over() {
+        // The work is done: what is dropped from now on must not give the tick back.
+        self.is_over = true;
+        let (run, trust) = (self.run.clone(), self.trust.clone());
+        let finished = P::Mode::surely(&self.run.runtime, async move {
+            loop {
+                let finish = Update::Finish(stored.clone());
+                let finished = run.clone().update(finish, None).await;
+                if finished.is_ok() || trust.is_over() {
+                    trust.end();
+                    return finished;
+                }
                 mode::pause::<P::Mode>(PAUSE).await;
-                continue;
             }
-            self.is_over = true;
-            self.trust.end();
-            if finished?.is_none() {
-                return Err(self.lost_lease());
-            }
-            self.tell(outcome, None);
-            return Ok(());
+        })
+        .await;
+        if finished?.is_none() {
+            return Err(self.lost_lease());
         }
+        self.tell(outcome, None);
+        Ok(())
     }
 
     #[cfg(feature = "async")]
@@ -132,6 +134,7 @@ impl<P: Pool> Running<P> {
     #[cfg(feature = "async")]
     pub(super) fn crashed(mut self) -> Error {
         self.is_over = true;
+        self.trust.end();
         self.lost_lease()
     }
 
@@ -151,10 +154,10 @@ impl<P: Pool> Running<P> {
 
 impl<P: Pool> Drop for Running<P> {
     fn drop(&mut self) {
-        self.trust.end();
         if self.is_over {
             return;
         }
+        self.trust.end();
         let update = if std::thread::panicking() {
             self.tell("crashed", None);
             Update::Crash("panicked")

@@ -8,6 +8,7 @@ mod monitoring;
 mod own_migrations;
 mod rate_limit_promise;
 mod rate_limits;
+mod semaphores;
 mod session_locks;
 mod testing_helpers;
 mod throttle_model;

@@ -1,7 +1,9 @@
 //! What only the blocking half has.
 
 mod keys;
+mod leaders;
 mod lenders;
 mod own_migrations;
 mod rate_limits;
 mod round_trips;
+mod schedules;

@@ -2,6 +2,7 @@
 
 mod fences;
 mod installing;
+mod kept;
 mod lent;
 mod local_rate_limits;
 mod monitoring;

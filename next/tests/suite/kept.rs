@@ -7,7 +7,9 @@ use std::time::Duration;
 use workbench::RoundTrips;
 
 use crate::assert_matches;
-use crate::half::{Admission, Error, Permit, PgPool, Semaphore, make_pool, on_first, pool, wait};
+use crate::half::{
+    Admission, Error, IS_FAIR, Permit, PgPool, Semaphore, make_pool, on_first, pool, wait,
+};
 use crate::support::{Observer, eventually, installed, number, run};
 
 const TIMEOUT: Duration = Duration::from_millis(600);
@@ -43,6 +45,9 @@ fn a_job_of_many_timeouts_keeps_its_permit() {
 
 #[test]
 fn others_who_use_the_pool_without_a_pause_do_not_starve_it() {
+    if !IS_FAIR {
+        return; // it lends to whoever asks, and not to whoever has waited longest
+    }
     let database = installed();
     let pool = pool(&database, 2);
     let permit = acquire(&pool);

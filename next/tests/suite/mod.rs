@@ -1,4 +1,5 @@
 //! One module per behaviour, the same over each pool.
+#![allow(clippy::unit_arg)] // what `wait` is given may be nothing in the blocking half
 
 mod fences;
 mod installing;
@@ -7,8 +8,10 @@ mod lent;
 mod local_rate_limits;
 mod monitoring;
 mod own_migrations;
+mod permits;
 mod rate_limit_promise;
 mod rate_limits;
+mod semaphore_waiting;
 mod semaphores;
 mod session_locks;
 mod testing_helpers;

@@ -1,0 +1,185 @@
+//! Waiting for a slot.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use workbench::RoundTrips;
+
+use crate::assert_matches;
+use crate::half::*;
+use crate::support::{Observer, eventually, installed, number, run};
+
+const MINUTE: Duration = Duration::from_secs(60);
+const ONE: Semaphore = Semaphore::named("geocoder", 1, MINUTE);
+
+#[track_caller]
+fn taken(semaphore: &Semaphore, pool: &PgPool) -> Permit {
+    let admission = wait(semaphore.try_acquire(pool)).unwrap();
+    admission.admitted().expect("a slot is free")
+}
+
+#[test]
+fn a_waiter_gets_the_slot_that_is_released_completed_or_expires() {
+    let database = installed();
+    let (pool, other) = (pool(&database, 2), pool(&database, 2));
+    for end in 0..4 {
+        let permit = taken(&ONE, &pool);
+        let proxy = RoundTrips::in_front_of(&database);
+        let waiting = make_pool(&proxy.url(), 1, MINUTE);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| wait(ONE.acquire(&waiting)).unwrap());
+            eventually("it has been refused", || proxy.round_trips() > 5);
+            match end {
+                0 => wait(permit.release()).unwrap(),
+                1 => drop(permit),
+                2 => assert!(wait(ONE.complete(&other, permit.detach())).unwrap()),
+                _ => {
+                    let expire = "UPDATE resource_control.service_request SET expires_at = clock_timestamp()";
+                    run(&mut database.connect(), expire);
+                    permit.detach();
+                }
+            }
+            wait(waiter.join().unwrap().release()).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_wait_that_timed_out_returns_the_last_refusal() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let permit = taken(&ONE, &pool);
+    for timeout in [Duration::ZERO, Duration::from_millis(50)] {
+        let began = Instant::now();
+        let full = wait(ONE.acquire_timeout(&pool, timeout.max(Duration::from_millis(30))))
+            .unwrap()
+            .full()
+            .unwrap();
+        assert!(full.retry_after <= MINUTE && began.elapsed() >= timeout);
+    }
+    wait(permit.release()).unwrap();
+    let admission = wait(ONE.acquire_timeout(&pool, Duration::MAX)).unwrap();
+    wait(admission.admitted().unwrap().release()).unwrap();
+}
+
+#[test]
+fn a_pool_without_a_connection_is_an_error_and_no_refusal() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, Duration::from_millis(200));
+    on_one(&pool, |_| {
+        assert_matches!(wait(ONE.try_acquire(&pool)), Err(Error::Pool(_)));
+        assert_matches!(wait(ONE.acquire(&pool)), Err(Error::Pool(_)));
+        assert_matches!(
+            wait(ONE.acquire_timeout(&pool, Duration::from_millis(50))),
+            Err(Error::Pool(_) | Error::TimedOut)
+        );
+    });
+    wait(taken(&ONE, &pool).release()).unwrap();
+}
+
+#[test]
+fn a_holder_and_its_waiters_share_one_connection() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let ran = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for _ in 0..10 {
+                    let permit = wait(ONE.acquire(&pool)).unwrap();
+                    assert_eq!(ran.fetch_add(1, Ordering::SeqCst) % 2, 0, "two hold it");
+                    wait(on_first(&pool, "SELECT 1")).unwrap();
+                    ran.fetch_add(1, Ordering::SeqCst);
+                    wait(permit.release()).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(ran.into_inner(), 160);
+}
+
+#[test]
+fn a_waiter_holds_neither_connection_nor_snapshot_between_its_tries() {
+    let database = installed();
+    let (pool, waiting) = (pool(&database, 1), pool(&database, 1));
+    let permit = taken(&ONE, &pool);
+    let mut observer = Observer::of(&database);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| wait(ONE.acquire(&waiting)).unwrap());
+        for _ in 0..20 {
+            wait(on_first(&waiting, "SELECT 1")).unwrap();
+            assert_eq!(observer.in_transaction(), 0);
+        }
+        wait(permit.release()).unwrap();
+        wait(waiter.join().unwrap().release()).unwrap();
+    });
+}
+
+/// Only the oldest of a crowd polls, and the others once a second.
+#[test]
+fn a_crowd_of_waiters_is_served_and_asks_seldom() {
+    const CROWD: usize = 1000;
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let (pool, waiting) = (pool(&database, 1), make_pool(&proxy.url(), 8, MINUTE));
+    let hundred = Semaphore::named("crowd", 100, MINUTE);
+    let held: Vec<_> = (0..100).map(|_| taken(&hundred, &pool)).collect();
+    let served = Arc::new(AtomicU64::new(0));
+    let waiters: Vec<_> = (0..CROWD)
+        .map(|_| {
+            let (hundred, waiting, served) = (hundred.clone(), waiting.clone(), served.clone());
+            std::thread::Builder::new()
+                .stack_size(256 * 1024)
+                .spawn(move || {
+                    let permit = wait(hundred.acquire(&waiting)).unwrap();
+                    served.fetch_add(1, Ordering::SeqCst);
+                    wait(permit.release()).unwrap();
+                })
+                .unwrap()
+        })
+        .collect();
+    eventually("the crowd asks", || proxy.round_trips() > 100);
+    let (before, began) = (proxy.round_trips(), Instant::now());
+    eventually("two seconds have passed", || {
+        began.elapsed() > Duration::from_secs(2)
+    });
+    let asked = (proxy.round_trips() - before) as f64 / began.elapsed().as_secs_f64();
+    assert!(asked < 4.0 * CROWD as f64, "{asked} round trips a second");
+    assert_eq!(served.load(Ordering::SeqCst), 0);
+    for permit in held {
+        wait(permit.release()).unwrap();
+    }
+    for waiter in waiters {
+        waiter.join().unwrap();
+    }
+    assert_eq!(served.load(Ordering::SeqCst), CROWD as u64);
+    let look = &mut database.connect();
+    assert_eq!(
+        number(
+            look,
+            "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NULL)"
+        ),
+        0
+    );
+}
+
+#[test]
+fn a_granted_slot_wakes_the_next_waiter() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    let four = Semaphore::named("four", 4, MINUTE);
+    let held: Vec<_> = (0..4).map(|_| taken(&four, &pool)).collect();
+    let barrier = std::sync::Barrier::new(4);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let permit = wait(four.acquire(&pool)).unwrap();
+                // All four are held at once, so each has its slot while the others have theirs.
+                barrier.wait();
+                wait(permit.release()).unwrap();
+            });
+        }
+        held.into_iter().for_each(drop);
+    });
+}

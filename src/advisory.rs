@@ -1,161 +1,304 @@
-//! Advisory locks: the handle, and the two scopes in which it can be taken.
+//! Advisory locks: one holder at a time, among all programs that use the database.
 
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-#[cfg(feature = "postgres")]
-mod blocking;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-mod connection_budget;
-#[cfg(feature = "postgres")]
-mod discard;
-mod doubt;
-#[cfg(feature = "postgres")]
+mod attempt;
 mod guard;
-mod lock;
-mod operations;
-mod rules;
-mod sql;
-mod token;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-mod waiter;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-mod waiting;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-mod wakeup;
-#[cfg(feature = "r2d2")]
-mod watch;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-mod watched;
-#[cfg(feature = "postgres")]
+mod lent;
+pub(crate) mod pinned;
+pub(crate) mod sql;
 mod xact;
 
-#[cfg(feature = "postgres")]
-use diesel::pg::PgConnection;
+use std::fmt;
+use std::marker::PhantomData;
+use std::time::{Duration, Instant};
 
-#[cfg(feature = "postgres")]
-pub use self::discard::GuardConnection;
-#[cfg(feature = "postgres")]
+pub use self::attempt::Attempt;
 pub use self::guard::AdvisoryLockGuard;
-use self::lock::LockMode;
-#[cfg(feature = "r2d2")]
-pub use self::watch::Watch;
+#[cfg(feature = "migrations")]
+pub(crate) use self::lent::Scope;
+use self::pinned::Pinned;
+use self::sql::Lock;
+use crate::error::{Error, Result};
+use crate::event::Subject;
 use crate::key::LockKey;
-#[cfg(feature = "r2d2")]
-use crate::pool::PooledPgConnection;
+use crate::mode::Mode;
+use crate::pool::{Pool, Reply};
+use crate::waiting::{Topic, Turns, What};
 
-/// A guard that owns its connection, which comes from a [`PgPool`](crate::PgPool).
-#[cfg(feature = "r2d2")]
-pub type PooledGuard = AdvisoryLockGuard<PooledPgConnection>;
-
-/// The guard of a session lock on a borrowed connection.
-#[cfg(feature = "postgres")]
-pub type BorrowedGuard<'conn> = AdvisoryLockGuard<&'conn mut PgConnection>;
-
-/// A named lock in PostgreSQL that one session of the database holds, or that several share.
+/// A lock that one holder has at a time, or several share, among all programs that use the database.
 ///
-/// PostgreSQL calls it an [advisory lock][pg]. It locks a number and no data, and excludes only sessions that request the same
-/// number. The server frees it when the session that holds it ends, even if the process crashed. Nothing has to be installed for
-/// it.
-///
-/// A handle is a small value that holds no connection. Declare it as a `static`, or create it where it is used. It is
-/// exclusive by default. Readers make it [`shared`](Self::shared).
-///
-/// # Two scopes
-///
-/// | | [`transaction`](Self::transaction), [`acquire_xact`](Self::acquire_xact) | [`try_acquire`](Self::try_acquire), [`acquire`](Self::acquire), … |
-/// |---|---|---|
-/// | The lock is held | until the transaction ends | until the guard is released, over many transactions |
-/// | The holder is | the transaction | the session, whose connection the guard pins |
-/// | Behind a pooler in transaction mode | safe | **unsafe** |
-/// | Deadlocks | PostgreSQL detects them | not detected: use a timeout, or take all locks in the order of [`LockId`](crate::LockId) |
-///
-/// # Examples
+/// `P` is the pool of the program, for each of which there is an alias: [`AdvisoryLock`](crate::AdvisoryLock) for r2d2,
+/// `deadpool::AdvisoryLock` and `bb8::AdvisoryLock`. Where an operation is documented to return `Reply<'a, P, T>`, it blocks and
+/// returns a `T` over r2d2, and is a future of a `T` over deadpool and bb8.
 ///
 /// ```
 /// use diesel_interlock::{AdvisoryLock, Attempt, Error, PgPool};
 ///
 /// static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
 ///
-/// fn nightly(pool: &PgPool) -> Result<(), Error> {
+/// fn report(pool: &PgPool) -> Result<bool, Error> {
 ///     let Attempt::Acquired(mut guard) = NIGHTLY.try_acquire(pool)? else {
-///         return Ok(()); // another instance is running it
+///         return Ok(false); // another instance writes it
 ///     };
-///     write_report(guard.conn())?;
-///     guard.release() // returns an error if the lock was lost meanwhile
+///     let conn = guard.conn(); // work on the session that holds the lock
+///     # let _ = conn;
+///     guard.release()?; // an error if the lock was lost meanwhile
+///     Ok(true)
 /// }
-/// # fn write_report(_: &mut diesel::PgConnection) -> Result<(), Error> { Ok(()) }
-/// # let database = workbench::Database::new();
-/// # nightly(&database.pool(1))?;
+/// # assert!(report(&workbench::Database::new().pool(1))?);
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// # Reentrancy
+/// The compiler tells what goes wrong without a run: an outcome that is ignored, and a handle with the pool of the other half.
 ///
-/// Session locks are reentrant, as in PostgreSQL. The same session may take the same lock again, and holds it until each
-/// acquisition has been released. So [`acquire_on`](Self::acquire_on) on a guard's own [`conn`](AdvisoryLockGuard::conn) succeeds.
-/// The forms that take a pool use another connection, which is another session. So while the caller holds an exclusive guard,
-/// `try_acquire` on the pool returns [`Attempt::Busy`](crate::Attempt::Busy), and `acquire` waits forever. Both return
-/// [`Error::Pool`](crate::Error::Pool) if the pool has no other connection.
+/// ```compile_fail
+/// #![deny(unused_must_use)]
+/// # use diesel_interlock::{AdvisoryLock, Error, PgPool};
+/// fn report(pool: &PgPool) -> Result<(), Error> {
+///     AdvisoryLock::named("nightly report").try_acquire(pool)?; // and the work below runs without the lock
+///     Ok(())
+/// }
+/// ```
+#[cfg_attr(
+    feature = "deadpool",
+    doc = r#"
+```compile_fail,E0308
+# use diesel_interlock::{AdvisoryLock, deadpool::PgPool};
+fn report(pool: &PgPool) {
+    let _ = AdvisoryLock::named("nightly report").try_acquire(pool); // import `diesel_interlock::deadpool::AdvisoryLock`
+}
+```
+"#
+)]
 ///
-/// # Caveats
+/// # Session locks
 ///
-/// A lock grants permission. It cannot stop a holder that has already proceeded. A holder that has lost its session (see
-/// [`AdvisoryLockGuard`]) continues until it checks. If data must not be written twice, write it in the transaction that
-/// holds the lock, with [`transaction`](Self::transaction), or protect it with a [`Fence`](crate::Fence).
+/// The server session that takes a session lock holds it until it unlocks it or ends, so the [guard](AdvisoryLockGuard) pins the
+/// connection to it. A connection goes back to its pool only if the server has confirmed the unlock. Otherwise its session is
+/// ended, which frees the lock: after an error, a panic, a transaction that was left open, and a dropped future.
 ///
-/// [pg]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-#[must_use = "a lock does nothing until it is acquired"]
-pub struct AdvisoryLock {
+/// Behind a pooler in transaction mode the statements of one connection run on many sessions, so use [transaction
+/// locks](Self#transaction-locks) there. [`check_exclusion`](crate::check_exclusion) finds out.
+///
+/// # Waiting
+///
+/// In a process only the oldest waiter of a key does something. It waits on the server, for 200 ms at a time, on a connection
+/// that the pool can spare, so processes take turns; if the pool can spare none, it tries every 5 to 100 ms. The others hold no
+/// connection. A release in this process wakes the oldest at once. No setting of the session ends the wait, and nothing is
+/// written to the server's log. No order is promised. A lock that is taken for a millisecond, thousands of times a second, is
+/// better a transaction lock.
+///
+/// A blocking try that was sent is not interrupted by a timeout: libpq's `tcp_user_timeout` bounds it if the network fails. In
+/// the asynchronous half a timeout holds also there, and what the try may yet get is released.
+///
+/// # Errors
+///
+/// Session locks fail with [`Error::Input`] for an invalid name, [`Error::Pool`] if the pool lends no connection,
+/// [`Error::InsideTransaction`] if it lends one inside a transaction (that of `begin_test_transaction` is none),
+/// [`Error::Standby`] on a hot standby, and [`Error::Database`].
+#[must_use = "a lock protects nothing until it is taken"]
+pub struct AdvisoryLock<P: Pool> {
     key: LockKey,
-    mode: LockMode,
-    fenced: bool,
+    label: &'static str,
+    is_shared: bool,
+    pool: PhantomData<fn(&P)>,
 }
 
-impl AsRef<AdvisoryLock> for AdvisoryLock {
-    fn as_ref(&self) -> &Self {
-        self
-    }
-}
-
-impl AdvisoryLock {
-    /// Makes the lock with this name. The same as `AdvisoryLock::new(LockKey::named(name))`.
-    ///
-    /// The first operation reports an empty name, as [`Input::EmptyName`](crate::error::Input::EmptyName).
+impl<P: Pool> AdvisoryLock<P> {
+    /// Makes the lock of a name.
     pub const fn named(name: &'static str) -> Self {
         Self::new(LockKey::named(name))
     }
 
-    /// Makes the lock of a key. For a name that is known only at run time: `AdvisoryLock::new(LockKey::from(name))`.
+    /// Makes the lock of a key.
     pub const fn new(key: LockKey) -> Self {
         Self {
+            label: key.label(),
             key,
-            mode: LockMode::Exclusive,
-            fenced: false,
+            is_shared: false,
+            pool: PhantomData,
         }
     }
 
-    /// Returns the lock in shared mode: any number of sessions may hold it at a time, as long as none holds it exclusively. Locks
-    /// are exclusive by default.
-    pub const fn shared(mut self) -> Self {
-        self.mode = LockMode::Shared;
-        self
-    }
-
-    /// Returns the lock with an early [fencing token](AdvisoryLockGuard::fencing_token). The round trip that takes a free session
-    /// lock then also draws the token. Without this, the token is drawn when it is requested. Each token costs a transaction id and
-    /// a record in the write-ahead log.
+    /// Returns the lock of one thing under this name: that of [`LockKey::parts`] with the name and the key.
     ///
-    /// The statement that takes a fenced lock writes and commits. If `synchronous_standby_names` is set, it waits for the standbys
-    /// while it holds the lock. Neither the timeout of `acquire_timeout` nor a `statement_timeout` ends that wait: see
-    /// [`fencing_token`](AdvisoryLockGuard::fencing_token).
-    pub const fn fenced(mut self) -> Self {
-        self.fenced = true;
+    /// ```
+    /// use diesel_interlock::{AdvisoryLock, LockKey};
+    ///
+    /// static SERVER: AdvisoryLock = AdvisoryLock::named("server");
+    /// assert_eq!(*SERVER.key(345).lock_key(), LockKey::parts(["server", "345"]));
+    /// ```
+    ///
+    /// Only a lock of a name has keys. That of a number or a pair is refused when it is used ([`Error::Input`]).
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        Self {
+            key: self.key.keyed(key),
+            ..*self
+        }
+    }
+
+    /// Returns the shared form of the lock: many may hold it at once, while nobody holds the exclusive one.
+    pub const fn shared(mut self) -> Self {
+        self.is_shared = true;
         self
     }
 
-    /// Returns the key of the lock.
-    pub const fn key(&self) -> &LockKey {
+    /// Returns what the lock is on.
+    pub const fn lock_key(&self) -> &LockKey {
         &self.key
+    }
+
+    /// Takes the lock if it is free, and never waits for it.
+    ///
+    /// One round trip on a connection of the pool: `SELECT pg_try_advisory_lock($1)`, with checks for a standby.
+    pub fn try_acquire<'a>(
+        &'a self,
+        pool: &'a P,
+    ) -> Reply<'a, P, Result<Attempt<AdvisoryLockGuard<P>>>> {
+        P::Mode::drive(self.subject().tell("try_acquire", async move {
+            let guard = self.attempt(pool, None, None).await?;
+            Ok(guard.map_or(Attempt::Busy, Attempt::Acquired))
+        }))
+    }
+
+    /// Takes the lock, and [waits](Self#waiting) for as long as others hold it.
+    pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<AdvisoryLockGuard<P>>> {
+        P::Mode::drive(async move {
+            let tried = self
+                .subject()
+                .tell("acquire", self.wait(pool, None))
+                .await?;
+            tried.acquired().ok_or(Error::TimedOut)
+        })
+    }
+
+    /// Takes the lock, and [waits](Self#waiting) for at most `timeout`, the check-out of the connection included. Nothing is held
+    /// after [`Attempt::Busy`].
+    pub fn acquire_timeout<'a>(
+        &'a self,
+        pool: &'a P,
+        timeout: Duration,
+    ) -> Reply<'a, P, Result<Attempt<AdvisoryLockGuard<P>>>> {
+        P::Mode::drive(async move {
+            let deadline = Instant::now().checked_add(timeout);
+            let wait = self.wait(pool, deadline);
+            self.subject().tell("acquire_timeout", wait).await
+        })
+    }
+
+    async fn wait(
+        &self,
+        pool: &P,
+        deadline: Option<Instant>,
+    ) -> Result<Attempt<AdvisoryLockGuard<P>>> {
+        let topic = Topic::of::<P>(What::Lock(self.key.id()?));
+        let mut turns = Turns::new(topic, deadline);
+        let mut was_heard = false;
+        while turns.next::<P::Mode>().await {
+            let attempt = self.attempt(pool, deadline, Some(&mut turns));
+            match P::Mode::within(deadline, attempt).await {
+                Some(Ok(None)) => was_heard = true,
+                Some(outcome) => {
+                    return outcome.map(|guard| guard.map_or(Attempt::Busy, Attempt::Acquired));
+                }
+                None => break,
+            }
+        }
+        if was_heard {
+            Ok(Attempt::Busy)
+        } else {
+            Err(Error::TimedOut)
+        }
+    }
+
+    /// Tries once, and waits on the server if it is this one's turn. A pooled session that turns out to have ended is replaced.
+    async fn attempt(
+        &self,
+        pool: &P,
+        deadline: Option<Instant>,
+        turns: Option<&mut Turns>,
+    ) -> Result<Option<AdvisoryLockGuard<P>>> {
+        let lock = self.lock()?;
+        let mut pinned = Pinned::check_out(pool, deadline).await?;
+        let mut taken = pinned.take(lock).await;
+        if let Err(error) = &taken {
+            if pinned.has_ended(error).await {
+                drop(pinned);
+                pinned = Pinned::check_out(pool, deadline).await?;
+                taken = pinned.take(lock).await;
+            }
+        }
+        let mut pid = taken?;
+        if let (None, Some(turns)) = (pid, turns) {
+            let slice = if pool.can_spare() {
+                turns.slice()
+            } else {
+                None
+            };
+            if let Some(slice) = slice {
+                pid = pinned.wait(lock, slice, turns).await?;
+            }
+        }
+        Ok(pid
+            .map(|pid| AdvisoryLockGuard::new(pinned, self.key.clone(), self.subject(), lock, pid)))
+    }
+
+    fn lock(&self) -> Result<Lock> {
+        Ok(Lock {
+            id: self.key.id()?,
+            is_shared: self.is_shared,
+        })
+    }
+
+    fn subject(&self) -> Subject {
+        Subject {
+            primitive: "lock",
+            name: self.label,
+        }
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl AdvisoryLock<crate::pool::PgPool> {
+    /// [Acquires](Self::acquire) the lock, runs `work` on the connection whose session holds it, and releases it.
+    ///
+    /// After an error of `work` the lock is released as by a drop. A lock that was lost while `work` succeeded is an error.
+    pub fn with<T, E: From<Error>>(
+        &self,
+        pool: &crate::pool::PgPool,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        self.acquire(pool)?.run(work)
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
+    /// [Acquires](Self::acquire) the lock, runs `work` on the connection whose session holds it, and releases it.
+    ///
+    /// After an error of `work` the lock is released as by a drop. A lock that was lost while `work` succeeded is an error.
+    pub async fn with<T, E: From<Error>>(
+        &self,
+        pool: &P,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        self.acquire(pool).await?.run(work).await
+    }
+}
+
+impl<P: Pool> Clone for AdvisoryLock<P> {
+    fn clone(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for AdvisoryLock<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AdvisoryLock")
+            .field("key", &self.key)
+            .field("is_shared", &self.is_shared)
+            .finish()
     }
 }

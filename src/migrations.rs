@@ -1,78 +1,295 @@
-//! Running migrations once, although many instances of an application start at the same time. This covers the
-//! application's own migrations and those of this crate.
+//! Installing the schema `resource_control`, and running an application's own migrations once.
 //!
-//! Diesel's own `run_pending_migrations` takes no lock. If two instances start together, both find a migration pending,
-//! both run it, and one of them fails. [`run_pending`] runs the migrations under a lock.
-//!
-//! # Installation of this crate's schema
-//!
-//! There are two ways to install the schema `resource_control`: at start-up, or by files among the application's own
-//! migrations. In both, the schema itself records what was run, because each migration inserts its own row into
-//! `resource_control.installed_migration`.
-//!
-//! | | By [`install`], at start-up | By files among the application's own |
-//! |---|---|---|
-//! | Start | call [`install`] at start-up | call [`write_to`], then `diesel migration run` |
-//! | After an upgrade of this crate | nothing to do | call [`write_to`] again, then `diesel migration run` |
-//! | `diesel migration run`, `list`, `revert`, `redo`, with or without `--all` | do not know of it | treat it as the oldest of the application's migrations |
-//! | Remove | [`uninstall`] | `revert` them and delete the files, or [`uninstall`] and delete the files |
-//! | Change to the other way | call [`write_to`], then `diesel migration run` | delete the files, then call [`take_over`] once per database |
-//!
-//! Both ways may be used together, one after the other or at the same moment. Each `up.sql` does nothing if its version is
-//! recorded in `installed_migration`, and holds an advisory lock until its transaction ends, so two sessions never run one
-//! at the same time. A program may therefore call [`install`] and then [`run_pending`] on a directory that contains the
-//! files, also on a fresh database. Diesel then records in `__diesel_schema_migrations` what [`install`] has run, and
-//! `diesel migration revert` and `redo` work. Two limits remain:
-//! - If [`install`] has run a migration whose file [`write_to`] has not written yet, `diesel migration revert --all` and
-//!   `redo --all` fail at the older files, because newer objects are in the schema.
-//! - If the default isolation level is stricter than READ COMMITTED, Diesel's own runner may fail with "already exists"
-//!   while [`install`] runs the same migration. Nothing is changed then. Run it again.
-//!
-//! `down.sql` drops the tables together with the objects that an application put on them, such as indexes and triggers.
-//! [`uninstall`] instead refuses, and names these objects.
-//!
-//! [`install`] [adopts](install#adoption-of-a-schema-without-recorded-versions) a schema `resource_control` that was
-//! created by hand, or copied without its rows.
-//!
-//! # Compatibility between releases
-//!
-//! Tables and functions only grow from release to release of this crate. A released migration never changes, an added column
-//! can be left out of an INSERT, and a function with another signature or result is a new function. Two combinations
-//! therefore work:
-//! - An old program runs on the schema of a newer release, during a rolling deployment and after a rollback of the program.
-//!   It ignores what it does not know, and [`install`] leaves it alone.
-//! - A new program runs on the schema of an older release. Operations that need something newer return
-//!   [`Schema::NotInstalled`](crate::error::Schema::NotInstalled), and the others work. So install before you deploy.
-//!
-//! [`uninstall`] of an older release refuses the schema of a newer one.
-//!
-//! # Connections
-//!
-//! All functions here but [`write_to`] take a blocking connection. With the feature `async`, `asynchronous::migrations` has the
-//! same functions for the pools of diesel-async.
+//! The schema consists of a few files, which [`install`], `diesel_cli` and psql run alike: each does nothing if its version is
+//! recorded in `resource_control.installed_migration`, so all of them may run them, in any order and at the same moment. `DROP SCHEMA
+//! resource_control CASCADE` removes all of it.
 
-mod adopt;
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-mod contents;
-mod diesels_table;
-mod install;
-mod ours;
-mod rights;
-#[cfg(any(feature = "postgres", feature = "async"))]
-mod run_each;
-#[cfg(feature = "postgres")]
 mod run_pending;
-mod uninstall;
-mod write_to;
 
-#[cfg(feature = "postgres")]
-pub use self::diesels_table::take_over;
-#[cfg(feature = "postgres")]
-pub use self::install::install;
-pub use self::ours::LOCK;
-#[cfg(feature = "postgres")]
-pub use self::run_pending::run_pending;
-#[cfg(feature = "postgres")]
-pub use self::uninstall::uninstall;
-pub use self::write_to::write_to;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use std::{fs, io};
+
+use diesel::sql_types::{Array, Bool, Text};
+
+pub use self::run_pending::{Target, run_pending};
+use crate::call::ask;
+use crate::error::{Error, Result};
+use crate::event::{Outcome, Subject};
+use crate::exclusion;
+use crate::mode::Mode;
+use crate::pool::{Borrowed, Pool, Reply};
+use crate::session::Session;
+use crate::statement::Statement;
+use crate::transaction::Own;
+
+/// One of the migrations of this crate.
+#[derive(Debug)]
+struct File {
+    name: &'static str,
+    version: &'static str,
+    up: &'static str,
+    down: &'static str,
+}
+
+macro_rules! files {
+    ($($name:literal $version:literal,)*) => {
+        &[$(File {
+            name: $name,
+            version: $version,
+            up: include_str!(concat!("../migrations/", $name, "/up.sql")),
+            down: include_str!(concat!("../migrations/", $name, "/down.sql")),
+        }),*]
+    };
+}
+
+const FILES: &[File] = files! {
+    "2000-01-01-000001_resource_control" "20000101000001",
+    "2000-01-01-000002_throttles" "20000101000002",
+    "2000-01-01-000003_service_requests" "20000101000003",
+    "2000-01-01-000004_fences" "20000101000004",
+    "2000-01-01-000005_rate_limits" "20000101000005",
+    "2000-01-01-000006_schedules" "20000101000006",
+    "2000-01-01-000008_views" "20000101000008",
+};
+
+const SUBJECT: Subject = Subject {
+    primitive: "migrations",
+    name: "resource_control",
+};
+
+/// The encoding of the database, and whether anything was installed.
+const LOOK: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text, \
+     pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL";
+
+/// The versions that are recorded, and which of these objects are not there.
+const STATE: &str = "
+    SELECT (SELECT COALESCE(pg_catalog.array_agg(m.version), '{}') FROM resource_control.installed_migration AS m),
+        (SELECT COALESCE(pg_catalog.array_agg(o ORDER BY o), '{}') FROM pg_catalog.unnest($1) AS o
+            WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_class AS c
+                    WHERE c.relnamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                        AND c.relname OPERATOR(pg_catalog.=) o)
+                AND NOT EXISTS (SELECT FROM pg_catalog.pg_proc AS p
+                    WHERE p.pronamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                        AND p.proname OPERATOR(pg_catalog.=) o)
+                AND NOT EXISTS (SELECT FROM pg_catalog.pg_type AS t
+                    WHERE t.typnamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                        AND t.typname OPERATOR(pg_catalog.=) o))";
+
+#[derive(Debug, Default)]
+struct State {
+    recorded: Vec<String>,
+    missing: Vec<String>,
+}
+
+/// Whether anything was to be done.
+struct Done(bool);
+
+impl Outcome for Done {
+    fn word(&self) -> &'static str {
+        if self.0 { "ran" } else { "nothing pending" }
+    }
+}
+
+/// Creates the schema `resource_control`, or what it lacks of this release. Every instance may call it when it starts.
+///
+/// Two round trips if nothing is pending, and no right but to read. Otherwise the role must own the schema, or may create it: each
+/// pending file runs in a transaction of its own, under a transaction lock, so it also works behind a pooler in transaction mode, and
+/// of many instances one runs it. A failure keeps what the files before have created.
+///
+/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session locks exclude on it, and logs a warning
+/// if not.
+///
+/// # Errors
+///
+/// [`Error::Migration`] if a file failed, [`Error::Incomplete`] if a part of the schema is recorded and not there, with the statement
+/// that repairs it, [`Error::Encoding`] unless the database has UTF8, [`Error::Pool`], and [`Error::Database`].
+///
+/// ```
+/// use diesel_interlock::migrations;
+///
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
+/// migrations::install(&pool)?; // `.await` it over deadpool and bb8
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
+    P::Mode::drive(async move {
+        SUBJECT.tell("install", run_files(pool)).await?;
+        if pool.idle() >= 2 {
+            let began = Instant::now();
+            if let Err(error @ Error::NotExclusive) = exclusion::check(pool).await {
+                let took = began.elapsed();
+                SUBJECT.event("check_exclusion", "failed", took, None, Some(&error));
+            }
+        }
+        Ok(())
+    })
+}
+
+async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
+    let look = Statement::<(Text, Bool)>::new(LOOK, []);
+    let ((encoding, is_there), _): ((String, bool), _) = ask(pool, None, [look]).await?;
+    if encoding != "UTF8" {
+        return Err(Error::Encoding(encoding));
+    }
+    let mut state = State::default();
+    if is_there {
+        state = State::of(pool).await?;
+    }
+    let is_pending = |file: &&File| !state.recorded.iter().any(|it| it == file.version);
+    let pending: Vec<_> = FILES.iter().filter(is_pending).collect();
+    if !pending.is_empty() {
+        let mut borrowed = Borrowed::new(pool, None).await?;
+        for file in &pending {
+            file.run(borrowed.conn()).await?;
+        }
+        drop(borrowed);
+        state = State::of(pool).await?;
+    }
+    state.require_all()?;
+    Ok(Done(!pending.is_empty()))
+}
+
+impl File {
+    /// READ COMMITTED, because a stricter transaction would not see what was committed while it waited for the lock.
+    async fn run<S: Session>(&self, session: &mut S) -> Result<()> {
+        let transaction = Own::begin(session).await?;
+        let ran = transaction.conn.batch(self.up).await;
+        let version = self.version;
+        let ran = ran.map_err(|source| Error::Migration { version, source });
+        transaction.end(ran).await
+    }
+
+    /// What the file creates: tables, indexes, types, views, sequences and functions.
+    fn objects(&self) -> impl Iterator<Item = &'static str> + use<> {
+        self.up.lines().filter_map(|line| {
+            let created = line.trim_start().strip_prefix("CREATE ")?;
+            let name = match created.split_once("INDEX IF NOT EXISTS ") {
+                Some((_, index)) => index,
+                None => created.split_once("resource_control.")?.1,
+            };
+            name.split(|c: char| c != '_' && !c.is_alphanumeric())
+                .next()
+        })
+    }
+}
+
+impl State {
+    async fn of<P: Pool>(pool: &P) -> Result<Self> {
+        let all: Vec<String> = FILES
+            .iter()
+            .flat_map(File::objects)
+            .map(Into::into)
+            .collect();
+        let statement = Statement::<(Array<Text>, Array<Text>)>::new(STATE, [all.into()]);
+        let ((recorded, missing), _) = ask(pool, None, [statement]).await?;
+        Ok(Self { recorded, missing })
+    }
+
+    fn require_all(self) -> Result<()> {
+        let missing = self.missing;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let lacks = |file: &&File| {
+            file.objects()
+                .any(|object| missing.iter().any(|it| it == object))
+        };
+        let versions = FILES
+            .iter()
+            .filter(lacks)
+            .map(|file| file.version)
+            .collect();
+        Err(Error::Incomplete { missing, versions })
+    }
+}
+
+/// Writes the migrations of this crate among those of an application, for `diesel_cli` and psql, and returns the directories that are
+/// new. Call it again after an upgrade of this crate.
+///
+/// They are older than any other, so `diesel migration run` runs them first. [`install`] may be called beside them.
+///
+/// # Errors
+///
+/// Those of the file system.
+///
+/// ```
+/// # let directory = std::env::temp_dir().join(format!("interlock-write-to-{}", std::process::id()));
+/// let new = diesel_interlock::migrations::write_to(&directory)?; // "migrations"
+/// # assert!(!new.is_empty());
+/// # std::fs::remove_dir_all(directory)?;
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub fn write_to(directory: impl AsRef<Path>) -> io::Result<Vec<PathBuf>> {
+    let mut written = Vec::new();
+    for File { name, up, down, .. } in FILES {
+        let directory = directory.as_ref().join(name);
+        let files = [
+            (directory.join("up.sql"), up),
+            (directory.join("down.sql"), down),
+        ];
+        if files.iter().all(|(path, _)| path.exists()) {
+            continue;
+        }
+        fs::create_dir_all(&directory)?;
+        for (path, text) in files {
+            fs::write(path, text)?;
+        }
+        written.push(directory);
+    }
+    Ok(written)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_is_the_directory() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
+        let entries = fs::read_dir(root)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
+        names.sort();
+        let listed: Vec<_> = FILES.iter().map(|file| file.name).collect();
+        assert_eq!(names, listed);
+    }
+
+    #[test]
+    fn each_file_writes_and_deletes_its_own_version() {
+        for File {
+            name,
+            version,
+            up,
+            down,
+        } in FILES
+        {
+            assert_eq!(&name[..17].replace('-', ""), version);
+            assert_eq!(up.matches(&format!("'{version}'")).count(), 2, "{name}");
+            assert!(
+                down.contains(&format!("'{version}'")) || down.contains("DROP SCHEMA"),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn each_file_tells_what_it_creates() {
+        let all: Vec<_> = FILES.iter().flat_map(File::objects).collect();
+        for object in [
+            "installed_migration",
+            "fencing_token",
+            "lock_key",
+            "throttled_resource_enum",
+            "throttled_resource",
+            "service_request",
+            "service_request_in_flight",
+            "claim_service_request",
+            "schedule_state",
+        ] {
+            assert!(all.contains(&object), "{object} of {all:?}");
+        }
+    }
+}

@@ -1,114 +1,299 @@
-//! Queries for operators: holders of locks and waiters, the sessions that block others, requests in flight, throttled
-//! resources that are due, and keys that are near their rate limit.
+//! Who holds, who waits, what is due: the views of `resource_control`, as rows and filters of Diesel.
 //!
-//! Most items are Diesel queries or expressions, which an application extends with `.filter()`, `.order()`, joins with its own
-//! tables ([`allow_joins_with!`](crate::allow_joins_with)), `.into_boxed()` and the like. [`holders_of`], [`waiters_of`], [`slots`]
-//! and [`keys_near_limit`] run their query. Times are compared with the server's clock, never with the application's.
-//!
-//! | Question | Query |
-//! |---|---|
-//! | Which sessions hold which locks? | [`holders()`], or [`holders_of`] for one lock |
-//! | Which sessions wait, and how long? | [`waiters()`], [`waiters_of`] |
-//! | Which session blocks which? | [`blocked()`] |
-//! | Which lock has this number? | [`Names`] |
-//! | Which requests to a service are in flight, which timed out? | [`in_flight()`], [`timed_out()`], [`overdue()`] |
-//! | Which slots are free, and when is the next? | [`slots`], [`next_expiry()`] |
-//! | What are the last grants of throttled resources? | [`last_lockers()`], [`last_key_lockers()`] |
-//! | Which resources are due, or when? | [`available_now()`], [`next_free_at()`], [`key_available_now()`], [`key_next_free_at()`] |
-//! | Which keys of a rate limit are nearest to it, and what is left of them? | [`keys_near_limit`] |
-//! | Which keys of any rate limit owe most, and how much? | [`spent_keys()`], [`units_owed()`] |
-//! | Which quotas did operators set? | [`overrides()`] |
-//!
-//! # Locks
-//!
-//! The locks are those of the current database, taken by this crate's guards or otherwise. PostgreSQL's views `pg_locks`
-//! and `pg_stat_activity` list them, so nothing needs to be installed. This module has the columns for `.filter()` and
-//! `.order()`:
+//! The views are the database's, so psql and Grafana read the same. [`views`] has their columns, and each row type here a function
+//! `all` that selects it, for further filters. The tables are in [`schema`](crate::schema), with [`ServiceRequest`] and
+//! [`ThrottledResource`] for their rows.
 //!
 //! ```
-//! use diesel::dsl::{IntervalDsl, count_star};
 //! use diesel::prelude::*;
-//! use diesel_interlock::monitor;
+//! use diesel_interlock::LockKey;
+//! use diesel_interlock::monitor::{KeyOfLimit, Lock, views};
 //!
 //! # let database = workbench::Database::new();
+//! # diesel_interlock::migrations::install(&database.pool(1))?;
 //! # let conn = &mut database.connect();
-//! // The number of waits of more than a minute, per application. Waits for session locks of this crate are shorter: see `waiters`.
-//! let waits: Vec<(Option<String>, i64)> = monitor::waiters()
-//!     .filter(monitor::waited.gt(1.minute()))
-//!     .group_by(monitor::application_name)
-//!     .select((monitor::application_name, count_star()))
-//!     .load(conn)?;
-//! # assert!(waits.is_empty());
-//! # Ok::<(), diesel::result::Error>(())
+//! let holders = Lock::of(&LockKey::named("nightly report")).filter(views::advisory_lock::is_held).load(conn)?;
+//! let nearly_limited = KeyOfLimit::all().filter(views::rate_limit_state::used.ge(0.8)).load(conn)?;
+//! # assert!(holders.is_empty() && nearly_limited.is_empty());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-//!
-//! # Unknown values
-//!
-//! A value that PostgreSQL does not know or does not show is `None`. PostgreSQL does not record when a lock was granted, and
-//! before version 14 it does not record when a wait started. From a role without `pg_read_all_stats` it hides the statement,
-//! state, address and times of other roles' sessions. See [`Session`].
-//!
-//! # Search path
-//!
-//! Diesel sends operators without their schema, so operators of another schema that is ahead of `pg_catalog` in the `search_path`
-//! may change what these queries and expressions return.
-//!
-//! # Invalid text
-//!
-//! The server shows two texts that it has not checked: the name of a role that was created in a database of another encoding, and,
-//! in a database whose encoding is `SQL_ASCII`, any statement. If one session has a role or a statement that is not valid UTF-8, a
-//! query that reads [`usename`] or [`query`] of that session fails, as [`holders()`] and [`waiters()`] do. Rename the role, or
-//! `.select()` the other columns.
-//!
-//! # Requests and throttles
-//!
-//! Requests and throttles are rows of tables, which [`migrations::install`](crate::migrations::install) creates and
-//! [`schema`](crate::schema) declares. [`ServiceRequest`], [`ThrottledResourceRow`] and [`ThrottledKeyRow`] load them. Rate
-//! limits are rows of tables, too, which [`RateLimitRow`] and [`RateLimitOverride`] load. [`keys_near_limit`] also needs the
-//! [`RateLimit`](crate::RateLimit) of the program, because PostgreSQL does not store its quota.
 
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-mod joins;
-mod locks;
-mod rate_limits;
-mod requests;
-mod throttled;
-mod view;
-mod who_blocks;
-mod who_holds;
+// Diesel's macro writes aliases without documentation.
+#![allow(missing_docs)]
 
-pub use self::locks::advisory_lock::columns::{
-    application_name, backend_start, client_addr, client_hostname, granted, key, key1, key2, pid,
-    query, shared, state, usename, waited, waiting_since, xact_start,
-};
-pub use self::locks::{AdvisoryLocks, Names, of_key};
-#[cfg(feature = "postgres")]
-pub use self::rate_limits::keys_near_limit;
-pub use self::rate_limits::{
-    KeyNearLimit, QuotaSource, RateLimitOverride, RateLimitRow, overrides, spent_keys, units_owed,
-};
-#[cfg(feature = "postgres")]
-pub use self::requests::slots;
-pub use self::requests::{
-    ServiceRequest, Slots, in_flight, next_expiry, of_service, overdue, timed_out,
-};
-pub use self::throttled::{
-    ThrottledKeyRow, ThrottledResourceRow, available_now, key_available_now, key_next_free_at,
-    last_key_lockers, last_lockers, next_free_at,
-};
-pub use self::who_blocks::blocking::columns as blocking;
-pub use self::who_blocks::{Blocked, Blocking, blocked, blocked_on};
-#[cfg(feature = "testing")]
-pub(crate) use self::who_holds::find_holders;
-pub use self::who_holds::{Holder, Session, Waiter, holders, waiters};
-#[cfg(feature = "postgres")]
-pub use self::who_holds::{holders_of, waiters_of};
-pub use crate::time::{Elapsed, Timestamp};
+pub mod views;
 
-/// The tables that [`allow_joins_with!`](crate::allow_joins_with) names.
+use chrono::{DateTime, Utc};
+use diesel::data_types::{PgInterval, PgTimestamp};
+use diesel::dsl::{AsSelect, Select, SqlTypeOf, auto_type};
+use diesel::pg::Pg;
+use diesel::prelude::*;
+use diesel::sql_types::Timestamptz;
+
+use self::views::{
+    advisory_lock, leader, rate_limit_state, schedule_state, slot_in_flight, throttle_state,
+};
+use crate::key::{LockId, LockKey};
+use crate::schema::resource_control::{service_request, throttled_resource};
+use crate::throttle::ResourceLabel;
+
+diesel::define_sql_function! {
+    /// The server's clock.
+    #[sql_name = "pg_catalog.clock_timestamp"]
+    fn clock_timestamp() -> Timestamptz;
+}
+
+/// An advisory lock that a session holds, or waits for on the server. Waiters that poll are not seen.
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[diesel(table_name = advisory_lock, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct Lock {
+    /// The number, and `None` for a pair.
+    pub number: Option<i64>,
+    /// The first of a pair.
+    pub first: Option<i32>,
+    /// The second of a pair.
+    pub second: Option<i32>,
+    /// Whether it is shared.
+    pub is_shared: bool,
+    /// Whether the session holds it. Otherwise it waits for it.
+    pub is_held: bool,
+    /// The session.
+    pub pid: i32,
+    /// Its `application_name`.
+    pub application_name: String,
+    /// Its role.
+    pub role: Option<String>,
+    /// The address of its client, and `None` for a socket.
+    pub client: Option<String>,
+    /// What it does: `active`, `idle`, `idle in transaction` …
+    pub state: Option<String>,
+    /// Since when it has a transaction.
+    pub transaction_since: Option<DateTime<Utc>>,
+    /// Since when it waits.
+    pub waiting_since: Option<DateTime<Utc>>,
+    /// The sessions that it waits for.
+    pub blocked_by: Vec<i32>,
+}
+
+/// A slot of a semaphore that is in use.
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[diesel(table_name = slot_in_flight, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct Slot {
+    /// The request, and its fencing token.
+    pub id: i64,
+    /// The service.
+    pub service: String,
+    /// The slot, from 0.
+    pub slot: i16,
+    /// When it was claimed.
+    pub created_at: DateTime<Utc>,
+    /// When it expires unless it is renewed.
+    pub expires_at: DateTime<Utc>,
+    /// How long that is from now.
+    pub remaining: PgInterval,
+    /// The details of the semaphore.
+    pub details: String,
+}
+
+/// A throttle of either kind.
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[diesel(table_name = throttle_state, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct ThrottleState {
+    /// The name, or the label of the resource.
+    pub name: String,
+    /// The key, and empty without one.
+    pub key: String,
+    /// Whether it is a resource of the database.
+    pub is_resource: bool,
+    /// The interval, as elapsed time.
+    pub throttle_interval: PgInterval,
+    /// When it was granted last, and `None` for never.
+    pub last_granted: Option<DateTime<Utc>>,
+    /// Who was granted it last.
+    pub details: String,
+    /// When it is due, and `None` for one that was never granted.
+    pub due_at: Option<DateTime<Utc>>,
+    /// Whether it is due.
+    pub is_due: bool,
+}
+
+/// A key of a rate limit.
+#[derive(Debug, Clone, PartialEq, Queryable, Selectable)]
+#[diesel(table_name = rate_limit_state, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct KeyOfLimit {
+    /// The name of the limit.
+    pub name: String,
+    /// The key, and empty without one.
+    pub key: String,
+    /// How many units it has when it is full.
+    pub burst: i64,
+    /// How many it has now.
+    pub remaining: i64,
+    /// How much of the burst is used: 0 for a full key, 1 for one that is limited.
+    pub used: f64,
+    /// When it is full if nobody spends more.
+    pub full_at: DateTime<Utc>,
+    /// When units were spent last.
+    pub spent_at: DateTime<Utc>,
+}
+
+/// Who leads.
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[diesel(table_name = leader, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct Leadership {
+    /// The name of the election.
+    pub name: String,
+    /// The details of the leader.
+    pub holder: String,
+    /// Since when it leads.
+    pub since: DateTime<Utc>,
+    /// Until when, unless the term is renewed.
+    pub until: DateTime<Utc>,
+    /// The fencing token of the term.
+    pub token: i64,
+}
+
+/// The tick of a schedule that ran last.
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[diesel(table_name = schedule_state, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct ScheduleState {
+    /// The name of the schedule.
+    pub name: String,
+    /// `new`, `running`, `done`, `failed`, `crashed` or `given back`.
+    pub state: String,
+    /// The tick, and `None` before the first one.
+    pub tick: Option<DateTime<Utc>>,
+    /// Which run of the tick it is or was.
+    pub attempt: i32,
+    /// The fencing token of the run.
+    pub token: i64,
+    /// The details of the runner.
+    pub runner: String,
+    /// When the run began.
+    pub started_at: Option<DateTime<Utc>>,
+    /// Until when it holds the tick, while it runs.
+    pub expires_at: Option<DateTime<Utc>>,
+    /// When it ended.
+    pub ended_at: Option<DateTime<Utc>>,
+    /// What it failed with.
+    pub error: Option<String>,
+}
+
+macro_rules! all {
+    ($($row:ident $view:ident,)*) => { $(
+        impl $row {
+            /// Selects all of them, for further filters.
+            pub fn all() -> Select<$view::table, AsSelect<Self, Pg>> {
+                $view::table.select(Self::as_select())
+            }
+        }
+    )* };
+}
+
+all! {
+    Lock advisory_lock,
+    Slot slot_in_flight,
+    ThrottleState throttle_state,
+    KeyOfLimit rate_limit_state,
+    Leadership leader,
+    ScheduleState schedule_state,
+    ServiceRequest service_request,
+    ThrottledResource throttled_resource,
+}
+
+impl Lock {
+    /// Selects those who hold a lock, and those who wait for it on the server. A key with an invalid name has neither.
+    pub fn of(
+        key: &LockKey,
+    ) -> advisory_lock::BoxedQuery<'static, Pg, SqlTypeOf<AsSelect<Self, Pg>>> {
+        let all = Self::all().into_boxed();
+        match key.id() {
+            Ok(LockId::BigInt(number)) => all.filter(advisory_lock::number.eq(number)),
+            Ok(LockId::Pair(first, second)) => all
+                .filter(advisory_lock::first.eq(first))
+                .filter(advisory_lock::second.eq(second)),
+            Err(_) => all.filter(advisory_lock::pid.eq(0)),
+        }
+    }
+}
+
+/// A row of `service_request`: a request in flight, or of the log.
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable, Identifiable)]
+#[diesel(table_name = service_request, check_for_backend(Pg))]
+#[non_exhaustive]
+pub struct ServiceRequest {
+    /// Its id, which is its fencing token.
+    pub id: i64,
+    /// The service.
+    pub service: String,
+    /// The slot, from 0.
+    pub slot: i16,
+    /// When it was claimed.
+    pub created_at: DateTime<Utc>,
+    /// When it expires and no longer counts.
+    pub expires_at: DateTime<Utc>,
+    /// When it was completed.
+    pub completed_at: Option<DateTime<Utc>>,
+    /// When it was marked as timed out, which may be long after it expired.
+    pub timed_out_at: Option<DateTime<Utc>>,
+    /// The details of the semaphore.
+    pub details: String,
+}
+
+/// The condition that a [request](ServiceRequest) is in flight, by the server's clock.
+#[auto_type]
+pub fn is_in_flight() -> _ {
+    service_request::completed_at
+        .is_null()
+        .and(service_request::timed_out_at.is_null())
+        .and(service_request::expires_at.gt(clock_timestamp()))
+}
+
+/// The condition that a [request](ServiceRequest) has expired, whether it is marked or not.
+#[auto_type]
+pub fn has_timed_out() -> _ {
+    service_request::timed_out_at
+        .is_not_null()
+        .or(service_request::completed_at
+            .is_null()
+            .and(service_request::expires_at.le(clock_timestamp())))
+}
+
+/// A row of `throttled_resource`.
+#[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable, Identifiable)]
+#[diesel(table_name = throttled_resource, check_for_backend(Pg), primary_key(resource_id))]
+#[non_exhaustive]
+pub struct ThrottledResource {
+    /// The label of the resource.
+    pub resource_id: ResourceLabel,
+    /// Its interval.
+    pub throttle_interval: PgInterval,
+    /// When it was granted last.
+    #[diesel(deserialize_as = Never)]
+    pub last_locked: Option<DateTime<Utc>>,
+    /// Who was granted it last.
+    pub last_locker_details: String,
+}
+
+/// A time of which `-infinity`, which chrono cannot represent, means never.
 #[doc(hidden)]
-pub mod tables {
-    pub use super::locks::advisory_lock;
-    pub use super::who_blocks::blocking;
+#[derive(Debug, diesel::deserialize::FromSqlRow)]
+pub struct Never(PgTimestamp);
+
+impl diesel::deserialize::FromSql<Timestamptz, Pg> for Never {
+    fn from_sql(value: diesel::pg::PgValue<'_>) -> diesel::deserialize::Result<Self> {
+        diesel::deserialize::FromSql::<Timestamptz, Pg>::from_sql(value).map(Self)
+    }
+}
+
+impl From<Never> for Option<DateTime<Utc>> {
+    fn from(Never(at): Never) -> Self {
+        crate::time::time(at)
+    }
 }

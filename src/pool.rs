@@ -1,35 +1,117 @@
-//! The pool that an operation without the suffix `_on` takes.
+//! The pools that a handle can be made for.
 
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-
+#[cfg(feature = "bb8")]
+mod bb8;
+#[cfg(feature = "deadpool")]
+mod deadpool;
 #[cfg(feature = "r2d2")]
+mod r2d2;
+
+use std::ops::DerefMut;
 use std::time::Duration;
 
-#[cfg(feature = "r2d2")]
-use diesel::pg::PgConnection;
-#[cfg(feature = "r2d2")]
-use diesel::r2d2::{ConnectionManager, Pool, PooledConnection};
-
-#[cfg(feature = "r2d2")]
 use crate::error::Result;
+use crate::mode::Mode;
+use crate::session::Session;
 
-/// Diesel's r2d2 pool of PostgreSQL connections.
+#[cfg(feature = "bb8")]
+pub use self::bb8::Bb8Pool;
+#[cfg(feature = "deadpool")]
+pub use self::deadpool::DeadPool;
 #[cfg(feature = "r2d2")]
-pub type PgPool = Pool<ConnectionManager<PgConnection>>;
+pub use self::r2d2::PgPool;
 
-/// A connection checked out of a [`PgPool`].
-#[cfg(feature = "r2d2")]
-pub type PooledPgConnection = PooledConnection<ConnectionManager<PgConnection>>;
+/// A pool of connections: Diesel's r2d2 pool, and diesel-async's deadpool and bb8.
+///
+/// Implement it for any other pool that lends `PgConnection`s or `AsyncPgConnection`s by value.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a pool of PostgreSQL connections that this crate knows",
+    label = "not a pool of Diesel's r2d2, or of diesel-async's deadpool or bb8",
+    note = "import the handle of your pool: `diesel_interlock::AdvisoryLock` for r2d2, \
+            `diesel_interlock::deadpool::AdvisoryLock` for deadpool, `diesel_interlock::bb8::AdvisoryLock` for bb8",
+    note = "a wrapper of a pool is lent as the pool inside: `&**wrapper`, `wrapper.get_ref()` or `&wrapper.0`"
+)]
+pub trait Pool: Clone + Send + Sync + 'static {
+    /// The half that the pool belongs to.
+    type Mode: Mode;
 
-#[cfg(feature = "r2d2")]
-const YEAR: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+    /// A connection out of this pool, which its drop gives back.
+    type Pinned: PoolConnection<Target = <Self::Mode as Mode>::Connection>;
 
-/// Takes a connection from the pool. Waits as long as the pool's `connection_timeout` allows, but no longer than `limit`.
-#[cfg(feature = "r2d2")]
-pub(crate) fn check_out(pool: &PgPool, limit: Option<Duration>) -> Result<PooledPgConnection> {
-    let longest = pool.connection_timeout();
-    // r2d2 adds the limit to the present time, which would overflow for a very long one.
-    let limit = limit.map_or(longest, |limit| limit.min(longest)).min(YEAR);
-    Ok(pool.get_timeout(limit)?)
+    /// Takes a connection. Waits for it as long as the pool's own settings allow; a blocking pool waits no longer than `limit`,
+    /// and an asynchronous one is dropped then. The future of a blocking pool is ready when it is first polled.
+    fn check_out(
+        &self,
+        limit: Option<Duration>,
+    ) -> impl Future<Output = Result<Self::Pinned>> + Send;
+
+    /// Whether the pool can spare one of its connections for a waiter, which then waits on the server. If not, it polls.
+    fn can_spare(&self) -> bool {
+        false
+    }
+
+    /// How many connections the pool could lend without opening one.
+    fn idle(&self) -> usize {
+        0
+    }
+}
+
+/// A connection out of a [`Pool`].
+pub trait PoolConnection: DerefMut + Send + 'static {
+    /// Ends the session. The connection does not go back to its pool.
+    fn discard(self);
+}
+
+/// What an operation over a pool `P` returns: a `T` over r2d2, and a future of it over deadpool and bb8.
+pub type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, T>;
+
+/// The connection inside a pool `P`: `PgConnection` over r2d2, and `AsyncPgConnection` over deadpool and bb8.
+pub type Connection<P> = <<P as Pool>::Mode as Mode>::Connection;
+
+/// A connection for a few statements. Its drop gives it back, unless a transaction was left open on it.
+pub(crate) struct Borrowed<P: Pool> {
+    conn: Option<P::Pinned>,
+    runtime: <P::Mode as Mode>::Runtime,
+}
+
+impl<P: Pool> Borrowed<P> {
+    pub(crate) async fn new(pool: &P, limit: Option<Duration>) -> Result<Self> {
+        let runtime = P::Mode::runtime()?;
+        Ok(Self {
+            conn: Some(pool.check_out(limit).await?),
+            runtime,
+        })
+    }
+
+    pub(crate) fn conn(&mut self) -> &mut Connection<P> {
+        self.conn
+            .as_mut()
+            .unwrap_or_else(|| unreachable!("only the drop takes it"))
+    }
+
+    /// That on which it was borrowed.
+    pub(crate) fn runtime(&self) -> <P::Mode as Mode>::Runtime {
+        self.runtime.clone()
+    }
+
+    /// Ends the session.
+    pub(crate) fn discard(mut self) {
+        let conn = self.conn.take();
+        P::Mode::inside(&self.runtime, || conn.map(PoolConnection::discard));
+    }
+}
+
+impl<P: Pool> Drop for Borrowed<P> {
+    fn drop(&mut self) {
+        let Some(mut conn) = self.conn.take() else {
+            return;
+        };
+        P::Mode::inside(&self.runtime, || {
+            if conn.transaction().is_none() {
+                drop(conn);
+            } else {
+                conn.discard();
+            }
+        });
+    }
 }

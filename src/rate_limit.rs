@@ -1,194 +1,113 @@
-//! Rate limits: N units per period on average, with a burst, for each key, across all instances.
+//! Rate limits: so many units per period and key, on all instances together.
 
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-#[cfg(feature = "postgres")]
-mod blocking;
+mod all;
 mod check;
-#[cfg(feature = "postgres")]
-mod give_back;
 mod headers;
-mod kept;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-pub(crate) mod local;
-mod operations;
+mod local;
 mod quota;
-mod reply;
-mod rules;
 mod sql;
-#[cfg(any(feature = "postgres", feature = "async"))]
-mod waiting;
 
 use std::borrow::Cow;
 use std::fmt;
-use std::sync::Arc;
+use std::marker::PhantomData;
+use std::time::{Duration, Instant};
 
-pub use self::check::{
-    Check, CheckAll, Limited, LimitedReason, RateLimitState, Reservation, Reserve, Spent,
-};
-#[cfg(feature = "r2d2")]
-pub use self::local::blocking::LocalRateLimit;
-#[cfg(all(feature = "testing", any(feature = "postgres", feature = "async")))]
-pub(crate) use self::operations::use_up;
+use diesel::data_types::PgInterval;
+use diesel::deserialize::FromSqlRow;
+use diesel::expression::QueryMetadata;
+use diesel::pg::Pg;
+use diesel::sql_types::BigInt;
+
+pub use self::check::{Check, CheckAll, Limited, Spent, State};
+pub use self::local::{LocalCheck, LocalRateLimit};
 pub use self::quota::Quota;
-pub(crate) use self::reply::quota_of;
-use crate::events::Subject;
-use crate::text::{self, SentName};
+use self::sql::{Call, Commit, Row};
+use crate::call::{ask, ask_lent};
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::input;
+use crate::mode::Mode;
+use crate::pool::{Connection, Pool, Reply};
+use crate::session::{Session, is_unknown};
+use crate::statement::Statement;
+use crate::time::difference;
+use crate::waiting::{self, Topic, Turns, What};
 
-/// A limit of N units per period, with a burst, for each key, across all instances.
-///
-/// For each key, a row of `resource_control.rate_limit` has the time at which the whole burst is available again. From then on the
-/// key is "full". PostgreSQL decides by its own clock, with GCRA, the generic cell rate algorithm. The promise is exact: in any
-/// span W of the database's clock, at most `burst + W × N / period` units are allowed for a key.
-///
-/// A `RateLimit` is a small value that holds no connection. Declare it as a `static`, or create it where it is used.
-///
-/// # Examples
+/// A limit of N units per period for each key, and [`burst`](Quota::burst) of them at once: never more than burst + N in a period, on
+/// all instances together, by the database's clock.
 ///
 /// ```
-/// use std::time::Duration;
 /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
 ///
-/// static API: RateLimit = RateLimit::named("api", Quota::per_minute(100).burst(20));
-/// static LOGIN: RateLimit = RateLimit::named("login", Quota::per(5, Duration::from_secs(900))).durable();
+/// static LOGINS: RateLimit = RateLimit::named("logins", Quota::per_minute(10).burst(3));
 ///
-/// fn api(pool: &PgPool, customer: i64) -> Result<String, Error> {
-///     Ok(match API.key(customer).cost(3).check(pool)? {
-///         Check::Allowed(spent) => format!("200, {} left", spent.remaining),
-///         Check::Limited(limited) => match limited.retry_after_secs() {
-///             Some(secs) => format!("429 Retry-After: {secs}"),
-///             None => "403".to_owned(), // an operator has set a burst below the cost
-///         },
+/// fn login(pool: &PgPool, user: &str) -> Result<String, Error> {
+///     Ok(match LOGINS.key(user).check(pool)? {
+///         Check::Allowed(_) => "welcome".to_owned(),
+///         Check::Limited(limited) => format!("429 Retry-After: {}", limited.retry_after_secs()),
 ///     })
 /// }
-///
-/// fn login(pool: &PgPool, user: &str, password_is_right: bool) -> Result<bool, Error> {
-///     if LOGIN.key(user).check(pool)?.is_limited() {
-///         return Ok(false);
-///     }
-///     if password_is_right {
-///         LOGIN.key(user).reset(pool)?;
-///     }
-///     Ok(password_is_right)
-/// }
 /// # let database = workbench::Database::new();
-/// # diesel_interlock::migrations::install(&mut database.connect())?;
 /// # let pool = database.pool(1);
-/// # assert_eq!(api(&pool, 7)?, "200, 17 left");
-/// # for _ in 0..5 { assert!(!login(&pool, "a", false)?); }
-/// # assert!(!login(&pool, "a", true)?);
-/// # assert!(login(&pool, "b", true)?);
+/// # diesel_interlock::migrations::install(&pool)?;
+/// # assert_eq!([login(&pool, "a")?, login(&pool, "a")?, login(&pool, "a")?], ["welcome"; 3]);
+/// # assert!(login(&pool, "a")?.starts_with("429 "));
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// # Overrides
+/// A key has a row from its first call on, until it is [pruned](Self::prune). A denial only reads. A changed quota applies from the
+/// key's next call on, and what the key owes is kept.
 ///
-/// An operator can change a quota without a deploy, for one key or for all keys of a name:
-/// ```sql
-/// INSERT INTO resource_control.rate_limit_override (name, key, n, period, burst)
-///     VALUES ('api', '7', 1000, '1 minute', 100) -- key NULL: all keys of the name
-///     ON CONFLICT (name, scope) DO UPDATE SET n = EXCLUDED.n, period = EXCLUDED.period, burst = EXCLUDED.burst;
-/// ```
-/// The override of the key applies, otherwise that of the name, otherwise the program's quota. A new quota takes effect at once.
-/// The units that a key has spent and that are not refilled yet are then refilled at the new speed. [Reservations](Self::reserve)
-/// are an exception: under the new quota, checks are refused until the last reservation of the key may be used, even if that was
-/// cancelled. From then on the key is refilled from empty. A [`reset`](Self::reset) makes the key full at once, and earlier
-/// reservations may still be used in addition.
+/// A grant commits asynchronously: a crash of the server may forget those of the last second, unless the limit is
+/// [`durable`](Self::durable). A check on a lent connection commits as its transaction does.
 ///
-/// # Instances with different quotas
+/// An operation that writes to a key waits for another transaction that has checked the key and has not ended. Over a pool it fails
+/// after 250 ms ([`Error::KeyLocked`]), so that a forgotten `BEGIN` on a busy key does not empty the pool.
 ///
-/// While instances disagree about a quota, as during a deploy, they allow at most the larger burst and the faster refill. A
-/// reservation keeps its time. Until then a check under another quota is refused, and from then on the key is refilled from empty.
+/// # Errors
 ///
-/// # Crashes
-///
-/// A check commits without waiting for the disk, unless the limit is [`durable`](Self::durable). A crash of the server may lose
-/// what was spent in the last moments before it: less than three times `wal_writer_delay`, which is 200 ms by default. A failover
-/// may also lose what the standby had not received. Lost units can be spent again.
-///
-/// In a transaction that plain SQL has opened, a call of a limit that is not durable also runs
-/// `SET LOCAL synchronous_commit TO DEFAULT` (`peek_on` and `prune_on` do not). So the transaction commits with the default, and
-/// not with a value that the session had set.
-///
-/// # Clocks
-///
-/// If the server's clock is set back, a key is not refilled until its next call. From that call on it is refilled as usual. Until
-/// the clock shows the old time again, units of that key cannot be given back. If the clock is set forward, keys are refilled for
-/// the time that it skips.
-///
-/// # Behind a pooler
-///
-/// Rate limits work behind a pooler in transaction mode.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-#[must_use = "a rate limit does nothing until it is checked"]
-pub struct RateLimit {
-    name: Cow<'static, str>,
+/// [`Error::Input`], also for a cost above the burst, [`Error::Pool`], [`Error::KeyLocked`], [`Error::NotInstalled`],
+/// [`Error::LentInTransaction`] and [`Error::Database`].
+#[must_use = "a rate limit decides nothing until it is checked"]
+pub struct RateLimit<P: Pool> {
+    name: &'static str,
+    key: Cow<'static, str>,
     quota: Quota,
-    /// `Some(None)` is a key that could not be formatted.
-    key: Option<Option<String>>,
     cost: u32,
-    durable: bool,
-    partition_key: Option<Arc<[u8]>>,
-    /// Of the limit in an outcome, so that units are given back to the name from which they were taken.
-    sent_name: SentName,
+    is_durable: bool,
+    pool: PhantomData<fn(&P)>,
 }
 
-impl AsRef<RateLimit> for RateLimit {
-    fn as_ref(&self) -> &Self {
-        self
-    }
-}
-
-impl RateLimit {
-    /// Makes a rate limit. All programs that use the name share what it allows.
-    ///
-    /// The name has 1 to 1,000 bytes. The first operation returns an error for any other name, and for a [quota](Quota) that is out
-    /// of range.
+impl<P: Pool> RateLimit<P> {
+    /// Makes a limit by its name.
     pub const fn named(name: &'static str, quota: Quota) -> Self {
         Self {
-            name: Cow::Borrowed(name),
+            name,
+            key: Cow::Borrowed(""),
             quota,
-            key: None,
             cost: 1,
-            durable: false,
-            partition_key: None,
-            sent_name: SentName::NONE,
+            is_durable: false,
+            pool: PhantomData,
         }
     }
 
-    /// As [`named`](Self::named), for a name that is known only at run time.
-    pub fn new(name: impl Into<String>, quota: Quota) -> Self {
-        Self {
-            name: Cow::Owned(name.into()),
-            ..Self::named("", quota)
-        }
-    }
-
-    /// Waits for the disk with each check, for a quota whose units cost money. Defaults to not waiting: see
-    /// [crashes](#crashes). A session whose own `synchronous_commit` is off does not wait.
-    pub const fn durable(mut self) -> Self {
-        self.durable = true;
-        self
-    }
-
-    /// Returns the limit of one key, such as a customer, a user or an address. Each key has the whole quota.
-    ///
-    /// The key has 1 to 1,000 bytes. A key whose `Display` returns an error is reported by the operation, as
-    /// [`Input::Unformatted`](crate::error::Input::Unformatted). Defaults to no key, which is limited separately from all keys.
+    /// Returns the limit of one caller, tenant or address. Each key has the quota for itself.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            key: Some(text::formatted(key)),
-            name: self.name.clone(),
-            partition_key: self.partition_key.clone(),
-            sent_name: self.sent_name.clone(),
+            key: Cow::Owned(input::shown(key)),
             ..*self
         }
     }
 
-    /// Returns the limit with another cost of a call, in units. Defaults to 1.
-    ///
-    /// The operation returns an error for a cost of zero. It also returns one for a cost above the burst of the program's quota,
-    /// unless an override is in force. Then a call above the burst of the override is limited.
+    /// Returns the limit with another quota, for a key that has one of its own.
+    pub fn quota(&self, quota: Quota) -> Self {
+        Self {
+            quota,
+            ..self.clone()
+        }
+    }
+
+    /// Returns the limit for calls that take so many units at once.
     pub fn cost(&self, units: u32) -> Self {
         Self {
             cost: units,
@@ -196,35 +115,264 @@ impl RateLimit {
         }
     }
 
-    /// Returns the limit with the bytes that the parameter `pk` of its [header fields](crate::Headers) shows. Defaults to no such
-    /// parameter, because keys are often secrets.
-    pub fn partition_key(&self, bytes: impl AsRef<[u8]>) -> Self {
-        Self {
-            partition_key: Some(bytes.as_ref().into()),
-            ..self.clone()
+    /// Returns the limit whose grants survive a crash of the server. Each then waits for a flush of the server's log.
+    pub const fn durable(mut self) -> Self {
+        self.is_durable = true;
+        self
+    }
+
+    /// Spends the units if they are there. One round trip, and three for a key's first call and for another quota.
+    pub fn check<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Check>> {
+        P::Mode::drive(self.subject().tell("check", self.check_within(pool, None)))
+    }
+
+    /// As [`check`](Self::check), in the transaction of a connection, which gives the units back if it is rolled back. All other
+    /// checks of the key wait until it has ended.
+    pub fn check_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<Check>> {
+        P::Mode::drive(
+            self.subject()
+                .tell("check_on", self.decide(conn, Commit::Callers)),
+        )
+    }
+
+    /// Waits until the units are there, and spends them: checks, pauses for `retry_after`, and checks again. Returns that it is
+    /// limited at once if the pause would end after `timeout`.
+    ///
+    /// It holds no connection while it pauses, and reserves nothing, so whoever gives up takes nothing with him. No order is
+    /// promised. Fails with [`Error::TimedOut`] if not even the first check had a reply in time.
+    pub fn acquire_timeout<'a>(
+        &'a self,
+        pool: &'a P,
+        timeout: Duration,
+    ) -> Reply<'a, P, Result<Check>> {
+        let deadline = Instant::now().checked_add(timeout);
+        P::Mode::drive(
+            self.subject()
+                .tell("acquire_timeout", self.wait(pool, deadline)),
+        )
+    }
+
+    /// Reads what is there, and spends nothing. One round trip.
+    pub fn peek<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<State>> {
+        P::Mode::drive(self.look(pool))
+    }
+
+    /// Makes the key full. Returns whether it was not. One round trip.
+    pub fn reset<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<bool>> {
+        P::Mode::drive(async move {
+            let (call, _) = self.call()?;
+            self.change(pool, call.reset()).await
+        })
+    }
+
+    /// Gives back units that a check of this key has spent, less what was refilled since: at most as many as it has spent, and each
+    /// once, also if this fails. Returns whether there was anything to give back: not if the key was reset, or its quota was
+    /// changed. One round trip.
+    ///
+    /// ```
+    /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
+    ///
+    /// static TOKENS: RateLimit = RateLimit::named("tokens", Quota::per_minute(10_000));
+    ///
+    /// fn complete(pool: &PgPool, customer: i64, prompt: &str) -> Result<Option<String>, Error> {
+    ///     let most = TOKENS.key(customer).cost(1_000);
+    ///     let Check::Allowed(spent) = most.check(pool)? else {
+    ///         return Ok(None);
+    ///     };
+    ///     let (answer, used) = ask_the_model(prompt);
+    ///     most.give_back(pool, &spent, 1_000 - used)?;
+    ///     Ok(Some(answer))
+    /// }
+    /// # fn ask_the_model(prompt: &str) -> (String, u32) { (prompt.to_owned(), 400) }
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(1);
+    /// # diesel_interlock::migrations::install(&pool)?;
+    /// # assert!(complete(&pool, 7, "?")?.is_some());
+    /// # assert!(TOKENS.key(7).peek(&pool)?.remaining >= 9_500);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn give_back<'a>(
+        &'a self,
+        pool: &'a P,
+        spent: &'a Spent,
+        units: u32,
+    ) -> Reply<'a, P, Result<bool>> {
+        P::Mode::drive(async move {
+            let (call, _) = self.call()?;
+            match spent.take_back(units) {
+                0 => Ok(false),
+                units => self.change(pool, call.give_back(units, spent.at)).await,
+            }
+        })
+    }
+
+    /// Deletes keys, of all limits, that are full, at most 10,000 at a time, and skips those in use. Returns how many. One round trip.
+    pub fn prune(pool: &P) -> Reply<'_, P, Result<i64>> {
+        P::Mode::drive(async move { Ok(ask(pool, None, [sql::prune()]).await?.0) })
+    }
+
+    async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
+        let mut turns = Turns::after_a_try(self.topic(), deadline);
+        let mut last = Err(Error::TimedOut);
+        loop {
+            let check = P::Mode::within(deadline, self.check_within(pool, deadline)).await;
+            match check {
+                None => return last,
+                Some(Ok(Check::Limited(limited))) => {
+                    let due = Instant::now().checked_add(limited.retry_after);
+                    turns.not_before(limited.retry_after);
+                    last = Ok(Check::Limited(limited));
+                    if deadline.is_some() && due > deadline {
+                        return last;
+                    }
+                }
+                // The other transaction may end in time.
+                Some(Err(locked @ Error::KeyLocked(_))) => last = last.or(Err(locked)),
+                Some(outcome) => return outcome,
+            }
+            if !turns.next::<P::Mode>().await {
+                return last;
+            }
         }
     }
 
-    /// Returns the name.
-    pub fn name(&self) -> &str {
-        &self.name
+    async fn look(&self, pool: &P) -> Result<State> {
+        let (call, _) = self.call()?;
+        let (full_in, _): (Vec<PgInterval>, _) = ask(pool, None, [sql::look(&[call])]).await?;
+        let full_in = full_in.first().copied().map_or(0, difference);
+        Ok(State::new(self.name, self.quota, call.quota, full_in))
     }
 
-    /// Returns the quota of the program. An override is not considered: see [`peek`](Self::peek).
-    pub const fn quota(&self) -> Quota {
-        self.quota
+    #[cfg(feature = "testing")]
+    pub(crate) async fn use_up(&self, pool: &P) -> Result<()> {
+        let remaining = self.look(pool).await?.remaining;
+        if remaining > 0 {
+            let _ = self.cost(remaining).check_within(pool, None).await?;
+        }
+        Ok(())
     }
 
-    /// Returns the limit for an outcome, with the name as it was sent.
-    fn sent_as(&self, sent_name: SentName) -> Self {
-        Self {
-            sent_name,
-            ..self.clone()
+    async fn check_within(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
+        let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let (call, lead) = self.call()?;
+        let statements = call.check(self.commit(), lead);
+        let row = self.ask(pool, limit, &statements).await?;
+        Ok(self.read(&call, row))
+    }
+
+    /// Sends a statement that gives units back, and wakes those of this process who wait for some.
+    async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<bool> {
+        let count: i64 = self.ask(pool, None, &[statement]).await?;
+        waiting::released(&self.topic());
+        Ok(count > 0)
+    }
+
+    async fn decide<S: Session>(&self, session: &mut S, commit: Commit) -> Result<Check> {
+        let (call, lead) = self.call()?;
+        let row = ask_lent(session, &call.check(commit, lead)).await?;
+        Ok(self.read(&call, row))
+    }
+
+    /// Asks, and once more if the wait for another transaction was too long and that has ended since, as many do on a busy key.
+    async fn ask<T, U>(
+        &self,
+        pool: &P,
+        limit: Option<Duration>,
+        statements: &[Statement<T>],
+    ) -> Result<U>
+    where
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send + 'static,
+    {
+        match ask(pool, limit, statements).await {
+            Ok((reply, _)) => Ok(reply),
+            Err(error) => {
+                self.explain(pool, error).await?;
+                Ok(ask(pool, limit, statements).await?.0)
+            }
         }
     }
 
-    /// The key does not appear in events, because keys are often secrets.
-    fn subject(&self) -> Subject<'_> {
-        Subject::RateLimit { name: &self.name }
+    /// Returns the error, unless it is worth to ask once more. Diesel has no kind for a wait that has timed out, so after an error
+    /// without a kind it is looked up whether the key is locked now.
+    async fn explain(&self, pool: &P, error: Error) -> Result<()> {
+        let cause = match error {
+            Error::Database(cause) if is_unknown(&cause) => cause,
+            error => return Err(error),
+        };
+        let (call, _) = self.call()?;
+        match ask(pool, None, [call.is_locked()]).await {
+            Ok((true, _)) => Err(Error::KeyLocked(self.name)),
+            Ok(_) => Ok(()),
+            Err(_) => Err(cause.into()),
+        }
+    }
+
+    fn read(&self, call: &Call<'_>, (is_allowed, at, full_in): Row) -> Check {
+        let state = State::new(self.name, self.quota, call.quota, difference(full_in));
+        Check::new(state, call.quota, self.cost, is_allowed, at)
+    }
+
+    fn topic(&self) -> Topic {
+        Topic::of::<P>(What::Units(self.name, self.key.as_ref().into()))
+    }
+
+    /// The call, and the lead of its cost.
+    fn call(&self) -> Result<(Call<'_>, i64)> {
+        input::name(self.name)?;
+        input::text(&self.key)?;
+        let quota = self.quota.checked()?;
+        if self.cost == 0 {
+            return Err(Error::Input("a call costs at least one unit"));
+        }
+        let lead = quota.lead(self.cost).ok_or(Error::Input(
+            "a call that costs more units than the burst of its quota is never allowed: split it, or raise the burst",
+        ))?;
+        let (name, key, cost) = (self.name, &*self.key, self.cost);
+        Ok((
+            Call {
+                name,
+                key,
+                quota,
+                cost,
+            },
+            lead,
+        ))
+    }
+
+    const fn commit(&self) -> Commit {
+        if self.is_durable {
+            Commit::Durable
+        } else {
+            Commit::Async
+        }
+    }
+
+    const fn subject(&self) -> Subject {
+        Subject {
+            primitive: "rate limit",
+            name: self.name,
+        }
+    }
+}
+
+impl<P: Pool> Clone for RateLimit<P> {
+    fn clone(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for RateLimit<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimit")
+            .field("name", &self.name)
+            .field("key", &self.key)
+            .field("quota", &self.quota)
+            .field("cost", &self.cost)
+            .field("is_durable", &self.is_durable)
+            .finish()
     }
 }

@@ -18,41 +18,41 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// What is left of rate limits: a row for each limit and key that was used, until it is pruned, and the first generation of those keys that have a later generation. A missing row means a full key.
-        resource_control.rate_limit (name, key, generation) {
+        /// What the keys of rate limits owe. A key without a row is full.
+        resource_control.rate_limit (name, key) {
             name -> Text,
             key -> Text,
-            /// The row of the largest generation counts. After 200 updates the next generation replaces it, because old versions of a row slow down a search for it as long as a snapshot needs them.
-            generation -> Int8,
-            /// The number of updates in this generation.
-            updates -> Int4,
-            /// When the key was used first, or first after it was reset, pruned, or given another quota. If the clock was set back since then, a microsecond after the last change by the old clock.
-            created_at -> Timestamptz,
-            /// When the row was changed last, by the server's clock: units were spent or given back, or the debt was rewritten for another quota or clock.
-            changed_at -> Timestamptz,
-            /// When the key is full again if no more units are spent; -infinity in a first generation that a later one replaced.
+            /// From when on the quota of this row is in force.
+            since -> Timestamptz,
+            /// When units were spent last, by the server's clock.
+            spent_at -> Timestamptz,
+            /// When the key is full again if no more units are spent.
             full_at -> Timestamptz,
-            /// N of the quota under which the row was written.
-            n -> Int8,
-            /// The period of the quota under which the row was written, in microseconds.
-            period_us -> Int8,
-            /// Each reservation may be used from some moment on. This is the latest of these moments, or null if there was no reservation in this row.
-            reserved_until -> Nullable<Timestamptz>,
+            /// How many microseconds refill a unit, under the quota of this row.
+            unit_us -> Float8,
+            /// How many units a full key has, under the quota of this row.
+            burst -> Int8,
         }
     }
 
     diesel::table! {
-        /// Quotas that operators set. The row of the key counts, else the row of the name, else the quota of the program.
-        resource_control.rate_limit_override (name, scope) {
+        /// The tick of each schedule that ran last, and how it ended.
+        resource_control.schedule (name) {
             name -> Text,
-            /// The key, or null for all keys of the name.
-            key -> Nullable<Text>,
-            n -> Int8,
-            /// Elapsed time: a day is 24 hours and a month 30 days, in every time zone.
-            period -> Interval,
-            burst -> Int8,
-            /// An equals sign and the key, or an asterisk for all keys of the name.
-            scope -> Text,
+            /// The tick that was taken last; before the first one, when the schedule was first seen.
+            tick -> Timestamptz,
+            /// How many runs of this tick have begun, without those that gave it back.
+            attempt -> Int4,
+            /// How many runs of the schedule have begun: the fencing token.
+            token -> Int8,
+            runner -> Text,
+            started_at -> Nullable<Timestamptz>,
+            /// Until when the run holds the tick. Null once the tick has ended; in the past if its runner has crashed or given it back.
+            expires_at -> Nullable<Timestamptz>,
+            /// When the run ended the tick or gave it back. Null while it runs, and if its runner has crashed.
+            ended_at -> Nullable<Timestamptz>,
+            /// What the run has failed with. Null if it has not.
+            error -> Nullable<Text>,
         }
     }
 
@@ -66,22 +66,21 @@ pub mod resource_control {
             /// From this time on the request no longer counts as in flight, even if it is not marked.
             expires_at -> Timestamptz,
             completed_at -> Nullable<Timestamptz>,
-            /// When the request was found to have expired: by a claim that found no other slot free, by its own late completion, or by pruning.
+            /// When the request was found to have expired: by the next claim of its service, or by its own late completion.
             timed_out_at -> Nullable<Timestamptz>,
             details -> Text,
         }
     }
 
     diesel::table! {
-        use diesel::sql_types::*;
-        use super::sql_types::ThrottledResourceEnum;
-
-        /// Resources that are granted at most once per interval and key. The first attempt inserts the row.
-        resource_control.throttled_key (resource_id, key) {
-            resource_id -> ThrottledResourceEnum,
+        /// When each named throttle, and each key of a resource, was granted last.
+        resource_control.throttle (name, key, is_resource) {
+            name -> Text,
             key -> Text,
-            last_locked -> Timestamptz,
-            last_locker_details -> Text,
+            last_granted -> Timestamptz,
+            throttle_interval -> Interval,
+            details -> Text,
+            is_resource -> Bool,
         }
     }
 
@@ -92,7 +91,7 @@ pub mod resource_control {
         /// Resources that are granted at most once per interval.
         resource_control.throttled_resource (resource_id) {
             resource_id -> ThrottledResourceEnum,
-            /// Elapsed time: a day is 24 hours and a month 30 days, in every time zone. More than 1000 years, and infinity, count as 1000 years.
+            /// Elapsed time: a day is 24 hours, a month 30 days and a year 365.25 days, in every time zone.
             throttle_interval -> Interval,
             /// When it was granted last, by the server's clock; -infinity for never.
             last_locked -> Timestamptz,
@@ -103,9 +102,9 @@ pub mod resource_control {
     diesel::allow_tables_to_appear_in_same_query!(
         fence,
         rate_limit,
-        rate_limit_override,
+        schedule,
         service_request,
-        throttled_key,
+        throttle,
         throttled_resource,
     );
 }

@@ -1,148 +1,396 @@
-//! Semaphores: a service takes a limited number of concurrent requests, across all instances.
+//! Semaphores: at most N permits for a service at a time, among all programs that use the database.
 
-mod admission;
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-#[cfg(feature = "postgres")]
-mod blocking;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-mod held;
-mod operations;
-#[cfg(feature = "r2d2")]
+mod claim;
+mod keep;
 mod permit;
-mod rules;
 mod sql;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-mod waiting;
-#[cfg(any(feature = "r2d2", feature = "async"))]
-mod wakeups;
 
 use std::borrow::Cow;
-use std::time::Duration;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-pub use self::admission::{Admission, Claim, Full};
-#[cfg(feature = "r2d2")]
+pub use self::claim::{Admission, Full};
+pub(crate) use self::keep::{Trust, keep};
 pub use self::permit::Permit;
-pub(crate) use self::rules::checked_service;
+use self::permit::{Held, Service};
+use crate::call::{ask, ask_surely};
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::input;
+use crate::mode::Mode;
+use crate::pool::{Pool, Reply};
+use crate::time::LONGEST;
+use crate::waiting::{Topic, Turns, What};
 
-/// A limit on the number of concurrent requests to a service, across all instances. No connection is held while a
-/// request runs.
+/// The shortest timeout of what renews itself: its renewals must get through a busy pool and a short outage.
+pub(crate) const SHORTEST_KEPT: Duration = if cfg!(feature = "testing") {
+    Duration::from_millis(300)
+} else {
+    Duration::from_secs(3)
+};
+
+/// The service of a leader begins with it, and that of no semaphore does.
+pub(crate) const OF_LEADERS: &str = "leader ";
+
+/// At most N permits at a time for a service, among all programs that use the database.
 ///
-/// PostgreSQL stores each request as a row of `resource_control.service_request`. A request in flight has a slot,
-/// numbered from 0 to N − 1, and a partial unique index ensures that a slot has one holder at a time. If a holder
-/// crashes or hangs, its slot is free after the timeout. Rows of ended requests remain as a log.
-///
-/// A `Semaphore` is a small value that holds no connection. Declare it as a `static`, or create it where it is used.
-///
-/// # Examples
+/// `P` is the pool of the program, for each of which there is an alias: [`Semaphore`](crate::Semaphore) for r2d2,
+/// `deadpool::Semaphore` and `bb8::Semaphore`. Where an operation is documented to return `Reply<'a, P, T>`, it blocks and returns a
+/// `T` over r2d2, and is a future of a `T` over deadpool and bb8.
 ///
 /// ```
 /// use std::time::Duration;
 /// use diesel_interlock::{Admission, Error, PgPool, Semaphore};
 ///
-/// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
+/// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30)); // slots, timeout
 ///
 /// fn geocode(pool: &PgPool, q: &str) -> Result<Option<String>, Error> {
 ///     let Admission::Admitted(permit) = GEOCODER.try_acquire(pool)? else {
 ///         return Ok(None); // four are in flight
 ///     };
 ///     let street = call_geocoder(q, permit.fencing_token()); // no connection is held meanwhile
-///     permit.release()?; // an error if the permit had timed out
+///     permit.release()?; // an error if the permit had expired
 ///     Ok(Some(street))
 /// }
 /// # fn call_geocoder(q: &str, _: i64) -> String { q.to_owned() }
 /// # let database = workbench::Database::new();
-/// # diesel_interlock::migrations::install(&mut database.connect())?;
 /// # let pool = database.pool(1);
+/// # diesel_interlock::migrations::install(&pool)?;
 /// # assert_eq!(geocode(&pool, "Main St")?.as_deref(), Some("Main St"));
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// # Expiry
+/// # Permits
 ///
-/// Expiry is decided by the database clock. Once `expires_at` has passed, the request no longer counts, even if its row
-/// has not been marked yet, and another holder may take the slot. Choose a timeout that is longer than the request can
-/// take. Give the request itself a shorter timeout ([`Permit::remaining`]), or [renew](Permit::renew) the permit.
+/// A permit is a row of `resource_control.service_request` with one of the slots 0 to N − 1, which the claim takes, the release
+/// completes, and which stays as a log until it is [pruned](Self::prune). A permit holds no connection. It ends when it is released,
+/// and otherwise after its timeout, by the clock of the database, so after a crash its slot is free again. A permit that must not end
+/// while its work goes on [renews itself](Self::keep_alive).
 ///
-/// # Holders that outlive their permit
+/// N may differ between programs and be lowered at any time. There are never more permits than the largest N in use, and no
+/// claim is granted while as many as *its* N are in flight.
 ///
-/// A semaphore cannot stop a holder that does not notice that its permit has timed out, such as a process that was suspended. The
-/// [fencing token](Permit::fencing_token) protects the data in that case: the service has to refuse each token that is smaller than
-/// one it has seen for that slot.
+/// With one slot a semaphore is a lock that also works behind a pooler in transaction mode.
 ///
-/// With one slot, each new holder gets a larger token, so the semaphore is a lock with a lease, which also works behind
-/// a pooler in transaction mode. An asynchronous failover of the server may lose claims, and assign their ids again.
+/// # Waiting
 ///
-/// # Instances with different numbers of slots
+/// In a process only the oldest waiter of a service tries, every 5 to 100 ms and when the first permit expires. A release in this
+/// process wakes it at once. Waiters hold no connection between two tries. No order is promised.
 ///
-/// While instances disagree about the number of slots, as during a deploy, the larger number applies. An instance with a smaller
-/// number claims no slot until fewer requests than its own number are in flight.
+/// # Errors
 ///
-/// # Growth of the log
-///
-/// Each request adds a row. `SELECT resource_control.prune_service_requests('30 days', 10000)` deletes the oldest
-/// requests that have ended, and marks requests that are overdue. While a transaction stays open for hours anywhere in
-/// the database, PostgreSQL cannot clean up after each claim, and claims get slower: [measured in the
-/// guide](crate::guide::growing#long-open-transactions).
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-#[must_use = "a semaphore does nothing until a slot is acquired"]
-pub struct Semaphore {
-    service: Cow<'static, str>,
+/// [`Error::Input`] for an invalid name, no slot or more than 1,000, and a timeout under a microsecond or over 1,000 years;
+/// [`Error::Pool`] if the pool lends no connection; [`Error::NotInstalled`]; and [`Error::Database`].
+#[must_use = "a semaphore admits nobody until a permit is acquired"]
+pub struct Semaphore<P: Pool> {
+    subject: Subject,
+    /// With its key. `None` if it has the name of the subject.
+    service: Option<String>,
     slots: u32,
     timeout: Duration,
     details: Cow<'static, str>,
+    is_kept: bool,
+    pool: PhantomData<fn(&P)>,
 }
 
-impl AsRef<Semaphore> for Semaphore {
-    fn as_ref(&self) -> &Self {
-        self
-    }
-}
-
-impl Semaphore {
-    /// Makes the semaphore of a service. At most `slots` requests are in flight, and a request that is not released
-    /// ends after `timeout`.
+impl<P: Pool> Semaphore<P> {
+    /// Makes the semaphore of a service, which takes `slots` requests at a time. A permit that is neither released nor renewed ends
+    /// after `timeout`.
     ///
-    /// The name of the service has 1 to 1,000 bytes. The number of slots is 1 to 32,767. The timeout is longer than zero, at most a
-    /// thousand years of 360 days, and rounded up to microseconds. The first operation returns an error for any other value.
+    /// A name that begins with `leader ` is refused, because those belong to [leaders](crate::leader::Leader).
     pub const fn named(service: &'static str, slots: u32, timeout: Duration) -> Self {
         Self {
-            service: Cow::Borrowed(service),
+            subject: Subject {
+                primitive: "semaphore",
+                name: service,
+            },
+            service: None,
             slots,
             timeout,
             details: Cow::Borrowed(""),
+            is_kept: false,
+            pool: PhantomData,
         }
     }
 
-    /// As [`named`](Self::named), for a service whose name is known only at run time, such as one per tenant.
-    pub fn new(service: impl Into<String>, slots: u32, timeout: Duration) -> Self {
+    /// The seat of a leader.
+    pub(crate) const fn seat(
+        election: &'static str,
+        service: String,
+        ttl: Duration,
+        details: Cow<'static, str>,
+    ) -> Self {
         Self {
-            service: Cow::Owned(service.into()),
-            ..Self::named("", slots, timeout)
+            subject: Subject {
+                primitive: "leader",
+                name: election,
+            },
+            service: Some(service),
+            slots: 1,
+            timeout: ttl,
+            details,
+            is_kept: true,
+            pool: PhantomData,
         }
     }
 
-    /// Returns the semaphore with the details of its requests in the log, for operators: who makes the requests, and what for. At
-    /// most 8,192 bytes. Defaults to none.
-    pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self {
+    /// Tells what came of a campaign.
+    pub(crate) fn tell(&self, outcome: &'static str, error: Option<&Error>) {
+        self.subject
+            .event("lead", outcome, Duration::ZERO, None, error);
+    }
+
+    /// Returns the semaphore of one thing under this name, such as a tenant.
+    ///
+    /// Its service is the name and the key, joined by a space, with `\` and the spaces in each of them escaped by `\`.
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        let name = match &self.service {
+            Some(keyed) => keyed.clone(),
+            None => input::joined([self.subject.name]),
+        };
         Self {
-            details: details.into(),
+            service: Some(format!("{name} {}", input::joined([key]))),
             ..self.clone()
         }
     }
 
-    /// Returns the name of the service.
-    pub fn service(&self) -> &str {
-        &self.service
+    /// Sets what its requests are logged with: who makes them, and what for. At most 1,000 bytes; none by default.
+    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
+        self.details = details.into();
+        self
     }
 
-    /// Returns how many requests may be in flight.
-    pub const fn slots(&self) -> u32 {
-        self.slots
+    /// Makes its permits renew themselves every third of their timeout for as long as they are held: each on a thread of its own
+    /// over r2d2, and in a task over deadpool and bb8. The timeout, 3 seconds at least, is then how long a crash keeps the slot.
+    ///
+    /// A renewal takes a connection of the pool. bb8 lends to whoever asks, and not to whoever has waited longest, so leave it one to
+    /// spare.
+    ///
+    /// A permit that cannot be renewed in time is [lost](Permit::is_lost) before the database lets another holder in.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use diesel_interlock::{Error, PgPool, Semaphore};
+    ///
+    /// static IMPORT: Semaphore = Semaphore::named("import", 1, Duration::from_secs(30)).keep_alive();
+    ///
+    /// fn import(pool: &PgPool, rows: &[&str]) -> Result<usize, Error> {
+    ///     IMPORT.with(pool, |permit| {
+    ///         // However long it takes.
+    ///         Ok::<_, Error>(rows.iter().take_while(|_| !permit.is_lost()).count())
+    ///     })
+    /// }
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(2);
+    /// # diesel_interlock::migrations::install(&pool)?;
+    /// # assert_eq!(import(&pool, &["a", "b"])?, 2);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub const fn keep_alive(mut self) -> Self {
+        self.is_kept = true;
+        self
     }
 
-    /// Returns how long a request lasts if it is neither released nor renewed.
-    pub const fn timeout(&self) -> Duration {
-        self.timeout
+    /// Takes a permit if a slot is free, and never waits for one.
+    ///
+    /// One round trip on a connection of the pool: `SELECT … FROM resource_control.claim_service_request($1, $2, $3, $4)`. If all
+    /// slots are taken it only reads.
+    pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Admission<Permit<P>>>> {
+        P::Mode::drive(self.subject.tell("try_acquire", self.claim(pool, None)))
+    }
+
+    /// Takes a permit, and [waits](Self#waiting) for as long as all slots are taken.
+    pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Permit<P>>> {
+        P::Mode::drive(async move {
+            let waited = self.subject.tell("acquire", self.wait(pool, None)).await?;
+            waited.admitted().ok_or(Error::TimedOut)
+        })
+    }
+
+    /// Takes a permit, and [waits](Self#waiting) for at most `timeout`, the check-out of a connection included.
+    ///
+    /// Returns the last refusal after that, or [`Error::TimedOut`] if there was none.
+    pub fn acquire_timeout<'a>(
+        &'a self,
+        pool: &'a P,
+        timeout: Duration,
+    ) -> Reply<'a, P, Result<Admission<Permit<P>>>> {
+        P::Mode::drive(async move {
+            let wait = self.wait(pool, Instant::now().checked_add(timeout));
+            self.subject.tell("acquire_timeout", wait).await
+        })
+    }
+
+    /// Completes the request of another process by its [token](Permit::fencing_token), if it is of this service. Returns whether it
+    /// was in flight. One round trip.
+    ///
+    /// That process leaves its permit to this one with [`Permit::detach`], because a drop would complete the request.
+    pub fn complete<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, Result<bool>> {
+        P::Mode::drive(self.subject.tell("complete", async move {
+            let service = self.service()?;
+            let complete = sql::complete(&service, id);
+            let topic = Topic::of::<P>(What::Slot(service));
+            ask_surely(pool, None, complete, move |was_in_flight, _| {
+                crate::waiting::released(&topic);
+                was_in_flight
+            })
+            .await
+        }))
+    }
+
+    /// Extends the request of another process to its timeout from now, if it is of this service. Returns whether it was in flight.
+    /// One round trip.
+    pub fn renew<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, Result<bool>> {
+        P::Mode::drive(self.subject.tell("renew", async move {
+            let renew = sql::renew(&self.service()?, id, self.timeout);
+            ask_surely(pool, None, renew, |was_in_flight, _| was_in_flight).await
+        }))
+    }
+
+    /// Deletes the requests of all services that ended longer ago than `older_than` from the log, the oldest first and 10,000 in a
+    /// transaction. Returns how many.
+    pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, Result<u64>> {
+        const BATCH: i32 = 10_000;
+        P::Mode::drive(async move {
+            if older_than > LONGEST {
+                return Err(Error::Input("an age is 1,000 years at most"));
+            }
+            let mut pruned = 0;
+            loop {
+                let (batch, _): (i32, _) = ask(pool, None, [sql::prune(older_than, BATCH)]).await?;
+                pruned += u64::from(batch.unsigned_abs());
+                if batch < BATCH {
+                    return Ok(pruned);
+                }
+            }
+        })
+    }
+
+    async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Admission<Permit<P>>> {
+        let topic = Topic::of::<P>(What::Slot(self.service()?));
+        let (mut turns, mut last) = (Turns::new(topic, deadline), None);
+        while turns.next::<P::Mode>().await {
+            match P::Mode::within(deadline, self.claim(pool, deadline)).await {
+                Some(Ok(Admission::Full(full))) => {
+                    turns.not_after(full.retry_after);
+                    last = Some(full);
+                }
+                // The pool was waited for until the deadline.
+                Some(Err(Error::Pool(_))) if last.is_some() && is_over(deadline) => break,
+                Some(outcome) => return outcome,
+                None => break,
+            }
+        }
+        last.map(Admission::Full).ok_or(Error::TimedOut)
+    }
+
+    /// Tries once.
+    pub(crate) async fn claim(
+        &self,
+        pool: &P,
+        deadline: Option<Instant>,
+    ) -> Result<Admission<Permit<P>>> {
+        let service = self.service()?;
+        if !(1..=1000).contains(&self.slots) {
+            return Err(Error::Input("a semaphore has 1 to 1,000 slots"));
+        }
+        if self.is_kept && self.timeout < SHORTEST_KEPT {
+            return Err(Error::Input(
+                "the timeout of what renews itself is 3 seconds at least",
+            ));
+        }
+        input::text(&self.details)?;
+        let claim = sql::claim(&service, self.slots as i32, self.timeout, &self.details);
+        let (pool_of_permit, runtime) = (pool.clone(), P::Mode::runtime()?);
+        let (subject, timeout, is_kept) = (self.subject, self.timeout, self.is_kept);
+        let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        ask_surely(pool, limit, claim, move |claimed: sql::Claimed, sent| {
+            let id = match claimed {
+                (Some(id), _) => id,
+                (None, retry_after) => return Admission::Full(Full::new(retry_after)),
+            };
+            let service = Service {
+                pool: pool_of_permit,
+                runtime,
+                subject,
+                name: service,
+                timeout,
+            };
+            Admission::Admitted(Permit::new(Held::new(service, id), sent, is_kept))
+        })
+        .await
+    }
+
+    /// The name of the service, unless it or the timeout is invalid.
+    pub(crate) fn service(&self) -> Result<Arc<str>> {
+        input::name(self.subject.name)?;
+        let service = self.service.as_deref().unwrap_or(self.subject.name);
+        input::name(service)?;
+        if service.starts_with(OF_LEADERS) && self.subject.primitive != "leader" {
+            return Err(Error::Input(
+                "the names of services that begin with \"leader \" belong to leaders",
+            ));
+        }
+        input::microseconds(
+            self.timeout,
+            LONGEST,
+            "a timeout is a microsecond at least, and 1,000 years at most",
+        )?;
+        Ok(service.into())
+    }
+}
+
+fn is_over(deadline: Option<Instant>) -> bool {
+    deadline.is_some_and(|deadline| deadline <= Instant::now())
+}
+
+#[cfg(feature = "r2d2")]
+impl Semaphore<crate::pool::PgPool> {
+    /// [Acquires](Self::acquire) a permit, runs `work`, and releases it.
+    ///
+    /// After an error of `work` the permit is released as by a drop. A permit that expired while `work` succeeded is an error.
+    pub fn with<T, E: From<Error>>(
+        &self,
+        pool: &crate::pool::PgPool,
+        work: impl FnOnce(&Permit<crate::pool::PgPool>) -> Result<T, E>,
+    ) -> Result<T, E> {
+        self.acquire(pool)?.run(work)
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> Semaphore<P> {
+    /// [Acquires](Self::acquire) a permit, runs `work`, and releases it.
+    ///
+    /// After an error of `work` the permit is released as by a drop. A permit that expired while `work` succeeded is an error.
+    pub async fn with<T, E: From<Error>>(
+        &self,
+        pool: &P,
+        work: impl AsyncFnOnce(&Permit<P>) -> Result<T, E>,
+    ) -> Result<T, E> {
+        self.acquire(pool).await?.run(work).await
+    }
+}
+
+impl<P: Pool> Clone for Semaphore<P> {
+    fn clone(&self) -> Self {
+        Self {
+            service: self.service.clone(),
+            details: self.details.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for Semaphore<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let service = self.service.as_deref().unwrap_or(self.subject.name);
+        f.debug_struct("Semaphore")
+            .field("service", &service)
+            .field("slots", &self.slots)
+            .field("timeout", &self.timeout)
+            .finish_non_exhaustive()
     }
 }

@@ -1,59 +1,190 @@
-//! Helpers for the tests of an application that uses this crate, on a real server.
+//! Helpers for an application's own tests, on a real server.
 //!
-//! | Purpose | Function |
-//! |---|---|
-//! | Make a throttle due without waiting for its interval | [`make_due`] |
-//! | Let the holder of a slot time out without waiting | [`expire`] |
-//! | Use up a key of a rate limit | [`use_up`] |
-//! | Assert that a handler released everything | [`assert_nothing_held`], [`assert_not_held`], [`assert_none_in_flight`] |
-//! | List what is held | [`held_locks`], [`requests_in_flight`] |
-//! | Use names that no other test uses, on the test's thread or on those of its handlers | [`key_prefix`], [`KeyPrefix`] |
+//! Each test has a [`Database`] of its own, so the locks, slots and throttles of tests that run at the same time do not meet. Time is
+//! not waited for, but moved, by a change of a row: see the functions. All take a pool, and return a future over deadpool and bb8.
 //!
-//! ```
+//! ```no_run
 //! use std::time::Duration;
-//! use diesel_interlock::{AdvisoryLock, Semaphore, testing};
 //!
-//! static NIGHTLY: AdvisoryLock = AdvisoryLock::named("nightly report");
-//! static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, Duration::from_secs(30));
+//! use diesel::r2d2::{ConnectionManager, Pool};
+//! use diesel_interlock::{PgPool, Throttle, testing};
 //!
-//! # let database = workbench::Database::new();
-//! # let pool = database.pool(2);
-//! # diesel_interlock::migrations::install(&mut database.connect())?;
-//! // The locks and slots of this test are separate from those of tests that run at the same time.
-//! let _prefix = testing::key_prefix("nightly() leaves nothing behind");
-//! NIGHTLY.with(&pool, |_| Ok::<_, diesel_interlock::Error>(()))?;
-//! drop(GEOCODER.try_acquire(&pool)?);
+//! static IMPORT: Throttle = Throttle::named("import", Duration::from_secs(3600));
 //!
-//! let mut conn = pool.get()?;
-//! testing::assert_not_held(&mut conn, &NIGHTLY);
-//! testing::assert_none_in_flight(&mut conn, &GEOCODER);
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # fn test(maintenance: PgPool) -> Result<(), Box<dyn std::error::Error>> {
+//! // A pool of another database of the server, such as `postgres`. The template is migrated once.
+//! let database = testing::Database::from_template(&maintenance, "app_template")?;
+//! let url = database.url("postgres://localhost/app_template");
+//! let pool = Pool::new(ConnectionManager::new(url))?;
+//! assert!(IMPORT.attempt(&pool)?.is_granted());
+//! testing::make_due(&pool, &IMPORT)?; // as if an hour had passed
+//! assert!(IMPORT.attempt(&pool)?.is_granted());
+//! # Ok(())
+//! # }
 //! ```
-//!
-//! # Test transactions
-//!
-//! Inside a test transaction, which `begin_test_transaction` or r2d2's `TestCustomizer` opens, everything that an
-//! application does outside a transaction works, because a test transaction does not count as an open one. Migrations and
-//! [`sync`](crate::sync) are refused there, because they commit. Locks that
-//! [`AdvisoryLock::transaction`](crate::AdvisoryLock::transaction) takes are held until the test transaction ends. A slot
-//! that is claimed, or a resource that is taken, is not available to other sessions until then.
 
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-mod expiry;
-mod held;
-mod in_flight;
-mod polling;
-#[cfg(feature = "postgres")]
-mod rate_limits;
+use std::fmt;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-#[cfg(feature = "postgres")]
-pub use self::expiry::{expire, make_due};
-#[cfg(feature = "postgres")]
-pub use self::held::{assert_not_held, assert_nothing_held, held_locks};
-#[cfg(feature = "postgres")]
-pub use self::in_flight::{assert_none_in_flight, requests_in_flight};
-#[cfg(feature = "postgres")]
-pub use self::rate_limits::use_up;
-pub use crate::prefix::{EnteredPrefix, KEY_PREFIX_VARIABLE, KeyPrefix, key_prefix};
-pub use crate::text::prefixed;
+use diesel::sql_types::{Array, BigInt, Text};
+
+use crate::call::ask;
+use crate::error::Result;
+use crate::leader::Leader;
+use crate::mode::Mode;
+use crate::pool::{Borrowed, Pool, Reply};
+use crate::rate_limit::RateLimit;
+use crate::schedule::Schedule;
+use crate::semaphore::Semaphore;
+use crate::session::Session;
+use crate::statement::{Bind, Statement};
+use crate::throttle::Throttle;
+use crate::time::interval;
+
+/// How old a database of a test that was killed is when another test drops it, in seconds.
+const LEFT_BEHIND: u64 = 3600;
+
+/// A database of a test's own: a copy of a template, which its drop removes.
+///
+/// Nobody may be connected to the template while it is copied. A test whose process was killed, or whose runtime ended before its
+/// database was removed, leaves the database behind, and another test drops it after an hour.
+#[must_use = "the database is removed when the value is dropped"]
+pub struct Database<P: Pool> {
+    name: String,
+    pool: P,
+    runtime: <P::Mode as Mode>::Runtime,
+}
+
+impl<P: Pool> Database<P> {
+    /// Copies a template. The role of the pool, which is one of another database of the server, may create databases.
+    pub fn from_template<'a>(pool: &'a P, template: &'a str) -> Reply<'a, P, Result<Self>> {
+        const OLD: &str = "SELECT COALESCE(array_agg(d.datname::text), '{}') FROM pg_database AS d
+            WHERE substring(d.datname FROM '^interlock_copy_([0-9]{10})_[0-9a-f]{16}$')::bigint < $1
+                AND NOT EXISTS (SELECT FROM pg_stat_activity AS a WHERE a.datid = d.oid)";
+        P::Mode::drive(async move {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH);
+            let now = now.unwrap_or_default().as_secs();
+            let database = Self {
+                name: format!("interlock_copy_{now:010}_{:016x}", fastrand::u64(..)),
+                pool: pool.clone(),
+                runtime: P::Mode::runtime()?,
+            };
+            let mut borrowed = Borrowed::new(pool, None).await?;
+            let conn = borrowed.conn();
+            let old = Statement::<Array<Text>>::new(OLD, [((now - LEFT_BEHIND) as i64).into()]);
+            let old: Vec<String> = conn.one(old).await?;
+            for name in old {
+                // Somebody else may drop it, or be connected by now.
+                let _ = conn.batch(&format!("DROP DATABASE IF EXISTS {name}")).await;
+            }
+            let template = template.replace('"', "\"\"");
+            let create = format!("CREATE DATABASE {} TEMPLATE \"{template}\"", database.name);
+            conn.batch(&create).await?;
+            Ok(database)
+        })
+    }
+
+    /// Returns the name of the database.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the URL of the database, given that of another one on the same server.
+    pub fn url(&self, of_another: &str) -> String {
+        let (base, parameters) = match of_another.split_once('?') {
+            Some((base, parameters)) => (base, format!("?{parameters}")),
+            None => (of_another, String::new()),
+        };
+        let host = base.find("://").map_or(0, |scheme| scheme + 3);
+        let end = base[host..]
+            .find('/')
+            .map_or(base.len(), |path| host + path);
+        format!("{}/{}{parameters}", &base[..end], self.name)
+    }
+}
+
+impl<P: Pool> Drop for Database<P> {
+    /// Ends the sessions that are still connected to it.
+    fn drop(&mut self) {
+        let pool = self.pool.clone();
+        let remove = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", self.name);
+        P::Mode::leave(&self.runtime, async move {
+            if let Ok(mut borrowed) = Borrowed::new(&pool, None).await {
+                let _ = borrowed.conn().batch(&remove).await;
+            }
+        });
+    }
+}
+
+impl<P: Pool> fmt::Debug for Database<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Database({})", self.name)
+    }
+}
+
+/// Changes rows, and returns how many.
+async fn change<P: Pool>(
+    pool: &P,
+    sql: &'static str,
+    binds: impl IntoIterator<Item = Bind>,
+) -> Result<u64> {
+    let (count, _): (i64, _) = ask(pool, None, [Statement::<BigInt>::new(sql, binds)]).await?;
+    Ok(count.unsigned_abs())
+}
+
+/// Makes a throttle due, as if it had never been granted.
+pub fn make_due<'a, P: Pool>(pool: &'a P, throttle: &'a Throttle<P>) -> Reply<'a, P, Result<()>> {
+    const KEY: &str = "WITH done AS (UPDATE resource_control.throttle SET last_granted = '-infinity', details = ''
+            WHERE name = $1 AND key = $2 AND is_resource = ($3 = 1) RETURNING 1
+        ) SELECT count(*) FROM done";
+    const RESOURCE: &str = "WITH done AS (UPDATE resource_control.throttled_resource SET last_locked = '-infinity', last_locker_details = ''
+            WHERE resource_id::text = $1 RETURNING 1
+        ) SELECT count(*) FROM done";
+    P::Mode::drive(async move {
+        let (name, key, is_resource) = throttle.row();
+        if is_resource && key.is_empty() {
+            change(pool, RESOURCE, [name.into()]).await?;
+        } else {
+            let binds = [name.into(), key.into(), i32::from(is_resource).into()];
+            change(pool, KEY, binds).await?;
+        }
+        Ok(())
+    })
+}
+
+/// Lets the requests in flight of a semaphore expire, as if their holders had crashed. Returns how many. A kept permit is lost.
+pub fn expire<'a, P: Pool>(pool: &'a P, semaphore: &'a Semaphore<P>) -> Reply<'a, P, Result<u64>> {
+    P::Mode::drive(expired(pool, semaphore))
+}
+
+async fn expired<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
+    const EXPIRE: &str = "WITH done AS (UPDATE resource_control.service_request SET expires_at = clock_timestamp()
+            WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL AND expires_at > clock_timestamp() RETURNING 1
+        ) SELECT count(*) FROM done";
+    change(pool, EXPIRE, [Bind::from(&*semaphore.service()?)]).await
+}
+
+/// Spends the units that a key of a rate limit has left.
+pub fn use_up<'a, P: Pool>(pool: &'a P, limit: &'a RateLimit<P>) -> Reply<'a, P, Result<()>> {
+    P::Mode::drive(limit.use_up(pool))
+}
+
+/// Ends the term of the leader, as if it had crashed long ago. Returns whether there was one.
+pub fn depose<'a, P: Pool>(pool: &'a P, leader: &'a Leader<P>) -> Reply<'a, P, Result<bool>> {
+    P::Mode::drive(async move { Ok(expired(pool, &leader.seat()).await? > 0) })
+}
+
+/// Moves the tick that a schedule ran last into the past, as if so much time had passed since: the tick after that is then due. Returns
+/// whether the schedule was ever looked at.
+pub fn make_tick_due<'a, P: Pool>(
+    pool: &'a P,
+    schedule: &'a Schedule<P>,
+    by: Duration,
+) -> Reply<'a, P, Result<bool>> {
+    const DUE: &str = "WITH done AS (UPDATE resource_control.schedule SET tick = tick - $1 WHERE name = $2 RETURNING 1)
+        SELECT count(*) FROM done";
+    P::Mode::drive(async move {
+        let name = schedule.checked_name()?;
+        Ok(change(pool, DUE, [interval(by).into(), name.into()]).await? > 0)
+    })
+}

@@ -1,136 +1,225 @@
-//! Throttles: a resource is granted at most once per interval, across all instances.
+//! Throttles: granted at most once per interval, on all instances together.
 
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-#[cfg(feature = "postgres")]
-mod blocking;
-mod decision;
-mod operations;
+mod attempt;
 mod resource;
-mod rules;
 mod sql;
-pub(crate) mod sync;
+mod sync;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::marker::PhantomData;
+use std::time::Duration;
 
-#[cfg(feature = "postgres")]
-pub use self::blocking::{sync, sync_intervals};
-pub use self::decision::{Decision, Denial, DenialReason, Grant};
+use diesel::data_types::PgInterval;
+
+pub use self::attempt::{Decision, Denied, Granted};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
 pub use self::sync::{Difference, Synced};
-use crate::text;
+use crate::call::{ask, ask_lent};
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::input;
+use crate::mode::Mode;
+use crate::pool::{Connection, Pool, Reply};
+use crate::time::LONGEST;
 
-/// A resource that is granted at most once per interval, across all instances.
+/// What is granted at most once per interval, on any instance, by the database's clock.
 ///
-/// PostgreSQL records when each resource was granted last, and decides by its own clock whether the interval has passed.
-/// Unlike a lock, a grant is never given back. The resource is due again when the interval has passed, even if the caller
-/// has crashed.
+/// There are two kinds:
 ///
-/// The interval is a column of the table `resource_control.throttled_resource`, and the database owns it: [`sync`](crate::sync)
-/// inserts what a program declares and never changes an existing row. An interval in the table of more than 1,000 years counts as
-/// 1,000 years. A declared one is refused, as [`Input::BadInterval`](crate::error::Input::BadInterval).
-///
-/// # Examples
+/// - [`Throttle::named`] needs no set-up: the program has the interval, and the database a row for each name and key.
+/// - [`Throttle::of`] attempts a resource that [`throttled_resources!`](crate::throttled_resources) declares: the database owns the
+///   intervals, where an operator may change them, and refuses a resource that it does not know.
 ///
 /// ```
 /// use std::time::Duration;
-/// use diesel_interlock::{Decision, Throttle, throttled_resources};
 ///
-/// throttled_resources! {
-///     /// What this application does at most once per interval.
-///     pub enum Resource {
-///         CacheRebuild = "cache rebuild" every Duration::from_secs(15),
-///         TenantImport = "tenant import" every Duration::from_secs(60),
+/// use diesel_interlock::{Error, PgPool, Throttle};
+///
+/// static REBUILD: Throttle = Throttle::named("rebuild the cache", Duration::from_secs(15));
+///
+/// fn refresh(pool: &PgPool) -> Result<bool, Error> {
+///     let decision = REBUILD.attempt(pool)?;
+///     if decision.is_granted() {
+///         // rebuild it
 ///     }
+///     Ok(decision.is_granted())
 /// }
-///
 /// # let database = workbench::Database::new();
-/// # let conn = &mut database.connect();
-/// # diesel_interlock::migrations::install(conn)?;
-/// let synced = diesel_interlock::sync::<Resource>(conn)?; // at start-up
-/// for difference in synced.different {
-///     eprintln!("the interval of the database applies: {difference:?}");
-/// }
-///
-/// let import = Throttle::of(Resource::TenantImport).key(7).details("web-3 pid 811"); // tenant 7 only
-/// let response = match import.attempt_on(conn)? {
-///     Decision::Granted(grant) => format!("202 since {}", grant.granted_at),
-///     Decision::Denied(denied) => format!("429 Retry-After: {}", denied.retry_after_secs()),
-/// };
-/// # assert!(response.starts_with("202"));
-/// # assert_eq!(import.attempt_on(conn)?.denied().unwrap().retry_after_secs(), 60);
-/// # Ok::<(), diesel_interlock::Error>(())
+/// # let pool = database.pool(1);
+/// # diesel_interlock::migrations::install(&pool)?;
+/// # assert!(refresh(&pool)? && !refresh(&pool)?);
+/// # Ok::<(), Error>(())
 /// ```
 ///
-/// # Order of grant and work
+/// An attempt never waits: while another transaction takes the throttle, it is denied at once. A denial only reads. The interval is
+/// elapsed time, between a microsecond and 1,000 years.
 ///
-/// Inside a transaction, a grant counts only when that transaction commits. Until then every other attempt is denied at once,
-/// as [being taken](DenialReason::BeingTaken). If the transaction rolls back, the resource is as if it had never been
-/// granted. So commit at once, and do the work afterwards. [`run`](Self::run) does it in that order.
+/// # Errors
 ///
-/// # Intervals and cron periods
-///
-/// If the interval equals the cron period, runs are skipped: a tick that comes slightly early is denied, and the next one comes a
-/// period later. Make the interval shorter than the period by more than the ticks vary.
-///
-/// # Caveats
-///
-/// Work that takes longer than the interval overlaps with the next run. Take a session lock as well:
-/// [`AdvisoryLock`](crate::AdvisoryLock).
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-#[must_use = "a throttle does nothing until it is attempted"]
-pub struct Throttle<R> {
-    resource: R,
-    /// `Some(None)` is a key that could not be formatted.
-    key: Option<Option<String>>,
+/// [`Error::Input`], [`Error::Pool`], [`Error::NotDeclared`] for a resource without a row, [`Error::NotInstalled`],
+/// [`Error::LentInTransaction`] and [`Error::Database`].
+#[must_use = "a throttle decides nothing until it is attempted"]
+pub struct Throttle<P: Pool> {
+    name: &'static str,
+    key: Cow<'static, str>,
     details: Cow<'static, str>,
+    /// `None` for a resource.
+    every: Option<Duration>,
+    pool: PhantomData<fn(&P)>,
 }
 
-impl<R> AsRef<Throttle<R>> for Throttle<R> {
-    fn as_ref(&self) -> &Self {
-        self
+impl<P: Pool> Throttle<P> {
+    /// Makes a throttle by its name, which is granted once per `every`.
+    pub const fn named(name: &'static str, every: Duration) -> Self {
+        Self::new(name, Some(every))
     }
-}
 
-impl<R> Throttle<R> {
-    /// Makes the throttle of a resource: a variant of an enum that
-    /// [`throttled_resources!`](crate::throttled_resources) declares, or a [`ResourceLabel`] that is known only at run time.
-    pub const fn of(resource: R) -> Self {
+    /// Makes the throttle of a declared resource, whose interval is in the database.
+    pub fn of(resource: impl ThrottledResource) -> Self {
+        Self::new(resource.label(), None)
+    }
+
+    const fn new(name: &'static str, every: Option<Duration>) -> Self {
         Self {
-            resource,
-            key: None,
+            name,
+            key: Cow::Borrowed(""),
             details: Cow::Borrowed(""),
+            every,
+            pool: PhantomData,
         }
     }
 
-    /// Returns the throttle of one key, such as a tenant, a user or an address.
+    /// Returns the throttle of one tenant, user or address. Each key is granted for itself, and has a row until it is
+    /// [pruned](Self::prune).
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        Self {
+            key: Cow::Owned(input::shown(key)),
+            ..self.clone()
+        }
+    }
+
+    /// Returns the throttle with a note of who attempts it, for those who are denied and for operators. Without one it is the
+    /// session's `application_name` and pid.
+    pub fn details(&self, details: impl Into<String>) -> Self {
+        Self {
+            details: Cow::Owned(details.into()),
+            ..self.clone()
+        }
+    }
+
+    /// Takes the throttle if it is due. The grant is committed when this returns.
     ///
-    /// The interval is the resource's. The first attempt inserts the key's row into `resource_control.throttled_key`.
-    /// `SELECT resource_control.prune_throttled_keys(500)` deletes rows whose interval has passed. Attempts at those keys
-    /// are denied, as [being taken](DenialReason::BeingTaken), for the milliseconds between their deletion and its commit.
-    /// A key whose `Display` returns an error is reported by the attempt, as
-    /// [`Input::Unformatted`](crate::error::Input::Unformatted). Defaults to no key, which is throttled separately from all keys.
-    pub fn key(&self, key: impl fmt::Display) -> Self
-    where
-        R: Clone,
-    {
-        Self {
-            key: Some(text::formatted(key)),
-            ..self.clone()
-        }
+    /// One round trip, an `UPDATE` that skips a row that is locked or not due; two for the first attempt of a key.
+    pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Decision>> {
+        P::Mode::drive(self.subject().tell("attempt", async move {
+            let (row, _) = ask(pool, None, self.statements()?).await?;
+            self.decided(row)
+        }))
     }
 
-    /// Returns the throttle with the details of who takes the resource, such as a host and a process id, for operators and
-    /// denied callers. 1 to 8,192 bytes, not only spaces. An attempt without details is an error,
-    /// [`Input::EmptyDetails`](crate::error::Input::EmptyDetails).
-    pub fn details(&self, details: impl Into<Cow<'static, str>>) -> Self
-    where
-        R: Clone,
-    {
-        Self {
-            details: details.into(),
-            ..self.clone()
+    /// As [`attempt`](Self::attempt), in the transaction of a connection. All others are denied until it ends, and it is due if it
+    /// is rolled back.
+    pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<Decision>> {
+        P::Mode::drive(self.subject().tell("attempt_on", async move {
+            self.decided(ask_lent(conn, &self.statements()?).await?)
+        }))
+    }
+
+    /// Deletes keys, of all throttles, that have been due for as long as their interval, at most 10,000 at a time, and skips those
+    /// in use. Returns how many. One round trip.
+    pub fn prune(pool: &P) -> Reply<'_, P, Result<i64>> {
+        P::Mode::drive(async move { Ok(ask(pool, None, [sql::prune()]).await?.0) })
+    }
+
+    /// Its name and key, and whether it is of a resource.
+    #[cfg(feature = "testing")]
+    pub(crate) fn row(&self) -> (&str, &str, bool) {
+        (self.name, &self.key, self.every.is_none())
+    }
+
+    /// One for a resource without a key. Otherwise one for a key that has a row, and one for a key that has none.
+    fn statements(&self) -> Result<Vec<sql::Attempt>> {
+        input::name(self.name)?;
+        input::text(&self.key)?;
+        input::text(&self.details)?;
+        let (name, key) = (self.name, &*self.key);
+        let details = match self.details.trim() {
+            "" => "",
+            _ => &*self.details,
+        };
+        Ok(match self.every {
+            Some(every) => {
+                let every = input::microseconds(
+                    every,
+                    LONGEST,
+                    "the interval of a throttle must be between a microsecond and 1,000 years",
+                )?;
+                sql::named(name, key, PgInterval::from_microseconds(every), details).into()
+            }
+            None if key.is_empty() => vec![sql::resource(name, details)],
+            None => sql::keyed_resource(name, key, details).into(),
+        })
+    }
+
+    fn decided(&self, row: sql::Row) -> Result<Decision> {
+        Decision::new(row).ok_or(Error::NotDeclared(self.name))
+    }
+
+    fn subject(&self) -> Subject {
+        Subject {
+            primitive: "throttle",
+            name: self.name,
         }
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl Throttle<crate::pool::PgPool> {
+    /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is spent also if `work` fails.
+    pub fn run<T, E: From<Error>>(
+        &self,
+        pool: &crate::pool::PgPool,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<Decision<T>, E> {
+        Ok(match self.attempt(pool)? {
+            Decision::Granted(_) => Decision::Granted(work()?),
+            Decision::Denied(denied) => Decision::Denied(denied),
+        })
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> Throttle<P> {
+    /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is spent also if `work` fails.
+    pub async fn run<T, E: From<Error>>(
+        &self,
+        pool: &P,
+        work: impl AsyncFnOnce() -> Result<T, E>,
+    ) -> Result<Decision<T>, E> {
+        Ok(match self.attempt(pool).await? {
+            Decision::Granted(_) => Decision::Granted(work().await?),
+            Decision::Denied(denied) => Decision::Denied(denied),
+        })
+    }
+}
+
+impl<P: Pool> Clone for Throttle<P> {
+    fn clone(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            details: self.details.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for Throttle<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Throttle")
+            .field("name", &self.name)
+            .field("key", &self.key)
+            .field("every", &self.every)
+            .finish_non_exhaustive()
     }
 }

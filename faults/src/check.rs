@@ -1,191 +1,163 @@
-//! The checks whether the histories keep the promises of the crate. They take plain data, return sentences, and use no
-//! database.
+//! The invariants.
+//!
+//! | What | Never |
+//! |---|---|
+//! | a session lock | two holders at once whose releases were confirmed |
+//! | a transaction lock | a server booked twice in a round |
+//! | permits | more than N believed in at once |
+//! | a kept permit, a leader, a schedule | two believed in at once |
+//! | a schedule | a tick that did not run |
+//! | a throttle | two grants closer than the interval |
+//! | a rate limit | more than burst + N in a period |
+//! | the database, in the end | a lock, an open transaction, a slot with two holders or with tokens out of order |
 
-mod fences;
-mod locks;
-mod losses;
-mod lost;
-mod rate_limits;
-mod semaphores;
-mod throttles;
-mod watches;
-pub(crate) mod windows;
+use std::error::Error;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use std::collections::{BTreeMap, BTreeSet};
+use diesel::dsl::sql;
+use diesel::prelude::*;
+use diesel::sql_types::BigInt;
+use workbench::Database;
 
-pub(crate) use self::lost::Losses;
-use crate::clock::Micros;
-use crate::record::Record;
+use crate::record::{Held, Records};
+use crate::worker::{EVERY, QUOTA, SLOTS, TICK};
 
-/// The records of the workers, and the faults of the server.
-#[derive(Debug, Default)]
-pub(crate) struct History {
-    pub(crate) told: Vec<Told>,
-    /// The workers that connect to the server directly.
-    pub(crate) direct: BTreeSet<usize>,
-    /// By pid.
-    pub(crate) deaths: BTreeMap<i32, Vec<Death>>,
-    /// When the end of a session was requested, by pid, whether the end was observed or not.
-    pub(crate) condemned: BTreeMap<i32, Vec<Micros>>,
-    /// When settings were changed by a reload, and when they were changed back.
-    pub(crate) reloads: Vec<Reload>,
-    pub(crate) outages: Vec<Outage>,
-    pub(crate) failovers: Vec<Failover>,
-}
+type Checked = Result<(), Box<dyn Error>>;
 
-/// A record of a worker, and when it arrived, which is later than the event.
-#[derive(Debug, Clone)]
-pub(crate) struct Told {
-    pub(crate) worker: usize,
-    pub(crate) record: Record,
-    pub(crate) at: Micros,
-}
-
-/// A session that was ended, with a time when it certainly lived and a time when it certainly had ended.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Death {
-    pub(crate) sent: Micros,
-    pub(crate) gone: Micros,
-}
-
-/// An end of all sessions.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Outage {
-    pub(crate) began: Micros,
-    pub(crate) stopped: Micros,
-}
-
-/// A setting of the server that a reload changed for a while.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Reload {
-    pub(crate) setting: &'static str,
-    pub(crate) began: Micros,
-    pub(crate) ended: Micros,
-}
-
-/// A failover. The old primary may still have replied between the two times of its crash.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Failover {
-    /// Results of before this time have reached the standby, even an asynchronous one.
-    pub(crate) followed: Micros,
-    pub(crate) began: Micros,
-    pub(crate) stopped: Micros,
-    pub(crate) synchronous: bool,
-}
-
-/// The records of the server.
-#[derive(Debug, Default)]
-pub(crate) struct Truth {
-    pub(crate) sections: Vec<Section>,
-    pub(crate) writes: Vec<Write>,
-    pub(crate) bookings: Vec<Booking>,
-    pub(crate) grants: Vec<Grant>,
-    pub(crate) changes: Vec<LimitChange>,
-    pub(crate) requests: Vec<Request>,
-}
-
-/// A section in which a session certainly held a session lock.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Section {
-    pub(crate) lock: i32,
-    pub(crate) exclusive: bool,
-    pub(crate) pid: i32,
-    pub(crate) began: Micros,
-    pub(crate) ended: Micros,
-    pub(crate) token: Option<i64>,
-}
-
-/// A write behind the fence of a lock. Ids are in the order of the commits, because transactions pass a fence one at a
-/// time.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Write {
-    pub(crate) id: i64,
-    pub(crate) lock: i32,
-    pub(crate) token: i64,
-}
-
-/// A section in which a committed transaction certainly held a transaction lock, and the number that it gave.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Booking {
-    pub(crate) lock: i32,
-    pub(crate) number: i64,
-    pub(crate) began: Micros,
-    pub(crate) ended: Micros,
-}
-
-/// A grant of a throttle. The key is empty for a throttle without one.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Grant {
-    pub(crate) resource: String,
-    pub(crate) key: String,
-    pub(crate) at: Micros,
-}
-
-/// A change of a key of a rate limit. Ids are in the order of the changes of a key.
-#[derive(Debug, Clone)]
-pub(crate) struct LimitChange {
-    pub(crate) id: i64,
-    pub(crate) name: String,
-    pub(crate) key: String,
-    pub(crate) at: Micros,
-    /// Whether the key was reset or pruned.
-    pub(crate) deleted: bool,
-}
-
-/// A request to a service.
-#[derive(Debug, Clone)]
-pub(crate) struct Request {
-    pub(crate) id: i64,
-    pub(crate) service: String,
-    pub(crate) slot: i16,
-    pub(crate) created: Micros,
-    pub(crate) expires: Micros,
-    pub(crate) completed: Option<Micros>,
-}
-
-/// The results of the checks.
-#[derive(Debug, Default)]
-pub(crate) struct Findings {
-    pub(crate) violations: Vec<String>,
-    /// The losses of asynchronous failovers and their consequences, by kind.
-    pub(crate) losses: Losses,
-    /// The number of examined records by kind.
-    pub(crate) examined: BTreeMap<&'static str, usize>,
-}
-
-/// Examines everything.
-pub(crate) fn examine(history: &History, truth: &Truth) -> Findings {
-    let mut findings = Findings::default();
-    let lost = lost::find(history, truth, &mut findings);
-    locks::examine(history, truth, &mut findings);
-    losses::examine(history, &mut findings);
-    watches::examine(history, &mut findings);
-    fences::examine(history, truth, &mut findings);
-    throttles::examine(history, truth, &lost, &mut findings);
-    rate_limits::examine(history, truth, &mut findings);
-    semaphores::examine(history, truth, &lost, &mut findings);
-    findings
-}
-
-impl History {
-    /// Whether the session that acquired the lock at `acquired` had ended before `at`.
-    fn was_dead(&self, pid: i32, acquired: Micros, at: Micros) -> bool {
-        let died = self.deaths.get(&pid).into_iter().flatten();
-        died.into_iter()
-            .any(|death| acquired < death.sent && death.gone < at)
-            || self
-                .outages
-                .iter()
-                .any(|outage| acquired < outage.began && outage.stopped < at)
+pub(crate) fn all(records: &Records, database: &Database) -> Checked {
+    for (name, held) in &records.locks {
+        println!("{name}: {} confirmed holdings", held.len());
+        at_most(1, name, held)?;
     }
+    for (name, held) in &records.believed {
+        println!("{name}: {} holdings", held.len());
+        at_most(if name == "slots" { SLOTS as usize } else { 1 }, name, held)?;
+    }
+    grants(records)?;
+    ticks(records)?;
+    in_database(database)?;
+    let mut counts: Vec<_> = records.counts.iter().collect();
+    counts.sort();
+    println!("{counts:?}\nno invariant was broken");
+    Ok(())
 }
 
-impl Findings {
-    fn violation(&mut self, text: String) {
-        self.violations.push(text);
+/// No more than so many at any moment.
+fn at_most(n: usize, name: &str, held: &[Held]) -> Checked {
+    let mut changes: Vec<(i64, i32)> = held
+        .iter()
+        .filter(|held| held.to > held.from)
+        .flat_map(|held| [(held.from, 1), (held.to, -1)])
+        .collect();
+    changes.sort_unstable();
+    let mut now = 0;
+    for (at, change) in changes {
+        now += change;
+        if now > n as i32 {
+            return Err(format!("{name}: {now} at once, at {at}").into());
+        }
     }
+    if held.is_empty() {
+        return Err(format!("{name}: nothing was held").into());
+    }
+    Ok(())
+}
 
-    fn examined(&mut self, what: &'static str, number: usize) {
-        *self.examined.entry(what).or_default() += number;
+fn grants(records: &Records) -> Checked {
+    for (name, grants) in &records.grants {
+        let mut grants = grants.clone();
+        grants.sort_unstable();
+        println!("{name}: {} grants", grants.len());
+        match name.as_str() {
+            "throttle" => {
+                let closest = grants.windows(2).map(|pair| pair[1] - pair[0]).min();
+                if closest.is_none_or(|closest| closest < EVERY.as_micros() as i64) {
+                    return Err(format!("two grants of a throttle are {closest:?} µs apart").into());
+                }
+            }
+            _ => {
+                let mut first = 0;
+                for (last, at) in grants.iter().enumerate() {
+                    while at - grants[first] > QUOTA.period.as_micros() as i64 {
+                        first += 1;
+                    }
+                    let granted = last - first + 1;
+                    if granted > (QUOTA.n + QUOTA.burst) as usize {
+                        return Err(format!("{granted} units in a period").into());
+                    }
+                }
+            }
+        }
     }
+    Ok(())
+}
+
+fn ticks(records: &Records) -> Checked {
+    let mut runs = records.runs.clone();
+    runs.sort_by_key(|run| run.held.from);
+    let held: Vec<_> = runs.iter().map(|run| run.held).collect();
+    at_most(1, "schedule", &held)?;
+    let mut ticks: Vec<i64> = runs.iter().map(|run| run.tick).collect();
+    if !ticks.is_sorted() {
+        return Err("a tick ran after a later one".into());
+    }
+    ticks.dedup();
+    let tick = TICK.as_micros() as i64;
+    if let Some(gap) = ticks.windows(2).find(|pair| pair[1] - pair[0] != tick) {
+        return Err(format!("no run between the ticks {gap:?}").into());
+    }
+    for pair in runs.windows(2).filter(|pair| pair[0].tick == pair[1].tick) {
+        if pair[1].attempt < pair[0].attempt {
+            return Err(format!(
+                "{}: the attempts of a tick must not fall: {pair:?}",
+                pair[0].name
+            )
+            .into());
+        }
+    }
+    let done = runs.iter().filter(|run| run.is_done).count();
+    println!(
+        "schedule: {} ticks, {} runs, {done} done",
+        ticks.len(),
+        runs.len()
+    );
+    Ok(())
+}
+
+fn in_database(database: &Database) -> Checked {
+    let conn = &mut database.connect();
+    let mut count = |what: &str, from: &str| -> Checked {
+        let end = Instant::now() + Duration::from_secs(20);
+        loop {
+            let query = format!("(SELECT count(*) FROM {from})");
+            let found: i64 = diesel::select(sql::<BigInt>(&query)).get_result(conn)?;
+            if found == 0 {
+                return Ok(());
+            }
+            if Instant::now() > end {
+                return Err(format!("{found} {what}").into());
+            }
+            // Sessions of processes that have just ended.
+            thread::sleep(Duration::from_millis(50));
+        }
+    };
+    count(
+        "advisory locks are held",
+        "pg_locks WHERE locktype = 'advisory'",
+    )?;
+    count(
+        "transactions are open",
+        "pg_stat_activity WHERE state LIKE 'idle in transaction%'",
+    )?;
+    count(
+        "servers were booked twice",
+        "(SELECT server FROM booking GROUP BY server, round HAVING count(*) > 1) AS twice",
+    )?;
+    count(
+        "slots had two holders, or tokens out of order",
+        "(SELECT r.created_at < lag(COALESCE(r.completed_at, r.timed_out_at, r.expires_at))
+                OVER (PARTITION BY r.service, r.slot ORDER BY r.id) AS is_early
+            FROM resource_control.service_request AS r) AS slots WHERE slots.is_early",
+    )
 }

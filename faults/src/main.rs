@@ -1,43 +1,64 @@
-//! Campaigns against processes that use `diesel_interlock`, and the checks of what the crate promises.
+//! A campaign of faults: processes use locks, permits, leaders, schedules, throttles and rate limits, blocking and asynchronous, while
+//! they are killed, their sessions terminated, their statements and futures cancelled, their network cut, and the server restarted.
 //!
-//! Run by `scripts/faults`. One binary has all the roles: a campaign starts servers, poolers, proxies and workers,
-//! injects faults, and checks; the workers, which are processes of the same binary or Python programs, use the
-//! primitives and report the results. There are two kinds of campaigns:
-//!
-//! - `campaign.rs` injects faults into workers that use every primitive through pools;
-//! - `contention.rs` lets many workers compete for the same slots and throttles, and kills some of them.
+//! Every process writes down what it was granted, and when. In the end the records and the database are checked: see `check.rs`.
 
-mod campaign;
-mod chance;
 mod check;
-mod clock;
-mod contention;
-mod fault;
-mod half;
-mod options;
+mod injector;
 mod record;
-mod role;
-mod subjects;
 mod worker;
 
-use std::process::ExitCode;
+use std::error::Error;
+use std::path::PathBuf;
+use std::time::Duration;
 
-use self::options::Kind;
-use self::role::{Role, WORKER};
+use diesel::connection::SimpleConnection;
+use diesel_interlock::migrations;
+use workbench::{Cluster, RoundTrips};
 
-fn main() -> ExitCode {
-    let arguments: Vec<_> = std::env::args_os().skip(1).collect();
-    if let [first, role] = &arguments[..]
-        && first == WORKER
-    {
-        return Role::run(&role.to_string_lossy());
+use crate::injector::Injector;
+
+const USAGE: &str = "usage: scripts/faults [--seconds S] [--seed N]
+
+  --seconds S  how long the faults go on (default: 60)
+  --seed N     what the random choices begin with (default: random, and printed)
+
+It prints a line for each fault and, in the end, what was granted. Exits with 1 if an invariant was broken.";
+
+fn main() -> Result<(), Box<dyn Error>> {
+    if let Some(worker) = worker::Settings::of_environment() {
+        return worker::run(&worker);
     }
-    match options::parse(lexopt::Parser::from_args(arguments)) {
-        Ok(Kind::Faults(options)) => campaign::run(options),
-        Ok(Kind::Contention(duration)) => contention::run(duration),
-        Err(problem) => {
-            eprintln!("{problem}\n\n{}", options::USAGE);
-            ExitCode::from(2)
+    let (mut seconds, mut seed) = (60, fastrand::u64(..1_000_000));
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        let value = arguments.next().ok_or(USAGE)?;
+        match argument.as_str() {
+            "--seconds" => seconds = value.parse()?,
+            "--seed" => seed = value.parse()?,
+            _ => return Err(USAGE.into()),
         }
     }
+    println!("{seconds} s with the seed {seed}");
+    campaign(Duration::from_secs(seconds), seed)
+}
+
+fn campaign(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
+    fastrand::seed(seed);
+    let cluster = Cluster::builder().setting("max_connections", "200").start();
+    let database = cluster.database();
+    migrations::install(&database.pool(1))?;
+    database.connect().batch_execute(worker::TABLES)?;
+    let proxies: Vec<_> = (0..worker::WORKERS)
+        .map(|_| RoundTrips::in_front_of(&database))
+        .collect();
+    let directory = PathBuf::from(cluster.directory()).join("records");
+    std::fs::create_dir_all(&directory)?;
+
+    let mut injector = Injector::new(&cluster, &database, &proxies, directory.clone());
+    injector.run(length)?;
+    let killed = injector.finish()?;
+
+    let records = record::read_all(&directory, &killed)?;
+    check::all(&records, &database)
 }

@@ -1,178 +1,139 @@
-//! The records that a worker of the campaign writes while it works. Each is one line of JSON.
+//! What processes write down: a line for each thing that was granted, flushed at once, so that a kill loses none.
 
-use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::error::Error;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::clock::Micros;
-use crate::fault::Fault;
-
-/// One record. `sent` is when an operation began. Times are read from the clock of the machine, which the worker and the
-/// server share, unless the text names the database clock.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Record {
-    /// An operation ended, with success, with a busy outcome or with an error.
-    Did {
-        what: Primitive,
-        outcome: Outcome,
-        began: Micros,
-    },
-    /// The worker inflicts a fault on itself.
-    Fault { kind: Fault },
-    /// A query that was sent at `asked` returned that the session still holds the lock, or held it to the end.
-    Held {
-        pid: i32,
-        acquired: Micros,
-        asked: Micros,
-    },
-    /// A query or a release returned that the lock was lost. Only sessions without timeouts report this.
-    Lost {
-        pid: i32,
-        wanted: Micros,
-        acquired: Micros,
-        asked: Micros,
-    },
-    /// A watch reported for the last time at `at` that the lock had been held `within` that time before.
-    Watched {
-        pid: i32,
-        acquired: Micros,
-        at: Micros,
-        within: Micros,
-    },
-    /// A fencing token was drawn.
-    Drawn { lock: i32, token: i64, sent: Micros },
-    /// A write behind a fence was committed.
-    Wrote { id: i64, token: i64, sent: Micros },
-    /// A fence refused a write, either of a holder that still held the lock afterwards or of a former holder.
-    Fenced {
-        lock: i32,
-        token: i64,
-        holds: bool,
-        sent: Micros,
-    },
-    /// A booking under a transaction lock was committed.
-    Booked {
-        lock: i32,
-        number: i64,
-        sent: Micros,
-    },
-    /// A throttle was granted at a time of the database clock.
-    Granted {
-        resource: String,
-        key: String,
-        at: Micros,
-        sent: Micros,
-    },
-    /// Units of a rate limit were allowed at a time of the database clock, to be used from another one on.
-    Allowed {
-        limit: String,
-        key: String,
-        units: u32,
-        at: Micros,
-        usable: Micros,
-        durable: bool,
-        sent: Micros,
-    },
-    /// Units that were allowed at that time are about to be given back. The outcome may remain unknown.
-    Returning {
-        limit: String,
-        key: String,
-        at: Micros,
-        units: u32,
-    },
-    /// So many of these units were given back.
-    Returned {
-        limit: String,
-        key: String,
-        at: Micros,
-        units: u32,
-    },
-    /// A slot was claimed at a time of the database clock.
-    Claimed {
-        service: String,
-        id: i64,
-        slot: i16,
-        created: Micros,
-        sent: Micros,
-    },
-    /// The permit reported all the time that it had not timed out.
-    Believed {
-        service: String,
-        id: i64,
-        from: Micros,
-        until: Micros,
-    },
-    /// A permit was renewed until a time of the database clock.
-    Renewed {
-        id: i64,
-        created: Micros,
-        expires: Micros,
-        sent: Micros,
-    },
-    /// A permit was released in time or too late.
-    Released {
-        id: i64,
-        created: Micros,
-        in_time: bool,
-        sent: Micros,
-    },
-    /// The worker observed a violation.
-    Violation { text: String },
-    /// The worker rests. Its pool gave `given` working connections of `of`.
-    Rested { given: u32, of: u32 },
+/// Microseconds since 1970, by the clock of this machine, which all processes share.
+pub(crate) fn now() -> i64 {
+    let elapsed = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    elapsed.as_micros() as i64
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub(crate) enum Primitive {
-    SessionLock,
-    Fence,
-    TransactionLock,
-    Throttle,
-    Semaphore,
-    RateLimit,
-}
+/// The file of a process.
+pub(crate) struct Recorder(Mutex<File>);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub(crate) enum Outcome {
-    /// Acquired and released, or granted.
-    Done,
-    /// Another process holds it.
-    Busy,
-    /// Acquired and then lost, as the release returned.
-    Lost,
-    /// An error.
-    Failed,
-}
+impl Recorder {
+    pub(crate) fn new(path: &str) -> std::io::Result<Self> {
+        Ok(Self(Mutex::new(
+            OpenOptions::new().create(true).append(true).open(path)?,
+        )))
+    }
 
-impl Primitive {
-    pub(crate) const ALL: [Self; 6] = [
-        Self::SessionLock,
-        Self::Fence,
-        Self::TransactionLock,
-        Self::Throttle,
-        Self::Semaphore,
-        Self::RateLimit,
-    ];
-
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::SessionLock => "session locks",
-            Self::Fence => "fenced writes",
-            Self::TransactionLock => "transaction locks",
-            Self::Throttle => "throttles",
-            Self::Semaphore => "semaphores",
-            Self::RateLimit => "rate limits",
-        }
+    pub(crate) fn write(&self, line: &str) {
+        let mut file = self.0.lock().expect("no thread panics while it writes");
+        file.write_all(format!("{line}\n").as_bytes())
+            .expect("the record can be written");
     }
 }
 
-impl Outcome {
-    pub(crate) const ALL: [Self; 4] = [Self::Done, Self::Busy, Self::Lost, Self::Failed];
+/// Something that was held from one time to another.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Held {
+    pub(crate) from: i64,
+    pub(crate) to: i64,
+}
 
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Done => "done",
-            Self::Busy => "busy",
-            Self::Lost => "lost",
-            Self::Failed => "failed",
+/// A run of a tick.
+#[derive(Debug, Clone)]
+pub(crate) struct Run {
+    pub(crate) name: String,
+    pub(crate) tick: i64,
+    pub(crate) attempt: i32,
+    pub(crate) held: Held,
+    /// Whether it ended well, by what the process was told.
+    pub(crate) is_done: bool,
+}
+
+/// What all processes have written.
+#[derive(Debug, Default)]
+pub(crate) struct Records {
+    /// Locks whose release was confirmed, by name.
+    pub(crate) locks: HashMap<String, Vec<Held>>,
+    /// Permits and terms for as long as their holders believed in them, by name.
+    pub(crate) believed: HashMap<String, Vec<Held>>,
+    /// When throttles and limits were granted, by the database's clock, by name.
+    pub(crate) grants: HashMap<String, Vec<i64>>,
+    pub(crate) runs: Vec<Run>,
+    pub(crate) counts: HashMap<String, u64>,
+}
+
+/// Reads the files of a directory. `killed` tells when a process was killed, by its file.
+pub(crate) fn read_all(
+    directory: &Path,
+    killed: &HashMap<String, i64>,
+) -> Result<Records, Box<dyn Error>> {
+    let mut records = Records::default();
+    for entry in std::fs::read_dir(directory)? {
+        let path = entry?.path();
+        let file = path.to_string_lossy().into_owned();
+        let end = killed.get(&file).copied();
+        let mut open: HashMap<&str, Vec<&str>> = HashMap::new();
+        let text = std::fs::read_to_string(&path)?;
+        for line in text.lines() {
+            let fields: Vec<&str> = line.split('\t').collect();
+            match fields[..] {
+                ["lock", name, from, to] => {
+                    let held = Held {
+                        from: from.parse()?,
+                        to: to.parse()?,
+                    };
+                    records.locks.entry(name.to_owned()).or_default().push(held);
+                }
+                ["enter", id, ..] => {
+                    open.insert(id, fields);
+                }
+                ["leave", id, to, outcome] => {
+                    let entered = open.remove(id).ok_or("left what was not entered")?;
+                    records.add(&entered, to.parse()?, outcome == "done")?;
+                }
+                ["grant", name, at] => {
+                    records
+                        .grants
+                        .entry(name.to_owned())
+                        .or_default()
+                        .push(at.parse()?);
+                }
+                ["count", name] => *records.counts.entry(name.to_owned()).or_default() += 1,
+                _ => return Err(format!("what is {line:?}?").into()),
+            }
         }
+        for entered in open.into_values() {
+            let end = end.ok_or_else(|| format!("{file}: {entered:?} was not left"))?;
+            records.add(&entered, end, false)?;
+        }
+    }
+    Ok(records)
+}
+
+impl Records {
+    fn add(&mut self, entered: &[&str], to: i64, is_done: bool) -> Result<(), Box<dyn Error>> {
+        match *entered {
+            ["enter", _, name, from] => {
+                let held = Held {
+                    from: from.parse()?,
+                    to,
+                };
+                self.believed.entry(name.to_owned()).or_default().push(held);
+            }
+            ["enter", _, name, from, tick, attempt] => self.runs.push(Run {
+                name: name.to_owned(),
+                tick: tick.parse()?,
+                attempt: attempt.parse()?,
+                held: Held {
+                    from: from.parse()?,
+                    to,
+                },
+                is_done,
+            }),
+            _ => return Err(format!("what is {entered:?}?").into()),
+        }
+        Ok(())
     }
 }

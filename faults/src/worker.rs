@@ -1,91 +1,492 @@
-//! A worker is a process that uses every primitive through a pool, as an instance of an application does.
+//! A process that uses the crate, over one of the pools, with a thread for each primitive.
 
-mod asynchronous;
-mod blocking;
-mod bookings;
-mod errors;
-mod grants;
-mod instructions;
-mod lateness;
-mod report;
-mod requests;
-mod sections;
-mod spends;
-mod writes;
-
-use std::any::Any;
-use std::process::ExitCode;
+use std::env;
+use std::error::Error;
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
+use chrono::{DateTime, Utc};
+use diesel_interlock::schedule::{CatchUp, every};
+use diesel_interlock::{Admission, Attempt, Check, Decision, Error as LockError, Quota, Stop};
 
-pub(crate) use self::instructions::Instruction;
+use crate::record::{Recorder, now};
 
-const CONNECTIONS: u32 = 4;
+/// How many processes there are at a time: three for each pool.
+pub(crate) const WORKERS: usize = 9;
+const POOL: u32 = 5;
 
-/// How long a pool may take to give all its connections again.
-const WHOLE: Duration = Duration::from_secs(30);
+pub(crate) const SLOTS: u32 = 3;
+/// Of permits, terms and leases, so that a campaign has many.
+const TIMEOUT: Duration = Duration::from_millis(900);
+pub(crate) const EVERY: Duration = Duration::from_millis(50);
+pub(crate) const QUOTA: Quota = Quota::new(20, Duration::from_millis(500)).burst(5);
+pub(crate) const TICK: Duration = Duration::from_millis(200);
+pub(crate) const ATTEMPTS: u16 = 1000;
+const CATCH_UP: CatchUp = CatchUp::All(1000);
 
-/// The settings that a worker is started with.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+/// What the work under transaction locks writes.
+pub(crate) const TABLES: &str =
+    "CREATE TABLE booking (server integer NOT NULL, round bigint NOT NULL)";
+
+/// What a process was started with.
 pub(crate) struct Settings {
-    pub(crate) pool: PoolKind,
-    pub(crate) url: String,
-    /// The URL of a second server, as the worker sees it.
-    pub(crate) second_server: String,
-    pub(crate) seed: u64,
-    /// Whether a pooler in transaction mode is in between, which permits no session locks, no cached statements and no
-    /// settings of the session.
-    pub(crate) shared_sessions: bool,
-    /// Whether the pool tests a connection at check-out.
-    pub(crate) tests_connections: bool,
-    /// Whether the sessions have timeouts.
-    pub(crate) impatient: bool,
+    pool: String,
+    url: String,
+    record: String,
+    seed: u64,
 }
 
-/// The pool of a worker, which decides which half of the crate it uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum PoolKind {
-    R2d2,
-    Deadpool,
-    Bb8,
-}
+impl Settings {
+    const NAMES: [&str; 4] = ["FAULTS_POOL", "FAULTS_URL", "FAULTS_RECORD", "FAULTS_SEED"];
 
-/// Works until the instruction to rest arrives on the standard input, and ends when the standard input ends.
-pub(crate) fn run(settings: Settings) -> ExitCode {
-    let default_hook = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        if !is_deliberate(info.payload()) {
-            default_hook(info);
-        }
-    }));
-    thread::spawn(instructions::follow);
-    match settings.pool {
-        PoolKind::R2d2 => blocking::run(&settings),
-        PoolKind::Deadpool | PoolKind::Bb8 => asynchronous::run(settings),
+    pub(crate) fn of_environment() -> Option<Self> {
+        let [pool, url, record, seed] = Self::NAMES.map(|name| env::var(name).ok());
+        Some(Self {
+            pool: pool?,
+            url: url?,
+            record: record?,
+            seed: seed?.parse().ok()?,
+        })
+    }
+
+    /// The variables that start such a process. Its number says which pool it uses.
+    pub(crate) fn environment(
+        number: usize,
+        url: &str,
+        record: &str,
+        seed: u64,
+    ) -> [(&'static str, String); 4] {
+        let pool = ["r2d2", "deadpool", "bb8"][number % 3];
+        let [a, b, c, d] = Self::NAMES;
+        [
+            (a, pool.to_owned()),
+            (b, url.to_owned()),
+            (c, record.to_owned()),
+            (d, seed.to_string()),
+        ]
     }
 }
 
-/// One message of the simple protocol, which is a transaction unless one is open already.
-const LOOK: &str = "DO $$ BEGIN
-    IF now() <> statement_timestamp() THEN RAISE check_violation USING MESSAGE = 'in a transaction'; END IF;
-    IF EXISTS (SELECT FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory') THEN
-        RAISE check_violation USING MESSAGE = 'with a lock';
-    END IF;
-END $$";
-
-/// Shorter than a slice of a wait, and than many waits.
-const IMPATIENCE: &str = "SET statement_timeout = '300ms'; SET lock_timeout = '50ms'; \
-    SET idle_in_transaction_session_timeout = '300ms'";
-
-/// The payload of the panics that are faults.
-struct Deliberate;
-
-fn panic_deliberately() -> ! {
-    std::panic::panic_any(Deliberate)
+/// Works until its standard input ends, and then tells whether its pool is at full strength.
+pub(crate) fn run(settings: &Settings) -> Result<(), Box<dyn Error>> {
+    let worker = Worker {
+        recorder: Arc::new(Recorder::new(&settings.record)?),
+        is_over: Arc::default(),
+        stop: Stop::new(),
+        seed: settings.seed,
+    };
+    match settings.pool.as_str() {
+        "r2d2" => r2d2::run(&settings.url, &worker),
+        "deadpool" => deadpool::run(&settings.url, &worker),
+        _ => bb8::run(&settings.url, &worker),
+    }
 }
 
-fn is_deliberate(payload: &(dyn Any + Send)) -> bool {
-    payload.is::<Deliberate>()
+#[derive(Clone)]
+struct Worker {
+    recorder: Arc<Recorder>,
+    is_over: Arc<AtomicBool>,
+    stop: Stop,
+    seed: u64,
+}
+
+static NUMBER: AtomicU64 = AtomicU64::new(0);
+
+impl Worker {
+    fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Relaxed)
+    }
+
+    fn count(&self, what: &str) {
+        self.recorder.write(&format!("count\t{what}"));
+    }
+
+    /// An error of a fault. Anything else ends the process, and so the campaign.
+    fn failed(&self, what: &str, error: &LockError) {
+        use LockError::{Database, KeyLocked, LockLost, PermitLost, Pool, ReleaseFailed, TimedOut};
+        match error {
+            Database(_)
+            | Pool(_)
+            | TimedOut
+            | LockLost(_)
+            | PermitLost(_)
+            | ReleaseFailed { .. }
+            | KeyLocked(_) => {
+                self.count(&format!("{what} failed"));
+                thread::sleep(Duration::from_millis(5));
+            }
+            error => panic!("{what}: {error:?}"),
+        }
+    }
+
+    /// Works with something for as long as it is believed in, for a random time.
+    fn hold(&self, name: &str, is_believed: impl Fn() -> bool) {
+        let id = self.enter(name, "");
+        let end = Instant::now() + Duration::from_millis(fastrand::u64(0..60));
+        while Instant::now() < end && is_believed() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.leave(id, "over");
+    }
+
+    fn enter(&self, name: &str, more: &str) -> u64 {
+        let id = NUMBER.fetch_add(1, Ordering::Relaxed);
+        self.recorder
+            .write(&format!("enter\t{id}\t{name}\t{}{more}", now()));
+        id
+    }
+
+    fn leave(&self, id: u64, outcome: &str) {
+        self.recorder
+            .write(&format!("leave\t{id}\t{}\t{outcome}", now()));
+    }
+
+    fn grant(&self, name: &str, at: DateTime<Utc>) {
+        self.recorder
+            .write(&format!("grant\t{name}\t{}", at.timestamp_micros()));
+    }
+}
+
+/// The same work over each pool. `$wait` is what an operation returned; in the asynchronous half it also drops futures at random.
+macro_rules! half {
+    ($name:ident, $($handles:ident)::*, $wait:ident, $half:ident) => {
+        mod $name {
+            use super::*;
+            use $($handles)::*::{AdvisoryLock, PgPool, RateLimit, Semaphore, Throttle};
+
+            static SESSION: AdvisoryLock = AdvisoryLock::named("session");
+            static SHARED: AdvisoryLock = AdvisoryLock::named("session").shared();
+            static SLOT: Semaphore = Semaphore::named("slots", SLOTS, TIMEOUT);
+            static KEPT: Semaphore = Semaphore::named("kept", 1, TIMEOUT).keep_alive();
+            static THROTTLE: Throttle = Throttle::named("throttle", EVERY);
+            static LIMIT: RateLimit = RateLimit::named("limit", QUOTA).durable();
+
+            pub(super) fn run(url: &str, worker: &Worker) -> Result<(), Box<dyn Error>> {
+                let pool: PgPool = pools::$name(url);
+                let jobs: [(&str, fn(&PgPool, &Worker)); 9] = [
+                    ("lock", lock), ("waiting lock", waiting_lock), ("booking", $half::book),
+                    ("slot", slot), ("kept", kept), ("throttle", throttle), ("limit", limit),
+                    ("leader", $half::lead), ("schedule", $half::run_ticks),
+                ];
+                thread::scope(|scope| {
+                    for (number, (name, job)) in jobs.into_iter().enumerate() {
+                        let (pool, worker) = (&pool, worker.clone());
+                        scope.spawn(move || {
+                            fastrand::seed(worker.seed.wrapping_add(number as u64));
+                            while !worker.is_over() {
+                                job(pool, &worker);
+                            }
+                            worker.count(name);
+                        });
+                    }
+                    let _ = std::io::stdin().read(&mut [0]);
+                    worker.is_over.store(true, Ordering::Relaxed);
+                    worker.stop.stop();
+                });
+                $half::check_strength(&pool)
+            }
+
+            fn lock(pool: &PgPool, worker: &Worker) {
+                match $wait(SESSION.try_acquire(pool)) {
+                    Some(Ok(Attempt::Acquired(guard))) => held(guard, worker),
+                    Some(Ok(Attempt::Busy)) | None => thread::sleep(Duration::from_millis(fastrand::u64(0..5))),
+                    Some(Err(error)) => worker.failed("lock", &error),
+                }
+                // Readers only show that the writer is alone.
+                if let Some(Ok(Attempt::Acquired(guard))) = $wait(SHARED.try_acquire(pool)) {
+                    drop(guard);
+                }
+            }
+
+            fn waiting_lock(pool: &PgPool, worker: &Worker) {
+                match $wait(SESSION.acquire_timeout(pool, Duration::from_millis(fastrand::u64(1..300)))) {
+                    Some(Ok(Attempt::Acquired(guard))) => held(guard, worker),
+                    Some(Ok(Attempt::Busy)) | None => {}
+                    Some(Err(error)) => worker.failed("waiting lock", &error),
+                }
+            }
+
+            /// Only a confirmed release tells that the lock was held to its end.
+            fn held(guard: $($handles)::*::AdvisoryLockGuard, worker: &Worker) {
+                let from = now();
+                thread::sleep(Duration::from_millis(fastrand::u64(0..4)));
+                let to = now();
+                match fastrand::u8(..4) {
+                    0 => drop(guard),
+                    _ => match $wait(guard.release()) {
+                        Some(Ok(())) => worker.recorder.write(&format!("lock\tsession\t{from}\t{to}")),
+                        Some(Err(error)) => worker.failed("release", &error),
+                        None => {}
+                    },
+                }
+            }
+
+            fn slot(pool: &PgPool, worker: &Worker) {
+                match $wait(SLOT.acquire_timeout(pool, Duration::from_millis(fastrand::u64(1..300)))) {
+                    Some(Ok(Admission::Admitted(permit))) => {
+                        worker.hold("slots", || !permit.is_lost());
+                        if fastrand::bool() {
+                            if let Some(Err(error)) = $wait(permit.release()) {
+                                worker.failed("slot", &error);
+                            }
+                        }
+                    }
+                    Some(Ok(Admission::Full(_))) | None => {}
+                    Some(Err(error)) => worker.failed("slot", &error),
+                }
+            }
+
+            fn kept(pool: &PgPool, worker: &Worker) {
+                match $wait(KEPT.acquire_timeout(pool, Duration::from_millis(500))) {
+                    Some(Ok(Admission::Admitted(permit))) => {
+                        let end = Instant::now() + Duration::from_millis(fastrand::u64(0..3000));
+                        let id = worker.enter("kept", "");
+                        while Instant::now() < end && !permit.is_lost() && !worker.is_over() {
+                            thread::sleep(Duration::from_millis(1));
+                        }
+                        worker.leave(id, "over");
+                    }
+                    Some(Ok(Admission::Full(_))) | None => {}
+                    Some(Err(error)) => worker.failed("kept", &error),
+                }
+            }
+
+            fn throttle(pool: &PgPool, worker: &Worker) {
+                match $wait(THROTTLE.attempt(pool)) {
+                    Some(Ok(Decision::Granted(granted))) => worker.grant("throttle", granted.granted_at),
+                    Some(Ok(Decision::Denied(denied))) => thread::sleep(denied.retry_after.min(EVERY)),
+                    None => {}
+                    Some(Err(error)) => worker.failed("throttle", &error),
+                }
+            }
+
+            fn limit(pool: &PgPool, worker: &Worker) {
+                match $wait(LIMIT.check(pool)) {
+                    Some(Ok(Check::Allowed(spent))) => worker.grant("limit", spent.at()),
+                    Some(Ok(Check::Limited(limited))) => thread::sleep(limited.retry_after.min(EVERY)),
+                    None => {}
+                    Some(Err(error)) => worker.failed("limit", &error),
+                }
+            }
+        }
+    };
+}
+
+fn blocking<T>(reply: T) -> Option<T> {
+    Some(reply)
+}
+
+/// Drops one future of eight at a random time.
+fn asynchronous<T>(reply: impl Future<Output = T>) -> Option<T> {
+    if fastrand::u8(..8) > 0 {
+        return Some(workbench::block_on(reply));
+    }
+    let limit = Duration::from_micros(fastrand::u64(0..3000));
+    workbench::block_on(async { tokio::time::timeout(limit, reply).await.ok() })
+}
+
+half!(r2d2, diesel_interlock, blocking, in_threads);
+half!(deadpool, diesel_interlock::deadpool, asynchronous, in_tasks);
+half!(bb8, diesel_interlock::bb8, asynchronous, in_tasks);
+
+/// Its drop writes that it was left: also if a future is dropped in the middle.
+struct Entered<'a> {
+    worker: &'a Worker,
+    id: u64,
+    outcome: &'static str,
+}
+
+impl<'a> Entered<'a> {
+    fn new(worker: &'a Worker, name: &str, more: &str) -> Self {
+        let id = worker.enter(name, more);
+        Self {
+            worker,
+            id,
+            outcome: "left",
+        }
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        self.worker.leave(self.id, self.outcome);
+    }
+}
+
+fn booking() -> (String, String) {
+    let (server, round) = (fastrand::u8(..3), now() / 50_000);
+    let exists = format!("SELECT FROM booking WHERE server = {server} AND round = {round}");
+    (
+        format!("server {server}"),
+        format!("INSERT INTO booking SELECT {server}, {round} WHERE NOT EXISTS ({exists})"),
+    )
+}
+
+/// What takes closures, in the blocking half.
+mod in_threads {
+    use diesel::connection::SimpleConnection;
+    use diesel_interlock::{AdvisoryLock, Leader, LockKey, PgPool, Schedule};
+
+    use super::*;
+
+    static LEADER: Leader = Leader::named("leader", TIMEOUT);
+
+    pub(super) fn book(pool: &PgPool, worker: &Worker) {
+        let (server, insert) = booking();
+        let Ok(mut conn) = pool.get() else { return };
+        let lock = AdvisoryLock::new(LockKey::from(server));
+        let booked: Result<(), LockError> =
+            lock.transaction(&mut conn, |conn| Ok(conn.batch_execute(&insert)?));
+        if let Err(error) = booked {
+            worker.failed("booking", &error);
+        }
+    }
+
+    pub(super) fn lead(pool: &PgPool, worker: &Worker) {
+        let led = LEADER.lead(pool, &worker.stop, |term| {
+            let _entered = Entered::new(worker, "leader", "");
+            let end = Instant::now() + Duration::from_millis(fastrand::u64(0..2000));
+            while term.is_leader() && Instant::now() < end {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        led.expect("a database that is away is tried again");
+    }
+
+    pub(super) fn run_ticks(pool: &PgPool, worker: &Worker) {
+        let schedule = Schedule::named("schedule")
+            .after_crash(TIMEOUT, ATTEMPTS)
+            .catch_up(CATCH_UP);
+        let ran = schedule.run(pool, &worker.stop, every(TICK), |tick| {
+            let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
+            let mut entered = Entered::new(worker, "schedule", &more);
+            let end = Instant::now() + Duration::from_millis(fastrand::u64(0..50));
+            while !tick.is_lost() && Instant::now() < end {
+                thread::sleep(Duration::from_millis(1));
+            }
+            entered.outcome = "done";
+            Ok::<_, LockError>(())
+        });
+        ran.expect("a database that is away is tried again");
+    }
+
+    pub(super) fn check_strength(pool: &PgPool) -> Result<(), Box<dyn Error>> {
+        let mut all: Vec<_> = (0..POOL).map(|_| pool.get()).collect::<Result<_, _>>()?;
+        Ok(all
+            .iter_mut()
+            .try_for_each(|conn| conn.batch_execute("SELECT 1"))?)
+    }
+}
+
+/// What takes closures, in the asynchronous half.
+mod in_tasks {
+    use diesel_async::SimpleAsyncConnection;
+    use diesel_interlock::advisory::AdvisoryLock;
+    use diesel_interlock::leader::Leader;
+    use diesel_interlock::schedule::Schedule;
+    use diesel_interlock::{Async, LockKey, Pool};
+    use tokio::time::{sleep, timeout};
+
+    use super::*;
+
+    pub(super) fn book<P: Pool<Mode = Async>>(pool: &P, worker: &Worker) {
+        let (server, insert) = booking();
+        let lock = AdvisoryLock::<P>::new(LockKey::from(server));
+        let booked = asynchronous(async {
+            let mut conn = pool.check_out(None).await?;
+            lock.transaction(&mut conn, async |conn| {
+                Ok::<_, LockError>(conn.batch_execute(&insert).await?)
+            })
+            .await
+        });
+        if let Some(Err(error)) = booked {
+            worker.failed("booking", &error);
+        }
+    }
+
+    pub(super) fn lead<P: Pool<Mode = Async>>(pool: &P, worker: &Worker) {
+        let leader = Leader::<P>::named("leader", TIMEOUT);
+        let lead = leader.lead(pool, |term| async move {
+            let _entered = Entered::new(worker, "leader", "");
+            let end = Instant::now() + Duration::from_millis(fastrand::u64(0..2000));
+            while term.is_leader() && Instant::now() < end {
+                sleep(Duration::from_millis(1)).await;
+            }
+        });
+        let limit = Duration::from_millis(fastrand::u64(0..3000));
+        if let Ok(Err(error)) = workbench::block_on(async { timeout(limit, lead).await }) {
+            panic!("a database that is away is tried again: {error}");
+        }
+    }
+
+    pub(super) fn run_ticks<P: Pool<Mode = Async>>(pool: &P, worker: &Worker) {
+        let schedule = Schedule::<P>::named("schedule")
+            .after_crash(TIMEOUT, ATTEMPTS)
+            .catch_up(CATCH_UP);
+        let run = schedule.run(pool, every(TICK), |tick| async move {
+            let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
+            let mut entered = Entered::new(worker, "schedule", &more);
+            sleep(Duration::from_millis(fastrand::u64(0..50))).await;
+            entered.outcome = "done";
+            Ok::<_, LockError>(())
+        });
+        let limit = Duration::from_millis(fastrand::u64(0..3000));
+        if let Ok(Err(error)) = workbench::block_on(async { timeout(limit, run).await }) {
+            panic!("a database that is away is tried again: {error}");
+        }
+    }
+
+    pub(super) fn check_strength<P: Pool<Mode = Async>>(pool: &P) -> Result<(), Box<dyn Error>> {
+        workbench::block_on(async {
+            let mut all = Vec::new();
+            for _ in 0..POOL {
+                all.push(pool.check_out(None).await?);
+            }
+            for conn in &mut all {
+                conn.batch_execute("SELECT 1").await?;
+            }
+            Ok(())
+        })
+    }
+}
+
+mod pools {
+    use diesel::r2d2::{ConnectionManager, Pool};
+    use diesel_async::AsyncPgConnection;
+    use diesel_async::pooled_connection::AsyncDieselConnectionManager;
+
+    use super::{Duration, POOL};
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    pub(super) fn r2d2(url: &str) -> diesel_interlock::PgPool {
+        Pool::builder()
+            .max_size(POOL)
+            .min_idle(Some(0))
+            .connection_timeout(PATIENCE)
+            .build_unchecked(ConnectionManager::new(url))
+    }
+
+    pub(super) fn deadpool(url: &str) -> diesel_interlock::deadpool::PgPool {
+        let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
+        diesel_interlock::deadpool::PgPool::builder(manager)
+            .max_size(POOL as usize)
+            .wait_timeout(Some(PATIENCE))
+            .create_timeout(Some(PATIENCE))
+            .runtime(deadpool::Runtime::Tokio1)
+            .build()
+            .expect("the settings of the pool are complete")
+    }
+
+    pub(super) fn bb8(url: &str) -> diesel_interlock::bb8::PgPool {
+        let _entered = workbench::runtime().enter();
+        let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
+        diesel_interlock::bb8::PgPool::builder()
+            .max_size(POOL)
+            .connection_timeout(PATIENCE)
+            .build_unchecked(manager)
+    }
 }

@@ -1,235 +1,170 @@
-//! Transaction locks on a connection, blocking.
+//! Locks that a transaction holds until it ends.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use diesel::pg::PgConnection;
-
-use super::{AdvisoryLock, operations};
-use crate::attempt::Attempt;
-use crate::clock::Deadline;
+use super::AdvisoryLock;
+use super::attempt::Attempt;
+use super::sql::Lock;
 use crate::error::{Error, Result};
-use crate::session::{Blocking, now};
+use crate::mode::Mode;
+use crate::pool::{Connection, Pool, Reply};
+#[cfg(feature = "r2d2")]
+use crate::session::now;
+use crate::session::{Session, Transaction};
+use crate::transaction::{Own, refusal};
 
 /// # Transaction locks
 ///
-/// A transaction lock is held until the surrounding transaction ends, and needs no release. It needs neither a guard nor a
-/// pinned connection. So it is **the lock to use behind a pooler in transaction mode**, and the first
-/// choice if a single transaction does the protected work.
+/// The surrounding transaction holds the lock until it ends, or is rolled back to a savepoint before it. There is no guard, and it
+/// works behind any pooler.
 ///
-/// A rollback to a savepoint that was set before the lock was taken also releases it, as does the rollback of a nested
-/// `conn.transaction`.
+/// A wait is the server's own, in the order of arrival and under its deadlock detection, and the session's `statement_timeout`
+/// and `lock_timeout` apply to it. If its future is dropped, the connection is marked as broken, and the server ends the wait
+/// within a second after the pool has closed it.
 ///
-/// # Isolation levels
+/// Use READ COMMITTED: at REPEATABLE READ the work would not see what the last holder committed, so that is an error, and at
+/// SERIALIZABLE PostgreSQL fails all but one holder with a serialization failure.
 ///
-/// "Lock, check, insert" is correct only if the check sees what the previous holder committed. At REPEATABLE READ it does not,
-/// because the snapshot is as old as the transaction's first statement. At that level, four sessions that take the lock one after
-/// another still insert four rows. So a lock at that level is refused, as
-/// [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead). SERIALIZABLE is allowed: PostgreSQL
-/// lets one transaction succeed and fails the others with a serialization failure
-/// ([`DatabaseErrorKind::SerializationFailure`](diesel::result::DatabaseErrorKind)), which the caller has to retry.
-///
-/// # Idle transactions
-///
-/// The server's `idle_in_transaction_session_timeout` ends a session that is idle inside a transaction for too long, which
-/// frees the lock. The work can then not be committed, and the caller's next statement fails.
-impl AdvisoryLock {
-    /// Takes the lock until the transaction ends. Waits indefinitely.
+/// They fail with [`Error::OutsideTransaction`], [`Error::RepeatableRead`], [`Error::Standby`], [`Error::Input`] and
+/// [`Error::Database`].
+impl<P: Pool> AdvisoryLock<P> {
+    /// Takes the lock until the transaction ends, if it is free, and never waits for it.
     ///
-    /// Sends one prepared statement if the lock is free:
-    /// ```sql
-    /// SELECT CASE WHEN current_setting('transaction_isolation') = 'repeatable read' THEN -1
-    ///             WHEN pg_is_in_recovery() THEN NULL WHEN pg_try_advisory_xact_lock($1) THEN 1 ELSE 0 END
-    /// ```
-    /// Otherwise it sends a second message, which lifts `statement_timeout` and `lock_timeout`, waits with
-    /// `SELECT pg_advisory_xact_lock(…)`, and restores them.
-    ///
-    /// # Blocking
-    ///
-    /// Waits in the server's queue, in the order of arrival and under PostgreSQL's deadlock detection. The session's
-    /// `statement_timeout` and `lock_timeout` do not apply to the wait, and have their old values after it.
-    ///
-    /// A transaction that waits holds a snapshot. If the holder of the lock runs `CREATE INDEX CONCURRENTLY` under a session
-    /// lock of the same key, the two wait for each other, and PostgreSQL ends one of them with "deadlock detected".
-    ///
-    /// # Errors
-    ///
-    /// - [`Misplaced::XactLockOutsideTransaction`](crate::error::Misplaced::XactLockOutsideTransaction) outside a transaction. A
-    ///   transaction that was opened by a plain SQL `BEGIN` is not detected, so the error is returned there, too.
-    /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) and [`Error::Standby`], because
-    ///   the lock would not protect there.
-    /// - [`Input::EmptyName`](crate::error::Input::EmptyName), before anything is sent.
-    /// - [`Error::Database`] for anything else, including a deadlock. The transaction is then aborted.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use diesel::prelude::*;
-    /// use diesel_interlock::{AdvisoryLock, Error, LockKey};
-    ///
-    /// # let database = workbench::Database::new();
-    /// # let conn = &mut database.connect();
-    /// // The tenant is known only inside a transaction that does other things as well.
-    /// conn.transaction(|conn| {
-    ///     let tenant = 7;
-    ///     AdvisoryLock::new(LockKey::parts(["invoice number", &tenant.to_string()])).acquire_xact(conn)?;
-    ///     // … take the next number; the lock goes with the commit
-    ///     Ok::<_, Error>(())
-    /// })?;
-    /// # Ok::<(), Error>(())
-    /// ```
-    pub fn acquire_xact(&self, conn: &mut PgConnection) -> Result<()> {
-        now(self.acquire_xact_in(&mut Blocking::lent(conn)))
+    /// One round trip: `SELECT pg_try_advisory_xact_lock($1)`, with checks of the isolation level and for a standby.
+    pub fn try_acquire_xact<'a>(
+        &'a self,
+        conn: &'a mut Connection<P>,
+    ) -> Reply<'a, P, Result<Attempt<()>>> {
+        P::Mode::drive(self.subject().tell("try_acquire_xact", async move {
+            attempt(conn, self.lock()?).await
+        }))
     }
 
-    /// Takes the lock until the transaction ends, if it is free. Never waits.
+    /// Takes the lock until the transaction ends, and waits for as long as others hold it.
     ///
-    /// One round trip, with the statement of [`acquire_xact`](Self::acquire_xact).
-    ///
-    /// # Errors
-    ///
-    /// As [`acquire_xact`](Self::acquire_xact).
-    pub fn try_acquire_xact(&self, conn: &mut PgConnection) -> Result<Attempt<()>> {
-        self.acquire_xact_timeout(conn, Duration::ZERO)
+    /// One round trip if it is free, and otherwise a second one, in which the server waits.
+    pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<()>> {
+        P::Mode::drive(async move {
+            let wait = async { wait(conn, self.lock()?, None).await };
+            self.subject().tell("acquire_xact", wait).await.map(drop)
+        })
     }
 
-    /// Takes the lock until the transaction ends. Waits for at most `timeout`.
+    /// Takes the lock until the transaction ends, and waits for at most `timeout`. After [`Attempt::Busy`] the transaction is as
+    /// usable as before.
     ///
-    /// One round trip if the lock is free, as with [`acquire_xact`](Self::acquire_xact). Otherwise three more, because the
-    /// wait runs in a savepoint. After a timeout the transaction is as usable as before, and its `lock_timeout` and
-    /// `statement_timeout` have their old values.
-    ///
-    /// # Blocking
-    ///
-    /// Waits for at most `timeout`, rounded up to whole milliseconds. A timeout of zero makes one try. A timeout longer than
-    /// PostgreSQL's limit of almost 25 days is shortened to it. Otherwise as [`acquire_xact`](Self::acquire_xact).
-    ///
-    /// An error of the server within the last hundredth of that time, such as a deadlock or a cancellation, is mistaken for the
-    /// timeout, because Diesel does not distinguish these errors.
-    ///
-    /// # Errors
-    ///
-    /// As [`acquire_xact`](Self::acquire_xact), except that the transaction is still usable after an error of the wait, such
-    /// as a deadlock.
-    pub fn acquire_xact_timeout(
-        &self,
-        conn: &mut PgConnection,
+    /// One round trip if it is free, and otherwise two more.
+    pub fn acquire_xact_timeout<'a>(
+        &'a self,
+        conn: &'a mut Connection<P>,
         timeout: Duration,
-    ) -> Result<Attempt<()>> {
-        let deadline = Deadline::after(timeout);
-        now(self.acquire_xact_until_in(&mut Blocking::lent(conn), deadline))
+    ) -> Reply<'a, P, Result<Attempt<()>>> {
+        P::Mode::drive(self.subject().tell("acquire_xact_timeout", async move {
+            wait(conn, self.lock()?, Some(timeout)).await
+        }))
     }
+}
 
-    /// Opens a transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics.
-    ///
-    /// The transaction is always READ COMMITTED, not the session's default level, so that `work` sees what the previous holder
-    /// committed. Three round trips beside the work: `BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED`, the lock, `COMMIT`.
-    /// Inside a test transaction it is a savepoint, and the lock is held until the test transaction ends.
-    ///
-    /// # Blocking
-    ///
-    /// Waits for the lock as [`acquire_xact`](Self::acquire_xact) does.
-    ///
-    /// # Errors
-    ///
-    /// - [`Misplaced::NestedTransaction`](crate::error::Misplaced::NestedTransaction) inside an open transaction: use
-    ///   [`acquire_xact`](Self::acquire_xact) there. A transaction that was opened by a plain SQL `BEGIN` is not detected, and
-    ///   would be committed.
-    /// - [`Misplaced::XactLockAtRepeatableRead`](crate::error::Misplaced::XactLockAtRepeatableRead) inside a test transaction of
-    ///   that level, because a savepoint cannot have another level.
-    /// - Diesel's `BrokenTransactionManager` if `work` returned `Ok` and left a nested transaction open, as a caught panic does.
-    /// - The error of `work`, and otherwise as [`acquire_xact`](Self::acquire_xact). After an error nothing was committed, unless
-    ///   the connection broke during the `COMMIT`, which may have been executed.
-    ///
-    /// If `work` hides the error of a statement and returns `Ok`, this returns `Ok`, too, although PostgreSQL rolls the
-    /// transaction back. Diesel's own `transaction` does the same.
-    ///
-    /// # Examples
+async fn attempt<S: Session>(conn: &mut S, lock: Lock) -> Result<Attempt<()>> {
+    match conn.transaction() {
+        Transaction::Open | Transaction::Test => {}
+        Transaction::None => return Err(Error::OutsideTransaction),
+        Transaction::Broken => return Err(refusal(Transaction::Broken)),
+    }
+    match conn.one(lock.try_xact()).await? {
+        (Some(1),) => Ok(Attempt::Acquired(())),
+        (Some(0),) => Ok(Attempt::Busy),
+        (Some(_),) => Err(Error::RepeatableRead),
+        (None::<i32>,) => Err(Error::Standby),
+    }
+}
+
+async fn wait<S: Session>(
+    conn: &mut S,
+    lock: Lock,
+    timeout: Option<Duration>,
+) -> Result<Attempt<()>> {
+    let began = Instant::now();
+    let attempted = attempt(conn, lock).await?;
+    let rest = timeout.map(|timeout| timeout.saturating_sub(began.elapsed()));
+    if attempted.is_acquired() || rest.is_some_and(|rest| rest.is_zero()) {
+        return Ok(attempted);
+    }
+    let sql = rest.map_or_else(|| lock.xact(), |rest| lock.xact_within(rest));
+    let mut waiting = Waiting {
+        conn,
+        is_over: false,
+    };
+    let waited = waiting.conn.batch(&sql).await;
+    waiting.is_over = true;
+    waited?;
+    match timeout {
+        None => Ok(Attempt::Acquired(())),
+        // Whether it was granted: a transaction may take a lock twice.
+        Some(_) => attempt(waiting.conn, lock).await,
+    }
+}
+
+/// A wait on the server, which goes on if its future is dropped. So the pool must close the connection.
+struct Waiting<'c, S: Session> {
+    conn: &'c mut S,
+    is_over: bool,
+}
+
+impl<S: Session> Drop for Waiting<'_, S> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.conn.mark_broken();
+        }
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl AdvisoryLock<crate::pool::PgPool> {
+    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics.
+    /// Inside the transaction of a test it is a savepoint.
     ///
     /// ```
     /// use diesel::prelude::*;
-    /// use diesel_interlock::{AdvisoryLock, LockKey};
+    /// use diesel_interlock::AdvisoryLock;
     ///
-    /// # diesel::table! { reserved_servers (server_id) { server_id -> Integer } }
-    /// fn book(conn: &mut PgConnection, datacenter: i32, server: i32) -> QueryResult<bool> {
-    ///     let key = LockKey::parts(["server", &datacenter.to_string(), &server.to_string()]);
-    ///     AdvisoryLock::new(key).transaction(conn, |conn| {
-    ///         let taken = reserved_servers::table.find(server);
-    ///         if diesel::select(diesel::dsl::exists(taken)).get_result(conn)? {
-    ///             return Ok(false);
-    ///         }
-    ///         diesel::insert_into(reserved_servers::table)
-    ///             .values(reserved_servers::server_id.eq(server))
-    ///             .execute(conn)?;
-    ///         Ok(true)
-    ///     })
+    /// static SERVER: AdvisoryLock = AdvisoryLock::named("server");
+    ///
+    /// fn book(conn: &mut PgConnection, server: i32) -> QueryResult<bool> {
+    ///     SERVER.key(server).transaction(conn, |conn| insert_if_free(conn, server))
     /// }
-    /// # let database = workbench::Database::new();
-    /// # let conn = &mut database.connect();
-    /// # diesel::sql_query("CREATE TABLE reserved_servers (server_id int)").execute(conn)?;
-    /// assert!(book(conn, 223, 345)?);
-    /// assert!(!book(conn, 223, 345)?);
+    /// # fn insert_if_free(_: &mut PgConnection, _: i32) -> QueryResult<bool> { Ok(true) }
+    /// # assert!(book(&mut workbench::Database::new().connect(), 345)?);
     /// # Ok::<(), diesel::result::Error>(())
     /// ```
-    pub fn transaction<T, E, F>(&self, conn: &mut PgConnection, work: F) -> Result<T, E>
-    where
-        F: FnOnce(&mut PgConnection) -> Result<T, E>,
-        E: From<Error>,
-    {
-        let session = &mut Blocking::lent(conn);
-        let mut transaction = now(operations::begin_transaction(session))?;
-        let value = match now(self.acquire_xact_in(transaction.session())) {
-            Ok(()) => work(transaction.session().conn()),
+    pub fn transaction<T, E: From<Error>>(
+        &self,
+        conn: &mut diesel::PgConnection,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let transaction = now(Own::begin(conn))?;
+        let outcome = self
+            .acquire_xact(transaction.conn)
+            .map_err(E::from)
+            .and_then(|()| work(transaction.conn));
+        now(transaction.end(outcome))
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
+    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics, or
+    /// the future is dropped. Inside the transaction of a test it is a savepoint.
+    pub async fn transaction<T, E: From<Error>>(
+        &self,
+        conn: &mut diesel_async::AsyncPgConnection,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let transaction = Own::begin(conn).await?;
+        let outcome = match self.acquire_xact(transaction.conn).await {
+            Ok(()) => work(transaction.conn).await,
             Err(error) => Err(error.into()),
         };
-        now(transaction.end(value))
-    }
-
-    /// As [`transaction`](Self::transaction), but returns [`Attempt::Busy`] without running `work` if another session holds
-    /// the lock.
-    ///
-    /// # Errors
-    ///
-    /// As [`transaction`](Self::transaction).
-    pub fn try_transaction<T, E, F>(
-        &self,
-        conn: &mut PgConnection,
-        work: F,
-    ) -> Result<Attempt<T>, E>
-    where
-        F: FnOnce(&mut PgConnection) -> Result<T, E>,
-        E: From<Error>,
-    {
-        self.transaction_timeout(conn, Duration::ZERO, work)
-    }
-
-    /// As [`transaction`](Self::transaction), but returns [`Attempt::Busy`] without running `work` if the lock was not
-    /// granted within `timeout`.
-    ///
-    /// # Blocking
-    ///
-    /// Waits for the lock as [`acquire_xact_timeout`](Self::acquire_xact_timeout) does.
-    ///
-    /// # Errors
-    ///
-    /// As [`transaction`](Self::transaction).
-    pub fn transaction_timeout<T, E, F>(
-        &self,
-        conn: &mut PgConnection,
-        timeout: Duration,
-        work: F,
-    ) -> Result<Attempt<T>, E>
-    where
-        F: FnOnce(&mut PgConnection) -> Result<T, E>,
-        E: From<Error>,
-    {
-        let deadline = Deadline::after(timeout);
-        let session = &mut Blocking::lent(conn);
-        let mut transaction = now(operations::begin_transaction(session))?;
-        let value = match now(self.acquire_xact_until_in(transaction.session(), deadline)) {
-            Ok(Attempt::Acquired(())) => work(transaction.session().conn()).map(Attempt::Acquired),
-            Ok(Attempt::Busy) => Ok(Attempt::Busy),
-            Err(error) => Err(error.into()),
-        };
-        now(transaction.end(value))
+        transaction.end(outcome).await
     }
 }

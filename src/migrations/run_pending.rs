@@ -1,45 +1,75 @@
-//! The application's own migrations, run under a lock.
-//!
-//! Diesel's migration harness needs a `&mut PgConnection`, so this file is blocking and has no operation over a session but
-//! the first look at Diesel's table.
+//! An application's own migrations, run by Diesel, by one instance at a time.
 
-use std::collections::BTreeSet;
+use std::collections::HashMap;
 
-use diesel::migration::{MigrationSource, MigrationVersion};
-use diesel::pg::{Pg, PgConnection};
+use diesel::migration::MigrationSource;
+use diesel::pg::Pg;
+use diesel::sql_types::Bool;
+use diesel_migrations::MigrationHarness;
 
-use super::diesels_table;
-use super::ours::LOCK;
-use super::run_each::run_each;
+use crate::advisory::Scope;
+use crate::advisory::sql::Lock;
 use crate::error::{Error, Result};
-use crate::session::{Blocking, now};
-use crate::transaction;
+use crate::event::Subject;
+use crate::key::LockKey;
+use crate::session::Session;
+use crate::statement::Statement;
+use crate::transaction::refusal;
 
-/// Runs the application's pending migrations, on one instance at a time. Returns the versions that it ran.
+/// The name of the lock under which they run. It never changes.
+const LOCK: &str = "diesel_interlock migrations";
+
+/// Whether Diesel's table is where Diesel would create it: in the first schema of the search path.
+const HAS_TABLE: &str = "SELECT pg_catalog.to_regclass(pg_catalog.format('%I.__diesel_schema_migrations', \
+     pg_catalog.current_schema())) IS NOT NULL";
+
+/// Whether it has all these versions.
+const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v WHERE NOT EXISTS (SELECT \
+     FROM __diesel_schema_migrations AS m WHERE m.version OPERATOR(pg_catalog.=) v))";
+
+/// What migrations run on: a `&mut PgConnection`, or an `AsyncPgConnection` by value.
+#[diagnostic::on_unimplemented(
+    message = "migrations do not run on `{Self}`",
+    label = "neither a `&mut PgConnection` nor an `AsyncPgConnection`",
+    note = "of a pooled blocking connection lend the one inside, `&mut *conn`; an asynchronous one is given by value: \
+            `AsyncPgConnection::establish(url).await?`"
+)]
+pub trait Target<M>: sealed::Sealed {
+    /// What [`run_pending`] returns: the versions that it ran, or a future of them.
+    type Reply;
+
+    #[doc(hidden)]
+    fn run_pending(self, source: M) -> Self::Reply;
+}
+
+mod sealed {
+    #[allow(unnameable_types)]
+    pub trait Sealed {}
+    #[cfg(feature = "r2d2")]
+    impl Sealed for &mut diesel::PgConnection {}
+    #[cfg(feature = "async")]
+    impl Sealed for diesel_async::AsyncPgConnection {}
+}
+
+/// Runs the pending migrations of an application, once although many instances start at the same time. Returns the versions that it
+/// ran.
 ///
-/// Call it at every start of a program. Many instances may call it at the same time. It reads `__diesel_schema_migrations`
-/// first, in two round trips. If nothing is pending, it sends no DDL and needs only the right to read that table. Otherwise
-/// it takes the session lock [`LOCK`] on the migrating connection and runs Diesel's harness, which reads
-/// again which migrations are pending. So the first instance runs them, and the others wait and find none. Each migration has
-/// a separate transaction, or none if its metadata says so. `CREATE INDEX CONCURRENTLY` therefore works while other
-/// instances wait.
+/// `conn` is a `&mut PgConnection`, or an `AsyncPgConnection` by value, for which a future is returned. Connect directly, not through a
+/// pooler in transaction mode: the lock is a session lock, so that migrations without a transaction, such as `CREATE INDEX
+/// CONCURRENTLY`, run under it, too.
 ///
-/// # Blocking
+/// Diesel runs them, with its table `__diesel_schema_migrations` in the first schema of the search path: with a schema per tenant, each
+/// tenant has its own. If nothing is pending, there are two round trips and no lock, and the role needs no right but to read that
+/// table. Otherwise the others wait without a timeout, and then find nothing pending. A wait of more than five seconds is logged as a
+/// warning, with the pid of the session that is waited for.
 ///
-/// Waits for the migrations of other instances, without a timeout. It polls with pauses that grow from 20 to 250 milliseconds
-/// on average, and has no snapshot in between, so a `CREATE INDEX CONCURRENTLY` does not wait for the waiting instances, and
-/// migrations may set any `lock_timeout`. For a timeout, call it under `LOCK.acquire_timeout_on(conn, …)` on that guard's
-/// connection, because the lock is reentrant. That wait has snapshots: see [`AdvisoryLock::acquire`].
+/// If the future is dropped, the migrations that have begun run to their end, on a thread of tokio's `spawn_blocking`.
 ///
 /// # Errors
 ///
-/// - [`Schema::MissingRights`](crate::error::Schema::MissingRights) if the role may not read Diesel's table of migrations.
-/// - [`Error::Migration`] if a migration failed. The migrations before it stay applied.
-/// - [`Misplaced::CommitsInTransaction`](crate::error::Misplaced::CommitsInTransaction) inside a transaction, a test
-///   transaction included.
-/// - Those of [`AdvisoryLock::acquire_on`].
-///
-/// # Examples
+/// [`Error::ApplicationMigration`] with the database's reason: the migrations before it stay applied. [`Error::EqualVersions`] before
+/// anything is sent, [`Error::InsideTransaction`], [`Error::SessionMoved`] if a pooler in transaction mode is in between, and
+/// [`Error::Database`].
 ///
 /// ```
 /// use diesel_interlock::migrations;
@@ -47,46 +77,135 @@ use crate::transaction;
 ///
 /// # let database = workbench::Database::new();
 /// # let conn = &mut database.connect();
-/// # let directory = std::env::temp_dir().join(format!("migrations-{}", std::process::id()));
-/// # let one = directory.join("2026-01-01-000000_create_users");
-/// # std::fs::create_dir_all(&one)?;
-/// # std::fs::write(one.join("up.sql"), "CREATE TABLE users (id int)")?;
-/// # std::fs::write(one.join("down.sql"), "DROP TABLE users")?;
-/// let source = FileBasedMigrations::from_path(&directory)?; // or embed_migrations!()
-/// let ran = migrations::run_pending(conn, source)?;
+/// # let directory = std::env::temp_dir().join(format!("interlock-run-pending-{}", std::process::id()));
+/// # std::fs::create_dir_all(directory.join("2026-01-01-000000_users"))?;
+/// # std::fs::write(directory.join("2026-01-01-000000_users/up.sql"), "CREATE TABLE users (id int)")?;
+/// let own = FileBasedMigrations::from_path(&directory)?; // or embed_migrations!()
+/// let ran = migrations::run_pending(conn, own)?;
+/// # assert_eq!(ran, ["20260101000000"]);
 /// # std::fs::remove_dir_all(&directory)?;
-/// # assert_eq!(ran.len(), 1);
 /// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
 /// ```
-///
-/// [`AdvisoryLock::acquire`]: crate::AdvisoryLock::acquire
-/// [`AdvisoryLock::acquire_on`]: crate::AdvisoryLock::acquire_on
-pub fn run_pending<S>(conn: &mut PgConnection, source: S) -> Result<Vec<MigrationVersion<'static>>>
-where
-    S: MigrationSource<Pg>,
-{
-    transaction::refuse_any(transaction::of(conn))?;
-    if is_up_to_date(conn, &source)? {
-        return Ok(Vec::new());
-    }
-    let mut guard = LOCK.acquire_without_snapshot_on(conn)?;
-    let ran = run_each(guard.conn(), source)?;
-    guard.release()?;
-    Ok(ran)
+pub fn run_pending<M, T: Target<M>>(conn: T, source: M) -> T::Reply {
+    conn.run_pending(source)
 }
 
-/// Returns whether all migrations were run. Diesel's own check first creates the table IF NOT EXISTS, which PostgreSQL
-/// refuses to a role that may not create tables.
-fn is_up_to_date(conn: &mut PgConnection, source: &impl MigrationSource<Pg>) -> Result<bool> {
-    let session = &mut Blocking::lent(conn);
-    let Some(table) = now(diesels_table::find(session))? else {
-        return Ok(false);
+#[cfg(feature = "r2d2")]
+impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
+    type Reply = Result<Vec<String>>;
+
+    fn run_pending(self, source: M) -> Self::Reply {
+        use crate::mode::Blocking;
+        use crate::session::now;
+
+        if now(is_up_to_date(self, versions(&source)?))? {
+            return Ok(Vec::new());
+        }
+        let (key, lock, subject) = lock()?;
+        let mut scope = now(Scope::enter::<Blocking>(self, lock, subject, true))?;
+        let ran = run(scope.conn, source);
+        now(scope.leave(&key, ran))
+    }
+}
+
+#[cfg(feature = "async")]
+impl<M: MigrationSource<Pg> + Send + 'static> Target<M> for diesel_async::AsyncPgConnection {
+    type Reply = crate::mode::Running<'static, Result<Vec<String>>>;
+
+    fn run_pending(self, source: M) -> Self::Reply {
+        use crate::mode::{Async, Mode};
+        Async::drive(in_a_task(self, source))
+    }
+}
+
+/// Diesel's harness needs a blocking connection that has no lifetime, so the connection travels to a thread and back. Wherever it is
+/// dropped, its session ends, which frees the lock.
+#[cfg(feature = "async")]
+async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
+    mut conn: diesel_async::AsyncPgConnection,
+    source: M,
+) -> Result<Vec<String>> {
+    use crate::mode::{Async, Mode};
+    use diesel_async::async_connection_wrapper::AsyncConnectionWrapper;
+
+    let runtime = Async::runtime()?;
+    if is_up_to_date(&mut conn, versions(&source)?).await? {
+        return Ok(Vec::new());
+    }
+    let (key, lock, subject) = lock()?;
+    let scope = Scope::enter::<Async>(&mut conn, lock, subject, true).await?;
+    let held = scope.disarm();
+    let running = runtime.spawn_blocking(move || {
+        let mut conn = AsyncConnectionWrapper::<_>::from(conn);
+        let ran = run(&mut conn, source);
+        (conn.into_inner(), ran)
+    });
+    match running.await {
+        Ok((mut conn, ran)) => {
+            let mut scope = Scope::resume(&mut conn, lock, subject, held);
+            scope.leave(&key, ran).await
+        }
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime shuts down, and drops this future, too.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}
+
+fn lock() -> Result<(LockKey, Lock, Subject)> {
+    let key = LockKey::named(LOCK);
+    let lock = Lock {
+        id: key.id()?,
+        is_shared: false,
     };
-    let ran: BTreeSet<String> = now(diesels_table::versions(session, &table))?
-        .into_iter()
-        .collect();
-    let all = source.migrations().map_err(Error::Migration)?;
-    Ok(all
-        .iter()
-        .all(|migration| ran.contains(&migration.name().version().to_string())))
+    let subject = Subject {
+        primitive: "lock",
+        name: LOCK,
+    };
+    Ok((key, lock, subject))
+}
+
+fn run(
+    conn: &mut impl MigrationHarness<Pg>,
+    source: impl MigrationSource<Pg>,
+) -> Result<Vec<String>> {
+    let ran = conn.run_pending_migrations(source);
+    let ran = ran.map_err(Error::ApplicationMigration)?;
+    Ok(ran.iter().map(ToString::to_string).collect())
+}
+
+/// Whether nothing is pending. Diesel's own look first creates its table if it does not exist, which PostgreSQL refuses to a role
+/// that may not create tables even if it exists.
+async fn is_up_to_date<S: Session>(session: &mut S, versions: Vec<String>) -> Result<bool> {
+    let before = session.transaction();
+    if !before.is_none() {
+        return Err(refusal(before));
+    }
+    let has_table = session.one(Statement::<Bool>::new(HAS_TABLE, []));
+    if !has_table.await? {
+        return Ok(false);
+    }
+    let has_all = Statement::<Bool>::new(HAS_ALL, [versions.into()]);
+    Ok(session.one(has_all).await?)
+}
+
+/// The versions of all migrations. Diesel keeps one of those that have the same version, and never runs the other.
+fn versions(source: &impl MigrationSource<Pg>) -> Result<Vec<String>> {
+    let mut names = HashMap::new();
+    for migration in source.migrations().map_err(Error::ApplicationMigration)? {
+        let (name, version) = (
+            migration.name().to_string(),
+            migration.name().version().to_string(),
+        );
+        if let Some(other) = names.insert(version, name.clone()) {
+            let (first, second) = if other < name {
+                (other, name)
+            } else {
+                (name, other)
+            };
+            return Err(Error::EqualVersions(first, second));
+        }
+    }
+    Ok(names.into_keys().collect())
 }

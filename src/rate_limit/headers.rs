@@ -1,68 +1,105 @@
-//! The HTTP header fields of a check.
+//! The HTTP header fields of a check: RFC 9110's `Retry-After`, and those of draft-ietf-httpapi-ratelimit-headers.
 
-use std::fmt::Write;
 use std::time::Duration;
 
-use super::Quota;
-use crate::headers::{self, Headers, LARGEST};
-use crate::time;
+use super::check::{Check, Limited, State};
+use crate::time::whole_seconds;
 
-/// What the fields tell.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Told<'a> {
-    pub(super) name: &'a str,
-    pub(super) partition_key: Option<&'a [u8]>,
-    pub(super) quota: Quota,
-    pub(super) remaining: u32,
-    /// How long until the key is full.
-    pub(super) full_in: Duration,
-    /// If the call was limited, when it may be repeated, unless it never may.
-    pub(super) limited: Option<Option<Duration>>,
-}
-
-impl Told<'_> {
-    pub(super) fn headers(self) -> Headers {
-        let Quota { burst, .. } = self.quota;
-        let retry_after = self.limited.flatten().map(time::whole_seconds);
-        let (r, t) = match retry_after {
-            // What is refilled until then may be less than what is left.
-            Some(seconds) => {
-                let seconds = u128::from(seconds);
-                let refilled =
-                    seconds * 1_000_000 * u128::from(self.quota.n) / self.quota.period_us().max(1);
-                (refilled.min(self.remaining.into()), seconds)
-            }
-            None => (self.remaining.into(), self.seconds_of_the_rest()),
-        };
-        let mut policy = headers::string(self.name);
-        let mut limit = policy.clone();
-        let _ = write!(policy, ";q={burst}");
-        let window = self.quota.time_of(burst);
-        if window >= 1_000_000 {
-            let _ = write!(policy, ";w={}", window.div_ceil(1_000_000).min(LARGEST));
-        }
-        let _ = write!(limit, ";r={r};t={}", t.min(LARGEST));
-        if let Some(key) = self.partition_key {
-            let key = headers::base64(key);
-            let _ = write!(policy, ";pk=:{key}:");
-            let _ = write!(limit, ";pk=:{key}:");
-        }
-        Headers {
-            policy,
-            limit,
-            retry_after: retry_after.map(|seconds| u128::from(seconds).min(LARGEST).to_string()),
+impl Check {
+    /// Returns the header fields `RateLimit-Policy`, `RateLimit` and, if the call was limited, `Retry-After`.
+    ///
+    /// - `q` is the burst, and `w` the seconds in which it refills. N and the period are not told, because they would invite a
+    ///   client to send N requests at once.
+    /// - `r` is how many units are left, and `t` the seconds until all `q` are there again if no more are spent.
+    /// - After a limited call `r` is 0, and `t` is that of `Retry-After`: the seconds until the units that the call asked for are
+    ///   there.
+    ///
+    /// Seconds are rounded up, and at least 1. Bytes of the name that a structured field cannot hold are percent-encoded.
+    ///
+    /// ```
+    /// # use diesel_interlock::{Quota, RateLimit};
+    /// # let database = workbench::Database::new();
+    /// # let pool = database.pool(1);
+    /// # diesel_interlock::migrations::install(&pool)?;
+    /// static API: RateLimit = RateLimit::named("api", Quota::per_minute(3));
+    ///
+    /// let fields = API.key("customer 7").check(&pool)?.headers();
+    /// assert_eq!(fields[0], ("ratelimit-policy", r#""api";q=3;w=60"#.to_owned()));
+    /// assert_eq!(fields[1], ("ratelimit", r#""api";r=2;t=20"#.to_owned()));
+    /// # Ok::<(), diesel_interlock::Error>(())
+    /// ```
+    pub fn headers(&self) -> Vec<(&'static str, String)> {
+        match self {
+            Self::Allowed(spent) => of(&spent.state, None),
+            Self::Limited(limited) => limited.headers(),
         }
     }
+}
 
-    /// The whole seconds in which the quota refills what is left, or until it has refilled a unit if nothing is.
-    fn seconds_of_the_rest(self) -> u128 {
-        let time = match self.remaining {
-            0 => {
-                let room = self.quota.room_for(1).unwrap_or(0);
-                self.full_in.as_micros().saturating_sub(room)
-            }
-            rest => self.quota.time_of(rest),
-        };
-        time.div_ceil(1_000_000).max(1)
+impl Limited {
+    /// Returns the header fields of [`Check::headers`], for a handler that has only the refusal, as of [`CheckAll`](super::CheckAll).
+    pub fn headers(&self) -> Vec<(&'static str, String)> {
+        of(&self.state, Some(self))
+    }
+}
+
+fn of(state: &State, limited: Option<&Limited>) -> Vec<(&'static str, String)> {
+    let name = string(state.name);
+    let quota = state.quota;
+    let window = quota
+        .period
+        .mul_f64(f64::from(quota.burst) / f64::from(quota.n.max(1)));
+    let reset = limited.map_or(state.full_in, |limited| limited.retry_after);
+    let remaining = if limited.is_some() {
+        0
+    } else {
+        state.remaining
+    };
+    let mut fields = vec![
+        (
+            "ratelimit-policy",
+            format!("{name};q={};w={}", quota.burst, seconds(window)),
+        ),
+        (
+            "ratelimit",
+            format!("{name};r={remaining};t={}", seconds(reset)),
+        ),
+    ];
+    fields.extend(limited.map(|limited| ("retry-after", limited.retry_after_secs().to_string())));
+    fields
+}
+
+/// Whole seconds. Structured fields have no larger integers.
+fn seconds(duration: Duration) -> u64 {
+    whole_seconds(duration).min(999_999_999_999_999)
+}
+
+/// A string of a structured field, which is printable ASCII.
+fn string(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for byte in text.bytes() {
+        match byte {
+            b'"' | b'\\' => quoted.extend(['\\', byte.into()]),
+            b' '..=b'~' => quoted.push(byte.into()),
+            _ => quoted.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    quoted.push('"');
+    quoted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_quoted_and_ascii() {
+        assert_eq!(string("a \"b\" \\ ü\n"), r#""a \"b\" \\ %C3%BC%0A""#);
+    }
+
+    #[test]
+    fn seconds_are_rounded_up() {
+        assert_eq!(seconds(Duration::from_millis(1001)), 2);
+        assert_eq!(seconds(Duration::MAX), 999_999_999_999_999);
     }
 }

@@ -1,140 +1,308 @@
-//! Rate limits that a process checks for itself most of the time: it takes several units of a key in one round trip, and
-//! remembers for a moment that a key is limited.
+//! Checks from memory, which take units from the row by the chunk.
 
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
-#[cfg(feature = "r2d2")]
-pub(crate) mod blocking;
-mod keys;
-mod taking;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use super::check::{Check, Limited};
+use super::{Quota, RateLimit};
+use crate::alarm::{Alarm, lock};
+use crate::error::Result;
+use crate::mode::Mode;
+use crate::pool::{Pool, Reply};
+use crate::time::whole_seconds;
 
-use self::keys::{Keys, Known, Unused};
-use self::taking::{Taking, Takings};
-use super::{Check, RateLimit, operations};
-use crate::clock::{Deadline, Moment};
-use crate::error::{Error, Input, Result};
-use crate::panics::lock;
-use crate::session::Session;
-use crate::signal::Signal;
-use crate::text::Name;
+/// How many keys are kept before those that have nothing are looked for.
+const KEYS: usize = 1024;
+const SECOND: Duration = Duration::from_secs(1);
 
-/// A limit, and what this process knows of its keys.
-#[derive(Debug)]
-struct Local {
-    limit: RateLimit,
+/// A [`RateLimit`] that decides from memory: each instance takes chunks of units from the row, and asks it again when a chunk is used
+/// up.
+///
+/// ```
+/// use std::sync::OnceLock;
+///
+/// use diesel_interlock::{Error, LocalRateLimit, PgPool, Quota, RateLimit};
+///
+/// static API: RateLimit = RateLimit::named("api", Quota::per_second(1000));
+/// static LOCAL: OnceLock<LocalRateLimit> = OnceLock::new();
+///
+/// fn is_allowed(pool: &PgPool, customer: &str) -> Result<bool, Error> {
+///     let local = LOCAL.get_or_init(|| API.local(pool.clone(), 100));
+///     Ok(local.check(customer)?.is_allowed())
+/// }
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
+/// # diesel_interlock::migrations::install(&pool)?;
+/// # assert!(is_allowed(&pool, "7")?);
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// Make one per instance. Clones share what was taken.
+///
+/// In a period all instances together allow at most burst + N, and a chunk more for each instance: what it took before and had not
+/// used. What is not used is forgotten after the time in which a chunk refills, and a second at least. A changed quota and a reset count
+/// from the next chunk on. After a denial the row is not asked before `retry_after`. One caller at a time takes a chunk of a key, and
+/// the others wait for it. A chunk that is on its way arrives also if the future that takes it is dropped.
+#[must_use = "a rate limit decides nothing until it is checked"]
+pub struct LocalRateLimit<P: Pool>(Arc<Local<P>>);
+
+struct Local<P: Pool> {
+    limit: RateLimit<P>,
+    pool: P,
     chunk: u32,
     keys: Mutex<Keys>,
-    /// Shared with the calls in it, which a dropped future leaves to its runtime.
-    takings: Arc<Mutex<Takings>>,
 }
 
-impl Local {
-    fn of(limit: &RateLimit, chunk: u32) -> Result<Self> {
-        if chunk == 0 {
-            return Err(limit.bad_units(0, u32::MAX).into());
+/// What came of a check in memory.
+#[must_use = "the call may be limited"]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LocalCheck {
+    /// A unit was spent.
+    Allowed,
+    /// There is none, and nothing was spent.
+    Limited {
+        /// After how long there is one, if nobody else takes it; above zero.
+        retry_after: Duration,
+    },
+}
+
+impl LocalCheck {
+    /// Returns whether it was allowed.
+    pub const fn is_allowed(&self) -> bool {
+        matches!(self, Self::Allowed)
+    }
+
+    /// Returns whether it was limited.
+    pub const fn is_limited(&self) -> bool {
+        !self.is_allowed()
+    }
+
+    /// Returns `retry_after` in whole seconds, rounded up, if it was limited.
+    pub fn retry_after_secs(&self) -> Option<u64> {
+        match self {
+            Self::Allowed => None,
+            Self::Limited { retry_after } => Some(whole_seconds(*retry_after)),
         }
-        let limit = RateLimit {
-            key: None,
-            cost: 1,
-            ..limit.clone()
+    }
+}
+
+#[derive(Default)]
+struct Keys {
+    by_name: HashMap<Box<str>, Key>,
+    /// The number of keys at which they are looked through.
+    bound: usize,
+}
+
+#[derive(Default)]
+struct Key {
+    units: u32,
+    /// Until when the units count, or until when there are none.
+    until: Option<Instant>,
+    /// Those who wait for the one who asks the row. `None` if nobody does.
+    taking: Option<Vec<Arc<Alarm>>>,
+    /// How often the row has replied.
+    replies: u64,
+}
+
+impl Key {
+    fn decide(&mut self, now: Instant) -> Option<LocalCheck> {
+        let retry_after = self.until?.saturating_duration_since(now);
+        if retry_after.is_zero() {
+            return None;
+        }
+        let Some(units) = self.units.checked_sub(1) else {
+            return Some(LocalCheck::Limited { retry_after });
         };
-        limit.checked(Duration::ZERO, Name::anywhere)?;
-        Ok(Self {
-            limit,
-            chunk,
+        self.units = units;
+        if units == 0 {
+            self.until = None;
+        }
+        Some(LocalCheck::Allowed)
+    }
+}
+
+/// What a look at a key says.
+enum Look<P: Pool> {
+    Decided(LocalCheck),
+    Take(Taking<P>),
+    /// Until the row has replied more often than so many times.
+    Wait(Arc<Alarm>, u64),
+    /// The wait was in vain, as after an error.
+    Alone,
+}
+
+impl<P: Pool> RateLimit<P> {
+    /// Returns a limit that decides in memory, out of chunks of so many units that it takes from the row, between one and the burst:
+    /// see [`LocalRateLimit`]. Its calls cost a unit each.
+    pub fn local(&self, pool: P, chunk: u32) -> LocalRateLimit<P> {
+        LocalRateLimit(Arc::new(Local {
+            chunk: chunk.clamp(1, self.quota.burst.max(1)),
+            limit: self.clone(),
+            pool,
             keys: Mutex::default(),
-            takings: Arc::default(),
+        }))
+    }
+}
+
+impl<P: Pool> LocalRateLimit<P> {
+    /// Spends a unit of a key. No round trip while a chunk lasts, or the last denial counts; one for a chunk or a denial, and two for
+    /// the rest of what the row has.
+    pub fn check<'a>(&'a self, key: &'a str) -> Reply<'a, P, Result<LocalCheck>> {
+        P::Mode::drive(async move {
+            let local = &self.0;
+            let mut waited = None;
+            loop {
+                match local.look(key, waited) {
+                    Look::Decided(check) => return Ok(check),
+                    Look::Take(taking) => {
+                        return P::Mode::surely(&P::Mode::runtime()?, taking.take()).await;
+                    }
+                    Look::Wait(alarm, replies) => {
+                        P::Mode::sleep(&alarm, None).await;
+                        waited = Some(replies);
+                    }
+                    Look::Alone => {
+                        let (check, _) = local.spend(key, 1).await?;
+                        return Ok(match check {
+                            Check::Allowed(_) => LocalCheck::Allowed,
+                            Check::Limited(Limited { retry_after, .. }) => {
+                                LocalCheck::Limited { retry_after }
+                            }
+                        });
+                    }
+                }
+            }
         })
     }
+}
 
-    /// Returns what is known without a round trip.
-    fn known(&self, key: &str, cost: u32) -> Result<Known> {
-        if cost == 0 {
-            return Err(self.limit.bad_units(0, u32::MAX).into());
-        }
-        Ok(lock(&self.keys).decide(key, cost))
-    }
-
-    /// Returns the limit of a key, after the checks that need no database. The empty key is the limit without a key.
-    fn limit_of(&self, key: &str) -> Result<RateLimit> {
-        let limit = if key.is_empty() {
-            self.limit.clone()
-        } else {
-            self.limit.key(key)
-        };
-        limit.checked(Duration::ZERO, Name::anywhere)?;
-        Ok(limit)
-    }
-
-    /// Announces that a call takes units. Returns, as the error, what to wait for if another call takes enough for both.
-    fn announce(&self, key: &str, cost: u32) -> Result<Taking, Arc<Signal>> {
-        Taking::announce(&self.takings, key, self.chunk, cost)
-    }
-
-    /// As [`announce`](Self::announce), for a call that has waited once.
-    fn announce_alone(&self, key: &str, cost: u32) -> Taking {
-        Taking::announce_alone(&self.takings, key, self.chunk, cost)
-    }
-
-    /// Takes units of a key, and spends those of the call.
-    async fn take<S: Session>(
-        &self,
-        session: &mut S,
-        limit: &RateLimit,
-        cost: u32,
-    ) -> Result<Check> {
-        let key = limit.checked_key()?;
-        let mut is_second = false;
-        loop {
-            // Another call may have taken units while this one waited for its connection.
-            let missing = match self.known(key, cost)? {
-                Known::Outcome(check) => return Ok(check),
-                Known::Missing(_) if is_second => cost,
-                Known::Missing(missing) => missing,
-            };
-            let asked = limit.cost(self.chunk.max(missing));
-            // Before the call is sent, so that the units are void here before they are refilled in the database.
-            let sent = Moment::now();
-            let reply = operations::spend(session, &asked, Duration::ZERO, Some(missing)).await;
-            let reply = reply.map_err(|error| of_call(error, cost))?;
-            let mut keys = lock(&self.keys);
-            let learnt = keys
-                .entry(key, limit)
-                .learn(&reply, &asked, missing, cost, sent);
-            if let Some(check) = learnt {
-                return Ok(check);
+impl<P: Pool> Local<P> {
+    fn look(self: &Arc<Self>, key: &str, waited: Option<u64>) -> Look<P> {
+        let now = Instant::now();
+        let mut keys = self.keys();
+        let found = match keys.by_name.get_mut(key) {
+            Some(found) => found,
+            None => {
+                keys.make_room(now);
+                keys.by_name.entry(key.into()).or_default()
             }
-            // Another call has used what was here before. A second reply is enough without that.
-            is_second = true;
+        };
+        if let Some(check) = found.decide(now) {
+            return Look::Decided(check);
+        }
+        match &mut found.taking {
+            None => {
+                found.taking = Some(Vec::new());
+                Look::Take(Taking {
+                    local: self.clone(),
+                    key: key.into(),
+                })
+            }
+            Some(_) if waited == Some(found.replies) => Look::Alone,
+            Some(waiting) => {
+                let alarm = Arc::new(Alarm::new(now + 30 * SECOND));
+                waiting.push(alarm.clone());
+                Look::Wait(alarm, found.replies)
+            }
         }
     }
 
-    /// Forgets all keys. Returns the units that were not used and may still be.
-    fn forget(&self) -> Vec<Unused> {
-        std::mem::take(&mut *lock(&self.keys)).into_unused(Moment::now())
+    /// Spends units of the row, and tells it. Also returns when that began.
+    async fn spend(&self, key: &str, units: u32) -> Result<(Check, Instant)> {
+        let limit = self.limit.key(key).cost(units);
+        let began = Instant::now();
+        let check = limit.check_within(&self.pool, None);
+        Ok((limit.subject().tell("local", check).await?, began))
+    }
+
+    /// How long a chunk counts: as long as it takes to refill, and a second at least.
+    fn lasting(&self) -> Duration {
+        let Quota { n, period, .. } = self.limit.quota;
+        period
+            .mul_f64(f64::from(self.chunk) / f64::from(n.max(1)))
+            .max(SECOND)
+    }
+
+    fn keys(&self) -> MutexGuard<'_, Keys> {
+        lock(&self.keys)
     }
 }
 
-/// An error that names the cost of the call, and not the chunk.
-fn of_call(error: Error, cost: u32) -> Error {
-    match error {
-        Error::Input(Input::CostAboveBurst { name, burst, .. }) => {
-            Input::CostAboveBurst { name, cost, burst }.into()
+impl Keys {
+    /// Forgets keys that have nothing, once in a while.
+    fn make_room(&mut self, now: Instant) {
+        if self.by_name.len() >= self.bound.max(KEYS) {
+            let has_something =
+                |key: &Key| key.taking.is_some() || key.until.is_some_and(|until| until > now);
+            self.by_name.retain(|_, key| has_something(key));
+            self.bound = 2 * self.by_name.len();
         }
-        other => other,
     }
 }
 
-/// Gives units back until that fails, or the time is over. Those that were not given back come back with time.
-async fn give_back<S: Session>(session: &mut S, unused: &[Unused], deadline: Deadline) {
-    for Unused { spent, units } in unused {
-        if deadline.remaining().is_zero()
-            || operations::give_back(session, spent, *units).await.is_err()
-        {
-            return;
+/// The right to ask the row for a key. Its drop wakes those who wait.
+struct Taking<P: Pool> {
+    local: Arc<Local<P>>,
+    key: Box<str>,
+}
+
+impl<P: Pool> Taking<P> {
+    /// Takes a chunk, or what is there, and spends a unit of it.
+    async fn take(self) -> Result<LocalCheck> {
+        let Self { local, key } = &self;
+        let mut units = local.chunk;
+        let (mut check, mut began) = local.spend(key, units).await?;
+        if let Check::Limited(Limited { state, .. }) = check {
+            if state.remaining > 0 {
+                units = state.remaining.min(units);
+                (check, began) = local.spend(key, units).await?;
+            }
         }
+        let (units, until, outcome) = match check {
+            Check::Allowed(_) => (units - 1, began + local.lasting(), LocalCheck::Allowed),
+            Check::Limited(Limited { state, .. }) => {
+                let exact = local.limit.quota.checked()?;
+                let retry_after = Limited::new(state, exact, 1).retry_after;
+                let until = Instant::now() + retry_after;
+                (0, until, LocalCheck::Limited { retry_after })
+            }
+        };
+        if let Some(found) = local.keys().by_name.get_mut(key) {
+            found.units = units;
+            found.until = (units > 0 || outcome.is_limited()).then_some(until);
+            found.replies += 1;
+        }
+        Ok(outcome)
+    }
+}
+
+impl<P: Pool> Drop for Taking<P> {
+    fn drop(&mut self) {
+        let taking = {
+            let mut keys = self.local.keys();
+            keys.by_name
+                .get_mut(&self.key)
+                .and_then(|key| key.taking.take())
+        };
+        for alarm in taking.into_iter().flatten() {
+            alarm.set(Instant::now());
+        }
+    }
+}
+
+impl<P: Pool> Clone for LocalRateLimit<P> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<P: Pool> fmt::Debug for LocalRateLimit<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LocalRateLimit")
+            .field("limit", &self.0.limit)
+            .field("chunk", &self.0.chunk)
+            .finish_non_exhaustive()
     }
 }

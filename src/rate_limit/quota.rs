@@ -1,43 +1,38 @@
-//! Quotas: how many units per period, and how many of them at once.
+//! How much a rate limit allows.
 
 use std::time::Duration;
 
-/// N units per period on average, with a burst.
-///
-/// In any span W of the database's clock, at most `burst + W × N / period` units are allowed for a key. The units come back
-/// continuously, one per `period / N`, and not at the end of a period.
-///
-/// Constants cannot return an error, so the first operation does, as
-/// [`Input::BadQuota`](crate::error::Input::BadQuota): N and the burst are at least 1, the period is longer than zero, at most
-/// 366 days, and rounded up to microseconds, and the burst must be refilled within 36,600 days.
-///
-/// # Examples
+use crate::error::{Error, Result};
+use crate::input;
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+/// The longest period: a leap year.
+const LONGEST: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+/// The longest time in which a burst may refill, in microseconds: 100 years.
+const LONGEST_REFILL: u128 = 3_155_760_000_000_000;
+
+/// N units per period, and `burst` of them at once.
 ///
 /// ```
-/// use std::time::Duration;
 /// use diesel_interlock::Quota;
 ///
-/// const API: Quota = Quota::per_minute(100).burst(20); // at most 20 at once, and 100 more in each minute
-/// const LOGIN: Quota = Quota::per(5, Duration::from_secs(900));
+/// const API: Quota = Quota::per_minute(100).burst(20); // 100 a minute on average, never more than 20 at once
 /// assert_eq!((API.n, API.burst), (100, 20));
-/// assert_eq!((LOGIN.n, LOGIN.burst), (5, 5));
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[must_use = "a quota does nothing until a rate limit has it"]
 #[non_exhaustive]
 pub struct Quota {
-    /// How many units come back per period.
+    /// How many units refill in a period.
     pub n: u32,
-    /// The period.
+    /// The period, between a microsecond and 366 days.
     pub period: Duration,
-    /// How many units may be spent at once.
+    /// How many units a full key has.
     pub burst: u32,
 }
 
 impl Quota {
-    /// `n` units per period. The burst is `n`, too, so a key that was not used may spend up to `2 × n` in its first period.
-    /// [`burst`](Self::burst) sets another one.
-    pub const fn per(n: u32, period: Duration) -> Self {
+    /// Allows `n` units per period, and as many at once.
+    pub const fn new(n: u32, period: Duration) -> Self {
         Self {
             n,
             period,
@@ -45,61 +40,97 @@ impl Quota {
         }
     }
 
-    /// `n` units per second, as [`per`](Self::per).
+    /// Allows `n` units per second, and as many at once.
     pub const fn per_second(n: u32) -> Self {
-        Self::per(n, Duration::from_secs(1))
+        Self::new(n, Duration::from_secs(1))
     }
 
-    /// `n` units per minute, as [`per`](Self::per).
+    /// Allows `n` units per minute, and as many at once.
     pub const fn per_minute(n: u32) -> Self {
-        Self::per(n, Duration::from_secs(60))
+        Self::new(n, Duration::from_secs(60))
     }
 
-    /// `n` units per hour, as [`per`](Self::per).
+    /// Allows `n` units per hour, and as many at once.
     pub const fn per_hour(n: u32) -> Self {
-        Self::per(n, Duration::from_secs(60 * 60))
+        Self::new(n, Duration::from_secs(60 * 60))
     }
 
-    /// `n` units per day of 24 hours, as [`per`](Self::per).
+    /// Allows `n` units per 24 hours, and as many at once.
     pub const fn per_day(n: u32) -> Self {
-        Self::per(n, Duration::from_secs(24 * 60 * 60))
+        Self::new(n, DAY)
     }
 
-    /// Sets how many units may be spent at once, by a key that was not used for a while.
-    ///
-    /// The burst comes on top of what is refilled: with 100 per minute and a burst of 100, a key may spend 200 units in
-    /// its first minute. A smaller burst spreads the units more evenly. Defaults to N.
-    pub const fn burst(mut self, burst: u32) -> Self {
-        self.burst = burst;
-        self
+    /// Allows one unit per period.
+    pub const fn once_per(period: Duration) -> Self {
+        Self::new(1, period)
     }
 
-    /// Returns the period in microseconds, rounded up.
-    pub(super) fn period_us(self) -> u128 {
-        u128::from(self.period.as_secs()) * 1_000_000
-            + u128::from(self.period.subsec_nanos().div_ceil(1000))
+    /// Returns the same rate with so many units at once.
+    pub const fn burst(self, burst: u32) -> Self {
+        Self { burst, ..self }
     }
 
-    /// Returns how many microseconds it takes to refill so many units, rounded up.
-    pub(super) fn time_of(self, units: u32) -> u128 {
-        (u128::from(units) * self.period_us()).div_ceil(u128::from(self.n.max(1)))
+    pub(super) fn checked(self) -> Result<Exact> {
+        let period = input::microseconds(
+            self.period,
+            LONGEST,
+            "the period of a quota must be between a microsecond and 366 days",
+        )?;
+        let exact = Exact {
+            n: self.n.into(),
+            period: period.unsigned_abs().into(),
+            burst: self.burst.into(),
+        };
+        if exact.n == 0 || exact.burst == 0 {
+            return Err(Error::Input(
+                "the units and the burst of a quota must be at least 1",
+            ));
+        }
+        if exact.burst * exact.period > LONGEST_REFILL * exact.n {
+            return Err(Error::Input(
+                "the burst of a quota must refill within 100 years",
+            ));
+        }
+        Ok(exact)
+    }
+}
+
+/// A checked quota, for exact arithmetic in microseconds.
+///
+/// It is the generic cell rate algorithm: a key is a time at which it is full. A call of some units is allowed if the key is full
+/// within [`lead`](Self::lead) of them from now, and moves that time by [`refill`](Self::refill).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Exact {
+    n: u128,
+    period: u128,
+    burst: u128,
+}
+
+impl Exact {
+    pub(super) const fn burst(&self) -> i64 {
+        self.burst as i64
     }
 
-    /// Returns how many microseconds it takes to refill so many units, rounded down.
-    #[cfg(any(feature = "r2d2", feature = "async"))]
-    pub(super) fn floor_of(self, units: u32) -> u128 {
-        u128::from(units) * self.period_us() / u128::from(self.n.max(1))
+    /// The microseconds that refill a unit, as the column has them.
+    pub(super) const fn unit(&self) -> f64 {
+        self.period as f64 / self.n as f64
     }
 
-    /// Returns how many units are refilled in so many microseconds, with a part of a unit counted as one.
-    pub(crate) fn units_owed(self, debt_us: u128) -> u128 {
-        (debt_us * u128::from(self.n)).div_ceil(self.period_us().max(1))
+    /// How long so many units take to refill.
+    pub(super) fn refill(&self, units: u32) -> i64 {
+        (u128::from(units) * self.period).div_ceil(self.n) as i64
     }
 
-    /// Returns the largest debt in microseconds with which so many units may be spent. `None` above the burst.
-    pub(super) fn room_for(self, units: u32) -> Option<u128> {
-        let spare = self.burst.checked_sub(units)?;
-        Some(u128::from(spare) * self.period_us() / u128::from(self.n.max(1)))
+    /// In how long a key may at most be full so that it has so many units now. `None` for more than it ever has.
+    pub(super) fn lead(&self, units: u32) -> Option<i64> {
+        let rest = self.burst.checked_sub(units.into())?;
+        Some((rest * self.period / self.n) as i64)
+    }
+
+    /// How many units a key has that is full in so long.
+    pub(super) fn remaining(&self, full_in: i64) -> u32 {
+        let owed = (u128::from(full_in.max(0).unsigned_abs()) * self.n).div_ceil(self.period);
+        self.burst.saturating_sub(owed) as u32
     }
 }
 
@@ -108,41 +139,43 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_exact_and_rounded_to_the_strict_side() {
-        let seven = Quota::per_second(7).burst(20);
-        assert_eq!(seven.time_of(1), 142_858);
-        assert_eq!(seven.time_of(7), 1_000_000);
-        assert_eq!(seven.units_owed(142_857), 1);
-        assert_eq!(seven.units_owed(142_858), 2);
-        assert_eq!(seven.room_for(20), Some(0));
-        assert_eq!(seven.room_for(13), Some(1_000_000));
-        assert_eq!(seven.room_for(14), Some(857_142));
-        assert_eq!(seven.room_for(21), None);
-    }
-
-    #[test]
-    fn a_key_that_may_not_spend_one_unit_has_none_left() {
-        for (n, period, burst) in [
+    fn a_key_has_as_many_units_as_its_lead_says() {
+        for (n, seconds, burst) in [
             (1, 1, 1),
-            (7, 1, 20),
-            (3, 60, 1),
+            (3, 60, 3),
             (100, 60, 20),
-            (7, 3600, 1000),
+            (7, 86_400, 1000),
+            (u32::MAX, 1, 5),
         ] {
-            let quota = Quota::per(n, Duration::from_secs(period)).burst(burst);
-            let room = quota.room_for(1).unwrap();
-            assert!(quota.units_owed(room) < u128::from(burst));
-            assert!(quota.units_owed(room + 1) >= u128::from(burst));
+            let exact = Quota::new(n, Duration::from_secs(seconds))
+                .burst(burst)
+                .checked()
+                .unwrap();
+            assert_eq!(exact.remaining(0), burst);
+            for units in 1..=burst.min(10) {
+                let lead = exact.lead(units).unwrap();
+                assert!(exact.remaining(lead) >= units);
+                // Rounded up, so that no call is early.
+                assert!(
+                    exact.remaining(lead + exact.refill(units)) <= burst - units
+                        || exact.unit() < 1.0
+                );
+            }
+            assert_eq!(exact.lead(burst), Some(0));
         }
+        assert_eq!(Quota::per_second(2).checked().unwrap().lead(3), None);
     }
 
     #[test]
-    fn no_quota_overflows() {
-        let largest = Quota::per(u32::MAX, Duration::MAX).burst(u32::MAX);
-        assert_eq!(largest.time_of(u32::MAX), largest.period_us());
-        assert!(largest.room_for(0).is_some());
-        let nothing = Quota::per(0, Duration::ZERO);
-        assert_eq!(nothing.time_of(7), 0);
-        assert_eq!(nothing.units_owed(7), 0);
+    fn bad_quotas_are_refused() {
+        let century = Quota::once_per(LONGEST).burst(101);
+        for quota in [
+            Quota::per_second(0),
+            Quota::per_second(1).burst(0),
+            Quota::once_per(Duration::ZERO),
+            century,
+        ] {
+            assert!(matches!(quota.checked(), Err(Error::Input(_))));
+        }
     }
 }

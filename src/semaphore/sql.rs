@@ -1,107 +1,54 @@
-//! The statements of a semaphore, and the rows that they return.
+//! The statements of a semaphore, which call stored functions.
+
+use std::time::Duration;
 
 use diesel::data_types::PgInterval;
+use diesel::sql_types::{BigInt, Bool, Integer, Interval, Nullable};
 
-use crate::functions::{admit_service_request, complete_service_request, renew_service_request};
-use crate::installed::Needs;
-use crate::text::Name;
-use crate::time::Timestamp;
+use crate::statement::Statement;
+use crate::time::interval;
 
-/// The arguments of a claim that passed every check that needs no database.
-#[derive(Debug)]
-pub(super) struct Request<'a> {
-    pub(super) service: Name<'a>,
-    pub(super) slots: i32,
-    pub(super) timeout: PgInterval,
-    pub(super) details: &'a str,
+/// The id, or when to ask again.
+pub(super) type Claimed = (Option<i64>, Option<PgInterval>);
+
+pub(super) fn claim(
+    service: &str,
+    slots: i32,
+    timeout: Duration,
+    details: &str,
+) -> Statement<(Nullable<BigInt>, Nullable<Interval>)> {
+    Statement::new(
+        "SELECT id, retry_after FROM resource_control.claim_service_request($1, $2, $3, $4)",
+        [
+            service.into(),
+            slots.into(),
+            interval(timeout).into(),
+            details.into(),
+        ],
+    )
 }
 
-/// The row of a claim: the request's id and slot, when it was claimed, when it expires, when the server replied, and
-/// when enough requests in flight expire for another claim. Without a free slot, the first four are null.
-pub(super) type ClaimRow = (
-    Option<i64>,
-    Option<i16>,
-    Option<Timestamp>,
-    Option<Timestamp>,
-    Timestamp,
-    Option<Timestamp>,
-);
-
-/// A claim. It returns one value, because the row of a table costs the server more.
-pub(super) type ClaimSlot<'a> =
-    diesel::dsl::select<admit_service_request<&'a str, i32, PgInterval, &'a str>>;
-
-/// A completion, which returns whether it ended the request.
-pub(super) type Complete = diesel::dsl::select<complete_service_request<i64>>;
-
-/// A renewal, which returns when the request expires, or null if it has ended.
-pub(super) type Renew = diesel::dsl::select<renew_service_request<i64, PgInterval>>;
-
-pub(super) const CLAIM_NEEDS: &Needs = &[
-    ("admit_service_request", "EXECUTE"),
-    ("service_request", "SELECT, INSERT, UPDATE"),
-];
-
-pub(super) fn claim<'a>(request: &'a Request<'_>) -> ClaimSlot<'a> {
-    diesel::select(admit_service_request(
-        request.service.as_str(),
-        request.slots,
-        request.timeout,
-        request.details,
-    ))
+/// Whether the request was in flight. Its end may be lost if the server crashes, after which the slot is free after the timeout, so
+/// it is committed without waiting for the disk.
+pub(super) fn complete(service: &str, id: i64) -> Statement<Bool> {
+    Statement::new(
+        "SELECT resource_control.complete_service_request($1, $2, true)",
+        [service.into(), id.into()],
+    )
 }
 
-pub(super) const COMPLETE_NEEDS: &Needs = &[
-    ("complete_service_request", "EXECUTE"),
-    ("service_request", "SELECT, UPDATE"),
-];
-
-pub(super) fn complete(id: i64) -> Complete {
-    diesel::select(complete_service_request(id))
+/// Whether the request was in flight.
+pub(super) fn renew(service: &str, id: i64, timeout: Duration) -> Statement<Bool> {
+    Statement::new(
+        "SELECT resource_control.renew_service_request($1, $2, $3)",
+        [service.into(), id.into(), interval(timeout).into()],
+    )
 }
 
-pub(super) const RENEW_NEEDS: &Needs = &[
-    ("renew_service_request", "EXECUTE"),
-    ("service_request", "SELECT, UPDATE"),
-];
-
-pub(super) fn renew(id: i64, timeout: PgInterval) -> Renew {
-    diesel::select(renew_service_request(id, timeout))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use diesel::pg::Pg;
-
-    use super::*;
-    use crate::semaphore::Semaphore;
-    use crate::text::Name;
-
-    #[test]
-    fn a_claim_is_one_call() {
-        let semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30)).details("web-3");
-        let request = semaphore.checked(Name::anywhere).unwrap();
-        assert_eq!(
-            diesel::debug_query::<Pg, _>(&claim(&request)).to_string(),
-            "SELECT resource_control.admit_service_request($1, $2, $3, $4) \
-             -- binds: [\"geocoder\", 4, PgInterval { microseconds: 30000000, \
-             days: 0, months: 0 }, \"web-3\"]"
-        );
-    }
-
-    #[test]
-    fn completion_and_renewal_are_one_call_each() {
-        assert_eq!(
-            diesel::debug_query::<Pg, _>(&complete(7)).to_string(),
-            "SELECT resource_control.complete_service_request($1) -- binds: [7]"
-        );
-        let renewal = renew(7, PgInterval::from_microseconds(1));
-        assert_eq!(
-            diesel::debug_query::<Pg, _>(&renewal).to_string(),
-            "SELECT resource_control.renew_service_request($1, $2) -- binds: [7, PgInterval { \
-             microseconds: 1, days: 0, months: 0 }]"
-        );
-    }
+/// How many were deleted.
+pub(super) fn prune(older_than: Duration, batch: i32) -> Statement<Integer> {
+    Statement::new(
+        "SELECT resource_control.prune_service_requests($1, $2)",
+        [interval(older_than).into(), batch.into()],
+    )
 }

@@ -1,4 +1,4 @@
-//! Throttled resources, which a program declares or learns at run time.
+//! Resources whose intervals the database owns.
 
 use std::fmt;
 use std::io::Write as _;
@@ -13,14 +13,25 @@ use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 
 /// A resource with a label of the enumerated type `resource_control.throttled_resource_enum`.
 ///
-/// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it declares. Implement it for an
-/// enum that you write, such as one that the `diesel-derive-enum` crate maps.
+/// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it declares. Implement it for an enum that you
+/// write, such as one that the `diesel-derive-enum` crate maps.
+///
+/// ```compile_fail,E0277
+/// // A name is no resource: `Throttle::named` takes it, with an interval.
+/// let throttle: diesel_interlock::Throttle = diesel_interlock::Throttle::of("rebuild the cache");
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a throttled resource",
+    label = "not a resource that `throttled_resources!` declares",
+    note = "declare it: `throttled_resources! {{ enum Resource {{ CacheRebuild = \"cache rebuild\" every Duration::from_secs(15) }} }}`",
+    note = "or use a throttle by its name, which needs no resource: `Throttle::named(\"cache rebuild\", Duration::from_secs(15))`"
+)]
 pub trait ThrottledResource {
     /// Returns the label of the resource in the database.
-    fn label(&self) -> &str;
+    fn label(&self) -> &'static str;
 }
 
-/// Resources that a program declares with their intervals, so that [`sync`](crate::sync) can insert them.
+/// Resources that a program declares with their intervals, so that [`Throttle::sync`](crate::throttle::Throttle::sync) can insert them.
 pub trait DeclaredResources: ThrottledResource + Sized + 'static {
     /// All declared resources.
     const ALL: &'static [Self];
@@ -29,23 +40,14 @@ pub trait DeclaredResources: ThrottledResource + Sized + 'static {
     fn interval(&self) -> Duration;
 }
 
-/// A resource whose label is known only at run time.
-///
-/// It maps to the PostgreSQL type in Diesel's queries, where a label that the database does not have is an error.
+/// The label of a resource in queries, where one that the database does not have is an error.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, AsExpression, FromSqlRow)]
 #[diesel(sql_type = ThrottledResourceEnum)]
 pub struct ResourceLabel(pub String);
 
-/// Writes the label.
 impl fmt::Display for ResourceLabel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&self.0)
-    }
-}
-
-impl ThrottledResource for ResourceLabel {
-    fn label(&self) -> &str {
-        &self.0
     }
 }
 
@@ -62,17 +64,42 @@ impl FromSql<ThrottledResourceEnum, Pg> for ResourceLabel {
     }
 }
 
-impl<R: ThrottledResource> ThrottledResource for &R {
-    fn label(&self) -> &str {
-        (**self).label()
-    }
-}
-
 /// Declares an enum of throttled resources, each with its label in the database and its interval.
 ///
 /// The enum is `Copy`, implements [`ThrottledResource`](crate::ThrottledResource) and
 /// [`DeclaredResources`](crate::DeclaredResources), and maps to the PostgreSQL type
-/// `resource_control.throttled_resource_enum` in Diesel's queries. [`Throttle`](crate::Throttle) has an example.
+/// `resource_control.throttled_resource_enum` in Diesel's queries.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use diesel_interlock::{Error, PgPool, Throttle, throttled_resources};
+///
+/// throttled_resources! {
+///     /// What this application does at most once per interval.
+///     pub enum Resource {
+///         CacheRebuild = "cache rebuild" every Duration::from_secs(15),
+///         TenantImport = "tenant import" every Duration::from_secs(60),
+///     }
+/// }
+///
+/// fn start_up(pool: &PgPool) -> Result<(), Error> {
+///     for difference in Throttle::sync::<Resource>(pool)?.different {
+///         eprintln!("the interval of the database applies: {difference:?}");
+///     }
+///     Ok(())
+/// }
+///
+/// fn import(pool: &PgPool, tenant: i64) -> Result<bool, Error> {
+///     Ok(Throttle::of(Resource::TenantImport).key(tenant).attempt(pool)?.is_granted())
+/// }
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
+/// # diesel_interlock::migrations::install(&pool)?;
+/// # start_up(&pool)?;
+/// # assert!(import(&pool, 7)? && import(&pool, 8)? && !import(&pool, 7)?);
+/// # Ok::<(), Error>(())
+/// ```
 #[macro_export]
 macro_rules! throttled_resources {
     (
@@ -96,7 +123,7 @@ macro_rules! throttled_resources {
         }
 
         impl $crate::ThrottledResource for $name {
-            fn label(&self) -> &str {
+            fn label(&self) -> &'static str {
                 match self {
                     $( Self::$variant => $label, )+
                 }

@@ -1,257 +1,184 @@
-//! The statements of a throttle, and how their rows are read.
-
-use std::time::Duration;
+//! The statements of a throttle.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
-use diesel::pg::Pg;
-use diesel::prelude::*;
-use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
-use super::decision::{Decision, Denial, DenialReason, Grant};
-use crate::installed::Needs;
-use crate::session::Statement;
-#[cfg(feature = "async")]
-use crate::session::{ProbeColumns, Probed};
-use crate::time::{Timestamp, elapsed};
+use crate::statement::Statement;
 
-/// The row of both functions.
-#[derive(Debug, Queryable)]
-pub(super) struct Attempted {
-    granted: bool,
-    being_taken: bool,
-    decided_at: PgTimestamp,
-    next_at: PgTimestamp,
-    retry_after: Option<PgInterval>,
-    holder: Option<String>,
-    held_since: Option<PgTimestamp>,
+/// Whether it was granted, when that was decided, when it was granted last, by whom, and the interval, which is null for a resource
+/// without a row.
+pub(super) type Row = (bool, PgTimestamp, PgTimestamp, String, Option<PgInterval>);
+pub(super) type Attempt = Statement<(Bool, Timestamptz, Timestamptz, Text, Nullable<Interval>)>;
+
+/// Who attempts it: the bind, or the session.
+macro_rules! details {
+    ($bind:literal) => {
+        concat!(
+            "COALESCE(NULLIF(",
+            $bind,
+            ", ''), concat_ws(' ', NULLIF(btrim(current_setting('application_name')), ''), 'pid', pg_backend_pid()))"
+        )
+    };
 }
 
-impl From<Attempted> for Decision {
-    fn from(row: Attempted) -> Self {
-        let next_at = Timestamp::from(row.next_at).at();
-        if row.granted {
-            let granted_at = Timestamp::from(row.decided_at).at().unwrap_or_default();
-            return Decision::Granted(Grant {
-                granted_at,
-                until: next_at.unwrap_or(granted_at),
-            });
-        }
-        Decision::Denied(Denial {
-            reason: if row.being_taken {
-                DenialReason::BeingTaken
-            } else {
-                DenialReason::TooSoon
-            },
-            retry_after: row
-                .retry_after
-                .map_or(Duration::ZERO, elapsed)
-                .max(Duration::from_micros(1)),
-            next_at,
-            holder: row.holder,
-            held_since: row.held_since.and_then(|since| Timestamp::from(since).at()),
-        })
-    }
+/// The interval of a resource, whose label is the first bind. Labels are compared as text, because a label that the type does not
+/// have would be an error, which aborts the caller's transaction.
+macro_rules! interval_of_resource {
+    () => {
+        "(SELECT resource_control.elapsed(r.throttle_interval) FROM resource_control.throttled_resource AS r \
+          WHERE r.resource_id::text = $1)"
+    };
 }
 
-type Row = (
-    Bool,
-    Bool,
-    Timestamptz,
-    Timestamptz,
-    Nullable<Interval>,
-    Nullable<Text>,
-    Nullable<Timestamptz>,
+/// Locks the row only if it is due, and skips it while another transaction takes it, so a denial only reads.
+const RESOURCE: &str = concat!(
+    "WITH granted AS (
+        UPDATE resource_control.throttled_resource SET last_locked = clock_timestamp(), last_locker_details = ",
+    details!("$1"),
+    " WHERE ctid = (
+            SELECT t.ctid FROM resource_control.throttled_resource AS t
+                WHERE t.resource_id::text = $2
+                    AND t.last_locked <= clock_timestamp() - resource_control.elapsed(t.throttle_interval)
+                FOR NO KEY UPDATE SKIP LOCKED)
+            RETURNING last_locked, last_locker_details, throttle_interval
+    )
+    SELECT true, g.last_locked, g.last_locked, g.last_locker_details, resource_control.elapsed(g.throttle_interval) FROM granted AS g
+    UNION ALL SELECT false, clock_timestamp(), COALESCE(t.last_locked, '-infinity'), COALESCE(t.last_locker_details, ''),
+            resource_control.elapsed(t.throttle_interval)
+        FROM (SELECT WHERE NOT EXISTS (SELECT FROM granted)) AS denied
+            LEFT JOIN resource_control.throttled_resource AS t ON t.resource_id::text = $2"
 );
 
-const COLUMNS: &str =
-    "SELECT granted, being_taken, decided_at, next_at, retry_after, holder, held_since";
-const LABEL_CAST: &str = "::resource_control.throttled_resource_enum, ";
+/// The same for a name and key. No row for one that was never attempted.
+macro_rules! again {
+    ($every:expr, $details:literal, $name:literal, $key:literal, $is_resource:literal) => {
+        concat!(
+            "WITH granted AS (
+                UPDATE resource_control.throttle SET last_granted = clock_timestamp(), throttle_interval = ",
+            $every,
+            ", details = ",
+            details!($details),
+            " WHERE ctid = (
+                    SELECT t.ctid FROM resource_control.throttle AS t
+                        WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
+            " AND t.last_granted <= clock_timestamp() - ", $every, "
+                        FOR NO KEY UPDATE SKIP LOCKED)
+                    RETURNING last_granted, details, throttle_interval
+            )
+            SELECT true, g.last_granted, g.last_granted, g.details, g.throttle_interval FROM granted AS g
+            UNION ALL SELECT false, clock_timestamp(), t.last_granted, t.details, ", $every, " FROM resource_control.throttle AS t
+                WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
+            " AND NOT EXISTS (SELECT FROM granted)"
+        )
+    };
+}
 
-pub(super) const ATTEMPT_NEEDS: &Needs = &[
-    ("attempt_throttled_resource", "EXECUTE"),
-    ("throttled_resource", "SELECT, UPDATE"),
+/// Grants a name and key that has no row, unless another transaction is about to: the advisory lock keeps this one from waiting for
+/// it. No row if there is one now.
+macro_rules! first {
+    ($every:expr, $details:literal, $name:literal, $key:literal, $is_resource:literal) => {
+        concat!(
+            "WITH taking AS MATERIALIZED (
+                SELECT ", $every, "::interval AS every,
+                    pg_try_advisory_xact_lock(hashtextextended(", $key, ", hashtextextended(", $name, ", ", $is_resource,
+            "::int + 20000101000002))) AS is_ours
+            ), granted AS (
+                INSERT INTO resource_control.throttle (name, key, is_resource, last_granted, throttle_interval, details)
+                    SELECT ", $name, ", ", $key, ", ", $is_resource, ", clock_timestamp(), every, ",
+            details!($details),
+            " FROM taking WHERE is_ours AND every IS NOT NULL
+                    ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval
+            )
+            SELECT true, last_granted, last_granted, details, throttle_interval FROM granted
+            UNION ALL SELECT false, clock_timestamp(), '-infinity', '', every FROM taking WHERE every IS NULL OR NOT is_ours"
+        )
+    };
+}
+
+const NAMED: [&str; 2] = [
+    again!("$1", "$2", "$3", "$4", "false"),
+    first!("$1", "$4", "$3", "$2", "false"),
 ];
 
-pub(super) const ATTEMPT_KEY_NEEDS: &Needs = &[
-    ("attempt_throttled_key", "EXECUTE"),
-    ("throttled_resource", "SELECT"),
-    ("throttled_key", "SELECT, INSERT, UPDATE"),
+const KEYED: [&str; 2] = [
+    again!(interval_of_resource!(), "$2", "$1", "$3", "true"),
+    first!(interval_of_resource!(), "$3", "$1", "$2", "true"),
 ];
 
-/// An attempt at a resource, or at one key of it. Which of them is part of the statement's id, because it changes the text.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Attempt<'a, const KEYED: bool> {
-    pub(super) label: &'a str,
-    /// Not sent without `KEYED`.
-    pub(super) key: &'a str,
-    pub(super) details: &'a str,
+/// The interval of a resource may have been changed since the last grant.
+const PRUNE: &str = "WITH done AS (
+        DELETE FROM resource_control.throttle WHERE ctid = ANY (ARRAY(
+            SELECT t.ctid FROM resource_control.throttle AS t
+                LEFT JOIN resource_control.throttled_resource AS r ON t.is_resource AND r.resource_id::text = t.name
+                WHERE t.last_granted + 2 * COALESCE(resource_control.elapsed(r.throttle_interval), t.throttle_interval)
+                    <= clock_timestamp()
+                LIMIT 10000 FOR UPDATE OF t SKIP LOCKED))
+            RETURNING 1
+    ) SELECT count(*) FROM done";
+
+pub(super) fn resource(name: &str, details: &str) -> Attempt {
+    Statement::new(RESOURCE, [details.into(), name.into()])
 }
 
-impl<const KEYED: bool> Query for Attempt<'_, KEYED> {
-    type SqlType = Row;
+pub(super) fn named(name: &str, key: &str, every: PgInterval, details: &str) -> [Attempt; 2] {
+    let [again, first] = NAMED;
+    [
+        Statement::new(
+            again,
+            [every.into(), details.into(), name.into(), key.into()],
+        ),
+        Statement::new(
+            first,
+            [every.into(), key.into(), name.into(), details.into()],
+        ),
+    ]
 }
 
-impl<const KEYED: bool> QueryId for Attempt<'_, KEYED> {
-    type QueryId = Attempt<'static, KEYED>;
-    const HAS_STATIC_QUERY_ID: bool = true;
+pub(super) fn keyed_resource(name: &str, key: &str, details: &str) -> [Attempt; 2] {
+    let [again, first] = KEYED;
+    [
+        Statement::new(again, [name.into(), details.into(), key.into()]),
+        Statement::new(first, [name.into(), key.into(), details.into()]),
+    ]
 }
 
-impl<Conn, const KEYED: bool> RunQueryDsl<Conn> for Attempt<'_, KEYED> {}
+/// Deletes what has been due for its interval, and skips what is in use.
+pub(super) fn prune() -> Statement<BigInt> {
+    Statement::new(PRUNE, [])
+}
 
-impl<const KEYED: bool> QueryFragment<Pg> for Attempt<'_, KEYED> {
-    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql(COLUMNS);
-        self.push_from(out)
+/// Whether the label is known, and the interval of its row in microseconds, if there is one.
+pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
+    const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
+             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype AND e.enumlabel = $1), \
+         (SELECT (extract(epoch FROM r.throttle_interval) * 1000000)::bigint FROM resource_control.throttled_resource AS r \
+             WHERE r.resource_id::text = $1)";
+    Statement::new(FIND, [label.into()])
+}
+
+/// Inserts a resource: how many rows. The label is added before, in a transaction of its own, because it could not be used in
+/// that. PostgreSQL refuses that to a role that does not own the type, also for a label that is there.
+pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Statement<BigInt>> {
+    const INSERT: &str = "WITH done AS (
+            INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval)
+                VALUES ($1::resource_control.throttled_resource_enum, $2) ON CONFLICT DO NOTHING RETURNING 1
+        ) SELECT count(*) FROM done";
+    let insert = Statement::new(INSERT, [label.into(), every.into()]);
+    if is_label {
+        return vec![insert];
     }
+    let label = label.replace('\\', r"\\").replace('\'', "''");
+    let add = format!(
+        "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS E'{label}'"
+    );
+    vec![Statement::new(add, []), insert]
 }
 
-#[cfg(feature = "async")]
-impl<const KEYED: bool> Probed for Attempt<'_, KEYED> {
-    fn walk_probed<'b>(
-        &'b self,
-        mut out: AstPass<'_, 'b, Pg>,
-        columns: &'b ProbeColumns,
-    ) -> QueryResult<()> {
-        out.push_sql(COLUMNS);
-        columns.walk_ast(out.reborrow())?;
-        self.push_from(out)
-    }
-}
-
-impl<const KEYED: bool> Attempt<'_, KEYED> {
-    fn push_from<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql(if KEYED {
-            " FROM resource_control.attempt_throttled_key("
-        } else {
-            " FROM resource_control.attempt_throttled_resource("
-        });
-        out.push_bind_param::<Text, _>(self.label)?;
-        out.push_sql(LABEL_CAST);
-        if KEYED {
-            out.push_bind_param::<Text, _>(self.key)?;
-            out.push_sql(", ");
-        }
-        out.push_bind_param::<Text, _>(self.details)?;
-        out.push_sql(")");
-        Ok(())
-    }
-}
-
-/// What the database has of a declared resource.
-#[derive(QueryableByName)]
-pub(super) struct Found {
-    /// The interval. `None` if the resource has no row.
-    #[diesel(sql_type = Nullable<BigInt>)]
-    pub(super) microseconds: Option<i64>,
-    #[diesel(sql_type = Bool)]
-    pub(super) has_label: bool,
-}
-
-pub(super) const FIND_NEEDS: &Needs = &[("elapsed", "EXECUTE"), ("throttled_resource", "SELECT")];
-
-/// Compares the label as text, because a label that the type does not have would be an error.
-pub(super) fn find(label: &str) -> impl Statement<Found> {
-    diesel::sql_query(
-        "SELECT ( \
-         SELECT (pg_catalog.date_part('epoch', resource_control.elapsed(throttle_interval)) OPERATOR(pg_catalog.*) 1000000)::bigint \
-         FROM resource_control.throttled_resource WHERE resource_id::text OPERATOR(pg_catalog.=) $1) AS microseconds, \
-         EXISTS (SELECT FROM pg_catalog.pg_enum WHERE enumlabel OPERATOR(pg_catalog.=) $1 AND enumtypid OPERATOR(pg_catalog.=) \
-         'resource_control.throttled_resource_enum'::pg_catalog.regtype) AS has_label",
-    )
-    .bind::<Text, _>(label)
-}
-
-/// Adds a label to the type. DDL takes no bind parameters, and an `E''` literal means the same under every setting.
-pub(super) fn add_label(label: &str) -> String {
-    let literal = label.replace('\\', r"\\").replace('\'', "''");
-    format!(
-        "ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS E'{literal}'"
-    )
-}
-
-pub(super) const INSERT_NEEDS: &Needs = &[("throttled_resource", "INSERT")];
-
-/// Inserts the row of a resource. It is a separate statement, because the transaction that adds a label cannot use it.
-pub(super) fn insert_resource(label: &str, microseconds: i64) -> impl QueryFragment<Pg> + QueryId {
-    diesel::sql_query(
-        "INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval) \
-         VALUES ($1::resource_control.throttled_resource_enum, $2) ON CONFLICT DO NOTHING",
-    )
-    .bind::<Text, _>(label)
-    .bind::<Interval, _>(PgInterval::from_microseconds(microseconds))
-}
-
-pub(super) const SET_NEEDS: &Needs = &[("throttled_resource", "SELECT, UPDATE")];
-
-/// Overwrites the interval of a resource.
-pub(super) fn set_interval(label: &str, microseconds: i64) -> impl QueryFragment<Pg> + QueryId {
-    diesel::sql_query(
-        "UPDATE resource_control.throttled_resource SET throttle_interval = $1 \
-         WHERE resource_id::text OPERATOR(pg_catalog.=) $2",
-    )
-    .bind::<Interval, _>(PgInterval::from_microseconds(microseconds))
-    .bind::<Text, _>(label)
-}
-
-/// Whether the role owns the type of the labels, which adding one requires.
-#[derive(QueryableByName)]
-pub(super) struct Owner {
-    #[diesel(sql_type = Text)]
-    pub(super) role: String,
-    #[diesel(sql_type = Bool)]
-    pub(super) owns: bool,
-}
-
-pub(super) fn find_owner() -> impl Statement<Owner> {
-    diesel::sql_query(
-        "SELECT current_user::text AS role, \
-         pg_catalog.pg_has_role(typowner, 'USAGE') AS owns FROM pg_catalog.pg_type \
-         WHERE oid OPERATOR(pg_catalog.=) 'resource_control.throttled_resource_enum'::pg_catalog.regtype",
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_attempt_is_one_call() {
-        let query = Attempt::<false> {
-            label: "cache rebuild",
-            key: "",
-            details: "web-3",
-        };
-        assert_eq!(
-            diesel::debug_query::<Pg, _>(&query).to_string(),
-            "SELECT granted, being_taken, decided_at, next_at, retry_after, holder, held_since \
-             FROM resource_control.attempt_throttled_resource(\
-             $1::resource_control.throttled_resource_enum, $2) \
-             -- binds: [\"cache rebuild\", \"web-3\"]"
-        );
-    }
-
-    #[test]
-    fn a_label_is_quoted_under_every_setting() {
-        assert_eq!(
-            add_label(r"it's \ two"),
-            r"ALTER TYPE resource_control.throttled_resource_enum ADD VALUE IF NOT EXISTS E'it''s \\ two'"
-        );
-    }
-
-    #[test]
-    fn an_attempt_for_a_key_is_one_call() {
-        let query = Attempt::<true> {
-            label: "tenant import",
-            key: "7",
-            details: "web-3",
-        };
-        assert_eq!(
-            diesel::debug_query::<Pg, _>(&query).to_string(),
-            "SELECT granted, being_taken, decided_at, next_at, retry_after, holder, held_since \
-             FROM resource_control.attempt_throttled_key(\
-             $1::resource_control.throttled_resource_enum, $2, $3) \
-             -- binds: [\"tenant import\", \"7\", \"web-3\"]"
-        );
-    }
+/// Changes the interval of a resource: of how many rows.
+pub(super) fn change(label: &str, every: PgInterval) -> Statement<BigInt> {
+    const CHANGE: &str = "WITH done AS (
+            UPDATE resource_control.throttled_resource SET throttle_interval = $1
+                WHERE resource_id = $2::resource_control.throttled_resource_enum RETURNING 1
+        ) SELECT count(*) FROM done";
+    Statement::new(CHANGE, [every.into(), label.into()])
 }

@@ -1,34 +1,25 @@
-//! Synchronization of the declared resources with the database, on a blocking or an asynchronous session.
-
-#[cfg(feature = "async")]
-pub(crate) mod asynchronous;
+//! The declared resources, in the database.
 
 use std::time::Duration;
 
-use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel::data_types::PgInterval;
 
-use super::rules::Declared;
-use super::sql::{self, Owner};
-use crate::advisory::AdvisoryLock;
-use crate::error::{Error, Result, Schema};
-use crate::events::{self, Event, Outcome, Subject};
-use crate::installed;
-use crate::key::LockKey;
-use crate::session::Session;
+use super::resource::DeclaredResources;
+use super::{Throttle, sql};
+use crate::call::ask;
+use crate::error::{Error, Result};
+use crate::input;
+use crate::mode::Mode;
+use crate::pool::{Pool, Reply};
+use crate::time::{LONGEST, microseconds};
 
-/// The lock under which [`sync`](crate::sync) writes. Its key never changes.
-pub(super) static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::frozen(
-    "diesel_interlock sync",
-    -9069087413270826968,
-));
-
-/// What [`sync`](crate::sync) inserted, and which intervals differ.
+/// What [`Throttle::sync`] has inserted, and which intervals differ.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[must_use = "`sync` leaves the intervals in `different` as they are in the database"]
 #[non_exhaustive]
 pub struct Synced {
     /// The labels of the resources that this call inserted.
-    pub added: Vec<String>,
+    pub added: Vec<&'static str>,
     /// The resources whose interval in the database differs from the declared one.
     pub different: Vec<Difference>,
 }
@@ -38,123 +29,76 @@ pub struct Synced {
 #[non_exhaustive]
 pub struct Difference {
     /// The label of the resource.
-    pub label: String,
+    pub label: &'static str,
     /// The interval that the program declares.
     pub declared: Duration,
-    /// The interval in the database.
+    /// The interval that was in the database.
     pub in_database: Duration,
 }
 
-/// A declared resource that has no row in the database.
-#[derive(Debug)]
-pub(super) struct Missing {
-    resource: Declared,
-    has_label: bool,
+impl<P: Pool> Throttle<P> {
+    /// Inserts the declared resources that the database does not have. Any number of instances may call it when they start.
+    ///
+    /// The intervals of those that it has stay as they are: the database owns them. One round trip per resource, and two more for
+    /// one that is new. Only the owner of the type `throttled_resource_enum` may add a new one.
+    pub fn sync<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Result<Synced>> {
+        P::Mode::drive(synchronized::<P>(pool, declared::<R>(), false))
+    }
+
+    /// As [`sync`](Self::sync), and changes the intervals that differ to the declared ones.
+    pub fn sync_intervals<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Result<Synced>> {
+        P::Mode::drive(synchronized::<P>(pool, declared::<R>(), true))
+    }
 }
 
-/// Finds which declared resources the database does not have, and which intervals differ. One round trip per resource.
-pub(super) async fn compare<S: Session>(
-    session: &mut S,
-    declared: &[Declared],
-) -> Result<(Vec<Missing>, Synced)> {
-    let mut missing = Vec::new();
+fn declared<R: DeclaredResources>() -> Result<Vec<(&'static str, i64)>> {
+    let one = |resource: &R| {
+        let label = resource.label();
+        if !(1..=63).contains(&label.len()) || label.contains('\0') {
+            return Err(Error::Input(
+                "the label of a resource must have 1 to 63 bytes, and no NUL",
+            ));
+        }
+        let every = input::microseconds(
+            resource.interval(),
+            LONGEST,
+            "the interval of a resource must be between a microsecond and 1,000 years",
+        )?;
+        Ok((label, every))
+    };
+    R::ALL.iter().map(one).collect()
+}
+
+async fn synchronized<P: Pool>(
+    pool: &P,
+    declared: Result<Vec<(&'static str, i64)>>,
+    changes: bool,
+) -> Result<Synced> {
     let mut synced = Synced::default();
-    for resource in declared {
-        let found = session.one(sql::find(&resource.label)).await;
-        let found = installed::explained(session, found, sql::FIND_NEEDS).await?;
-        match found.microseconds {
-            None => missing.push(Missing {
-                resource: resource.clone(),
-                has_label: found.has_label,
-            }),
-            Some(in_database) if in_database != resource.microseconds => {
+    for (label, declared) in declared? {
+        let every = PgInterval::from_microseconds(declared);
+        let ((is_label, in_database), _): ((bool, Option<i64>), _) =
+            ask(pool, None, [sql::find(label)]).await?;
+        match in_database {
+            None => {
+                let (inserted, _): (i64, _) =
+                    ask(pool, None, sql::insert(label, every, is_label)).await?;
+                if inserted > 0 {
+                    synced.added.push(label);
+                }
+            }
+            Some(in_database) if in_database != declared => {
+                if changes {
+                    let (_, _): (i64, _) = ask(pool, None, [sql::change(label, every)]).await?;
+                }
                 synced.different.push(Difference {
-                    label: resource.label.clone(),
-                    declared: from_microseconds(resource.microseconds),
-                    in_database: from_microseconds(in_database),
+                    label,
+                    declared: microseconds(declared),
+                    in_database: microseconds(in_database),
                 });
             }
             Some(_) => {}
         }
     }
-    Ok((missing, synced))
-}
-
-/// Compares again under the lock, and inserts what is missing. A label that exists is not added again, because PostgreSQL would
-/// refuse even that to a role that does not own the type.
-pub(super) async fn add_missing<S: Session>(
-    session: &mut S,
-    declared: &[Declared],
-) -> Result<Synced> {
-    let (missing, mut synced) = compare(session, declared).await?;
-    for Missing {
-        resource,
-        has_label,
-    } in missing
-    {
-        if !has_label {
-            if let Err(error) = session.batch(&sql::add_label(&resource.label)).await {
-                return Err(explain_ddl(session, error).await);
-            }
-        }
-        let insert = sql::insert_resource(&resource.label, resource.microseconds);
-        let inserted = session.execute(insert).await;
-        installed::explained(session, inserted, sql::INSERT_NEEDS).await?;
-        synced.added.push(resource.label);
-    }
     Ok(synced)
-}
-
-/// Overwrites the intervals that differ with the declared ones.
-pub(super) async fn overwrite<S: Session>(session: &mut S, different: &[Difference]) -> Result<()> {
-    for difference in different {
-        let microseconds = difference.declared.as_micros() as i64;
-        let set = sql::set_interval(&difference.label, microseconds);
-        let set = session.execute(set).await;
-        installed::explained(session, set, sql::SET_NEEDS).await?;
-    }
-    Ok(())
-}
-
-/// Logs each interval that differs.
-pub(super) fn log(different: &[Difference]) {
-    for difference in different {
-        let resource = Subject::Throttle {
-            resource: &difference.label,
-            key: None,
-        };
-        let outcome = Outcome::Different {
-            declared: difference.declared,
-            in_database: difference.in_database,
-        };
-        events::record(&Event::new("sync", resource, outcome));
-    }
-}
-
-/// Returns what an error of `ALTER TYPE` means.
-async fn explain_ddl<S: Session>(session: &mut S, error: DieselError) -> Error {
-    if let DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) = &error {
-        if let Ok(Owner { role, owns: false }) = session.one(sql::find_owner()).await {
-            return Error::Schema(Schema::MissingRights {
-                role,
-                missing: "the ownership of throttled_resource_enum, to add a resource".to_owned(),
-                source: Some(error),
-            });
-        }
-    }
-    installed::by_kind(error)
-}
-
-fn from_microseconds(microseconds: i64) -> Duration {
-    Duration::from_micros(microseconds.unsigned_abs())
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn the_number_of_the_lock_is_that_of_its_name() {
-        let key = super::LOCK.key();
-        let number = crate::fnv1a(key.name().unwrap_or_default());
-        assert_eq!(key, &crate::LockKey::bigint(number));
-    }
 }

@@ -1,130 +1,180 @@
-//! Statements that the server cancels at their end, when they have locked or unlocked: PostgreSQL takes back what they wrote, and
-//! no session lock.
+//! What a cancellation leaves behind: statements that still run, waits on the server, runtimes that end.
 
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use diesel::connection::SimpleConnection;
-use diesel_async::SimpleAsyncConnection;
-use diesel_interlock::asynchronous::AdvisoryLock;
-use diesel_interlock::{Error, LockKey};
-use tokio::task::block_in_place;
+use diesel_interlock::Pool;
+use tokio::runtime::Builder;
 use tokio::time::timeout;
 use workbench::Database;
 
-use crate::dropping::{KEY, NOBODY, ONE_HOLDER, Observer, assert_full_strength};
-use crate::run;
+use crate::assert_matches;
+use crate::half::{AdvisoryLock, Error, Semaphore, begin, execute, make_pool, wait};
+use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, installed, number};
 
-static LOCK: AdvisoryLock = AdvisoryLock::new(LockKey::bigint(KEY));
+static LOCK: AdvisoryLock = AdvisoryLock::named("cancelled");
 
-const LONG: Duration = Duration::from_secs(60);
-/// How many statements are to fail, and of how many at most.
-const FAILURES: usize = 8;
-const TURNS: u64 = 10_000;
-
-/// Cancels what the session runs after a moment, which is another one at each turn.
-fn cancel_soon(database: &Database, pid: i32, turn: u64) -> JoinHandle<()> {
-    let mut conn = database.connect();
-    conn.batch_execute("SELECT 1").unwrap();
-    let (ready, is_ready) = std::sync::mpsc::channel();
-    let thread = thread::spawn(move || {
-        ready.send(()).unwrap();
-        let (began, pause) = (Instant::now(), Duration::from_micros(turn * 7 % 500));
-        while began.elapsed() < pause {}
-        conn.batch_execute(&format!("SELECT pg_cancel_backend({pid})"))
-            .unwrap();
+/// deadpool lends a connection on which the statement of a dropped future still runs.
+#[test]
+fn a_timeout_holds_although_the_connection_is_busy() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 1, Duration::from_secs(20));
+    workbench::block_on(async {
+        let mut conn = pool.check_out(None).await.unwrap();
+        assert!(
+            timeout(
+                Duration::from_millis(50),
+                execute(&mut conn, "SELECT pg_sleep(6)")
+            )
+            .await
+            .is_err()
+        );
+        drop(conn);
+        let began = Instant::now();
+        let acquired = LOCK
+            .acquire_timeout(&pool, Duration::from_millis(200))
+            .await;
+        assert!(
+            began.elapsed() < Duration::from_secs(5),
+            "it has waited for the statement"
+        );
+        // bb8 has closed that connection, and lends another one.
+        if let Err(error) = acquired {
+            assert_matches!(error, Error::TimedOut);
+        }
     });
-    is_ready.recv().unwrap();
-    thread
+    let mut observer = Observer::of(&database);
+    observer.assert_free(LOCK.lock_key());
+    assert_pool_whole(&pool, &database);
 }
 
 #[test]
-fn a_try_on_a_lent_connection_leaves_no_lock() {
-    run(async {
-        let database = Database::new();
-        let observer = &mut Observer::of(&database);
-        let mut conn = database.connect_async().await;
-        let guard = LOCK.acquire_on(&mut conn).await.unwrap();
-        let mut pid = guard.backend_pid();
-        guard.release().await.unwrap();
-        let mut failures = 0;
-        for turn in 0..TURNS {
-            let cancel = block_in_place(|| cancel_soon(&database, pid, turn));
-            {
-                let tried = LOCK.try_acquire_on(&mut conn).await;
-                block_in_place(|| cancel.join()).unwrap();
-                match tried {
-                    Ok(attempt) => attempt.acquired().unwrap().release().await.unwrap(),
-                    Err(error) => {
-                        assert!(matches!(error, Error::Database(_)), "{error:?}");
-                        failures += 1;
+fn a_guard_that_is_dropped_behind_a_running_statement_frees_the_lock_soon() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+    workbench::block_on(async {
+        let mut guard = LOCK.acquire(&pool).await.unwrap();
+        assert!(
+            timeout(
+                Duration::from_millis(50),
+                execute(guard.conn(), "SELECT pg_sleep(60)")
+            )
+            .await
+            .is_err()
+        );
+    });
+    let mut observer = Observer::of(&database);
+    let began = Instant::now();
+    observer.assert_free(LOCK.lock_key());
+    assert!(
+        began.elapsed() < Duration::from_secs(30),
+        "it has waited for the statement"
+    );
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn dropped_waits_for_a_transaction_lock_end_on_the_server() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+    let lock = LOCK.key("xact");
+    let _holder = foreign_holder(&database, lock.lock_key());
+    let mut observer = Observer::of(&database);
+    workbench::block_on(async {
+        for _ in 0..40 {
+            let wait = async {
+                let mut conn = pool.check_out(None).await?;
+                lock.transaction(&mut conn, async |_conn| Ok::<_, Error>(()))
+                    .await
+            };
+            assert!(timeout(Duration::from_millis(20), wait).await.is_err());
+        }
+    });
+    // The server notices within a second that a client has gone.
+    eventually("no more sessions wait than the pool has", || {
+        observer.waiters(lock.lock_key()) <= 2
+    });
+}
+
+#[test]
+fn tasks_that_are_aborted_leave_nothing() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 3, Duration::from_secs(20));
+    let slot = Semaphore::named("aborted", 2, Duration::from_secs(3600));
+    workbench::block_on(async {
+        for round in 0..60_u64 {
+            let mut tasks = Vec::new();
+            for task in 0..6_u64 {
+                let (pool, slot) = (pool.clone(), slot.clone());
+                tasks.push(tokio::spawn(async move {
+                    if task % 2 == 0 {
+                        let mut guard = LOCK.acquire(&pool).await?;
+                        execute(guard.conn(), "SELECT pg_sleep(0.001)").await?;
+                        guard.release().await
+                    } else {
+                        let permit = slot.acquire(&pool).await?;
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                        permit.release().await
                     }
+                }));
+            }
+            tokio::time::sleep(Duration::from_micros(150 * round)).await;
+            for task in &tasks {
+                task.abort();
+            }
+            for task in tasks {
+                if let Ok(ended) = task.await {
+                    ended.unwrap();
                 }
             }
-            block_in_place(|| observer.until(NOBODY, LONG));
-            if conn.batch_execute("SELECT 1").await.is_err() {
-                conn = database.connect_async().await;
-                let guard = LOCK.acquire_on(&mut conn).await.unwrap();
-                pid = guard.backend_pid();
-                guard.release().await.unwrap();
-            }
-            if failures == FAILURES {
-                return;
-            }
         }
-        panic!("{failures} statements were cancelled");
+    });
+    assert_pool_whole(&pool, &database);
+    let mut observer = Observer::of(&database);
+    let in_flight = "(SELECT count(*) FROM resource_control.slot_in_flight)";
+    eventually("no permit is in flight", || {
+        number(observer.conn(), in_flight) == 0
     });
 }
 
 #[test]
-fn a_release_of_a_nested_guard_leaves_the_outer_one_its_hold() {
-    run(async {
-        let database = Database::new();
-        let observer = &mut Observer::of(&database);
-        let pool = database.deadpool(1);
-        let mut outer = LOCK.acquire(&pool).await.unwrap();
-        let mut failures = 0;
-        for turn in 0..TURNS {
-            let pid = outer.backend_pid();
-            let inner = LOCK.try_acquire_on(outer.conn()).await.unwrap();
-            let inner = inner.acquired().unwrap();
-            let cancel = block_in_place(|| cancel_soon(&database, pid, turn));
-            let released = inner.release().await;
-            block_in_place(|| cancel.join()).unwrap();
-            block_in_place(|| observer.until(ONE_HOLDER, LONG));
-            if let Err(error) = released {
-                let is_reported = matches!(error, Error::ReleaseFailed { .. });
-                assert!(is_reported, "{error:?}");
-                failures += 1;
-                // The inner hold may be left, so the session is not used again.
-                outer.release().await.unwrap();
-                block_in_place(|| observer.until(NOBODY, LONG));
-                assert_full_strength(&pool, 1).await;
-                outer = LOCK.acquire(&pool).await.unwrap();
-                assert_ne!(outer.backend_pid(), pid);
-            }
-            if failures == FAILURES {
-                return;
-            }
-        }
-        panic!("{failures} statements were cancelled");
-    });
+fn outside_a_runtime_an_operation_is_an_error() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 1, Duration::from_secs(20));
+    let mut operation = std::pin::pin!(LOCK.try_acquire(&pool));
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    let polled = operation.as_mut().poll(&mut context);
+    assert_matches!(polled, std::task::Poll::Ready(Err(Error::NoRuntime)));
 }
 
 #[test]
-fn a_statement_that_the_work_dropped_does_not_delay_its_error() {
-    run(async {
-        let database = Database::new();
-        let observer = &mut Observer::of(&database);
-        let pool = database.deadpool(1);
-        let work = LOCK.with(&pool, async |conn| {
-            let query = conn.batch_execute("SELECT pg_sleep(600)");
-            let in_time = timeout(Duration::from_millis(50), query).await;
-            in_time.map_err(|_| Error::Standby)?.map_err(Error::from)
+fn a_runtime_that_ends_frees_its_locks() {
+    let database = Database::new();
+    let mut observer = Observer::of(&database);
+    for keeps in [true, false] {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let guard = runtime.block_on(async {
+            let pool = crate::pool::make(&database.url(), 2, Duration::from_secs(20));
+            LOCK.acquire(&pool).await.unwrap()
         });
-        let worked = timeout(LONG, work).await.expect("it returns");
-        assert!(matches!(worked, Err(Error::Standby)), "{worked:?}");
-        block_in_place(|| observer.until(NOBODY, LONG));
-        assert_full_strength(&pool, 1).await;
-    });
+        if keeps {
+            drop(runtime);
+            drop(guard);
+        } else {
+            // Nobody drives the runtime, so the release waits for its end.
+            drop(guard);
+            drop(runtime);
+        }
+        observer.assert_free(LOCK.lock_key());
+    }
+}
+
+#[test]
+fn a_dropped_transaction_of_the_callers_does_not_keep_the_lock() {
+    let database = Database::new();
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+    let mut guard = wait(LOCK.acquire(&pool)).unwrap();
+    begin(guard.conn());
+    drop(guard);
+    Observer::of(&database).assert_free(LOCK.lock_key());
+    assert_pool_whole(&pool, &database);
 }

@@ -1,131 +1,124 @@
-//! Throttles: the same operations, awaited.
+//! Attempts whose futures are dropped.
 
+use std::future::poll_fn;
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
 
-use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
-use diesel_interlock::asynchronous;
-use diesel_interlock::error::{Input, Misplaced, Schema};
-use diesel_interlock::{
-    Decision, Error, ResourceLabel, Throttle, migrations, sync, throttled_resources,
-};
-use workbench::Database;
+use crate::half::{Throttle, execute, on_one, pool, throttled_resources, wait};
+use crate::support::{assert_pool_whole, installed, run};
 
-use crate::run;
+const HOUR: Duration = Duration::from_secs(3600);
+
+static REBUILD: Throttle = Throttle::named("rebuild", HOUR);
 
 throttled_resources! {
     enum Resource {
-        CacheRebuild = "cache rebuild" every Duration::from_secs(3600),
+        Newsletter = "newsletter" every HOUR,
+        Import = "import" every HOUR,
     }
 }
 
-fn database() -> Database {
-    let database = Database::new();
-    let conn = &mut database.connect();
-    migrations::install(conn).unwrap();
-    let _ = sync::<Resource>(conn).unwrap();
-    database
-}
-
-#[test]
-fn the_second_attempt_of_a_spawned_task_is_denied() {
-    let database = database();
-    let url = database.async_url();
-    run(async move {
-        let conn = &mut AsyncPgConnection::establish(&url).await.unwrap();
-        let rebuild = Throttle::of(Resource::CacheRebuild).details("web-3");
-        let rebuild = asynchronous::Throttle::from(rebuild.clone());
-        let grant = rebuild.attempt_on(conn).await.unwrap().granted();
-        let denied = rebuild.attempt_on(conn).await.unwrap().denied().unwrap();
-        assert_eq!(denied.holder.as_deref(), Some("web-3"));
-        assert_eq!(denied.held_since, grant.map(|grant| grant.granted_at));
-        assert_eq!(denied.retry_after_secs(), 3600);
-    });
-}
-
-#[test]
-fn both_halves_exclude_each_other() {
-    let database = database();
-    let url = database.async_url();
-    let tenant = |key| Throttle::of(Resource::CacheRebuild).key(key).details("us");
-    let blocking = &mut database.connect();
-    assert!(!tenant(7).attempt_on(blocking).unwrap().is_denied());
-    run(async move {
-        let conn = &mut AsyncPgConnection::establish(&url).await.unwrap();
-        let seventh = asynchronous::Throttle::from(tenant(7))
-            .attempt_on(conn)
-            .await
-            .unwrap();
-        assert!(seventh.is_denied());
-        let eighth = asynchronous::Throttle::from(tenant(8))
-            .attempt_on(conn)
-            .await
-            .unwrap();
-        assert!(!eighth.is_denied());
-    });
-    assert!(tenant(8).attempt_on(blocking).unwrap().is_denied());
-}
-
-#[test]
-fn work_runs_after_the_grant_and_not_after_a_denial() {
-    let database = database();
-    let url = database.async_url();
-    run(async move {
-        let conn = &mut AsyncPgConnection::establish(&url).await.unwrap();
-        let rebuild = Throttle::of(Resource::CacheRebuild).details("web-3");
-        for expected in [Some(7), None] {
-            let decision = asynchronous::Throttle::from(rebuild.clone())
-                .run_on(conn, async |conn, _| {
-                    conn.batch_execute("SELECT 1").await?;
-                    Ok::<_, Error>(7)
-                })
-                .await;
-            let value = match decision.unwrap() {
-                Decision::Granted(value) => Some(value),
-                Decision::Denied(_) => None,
-            };
-            assert_eq!(value, expected);
+/// Polls a future so many times, and drops it at once if it is still pending.
+async fn polled<T>(times: usize, future: impl Future<Output = T>) -> Option<T> {
+    let (mut future, mut polls) = (pin!(future), 0);
+    poll_fn(|context| {
+        if polls == times {
+            return Poll::Ready(None);
         }
-    });
+        polls += 1;
+        match future.as_mut().poll(context) {
+            Poll::Pending if polls == times => Poll::Ready(None),
+            polled => polled.map(Some),
+        }
+    })
+    .await
+}
+
+/// It may have been granted, to nobody.
+#[test]
+fn an_attempt_that_is_dropped_at_any_poll_is_granted_once_at_most() {
+    let database = installed();
+    for size in [1, 4] {
+        let pool = pool(&database, size);
+        let synced = wait(Throttle::sync::<Resource>(&pool)).unwrap();
+        assert!(synced.different.is_empty());
+        let due = "DELETE FROM resource_control.throttle;
+            UPDATE resource_control.throttled_resource SET last_locked = '-infinity', last_locker_details = ''";
+        for level in ["read committed", "serializable"] {
+            let default = format!("SET default_transaction_isolation = '{level}'");
+            for throttle in [
+                REBUILD.key("new"),
+                Throttle::of(Resource::Newsletter),
+                Throttle::of(Resource::Newsletter).key("new"),
+            ] {
+                for polls in 0.. {
+                    run(&mut database.connect(), due);
+                    on_one(&pool, |conn| wait(execute(conn, &default)).unwrap());
+                    let (dropped, other) = wait(async {
+                        // Both at once, so that they meet.
+                        tokio::join!(
+                            polled(polls, throttle.attempt(&pool)),
+                            throttle.attempt(&pool)
+                        )
+                    });
+                    let is_delivered = dropped.is_some();
+                    let dropped = dropped.is_some_and(|decision| decision.unwrap().is_granted());
+                    let granted = usize::from(dropped) + usize::from(other.unwrap().is_granted());
+                    let later = wait(throttle.attempt(&pool)).unwrap().is_granted();
+                    assert!(granted + usize::from(later) <= 1, "{throttle:?} at {polls}");
+                    assert!(wait(throttle.attempt(&pool)).unwrap().is_denied());
+                    if is_delivered {
+                        assert!(polls > 1);
+                        break;
+                    }
+                }
+            }
+        }
+        assert_pool_whole(&pool, &database);
+    }
 }
 
 #[test]
-fn the_errors_are_those_of_the_blocking_half() {
-    let database = database();
-    let url = database.async_url();
-    run(async move {
-        let conn = &mut AsyncPgConnection::establish(&url).await.unwrap();
-        let unknown = Throttle::of(ResourceLabel("unknown".to_owned())).details("web-3");
-        let error = asynchronous::Throttle::from(unknown.clone())
-            .attempt_on(conn)
-            .await
-            .unwrap_err();
-        assert!(
-            matches!(&error, Error::Schema(Schema::UnknownResource { label }) if label == "unknown"),
-            "{error}"
-        );
-        let silent = Throttle::of(Resource::CacheRebuild);
-        let error = asynchronous::Throttle::from(silent.clone())
-            .attempt_on(conn)
-            .await
-            .unwrap_err();
-        assert!(
-            matches!(error, Error::Input(Input::EmptyDetails)),
-            "{error}"
-        );
-        let rebuild = Throttle::of(Resource::CacheRebuild).details("web-3");
-        let refused = conn
-            .transaction(async |conn| {
-                asynchronous::Throttle::from(rebuild.clone())
-                    .run_on(conn, async |_, _| Ok::<_, Error>(()))
-                    .await
-            })
-            .await;
-        assert!(
-            matches!(
-                refused,
-                Err(Error::Misplaced(Misplaced::GrantInTransaction))
-            ),
-            "{refused:?}"
-        );
-    });
+fn a_synchronization_that_is_dropped_at_any_poll_can_be_repeated() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let undo = "DELETE FROM resource_control.throttled_resource";
+    for polls in 0.. {
+        let dropped = wait(polled(polls, Throttle::sync::<Resource>(&pool)));
+        wait(Throttle::sync::<Resource>(&pool)).unwrap().added.len();
+        let again = wait(Throttle::sync::<Resource>(&pool)).unwrap();
+        assert_eq!(again, Default::default());
+        if let Some(synced) = dropped {
+            assert_eq!(synced.unwrap().added.len(), 2);
+            break;
+        }
+        run(&mut database.connect(), undo);
+    }
+    assert_pool_whole(&pool, &database);
+}
+
+/// A pass that is dropped ends with the caller's transaction.
+#[test]
+fn a_pass_that_is_dropped_counts_only_if_the_transaction_commits() {
+    use crate::half::{Fence, begin, end};
+    let database = installed();
+    let pool = pool(&database, 1);
+    let fence = Fence::named("rows");
+    for polls in 0.. {
+        let is_passed = on_one(&pool, |conn| {
+            begin(conn);
+            let passed = wait(polled(polls, fence.pass(conn, 10 + polls as i64)));
+            end(conn);
+            begin(conn);
+            wait(fence.pass(conn, 1)).unwrap();
+            end(conn);
+            passed.is_some()
+        });
+        if is_passed {
+            assert!(polls > 0);
+            break;
+        }
+    }
+    assert_pool_whole(&pool, &database);
 }

@@ -1,11 +1,10 @@
-//! Starts a throwaway PostgreSQL server, prints the connection string of an empty database on it, and
-//! keeps both until its standard input ends. What `examples/run` starts its applications on.
+//! Starts a throwaway PostgreSQL server, prints its URL, and keeps it until the standard input ends.
 
 use std::io::{self, Read};
 
 fn main() -> io::Result<()> {
-    let database = workbench::Cluster::start();
-    println!("{}", database.url("postgres"));
+    let cluster = workbench::Cluster::start();
+    println!("{}", cluster.url("postgres"));
     io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
 }

@@ -1,47 +1,42 @@
-//! Throwaway PostgreSQL servers for the tests, doctests, examples and benches of
-//! `diesel_interlock`.
+//! Throwaway PostgreSQL servers for the tests, doctests, examples and benchmarks of `diesel_interlock`.
 //!
 //! | Type | What it is |
 //! |---|---|
 //! | [`Database`] | an empty database for one test, dropped with the value |
-//! | [`Cluster`] | a PostgreSQL server of its own, which may be stopped, restarted and followed by a standby |
-//! | [`PgBouncer`] | a pooler in front of a cluster |
-//! | [`RoundTrips`] | a proxy in front of a database that counts round trips and can swallow the network |
+//! | [`Cluster`] | a PostgreSQL server of its own, which can be stopped, killed and followed by a standby |
+//! | [`PgBouncer`] | a pooler in front of a database |
+//! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can cut the network |
+//! | [`Endpoint`] | what these have in common: URL, connections and pools |
 //!
-//! ```
-//! use diesel::prelude::*;
-//! use workbench::{Database, RoundTrips};
+//! # Panics
 //!
-//! let database = Database::new();
-//! let proxy = RoundTrips::in_front_of(&database);
-//! let mut conn = PgConnection::establish(&proxy.url()).unwrap();
+//! This is test support: whatever goes wrong is a panic that says what to do about it, and every wait has a deadline.
 //!
-//! let trips = proxy.count(|| {
-//!     diesel::sql_query("SELECT 1").execute(&mut conn).unwrap();
-//! });
-//! assert!(trips >= 1);
-//! ```
+//! # The server
 //!
-//! This is test support: whatever goes wrong is a panic that says what to do about it, and whatever
-//! waits has a deadline.
-//!
-//! # Which server
-//!
-//! [`Database::new`] uses the server of the environment variable `DATABASE_URL` if that is set.
-//! Otherwise it starts one server for the whole process from the PostgreSQL installation that it
-//! finds; `PGBINDIR` names another one. PostgreSQL 13 or newer is needed.
+//! [`Database::new`] uses the server of the environment variable `DATABASE_URL` if that is set. Otherwise it starts one
+//! server for the whole process, from the PostgreSQL installation that it finds or that `PGBINDIR` names.
 //!
 //! # Nothing is left behind
 //!
-//! A server and its directory go away with the process that started it, however that ends: see
-//! [`Cluster`].
+//! A server and its directory go away with the process that started it, however that ends: at the end of `main`, after
+//! a panic, `abort`, Ctrl-C or `kill -9`, and also while the server is still being set up. A shell sees to that, which
+//! outlives the process by a fraction of a second. Databases that a killed process left on the server of `DATABASE_URL`
+//! are dropped by the first run that starts an hour later.
 
+#[cfg(feature = "async")]
+mod asynchronous;
 mod cluster;
 mod database;
+mod endpoint;
 mod pgbouncer;
 mod round_trips;
+mod watcher;
 
+#[cfg(feature = "async")]
+pub use asynchronous::{block_on, runtime};
 pub use cluster::{Cluster, ClusterBuilder, StopMode};
-pub use database::{Database, block_on};
+pub use database::Database;
+pub use endpoint::Endpoint;
 pub use pgbouncer::{PgBouncer, PoolMode};
 pub use round_trips::RoundTrips;

@@ -2,18 +2,18 @@
 
 use std::env;
 use std::fs;
+use std::ops::Deref;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use diesel::connection::{Connection, SimpleConnection};
-use diesel::pg::PgConnection;
+use crate::endpoint::{Endpoint, cannot};
+use crate::watcher::{POLL, Watcher};
 
-use crate::cluster::{Cluster, Watcher};
-
-/// How long a pooler may take to listen.
-const STARTING: Duration = Duration::from_secs(10);
+/// How long a pooler may take to listen, or to end.
+const DEADLINE: Duration = Duration::from_secs(10);
 
 /// What a client of the pooler has a server session for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,195 +24,110 @@ pub enum PoolMode {
     Transaction,
 }
 
-/// `PgBouncer` in front of a [`Cluster`]. It goes away with the value, or with the process that
-/// started it.
+/// `PgBouncer` in front of a database. It goes away with the value, or with the process that started it. Connections and
+/// pools through it are those of its [`Endpoint`].
 ///
 /// It needs the program `pgbouncer` on the `PATH`, or in `/usr/sbin`, where Debian has it.
 #[derive(Debug)]
+#[must_use = "the pooler ends when the value drops"]
 pub struct PgBouncer {
     watcher: Watcher,
+    endpoint: Endpoint,
 }
 
 impl PgBouncer {
-    /// Starts a pooler with at most `sessions` server sessions for each database.
-    ///
-    /// # Panics
-    ///
-    /// If PgBouncer is not installed, or does not accept connections.
-    pub fn in_front_of(cluster: &Cluster, mode: PoolMode, sessions: u32) -> Self {
-        Self::start(cluster.directory(), cluster.port(), mode, sessions)
-    }
-
-    /// As [`in_front_of`](Self::in_front_of), for a server whose Unix socket is in this directory, on port 5432. Another
-    /// server may take its place there.
-    ///
-    /// # Panics
-    ///
-    /// If PgBouncer is not installed, or does not accept connections.
-    pub fn in_front_of_socket(directory: &Path, mode: PoolMode, sessions: u32) -> Self {
-        Self::start(directory, "5432", mode, sessions)
-    }
-
-    fn start(server: &Path, port: &str, mode: PoolMode, sessions: u32) -> Self {
-        let binaries = binaries();
-        let mut watcher = Watcher::start(&binaries, &[]);
+    /// Starts a pooler with at most `sessions` server sessions. Clients may name their prepared statements in transaction
+    /// mode, too, if it [follows them](Self::follows_prepared_statements).
+    pub fn in_front_of(server: &Endpoint, mode: PoolMode, sessions: u32) -> Self {
+        let watcher = Watcher::start(&binaries(), &[]);
+        let directory = watcher.directory();
+        let endpoint = server.clone().with_address(directory, 6432);
         let mode = match mode {
             PoolMode::Session => "session",
             PoolMode::Transaction => "transaction",
         };
-        let directory = watcher.directory().display();
-        let mut settings = format!(
+        let (host, port) = server.address();
+        let user = server.user();
+        // Earlier versions do not know the setting.
+        let follows = Self::follows_prepared_statements();
+        let prepared = if follows {
+            "max_prepared_statements = 200"
+        } else {
+            ""
+        };
+        let settings = format!(
             "[databases]\n\
-             * = host={} port={port} user=postgres\n\
+             * = host={host} port={port} user='{user}'\n\
              [pgbouncer]\n\
-             listen_addr =\n\
              listen_port = 6432\n\
              unix_socket_dir = {directory}\n\
              auth_type = any\n\
              pool_mode = {mode}\n\
              default_pool_size = {sessions}\n\
              max_client_conn = 500\n\
-             server_login_retry = 0.2\n",
-            server.display(),
+             server_login_retry = 0.2\n\
+             {prepared}\n"
         );
-        if Self::follows_prepared_statements() {
-            settings.push_str("max_prepared_statements = 200\n");
-        }
-        let file = watcher.directory().join("pgbouncer.ini");
-        fs::write(&file, settings)
-            .unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
-        watcher.run("pool");
-        let pooler = Self { watcher };
-        pooler.wait_until_it_serves();
+        fs::write(watcher.path("pgbouncer.ini"), settings)
+            .unwrap_or_else(cannot("write the settings"));
+        let mut pooler = Self { watcher, endpoint };
+        pooler.run();
         pooler
     }
 
-    /// Kills the pooler, as a crash does, and starts it again at the same address.
-    ///
-    /// # Panics
-    ///
-    /// If it does not end, or does not listen again.
-    pub fn crash(&mut self) {
-        self.watcher.signal("KILL");
-        assert!(
-            self.watcher.exit_within(STARTING).is_some(),
-            "PgBouncer cannot be killed"
-        );
+    fn run(&mut self) {
         self.watcher.run("pool");
-        let deadline = Instant::now() + STARTING;
-        // A connection to the server is not tried, because the server may be down.
-        while UnixStream::connect(self.watcher.directory().join(".s.PGSQL.6432")).is_err() {
+        let socket = self.watcher.path(".s.PGSQL.6432");
+        let deadline = Instant::now() + DEADLINE;
+        while UnixStream::connect(&socket).is_err() {
+            let is_early = Instant::now() < deadline;
             assert!(
-                Instant::now() < deadline,
-                "PgBouncer does not listen again\n{}",
-                self.log()
+                is_early,
+                "PgBouncer does not listen:\n{}",
+                self.watcher.read("log")
             );
-            std::thread::sleep(Duration::from_millis(5));
+            thread::sleep(POLL);
         }
     }
 
-    /// Lets it read its settings again, as the command `RELOAD` does.
-    pub fn reload(&mut self) {
-        self.watcher.signal("HUP");
-    }
-
-    /// Lets it give out no more server sessions, as the command `PAUSE` does.
-    pub fn pause(&mut self) {
-        self.watcher.signal("USR1");
-    }
-
-    /// Ends a [`pause`](Self::pause), as the command `RESUME` does.
-    pub fn resume(&mut self) {
-        self.watcher.signal("USR2");
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.watcher.directory().join("log")).unwrap_or_default()
-    }
-
-    /// Whether the program is installed.
-    pub fn is_installed() -> bool {
-        find().is_some()
+    /// Kills the pooler, as a crash does, and starts it again at the same address.
+    pub fn crash(&mut self) {
+        self.watcher.signal("KILL");
+        self.watcher.succeeds_within(DEADLINE);
+        self.run();
     }
 
     /// Whether a client may name its prepared statements in transaction mode: since version 1.21.
-    ///
-    /// # Panics
-    ///
-    /// If the program is not installed, or does not tell its version.
     pub fn follows_prepared_statements() -> bool {
-        Self::version() >= (1, 21)
+        Self::version() >= [1, 21]
     }
 
-    /// Whether it survives a client that cancels a query and does not wait until the pooler has passed that on, as
-    /// tokio-postgres does. Versions 1.18 to 1.20.0 may end with `bad client state` or `server in bad state`.
-    ///
-    /// # Panics
-    ///
-    /// If the program is not installed, or does not tell its version.
-    pub fn survives_cancellations() -> bool {
-        let version = Self::version();
-        !((1, 18)..(1, 21)).contains(&version)
-    }
-
-    fn version() -> (u32, u32) {
+    /// The numbers of the version that is installed. Versions 1.18 to 1.20 may end when a client cancels a query and does
+    /// not wait until the pooler has passed that on, as tokio-postgres does.
+    pub fn version() -> [u32; 2] {
         let output = Command::new(binaries().join("pgbouncer"))
             .arg("--version")
-            .output()
-            .expect("PgBouncer can be run");
-        let text = String::from_utf8_lossy(&output.stdout);
-        version(&text).unwrap_or_else(|| panic!("what version is this? {text}"))
+            .output();
+        let text = output.expect("PgBouncer can be run").stdout;
+        let text = String::from_utf8_lossy(&text);
+        let version = text.split_whitespace().nth(1).unwrap_or_default();
+        let mut numbers = version.split('.').map(|number| number.parse().ok());
+        [(); 2].map(|()| numbers.next().flatten().expect("it tells its version"))
     }
+}
 
-    /// A connection string for a database of the server behind it.
-    pub fn url(&self, database: &str) -> String {
-        let directory = self.watcher.directory().to_str().expect("a path in UTF-8");
-        format!(
-            "postgresql://postgres@{}:6432/{}",
-            crate::database::percent_encoded(directory),
-            crate::database::percent_encoded(database)
-        )
-    }
+impl Deref for PgBouncer {
+    type Target = Endpoint;
 
-    fn wait_until_it_serves(&self) {
-        let deadline = Instant::now() + STARTING;
-        loop {
-            let tried = PgConnection::establish(&self.url("postgres"))
-                .map_err(|error| error.to_string())
-                .and_then(|mut conn| {
-                    conn.batch_execute("SELECT 1")
-                        .map_err(|error| error.to_string())
-                });
-            let Err(error) = tried else { return };
-            if Instant::now() > deadline {
-                panic!(
-                    "PgBouncer does not serve connections: {error}\n{}",
-                    self.log()
-                );
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
+    fn deref(&self) -> &Endpoint {
+        &self.endpoint
     }
 }
 
 fn binaries() -> PathBuf {
-    find().expect("PgBouncer is not installed: install the package `pgbouncer`")
-}
-
-/// The first two numbers of `PgBouncer 1.18.0`.
-fn version(text: &str) -> Option<(u32, u32)> {
-    let numbers = text.strip_prefix("PgBouncer ")?.lines().next()?;
-    let mut numbers = numbers.split('.').map(|number| number.parse().ok());
-    Some((numbers.next()??, numbers.next()??))
-}
-
-fn find() -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path)
-        .chain([PathBuf::from("/usr/sbin")])
-        .find(|directory| has_pooler(directory))
-}
-
-fn has_pooler(directory: &Path) -> bool {
-    directory.join("pgbouncer").is_file()
+        .chain(["/usr/sbin".into()])
+        .find(|directory| directory.join("pgbouncer").is_file())
+        .expect("PgBouncer is not installed: install the package `pgbouncer`")
 }

@@ -1,31 +1,29 @@
-//! Processes of their own that run a part of a test, in order to end badly or to have another
-//! environment.
+//! Processes of their own that run a part of a test, in order to end badly or to have another environment.
 
 use std::env;
 use std::fs;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::path::PathBuf;
+use std::process::{ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{database_url, left_behind, poll};
+use crate::{database_url, left_behind};
 
 /// Names the part that the process runs.
 const PART: &str = "WORKBENCH_TEST_PART";
 
-/// A process that runs one of the parts listed in [`part`]. Killed when the value drops.
-#[derive(Debug)]
+/// A process that runs one of the parts of [`a_part_of_another_test`]. Killed when the value drops.
 pub(crate) struct Child {
     process: std::process::Child,
-    output: BufReader<std::process::ChildStdout>,
+    output: BufReader<ChildStdout>,
     /// Where the process has its temporary files.
-    temporary: PathBuf,
+    pub(crate) temporary: PathBuf,
 }
 
 impl Child {
-    pub(crate) fn start(part: &str, environment: &[(&str, &str)]) -> Self {
+    pub(crate) fn start(part: &str, database_url: &str) -> Self {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let temporary = PathBuf::from(format!("/tmp/workbench-{}-{number}", std::process::id()));
@@ -33,14 +31,13 @@ impl Child {
         fs::set_permissions(&temporary, fs::Permissions::from_mode(0o1777)).unwrap();
 
         let mut process = Command::new(env::current_exe().unwrap())
-            .args(["--exact", "child::part", "--ignored", "--nocapture"])
+            .args(["--exact", "child::a_part_of_another_test", "--nocapture"])
             .env(PART, part)
             .env("TMPDIR", &temporary)
-            .env_remove("DATABASE_URL")
-            .envs(environment.iter().copied())
+            .env("DATABASE_URL", database_url)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stderr(Stdio::null())
             .process_group(0)
             .spawn()
             .unwrap();
@@ -52,58 +49,31 @@ impl Child {
         }
     }
 
-    pub(crate) fn temporary(&self) -> &Path {
-        &self.temporary
-    }
-
     /// What the process says next by [`say`].
     pub(crate) fn said(&mut self) -> String {
-        let mut line = String::new();
-        while !line.contains("said: ") {
-            line.clear();
-            if self.output.read_line(&mut line).unwrap() == 0 {
-                panic!("the process ended:\n{}", self.errors());
-            }
-        }
-        line.split_once("said: ").unwrap().1.trim_end().to_owned()
+        let mut lines = (&mut self.output).lines().map(Result::unwrap);
+        let said = lines.find_map(|line| Some(line.split_once("said: ")?.1.to_owned()));
+        said.expect("the process has not ended")
     }
 
     /// Lets the process go on from [`wait`].
     pub(crate) fn go_on(&mut self) {
-        self.process
-            .stdin
-            .as_mut()
-            .unwrap()
-            .write_all(b"\n")
-            .unwrap();
+        let input = self.process.stdin.as_mut().unwrap();
+        input.write_all(b"\n").unwrap();
     }
 
-    pub(crate) fn kill(&mut self) {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
+    /// Sends a signal to the process and its group, as a terminal does at Ctrl-C.
+    pub(crate) fn send(&self, name: &str) {
+        assert!(signal(name, &format!("-{}", self.process.id())));
     }
 
-    /// Sends the signal of Ctrl-C to the process and its group, as a terminal does.
-    pub(crate) fn interrupt(&mut self) {
-        signal("INT", &format!("-{}", self.process.id()));
-        self.process.wait().unwrap();
+    /// Waits until the process ends, and says whether it succeeded.
+    pub(crate) fn succeeds(&mut self) -> bool {
+        self.process.wait().unwrap().success()
     }
 
-    /// Waits until the process ends, and returns what it wrote to standard error.
-    pub(crate) fn end(&mut self) -> (ExitStatus, String) {
-        let errors = self.errors();
-        (self.process.wait().unwrap(), errors)
-    }
-
-    fn errors(&mut self) -> String {
-        let mut errors = String::new();
-        self.process
-            .stderr
-            .as_mut()
-            .unwrap()
-            .read_to_string(&mut errors)
-            .unwrap();
-        errors
+    pub(crate) fn left_nothing(&self) -> bool {
+        fs::read_dir(&self.temporary).unwrap().next().is_none()
     }
 }
 
@@ -111,26 +81,15 @@ impl Drop for Child {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
-        let emptied = poll::soon(|| is_empty(&self.temporary));
         let _ = fs::remove_dir(&self.temporary);
-        assert!(
-            emptied || std::thread::panicking(),
-            "something was left behind in {:?}",
-            self.temporary
-        );
     }
 }
 
 /// Sends a signal to a process, or to a process group whose number is written with a minus.
 pub(crate) fn signal(name: &str, process: &str) -> bool {
-    let kill = Command::new("/bin/sh")
-        .args(["-c", "kill -s \"$0\" -- \"$1\"", name, process])
-        .output();
-    kill.unwrap().status.success()
-}
-
-pub(crate) fn is_empty(directory: &Path) -> bool {
-    fs::read_dir(directory).unwrap().next().is_none()
+    let mut kill = Command::new("/bin/sh");
+    kill.args(["-c", "kill -s \"$0\" -- \"$1\"", name, process]);
+    kill.output().unwrap().status.success()
 }
 
 /// Tells something to the process that started this one.
@@ -145,18 +104,11 @@ pub(crate) fn wait() {
 }
 
 #[test]
-#[ignore = "run by other tests, in a process of its own"]
-fn part() {
+fn a_part_of_another_test() {
     match env::var(PART).as_deref() {
-        Ok("serve and wait") => left_behind::serve_and_wait(),
-        Ok("serve and panic") => left_behind::serve_and_panic(),
-        Ok("serve and abort") => left_behind::serve_and_abort(),
-        Ok("serve beside another child") => left_behind::serve_beside_another_child(),
-        Ok("restart again and again") => left_behind::restart_again_and_again(),
-        Ok("serve twice and wait") => left_behind::serve_twice_and_wait(),
         Ok("make a database") => database_url::make_a_database(),
-        Ok("make a database and count") => database_url::make_a_database_and_count(),
-        Ok(other) => panic!("there is no part {other}"),
+        Ok(part) => left_behind::serve_and(part),
+        // Nothing is to be done where this is not a process of another test.
         Err(_) => {}
     }
 }

@@ -2,190 +2,102 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 
 use workbench::{Cluster, StopMode};
 
-use crate::child::{Child, is_empty, say, signal, wait};
-use crate::poll;
+use crate::child::{Child, say, signal, wait};
+use crate::until;
 
-static CLUSTER: OnceLock<Cluster> = OnceLock::new();
-
-fn serve() -> &'static Cluster {
+pub(crate) fn serve_and(then: &str) {
+    static CLUSTER: OnceLock<Cluster> = OnceLock::new();
     let cluster = CLUSTER.get_or_init(Cluster::start);
-    say(cluster.socket_directory().display());
-    cluster
-}
-
-pub(crate) fn serve_and_wait() {
-    serve();
+    let _standby = (then == "follow").then(|| cluster.standby());
+    say(cluster.directory().display());
     wait();
-}
-
-pub(crate) fn serve_and_panic() {
-    let _local = Cluster::start();
-    serve();
-    wait();
-    panic!("as asked");
-}
-
-pub(crate) fn serve_and_abort() {
-    serve();
-    wait();
-    std::process::abort();
-}
-
-// Nobody waits for the other child: it survives this process.
-#[allow(clippy::zombie_processes)]
-pub(crate) fn serve_beside_another_child() {
-    serve();
-    let other = Command::new("/bin/sleep").arg("600").spawn().unwrap();
-    say(other.id());
-    wait();
-}
-
-pub(crate) fn restart_again_and_again() {
-    let cluster = serve();
-    wait();
-    loop {
-        cluster.restart(StopMode::Immediate);
-        say("restarted");
+    match then {
+        "panic" => panic!("as asked"),
+        "abort" => std::process::abort(),
+        "restart again and again" => loop {
+            cluster.restart(StopMode::Immediate);
+            say("restarted");
+        },
+        _ => {}
     }
-}
-
-pub(crate) fn serve_twice_and_wait() {
-    let _standby = serve().standby();
-    say("standby");
-    wait();
 }
 
 /// The number of the process that runs in the directory of a server.
 fn process(directory: &Path) -> Option<String> {
-    let pid = fs::read_to_string(directory.join("pid"))
-        .ok()?
-        .trim()
-        .to_owned();
-    (!pid.is_empty()).then_some(pid)
+    let pid = fs::read_to_string(directory.join("pid")).ok()?;
+    Some(pid.trim().to_owned()).filter(|pid| !pid.is_empty())
+}
+
+/// A server that runs in another process.
+fn serving(then: &str) -> (Child, PathBuf, String) {
+    let mut child = Child::start(then, "");
+    let directory = PathBuf::from(child.said());
+    let process = process(&directory).unwrap();
+    (child, directory, process)
 }
 
 /// Waits until a server and all that belongs to it has gone.
 #[track_caller]
 fn gone(child: &Child, processes: &[String]) {
-    poll::until("the directory has gone", || is_empty(child.temporary()));
+    until("the directory has gone", || child.left_nothing());
     for process in processes {
-        poll::until("the server has gone", || !signal("0", process));
+        until("the server has gone", || !signal("0", process));
     }
 }
 
-/// A server that runs in another process.
-fn serving(part: &str) -> (Child, PathBuf, String) {
-    let mut child = Child::start(part, &[]);
-    let directory = PathBuf::from(child.said());
-    let process = process(&directory).unwrap();
-    assert!(signal("0", &process));
-    assert!(directory.starts_with(child.temporary()));
-    (child, directory, process)
+#[test]
+fn a_process_that_ends_in_any_way_leaves_nothing_behind() {
+    for then in ["return", "panic", "abort", "be killed", "be interrupted"] {
+        let (mut child, _, process) = serving(then);
+        match then {
+            "be killed" => child.send("KILL"),
+            "be interrupted" => child.send("INT"),
+            _ => child.go_on(),
+        }
+        assert_eq!(child.succeeds(), then == "return", "{then}");
+        gone(&child, &[process]);
+    }
 }
 
 #[test]
-fn after_an_ordinary_end() {
-    let (mut child, _, process) = serving("serve and wait");
-    child.go_on();
-    assert!(child.end().0.success());
-    gone(&child, &[process]);
+fn a_suspended_server_and_its_standby_go_away_too() {
+    let (child, _, primary) = serving("follow");
+    let directories = fs::read_dir(&child.temporary).unwrap();
+    let processes: Vec<_> = directories
+        .map(|entry| process(&entry.unwrap().path()).unwrap())
+        .collect();
+    assert!(processes.len() == 2 && processes.contains(&primary));
+    assert!(signal("STOP", &primary));
+    child.send("KILL");
+    gone(&child, &processes);
 }
 
 #[test]
-fn after_a_panic() {
-    let (mut child, _, process) = serving("serve and panic");
-    child.go_on();
-    assert!(!child.end().0.success());
-    gone(&child, &[process]);
-}
-
-#[test]
-fn after_an_abort() {
-    let (mut child, _, process) = serving("serve and abort");
-    child.go_on();
-    assert!(!child.end().0.success());
-    gone(&child, &[process]);
-}
-
-#[test]
-fn after_a_kill() {
-    let (mut child, _, process) = serving("serve and wait");
-    child.kill();
-    gone(&child, &[process]);
-}
-
-#[test]
-fn after_an_interrupt() {
-    let (mut child, _, process) = serving("serve and wait");
-    child.interrupt();
-    gone(&child, &[process]);
-}
-
-#[test]
-fn after_a_kill_that_another_child_survives() {
-    let (mut child, _, process) = serving("serve beside another child");
-    let other = child.said();
-    child.kill();
-    gone(&child, &[process]);
-    assert!(signal("KILL", &other), "the other child was not there");
-}
-
-#[test]
-fn after_a_kill_with_a_suspended_server() {
-    let (mut child, _, process) = serving("serve and wait");
-    assert!(signal("STOP", &process));
-    child.kill();
-    gone(&child, &[process]);
-}
-
-#[test]
-fn after_a_kill_with_a_standby() {
-    let (mut child, directory, primary) = serving("serve twice and wait");
-    child.said();
-    let entries = fs::read_dir(child.temporary())
-        .unwrap()
-        .map(|entry| entry.unwrap().path());
-    let standby = process(&entries.into_iter().find(|path| *path != directory).unwrap()).unwrap();
-    assert_ne!(primary, standby);
-    child.kill();
-    gone(&child, &[primary, standby]);
-}
-
-#[test]
-fn after_kills_while_the_server_is_set_up() {
-    // The last file that is there when the process is killed, from before `initdb` to the start of
-    // the server.
-    for file in [
-        "",
-        "setup",
-        "data/PG_VERSION",
-        "data/base/1",
-        "data/base/5",
-        "log",
-        "data/postmaster.pid",
-    ] {
-        let mut child = Child::start("serve and wait", &[]);
+fn kills_while_the_server_is_set_up_leave_nothing_behind() {
+    // The last file that is there when the process is killed, from before `initdb` to the start of the server.
+    for file in ["", "setup", "data/base/1", "log", "data/postmaster.pid"] {
+        let child = Child::start("wait", "");
         let mut processes = Vec::new();
-        poll::until("the server is being set up", || {
-            fs::read_dir(child.temporary()).unwrap().any(|entry| {
+        until("the server is being set up", || {
+            let mut directories = fs::read_dir(&child.temporary).unwrap();
+            directories.any(|entry| {
                 let directory = entry.unwrap().path();
-                let there = directory.join(file).exists();
+                let is_there = directory.join(file).exists();
                 processes = process(&directory).into_iter().collect();
-                there
+                is_there
             })
         });
-        child.kill();
+        child.send("KILL");
         gone(&child, &processes);
     }
 }
 
 #[test]
-fn after_kills_while_the_server_restarts() {
+fn kills_while_the_server_restarts_leave_nothing_behind() {
     for restarts in 0..4 {
         let (mut child, directory, _) = serving("restart again and again");
         child.go_on();
@@ -194,38 +106,31 @@ fn after_kills_while_the_server_restarts() {
         }
         if restarts % 2 == 1 {
             // Between the end of one server and the start of the next.
-            poll::until("the server has stopped", || {
-                !directory.join("data/postmaster.pid").exists()
-            });
+            let state = directory.join("data/postmaster.pid");
+            until("the server has stopped", || !state.exists());
         }
         let processes: Vec<_> = process(&directory).into_iter().collect();
-        child.kill();
+        child.send("KILL");
         gone(&child, &processes);
     }
 }
 
 #[test]
 #[cfg(target_os = "linux")]
-fn shared_memory_of_a_server_that_was_killed() {
-    let segments = || fs::read_to_string("/proc/sysvipc/shm").unwrap_or_default();
-    let (mut child, directory, process) = serving("serve and wait");
+fn a_server_that_was_killed_leaves_no_shared_memory() {
+    let (child, directory, process) = serving("wait");
     let state = fs::read_to_string(directory.join("data/postmaster.pid")).unwrap();
-    let segment = state
-        .lines()
-        .nth(6)
-        .and_then(|line| line.split_whitespace().nth(1))
-        .unwrap()
-        .to_owned();
+    let second = |line: &str| line.split_whitespace().nth(1).map(str::to_owned);
+    let segment = state.lines().nth(6).and_then(second);
     let is_there = || {
-        segments()
-            .lines()
-            .any(|line| line.split_whitespace().nth(1) == Some(&segment))
+        let segments = fs::read_to_string("/proc/sysvipc/shm").unwrap();
+        segments.lines().any(|line| second(line) == segment)
     };
     assert!(is_there());
 
     assert!(signal("KILL", &process));
-    poll::until("the server has gone", || !signal("0", &process));
-    child.kill();
+    until("the server has gone", || !signal("0", &process));
+    child.send("KILL");
     gone(&child, &[process]);
-    poll::until("the segment has gone", || !is_there());
+    until("the segment has gone", || !is_there());
 }

@@ -4,7 +4,32 @@ mod child;
 mod cluster;
 mod database;
 mod database_url;
-mod installation;
 mod left_behind;
-mod poll;
 mod round_trips;
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use diesel::dsl::sql;
+use diesel::prelude::*;
+use diesel::sql_types::{Bool, Text};
+
+/// Waits until `happened`, and panics if that takes half a minute.
+#[track_caller]
+fn until(what: &str, mut happened: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !happened() {
+        assert!(Instant::now() < deadline, "waited in vain until {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn text(conn: &mut PgConnection, expression: &str) -> String {
+    let value = diesel::select(sql::<Text>(&format!("({expression})::text"))).get_result(conn);
+    value.unwrap()
+}
+
+fn is(conn: &mut PgConnection, condition: &str) -> bool {
+    let value = diesel::select(sql::<Bool>(condition)).get_result(conn);
+    value.unwrap()
+}

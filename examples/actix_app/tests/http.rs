@@ -1,3 +1,0 @@
-//! What the application promises, over HTTP.
-
-http_tests::tests!(env!("CARGO_BIN_EXE_actix_app"));

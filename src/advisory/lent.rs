@@ -1,0 +1,248 @@
+//! Session locks in a scope, on a connection that the caller lends.
+
+use std::time::{Duration, Instant};
+
+use diesel::result::QueryResult;
+
+use super::AdvisoryLock;
+use super::attempt::Attempt;
+use super::pinned::{released, taken, waited};
+use super::sql::{END_SESSION, Lock};
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::key::LockKey;
+#[cfg(feature = "async")]
+use crate::mode::Async;
+#[cfg(feature = "r2d2")]
+use crate::mode::Blocking;
+use crate::mode::Mode;
+#[cfg(feature = "r2d2")]
+use crate::pool::PgPool;
+#[cfg(feature = "async")]
+use crate::pool::Pool;
+#[cfg(feature = "r2d2")]
+use crate::session::now;
+use crate::session::{Session, started_quietly};
+use crate::transaction::refusal;
+use crate::waiting::{self, Topic, Turns, What};
+
+/// After what time a wait is told, with the session that it waits for.
+const LONG: Duration = Duration::from_secs(5);
+
+#[cfg(feature = "r2d2")]
+impl AdvisoryLock<PgPool> {
+    /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
+    /// releases it.
+    ///
+    /// For a connection that is not out of a pool. A lock that cannot be released ends the session.
+    pub fn with_on<T, E: From<Error>>(
+        &self,
+        conn: &mut diesel::PgConnection,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let mut scope = now(Scope::enter::<Blocking>(
+            conn,
+            self.lock()?,
+            self.subject(),
+            true,
+        ))?;
+        let outcome = work(scope.conn);
+        now(scope.leave(&self.key, outcome))
+    }
+
+    /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for it.
+    pub fn try_with_on<T, E: From<Error>>(
+        &self,
+        conn: &mut diesel::PgConnection,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<Attempt<T>, E> {
+        let mut scope = now(Scope::enter::<Blocking>(
+            conn,
+            self.lock()?,
+            self.subject(),
+            false,
+        ))?;
+        if !scope.is_entered() {
+            return Ok(Attempt::Busy);
+        }
+        let outcome = work(scope.conn);
+        now(scope.leave(&self.key, outcome)).map(Attempt::Acquired)
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
+    /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
+    /// releases it.
+    ///
+    /// For a connection that is not out of a pool. A lock that cannot be released ends the session. If the future is dropped,
+    /// the unlock is queued behind what was sent.
+    pub async fn with_on<T, E: From<Error>>(
+        &self,
+        conn: &mut diesel_async::AsyncPgConnection,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let mut scope = Scope::enter::<Async>(conn, self.lock()?, self.subject(), true).await?;
+        let outcome = work(scope.conn).await;
+        scope.leave(&self.key, outcome).await
+    }
+
+    /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for it.
+    pub async fn try_with_on<T, E: From<Error>>(
+        &self,
+        conn: &mut diesel_async::AsyncPgConnection,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<Attempt<T>, E> {
+        let mut scope = Scope::enter::<Async>(conn, self.lock()?, self.subject(), false).await?;
+        if !scope.is_entered() {
+            return Ok(Attempt::Busy);
+        }
+        let outcome = work(scope.conn).await;
+        scope.leave(&self.key, outcome).await.map(Attempt::Acquired)
+    }
+}
+
+/// A lock on a lent connection, which cannot be discarded. So what is not certain ends its session.
+pub(crate) struct Scope<'c, S: Session> {
+    pub(crate) conn: &'c mut S,
+    lock: Lock,
+    topic: Topic,
+    holds: Holds,
+    subject: Subject,
+    since: Instant,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Holds {
+    Nothing,
+    /// The lock, which the session with this pid took.
+    Lock(i32),
+    Unknown,
+}
+
+impl<'c, S: Session> Scope<'c, S> {
+    /// `subject` tells of a long wait.
+    pub(crate) async fn enter<M: Mode>(
+        conn: &'c mut S,
+        lock: Lock,
+        subject: Subject,
+        waits: bool,
+    ) -> Result<Self> {
+        let before = conn.transaction();
+        if !before.is_none() {
+            return Err(refusal(before));
+        }
+        let topic = Topic::lent(What::Lock(lock.id));
+        let mut turns = Turns::new(topic.clone(), None);
+        let (began, mut is_told) = (Instant::now(), false);
+        let mut scope = Self {
+            conn,
+            lock,
+            topic,
+            holds: Holds::Nothing,
+            subject,
+            since: began,
+        };
+        loop {
+            if waits {
+                turns.next::<M>().await;
+            }
+            scope.holds = Holds::Unknown;
+            let (reply, is_open) = scope.conn.probe(lock.take()).await;
+            let mut pid = taken(reply, is_open)?;
+            if let (None, true, Some(slice)) = (pid, waits, turns.slice()) {
+                pid = waited(scope.conn, lock, slice, &mut turns).await?;
+            }
+            scope.holds = pid.map_or(Holds::Nothing, Holds::Lock);
+            if pid.is_some() || !waits {
+                scope.since = Instant::now();
+                subject.event(
+                    if waits { "with_on" } else { "try_with_on" },
+                    if pid.is_some() { "acquired" } else { "busy" },
+                    began.elapsed(),
+                    None,
+                    None,
+                );
+                return Ok(scope);
+            }
+            if !is_told && began.elapsed() > LONG {
+                is_told = true;
+                let holder: QueryResult<(Option<i32>,)> = scope.conn.one(lock.holder()).await;
+                subject.waits_for(holder.ok().and_then(|(pid,)| pid), began.elapsed());
+            }
+        }
+    }
+
+    /// Leaves the lock to the session, and returns the pid of that. [`resume`](Self::resume) goes on.
+    #[cfg(all(feature = "async", feature = "migrations"))]
+    pub(crate) fn disarm(mut self) -> Option<i32> {
+        match std::mem::replace(&mut self.holds, Holds::Nothing) {
+            Holds::Lock(pid) => Some(pid),
+            Holds::Nothing | Holds::Unknown => None,
+        }
+    }
+
+    #[cfg(all(feature = "async", feature = "migrations"))]
+    pub(crate) fn resume(conn: &'c mut S, lock: Lock, subject: Subject, pid: Option<i32>) -> Self {
+        Self {
+            conn,
+            lock,
+            topic: Topic::lent(What::Lock(lock.id)),
+            holds: pid.map_or(Holds::Unknown, Holds::Lock),
+            subject,
+            since: Instant::now(),
+        }
+    }
+
+    fn is_entered(&self) -> bool {
+        matches!(self.holds, Holds::Lock(_))
+    }
+
+    pub(crate) async fn leave<T, E: From<Error>>(
+        &mut self,
+        key: &LockKey,
+        outcome: Result<T, E>,
+    ) -> Result<T, E> {
+        let Holds::Lock(pid) = self.holds else {
+            return outcome;
+        };
+        let began = Instant::now();
+        let (reply, is_open) = self.conn.probe(self.lock.release(pid)).await;
+        // A moved session is not this one, so nothing is to be ended here.
+        self.holds = if reply.is_ok() {
+            Holds::Nothing
+        } else {
+            Holds::Unknown
+        };
+        let mut left = released(self.conn, reply, self.lock, pid, key).await;
+        if left.is_ok() && is_open {
+            left = Err(Error::TransactionLeftOpen(key.to_string()));
+        }
+        self.subject.ended("with_on", began, self.since, &left);
+        let value = outcome?;
+        left?;
+        Ok(value)
+    }
+}
+
+impl<S: Session> Drop for Scope<'_, S> {
+    fn drop(&mut self) {
+        let is_certain = match self.holds {
+            Holds::Nothing => true,
+            // A blocking session replies, and an asynchronous one runs it behind what was sent.
+            Holds::Lock(pid) if self.conn.transaction().is_none() => {
+                let release = self.lock.late_release(pid);
+                matches!(
+                    started_quietly(self.conn.batch(&release)),
+                    Ok(None | Some(Ok(())))
+                )
+            }
+            Holds::Lock(_) | Holds::Unknown => false,
+        };
+        if !is_certain {
+            let _ = started_quietly(self.conn.batch(END_SESSION));
+            self.conn.mark_broken();
+        }
+        waiting::released(&self.topic);
+    }
+}

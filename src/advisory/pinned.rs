@@ -1,0 +1,285 @@
+//! The connection that a lock is pinned to, and the one place where such a connection is discarded.
+
+use std::pin::pin;
+use std::time::{Duration, Instant};
+
+use diesel::result::QueryResult;
+
+use super::sql::{self, Lock};
+use crate::call::explained;
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::key::LockKey;
+use crate::mode::Mode;
+use crate::pool::{Connection, Pool, PoolConnection};
+use crate::session::{Session, Transaction, has_ended};
+use crate::transaction::refusal;
+use crate::waiting::{self, Topic, Turns, What};
+
+/// For how long a release that a drop has sent may have no reply, before the statement of the caller's in front of it is
+/// cancelled. It doubles up to the longest, after which the connection is discarded.
+const FIRST_CANCEL: Duration = Duration::from_millis(50);
+const LAST_CANCEL: Duration = Duration::from_secs(2);
+
+/// A connection out of a pool, and what its session may hold. Its drop gives it back only if it holds nothing.
+pub(crate) struct Pinned<P: Pool> {
+    /// `None` once the drop has it.
+    conn: Option<P::Pinned>,
+    holds: Holds,
+    runtime: <P::Mode as Mode>::Runtime,
+    /// Whose events they are, and since when the lock is held.
+    told_as: Option<(Subject, Instant)>,
+    /// Dropped last, when the connection is back in its pool.
+    released: Option<Released>,
+}
+
+/// It says the worst before a statement is sent, and better only after its reply.
+#[derive(Debug, Clone, Copy)]
+enum Holds {
+    Nothing,
+    /// A try was sent whose reply was not read.
+    Tried(Lock),
+    /// The lock that the session with this pid took.
+    Lock(Lock, i32),
+    Unknown,
+}
+
+/// Wakes a waiter of this process when it is dropped.
+struct Released(Topic);
+
+impl Drop for Released {
+    fn drop(&mut self) {
+        waiting::released(&self.0);
+    }
+}
+
+impl<P: Pool> Pinned<P> {
+    pub(crate) async fn check_out(pool: &P, deadline: Option<Instant>) -> Result<Self> {
+        let runtime = P::Mode::runtime()?;
+        let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        Ok(Self {
+            conn: Some(pool.check_out(rest).await?),
+            holds: Holds::Nothing,
+            runtime,
+            told_as: None,
+            released: None,
+        })
+    }
+
+    pub(crate) fn conn(&mut self) -> &mut Connection<P> {
+        self.conn
+            .as_mut()
+            .unwrap_or_else(|| unreachable!("only the drop takes it"))
+    }
+
+    /// Whose event a drop tells, if any.
+    pub(super) fn told_as(&mut self, told_as: Option<(Subject, Instant)>) {
+        self.told_as = told_as;
+    }
+
+    /// Takes a lock if it is free. Returns the pid of the session that holds it now.
+    pub(crate) async fn take(&mut self, lock: Lock) -> Result<Option<i32>> {
+        let before = self.conn().transaction();
+        if !before.is_none() {
+            self.holds = Holds::Unknown;
+            return Err(refusal(before));
+        }
+        self.holds = Holds::Tried(lock);
+        let (reply, is_open) = self.conn().probe(lock.take()).await;
+        self.holds = Holds::Unknown;
+        let pid = taken(reply, is_open)?;
+        self.hold(lock, pid);
+        Ok(pid)
+    }
+
+    /// Waits on the server for a lock that was not free.
+    pub(super) async fn wait(
+        &mut self,
+        lock: Lock,
+        limit: Duration,
+        turns: &mut Turns,
+    ) -> Result<Option<i32>> {
+        self.holds = Holds::Unknown;
+        let pid = waited(self.conn(), lock, limit, turns).await?;
+        self.hold(lock, pid);
+        Ok(pid)
+    }
+
+    fn hold(&mut self, lock: Lock, pid: Option<i32>) {
+        self.holds = pid.map_or(Holds::Nothing, |pid| Holds::Lock(lock, pid));
+        self.released = pid.map(|_| Released(Topic::of::<P>(What::Lock(lock.id))));
+    }
+
+    /// Releases the lock. Unless the server confirms it, the drop then discards the connection.
+    pub(crate) async fn release(&mut self, lock: Lock, pid: i32, key: &LockKey) -> Result<()> {
+        let before = self.conn().transaction();
+        let (reply, is_open) = self.conn().probe(lock.release(pid)).await;
+        self.holds = Holds::Unknown;
+        let reply: QueryResult<(Option<i32>,)> = reply;
+        if matches!(reply, Ok((Some(_),))) {
+            if is_open || before == Transaction::Open {
+                return Err(Error::TransactionLeftOpen(key.to_string()));
+            }
+            if before.is_none() {
+                self.holds = Holds::Nothing;
+            }
+        }
+        released(self.conn(), reply, lock, pid, key).await
+    }
+
+    /// Releases the lock that a try may have taken.
+    async fn undo(&mut self, lock: Lock) {
+        let reply: QueryResult<(Option<i32>,)> = self.conn().one(lock.undo()).await;
+        if reply.is_ok() && self.conn().transaction().is_none() {
+            self.holds = Holds::Nothing;
+        }
+    }
+
+    /// Whether the session has ended, after this error of it.
+    pub(super) async fn has_ended(&mut self, error: &Error) -> bool {
+        match error {
+            Error::Database(error) => has_ended(self.conn(), error).await,
+            _ => false,
+        }
+    }
+
+    /// Whether the session still holds the lock.
+    pub(super) async fn is_held(&mut self, lock: Lock, pid: i32) -> Result<bool> {
+        let reply: QueryResult<(Option<i32>,)> = self.conn().one(lock.is_held()).await;
+        match reply {
+            Ok((holder,)) => Ok(holder == Some(pid)),
+            Err(error) if has_ended(self.conn(), &error).await => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    pub(super) async fn fencing_token(&mut self, pid: i32, key: &LockKey) -> Result<i64> {
+        let reply: QueryResult<(Option<i64>,)> = self.conn().one(sql::token(pid)).await;
+        match reply {
+            Ok((Some(token),)) => Ok(token),
+            Ok((None,)) => Err(Error::SessionMoved {
+                key: key.to_string(),
+                pid,
+                is_freed: false,
+            }),
+            Err(error) if has_ended(self.conn(), &error).await => {
+                Err(Error::LockLost(key.to_string()))
+            }
+            Err(error) => Err(explained(self.conn(), error).await),
+        }
+    }
+}
+
+impl<P: Pool> Drop for Pinned<P> {
+    fn drop(&mut self) {
+        let Some(conn) = self.conn.take() else { return };
+        match self.holds {
+            Holds::Nothing => P::Mode::inside(&self.runtime, || drop(conn)),
+            Holds::Unknown => P::Mode::inside(&self.runtime, || conn.discard()),
+            holds @ (Holds::Lock(..) | Holds::Tried(_)) => {
+                let pinned = Self {
+                    conn: Some(conn),
+                    holds: Holds::Unknown,
+                    runtime: self.runtime.clone(),
+                    told_as: self.told_as.take(),
+                    released: self.released.take(),
+                };
+                P::Mode::leave(&self.runtime, finish(pinned, holds));
+            }
+        }
+    }
+}
+
+/// Releases what a dropped guard or try has held. A statement of the caller's that still runs in front is cancelled.
+async fn finish<P: Pool>(mut pinned: Pinned<P>, holds: Holds) {
+    let (token, told_as) = (P::Mode::token(pinned.conn()), pinned.told_as.take());
+    let mut is_cancelled = false;
+    {
+        let mut release = pin!(release_held(&mut pinned, holds, told_as));
+        let mut patience = FIRST_CANCEL;
+        while P::Mode::within(Some(Instant::now() + patience), release.as_mut())
+            .await
+            .is_none()
+        {
+            if patience >= LAST_CANCEL {
+                break;
+            }
+            is_cancelled = true;
+            P::Mode::cancel(&token).await;
+            patience *= 2;
+        }
+    }
+    if is_cancelled {
+        // A cancellation arrives when it does, and may hit the statement of the next user.
+        pinned.holds = Holds::Unknown;
+    }
+}
+
+async fn release_held<P: Pool>(
+    pinned: &mut Pinned<P>,
+    holds: Holds,
+    told_as: Option<(Subject, Instant)>,
+) {
+    match holds {
+        Holds::Lock(lock, pid) => {
+            let began = Instant::now();
+            let released = pinned.release(lock, pid, &LockKey::from(lock.id)).await;
+            if let Some((subject, since)) = told_as {
+                subject.ended("drop", began, since, &released);
+            }
+        }
+        Holds::Tried(lock) => pinned.undo(lock).await,
+        Holds::Nothing | Holds::Unknown => {}
+    }
+}
+
+/// Reads the reply to [`Lock::take`].
+pub(super) fn taken(reply: QueryResult<(Option<i32>,)>, is_open: bool) -> Result<Option<i32>> {
+    match reply? {
+        _ if is_open => Err(Error::InsideTransaction),
+        (Some(0),) => Err(Error::Standby),
+        (pid,) => Ok(pid),
+    }
+}
+
+/// Waits for a lock. Returns the pid of the session that holds it now.
+pub(super) async fn waited<S: Session>(
+    session: &mut S,
+    lock: Lock,
+    limit: Duration,
+    turns: &mut Turns,
+) -> Result<Option<i32>> {
+    let number = fastrand::i32(1..);
+    let ask = match session.batch(&lock.wait(limit, number)).await {
+        Ok(()) => {
+            turns.has_waited();
+            sql::waited(number)
+        }
+        // The session's own `statement_timeout` was shorter, or the role may not use plpgsql. So it pauses.
+        Err(_) => lock.is_held(),
+    };
+    let (pid,) = session.one(ask).await?;
+    Ok(pid)
+}
+
+/// Reads the reply to [`Lock::release`]. If another session has replied, ends the one that took the lock, unless it is in use.
+pub(super) async fn released<S: Session>(
+    session: &mut S,
+    reply: QueryResult<(Option<i32>,)>,
+    lock: Lock,
+    pid: i32,
+    key: &LockKey,
+) -> Result<()> {
+    let key = key.to_string();
+    match reply {
+        Ok((Some(1),)) => Ok(()),
+        Ok((Some(_),)) => Err(Error::LockLost(key)),
+        Ok((None,)) => {
+            let ended: QueryResult<bool> = session.one(lock.end_other(pid)).await;
+            let is_freed = ended.unwrap_or(false);
+            Err(Error::SessionMoved { key, pid, is_freed })
+        }
+        Err(error) if has_ended(session, &error).await => Err(Error::LockLost(key)),
+        Err(source) => Err(Error::ReleaseFailed { key, source }),
+    }
+}

@@ -1,0 +1,209 @@
+//! How the statements of tables are asked: each in a transaction of its own, on a connection out of a pool.
+
+use std::time::{Duration, Instant};
+
+use diesel::deserialize::FromSqlRow;
+use diesel::expression::QueryMetadata;
+use diesel::pg::Pg;
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+use diesel::sql_types::Bool;
+
+use crate::error::{Error, Result};
+use crate::mode::Mode;
+use crate::pool::{Borrowed, Pool};
+use crate::session::{Session, has_ended, is_unknown, was_not_sent};
+use crate::statement::Statement;
+
+/// Asks one statement, or several in turn until one of them returns a row. Also returns when that one was sent.
+///
+/// A connection that turns out to be closed before the statement was sent is replaced once. One on which plain SQL had left a
+/// transaction open is discarded.
+pub(crate) async fn ask<P: Pool, T, U>(
+    pool: &P,
+    limit: Option<Duration>,
+    statements: impl AsRef<[Statement<T>]> + Send + Sync,
+) -> Result<(U, Instant)>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    ask_on(Borrowed::new(pool, limit).await?, pool, limit, statements).await
+}
+
+/// As [`ask`] with one statement, but to its end: once it is sent, a drop of the future does not stop it. What `then` makes of
+/// the reply is then dropped.
+pub(crate) async fn ask_surely<P: Pool, T: 'static, U, V: Send + 'static>(
+    pool: &P,
+    limit: Option<Duration>,
+    statement: Statement<T>,
+    then: impl FnOnce(U, Instant) -> V + Send + 'static,
+) -> Result<V>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    let borrowed = Borrowed::new(pool, limit).await?;
+    let pool = pool.clone();
+    P::Mode::surely(&borrowed.runtime(), async move {
+        let (reply, sent) = ask_on(borrowed, &pool, limit, [statement]).await?;
+        Ok(then(reply, sent))
+    })
+    .await
+}
+
+async fn ask_on<P: Pool, T, U>(
+    mut borrowed: Borrowed<P>,
+    pool: &P,
+    limit: Option<Duration>,
+    statements: impl AsRef<[Statement<T>]> + Send + Sync,
+) -> Result<(U, Instant)>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    let statements = statements.as_ref();
+    let mut asked = asked(borrowed.conn(), statements).await;
+    if asked.as_ref().is_err_and(is_closed) {
+        borrowed.discard();
+        borrowed = Borrowed::new(pool, limit).await?;
+        asked = self::asked(borrowed.conn(), statements).await;
+    }
+    if matches!(asked, Err(Error::LentInTransaction)) {
+        borrowed.discard();
+    }
+    asked
+}
+
+fn is_closed(error: &Error) -> bool {
+    matches!(error, Error::Database(error) if was_not_sent(error))
+}
+
+/// Where a stricter isolation level is the default, what cannot do without READ COMMITTED is repeated there.
+async fn asked<S: Session, T, U>(
+    session: &mut S,
+    statements: &[Statement<T>],
+) -> Result<(U, Instant)>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    if !session.transaction().is_none() {
+        return Err(Error::LentInTransaction);
+    }
+    let (mut reply, mut sent) = (Err(DieselError::NotFound), Instant::now());
+    for statement in statements.iter().cycle() {
+        sent = Instant::now();
+        let is_open;
+        (reply, is_open) = session.probe(statement).await;
+        if is_open {
+            return Err(Error::LentInTransaction);
+        }
+        if !is_next(statements, &reply) {
+            break;
+        }
+    }
+    repaired(session, statements, reply, sent).await
+}
+
+/// As [`ask`], on a connection that was lent: in its transaction, if there is one.
+pub(crate) async fn ask_lent<S: Session, T, U>(
+    session: &mut S,
+    statements: &[Statement<T>],
+) -> Result<U>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    let is_free = session.transaction().is_none();
+    let (reply, sent) = (rows(session, statements).await, Instant::now());
+    if is_free {
+        Ok(repaired(session, statements, reply, sent).await?.0)
+    } else {
+        Ok(reply?)
+    }
+}
+
+/// Repeats at READ COMMITTED what failed for want of it.
+async fn repaired<S: Session, T, U>(
+    session: &mut S,
+    statements: &[Statement<T>],
+    mut reply: QueryResult<U>,
+    mut sent: Instant,
+) -> Result<(U, Instant)>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    // Inside a transaction that plain SQL has opened, the failure has aborted it, and BEGIN fails.
+    if reply.as_ref().is_err_and(needs_read_committed) && session.begin().await.is_ok() {
+        sent = Instant::now();
+        reply = rows(session, statements).await;
+        match &reply {
+            Ok(_) => session.commit().await?,
+            Err(_) => session.rollback().await?,
+        }
+    }
+    match reply {
+        Ok(row) => Ok((row, sent)),
+        Err(error) => Err(explained(session, error).await),
+    }
+}
+
+/// As [`ask`], in the transaction of a connection.
+pub(crate) async fn rows<S: Session, T, U>(
+    session: &mut S,
+    statements: &[Statement<T>],
+) -> QueryResult<U>
+where
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg> + Send + 'static,
+{
+    loop {
+        for statement in statements {
+            let reply = session.one(statement).await;
+            if !is_next(statements, &reply) {
+                return reply;
+            }
+        }
+    }
+}
+
+/// Whether it is the next one's turn.
+fn is_next<T, U>(statements: &[Statement<T>], reply: &QueryResult<U>) -> bool {
+    statements.len() > 1 && matches!(reply, Err(DieselError::NotFound))
+}
+
+fn needs_read_committed(error: &DieselError) -> bool {
+    match error {
+        DieselError::DatabaseError(DatabaseErrorKind::SerializationFailure, _) => true,
+        DieselError::DatabaseError(_, report) => {
+            report.constraint_name() == Some("diesel_interlock_isolation")
+        }
+        _ => false,
+    }
+}
+
+/// Diesel has no kind for a missing table and, in the asynchronous half, for a session that has ended. So that is looked up.
+pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -> Error {
+    const IS_MISSING: &str =
+        "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";
+    if !is_unknown(&error) {
+        return error.into();
+    }
+    if has_ended(session, &error).await {
+        return closed(error);
+    }
+    match session.one(Statement::<Bool>::new(IS_MISSING, [])).await {
+        Ok(true) => Error::NotInstalled,
+        _ => error.into(),
+    }
+}
+
+fn closed(error: DieselError) -> Error {
+    match error {
+        DieselError::DatabaseError(_, report) => {
+            DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, report).into()
+        }
+        other => other.into(),
+    }
+}

@@ -1,0 +1,58 @@
+//! Do session locks exclude on this pool?
+
+use std::time::{Duration, Instant};
+
+use crate::advisory::pinned::Pinned;
+use crate::advisory::sql::Lock;
+use crate::error::{Error, Result};
+use crate::key::{LockId, LockKey};
+use crate::mode::Mode;
+use crate::pool::{Pool, Reply};
+use crate::session::Session;
+
+/// Checks that session locks exclude on this pool: takes one on a connection, and tries it on a second one, which must be refused.
+///
+/// It finds poolers in transaction mode, and servers whose advisory locks do nothing. Call it once when a program starts that uses
+/// session locks; [`migrations::install`](crate::migrations::install) does, and logs a warning. It needs two connections, and fails
+/// with [`Error::Pool`] if the second is not lent within a second. Five round trips.
+///
+/// # Errors
+///
+/// [`Error::NotExclusive`], and those of a [session lock](crate::advisory::AdvisoryLock#errors).
+///
+/// ```
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(2);
+/// diesel_interlock::check_exclusion(&pool)?;
+/// # Ok::<(), diesel_interlock::Error>(())
+/// ```
+pub fn check_exclusion<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
+    P::Mode::drive(check(pool))
+}
+
+pub(crate) async fn check<P: Pool>(pool: &P) -> Result<()> {
+    let lock = Lock {
+        id: LockId::BigInt(fastrand::i64(..)),
+        is_shared: false,
+    };
+    let mut first = Pinned::check_out(pool, None).await?;
+    let Some(pid) = first.take(lock).await? else {
+        // Somebody else has just this number, and excludes this one.
+        return Ok(());
+    };
+    let deadline = Some(Instant::now() + Duration::from_secs(1));
+    let second = P::Mode::within(deadline, Pinned::check_out(pool, deadline)).await;
+    let mut second = second.ok_or(Error::TimedOut)??;
+    if second.take(lock).await?.is_some() {
+        return Err(Error::NotExclusive);
+    }
+    // A pooler that lends a session to each transaction lends the first one's to this, unless it has others to spare.
+    second.conn().begin().await?;
+    let released = first.release(lock, pid, &LockKey::from(lock.id)).await;
+    second.conn().rollback().await?;
+    match released {
+        Ok(()) => Ok(()),
+        Err(Error::SessionMoved { .. } | Error::LockLost(_)) => Err(Error::NotExclusive),
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,344 @@
+//! Schedules: each tick runs once, whichever instance gets it.
+
+mod due;
+mod sql;
+mod tick;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::marker::PhantomData;
+use std::time::Duration;
+
+use chrono::{DateTime, TimeDelta, Utc};
+
+pub use self::due::{CatchUp, every};
+use self::due::{Due, following};
+use self::tick::Running;
+pub use self::tick::Tick;
+use crate::call::ask;
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::input;
+#[cfg(feature = "async")]
+use crate::mode::Mode;
+use crate::pool::Pool;
+#[cfg(feature = "async")]
+use crate::pool::Reply;
+use crate::semaphore::SHORTEST_KEPT;
+#[cfg(feature = "r2d2")]
+use crate::stop::Stop;
+use crate::time::LONGEST;
+
+/// No longer than this without a look, because another instance may have another idea of the schedule.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// The pauses between two looks while another instance runs.
+const SOON: TimeDelta = TimeDelta::milliseconds(10);
+const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
+
+/// What a look at a schedule came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Look {
+    /// A tick was run.
+    Ran,
+    /// Nothing is due, or another instance runs it. When to look again.
+    Later(Duration),
+    /// There is no tick any more.
+    Never,
+}
+
+/// A schedule, each of whose ticks runs once, whichever instance gets it, and never two at a time.
+///
+/// A tick is a time, and not the firing of a timer. `next` returns the first tick after a time: any cron crate does, and [`every`] does
+/// for a period. The database's clock says what is due. Ticks are whole microseconds. When a schedule is first seen, "now" is stored, so
+/// nothing of the past runs.
+///
+/// **A crash does not lose a tick.** A run holds a lease that renews itself. When its process dies, the lease expires, and another
+/// instance runs that tick again, with the next [attempt](Tick::attempt), three times at most ([`after_crash`](Self::after_crash)). A
+/// panic counts as a crash. An error is stored, and not tried again. A process that was suspended for longer than its lease may go on
+/// beside the next run: [`Tick::is_lost`] tells it, and a [`Fence`](crate::Fence) with [`Tick::token`] protects data from it.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use diesel_interlock::schedule::every;
+/// use diesel_interlock::{Error, PgPool, Schedule, Stop};
+///
+/// static REPORT: Schedule = Schedule::named("hourly report");
+///
+/// fn run(pool: &PgPool, stop: &Stop) -> Result<(), Error> {
+///     REPORT.run(pool, stop, every(Duration::from_secs(3600)), |tick| {
+///         println!("the report of {}, attempt {}", tick.at(), tick.attempt());
+///         Ok::<_, Error>(())
+///     })
+/// }
+/// ```
+///
+/// # Errors
+///
+/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, or a `next` that does not go on;
+/// [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was lost while the work ran; [`Error::Pool`] and [`Error::Database`]. `run` tries again after the
+/// last three.
+#[must_use = "a schedule does nothing until it is run"]
+pub struct Schedule<P: Pool> {
+    name: &'static str,
+    key: Option<String>,
+    details: Cow<'static, str>,
+    lease: Duration,
+    attempts: i32,
+    catch_up: CatchUp,
+    pool: PhantomData<fn(&P)>,
+}
+
+/// What a look found.
+enum Step<P: Pool> {
+    Run(Running<P>, Tick<P>),
+    Look(Look),
+}
+
+impl<P: Pool> Schedule<P> {
+    /// Makes a schedule by its name. A run whose process dies is run again after 30 seconds, and a tick three times at most.
+    pub const fn named(name: &'static str) -> Self {
+        Self {
+            name,
+            key: None,
+            details: Cow::Borrowed(""),
+            lease: Duration::from_secs(30),
+            attempts: 3,
+            catch_up: CatchUp::Latest,
+            pool: PhantomData,
+        }
+    }
+
+    /// Returns the schedule of one thing, such as a tenant.
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        Self {
+            key: Some(input::shown(key)),
+            ..self.clone()
+        }
+    }
+
+    /// Sets how this instance is named in the view `schedule_state`. Without it that is the session's `application_name` and pid.
+    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
+        self.details = details.into();
+        self
+    }
+
+    /// Sets what becomes of missed ticks. By default one run for all that were missed, of the latest.
+    pub const fn catch_up(mut self, catch_up: CatchUp) -> Self {
+        self.catch_up = catch_up;
+        self
+    }
+
+    /// Sets after what time the tick of a process that has died is run again, and how often it may run in all, because a tick that
+    /// kills its process would kill all. The lease is 3 seconds at least.
+    pub const fn after_crash(mut self, lease: Duration, attempts: u16) -> Self {
+        self.lease = lease;
+        self.attempts = attempts as i32;
+        self
+    }
+
+    /// Looks at the row, and takes the tick that is due.
+    async fn step(
+        &self,
+        pool: &P,
+        next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
+    ) -> Result<Step<P>> {
+        let name = self.checked_name()?;
+        let (seen, _): (sql::Seen, _) = ask(pool, None, [sql::look(&name)]).await?;
+        let (now, Some(last), Some(attempt), Some(token), expires_at) = seen else {
+            let (_, _): (i64, _) = ask(pool, None, [sql::register(&name)]).await?;
+            return Ok(Step::Look(Look::Later(Duration::ZERO)));
+        };
+        let later = |time: DateTime<Utc>| {
+            let rest = (time - now).to_std().unwrap_or_default();
+            Ok(Step::Look(Look::Later(rest.min(LONGEST_PAUSE))))
+        };
+        let first = following(next, last)?;
+        if let Some(expires_at) = expires_at.filter(|expires_at| *expires_at > now) {
+            // Another instance runs, and may end, die or give its tick back.
+            let due = first.map_or(expires_at, |first| first.min(expires_at));
+            return later(due.clamp(now + SOON, now + WHILE_IT_RUNS));
+        }
+        let (tick, missed) = match first {
+            // The run of the last tick has crashed, or was given back.
+            _ if expires_at.is_some() && attempt < self.attempts => (last, 0),
+            None => return Ok(Step::Look(Look::Never)),
+            Some(first) if first > now => return later(first),
+            Some(first) => match self.catch_up.due(next, first, now)? {
+                Due::Tick(tick, missed) => (tick, missed),
+                Due::Later(Some(tick)) => return later(tick),
+                Due::Later(None) => return Ok(Step::Look(Look::Never)),
+            },
+        };
+        let claim = sql::claim(&name, &self.details, self.lease, tick, token);
+        let claimed =
+            Running::claim(self.subject(), name, self.lease, pool, claim, tick, missed).await?;
+        Ok(match claimed {
+            Some((running, tick)) => Step::Run(running, tick),
+            // Another instance was faster.
+            None => Step::Look(Look::Later(Duration::from_millis(1))),
+        })
+    }
+
+    pub(crate) fn checked_name(&self) -> Result<String> {
+        input::name(self.name)?;
+        input::text(&self.details)?;
+        if self.lease < SHORTEST_KEPT || self.lease > LONGEST {
+            return Err(Error::Input(
+                "the lease of a schedule is 3 seconds at least, and 1,000 years at most",
+            ));
+        }
+        let name = match &self.key {
+            None => self.name.to_owned(),
+            Some(key) => input::joined([self.name, key]),
+        };
+        input::name(&name)?;
+        Ok(name)
+    }
+
+    const fn subject(&self) -> Subject {
+        Subject {
+            primitive: "schedule",
+            name: self.name,
+        }
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl Schedule<crate::pool::PgPool> {
+    /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns is stored.
+    pub fn run_due<E: fmt::Display>(
+        &self,
+        pool: &crate::pool::PgPool,
+        next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
+        work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
+    ) -> Result<Look> {
+        use crate::session::now;
+        match now(self.step(pool, &next))? {
+            Step::Look(look) => Ok(look),
+            Step::Run(running, tick) => {
+                let error = work(&tick).err().map(|error| error.to_string());
+                now(running.finish(error)).map(|()| Look::Ran)
+            }
+        }
+    }
+
+    /// Runs each tick that this instance gets, until it was stopped, or there is none any more. A stop lets the run end.
+    pub fn run<E: fmt::Display>(
+        &self,
+        pool: &crate::pool::PgPool,
+        stop: &Stop,
+        next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
+        mut work: impl FnMut(&Tick<crate::pool::PgPool>) -> Result<(), E>,
+    ) -> Result<()> {
+        while !stop.is_stopped() {
+            match pause(self.subject(), self.run_due(pool, &next, &mut work))? {
+                Some(rest) => crate::session::now(stop.pause::<crate::mode::Blocking>(rest)),
+                None => break,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
+    /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns is stored.
+    ///
+    /// If this future is dropped, the tick is given back at once: another instance runs it, as the same attempt. The future of `work`
+    /// is dropped if the lease is lost.
+    pub fn run_due<'a, E, F>(
+        &'a self,
+        pool: &'a P,
+        next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Send + Sync + 'a,
+        work: impl FnOnce(Tick<P>) -> F + Send + 'a,
+    ) -> Reply<'a, P, Result<Look>>
+    where
+        E: fmt::Display + Send + 'a,
+        F: Future<Output = Result<(), E>> + Send + 'a,
+    {
+        P::Mode::drive(self.look(pool, next, work))
+    }
+
+    /// Runs each tick that this instance gets, until there is none any more. Drop the future to stop.
+    pub fn run<'a, E, F>(
+        &'a self,
+        pool: &'a P,
+        next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Send + Sync + 'a,
+        mut work: impl FnMut(Tick<P>) -> F + Send + 'a,
+    ) -> Reply<'a, P, Result<()>>
+    where
+        E: fmt::Display + Send + 'a,
+        F: Future<Output = Result<(), E>> + Send + 'a,
+    {
+        P::Mode::drive(async move {
+            while let Some(rest) = pause(self.subject(), self.look(pool, &next, &mut work).await)? {
+                crate::mode::pause::<P::Mode>(rest).await;
+            }
+            Ok(())
+        })
+    }
+
+    async fn look<E: fmt::Display, F: Future<Output = Result<(), E>>>(
+        &self,
+        pool: &P,
+        next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
+        work: impl FnOnce(Tick<P>) -> F,
+    ) -> Result<Look> {
+        match self.step(pool, &next).await? {
+            Step::Look(look) => Ok(look),
+            Step::Run(running, tick) => {
+                let Some(ended) = crate::mode::unless(running.lost(), work(tick)).await else {
+                    return Err(running.crashed());
+                };
+                let error = ended.err().map(|error| error.to_string());
+                running.finish(error).await.map(|()| Look::Ran)
+            }
+        }
+    }
+}
+
+/// The pause after an error, not the same for all instances.
+fn retry() -> Duration {
+    Duration::from_millis(fastrand::u64(500..1500))
+}
+
+/// How long a loop pauses. `None` if it is over.
+fn pause(subject: Subject, look: Result<Look>) -> Result<Option<Duration>> {
+    match look {
+        Ok(Look::Ran) => Ok(Some(Duration::ZERO)),
+        // Not all instances at once.
+        Ok(Look::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
+        Ok(Look::Never) => Ok(None),
+        // A lost lease was told when it was found.
+        Err(Error::PermitLost(_)) => Ok(Some(retry())),
+        Err(error) if error.may_pass() => {
+            subject.event("run", "failed", Duration::ZERO, None, Some(&error));
+            Ok(Some(retry()))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+impl<P: Pool> Clone for Schedule<P> {
+    fn clone(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            details: self.details.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for Schedule<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Schedule")
+            .field("name", &self.name)
+            .field("key", &self.key)
+            .field("lease", &self.lease)
+            .field("attempts", &self.attempts)
+            .field("catch_up", &self.catch_up)
+            .finish_non_exhaustive()
+    }
+}

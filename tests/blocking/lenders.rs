@@ -1,0 +1,104 @@
+//! What a pool and a connection may be lent out of.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use diesel::connection::{Instrumentation, InstrumentationEvent};
+use diesel::prelude::*;
+use workbench::Database;
+
+use crate::half::{AdvisoryLock, Error, PgPool, pool, unchecked_pool};
+use crate::support::{Observer, assert_pool_whole};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("lenders");
+
+/// A wrapper, as the state of a web framework is.
+struct State<T>(T);
+
+impl<T> Deref for State<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+#[test]
+fn a_wrapper_of_a_pool_is_lent_as_it_is() {
+    let database = Database::new();
+    let pool = Arc::new(pool(&database, 1));
+    LOCK.acquire(&pool).unwrap().release().unwrap();
+    let state = State(Arc::clone(&pool));
+    LOCK.acquire(&state).unwrap().release().unwrap();
+    diesel_interlock::migrations::install::<PgPool>(&state).unwrap();
+}
+
+#[test]
+fn a_connection_is_reborrowed() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let conn = &mut pool.get().unwrap();
+    for _ in 0..2 {
+        LOCK.transaction(conn, |conn| diesel::sql_query("SELECT 1").execute(conn))
+            .unwrap();
+        LOCK.with_on(conn, |conn| diesel::sql_query("SELECT 1").execute(conn))
+            .unwrap();
+        let booked: QueryResult<usize> = conn.transaction(|conn| {
+            LOCK.acquire_xact(conn)?;
+            diesel::sql_query("SELECT 1").execute(conn)
+        });
+        booked.unwrap();
+    }
+}
+
+#[test]
+fn an_error_of_the_crate_passes_through_diesels() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let refused: QueryResult<()> = LOCK.acquire_xact(conn).map_err(diesel::result::Error::from);
+    let error = Error::from(refused.unwrap_err());
+    assert!(matches!(error, Error::OutsideTransaction));
+    assert!(!error.is_unavailable());
+}
+
+/// Panics with each statement.
+struct Panics;
+
+impl Instrumentation for Panics {
+    fn on_connection_event(&mut self, event: InstrumentationEvent<'_>) {
+        if let InstrumentationEvent::FinishQuery { .. } = event {
+            panic!("in the instrumentation");
+        }
+    }
+}
+
+#[test]
+fn a_panic_between_a_statement_and_its_reply_leaves_nothing() {
+    let database = Database::new();
+    let pool = unchecked_pool(&database, 1);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let mut conn = pool.get().unwrap();
+        conn.set_instrumentation(Panics);
+        drop(conn);
+        let _ = LOCK.try_acquire(&pool);
+    }));
+    assert!(panicked.is_err());
+    Observer::of(&database).assert_free(LOCK.lock_key());
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_test_transaction_is_no_transaction() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    conn.begin_test_transaction().unwrap();
+    LOCK.with_on(conn, |conn| diesel::sql_query("SELECT 1").execute(conn))
+        .unwrap();
+    LOCK.transaction(conn, |conn| diesel::sql_query("SELECT 1").execute(conn))
+        .unwrap();
+    assert_eq!(
+        Observer::of(&database).holders(LOCK.lock_key()),
+        1,
+        "of the test transaction"
+    );
+}

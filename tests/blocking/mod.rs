@@ -1,0 +1,11 @@
+//! What only the blocking half has.
+
+#[cfg(feature = "tracing")]
+mod events;
+mod keys;
+mod leaders;
+mod lenders;
+mod own_migrations;
+mod rate_limits;
+mod round_trips;
+mod schedules;

@@ -1,0 +1,105 @@
+//! Operations are fast by round trips, which a proxy counts.
+
+use std::time::Duration;
+
+use diesel::r2d2::{ConnectionManager, Pool};
+use workbench::RoundTrips;
+
+use crate::half::{AdvisoryLock, PgPool, Quota, RateLimit, Semaphore, Throttle, migrations};
+use crate::support::installed;
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("trips");
+static SLOT: Semaphore = Semaphore::named("trips", 1, Duration::from_secs(60));
+static THROTTLE: Throttle = Throttle::named("trips", Duration::from_secs(60));
+static LIMIT: RateLimit = RateLimit::named("trips", Quota::per_day(1000));
+
+/// A pool whose check-out sends nothing.
+fn silent_pool(proxy: &RoundTrips) -> PgPool {
+    Pool::builder()
+        .max_size(1)
+        .test_on_check_out(false)
+        .build(ConnectionManager::new(proxy.url()))
+        .unwrap()
+}
+
+#[test]
+fn an_operation_takes_one_round_trip_and_is_prepared() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy);
+    let all = || {
+        let guard = LOCK.acquire(&pool).unwrap();
+        guard.release().unwrap();
+        drop(LOCK.try_acquire(&pool).unwrap());
+        let permit = SLOT.acquire(&pool).unwrap();
+        assert!(SLOT.try_acquire(&pool).unwrap().is_full());
+        permit.renew().unwrap();
+        permit.release().unwrap();
+        let _ = THROTTLE.attempt(&pool).unwrap();
+        let _ = LIMIT.check(&pool).unwrap();
+    };
+    all(); // prepares, and inserts the rows of keys
+    let parses = proxy.parses();
+
+    let guard = LOCK.acquire(&pool).unwrap();
+    assert_eq!(proxy.count(|| guard.release().unwrap()), 1, "release");
+    let mut guard = None;
+    assert_eq!(
+        proxy.count(|| guard = LOCK.try_acquire(&pool).unwrap().acquired()),
+        1,
+        "try_acquire"
+    );
+    assert_eq!(proxy.count(|| drop(guard.take())), 1, "drop of a guard");
+    assert_eq!(
+        proxy.count(|| guard = Some(LOCK.acquire(&pool).unwrap())),
+        1,
+        "acquire"
+    );
+    drop(guard);
+
+    let mut permit = None;
+    assert_eq!(
+        proxy.count(|| permit = SLOT.try_acquire(&pool).unwrap().admitted()),
+        1,
+        "claim"
+    );
+    assert_eq!(
+        proxy.count(|| assert!(SLOT.try_acquire(&pool).unwrap().is_full())),
+        1,
+        "refusal"
+    );
+    assert_eq!(
+        proxy.count(|| permit.as_ref().unwrap().renew().unwrap()),
+        1,
+        "renewal"
+    );
+    assert_eq!(
+        proxy.count(|| permit.take().unwrap().release().unwrap()),
+        1,
+        "release of a permit"
+    );
+
+    assert_eq!(
+        proxy.count(|| assert!(THROTTLE.attempt(&pool).unwrap().is_denied())),
+        1,
+        "denial"
+    );
+    assert_eq!(
+        proxy.count(|| assert!(LIMIT.check(&pool).unwrap().is_allowed())),
+        1,
+        "check"
+    );
+    assert_eq!(proxy.parses(), parses, "something was prepared again");
+    // The first time of a key.
+    let first = THROTTLE.key("new");
+    assert!(proxy.count(|| assert!(first.attempt(&pool).unwrap().is_granted())) >= 2);
+}
+
+#[test]
+fn an_installation_with_nothing_pending_takes_a_few_round_trips() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = silent_pool(&proxy);
+    migrations::install(&pool).unwrap();
+    assert!(proxy.count(|| migrations::install(&pool).unwrap()) <= 3);
+}

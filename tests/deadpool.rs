@@ -1,0 +1,48 @@
+//! What the crate promises, over deadpool. `suite` is compiled over r2d2 and bb8, too, and `asynchronous` over bb8.
+
+#[path = "half/asynchronous.rs"]
+#[macro_use]
+mod half;
+mod support;
+
+mod asynchronous;
+mod suite;
+
+/// The pool under test.
+mod pool {
+    use std::time::Duration;
+
+    use diesel_async::AsyncPgConnection;
+    use diesel_async::pooled_connection::AsyncDieselConnectionManager;
+    pub(crate) use diesel_interlock::deadpool::*;
+
+    /// Whether the pool lends a connection to whoever has waited longest.
+    pub(crate) const IS_FAIR: bool = true;
+
+    /// A pool of at most `size` connections, from which a check-out waits for at most `patience`.
+    pub(crate) fn make(url: &str, size: u32, patience: Duration) -> PgPool {
+        let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
+        PgPool::builder(manager)
+            .max_size(size as usize)
+            .wait_timeout(Some(patience))
+            .runtime(deadpool::Runtime::Tokio1)
+            .build()
+            .expect("the settings of the pool are complete")
+    }
+
+    pub(crate) fn max_size(pool: &PgPool) -> u32 {
+        pool.status().max_size as u32
+    }
+
+    /// A pool that does not check its connections.
+    pub(crate) fn unchecked(database: &workbench::Database, size: u32) -> PgPool {
+        database.deadpool(size)
+    }
+
+    /// Takes a connection.
+    pub(crate) async fn get(
+        pool: &PgPool,
+    ) -> impl std::ops::DerefMut<Target = AsyncPgConnection> + use<> {
+        pool.get().await.expect("the pool has a connection")
+    }
+}

@@ -1,0 +1,105 @@
+//! The half of the crate under test: the blocking one, over r2d2.
+//!
+//! A file of the suite takes from here whatever differs between the halves: the handles and their pool, [`wait`], the macros
+//! `reply!` and `work!`, and [`execute`].
+#![allow(dead_code, unused_imports)] // each crate uses a part
+
+use std::time::Duration;
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, Pool};
+pub(crate) use diesel_interlock::*;
+use workbench::Database;
+
+pub(crate) type Conn = PgConnection;
+
+/// Whether a dropped guard or permit leaves its release to a task, so that it may be held for a moment longer.
+pub(crate) const IS_ASYNC: bool = false;
+
+/// Whether the pool lends a connection to whoever has waited longest.
+pub(crate) const IS_FAIR: bool = true;
+
+/// What an operation returned.
+pub(crate) fn wait<T>(reply: T) -> T {
+    reply
+}
+
+/// Inside of `work!`: what an operation returned.
+#[macro_export]
+macro_rules! reply {
+    ($reply:expr) => {
+        $reply
+    };
+}
+
+/// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
+#[macro_export]
+macro_rules! work {
+    (|| $body:expr) => {
+        || $body
+    };
+    (|$($argument:pat_param),*| $body:expr) => {
+        |$($argument),*| $body
+    };
+}
+
+pub(crate) fn make_pool(url: &str, size: u32, patience: Duration) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .min_idle(Some(0))
+        .connection_timeout(patience)
+        .build_unchecked(ConnectionManager::new(url))
+}
+
+/// A pool of at most `size` connections.
+pub(crate) fn pool(database: &Database, size: u32) -> PgPool {
+    make_pool(&database.url(), size, Duration::from_secs(20))
+}
+
+/// Runs SQL on a connection.
+pub(crate) fn execute(conn: &mut Conn, sql: &str) -> QueryResult<()> {
+    conn.batch_execute(sql)
+}
+
+/// Takes as many connections as the pool has, and runs SQL on each.
+pub(crate) fn on_all(pool: &PgPool, sql: &str) -> QueryResult<()> {
+    let mut all: Vec<_> = (0..pool.max_size()).map(|_| pool.get().unwrap()).collect();
+    all.iter_mut().try_for_each(|conn| conn.batch_execute(sql))
+}
+
+/// Takes one connection out of the pool, and does something with it.
+pub(crate) fn on_one<T>(pool: &PgPool, work: impl FnOnce(&mut Conn) -> T) -> T {
+    work(&mut pool.get().unwrap())
+}
+
+/// Runs the pending migrations of an application on a connection of its own.
+pub(crate) fn run_pending(url: &str, own: crate::support::Own) -> Result<Vec<String>> {
+    migrations::run_pending(&mut PgConnection::establish(url).unwrap(), own)
+}
+
+/// Takes one connection out of the pool, and runs SQL on it.
+pub(crate) fn on_first(pool: &PgPool, sql: &str) -> QueryResult<()> {
+    pool.get().unwrap().batch_execute(sql)
+}
+
+/// A pool that does not check its connections.
+pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .test_on_check_out(false)
+        .build(ConnectionManager::new(database.url()))
+        .unwrap()
+}
+
+/// Opens a transaction through Diesel.
+pub(crate) fn begin(conn: &mut Conn) {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    AnsiTransactionManager::begin_transaction(conn).unwrap();
+}
+
+/// Rolls a transaction back that Diesel has opened.
+pub(crate) fn end(conn: &mut Conn) {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    AnsiTransactionManager::rollback_transaction(conn).unwrap();
+}

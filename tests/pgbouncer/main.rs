@@ -1,0 +1,56 @@
+//! Behind PgBouncer: what holds, and how the rest is refused.
+//!
+//! Run by `scripts/test_with pgbouncer`, which installs it.
+
+mod locking;
+mod migrating;
+
+use diesel::connection::{CacheSize, SimpleConnection};
+use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
+use diesel_interlock::PgPool;
+use workbench::{Endpoint, PgBouncer};
+
+/// PgBouncer before 1.21 knows nothing of prepared statements.
+#[derive(Debug)]
+struct NoStatementCache;
+
+impl<E> CustomizeConnection<PgConnection, E> for NoStatementCache {
+    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), E> {
+        if !PgBouncer::follows_prepared_statements() {
+            conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        }
+        Ok(())
+    }
+}
+
+fn pool(pooler: &Endpoint, size: u32) -> PgPool {
+    Pool::builder()
+        .max_size(size)
+        .min_idle(Some(0))
+        .connection_customizer(Box::new(NoStatementCache))
+        .build(ConnectionManager::new(pooler.url()))
+        .unwrap()
+}
+
+fn connect(pooler: &Endpoint) -> PgConnection {
+    let mut conn = pooler.connect();
+    CustomizeConnection::<_, diesel::r2d2::Error>::on_acquire(&NoStatementCache, &mut conn)
+        .unwrap();
+    conn
+}
+
+/// Makes the session that was not used last the next one, over a pooler with two sessions.
+fn turn_sessions(pooler: &Endpoint) {
+    let [mut last, mut next] = [(); 2].map(|()| pooler.connect());
+    last.batch_execute("BEGIN").unwrap();
+    next.batch_execute("BEGIN").unwrap();
+    last.batch_execute("COMMIT").unwrap();
+    next.batch_execute("COMMIT").unwrap();
+}
+
+/// The number that an SQL expression returns.
+fn number(conn: &mut PgConnection, expression: &str) -> i64 {
+    let number = diesel::dsl::sql::<diesel::sql_types::BigInt>(expression);
+    diesel::select(number).get_result(conn).unwrap()
+}

@@ -1,0 +1,263 @@
+//! Permits that renew themselves.
+#![cfg(feature = "testing")] // whose timeouts may be short
+
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use workbench::RoundTrips;
+
+use crate::assert_matches;
+use crate::half::{
+    Admission, Error, IS_FAIR, Permit, PgPool, Semaphore, make_pool, on_first, pool, wait,
+};
+use crate::support::{Observer, eventually, installed, number, run, truth};
+
+const TIMEOUT: Duration = Duration::from_millis(600);
+
+static KEPT: Semaphore = Semaphore::named("kept", 1, TIMEOUT).keep_alive();
+const THIRD: Duration = Duration::from_millis(100);
+const EXPIRE: &str = "UPDATE resource_control.service_request SET expires_at = clock_timestamp()";
+
+fn acquire(pool: &PgPool) -> Permit {
+    match wait(KEPT.try_acquire(pool)).unwrap() {
+        Admission::Admitted(permit) => permit,
+        Admission::Full(full) => panic!("{full:?}"),
+    }
+}
+
+#[test]
+fn a_job_of_many_timeouts_keeps_its_permit() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let permit = acquire(&pool);
+    let observer = &mut database.connect();
+    let first =
+        "(SELECT date_part('epoch', expires_at) * 1000 FROM resource_control.service_request)";
+    let before = number(observer, first);
+    // Ten timeouts, seen in the row.
+    eventually("it was renewed for ten timeouts", || {
+        number(observer, first) > before + 10 * TIMEOUT.as_millis() as i64
+    });
+    assert!(!permit.is_lost());
+    assert!(wait(KEPT.try_acquire(&pool)).unwrap().is_full());
+    wait(permit.release()).unwrap();
+    assert!(wait(KEPT.try_acquire(&pool)).unwrap().is_admitted());
+}
+
+#[test]
+fn others_who_use_the_pool_without_a_pause_do_not_starve_it() {
+    if !IS_FAIR {
+        return; // it lends to whoever asks, and not to whoever has waited longest
+    }
+    let database = installed();
+    let pool = pool(&database, 2);
+    let permit = acquire(&pool);
+    let is_over = AtomicI32::new(0);
+    thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| {
+                while is_over.load(Ordering::Relaxed) == 0 {
+                    wait(on_first(&pool, "SELECT pg_sleep(0.001)")).unwrap();
+                }
+            });
+        }
+        let lost = wait(permit.wait_for_loss(4 * TIMEOUT));
+        is_over.store(1, Ordering::Relaxed);
+        assert!(!lost);
+    });
+    wait(permit.release()).unwrap();
+}
+
+#[test]
+fn a_permit_that_another_ended_is_lost() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let permit = acquire(&pool);
+    assert!(wait(KEPT.complete(&pool, permit.fencing_token())).unwrap());
+    assert!(wait(permit.wait_for_loss(Duration::from_secs(60))));
+    assert!(permit.is_lost());
+    assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+}
+
+/// The holder stops before the database lets another one in.
+#[test]
+fn a_permit_is_lost_before_its_slot_is_free_if_the_network_is_cut() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let cut_off = make_pool(&proxy.url(), 2, Duration::from_secs(20));
+    let others = pool(&database, 1);
+    let permit = acquire(&cut_off);
+    proxy.cut();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| wait(KEPT.acquire(&others)).unwrap());
+        assert!(wait(permit.wait_for_loss(Duration::from_secs(60))));
+        assert!(permit.is_lost(), "and it stays so");
+        let next = waiting.join().unwrap();
+        assert!(permit.is_lost());
+        proxy.restore();
+        assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+        assert!(!next.is_lost(), "a late renewal revives nothing");
+        wait(next.release()).unwrap();
+    });
+}
+
+#[test]
+fn a_crashed_holder_keeps_the_slot_for_a_timeout() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let mut observer = Observer::of(&database);
+    // A claim that nobody renews, as after a crash.
+    run(
+        observer.conn(),
+        "SELECT resource_control.claim_service_request('kept', 1, '600 ms', 'crashed')",
+    );
+    assert!(wait(KEPT.try_acquire(&pool)).unwrap().is_full());
+    let permit = wait(KEPT.acquire(&pool)).unwrap();
+    assert!(
+        number(
+            observer.conn(),
+            "(SELECT count(*) FROM resource_control.service_request WHERE timed_out_at IS NOT NULL)"
+        ) == 1
+    );
+    wait(permit.release()).unwrap();
+}
+
+#[test]
+fn a_short_timeout_is_refused() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let short = Semaphore::named("short", 1, Duration::from_millis(1)).keep_alive();
+    assert_matches!(wait(short.try_acquire(&pool)), Err(Error::Input(_)));
+}
+
+#[test]
+fn a_permit_whose_renewals_fail_for_a_while_is_kept() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let look = &mut database.connect();
+    let permit = acquire(&pool);
+    for _ in 0..4 {
+        let before = permit.remaining();
+        run(
+            look,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+             WHERE datname = current_database() AND pid <> pg_backend_pid()",
+        );
+        eventually("it was renewed", || {
+            assert!(!permit.is_lost());
+            permit.remaining() > before
+        });
+    }
+    wait(permit.release()).unwrap();
+}
+
+#[test]
+fn a_permit_that_is_lost_tells_its_holder_within_a_third_of_its_timeout() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let look = &mut database.connect();
+    for _ in 0..3 {
+        let permit = acquire(&pool);
+        run(look, EXPIRE);
+        let before = permit.remaining();
+        wait(permit.lost());
+        assert!(permit.is_lost() && wait(permit.wait_for_loss(Duration::MAX)));
+        assert!(before > TIMEOUT / 2);
+        assert_matches!(wait(permit.renew()), Err(Error::PermitLost(_)));
+        assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+    }
+}
+
+#[test]
+fn a_wait_for_a_loss_ends_with_its_time() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let permit = acquire(&pool);
+    assert!(!wait(permit.wait_for_loss(Duration::ZERO)));
+    assert!(!wait(permit.wait_for_loss(TIMEOUT * 2)));
+    wait(permit.release()).unwrap();
+}
+
+/// Its renewal hangs behind a lock of the row.
+#[test]
+fn a_holder_that_cannot_renew_stops_before_the_database_lets_another_in() {
+    let database = installed();
+    let (pool, other) = (pool(&database, 2), pool(&database, 1));
+    let (look, open) = (&mut database.connect(), &mut database.connect());
+    let permit = acquire(&pool);
+    run(
+        open,
+        "BEGIN; SELECT FROM resource_control.service_request FOR UPDATE",
+    );
+    wait(permit.lost());
+    assert!(truth(
+        look,
+        "(SELECT expires_at > clock_timestamp() FROM resource_control.service_request)"
+    ));
+    assert!(wait(KEPT.try_acquire(&other)).unwrap().is_full());
+    run(open, "COMMIT");
+    // A late renewal may come through, and is of no use to anybody.
+    assert!(permit.is_lost());
+    drop(permit);
+    let next = wait(KEPT.acquire(&other)).unwrap();
+    wait(next.release()).unwrap();
+}
+
+/// Each is released at about the time of its first renewal.
+#[test]
+fn a_renewal_that_comes_after_the_release_revives_nothing() {
+    let database = installed();
+    let pool = pool(&database, 6);
+    let many = Semaphore::named("race", 20, Duration::from_millis(300)).keep_alive();
+    thread::scope(|scope| {
+        for _ in 0..20 {
+            scope.spawn(|| {
+                for _ in 0..8 {
+                    let permit = wait(many.acquire(&pool)).unwrap();
+                    let renewal = THIRD - Duration::from_micros(fastrand::u64(0..6000));
+                    assert!(!wait(permit.wait_for_loss(renewal)));
+                    if fastrand::bool() {
+                        wait(permit.release()).unwrap();
+                    } else {
+                        drop(permit);
+                    }
+                }
+            });
+        }
+    });
+    let look = &mut database.connect();
+    let completed = "(SELECT count(completed_at) FROM resource_control.service_request)";
+    eventually("all are completed", || number(look, completed) == 160);
+    // What a renewal changed after the completion would expire later than that allows.
+    let revived = "(SELECT count(*) FROM resource_control.service_request WHERE expires_at > completed_at + interval '301 ms')";
+    assert_eq!(number(look, revived), 0);
+}
+
+#[test]
+fn a_permit_that_was_released_or_detached_is_renewed_no_more() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let look = &mut database.connect();
+    let released = acquire(&pool);
+    wait(released.release()).unwrap();
+    let _ = acquire(&pool).detach();
+    let expired =
+        "(SELECT bool_and(expires_at < clock_timestamp()) FROM resource_control.service_request)";
+    eventually("both have expired", || truth(look, expired));
+    wait(acquire(&pool).release()).unwrap();
+}
+
+#[test]
+fn fifteen_permits_share_a_pool_of_one() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let many = Semaphore::named("many", 15, TIMEOUT).keep_alive();
+    let permits: Vec<_> = (0..15)
+        .map(|_| wait(many.acquire(&pool)).unwrap())
+        .collect();
+    assert!(!wait(permits[0].wait_for_loss(TIMEOUT * 3)));
+    for permit in permits {
+        wait(permit.release()).unwrap();
+    }
+}

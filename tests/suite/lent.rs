@@ -1,0 +1,102 @@
+//! Session locks in a scope, on a connection that is lent.
+
+use std::thread;
+
+use workbench::Database;
+
+use crate::assert_matches;
+use crate::half::{AdvisoryLock, Attempt, Error, begin, execute, on_one, pool, wait};
+use crate::support::{Observer, eventually, foreign_holder};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("lent");
+
+#[test]
+fn it_is_held_in_the_scope_and_free_after_it() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    on_one(&pool, |conn| {
+        let held: Result<i64, Error> = wait(LOCK.with_on(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, "SELECT 1"))?;
+                Ok(observer.holders(LOCK.lock_key()))
+            }),
+        ));
+        assert_eq!(held.unwrap(), 1);
+        assert_eq!(observer.holders(LOCK.lock_key()), 0);
+        let failed: Result<(), Error> =
+            wait(LOCK.with_on(conn, work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?))));
+        assert_matches!(failed, Err(Error::Database(_)));
+        assert_eq!(observer.holders(LOCK.lock_key()), 0);
+    });
+}
+
+#[test]
+fn a_busy_lock_is_not_waited_for_by_the_try() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let _holder = foreign_holder(&database, LOCK.lock_key());
+    on_one(&pool, |conn| {
+        let tried: Result<Attempt<()>, Error> =
+            wait(LOCK.try_with_on(conn, work!(|_conn| panic!("it is busy"))));
+        assert_eq!(tried.unwrap(), Attempt::Busy);
+        wait(execute(conn, "SELECT 1")).unwrap();
+    });
+}
+
+#[test]
+fn it_waits_for_the_holder() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let holder = foreign_holder(&database, LOCK.lock_key());
+    let mut observer = Observer::of(&database);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            on_one(&pool, |conn| {
+                let held: Result<(), Error> = wait(LOCK.with_on(conn, work!(|_conn| Ok(()))));
+                held.unwrap();
+            });
+        });
+        eventually("it waits on the server", || {
+            observer.waiters(LOCK.lock_key()) == 1
+        });
+        drop(holder);
+        waiting.join().unwrap();
+    });
+    observer.assert_free(LOCK.lock_key());
+}
+
+#[test]
+fn a_transaction_that_is_left_open_ends_the_session() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    on_one(&pool, |conn| {
+        let left: Result<(), Error> = wait(LOCK.with_on(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, "BEGIN"))?;
+                Ok(reply!(execute(conn, "SELECT 1/0"))?)
+            }),
+        ));
+        assert!(left.is_err());
+        observer.assert_free(LOCK.lock_key());
+    });
+    wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+    on_one(&pool, begin);
+    wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+}
+
+#[test]
+fn a_lost_lock_is_reported() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| {
+        let lost: Result<(), Error> = wait(LOCK.with_on(
+            conn,
+            work!(|conn| Ok(reply!(execute(conn, "SELECT pg_advisory_unlock_all()"))?)),
+        ));
+        assert_matches!(lost, Err(Error::LockLost(_)));
+    });
+}

@@ -1,0 +1,25 @@
+//! One module per behaviour, the same over each pool.
+#![allow(clippy::unit_arg)] // what `wait` is given may be nothing in the blocking half
+
+mod fences;
+mod installing;
+mod kept;
+mod lent;
+mod local_rate_limits;
+mod monitoring;
+mod own_migrations;
+mod permits;
+mod rate_limit_promise;
+mod rate_limits;
+mod semaphore_contention;
+mod semaphore_waiting;
+mod semaphores;
+mod session_locks;
+mod testing_helpers;
+mod throttle_model;
+mod throttled_resources;
+mod throttles;
+mod throttles_in_transactions;
+mod transaction_locks;
+mod waiting;
+mod ways_out;

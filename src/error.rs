@@ -2,8 +2,6 @@
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
-use crate::key::LockKey;
-
 /// A [`Result`](std::result::Result) with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -77,7 +75,7 @@ pub enum Error {
     #[error(
         "the lock {0} was lost before its release, and part of the work may have run beside another holder"
     )]
-    LockLost(LockKey),
+    LockLost(String),
 
     /// Another server session replied than the one that took the lock: a pooler in transaction mode is in between.
     #[error(
@@ -86,8 +84,8 @@ pub enum Error {
         if *.is_freed { "" } else { "; that session may still hold the lock" }
     )]
     SessionMoved {
-        /// The lock.
-        key: LockKey,
+        /// The lock: its name and its number.
+        key: String,
         /// The `pg_backend_pid()` of the session that took it.
         pid: i32,
         /// Whether that session was ended, and the lock so freed. It is not while it serves another client.
@@ -106,15 +104,15 @@ pub enum Error {
     #[error(
         "a transaction was still open when the lock {0} was released, and was rolled back: commit it before"
     )]
-    TransactionLeftOpen(LockKey),
+    TransactionLeftOpen(String),
 
     /// The unlock failed. The session was ended instead, which frees the lock.
     #[error(
         "the release of the lock {key} failed, and its session was ended instead, which frees the lock: {source}"
     )]
     ReleaseFailed {
-        /// The lock.
-        key: LockKey,
+        /// The lock: its name and its number.
+        key: String,
         /// What the database said.
         source: DieselError,
     },

@@ -216,7 +216,7 @@ impl<'c, S: Session> Scope<'c, S> {
         };
         let mut left = released(self.conn, reply, self.lock, pid, key).await;
         if left.is_ok() && is_open {
-            left = Err(Error::TransactionLeftOpen(key.clone()));
+            left = Err(Error::TransactionLeftOpen(key.to_string()));
         }
         self.subject.ended("with_on", began, self.since, &left);
         let value = outcome?;

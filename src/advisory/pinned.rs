@@ -118,7 +118,7 @@ impl<P: Pool> Pinned<P> {
         let reply: QueryResult<(Option<i32>,)> = reply;
         if matches!(reply, Ok((Some(_),))) {
             if is_open || before == Transaction::Open {
-                return Err(Error::TransactionLeftOpen(key.clone()));
+                return Err(Error::TransactionLeftOpen(key.to_string()));
             }
             if before.is_none() {
                 self.holds = Holds::Nothing;
@@ -158,11 +158,13 @@ impl<P: Pool> Pinned<P> {
         match reply {
             Ok((Some(token),)) => Ok(token),
             Ok((None,)) => Err(Error::SessionMoved {
-                key: key.clone(),
+                key: key.to_string(),
                 pid,
                 is_freed: false,
             }),
-            Err(error) if has_ended(self.conn(), &error).await => Err(Error::LockLost(key.clone())),
+            Err(error) if has_ended(self.conn(), &error).await => {
+                Err(Error::LockLost(key.to_string()))
+            }
             Err(error) => Err(explained(self.conn(), error).await),
         }
     }
@@ -268,7 +270,7 @@ pub(super) async fn released<S: Session>(
     pid: i32,
     key: &LockKey,
 ) -> Result<()> {
-    let key = key.clone();
+    let key = key.to_string();
     match reply {
         Ok((Some(1),)) => Ok(()),
         Ok((Some(_),)) => Err(Error::LockLost(key)),

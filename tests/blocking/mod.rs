@@ -1,5 +1,7 @@
 //! What only the blocking half has.
 
+#[cfg(feature = "tracing")]
+mod events;
 mod keys;
 mod leaders;
 mod lenders;

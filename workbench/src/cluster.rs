@@ -11,7 +11,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 pub use self::builder::ClusterBuilder;
-use crate::database::Database;
 use crate::endpoint::{Endpoint, cannot};
 use crate::watcher::{POLL, Watcher};
 
@@ -162,11 +161,6 @@ impl Cluster {
     /// The URL of a database of this server; `"postgres"` always exists.
     pub fn url(&self, database: &str) -> String {
         self.endpoint(database).url()
-    }
-
-    /// Makes an empty database on this server. See [`Database::new`].
-    pub fn database(&self) -> Database {
-        Database::create(self.endpoint("postgres"), "")
     }
 
     /// What the server has logged so far.

@@ -88,6 +88,13 @@ impl Deref for Database {
     }
 }
 
+impl Cluster {
+    /// Makes an empty database on this server. See [`Database::new`].
+    pub fn database(&self) -> Database {
+        Database::create(self.endpoint("postgres"), "")
+    }
+}
+
 impl Drop for Database {
     /// Drops the database, and ends the sessions that are still connected to it. Ignores errors, because the server may
     /// have been stopped.

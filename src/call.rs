@@ -135,7 +135,13 @@ where
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     // Inside a transaction that plain SQL has opened, the failure has aborted it, and BEGIN fails.
-    if reply.as_ref().is_err_and(needs_read_committed) && session.begin().await.is_ok() {
+    if reply.as_ref().is_err_and(needs_read_committed)
+        && session
+            .begin()
+            .await
+            .inspect_err(|e| eprintln!("BEGIN {e:?}"))
+            .is_ok()
+    {
         sent = Instant::now();
         reply = rows(session, statements).await;
         match &reply {

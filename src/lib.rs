@@ -107,10 +107,12 @@ macro_rules! handles {
         handle!(advisory::AdvisoryLockGuard);
         handle!(fence::Fence);
         handle!(leader::Leader);
+        handle!(leader::Term);
         handle!(rate_limit::LocalRateLimit);
         handle!(rate_limit::RateLimit);
         handle!(throttle::Throttle);
         handle!(schedule::Schedule);
+        handle!(schedule::Tick);
         handle!(semaphore::Permit);
         handle!(semaphore::Semaphore);
     };

@@ -27,9 +27,14 @@ use crate::pool::Reply;
 use crate::semaphore::SHORTEST_KEPT;
 #[cfg(feature = "r2d2")]
 use crate::stop::Stop;
+use crate::time::LONGEST;
 
 /// No longer than this without a look, because another instance may have another idea of the schedule.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// The pauses between two looks while another instance runs.
+const SOON: TimeDelta = TimeDelta::milliseconds(10);
+const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
 
 /// What a look at a schedule came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +76,7 @@ pub enum Look {
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, a lease under 3 seconds, or a `next` that does not go on; [`Error::NotInstalled`];
+/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, or a `next` that does not go on; [`Error::NotInstalled`];
 /// [`Error::PermitLost`] if the lease was lost while the work ran; [`Error::Pool`] and [`Error::Database`]. `run` tries again after the
 /// last three.
 #[must_use = "a schedule does nothing until it is run"]
@@ -151,9 +156,9 @@ impl<P: Pool> Schedule<P> {
         };
         let first = following(next, last)?;
         if let Some(expires_at) = expires_at.filter(|expires_at| *expires_at > now) {
-            // Another instance runs, and may end or die.
-            let soon = now + TimeDelta::milliseconds(10);
-            return later(first.map_or(expires_at, |first| first.max(soon).min(expires_at)));
+            // Another instance runs, and may end, die or give its tick back.
+            let due = first.map_or(expires_at, |first| first.min(expires_at));
+            return later(due.clamp(now + SOON, now + WHILE_IT_RUNS));
         }
         let (tick, missed) = match first {
             // The run of the last tick has crashed, or was given back.
@@ -179,9 +184,9 @@ impl<P: Pool> Schedule<P> {
     pub(crate) fn checked_name(&self) -> Result<String> {
         input::name(self.name)?;
         input::text(&self.details)?;
-        if self.lease < SHORTEST_KEPT {
+        if self.lease < SHORTEST_KEPT || self.lease > LONGEST {
             return Err(Error::Input(
-                "the lease of a schedule is 3 seconds at least",
+                "the lease of a schedule is 3 seconds at least, and 1,000 years at most",
             ));
         }
         let name = match &self.key {

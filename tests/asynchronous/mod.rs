@@ -2,6 +2,8 @@
 
 mod cancelled;
 mod drops;
+mod leaders;
 mod own_migrations;
 mod rate_limits;
+mod schedules;
 mod throttles;

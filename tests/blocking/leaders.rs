@@ -1,139 +1,190 @@
-//! One instance leads, and hands over.
+//! Elections of the blocking half: one instance leads, and the next one follows.
+#![cfg(feature = "testing")] // whose terms may be short
 
-use std::sync::atomic::{AtomicI32, AtomicI64, Ordering};
-use std::sync::mpsc;
-use std::thread;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
-use diesel::prelude::*;
-use diesel_interlock::monitor::Leadership;
+use diesel_interlock::testing::depose;
 
 use crate::assert_matches;
-use crate::half::{Error, Leader, Semaphore, Stop, pool};
-use crate::support::{eventually, installed, run};
+use crate::half::*;
+use crate::support::{eventually, installed, run, text};
 
 const TTL: Duration = Duration::from_millis(600);
-
-static LEADER: Leader = Leader::named("dispatcher of mails", TTL);
+const DISPATCHER: Leader = Leader::named("dispatcher", TTL);
 
 #[test]
 fn one_leads_at_a_time_and_each_term_has_a_larger_token() {
     let database = installed();
-    let (leading, terms, last) = (AtomicI32::new(0), AtomicI32::new(0), AtomicI64::new(0));
-    thread::scope(|scope| {
-        let stop = Stop::new();
-        for _ in 0..3 {
-            let (stop, database) = (stop.clone(), &database);
-            let (leading, terms, last) = (&leading, &terms, &last);
+    let (leading, tokens) = (AtomicI64::new(0), Mutex::new(Vec::new()));
+    let stop = Stop::new();
+    std::thread::scope(|scope| {
+        for instance in 0..3 {
+            let (leading, tokens, stop) = (&leading, &tokens, &stop);
+            let pool = pool(&database, 2);
             scope.spawn(move || {
-                let pool = pool(database, 2);
-                let led = LEADER.lead(&pool, &stop, |term| {
-                    assert_eq!(leading.fetch_add(1, Ordering::SeqCst), 0);
-                    assert!(last.swap(term.token(), Ordering::SeqCst) < term.token());
-                    term.pause(Duration::from_millis(20));
+                DISPATCHER.lead(&pool, stop, |term| {
+                    assert_eq!(leading.fetch_add(1, Ordering::SeqCst), 0, "two lead");
+                    tokens.lock().unwrap().push((instance, term.token()));
+                    assert!(term.is_leader());
                     leading.fetch_sub(1, Ordering::SeqCst);
-                    terms.fetch_add(1, Ordering::SeqCst);
-                });
-                led.unwrap();
+                })
             });
         }
-        eventually("there were ten terms", || {
-            terms.load(Ordering::SeqCst) >= 10
-        });
+        eventually("there were six terms", || tokens.lock().unwrap().len() >= 6);
         stop.stop();
     });
-    assert_eq!(
-        Leadership::all().load(&mut database.connect()).unwrap(),
-        [],
-        "a stop resigns"
+    let tokens = tokens.into_inner().unwrap();
+    assert!(
+        tokens.windows(2).all(|two| two[0].1 < two[1].1),
+        "{tokens:?}"
+    );
+    // Who has resigned rests, so others have had their turn.
+    assert!(
+        tokens.windows(2).any(|two| two[0].0 != two[1].0),
+        "{tokens:?}"
     );
 }
 
 #[test]
-fn the_view_tells_who_leads() {
+fn a_stop_ends_the_pause_and_the_term_and_another_leads() {
     let database = installed();
-    let pool = pool(&database, 2);
-    let stop = Stop::new();
-    let leader = LEADER.key("a b").details("web-1");
-    leader
-        .lead(&pool, &stop, |term| {
-            let [leadership] = &Leadership::all().load(&mut database.connect()).unwrap()[..] else {
-                panic!("nobody leads")
-            };
-            assert_eq!(
-                (leadership.name.as_str(), leadership.holder.as_str()),
-                (r"dispatcher of mails a b", "web-1")
-            );
-            assert_eq!(leadership.token, term.token());
-            stop.stop();
-            assert!(!term.is_leader());
-            assert!(!term.pause(Duration::from_secs(3600)), "it returns at once");
-        })
-        .unwrap();
-}
-
-#[test]
-fn a_leader_that_is_deposed_is_told() {
-    let database = installed();
-    let pool = pool(&database, 2);
-    let stop = Stop::new();
-    LEADER
-        .lead(&pool, &stop, |term| {
-            run(
-                &mut database.connect(),
-                "UPDATE resource_control.service_request SET completed_at = clock_timestamp()",
-            );
-            while term.pause(Duration::from_secs(3600)) {}
-            assert!(!term.is_leader());
-            stop.stop();
-        })
-        .unwrap();
-}
-
-#[test]
-fn a_stop_ends_a_campaign() {
-    let database = installed();
-    let pool = pool(&database, 2);
-    let stop = Stop::new();
-    let (sender, receiver) = mpsc::channel();
-    thread::scope(|scope| {
+    let pool = pool(&database, 4);
+    let (first, second) = (Stop::new(), Stop::new());
+    let (elected, followed) = (AtomicU64::new(0), AtomicU64::new(0));
+    std::thread::scope(|scope| {
         scope.spawn(|| {
-            let leader = Leader::named("other", Duration::from_secs(60));
-            leader.lead(&pool, &stop, |_| {
-                sender.send(()).unwrap();
-                while !stop.is_stopped() {
-                    thread::yield_now();
-                }
+            DISPATCHER.lead(&pool, &first, |term| {
+                elected.store(term.token() as u64, Ordering::SeqCst);
+                assert!(!term.pause(Duration::MAX));
+                assert!(!term.is_leader());
             })
         });
-        receiver.recv().unwrap();
-        let candidate = scope.spawn(|| {
-            Leader::named("other", Duration::from_secs(60))
-                .lead(&pool, &stop, |_| panic!("two lead"))
+        eventually("the first leads", || elected.load(Ordering::SeqCst) > 0);
+        scope.spawn(|| {
+            DISPATCHER.lead(&pool, &second, |term| {
+                followed.store(term.token() as u64, Ordering::SeqCst);
+                second.stop();
+            })
         });
-        stop.stop();
-        candidate.join().unwrap().unwrap();
+        first.stop();
+        eventually("the second leads", || followed.load(Ordering::SeqCst) > 0);
+    });
+    assert!(followed.into_inner() > elected.into_inner());
+}
+
+#[test]
+fn a_term_is_renewed_and_a_pause_lasts_as_long_as_it_should() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let (stop, terms) = (Stop::new(), AtomicU64::new(0));
+    DISPATCHER
+        .lead(&pool, &stop, |term| {
+            terms.fetch_add(1, Ordering::SeqCst);
+            let began = std::time::Instant::now();
+            assert!(term.pause(3 * TTL), "it was lost");
+            assert!(began.elapsed() >= 3 * TTL);
+            stop.stop();
+        })
+        .unwrap();
+    assert_eq!(terms.into_inner(), 1);
+}
+
+#[test]
+fn a_leader_that_is_deposed_is_told_and_stands_again() {
+    let database = installed();
+    let (pool, other) = (pool(&database, 2), pool(&database, 1));
+    let (stop, terms) = (Stop::new(), AtomicU64::new(0));
+    DISPATCHER
+        .lead(&pool, &stop, |term| {
+            if terms.fetch_add(1, Ordering::SeqCst) == 1 {
+                return stop.stop();
+            }
+            assert!(depose(&other, &DISPATCHER).unwrap());
+            assert!(!term.pause(Duration::MAX));
+            assert!(!term.is_leader() && !stop.is_stopped());
+        })
+        .unwrap();
+    assert_eq!(terms.into_inner(), 2);
+}
+
+#[test]
+fn a_leader_whose_work_panics_resigns() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let stop = Stop::new();
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        DISPATCHER.lead(&pool, &stop, |_| panic!("the work"))
+    }));
+    assert!(panicked.is_err());
+    let leads =
+        "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NULL)";
+    let look = &mut database.connect();
+    eventually("nobody leads", || text(look, leads) == "0");
+}
+
+#[test]
+fn a_database_that_is_away_is_tried_again_and_a_missing_schema_is_not() {
+    let database = workbench::Database::new();
+    let stop = Stop::new();
+    let pool = make_pool(&database.url(), 1, Duration::from_millis(100));
+    assert_matches!(
+        DISPATCHER.lead(&pool, &stop, |_| {}),
+        Err(Error::NotInstalled)
+    );
+    let installed = installed();
+    let pool = make_pool(&installed.url(), 1, Duration::from_millis(100));
+    std::thread::scope(|scope| {
+        let conn = pool.get().unwrap();
+        let leads = scope.spawn(|| DISPATCHER.lead(&pool, &stop, |_| stop.stop()));
+        let began = std::time::Instant::now();
+        eventually("the pool has lent nothing several times", || {
+            began.elapsed() > TTL
+        });
+        assert!(!leads.is_finished());
+        drop(conn);
+        leads.join().unwrap().unwrap();
     });
 }
 
 #[test]
-fn no_semaphore_has_the_service_of_a_leader() {
+fn elections_have_names_and_keys_of_their_own() {
     let database = installed();
-    let pool = pool(&database, 1);
-    let second = Duration::from_secs(1);
-    for semaphore in [
-        Semaphore::named("leader dispatcher", 1, second),
-        Semaphore::named("leader", 1, second).key("dispatcher"),
-    ] {
-        assert_matches!(semaphore.try_acquire(&pool), Err(Error::Input(_)));
-    }
-    for leader in [
+    let pool = pool(&database, 2);
+    let stopped = Stop::new();
+    for bad in [
         Leader::named("", TTL),
-        Leader::named("x", Duration::from_millis(1)),
+        Leader::named("", TTL).key(7),
+        Leader::named("a\0b", TTL),
+        Leader::named("x".repeat(1000).leak(), TTL),
+        Leader::named("x", Duration::from_millis(299)),
+        Leader::named("x", Duration::MAX),
     ] {
-        assert_matches!(
-            leader.lead(&pool, &Stop::new(), |_| ()),
-            Err(Error::Input(_))
-        );
+        assert_matches!(bad.lead(&pool, &Stop::new(), |_| {}), Err(Error::Input(_)));
     }
+    stopped.stop();
+    DISPATCHER
+        .lead(&pool, &stopped, |_| panic!("it was stopped"))
+        .unwrap();
+    let nested = Leader::named("shard 1", TTL).key("a b").details("web-3");
+    let (stop, inner) = (Stop::new(), Stop::new());
+    nested
+        .lead(&pool, &stop, |_| {
+            // Another election, of the same words.
+            Leader::named("shard", TTL)
+                .key("1 a b")
+                .lead(&pool, &inner, |_| inner.stop())
+                .unwrap();
+            let seat = "(SELECT service || ' by ' || details FROM resource_control.service_request \
+                        WHERE completed_at IS NULL)";
+            assert_eq!(
+                text(&mut database.connect(), seat),
+                r"leader shard\ 1 a\ b by web-3"
+            );
+            stop.stop();
+        })
+        .unwrap();
+    run(&mut database.connect(), "SELECT 1");
 }

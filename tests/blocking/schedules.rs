@@ -1,232 +1,331 @@
-//! Each tick runs once, and again only if its run crashed.
+//! Schedules of the blocking half.
+#![cfg(feature = "testing")] // whose leases may be short
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
-use std::thread;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use chrono::{DateTime, TimeDelta, Utc};
+use chrono::{DateTime, DurationRound, TimeDelta, Utc};
 use diesel::prelude::*;
-use diesel_interlock::monitor::ScheduleState;
-use diesel_interlock::schedule::{CatchUp, Look, Tick, every};
-use workbench::Database;
+use diesel_interlock::schedule::{CatchUp, Look, every};
+use diesel_interlock::testing::make_tick_due;
 
 use crate::assert_matches;
-use crate::half::{Error, PgPool, Schedule, Stop, pool};
-use crate::support::{eventually, installed, run};
+use crate::half::*;
+use crate::support::{eventually, installed, number, run, text, truth};
 
-const LEASE: Duration = Duration::from_millis(600);
 const HOUR: Duration = Duration::from_secs(3600);
+const REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_millis(600), 3);
 
-fn schedule() -> Schedule {
-    Schedule::named("hourly")
-        .after_crash(LEASE, 3)
-        .details("web-1")
-}
+/// Its lease has expired, as if its process had died.
+const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
 
-/// As if so much time had passed.
-fn rewind(database: &Database, seconds: u32) {
-    run(
-        &mut database.connect(),
-        &format!(
-            "UPDATE resource_control.schedule SET tick = tick - interval '{seconds} s', expires_at = expires_at - interval '{seconds} s'"
-        ),
+/// Sees the schedule for the first time, and lets hours pass.
+#[track_caller]
+fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
+    let never = |_: &Tick| -> Result<()> { panic!("nothing is due") };
+    assert_eq!(
+        schedule.run_due(pool, every(HOUR), never).unwrap(),
+        Look::Later(Duration::ZERO)
     );
-}
-
-fn state(database: &Database) -> ScheduleState {
-    ScheduleState::all().first(&mut database.connect()).unwrap()
-}
-
-fn look(pool: &PgPool, work: impl FnOnce(&Tick<PgPool>) -> Result<(), Error>) -> Look {
-    schedule().run_due(pool, every(HOUR), work).unwrap()
-}
-
-/// The schedule was seen, and its next tick is due.
-fn due() -> (Database, PgPool) {
-    let database = installed();
-    let pool = pool(&database, 3);
     assert_matches!(
-        look(&pool, |_| panic!("nothing of the past runs")),
-        Look::Later(_)
+        schedule.run_due(pool, every(HOUR), never),
+        Ok(Look::Later(_))
     );
-    assert_eq!(state(&database).state, "new");
-    rewind(&database, 3600);
-    (database, pool)
+    assert!(make_tick_due(pool, schedule, HOUR * hours).unwrap());
+}
+
+fn this_hour(database: &workbench::Database) -> DateTime<Utc> {
+    let look = &mut database.connect();
+    let now = diesel::dsl::sql::<diesel::sql_types::Timestamptz>("clock_timestamp()");
+    let now: DateTime<Utc> = diesel::select(now).get_result(look).unwrap();
+    now.duration_trunc(TimeDelta::hours(1)).unwrap()
+}
+
+fn ran_well(_: &Tick) -> Result<()> {
+    Ok(())
 }
 
 #[test]
-fn a_tick_runs_once() {
-    let (database, pool) = due();
-    let mut at = None;
-    let ran = look(&pool, |tick| {
-        at = Some(tick.at());
-        assert_eq!((tick.attempt(), tick.missed()), (1, 0));
-        assert!(!tick.is_lost());
-        let state = state(&database);
-        assert_eq!(
-            (state.state.as_str(), state.runner.as_str()),
-            ("running", "web-1")
-        );
-        assert_matches!(look(&pool, |_| panic!("it runs already")), Look::Later(_));
-        Ok(())
-    });
-    assert_eq!(ran, Look::Ran);
-    assert_eq!(at.unwrap().timestamp() % 3600, 0);
-    assert_matches!(look(&pool, |_| panic!("it has run")), Look::Later(_));
-    let state = state(&database);
-    assert_eq!(
-        (state.state.as_str(), state.tick, state.attempt),
-        ("done", at, 1)
-    );
+fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    for (index, (catch_up, expected)) in [
+        (CatchUp::Latest, vec![(0, 4)]),
+        (CatchUp::Skip(2 * HOUR), vec![(0, 4)]),
+        (CatchUp::Skip(Duration::from_micros(1)), vec![]),
+        (CatchUp::All(3), vec![(2, 2), (1, 0), (0, 0)]),
+        (
+            CatchUp::All(100),
+            vec![(4, 0), (3, 0), (2, 0), (1, 0), (0, 0)],
+        ),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let schedule = REPORT.key(index).catch_up(catch_up);
+        due(&schedule, &pool, 5);
+        let (now, mut ran) = (this_hour(&database), Vec::new());
+        let mut look = Look::Ran;
+        while look == Look::Ran {
+            look = schedule
+                .run_due(&pool, every(HOUR), |tick| {
+                    assert_eq!((tick.attempt(), tick.token()), (1, ran.len() as i64 + 1));
+                    ran.push(((now - tick.at()).num_hours(), tick.missed()));
+                    Ok::<_, Error>(())
+                })
+                .unwrap();
+        }
+        assert_eq!(ran, expected, "{catch_up:?}");
+        assert_matches!(look, Look::Later(rest) if *rest <= Duration::from_secs(60));
+    }
 }
 
 #[test]
 fn an_error_is_stored_and_not_tried_again() {
-    let (database, pool) = due();
-    assert_eq!(look(&pool, |_| Err(Error::TimedOut)), Look::Ran);
-    let state = state(&database);
-    assert_eq!(state.state, "failed");
-    assert_eq!(state.error, Some(Error::TimedOut.to_string()));
-    assert_matches!(look(&pool, |_| panic!("it has failed")), Look::Later(_));
-}
-
-#[test]
-fn a_panic_is_a_crash_and_a_tick_runs_three_times_at_most() {
-    let (database, pool) = due();
-    let mut token = 0;
-    for attempt in 1..=3 {
-        let panicked = catch_unwind(AssertUnwindSafe(|| {
-            look(&pool, |tick| {
-                assert_eq!(tick.attempt(), attempt);
-                assert!(tick.token() > token);
-                token = tick.token();
-                panic!("out of paper")
-            })
-        }));
-        assert!(panicked.is_err());
-        eventually("it has crashed", || state(&database).state == "crashed");
-    }
+    let database = installed();
+    let pool = pool(&database, 4);
+    let look = &mut database.connect();
+    due(&REPORT, &pool, 1);
+    let failed = REPORT
+        .clone()
+        .details("web-3")
+        .run_due(&pool, every(HOUR), |_| Err("no \0 luck"));
+    assert_eq!(failed.unwrap(), Look::Ran);
     assert_matches!(
-        look(&pool, |_| panic!("it has run three times")),
-        Look::Later(_)
+        REPORT.run_due(&pool, every(HOUR), ran_well),
+        Ok(Look::Later(_))
     );
-    rewind(&database, 3600);
+    let row = "(SELECT concat_ws(' | ', runner, attempt, error, ended_at >= started_at, expires_at) FROM resource_control.schedule)";
+    assert_eq!(text(look, row), "web-3 | 1 | no  luck | t");
+    make_tick_due(&pool, &REPORT, HOUR).unwrap();
     assert_eq!(
-        look(&pool, |tick| {
-            assert_eq!(tick.attempt(), 1);
-            Ok(())
-        }),
+        REPORT.run_due(&pool, every(HOUR), ran_well).unwrap(),
         Look::Ran
     );
+    assert!(truth(
+        look,
+        "(SELECT error IS NULL AND runner LIKE '%pid %' FROM resource_control.schedule)"
+    ));
 }
 
 #[test]
-fn the_tick_of_a_process_that_died_runs_again_after_its_lease() {
-    let (database, pool) = due();
-    // What a process leaves that is killed.
-    run(
-        &mut database.connect(),
-        "UPDATE resource_control.schedule SET tick = date_trunc('hour', clock_timestamp()), attempt = 1, token = 1,
-            started_at = clock_timestamp(), expires_at = clock_timestamp() + '600 ms'",
-    );
-    assert_matches!(look(&pool, |_| panic!("it is held")), Look::Later(_));
-    eventually("it runs again", || {
-        look(&pool, |tick| {
-            assert_eq!(tick.attempt(), 2);
-            Ok(())
-        }) == Look::Ran
-    });
-}
-
-#[test]
-fn missed_ticks_are_caught_up_as_wanted() {
-    let (database, pool) = due();
-    let look_by = |catch_up| {
-        let ticks = Mutex::new(Vec::new());
-        loop {
-            let look = schedule()
-                .catch_up(catch_up)
-                .run_due(&pool, every(HOUR), |tick| {
-                    ticks.lock().unwrap().push(tick.missed());
-                    Ok::<_, Error>(())
-                });
-            if look.unwrap() != Look::Ran {
-                return ticks.into_inner().unwrap();
-            }
-        }
-    };
-    rewind(&database, 3 * 3600);
-    assert_eq!(look_by(CatchUp::Latest), [3]);
-    rewind(&database, 4 * 3600);
-    assert_eq!(look_by(CatchUp::All(3)), [1, 0, 0]);
-    rewind(&database, 4 * 3600);
-    assert_eq!(look_by(CatchUp::Skip(Duration::ZERO)), [] as [u32; 0]);
-    assert_eq!(look_by(CatchUp::Skip(2 * HOUR)).len(), 1);
-}
-
-#[test]
-fn several_instances_run_each_tick_once() {
+fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
     let database = installed();
-    let ticks = Mutex::new(Vec::new());
-    let schedule = schedule().catch_up(CatchUp::All(1000));
-    thread::scope(|scope| {
-        let stop = Stop::new();
-        for _ in 0..4 {
-            let (stop, database, ticks, schedule) = (stop.clone(), &database, &ticks, &schedule);
+    let pool = pool(&database, 4);
+    due(&REPORT, &pool, 2);
+    let mut ticks = Vec::new();
+    for attempt in 1..=3 {
+        let died = catch_unwind(AssertUnwindSafe(|| {
+            REPORT.run_due(&pool, every(HOUR), |tick| -> Result<()> {
+                ticks.push((tick.at(), tick.token()));
+                assert_eq!(tick.attempt(), attempt);
+                panic!("it dies")
+            })
+        }));
+        assert!(died.is_err());
+        let crashed = "(SELECT expires_at <= clock_timestamp() FROM resource_control.schedule)";
+        eventually("a panic gives it to others", || {
+            truth(&mut database.connect(), crashed)
+        });
+    }
+    assert!(
+        ticks
+            .windows(2)
+            .all(|two| two[0].0 == two[1].0 && two[0].1 < two[1].1),
+        "{ticks:?}"
+    );
+    assert_matches!(
+        REPORT.run_due(&pool, every(HOUR), ran_well),
+        Ok(Look::Later(_))
+    );
+    // The next tick runs.
+    make_tick_due(&pool, &REPORT, HOUR).unwrap();
+    let next = REPORT.run_due(&pool, every(HOUR), |tick| {
+        assert_eq!(tick.attempt(), 1);
+        Ok::<_, Error>(())
+    });
+    assert_eq!(next.unwrap(), Look::Ran);
+}
+
+#[test]
+fn a_run_that_has_lost_its_lease_is_told_and_changes_nothing_of_the_next() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    let look = &mut database.connect();
+    due(&REPORT, &pool, 1);
+    let outcome = REPORT.run_due(&pool, every(HOUR), |tick| {
+        run(look, EXPIRE);
+        let again = REPORT.run_due(&pool, every(HOUR), |again| {
+            assert_eq!((again.at(), again.attempt()), (tick.at(), 2));
+            assert!(again.token() > tick.token());
+            Err("of the second")
+        });
+        assert_eq!(again.unwrap(), Look::Ran);
+        assert!(tick.wait_for_loss(Duration::MAX) && tick.is_lost());
+        Ok::<_, Error>(())
+    });
+    assert_matches!(outcome, Err(Error::PermitLost(_)));
+    assert_eq!(
+        text(look, "(SELECT error FROM resource_control.schedule)"),
+        "of the second"
+    );
+}
+
+#[test]
+fn a_long_run_keeps_its_tick_for_itself() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    due(&REPORT, &pool, 1);
+    let ran = REPORT.run_due(&pool, every(HOUR), |tick| {
+        // Three leases.
+        assert!(!tick.wait_for_loss(Duration::from_millis(1800)));
+        assert_matches!(
+            REPORT.run_due(&pool, every(HOUR), ran_well),
+            Ok(Look::Later(_))
+        );
+        Ok::<_, Error>(())
+    });
+    assert_eq!(ran.unwrap(), Look::Ran);
+}
+
+#[test]
+fn instances_share_the_ticks_and_each_runs_once() {
+    let database = installed();
+    let stop = Stop::new();
+    let (running, ran) = (AtomicU64::new(0), Mutex::new(Vec::new()));
+    let schedule = REPORT.catch_up(CatchUp::All(1000));
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            let (pool, schedule) = (pool(&database, 2), &schedule);
+            let (stop, running, ran) = (&stop, &running, &ran);
             scope.spawn(move || {
-                let pool = pool(database, 2);
-                let ran = schedule.run(&pool, &stop, every(Duration::from_millis(20)), |tick| {
-                    ticks.lock().unwrap().push((tick.at(), tick.attempt()));
+                let work = |tick: &Tick| {
+                    assert_eq!(running.fetch_add(1, Ordering::SeqCst), 0, "two run");
+                    ran.lock().unwrap().push((
+                        tick.at(),
+                        tick.token(),
+                        tick.attempt(),
+                        tick.missed(),
+                    ));
+                    running.fetch_sub(1, Ordering::SeqCst);
                     Ok::<_, Error>(())
-                });
-                ran.unwrap();
+                };
+                schedule
+                    .run(&pool, stop, every(Duration::from_millis(50)), work)
+                    .unwrap();
             });
         }
-        eventually("fifty ticks have run", || ticks.lock().unwrap().len() >= 50);
+        eventually("thirty ticks have run", || ran.lock().unwrap().len() >= 30);
         stop.stop();
     });
-    let ticks = ticks.into_inner().unwrap();
-    for pair in ticks.windows(2) {
-        assert_eq!(
-            pair[1].0 - pair[0].0,
-            TimeDelta::milliseconds(20),
-            "in order, none twice, none missing"
+    let ran = ran.into_inner().unwrap();
+    let step = TimeDelta::milliseconds(50);
+    for two in ran.windows(2) {
+        assert!(
+            two[1].0 == two[0].0 + step && two[1].1 == two[0].1 + 1,
+            "{two:?}"
         );
     }
-    assert!(ticks.iter().all(|(_, attempt)| *attempt == 1));
+    assert!(
+        ran.iter()
+            .all(|(_, _, attempt, missed)| (*attempt, *missed) == (1, 0))
+    );
 }
 
 #[test]
-fn a_schedule_may_end() {
-    let (database, pool) = due();
-    let never = |_: DateTime<Utc>| None;
-    let look = schedule().run_due(&pool, never, |_| Ok::<_, Error>(()));
-    assert_eq!(look.unwrap(), Look::Never);
-    schedule()
-        .run(&pool, &Stop::new(), never, |_| Ok::<_, Error>(()))
-        .unwrap();
-    drop(database);
-}
-
-#[test]
-fn bad_input_is_refused() {
+fn a_stop_lets_the_run_end_and_there_may_be_no_tick_any_more() {
     let database = installed();
-    let pool = pool(&database, 1);
-    for schedule in [
+    let pool = pool(&database, 4);
+    due(&REPORT, &pool, 1);
+    let (stop, mut runs) = (Stop::new(), 0);
+    REPORT
+        .run(&pool, &stop, every(HOUR), |_| {
+            stop.stop();
+            runs += 1;
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+    assert_eq!(runs, 1);
+    let ended = "(SELECT count(ended_at) FROM resource_control.schedule)";
+    assert_eq!(number(&mut database.connect(), ended), 1);
+    assert_eq!(
+        REPORT.run_due(&pool, |_| None, ran_well).unwrap(),
+        Look::Never
+    );
+    REPORT.run(&pool, &Stop::new(), |_| None, ran_well).unwrap();
+}
+
+#[test]
+fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
+    let (empty, database) = (workbench::Database::new(), installed());
+    let hourly = every(HOUR);
+    let schema = REPORT.run(&pool(&empty, 2), &Stop::new(), hourly, ran_well);
+    assert_matches!(schema, Err(Error::NotInstalled));
+    let pool = make_pool(&database.url(), 2, Duration::from_millis(100));
+    due(&REPORT, &pool, 1);
+    for bad in [
         Schedule::named(""),
-        schedule().key("nul \0"),
-        schedule().after_crash(Duration::from_millis(1), 1),
+        Schedule::named("").key(7),
+        Schedule::named("a\0b"),
+        Schedule::named("x".repeat(1001).leak()),
+        REPORT.key("\0"),
+        REPORT.details("\0"),
+        Schedule::named("x").after_crash(Duration::from_millis(299), 3),
+        Schedule::named("x").after_crash(Duration::MAX, 3),
     ] {
         assert_matches!(
-            schedule.run_due(&pool, every(HOUR), |_| Ok::<_, Error>(())),
+            bad.run(&pool, &Stop::new(), hourly, ran_well),
             Err(Error::Input(_))
         );
     }
-    let _ = schedule().run_due(&pool, every(HOUR), |_| Ok::<_, Error>(()));
-    let stuck = |after: DateTime<Utc>| Some(after);
+    // A tick that does not go on.
     assert_matches!(
-        schedule().run_due(&pool, stuck, |_| Ok::<_, Error>(())),
+        REPORT.run(&pool, &Stop::new(), Some, ran_well),
         Err(Error::Input(_))
     );
+
+    let stop = Stop::new();
+    std::thread::scope(|scope| {
+        let all = [pool.get().unwrap(), pool.get().unwrap()];
+        let runs = scope.spawn(|| {
+            REPORT.run(&pool, &stop, hourly, |_| {
+                stop.stop();
+                Ok::<_, Error>(())
+            })
+        });
+        let began = std::time::Instant::now();
+        eventually("the pool has lent nothing", || {
+            began.elapsed() > Duration::from_millis(300)
+        });
+        assert!(!runs.is_finished());
+        drop(all);
+        runs.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_stricter_default_isolation_level_changes_nothing() {
+    let database = installed();
+    let alter = "SET default_transaction_isolation = 'serializable'";
+    run(
+        &mut database.connect(),
+        &format!("ALTER DATABASE {} {alter}", database.name()),
+    );
+    let pool = pool(&database, 4);
+    due(&REPORT, &pool, 3);
+    let runs = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let work = |_: &Tick| {
+                    runs.fetch_add(1, Ordering::SeqCst);
+                    Ok::<_, Error>(())
+                };
+                assert_matches!(REPORT.run_due(&pool, every(HOUR), work), Ok(_));
+            });
+        }
+    });
+    assert_eq!(runs.into_inner(), 1);
 }

@@ -3,7 +3,7 @@
 
 mod fences;
 mod installing;
-mod kept;
+mod kept_permits;
 mod lent;
 mod local_rate_limits;
 mod monitoring;
@@ -11,6 +11,7 @@ mod own_migrations;
 mod permits;
 mod rate_limit_promise;
 mod rate_limits;
+mod semaphore_contention;
 mod semaphore_waiting;
 mod semaphores;
 mod session_locks;

@@ -130,7 +130,7 @@ fn a_crowd_of_waiters_is_served_and_asks_seldom() {
         .map(|_| {
             let (hundred, waiting, served) = (hundred.clone(), waiting.clone(), served.clone());
             std::thread::Builder::new()
-                .stack_size(256 * 1024)
+                .stack_size(1 << 20)
                 .spawn(move || {
                     let permit = wait(hundred.acquire(&waiting)).unwrap();
                     served.fetch_add(1, Ordering::SeqCst);

@@ -192,18 +192,17 @@ impl<P: Pool> AdvisoryLock<P> {
     ) -> Result<Attempt<AdvisoryLockGuard<P>>> {
         let topic = Topic::of::<P>(What::Lock(self.key.id()?));
         let mut turns = Turns::new(topic, deadline);
-        let mut was_heard = false;
         while turns.next::<P::Mode>().await {
             let attempt = self.attempt(pool, deadline, Some(&mut turns));
             match P::Mode::within(deadline, attempt).await {
-                Some(Ok(None)) => was_heard = true,
+                Some(Ok(None)) => {}
                 Some(outcome) => {
                     return outcome.map(|guard| guard.map_or(Attempt::Busy, Attempt::Acquired));
                 }
                 None => break,
             }
         }
-        if was_heard {
+        if turns.was_refused() {
             Ok(Attempt::Busy)
         } else {
             Err(Error::TimedOut)
@@ -229,6 +228,7 @@ impl<P: Pool> AdvisoryLock<P> {
         }
         let mut pid = taken?;
         if let (None, Some(turns)) = (pid, turns) {
+            turns.refused();
             let slice = if pool.can_spare() {
                 turns.slice()
             } else {

@@ -90,6 +90,8 @@ pub(crate) struct Turns {
     /// What the server has said about the next try.
     retry_after: Option<Duration>,
     place: Option<Arc<Alarm>>,
+    /// Whether any try was refused, and not only cut off by the deadline.
+    was_refused: bool,
 }
 
 impl Turns {
@@ -101,7 +103,16 @@ impl Turns {
             pause: FIRST_PAUSE,
             retry_after: None,
             place: None,
+            was_refused: false,
         }
+    }
+
+    pub(crate) fn refused(&mut self) {
+        self.was_refused = true;
+    }
+
+    pub(crate) const fn was_refused(&self) -> bool {
+        self.was_refused
     }
 
     /// As [`new`](Self::new), for one whose first try is made at once, before the first turn.

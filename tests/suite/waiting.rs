@@ -166,11 +166,11 @@ fn a_wait_writes_nothing_to_the_log_of_the_server() {
     let guard = wait(LOCK.acquire(&pool)).unwrap();
     let before = cluster.log();
     for _ in 0..3 {
-        assert!(
-            wait(LOCK.acquire_timeout(&pool, Duration::from_millis(250)))
-                .unwrap()
-                .is_busy()
-        );
+        // A busy machine may not reply in time.
+        match wait(LOCK.acquire_timeout(&pool, Duration::from_millis(450))) {
+            Ok(attempt) => assert!(attempt.is_busy()),
+            Err(error) => assert_matches!(error, Error::TimedOut),
+        }
     }
     wait(guard.release()).unwrap();
     let log = cluster.log();

@@ -1,0 +1,1 @@
+CREATE TABLE booking (server integer NOT NULL, customer text NOT NULL);

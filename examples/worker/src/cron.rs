@@ -1,0 +1,74 @@
+//! Ticks by a cron expression in a time zone.
+
+use std::str::FromStr;
+
+use chrono::{DateTime, Utc};
+use chrono_tz::Tz;
+use croner::Cron;
+
+/// Returns the first tick after a time.
+///
+/// # Panics
+///
+/// For an expression that is none: it is a constant of the program.
+pub(crate) fn next(
+    expression: &str,
+    zone: Tz,
+) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync {
+    let cron = Cron::from_str(expression).expect("the expression is a constant");
+    move |after| {
+        let next = cron
+            .find_next_occurrence(&after.with_timezone(&zone), false)
+            .ok()?;
+        Some(next.with_timezone(&Utc))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use chrono::TimeZone;
+
+    use super::*;
+
+    /// The ticks from a midnight in Berlin to the next one.
+    fn ticks(expression: &str, year: i32, month: u32, day: u32) -> Vec<String> {
+        let zone = chrono_tz::Europe::Berlin;
+        let next = next(expression, zone);
+        let midnight = |day| {
+            zone.with_ymd_and_hms(year, month, day, 0, 0, 0)
+                .unwrap()
+                .with_timezone(&Utc)
+        };
+        let (mut at, end) = (midnight(day), midnight(day + 1));
+        let mut ticks = Vec::new();
+        while let Some(tick) = next(at).filter(|tick| *tick < end) {
+            ticks.push(tick.with_timezone(&zone).format("%H:%M %:z").to_string());
+            at = tick;
+        }
+        ticks
+    }
+
+    #[test]
+    fn a_nightly_tick_comes_once_on_days_of_23_and_25_hours() {
+        assert_eq!(ticks("0 3 * * *", 2026, 3, 28), ["03:00 +01:00"]);
+        assert_eq!(
+            ticks("0 3 * * *", 2026, 3, 29),
+            ["03:00 +02:00"],
+            "23 hours"
+        );
+        assert_eq!(
+            ticks("0 3 * * *", 2026, 10, 25),
+            ["03:00 +01:00"],
+            "25 hours"
+        );
+        // In the hour that is left out, and in the one that is repeated.
+        assert_eq!(ticks("30 2 * * *", 2026, 3, 29).len(), 1);
+        assert_eq!(ticks("30 2 * * *", 2026, 10, 25).len(), 1);
+    }
+
+    #[test]
+    fn an_hourly_tick_comes_23_and_25_times() {
+        assert_eq!(ticks("15 * * * *", 2026, 3, 29).len(), 23);
+        assert_eq!(ticks("15 * * * *", 2026, 10, 25).len(), 25);
+    }
+}

@@ -1,0 +1,91 @@
+//! A worker of which several instances run on one database.
+//!
+//! ```sh
+//! DATABASE_URL=postgres://… cargo run -p worker -- worker-1
+//! ```
+//!
+//! One instance leads and dispatches. A report is written at 3:00 in Berlin, by whichever instance gets the tick, and a heartbeat each
+//! second. SIGTERM and Ctrl-C end it: the leader resigns, and a report that is being written is finished.
+
+mod cron;
+
+use std::error::Error;
+use std::thread;
+use std::time::Duration;
+
+use diesel::PgConnection;
+use diesel::r2d2::{ConnectionManager, Pool};
+use diesel_interlock::schedule::{CatchUp, every};
+use diesel_interlock::{Leader, PgPool, Schedule, Stop, migrations};
+
+static DISPATCHER: Leader = Leader::named("dispatcher", Duration::from_secs(3));
+static REPORT: Schedule = Schedule::named("report");
+static HEARTBEAT: Schedule = Schedule::named("heartbeat");
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let url = std::env::var("DATABASE_URL")
+        .map_err(|_| "set DATABASE_URL to the URL of a PostgreSQL database")?;
+    let name = std::env::args()
+        .nth(1)
+        .unwrap_or_else(|| format!("worker {}", std::process::id()));
+    let pool: PgPool = Pool::builder()
+        .max_size(6)
+        .build(ConnectionManager::<PgConnection>::new(url))?;
+    migrations::install(&pool)?;
+    let stop = Stop::new();
+    let on_signal = stop.clone();
+    ctrlc::set_handler(move || on_signal.stop())?;
+    println!("ready");
+
+    thread::scope(|scope| {
+        let leading = scope.spawn(|| dispatch(&pool, &stop, &name));
+        let reporting = scope.spawn(|| report(&pool, &stop, &name));
+        let beating = scope.spawn(|| beat(&pool, &stop, &name));
+        for job in [leading, reporting, beating] {
+            let ended = job.join().map_err(|_| "a job has panicked")?;
+            // Without a job the others end, too, so that the process is started again.
+            stop.stop();
+            ended?;
+        }
+        Ok(())
+    })
+}
+
+/// On one instance at a time. The call is the leadership.
+fn dispatch(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
+    DISPATCHER
+        .clone()
+        .details(name.to_owned())
+        .lead(pool, stop, |term| {
+            println!("lead {}", term.token());
+            while term.is_leader() {
+                // A step of the work, and then:
+                term.pause(Duration::from_millis(200));
+            }
+        })
+}
+
+/// Each night, in a time zone with clock changes.
+fn report(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
+    let nightly = cron::next("0 3 * * *", chrono_tz::Europe::Berlin);
+    REPORT
+        .clone()
+        .details(name.to_owned())
+        .run(pool, stop, nightly, |tick| {
+            println!("report {} attempt {}", tick.at(), tick.attempt());
+            Ok::<_, diesel_interlock::Error>(())
+        })
+}
+
+/// Each second, and none is left out for at most a minute.
+fn beat(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
+    let schedule = HEARTBEAT
+        .clone()
+        .details(name.to_owned())
+        .catch_up(CatchUp::All(60))
+        .after_crash(Duration::from_secs(3), 3);
+    schedule.run(pool, stop, every(Duration::from_secs(1)), |tick| {
+        println!("beat {} {}", tick.at().timestamp(), tick.attempt());
+        Ok::<_, diesel_interlock::Error>(())
+    })
+}

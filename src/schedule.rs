@@ -77,8 +77,8 @@ pub enum Look {
 /// # Errors
 ///
 /// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, or a `next` that does not go on;
-/// [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was lost while the work ran; [`Error::Pool`] and [`Error::Database`]. `run` tries again after the
-/// last three.
+/// [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was lost while the work ran; [`Error::Pool`] and
+/// [`Error::Database`]. `run` tries again after the last three.
 #[must_use = "a schedule does nothing until it is run"]
 pub struct Schedule<P: Pool> {
     name: &'static str,

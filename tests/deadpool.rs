@@ -16,9 +16,6 @@ mod pool {
     use diesel_async::pooled_connection::AsyncDieselConnectionManager;
     pub(crate) use diesel_interlock::deadpool::*;
 
-    /// Whether the pool lends a connection to whoever has waited longest.
-    pub(crate) const IS_FAIR: bool = true;
-
     /// A pool of at most `size` connections, from which a check-out waits for at most `patience`.
     pub(crate) fn make(url: &str, size: u32, patience: Duration) -> PgPool {
         let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);

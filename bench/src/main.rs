@@ -10,6 +10,7 @@ mod semaphores;
 mod server;
 mod throttles;
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use crate::compare::Plan;
@@ -46,7 +47,17 @@ const SECTIONS: [(&str, Section); 6] = [
     ("growth", growth::run),
 ];
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run() -> Result<(), Box<dyn std::error::Error>> {
     use lexopt::prelude::*;
 
     let (mut seconds, mut rounds, mut rows, mut chosen) = (1.0, 7, 10_000_000, Vec::new());

@@ -17,9 +17,6 @@ pub(crate) type Conn = PgConnection;
 /// Whether a dropped guard or permit leaves its release to a task, so that it may be held for a moment longer.
 pub(crate) const IS_ASYNC: bool = false;
 
-/// Whether the pool lends a connection to whoever has waited longest.
-pub(crate) const IS_FAIR: bool = true;
-
 /// What an operation returned.
 pub(crate) fn wait<T>(reply: T) -> T {
     reply

@@ -3,7 +3,7 @@
 
 mod fences;
 mod installing;
-mod kept;
+mod kept_permits;
 mod lent;
 mod local_rate_limits;
 mod monitoring;

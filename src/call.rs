@@ -134,13 +134,19 @@ where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    // Inside a transaction that plain SQL has opened, the failure has aborted it, and BEGIN fails.
-    if reply.as_ref().is_err_and(needs_read_committed) && session.begin().await.is_ok() {
-        sent = Instant::now();
-        reply = rows(session, statements).await;
-        match &reply {
-            Ok(_) => session.commit().await?,
-            Err(_) => session.rollback().await?,
+    if reply.as_ref().is_err_and(needs_read_committed) {
+        match session.begin().await {
+            Ok(()) => {
+                sent = Instant::now();
+                reply = rows(session, statements).await;
+                match &reply {
+                    Ok(_) => session.commit().await?,
+                    Err(_) => session.rollback().await?,
+                }
+            }
+            Err(error) if has_ended(session, &error).await => reply = Err(error),
+            // Inside a transaction that plain SQL has opened, the failure has aborted it.
+            Err(_) => {}
         }
     }
     match reply {

@@ -12,7 +12,7 @@ use diesel_interlock::testing::depose;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, installed, run, text};
+use crate::support::{eventually, installed, number, text};
 
 const TTL: Duration = Duration::from_millis(600);
 const DISPATCHER: Leader = Leader::named("dispatcher", TTL);
@@ -113,6 +113,26 @@ fn a_leader_that_is_deposed_is_told_and_stands_again() {
 }
 
 #[test]
+fn the_seat_of_a_leader_that_has_crashed_falls_free() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let look = &mut database.connect();
+    // Nobody renews it.
+    let seat =
+        "(SELECT id FROM resource_control.claim_service_request('leader dispatcher', 1, '600 ms'))";
+    let crashed = number(look, seat);
+    let stop = Stop::new();
+    DISPATCHER
+        .lead(&pool, &stop, |term| {
+            assert!(term.token() > crashed);
+            stop.stop();
+        })
+        .unwrap();
+    let timed_out = "(SELECT count(timed_out_at) FROM resource_control.service_request)";
+    assert_eq!(number(look, timed_out), 1);
+}
+
+#[test]
 fn a_leader_whose_work_panics_resigns() {
     let database = installed();
     let pool = pool(&database, 2);
@@ -188,7 +208,6 @@ fn elections_have_names_and_keys_of_their_own() {
             stop.stop();
         })
         .unwrap();
-    run(&mut database.connect(), "SELECT 1");
 }
 
 #[test]

@@ -9,3 +9,4 @@ mod own_migrations;
 mod rate_limits;
 mod round_trips;
 mod schedules;
+mod service_requests;

@@ -138,7 +138,7 @@ impl<P: Pool> RateLimit<P> {
     /// Waits until the units are there, and spends them: checks, pauses for `retry_after`, and checks again. Returns that it is
     /// limited at once if the pause would end after `timeout`.
     ///
-    /// It holds no connection while it pauses, and reserves nothing, so whoever gives up takes nothing with him. No order is
+    /// It holds no connection while it pauses, and reserves nothing, so a caller that gives up takes nothing. No order is
     /// promised. Fails with [`Error::TimedOut`] if not even the first check had a reply in time.
     pub fn acquire_timeout<'a>(
         &'a self,

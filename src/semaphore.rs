@@ -165,8 +165,7 @@ impl<P: Pool> Semaphore<P> {
     /// Makes its permits renew themselves every third of their timeout for as long as they are held: each on a thread of its own
     /// over r2d2, and in a task over deadpool and bb8. The timeout, 3 seconds at least, is then how long a crash keeps the slot.
     ///
-    /// A renewal takes a connection of the pool. bb8 lends to whoever asks, and not to whoever has waited longest, so leave it one to
-    /// spare.
+    /// A renewal takes a connection of the pool. bb8 does not lend in the order of waiting, so leave it a connection to spare.
     ///
     /// A permit that cannot be renewed in time is [lost](Permit::is_lost) before the database lets another holder in.
     ///

@@ -99,7 +99,7 @@ pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {
         .unwrap_or_else(|| unreachable!("a blocking session replies before it returns"))
 }
 
-/// Whether an error is of the kind that Diesel gives to whatever it has no kind for.
+/// Whether an error is of the kind that Diesel gives to all that it has no kind for.
 pub(crate) const fn is_unknown(error: &DieselError) -> bool {
     matches!(
         error,

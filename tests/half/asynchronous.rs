@@ -1,6 +1,6 @@
 //! The half of the crate under test: the asynchronous one. Which pool, the crate's `pool` says.
 //!
-//! A file of the suite takes from here whatever differs between the halves: the handles and their pool, [`wait`], the macros
+//! A file of the suite takes from here what differs between the halves: the handles and their pool, [`wait`], the macros
 //! `reply!` and `work!`, and [`execute`]. Tests stay plain functions: each operation is driven from the thread of the test, on
 //! one runtime of the process.
 #![allow(dead_code, unused_imports)] // each crate uses a part

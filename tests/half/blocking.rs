@@ -1,6 +1,6 @@
 //! The half of the crate under test: the blocking one, over r2d2.
 //!
-//! A file of the suite takes from here whatever differs between the halves: the handles and their pool, [`wait`], the macros
+//! A file of the suite takes from here what differs between the halves: the handles and their pool, [`wait`], the macros
 //! `reply!` and `work!`, and [`execute`].
 #![allow(dead_code, unused_imports)] // each crate uses a part
 

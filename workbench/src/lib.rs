@@ -10,7 +10,7 @@
 //!
 //! # Panics
 //!
-//! This is test support: whatever goes wrong is a panic that says what to do about it, and every wait has a deadline.
+//! This is test support: what goes wrong is a panic that says what to do about it, and every wait has a deadline.
 //!
 //! # The server
 //!

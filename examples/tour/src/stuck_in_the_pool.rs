@@ -1,4 +1,4 @@
-//! The session lock, on whatever connection the pool gives and on one that is pinned.
+//! The session lock, on any connection that the pool gives and on one that is pinned.
 
 use std::error::Error;
 
@@ -17,7 +17,7 @@ pub(crate) fn a_lock_that_got_stuck_in_the_pool(database: &Database) -> Result<(
     let pool = database.pool(2);
     let mut observer = database.connect();
 
-    say("PostgreSQL's functions, each on whatever connection the pool gives");
+    say("PostgreSQL's functions, each on any connection that the pool gives");
     let number = NIGHTLY.lock_key().id()?;
     let mut first = pool.get()?;
     let mut second = pool.get()?; // another request has the other connection

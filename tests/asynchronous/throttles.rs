@@ -68,8 +68,8 @@ fn an_attempt_that_is_dropped_at_any_poll_is_granted_once_at_most() {
                     let later = wait(throttle.attempt(&pool)).unwrap().is_granted();
                     assert!(granted + usize::from(later) <= 1, "{throttle:?} at {polls}");
                     assert!(wait(throttle.attempt(&pool)).unwrap().is_denied());
-                    if is_delivered {
-                        assert!(polls > 1);
+                    // A reply may already be there when it is first waited for.
+                    if is_delivered && polls > 2 {
                         break;
                     }
                 }

@@ -21,7 +21,10 @@ pub enum Error {
     Input(&'static str),
 
     /// The pool lent no connection.
-    #[error("the pool lent no connection: {0}; is the database up, and the pool large enough?")]
+    #[error(
+        "the pool lent no connection: {0}; is the database up, and the pool large enough, and does the caller hold a guard, \
+         whose `conn()` lends its connection?"
+    )]
     Pool(#[source] Box<dyn std::error::Error + Send + Sync>),
 
     /// A statement failed.
@@ -93,11 +96,8 @@ pub enum Error {
     },
 
     /// Two connections of the pool held the same exclusive lock at once.
-    #[error(
-        "session locks exclude nobody on this pool: a pooler in transaction mode is in between, or the server only \
-         pretends to lock; use `AdvisoryLock::transaction`, or connect past the pooler"
-    )]
-    NotExclusive,
+    #[error("session locks exclude nobody on this pool: {0}")]
+    NotExclusive(&'static str),
 
     /// A transaction was still open when the lock was released, so nothing of it was committed under the lock. It was rolled
     /// back with its session.

@@ -10,6 +10,14 @@ use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 use crate::session::Session;
 
+/// What was found, and the remedy.
+const ONE_SESSION: &str = "two connections have the same server session, so a pooler in transaction mode is in between: connect past \
+     it, or use `AdvisoryLock::transaction`, or a semaphore of one slot";
+const MOVED: &str = "the statements of one connection run on several server sessions, so a pooler in transaction mode is in between: \
+     connect past it, or use `AdvisoryLock::transaction`, or a semaphore of one slot";
+const NO_LOCKS: &str = "two sessions got the same lock, so the advisory locks of this server do nothing: use a semaphore of one slot, \
+     or a server that has them";
+
 /// Checks that session locks exclude on this pool: takes one on a connection, and tries it on a second one, which must be refused.
 ///
 /// It finds poolers in transaction mode, and servers whose advisory locks do nothing. Call it once when a program starts that uses
@@ -18,7 +26,7 @@ use crate::session::Session;
 ///
 /// # Errors
 ///
-/// [`Error::NotExclusive`], and those of a [session lock](crate::advisory::AdvisoryLock#errors).
+/// [`Error::NotExclusive`] with what was found and what to do, and those of a [session lock](crate::advisory::AdvisoryLock#errors).
 ///
 /// ```
 /// # let database = workbench::Database::new();
@@ -43,8 +51,10 @@ pub(crate) async fn check<P: Pool>(pool: &P) -> Result<()> {
     let deadline = Some(Instant::now() + Duration::from_secs(1));
     let second = P::Mode::within(deadline, Pinned::check_out(pool, deadline)).await;
     let mut second = second.ok_or(Error::TimedOut)??;
-    if second.take(lock).await?.is_some() {
-        return Err(Error::NotExclusive);
+    match second.take(lock).await? {
+        Some(other) if other == pid => return Err(Error::NotExclusive(ONE_SESSION)),
+        Some(_) => return Err(Error::NotExclusive(NO_LOCKS)),
+        None => {}
     }
     // A pooler that lends a session to each transaction lends the first one's to this, unless it has others to spare.
     second.conn().begin().await?;
@@ -52,7 +62,7 @@ pub(crate) async fn check<P: Pool>(pool: &P) -> Result<()> {
     second.conn().rollback().await?;
     match released {
         Ok(()) => Ok(()),
-        Err(Error::SessionMoved { .. } | Error::LockLost(_)) => Err(Error::NotExclusive),
+        Err(Error::SessionMoved { .. } | Error::LockLost(_)) => Err(Error::NotExclusive(MOVED)),
         Err(error) => Err(error),
     }
 }

@@ -81,15 +81,16 @@ impl<P: Pool> Leader<P> {
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::shown(key)),
-            details: self.details.clone(),
-            ..*self
+            ..self.clone()
         }
     }
 
-    /// Sets how this candidate is named in the view `leader`.
-    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
-        self.details = details.into();
-        self
+    /// Returns the election in which this candidate is named so in the view `leader`.
+    pub fn details(&self, details: impl Into<String>) -> Self {
+        Self {
+            details: Cow::Owned(details.into()),
+            ..self.clone()
+        }
     }
 
     /// A semaphore of one slot. Its service is the word and the name, so that no other semaphore has it.

@@ -118,7 +118,7 @@ pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
         SUBJECT.tell("install", run_files(pool)).await?;
         if pool.idle() >= 2 {
             let began = Instant::now();
-            if let Err(error @ Error::NotExclusive) = exclusion::check(pool).await {
+            if let Err(error @ Error::NotExclusive(_)) = exclusion::check(pool).await {
                 let took = began.elapsed();
                 SUBJECT.event("check_exclusion", "failed", took, None, Some(&error));
             }

@@ -118,10 +118,13 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Sets how this instance is named in the view `schedule_state`. Without it that is the session's `application_name` and pid.
-    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
-        self.details = details.into();
-        self
+    /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it that is the session's
+    /// `application_name` and pid.
+    pub fn details(&self, details: impl Into<String>) -> Self {
+        Self {
+            details: Cow::Owned(details.into()),
+            ..self.clone()
+        }
     }
 
     /// Sets what becomes of missed ticks. By default one run for all that were missed, of the latest.

@@ -156,10 +156,12 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
-    /// Sets what its requests are logged with: who makes them, and what for. At most 1,000 bytes; none by default.
-    pub fn details(mut self, details: impl Into<Cow<'static, str>>) -> Self {
-        self.details = details.into();
-        self
+    /// Returns the semaphore whose requests are logged with this: who makes them, and what for. At most 1,000 bytes; none by default.
+    pub fn details(&self, details: impl Into<String>) -> Self {
+        Self {
+            details: Cow::Owned(details.into()),
+            ..self.clone()
+        }
     }
 
     /// Makes its permits renew themselves every third of their timeout for as long as they are held: each on a thread of its own

@@ -3,15 +3,17 @@
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
+use diesel_interlock::migrations;
 use tracing::field::{Field, Visit};
 use tracing::subscriber::with_default;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
 use crate::half::{AdvisoryLock, Fence, Quota, RateLimit, Semaphore, Throttle, pool};
-use crate::support::{Observer, installed};
+use crate::support::{Observer, Own, Step, eventually, installed, number, run};
 
 type Fields = HashMap<&'static str, String>;
 
@@ -137,4 +139,34 @@ fn what_needs_attention_is_a_warning_with_its_error() {
     assert_eq!(lost["outcome"], "lost");
     assert!(lost["error"].contains("report") && lost["held_us"].parse::<u64>().is_ok());
     assert_eq!(refused["outcome"], "failed");
+}
+
+/// It takes the five seconds after which it is told.
+#[test]
+fn a_long_wait_for_the_migrations_of_another_instance_names_its_session() {
+    const OWN: Own = Own(&[("1_users", Step::Sql("CREATE TABLE users ()"))]);
+    let database = installed();
+    let mut holder = database.connect();
+    run(
+        &mut holder,
+        "SELECT pg_advisory_lock(resource_control.lock_key('diesel_interlock migrations'))",
+    );
+    let pid = number(&mut holder, "pg_backend_pid()");
+    let collected = Collect::default();
+    let subscriber = tracing_subscriber::registry().with(collected.clone());
+    let waiting = thread::spawn({
+        let mut conn = database.connect();
+        move || with_default(subscriber, || migrations::run_pending(&mut conn, OWN))
+    });
+    let told = || {
+        let events = collected.0.lock().unwrap();
+        let of_wait = events
+            .iter()
+            .find(|(_, event)| event["outcome"] == "waiting");
+        of_wait.map(|(level, event)| (*level, event["holder"].clone()))
+    };
+    eventually("the wait is told", || told().is_some());
+    assert_eq!(told(), Some((Level::WARN, format!("{pid}"))));
+    drop(holder);
+    assert_eq!(waiting.join().unwrap().unwrap(), ["1"]);
 }

@@ -16,7 +16,10 @@ fn in_transaction_mode_session_locks_exclude_nobody() {
     for sessions in [1, 2] {
         let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, sessions);
         let pool = pool(&pooler, 2);
-        assert!(matches!(check_exclusion(&pool), Err(Error::NotExclusive)));
+        assert!(matches!(
+            check_exclusion(&pool),
+            Err(Error::NotExclusive(_))
+        ));
     }
 }
 

@@ -4,6 +4,7 @@
 
 mod locking;
 mod migrating;
+mod working;
 
 use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::prelude::*;
@@ -38,6 +39,19 @@ fn connect(pooler: &Endpoint) -> PgConnection {
     CustomizeConnection::<_, diesel::r2d2::Error>::on_acquire(&NoStatementCache, &mut conn)
         .unwrap();
     conn
+}
+
+/// Whether diesel-async, whose statements are always prepared, works behind this pooler in transaction mode.
+#[cfg(feature = "deadpool")]
+fn follows_prepared_statements() -> bool {
+    let follows = PgBouncer::follows_prepared_statements();
+    if !follows {
+        println!(
+            "not run behind PgBouncer {:?}, which does not follow prepared statements",
+            PgBouncer::version()
+        );
+    }
+    follows
 }
 
 /// Makes the session that was not used last the next one, over a pooler with two sessions.

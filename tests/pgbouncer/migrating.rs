@@ -132,6 +132,27 @@ fn migrations_that_moved_to_another_session_are_an_error_and_leave_no_lock() {
     assert_eq!(number(&mut database.connect(), LOCKS), 0);
 }
 
+#[cfg(feature = "deadpool")]
+#[test]
+fn asynchronous_ones_are_an_error_and_leave_no_lock() {
+    if !crate::follows_prepared_statements() {
+        return;
+    }
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 2);
+    turn_sessions(&pooler);
+    let moved = workbench::block_on(async {
+        let conn = pooler.connect_async().await;
+        migrations::run_pending(conn, Turning(pooler.clone())).await
+    });
+    assert!(
+        matches!(moved, Err(Error::SessionMoved { is_freed: true, .. })),
+        "{moved:?}"
+    );
+    assert_eq!(number(&mut database.connect(), LOCKS), 0);
+}
+
 #[test]
 fn a_pooler_in_session_mode_does_for_migrations() {
     let database = Database::new();

@@ -145,12 +145,34 @@ pub mod bb8 {
     handles!();
 }
 
-/// The programs of the README.
+/// The programs of the README and of `docs/`.
 #[cfg(all(
     doctest,
     feature = "r2d2",
     feature = "deadpool",
-    feature = "migrations"
+    feature = "migrations",
+    feature = "testing"
 ))]
-#[doc = include_str!("../README.md")]
-struct Readme;
+mod pages {
+    macro_rules! pages {
+        ($($name:ident $path:literal,)*) => {
+            $(#[doc = include_str!(concat!("../", $path))]
+            struct $name;)*
+        };
+    }
+
+    pages! {
+        Readme "README.md",
+        Bookings "docs/bookings.md",
+        Deployment "docs/deployment.md",
+        FragileService "docs/fragile-service.md",
+        Interop "docs/interop.md",
+        Jobs "docs/jobs.md",
+        Leader "docs/leader.md",
+        Limits "docs/limits.md",
+        Poolers "docs/poolers.md",
+        Reference "docs/reference.md",
+        Schedules "docs/schedules.md",
+        Testing "docs/testing.md",
+    }
+}

@@ -382,7 +382,7 @@ fn a_pooled_session_that_has_ended_is_an_error_or_replaced_and_nothing_leaks() {
         let permit = taken(&ONE, &pool);
         run(
             look,
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+            "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity \
              WHERE datname = current_database() AND pid <> pg_backend_pid()",
         );
         if let Err(error) = wait(permit.release()) {

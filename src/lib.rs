@@ -166,6 +166,7 @@ mod pages {
         Bookings "docs/bookings.md",
         Deployment "docs/deployment.md",
         FragileService "docs/fragile-service.md",
+        Idempotency "docs/idempotency.md",
         Interop "docs/interop.md",
         Jobs "docs/jobs.md",
         Leader "docs/leader.md",
@@ -173,6 +174,7 @@ mod pages {
         Poolers "docs/poolers.md",
         Reference "docs/reference.md",
         Schedules "docs/schedules.md",
+        SeveralLocks "docs/several-locks.md",
         Testing "docs/testing.md",
     }
 }

@@ -1,5 +1,6 @@
 //! Advisory locks: one holder at a time, among all programs that use the database.
 
+mod all;
 mod attempt;
 mod guard;
 mod lent;
@@ -9,14 +10,15 @@ mod xact;
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub(crate) use self::all::Locks;
 pub use self::attempt::Attempt;
 pub use self::guard::AdvisoryLockGuard;
 #[cfg(feature = "migrations")]
 pub(crate) use self::lent::Scope;
 use self::pinned::Pinned;
-use self::sql::Lock;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
@@ -100,6 +102,8 @@ pub struct AdvisoryLock<P: Pool> {
     key: LockKey,
     label: &'static str,
     is_shared: bool,
+    /// What it is on, if it is of several, and which of them are shared. Then `key` is the first one.
+    all: Option<Arc<[(LockKey, bool)]>>,
     pool: PhantomData<fn(&P)>,
 }
 
@@ -115,6 +119,7 @@ impl<P: Pool> AdvisoryLock<P> {
             label: key.label(),
             key,
             is_shared: false,
+            all: None,
             pool: PhantomData,
         }
     }
@@ -128,21 +133,25 @@ impl<P: Pool> AdvisoryLock<P> {
     /// assert_eq!(*SERVER.key(345).lock_key(), LockKey::parts(["server", "345"]));
     /// ```
     ///
-    /// Only a lock of a name has keys. That of a number or a pair is refused when it is used ([`Error::Input`]).
+    /// Only a lock of a name has keys. That of a number, a pair or several is refused when it is used ([`Error::Input`]).
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            key: self.key.keyed(key),
+            key: match self.all {
+                None => self.key.keyed(key),
+                Some(_) => LockKey::none(),
+            },
+            all: None,
             ..*self
         }
     }
 
-    /// Returns the shared form of the lock: many may hold it at once, while nobody holds the exclusive one.
+    /// Returns the shared form of the lock, or of each of several: many may hold it at once, while nobody holds the exclusive one.
     pub const fn shared(mut self) -> Self {
         self.is_shared = true;
         self
     }
 
-    /// Returns what the lock is on.
+    /// Returns what the lock is on, or the first of several.
     pub const fn lock_key(&self) -> &LockKey {
         &self.key
     }
@@ -155,7 +164,7 @@ impl<P: Pool> AdvisoryLock<P> {
         pool: &'a P,
     ) -> Reply<'a, P, Result<Attempt<AdvisoryLockGuard<P>>>> {
         P::Mode::drive(self.subject().tell("try_acquire", async move {
-            let guard = self.attempt(pool, None, None).await?;
+            let guard = self.attempt(pool, &self.locks()?, None, None).await?;
             Ok(guard.map_or(Attempt::Busy, Attempt::Acquired))
         }))
     }
@@ -190,10 +199,11 @@ impl<P: Pool> AdvisoryLock<P> {
         pool: &P,
         deadline: Option<Instant>,
     ) -> Result<Attempt<AdvisoryLockGuard<P>>> {
-        let topic = Topic::of::<P>(What::Lock(self.key.id()?));
+        let locks = self.locks()?;
+        let topic = Topic::of::<P>(What::Lock(locks.first().id));
         let mut turns = Turns::new(topic, deadline);
         while turns.next::<P::Mode>().await {
-            let attempt = self.attempt(pool, deadline, Some(&mut turns));
+            let attempt = self.attempt(pool, &locks, deadline, Some(&mut turns));
             match P::Mode::within(deadline, attempt).await {
                 Some(Ok(None)) => {}
                 Some(outcome) => {
@@ -213,40 +223,34 @@ impl<P: Pool> AdvisoryLock<P> {
     async fn attempt(
         &self,
         pool: &P,
+        locks: &Locks,
         deadline: Option<Instant>,
         turns: Option<&mut Turns>,
     ) -> Result<Option<AdvisoryLockGuard<P>>> {
-        let lock = self.lock()?;
         let mut pinned = Pinned::check_out(pool, deadline).await?;
-        let mut taken = pinned.take(lock).await;
+        let mut taken = pinned.take(locks).await;
         if let Err(error) = &taken {
             if pinned.has_ended(error).await {
                 drop(pinned);
                 pinned = Pinned::check_out(pool, deadline).await?;
-                taken = pinned.take(lock).await;
+                taken = pinned.take(locks).await;
             }
         }
-        let mut pid = taken?;
-        if let (None, Some(turns)) = (pid, turns) {
+        let mut taken = taken?;
+        if let (Err(busy), Some(turns)) = (taken, turns) {
             turns.refused();
+            turns.wait_for(Topic::of::<P>(What::Lock(locks.get(busy).id)));
             let slice = if pool.can_spare() {
                 turns.slice()
             } else {
                 None
             };
             if let Some(slice) = slice {
-                pid = pinned.wait(lock, slice, turns).await?;
+                taken = pinned.wait(locks, busy, slice, turns).await?;
             }
         }
-        Ok(pid
-            .map(|pid| AdvisoryLockGuard::new(pinned, self.key.clone(), self.subject(), lock, pid)))
-    }
-
-    fn lock(&self) -> Result<Lock> {
-        Ok(Lock {
-            id: self.key.id()?,
-            is_shared: self.is_shared,
-        })
+        let guard = |pid| AdvisoryLockGuard::new(pinned, self.subject(), locks.clone(), pid);
+        Ok(taken.ok().map(guard))
     }
 
     fn subject(&self) -> Subject {
@@ -289,6 +293,7 @@ impl<P: Pool> Clone for AdvisoryLock<P> {
     fn clone(&self) -> Self {
         Self {
             key: self.key.clone(),
+            all: self.all.clone(),
             ..*self
         }
     }
@@ -299,6 +304,7 @@ impl<P: Pool> fmt::Debug for AdvisoryLock<P> {
         f.debug_struct("AdvisoryLock")
             .field("key", &self.key)
             .field("is_shared", &self.is_shared)
+            .field("all", &self.all)
             .finish()
     }
 }

@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use crate::advisory::Locks;
 use crate::advisory::pinned::Pinned;
 use crate::advisory::sql::Lock;
 use crate::error::{Error, Result};
-use crate::key::{LockId, LockKey};
+use crate::key::LockKey;
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 use crate::session::Session;
@@ -39,26 +40,24 @@ pub fn check_exclusion<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
 }
 
 pub(crate) async fn check<P: Pool>(pool: &P) -> Result<()> {
-    let lock = Lock {
-        id: LockId::BigInt(fastrand::i64(..)),
-        is_shared: false,
-    };
+    let lock = Lock::new(LockKey::bigint(fastrand::i64(..)), false)?;
+    let lock = Locks::from(lock);
     let mut first = Pinned::check_out(pool, None).await?;
-    let Some(pid) = first.take(lock).await? else {
+    let Ok(pid) = first.take(&lock).await? else {
         // Somebody else has just this number, and excludes this one.
         return Ok(());
     };
     let deadline = Some(Instant::now() + Duration::from_secs(1));
     let second = P::Mode::within(deadline, Pinned::check_out(pool, deadline)).await;
     let mut second = second.ok_or(Error::TimedOut)??;
-    match second.take(lock).await? {
-        Some(other) if other == pid => return Err(Error::NotExclusive(ONE_SESSION)),
-        Some(_) => return Err(Error::NotExclusive(NO_LOCKS)),
-        None => {}
+    match second.take(&lock).await? {
+        Ok(other) if other == pid => return Err(Error::NotExclusive(ONE_SESSION)),
+        Ok(_) => return Err(Error::NotExclusive(NO_LOCKS)),
+        Err(_) => {}
     }
     // A pooler that lends a session to each transaction lends the first one's to this, unless it has others to spare.
     second.conn().begin().await?;
-    let released = first.release(lock, pid, &LockKey::from(lock.id)).await;
+    let released = first.release(&lock, pid).await;
     second.conn().rollback().await?;
     match released {
         Ok(()) => Ok(()),

@@ -46,7 +46,7 @@ enum Number {
     /// FNV-1a of the name, which is computed when it is needed, because `named` is `const` and the hasher is not.
     OfName,
     Given(LockId),
-    /// Of a key under a number, which is refused.
+    /// Of a key under a number or under several locks, which is refused.
     None,
 }
 
@@ -135,6 +135,14 @@ impl LockKey {
         Self::foreign(name, LockId::Pair(hash, 0))
     }
 
+    /// That of nothing, which is refused.
+    pub(crate) const fn none() -> Self {
+        Self {
+            name: None,
+            number: Number::None,
+        }
+    }
+
     fn foreign(name: &str, id: LockId) -> Self {
         Self {
             name: Some(Cow::Owned(name.to_owned())),
@@ -146,7 +154,7 @@ impl LockKey {
     pub fn id(&self) -> Result<LockId> {
         match (self.number, &self.name) {
             (Number::None, _) => Err(Error::Input(
-                "only a lock with a name has keys, and not that of a number or a pair",
+                "only a lock with a name has keys, and not that of a number, a pair or several",
             )),
             (Number::OfName, Some(name)) => input::name(name).map(|()| self.number()),
             _ => Ok(self.number()),
@@ -173,10 +181,7 @@ impl LockKey {
                 Self::parts([name.as_ref(), &input::shown(key)])
             }
             (Number::OfName, _) => self.clone(),
-            _ => Self {
-                name: self.name.clone(),
-                number: Number::None,
-            },
+            _ => Self::none(),
         }
     }
 

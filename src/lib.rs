@@ -11,6 +11,7 @@
 //! | A job that spans many transactions, on one instance at a time | [`AdvisoryLock::try_acquire`](advisory::AdvisoryLock::try_acquire) |
 //! | The same, waiting for the lock | [`AdvisoryLock::acquire_timeout`](advisory::AdvisoryLock::acquire_timeout) |
 //! | Many readers, one writer | [`AdvisoryLock::shared`](advisory::AdvisoryLock::shared) |
+//! | Several things at once, all or none | [`AdvisoryLock::all`](advisory::AdvisoryLock::all) |
 //! | At most once per interval, on any instance | [`Throttle`](throttle::Throttle) |
 //! | N per period on average with a bounded burst, for each key | [`RateLimit`](rate_limit::RateLimit) |
 //! | The same, without a round trip for each call | [`LocalRateLimit`](rate_limit::LocalRateLimit) |

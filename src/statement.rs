@@ -17,6 +17,7 @@ pub(crate) enum Bind {
     Texts(Vec<String>),
     Integer(i32),
     BigInt(i64),
+    BigInts(Vec<i64>),
     Double(f64),
     Interval(PgInterval),
     /// A time as the database told it.
@@ -48,6 +49,7 @@ binds! {
     Texts(Vec<String>): Array<Text>,
     Integer(i32): Integer,
     BigInt(i64): BigInt,
+    BigInts(Vec<i64>): Array<BigInt>,
     Double(f64): Double,
     Interval(PgInterval): Interval,
     Timestamp(PgTimestamp): Timestamptz,

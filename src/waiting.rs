@@ -111,6 +111,14 @@ impl Turns {
         self.was_refused = true;
     }
 
+    /// Goes over to the queue of this, of several things that are waited for.
+    pub(crate) fn wait_for(&mut self, topic: Topic) {
+        if topic != self.topic {
+            self.leave();
+            self.topic = topic;
+        }
+    }
+
     pub(crate) const fn was_refused(&self) -> bool {
         self.was_refused
     }
@@ -203,12 +211,10 @@ impl Turns {
         NUMBER.store(queues.len(), Ordering::SeqCst);
         looked
     }
-}
 
-impl Drop for Turns {
     /// The next one is then the oldest, and tries at once. Also if this one was granted what it waited for, because the next one
     /// then waits on the server, or finds another slot.
-    fn drop(&mut self) {
+    fn leave(&mut self) {
         let Some(place) = self.place.take() else {
             return;
         };
@@ -226,5 +232,11 @@ impl Drop for Turns {
             None => drop(queues.remove(&self.topic)),
         }
         NUMBER.store(queues.len(), Ordering::SeqCst);
+    }
+}
+
+impl Drop for Turns {
+    fn drop(&mut self) {
+        self.leave();
     }
 }

@@ -3,16 +3,16 @@
 use std::fmt;
 use std::time::Instant;
 
+use super::all::Locks;
 use super::attempt::Attempt;
 use super::pinned::Pinned;
-use super::sql::Lock;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
 
-/// A held session lock, with the pooled connection whose session holds it.
+/// A held session lock, or several, with the pooled connection whose session holds it.
 ///
 /// A drop releases the lock, and gives the connection back if the server confirms that. Over r2d2 the drop waits for the server;
 /// over deadpool and bb8 it leaves the release to a task of the runtime on which the lock was taken.
@@ -24,28 +24,20 @@ use crate::pool::{Connection, Pool, Reply};
 #[must_use = "if unused, the lock is released at once"]
 pub struct AdvisoryLockGuard<P: Pool> {
     pinned: Pinned<P>,
-    key: LockKey,
     subject: Subject,
-    lock: Lock,
+    locks: Locks,
     pid: i32,
     since: Instant,
 }
 
 impl<P: Pool> AdvisoryLockGuard<P> {
-    pub(super) fn new(
-        mut pinned: Pinned<P>,
-        key: LockKey,
-        subject: Subject,
-        lock: Lock,
-        pid: i32,
-    ) -> Self {
+    pub(super) fn new(mut pinned: Pinned<P>, subject: Subject, locks: Locks, pid: i32) -> Self {
         let since = Instant::now();
         pinned.told_as(Some((subject, since)));
         Self {
             pinned,
-            key,
             subject,
-            lock,
+            locks,
             pid,
             since,
         }
@@ -57,9 +49,9 @@ impl<P: Pool> AdvisoryLockGuard<P> {
         self.pinned.conn()
     }
 
-    /// Returns what the lock is on.
-    pub const fn lock_key(&self) -> &LockKey {
-        &self.key
+    /// Returns what the lock is on, or of several the first in their order.
+    pub fn lock_key(&self) -> &LockKey {
+        &self.locks.first().key
     }
 
     /// Returns the `pg_backend_pid()` of the session that holds the lock.
@@ -69,7 +61,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
 
     /// Asks whether the session still holds the lock. One round trip, to `pg_locks`.
     pub fn is_held(&mut self) -> Reply<'_, P, Result<bool>> {
-        P::Mode::drive(self.pinned.is_held(self.lock, self.pid))
+        P::Mode::drive(self.pinned.is_held(&self.locks, self.pid))
     }
 
     /// Draws a number that is larger than those of all earlier holders, for a [`Fence`](crate::Fence). One round trip, to a
@@ -77,7 +69,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     ///
     /// Fails with [`Error::NotInstalled`] without that schema, and [`Error::LockLost`] if the session has ended.
     pub fn fencing_token(&mut self) -> Reply<'_, P, Result<i64>> {
-        P::Mode::drive(self.pinned.fencing_token(self.pid, &self.key))
+        P::Mode::drive(self.pinned.fencing_token(&self.locks, self.pid))
     }
 
     /// Releases the lock, and gives the connection back to the pool. One round trip.
@@ -89,7 +81,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
             let began = Instant::now();
             // If this future is dropped, what its task tells would be wrong: the lock may be unlocked already.
             self.pinned.told_as(None);
-            let released = self.pinned.release(self.lock, self.pid, &self.key).await;
+            let released = self.pinned.release(&self.locks, self.pid).await;
             self.subject.ended("release", began, self.since, &released);
             released
         })
@@ -153,7 +145,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Attempt<AdvisoryLockGuard<P>> {
 impl<P: Pool> fmt::Debug for AdvisoryLockGuard<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AdvisoryLockGuard")
-            .field("key", &self.key)
+            .field("locks", &self.locks)
             .field("backend_pid", &self.pid)
             .finish_non_exhaustive()
     }

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 use diesel::result::QueryResult;
 
 use super::AdvisoryLock;
+use super::all::Locks;
 use super::attempt::Attempt;
 use super::pinned::{released, taken, waited};
-use super::sql::{END_SESSION, Lock};
+use super::sql::END_SESSION;
 use crate::error::{Error, Result};
 use crate::event::Subject;
-use crate::key::LockKey;
 #[cfg(feature = "async")]
 use crate::mode::Async;
 #[cfg(feature = "r2d2")]
@@ -42,12 +42,12 @@ impl AdvisoryLock<PgPool> {
     ) -> Result<T, E> {
         let mut scope = now(Scope::enter::<Blocking>(
             conn,
-            self.lock()?,
+            self.locks()?,
             self.subject(),
             true,
         ))?;
         let outcome = work(scope.conn);
-        now(scope.leave(&self.key, outcome))
+        now(scope.leave(outcome))
     }
 
     /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for it.
@@ -58,7 +58,7 @@ impl AdvisoryLock<PgPool> {
     ) -> Result<Attempt<T>, E> {
         let mut scope = now(Scope::enter::<Blocking>(
             conn,
-            self.lock()?,
+            self.locks()?,
             self.subject(),
             false,
         ))?;
@@ -66,7 +66,7 @@ impl AdvisoryLock<PgPool> {
             return Ok(Attempt::Busy);
         }
         let outcome = work(scope.conn);
-        now(scope.leave(&self.key, outcome)).map(Attempt::Acquired)
+        now(scope.leave(outcome)).map(Attempt::Acquired)
     }
 }
 
@@ -82,9 +82,9 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut scope = Scope::enter::<Async>(conn, self.lock()?, self.subject(), true).await?;
+        let mut scope = Scope::enter::<Async>(conn, self.locks()?, self.subject(), true).await?;
         let outcome = work(scope.conn).await;
-        scope.leave(&self.key, outcome).await
+        scope.leave(outcome).await
     }
 
     /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for it.
@@ -93,20 +93,19 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let mut scope = Scope::enter::<Async>(conn, self.lock()?, self.subject(), false).await?;
+        let mut scope = Scope::enter::<Async>(conn, self.locks()?, self.subject(), false).await?;
         if !scope.is_entered() {
             return Ok(Attempt::Busy);
         }
         let outcome = work(scope.conn).await;
-        scope.leave(&self.key, outcome).await.map(Attempt::Acquired)
+        scope.leave(outcome).await.map(Attempt::Acquired)
     }
 }
 
 /// A lock on a lent connection, which cannot be discarded. So what is not certain ends its session.
 pub(crate) struct Scope<'c, S: Session> {
     pub(crate) conn: &'c mut S,
-    lock: Lock,
-    topic: Topic,
+    locks: Locks,
     holds: Holds,
     subject: Subject,
     since: Instant,
@@ -115,8 +114,8 @@ pub(crate) struct Scope<'c, S: Session> {
 #[derive(Debug, Clone, Copy)]
 enum Holds {
     Nothing,
-    /// The lock, which the session with this pid took.
-    Lock(i32),
+    /// The locks, which the session with this pid took.
+    Locks(i32),
     Unknown,
 }
 
@@ -124,7 +123,7 @@ impl<'c, S: Session> Scope<'c, S> {
     /// `subject` tells of a long wait.
     pub(crate) async fn enter<M: Mode>(
         conn: &'c mut S,
-        lock: Lock,
+        locks: Locks,
         subject: Subject,
         waits: bool,
     ) -> Result<Self> {
@@ -132,13 +131,11 @@ impl<'c, S: Session> Scope<'c, S> {
         if !before.is_none() {
             return Err(refusal(before));
         }
-        let topic = Topic::lent(What::Lock(lock.id));
-        let mut turns = Turns::new(topic.clone(), None);
+        let mut turns = Turns::new(Topic::lent(What::Lock(locks.first().id)), None);
         let (began, mut is_told) = (Instant::now(), false);
         let mut scope = Self {
             conn,
-            lock,
-            topic,
+            locks,
             holds: Holds::Nothing,
             subject,
             since: began,
@@ -148,26 +145,30 @@ impl<'c, S: Session> Scope<'c, S> {
                 turns.next::<M>().await;
             }
             scope.holds = Holds::Unknown;
-            let (reply, is_open) = scope.conn.probe(lock.take()).await;
-            let mut pid = taken(reply, is_open)?;
-            if let (None, true, Some(slice)) = (pid, waits, turns.slice()) {
-                pid = waited(scope.conn, lock, slice, &mut turns).await?;
+            let (reply, is_open) = scope.conn.probe(scope.locks.take()).await;
+            let mut taken = taken(reply, is_open)?;
+            if let (Err(busy), true) = (taken, waits) {
+                turns.wait_for(Topic::lent(What::Lock(scope.locks.get(busy).id)));
+                if let Some(slice) = turns.slice() {
+                    taken = waited(scope.conn, &scope.locks, busy, slice, &mut turns).await?;
+                }
             }
-            scope.holds = pid.map_or(Holds::Nothing, Holds::Lock);
-            if pid.is_some() || !waits {
+            scope.holds = taken.map_or(Holds::Nothing, Holds::Locks);
+            let (Err(busy), true) = (taken, waits) else {
                 scope.since = Instant::now();
                 subject.event(
                     if waits { "with_on" } else { "try_with_on" },
-                    if pid.is_some() { "acquired" } else { "busy" },
+                    if taken.is_ok() { "acquired" } else { "busy" },
                     began.elapsed(),
                     None,
                     None,
                 );
                 return Ok(scope);
-            }
+            };
             if !is_told && began.elapsed() > LONG {
                 is_told = true;
-                let holder: QueryResult<(Option<i32>,)> = scope.conn.one(lock.holder()).await;
+                let holder: QueryResult<(Option<i32>,)> =
+                    scope.conn.one(scope.locks.get(busy).holder()).await;
                 subject.waits_for(holder.ok().and_then(|(pid,)| pid), began.elapsed());
             }
         }
@@ -177,46 +178,46 @@ impl<'c, S: Session> Scope<'c, S> {
     #[cfg(all(feature = "async", feature = "migrations"))]
     pub(crate) fn disarm(mut self) -> Option<i32> {
         match std::mem::replace(&mut self.holds, Holds::Nothing) {
-            Holds::Lock(pid) => Some(pid),
+            Holds::Locks(pid) => Some(pid),
             Holds::Nothing | Holds::Unknown => None,
         }
     }
 
     #[cfg(all(feature = "async", feature = "migrations"))]
-    pub(crate) fn resume(conn: &'c mut S, lock: Lock, subject: Subject, pid: Option<i32>) -> Self {
+    pub(crate) fn resume(
+        conn: &'c mut S,
+        locks: Locks,
+        subject: Subject,
+        pid: Option<i32>,
+    ) -> Self {
         Self {
             conn,
-            lock,
-            topic: Topic::lent(What::Lock(lock.id)),
-            holds: pid.map_or(Holds::Unknown, Holds::Lock),
+            locks,
+            holds: pid.map_or(Holds::Unknown, Holds::Locks),
             subject,
             since: Instant::now(),
         }
     }
 
     fn is_entered(&self) -> bool {
-        matches!(self.holds, Holds::Lock(_))
+        matches!(self.holds, Holds::Locks(_))
     }
 
-    pub(crate) async fn leave<T, E: From<Error>>(
-        &mut self,
-        key: &LockKey,
-        outcome: Result<T, E>,
-    ) -> Result<T, E> {
-        let Holds::Lock(pid) = self.holds else {
+    pub(crate) async fn leave<T, E: From<Error>>(&mut self, outcome: Result<T, E>) -> Result<T, E> {
+        let Holds::Locks(pid) = self.holds else {
             return outcome;
         };
         let began = Instant::now();
-        let (reply, is_open) = self.conn.probe(self.lock.release(pid)).await;
+        let (reply, is_open) = self.conn.probe(self.locks.release(pid)).await;
         // A moved session is not this one, so nothing is to be ended here.
         self.holds = if reply.is_ok() {
             Holds::Nothing
         } else {
             Holds::Unknown
         };
-        let mut left = released(self.conn, reply, self.lock, pid, key).await;
+        let mut left = released(self.conn, reply, &self.locks, pid).await;
         if left.is_ok() && is_open {
-            left = Err(Error::TransactionLeftOpen(key.to_string()));
+            left = Err(Error::TransactionLeftOpen(self.locks.to_string()));
         }
         self.subject.ended("with_on", began, self.since, &left);
         let value = outcome?;
@@ -230,19 +231,21 @@ impl<S: Session> Drop for Scope<'_, S> {
         let is_certain = match self.holds {
             Holds::Nothing => true,
             // A blocking session replies, and an asynchronous one runs it behind what was sent.
-            Holds::Lock(pid) if self.conn.transaction().is_none() => {
-                let release = self.lock.late_release(pid);
+            Holds::Locks(pid) if self.conn.transaction().is_none() => {
+                let release = self.locks.late_release(pid);
                 matches!(
                     started_quietly(self.conn.batch(&release)),
                     Ok(None | Some(Ok(())))
                 )
             }
-            Holds::Lock(_) | Holds::Unknown => false,
+            Holds::Locks(_) | Holds::Unknown => false,
         };
         if !is_certain {
             let _ = started_quietly(self.conn.batch(END_SESSION));
             self.conn.mark_broken();
         }
-        waiting::released(&self.topic);
+        for id in self.locks.ids() {
+            waiting::released(&Topic::lent(What::Lock(id)));
+        }
     }
 }

@@ -1,15 +1,16 @@
 //! The connection that a lock is pinned to, and the one place where such a connection is discarded.
 
+use std::marker::PhantomData;
 use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use diesel::result::QueryResult;
 
-use super::sql::{self, Lock};
+use super::all::{Busy, Locks};
+use super::sql;
 use crate::call::explained;
 use crate::error::{Error, Result};
 use crate::event::Subject;
-use crate::key::LockKey;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, PoolConnection};
 use crate::session::{Session, Transaction, has_ended};
@@ -30,26 +31,28 @@ pub(crate) struct Pinned<P: Pool> {
     /// Whose events they are, and since when the lock is held.
     told_as: Option<(Subject, Instant)>,
     /// Dropped last, when the connection is back in its pool.
-    released: Option<Released>,
+    released: Option<Released<P>>,
 }
 
 /// It says the worst before a statement is sent, and better only after its reply.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 enum Holds {
     Nothing,
     /// A try was sent whose reply was not read.
-    Tried(Lock),
-    /// The lock that the session with this pid took.
-    Lock(Lock, i32),
+    Tried(Locks),
+    /// The locks that the session with this pid took.
+    Locks(Locks, i32),
     Unknown,
 }
 
-/// Wakes a waiter of this process when it is dropped.
-struct Released(Topic);
+/// Wakes a waiter of this process for each lock when it is dropped.
+struct Released<P: Pool>(Locks, PhantomData<fn(&P)>);
 
-impl Drop for Released {
+impl<P: Pool> Drop for Released<P> {
     fn drop(&mut self) {
-        waiting::released(&self.0);
+        for id in self.0.ids() {
+            waiting::released(&Topic::of::<P>(What::Lock(id)));
+        }
     }
 }
 
@@ -77,59 +80,60 @@ impl<P: Pool> Pinned<P> {
         self.told_as = told_as;
     }
 
-    /// Takes a lock if it is free. Returns the pid of the session that holds it now.
-    pub(crate) async fn take(&mut self, lock: Lock) -> Result<Option<i32>> {
+    /// Takes the locks if all are free. Returns the pid of the session that holds them now.
+    pub(crate) async fn take(&mut self, locks: &Locks) -> Result<Result<i32, Busy>> {
         let before = self.conn().transaction();
         if !before.is_none() {
             self.holds = Holds::Unknown;
             return Err(refusal(before));
         }
-        self.holds = Holds::Tried(lock);
-        let (reply, is_open) = self.conn().probe(lock.take()).await;
+        self.holds = Holds::Tried(locks.clone());
+        let (reply, is_open) = self.conn().probe(locks.take()).await;
         self.holds = Holds::Unknown;
-        let pid = taken(reply, is_open)?;
-        self.hold(lock, pid);
-        Ok(pid)
+        let taken = taken(reply, is_open)?;
+        self.hold(locks, taken);
+        Ok(taken)
     }
 
-    /// Waits on the server for a lock that was not free.
+    /// Waits on the server for the lock that was busy, and takes the others if they are free.
     pub(super) async fn wait(
         &mut self,
-        lock: Lock,
+        locks: &Locks,
+        busy: Busy,
         limit: Duration,
         turns: &mut Turns,
-    ) -> Result<Option<i32>> {
+    ) -> Result<Result<i32, Busy>> {
         self.holds = Holds::Unknown;
-        let pid = waited(self.conn(), lock, limit, turns).await?;
-        self.hold(lock, pid);
-        Ok(pid)
+        let taken = waited(self.conn(), locks, busy, limit, turns).await?;
+        self.hold(locks, taken);
+        Ok(taken)
     }
 
-    fn hold(&mut self, lock: Lock, pid: Option<i32>) {
-        self.holds = pid.map_or(Holds::Nothing, |pid| Holds::Lock(lock, pid));
-        self.released = pid.map(|_| Released(Topic::of::<P>(What::Lock(lock.id))));
+    fn hold(&mut self, locks: &Locks, taken: Result<i32, Busy>) {
+        self.holds = taken.map_or(Holds::Nothing, |pid| Holds::Locks(locks.clone(), pid));
+        self.released = taken.ok().map(|_| Released(locks.clone(), PhantomData));
     }
 
-    /// Releases the lock. Unless the server confirms it, the drop then discards the connection.
-    pub(crate) async fn release(&mut self, lock: Lock, pid: i32, key: &LockKey) -> Result<()> {
+    /// Releases the locks. Unless the server confirms it, the drop then discards the connection.
+    pub(crate) async fn release(&mut self, locks: &Locks, pid: i32) -> Result<()> {
         let before = self.conn().transaction();
-        let (reply, is_open) = self.conn().probe(lock.release(pid)).await;
+        let (reply, is_open) = self.conn().probe(locks.release(pid)).await;
         self.holds = Holds::Unknown;
         let reply: QueryResult<(Option<i32>,)> = reply;
         if matches!(reply, Ok((Some(_),))) {
             if is_open || before == Transaction::Open {
-                return Err(Error::TransactionLeftOpen(key.to_string()));
+                return Err(Error::TransactionLeftOpen(locks.to_string()));
             }
             if before.is_none() {
                 self.holds = Holds::Nothing;
             }
         }
-        released(self.conn(), reply, lock, pid, key).await
+        released(self.conn(), reply, locks, pid).await
     }
 
-    /// Releases the lock that a try may have taken.
-    async fn undo(&mut self, lock: Lock) {
-        let reply: QueryResult<(Option<i32>,)> = self.conn().one(lock.undo()).await;
+    /// Releases the locks that a try may have taken.
+    async fn undo(&mut self, locks: &Locks) {
+        let reply: QueryResult<(Option<i32>,)> = self.conn().one(locks.undo()).await;
         if reply.is_ok() && self.conn().transaction().is_none() {
             self.holds = Holds::Nothing;
         }
@@ -143,9 +147,9 @@ impl<P: Pool> Pinned<P> {
         }
     }
 
-    /// Whether the session still holds the lock.
-    pub(super) async fn is_held(&mut self, lock: Lock, pid: i32) -> Result<bool> {
-        let reply: QueryResult<(Option<i32>,)> = self.conn().one(lock.is_held()).await;
+    /// Whether the session still holds the locks.
+    pub(super) async fn is_held(&mut self, locks: &Locks, pid: i32) -> Result<bool> {
+        let reply: QueryResult<(Option<i32>,)> = self.conn().one(locks.is_held()).await;
         match reply {
             Ok((holder,)) => Ok(holder == Some(pid)),
             Err(error) if has_ended(self.conn(), &error).await => Ok(false),
@@ -153,17 +157,17 @@ impl<P: Pool> Pinned<P> {
         }
     }
 
-    pub(super) async fn fencing_token(&mut self, pid: i32, key: &LockKey) -> Result<i64> {
+    pub(super) async fn fencing_token(&mut self, locks: &Locks, pid: i32) -> Result<i64> {
         let reply: QueryResult<(Option<i64>,)> = self.conn().one(sql::token(pid)).await;
         match reply {
             Ok((Some(token),)) => Ok(token),
             Ok((None,)) => Err(Error::SessionMoved {
-                key: key.to_string(),
+                key: locks.to_string(),
                 pid,
                 is_freed: false,
             }),
             Err(error) if has_ended(self.conn(), &error).await => {
-                Err(Error::LockLost(key.to_string()))
+                Err(Error::LockLost(locks.to_string()))
             }
             Err(error) => Err(explained(self.conn(), error).await),
         }
@@ -173,10 +177,10 @@ impl<P: Pool> Pinned<P> {
 impl<P: Pool> Drop for Pinned<P> {
     fn drop(&mut self) {
         let Some(conn) = self.conn.take() else { return };
-        match self.holds {
+        match std::mem::replace(&mut self.holds, Holds::Nothing) {
             Holds::Nothing => P::Mode::inside(&self.runtime, || drop(conn)),
             Holds::Unknown => P::Mode::inside(&self.runtime, || conn.discard()),
-            holds @ (Holds::Lock(..) | Holds::Tried(_)) => {
+            holds @ (Holds::Locks(..) | Holds::Tried(_)) => {
                 let pinned = Self {
                     conn: Some(conn),
                     holds: Holds::Unknown,
@@ -221,34 +225,39 @@ async fn release_held<P: Pool>(
     told_as: Option<(Subject, Instant)>,
 ) {
     match holds {
-        Holds::Lock(lock, pid) => {
+        Holds::Locks(locks, pid) => {
             let began = Instant::now();
-            let released = pinned.release(lock, pid, &LockKey::from(lock.id)).await;
+            let released = pinned.release(&locks, pid).await;
             if let Some((subject, since)) = told_as {
                 subject.ended("drop", began, since, &released);
             }
         }
-        Holds::Tried(lock) => pinned.undo(lock).await,
+        Holds::Tried(locks) => pinned.undo(&locks).await,
         Holds::Nothing | Holds::Unknown => {}
     }
 }
 
-/// Reads the reply to [`Lock::take`].
-pub(super) fn taken(reply: QueryResult<(Option<i32>,)>, is_open: bool) -> Result<Option<i32>> {
-    match reply? {
-        _ if is_open => Err(Error::InsideTransaction),
-        (Some(0),) => Err(Error::Standby),
-        (pid,) => Ok(pid),
+/// Reads the reply to [`Locks::take`].
+pub(super) fn taken(
+    reply: QueryResult<(Option<i32>,)>,
+    is_open: bool,
+) -> Result<Result<i32, Busy>> {
+    let (reply,) = reply?;
+    if is_open {
+        return Err(Error::InsideTransaction);
     }
+    Busy::read(reply)
 }
 
-/// Waits for a lock. Returns the pid of the session that holds it now.
+/// Waits for the lock that was busy, and takes the others. Returns the pid of the session that holds them all now.
 pub(super) async fn waited<S: Session>(
     session: &mut S,
-    lock: Lock,
+    locks: &Locks,
+    busy: Busy,
     limit: Duration,
     turns: &mut Turns,
-) -> Result<Option<i32>> {
+) -> Result<Result<i32, Busy>> {
+    let lock = locks.get(busy);
     let number = fastrand::i32(1..);
     let ask = match session.batch(&lock.wait(limit, number)).await {
         Ok(()) => {
@@ -258,28 +267,32 @@ pub(super) async fn waited<S: Session>(
         // The session's own `statement_timeout` was shorter, or the role may not use plpgsql. So it pauses.
         Err(_) => lock.is_held(),
     };
-    let (pid,) = session.one(ask).await?;
-    Ok(pid)
+    let granted: (Option<i32>,) = session.one(ask).await?;
+    match granted {
+        (Some(_),) if locks.len() > 1 => taken(session.one(locks.take_others(busy)).await, false),
+        (pid,) => Ok(pid.ok_or(busy)),
+    }
 }
 
-/// Reads the reply to [`Lock::release`]. If another session has replied, ends the one that took the lock, unless it is in use.
+/// Reads the reply to [`Locks::release`]. If another session has replied, ends the one that took the lock, unless it is in use.
 pub(super) async fn released<S: Session>(
     session: &mut S,
     reply: QueryResult<(Option<i32>,)>,
-    lock: Lock,
+    locks: &Locks,
     pid: i32,
-    key: &LockKey,
 ) -> Result<()> {
-    let key = key.to_string();
     match reply {
         Ok((Some(1),)) => Ok(()),
-        Ok((Some(_),)) => Err(Error::LockLost(key)),
+        Ok((Some(place),)) => Err(Error::LockLost(locks.lost(place))),
         Ok((None,)) => {
-            let ended: QueryResult<bool> = session.one(lock.end_other(pid)).await;
-            let is_freed = ended.unwrap_or(false);
+            let ended: QueryResult<bool> = session.one(locks.end_other(pid)).await;
+            let (key, is_freed) = (locks.to_string(), ended.unwrap_or(false));
             Err(Error::SessionMoved { key, pid, is_freed })
         }
-        Err(error) if has_ended(session, &error).await => Err(Error::LockLost(key)),
-        Err(source) => Err(Error::ReleaseFailed { key, source }),
+        Err(error) if has_ended(session, &error).await => Err(Error::LockLost(locks.to_string())),
+        Err(source) => Err(Error::ReleaseFailed {
+            key: locks.to_string(),
+            source,
+        }),
     }
 }

@@ -5,14 +5,16 @@ use std::time::Duration;
 
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable};
 
-use crate::key::LockId;
+use crate::error::Result;
+use crate::key::{LockId, LockKey};
 use crate::statement::{Bind, Statement};
 
 /// A lock as statements name it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Lock {
-    pub(crate) id: LockId,
-    pub(crate) is_shared: bool,
+    pub(super) key: LockKey,
+    pub(super) id: LockId,
+    pub(super) is_shared: bool,
 }
 
 pub(super) type Ask = Statement<(Nullable<Integer>,)>;
@@ -81,8 +83,19 @@ pub(super) fn token(pid: i32) -> Statement<(Nullable<BigInt>,)> {
     Statement::new(TOKEN, [pid.into()])
 }
 
+/// The reply of a try in a transaction of this isolation level.
+pub(super) const REPEATABLE_READ: i32 = i32::MIN;
+
 impl Lock {
-    fn binds(self) -> Vec<Bind> {
+    pub(crate) fn new(key: LockKey, is_shared: bool) -> Result<Self> {
+        Ok(Self {
+            id: key.id()?,
+            key,
+            is_shared,
+        })
+    }
+
+    fn binds(&self) -> Vec<Bind> {
         match self.id {
             LockId::BigInt(number) => vec![number.into()],
             LockId::Pair(first, second) => vec![first.into(), second.into()],
@@ -90,21 +103,21 @@ impl Lock {
     }
 
     /// Takes a session lock if it is free: the pid of the session, 0 on a standby, and null if it is taken.
-    pub(super) fn take(self) -> Ask {
+    pub(super) fn take(&self) -> Ask {
         let sql = by_kind!(self, "$1", "$2", "SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN "
             "pg_try_advisory_lock" " THEN pg_catalog.pg_backend_pid() END");
         Statement::new(sql, self.binds())
     }
 
     /// Releases a session lock if this is the session that took it: whether it was held, and null on another session.
-    pub(super) fn release(self, pid: i32) -> Ask {
+    pub(super) fn release(&self, pid: i32) -> Ask {
         let sql = by_kind!(self, "$2", "$3", "SELECT CASE WHEN pg_catalog.pg_backend_pid() = $1 THEN "
             "pg_advisory_unlock" "::int END");
         Statement::new(sql, [pid.into()].into_iter().chain(self.binds()))
     }
 
     /// The pid of the session if it holds the lock, and null if it does not.
-    pub(super) fn is_held(self) -> Ask {
+    pub(super) fn is_held(&self) -> Ask {
         let (classid, objid, _) = self.row();
         let held = self.held("$1", "$2", "pg_catalog.pg_backend_pid()");
         Statement::new(
@@ -114,7 +127,7 @@ impl Lock {
     }
 
     /// Releases a session lock if this session holds it.
-    pub(super) fn undo(self) -> Ask {
+    pub(super) fn undo(&self) -> Ask {
         let held = self.held_here();
         let call = self.call("pg_advisory_unlock");
         Statement::new(
@@ -124,7 +137,7 @@ impl Lock {
     }
 
     /// Ends the session with this pid if it still holds the lock and is idle: a pooler has lent it to nobody.
-    pub(super) fn end_other(self, pid: i32) -> Statement<Bool> {
+    pub(super) fn end_other(&self, pid: i32) -> Statement<Bool> {
         let (classid, objid, _) = self.row();
         let held = self.held(format!("'{classid}'"), format!("'{objid}'"), "a.pid");
         Statement::new(
@@ -138,7 +151,7 @@ impl Lock {
     }
 
     /// A session that holds the lock.
-    pub(super) fn holder(self) -> Ask {
+    pub(super) fn holder(&self) -> Ask {
         let (classid, objid, objsubid) = self.row();
         Statement::new(
             format!(
@@ -150,17 +163,17 @@ impl Lock {
         )
     }
 
-    /// Takes a transaction lock if it is free: 1 or 0, -1 at REPEATABLE READ, and null on a standby.
-    pub(super) fn try_xact(self) -> Ask {
+    /// Takes a transaction lock if it is free: 1, 0 on a standby, [`REPEATABLE_READ`], and null if it is taken.
+    pub(super) fn try_xact(&self) -> Ask {
         let sql = by_kind!(self, "$1", "$2", "SELECT CASE \
-            WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' THEN -1 \
-            WHEN pg_catalog.pg_is_in_recovery() THEN NULL WHEN "
-            "pg_try_advisory_xact_lock" " THEN 1 ELSE 0 END");
+            WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' THEN '-2147483648'::int \
+            WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN "
+            "pg_try_advisory_xact_lock" " THEN 1 END");
         Statement::new(sql, self.binds())
     }
 
     /// Waits for a transaction lock, in a message of its own. If the client goes away meanwhile, the server notices within a second.
-    pub(super) fn xact(self) -> String {
+    pub(super) fn xact(&self) -> String {
         format!(
             "{NOTICE_CLIENT}; SELECT {}",
             self.call("pg_advisory_xact_lock")
@@ -169,7 +182,7 @@ impl Lock {
 
     /// As [`xact`](Self::xact), for a time, after which the transaction is as usable as before. A shorter `lock_timeout` of the
     /// session's own is an error, as in any other statement.
-    pub(super) fn xact_within(self, limit: Duration) -> String {
+    pub(super) fn xact_within(&self, limit: Duration) -> String {
         let call = self.call("pg_advisory_xact_lock");
         let milliseconds = milliseconds(limit);
         format!(
@@ -186,7 +199,7 @@ impl Lock {
     ///
     /// `lock_timeout` is restored in any case: by hand, or with the subtransaction that PostgreSQL rolls back. A subtransaction
     /// does not give back a session lock.
-    pub(super) fn wait(self, limit: Duration, number: i32) -> String {
+    pub(super) fn wait(&self, limit: Duration, number: i32) -> String {
         let (call, held) = (self.call("pg_advisory_lock"), self.held_here());
         let milliseconds = milliseconds(limit);
         let note =
@@ -200,13 +213,13 @@ impl Lock {
     }
 
     /// As [`release`](Self::release), in a message that returns nothing.
-    pub(super) fn late_release(self, pid: i32) -> String {
+    pub(super) fn late_release(&self, pid: i32) -> String {
         let call = self.call("pg_advisory_unlock");
         format!("SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} THEN {call} END")
     }
 
     /// A call of a function in a message without parameters. In quotes, because the least number is none without its sign.
-    fn call(self, function: &str) -> String {
+    fn call(&self, function: &str) -> String {
         let shared = if self.is_shared { "_shared" } else { "" };
         match self.id {
             LockId::BigInt(number) => format!("pg_catalog.{function}{shared}('{number}'::bigint)"),
@@ -216,7 +229,7 @@ impl Lock {
         }
     }
 
-    fn held_here(self) -> String {
+    fn held_here(&self) -> String {
         let (classid, objid, _) = self.row();
         self.held(
             format!("'{classid}'"),
@@ -226,7 +239,7 @@ impl Lock {
     }
 
     /// The rows of `pg_locks` where a session holds the lock.
-    fn held(self, classid: impl Display, objid: impl Display, pid: &str) -> String {
+    fn held(&self, classid: impl Display, objid: impl Display, pid: &str) -> String {
         let (.., objsubid) = self.row();
         let mode = if self.is_shared {
             "ShareLock"
@@ -240,7 +253,7 @@ impl Lock {
     }
 
     /// `classid`, `objid` and `objsubid` in `pg_locks`.
-    const fn row(self) -> (u32, u32, u32) {
+    const fn row(&self) -> (u32, u32, u32) {
         match self.id {
             LockId::BigInt(number) => ((number >> 32) as u32, number as u32, 1),
             LockId::Pair(first, second) => (first as u32, second as u32, 2),

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use super::AdvisoryLock;
+use super::all::{Busy, Locks};
 use super::attempt::Attempt;
-use super::sql::Lock;
 use crate::error::{Error, Result};
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
@@ -20,7 +20,7 @@ use crate::transaction::{Own, refusal};
 ///
 /// A wait is the server's own, in the order of arrival and under its deadlock detection, and the session's `statement_timeout`
 /// and `lock_timeout` apply to it. If its future is dropped, the connection is marked as broken, and the server ends the wait
-/// within a second after the pool has closed it.
+/// within a second after the pool has closed it. So it is if the future of a try for [several locks](Self::all) is dropped.
 ///
 /// Use READ COMMITTED: at REPEATABLE READ the work would not see what the last holder committed, so that is an error, and at
 /// SERIALIZABLE PostgreSQL fails all but one holder with a serialization failure.
@@ -36,7 +36,7 @@ impl<P: Pool> AdvisoryLock<P> {
         conn: &'a mut Connection<P>,
     ) -> Reply<'a, P, Result<Attempt<()>>> {
         P::Mode::drive(self.subject().tell("try_acquire_xact", async move {
-            attempt(conn, self.lock()?).await
+            acquire(conn, &self.locks()?, Some(Duration::ZERO)).await
         }))
     }
 
@@ -45,7 +45,7 @@ impl<P: Pool> AdvisoryLock<P> {
     /// One round trip if it is free, and otherwise a second one, in which the server waits.
     pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<()>> {
         P::Mode::drive(async move {
-            let wait = async { wait(conn, self.lock()?, None).await };
+            let wait = async { acquire(conn, &self.locks()?, None).await };
             self.subject().tell("acquire_xact", wait).await.map(drop)
         })
     }
@@ -60,58 +60,90 @@ impl<P: Pool> AdvisoryLock<P> {
         timeout: Duration,
     ) -> Reply<'a, P, Result<Attempt<()>>> {
         P::Mode::drive(self.subject().tell("acquire_xact_timeout", async move {
-            wait(conn, self.lock()?, Some(timeout)).await
+            acquire(conn, &self.locks()?, Some(timeout)).await
         }))
     }
 }
 
-async fn attempt<S: Session>(conn: &mut S, lock: Lock) -> Result<Attempt<()>> {
+/// Of several locks all or none, also at a timeout.
+async fn acquire<S: Session>(
+    conn: &mut S,
+    locks: &Locks,
+    timeout: Option<Duration>,
+) -> Result<Attempt<()>> {
     match conn.transaction() {
         Transaction::Open | Transaction::Test => {}
         Transaction::None => return Err(Error::OutsideTransaction),
         Transaction::Broken => return Err(refusal(Transaction::Broken)),
     }
-    match conn.one(lock.try_xact()).await? {
-        (Some(1),) => Ok(Attempt::Acquired(())),
-        (Some(0),) => Ok(Attempt::Busy),
-        (Some(_),) => Err(Error::RepeatableRead),
-        (None::<i32>,) => Err(Error::Standby),
+    let deadline = timeout.map(|timeout| (Instant::now(), timeout));
+    if locks.len() == 1 || timeout.is_none() {
+        return wait(conn, locks, deadline).await;
     }
-}
-
-async fn wait<S: Session>(
-    conn: &mut S,
-    lock: Lock,
-    timeout: Option<Duration>,
-) -> Result<Attempt<()>> {
-    let began = Instant::now();
-    let attempted = attempt(conn, lock).await?;
-    let rest = timeout.map(|timeout| timeout.saturating_sub(began.elapsed()));
-    if attempted.is_acquired() || rest.is_some_and(|rest| rest.is_zero()) {
-        return Ok(attempted);
-    }
-    let sql = rest.map_or_else(|| lock.xact(), |rest| lock.xact_within(rest));
-    let mut waiting = Waiting {
+    let mut pending = Pending {
         conn,
         is_over: false,
     };
-    let waited = waiting.conn.batch(&sql).await;
-    waiting.is_over = true;
-    waited?;
-    match timeout {
-        None => Ok(Attempt::Acquired(())),
-        // Whether it was granted: a transaction may take a lock twice.
-        Some(_) => attempt(waiting.conn, lock).await,
+    let acquired = all_or_none(pending.conn, locks, deadline).await;
+    pending.is_over = true;
+    acquired
+}
+
+async fn all_or_none<S: Session>(
+    conn: &mut S,
+    locks: &Locks,
+    timeout: Option<(Instant, Duration)>,
+) -> Result<Attempt<()>> {
+    conn.batch("SAVEPOINT diesel_interlock").await?;
+    let acquired = wait(conn, locks, timeout).await;
+    let end = match acquired {
+        Ok(Attempt::Acquired(())) => "RELEASE SAVEPOINT diesel_interlock",
+        _ => "ROLLBACK TO SAVEPOINT diesel_interlock; RELEASE SAVEPOINT diesel_interlock",
+    };
+    let ended = conn.batch(end).await;
+    let acquired = acquired?;
+    ended?;
+    Ok(acquired)
+}
+
+/// Takes the locks in their order, and waits for each that is busy.
+async fn wait<S: Session>(
+    conn: &mut S,
+    locks: &Locks,
+    timeout: Option<(Instant, Duration)>,
+) -> Result<Attempt<()>> {
+    loop {
+        let (tried,) = conn.one(locks.try_xact()).await?;
+        let Err(busy) = Busy::read(tried)? else {
+            return Ok(Attempt::Acquired(()));
+        };
+        let rest = timeout.map(|(began, timeout)| timeout.saturating_sub(began.elapsed()));
+        if rest.is_some_and(|rest| rest.is_zero()) {
+            return Ok(Attempt::Busy);
+        }
+        let lock = locks.get(busy);
+        let sql = rest.map_or_else(|| lock.xact(), |rest| lock.xact_within(rest));
+        let mut pending = Pending {
+            conn,
+            is_over: false,
+        };
+        let waited = pending.conn.batch(&sql).await;
+        pending.is_over = true;
+        waited?;
+        // Otherwise the next try tells. It takes again what is held, which a transaction may.
+        if rest.is_none() && locks.is_last(busy) {
+            return Ok(Attempt::Acquired(()));
+        }
     }
 }
 
-/// A wait on the server, which goes on if its future is dropped. So the pool must close the connection.
-struct Waiting<'c, S: Session> {
+/// What goes on on the server if its future is dropped. So the pool must close the connection.
+struct Pending<'c, S: Session> {
     conn: &'c mut S,
     is_over: bool,
 }
 
-impl<S: Session> Drop for Waiting<'_, S> {
+impl<S: Session> Drop for Pending<'_, S> {
     fn drop(&mut self) {
         if !self.is_over {
             self.conn.mark_broken();

@@ -7,8 +7,8 @@ use diesel::pg::Pg;
 use diesel::sql_types::Bool;
 use diesel_migrations::MigrationHarness;
 
-use crate::advisory::Scope;
 use crate::advisory::sql::Lock;
+use crate::advisory::{Locks, Scope};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
@@ -101,10 +101,10 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
         if now(is_up_to_date(self, versions(&source)?))? {
             return Ok(Vec::new());
         }
-        let (key, lock, subject) = lock()?;
+        let (lock, subject) = lock()?;
         let mut scope = now(Scope::enter::<Blocking>(self, lock, subject, true))?;
         let ran = run(scope.conn, source);
-        now(scope.leave(&key, ran))
+        now(scope.leave(ran))
     }
 }
 
@@ -132,8 +132,8 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
     if is_up_to_date(&mut conn, versions(&source)?).await? {
         return Ok(Vec::new());
     }
-    let (key, lock, subject) = lock()?;
-    let scope = Scope::enter::<Async>(&mut conn, lock, subject, true).await?;
+    let (lock, subject) = lock()?;
+    let scope = Scope::enter::<Async>(&mut conn, lock.clone(), subject, true).await?;
     let held = scope.disarm();
     let running = runtime.spawn_blocking(move || {
         let mut conn = AsyncConnectionWrapper::<_>::from(conn);
@@ -143,7 +143,7 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
     match running.await {
         Ok((mut conn, ran)) => {
             let mut scope = Scope::resume(&mut conn, lock, subject, held);
-            scope.leave(&key, ran).await
+            scope.leave(ran).await
         }
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
@@ -153,17 +153,13 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
     }
 }
 
-fn lock() -> Result<(LockKey, Lock, Subject)> {
-    let key = LockKey::named(LOCK);
-    let lock = Lock {
-        id: key.id()?,
-        is_shared: false,
-    };
+fn lock() -> Result<(Locks, Subject)> {
+    let lock = Lock::new(LockKey::named(LOCK), false)?;
     let subject = Subject {
         primitive: "lock",
         name: LOCK,
     };
-    Ok((key, lock, subject))
+    Ok((Locks::from(lock), subject))
 }
 
 fn run(

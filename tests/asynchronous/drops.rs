@@ -10,8 +10,8 @@ use tokio::runtime::{Builder, Runtime};
 use workbench::Database;
 
 use crate::half::{
-    Admission, AdvisoryLock, Error, Leader, PgPool, Quota, RateLimit, Semaphore, Throttle, execute,
-    make_pool,
+    Admission, AdvisoryLock, Error, Leader, LockKey, PgPool, Quota, RateLimit, Semaphore, Throttle,
+    execute, make_pool,
 };
 use crate::support::{Observer, eventually, foreign_holder, installed, run};
 
@@ -122,6 +122,86 @@ fn tries_waits_and_releases_of_a_session_lock() {
         })
         .await
     });
+}
+
+fn several() -> AdvisoryLock {
+    let shared = LOCK.key("shared").shared();
+    AdvisoryLock::all([
+        &LOCK.key(1),
+        &shared,
+        &AdvisoryLock::new(LockKey::pair(-1, 1)),
+    ])
+}
+
+#[test]
+fn tries_waits_and_releases_of_several_locks() {
+    let database = Database::new();
+    try_all(&database, |pool| async move {
+        several().try_acquire(&pool).await.map(drop)
+    });
+    try_all(&database, |pool| async move {
+        several().acquire(&pool).await?.release().await
+    });
+    try_all(&database, |pool| async move {
+        let mut guard = several().acquire(&pool).await?;
+        let _ = guard.is_held().await?;
+        execute(guard.conn(), "SELECT 1").await?;
+        drop(guard);
+        Ok::<_, Error>(())
+    });
+    try_all(&database, |pool| async move {
+        let mut conn = pool.check_out(None).await?;
+        several()
+            .with_on(&mut conn, async |conn| {
+                Ok::<_, Error>(execute(conn, "SELECT 1").await?)
+            })
+            .await
+    });
+    try_all(&database, |pool| async move {
+        let mut conn = pool.check_out(None).await?;
+        several()
+            .transaction(&mut conn, async |conn| {
+                let timeout = Duration::from_secs(20);
+                let more = AdvisoryLock::all([&LOCK.key(2), &LOCK.key(3)]);
+                // The session of the one before may have it still.
+                let _ = more.try_acquire_xact(conn).await?;
+                more.acquire_xact_timeout(conn, timeout).await.map(drop)
+            })
+            .await
+    });
+}
+
+#[test]
+fn waits_for_several_locks_of_which_another_holds_one() {
+    let database = Database::new();
+    let all = several();
+    for runtime in runtimes() {
+        for size in [1, 4] {
+            let key = LOCK.key(1);
+            let holder = foreign_holder(&database, key.lock_key());
+            runtime.block_on(async {
+                let pool = crate::pool::make(&database.url(), size, Duration::from_secs(20));
+                for polls in 0..POLLS {
+                    let timeout = Duration::from_millis(10 * polls as u64);
+                    dropped_after(polls, all.acquire_timeout(&pool, timeout)).await;
+                    let waits = async {
+                        let mut conn = pool.check_out(None).await?;
+                        all.transaction(&mut conn, async |_conn| Ok::<_, Error>(()))
+                            .await
+                    };
+                    dropped_after(polls, tokio::time::timeout(timeout, waits)).await;
+                }
+                let mut lent = Vec::new();
+                for _ in 0..size {
+                    lent.push(pool.check_out(None).await.unwrap());
+                }
+            });
+            drop(holder);
+            let mut observer = Observer::of(&database);
+            eventually("nothing is held", || observer.all_held() == 0);
+            eventually("nobody waits", || observer.all_waiting() == 0);
+        }
+    }
 }
 
 #[test]

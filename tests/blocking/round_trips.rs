@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use diesel::r2d2::{ConnectionManager, Pool};
-use workbench::RoundTrips;
+use workbench::{Database, RoundTrips};
 
 use crate::half::{AdvisoryLock, PgPool, Quota, RateLimit, Semaphore, Throttle, migrations};
 use crate::support::installed;
@@ -93,6 +93,43 @@ fn an_operation_takes_one_round_trip_and_is_prepared() {
     // The first time of a key.
     let first = THROTTLE.key("new");
     assert!(proxy.count(|| assert!(first.attempt(&pool).unwrap().is_granted())) >= 2);
+}
+
+#[test]
+fn several_locks_take_as_many_round_trips_as_one() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let (pool, other) = (silent_pool(&proxy), database.pool(1));
+    let keys: Vec<_> = (0..100).map(|key| LOCK.key(key)).collect();
+    let (all, few) = (AdvisoryLock::all(&keys), AdvisoryLock::all(&keys[..3]));
+    all.acquire(&pool).unwrap().release().unwrap();
+    let parses = proxy.parses();
+    for locks in [&all, &few] {
+        let mut guard = None;
+        assert_eq!(
+            proxy.count(|| guard = locks.try_acquire(&pool).unwrap().acquired()),
+            1,
+            "try_acquire"
+        );
+        assert_eq!(proxy.count(|| drop(guard.take())), 1, "drop");
+        assert_eq!(
+            proxy.count(|| guard = Some(locks.acquire(&pool).unwrap())),
+            1,
+            "acquire"
+        );
+        assert_eq!(
+            proxy.count(|| guard.take().unwrap().release().unwrap()),
+            1,
+            "release"
+        );
+        let _holder = keys[2].acquire(&other).unwrap();
+        assert_eq!(
+            proxy.count(|| assert!(locks.try_acquire(&pool).unwrap().is_busy())),
+            1,
+            "busy"
+        );
+    }
+    assert_eq!(proxy.parses(), parses, "something was prepared again");
 }
 
 #[test]

@@ -15,6 +15,7 @@ mod semaphore_contention;
 mod semaphore_waiting;
 mod semaphores;
 mod session_locks;
+mod several_locks;
 mod testing_helpers;
 mod throttle_model;
 mod throttled_resources;

@@ -18,6 +18,7 @@
 //! | A long job that holds no connection, also behind a pooler | a [`Semaphore`](semaphore::Semaphore) of one slot, with [`keep_alive`](semaphore::Semaphore::keep_alive) |
 //! | One instance leads, and hands over | [`Leader`](leader::Leader) |
 //! | A job at certain times, once, and again if it crashed | [`Schedule`](schedule::Schedule) |
+//! | A request that a client may repeat, done once and replied to alike | [`Once`](once::Once) |
 //! | A late write of a former holder, which must be refused | [`Fence`](fence::Fence) |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Who holds, who waits, what is due | [`monitor`] |
@@ -67,6 +68,7 @@ pub mod leader;
 pub mod migrations;
 mod mode;
 pub mod monitor;
+pub mod once;
 mod pool;
 pub mod rate_limit;
 pub mod schedule;
@@ -94,6 +96,7 @@ pub use self::mode::Mode;
 pub use self::mode::{Async, Running};
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
+pub use self::once::Done;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
 pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};
@@ -108,6 +111,7 @@ macro_rules! handles {
         handle!(fence::Fence);
         handle!(leader::Leader);
         handle!(leader::Term);
+        handle!(once::Once);
         handle!(rate_limit::LocalRateLimit);
         handle!(rate_limit::RateLimit);
         handle!(throttle::Throttle);

@@ -79,7 +79,8 @@ async fn attempt<S: Session>(conn: &mut S, lock: Lock) -> Result<Attempt<()>> {
     }
 }
 
-async fn wait<S: Session>(
+/// Takes a lock until the transaction ends, and waits for it.
+pub(crate) async fn wait<S: Session>(
     conn: &mut S,
     lock: Lock,
     timeout: Option<Duration>,

@@ -94,9 +94,9 @@ pub use self::mode::Blocking;
 pub use self::mode::Mode;
 #[cfg(feature = "async")]
 pub use self::mode::{Async, Running};
+pub use self::once::Done;
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
-pub use self::once::Done;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
 pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};

@@ -17,9 +17,9 @@ use crate::input;
 use crate::key::{LockId, fnv1a};
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
+use crate::session::Session;
 #[cfg(feature = "r2d2")]
 use crate::session::now;
-use crate::session::Session;
 use crate::time::LONGEST;
 use crate::transaction::Own;
 
@@ -126,10 +126,7 @@ impl<P: Pool> Once<P> {
     }
 
     /// Opens the transaction, takes the lock, and then looks whether it is done.
-    async fn enter<'c>(
-        &self,
-        conn: &'c mut Connection<P>,
-    ) -> Result<Entered<'c, Connection<P>>> {
+    async fn enter<'c>(&self, conn: &'c mut Connection<P>) -> Result<Entered<'c, Connection<P>>> {
         let subject = Subject {
             primitive: "once",
             name: self.name,
@@ -138,7 +135,10 @@ impl<P: Pool> Once<P> {
             let key = self.checked_key()?;
             let transaction = Own::begin(conn).await?;
             match self.look(transaction.conn, key).await {
-                Ok(outcome) => Ok(Entered { transaction, outcome }),
+                Ok(outcome) => Ok(Entered {
+                    transaction,
+                    outcome,
+                }),
                 Err(error) => Err(transaction.failed(error).await),
             }
         };
@@ -173,7 +173,9 @@ impl<P: Pool> Once<P> {
         let store = sql::store(self.name, self.checked_key()?, &outcome);
         let stored = transaction.conn.one(store).await;
         let done = stored.map(|_: bool| Done::First(outcome));
-        transaction.end(done.map_err(|error| Error::from(error).into())).await
+        transaction
+            .end(done.map_err(|error| Error::from(error).into()))
+            .await
     }
 
     fn checked_key(&self) -> Result<&str> {
@@ -182,7 +184,9 @@ impl<P: Pool> Once<P> {
             return Ok("");
         };
         if key.is_empty() {
-            return Err(Error::Input("the key of what is done once must not be empty"));
+            return Err(Error::Input(
+                "the key of what is done once must not be empty",
+            ));
         }
         input::text(key)?;
         Ok(key)

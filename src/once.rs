@@ -132,9 +132,9 @@ impl<P: Pool> Once<P> {
             name: self.name,
         };
         let enter = async {
-            let key = self.checked_key()?;
+            self.check()?;
             let transaction = Own::begin(conn).await?;
-            match self.look(transaction.conn, key).await {
+            match self.look(transaction.conn).await {
                 Ok(outcome) => Ok(Entered {
                     transaction,
                     outcome,
@@ -145,14 +145,15 @@ impl<P: Pool> Once<P> {
         subject.tell("run", enter).await
     }
 
-    async fn look<S: Session>(&self, session: &mut S, key: &str) -> Result<Option<Vec<u8>>> {
-        let number = fnv1a(&input::joined(["once", self.name, key]));
+    async fn look<S: Session>(&self, session: &mut S) -> Result<Option<Vec<u8>>> {
+        let (name, key) = (self.name, self.stored_key());
+        let number = fnv1a(&input::joined(["once", name, key]));
         let lock = Lock {
             id: LockId::BigInt(number),
             is_shared: false,
         };
         loop {
-            match session.one(sql::look(number, self.name, key)).await? {
+            match session.one(sql::look(number, name, key)).await? {
                 (Some(true), outcome) => return Ok(outcome),
                 (Some(false), _) => drop(xact::wait(session, lock, None).await?),
                 (None::<bool>, _) => return Err(Error::Standby),
@@ -170,7 +171,7 @@ impl<P: Pool> Once<P> {
             Ok(outcome) => outcome.into(),
             Err(error) => return transaction.end(Err(error)).await,
         };
-        let store = sql::store(self.name, self.checked_key()?, &outcome);
+        let store = sql::store(self.name, self.stored_key(), &outcome);
         let stored = transaction.conn.one(store).await;
         let done = stored.map(|_: bool| Done::First(outcome));
         transaction
@@ -178,18 +179,19 @@ impl<P: Pool> Once<P> {
             .await
     }
 
-    fn checked_key(&self) -> Result<&str> {
+    fn check(&self) -> Result<()> {
         input::name(self.name)?;
-        let Some(key) = self.key.as_deref() else {
-            return Ok("");
-        };
-        if key.is_empty() {
-            return Err(Error::Input(
+        match self.key.as_deref() {
+            None => Ok(()),
+            Some("") => Err(Error::Input(
                 "the key of what is done once must not be empty",
-            ));
+            )),
+            Some(key) => input::text(key),
         }
-        input::text(key)?;
-        Ok(key)
+    }
+
+    fn stored_key(&self) -> &str {
+        self.key.as_deref().unwrap_or_default()
     }
 }
 

@@ -1,7 +1,7 @@
 //! What came of work that is done once.
 
 /// What came of work that is done once: the bytes that it has returned, this time or before.
-#[must_use = "it tells whether the work was done now, and what came of it"]
+#[must_use = "the outcome may be that of another request with the same key"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Done {
     /// This call has done the work, and committed it.

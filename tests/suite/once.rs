@@ -468,6 +468,32 @@ fn a_session_that_has_ended_is_reported_as_such() {
     });
 }
 
+/// A call may be sent while the first one still works, and get the lock after that one has committed.
+#[test]
+fn the_outcome_is_read_after_the_lock_was_granted() {
+    let database = database();
+    let mut observer = Observer::of(&database);
+    let lock = "pg_advisory_xact_lock(resource_control.lock_key('once charge 7'))";
+    let holder = &mut database.connect();
+    run(holder, &format!("BEGIN; SELECT {lock}"));
+    thread::scope(|scope| {
+        let looking = scope.spawn(|| {
+            let granted = format!("WITH granted AS MATERIALIZED (SELECT {lock})");
+            let outcome = "encode(resource_control.once_outcome('charge', '7'), 'escape')";
+            text(
+                &mut database.connect(),
+                &format!("({granted} SELECT {outcome} FROM granted)"),
+            )
+        });
+        eventually("it waits", || observer.all_waiting() == 1);
+        run(
+            holder,
+            "INSERT INTO resource_control.once VALUES ('charge', '7', 'done'); COMMIT",
+        );
+        assert_eq!(looking.join().unwrap(), "done");
+    });
+}
+
 #[test]
 fn a_timeout_of_the_session_ends_a_wait() {
     let database = database();

@@ -6,7 +6,7 @@ mod guard;
 mod lent;
 pub(crate) mod pinned;
 pub(crate) mod sql;
-mod xact;
+pub(crate) mod xact;
 
 use std::fmt;
 use std::marker::PhantomData;

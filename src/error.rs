@@ -55,9 +55,11 @@ pub enum Error {
     )]
     LentInTransaction,
 
-    /// A session lock was to be taken inside a transaction, in which a failed statement would prevent its release.
+    /// A session lock was to be taken inside a transaction, in which a failed statement would prevent its release, or an operation
+    /// with a transaction of its own was to be run inside another one.
     #[error(
-        "a session lock cannot be taken inside a transaction: use `acquire_xact`, or take it before the transaction"
+        "neither a session lock nor an operation with its own transaction works inside a transaction: call it outside, or use \
+         `acquire_xact`"
     )]
     InsideTransaction,
 

@@ -194,7 +194,7 @@ impl LockKey {
 }
 
 /// 64-bit FNV-1a of the UTF-8 bytes, as a signed number.
-fn fnv1a(name: &str) -> i64 {
+pub(crate) fn fnv1a(name: &str) -> i64 {
     let mut hasher = fnv::FnvHasher::default();
     hasher.write(name.as_bytes());
     hasher.finish() as i64

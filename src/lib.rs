@@ -19,6 +19,7 @@
 //! | A long job that holds no connection, also behind a pooler | a [`Semaphore`](semaphore::Semaphore) of one slot, with [`keep_alive`](semaphore::Semaphore::keep_alive) |
 //! | One instance leads, and hands over | [`Leader`](leader::Leader) |
 //! | A job at certain times, once, and again if it crashed | [`Schedule`](schedule::Schedule) |
+//! | A request that a client may repeat, done once and replied to alike | [`Once`](once::Once) |
 //! | A late write of a former holder, which must be refused | [`Fence`](fence::Fence) |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Who holds, who waits, what is due | [`monitor`] |
@@ -68,6 +69,7 @@ pub mod leader;
 pub mod migrations;
 mod mode;
 pub mod monitor;
+pub mod once;
 mod pool;
 pub mod rate_limit;
 pub mod schedule;
@@ -93,6 +95,7 @@ pub use self::mode::Blocking;
 pub use self::mode::Mode;
 #[cfg(feature = "async")]
 pub use self::mode::{Async, Running};
+pub use self::once::Done;
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
@@ -109,6 +112,7 @@ macro_rules! handles {
         handle!(fence::Fence);
         handle!(leader::Leader);
         handle!(leader::Term);
+        handle!(once::Once);
         handle!(rate_limit::LocalRateLimit);
         handle!(rate_limit::RateLimit);
         handle!(throttle::Throttle);

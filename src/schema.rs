@@ -18,6 +18,18 @@ pub mod resource_control {
     }
 
     diesel::table! {
+        /// What was done once, and what came of it.
+        resource_control.once (name, key) {
+            name -> Text,
+            key -> Text,
+            /// What the work has returned.
+            outcome -> Bytea,
+            /// When the work had ended, by the server's clock.
+            done_at -> Timestamptz,
+        }
+    }
+
+    diesel::table! {
         /// What the keys of rate limits owe. A key without a row is full.
         resource_control.rate_limit (name, key) {
             name -> Text,
@@ -101,6 +113,7 @@ pub mod resource_control {
 
     diesel::allow_tables_to_appear_in_same_query!(
         fence,
+        once,
         rate_limit,
         schedule,
         service_request,

@@ -8,13 +8,14 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::pg::Pg;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::result::QueryResult;
-use diesel::sql_types::{Array, BigInt, Double, Integer, Interval, Text, Timestamptz};
+use diesel::sql_types::{Array, BigInt, Binary, Double, Integer, Interval, Text, Timestamptz};
 
 /// A parameter. It is owned, so that a statement can be sent by a task.
 #[derive(Debug)]
 pub(crate) enum Bind {
     Text(String),
     Texts(Vec<String>),
+    Bytes(Vec<u8>),
     Integer(i32),
     BigInt(i64),
     BigInts(Vec<i64>),
@@ -47,6 +48,7 @@ macro_rules! binds {
 binds! {
     Text(String): Text,
     Texts(Vec<String>): Array<Text>,
+    Bytes(Vec<u8>): Binary,
     Integer(i32): Integer,
     BigInt(i64): BigInt,
     BigInts(Vec<i64>): Array<BigInt>,

@@ -2,6 +2,7 @@
 
 use diesel::result::{Error as DieselError, QueryResult};
 
+use crate::call::explained;
 use crate::error::{Error, Result};
 use crate::session::{Session, Transaction, started_quietly};
 
@@ -60,6 +61,15 @@ impl<'c, S: Session> Own<'c, S> {
         match (outcome, ended) {
             (Ok(_), Err(error)) => Err(Error::from(error).into()),
             (outcome, _) => outcome,
+        }
+    }
+
+    /// Rolls back after a statement of this crate has failed, and says what that means.
+    pub(crate) async fn failed(mut self, error: Error) -> Error {
+        self.is_open = false;
+        match (self.conn.rollback().await, error) {
+            (_, Error::Database(error)) => explained(self.conn, error).await,
+            (_, error) => error,
         }
     }
 }

@@ -107,7 +107,7 @@ async fn all_or_none<S: Session>(
 }
 
 /// Takes the locks in their order, and waits for each that is busy.
-async fn wait<S: Session>(
+pub(crate) async fn wait<S: Session>(
     conn: &mut S,
     locks: &Locks,
     timeout: Option<(Instant, Duration)>,

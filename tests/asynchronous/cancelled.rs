@@ -8,10 +8,13 @@ use tokio::time::timeout;
 use workbench::Database;
 
 use crate::assert_matches;
-use crate::half::{AdvisoryLock, Error, Semaphore, begin, execute, make_pool, wait};
+use crate::half::{
+    AdvisoryLock, Conn, Done, Error, Once, PgPool, Semaphore, begin, execute, make_pool, wait,
+};
 use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, installed, number};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("cancelled");
+static ONCE: Once = Once::named("cancelled");
 
 /// deadpool lends a connection on which the statement of a dropped future still runs.
 #[test]
@@ -93,6 +96,49 @@ fn dropped_waits_for_a_transaction_lock_end_on_the_server() {
     eventually("no more sessions wait than the pool has", || {
         observer.waiters(lock.lock_key()) <= 2
     });
+}
+
+#[test]
+fn dropped_work_that_is_done_once_and_dropped_waits_for_it_leave_nothing() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 3, Duration::from_secs(20));
+    let mut observer = Observer::of(&database);
+    let run = |pool: PgPool| async move {
+        let mut conn = pool.check_out(None).await?;
+        let endless = async |conn: &mut Conn| {
+            execute(conn, "CREATE TABLE written ()").await?;
+            std::future::pending::<()>().await;
+            Ok("never")
+        };
+        ONCE.run(&mut conn, endless).await
+    };
+    workbench::block_on(async {
+        let first: tokio::task::JoinHandle<Result<Done, Error>> = {
+            let pool = pool.clone();
+            tokio::task::spawn(async move { run(pool).await })
+        };
+        while observer.in_transaction() == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        for _ in 0..20 {
+            let waiting = timeout(Duration::from_millis(20), run(pool.clone()));
+            assert!(waiting.await.is_err());
+        }
+        first.abort();
+        assert!(first.await.is_err());
+        let mut conn = pool.check_out(None).await.unwrap();
+        let second: Result<Done, Error> = ONCE.run(&mut conn, async |_conn| Ok("second")).await;
+        assert!(second.unwrap().is_first());
+    });
+    assert_pool_whole(&pool, &database);
+    eventually("nobody waits", || observer.all_waiting() == 0);
+    assert_eq!(
+        number(
+            observer.conn(),
+            "(SELECT count(*) FROM pg_class WHERE relname = 'written')"
+        ),
+        0
+    );
 }
 
 #[test]

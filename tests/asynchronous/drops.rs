@@ -10,14 +10,15 @@ use tokio::runtime::{Builder, Runtime};
 use workbench::Database;
 
 use crate::half::{
-    Admission, AdvisoryLock, Error, Leader, LockKey, PgPool, Quota, RateLimit, Semaphore, Throttle,
-    execute, make_pool,
+    Admission, AdvisoryLock, Error, Leader, LockKey, Once, PgPool, Quota, RateLimit, Semaphore,
+    Throttle, execute, make_pool,
 };
 use crate::support::{Observer, eventually, foreign_holder, installed, run};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("drops");
 static SLOT: Semaphore = Semaphore::named("drops", 1, Duration::from_secs(3600));
 static KEPT: Semaphore = Semaphore::named("kept", 1, Duration::from_secs(3600)).keep_alive();
+static ONCE: Once = Once::named("drops");
 static THROTTLE: Throttle = Throttle::named("drops", Duration::from_micros(1));
 static LIMIT: RateLimit = RateLimit::named("drops", Quota::per_second(1_000_000));
 
@@ -250,6 +251,26 @@ fn scopes_and_transactions_on_a_lent_connection() {
         })
         .await
     });
+}
+
+#[test]
+fn work_that_is_done_once() {
+    let database = installed();
+    run(&mut database.connect(), "CREATE TABLE written ()");
+    try_all(&database, |pool| async move {
+        let mut conn = pool.check_out(None).await?;
+        // Each is the first one, until one of them is done.
+        ONCE.run(&mut conn, async |conn| {
+            execute(conn, "INSERT INTO written DEFAULT VALUES").await?;
+            Ok::<_, Error>("done")
+        })
+        .await
+    });
+    let conn = &mut database.connect();
+    for table in ["written", "resource_control.once"] {
+        let rows = crate::support::number(conn, &format!("(SELECT count(*) FROM {table})"));
+        assert_eq!(rows, 1, "{table}");
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ use tracing::subscriber::with_default;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-use crate::half::{AdvisoryLock, Fence, Quota, RateLimit, Semaphore, Throttle, pool};
+use crate::half::{AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, pool};
 use crate::support::{Observer, Own, Step, eventually, installed, number, run};
 
 type Fields = HashMap<&'static str, String>;
@@ -98,6 +98,20 @@ fn an_operation_tells_what_it_came_to() {
             "rate limit l check: allowed",
             "throttle t attempt: denied",
             "rate limit l check: limited"
+        ]
+    );
+    let once = Once::named("o");
+    assert_eq!(
+        told(|| {
+            let conn = &mut pool.get().unwrap();
+            for key in ["a", "a", ""] {
+                let _ = once.key(key).run(conn, |_conn| Ok::<_, Error>("a secret"));
+            }
+        }),
+        [
+            "once o run: first",
+            "once o run: before",
+            "once o run: failed"
         ]
     );
     let semaphore = Semaphore::named("s", 1, Duration::from_secs(60));

@@ -7,8 +7,8 @@ use diesel::connection::{Instrumentation, InstrumentationEvent};
 use diesel::prelude::*;
 use workbench::Database;
 
-use crate::half::{AdvisoryLock, Error, PgPool, pool, unchecked_pool};
-use crate::support::{Observer, assert_pool_whole};
+use crate::half::{AdvisoryLock, Done, Error, Once, PgPool, pool, unchecked_pool};
+use crate::support::{Observer, assert_pool_whole, installed};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("lenders");
 
@@ -85,6 +85,27 @@ fn a_panic_between_a_statement_and_its_reply_leaves_nothing() {
     assert!(panicked.is_err());
     Observer::of(&database).assert_free(LOCK.lock_key());
     assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn in_a_test_transaction_work_is_done_once_and_undone_with_it() {
+    let database = installed();
+    let conn = &mut database.connect();
+    let once = Once::named("charge");
+    conn.begin_test_transaction().unwrap();
+    let failed: Result<Done, Error> = once.run(conn, |conn| {
+        Ok(diesel::sql_query("SELECT 1/0")
+            .execute(conn)
+            .map(|_| "failed")?)
+    });
+    assert!(failed.is_err());
+    for is_first in [true, false] {
+        let done: Result<Done, Error> = once.run(conn, |_conn| Ok("done"));
+        assert_eq!(done.unwrap().is_first(), is_first);
+    }
+    *conn = database.connect();
+    let done: Result<Done, Error> = once.run(conn, |_conn| Ok("done"));
+    assert!(done.unwrap().is_first());
 }
 
 #[test]

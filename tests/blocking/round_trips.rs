@@ -2,10 +2,13 @@
 
 use std::time::Duration;
 
+use diesel::PgConnection;
 use diesel::r2d2::{ConnectionManager, Pool};
 use workbench::{Database, RoundTrips};
 
-use crate::half::{AdvisoryLock, PgPool, Quota, RateLimit, Semaphore, Throttle, migrations};
+use crate::half::{
+    AdvisoryLock, Done, Error, Once, PgPool, Quota, RateLimit, Semaphore, Throttle, migrations,
+};
 use crate::support::installed;
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("trips");
@@ -129,6 +132,24 @@ fn several_locks_take_as_many_round_trips_as_one() {
             "busy"
         );
     }
+    assert_eq!(proxy.parses(), parses, "something was prepared again");
+}
+
+#[test]
+fn work_that_is_done_once_takes_a_few_round_trips() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let conn = &mut silent_pool(&proxy).get().unwrap();
+    let run = |key: i32, conn: &mut PgConnection| -> Result<Done, Error> {
+        Once::named("trips").key(key).run(conn, |_conn| Ok("done"))
+    };
+    run(0, conn).unwrap().into_bytes(); // prepares
+    let parses = proxy.parses();
+    let first = proxy.count(|| assert!(run(1, conn).unwrap().is_first()));
+    assert_eq!(first, 4, "BEGIN, the lock and a look, INSERT, COMMIT");
+    let again = proxy.count(|| assert!(!run(1, conn).unwrap().is_first()));
+    assert_eq!(again, 3, "BEGIN, the lock and a look, COMMIT");
+    // BEGIN and COMMIT are not prepared.
     assert_eq!(proxy.parses(), parses, "something was prepared again");
 }
 

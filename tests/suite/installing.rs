@@ -103,7 +103,7 @@ fn what_is_recorded_and_missing_is_repaired_by_the_statement_in_the_message() {
         "INSERT INTO resource_control.fence VALUES ('kept', 7)",
     );
     for damage in [
-        "DROP TABLE resource_control.rate_limit CASCADE",
+        "DROP TABLE resource_control.rate_limit, resource_control.once CASCADE",
         "DROP FUNCTION resource_control.lock_throttled_resource; DROP FUNCTION resource_control.lock_key",
         "DROP VIEW resource_control.leader",
         "DROP INDEX resource_control.service_request_in_flight",
@@ -416,6 +416,11 @@ fn a_role_with_the_grants_does_everything_but_declare_labels() {
     let limit = RateLimit::named("api", Quota::per_day(24));
     assert!(wait(limit.check(own)).unwrap().is_allowed());
     wait(limit.reset(own)).unwrap();
+    let done: Result<Done> = on_one(own, |conn| {
+        wait(Once::named("o").run(conn, work!(|_conn| Ok("done"))))
+    });
+    assert!(done.unwrap().is_first());
+    assert_eq!(wait(Once::prune(own, Duration::ZERO)).unwrap(), 1);
     let mut guard = wait(AdvisoryLock::named("roles").acquire(own)).unwrap();
     let token = wait(guard.fencing_token()).unwrap();
     wait(guard.release()).unwrap();

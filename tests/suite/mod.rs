@@ -7,6 +7,7 @@ mod kept_permits;
 mod lent;
 mod local_rate_limits;
 mod monitoring;
+mod once;
 mod own_migrations;
 mod permits;
 mod rate_limit_promise;

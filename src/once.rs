@@ -1,0 +1,265 @@
+//! Work that is done once: a request that a client may repeat.
+
+mod done;
+mod sql;
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::time::Duration;
+
+pub use self::done::Done;
+use crate::advisory::Locks;
+use crate::advisory::sql::Lock;
+use crate::advisory::xact;
+use crate::call::ask;
+use crate::error::{Error, Result};
+use crate::event::{Outcome, Subject};
+use crate::input;
+use crate::key::{LockKey, fnv1a};
+use crate::mode::Mode;
+use crate::pool::{Connection, Pool, Reply};
+use crate::session::Session;
+#[cfg(feature = "r2d2")]
+use crate::session::now;
+use crate::time::LONGEST;
+use crate::transaction::Own;
+
+/// Work that is done once for each key, however often and on however many instances it is asked for: a POST with an idempotency key.
+///
+/// The work and the mark that it is done commit together, in one transaction. A later call gets the bytes that the work has returned,
+/// and so does a call at the same time, which waits for the first one. If the first one fails, is dropped or crashes, it is rolled
+/// back, and the next one does the work.
+///
+/// ```
+/// use diesel::prelude::*;
+/// use diesel_interlock::{Done, Once};
+///
+/// static CHARGE: Once = Once::named("charge");
+///
+/// /// The reply to a POST, and none to one that has another amount under the same key, which is refused.
+/// fn charge(conn: &mut PgConnection, key: &str, cents: i32) -> QueryResult<Option<String>> {
+///     let done: QueryResult<Done> = CHARGE.key(key).run(conn, |conn| {
+///         let id = insert_charge(conn, cents)?;
+///         Ok(format!("{cents} cents, number {id}"))
+///     });
+///     let reply = String::from_utf8_lossy(done?.bytes()).into_owned();
+///     Ok(Some(reply).filter(|reply| reply.starts_with(&format!("{cents} cents"))))
+/// }
+/// # diesel::table! { charge (id) { id -> Integer, cents -> Integer, } }
+/// # fn insert_charge(conn: &mut PgConnection, cents: i32) -> QueryResult<i32> {
+/// #     diesel::insert_into(charge::table).values(charge::cents.eq(cents)).returning(charge::id).get_result(conn)
+/// # }
+/// # let database = workbench::Database::new();
+/// # diesel_interlock::migrations::install(&database.pool(1))?;
+/// # let conn = &mut database.connect();
+/// # diesel::sql_query("CREATE TABLE charge (id serial PRIMARY KEY, cents integer NOT NULL)").execute(conn)?;
+/// let first = charge(conn, "0191e9c8", 4200)?;
+/// assert_eq!(charge(conn, "0191e9c8", 4200)?, first); // and not charged again
+/// assert_eq!(charge(conn, "0191e9c8", 9900)?, None);
+/// # assert_eq!(charge::table.count().get_result(conn), Ok(1));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// An `Err` of the work rolls back and is not stored. A refusal that shall stand is an `Ok`, whose bytes say so. What the work does
+/// outside the database is not rolled back with it: pass the key on to those services.
+///
+/// The bytes are the application's: a reply, and where the same key may come with another request, what tells the two apart. Where
+/// clients choose the keys, the key contains the client. A key is remembered until it is [pruned](Self::prune).
+///
+/// # Transactions and waiting
+///
+/// The transaction is READ COMMITTED, on a connection outside a transaction; inside that of a test it is a savepoint. It holds the
+/// transaction lock of `LockKey::parts(["once", name, key])`, on which calls at the same time [wait](crate::advisory::AdvisoryLock#transaction-locks),
+/// each with its connection, under the session's `statement_timeout` and `lock_timeout`. It works behind any pooler.
+///
+/// # Errors
+///
+/// [`Error::Input`], [`Error::InsideTransaction`], [`Error::Standby`], [`Error::NotInstalled`] and [`Error::Database`]. After a
+/// connection that was lost during the COMMIT, the next call tells whether the work is done.
+#[must_use = "nothing is done until it is run"]
+pub struct Once<P: Pool> {
+    name: &'static str,
+    key: Option<String>,
+    pool: PhantomData<fn(&P)>,
+}
+
+/// The transaction in which the lock is held, and the outcome if there is one.
+struct Entered<'c, S: Session> {
+    transaction: Own<'c, S>,
+    outcome: Option<Vec<u8>>,
+}
+
+impl<P: Pool> Once<P> {
+    /// Names the work. Without a key it is done once in the life of the database.
+    pub const fn named(name: &'static str) -> Self {
+        Self {
+            name,
+            key: None,
+            pool: PhantomData,
+        }
+    }
+
+    /// Returns the work of one request. An empty key is refused, because all requests without one would have it.
+    pub fn key(&self, key: impl fmt::Display) -> Self {
+        Self {
+            key: Some(input::shown(key)),
+            ..*self
+        }
+    }
+
+    /// Forgets what was done longer ago than `older_than`, of all names, in batches of 10,000, and returns how many. A client that
+    /// repeats such a request has it done again.
+    pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, Result<u64>> {
+        const BATCH: i64 = 10_000;
+        P::Mode::drive(async move {
+            if older_than > LONGEST {
+                return Err(Error::Input("an age is 1,000 years at most"));
+            }
+            let mut pruned = 0;
+            loop {
+                let (batch, _): (i64, _) = ask(pool, None, [sql::prune(older_than, BATCH)]).await?;
+                pruned += batch.unsigned_abs();
+                if batch < BATCH {
+                    return Ok(pruned);
+                }
+            }
+        })
+    }
+
+    /// Opens the transaction, takes the lock, and then looks whether it is done.
+    async fn enter<'c>(&self, conn: &'c mut Connection<P>) -> Result<Entered<'c, Connection<P>>> {
+        let subject = Subject {
+            primitive: "once",
+            name: self.name,
+        };
+        let enter = async {
+            self.check()?;
+            let transaction = Own::begin(conn).await?;
+            match self.look(transaction.conn).await {
+                Ok(outcome) => Ok(Entered {
+                    transaction,
+                    outcome,
+                }),
+                Err(error) => Err(transaction.failed(error).await),
+            }
+        };
+        subject.tell("run", enter).await
+    }
+
+    async fn look<S: Session>(&self, session: &mut S) -> Result<Option<Vec<u8>>> {
+        let (name, key) = (self.name, self.stored_key());
+        let number = fnv1a(&input::joined(["once", name, key]));
+        let lock = Locks::from(Lock::new(LockKey::bigint(number), false)?);
+        loop {
+            match session.one(sql::look(number, name, key)).await? {
+                (Some(true), outcome) => return Ok(outcome),
+                (Some(false), _) => drop(xact::wait(session, &lock, None).await?),
+                (None::<bool>, _) => return Err(Error::Standby),
+            }
+        }
+    }
+
+    /// Stores what came of the work, and commits both.
+    async fn finish<T: Into<Vec<u8>>, E: From<Error>>(
+        &self,
+        transaction: Own<'_, Connection<P>>,
+        worked: Result<T, E>,
+    ) -> Result<Done, E> {
+        let outcome = match worked {
+            Ok(outcome) => outcome.into(),
+            Err(error) => return transaction.end(Err(error)).await,
+        };
+        let store = sql::store(self.name, self.stored_key(), &outcome);
+        let stored = transaction.conn.one(store).await;
+        let done = stored.map(|_: bool| Done::First(outcome));
+        transaction
+            .end(done.map_err(|error| Error::from(error).into()))
+            .await
+    }
+
+    fn check(&self) -> Result<()> {
+        input::name(self.name)?;
+        match self.key.as_deref() {
+            None => Ok(()),
+            Some("") => Err(Error::Input(
+                "the key of what is done once must not be empty",
+            )),
+            Some(key) => input::text(key),
+        }
+    }
+
+    fn stored_key(&self) -> &str {
+        self.key.as_deref().unwrap_or_default()
+    }
+}
+
+#[cfg(feature = "r2d2")]
+impl Once<crate::pool::PgPool> {
+    /// Runs `work` in a transaction of its own and stores the bytes that it returns, or returns those of the time when that was done.
+    ///
+    /// Four round trips beside those of `work`: `BEGIN`, one that takes the lock and looks, an `INSERT` into `resource_control.once`,
+    /// and `COMMIT`. Three if it was done before. A call that waits sends three more.
+    pub fn run<T: Into<Vec<u8>>, E: From<Error>>(
+        &self,
+        conn: &mut diesel::PgConnection,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<Done, E> {
+        let entered = now(self.enter(conn))?;
+        match entered.outcome {
+            Some(outcome) => now(entered.transaction.end(Ok(Done::Before(outcome)))),
+            None => {
+                let worked = work(entered.transaction.conn);
+                now(self.finish(entered.transaction, worked))
+            }
+        }
+    }
+}
+
+#[cfg(feature = "async")]
+impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
+    /// Runs `work` in a transaction of its own and stores the bytes that it returns, or returns those of the time when that was done.
+    ///
+    /// Four round trips beside those of `work`: `BEGIN`, one that takes the lock and looks, an `INSERT` into `resource_control.once`,
+    /// and `COMMIT`. Three if it was done before. A call that waits sends three more.
+    pub async fn run<T: Into<Vec<u8>>, E: From<Error>>(
+        &self,
+        conn: &mut diesel_async::AsyncPgConnection,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<Done, E> {
+        let entered = self.enter(conn).await?;
+        match entered.outcome {
+            Some(outcome) => entered.transaction.end(Ok(Done::Before(outcome))).await,
+            None => {
+                let worked = work(entered.transaction.conn).await;
+                self.finish(entered.transaction, worked).await
+            }
+        }
+    }
+}
+
+impl<S: Session> Outcome for Entered<'_, S> {
+    fn word(&self) -> &'static str {
+        match self.outcome {
+            None => "first",
+            Some(_) => "before",
+        }
+    }
+}
+
+impl<P: Pool> Clone for Once<P> {
+    fn clone(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<P: Pool> fmt::Debug for Once<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Once")
+            .field("name", &self.name)
+            .field("key", &self.key)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,39 @@
+//! The statements of work that is done once.
+
+use std::time::Duration;
+
+use diesel::sql_types::{BigInt, Binary, Bool, Nullable};
+
+use crate::statement::Statement;
+use crate::time::interval;
+
+/// Whether the lock is ours, which is null on a standby, and the outcome, which is null if it is not ours or there is none. The
+/// outcome is read by a volatile function, because the statement itself would not see what was committed after it began.
+pub(super) fn look(
+    lock: i64,
+    name: &str,
+    key: &str,
+) -> Statement<(Nullable<Bool>, Nullable<Binary>)> {
+    const LOOK: &str = "WITH taking AS MATERIALIZED (
+            SELECT CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_try_advisory_xact_lock($1) END AS is_ours
+        ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($2, $3) END FROM taking";
+    Statement::new(LOOK, [lock.into(), name.into(), key.into()])
+}
+
+/// Inserts the outcome. The lock keeps others from inserting one.
+pub(super) fn store(name: &str, key: &str, outcome: &[u8]) -> Statement<Bool> {
+    const STORE: &str =
+        "INSERT INTO resource_control.once (name, key, outcome) VALUES ($1, $2, $3) RETURNING true";
+    Statement::new(STORE, [name.into(), key.into(), outcome.to_vec().into()])
+}
+
+/// Deletes a batch of old outcomes: how many.
+pub(super) fn prune(older_than: Duration, batch: i64) -> Statement<BigInt> {
+    const PRUNE: &str = "WITH done AS (
+            DELETE FROM resource_control.once WHERE ctid = ANY (ARRAY(
+                SELECT o.ctid FROM resource_control.once AS o
+                    WHERE o.done_at <= pg_catalog.clock_timestamp() - $1 LIMIT $2 FOR UPDATE SKIP LOCKED))
+                RETURNING 1
+        ) SELECT pg_catalog.count(*) FROM done";
+    Statement::new(PRUNE, [interval(older_than).into(), batch.into()])
+}

@@ -1,0 +1,526 @@
+//! What is done once has one effect, and all who ask for it get the same outcome.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use workbench::{Cluster, Database};
+
+use crate::assert_matches;
+use crate::half::{
+    Conn, Done, Error, Once, PgPool, begin, end, execute, make_pool, on_one, pool, unchecked_pool,
+    wait,
+};
+use crate::support::{
+    Observer, assert_pool_whole, eventually, install, installed, number, run, text,
+};
+
+static CHARGE: Once = Once::named("charge");
+
+const EFFECT: &str = "INSERT INTO effect DEFAULT VALUES";
+const EFFECTS: &str = "(SELECT count(*) FROM effect)";
+/// Ends the session.
+const EXIT: &str = "SELECT pg_terminate_backend(pg_backend_pid())";
+/// The session whose work goes on.
+const HOLDER: &str =
+    "(SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND database =
+    (SELECT oid FROM pg_database WHERE datname = current_database()))";
+const DONE: &str = "(SELECT count(*) FROM resource_control.once)";
+
+/// A database with the schema, and a table for what the work does.
+fn database() -> Database {
+    let database = installed();
+    run(&mut database.connect(), "CREATE TABLE effect (id serial)");
+    database
+}
+
+fn charge(once: &Once, conn: &mut Conn, outcome: &str) -> Result<Done, Error> {
+    wait(once.run(
+        conn,
+        work!(|conn| {
+            reply!(execute(conn, EFFECT))?;
+            Ok(outcome)
+        }),
+    ))
+}
+
+/// On a connection of the pool.
+fn charged(once: &Once, pool: &PgPool, outcome: &str) -> Result<Done, Error> {
+    on_one(pool, |conn| charge(once, conn, outcome))
+}
+
+fn first(outcome: &str) -> Done {
+    Done::First(outcome.into())
+}
+
+fn before(outcome: &str) -> Done {
+    Done::Before(outcome.into())
+}
+
+/// Nothing was done, no transaction and no lock is left, and the next one does the work.
+#[track_caller]
+fn assert_undone(once: &Once, pool: &PgPool, database: &Database) {
+    let conn = &mut database.connect();
+    assert_eq!((number(conn, EFFECTS), number(conn, DONE)), (0, 0));
+    assert_pool_whole(pool, database);
+    assert_eq!(charged(once, pool, "anew").unwrap(), first("anew"));
+    assert_eq!((number(conn, EFFECTS), number(conn, DONE)), (1, 1));
+}
+
+#[test]
+fn a_repetition_gets_the_outcome_and_has_no_effect() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let bytes: Vec<u8> = (0..=255).collect();
+    for outcome in [Vec::new(), bytes, vec![7; 1 << 20]] {
+        let once = CHARGE.key(outcome.len());
+        on_one(&pool, |conn| {
+            let done: Result<Done, Error> = wait(once.run(
+                conn,
+                work!(|conn| {
+                    reply!(execute(conn, EFFECT))?;
+                    Ok(outcome.clone())
+                }),
+            ));
+            assert_eq!(done.unwrap(), Done::First(outcome.clone()));
+            for _ in 0..3 {
+                let done = charge(&once, conn, "again").unwrap();
+                assert!(!done.is_first());
+                assert_eq!(done.bytes(), outcome);
+                assert_eq!(done.into_bytes(), outcome);
+            }
+        });
+    }
+    assert_eq!(number(&mut database.connect(), EFFECTS), 3);
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn of_ten_posts_at_once_one_has_an_effect_and_all_get_its_outcome() {
+    for level in ["read committed", "repeatable read", "serializable"] {
+        let database = database();
+        let conn = &mut database.connect();
+        let name = database.name();
+        run(
+            conn,
+            &format!("ALTER DATABASE {name} SET default_transaction_isolation = '{level}'"),
+        );
+        let pools: Vec<_> = (0..10).map(|_| pool(&database, 1)).collect();
+        let start = Barrier::new(10);
+        for key in 0..10 {
+            let done: Vec<Done> = thread::scope(|scope| {
+                let posts: Vec<_> = (0..10)
+                    .map(|number| {
+                        let (pool, start) = (&pools[number], &start);
+                        scope.spawn(move || {
+                            start.wait();
+                            charged(&CHARGE.key(key), pool, &number.to_string()).unwrap()
+                        })
+                    })
+                    .collect();
+                posts.into_iter().map(|it| it.join().unwrap()).collect()
+            });
+            assert_eq!(done.iter().filter(|it| it.is_first()).count(), 1, "{level}");
+            assert!(
+                done.iter().all(|it| it.bytes() == done[0].bytes()),
+                "{level}"
+            );
+            assert_eq!(number(conn, EFFECTS), key + 1, "{level}");
+        }
+    }
+}
+
+/// Lets the first one end while a second one waits for it, and returns what the second one got.
+fn behind(ends: impl Fn(&mut Observer) -> Result<&'static str, Error> + Sync) -> (Done, i64) {
+    let database = database();
+    let pool = pool(&database, 2);
+    let is_inside = Barrier::new(2);
+    let second = thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut observer = Observer::of(&database);
+            let _ = catch_unwind(AssertUnwindSafe(|| {
+                on_one(&pool, |conn| {
+                    let first: Result<Done, Error> = wait(CHARGE.run(
+                        conn,
+                        work!(|conn| {
+                            reply!(execute(conn, EFFECT))?;
+                            is_inside.wait();
+                            eventually("the second one waits", || observer.all_waiting() == 1);
+                            ends(&mut observer)
+                        }),
+                    ));
+                    first.map(drop)
+                })
+            }));
+        });
+        is_inside.wait();
+        charged(&CHARGE, &pool, "second").unwrap()
+    });
+    assert_pool_whole(&pool, &database);
+    (second, number(&mut database.connect(), EFFECTS))
+}
+
+#[test]
+fn a_second_one_waits_for_the_first_and_gets_its_outcome() {
+    assert_eq!(behind(|_| Ok("first")), (before("first"), 1));
+}
+
+#[test]
+fn behind_a_first_one_that_fails_the_second_one_does_it() {
+    assert_eq!(behind(|_| Err(Error::TimedOut)), (first("second"), 1));
+    assert_eq!(behind(|_| panic!("in the work")), (first("second"), 1));
+    let killed = |observer: &mut Observer| {
+        let pid = number(observer.conn(), HOLDER);
+        observer.kill(pid.try_into().unwrap());
+        Ok("of a session that has ended")
+    };
+    assert_eq!(behind(killed), (first("second"), 1));
+}
+
+#[test]
+fn work_that_fails_is_not_done() {
+    for failing in [
+        "SELECT 1/0",
+        "SELECT pg_terminate_backend(pg_backend_pid())",
+    ] {
+        let database = database();
+        let pool = pool(&database, 1);
+        let failed: Result<Done, Error> = on_one(&pool, |conn| {
+            wait(CHARGE.run(
+                conn,
+                work!(|conn| {
+                    reply!(execute(conn, EFFECT))?;
+                    reply!(execute(conn, failing))?;
+                    Ok("failed")
+                }),
+            ))
+        });
+        assert_matches!(failed, Err(Error::Database(_)));
+        assert_undone(&CHARGE, &pool, &database);
+    }
+}
+
+#[test]
+fn work_that_hides_its_error_is_not_done() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let failed: Result<Done, Error> = on_one(&pool, |conn| {
+        wait(CHARGE.run(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, EFFECT))?;
+                assert!(reply!(execute(conn, "SELECT 1/0")).is_err());
+                Ok("done")
+            }),
+        ))
+    });
+    assert_matches!(failed, Err(Error::Database(_)));
+    assert_undone(&CHARGE, &pool, &database);
+}
+
+#[test]
+fn work_that_panics_is_not_done() {
+    let database = database();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| {
+        let caught = catch_unwind(AssertUnwindSafe(|| {
+            let _: Result<Done, Error> = wait(CHARGE.run(
+                conn,
+                work!(|conn| {
+                    reply!(execute(conn, EFFECT))?;
+                    if true {
+                        panic!("in the work");
+                    }
+                    Ok("done")
+                }),
+            ));
+        }));
+        assert!(caught.is_err());
+    });
+    assert_undone(&CHARGE, &pool, &database);
+}
+
+#[test]
+fn work_whose_commit_is_refused_is_not_done() {
+    let database = database();
+    let pool = pool(&database, 1);
+    run(
+        &mut database.connect(),
+        "ALTER TABLE effect ADD CONSTRAINT one_id UNIQUE (id) DEFERRABLE INITIALLY DEFERRED",
+    );
+    let refused: Result<Done, Error> = on_one(&pool, |conn| {
+        wait(CHARGE.run(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, "INSERT INTO effect VALUES (-1), (-1)"))?;
+                Ok("done")
+            }),
+        ))
+    });
+    assert_matches!(
+        refused,
+        Err(Error::Database(DieselError::DatabaseError(
+            DatabaseErrorKind::UniqueViolation,
+            _
+        )))
+    );
+    assert_undone(&CHARGE, &pool, &database);
+}
+
+#[test]
+fn the_work_and_its_mark_are_seen_together() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let observer = &mut database.connect();
+    let both = format!("{EFFECTS} + 2 * {DONE}");
+    on_one(&pool, |conn| {
+        let done: Result<Done, Error> = wait(CHARGE.run(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, EFFECT))?;
+                let own = format!("DO $$ BEGIN ASSERT {EFFECTS} = 1; END $$");
+                reply!(execute(conn, &own))?;
+                assert_eq!(number(observer, &both), 0);
+                Ok("done")
+            }),
+        ));
+        assert!(done.unwrap().is_first());
+    });
+    assert_eq!(number(observer, &both), 3);
+    assert_eq!(
+        text(observer, "(SELECT outcome FROM resource_control.once)"),
+        r"\x646f6e65"
+    );
+}
+
+#[test]
+fn names_and_keys_are_apart() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let all = [
+        Once::named("charge"),
+        Once::named("charge").key(1),
+        Once::named("charge").key(2),
+        Once::named("charge").key("1 "),
+        Once::named("charge").key(r"1\ "),
+        Once::named("refund").key(1),
+        Once::named("charge 1"),
+        Once::named("charge 1").key(2),
+        Once::named("charge").key("1 2"),
+    ];
+    for (number, once) in all.iter().enumerate() {
+        let number = number.to_string();
+        assert_eq!(charged(once, &pool, &number).unwrap(), first(&number));
+    }
+    for (number, once) in all.iter().enumerate() {
+        let repeated = charged(once, &pool, "again").unwrap();
+        assert_eq!(repeated, before(&number.to_string()), "{once:?}");
+    }
+}
+
+/// Half of the tries fail, and half of these end their session.
+#[test]
+fn however_often_it_fails_each_key_has_one_effect_and_one_outcome() {
+    const KEYS: usize = 30;
+    const WORKS: [&str; 4] = ["SELECT 1", "SELECT 1/0", EXIT, "SELECT 1"];
+    let database = database();
+    let outcomes: Vec<Vec<Done>> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..6)
+            .map(|thread| {
+                let database = &database;
+                scope.spawn(move || {
+                    let pool = pool(database, 1);
+                    let (mut turn, mut done) = (thread, Vec::new());
+                    while done.len() < KEYS {
+                        turn += 1;
+                        let failing = WORKS[turn % 4];
+                        let outcome = format!("{thread} {turn}");
+                        let result: Result<Done, Error> = on_one(&pool, |conn| {
+                            wait(CHARGE.key(done.len()).run(
+                                conn,
+                                work!(|conn| {
+                                    reply!(execute(conn, EFFECT))?;
+                                    reply!(execute(conn, failing))?;
+                                    Ok(outcome.clone())
+                                }),
+                            ))
+                        });
+                        done.extend(result.ok());
+                    }
+                    done
+                })
+            })
+            .collect();
+        threads.into_iter().map(|it| it.join().unwrap()).collect()
+    });
+    for key in 0..KEYS {
+        let of_key = || outcomes.iter().map(|done| &done[key]);
+        assert_eq!(of_key().filter(|it| it.is_first()).count(), 1);
+        assert!(of_key().all(|it| it.bytes() == outcomes[0][key].bytes()));
+    }
+    let conn = &mut database.connect();
+    assert_eq!(number(conn, EFFECTS), KEYS as i64);
+    assert_eq!(number(conn, DONE), KEYS as i64);
+}
+
+#[test]
+fn what_is_old_is_forgotten() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let conn = &mut database.connect();
+    for key in 0..3 {
+        assert!(charged(&CHARGE.key(key), &pool, "").unwrap().is_first());
+    }
+    let hour = Duration::from_secs(3600);
+    assert_eq!(wait(Once::prune(&pool, hour)).unwrap(), 0);
+    run(
+        conn,
+        "UPDATE resource_control.once SET done_at = done_at - interval '1 hour' WHERE key < '2';
+        INSERT INTO resource_control.once SELECT 'many', k, '', '2026-01-01' FROM generate_series(1, 10000) AS k",
+    );
+    // What another transaction has is skipped.
+    run(
+        conn,
+        "BEGIN; SELECT FROM resource_control.once WHERE name = 'charge' AND key = '1' FOR UPDATE",
+    );
+    assert_eq!(wait(Once::prune(&pool, hour)).unwrap(), 10_001);
+    run(conn, "COMMIT");
+    for (key, is_forgotten) in [(0, true), (1, false), (2, false)] {
+        let done = charged(&CHARGE.key(key), &pool, "").unwrap();
+        assert_eq!(done.is_first(), is_forgotten, "{key}");
+    }
+    assert_eq!(wait(Once::prune(&pool, Duration::ZERO)).unwrap(), 3);
+    assert_matches!(
+        wait(Once::prune(&pool, Duration::MAX)),
+        Err(Error::Input(_))
+    );
+}
+
+#[test]
+fn bad_input_is_refused_before_anything_is_sent() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    on_one(&pool, |conn| {
+        observer.kill_all(); // so that whatever is sent fails
+        for once in [
+            Once::named(""),
+            Once::named("nul\0"),
+            CHARGE.key(""),
+            CHARGE.key("nul\0"),
+            CHARGE.key("x".repeat(1001)),
+        ] {
+            let refused = charge(&once, conn, "done");
+            assert_matches!(refused, Err(Error::Input(_)));
+        }
+    });
+    let longest = CHARGE.key(" ".repeat(1000));
+    assert_eq!(charged(&longest, &pool, "done").unwrap(), first("done"));
+    assert_eq!(charged(&longest, &pool, "again").unwrap(), before("done"));
+}
+
+#[test]
+fn inside_a_transaction_it_is_an_error() {
+    let database = database();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| {
+        begin(conn);
+        assert_matches!(charge(&CHARGE, conn, "done"), Err(Error::InsideTransaction));
+        end(conn);
+        let nested: Result<Done, Error> = wait(CHARGE.run(
+            conn,
+            work!(|conn| {
+                let inner: Result<Done, Error> =
+                    reply!(CHARGE.key(1).run(conn, work!(|_conn| Ok("inner"))));
+                inner.map(Done::into_bytes)
+            }),
+        ));
+        assert_matches!(nested, Err(Error::InsideTransaction));
+    });
+    assert_undone(&CHARGE, &pool, &database);
+}
+
+#[test]
+fn without_the_schema_that_is_the_error() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    assert_matches!(charged(&CHARGE, &pool, "done"), Err(Error::NotInstalled));
+    assert_matches!(
+        wait(Once::prune(&pool, Duration::ZERO)),
+        Err(Error::NotInstalled)
+    );
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn a_session_that_has_ended_is_reported_as_such() {
+    let database = database();
+    let pool = unchecked_pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    on_one(&pool, |conn| {
+        assert!(charge(&CHARGE, conn, "done").unwrap().is_first());
+        observer.kill_all();
+        eventually("the session has ended", || observer.sessions() == 0);
+        let ended = charge(&CHARGE, conn, "again").unwrap_err();
+        assert!(ended.is_unavailable(), "{ended:?}");
+    });
+}
+
+/// A call may be sent while the first one still works, and get the lock after that one has committed.
+#[test]
+fn the_outcome_is_read_after_the_lock_was_granted() {
+    let database = database();
+    let mut observer = Observer::of(&database);
+    let lock = "pg_advisory_xact_lock(resource_control.lock_key('once charge 7'))";
+    let holder = &mut database.connect();
+    run(holder, &format!("BEGIN; SELECT {lock}"));
+    thread::scope(|scope| {
+        let looking = scope.spawn(|| {
+            let granted = format!("WITH granted AS MATERIALIZED (SELECT {lock})");
+            let outcome = "encode(resource_control.once_outcome('charge', '7'), 'escape')";
+            text(
+                &mut database.connect(),
+                &format!("({granted} SELECT {outcome} FROM granted)"),
+            )
+        });
+        eventually("it waits", || observer.all_waiting() == 1);
+        run(
+            holder,
+            "INSERT INTO resource_control.once VALUES ('charge', '7', 'done'); COMMIT",
+        );
+        assert_eq!(looking.join().unwrap(), "done");
+    });
+}
+
+#[test]
+fn a_timeout_of_the_session_ends_a_wait() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let holder = &mut database.connect();
+    run(
+        holder,
+        "BEGIN; SELECT pg_advisory_xact_lock(resource_control.lock_key('once charge '))",
+    );
+    for setting in ["lock_timeout", "statement_timeout"] {
+        on_one(&pool, |conn| {
+            wait(execute(conn, &format!("SET {setting} = '20ms'"))).unwrap();
+            let waited = charge(&CHARGE, conn, "done");
+            assert_matches!(waited, Err(Error::Database(_)));
+            wait(execute(conn, &format!("RESET {setting}"))).unwrap();
+        });
+    }
+    assert_eq!(Observer::of(&database).all_held(), 1, "that of the holder");
+    run(holder, "COMMIT");
+    assert_undone(&CHARGE, &pool, &database);
+}
+
+#[test]
+fn on_a_standby_it_is_an_error() {
+    let cluster = Cluster::start();
+    install(&mut cluster.endpoint("postgres").connect());
+    let standby = cluster.standby();
+    let pool = make_pool(&standby.url("postgres"), 1, Duration::from_secs(20));
+    assert_matches!(charged(&CHARGE, &pool, "done"), Err(Error::Standby));
+}

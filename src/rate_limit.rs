@@ -148,7 +148,7 @@ impl<P: Pool> RateLimit<P> {
         let deadline = Instant::now().checked_add(timeout);
         P::Mode::drive(
             self.subject()
-                .tell("acquire_timeout", self.wait(pool, deadline)),
+                .wait("acquire_timeout", self.wait(pool, deadline)),
         )
     }
 

@@ -203,7 +203,7 @@ impl<P: Pool> Semaphore<P> {
     /// Takes a permit, and [waits](Self#waiting) for as long as all slots are taken.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Permit<P>>> {
         P::Mode::drive(async move {
-            let waited = self.subject.tell("acquire", self.wait(pool, None)).await?;
+            let waited = self.subject.wait("acquire", self.wait(pool, None)).await?;
             waited.admitted().ok_or(Error::TimedOut)
         })
     }
@@ -218,7 +218,7 @@ impl<P: Pool> Semaphore<P> {
     ) -> Reply<'a, P, Result<Admission<Permit<P>>>> {
         P::Mode::drive(async move {
             let wait = self.wait(pool, Instant::now().checked_add(timeout));
-            self.subject.tell("acquire_timeout", wait).await
+            self.subject.wait("acquire_timeout", wait).await
         })
     }
 

@@ -40,7 +40,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
         pid: i32,
     ) -> Self {
         let since = Instant::now();
-        pinned.told_as(Some((subject, since)));
+        pinned.is_held_by(subject, since);
         Self {
             pinned,
             key,
@@ -88,7 +88,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
         P::Mode::drive(async move {
             let began = Instant::now();
             // If this future is dropped, what its task tells would be wrong: the lock may be unlocked already.
-            self.pinned.told_as(None);
+            self.pinned.tells_nothing();
             let released = self.pinned.release(self.lock, self.pid, &self.key).await;
             self.subject.ended("release", began, self.since, &released);
             released

@@ -9,8 +9,9 @@ use super::attempt::Attempt;
 use super::pinned::{released, taken, waited};
 use super::sql::{END_SESSION, Lock};
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Outcome, Subject};
 use crate::key::LockKey;
+use crate::metrics::Raised;
 #[cfg(feature = "async")]
 use crate::mode::Async;
 #[cfg(feature = "r2d2")]
@@ -110,6 +111,15 @@ pub(crate) struct Scope<'c, S: Session> {
     holds: Holds,
     subject: Subject,
     since: Instant,
+    held: Option<Raised>,
+}
+
+/// A lock that was left to its session.
+#[cfg(all(feature = "async", feature = "migrations"))]
+pub(crate) struct Left {
+    holds: Holds,
+    since: Instant,
+    held: Option<Raised>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -121,8 +131,22 @@ enum Holds {
 }
 
 impl<'c, S: Session> Scope<'c, S> {
-    /// `subject` tells of a long wait.
     pub(crate) async fn enter<M: Mode>(
+        conn: &'c mut S,
+        lock: Lock,
+        subject: Subject,
+        waits: bool,
+    ) -> Result<Self> {
+        let entered = Self::entered::<M>(conn, lock, subject, waits);
+        if waits {
+            subject.wait("with_on", entered).await
+        } else {
+            subject.tell("try_with_on", entered).await
+        }
+    }
+
+    /// `subject` tells of a long wait.
+    async fn entered<M: Mode>(
         conn: &'c mut S,
         lock: Lock,
         subject: Subject,
@@ -142,6 +166,7 @@ impl<'c, S: Session> Scope<'c, S> {
             holds: Holds::Nothing,
             subject,
             since: began,
+            held: None,
         };
         loop {
             if waits {
@@ -156,13 +181,7 @@ impl<'c, S: Session> Scope<'c, S> {
             scope.holds = pid.map_or(Holds::Nothing, Holds::Lock);
             if pid.is_some() || !waits {
                 scope.since = Instant::now();
-                subject.event(
-                    if waits { "with_on" } else { "try_with_on" },
-                    if pid.is_some() { "acquired" } else { "busy" },
-                    began.elapsed(),
-                    None,
-                    None,
-                );
+                scope.held = pid.map(|_| Raised::held(subject));
                 return Ok(scope);
             }
             if !is_told && began.elapsed() > LONG {
@@ -173,24 +192,26 @@ impl<'c, S: Session> Scope<'c, S> {
         }
     }
 
-    /// Leaves the lock to the session, and returns the pid of that. [`resume`](Self::resume) goes on.
+    /// Leaves the lock to the session. [`resume`](Self::resume) goes on.
     #[cfg(all(feature = "async", feature = "migrations"))]
-    pub(crate) fn disarm(mut self) -> Option<i32> {
-        match std::mem::replace(&mut self.holds, Holds::Nothing) {
-            Holds::Lock(pid) => Some(pid),
-            Holds::Nothing | Holds::Unknown => None,
+    pub(crate) fn disarm(mut self) -> Left {
+        Left {
+            holds: std::mem::replace(&mut self.holds, Holds::Nothing),
+            since: self.since,
+            held: self.held.take(),
         }
     }
 
     #[cfg(all(feature = "async", feature = "migrations"))]
-    pub(crate) fn resume(conn: &'c mut S, lock: Lock, subject: Subject, pid: Option<i32>) -> Self {
+    pub(crate) fn resume(conn: &'c mut S, lock: Lock, subject: Subject, left: Left) -> Self {
         Self {
             conn,
             lock,
             topic: Topic::lent(What::Lock(lock.id)),
-            holds: pid.map_or(Holds::Unknown, Holds::Lock),
+            holds: left.holds,
             subject,
-            since: Instant::now(),
+            since: left.since,
+            held: left.held,
         }
     }
 
@@ -225,8 +246,19 @@ impl<'c, S: Session> Scope<'c, S> {
     }
 }
 
+impl<S: Session> Outcome for Scope<'_, S> {
+    fn word(&self) -> &'static str {
+        if self.is_entered() {
+            Attempt::Acquired(()).word()
+        } else {
+            Attempt::<()>::Busy.word()
+        }
+    }
+}
+
 impl<S: Session> Drop for Scope<'_, S> {
     fn drop(&mut self) {
+        let began = Instant::now();
         let is_certain = match self.holds {
             Holds::Nothing => true,
             // A blocking session replies, and an asynchronous one runs it behind what was sent.
@@ -242,6 +274,11 @@ impl<S: Session> Drop for Scope<'_, S> {
         if !is_certain {
             let _ = started_quietly(self.conn.batch(END_SESSION));
             self.conn.mark_broken();
+        }
+        if self.is_entered() {
+            let outcome = if is_certain { "released" } else { "failed" };
+            let (took, held) = (began.elapsed(), Some(self.since.elapsed()));
+            self.subject.event("drop", outcome, took, held, None);
         }
         waiting::released(&self.topic);
     }

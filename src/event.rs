@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::metrics::Raised;
+use crate::metrics::{self, Raised};
 
 /// What an operation on a primitive came to. The labels are constants of the program, never keys.
 #[derive(Debug)]
@@ -64,9 +64,10 @@ impl Subject {
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         let began = Instant::now();
-        let waiting = waits.then(|| Raised::waiting(self));
-        let result = work.await;
-        drop(waiting);
+        let result = {
+            let _waiting = waits.then(|| Raised::waiting(self));
+            work.await
+        };
         let (outcome, error) = match &result {
             Ok(outcome) => (outcome.word(), None),
             Err(error) => ("failed", Some(error)),
@@ -152,8 +153,7 @@ impl Subject {
 impl Event<'_> {
     /// The one place where events leave this crate.
     fn emit(self) {
-        #[cfg(feature = "metrics")]
-        crate::metrics::count(&self);
+        metrics::count(&self);
         #[cfg(feature = "tracing")]
         self.log();
     }

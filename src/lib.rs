@@ -64,6 +64,7 @@ pub mod functions;
 mod input;
 mod key;
 pub mod leader;
+#[cfg_attr(not(feature = "metrics"), path = "metrics/off.rs")]
 mod metrics;
 #[cfg(feature = "migrations")]
 pub mod migrations;

@@ -1,14 +1,13 @@
-//! The numbers of the events, for the facade [`metrics`](::metrics). Without the feature there is nothing in here.
+//! The numbers of the events, for the facade of the crate [`metrics`](::metrics).
 
-#[cfg(feature = "metrics")]
+use std::sync::OnceLock;
+
 use ::metrics::{
     Counter, Gauge, Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge,
     histogram,
 };
 
-#[cfg(feature = "metrics")]
-use crate::event::Event;
-use crate::event::Subject;
+use crate::event::{Event, Subject};
 
 const OPERATIONS: &str = "interlock_operations_total";
 const LOST: &str = "interlock_lost_total";
@@ -17,7 +16,7 @@ const HELD_FOR: &str = "interlock_held_seconds";
 const WAITING: &str = "interlock_waiting";
 const HELD: &str = "interlock_held";
 
-/// Describes the metrics of this crate, with their units, to the recorder that is installed. Call it once, after that.
+/// Describes the metrics of this crate, with their units, to the recorder of the program. Call it once, when that is installed.
 ///
 /// | Metric | Type | Labels |
 /// |---|---|---|
@@ -27,38 +26,39 @@ const HELD: &str = "interlock_held";
 /// | `interlock_waiting`, `interlock_held` | gauges | `kind`, `name` |
 ///
 /// `kind` is the primitive, such as `lock` or `rate limit`. `name` is the name that the program has as a constant, and never a key.
-#[cfg(feature = "metrics")]
+///
+/// Install the recorder before the first operation: a gauge that was raised before stays as it was, and a
+/// [`LocalRateLimit`](crate::rate_limit::LocalRateLimit) keeps the counters that it has first counted with.
 pub fn describe_metrics() {
-    describe_counter!(OPERATIONS, Unit::Count, "Operations, by what they came to.");
+    let (count, seconds) = (Unit::Count, Unit::Seconds);
+    describe_counter!(OPERATIONS, count, "Operations, by what they came to.");
     describe_counter!(
         LOST,
-        Unit::Count,
+        count,
         "Locks, permits, terms and runs that were lost while they were held."
     );
     describe_histogram!(
         WAIT,
-        Unit::Seconds,
-        "How long the operations took that may wait, whatever they came to."
+        seconds,
+        "How long operations took that may wait, whatever they came to."
     );
     describe_histogram!(
         HELD_FOR,
-        Unit::Seconds,
+        seconds,
         "For how long locks, permits, terms and runs were held."
     );
     describe_gauge!(
         WAITING,
-        Unit::Count,
-        "Operations that may wait and are under way, and candidates for a leadership."
+        count,
+        "Operations under way that may wait, and candidates for leadership."
     );
     describe_gauge!(
         HELD,
-        Unit::Count,
-        "Locks, permits, terms and runs that are held."
+        count,
+        "Locks, permits, terms and runs that are held now."
     );
 }
 
-/// Counts an event.
-#[cfg(feature = "metrics")]
 pub(crate) fn count(event: &Event<'_>) {
     let (kind, name) = (event.primitive, event.name);
     counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => event.outcome).increment(1);
@@ -73,12 +73,25 @@ pub(crate) fn count(event: &Event<'_>) {
     }
 }
 
-/// Raises a gauge until it is dropped, which lowers the very same one, on any thread and under any recorder.
-#[derive(Debug)]
-pub(crate) struct Raised {
-    #[cfg(feature = "metrics")]
-    gauge: Gauge,
+/// The counters of an operation with two outcomes that decides in memory. They are looked up once, because a look-up takes longer
+/// than the operation.
+#[derive(Debug, Default)]
+pub(crate) struct Counters([OnceLock<Counter>; 2]);
+
+impl Counters {
+    pub(crate) fn count(&self, subject: Subject, is_first: bool, outcome: &'static str) {
+        let (kind, name) = (subject.primitive, subject.name);
+        let look_up =
+            || counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => outcome);
+        self.0[usize::from(is_first)]
+            .get_or_init(look_up)
+            .increment(1);
+    }
 }
+
+/// Raises a gauge until it is dropped. It lowers the one that it has raised, on any thread and under any recorder.
+#[derive(Debug)]
+pub(crate) struct Raised(Gauge);
 
 impl Raised {
     pub(crate) fn waiting(subject: Subject) -> Self {
@@ -89,22 +102,15 @@ impl Raised {
         Self::new(HELD, subject)
     }
 
-    #[cfg(not(feature = "metrics"))]
-    const fn new(_: &'static str, _: Subject) -> Self {
-        Self {}
-    }
-
-    #[cfg(feature = "metrics")]
     fn new(gauge: &'static str, subject: Subject) -> Self {
-        let gauge = gauge!(gauge, "kind" => subject.primitive, "name" => subject.name);
-        gauge.increment(1.0);
-        Self { gauge }
+        let raised = gauge!(gauge, "kind" => subject.primitive, "name" => subject.name);
+        raised.increment(1.0);
+        Self(raised)
     }
 }
 
-#[cfg(feature = "metrics")]
 impl Drop for Raised {
     fn drop(&mut self) {
-        self.gauge.decrement(1.0);
+        self.0.decrement(1.0);
     }
 }

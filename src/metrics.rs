@@ -81,8 +81,7 @@ pub(crate) struct Counters([OnceLock<Counter>; 2]);
 impl Counters {
     pub(crate) fn count(&self, subject: Subject, is_first: bool, outcome: &'static str) {
         let (kind, name) = (subject.primitive, subject.name);
-        let look_up =
-            || counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => outcome);
+        let look_up = || counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => outcome);
         self.0[usize::from(is_first)]
             .get_or_init(look_up)
             .increment(1);

@@ -63,7 +63,7 @@ pub(crate) fn count(event: &Event<'_>) {
     let (kind, name) = (event.primitive, event.name);
     counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => event.outcome).increment(1);
     if event.is_lost() {
-        counter!(LOST, "kind" => kind, "name" => name).increment(1);
+        lost(kind, name).increment(1);
     }
     if event.waits {
         histogram!(WAIT, "kind" => kind, "name" => name).record(event.took);
@@ -71,6 +71,10 @@ pub(crate) fn count(event: &Event<'_>) {
     if let Some(held) = event.held {
         histogram!(HELD_FOR, "kind" => kind, "name" => name).record(held);
     }
+}
+
+fn lost(kind: &'static str, name: &'static str) -> Counter {
+    counter!(LOST, "kind" => kind, "name" => name)
 }
 
 /// The counters of an operation with two outcomes that decides in memory. They are looked up once, because a look-up takes longer
@@ -98,6 +102,8 @@ impl Raised {
     }
 
     pub(crate) fn held(subject: Subject) -> Self {
+        // The series of its loss exists before there is one, so that an alert on its increase sees the first, too.
+        lost(subject.primitive, subject.name).increment(0);
         Self::new(HELD, subject)
     }
 

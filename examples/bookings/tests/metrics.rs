@@ -64,6 +64,7 @@ async fn both_halves_are_counted() {
         r#"interlock_operations_total{kind="semaphore",name="geocoder",outcome="released"} 6"#,
         r#"interlock_held_seconds_count{kind="semaphore",name="geocoder"} 6"#,
         r#"interlock_held{kind="semaphore",name="geocoder"} 0"#,
+        r#"interlock_lost_total{kind="semaphore",name="geocoder"} 0"#,
         r#"interlock_waiting{kind="lock",name="server"} 0"#,
         r#"interlock_operations_total{kind="throttle",name="cache rebuild",outcome="granted"} 2"#,
         r#"interlock_operations_total{kind="throttle",name="cache rebuild",outcome="denied"} 6"#,

@@ -174,7 +174,7 @@ impl<P: Pool> AdvisoryLock<P> {
         P::Mode::drive(async move {
             let tried = self
                 .subject()
-                .tell("acquire", self.wait(pool, None))
+                .wait("acquire", self.wait(pool, None))
                 .await?;
             tried.acquired().ok_or(Error::TimedOut)
         })
@@ -190,7 +190,7 @@ impl<P: Pool> AdvisoryLock<P> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
             let wait = self.wait(pool, deadline);
-            self.subject().tell("acquire_timeout", wait).await
+            self.subject().wait("acquire_timeout", wait).await
         })
     }
 

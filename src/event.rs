@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::metrics::{self, Raised};
 
 /// What an operation on a primitive came to. The labels are constants of the program, never keys.
 #[derive(Debug)]
-#[cfg_attr(not(feature = "tracing"), allow(dead_code))]
+#[cfg_attr(not(all(feature = "metrics", feature = "tracing")), allow(dead_code))]
 pub(crate) struct Event<'a> {
     /// `lock`, `throttle`, `semaphore`, `rate limit` …
     pub(crate) primitive: &'static str,
@@ -18,6 +19,8 @@ pub(crate) struct Event<'a> {
     pub(crate) outcome: &'static str,
     /// How long the operation took, its wait included.
     pub(crate) took: Duration,
+    /// Whether it is one of those that may wait.
+    pub(crate) waits: bool,
     /// For how long it was held, at its end.
     pub(crate) held: Option<Duration>,
     pub(crate) error: Option<&'a Error>,
@@ -37,19 +40,41 @@ pub(crate) struct Subject {
 
 impl Subject {
     /// Does an operation, and tells what it came to. A future that is dropped tells nothing.
-    pub(crate) async fn tell<T: Outcome>(
+    pub(crate) fn tell<T: Outcome>(
         self,
         operation: &'static str,
         work: impl Future<Output = Result<T>>,
+    ) -> impl Future<Output = Result<T>> {
+        self.told(operation, false, work)
+    }
+
+    /// As [`tell`](Self::tell), for an operation that may wait.
+    pub(crate) fn wait<T: Outcome>(
+        self,
+        operation: &'static str,
+        work: impl Future<Output = Result<T>>,
+    ) -> impl Future<Output = Result<T>> {
+        self.told(operation, true, work)
+    }
+
+    async fn told<T: Outcome>(
+        self,
+        operation: &'static str,
+        waits: bool,
+        work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         let began = Instant::now();
-        let result = work.await;
+        let result = {
+            let _waiting = waits.then(|| Raised::waiting(self));
+            work.await
+        };
         let (outcome, error) = match &result {
             Ok(outcome) => (outcome.word(), None),
             Err(error) => ("failed", Some(error)),
         };
         let took = began.elapsed();
-        self.event(operation, outcome, took, None, error);
+        let event = self.of(operation, outcome, took, error);
+        Event { waits, ..event }.emit();
         result
     }
 
@@ -101,27 +126,48 @@ impl Subject {
         held: Option<Duration>,
         error: Option<&Error>,
     ) {
-        let Self { primitive, name } = self;
+        let event = self.of(operation, outcome, took, error);
+        Event { held, ..event }.emit();
+    }
+
+    const fn of<'a>(
+        self,
+        operation: &'static str,
+        outcome: &'static str,
+        took: Duration,
+        error: Option<&'a Error>,
+    ) -> Event<'a> {
         Event {
-            primitive,
-            name,
+            primitive: self.primitive,
+            name: self.name,
             operation,
             outcome,
             took,
-            held,
+            waits: false,
+            held: None,
             error,
         }
-        .emit();
     }
 }
 
 impl Event<'_> {
-    #[cfg(not(feature = "tracing"))]
-    fn emit(self) {}
+    /// The one place where events leave this crate.
+    fn emit(self) {
+        metrics::count(&self);
+        #[cfg(feature = "tracing")]
+        self.log();
+    }
+
+    /// Whether something that was held is held no longer, without its holder's doing.
+    #[cfg(any(feature = "metrics", feature = "tracing"))]
+    pub(crate) fn is_lost(&self) -> bool {
+        matches!(self.outcome, "lost" | "deposed")
+    }
 
     /// `WARN` for what went wrong, and `DEBUG` for what is usual. Times are whole microseconds.
     #[cfg(feature = "tracing")]
-    fn emit(self) {
+    fn log(self) {
+        let is_lost = self.is_lost();
         let Self {
             primitive,
             name,
@@ -140,7 +186,7 @@ impl Event<'_> {
                 )
             };
         }
-        if self.error.is_some() || outcome == "lost" {
+        if self.error.is_some() || is_lost {
             event!(warn)
         } else {
             event!(debug)

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::alarm::{Alarm, jittered};
 use crate::error::Result;
+use crate::event::Outcome;
 use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
@@ -108,6 +109,16 @@ impl<P: Pool> Leader<P> {
     /// Stands for the election until it is won. `None` if it was stopped.
     async fn campaign(&self, pool: &P, stop: &Stop) -> Result<Option<(Permit<P>, Term<P>)>> {
         let seat = self.seat();
+        let campaign = self.stand(&seat, pool, stop);
+        seat.subject().wait("lead", campaign).await
+    }
+
+    async fn stand(
+        &self,
+        seat: &Semaphore<P>,
+        pool: &P,
+        stop: &Stop,
+    ) -> Result<Option<(Permit<P>, Term<P>)>> {
         while !stop.is_stopped() {
             let longest = jittered(self.ttl / 3);
             let pause = match seat.claim(pool, None).await {
@@ -118,7 +129,6 @@ impl<P: Pool> Leader<P> {
                         stop: stop.clone(),
                         pool: PhantomData,
                     };
-                    seat.tell("elected", None);
                     return Ok(Some((permit, term)));
                 }
                 // So that a crash is noticed when the seat expires, and not up to a third later.
@@ -126,7 +136,8 @@ impl<P: Pool> Leader<P> {
                     longest.min(full.retry_after + Duration::from_millis(fastrand::u64(1..10)))
                 }
                 Err(error) if error.may_pass() => {
-                    seat.tell("failed", Some(&error));
+                    seat.subject()
+                        .event("lead", "failed", Duration::ZERO, None, Some(&error));
                     longest
                 }
                 Err(error) => return Err(error),
@@ -139,6 +150,15 @@ impl<P: Pool> Leader<P> {
     /// After a term that its callback has ended, for longer than others pause, so that they may lead.
     async fn rest(&self, stop: &Stop) {
         stop.pause::<P::Mode>(self.ttl / 2).await;
+    }
+}
+
+impl<P: Pool> Outcome for Option<(Permit<P>, Term<P>)> {
+    fn word(&self) -> &'static str {
+        match self {
+            Some(_) => "elected",
+            None => "stopped",
+        }
     }
 }
 

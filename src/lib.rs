@@ -47,6 +47,7 @@
 //! - `r2d2` (default): the blocking half, over libpq. `deadpool`, `bb8`: the asynchronous half, over diesel-async.
 //! - `migrations` (default): the module [`migrations`].
 //! - `tracing`: an event for each operation, with the target `diesel_interlock`.
+//! - `metrics`: its numbers, for the facade of that name. See `describe_metrics`.
 //! - `testing`: the module `testing`, for an application's own tests.
 
 #[cfg(not(any(feature = "r2d2", feature = "async")))]
@@ -65,6 +66,8 @@ pub mod functions;
 mod input;
 mod key;
 pub mod leader;
+#[cfg_attr(not(feature = "metrics"), path = "metrics/off.rs")]
+mod metrics;
 #[cfg(feature = "migrations")]
 pub mod migrations;
 mod mode;
@@ -90,6 +93,8 @@ pub use self::advisory::Attempt;
 pub use self::error::{Error, Result};
 pub use self::exclusion::check_exclusion;
 pub use self::key::{LockId, LockKey};
+#[cfg(feature = "metrics")]
+pub use self::metrics::describe_metrics;
 #[cfg(feature = "r2d2")]
 pub use self::mode::Blocking;
 pub use self::mode::Mode;

@@ -143,7 +143,7 @@ impl<P: Pool> Once<P> {
                 Err(error) => Err(transaction.failed(error).await),
             }
         };
-        subject.tell("run", enter).await
+        subject.wait("run", enter).await
     }
 
     async fn look<S: Session>(&self, session: &mut S) -> Result<Option<Vec<u8>>> {

@@ -24,7 +24,7 @@ pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
 use crate::call::{ask, ask_lent};
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Outcome, Subject};
 use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
@@ -148,7 +148,7 @@ impl<P: Pool> RateLimit<P> {
         let deadline = Instant::now().checked_add(timeout);
         P::Mode::drive(
             self.subject()
-                .tell("acquire_timeout", self.wait(pool, deadline)),
+                .wait("acquire_timeout", self.wait(pool, deadline)),
         )
     }
 
@@ -160,8 +160,12 @@ impl<P: Pool> RateLimit<P> {
     /// Makes the key full. Returns whether it was not. One round trip.
     pub fn reset<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<bool>> {
         P::Mode::drive(async move {
-            let (call, _) = self.call()?;
-            self.change(pool, call.reset()).await
+            let reset = async {
+                let (call, _) = self.call()?;
+                self.change(pool, call.reset()).await
+            };
+            let Changed(is_changed) = self.subject().tell("reset", reset).await?;
+            Ok(is_changed)
         })
     }
 
@@ -198,11 +202,15 @@ impl<P: Pool> RateLimit<P> {
         units: u32,
     ) -> Reply<'a, P, Result<bool>> {
         P::Mode::drive(async move {
-            let (call, _) = self.call()?;
-            match spent.take_back(units) {
-                0 => Ok(false),
-                units => self.change(pool, call.give_back(units, spent.at)).await,
-            }
+            let give_back = async {
+                let (call, _) = self.call()?;
+                match spent.take_back(units) {
+                    0 => Ok(Changed(false)),
+                    units => self.change(pool, call.give_back(units, spent.at)).await,
+                }
+            };
+            let Changed(is_changed) = self.subject().tell("give_back", give_back).await?;
+            Ok(is_changed)
         })
     }
 
@@ -261,10 +269,10 @@ impl<P: Pool> RateLimit<P> {
     }
 
     /// Sends a statement that gives units back, and wakes those of this process who wait for some.
-    async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<bool> {
+    async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<Changed> {
         let count: i64 = self.ask(pool, None, &[statement]).await?;
         waiting::released(&self.topic());
-        Ok(count > 0)
+        Ok(Changed(count > 0))
     }
 
     async fn decide<S: Session>(&self, session: &mut S, commit: Commit) -> Result<Check> {
@@ -353,6 +361,15 @@ impl<P: Pool> RateLimit<P> {
             primitive: "rate limit",
             name: self.name,
         }
+    }
+}
+
+/// Whether there was anything to reset or to give back.
+struct Changed(bool);
+
+impl Outcome for Changed {
+    fn word(&self) -> &'static str {
+        if self.0 { "changed" } else { "unchanged" }
     }
 }
 

@@ -7,7 +7,7 @@ mod tick;
 use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, TimeDelta, Utc};
 
@@ -141,8 +141,23 @@ impl<P: Pool> Schedule<P> {
         self
     }
 
-    /// Looks at the row, and takes the tick that is due.
+    /// Looks at the row, and takes the tick that is due. How its run ends is told then, and an error here.
     async fn step(
+        &self,
+        pool: &P,
+        next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
+    ) -> Result<Step<P>> {
+        let began = Instant::now();
+        let step = self.stepped(pool, next).await;
+        if let Err(error) = &step {
+            let took = began.elapsed();
+            self.subject()
+                .event("run", "failed", took, None, Some(error));
+        }
+        step
+    }
+
+    async fn stepped(
         &self,
         pool: &P,
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
@@ -236,7 +251,7 @@ impl Schedule<crate::pool::PgPool> {
         mut work: impl FnMut(&Tick<crate::pool::PgPool>) -> Result<(), E>,
     ) -> Result<()> {
         while !stop.is_stopped() {
-            match pause(self.subject(), self.run_due(pool, &next, &mut work))? {
+            match pause(self.run_due(pool, &next, &mut work))? {
                 Some(rest) => crate::session::now(stop.pause::<crate::mode::Blocking>(rest)),
                 None => break,
             }
@@ -276,7 +291,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         F: Future<Output = Result<(), E>> + Send + 'a,
     {
         P::Mode::drive(async move {
-            while let Some(rest) = pause(self.subject(), self.look(pool, &next, &mut work).await)? {
+            while let Some(rest) = pause(self.look(pool, &next, &mut work).await)? {
                 crate::mode::pause::<P::Mode>(rest).await;
             }
             Ok(())
@@ -308,16 +323,14 @@ fn retry() -> Duration {
 }
 
 /// How long a loop pauses. `None` if it is over.
-fn pause(subject: Subject, look: Result<Look>) -> Result<Option<Duration>> {
+fn pause(look: Result<Look>) -> Result<Option<Duration>> {
     match look {
         Ok(Look::Ran) => Ok(Some(Duration::ZERO)),
         // Not all instances at once.
         Ok(Look::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
         Ok(Look::Never) => Ok(None),
-        // A lost lease was told when it was found.
-        Err(Error::PermitLost(_)) => Ok(Some(retry())),
-        Err(error) if error.may_pass() => {
-            subject.event("run", "failed", Duration::ZERO, None, Some(&error));
+        // What went wrong was told.
+        Err(error) if error.may_pass() || matches!(error, Error::PermitLost(_)) => {
             Ok(Some(retry()))
         }
         Err(error) => Err(error),

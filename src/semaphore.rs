@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub use self::claim::{Admission, Full};
 pub(crate) use self::keep::{Trust, keep};
 pub use self::permit::Permit;
-use self::permit::{Held, Service};
+use self::permit::Service;
 use crate::call::{ask, ask_surely};
 use crate::error::{Error, Result};
 use crate::event::Subject;
@@ -136,10 +136,8 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
-    /// Tells what came of a campaign.
-    pub(crate) fn tell(&self, outcome: &'static str, error: Option<&Error>) {
+    pub(crate) const fn subject(&self) -> Subject {
         self.subject
-            .event("lead", outcome, Duration::ZERO, None, error);
     }
 
     /// Returns the semaphore of one thing under this name, such as a tenant.
@@ -205,7 +203,7 @@ impl<P: Pool> Semaphore<P> {
     /// Takes a permit, and [waits](Self#waiting) for as long as all slots are taken.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Permit<P>>> {
         P::Mode::drive(async move {
-            let waited = self.subject.tell("acquire", self.wait(pool, None)).await?;
+            let waited = self.subject.wait("acquire", self.wait(pool, None)).await?;
             waited.admitted().ok_or(Error::TimedOut)
         })
     }
@@ -220,7 +218,7 @@ impl<P: Pool> Semaphore<P> {
     ) -> Reply<'a, P, Result<Admission<Permit<P>>>> {
         P::Mode::drive(async move {
             let wait = self.wait(pool, Instant::now().checked_add(timeout));
-            self.subject.tell("acquire_timeout", wait).await
+            self.subject.wait("acquire_timeout", wait).await
         })
     }
 
@@ -319,7 +317,7 @@ impl<P: Pool> Semaphore<P> {
                 name: service,
                 timeout,
             };
-            Admission::Admitted(Permit::new(Held::new(service, id), sent, is_kept))
+            Admission::Admitted(Permit::new(service, id, sent, is_kept))
         })
         .await
     }

@@ -33,7 +33,7 @@ pub struct AdvisoryLockGuard<P: Pool> {
 impl<P: Pool> AdvisoryLockGuard<P> {
     pub(super) fn new(mut pinned: Pinned<P>, subject: Subject, locks: Locks, pid: i32) -> Self {
         let since = Instant::now();
-        pinned.told_as(Some((subject, since)));
+        pinned.is_held_by(subject, since);
         Self {
             pinned,
             subject,
@@ -80,7 +80,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
         P::Mode::drive(async move {
             let began = Instant::now();
             // If this future is dropped, what its task tells would be wrong: the lock may be unlocked already.
-            self.pinned.told_as(None);
+            self.pinned.tells_nothing();
             let released = self.pinned.release(&self.locks, self.pid).await;
             self.subject.ended("release", began, self.since, &released);
             released

@@ -10,7 +10,8 @@ use super::attempt::Attempt;
 use super::pinned::{released, taken, waited};
 use super::sql::END_SESSION;
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Outcome, Subject};
+use crate::metrics::Raised;
 #[cfg(feature = "async")]
 use crate::mode::Async;
 #[cfg(feature = "r2d2")]
@@ -109,6 +110,15 @@ pub(crate) struct Scope<'c, S: Session> {
     holds: Holds,
     subject: Subject,
     since: Instant,
+    held: Option<Raised>,
+}
+
+/// A lock that was left to its session.
+#[cfg(all(feature = "async", feature = "migrations"))]
+pub(crate) struct Left {
+    holds: Holds,
+    since: Instant,
+    held: Option<Raised>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -120,8 +130,22 @@ enum Holds {
 }
 
 impl<'c, S: Session> Scope<'c, S> {
-    /// `subject` tells of a long wait.
     pub(crate) async fn enter<M: Mode>(
+        conn: &'c mut S,
+        locks: Locks,
+        subject: Subject,
+        waits: bool,
+    ) -> Result<Self> {
+        let entered = Self::entered::<M>(conn, locks, subject, waits);
+        if waits {
+            subject.wait("with_on", entered).await
+        } else {
+            subject.tell("try_with_on", entered).await
+        }
+    }
+
+    /// `subject` tells of a long wait.
+    async fn entered<M: Mode>(
         conn: &'c mut S,
         locks: Locks,
         subject: Subject,
@@ -139,6 +163,7 @@ impl<'c, S: Session> Scope<'c, S> {
             holds: Holds::Nothing,
             subject,
             since: began,
+            held: None,
         };
         loop {
             if waits {
@@ -156,13 +181,7 @@ impl<'c, S: Session> Scope<'c, S> {
             scope.holds = taken.map_or(Holds::Nothing, Holds::Locks);
             let (Err(busy), true) = (taken, waits) else {
                 scope.since = Instant::now();
-                subject.event(
-                    if waits { "with_on" } else { "try_with_on" },
-                    if taken.is_ok() { "acquired" } else { "busy" },
-                    began.elapsed(),
-                    None,
-                    None,
-                );
+                scope.held = taken.ok().map(|_| Raised::held(subject));
                 return Ok(scope);
             };
             if !is_told && began.elapsed() > LONG {
@@ -174,28 +193,25 @@ impl<'c, S: Session> Scope<'c, S> {
         }
     }
 
-    /// Leaves the lock to the session, and returns the pid of that. [`resume`](Self::resume) goes on.
+    /// Leaves the lock to the session. [`resume`](Self::resume) goes on.
     #[cfg(all(feature = "async", feature = "migrations"))]
-    pub(crate) fn disarm(mut self) -> Option<i32> {
-        match std::mem::replace(&mut self.holds, Holds::Nothing) {
-            Holds::Locks(pid) => Some(pid),
-            Holds::Nothing | Holds::Unknown => None,
+    pub(crate) fn disarm(mut self) -> Left {
+        Left {
+            holds: std::mem::replace(&mut self.holds, Holds::Nothing),
+            since: self.since,
+            held: self.held.take(),
         }
     }
 
     #[cfg(all(feature = "async", feature = "migrations"))]
-    pub(crate) fn resume(
-        conn: &'c mut S,
-        locks: Locks,
-        subject: Subject,
-        pid: Option<i32>,
-    ) -> Self {
+    pub(crate) fn resume(conn: &'c mut S, locks: Locks, subject: Subject, left: Left) -> Self {
         Self {
             conn,
             locks,
-            holds: pid.map_or(Holds::Unknown, Holds::Locks),
+            holds: left.holds,
             subject,
-            since: Instant::now(),
+            since: left.since,
+            held: left.held,
         }
     }
 
@@ -226,8 +242,19 @@ impl<'c, S: Session> Scope<'c, S> {
     }
 }
 
+impl<S: Session> Outcome for Scope<'_, S> {
+    fn word(&self) -> &'static str {
+        if self.is_entered() {
+            Attempt::Acquired(()).word()
+        } else {
+            Attempt::<()>::Busy.word()
+        }
+    }
+}
+
 impl<S: Session> Drop for Scope<'_, S> {
     fn drop(&mut self) {
+        let began = Instant::now();
         let is_certain = match self.holds {
             Holds::Nothing => true,
             // A blocking session replies, and an asynchronous one runs it behind what was sent.
@@ -243,6 +270,11 @@ impl<S: Session> Drop for Scope<'_, S> {
         if !is_certain {
             let _ = started_quietly(self.conn.batch(END_SESSION));
             self.conn.mark_broken();
+        }
+        if self.is_entered() {
+            let outcome = if is_certain { "released" } else { "failed" };
+            let (took, held) = (began.elapsed(), Some(self.since.elapsed()));
+            self.subject.event("drop", outcome, took, held, None);
         }
         for id in self.locks.ids() {
             waiting::released(&Topic::lent(What::Lock(id)));

@@ -11,6 +11,7 @@ use super::sql;
 use crate::call::explained;
 use crate::error::{Error, Result};
 use crate::event::Subject;
+use crate::metrics::Raised;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, PoolConnection};
 use crate::session::{Session, Transaction, has_ended};
@@ -30,6 +31,7 @@ pub(crate) struct Pinned<P: Pool> {
     runtime: <P::Mode as Mode>::Runtime,
     /// Whose events they are, and since when the lock is held.
     told_as: Option<(Subject, Instant)>,
+    held: Option<Raised>,
     /// Dropped last, when the connection is back in its pool.
     released: Option<Released<P>>,
 }
@@ -65,6 +67,7 @@ impl<P: Pool> Pinned<P> {
             holds: Holds::Nothing,
             runtime,
             told_as: None,
+            held: None,
             released: None,
         })
     }
@@ -75,9 +78,15 @@ impl<P: Pool> Pinned<P> {
             .unwrap_or_else(|| unreachable!("only the drop takes it"))
     }
 
-    /// Whose event a drop tells, if any.
-    pub(super) fn told_as(&mut self, told_as: Option<(Subject, Instant)>) {
-        self.told_as = told_as;
+    /// The lock is held from now on. A drop tells its end.
+    pub(super) fn is_held_by(&mut self, subject: Subject, since: Instant) {
+        self.told_as = Some((subject, since));
+        self.held = Some(Raised::held(subject));
+    }
+
+    /// A drop tells nothing from now on.
+    pub(super) fn tells_nothing(&mut self) {
+        self.told_as = None;
     }
 
     /// Takes the locks if all are free. Returns the pid of the session that holds them now.
@@ -186,6 +195,7 @@ impl<P: Pool> Drop for Pinned<P> {
                     holds: Holds::Unknown,
                     runtime: self.runtime.clone(),
                     told_as: self.told_as.take(),
+                    held: self.held.take(),
                     released: self.released.take(),
                 };
                 P::Mode::leave(&self.runtime, finish(pinned, holds));
@@ -197,7 +207,7 @@ impl<P: Pool> Drop for Pinned<P> {
 /// Releases what a dropped guard or try has held. A statement of the caller's that still runs in front is cancelled.
 async fn finish<P: Pool>(mut pinned: Pinned<P>, holds: Holds) {
     let (token, told_as) = (P::Mode::token(pinned.conn()), pinned.told_as.take());
-    let mut is_cancelled = false;
+    let (began, mut is_cancelled) = (Instant::now(), false);
     {
         let mut release = pin!(release_held(&mut pinned, holds, told_as));
         let mut patience = FIRST_CANCEL;
@@ -206,6 +216,9 @@ async fn finish<P: Pool>(mut pinned: Pinned<P>, holds: Holds) {
             .is_none()
         {
             if patience >= LAST_CANCEL {
+                if let Some((subject, since)) = told_as {
+                    subject.ended("drop", began, since, &Err(Error::TimedOut));
+                }
                 break;
             }
             is_cancelled = true;

@@ -46,7 +46,7 @@ impl<P: Pool> AdvisoryLock<P> {
     pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<()>> {
         P::Mode::drive(async move {
             let wait = async { acquire(conn, &self.locks()?, None).await };
-            self.subject().tell("acquire_xact", wait).await.map(drop)
+            self.subject().wait("acquire_xact", wait).await.map(drop)
         })
     }
 
@@ -59,7 +59,7 @@ impl<P: Pool> AdvisoryLock<P> {
         conn: &'a mut Connection<P>,
         timeout: Duration,
     ) -> Reply<'a, P, Result<Attempt<()>>> {
-        P::Mode::drive(self.subject().tell("acquire_xact_timeout", async move {
+        P::Mode::drive(self.subject().wait("acquire_xact_timeout", async move {
             acquire(conn, &self.locks()?, Some(timeout)).await
         }))
     }

@@ -134,15 +134,15 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
     }
     let (lock, subject) = lock()?;
     let scope = Scope::enter::<Async>(&mut conn, lock.clone(), subject, true).await?;
-    let held = scope.disarm();
+    let left = scope.disarm();
     let running = runtime.spawn_blocking(move || {
         let mut conn = AsyncConnectionWrapper::<_>::from(conn);
         let ran = run(&mut conn, source);
-        (conn.into_inner(), ran)
+        (conn.into_inner(), left, ran)
     });
     match running.await {
-        Ok((mut conn, ran)) => {
-            let mut scope = Scope::resume(&mut conn, lock, subject, held);
+        Ok((mut conn, left, ran)) => {
+            let mut scope = Scope::resume(&mut conn, lock, subject, left);
             scope.leave(ran).await
         }
         Err(error) => match error.try_into_panic() {

@@ -9,6 +9,8 @@ use super::check::{Check, Limited};
 use super::{Quota, RateLimit};
 use crate::alarm::{Alarm, lock};
 use crate::error::Result;
+use crate::event::Outcome;
+use crate::metrics::Counters;
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 use crate::time::whole_seconds;
@@ -53,6 +55,7 @@ struct Local<P: Pool> {
     pool: P,
     chunk: u32,
     keys: Mutex<Keys>,
+    counters: Counters,
 }
 
 /// What came of a check in memory.
@@ -84,6 +87,28 @@ impl LocalCheck {
         match self {
             Self::Allowed => None,
             Self::Limited { retry_after } => Some(whole_seconds(*retry_after)),
+        }
+    }
+}
+
+impl Outcome for LocalCheck {
+    fn word(&self) -> &'static str {
+        match self {
+            Self::Allowed => "allowed",
+            Self::Limited { .. } => "limited",
+        }
+    }
+}
+
+/// What came of the row, which is told. What is decided in memory is only counted.
+struct Chunk(Check);
+
+impl Outcome for Chunk {
+    fn word(&self) -> &'static str {
+        if self.0.is_allowed() {
+            "chunk"
+        } else {
+            "no chunk"
         }
     }
 }
@@ -142,6 +167,7 @@ impl<P: Pool> RateLimit<P> {
             limit: self.clone(),
             pool,
             keys: Mutex::default(),
+            counters: Counters::default(),
         }))
     }
 }
@@ -151,34 +177,42 @@ impl<P: Pool> LocalRateLimit<P> {
     /// the rest of what the row has.
     pub fn check<'a>(&'a self, key: &'a str) -> Reply<'a, P, Result<LocalCheck>> {
         P::Mode::drive(async move {
-            let local = &self.0;
-            let mut waited = None;
-            loop {
-                match local.look(key, waited) {
-                    Look::Decided(check) => return Ok(check),
-                    Look::Take(taking) => {
-                        return P::Mode::surely(&P::Mode::runtime()?, taking.take()).await;
-                    }
-                    Look::Wait(alarm, replies) => {
-                        P::Mode::sleep(&alarm, None).await;
-                        waited = Some(replies);
-                    }
-                    Look::Alone => {
-                        let (check, _) = local.spend(key, 1).await?;
-                        return Ok(match check {
-                            Check::Allowed(_) => LocalCheck::Allowed,
-                            Check::Limited(Limited { retry_after, .. }) => {
-                                LocalCheck::Limited { retry_after }
-                            }
-                        });
-                    }
-                }
-            }
+            let check = self.0.check(key).await?;
+            let subject = self.0.limit.subject();
+            self.0
+                .counters
+                .count(subject, check.is_allowed(), check.word());
+            Ok(check)
         })
     }
 }
 
 impl<P: Pool> Local<P> {
+    async fn check(self: &Arc<Self>, key: &str) -> Result<LocalCheck> {
+        let mut waited = None;
+        loop {
+            match self.look(key, waited) {
+                Look::Decided(check) => return Ok(check),
+                Look::Take(taking) => {
+                    return P::Mode::surely(&P::Mode::runtime()?, taking.take()).await;
+                }
+                Look::Wait(alarm, replies) => {
+                    P::Mode::sleep(&alarm, None).await;
+                    waited = Some(replies);
+                }
+                Look::Alone => {
+                    let (check, _) = self.spend(key, 1).await?;
+                    return Ok(match check {
+                        Check::Allowed(_) => LocalCheck::Allowed,
+                        Check::Limited(Limited { retry_after, .. }) => {
+                            LocalCheck::Limited { retry_after }
+                        }
+                    });
+                }
+            }
+        }
+    }
+
     fn look(self: &Arc<Self>, key: &str, waited: Option<u64>) -> Look<P> {
         let now = Instant::now();
         let mut keys = self.keys();
@@ -213,8 +247,9 @@ impl<P: Pool> Local<P> {
     async fn spend(&self, key: &str, units: u32) -> Result<(Check, Instant)> {
         let limit = self.limit.key(key).cost(units);
         let began = Instant::now();
-        let check = limit.check_within(&self.pool, None);
-        Ok((limit.subject().tell("local", check).await?, began))
+        let chunk = async { Ok(Chunk(limit.check_within(&self.pool, None).await?)) };
+        let Chunk(check) = limit.subject().tell("local", chunk).await?;
+        Ok((check, began))
     }
 
     /// How long a chunk counts: as long as it takes to refill, and a second at least.

@@ -35,7 +35,6 @@ pub struct Tick<P: Pool> {
 pub(super) struct Running<P: Pool> {
     run: Run<P>,
     trust: Arc<Trust>,
-    began: Instant,
     is_over: bool,
 }
 
@@ -43,7 +42,6 @@ pub(super) struct Running<P: Pool> {
 struct Run<P: Pool> {
     pool: P,
     runtime: <P::Mode as Mode>::Runtime,
-    subject: Subject,
     name: Arc<str>,
     token: i64,
 }
@@ -66,11 +64,10 @@ impl<P: Pool> Running<P> {
             let run = Run {
                 pool: pool_of_run,
                 runtime,
-                subject,
                 name,
                 token,
             };
-            let trust = Arc::new(Trust::new(sent, lease));
+            let trust = Arc::new(Trust::new(subject, sent, lease));
             let renewed = run.clone();
             let renew = move |limit| renewed.clone().update(Update::Renew(lease), limit);
             P::Mode::beside(&run.runtime, keep::<P::Mode, _>(trust.clone(), renew));
@@ -85,7 +82,6 @@ impl<P: Pool> Running<P> {
             let running = Self {
                 run,
                 trust,
-                began: Instant::now(),
                 is_over: false,
             };
             Some((running, tick))
@@ -118,11 +114,17 @@ impl<P: Pool> Running<P> {
             }
         })
         .await;
-        if finished?.is_none() {
-            return Err(self.lost_lease());
+        match finished {
+            Ok(Some(_)) => {
+                self.tell(outcome, None);
+                Ok(())
+            }
+            Ok(None) => Err(self.lost_lease()),
+            Err(error) => {
+                self.tell("lost", Some(&error));
+                Err(error)
+            }
         }
-        self.tell(outcome, None);
-        Ok(())
     }
 
     #[cfg(feature = "async")]
@@ -145,10 +147,10 @@ impl<P: Pool> Running<P> {
     }
 
     fn tell(&self, outcome: &'static str, error: Option<&Error>) {
-        let took = self.began.elapsed();
-        self.run
-            .subject
-            .event("run", outcome, took, Some(took), error);
+        self.trust.tell(|subject, since| {
+            let took = since.elapsed();
+            subject.event("run", outcome, took, Some(took), error);
+        });
     }
 }
 

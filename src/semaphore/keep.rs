@@ -1,15 +1,19 @@
 //! For how long a permit or a lease may be relied on, and its renewing.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::alarm::{Alarm, Sleepers, jittered, lock};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::metrics::Raised;
 use crate::mode::Mode;
 
 /// What a holder believes in: by the monotonic clock of this machine, from when its last good renewal was sent.
 #[derive(Debug)]
 pub(crate) struct Trust {
+    subject: Subject,
+    since: Instant,
     timeout: Duration,
     state: Mutex<State>,
     /// Those who wait for its end.
@@ -22,6 +26,10 @@ pub(crate) struct Trust {
 struct State {
     until: Instant,
     end: Option<End>,
+    /// Its loss was told when it was noticed.
+    is_told: bool,
+    /// Until its end.
+    held: Option<Raised>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,12 +39,16 @@ enum End {
 }
 
 impl Trust {
-    pub(crate) fn new(sent: Instant, timeout: Duration) -> Self {
+    pub(crate) fn new(subject: Subject, sent: Instant, timeout: Duration) -> Self {
         let state = State {
             until: sent + trusted(timeout),
             end: None,
+            is_told: false,
+            held: Some(Raised::held(subject)),
         };
         Self {
+            subject,
+            since: Instant::now(),
             timeout,
             state: Mutex::new(state),
             sleepers: Sleepers::default(),
@@ -82,12 +94,36 @@ impl Trust {
                 true
             }
             (None, _) => {
-                state.end = Some(End::Lost);
-                drop(state);
-                self.sleepers.wake();
+                self.lose(state);
                 false
             }
             (Some(_), _) => false,
+        }
+    }
+
+    /// Nobody renews it any more: if it was not ended, it is lost.
+    fn forsake(&self) {
+        let state = lock(&self.state);
+        if state.end.is_none() {
+            self.lose(state);
+        }
+    }
+
+    fn lose(&self, mut state: MutexGuard<'_, State>) {
+        state.end = Some(End::Lost);
+        state.is_told = true;
+        state.held = None;
+        drop(state);
+        self.sleepers.wake();
+        let lost = Err(Error::PermitLost(self.subject.name.to_owned()));
+        self.subject
+            .ended("keep_alive", Instant::now(), self.since, &lost);
+    }
+
+    /// Tells its end, unless its loss was told: whose it is, and since when it was held.
+    pub(crate) fn tell(&self, tell: impl FnOnce(Subject, Instant)) {
+        if !lock(&self.state).is_told {
+            tell(self.subject, self.since);
         }
     }
 
@@ -98,6 +134,7 @@ impl Trust {
         state
             .end
             .get_or_insert(if is_lost { End::Lost } else { End::Released });
+        state.held = None;
         drop(state);
         self.due.set(Instant::now());
         self.sleepers.wake();
@@ -123,19 +160,20 @@ pub(crate) async fn keep<M: Mode, F>(
     loop {
         M::sleep(&trust.due, None).await;
         if trust.is_over() {
-            return;
+            break;
         }
         let until = trust.until();
         let limit = until.saturating_duration_since(Instant::now());
         let pause = match M::within(Some(until), renew(Some(limit))).await {
             Some(Ok(renewed)) if trust.renewed(renewed) => timeout / 3,
             Some(Err(_)) => jittered((timeout / 20).min(Duration::from_millis(100))),
-            _ => return,
+            _ => break,
         };
         trust.due.set(Instant::now() + pause);
         // The end may have set it before.
         if trust.is_over() {
-            return;
+            break;
         }
     }
+    trust.forsake();
 }

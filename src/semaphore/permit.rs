@@ -8,7 +8,7 @@ use super::keep::{Trust, keep};
 use super::sql;
 use crate::call::{ask, ask_surely};
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Outcome, Subject};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 use crate::waiting::{self, Topic, What};
@@ -47,12 +47,17 @@ pub(super) struct Service<P: Pool> {
 pub(super) struct Held<P: Pool> {
     service: Arc<Service<P>>,
     id: i64,
-    since: Instant,
+    trust: Arc<Trust>,
 }
 
 impl<P: Pool> Permit<P> {
-    pub(super) fn new(held: Held<P>, sent: Instant, is_kept: bool) -> Self {
-        let trust = Arc::new(Trust::new(sent, held.service.timeout));
+    pub(super) fn new(service: Service<P>, id: i64, sent: Instant, is_kept: bool) -> Self {
+        let trust = Arc::new(Trust::new(service.subject, sent, service.timeout));
+        let held = Held {
+            service: Arc::new(service),
+            id,
+            trust: trust.clone(),
+        };
         if is_kept {
             let renewed = held.clone();
             let renew = move |limit| renewed.clone().renewal(limit);
@@ -62,7 +67,7 @@ impl<P: Pool> Permit<P> {
             );
         }
         Self {
-            token: held.id,
+            token: id,
             held: Some(held),
             trust,
         }
@@ -108,12 +113,16 @@ impl<P: Pool> Permit<P> {
                 unreachable!("only its end takes it")
             };
             let service = held.service.clone();
-            let renewed = held.renewal(None).await?;
-            if self.trust.renewed(renewed) {
-                Ok(())
-            } else {
-                Err(Error::PermitLost(service.name.to_string()))
-            }
+            let renewal = async {
+                let renewed = held.renewal(None).await?;
+                if self.trust.renewed(renewed) {
+                    Ok(Renewed)
+                } else {
+                    Err(Error::PermitLost(service.name.to_string()))
+                }
+            };
+            let renewed = service.subject.tell("renew", renewal).await;
+            renewed.map(|Renewed| ())
         })
     }
 
@@ -134,6 +143,10 @@ impl<P: Pool> Permit<P> {
     /// timeout. No round trip. It is no longer renewed.
     pub fn detach(mut self) -> i64 {
         self.end();
+        self.trust.tell(|subject, since| {
+            let held = Some(since.elapsed());
+            subject.event("detach", "detached", Duration::ZERO, held, None);
+        });
         self.token
     }
 
@@ -159,19 +172,15 @@ impl<P: Pool> Drop for Permit<P> {
 }
 
 impl<P: Pool> Held<P> {
-    pub(super) fn new(service: Service<P>, id: i64) -> Self {
-        Self {
-            service: Arc::new(service),
-            id,
-            since: Instant::now(),
-        }
-    }
-
     /// Completes the request: now, or later if the database cannot be reached, until it has expired anyway.
     async fn release(self, operation: &'static str, limit: Option<Duration>) -> Result<()> {
         let began = Instant::now();
         let completed = self.complete(limit).await;
-        if !is_final(&completed) {
+        let is_late = !is_final(&completed);
+        if !is_late || operation == "release" {
+            self.tell(operation, began, &completed);
+        }
+        if is_late {
             let (runtime, give_up) = (
                 self.service.runtime.clone(),
                 began.checked_add(self.service.timeout),
@@ -188,8 +197,6 @@ impl<P: Pool> Held<P> {
                     is_done
                 }
             });
-        } else {
-            self.tell(operation, began, &completed);
         }
         completed
     }
@@ -221,9 +228,16 @@ impl<P: Pool> Held<P> {
     }
 
     fn tell(&self, operation: &'static str, began: Instant, released: &Result<()>) {
-        self.service
-            .subject
-            .ended(operation, began, self.since, released);
+        self.trust
+            .tell(|subject, since| subject.ended(operation, began, since, released));
+    }
+}
+
+struct Renewed;
+
+impl Outcome for Renewed {
+    fn word(&self) -> &'static str {
+        "renewed"
     }
 }
 
@@ -239,7 +253,8 @@ impl<P: Pool> Clone for Held<P> {
     fn clone(&self) -> Self {
         Self {
             service: self.service.clone(),
-            ..*self
+            id: self.id,
+            trust: self.trust.clone(),
         }
     }
 }

@@ -3,6 +3,8 @@
 mod cancelled;
 mod drops;
 mod leaders;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod own_migrations;
 mod rate_limits;
 mod schedules;

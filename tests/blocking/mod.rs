@@ -5,6 +5,8 @@ mod events;
 mod keys;
 mod leaders;
 mod lenders;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod own_migrations;
 mod rate_limits;
 mod round_trips;

@@ -6,6 +6,8 @@ mod installing;
 mod kept_permits;
 mod lent;
 mod local_rate_limits;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod monitoring;
 mod once;
 mod own_migrations;

@@ -10,6 +10,8 @@ use diesel::sql_types::{BigInt, Bool, Integer, Text};
 use diesel_interlock::{LockId, LockKey};
 use workbench::Database;
 
+#[cfg(feature = "metrics")]
+pub(crate) mod exporter;
 mod own;
 mod role;
 

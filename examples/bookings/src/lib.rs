@@ -5,11 +5,14 @@ pub mod blocking;
 
 use std::time::Duration;
 
+use axum::Router;
 use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
+use axum::routing::get;
 use diesel_interlock::{Check, Error, Quota};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
+use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder};
 
 /// The application's own migrations.
 pub const MIGRATIONS: EmbeddedMigrations = embed_migrations!();
@@ -22,6 +25,25 @@ const REBUILD: Duration = Duration::from_secs(15);
 /// Books a server if it is free, under its lock.
 const BOOK: &str = "INSERT INTO booking (server, customer) SELECT $1, $2
     WHERE NOT EXISTS (SELECT FROM booking WHERE server = $1)";
+
+/// Installs an exporter for Prometheus, and returns its route. Call it before the first operation.
+pub fn metrics() -> Result<Router, BuildError> {
+    let seconds = [
+        0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0,
+    ];
+    let exporter = PrometheusBuilder::new()
+        .set_buckets_for_metric(Matcher::Suffix("_seconds".into()), &seconds)?
+        .install_recorder()?;
+    diesel_interlock::describe_metrics();
+    let upkeep = exporter.clone();
+    tokio::spawn(async move {
+        loop {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            upkeep.run_upkeep();
+        }
+    });
+    Ok(Router::new().route("/metrics", get(async move || exporter.render())))
+}
 
 /// An error as a reply: 503 if the database is away, and 500 for a mistake.
 struct Failed(Error);

@@ -11,6 +11,7 @@ use diesel_interlock::deadpool::PgPool as AsyncPool;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
+    let metrics = bookings::metrics()?;
     let url = std::env::var("DATABASE_URL")
         .map_err(|_| "set DATABASE_URL to the URL of a PostgreSQL database")?;
     let router = match std::env::args().nth(1).as_deref() {
@@ -32,5 +33,5 @@ async fn main() -> Result<(), Box<dyn Error>> {
     };
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 3000)).await?;
     println!("http://{}", listener.local_addr()?);
-    Ok(axum::serve(listener, router).await?)
+    Ok(axum::serve(listener, router.merge(metrics)).await?)
 }

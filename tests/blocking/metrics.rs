@@ -1,0 +1,76 @@
+//! What leaders and schedules of the blocking half count.
+#![cfg(feature = "testing")] // whose terms and leases may be short
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use diesel_interlock::schedule::{Look, every};
+use diesel_interlock::testing::{depose, make_tick_due};
+
+use crate::half::*;
+use crate::support::exporter::{Metrics, exported};
+use crate::support::{eventually, installed};
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+#[test]
+fn a_leader_counts_its_elections_and_how_its_terms_end() {
+    const METRICS: Metrics = Metrics("counted leader");
+    static LEADER: Leader = Leader::named("counted leader", Duration::from_millis(600));
+    let _ = exported();
+    let database = installed();
+    let (pool, other) = (pool(&database, 2), pool(&database, 1));
+    let (stop, mut terms) = (Stop::new(), 0);
+    LEADER
+        .lead(&pool, &stop, |term| {
+            assert_eq!((METRICS.held(), METRICS.waiting()), (1.0, 0.0));
+            terms += 1;
+            if terms == 1 {
+                assert!(depose(&other, &LEADER).unwrap());
+                assert!(!term.pause(Duration::MAX));
+                eventually("it is told while the work goes on", || {
+                    METRICS.lost() == 1.0
+                });
+                assert_eq!(METRICS.held(), 0.0);
+            } else {
+                stop.stop();
+            }
+        })
+        .unwrap();
+    assert_eq!(
+        ["elected", "deposed", "resigned", "stopped"].map(|outcome| METRICS.operations(outcome)),
+        [2.0, 1.0, 1.0, 1.0]
+    );
+    assert_eq!((METRICS.held(), METRICS.waiting()), (0.0, 0.0));
+    assert_eq!((METRICS.lost(), METRICS.holdings()), (1.0, 2.0));
+}
+
+#[test]
+fn a_schedule_counts_how_its_runs_end() {
+    const METRICS: Metrics = Metrics("counted schedule");
+    static REPORT: Schedule = Schedule::named("counted schedule").after_crash(HOUR, 3);
+    let _ = exported();
+    let database = installed();
+    let pool = pool(&database, 3);
+    let run = |outcome: Result<(), &'static str>| {
+        REPORT.run_due(&pool, every(HOUR), move |_| {
+            assert_eq!(METRICS.held(), 1.0);
+            assert_ne!(outcome, Err("a panic"));
+            outcome
+        })
+    };
+    assert!(matches!(run(Ok(())).unwrap(), Look::Later(_)));
+    for outcome in [Ok(()), Err("an error"), Ok(())] {
+        assert!(make_tick_due(&pool, &REPORT, HOUR).unwrap());
+        assert_eq!(run(outcome).unwrap(), Look::Ran);
+        assert_eq!(METRICS.held(), 0.0);
+    }
+    assert!(make_tick_due(&pool, &REPORT, HOUR).unwrap());
+    catch_unwind(AssertUnwindSafe(|| run(Err("a panic")))).unwrap_err();
+    assert_eq!(METRICS.held(), 0.0);
+    assert_eq!(
+        ["done", "failed", "crashed"].map(|outcome| METRICS.operations(outcome)),
+        [2.0, 1.0, 1.0]
+    );
+    assert_eq!((METRICS.holdings(), METRICS.lost()), (4.0, 0.0));
+}

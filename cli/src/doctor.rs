@@ -79,7 +79,8 @@ const SCHEMA: &[&str] = &[
         format('SELECT setval(%L, %s)', sequence, largest) AS remedy
         FROM (SELECT pg_get_serial_sequence('resource_control.service_request', 'id') AS sequence,
             (SELECT max(id) FROM resource_control.service_request) AS largest) AS s
-        WHERE largest > COALESCE(pg_sequence_last_value(sequence::regclass), 0)",
+        WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT')
+            THEN largest > COALESCE(pg_sequence_last_value(sequence::regclass), 0) END",
 ];
 
 const GRANTS: &str = "
@@ -95,8 +96,7 @@ const GRANTS: &str = "
                 AND (p = 'SELECT' OR c.relkind = 'r' AND c.relname <> 'installed_migration') GROUP BY c.relname
         UNION ALL SELECT format('USAGE ON SEQUENCE resource_control.%I', c.relname)
             FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-            WHERE n.nspname = 'resource_control' AND c.relkind = 'S'
-                AND NOT (has_sequence_privilege(c.oid, 'USAGE') OR c.relname <> 'fencing_token')
+            WHERE n.nspname = 'resource_control' AND c.relkind = 'S' AND NOT has_sequence_privilege(c.oid, 'USAGE')
         UNION ALL SELECT format('EXECUTE ON FUNCTION %s', p.oid::regprocedure)
             FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
             WHERE n.nspname = 'resource_control' AND NOT has_function_privilege(p.oid, 'EXECUTE')

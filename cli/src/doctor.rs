@@ -96,7 +96,7 @@ const GRANTS: &str = "
                 AND (p = 'SELECT' OR c.relkind = 'r' AND c.relname <> 'installed_migration') GROUP BY c.relname
         UNION ALL SELECT format('USAGE ON SEQUENCE resource_control.%I', c.relname)
             FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-            WHERE n.nspname = 'resource_control' AND c.relkind = 'S' AND NOT has_sequence_privilege(c.oid, 'USAGE')
+            WHERE n.nspname = 'resource_control' AND CASE c.relkind WHEN 'S' THEN NOT has_sequence_privilege(c.oid, 'USAGE') END
         UNION ALL SELECT format('EXECUTE ON FUNCTION %s', p.oid::regprocedure)
             FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
             WHERE n.nspname = 'resource_control' AND NOT has_function_privilege(p.oid, 'EXECUTE')

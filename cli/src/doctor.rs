@@ -111,7 +111,7 @@ impl Doctor {
         let holders = format!(
             "SELECT 'warn' AS level, format('session %s (%s, %s) holds the lock %s, and does nothing since %s', pid, role, application, lock,
                     session_changed) AS found,
-                format('if it is stuck: interlock kill --number %L', lock) AS remedy
+                format('if it is stuck: interlock kill --number -- %L', lock) AS remedy
                 FROM ({}) AS l WHERE state = 'held' AND session_changed < clock_timestamp() - :holder_age",
             database::LOCKS
         );

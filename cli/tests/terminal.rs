@@ -42,7 +42,7 @@ impl Terminal {
             .stdout(Stdio::piped())
             .spawn();
         let Ok(mut script) = started else {
-            eprintln!("no script of util-linux here: not tried");
+            eprintln!("no `script` of util-linux here: not tried");
             return None;
         };
         let (sender, pieces) = channel();
@@ -98,7 +98,8 @@ impl Drop for Terminal {
     }
 }
 
-const READS: &str = r#"sh -c 'echo asks; read line; echo "[$line]"; exit 7'"#;
+/// What it writes is not in what is typed, which the shell shows, too, and shortens.
+const READS: &str = r#"sh -c 'echo as"k"s; read line; echo "[$line]"; exit 7'"#;
 
 #[test]
 fn the_command_reads_what_is_typed() {
@@ -181,7 +182,6 @@ fn control_z_stops_the_job_and_fg_goes_on() {
     for rest in ["", " 2>/dev/null"] {
         terminal.shows("prompt ");
         terminal.types(&format!("interlock run x -- {READS}{rest}\n"));
-        terminal.shows("asks"); // what was typed
         terminal.shows("asks");
         terminal.types("\x1a");
         terminal.shows("Stopped");
@@ -195,7 +195,6 @@ fn control_z_stops_the_job_and_fg_goes_on() {
     // In the background it stops when it asks, and asks again in the foreground.
     terminal.shows("prompt ");
     terminal.types(&format!("interlock run x -- {READS} &\n"));
-    terminal.shows("asks");
     terminal.shows("asks");
     terminal.types("fg\n");
     terminal.shows("interlock run x");

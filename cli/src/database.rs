@@ -3,8 +3,9 @@
 use std::env;
 use std::time::Duration;
 
+use diesel::connection::CacheSize;
 use diesel::prelude::*;
-use diesel::r2d2::{ConnectionManager, Pool};
+use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel::sql_types::Text;
 use diesel_interlock::{LockKey, PgPool};
 use serde_json::Value;
@@ -55,6 +56,17 @@ pub(crate) fn connect(url: &str) -> Result<PgConnection, Failure> {
     PgConnection::establish(url).map_err(|error| Failure::new(Failure::UNAVAILABLE, error))
 }
 
+/// Poolers in transaction mode before PgBouncer 1.21 know nothing of prepared statements, of which this program has no need.
+#[derive(Debug)]
+struct Unprepared;
+
+impl<E> CustomizeConnection<PgConnection, E> for Unprepared {
+    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), E> {
+        conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        Ok(())
+    }
+}
+
 /// A pool for a lock and its renewals.
 pub(crate) fn pool(url: &str) -> Result<PgPool, Failure> {
     // A pool tries again until its timeout where a connection says at once what is wrong.
@@ -62,6 +74,7 @@ pub(crate) fn pool(url: &str) -> Result<PgPool, Failure> {
     Pool::builder()
         .max_size(3)
         .min_idle(Some(0))
+        .connection_customizer(Box::new(Unprepared))
         .connection_timeout(Duration::from_secs(10))
         .build(ConnectionManager::new(url))
         .map_err(|error| Failure::new(Failure::UNAVAILABLE, error))

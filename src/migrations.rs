@@ -128,18 +128,37 @@ pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
     })
 }
 
+/// Checks that [`install`] would find nothing to do, and changes nothing. Two round trips.
+///
+/// # Errors
+///
+/// [`Error::NotInstalled`] if a file is pending, [`Error::Incomplete`] and [`Error::Encoding`] as for [`install`], [`Error::Pool`], and
+/// [`Error::Database`].
+///
+/// ```
+/// use diesel_interlock::{Error, migrations};
+///
+/// # let database = workbench::Database::new();
+/// # let pool = database.pool(1);
+/// assert!(matches!(migrations::check(&pool), Err(Error::NotInstalled)));
+/// migrations::install(&pool)?;
+/// migrations::check(&pool)?;
+/// # Ok::<(), Error>(())
+/// ```
+pub fn check<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
+    P::Mode::drive(async move {
+        let state = State::look(pool).await?;
+        if state.pending().is_empty() {
+            state.require_all()
+        } else {
+            Err(Error::NotInstalled)
+        }
+    })
+}
+
 async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
-    let look = Statement::<(Text, Bool)>::new(LOOK, []);
-    let ((encoding, is_there), _): ((String, bool), _) = ask(pool, None, [look]).await?;
-    if encoding != "UTF8" {
-        return Err(Error::Encoding(encoding));
-    }
-    let mut state = State::default();
-    if is_there {
-        state = State::of(pool).await?;
-    }
-    let is_pending = |file: &&File| !state.recorded.iter().any(|it| it == file.version);
-    let pending: Vec<_> = FILES.iter().filter(is_pending).collect();
+    let mut state = State::look(pool).await?;
+    let pending = state.pending();
     if !pending.is_empty() {
         let mut borrowed = Borrowed::new(pool, None).await?;
         for file in &pending {
@@ -177,6 +196,25 @@ impl File {
 }
 
 impl State {
+    /// What is installed, unless the encoding rules it out.
+    async fn look<P: Pool>(pool: &P) -> Result<Self> {
+        let look = Statement::<(Text, Bool)>::new(LOOK, []);
+        let ((encoding, is_there), _): ((String, bool), _) = ask(pool, None, [look]).await?;
+        if encoding != "UTF8" {
+            return Err(Error::Encoding(encoding));
+        }
+        if is_there {
+            Self::of(pool).await
+        } else {
+            Ok(Self::default())
+        }
+    }
+
+    fn pending(&self) -> Vec<&'static File> {
+        let is_pending = |file: &&File| !self.recorded.iter().any(|it| it == file.version);
+        FILES.iter().filter(is_pending).collect()
+    }
+
     async fn of<P: Pool>(pool: &P) -> Result<Self> {
         let all: Vec<String> = FILES
             .iter()

@@ -57,6 +57,30 @@ fn a_second_installation_changes_nothing() {
 }
 
 #[test]
+fn a_check_changes_nothing_and_says_what_is_missing() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let conn = &mut database.connect();
+    let check = || wait(migrations::check(&pool));
+    assert_matches!(check(), Err(Error::NotInstalled));
+    assert_eq!(
+        text(conn, "to_regnamespace('resource_control') IS NULL"),
+        "true"
+    );
+    wait(migrations::install(&pool)).unwrap();
+    check().unwrap();
+    run(conn, "DROP TABLE resource_control.fence");
+    assert_matches!(check(), Err(Error::Incomplete { .. }));
+    run(
+        conn,
+        "DELETE FROM resource_control.installed_migration WHERE version = '20000101000004'",
+    );
+    assert_matches!(check(), Err(Error::NotInstalled));
+    wait(migrations::install(&pool)).unwrap();
+    check().unwrap();
+}
+
+#[test]
 fn over_two_idle_connections_the_check_of_exclusion_leaves_nothing() {
     let database = Database::new();
     let pool = pool(&database, 2);

@@ -1,0 +1,129 @@
+//! The database of the environment, and how it is asked.
+
+use std::env;
+use std::time::Duration;
+
+use diesel::connection::CacheSize;
+use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
+use diesel::sql_types::Text;
+use diesel_interlock::{LockKey, PgPool};
+use serde_json::Value;
+
+use crate::Failure;
+
+/// Who holds advisory locks, and who waits for them on the server. It needs no schema, and shows what a session does.
+pub(crate) const LOCKS: &str = "
+    SELECT CASE l.objsubid WHEN 1 THEN ((l.classid::bigint << 32) | l.objid::bigint)::text
+            ELSE format('%s, %s', l.classid::bigint::bit(32)::integer, l.objid::bigint::bit(32)::integer) END AS lock,
+        CASE WHEN l.granted THEN 'held' ELSE 'waits' END AS state,
+        CASE l.mode WHEN 'ShareLock' THEN 'shared' ELSE 'exclusive' END AS mode,
+        l.pid, a.application_name AS application, a.usename::text AS role, host(a.client_addr) AS client,
+        a.backend_start AS session_since, a.state AS session, date_trunc('second', a.state_change) AS session_changed,
+        CASE WHEN NOT l.granted THEN pg_blocking_pids(l.pid) END AS blocked_by
+    FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a USING (pid)
+    WHERE l.locktype = 'advisory' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    ORDER BY 1, l.granted DESC, l.pid";
+
+/// `DATABASE_URL`, with a name for this program and a limit for connecting where it has none.
+pub(crate) fn url(purpose: &str) -> Result<String, Failure> {
+    let mut url = env::var("DATABASE_URL").unwrap_or_default();
+    if url.is_empty() {
+        let message = "set the environment variable DATABASE_URL, such as postgres://app@db/app";
+        return Err(Failure::new(Failure::SET_UP, message));
+    }
+    let name = format!("interlock {purpose}");
+    add(&mut url, "fallback_application_name", &name);
+    if !url.contains("connect_timeout") && env::var_os("PGCONNECT_TIMEOUT").is_none() {
+        add(&mut url, "connect_timeout", "10");
+    }
+    Ok(url)
+}
+
+/// Adds a parameter of libpq to a URL, or to keywords and values.
+fn add(url: &mut String, name: &str, value: &str) {
+    if url.starts_with("postgres://") || url.starts_with("postgresql://") {
+        let mark = if url.contains('?') { '&' } else { '?' };
+        let value: String = value.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        *url += &format!("{mark}{name}={value}");
+    } else {
+        let value = value.replace('\\', r"\\").replace('\'', r"\'");
+        *url += &format!(" {name}='{value}'");
+    }
+}
+
+pub(crate) fn connect(url: &str) -> Result<PgConnection, Failure> {
+    PgConnection::establish(url).map_err(|error| Failure::new(Failure::UNAVAILABLE, error))
+}
+
+/// Poolers in transaction mode before PgBouncer 1.21 know nothing of prepared statements, of which this program has no need.
+#[derive(Debug)]
+struct Unprepared;
+
+impl<E> CustomizeConnection<PgConnection, E> for Unprepared {
+    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), E> {
+        conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        Ok(())
+    }
+}
+
+/// A pool for a lock and its renewals.
+pub(crate) fn pool(url: &str) -> Result<PgPool, Failure> {
+    // A pool tries again until its timeout where a connection says at once what is wrong.
+    drop(connect(url)?);
+    Pool::builder()
+        .max_size(3)
+        .min_idle(Some(0))
+        .connection_customizer(Box::new(Unprepared))
+        .connection_timeout(Duration::from_secs(10))
+        .build(ConnectionManager::new(url))
+        .map_err(|error| Failure::new(Failure::UNAVAILABLE, error))
+}
+
+#[derive(QueryableByName)]
+struct Json {
+    #[diesel(sql_type = Text)]
+    rows: String,
+}
+
+/// The rows of a query, each an object whose members are in the order of the columns.
+pub(crate) fn rows(conn: &mut PgConnection, query: &str) -> QueryResult<Vec<Value>> {
+    rows_with(conn, query, "")
+}
+
+/// The same of a query with `$1`.
+pub(crate) fn rows_with(
+    conn: &mut PgConnection,
+    query: &str,
+    bind: &str,
+) -> QueryResult<Vec<Value>> {
+    let query = format!("SELECT COALESCE(json_agg(q), '[]')::text AS rows FROM ({query}) AS q");
+    let json: Json = if query.contains("$1") {
+        diesel::sql_query(query)
+            .bind::<Text, _>(bind)
+            .get_result(conn)?
+    } else {
+        diesel::sql_query(query).get_result(conn)?
+    };
+    serde_json::from_str(&json.rows)
+        .map_err(|error| diesel::result::Error::DeserializationError(error.into()))
+}
+
+/// The number of a lock as in [`LOCKS`]: of a name, or written as a number or a pair.
+pub(crate) fn lock(name: &str, is_number: bool) -> Result<String, Failure> {
+    if !is_number {
+        return Ok(LockKey::from(name.to_owned()).id()?.to_string());
+    }
+    let numbers: Result<Vec<i64>, _> = name.split(',').map(|part| part.trim().parse()).collect();
+    let id = match numbers.as_deref() {
+        Ok(&[number]) => Some(LockKey::from(number)),
+        Ok(&[first, second]) => i32::try_from(first)
+            .ok()
+            .zip(i32::try_from(second).ok())
+            .map(LockKey::from),
+        _ => None,
+    };
+    let message = "the number of a lock is like 42, or a pair like 7,12";
+    let id = id.ok_or_else(|| Failure::new(Failure::INPUT, message))?;
+    Ok(id.id()?.to_string())
+}

@@ -1,0 +1,188 @@
+//! The command: a process group of its own, which ends with this process, and which has the terminal when it needs it.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{File, OpenOptions};
+use std::io::{self, IsTerminal};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::sys::signal::{self, SigSet, Signal};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{Pid, getpgrp, getpid, getppid, tcgetpgrp, tcsetpgrp};
+
+use crate::say;
+
+/// The hidden subcommand by which this program becomes the command.
+pub(crate) const EXEC: &str = "__exec";
+
+/// Forwarded to the command.
+pub(crate) const FORWARDED: [Signal; 6] = [
+    Signal::SIGHUP,
+    Signal::SIGINT,
+    Signal::SIGQUIT,
+    Signal::SIGTERM,
+    Signal::SIGUSR1,
+    Signal::SIGUSR2,
+];
+
+/// The signals that this process takes from a queue: those, and that of Ctrl-Z. All threads that begin later block them.
+pub(crate) fn block() -> nix::Result<SigSet> {
+    let taken: SigSet = FORWARDED.into_iter().chain([Signal::SIGTSTP]).collect();
+    let mut blocked = taken;
+    // Otherwise a process in the background that takes the terminal back is stopped.
+    blocked.add(Signal::SIGTTOU);
+    blocked.thread_block()?;
+    Ok(taken)
+}
+
+/// Becomes the command: what `interlock` has started is `interlock __exec PID-OF-PARENT COMMAND…`, because the death of the
+/// parent must be arranged for by the child itself, between its birth and the command. Returns the exit status if it cannot.
+pub(crate) fn exec(mut arguments: impl Iterator<Item = OsString>) -> i32 {
+    let (parent, program) = (arguments.next(), arguments.next().unwrap_or_default());
+    #[cfg(target_os = "linux")]
+    let _ = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL);
+    if parent.as_deref() != Some(OsStr::new(&getppid().to_string())) {
+        return 128 + Signal::SIGKILL as i32; // it has died already
+    }
+    let _ = SigSet::all().thread_unblock();
+    let error = Command::new(&program).args(arguments).exec();
+    say!("{} cannot be run: {error}", program.to_string_lossy());
+    match error.kind() {
+        io::ErrorKind::NotFound => 127,
+        _ => 126,
+    }
+}
+
+/// The command that runs.
+#[derive(Debug)]
+pub(crate) struct Job {
+    /// The process, which leads a group of the same number.
+    pub(crate) pid: Pid,
+    terminal: Option<File>,
+    /// Whether the group has the terminal.
+    is_lent: bool,
+}
+
+impl Job {
+    /// Starts the command. To be called on the main thread, with whose end, not that of the process, Linux ends the command.
+    pub(crate) fn start(words: &[OsString], token: Option<i64>) -> io::Result<Self> {
+        let this = if cfg!(target_os = "linux") {
+            "/proc/self/exe".into() // also where the file was replaced meanwhile
+        } else {
+            std::env::current_exe()?
+        };
+        let mut command = Command::new(this);
+        command.arg0("interlock").arg(EXEC);
+        command.arg(getpid().to_string()).args(words);
+        command.env_remove("INTERLOCK_TOKEN").process_group(0);
+        command.envs(token.map(|token| ("INTERLOCK_TOKEN", token.to_string())));
+        let mut job = Self {
+            pid: Pid::from_raw(command.spawn()?.id() as i32),
+            terminal: OpenOptions::new()
+                .read(true)
+                .write(true)
+                .open("/dev/tty")
+                .ok(),
+            is_lent: false,
+        };
+        // In a pipeline, or in a script, the others need the terminal, too: the command has it when it first asks.
+        let is_alone = io::stdin().is_terminal()
+            && io::stdout().is_terminal()
+            && io::stderr().is_terminal()
+            && getpgrp() == getpid();
+        if is_alone && job.is_foreground() {
+            job.lend();
+        }
+        Ok(job)
+    }
+
+    /// Waits until it has stopped or ended.
+    pub(crate) fn wait(pid: Pid) -> nix::Result<WaitStatus> {
+        loop {
+            match waitpid(pid, Some(WaitPidFlag::WUNTRACED)) {
+                Err(Errno::EINTR) => {}
+                status => return status,
+            }
+        }
+    }
+
+    /// Sends a signal to the group. One that is stopped goes on, so that it can end.
+    pub(crate) fn send(&self, signal: Signal) {
+        let _ = signal::killpg(self.pid, signal);
+        if matches!(signal, Signal::SIGTERM | Signal::SIGHUP) {
+            let _ = signal::killpg(self.pid, Signal::SIGCONT);
+        }
+    }
+
+    /// Whether any process is left in the group.
+    pub(crate) fn is_there(&self) -> bool {
+        signal::killpg(self.pid, None).is_ok()
+    }
+
+    /// The command has stopped: by Ctrl-Z, or because it has asked for the terminal. A shell must see its job as one, so this process
+    /// stops, too, until the shell lets it go on. A command that somebody else has stopped is left alone.
+    pub(crate) fn stopped(&mut self, by: Signal) {
+        let asks = matches!(by, Signal::SIGTTIN | Signal::SIGTTOU);
+        if asks && self.is_foreground() {
+            self.lend();
+        } else if self.terminal.is_some() && (asks || by == Signal::SIGTSTP) {
+            let was_lent = self.is_lent;
+            self.take_back();
+            stop();
+            if !self.is_foreground() {
+                // If no shell is left that could stop it, the command asks again at once.
+                thread::sleep(Duration::from_millis(100));
+            } else if was_lent {
+                self.lend();
+            }
+            self.send(Signal::SIGCONT);
+        }
+    }
+
+    /// Whether the terminal is this process's to give.
+    fn is_foreground(&self) -> bool {
+        self.terminal
+            .as_ref()
+            .is_some_and(|terminal| tcgetpgrp(terminal) == Ok(getpgrp()))
+    }
+
+    /// A command that has asked too early is stopped, and asks again.
+    fn lend(&mut self) {
+        if let Some(terminal) = &self.terminal {
+            self.is_lent = tcsetpgrp(terminal, self.pid).is_ok();
+        }
+        self.send(Signal::SIGCONT);
+    }
+
+    fn take_back(&mut self) {
+        if let (true, Some(terminal)) = (self.is_lent, &self.terminal) {
+            let _ = tcsetpgrp(terminal, getpgrp());
+        }
+        self.is_lent = false;
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.take_back();
+    }
+}
+
+/// Stops this process as Ctrl-Z does, which is nothing where no shell could let it go on.
+pub(crate) fn stop() {
+    let stop = SigSet::from(Signal::SIGTSTP);
+    let _ = stop.thread_unblock();
+    let _ = signal::raise(Signal::SIGTSTP);
+    let _ = stop.thread_block();
+}
+
+/// Whether the signal was ignored when this process began, as SIGHUP is under `nohup`.
+pub(crate) fn is_ignored(signal: Signal) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.unwrap_or(0) >> (signal as i32 - 1) & 1 == 1
+}

@@ -1,0 +1,77 @@
+//! `interlock kill`: ends who holds a lock, if it still does.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use serde_json::Value;
+
+use crate::database::{self, LOCKS, rows_with};
+use crate::{Failure, ps, say};
+
+#[derive(Debug, Args)]
+pub(crate) struct Kill {
+    /// The name of the lock; with --slot, that of the semaphore
+    #[arg(allow_negative_numbers = true)]
+    name: String,
+    /// NAME is the number of the lock, or the pair, as `ps` shows it
+    #[arg(long)]
+    number: bool,
+    /// Completes the request with this id, as `ps` shows it, and so frees its slot
+    #[arg(long, value_name = "ID", conflicts_with = "number")]
+    slot: Option<i64>,
+    /// Does not ask
+    #[arg(long, short)]
+    yes: bool,
+}
+
+impl Kill {
+    pub(crate) fn run(self) -> Result<i32, Failure> {
+        let (shown, act, name) = match self.slot {
+            None => (
+                format!("SELECT * FROM ({LOCKS}) AS l WHERE state = 'held' AND lock = $1"),
+                // In one statement: the same session, which still holds the lock. Another one may have its pid by now.
+                format!(
+                    "SELECT pid, pg_terminate_backend(pid, 5000) AS is_done FROM (
+                        SELECT DISTINCT l.pid
+                        FROM json_to_recordset($1::json) AS shown (lock text, pid integer, session_since timestamptz)
+                            JOIN ({LOCKS}) AS l USING (lock, pid, session_since)
+                        WHERE l.state = 'held') AS still"
+                ),
+                database::lock(&self.name, self.number)?,
+            ),
+            Some(id) => (
+                format!(
+                    "SELECT * FROM resource_control.slot_in_flight WHERE service = $1 AND id = {id}"
+                ),
+                "SELECT id, resource_control.complete_service_request(service, id) AS is_done
+                    FROM json_to_recordset($1::json) AS shown (service text, id bigint)"
+                    .to_owned(),
+                self.name.clone(),
+            ),
+        };
+        let conn = &mut database::connect(&database::url("kill")?)?;
+        let holders = rows_with(conn, &shown, &name)?;
+        let mut output = io::stdout();
+        write!(output, "{}", ps::table("held by", &holders))?;
+        if holders.is_empty() {
+            return Ok(1);
+        }
+        if !self.yes {
+            write!(output, "End this? [y/N] ")?;
+            output.flush()?;
+            let mut answer = String::new();
+            let _ = io::stdin().read_line(&mut answer);
+            if !answer.trim().eq_ignore_ascii_case("y") {
+                say!("nothing was done");
+                return Ok(1);
+            }
+        }
+        let done = rows_with(conn, &act, &Value::from(holders).to_string())?;
+        writeln!(output, "{}", ps::table("ended", &done).trim_end())?;
+        if done.iter().any(|row| row["is_done"] == true) {
+            return Ok(0);
+        }
+        say!("nothing was done: it is no longer held by the same, or its session cannot be seen");
+        Ok(1)
+    }
+}

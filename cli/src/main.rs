@@ -1,0 +1,175 @@
+//! `interlock`: runs a command under a lock of PostgreSQL, shows who holds and who waits, ends a holder, and examines a set-up.
+
+mod database;
+mod doctor;
+mod job;
+mod kill;
+mod ps;
+mod run;
+
+use std::io::Write;
+use std::time::Duration;
+use std::{env, fmt, io, process};
+
+use clap::{Parser, Subcommand};
+use diesel_interlock::{Error, migrations};
+
+/// Writes a line to standard error. One that cannot be written is lost, because a full disk must not end what runs.
+macro_rules! say {
+    ($($what:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), "interlock: {}", format_args!($($what)*));
+    }};
+}
+pub(crate) use say;
+
+const STATUSES: &str = "\
+The database is that of the environment variable DATABASE_URL.
+
+Exit status:
+  0        done; of `run`, that of the command; of `doctor`, that nothing has failed
+  1        of `run`, another one holds it (-E sets another status); of `kill`, nobody was ended; of `doctor`, something has failed
+  2        the arguments are wrong
+  69       the database cannot be reached
+  71       the operating system has refused something
+  74       the output cannot be written
+  75       of `run`, the lock was lost while the command ran
+  78       the set-up is wrong: DATABASE_URL, the schema, the rights of the role
+  126 127  of `run`, the command cannot be executed, or found
+  128 + N  of `run`, signal N has ended the command, or the wait for the lock";
+
+/// Locks, slots, leaders and schedules of PostgreSQL, from a shell
+#[derive(Debug, Parser)]
+#[command(name = "interlock", version, after_help = STATUSES)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Runs a command while holding a lock, and does not run it if another one holds the lock
+    #[command(after_help = STATUSES)]
+    Run(run::Run),
+    /// Shows the advisory locks with those who hold them and wait for them, the slots in use, the leaders and the schedules
+    Ps(ps::Ps),
+    /// Shows who holds a lock, asks, looks again, and ends the session; or completes a request, which frees its slot
+    Kill(kill::Kill),
+    /// Examines the server, the schema, the rights and the settings, and says what to do
+    Doctor(doctor::Doctor),
+    /// Creates the schema `resource_control`, or what it lacks
+    Install,
+}
+
+fn main() {
+    let mut arguments = env::args_os().skip(1);
+    if arguments.next().is_some_and(|first| first == job::EXEC) {
+        process::exit(job::exec(arguments));
+    }
+    let done = match Arguments::parse().command {
+        Command::Run(run) => run.run(),
+        Command::Ps(ps) => ps.run(),
+        Command::Kill(kill) => kill.run(),
+        Command::Doctor(doctor) => doctor.run(),
+        Command::Install => install(),
+    };
+    process::exit(done.unwrap_or_else(|failure| {
+        if !failure.message.is_empty() {
+            say!("{failure}");
+        }
+        failure.status
+    }));
+}
+
+fn install() -> Result<i32, Failure> {
+    let pool = database::pool(&database::url("install")?)?;
+    let is_new = !matches!(migrations::check(&pool), Ok(()));
+    migrations::install(&pool)?;
+    let what = if is_new { "installed" } else { "nothing to do" };
+    writeln!(io::stdout(), "resource_control: {what}")?;
+    Ok(0)
+}
+
+/// Why nothing, or no more, was done.
+#[derive(Debug)]
+struct Failure {
+    status: i32,
+    message: String,
+}
+
+impl Failure {
+    const INPUT: i32 = 2;
+    const UNAVAILABLE: i32 = 69;
+    const SYSTEM: i32 = 71;
+    const OUTPUT: i32 = 74;
+    const LOST: i32 = 75;
+    const SET_UP: i32 = 78;
+
+    fn new(status: i32, message: impl fmt::Display) -> Self {
+        Self {
+            status,
+            message: message.to_string(),
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.message.trim_end())
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let status = match error {
+            Error::Input(_) => Self::INPUT,
+            _ if error.is_unavailable() => Self::UNAVAILABLE,
+            Error::LockLost(_) | Error::PermitLost(_) | Error::SessionMoved { .. } => Self::LOST,
+            _ => Self::SET_UP,
+        };
+        let message = error.to_string();
+        Self::new(
+            status,
+            message.replace("`migrations::install`", "`interlock install`"),
+        )
+    }
+}
+
+impl From<diesel::result::Error> for Failure {
+    fn from(error: diesel::result::Error) -> Self {
+        Error::from(error).into()
+    }
+}
+
+/// Of standard output: all else says what it was about. One that reads no further needs no message.
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        let message = match error.kind() {
+            io::ErrorKind::BrokenPipe => String::new(),
+            _ => format!("the output cannot be written: {error}"),
+        };
+        Self::new(Self::OUTPUT, message)
+    }
+}
+
+/// Reads a duration such as `500ms`, `30s`, `10m`, `1h` or `2d`. A number alone is seconds.
+fn duration(text: &str) -> Result<Duration, String> {
+    let end = text
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let milliseconds = match unit {
+        "ms" => Some(1),
+        "" | "s" => Some(1_000),
+        "m" => Some(60_000),
+        "h" => Some(3_600_000),
+        "d" => Some(86_400_000),
+        _ => None,
+    };
+    let number = number.parse::<u64>().ok();
+    number
+        .zip(milliseconds)
+        .and_then(|(number, unit)| number.checked_mul(unit))
+        .map(Duration::from_millis)
+        .ok_or_else(|| "a duration is like 500ms, 30s, 10m, 1h or 2d".into())
+}

@@ -1,0 +1,308 @@
+//! `interlock ps`, `kill`, `doctor` and `install`.
+
+mod support;
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::Stdio;
+
+use diesel_interlock::{LockKey, migrations};
+use workbench::{Cluster, Database};
+
+use self::support::*;
+
+#[test]
+fn ps_shows_locks_without_the_schema_and_all_else_with_it() {
+    let database = Database::new();
+    let url = &database.url();
+    let mut holder = Session::of(&database);
+    holder.take("nightly");
+    holder.sql("SELECT pg_advisory_lock_shared(-7, 12)");
+    let json = |line: &str| {
+        let (status, text) = printed(&mut interlock(url, &format!("ps --json {line}")));
+        assert_eq!(status, Some(0), "{text}");
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()
+    };
+    let all = json("");
+    assert_eq!(all["locks"].as_array().unwrap().len(), 2);
+    assert!(all.get("slots").is_none());
+    migrations::install(&database.pool(1)).unwrap();
+    // With what must not reach a terminal.
+    holder
+        .sql("SELECT resource_control.claim_service_request('geocoder', 2, '1 day', E'\\x1b[2J')");
+    holder.sql(
+        "SELECT resource_control.claim_service_request('leader reports', 1, '1 day', 'web-3')",
+    );
+    holder.sql("INSERT INTO resource_control.schedule (name, tick, attempt, token, runner) VALUES ('hourly', now(), 0, 0, '')");
+    let waiter = &mut Running::start(&mut run(url, "nightly --wait 10m", "true"));
+    eventually("it waits", || holder.locks(false) == 1);
+
+    let all = json("");
+    assert_eq!(all["slots"].as_array().unwrap().len(), 2);
+    assert_eq!(all["leaders"][0]["holder"], "web-3");
+    assert_eq!(all["schedules"][0]["state"], "new");
+    let mut locks = all["locks"].as_array().unwrap().iter();
+    assert!(locks.any(|lock| lock["lock"] == "-7, 12" && lock["mode"] == "shared"));
+    let named = json("--name nightly");
+    assert_eq!(named["locks"][0]["lock"].as_str(), Some(&*id("nightly")));
+    assert_eq!(named["locks"][0]["pid"], holder.pid());
+    assert!(named["slots"].as_array().unwrap().is_empty());
+
+    let (status, table) = printed(&mut interlock(url, "ps"));
+    assert_eq!(status, Some(0));
+    for text in [
+        "-7, 12",
+        "interlock nightly",
+        "geocoder",
+        "reports",
+        "hourly",
+        "?[2J",
+    ] {
+        assert!(table.contains(text), "{text} is not in {table}");
+    }
+    waiter.signal("TERM");
+    assert_eq!(waiter.status(), Some(143));
+}
+
+#[test]
+fn output_that_cannot_be_written_is_a_status() {
+    let database = installed();
+    for line in ["ps", "ps --json", "doctor", "install"] {
+        let mut command = interlock(&database.url(), line);
+        command.stdout(File::options().write(true).open("/dev/full").unwrap());
+        assert_eq!(status_of(&mut command), Some(74), "{line}");
+        let (reader, writer) = UnixStream::pair().unwrap();
+        drop(reader);
+        let mut command = interlock(&database.url(), line);
+        command.stdout(OwnedFd::from(writer));
+        assert_eq!(status_of(&mut command), Some(74), "{line}");
+    }
+}
+
+fn status_of(command: &mut std::process::Command) -> Option<i32> {
+    let child = command.stderr(Stdio::piped()).spawn().unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("panicked"));
+    output.status.code()
+}
+
+#[test]
+fn kill_ends_the_holder() {
+    let database = Database::new();
+    let url = &database.url();
+    let (mut looks, mut other) = (Session::of(&database), Session::of(&database));
+    other.take("other");
+    assert_eq!(status(&mut interlock(url, "kill x --yes")), Some(1));
+    for line in [
+        "kill x --yes".to_owned(),
+        format!("kill --number --yes -- {}", id("x")),
+    ] {
+        Session::of(&database);
+        let mut holder = Session::of(&database);
+        holder.take("x");
+        holder.sql("SELECT pg_advisory_lock_shared(0, 1)");
+        assert_eq!(printed(&mut interlock(url, &line)).0, Some(0), "{line}");
+        assert_eq!(looks.locks(true), 1);
+    }
+    assert_eq!(
+        status(&mut interlock(url, "kill 1,2,3 --number --yes")),
+        Some(2)
+    );
+    // Without standard input nobody says yes.
+    assert_eq!(status(&mut interlock(url, "kill other")), Some(1));
+    assert_eq!(looks.locks(true), 1);
+}
+
+#[test]
+fn kill_looks_again_before_it_ends_a_session() {
+    let database = Database::new();
+    let mut first = Session::of(&database);
+    first.take("x");
+    let mut command = interlock(&database.url(), "kill x");
+    let mut kill = Running::start(command.stdin(Stdio::piped()));
+    // The heading, the names of the columns, the holder.
+    let shown = [kill.line(), kill.line(), kill.line()];
+    assert!(shown[2].contains(&first.pid().to_string()), "{shown:?}");
+    first.release("x");
+    let mut second = Session::of(&database);
+    second.take("x");
+    kill.child()
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(b"y\n")
+        .unwrap();
+    assert_eq!(kill.status(), Some(1));
+    first.sql("SELECT 1");
+    second.sql("SELECT 1");
+    assert_eq!(second.locks(true), 1);
+}
+
+#[test]
+fn kill_frees_a_slot_of_its_own_service_only() {
+    let database = installed();
+    let url = &database.url();
+    let mut session = Session::of(&database);
+    session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
+    let id = session.number("SELECT id FROM resource_control.slot_in_flight");
+    assert_eq!(
+        status(&mut interlock(url, &format!("kill y --slot {id} --yes"))),
+        Some(1)
+    );
+    assert_eq!(
+        session.number("SELECT count(*) FROM resource_control.slot_in_flight"),
+        1
+    );
+    assert_eq!(
+        status(&mut interlock(url, &format!("kill x --slot {id} --yes"))),
+        Some(0)
+    );
+    assert_eq!(
+        session.number("SELECT count(*) FROM resource_control.slot_in_flight"),
+        0
+    );
+}
+
+#[test]
+fn install_says_what_it_did() {
+    let database = Database::new();
+    let mut install = interlock(&database.url(), "install");
+    assert_eq!(
+        printed(&mut install),
+        (Some(0), "resource_control: installed\n".into())
+    );
+    assert_eq!(
+        printed(&mut install),
+        (Some(0), "resource_control: nothing to do\n".into())
+    );
+    migrations::check(&database.pool(1)).unwrap();
+}
+
+/// What doctor says has a line with this level and this word.
+#[track_caller]
+fn doctor_says(url: &str, arguments: &str, level: &str, word: &str) {
+    let (status, text) = printed(&mut interlock(url, &format!("doctor {arguments}")));
+    let mut found = text.lines().filter(|line| line.starts_with(level));
+    assert!(
+        found.any(|line| line.contains(word)),
+        "no {level} of {word} in\n{text}"
+    );
+    assert_eq!(
+        status,
+        Some(i32::from(text.lines().any(|line| line.starts_with("fail"))))
+    );
+}
+
+#[test]
+fn doctor_finds_nothing_to_fail_in_a_good_set_up() {
+    let database = installed();
+    let (status, text) = printed(&mut interlock(&database.url(), "doctor"));
+    assert_eq!(status, Some(0), "{text}");
+    doctor_says(&database.url(), "", "ok", "the schema resource_control");
+    doctor_says(&database.url(), "", "ok", "the exclusion by session locks");
+}
+
+#[test]
+fn doctor_names_what_is_wrong_with_the_schema() {
+    let database = Database::new();
+    let url = &database.url();
+    doctor_says(
+        url,
+        "",
+        "fail",
+        "the schema resource_control is not installed",
+    );
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
+    session.sql("ALTER SEQUENCE resource_control.service_request_id_seq RESTART");
+    doctor_says(url, "", "fail", "ids of requests");
+    doctor_says(url, "--holder-age 0s", "warn", "has slot 0 of x");
+    session.sql("DROP TABLE resource_control.fence");
+    doctor_says(url, "", "fail", "lacks fence");
+    session
+        .sql("DELETE FROM resource_control.installed_migration WHERE version = '20000101000004'");
+    doctor_says(url, "", "fail", "not installed");
+    let latin = Database::with_encoding("LATIN1");
+    doctor_says(
+        &latin.url(),
+        "",
+        "fail",
+        "encoding of the database is LATIN1",
+    );
+}
+
+#[test]
+fn doctor_names_missing_rights() {
+    let database = installed();
+    let role = format!("interlock_cli_{}", std::process::id());
+    let mut session = Session::of(&database);
+    session.sql(&format!("CREATE ROLE {role}"));
+    let url = &database.url_with("options", &format!("-c role={role}"));
+    let found = std::panic::catch_unwind(|| {
+        doctor_says(url, "", "fail", "may not use all of the schema");
+        let (_, text) = printed(&mut interlock(url, "doctor"));
+        let grants = text
+            .lines()
+            .find(|line| line.trim().starts_with("GRANT USAGE"));
+        Session::of(&database).sql(grants.unwrap());
+        doctor_says(url, "", "ok", "the schema resource_control");
+        doctor_says(
+            url,
+            "",
+            "warn",
+            "does not see what the sessions of other roles do",
+        );
+        assert_eq!(status(&mut interlock(url, "doctor")), Some(0));
+    });
+    session.sql(&format!("DROP OWNED BY {role}; DROP ROLE {role}"));
+    found.unwrap();
+}
+
+#[test]
+fn doctor_names_settings_and_what_stays_open() {
+    let database = installed();
+    let url = &database.url();
+    let mut session = Session::of(&database);
+    let name = database.name();
+    session.sql(&format!(
+        "ALTER DATABASE {name} SET idle_session_timeout = '1h'"
+    ));
+    doctor_says(url, "", "warn", "idle_session_timeout = 3600000ms");
+    doctor_says(url, "", "warn", "client_connection_check_interval");
+    doctor_says(url, "", "warn", "idle_in_transaction_session_timeout");
+    session.sql("BEGIN; SELECT 1");
+    let pid = session.pid();
+    doctor_says(
+        url,
+        "--transaction-age 0s",
+        "warn",
+        &format!("in session {pid}"),
+    );
+    session.sql("COMMIT");
+    session.take("x");
+    doctor_says(url, "--holder-age 0s", "warn", &format!("session {pid}"));
+    let number = LockKey::named("x").id().unwrap().to_string();
+    doctor_says(
+        url,
+        "--holder-age 0s",
+        "warn",
+        &format!("holds the lock {number}"),
+    );
+}
+
+#[test]
+fn doctor_names_a_standby_and_a_full_table_of_locks() {
+    let cluster = Cluster::builder()
+        .setting("max_locks_per_transaction", "10")
+        .setting("max_connections", "20")
+        .start();
+    let standby = cluster.standby();
+    doctor_says(&standby.url("postgres"), "", "fail", "is a standby");
+    let database = cluster.database();
+    let mut session = Session::of(&database);
+    session.sql("SELECT count(pg_advisory_lock(n)) FROM generate_series(1, 150) AS n");
+    doctor_says(&database.url(), "", "warn", "places in the table of locks");
+}

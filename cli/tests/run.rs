@@ -1,0 +1,338 @@
+//! `interlock run`, as cron starts it.
+
+mod support;
+
+use std::fs::{self, File};
+use std::process::Stdio;
+
+use workbench::{Cluster, Database, StopMode};
+
+use self::support::*;
+
+/// A command that goes on until SIGTERM, and then exits with 9.
+const UNTIL_TERM: &str = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.05; done";
+
+#[test]
+fn the_status_is_that_of_the_command() {
+    let database = Database::new();
+    let url = &database.url();
+    for (script, expected) in [
+        ("true", 0),
+        ("exit 7", 7),
+        ("kill -9 $$", 137),
+        ("kill $$", 143),
+    ] {
+        assert_eq!(
+            status(&mut run(url, "x", script)),
+            Some(expected),
+            "{script}"
+        );
+    }
+    assert_eq!(
+        status(&mut interlock(url, "run x -- /no/such/program")),
+        Some(127)
+    );
+    assert_eq!(status(&mut interlock(url, "run x -- /dev/null")), Some(126));
+    assert_eq!(Session::of(&database).locks(true), 0);
+}
+
+#[test]
+fn a_set_up_that_cannot_work_has_a_status_of_its_own() {
+    let database = Database::new();
+    let url = &database.url();
+    assert_eq!(status(&mut run("", "x", "true")), Some(78));
+    assert_eq!(
+        status(run(url, "x", "true").env_remove("DATABASE_URL")),
+        Some(78)
+    );
+    assert_eq!(
+        status(&mut run("postgres:///x?host=/no/such/place", "x", "true")),
+        Some(69)
+    );
+    assert_eq!(
+        status(&mut run("host=/no/such/place", "x", "true")),
+        Some(69)
+    );
+    assert_eq!(status(&mut run(url, "x --lease 30s", "true")), Some(78));
+    for wrong in [
+        "x --wait soon",
+        "x --slots 2",
+        "x --lease 30s --shared",
+        "x -E 256",
+    ] {
+        assert_eq!(status(&mut run(url, wrong, "true")), Some(2), "{wrong}");
+    }
+    assert_eq!(
+        status(interlock(url, "run").args(["", "--", "true"])),
+        Some(2)
+    );
+    assert_eq!(status(&mut interlock(url, "run x")), Some(2));
+}
+
+#[test]
+fn a_busy_lock_is_a_status_and_nothing_runs() {
+    let database = Database::new();
+    let url = &database.url();
+    let mark = Mark::new("busy");
+    let script = format!("touch {}", mark.0.display());
+    Session::of(&database).take("other");
+    let mut holder = Session::of(&database);
+    holder.take("nightly report");
+    let busy = |line: &[&str]| {
+        let mut command = interlock(url, "run");
+        status(
+            command
+                .args(line)
+                .args(["nightly report", "--", "sh", "-c", &script]),
+        )
+    };
+    assert_eq!(busy(&[]), Some(1));
+    assert_eq!(busy(&["-E", "99"]), Some(99));
+    assert_eq!(busy(&["--conflict-exit-code", "0"]), Some(0));
+    assert_eq!(busy(&["--wait", "1500ms"]), Some(1));
+    assert_eq!(busy(&["--shared"]), Some(1));
+    assert!(!mark.0.exists());
+    holder.release("nightly report");
+    assert_eq!(busy(&[]), Some(0));
+    assert!(mark.0.exists());
+}
+
+#[test]
+fn a_wait_ends_when_the_lock_is_free() {
+    let database = Database::new();
+    let mut holder = Session::of(&database);
+    holder.take("x");
+    let mut running = Running::start(&mut run(&database.url(), "x --wait 10m", "echo held"));
+    eventually("it waits", || holder.locks(false) == 1);
+    holder.release("x");
+    assert_eq!(running.line(), "held");
+    assert_eq!(running.status(), Some(0));
+}
+
+#[test]
+fn a_signal_ends_a_wait_and_nothing_stays_behind() {
+    let database = installed();
+    let url = &database.url();
+    let mut holder = Session::of(&database);
+    holder.take("x");
+    holder.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
+    for line in ["x --wait 10m", "x --wait 10m --lease 1h"] {
+        let running = &mut Running::start(&mut run(url, line, "true"));
+        eventually("it waits", || {
+            holder.number(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'interlock x'",
+            ) > 0
+        });
+        running.signal("TERM");
+        assert_eq!(running.status(), Some(143));
+    }
+    assert_eq!(
+        holder.number("SELECT count(*) FROM resource_control.service_request"),
+        1
+    );
+    eventually("it waits no longer", || holder.locks(false) == 0);
+}
+
+#[test]
+fn several_share_a_lock() {
+    let database = Database::new();
+    let url = &database.url();
+    let mut first = Running::start(&mut run(url, "x --shared", UNTIL_TERM));
+    assert_eq!(first.line(), "ready");
+    assert_eq!(status(&mut run(url, "x --shared", "true")), Some(0));
+    assert_eq!(status(&mut run(url, "x", "true")), Some(1));
+    first.signal("TERM");
+    assert_eq!(first.status(), Some(9));
+}
+
+#[test]
+fn the_command_knows_the_token_if_the_schema_is_installed() {
+    let database = Database::new();
+    let url = &database.url();
+    let script = "echo ${INTERLOCK_TOKEN-none}";
+    let token = |line| {
+        let printed = printed(run(url, line, script).env("INTERLOCK_TOKEN", "of another one"));
+        (printed.0 == Some(0))
+            .then(|| printed.1.trim().to_owned())
+            .unwrap()
+    };
+    assert_eq!(token("x"), "none");
+    diesel_interlock::migrations::install(&database.pool(1)).unwrap();
+    let number = |line| token(line).parse::<i64>().unwrap();
+    assert!(number("x") < number("x"));
+    assert!(number("x --lease 30s") < number("x --lease 30s"));
+}
+
+#[test]
+fn a_permit_has_a_slot_until_the_command_has_ended() {
+    let database = installed();
+    let url = &database.url();
+    let mut session = Session::of(&database);
+    let two = "x --lease 30s --slots 2";
+    let mut first = Running::start(&mut run(url, two, UNTIL_TERM));
+    assert_eq!(first.line(), "ready");
+    assert_eq!(status(&mut run(url, "x --lease 30s", "true")), Some(1));
+    assert_eq!(status(&mut run(url, two, "exit 3")), Some(3));
+    let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight WHERE service = 'x'";
+    assert_eq!(session.number(in_flight), 1);
+    first.signal("TERM");
+    assert_eq!(first.status(), Some(9));
+    assert_eq!(session.number(in_flight), 0);
+    assert_eq!(session.locks(true), 0);
+}
+
+#[test]
+fn signals_reach_the_whole_group() {
+    let database = Database::new();
+    let script = "sleep 1000 & echo $!; wait";
+    let mut running = Running::start(&mut run(&database.url(), "x", script));
+    let sleep = running.line();
+    assert!(is_alive(&sleep));
+    running.signal("TERM");
+    assert_eq!(running.status(), Some(143));
+    eventually("its child has ended, too", || !is_alive(&sleep));
+    for (name, number) in [("HUP", 129), ("INT", 130), ("USR1", 138)] {
+        let script = "echo ready; exec sleep 1000";
+        let mut running = Running::start(&mut run(&database.url(), "x", script));
+        assert_eq!(running.line(), "ready");
+        running.signal(name);
+        assert_eq!(running.status(), Some(number));
+    }
+}
+
+#[test]
+fn the_lock_is_held_until_the_command_was_reaped() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    let mark = Mark::new("reaped");
+    let script = format!(
+        "trap 'echo asked; while [ ! -e {} ]; do sleep 0.05; done; exit 9' TERM; echo ready; while :; do sleep 0.05; done",
+        mark.0.display()
+    );
+    let mut running = Running::start(&mut run(&database.url(), "x", &script));
+    assert_eq!(running.line(), "ready");
+    running.signal("TERM");
+    assert_eq!(running.line(), "asked");
+    assert_eq!(session.locks(true), 1);
+    File::create(&mark.0).unwrap();
+    assert_eq!(running.status(), Some(9));
+    assert_eq!(session.locks(true), 0);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_command_ends_with_an_interlock_that_is_killed() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    let script = "trap '' HUP INT TERM; echo $$; while :; do sleep 0.05; done";
+    let mut running = Running::start(&mut run(&database.url(), "x", script));
+    let command = running.line();
+    assert!(is_alive(&command));
+    running.child().kill().unwrap();
+    eventually("the command has ended", || !is_alive(&command));
+    eventually("the lock is free", || session.locks(true) == 0);
+}
+
+#[test]
+fn a_lost_lock_ends_the_command() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    // Nobody reads what the program says of it, and the disk is full.
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let script = "trap 'echo asked; exit 9' TERM; echo ready; while :; do sleep 0.05; done";
+    let mut running = Running::start(run(&database.url(), "x", script).stderr(full));
+    assert_eq!(running.line(), "ready");
+    session.end_holders();
+    assert_eq!(running.line(), "asked");
+    assert_eq!(running.status(), Some(75));
+}
+
+#[test]
+fn a_loss_ends_also_what_ignores_sigterm_or_was_left_running() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    let script = "(trap '' TERM; while :; do sleep 0.05; done) & echo $!; exec sleep 1000";
+    let mut running = Running::start(&mut run(&database.url(), "x", script));
+    let left = running.line();
+    session.end_holders();
+    assert_eq!(running.status(), Some(75));
+    eventually("what was left has ended", || !is_alive(&left));
+}
+
+#[test]
+fn a_restart_of_the_server_is_a_loss() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut running = Running::start(&mut run(&database.url(), "x", UNTIL_TERM));
+    assert_eq!(running.line(), "ready");
+    cluster.restart(StopMode::Fast);
+    assert_eq!(running.status(), Some(75));
+}
+
+#[test]
+fn a_lock_that_was_lost_unseen_is_reported_at_the_end() {
+    let database = Database::new();
+    let url = database.url();
+    let kill = "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND pid <> pg_backend_pid()
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
+    let mut command = interlock(&url, "run x -- psql -qAt -c");
+    let (status, _) = printed(command.arg(kill).arg(&url));
+    assert_eq!(status, Some(75));
+}
+
+#[test]
+fn a_request_that_is_completed_by_another_one_ends_the_command() {
+    let database = installed();
+    let url = &database.url();
+    let mut running = Running::start(&mut run(url, "x --lease 3s", UNTIL_TERM));
+    assert_eq!(running.line(), "ready");
+    let id = Session::of(&database).number("SELECT id FROM resource_control.slot_in_flight");
+    assert_eq!(
+        status(&mut interlock(url, &format!("kill x --slot {id} --yes"))),
+        Some(0)
+    );
+    assert_eq!(running.status(), Some(75));
+}
+
+#[test]
+fn neither_standard_input_nor_a_place_for_output_is_needed() {
+    let database = Database::new();
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", "\"$0\" run x -- sh -c 'exit 5' <&- >&- 2>&-"]);
+    shell
+        .arg(env!("CARGO_BIN_EXE_interlock"))
+        .env("DATABASE_URL", database.url());
+    assert_eq!(shell.status().unwrap().code(), Some(5));
+    let full = || Stdio::from(File::options().write(true).open("/dev/full").unwrap());
+    let mut command = run(&database.url(), "x", "echo more; exit 6");
+    assert_eq!(
+        command
+            .stdout(full())
+            .stderr(full())
+            .status()
+            .unwrap()
+            .code(),
+        Some(6)
+    );
+}
+
+#[test]
+fn under_nohup_a_hangup_does_nothing() {
+    let database = Database::new();
+    let (url, mark) = (database.url(), Mark::new("nohup"));
+    let mut command = std::process::Command::new("sh");
+    let wait = format!(
+        "echo ready; while [ ! -e {} ]; do sleep 0.05; done; exit 4",
+        mark.0.display()
+    );
+    command.args(["-c", "trap '' HUP; exec \"$0\" run x -- sh -c \"$1\""]);
+    command
+        .arg(env!("CARGO_BIN_EXE_interlock"))
+        .arg(wait)
+        .env("DATABASE_URL", url);
+    let mut running = Running::start(&mut command);
+    assert_eq!(running.line(), "ready");
+    running.signal("HUP");
+    fs::write(&mark.0, "").unwrap();
+    assert_eq!(running.status(), Some(4));
+}

@@ -1,0 +1,206 @@
+//! `interlock run` in a terminal, which `script` of util-linux makes.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use workbench::Database;
+
+use self::support::Session;
+
+/// A command in a terminal, where keys are typed and the screen is read.
+struct Terminal {
+    script: Child,
+    keys: ChildStdin,
+    pieces: Receiver<Vec<u8>>,
+    screen: String,
+}
+
+impl Terminal {
+    /// None where there is no `script`.
+    fn start(database: &Database, command: &str) -> Option<Self> {
+        let directory = std::path::Path::new(env!("CARGO_BIN_EXE_interlock"))
+            .parent()
+            .unwrap();
+        let started = Command::new("script")
+            .args([
+                "--quiet",
+                "--flush",
+                "--return",
+                "--command",
+                command,
+                "/dev/null",
+            ])
+            .env("DATABASE_URL", database.url())
+            .env("PATH", format!("{}:/usr/bin:/bin", directory.display()))
+            .env("TERM", "dumb")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        let Ok(mut script) = started else {
+            eprintln!("no `script` of util-linux here: not tried");
+            return None;
+        };
+        let (sender, pieces) = channel();
+        let mut output = script.stdout.take().unwrap();
+        thread::spawn(move || {
+            let mut piece = [0; 1024];
+            while let Ok(read @ 1..) = output.read(&mut piece) {
+                let _ = sender.send(piece[..read].to_vec());
+            }
+        });
+        Some(Self {
+            keys: script.stdin.take().unwrap(),
+            script,
+            pieces,
+            screen: String::new(),
+        })
+    }
+
+    fn types(&mut self, keys: &str) {
+        self.keys.write_all(keys.as_bytes()).unwrap();
+        self.keys.flush().unwrap();
+    }
+
+    /// Reads until a text appears after what was read before, for a minute.
+    fn shows(&mut self, text: &str) {
+        let end = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Some(at) = self.screen.find(text) {
+                self.screen.drain(..at + text.len());
+                return;
+            }
+            let rest = end.saturating_duration_since(Instant::now());
+            let piece = self.pieces.recv_timeout(rest);
+            let piece = piece.unwrap_or_else(|_| panic!("{text:?} is not in {:?}", self.screen));
+            self.screen += &String::from_utf8_lossy(&piece);
+        }
+    }
+
+    fn status(&mut self) -> Option<i32> {
+        let mut status = None;
+        support::eventually("the terminal is closed", || {
+            status = self.script.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap().code()
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _ = self.script.kill();
+        let _ = self.script.wait();
+    }
+}
+
+/// What it writes is not in what is typed, which the shell shows, too, and shortens.
+const READS: &str = r#"sh -c 'echo as"k"s; read line; echo "[$line]"; exit 7'"#;
+
+#[test]
+fn the_command_reads_what_is_typed() {
+    let database = Database::new();
+    // A job of its own, one beside others, and one that asks beside its standard input.
+    for line in [
+        format!("exec interlock run x -- {READS}"),
+        format!("interlock run x -- {READS} 2>/dev/null"),
+        format!(
+            "true | interlock run x -- {}",
+            READS.replace("read line", "read line </dev/tty")
+        ),
+    ] {
+        let Some(mut terminal) = Terminal::start(&database, &line) else {
+            return;
+        };
+        terminal.shows("asks");
+        terminal.types("typed\n");
+        terminal.shows("[typed]");
+        assert_eq!(terminal.status(), Some(7), "{line}");
+    }
+}
+
+#[test]
+fn the_other_end_of_a_pipeline_reads_too() {
+    let database = Database::new();
+    let line =
+        r#"interlock run x -- echo piped | sh -c 'read line </dev/tty; cat; echo "[$line]"'"#;
+    let Some(mut terminal) = Terminal::start(&database, line) else {
+        return;
+    };
+    terminal.types("typed\n");
+    terminal.shows("piped");
+    terminal.shows("[typed]");
+    assert_eq!(terminal.status(), Some(0));
+}
+
+#[test]
+fn control_c_reaches_the_command_once() {
+    let database = Database::new();
+    let waits = r#"sh -c 'trap "echo once; n=\$((n+1))" INT; trap "exit 1\$n" TERM; echo waits $$; while :; do sleep 0.05; done'"#;
+    for line in [
+        format!("exec interlock run x -- {waits}"),
+        format!("interlock run x -- {waits} 2>/dev/null"),
+    ] {
+        let Some(mut terminal) = Terminal::start(&database, &line) else {
+            return;
+        };
+        terminal.shows("waits ");
+        terminal.shows("\n");
+        terminal.types("\x03");
+        terminal.shows("once");
+        Session::of(&database).end_holders();
+        assert_eq!(terminal.status(), Some(75), "{line}");
+        assert!(!terminal.screen.contains("once"), "{:?}", terminal.screen);
+    }
+}
+
+#[test]
+fn control_c_ends_a_command_that_does_not_care() {
+    let database = Database::new();
+    let line = "exec interlock run x -- sh -c 'echo waits; exec sleep 1000'";
+    let Some(mut terminal) = Terminal::start(&database, line) else {
+        return;
+    };
+    terminal.shows("waits");
+    terminal.types("\x03");
+    assert_eq!(terminal.status(), Some(130));
+    assert_eq!(Session::of(&database).locks(true), 0);
+}
+
+#[test]
+fn control_z_stops_the_job_and_fg_goes_on() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    let Some(mut terminal) = Terminal::start(&database, "bash --norc --noprofile -i") else {
+        return;
+    };
+    terminal.types("PS1=pro'mpt '\n");
+    for rest in ["", " 2>/dev/null"] {
+        terminal.shows("prompt ");
+        terminal.types(&format!("interlock run x -- {READS}{rest}\n"));
+        terminal.shows("asks");
+        terminal.types("\x1a");
+        terminal.shows("Stopped");
+        terminal.shows("prompt ");
+        assert_eq!(session.locks(true), 1);
+        terminal.types("fg\n");
+        terminal.shows("interlock run x");
+        terminal.types("typed\n");
+        terminal.shows("[typed]");
+    }
+    // In the background it stops when it asks, and asks again in the foreground.
+    terminal.shows("prompt ");
+    terminal.types(&format!("interlock run x -- {READS} &\n"));
+    terminal.shows("asks");
+    terminal.types("fg\n");
+    terminal.shows("interlock run x");
+    terminal.types("typed\n");
+    terminal.shows("[typed]");
+    terminal.shows("prompt ");
+    terminal.types("exit 3\n");
+    assert_eq!(terminal.status(), Some(3));
+}

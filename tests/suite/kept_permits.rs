@@ -153,6 +153,23 @@ fn a_permit_whose_renewals_fail_for_a_while_is_kept() {
     wait(permit.release()).unwrap();
 }
 
+/// Each renewal takes more than a third of the timeout.
+#[test]
+fn a_slow_server_costs_no_permit() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let slow = Semaphore::named("slow", 1, Duration::from_secs(2)).keep_alive();
+    let permit = wait(slow.acquire(&pool)).unwrap();
+    run(
+        &mut database.connect(),
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.7); RETURN NEW; END $$;
+        CREATE TRIGGER slow BEFORE UPDATE ON resource_control.service_request FOR EACH ROW
+            WHEN (NEW.completed_at IS NULL) EXECUTE FUNCTION slow()",
+    );
+    assert!(!wait(permit.wait_for_loss(Duration::from_secs(6))));
+    wait(permit.release()).unwrap();
+}
+
 #[test]
 fn a_permit_that_is_lost_tells_its_holder_within_a_third_of_its_timeout() {
     let database = installed();

@@ -420,7 +420,8 @@ mod in_threads {
         let led = leader.lead(pool, &worker.stop, |term| {
             let is_lost = || !term.is_leader() && !worker.stop.is_stopped();
             let _entered = Entered::new(worker, "leader", term.token(), "", &is_lost);
-            let end = Instant::now() + Duration::from_millis(fastrand::u64(0..2000));
+            let length = worker.campaign.timeout().mul_f64(fastrand::f64() * 3.0);
+            let end = Instant::now() + length;
             while term.is_leader() && Instant::now() < end {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -495,7 +496,8 @@ mod in_tasks {
         let lead = leader.lead(pool, |term| async move {
             let is_lost = || !term.is_leader();
             let _entered = Entered::new(worker, "leader", term.token(), "", &is_lost);
-            let end = Instant::now() + Duration::from_millis(fastrand::u64(0..2000));
+            let length = worker.campaign.timeout().mul_f64(fastrand::f64() * 3.0);
+            let end = Instant::now() + length;
             while term.is_leader() && Instant::now() < end {
                 sleep(Duration::from_millis(1)).await;
             }

@@ -122,6 +122,8 @@ impl<P: Pool> Leader<P> {
         while !stop.is_stopped() {
             let longest = jittered(self.ttl / 3);
             let pause = match seat.claim(pool, None).await {
+                // The claim took longer than the term.
+                Ok(Admission::Admitted(permit)) if permit.is_lost() => longest,
                 Ok(Admission::Admitted(permit)) => {
                     let term = Term {
                         token: permit.fencing_token(),

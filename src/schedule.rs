@@ -32,8 +32,7 @@ use crate::time::LONGEST;
 /// No longer than this without a look, because another instance may have another idea of the schedule.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The pauses between two looks while another instance runs.
-const SOON: TimeDelta = TimeDelta::milliseconds(10);
+/// The longest pause between two looks while another instance runs.
 const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
 
 /// What a look at a schedule came to.
@@ -76,7 +75,7 @@ pub enum Look {
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, or a `next` that does not go on;
+/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, no attempt, or a `next` that does not go on;
 /// [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was lost while the work ran; [`Error::Pool`] and
 /// [`Error::Database`]. `run` tries again after the last three.
 #[must_use = "a schedule does nothing until it is run"]
@@ -174,12 +173,12 @@ impl<P: Pool> Schedule<P> {
         };
         let first = following(next, last)?;
         if let Some(expires_at) = expires_at.filter(|expires_at| *expires_at > now) {
-            // Another instance runs, and may end, die or give its tick back.
-            let due = first.map_or(expires_at, |first| first.min(expires_at));
-            return later(due.clamp(now + SOON, now + WHILE_IT_RUNS));
+            // Another instance runs, and takes a tick that is due by itself when it has ended. It may also die, or give its tick back.
+            let due = first.filter(|first| *first > now).unwrap_or(expires_at);
+            return later(due.min(expires_at).min(now + WHILE_IT_RUNS));
         }
         let (tick, missed) = match first {
-            // The run of the last tick has crashed, or was given back.
+            // The run of the last tick has crashed, or was given back. The row knows what was missed before it.
             _ if expires_at.is_some() && attempt < self.attempts => (last, 0),
             None => return Ok(Step::Look(Look::Never)),
             Some(first) if first > now => return later(first),
@@ -189,13 +188,12 @@ impl<P: Pool> Schedule<P> {
                 Due::Later(None) => return Ok(Step::Look(Look::Never)),
             },
         };
-        let claim = sql::claim(&name, &self.details, self.lease, tick, token);
-        let claimed =
-            Running::claim(self.subject(), name, self.lease, pool, claim, tick, missed).await?;
+        let claim = sql::claim(&name, &self.details, self.lease, tick, missed, token);
+        let claimed = Running::claim(self.subject(), name, self.lease, pool, claim, tick).await?;
         Ok(match claimed {
-            Some((running, tick)) => Step::Run(running, tick),
-            // Another instance was faster.
-            None => Step::Look(Look::Later(Duration::from_millis(1))),
+            Some((running, tick)) if !tick.is_lost() => Step::Run(running, tick),
+            // Another instance was faster, or the claim took longer than its lease. It is given back then.
+            _ => Step::Look(Look::Later(Duration::from_millis(1))),
         })
     }
 
@@ -206,6 +204,9 @@ impl<P: Pool> Schedule<P> {
             return Err(Error::Input(
                 "the lease of a schedule is 3 seconds at least, and 1,000 years at most",
             ));
+        }
+        if self.attempts < 1 {
+            return Err(Error::Input("a tick has one attempt at least"));
         }
         let name = match &self.key {
             None => self.name.to_owned(),

@@ -55,6 +55,8 @@ pub mod resource_control {
             tick -> Timestamptz,
             /// How many runs of this tick have begun, without those that gave it back.
             attempt -> Int4,
+            /// How many ticks before this one were missed and are not run.
+            missed -> Int4,
             /// How many runs of the schedule have begun: the fencing token.
             token -> Int8,
             runner -> Text,

@@ -5,12 +5,16 @@
 //! | a session lock | two holders at once whose releases were confirmed |
 //! | a transaction lock | a server booked twice in a round |
 //! | permits | more than N believed in at once |
-//! | a kept permit, a leader, a schedule | two believed in at once |
-//! | a schedule | a tick that did not run |
+//! | a kept permit, a leader, a schedule | two believed in at once, or a token that is not larger than that of the one before |
+//! | a schedule | a tick that did not run, or ran again although it neither crashed nor was given back; a wrong attempt |
 //! | a throttle | two grants closer than the interval |
 //! | a rate limit | more than burst + N in a period |
 //! | the database, in the end | a lock, an open transaction, a slot with two holders or with tokens out of order |
+//!
+//! A process that was stopped (SIGSTOP) may have believed for too long: that is counted, and is no fault. All times are by the clock
+//! of this machine, which is that of the database.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,22 +24,28 @@ use diesel::prelude::*;
 use diesel::sql_types::BigInt;
 use workbench::Database;
 
-use crate::record::{Held, Records};
-use crate::worker::{EVERY, QUOTA, SLOTS, TICK};
+use crate::record::{End, Held, Records, Run};
+use crate::worker::{Campaign, EVERY, QUOTA, SLOTS};
 
 type Checked = Result<(), Box<dyn Error>>;
 
-pub(crate) fn all(records: &Records, database: &Database) -> Checked {
+pub(crate) fn all(campaign: Campaign, records: &Records, database: &Database) -> Checked {
     for (name, held) in &records.locks {
         println!("{name}: {} confirmed holdings", held.len());
         at_most(1, name, held)?;
     }
     for (name, held) in &records.believed {
         println!("{name}: {} holdings", held.len());
-        at_most(if name == "slots" { SLOTS as usize } else { 1 }, name, held)?;
+        if name == "slots" {
+            at_most(SLOTS as usize, name, held)?;
+        } else {
+            at_most(1, name, held)?;
+            tokens(name, held)?;
+            ends(name, held);
+        }
     }
     grants(records)?;
-    ticks(records)?;
+    ticks(campaign, records)?;
     in_database(database)?;
     let mut counts: Vec<_> = records.counts.iter().collect();
     counts.sort();
@@ -43,25 +53,71 @@ pub(crate) fn all(records: &Records, database: &Database) -> Checked {
     Ok(())
 }
 
-/// No more than so many at any moment.
+/// No more than so many at any moment, but for processes that were stopped.
 fn at_most(n: usize, name: &str, held: &[Held]) -> Checked {
+    if let Some(at) = too_many(n, held.iter().filter(|held| !held.was_stopped)).first() {
+        return Err(format!("{name}: more than {n} at once, at {at}").into());
+    }
+    let excused = too_many(n, held.iter()).len();
+    if excused > 0 {
+        println!("{name}: {excused} overlaps with one whose process was stopped");
+    }
+    Ok(())
+}
+
+/// When one more began than may be.
+fn too_many<'a>(n: usize, held: impl Iterator<Item = &'a Held>) -> Vec<i64> {
     let mut changes: Vec<(i64, i32)> = held
-        .iter()
         .filter(|held| held.to > held.from)
         .flat_map(|held| [(held.from, 1), (held.to, -1)])
         .collect();
     changes.sort_unstable();
     let mut now = 0;
-    for (at, change) in changes {
+    changes.retain(|(_, change)| {
         now += change;
-        if now > n as i32 {
-            return Err(format!("{name}: {now} at once, at {at}").into());
+        *change > 0 && now > n as i32
+    });
+    changes.into_iter().map(|(at, _)| at).collect()
+}
+
+/// One after the other, but for processes that were stopped.
+fn in_order(held: &[Held]) -> Vec<Held> {
+    let mut held: Vec<_> = held
+        .iter()
+        .filter(|held| !held.was_stopped)
+        .copied()
+        .collect();
+    held.sort_by_key(|held| held.from);
+    held
+}
+
+fn tokens(name: &str, held: &[Held]) -> Checked {
+    match in_order(held)
+        .windows(2)
+        .find(|two| two[0].token >= two[1].token)
+    {
+        Some(two) => Err(format!("{name}: the tokens do not grow: {two:?}").into()),
+        None => Ok(()),
+    }
+}
+
+/// How they ended, and how long it took until there was another one.
+fn ends(name: &str, held: &[Held]) {
+    for end in [End::Done, End::Left, End::Lost, End::Killed] {
+        let held = in_order(held);
+        let mut gaps: Vec<_> = held
+            .windows(2)
+            .filter(|two| two[0].end == end)
+            .map(|two| (two[1].from - two[0].to) / 1000)
+            .collect();
+        gaps.sort_unstable();
+        if let (Some(median), Some(longest)) = (gaps.get(gaps.len() / 2), gaps.last()) {
+            let number = gaps.len();
+            println!(
+                "{name}: {number} × {end:?}, the next one after {median} ms (median), {longest} ms at most"
+            );
         }
     }
-    if held.is_empty() {
-        return Err(format!("{name}: nothing was held").into());
-    }
-    Ok(())
 }
 
 fn grants(records: &Records) -> Checked {
@@ -93,35 +149,75 @@ fn grants(records: &Records) -> Checked {
     Ok(())
 }
 
-fn ticks(records: &Records) -> Checked {
-    let mut runs = records.runs.clone();
-    runs.sort_by_key(|run| run.held.from);
-    let held: Vec<_> = runs.iter().map(|run| run.held).collect();
-    at_most(1, "schedule", &held)?;
-    let mut ticks: Vec<i64> = runs.iter().map(|run| run.tick).collect();
-    if !ticks.is_sorted() {
-        return Err("a tick ran after a later one".into());
+fn ticks(campaign: Campaign, records: &Records) -> Checked {
+    let mut schedules: BTreeMap<&str, Vec<&Run>> = BTreeMap::new();
+    for run in &records.runs {
+        schedules.entry(&run.name).or_default().push(run);
     }
-    ticks.dedup();
-    let tick = TICK.as_micros() as i64;
-    if let Some(gap) = ticks.windows(2).find(|pair| pair[1] - pair[0] != tick) {
-        return Err(format!("no run between the ticks {gap:?}").into());
-    }
-    for pair in runs.windows(2).filter(|pair| pair[0].tick == pair[1].tick) {
-        if pair[1].attempt < pair[0].attempt {
-            return Err(format!(
-                "{}: the attempts of a tick must not fall: {pair:?}",
-                pair[0].name
-            )
-            .into());
+    let (mut number, mut again) = (0, 0);
+    for (name, runs) in &mut schedules {
+        runs.sort_by_key(|run| run.held.token);
+        let held: Vec<_> = runs.iter().map(|run| run.held).collect();
+        at_most(1, name, &held)?;
+        tokens(name, &held)?;
+        let ticks: BTreeSet<i64> = runs.iter().map(|run| run.tick).collect();
+        let tick = campaign.tick().as_micros() as i64;
+        for (earlier, later) in ticks.iter().zip(ticks.iter().skip(1)) {
+            if later - earlier != tick {
+                return Err(
+                    format!("{name}: no run between the ticks {earlier} and {later}").into(),
+                );
+            }
         }
+        for two in runs.windows(2) {
+            follows(campaign, two[0], two[1]).map_err(|why| format!("{name}: {why}: {two:?}"))?;
+        }
+        number += ticks.len();
+        again += runs.len() - ticks.len();
     }
-    let done = runs.iter().filter(|run| run.is_done).count();
-    println!(
-        "schedule: {} ticks, {} runs, {done} done",
-        ticks.len(),
-        runs.len()
-    );
+    let of = |end| {
+        let ended = records.runs.iter().filter(|run| run.held.end == end);
+        ended.count()
+    };
+    if number > 0 {
+        println!(
+            "{} schedules: {number} ticks, {again} runs again; {} done, {} given back, {} lost, {} killed",
+            schedules.len(),
+            of(End::Done),
+            of(End::Left),
+            of(End::Lost),
+            of(End::Killed),
+        );
+    }
+    Ok(())
+}
+
+/// Whether a run may follow another one. One between them may have been killed before it wrote something.
+fn follows(campaign: Campaign, run: &Run, next: &Run) -> Result<(), &'static str> {
+    let between = next.held.token - run.held.token - 1;
+    let attempts = i64::from(next.attempt - run.attempt);
+    if next.tick < run.tick {
+        return Err("an earlier tick");
+    }
+    if next.tick > run.tick {
+        let is_right = next.attempt >= 1 && i64::from(next.attempt) <= 1 + between;
+        return if is_right {
+            Ok(())
+        } else {
+            Err("the first attempt")
+        };
+    }
+    let is_right = match run.held.end {
+        // Its end could not be stored, or it crashed.
+        End::Done | End::Killed => attempts >= 1,
+        End::Left | End::Lost => attempts >= 0,
+    };
+    if !is_right || attempts > 1 + between {
+        return Err("the attempt");
+    }
+    if campaign == Campaign::Schedules && run.held.end == End::Done && !run.was_killed {
+        return Err("it was done");
+    }
     Ok(())
 }
 

@@ -1,6 +1,5 @@
 //! What goes wrong, at random.
 
-use std::collections::HashMap;
 use std::env;
 use std::error::Error;
 use std::path::PathBuf;
@@ -11,52 +10,57 @@ use std::time::{Duration, Instant};
 use diesel::connection::SimpleConnection;
 use workbench::{Cluster, Database, RoundTrips, StopMode};
 
-use crate::record::now;
-use crate::worker::{Settings, WORKERS};
+use crate::record::{Done, now};
+use crate::worker::{Campaign, Settings};
 
 pub(crate) struct Injector<'a> {
+    campaign: Campaign,
     cluster: &'a Cluster,
     database: &'a Database,
     proxies: &'a [RoundTrips],
     directory: PathBuf,
     workers: Vec<(Child, String)>,
     started: usize,
-    /// When a process was killed, by its file.
-    killed: HashMap<String, i64>,
+    done: Done,
 }
 
 impl<'a> Injector<'a> {
     pub(crate) fn new(
+        campaign: Campaign,
         cluster: &'a Cluster,
         database: &'a Database,
         proxies: &'a [RoundTrips],
         directory: PathBuf,
     ) -> Self {
         Self {
+            campaign,
             cluster,
             database,
             proxies,
             directory,
             workers: Vec::new(),
             started: 0,
-            killed: HashMap::new(),
+            done: Done::default(),
         }
     }
 
     pub(crate) fn run(&mut self, length: Duration) -> Result<(), Box<dyn Error>> {
-        for number in 0..WORKERS {
+        for number in 0..self.campaign.processes() {
             let worker = self.start(number)?;
             self.workers.push(worker);
         }
         let end = Instant::now() + length;
         while Instant::now() < end {
-            thread::sleep(Duration::from_millis(fastrand::u64(50..400)));
-            match fastrand::u8(..20) {
+            thread::sleep(Duration::from_millis(fastrand::u64(self.campaign.pauses())));
+            match fastrand::u8(..24) {
+                _ if self.campaign == Campaign::Schedules => self.kill()?,
                 0..5 => self.kill()?,
                 5..10 => self.signal("terminate"),
                 10..15 => self.signal("cancel"),
                 15..17 => self.cut(),
                 17..19 => self.sever(),
+                19..21 => self.stop()?,
+                21..23 => self.slow_down(),
                 _ => self.restart(),
             }
             self.check_alive()?;
@@ -65,7 +69,7 @@ impl<'a> Injector<'a> {
     }
 
     /// Lets the processes end, which check that their pools are at full strength.
-    pub(crate) fn finish(mut self) -> Result<HashMap<String, i64>, Box<dyn Error>> {
+    pub(crate) fn finish(mut self) -> Result<Done, Box<dyn Error>> {
         for (worker, _) in &mut self.workers {
             drop(worker.stdin.take());
         }
@@ -84,7 +88,7 @@ impl<'a> Injector<'a> {
                 return Err(format!("{record}: {status}").into());
             }
         }
-        Ok(std::mem::take(&mut self.killed))
+        Ok(std::mem::take(&mut self.done))
     }
 
     fn start(&mut self, number: usize) -> Result<(Child, String), Box<dyn Error>> {
@@ -95,6 +99,7 @@ impl<'a> Injector<'a> {
             .into_owned();
         self.started += 1;
         let environment = Settings::environment(
+            self.campaign,
             number,
             &self.proxies[number].url(),
             &record,
@@ -114,8 +119,44 @@ impl<'a> Injector<'a> {
         worker.kill()?;
         worker.wait()?;
         println!("kill -9 of worker {number}");
-        self.killed.insert(record, now());
+        self.done.killed.insert(record, now());
         Ok(())
+    }
+
+    /// Suspends a process, for longer than what it holds lasts, sometimes.
+    fn stop(&mut self) -> Result<(), Box<dyn Error>> {
+        let number = fastrand::usize(..self.workers.len());
+        let (worker, record) = &self.workers[number];
+        let signal = |signal: &str| {
+            Command::new("kill")
+                .args([signal, &worker.id().to_string()])
+                .status()
+        };
+        let length = self.longer_than_a_timeout();
+        println!("stop worker {number} for {length:?}");
+        let from = now();
+        signal("-STOP")?;
+        thread::sleep(length);
+        signal("-CONT")?;
+        self.done.stopped.push((record.clone(), from, now()));
+        Ok(())
+    }
+
+    /// Lets everything wait that writes to the tables of permits and schedules, for longer than permits last, sometimes.
+    fn slow_down(&self) {
+        let length = self.longer_than_a_timeout();
+        println!("nothing is written for {length:?}");
+        let sql = format!(
+            "BEGIN; LOCK TABLE resource_control.service_request, resource_control.schedule IN SHARE MODE;
+            SELECT pg_sleep({}); COMMIT",
+            length.as_secs_f64()
+        );
+        let _ = self.database.connect().batch_execute(&sql);
+    }
+
+    /// Sometimes.
+    fn longer_than_a_timeout(&self) -> Duration {
+        self.campaign.timeout().mul_f64(fastrand::f64() * 1.7)
     }
 
     /// Ends or cancels what random sessions of the workers do.
@@ -132,7 +173,7 @@ impl<'a> Injector<'a> {
     /// For longer than permits last, sometimes.
     fn cut(&self) {
         let number = fastrand::usize(..self.proxies.len());
-        let length = Duration::from_millis(fastrand::u64(10..1500));
+        let length = self.longer_than_a_timeout();
         println!("cut the network of worker {number} for {length:?}");
         self.proxies[number].cut();
         thread::sleep(length);

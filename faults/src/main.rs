@@ -1,5 +1,6 @@
 //! A campaign of faults: processes use locks, permits, leaders, schedules, throttles and rate limits, blocking and asynchronous, while
-//! they are killed, their sessions terminated, their statements and futures cancelled, their network cut, and the server restarted.
+//! they are killed and stopped, their sessions terminated, their statements and futures cancelled, their network cut, their pools
+//! exhausted, and the server slowed down and restarted.
 //!
 //! Every process writes down what it was granted, and when. In the end the records and the database are checked: see `check.rs`.
 
@@ -17,11 +18,14 @@ use diesel_interlock::migrations;
 use workbench::{Cluster, RoundTrips};
 
 use crate::injector::Injector;
+use crate::worker::Campaign;
 
-const USAGE: &str = "usage: scripts/faults [--seconds S] [--seed N]
+const USAGE: &str = "usage: scripts/faults [--only leaders|schedules] [--seconds S] [--seed N]
 
-  --seconds S  how long the faults go on (default: 60)
-  --seed N     what the random choices begin with (default: random, and printed)
+  --only leaders    eight processes stand for an election, with a ttl of 3 s
+  --only schedules  five processes run fifty schedules with a tick a second each, and are killed only
+  --seconds S       how long the faults go on (default: 60)
+  --seed N          what the random choices begin with (default: random, and printed)
 
 It prints a line for each fault and, in the end, what was granted. Exits with 1 if an invariant was broken.";
 
@@ -30,35 +34,37 @@ fn main() -> Result<(), Box<dyn Error>> {
         return worker::run(&worker);
     }
     let (mut seconds, mut seed) = (60, fastrand::u64(..1_000_000));
+    let mut campaign = Campaign::All;
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let value = arguments.next().ok_or(USAGE)?;
         match argument.as_str() {
             "--seconds" => seconds = value.parse()?,
             "--seed" => seed = value.parse()?,
+            "--only" => campaign = Campaign::named(&value).ok_or(USAGE)?,
             _ => return Err(USAGE.into()),
         }
     }
     println!("{seconds} s with the seed {seed}");
-    campaign(Duration::from_secs(seconds), seed)
+    run(campaign, Duration::from_secs(seconds), seed)
 }
 
-fn campaign(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
+fn run(campaign: Campaign, length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
     fastrand::seed(seed);
     let cluster = Cluster::builder().setting("max_connections", "200").start();
     let database = cluster.database();
     migrations::install(&database.pool(1))?;
     database.connect().batch_execute(worker::TABLES)?;
-    let proxies: Vec<_> = (0..worker::WORKERS)
+    let proxies: Vec<_> = (0..campaign.processes())
         .map(|_| RoundTrips::in_front_of(&database))
         .collect();
     let directory = PathBuf::from(cluster.directory()).join("records");
     std::fs::create_dir_all(&directory)?;
 
-    let mut injector = Injector::new(&cluster, &database, &proxies, directory.clone());
+    let mut injector = Injector::new(campaign, &cluster, &database, &proxies, directory.clone());
     injector.run(length)?;
-    let killed = injector.finish()?;
+    let done = injector.finish()?;
 
-    let records = record::read_all(&directory, &killed)?;
-    check::all(&records, &database)
+    let records = record::read_all(&directory, &done)?;
+    check::all(campaign, &records, &database)
 }

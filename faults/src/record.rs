@@ -38,6 +38,41 @@ impl Recorder {
 pub(crate) struct Held {
     pub(crate) from: i64,
     pub(crate) to: i64,
+    pub(crate) token: i64,
+    pub(crate) end: End,
+    /// Whether the process was stopped meanwhile, so that it may have believed in it for too long.
+    pub(crate) was_stopped: bool,
+}
+
+/// How it ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The work was done.
+    Done,
+    /// It was given up before that.
+    Left,
+    /// It could not be renewed in time, or another one ended it.
+    Lost,
+    /// Its process was killed.
+    Killed,
+}
+
+/// What was done to the processes, by their files.
+#[derive(Debug, Default)]
+pub(crate) struct Done {
+    /// When a process was killed.
+    pub(crate) killed: HashMap<String, i64>,
+    /// From when to when a process was stopped.
+    pub(crate) stopped: Vec<(String, i64, i64)>,
+}
+
+impl Done {
+    /// A process that goes on needs a moment to see what it has lost.
+    fn was_stopped(&self, file: &str, from: i64, to: i64) -> bool {
+        const MOMENT: i64 = 500_000;
+        let mut stops = self.stopped.iter().filter(|stop| stop.0 == file);
+        stops.any(|(_, stopped, went_on)| from < went_on + MOMENT && to > *stopped)
+    }
 }
 
 /// A run of a tick.
@@ -47,8 +82,8 @@ pub(crate) struct Run {
     pub(crate) tick: i64,
     pub(crate) attempt: i32,
     pub(crate) held: Held,
-    /// Whether it ended well, by what the process was told.
-    pub(crate) is_done: bool,
+    /// Whether its process was killed, then or later.
+    pub(crate) was_killed: bool,
 }
 
 /// What all processes have written.
@@ -64,16 +99,13 @@ pub(crate) struct Records {
     pub(crate) counts: HashMap<String, u64>,
 }
 
-/// Reads the files of a directory. `killed` tells when a process was killed, by its file.
-pub(crate) fn read_all(
-    directory: &Path,
-    killed: &HashMap<String, i64>,
-) -> Result<Records, Box<dyn Error>> {
+/// Reads the files of a directory.
+pub(crate) fn read_all(directory: &Path, done: &Done) -> Result<Records, Box<dyn Error>> {
     let mut records = Records::default();
     for entry in std::fs::read_dir(directory)? {
         let path = entry?.path();
         let file = path.to_string_lossy().into_owned();
-        let end = killed.get(&file).copied();
+        let end = done.killed.get(&file).copied();
         let mut open: HashMap<&str, Vec<&str>> = HashMap::new();
         let text = std::fs::read_to_string(&path)?;
         for line in text.lines() {
@@ -83,6 +115,9 @@ pub(crate) fn read_all(
                     let held = Held {
                         from: from.parse()?,
                         to: to.parse()?,
+                        token: 0,
+                        end: End::Left,
+                        was_stopped: false,
                     };
                     records.locks.entry(name.to_owned()).or_default().push(held);
                 }
@@ -91,7 +126,12 @@ pub(crate) fn read_all(
                 }
                 ["leave", id, to, outcome] => {
                     let entered = open.remove(id).ok_or("left what was not entered")?;
-                    records.add(&entered, to.parse()?, outcome == "done")?;
+                    let end = match outcome {
+                        "done" => End::Done,
+                        "lost" => End::Lost,
+                        _ => End::Left,
+                    };
+                    records.add(&entered, to.parse()?, end, &file, done)?;
                 }
                 ["grant", name, at] => {
                     records
@@ -106,33 +146,42 @@ pub(crate) fn read_all(
         }
         for entered in open.into_values() {
             let end = end.ok_or_else(|| format!("{file}: {entered:?} was not left"))?;
-            records.add(&entered, end, false)?;
+            records.add(&entered, end, End::Killed, &file, done)?;
         }
     }
     Ok(records)
 }
 
 impl Records {
-    fn add(&mut self, entered: &[&str], to: i64, is_done: bool) -> Result<(), Box<dyn Error>> {
-        match *entered {
-            ["enter", _, name, from] => {
-                let held = Held {
-                    from: from.parse()?,
-                    to,
-                };
-                self.believed.entry(name.to_owned()).or_default().push(held);
-            }
-            ["enter", _, name, from, tick, attempt] => self.runs.push(Run {
+    fn add(
+        &mut self,
+        entered: &[&str],
+        to: i64,
+        end: End,
+        file: &str,
+        done: &Done,
+    ) -> Result<(), Box<dyn Error>> {
+        let ["enter", _, name, from, token, ref run @ ..] = *entered else {
+            return Err(format!("what is {entered:?}?").into());
+        };
+        let from = from.parse()?;
+        let held = Held {
+            from,
+            to,
+            token: token.parse()?,
+            end,
+            was_stopped: done.was_stopped(file, from, to),
+        };
+        if let [tick, attempt] = *run {
+            self.runs.push(Run {
                 name: name.to_owned(),
                 tick: tick.parse()?,
                 attempt: attempt.parse()?,
-                held: Held {
-                    from: from.parse()?,
-                    to,
-                },
-                is_done,
-            }),
-            _ => return Err(format!("what is {entered:?}?").into()),
+                held,
+                was_killed: done.killed.contains_key(file),
+            });
+        } else {
+            self.believed.entry(name.to_owned()).or_default().push(held);
         }
         Ok(())
     }

@@ -14,16 +14,13 @@ use diesel_interlock::{Admission, Attempt, Check, Decision, Error as LockError, 
 
 use crate::record::{Recorder, now};
 
-/// How many processes there are at a time: three for each pool.
-pub(crate) const WORKERS: usize = 9;
 const POOL: u32 = 5;
 
 pub(crate) const SLOTS: u32 = 3;
-/// Of permits, terms and leases, so that a campaign has many.
-const TIMEOUT: Duration = Duration::from_millis(900);
+/// Of permits, so that a campaign has many.
+const TIMEOUT: Duration = Campaign::All.timeout();
 pub(crate) const EVERY: Duration = Duration::from_millis(50);
 pub(crate) const QUOTA: Quota = Quota::new(20, Duration::from_millis(500)).burst(5);
-pub(crate) const TICK: Duration = Duration::from_millis(200);
 pub(crate) const ATTEMPTS: u16 = 1000;
 const CATCH_UP: CatchUp = CatchUp::All(1000);
 
@@ -31,8 +28,67 @@ const CATCH_UP: CatchUp = CatchUp::All(1000);
 pub(crate) const TABLES: &str =
     "CREATE TABLE booking (server integer NOT NULL, round bigint NOT NULL)";
 
+/// What the processes do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Campaign {
+    All,
+    Leaders,
+    Schedules,
+}
+
+impl Campaign {
+    const NAMES: [(&str, Self); 3] = [
+        ("all", Self::All),
+        ("leaders", Self::Leaders),
+        ("schedules", Self::Schedules),
+    ];
+
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        let named = Self::NAMES.into_iter().find(|named| named.0 == name);
+        Some(named?.1)
+    }
+
+    fn name(self) -> &'static str {
+        Self::NAMES[self as usize].0
+    }
+
+    /// How many there are at a time, of the three pools in turn.
+    pub(crate) const fn processes(self) -> usize {
+        match self {
+            Self::All => 9,
+            Self::Leaders => 8,
+            Self::Schedules => 5,
+        }
+    }
+
+    /// Of terms and leases: the shortest one of programs, or a shorter one, so that a campaign of all has many.
+    pub(crate) const fn timeout(self) -> Duration {
+        match self {
+            Self::All => Duration::from_millis(900),
+            Self::Leaders | Self::Schedules => Duration::from_secs(3),
+        }
+    }
+
+    pub(crate) const fn tick(self) -> Duration {
+        match self {
+            Self::Schedules => Duration::from_secs(1),
+            _ => Duration::from_millis(200),
+        }
+    }
+
+    /// The milliseconds between two faults.
+    pub(crate) const fn pauses(self) -> std::ops::Range<u64> {
+        match self {
+            Self::All => 50..400,
+            Self::Leaders => 500..3000,
+            Self::Schedules => 1000..5000,
+        }
+    }
+}
+
 /// What a process was started with.
 pub(crate) struct Settings {
+    campaign: Campaign,
     pool: String,
     url: String,
     record: String,
@@ -40,11 +96,18 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    const NAMES: [&str; 4] = ["FAULTS_POOL", "FAULTS_URL", "FAULTS_RECORD", "FAULTS_SEED"];
+    const NAMES: [&str; 5] = [
+        "FAULTS_CAMPAIGN",
+        "FAULTS_POOL",
+        "FAULTS_URL",
+        "FAULTS_RECORD",
+        "FAULTS_SEED",
+    ];
 
     pub(crate) fn of_environment() -> Option<Self> {
-        let [pool, url, record, seed] = Self::NAMES.map(|name| env::var(name).ok());
+        let [campaign, pool, url, record, seed] = Self::NAMES.map(|name| env::var(name).ok());
         Some(Self {
+            campaign: Campaign::named(&campaign?)?,
             pool: pool?,
             url: url?,
             record: record?,
@@ -54,25 +117,24 @@ impl Settings {
 
     /// The variables that start such a process. Its number says which pool it uses.
     pub(crate) fn environment(
+        campaign: Campaign,
         number: usize,
         url: &str,
         record: &str,
         seed: u64,
-    ) -> [(&'static str, String); 4] {
+    ) -> [(&'static str, String); 5] {
         let pool = ["r2d2", "deadpool", "bb8"][number % 3];
-        let [a, b, c, d] = Self::NAMES;
-        [
-            (a, pool.to_owned()),
-            (b, url.to_owned()),
-            (c, record.to_owned()),
-            (d, seed.to_string()),
-        ]
+        let values = [campaign.name(), pool, url, record, &seed.to_string()];
+        let mut values = values.into_iter().map(str::to_owned);
+        Self::NAMES.map(|name| (name, values.next().unwrap_or_default()))
     }
 }
 
 /// Works until its standard input ends, and then tells whether its pool is at full strength.
 pub(crate) fn run(settings: &Settings) -> Result<(), Box<dyn Error>> {
     let worker = Worker {
+        campaign: settings.campaign,
+        job: 0,
         recorder: Arc::new(Recorder::new(&settings.record)?),
         is_over: Arc::default(),
         stop: Stop::new(),
@@ -87,6 +149,9 @@ pub(crate) fn run(settings: &Settings) -> Result<(), Box<dyn Error>> {
 
 #[derive(Clone)]
 struct Worker {
+    campaign: Campaign,
+    /// The number of the thread's job.
+    job: usize,
     recorder: Arc<Recorder>,
     is_over: Arc<AtomicBool>,
     stop: Stop,
@@ -123,20 +188,12 @@ impl Worker {
     }
 
     /// Works with something for as long as it is believed in, for a random time.
-    fn hold(&self, name: &str, is_believed: impl Fn() -> bool) {
-        let id = self.enter(name, "");
-        let end = Instant::now() + Duration::from_millis(fastrand::u64(0..60));
-        while Instant::now() < end && is_believed() {
+    fn hold(&self, name: &str, token: i64, milliseconds: u64, is_lost: &(dyn Fn() -> bool + Sync)) {
+        let _entered = Entered::new(self, name, token, "", is_lost);
+        let end = Instant::now() + Duration::from_millis(fastrand::u64(0..milliseconds));
+        while Instant::now() < end && !is_lost() && !self.is_over() {
             thread::sleep(Duration::from_millis(1));
         }
-        self.leave(id, "over");
-    }
-
-    fn enter(&self, name: &str, more: &str) -> u64 {
-        let id = NUMBER.fetch_add(1, Ordering::Relaxed);
-        self.recorder
-            .write(&format!("enter\t{id}\t{name}\t{}{more}", now()));
-        id
     }
 
     fn leave(&self, id: u64, outcome: &str) {
@@ -166,14 +223,19 @@ macro_rules! half {
 
             pub(super) fn run(url: &str, worker: &Worker) -> Result<(), Box<dyn Error>> {
                 let pool: PgPool = pools::$name(url);
-                let jobs: [(&str, fn(&PgPool, &Worker)); 9] = [
+                let all: [(&str, fn(&PgPool, &Worker)); 10] = [
                     ("lock", lock), ("waiting lock", waiting_lock), ("booking", $half::book),
                     ("slot", slot), ("kept", kept), ("throttle", throttle), ("limit", limit),
-                    ("leader", $half::lead), ("schedule", $half::run_ticks),
+                    ("schedule", $half::run_ticks), ("leader", $half::lead), ("exhausted pool", $half::exhaust),
                 ];
+                let jobs = match worker.campaign {
+                    Campaign::All => all.to_vec(),
+                    Campaign::Leaders => all[8..].to_vec(),
+                    Campaign::Schedules => vec![all[7]; 50],
+                };
                 thread::scope(|scope| {
                     for (number, (name, job)) in jobs.into_iter().enumerate() {
-                        let (pool, worker) = (&pool, worker.clone());
+                        let (pool, worker) = (&pool, Worker { job: number, ..worker.clone() });
                         scope.spawn(move || {
                             fastrand::seed(worker.seed.wrapping_add(number as u64));
                             while !worker.is_over() {
@@ -227,7 +289,7 @@ macro_rules! half {
             fn slot(pool: &PgPool, worker: &Worker) {
                 match $wait(SLOT.acquire_timeout(pool, Duration::from_millis(fastrand::u64(1..300)))) {
                     Some(Ok(Admission::Admitted(permit))) => {
-                        worker.hold("slots", || !permit.is_lost());
+                        worker.hold("slots", permit.fencing_token(), 60, &|| permit.is_lost());
                         if fastrand::bool() {
                             if let Some(Err(error)) = $wait(permit.release()) {
                                 worker.failed("slot", &error);
@@ -242,12 +304,7 @@ macro_rules! half {
             fn kept(pool: &PgPool, worker: &Worker) {
                 match $wait(KEPT.acquire_timeout(pool, Duration::from_millis(500))) {
                     Some(Ok(Admission::Admitted(permit))) => {
-                        let end = Instant::now() + Duration::from_millis(fastrand::u64(0..3000));
-                        let id = worker.enter("kept", "");
-                        while Instant::now() < end && !permit.is_lost() && !worker.is_over() {
-                            thread::sleep(Duration::from_millis(1));
-                        }
-                        worker.leave(id, "over");
+                        worker.hold("kept", permit.fencing_token(), 3000, &|| permit.is_lost());
                     }
                     Some(Ok(Admission::Full(_))) | None => {}
                     Some(Err(error)) => worker.failed("kept", &error),
@@ -296,23 +353,38 @@ half!(bb8, diesel_interlock::bb8, asynchronous, in_tasks);
 struct Entered<'a> {
     worker: &'a Worker,
     id: u64,
-    outcome: &'static str,
+    is_lost: &'a (dyn Fn() -> bool + Sync),
+    is_done: bool,
 }
 
 impl<'a> Entered<'a> {
-    fn new(worker: &'a Worker, name: &str, more: &str) -> Self {
-        let id = worker.enter(name, more);
+    fn new(
+        worker: &'a Worker,
+        name: &str,
+        token: i64,
+        more: &str,
+        is_lost: &'a (dyn Fn() -> bool + Sync),
+    ) -> Self {
+        let id = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let line = format!("enter\t{id}\t{name}\t{}\t{token}{more}", now());
+        worker.recorder.write(&line);
         Self {
             worker,
             id,
-            outcome: "left",
+            is_lost,
+            is_done: false,
         }
     }
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        self.worker.leave(self.id, self.outcome);
+        let outcome = match (self.is_lost)() {
+            true => "lost",
+            false if self.is_done => "done",
+            false => "left",
+        };
+        self.worker.leave(self.id, outcome);
     }
 }
 
@@ -332,8 +404,6 @@ mod in_threads {
 
     use super::*;
 
-    static LEADER: Leader = Leader::named("leader", TIMEOUT);
-
     pub(super) fn book(pool: &PgPool, worker: &Worker) {
         let (server, insert) = booking();
         let Ok(mut conn) = pool.get() else { return };
@@ -346,9 +416,12 @@ mod in_threads {
     }
 
     pub(super) fn lead(pool: &PgPool, worker: &Worker) {
-        let led = LEADER.lead(pool, &worker.stop, |term| {
-            let _entered = Entered::new(worker, "leader", "");
-            let end = Instant::now() + Duration::from_millis(fastrand::u64(0..2000));
+        let leader = Leader::named("leader", worker.campaign.timeout());
+        let led = leader.lead(pool, &worker.stop, |term| {
+            let is_lost = || !term.is_leader() && !worker.stop.is_stopped();
+            let _entered = Entered::new(worker, "leader", term.token(), "", &is_lost);
+            let length = worker.campaign.timeout().mul_f64(fastrand::f64() * 3.0);
+            let end = Instant::now() + length;
             while term.is_leader() && Instant::now() < end {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -358,19 +431,30 @@ mod in_threads {
 
     pub(super) fn run_ticks(pool: &PgPool, worker: &Worker) {
         let schedule = Schedule::named("schedule")
-            .after_crash(TIMEOUT, ATTEMPTS)
+            .key(worker.job)
+            .after_crash(worker.campaign.timeout(), ATTEMPTS)
             .catch_up(CATCH_UP);
-        let ran = schedule.run(pool, &worker.stop, every(TICK), |tick| {
+        let name = format!("schedule {}", worker.job);
+        let ticks = every(worker.campaign.tick());
+        let ran = schedule.run(pool, &worker.stop, ticks, |tick| {
             let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
-            let mut entered = Entered::new(worker, "schedule", &more);
+            let is_lost = || tick.is_lost();
+            let mut entered = Entered::new(worker, &name, tick.token(), &more, &is_lost);
             let end = Instant::now() + Duration::from_millis(fastrand::u64(0..50));
             while !tick.is_lost() && Instant::now() < end {
                 thread::sleep(Duration::from_millis(1));
             }
-            entered.outcome = "done";
+            entered.is_done = true;
             Ok::<_, LockError>(())
         });
         ran.expect("a database that is away is tried again");
+    }
+
+    /// Nobody else gets a connection, for longer than a timeout, sometimes.
+    pub(super) fn exhaust(pool: &PgPool, worker: &Worker) {
+        thread::sleep(Duration::from_millis(fastrand::u64(0..10_000)));
+        let _all: Vec<_> = (0..POOL).map_while(|_| pool.get().ok()).collect();
+        thread::sleep(worker.campaign.timeout().mul_f64(fastrand::f64() * 1.3));
     }
 
     pub(super) fn check_strength(pool: &PgPool) -> Result<(), Box<dyn Error>> {
@@ -408,15 +492,17 @@ mod in_tasks {
     }
 
     pub(super) fn lead<P: Pool<Mode = Async>>(pool: &P, worker: &Worker) {
-        let leader = Leader::<P>::named("leader", TIMEOUT);
+        let leader = Leader::<P>::named("leader", worker.campaign.timeout());
         let lead = leader.lead(pool, |term| async move {
-            let _entered = Entered::new(worker, "leader", "");
-            let end = Instant::now() + Duration::from_millis(fastrand::u64(0..2000));
+            let is_lost = || !term.is_leader();
+            let _entered = Entered::new(worker, "leader", term.token(), "", &is_lost);
+            let length = worker.campaign.timeout().mul_f64(fastrand::f64() * 3.0);
+            let end = Instant::now() + length;
             while term.is_leader() && Instant::now() < end {
                 sleep(Duration::from_millis(1)).await;
             }
         });
-        let limit = Duration::from_millis(fastrand::u64(0..3000));
+        let limit = worker.campaign.timeout().mul_f64(fastrand::f64() * 4.0);
         if let Ok(Err(error)) = workbench::block_on(async { timeout(limit, lead).await }) {
             panic!("a database that is away is tried again: {error}");
         }
@@ -424,19 +510,35 @@ mod in_tasks {
 
     pub(super) fn run_ticks<P: Pool<Mode = Async>>(pool: &P, worker: &Worker) {
         let schedule = Schedule::<P>::named("schedule")
-            .after_crash(TIMEOUT, ATTEMPTS)
+            .key(worker.job)
+            .after_crash(worker.campaign.timeout(), ATTEMPTS)
             .catch_up(CATCH_UP);
-        let run = schedule.run(pool, every(TICK), |tick| async move {
+        let name = &format!("schedule {}", worker.job);
+        let ticks = every(worker.campaign.tick());
+        let run = schedule.run(pool, ticks, |tick| async move {
             let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
-            let mut entered = Entered::new(worker, "schedule", &more);
+            let is_lost = || tick.is_lost();
+            let mut entered = Entered::new(worker, name, tick.token(), &more, &is_lost);
             sleep(Duration::from_millis(fastrand::u64(0..50))).await;
-            entered.outcome = "done";
+            entered.is_done = true;
             Ok::<_, LockError>(())
         });
-        let limit = Duration::from_millis(fastrand::u64(0..3000));
+        let limit = worker.campaign.timeout().mul_f64(fastrand::f64() * 4.0);
         if let Ok(Err(error)) = workbench::block_on(async { timeout(limit, run).await }) {
             panic!("a database that is away is tried again: {error}");
         }
+    }
+
+    /// Nobody else gets a connection, for longer than a timeout, sometimes.
+    pub(super) fn exhaust<P: Pool<Mode = Async>>(pool: &P, worker: &Worker) {
+        workbench::block_on(async {
+            sleep(Duration::from_millis(fastrand::u64(0..10_000))).await;
+            let mut all = Vec::new();
+            for _ in 0..POOL {
+                all.push(pool.check_out(None).await);
+            }
+            sleep(worker.campaign.timeout().mul_f64(fastrand::f64() * 1.3)).await;
+        });
     }
 
     pub(super) fn check_strength<P: Pool<Mode = Async>>(pool: &P) -> Result<(), Box<dyn Error>> {

@@ -14,6 +14,7 @@ CREATE TABLE IF NOT EXISTS resource_control.schedule (
     name text COLLATE pg_catalog."C" PRIMARY KEY CONSTRAINT schedules_have_names CHECK (octet_length(name) BETWEEN 1 AND 1000),
     tick timestamptz NOT NULL,
     attempt integer NOT NULL DEFAULT 0,
+    missed integer NOT NULL DEFAULT 0,
     token bigint NOT NULL DEFAULT 0,
     runner text NOT NULL DEFAULT '',
     started_at timestamptz,
@@ -28,6 +29,8 @@ COMMENT ON COLUMN resource_control.schedule.tick IS
     'The tick that was taken last; before the first one, when the schedule was first seen.';
 COMMENT ON COLUMN resource_control.schedule.attempt IS
     'How many runs of this tick have begun, without those that gave it back.';
+COMMENT ON COLUMN resource_control.schedule.missed IS
+    'How many ticks before this one were missed and are not run.';
 COMMENT ON COLUMN resource_control.schedule.token IS
     'How many runs of the schedule have begun: the fencing token.';
 COMMENT ON COLUMN resource_control.schedule.expires_at IS

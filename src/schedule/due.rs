@@ -106,14 +106,17 @@ pub(super) fn following(
     }
 }
 
-/// Ticks at each multiple of a period, counted from 1970.
+/// Ticks at each multiple of a period, counted from 1970. A schedule refuses a period under a microsecond.
 pub fn every(
     period: Duration,
 ) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync + 'static {
-    let period = i64::try_from(period.as_micros()).unwrap_or(i64::MAX).max(1);
+    let period = i64::try_from(period.as_micros()).unwrap_or(i64::MAX);
     move |after| {
-        let count = after.timestamp_micros().div_euclid(period) + 1;
-        DateTime::from_timestamp_micros(count.checked_mul(period)?)
+        let Some(count) = after.timestamp_micros().checked_div_euclid(period) else {
+            // A tick that does not go on is refused.
+            return Some(after);
+        };
+        DateTime::from_timestamp_micros((count + 1).checked_mul(period)?)
     }
 }
 

@@ -39,30 +39,34 @@ pub(super) fn register(name: &str) -> Statement<BigInt> {
     Statement::new(REGISTER, [name.into()])
 }
 
-/// The attempt and the token of a run, or null if another instance has taken a tick since that with this token.
-pub(super) type Claim = Statement<(Nullable<Integer>, Nullable<BigInt>)>;
+/// The attempt, the token and the missed ticks of a run, or null if another instance has taken a tick since that with this token, or
+/// has ended this one.
+pub(super) type Claim = Statement<(Nullable<Integer>, Nullable<BigInt>, Nullable<Integer>)>;
 
 pub(super) fn claim(
     name: &str,
     runner: &str,
     lease: Duration,
     tick: DateTime<Utc>,
+    missed: u32,
     token: i64,
 ) -> Claim {
     const CLAIM: &str = "WITH claimed AS (
             UPDATE resource_control.schedule AS s SET tick = n.tick, token = s.token + 1, runner = COALESCE(NULLIF($1, ''),
                     concat_ws(' ', NULLIF(btrim(current_setting('application_name')), ''), 'pid', pg_backend_pid())),
-                    attempt = CASE WHEN s.tick = n.tick AND s.expires_at IS NOT NULL THEN s.attempt + 1 ELSE 1 END,
+                    attempt = CASE WHEN s.tick = n.tick THEN s.attempt + 1 ELSE 1 END,
+                    missed = CASE WHEN s.tick = n.tick THEN s.missed ELSE n.missed END,
                     started_at = clock_timestamp(), expires_at = clock_timestamp() + $2, ended_at = NULL, error = NULL
-                FROM (SELECT $3 AS tick) AS n
-                WHERE s.name = $4 AND s.token = $5 AND n.tick <= clock_timestamp()
-                    AND (s.expires_at IS NULL OR s.expires_at <= clock_timestamp())
-                RETURNING s.attempt, s.token
-        ) SELECT max(attempt), max(token) FROM claimed";
+                FROM (SELECT $3 AS tick, $4 AS missed) AS n
+                WHERE s.name = $5 AND s.token = $6 AND n.tick <= clock_timestamp()
+                    AND (s.expires_at <= clock_timestamp() OR s.expires_at IS NULL AND s.tick < n.tick)
+                RETURNING s.attempt, s.token, s.missed
+        ) SELECT max(attempt), max(token), max(missed) FROM claimed";
     let binds = [
         runner.into(),
         interval(lease).into(),
         tick.into(),
+        (missed as i32).into(),
         name.into(),
         token.into(),
     ];
@@ -77,7 +81,7 @@ macro_rules! update {
                 UPDATE resource_control.schedule AS s SET ",
             $set,
             "
-                    WHERE s.name = $2 AND s.token = $3 AND s.expires_at ",
+                    WHERE s.name = $2 AND s.token = $3",
             $and,
             " RETURNING 1
             ) SELECT count(*) FROM run"
@@ -98,15 +102,22 @@ pub(super) enum Update {
 
 impl Update {
     pub(super) fn of(self, name: &str, token: i64) -> Statement<BigInt> {
-        const RENEW: &str = update!("expires_at = clock_timestamp() + $1", "> clock_timestamp()");
+        const RENEW: &str = update!(
+            "expires_at = clock_timestamp() + $1",
+            " AND s.expires_at > clock_timestamp()"
+        );
+        // Also a second time, if the reply to the first was lost.
         const FINISH: &str = update!(
             "expires_at = NULL, ended_at = clock_timestamp(), error = NULLIF($1, '')",
-            "IS NOT NULL"
+            ""
         );
-        const CRASH: &str = update!("expires_at = clock_timestamp(), error = $1", "IS NOT NULL");
+        const CRASH: &str = update!(
+            "expires_at = clock_timestamp(), error = $1",
+            " AND s.expires_at IS NOT NULL"
+        );
         const GIVE_BACK: &str = update!(
             "expires_at = clock_timestamp(), ended_at = clock_timestamp(), attempt = s.attempt - $1",
-            "IS NOT NULL"
+            " AND s.expires_at IS NOT NULL"
         );
         let (sql, value): (_, Bind) = match self {
             Self::Renew(lease) => (RENEW, interval(lease).into()),

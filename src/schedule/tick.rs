@@ -55,12 +55,13 @@ impl<P: Pool> Running<P> {
         pool: &P,
         claim: Claim,
         at: DateTime<Utc>,
-        missed: u32,
     ) -> Result<Option<(Self, Tick<P>)>> {
         let (runtime, pool_of_run, name) =
             (P::Mode::runtime()?, pool.clone(), Arc::<str>::from(name));
-        let reply = move |(attempt, token): (Option<i32>, Option<i64>), sent| {
-            let (attempt, token) = (attempt?, token?);
+        let reply = move |claimed: (Option<i32>, Option<i64>, Option<i32>), sent| {
+            let (Some(attempt), Some(token), Some(missed)) = claimed else {
+                return None;
+            };
             let run = Run {
                 pool: pool_of_run,
                 runtime,
@@ -74,7 +75,7 @@ impl<P: Pool> Running<P> {
             let tick = Tick {
                 at,
                 attempt,
-                missed,
+                missed: missed.unsigned_abs(),
                 token,
                 trust: trust.clone(),
                 pool: PhantomData,

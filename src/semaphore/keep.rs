@@ -86,11 +86,14 @@ impl Trust {
 
     /// A renewal has come back: when it was sent, or `None` if there was nothing to renew. Returns whether it is still held. What was
     /// lost once stays lost, because its holder was told so.
+    ///
+    /// The next one is due a third after this one was sent, because the reply of a slow server may take longer than that.
     pub(crate) fn renewed(&self, sent: Option<Instant>) -> bool {
         let mut state = lock(&self.state);
         match (state.end, sent) {
             (None, Some(sent)) if state.until > Instant::now() => {
                 state.until = state.until.max(sent + trusted(self.timeout));
+                self.due.set(sent + self.timeout / 3);
                 true
             }
             (None, _) => {
@@ -156,7 +159,7 @@ pub(crate) async fn keep<M: Mode, F>(
 ) where
     F: Future<Output = Result<Option<Instant>>> + Send,
 {
-    let timeout = trust.timeout;
+    let pause = (trust.timeout / 20).min(Duration::from_millis(100));
     loop {
         M::sleep(&trust.due, None).await;
         if trust.is_over() {
@@ -164,12 +167,11 @@ pub(crate) async fn keep<M: Mode, F>(
         }
         let until = trust.until();
         let limit = until.saturating_duration_since(Instant::now());
-        let pause = match M::within(Some(until), renew(Some(limit))).await {
-            Some(Ok(renewed)) if trust.renewed(renewed) => timeout / 3,
-            Some(Err(_)) => jittered((timeout / 20).min(Duration::from_millis(100))),
+        match M::within(Some(until), renew(Some(limit))).await {
+            Some(Ok(renewed)) if trust.renewed(renewed) => {}
+            Some(Err(_)) => trust.due.set(Instant::now() + jittered(pause)),
             _ => break,
-        };
-        trust.due.set(Instant::now() + pause);
+        }
         // The end may have set it before.
         if trust.is_over() {
             break;

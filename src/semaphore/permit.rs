@@ -176,11 +176,12 @@ impl<P: Pool> Held<P> {
     async fn release(self, operation: &'static str, limit: Option<Duration>) -> Result<()> {
         let began = Instant::now();
         let completed = self.complete(limit).await;
-        let is_late = !is_final(&completed);
-        if !is_late || operation == "release" {
+        let is_done = is_final(&completed);
+        // A drop returns no error, so it tells only what it came to in the end.
+        if is_done || operation == "release" {
             self.tell(operation, began, &completed);
         }
-        if is_late {
+        if !is_done {
             let (runtime, give_up) = (
                 self.service.runtime.clone(),
                 began.checked_add(self.service.timeout),

@@ -32,12 +32,14 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     let pool = pool(&database, 3);
     let look = &mut database.connect();
     due(&REPORT, &pool);
+    assert!(block_on(make_tick_due(&pool, &REPORT, 4 * HOUR)).unwrap());
     let attempts = AtomicU64::new(0);
     for _ in 0..5 {
         block_on(async {
             let began = AtomicU64::new(0);
             let runs = REPORT.run(&pool, every(HOUR), |tick| {
                 attempts.fetch_max(tick.attempt() as u64, Ordering::SeqCst);
+                assert_eq!(tick.missed(), 4);
                 began.fetch_add(1, Ordering::SeqCst);
                 std::future::pending::<Result<()>>()
             });
@@ -61,7 +63,7 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     let mut last = last.unwrap();
     while last != Look::Ran {
         let again = REPORT.run_due(&pool, every(HOUR), |tick| async move {
-            assert_eq!(tick.attempt(), 1);
+            assert_eq!((tick.attempt(), tick.missed()), (1, 4));
             Ok::<_, Error>(())
         });
         last = block_on(again).unwrap();

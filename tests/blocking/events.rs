@@ -12,7 +12,9 @@ use tracing::subscriber::with_default;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-use crate::half::{AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, pool};
+use crate::half::{
+    AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, make_pool, pool,
+};
 use crate::support::{Observer, Own, Step, eventually, installed, number, run};
 
 type Fields = HashMap<&'static str, String>;
@@ -125,6 +127,25 @@ fn an_operation_tells_what_it_came_to() {
             "semaphore s try_acquire: admitted",
             "semaphore s try_acquire: full",
             "semaphore s release: released"
+        ]
+    );
+}
+
+#[test]
+fn a_release_that_fails_is_told() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, Duration::from_millis(50));
+    let semaphore = Semaphore::named("s", 1, Duration::from_secs(60));
+    let mut other = None;
+    assert_eq!(
+        told(|| {
+            let permit = semaphore.acquire(&pool).unwrap();
+            other = Some(pool.get().unwrap());
+            permit.release().unwrap_err();
+        }),
+        [
+            "semaphore s acquire: admitted",
+            "semaphore s release: failed"
         ]
     );
 }

@@ -12,7 +12,7 @@ use diesel_interlock::testing::depose;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, installed, number, text};
+use crate::support::{eventually, installed, number, run, text};
 
 const TTL: Duration = Duration::from_millis(600);
 const DISPATCHER: Leader = Leader::named("dispatcher", TTL);
@@ -130,6 +130,25 @@ fn the_seat_of_a_leader_that_has_crashed_falls_free() {
         .unwrap();
     let timed_out = "(SELECT count(timed_out_at) FROM resource_control.service_request)";
     assert_eq!(number(look, timed_out), 1);
+}
+
+#[test]
+fn an_election_that_takes_longer_than_its_term_is_not_won() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    run(
+        &mut database.connect(),
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.7); RETURN NEW; END $$;
+        CREATE TRIGGER slow BEFORE INSERT ON resource_control.service_request FOR EACH ROW
+            WHEN (NEW.id = 1) EXECUTE FUNCTION slow()",
+    );
+    let stop = Stop::new();
+    DISPATCHER
+        .lead(&pool, &stop, |term| {
+            assert!(term.token() > 1);
+            stop.stop();
+        })
+        .unwrap();
 }
 
 #[test]

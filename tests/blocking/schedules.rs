@@ -150,6 +150,75 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
 }
 
 #[test]
+fn a_tick_that_runs_again_still_tells_how_many_were_missed() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    due(&REPORT, &pool, 5);
+    let died = catch_unwind(AssertUnwindSafe(|| {
+        REPORT.run_due(&pool, every(HOUR), |tick| -> Result<()> {
+            assert_eq!((tick.attempt(), tick.missed()), (1, 4));
+            panic!("it dies")
+        })
+    }));
+    assert!(died.is_err());
+    let crashed = "(SELECT expires_at <= clock_timestamp() FROM resource_control.schedule)";
+    eventually("a panic gives it to others", || {
+        truth(&mut database.connect(), crashed)
+    });
+    let again = REPORT.run_due(&pool, every(HOUR), |tick| {
+        assert_eq!((tick.attempt(), tick.missed()), (2, 4));
+        Ok::<_, Error>(())
+    });
+    assert_eq!(again.unwrap(), Look::Ran);
+}
+
+#[test]
+fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    let (look, end) = (&mut database.connect(), Mutex::new(database.connect()));
+    due(&REPORT, &pool, 1);
+    let ran = REPORT.run_due(&pool, every(HOUR), |_| {
+        run(look, EXPIRE);
+        // Between the look of the second and its claim, the first ends.
+        let next = |after| {
+            run(
+                &mut end.lock().unwrap(),
+                "UPDATE resource_control.schedule SET expires_at = NULL, ended_at = clock_timestamp()",
+            );
+            every(HOUR)(after)
+        };
+        let second = REPORT.run_due(&pool, next, |tick| -> Result<()> { panic!("{tick:?}") });
+        assert_matches!(second, Ok(Look::Later(_)));
+        Ok::<_, Error>(())
+    });
+    // The end that was stored already is stored again, as after a lost reply.
+    assert_eq!(ran.unwrap(), Look::Ran);
+}
+
+#[test]
+fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    let schedule = REPORT.after_crash(Duration::from_millis(300), 3);
+    due(&schedule, &pool, 1);
+    let look = &mut database.connect();
+    run(
+        look,
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.4); RETURN NEW; END $$;
+        CREATE TRIGGER slow BEFORE UPDATE ON resource_control.schedule FOR EACH ROW
+            WHEN (NEW.token = 1 AND OLD.token = 0) EXECUTE FUNCTION slow()",
+    );
+    let work = |tick: &Tick| {
+        assert!(tick.token() > 1);
+        Ok::<_, Error>(())
+    };
+    eventually("it runs when the server is fast again", || {
+        schedule.run_due(&pool, every(HOUR), work).unwrap() == Look::Ran
+    });
+}
+
+#[test]
 fn a_run_that_has_lost_its_lease_is_told_and_changes_nothing_of_the_next() {
     let database = installed();
     let pool = pool(&database, 4);
@@ -185,6 +254,22 @@ fn a_long_run_keeps_its_tick_for_itself() {
             REPORT.run_due(&pool, every(HOUR), ran_well),
             Ok(Look::Later(_))
         );
+        Ok::<_, Error>(())
+    });
+    assert_eq!(ran.unwrap(), Look::Ran);
+}
+
+/// The one that runs takes the next tick itself, so nobody looks for it without a pause.
+#[test]
+fn while_a_run_takes_longer_than_a_period_others_look_once_a_second() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    let schedule = REPORT.after_crash(Duration::from_secs(600), 3);
+    due(&schedule, &pool, 1);
+    let millisecond = every(Duration::from_millis(1));
+    let ran = schedule.run_due(&pool, millisecond, |_| {
+        let second = Look::Later(Duration::from_secs(1));
+        assert_eq!(schedule.run_due(&pool, millisecond, ran_well)?, second);
         Ok::<_, Error>(())
     });
     assert_eq!(ran.unwrap(), Look::Ran);
@@ -274,17 +359,21 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
         REPORT.details("\0"),
         Schedule::named("x").after_crash(Duration::from_millis(299), 3),
         Schedule::named("x").after_crash(Duration::MAX, 3),
+        REPORT.after_crash(HOUR, 0),
     ] {
         assert_matches!(
             bad.run(&pool, &Stop::new(), hourly, ran_well),
             Err(Error::Input(_))
         );
     }
-    // A tick that does not go on.
-    assert_matches!(
+    // Ticks that do not go on.
+    let not_at_all = every(Duration::from_nanos(999));
+    for ran in [
         REPORT.run(&pool, &Stop::new(), Some, ran_well),
-        Err(Error::Input(_))
-    );
+        REPORT.run(&pool, &Stop::new(), not_at_all, ran_well),
+    ] {
+        assert_matches!(ran, Err(Error::Input(_)));
+    }
 
     let stop = Stop::new();
     std::thread::scope(|scope| {

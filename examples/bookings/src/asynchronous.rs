@@ -9,12 +9,12 @@ use axum::routing::{get, post};
 use diesel::sql_types::{Integer, Text};
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl};
 use diesel_interlock::deadpool::{AdvisoryLock, PgPool, RateLimit, Semaphore, Throttle};
-use diesel_interlock::monitor::{KeyOfLimit, Slot};
-use diesel_interlock::{Admission, Decision, Error, migrations};
+use diesel_interlock::monitor::{KeyOfLimit, Lock, Slot, ThrottleState};
+use diesel_interlock::{Error, migrations};
 
 use crate::{
-    BOOK, CALL, Failed, MIGRATIONS, PER_CUSTOMER, REBUILD, SLOTS, customer, street, try_again,
-    with_headers,
+    BOOK, CALL, Failed, MIGRATIONS, PER_CUSTOMER, REBUILD, SLOTS, SLOW, booked, customer, geocoded,
+    no_connection, rebuilt, shown, street, with_headers,
 };
 
 static SERVER: AdvisoryLock = AdvisoryLock::named("server");
@@ -25,9 +25,8 @@ static CACHE: Throttle = Throttle::named("cache rebuild", REBUILD);
 /// Prepares the database, which any number of instances may do at once.
 pub async fn start_up(pool: &PgPool, url: &str) -> Result<(), Error> {
     migrations::install(pool).await?;
-    let direct = AsyncPgConnection::establish(url)
-        .await
-        .map_err(|error| Error::Pool(error.into()))?;
+    let direct = AsyncPgConnection::establish(url).await;
+    let direct = direct.map_err(no_connection)?;
     for version in migrations::run_pending(direct, MIGRATIONS).await? {
         println!("migrated: {version}");
     }
@@ -45,13 +44,16 @@ pub fn router(pool: PgPool) -> Router {
         .with_state(pool)
 }
 
-async fn limit(pool: State<PgPool>, request: Request, next: Next) -> Response {
-    match REQUESTS.key(customer(&request)).check(&pool).await {
-        Ok(check) if check.is_allowed() => with_headers(&check, next.run(request).await),
-        Ok(check) => with_headers(&check, StatusCode::TOO_MANY_REQUESTS.into_response()),
-        // Whoever cannot be counted is not let through.
-        Err(error) => Failed(error).into_response(),
-    }
+/// Who cannot be counted is not let through.
+async fn limit(pool: State<PgPool>, request: Request, next: Next) -> Result<Response, Failed> {
+    let requests = REQUESTS.key(customer(request.headers()));
+    let check = requests.check(&pool).await?;
+    let response = if check.is_allowed() {
+        next.run(request).await
+    } else {
+        StatusCode::TOO_MANY_REQUESTS.into_response()
+    };
+    Ok(with_headers(&check, response))
 }
 
 async fn book(
@@ -59,55 +61,37 @@ async fn book(
     Path(server): Path<i32>,
     headers: HeaderMap,
 ) -> Result<StatusCode, Failed> {
-    let customer = format!("{:?}", headers.get("x-customer"));
-    let mut conn = pool
-        .get()
-        .await
-        .map_err(|error| Error::Pool(error.into()))?;
-    let booked: usize = SERVER
-        .key(server)
-        .transaction(&mut conn, async |conn| {
-            let insert = diesel::sql_query(BOOK)
-                .bind::<Integer, _>(server)
-                .bind::<Text, _>(customer);
-            Ok::<_, Error>(insert.execute(conn).await?)
-        })
-        .await?;
-    Ok(if booked == 0 {
-        StatusCode::CONFLICT
-    } else {
-        StatusCode::CREATED
-    })
+    let customer = customer(&headers);
+    let conn = &mut pool.get().await.map_err(no_connection)?;
+    let server_lock = SERVER.key(server);
+    let booking = server_lock.transaction(conn, async |conn| {
+        let insert = diesel::sql_query(BOOK)
+            .bind::<Integer, _>(server)
+            .bind::<Text, _>(customer);
+        Ok::<_, Error>(insert.execute(conn).await?)
+    });
+    Ok(booked(booking.await?))
 }
 
 async fn geocode(pool: State<PgPool>, Path(name): Path<String>) -> Result<Response, Failed> {
     let admission = GEOCODER.try_acquire(&pool).await?;
-    let called = admission
-        .run(async |_permit| Ok::<_, Error>(street(&name)))
-        .await?;
-    Ok(match called {
-        Admission::Admitted(street) => street.into_response(),
-        Admission::Full(full) => {
-            try_again(StatusCode::SERVICE_UNAVAILABLE, full.retry_after_secs())
-        }
-    })
+    let call = admission.run(async |_permit| {
+        tokio::time::sleep(SLOW).await;
+        Ok::<_, Error>(street(&name))
+    });
+    Ok(geocoded(call.await?))
 }
 
 async fn rebuild(pool: State<PgPool>) -> Result<Response, Failed> {
-    Ok(match CACHE.attempt(&pool).await? {
-        Decision::Granted(_) => "rebuilt\n".into_response(),
-        Decision::Denied(denied) => {
-            try_again(StatusCode::TOO_MANY_REQUESTS, denied.retry_after_secs())
-        }
-    })
+    Ok(rebuilt(CACHE.attempt(&pool).await?))
 }
 
 async fn status(pool: State<PgPool>) -> Result<String, Failed> {
-    let conn = &mut pool
-        .get()
-        .await
-        .map_err(|error| Error::Pool(error.into()))?;
-    let slots: Vec<Slot> = Slot::all().load(conn).await?;
-    let limits: Vec<KeyOfLimit> = KeyOfLimit::all().load(conn).await?;
-    Ok(format!("{slots:#?}\n{limits:#?}\n"))
+    let conn = &mut pool.get().await.map_err(no_connection)?;
+    Ok(shown(
+        Lock::all().load(conn).await?,
+        Slot::all().load(conn).await?,
+        ThrottleState::all().load(conn).await?,
+        KeyOfLimit::all().load(conn).await?,
+    ))
 }

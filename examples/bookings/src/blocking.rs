@@ -8,15 +8,13 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use diesel::prelude::*;
 use diesel::sql_types::{Integer, Text};
-use diesel_interlock::monitor::{KeyOfLimit, Slot};
-use diesel_interlock::{
-    Admission, AdvisoryLock, Decision, Error, PgPool, RateLimit, Semaphore, Throttle, migrations,
-};
+use diesel_interlock::monitor::{KeyOfLimit, Lock, Slot, ThrottleState};
+use diesel_interlock::{AdvisoryLock, Error, PgPool, RateLimit, Semaphore, Throttle, migrations};
 use tokio::task::spawn_blocking;
 
 use crate::{
-    BOOK, CALL, Failed, MIGRATIONS, PER_CUSTOMER, REBUILD, SLOTS, customer, street, try_again,
-    with_headers,
+    BOOK, CALL, Failed, MIGRATIONS, PER_CUSTOMER, REBUILD, SLOTS, SLOW, booked, customer, geocoded,
+    no_connection, rebuilt, shown, street, with_headers,
 };
 
 static SERVER: AdvisoryLock = AdvisoryLock::named("server");
@@ -27,7 +25,8 @@ static CACHE: Throttle = Throttle::named("cache rebuild", REBUILD);
 /// Prepares the database, which any number of instances may do at once.
 pub fn start_up(pool: &PgPool, url: &str) -> Result<(), Error> {
     migrations::install(pool)?;
-    let direct = &mut PgConnection::establish(url).map_err(|error| Error::Pool(error.into()))?;
+    let direct = PgConnection::establish(url);
+    let direct = &mut direct.map_err(no_connection)?;
     for version in migrations::run_pending(direct, MIGRATIONS)? {
         println!("migrated: {version}");
     }
@@ -47,88 +46,69 @@ pub fn router(pool: PgPool) -> Router {
 
 /// Runs on a blocking thread. A panic there is a reply of 500.
 async fn block<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, StatusCode> {
-    spawn_blocking(work)
-        .await
-        .map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)
+    work: impl FnOnce() -> Result<T, Failed> + Send + 'static,
+) -> Result<T, Failed> {
+    let panicked = Failed(StatusCode::INTERNAL_SERVER_ERROR);
+    spawn_blocking(work).await.unwrap_or(Err(panicked))
 }
 
-async fn limit(State(pool): State<PgPool>, request: Request, next: Next) -> Response {
-    let key = customer(&request);
-    match block(move || REQUESTS.key(key).check(&pool)).await {
-        Ok(Ok(check)) if check.is_allowed() => with_headers(&check, next.run(request).await),
-        Ok(Ok(check)) => with_headers(&check, StatusCode::TOO_MANY_REQUESTS.into_response()),
-        // Whoever cannot be counted is not let through.
-        Ok(Err(error)) => Failed(error).into_response(),
-        Err(status) => status.into_response(),
-    }
+/// Who cannot be counted is not let through.
+async fn limit(pool: State<PgPool>, request: Request, next: Next) -> Result<Response, Failed> {
+    let requests = REQUESTS.key(customer(request.headers()));
+    let check = block(move || Ok(requests.check(&pool)?)).await?;
+    let response = if check.is_allowed() {
+        next.run(request).await
+    } else {
+        StatusCode::TOO_MANY_REQUESTS.into_response()
+    };
+    Ok(with_headers(&check, response))
 }
 
 async fn book(
     pool: State<PgPool>,
     Path(server): Path<i32>,
     headers: HeaderMap,
-) -> Result<Response, StatusCode> {
-    let customer = format!("{:?}", headers.get("x-customer"));
+) -> Result<StatusCode, Failed> {
+    let customer = customer(&headers);
     block(move || {
-        let booked = pool
-            .get()
-            .map_err(|error| Error::Pool(error.into()))
-            .and_then(|mut conn| {
-                SERVER.key(server).transaction(&mut conn, |conn| {
-                    let insert = diesel::sql_query(BOOK)
-                        .bind::<Integer, _>(server)
-                        .bind::<Text, _>(customer);
-                    Ok(insert.execute(conn)?)
-                })
-            });
-        match booked {
-            Ok(0) => StatusCode::CONFLICT.into_response(),
-            Ok(_) => StatusCode::CREATED.into_response(),
-            Err(error) => Failed(error).into_response(),
-        }
+        let conn = &mut pool.get().map_err(no_connection)?;
+        let server_lock = SERVER.key(server);
+        let booking = server_lock.transaction(conn, |conn| {
+            let insert = diesel::sql_query(BOOK)
+                .bind::<Integer, _>(server)
+                .bind::<Text, _>(customer);
+            Ok::<_, Error>(insert.execute(conn)?)
+        });
+        Ok(booked(booking?))
     })
     .await
 }
 
-async fn geocode(pool: State<PgPool>, Path(name): Path<String>) -> Result<Response, StatusCode> {
+async fn geocode(pool: State<PgPool>, Path(name): Path<String>) -> Result<Response, Failed> {
     block(move || {
-        // The pool is lent out of `State`, as it is.
-        let called = GEOCODER
-            .try_acquire(&pool)
-            .and_then(|admission| admission.run(|_permit| Ok(street(&name))));
-        match called {
-            Ok(Admission::Admitted(street)) => street.into_response(),
-            Ok(Admission::Full(full)) => {
-                try_again(StatusCode::SERVICE_UNAVAILABLE, full.retry_after_secs())
-            }
-            Err(error) => Failed(error).into_response(),
-        }
+        let admission = GEOCODER.try_acquire(&pool)?;
+        let call = admission.run(|_permit| {
+            std::thread::sleep(SLOW);
+            Ok::<_, Error>(street(&name))
+        });
+        Ok(geocoded(call?))
     })
     .await
 }
 
-async fn rebuild(pool: State<PgPool>) -> Result<Response, StatusCode> {
-    block(move || match CACHE.attempt(&pool) {
-        Ok(Decision::Granted(_)) => "rebuilt\n".into_response(),
-        Ok(Decision::Denied(denied)) => {
-            try_again(StatusCode::TOO_MANY_REQUESTS, denied.retry_after_secs())
-        }
-        Err(error) => Failed(error).into_response(),
-    })
-    .await
+async fn rebuild(pool: State<PgPool>) -> Result<Response, Failed> {
+    block(move || Ok(rebuilt(CACHE.attempt(&pool)?))).await
 }
 
-async fn status(pool: State<PgPool>) -> Result<Response, StatusCode> {
+async fn status(pool: State<PgPool>) -> Result<String, Failed> {
     block(move || {
-        let read = || -> Result<String, Failed> {
-            let conn = &mut pool.get().map_err(|error| Error::Pool(error.into()))?;
-            let slots = Slot::all().load(conn)?;
-            let limits = KeyOfLimit::all().load(conn)?;
-            Ok(format!("{slots:#?}\n{limits:#?}\n"))
-        };
-        read().into_response()
+        let conn = &mut pool.get().map_err(no_connection)?;
+        Ok(shown(
+            Lock::all().load(conn)?,
+            Slot::all().load(conn)?,
+            ThrottleState::all().load(conn)?,
+            KeyOfLimit::all().load(conn)?,
+        ))
     })
     .await
 }

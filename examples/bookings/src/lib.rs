@@ -6,11 +6,11 @@ pub mod blocking;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::Request;
-use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use diesel_interlock::{Check, Error, Quota};
+use diesel_interlock::monitor::{KeyOfLimit, Lock, Slot, ThrottleState};
+use diesel_interlock::{Admission, Check, Decision, Error, Quota};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder};
 
@@ -20,6 +20,8 @@ pub const MIGRATIONS: EmbeddedMigrations = embed_migrations!();
 const PER_CUSTOMER: Quota = Quota::per_minute(20).burst(5);
 const SLOTS: u32 = 4;
 const CALL: Duration = Duration::from_secs(10);
+/// How long the fragile service takes.
+const SLOW: Duration = Duration::from_millis(20);
 const REBUILD: Duration = Duration::from_secs(15);
 
 /// Books a server if it is free, under its lock.
@@ -46,23 +48,29 @@ pub fn metrics() -> Result<Router, BuildError> {
 }
 
 /// An error as a reply: 503 if the database is away, and 500 for a mistake.
-struct Failed(Error);
+struct Failed(StatusCode);
 
 impl<E: Into<Error>> From<E> for Failed {
     fn from(error: E) -> Self {
-        Self(error.into())
+        let error = error.into();
+        eprintln!("{error}");
+        Self(if error.is_unavailable() {
+            StatusCode::SERVICE_UNAVAILABLE
+        } else {
+            StatusCode::INTERNAL_SERVER_ERROR
+        })
     }
 }
 
 impl IntoResponse for Failed {
     fn into_response(self) -> Response {
-        eprintln!("{}", self.0);
-        if self.0.is_unavailable() {
-            StatusCode::SERVICE_UNAVAILABLE.into_response()
-        } else {
-            StatusCode::INTERNAL_SERVER_ERROR.into_response()
-        }
+        self.0.into_response()
     }
+}
+
+/// A pool or a server that lends no connection.
+fn no_connection(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    Error::Pool(error.into())
 }
 
 /// A refusal, with the seconds after which the client may try again.
@@ -76,12 +84,46 @@ fn try_again(status: StatusCode, seconds: u64) -> Response {
 }
 
 /// Who asks.
-fn customer(request: &Request) -> String {
-    let customer = request
-        .headers()
-        .get("x-customer")
-        .and_then(|value| value.to_str().ok());
+fn customer(headers: &HeaderMap) -> String {
+    let customer = headers.get("x-customer");
+    let customer = customer.and_then(|value| value.to_str().ok());
     customer.unwrap_or("anonymous").to_owned()
+}
+
+/// What came of a booking, by the number of its new rows.
+fn booked(rows: usize) -> StatusCode {
+    match rows {
+        0 => StatusCode::CONFLICT,
+        _ => StatusCode::CREATED,
+    }
+}
+
+fn geocoded(called: Admission<String>) -> Response {
+    match called {
+        Admission::Admitted(street) => street.into_response(),
+        Admission::Full(full) => {
+            try_again(StatusCode::SERVICE_UNAVAILABLE, full.retry_after_secs())
+        }
+    }
+}
+
+fn rebuilt(decision: Decision) -> Response {
+    match decision {
+        Decision::Granted(_) => "rebuilt\n".into_response(),
+        Decision::Denied(denied) => {
+            try_again(StatusCode::TOO_MANY_REQUESTS, denied.retry_after_secs())
+        }
+    }
+}
+
+/// Who holds and waits, what is in flight, what is due, and what is used.
+fn shown(
+    locks: Vec<Lock>,
+    slots: Vec<Slot>,
+    throttles: Vec<ThrottleState>,
+    limits: Vec<KeyOfLimit>,
+) -> String {
+    format!("{locks:#?}\n{slots:#?}\n{throttles:#?}\n{limits:#?}\n")
 }
 
 /// Adds what the check says to a reply.
@@ -96,7 +138,7 @@ fn with_headers(check: &Check, mut response: Response) -> Response {
     response
 }
 
-/// What a fragile service returns after a while.
+/// What a fragile service returns.
 fn street(name: &str) -> String {
     format!("{name} street, 52.5 N 13.4 E\n")
 }

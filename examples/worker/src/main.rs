@@ -4,8 +4,9 @@
 //! DATABASE_URL=postgres://… cargo run -p worker -- worker-1
 //! ```
 //!
-//! One instance leads and dispatches. A report is written at 3:00 in Berlin, by whichever instance gets the tick, and a heartbeat each
-//! second. SIGTERM and Ctrl-C end it: the leader resigns, and a report that is being written is finished.
+//! One instance leads and dispatches. One imports, under a permit that renews itself. A report is written at 3:00 in Berlin, by whichever
+//! instance gets the tick, and a heartbeat each second. SIGTERM and Ctrl-C end it: the leader resigns, the import stops between two
+//! steps and releases its permit, and a report that is being written is finished.
 
 mod cron;
 
@@ -16,9 +17,10 @@ use std::time::Duration;
 use diesel::PgConnection;
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel_interlock::schedule::{CatchUp, every};
-use diesel_interlock::{Leader, PgPool, Schedule, Stop, migrations};
+use diesel_interlock::{Admission, Leader, PgPool, Schedule, Semaphore, Stop, migrations};
 
 static DISPATCHER: Leader = Leader::named("dispatcher", Duration::from_secs(3));
+static IMPORT: Semaphore = Semaphore::named("import", 1, Duration::from_secs(3)).keep_alive();
 static REPORT: Schedule = Schedule::named("report");
 static HEARTBEAT: Schedule = Schedule::named("heartbeat");
 
@@ -29,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .nth(1)
         .unwrap_or_else(|| format!("worker {}", std::process::id()));
     let pool: PgPool = Pool::builder()
-        .max_size(6)
+        .max_size(8)
         .build(ConnectionManager::<PgConnection>::new(url))?;
     migrations::install(&pool)?;
     let stop = Stop::new();
@@ -39,9 +41,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     thread::scope(|scope| {
         let leading = scope.spawn(|| dispatch(&pool, &stop, &name));
+        let importing = scope.spawn(|| import(&pool, &stop, &name));
         let reporting = scope.spawn(|| report(&pool, &stop, &name));
         let beating = scope.spawn(|| beat(&pool, &stop, &name));
-        for job in [leading, reporting, beating] {
+        for job in [leading, importing, reporting, beating] {
             let ended = job.join().map_err(|_| "a job has panicked")?;
             // Without a job the others end, too, so that the process is started again.
             stop.stop();
@@ -65,6 +68,33 @@ fn dispatch(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlo
         })
 }
 
+/// A job that takes longer than a permit lasts, on one instance at a time. It holds no connection.
+fn import(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
+    let semaphore = IMPORT.clone().details(name.to_owned());
+    while !stop.is_stopped() {
+        let permit = match semaphore.acquire_timeout(pool, Duration::from_secs(1)) {
+            Ok(Admission::Admitted(permit)) => permit,
+            Ok(Admission::Full(_)) => continue,
+            Err(error) if error.is_unavailable() => {
+                thread::sleep(Duration::from_secs(1));
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        println!("import {}", permit.fencing_token());
+        // Each step looks whether it still may. A step takes a while.
+        let may_go_on = || !stop.is_stopped() && !permit.wait_for_loss(Duration::from_millis(100));
+        if (0..50).all(|_step| may_go_on()) {
+            println!("imported {}", permit.fencing_token());
+        }
+        // A permit that was lost has ended already.
+        if let Err(error) = permit.release() {
+            eprintln!("import: {error}");
+        }
+    }
+    Ok(())
+}
+
 /// Each night, in a time zone with clock changes.
 fn report(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
     let nightly = cron::next("0 3 * * *", chrono_tz::Europe::Berlin);
@@ -86,6 +116,7 @@ fn beat(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::
         .after_crash(Duration::from_secs(3), 3);
     schedule.run(pool, stop, every(Duration::from_secs(1)), |tick| {
         println!("beat {} {}", tick.at().timestamp(), tick.attempt());
+        thread::sleep(Duration::from_millis(50));
         Ok::<_, diesel_interlock::Error>(())
     })
 }

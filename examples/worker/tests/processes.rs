@@ -1,12 +1,15 @@
-//! Three processes: one leads, another one after it was killed, and each tick runs once.
+//! Processes that are killed, and that are told to end: another one leads, and each tick runs once.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use diesel::dsl::sql;
+use diesel::prelude::*;
+use diesel::sql_types::BigInt;
 use workbench::Database;
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -17,6 +20,23 @@ impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
+    }
+}
+
+impl Process {
+    /// Sends SIGTERM, and waits until it has ended.
+    fn terminate(&mut self) -> ExitStatus {
+        let pid = self.0.id().to_string();
+        let sent = Command::new("kill").args(["-TERM", &pid]).status();
+        assert!(sent.unwrap().success());
+        let end = Instant::now() + MINUTE;
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < end, "it does not end");
+            thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 
@@ -42,11 +62,23 @@ fn start(number: usize, database: &Database, lines: &Sender<(usize, String)>) ->
 struct Said {
     lines: Receiver<(usize, String)>,
     leads: VecDeque<(usize, i64)>,
-    /// The attempts of each beat.
-    beats: BTreeMap<i64, Vec<i64>>,
+    /// The instances and the attempts of each beat.
+    beats: BTreeMap<i64, Vec<(usize, i64)>>,
+    imports: Vec<i64>,
+    imported: Vec<i64>,
 }
 
 impl Said {
+    fn new(lines: Receiver<(usize, String)>) -> Self {
+        Self {
+            lines,
+            leads: VecDeque::new(),
+            beats: BTreeMap::new(),
+            imports: Vec::new(),
+            imported: Vec::new(),
+        }
+    }
+
     /// Listens until it is so, for a minute.
     fn until(&mut self, mut is_so: impl FnMut(&Self) -> bool) {
         let end = Instant::now() + MINUTE;
@@ -63,8 +95,10 @@ impl Said {
                 Some("lead") => self.leads.push_back((number, value())),
                 Some("beat") => {
                     let tick = value();
-                    self.beats.entry(tick).or_default().push(value());
+                    self.beats.entry(tick).or_default().push((number, value()));
                 }
+                Some("import") => self.imports.push(value()),
+                Some("imported") => self.imported.push(value()),
                 _ => {}
             }
         }
@@ -79,20 +113,25 @@ impl Said {
         let wanted = self.beats.len() + 3;
         self.until(|said| said.beats.len() >= wanted);
     }
+
+    /// No tick is missing. Returns the ticks that did not run just once.
+    fn beats_again(&self) -> Vec<&[(usize, i64)]> {
+        for (earlier, later) in self.beats.keys().zip(self.beats.keys().skip(1)) {
+            assert_eq!(later - earlier, 1, "a tick is missing after {earlier}");
+        }
+        let runs = self.beats.values().map(Vec::as_slice);
+        runs.filter(|runs| !matches!(runs, [(_, 1)])).collect()
+    }
 }
 
 #[test]
-fn another_one_leads_and_no_tick_is_lost() {
+fn after_a_crash_another_one_leads_and_no_tick_is_lost() {
     let database = Database::new();
     let (sender, lines) = channel();
     let mut processes: Vec<_> = (0..3)
         .map(|number| start(number, &database, &sender))
         .collect();
-    let mut said = Said {
-        lines,
-        leads: VecDeque::new(),
-        beats: BTreeMap::new(),
-    };
+    let mut said = Said::new(lines);
     let (leader, first) = said.leader();
     said.three_more_beats();
     processes[leader].0.kill().unwrap();
@@ -102,12 +141,41 @@ fn another_one_leads_and_no_tick_is_lost() {
     said.three_more_beats();
     drop(processes);
 
-    for (earlier, later) in said.beats.keys().zip(said.beats.keys().skip(1)) {
-        assert_eq!(later - earlier, 1, "a tick is missing after {earlier}");
+    // Only what the killed process had begun ran again, whether it could say so or not.
+    match said.beats_again()[..] {
+        [] | [[(_, 2)]] => {}
+        [[(killed, 1), (other, 2)]] => assert!(*killed == leader && *other != leader),
+        ref again => panic!("{leader} was killed: {again:?}"),
     }
-    for (tick, attempts) in &said.beats {
-        // A tick runs again only if its run crashed.
-        let expected: Vec<_> = (1..=attempts.len() as i64).collect();
-        assert_eq!(*attempts, expected, "{tick}");
-    }
+}
+
+#[test]
+fn one_that_is_told_to_end_leaves_nothing_behind() {
+    let database = Database::new();
+    let (sender, lines) = channel();
+    let mut processes: Vec<_> = (0..2)
+        .map(|number| start(number, &database, &sender))
+        .collect();
+    let mut said = Said::new(lines);
+    let (leader, first) = said.leader();
+    said.three_more_beats();
+    // A job of more than a timeout has kept its permit.
+    said.until(|said| !said.imported.is_empty());
+    assert_eq!(said.imported[0], said.imports[0]);
+
+    assert!(processes[leader].terminate().success());
+    let (next, second) = said.leader();
+    assert!(next != leader && second > first);
+    said.three_more_beats();
+    assert!(processes[next].terminate().success());
+
+    assert_eq!(said.beats_again(), [] as [&[(usize, i64)]; 0]);
+    let count = |what: &str| -> i64 {
+        let count = sql::<BigInt>(&format!("(SELECT count(*) FROM resource_control.{what})"));
+        diesel::select(count)
+            .get_result(&mut database.connect())
+            .unwrap()
+    };
+    assert_eq!(count("service_request WHERE completed_at IS NULL"), 0);
+    assert_eq!(count("schedule WHERE expires_at IS NOT NULL"), 0);
 }

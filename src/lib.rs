@@ -10,6 +10,7 @@
 //! | Check, then write, in one transaction: a booking, "insert if absent" | [`AdvisoryLock::transaction`](advisory::AdvisoryLock) |
 //! | A job that spans many transactions, on one instance at a time | [`AdvisoryLock::try_acquire`](advisory::AdvisoryLock::try_acquire) |
 //! | The same, waiting for the lock | [`AdvisoryLock::acquire_timeout`](advisory::AdvisoryLock::acquire_timeout) |
+//! | Several locks at once, in any order | [`AdvisoryLock::all`](advisory::AdvisoryLock::all) |
 //! | Many readers, one writer | [`AdvisoryLock::shared`](advisory::AdvisoryLock::shared) |
 //! | Several things at once, all or none | [`AdvisoryLock::all`](advisory::AdvisoryLock::all) |
 //! | At most once per interval, on any instance | [`Throttle`](throttle::Throttle) |
@@ -20,6 +21,7 @@
 //! | One instance leads, and hands over | [`Leader`](leader::Leader) |
 //! | A job at certain times, once, and again if it crashed | [`Schedule`](schedule::Schedule) |
 //! | A request that a client may repeat, done once and replied to alike | [`Once`](once::Once) |
+//! | A request that may arrive twice, which must be done once | [`Once`](once::Once) |
 //! | A late write of a former holder, which must be refused | [`Fence`](fence::Fence) |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Who holds, who waits, what is due | [`monitor`] |
@@ -160,6 +162,7 @@ pub mod bb8 {
     doctest,
     feature = "r2d2",
     feature = "deadpool",
+    feature = "metrics",
     feature = "migrations",
     feature = "testing"
 ))]
@@ -181,6 +184,7 @@ mod pages {
         Jobs "docs/jobs.md",
         Leader "docs/leader.md",
         Limits "docs/limits.md",
+        Metrics "docs/metrics.md",
         Poolers "docs/poolers.md",
         Reference "docs/reference.md",
         Schedules "docs/schedules.md",

@@ -196,7 +196,7 @@ fn control_z_stops_the_job_and_fg_goes_on() {
     terminal.shows("prompt ");
     terminal.types(&format!("interlock run x -- {READS} &\n"));
     terminal.shows("asks");
-    terminal.types("fg\n");
+    terminal.types("while ! jobs | grep -q Stopped; do sleep 0.1; done; fg\n");
     terminal.shows("interlock run x");
     terminal.types("typed\n");
     terminal.shows("[typed]");

@@ -110,6 +110,11 @@ fn tasks_that_are_aborted_leave_nothing() {
                         let mut guard = LOCK.acquire(&pool).await?;
                         execute(guard.conn(), "SELECT pg_sleep(0.001)").await?;
                         guard.release().await
+                    } else if task == 1 {
+                        let both = AdvisoryLock::all([&LOCK, &LOCK.key("another")]);
+                        let mut guard = both.acquire(&pool).await?;
+                        execute(guard.conn(), "SELECT pg_sleep(0.001)").await?;
+                        guard.release().await
                     } else {
                         let permit = slot.acquire(&pool).await?;
                         tokio::time::sleep(Duration::from_millis(1)).await;

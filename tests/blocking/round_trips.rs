@@ -5,7 +5,9 @@ use std::time::Duration;
 use diesel::r2d2::{ConnectionManager, Pool};
 use workbench::{Database, RoundTrips};
 
-use crate::half::{AdvisoryLock, PgPool, Quota, RateLimit, Semaphore, Throttle, migrations};
+use crate::half::{
+    AdvisoryLock, PgPool, Quota, RateLimit, Semaphore, Throttle, begin, end, migrations,
+};
 use crate::support::installed;
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("trips");
@@ -130,6 +132,17 @@ fn several_locks_take_as_many_round_trips_as_one() {
         );
     }
     assert_eq!(proxy.parses(), parses, "something was prepared again");
+    let conn = &mut pool.get().unwrap();
+    begin(conn);
+    few.try_acquire_xact(conn).unwrap().acquired().unwrap();
+    few.acquire_xact(conn).unwrap();
+    assert_eq!(proxy.count(|| few.acquire_xact(conn).unwrap()), 1, "xact");
+    assert_eq!(
+        proxy.count(|| assert!(few.try_acquire_xact(conn).unwrap().is_acquired())),
+        3,
+        "try_acquire_xact"
+    );
+    end(conn);
 }
 
 #[test]

@@ -37,27 +37,28 @@ fn a_release_on_another_session_frees_what_it_left_behind() {
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 2);
     let pool = pool(&pooler, 1);
     let observer = &mut database.connect();
-    let guard = LOCK.acquire(&pool).unwrap();
-    let pid = guard.backend_pid();
-    turn_sessions(&pooler);
-    match guard.release() {
-        Err(Error::SessionMoved {
-            pid: moved,
-            is_freed,
-            ..
-        }) => {
-            assert_eq!(moved, pid);
-            assert!(is_freed, "the session was idle");
+    let several = AdvisoryLock::all([&LOCK, &LOCK.key(1), &LOCK.key(2).shared()]);
+    for lock in [&LOCK, &several] {
+        let guard = lock.acquire(&pool).unwrap();
+        let pid = guard.backend_pid();
+        turn_sessions(&pooler);
+        match guard.release() {
+            Err(Error::SessionMoved {
+                pid: moved,
+                is_freed,
+                ..
+            }) => {
+                assert_eq!(moved, pid);
+                assert!(is_freed, "the session was idle");
+            }
+            other => panic!("{other:?}"),
         }
-        other => panic!("{other:?}"),
-    }
-    for _ in 0..1000 {
-        if number(observer, HELD) == 0 {
-            return;
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while number(observer, HELD) > 0 {
+            assert!(std::time::Instant::now() < end, "it is still held");
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
-        std::thread::sleep(std::time::Duration::from_millis(1));
     }
-    panic!("the lock is still held");
 }
 
 #[test]

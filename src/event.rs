@@ -4,38 +4,29 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::metrics::{self, Raised};
+pub(crate) use crate::subject::Subject;
 
 /// What an operation on a primitive came to. The labels are constants of the program, never keys.
 #[derive(Debug)]
 #[cfg_attr(not(all(feature = "metrics", feature = "tracing")), allow(dead_code))]
-pub(crate) struct Event<'a> {
-    /// `lock`, `throttle`, `semaphore`, `rate limit` …
-    pub(crate) primitive: &'static str,
-    /// The name of the handle, and nothing where the program made it at run time.
-    pub(crate) name: &'static str,
+struct Event<'a> {
+    subject: Subject,
     /// The method, or `drop`.
-    pub(crate) operation: &'static str,
+    operation: &'static str,
     /// The word of the outcome's type, `failed`, or what happened to a holder: `released`, `lost`.
-    pub(crate) outcome: &'static str,
+    outcome: &'static str,
     /// How long the operation took, its wait included.
-    pub(crate) took: Duration,
+    took: Duration,
     /// Whether it is one of those that may wait.
-    pub(crate) waits: bool,
+    waits: bool,
     /// For how long it was held, at its end.
-    pub(crate) held: Option<Duration>,
-    pub(crate) error: Option<&'a Error>,
+    held: Option<Duration>,
+    error: Option<&'a Error>,
 }
 
 /// An outcome with a word for it.
 pub(crate) trait Outcome {
     fn word(&self) -> &'static str;
-}
-
-/// Whose events they are.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Subject {
-    pub(crate) primitive: &'static str,
-    pub(crate) name: &'static str,
 }
 
 impl Subject {
@@ -138,8 +129,7 @@ impl Subject {
         error: Option<&'a Error>,
     ) -> Event<'a> {
         Event {
-            primitive: self.primitive,
-            name: self.name,
+            subject: self,
             operation,
             outcome,
             took,
@@ -153,14 +143,20 @@ impl Subject {
 impl Event<'_> {
     /// The one place where events leave this crate.
     fn emit(self) {
-        metrics::count(&self);
+        let waited = self.waits.then_some(self.took);
+        metrics::count(
+            self.subject,
+            self.outcome,
+            self.is_lost(),
+            waited,
+            self.held,
+        );
         #[cfg(feature = "tracing")]
         self.log();
     }
 
     /// Whether something that was held is held no longer, without its holder's doing.
-    #[cfg(any(feature = "metrics", feature = "tracing"))]
-    pub(crate) fn is_lost(&self) -> bool {
+    fn is_lost(&self) -> bool {
         matches!(self.outcome, "lost" | "deposed")
     }
 
@@ -168,12 +164,9 @@ impl Event<'_> {
     #[cfg(feature = "tracing")]
     fn log(self) {
         let is_lost = self.is_lost();
+        let Subject { primitive, name } = self.subject;
         let Self {
-            primitive,
-            name,
-            operation,
-            outcome,
-            ..
+            operation, outcome, ..
         } = self;
         let took_us = self.took.as_micros() as u64;
         let held_us = self.held.map(|held| held.as_micros() as u64);

@@ -84,6 +84,7 @@ pub mod semaphore;
 mod session;
 mod statement;
 mod stop;
+mod subject;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod throttle;

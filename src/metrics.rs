@@ -1,13 +1,14 @@
 //! The numbers of the events, for the facade of the crate [`metrics`](::metrics).
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use ::metrics::{
     Counter, Gauge, Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge,
     histogram,
 };
 
-use crate::event::{Event, Subject};
+use crate::subject::Subject;
 
 const OPERATIONS: &str = "interlock_operations_total";
 const LOST: &str = "interlock_lost_total";
@@ -59,16 +60,23 @@ pub fn describe_metrics() {
     );
 }
 
-pub(crate) fn count(event: &Event<'_>) {
-    let (kind, name) = (event.primitive, event.name);
-    counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => event.outcome).increment(1);
-    if event.is_lost() {
+/// Counts an operation, for how long it took if it may wait, and for how long something was held, at its end.
+pub(crate) fn count(
+    subject: Subject,
+    outcome: &'static str,
+    is_lost: bool,
+    waited: Option<Duration>,
+    held: Option<Duration>,
+) {
+    let (kind, name) = (subject.primitive, subject.name);
+    counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => outcome).increment(1);
+    if is_lost {
         lost(kind, name).increment(1);
     }
-    if event.waits {
-        histogram!(WAIT, "kind" => kind, "name" => name).record(event.took);
+    if let Some(waited) = waited {
+        histogram!(WAIT, "kind" => kind, "name" => name).record(waited);
     }
-    if let Some(held) = event.held {
+    if let Some(held) = held {
         histogram!(HELD_FOR, "kind" => kind, "name" => name).record(held);
     }
 }

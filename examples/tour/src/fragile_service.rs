@@ -39,7 +39,7 @@ pub(crate) fn work(worker: &Instance) -> Result<(), Box<dyn Error>> {
     worker.say("called")?;
     worker.wait()?;
 
-    let semaphore = GEOCODER.clone().details(worker.name.clone());
+    let semaphore = GEOCODER.details(&worker.name);
     loop {
         let Admission::Admitted(permit) =
             semaphore.acquire_timeout(&pool, Duration::from_secs(10))?

@@ -27,10 +27,7 @@ static SERVER: AdvisoryLock = AdvisoryLock::named("server");
 /// Has the session lock, and a slot of the service.
 pub(crate) fn report(instance: &Instance) -> Result<(), Box<dyn Error>> {
     let pool = instance.pool()?;
-    let permit = GEOCODER
-        .clone()
-        .details(instance.name.clone())
-        .try_acquire(&pool)?;
+    let permit = GEOCODER.details(&instance.name).try_acquire(&pool)?;
     let guard = NIGHTLY.acquire(&pool)?;
     instance.say(READY)?;
     instance.wait()?;

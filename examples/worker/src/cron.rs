@@ -66,6 +66,17 @@ mod tests {
         assert_eq!(ticks("30 2 * * *", 2026, 10, 25).len(), 1);
     }
 
+    /// The page on schedules shows this function.
+    #[test]
+    fn the_documentation_shows_it() {
+        let page = include_str!("../../../docs/schedules.md");
+        let (_, here) = include_str!("cron.rs")
+            .split_once("/// For an expression")
+            .unwrap();
+        let function = &here[here.find("pub(crate)").unwrap()..here.find("#[cfg(test)]").unwrap()];
+        assert!(page.contains(function.trim()));
+    }
+
     #[test]
     fn an_hourly_tick_comes_23_and_25_times() {
         assert_eq!(ticks("15 * * * *", 2026, 3, 29).len(), 23);

@@ -56,21 +56,18 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// On one instance at a time. The call is the leadership.
 fn dispatch(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
-    DISPATCHER
-        .clone()
-        .details(name.to_owned())
-        .lead(pool, stop, |term| {
-            println!("lead {}", term.token());
-            while term.is_leader() {
-                // A step of the work, and then:
-                term.pause(Duration::from_millis(200));
-            }
-        })
+    DISPATCHER.details(name).lead(pool, stop, |term| {
+        println!("lead {}", term.token());
+        while term.is_leader() {
+            // A step of the work, and then:
+            term.pause(Duration::from_millis(200));
+        }
+    })
 }
 
 /// A job that takes longer than a permit lasts, on one instance at a time. It holds no connection.
 fn import(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
-    let semaphore = IMPORT.clone().details(name.to_owned());
+    let semaphore = IMPORT.details(name);
     while !stop.is_stopped() {
         let permit = match semaphore.acquire_timeout(pool, Duration::from_secs(1)) {
             Ok(Admission::Admitted(permit)) => permit,
@@ -98,20 +95,16 @@ fn import(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock
 /// Each night, in a time zone with clock changes.
 fn report(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
     let nightly = cron::next("0 3 * * *", chrono_tz::Europe::Berlin);
-    REPORT
-        .clone()
-        .details(name.to_owned())
-        .run(pool, stop, nightly, |tick| {
-            println!("report {} attempt {}", tick.at(), tick.attempt());
-            Ok::<_, diesel_interlock::Error>(())
-        })
+    REPORT.details(name).run(pool, stop, nightly, |tick| {
+        println!("report {} attempt {}", tick.at(), tick.attempt());
+        Ok::<_, diesel_interlock::Error>(())
+    })
 }
 
 /// Each second, and none is left out for at most a minute.
 fn beat(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
     let schedule = HEARTBEAT
-        .clone()
-        .details(name.to_owned())
+        .details(name)
         .catch_up(CatchUp::All(60))
         .after_crash(Duration::from_secs(3), 3);
     schedule.run(pool, stop, every(Duration::from_secs(1)), |tick| {

@@ -1,6 +1,7 @@
 //! What rate limits allow, refuse and tell.
 
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -165,7 +166,7 @@ fn a_forgotten_transaction_on_a_key_is_an_error_that_says_so() {
     for locked in [
         wait(SLOW.check(&pool)).map(drop),
         wait(RateLimit::check_all(&[&first, &SLOW], &pool)).map(drop),
-        wait(SLOW.acquire_timeout(&pool, Duration::from_millis(300))).map(drop),
+        wait(SLOW.acquire_timeout(&pool, Duration::from_secs(3))).map(drop),
         wait(SLOW.give_back(&pool, &spent, 1)).map(drop),
         wait(SLOW.reset(&pool)).map(drop),
     ] {
@@ -532,16 +533,21 @@ fn cancelled_statements_leave_a_row_that_works() {
             holder,
             "BEGIN; UPDATE resource_control.rate_limit SET spent_at = spent_at",
         );
+        let is_cancelled = AtomicBool::new(false);
         thread::scope(|scope| {
-            let check = scope.spawn(|| wait(SLOW.check(&pool)));
+            // A wait ends after a moment, and the next one begins.
+            scope.spawn(|| {
+                while !is_cancelled.load(Ordering::SeqCst) {
+                    assert!(wait(SLOW.check(&pool)).is_err());
+                }
+            });
             let mut observer = Observer::of(&database);
-            eventually("the check waits", || observer.all_waiting() == 1);
-            run(
-                observer.conn(),
-                "SELECT pg_cancel_backend(pid) FROM pg_stat_activity
-                    WHERE datname = current_database() AND wait_event_type = 'Lock'",
-            );
-            assert!(check.join().unwrap().is_err());
+            let cancel = "(SELECT count(pg_cancel_backend(pid)) FROM pg_stat_activity
+                WHERE datname = current_database() AND wait_event_type = 'Lock')";
+            eventually("a wait is cancelled", || {
+                number(observer.conn(), cancel) > 0
+            });
+            is_cancelled.store(true, Ordering::SeqCst);
         });
         run(holder, "ROLLBACK");
     }

@@ -67,6 +67,12 @@ pub(crate) struct Done {
 }
 
 impl Done {
+    /// Within a second after that.
+    fn was_killed(&self, file: &str, to: i64) -> bool {
+        let at = self.killed.get(file);
+        at.is_some_and(|at| at - to < 1_000_000)
+    }
+
     /// A process that goes on needs a moment to see what it has lost.
     fn was_stopped(&self, file: &str, from: i64, to: i64) -> bool {
         const MOMENT: i64 = 500_000;
@@ -82,7 +88,7 @@ pub(crate) struct Run {
     pub(crate) tick: i64,
     pub(crate) attempt: i32,
     pub(crate) held: Held,
-    /// Whether its process was killed, then or later.
+    /// Whether its process was killed before its end can have been stored.
     pub(crate) was_killed: bool,
 }
 
@@ -178,7 +184,7 @@ impl Records {
                 tick: tick.parse()?,
                 attempt: attempt.parse()?,
                 held,
-                was_killed: done.killed.contains_key(file),
+                was_killed: done.was_killed(file, to),
             });
         } else {
             self.believed.entry(name.to_owned()).or_default().push(held);

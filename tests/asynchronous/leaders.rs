@@ -106,7 +106,9 @@ fn the_work_is_dropped_before_another_leads() {
     let leads = {
         let (leading, terms) = (leading.clone(), terms.clone());
         workbench::runtime().spawn(async move {
-            let leads = DISPATCHER.lead(&pool, |_| {
+            // With a second to spare on a slow machine.
+            let leader = Leader::named("dispatcher", Duration::from_secs(10));
+            let leads = leader.lead(&pool, |_| {
                 terms.fetch_add(1, Ordering::SeqCst);
                 let leads = Leads::begin(&leading);
                 async move {

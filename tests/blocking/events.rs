@@ -136,11 +136,13 @@ fn a_release_that_fails_is_told() {
     let database = installed();
     let pool = make_pool(&database.url(), 1, Duration::from_millis(50));
     let semaphore = Semaphore::named("s", 1, Duration::from_secs(60));
-    let mut other = None;
+    let open = || pool.get_timeout(Duration::from_secs(60)).unwrap();
+    let mut other = Some(open());
+    drop(other.take());
     assert_eq!(
         told(|| {
             let permit = semaphore.acquire(&pool).unwrap();
-            other = Some(pool.get().unwrap());
+            other = Some(open());
             permit.release().unwrap_err();
         }),
         [

@@ -130,7 +130,7 @@ fn a_crashed_holder_keeps_the_slot_for_a_timeout() {
     // A claim that nobody renews, as after a crash.
     run(
         observer.conn(),
-        "SELECT resource_control.claim_service_request('kept', 1, '600 ms', 'crashed')",
+        "SELECT resource_control.claim_service_request('kept', 1, '3 s', 'crashed')",
     );
     assert!(wait(KEPT.try_acquire(&pool)).unwrap().is_full());
     let permit = wait(KEPT.acquire(&pool)).unwrap();

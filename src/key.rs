@@ -13,7 +13,7 @@ const SHOWN: usize = 80;
 /// What an advisory lock is on.
 ///
 /// PostgreSQL's advisory locks have no names. It locks a `bigint`, or a pair of `int`, in two key spaces of each database. A
-/// `LockKey` is such a number, or the hash of a name. Two keys are equal if their numbers are, whatever their names.
+/// `LockKey` is such a number, or the hash of a name. Two keys are equal if their numbers are, also under two names.
 ///
 /// ```
 /// use diesel_interlock::LockKey;

@@ -41,7 +41,7 @@ pub fn describe_metrics() {
     describe_histogram!(
         WAIT,
         seconds,
-        "How long operations took that may wait, whatever they came to."
+        "How long operations took that may wait, with every outcome."
     );
     describe_histogram!(
         HELD_FOR,

@@ -37,7 +37,7 @@ impl<P: Pool> AdvisoryLock<P> {
     ///
     /// It is used as a single one is, with as many round trips. One statement takes the locks in the order of their numbers; at the
     /// first that is busy it stops, and releases the others. A waiter waits only for the lock that was busy, holds none meanwhile, and
-    /// then tries all, so callers do not deadlock, whatever the order in which they name the locks.
+    /// then tries all, so callers do not deadlock, in any order in which they name the locks.
     ///
     /// In a transaction, a wait holds the locks before the busy one in that order, which does not deadlock among such callers. A
     /// savepoint gives them back, so `try_acquire_xact` and `acquire_xact_timeout` take two round trips more.

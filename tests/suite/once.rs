@@ -404,7 +404,7 @@ fn bad_input_is_refused_before_anything_is_sent() {
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
     on_one(&pool, |conn| {
-        observer.kill_all(); // so that whatever is sent fails
+        observer.kill_all(); // so that all that is sent fails
         for once in [
             Once::named(""),
             Once::named("nul\0"),

@@ -210,7 +210,7 @@ fn none_and_too_many_and_bad_names_are_refused_before_anything_is_sent() {
     });
 }
 
-/// Who holds which of six things. Each has one holder, whatever the locks say.
+/// Who holds which of six things. Each has one holder, which is not told by the locks.
 struct Things {
     locks: [AdvisoryLock; 6],
     holders: [AtomicI32; 6],

@@ -6,7 +6,7 @@ use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
 use diesel::pg::Pg;
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
-use diesel::sql_types::Bool;
+use diesel::sql_types::{BigInt, Bool};
 
 use crate::error::{Error, Result};
 use crate::mode::Mode;
@@ -28,6 +28,21 @@ where
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     ask_on(Borrowed::new(pool, limit).await?, pool, limit, statements).await
+}
+
+/// How many rows a statement of [`in_batches`] deletes at most.
+pub(crate) const BATCH: i64 = 10_000;
+
+/// Sends a statement that deletes [`BATCH`] rows at most, until it finds fewer. Returns how many were deleted.
+pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> Result<u64> {
+    let mut deleted = 0;
+    loop {
+        let (batch, _): (i64, _) = ask(pool, None, std::slice::from_ref(&delete)).await?;
+        deleted += batch.unsigned_abs();
+        if batch < BATCH {
+            return Ok(deleted);
+        }
+    }
 }
 
 /// As [`ask`] with one statement, but to its end: once it is sent, a drop of the future does not stop it. What `then` makes of

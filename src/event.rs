@@ -179,7 +179,8 @@ impl Event<'_> {
                 )
             };
         }
-        if self.error.is_some() || is_lost {
+        let has_failed = self.error.is_some() || matches!(outcome, "failed" | "crashed");
+        if has_failed || is_lost {
             event!(warn)
         } else {
             event!(debug)

@@ -11,7 +11,7 @@ pub use self::done::Done;
 use crate::advisory::Locks;
 use crate::advisory::sql::Lock;
 use crate::advisory::xact;
-use crate::call::ask;
+use crate::call::in_batches;
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
@@ -110,19 +110,11 @@ impl<P: Pool> Once<P> {
     /// Forgets what was done longer ago than `older_than`, of all names, in batches of 10,000, and returns how many. A client that
     /// repeats such a request has it done again.
     pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, Result<u64>> {
-        const BATCH: i64 = 10_000;
         P::Mode::drive(async move {
             if older_than > LONGEST {
                 return Err(Error::Input("an age is 1,000 years at most"));
             }
-            let mut pruned = 0;
-            loop {
-                let (batch, _): (i64, _) = ask(pool, None, [sql::prune(older_than, BATCH)]).await?;
-                pruned += batch.unsigned_abs();
-                if batch < BATCH {
-                    return Ok(pruned);
-                }
-            }
+            in_batches(pool, sql::prune(older_than)).await
         })
     }
 

@@ -22,7 +22,7 @@ pub use self::check::{Check, CheckAll, Limited, Spent, State};
 pub use self::local::{LocalCheck, LocalRateLimit};
 pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
-use crate::call::{ask, ask_lent};
+use crate::call::{ask, ask_lent, in_batches};
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
@@ -214,9 +214,9 @@ impl<P: Pool> RateLimit<P> {
         })
     }
 
-    /// Deletes keys, of all limits, that are full, at most 10,000 at a time, and skips those in use. Returns how many. One round trip.
-    pub fn prune(pool: &P) -> Reply<'_, P, Result<i64>> {
-        P::Mode::drive(async move { Ok(ask(pool, None, [sql::prune()]).await?.0) })
+    /// Deletes the keys, of all limits, that are full, and skips those in use. Returns how many. A round trip for each 10,000.
+    pub fn prune(pool: &P) -> Reply<'_, P, Result<u64>> {
+        P::Mode::drive(in_batches(pool, sql::prune()))
     }
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {

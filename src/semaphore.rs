@@ -15,7 +15,7 @@ pub use self::claim::{Admission, Full};
 pub(crate) use self::keep::{Trust, keep};
 pub use self::permit::Permit;
 use self::permit::Service;
-use crate::call::{ask, ask_surely};
+use crate::call::{ask_surely, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
@@ -251,19 +251,11 @@ impl<P: Pool> Semaphore<P> {
     /// Deletes the requests of all services that ended longer ago than `older_than` from the log, the oldest first and 10,000 in a
     /// transaction. Returns how many.
     pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, Result<u64>> {
-        const BATCH: i32 = 10_000;
         P::Mode::drive(async move {
             if older_than > LONGEST {
                 return Err(Error::Input("an age is 1,000 years at most"));
             }
-            let mut pruned = 0;
-            loop {
-                let (batch, _): (i32, _) = ask(pool, None, [sql::prune(older_than, BATCH)]).await?;
-                pruned += u64::from(batch.unsigned_abs());
-                if batch < BATCH {
-                    return Ok(pruned);
-                }
-            }
+            in_batches(pool, sql::prune(older_than)).await
         })
     }
 

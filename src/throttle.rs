@@ -15,7 +15,7 @@ use diesel::data_types::PgInterval;
 pub use self::attempt::{Decision, Denied, Granted};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
 pub use self::sync::{Difference, Synced};
-use crate::call::{ask, ask_lent};
+use crate::call::{ask, ask_lent, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
@@ -126,10 +126,10 @@ impl<P: Pool> Throttle<P> {
         }))
     }
 
-    /// Deletes keys, of all throttles, that have been due for as long as their interval, at most 10,000 at a time, and skips those
-    /// in use. Returns how many. One round trip.
-    pub fn prune(pool: &P) -> Reply<'_, P, Result<i64>> {
-        P::Mode::drive(async move { Ok(ask(pool, None, [sql::prune()]).await?.0) })
+    /// Deletes the keys, of all throttles, that have been due for as long as their interval, and skips those in use. Returns how
+    /// many. A round trip for each 10,000.
+    pub fn prune(pool: &P) -> Reply<'_, P, Result<u64>> {
+        P::Mode::drive(in_batches(pool, sql::prune()))
     }
 
     /// Its name and key, and whether it is of a resource.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use diesel::sql_types::{BigInt, Binary, Bool, Nullable};
 
+use crate::call::BATCH;
 use crate::statement::Statement;
 use crate::time::interval;
 
@@ -28,12 +29,12 @@ pub(super) fn store(name: &str, key: &str, outcome: &[u8]) -> Statement<Bool> {
 }
 
 /// Deletes a batch of old outcomes: how many.
-pub(super) fn prune(older_than: Duration, batch: i64) -> Statement<BigInt> {
+pub(super) fn prune(older_than: Duration) -> Statement<BigInt> {
     const PRUNE: &str = "WITH done AS (
             DELETE FROM resource_control.once WHERE ctid = ANY (ARRAY(
                 SELECT o.ctid FROM resource_control.once AS o
                     WHERE o.done_at <= pg_catalog.clock_timestamp() - $1 LIMIT $2 FOR UPDATE SKIP LOCKED))
                 RETURNING 1
         ) SELECT pg_catalog.count(*) FROM done";
-    Statement::new(PRUNE, [interval(older_than).into(), batch.into()])
+    Statement::new(PRUNE, [interval(older_than).into(), BATCH.into()])
 }

@@ -7,6 +7,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{Array, BigInt, Bool, Interval, Timestamptz};
 
 use super::quota::Exact;
+use crate::call::BATCH;
 use crate::statement::Statement;
 
 /// Who spends what.
@@ -118,7 +119,7 @@ const RESET: &str = "WITH done AS (
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.rate_limit WHERE ctid = ANY (ARRAY(
             SELECT r.ctid FROM resource_control.rate_limit AS r
-                WHERE r.full_at <= clock_timestamp() LIMIT 10000 FOR UPDATE SKIP LOCKED))
+                WHERE r.full_at <= clock_timestamp() LIMIT $1 FOR UPDATE SKIP LOCKED))
             RETURNING 1
     ) SELECT count(*) FROM done";
 
@@ -197,5 +198,5 @@ pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
 
 /// Deletes keys that are full, and skips those in use.
 pub(super) fn prune() -> Statement<BigInt> {
-    Statement::new(PRUNE, [])
+    Statement::new(PRUNE, [BATCH.into()])
 }

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use diesel::data_types::PgInterval;
-use diesel::sql_types::{BigInt, Bool, Integer, Interval, Nullable};
+use diesel::sql_types::{BigInt, Bool, Interval, Nullable};
 
+use crate::call::BATCH;
 use crate::statement::Statement;
 use crate::time::interval;
 
@@ -46,9 +47,9 @@ pub(super) fn renew(service: &str, id: i64, timeout: Duration) -> Statement<Bool
 }
 
 /// How many were deleted.
-pub(super) fn prune(older_than: Duration, batch: i32) -> Statement<Integer> {
+pub(super) fn prune(older_than: Duration) -> Statement<BigInt> {
     Statement::new(
-        "SELECT resource_control.prune_service_requests($1, $2)",
-        [interval(older_than).into(), batch.into()],
+        "SELECT resource_control.prune_service_requests($1, $2::integer)::bigint",
+        [interval(older_than).into(), BATCH.into()],
     )
 }

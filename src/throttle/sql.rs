@@ -3,6 +3,7 @@
 use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
+use crate::call::BATCH;
 use crate::statement::Statement;
 
 /// Whether it was granted, when that was decided, when it was granted last, by whom, and the interval, which is null for a resource
@@ -112,7 +113,7 @@ const PRUNE: &str = "WITH done AS (
                 LEFT JOIN resource_control.throttled_resource AS r ON t.is_resource AND r.resource_id::text = t.name
                 WHERE t.last_granted + 2 * COALESCE(resource_control.elapsed(r.throttle_interval), t.throttle_interval)
                     <= clock_timestamp()
-                LIMIT 10000 FOR UPDATE OF t SKIP LOCKED))
+                LIMIT $1 FOR UPDATE OF t SKIP LOCKED))
             RETURNING 1
     ) SELECT count(*) FROM done";
 
@@ -144,7 +145,7 @@ pub(super) fn keyed_resource(name: &str, key: &str, details: &str) -> [Attempt; 
 
 /// Deletes what has been due for its interval, and skips what is in use.
 pub(super) fn prune() -> Statement<BigInt> {
-    Statement::new(PRUNE, [])
+    Statement::new(PRUNE, [BATCH.into()])
 }
 
 /// Whether the label is known, and the interval of its row in microseconds, if there is one.

@@ -78,7 +78,7 @@ impl Model {
     }
 
     /// Forgets what has been due for its interval, which is that of the last grant for a named throttle. Returns how many.
-    fn prune(&mut self) -> i64 {
+    fn prune(&mut self) -> u64 {
         let before = self.last.len();
         let of_resource = self.intervals[1];
         self.last.retain(|(is_resource, key), last| {
@@ -88,7 +88,7 @@ impl Model {
             };
             (*is_resource && key.is_none()) || last.hours_ago < 2 * interval
         });
-        (before - self.last.len()) as i64
+        (before - self.last.len()) as u64
     }
 }
 

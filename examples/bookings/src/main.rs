@@ -1,4 +1,4 @@
-//! `DATABASE_URL=postgres://… cargo run -p bookings -- blocking`, or `async`.
+//! `DATABASE_URL=postgres://… cargo run -p bookings -- blocking`, or `async`, and a port if it is not to be 3000.
 
 use std::error::Error;
 
@@ -31,7 +31,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
         }
         Some(other) => return Err(format!("{other} is neither blocking nor async").into()),
     };
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", 3000)).await?;
+    let port = std::env::args()
+        .nth(2)
+        .map_or(Ok(3000), |port| port.parse())?;
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     println!("http://{}", listener.local_addr()?);
     Ok(axum::serve(listener, router.merge(metrics)).await?)
 }

@@ -69,6 +69,28 @@ impl Subject {
         result
     }
 
+    /// Waits, as the gauge shows.
+    pub(crate) async fn waiting<T>(self, work: impl Future<Output = T>) -> T {
+        let _waiting = Raised::waiting(self);
+        work.await
+    }
+
+    /// Tells what an operation came to that has waited for so long.
+    pub(crate) fn waited(
+        self,
+        operation: &'static str,
+        outcome: &'static str,
+        took: Duration,
+        error: Option<&Error>,
+    ) {
+        let event = self.of(operation, outcome, took, error);
+        Event {
+            waits: true,
+            ..event
+        }
+        .emit();
+    }
+
     /// Tells how a holding ended: `released`, `resigned` for a leader, or with an error.
     pub(crate) fn ended(
         self,

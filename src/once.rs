@@ -5,7 +5,7 @@ mod sql;
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use self::done::Done;
 use crate::advisory::Locks;
@@ -13,7 +13,7 @@ use crate::advisory::sql::Lock;
 use crate::advisory::xact;
 use crate::call::in_batches;
 use crate::error::{Error, Result};
-use crate::event::{Outcome, Subject};
+use crate::event::Subject;
 use crate::input;
 use crate::key::{LockKey, fnv1a};
 use crate::mode::Mode;
@@ -87,6 +87,7 @@ pub struct Once<P: Pool> {
 struct Entered<'c, S: Session> {
     transaction: Own<'c, S>,
     outcome: Option<Vec<u8>>,
+    took: Duration,
 }
 
 impl<P: Pool> Once<P> {
@@ -120,22 +121,41 @@ impl<P: Pool> Once<P> {
 
     /// Opens the transaction, takes the lock, and then looks whether it is done.
     async fn enter<'c>(&self, conn: &'c mut Connection<P>) -> Result<Entered<'c, Connection<P>>> {
-        let subject = Subject {
-            primitive: "once",
-            name: self.name,
-        };
-        let enter = async {
+        let began = Instant::now();
+        let entered = self.subject().waiting(async {
             self.check()?;
             let transaction = Own::begin(conn).await?;
             match self.look(transaction.conn).await {
                 Ok(outcome) => Ok(Entered {
                     transaction,
                     outcome,
+                    took: began.elapsed(),
                 }),
                 Err(error) => Err(transaction.failed(error).await),
             }
+        });
+        entered.await.inspect_err(|error| {
+            let took = began.elapsed();
+            self.subject().waited("run", "failed", took, Some(error));
+        })
+    }
+
+    /// Tells what it came to, and how long that took without the work.
+    fn told<E>(&self, took: Duration, done: Result<Done, E>) -> Result<Done, E> {
+        let outcome = match &done {
+            Ok(Done::First(_)) => "first",
+            Ok(Done::Before(_)) => "before",
+            Err(_) => "failed",
         };
-        subject.wait("run", enter).await
+        self.subject().waited("run", outcome, took, None);
+        done
+    }
+
+    const fn subject(&self) -> Subject {
+        Subject {
+            primitive: "once",
+            name: self.name,
+        }
     }
 
     async fn look<S: Session>(&self, session: &mut S) -> Result<Option<Vec<u8>>> {
@@ -197,13 +217,14 @@ impl Once<crate::pool::PgPool> {
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
         let entered = now(self.enter(conn))?;
-        match entered.outcome {
+        let done = match entered.outcome {
             Some(outcome) => now(entered.transaction.end(Ok(Done::Before(outcome)))),
             None => {
                 let worked = work(entered.transaction.conn);
                 now(self.finish(entered.transaction, worked))
             }
-        }
+        };
+        self.told(entered.took, done)
     }
 }
 
@@ -219,22 +240,14 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
         let entered = self.enter(conn).await?;
-        match entered.outcome {
+        let done = match entered.outcome {
             Some(outcome) => entered.transaction.end(Ok(Done::Before(outcome))).await,
             None => {
                 let worked = work(entered.transaction.conn).await;
                 self.finish(entered.transaction, worked).await
             }
-        }
-    }
-}
-
-impl<S: Session> Outcome for Entered<'_, S> {
-    fn word(&self) -> &'static str {
-        match self.outcome {
-            None => "first",
-            Some(_) => "before",
-        }
+        };
+        self.told(entered.took, done)
     }
 }
 

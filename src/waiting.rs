@@ -116,6 +116,9 @@ impl Turns {
         if topic != self.topic {
             self.leave();
             self.topic = topic;
+            // No sooner than after a refusal by the one before.
+            let due = Instant::now() + jittered(self.pause);
+            self.join(|alarm, _| alarm.set(due));
         }
     }
 

@@ -67,10 +67,15 @@ impl<E> CustomizeConnection<PgConnection, E> for Unprepared {
     }
 }
 
-/// A pool for a lock and its renewals.
+/// A pool for a lock and its renewals, of a database that is there.
 pub(crate) fn pool(url: &str) -> Result<PgPool, Failure> {
     // A pool tries again until its timeout where a connection says at once what is wrong.
     drop(connect(url)?);
+    pool_that_waits(url)
+}
+
+/// The same, of a database that may be away for now.
+pub(crate) fn pool_that_waits(url: &str) -> Result<PgPool, Failure> {
     Pool::builder()
         .max_size(3)
         .min_idle(Some(0))

@@ -70,7 +70,7 @@ const SERVER: &[&str] = &[
 const SCHEMA: &[&str] = &[
     "SELECT 'warn' AS level, format('request %s has slot %s of %s since %s (%s)', id, slot, service, date_trunc('second', created_at),
             details) AS found,
-        format('if it is stuck: interlock kill %L --slot %s', service, id) AS remedy
+        format('if it is stuck: interlock kill ''%s'' --slot %s', replace(service, '''', '''\\'''''), id) AS remedy
         FROM resource_control.slot_in_flight WHERE created_at < clock_timestamp() - :holder_age AND NOT starts_with(service, 'leader ')",
     "SELECT 'warn' AS level, format('%s has %s rows, and nothing prunes it by itself', c.relname, c.reltuples) AS found,
         'call prune of the semaphore, throttle or rate limit from time to time' AS remedy
@@ -111,7 +111,7 @@ impl Doctor {
         let holders = format!(
             "SELECT 'warn' AS level, format('session %s (%s, %s) holds the lock %s, and does nothing since %s', pid, role, application, lock,
                     session_changed) AS found,
-                format('if it is stuck: interlock kill --number -- %L', lock) AS remedy
+                format('if it is stuck: interlock kill --number -- ''%s''', lock) AS remedy
                 FROM ({}) AS l WHERE state = 'held' AND session_changed < clock_timestamp() - :holder_age",
             database::LOCKS
         );

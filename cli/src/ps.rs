@@ -49,7 +49,9 @@ impl Ps {
         all.insert("locks".into(), found(conn, database::LOCKS, &lock)?);
         for (kind, query) in VIEWS {
             let is_there =
-                "SELECT 1 WHERE to_regclass('resource_control.schedule_state') IS NOT NULL";
+                "SELECT 1 FROM pg_namespace AS n WHERE n.nspname = 'resource_control' AND has_schema_privilege(n.oid, 'USAGE')
+                    AND EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'schedule_state'
+                        AND has_table_privilege(c.oid, 'SELECT'))";
             if !database::rows(conn, is_there)?.is_empty() {
                 all.insert(kind.into(), found(conn, query, &self.name)?);
             }

@@ -67,7 +67,12 @@ enum Event {
 impl Run {
     pub(crate) fn run(self) -> Result<i32, Failure> {
         let signals = job::block().map_err(system)?;
-        let pool = database::pool(&database::url(&self.name)?)?;
+        let url = database::url(&self.name)?;
+        let pool = if self.wait.is_zero() {
+            database::pool(&url)?
+        } else {
+            database::pool_that_waits(&url)?
+        };
         let (sender, events) = mpsc::channel();
         let (end, ended) = mpsc::channel();
         let told = sender.clone();
@@ -96,7 +101,13 @@ impl Run {
             }
         };
         let started = Job::start(&self.command, token).map_err(system);
-        let attended = started.and_then(|mut job| attend(&mut job, &events, sender));
+        let attended = started.and_then(|mut job| {
+            attend(&mut job, &events, sender).inspect_err(|_| {
+                // It must not run on without the lock.
+                job.send(Signal::SIGKILL);
+                let _ = Job::wait(job.pid);
+            })
+        });
         drop(end);
         let is_lost = matches!(attended, Ok(Failure::LOST));
         match until(&events, if is_lost { PIECE } else { GRACE }) {
@@ -159,7 +170,9 @@ fn attend(job: &mut Job, events: &Receiver<Event>, sender: Sender<Event>) -> Res
     while job.is_there() && Instant::now() < kill_at {
         thread::sleep(Duration::from_millis(20));
     }
-    job.send(Signal::SIGKILL);
+    if job.is_there() {
+        job.send(Signal::SIGKILL);
+    }
     Ok(Failure::LOST)
 }
 
@@ -215,7 +228,10 @@ fn take(of: &Of, pool: &PgPool, wait: Duration, end: &Receiver<()>) -> Result<Op
         let rest = deadline.map_or(wait, |deadline| {
             deadline.saturating_duration_since(Instant::now())
         });
-        let is_last = rest <= PIECE || end.try_recv() == Err(TryRecvError::Disconnected);
+        if end.try_recv() == Err(TryRecvError::Disconnected) {
+            return Ok(None);
+        }
+        let is_last = rest <= PIECE;
         match of.take(pool, rest.min(PIECE)) {
             Ok(None) if !is_last => was_busy = true,
             Err(error) if error.is_unavailable() && (was_busy || !is_last) => {

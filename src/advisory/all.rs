@@ -100,6 +100,15 @@ pub(crate) struct Locks(Arc<[Lock]>);
 pub(crate) struct Busy(pub(super) usize);
 
 impl Busy {
+    /// That in the order of [`Locks::take_others`], in the order of all.
+    pub(super) const fn beside(self, Self(held): Self) -> Self {
+        match self.0 {
+            0 => Self(held),
+            place if place <= held => Self(place - 1),
+            place => Self(place),
+        }
+    }
+
     /// Reads the reply to a try: the pid of the session that has taken all now.
     pub(super) fn read(reply: Option<i32>) -> Result<Result<i32, Self>> {
         match reply {

@@ -23,7 +23,7 @@ use crate::pool::PgPool;
 use crate::pool::Pool;
 #[cfg(feature = "r2d2")]
 use crate::session::now;
-use crate::session::{Session, started_quietly};
+use crate::session::{Session, Transaction, started_quietly};
 use crate::transaction::refusal;
 use crate::waiting::{self, Topic, Turns, What};
 
@@ -171,10 +171,17 @@ impl<'c, S: Session> Scope<'c, S> {
             }
             scope.holds = Holds::Unknown;
             let (reply, is_open) = scope.conn.probe(scope.locks.take()).await;
+            // What the server has refused ends no session.
+            scope.holds = match reply {
+                Ok((Some(pid @ 1..),)) => Holds::Locks(pid),
+                Ok(_) => Holds::Nothing,
+                Err(_) => Holds::Unknown,
+            };
             let mut taken = taken(reply, is_open)?;
             if let (Err(busy), true) = (taken, waits) {
                 turns.wait_for(Topic::lent(What::Lock(scope.locks.get(busy).id)));
                 if let Some(slice) = turns.slice() {
+                    scope.holds = Holds::Unknown;
                     taken = waited(scope.conn, &scope.locks, busy, slice, &mut turns).await?;
                 }
             }
@@ -223,7 +230,7 @@ impl<'c, S: Session> Scope<'c, S> {
         let Holds::Locks(pid) = self.holds else {
             return outcome;
         };
-        let began = Instant::now();
+        let (began, before) = (Instant::now(), self.conn.transaction());
         let (reply, is_open) = self.conn.probe(self.locks.release(pid)).await;
         // A moved session is not this one, so nothing is to be ended here.
         self.holds = if reply.is_ok() {
@@ -232,7 +239,7 @@ impl<'c, S: Session> Scope<'c, S> {
             Holds::Unknown
         };
         let mut left = released(self.conn, reply, &self.locks, pid).await;
-        if left.is_ok() && is_open {
+        if left.is_ok() && (is_open || before == Transaction::Open) {
             left = Err(Error::TransactionLeftOpen(self.locks.to_string()));
         }
         self.subject.ended("with_on", began, self.since, &left);
@@ -271,7 +278,7 @@ impl<S: Session> Drop for Scope<'_, S> {
             let _ = started_quietly(self.conn.batch(END_SESSION));
             self.conn.mark_broken();
         }
-        if self.is_entered() {
+        if self.held.is_some() && self.is_entered() {
             let outcome = if is_certain { "released" } else { "failed" };
             let (took, held) = (began.elapsed(), Some(self.since.elapsed()));
             self.subject.event("drop", outcome, took, held, None);

@@ -98,7 +98,11 @@ impl<P: Pool> Pinned<P> {
         }
         self.holds = Holds::Tried(locks.clone());
         let (reply, is_open) = self.conn().probe(locks.take()).await;
-        self.holds = Holds::Unknown;
+        self.holds = match reply {
+            // A standby has taken nothing.
+            Ok((Some(0),)) if !is_open => Holds::Nothing,
+            _ => Holds::Unknown,
+        };
         let taken = taken(reply, is_open)?;
         self.hold(locks, taken);
         Ok(taken)
@@ -282,7 +286,10 @@ pub(super) async fn waited<S: Session>(
     };
     let granted: (Option<i32>,) = session.one(ask).await?;
     match granted {
-        (Some(_),) if locks.len() > 1 => taken(session.one(locks.take_others(busy)).await, false),
+        (Some(_),) if locks.len() > 1 => {
+            let others = session.one(locks.take_others(busy)).await;
+            Ok(taken(others, false)?.map_err(|other| other.beside(busy)))
+        }
         (pid,) => Ok(pid.ok_or(busy)),
     }
 }

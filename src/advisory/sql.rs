@@ -261,11 +261,12 @@ impl Lock {
     }
 }
 
-/// It is read when a statement begins, so it stands in one of its own. A shorter one of the session's own stays. A server on Windows
-/// has the setting and refuses it.
-const NOTICE_CLIENT: &str = "DO $$ BEGIN PERFORM pg_catalog.set_config(name, '1000', true) FROM pg_catalog.pg_settings \
-     WHERE name = 'client_connection_check_interval' AND setting::int NOT BETWEEN 1 AND 1000; \
-     EXCEPTION WHEN invalid_parameter_value THEN NULL; END $$";
+/// It is read when a statement begins, so it stands in one of its own. A shorter one of the session's own stays. Servers that cannot
+/// notice it have the setting and refuse it: those on Windows, and of PostgreSQL 14 all but those on Linux.
+const NOTICE_CLIENT: &str = "SELECT pg_catalog.set_config(name, '1000', true) FROM pg_catalog.pg_settings \
+     WHERE name = 'client_connection_check_interval' AND setting::int NOT BETWEEN 1 AND 1000 \
+     AND (pg_catalog.version() ~ 'linux' OR pg_catalog.version() !~* 'windows|mingw|visual c' \
+     AND pg_catalog.current_setting('server_version_num')::int >= 150000)";
 
 fn milliseconds(limit: Duration) -> i32 {
     i32::try_from(limit.as_millis()).unwrap_or(i32::MAX).max(1)

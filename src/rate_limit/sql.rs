@@ -39,19 +39,19 @@ macro_rules! again {
         concat!(
             "WITH spent AS (
                 UPDATE resource_control.rate_limit AS r
-                    SET spent_at = clock_timestamp(), full_at = GREATEST(r.full_at, clock_timestamp()) + $1
+                    SET spent_at = pg_catalog.clock_timestamp(), full_at = GREATEST(r.full_at, pg_catalog.clock_timestamp()) + $1
                     WHERE r.name = $2 AND r.key = $3 AND r.unit_us = $4 AND r.burst = $5
-                        AND CASE WHEN r.full_at <= clock_timestamp() + $6 THEN ",
+                        AND CASE WHEN r.full_at <= pg_catalog.clock_timestamp() + $6 THEN ",
             $limit,
             " ELSE false END
                     RETURNING r.spent_at, r.full_at",
             $commit,
             ")
-            SELECT true, s.spent_at, s.full_at - clock_timestamp() FROM spent AS s
-            UNION ALL SELECT false, clock_timestamp(), resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) - clock_timestamp()
+            SELECT true, s.spent_at, s.full_at - pg_catalog.clock_timestamp() FROM spent AS s
+            UNION ALL SELECT false, pg_catalog.clock_timestamp(), resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) - pg_catalog.clock_timestamp()
                 FROM resource_control.rate_limit AS r
                 WHERE r.name = $2 AND r.key = $3 AND NOT EXISTS (SELECT FROM spent)
-                    AND resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) > clock_timestamp() + $6"
+                    AND resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) > pg_catalog.clock_timestamp() + $6"
         )
     };
 }
@@ -64,15 +64,15 @@ macro_rules! first {
         concat!(
             "WITH made AS (
                 INSERT INTO resource_control.rate_limit AS r (since, spent_at, full_at, name, key, unit_us, burst)
-                    SELECT clock_timestamp(), clock_timestamp(), clock_timestamp(), $1, $2, $3, $4
+                    SELECT pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp(), $1, $2, $3, $4
                         WHERE NOT EXISTS (SELECT FROM resource_control.rate_limit AS o
                             WHERE o.name = $1 AND o.key = $2 AND o.unit_us = $3 AND o.burst = $4) AND ",
             $limit,
             "
                     ON CONFLICT (name, key) DO UPDATE SET
-                        since = CASE WHEN r.unit_us = $3 THEN r.since ELSE clock_timestamp() END,
+                        since = CASE WHEN r.unit_us = $3 THEN r.since ELSE pg_catalog.clock_timestamp() END,
                         full_at = resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3), unit_us = $3, burst = $4
-                    WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3) <= clock_timestamp() + $5
+                    WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3) <= pg_catalog.clock_timestamp() + $5
                     RETURNING r.spent_at",
             $commit,
             ") SELECT false, m.spent_at, interval '0' FROM made AS m WHERE false"
@@ -83,45 +83,51 @@ macro_rules! first {
 /// In the order of [`Commit`].
 const AGAIN: [&str; 3] = [
     again!(
-        "set_config('lock_timeout', '250ms', true) IS NOT NULL",
-        ", set_config('synchronous_commit', 'off', true)"
+        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        ", pg_catalog.set_config('synchronous_commit', 'off', true)"
     ),
-    again!("set_config('lock_timeout', '250ms', true) IS NOT NULL", ""),
+    again!(
+        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        ""
+    ),
     again!("true", ""),
 ];
 
 const FIRST: [&str; 3] = [
     first!(
-        "set_config('lock_timeout', '250ms', true) IS NOT NULL",
-        ", set_config('synchronous_commit', 'off', true)"
+        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        ", pg_catalog.set_config('synchronous_commit', 'off', true)"
     ),
-    first!("set_config('lock_timeout', '250ms', true) IS NOT NULL", ""),
+    first!(
+        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
+        ""
+    ),
     first!("true", ""),
 ];
 
 /// Only under the quota under which the units were spent, and not if a crash of the server forgot them.
 const GIVE_BACK: &str = "WITH done AS (
         UPDATE resource_control.rate_limit AS r
-            SET full_at = r.full_at - (make_interval(secs => floor($1 * r.unit_us) / 1000000)
-                - make_interval(secs => date_part('epoch', clock_timestamp() - $2)))
+            SET full_at = r.full_at - (pg_catalog.make_interval(secs => pg_catalog.floor($1 * r.unit_us) / 1000000)
+                - pg_catalog.make_interval(secs => pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $2)))
             WHERE r.name = $3 AND r.key = $4 AND r.since <= $2 AND r.spent_at >= $2
-                AND make_interval(secs => date_part('epoch', clock_timestamp() - $2)) < make_interval(secs => floor($1 * r.unit_us) / 1000000)
-                AND set_config('lock_timeout', '250ms', true) IS NOT NULL
-            RETURNING set_config('synchronous_commit', 'off', true)
-    ) SELECT count(*) FROM done";
+                AND pg_catalog.make_interval(secs => pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $2)) < pg_catalog.make_interval(secs => pg_catalog.floor($1 * r.unit_us) / 1000000)
+                AND pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL
+            RETURNING pg_catalog.set_config('synchronous_commit', 'off', true)
+    ) SELECT pg_catalog.count(*) FROM done";
 
 const RESET: &str = "WITH done AS (
         DELETE FROM resource_control.rate_limit AS r
-            WHERE r.name = $1 AND r.key = $2 AND set_config('lock_timeout', '250ms', true) IS NOT NULL
-            RETURNING r.full_at > clock_timestamp() AS owed
-    ) SELECT count(*) FROM done WHERE owed";
+            WHERE r.name = $1 AND r.key = $2 AND pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL
+            RETURNING r.full_at > pg_catalog.clock_timestamp() AS owed
+    ) SELECT pg_catalog.count(*) FROM done WHERE owed";
 
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.rate_limit WHERE ctid = ANY (ARRAY(
             SELECT r.ctid FROM resource_control.rate_limit AS r
-                WHERE r.full_at <= clock_timestamp() LIMIT $1 FOR UPDATE SKIP LOCKED))
+                WHERE r.full_at <= pg_catalog.clock_timestamp() LIMIT $1 FOR UPDATE SKIP LOCKED))
             RETURNING 1
-    ) SELECT count(*) FROM done";
+    ) SELECT pg_catalog.count(*) FROM done";
 
 /// Whether a transaction has the row of the key now. A row that is not committed yet cannot be seen, so any other transaction that
 /// writes to the table is then taken for its.
@@ -188,7 +194,7 @@ pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
     for call in calls {
         let [unit, name, key] = [1, 2, 3].map(|n| binds.len() + n);
         sql.push(format!(
-            "COALESCE((SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, ${unit}) - clock_timestamp()
+            "COALESCE((SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, ${unit}) - pg_catalog.clock_timestamp()
                 FROM resource_control.rate_limit AS r WHERE r.name = ${name} AND r.key = ${key}), '0')"
         ));
         binds.extend([call.quota.unit().into(), call.name.into(), call.key.into()]);

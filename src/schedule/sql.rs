@@ -26,7 +26,7 @@ type SeenSql = (
 );
 
 pub(super) fn look(name: &str) -> Statement<SeenSql> {
-    const LOOK: &str = "SELECT c.now, s.tick, s.attempt, s.token, s.expires_at FROM (SELECT clock_timestamp() AS now) AS c
+    const LOOK: &str = "SELECT c.now, s.tick, s.attempt, s.token, s.expires_at FROM (SELECT pg_catalog.clock_timestamp() AS now) AS c
         LEFT JOIN resource_control.schedule AS s ON s.name = $1";
     Statement::new(LOOK, [name.into()])
 }
@@ -34,8 +34,8 @@ pub(super) fn look(name: &str) -> Statement<SeenSql> {
 /// How many schedules were new.
 pub(super) fn register(name: &str) -> Statement<BigInt> {
     const REGISTER: &str = "WITH new AS (
-            INSERT INTO resource_control.schedule (name, tick) VALUES ($1, clock_timestamp()) ON CONFLICT DO NOTHING RETURNING 1
-        ) SELECT count(*) FROM new";
+            INSERT INTO resource_control.schedule (name, tick) VALUES ($1, pg_catalog.clock_timestamp()) ON CONFLICT DO NOTHING RETURNING 1
+        ) SELECT pg_catalog.count(*) FROM new";
     Statement::new(REGISTER, [name.into()])
 }
 
@@ -53,15 +53,15 @@ pub(super) fn claim(
 ) -> Claim {
     const CLAIM: &str = "WITH claimed AS (
             UPDATE resource_control.schedule AS s SET tick = n.tick, token = s.token + 1, runner = COALESCE(NULLIF($1, ''),
-                    concat_ws(' ', NULLIF(btrim(current_setting('application_name')), ''), 'pid', pg_backend_pid())),
+                    pg_catalog.concat_ws(' ', NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid())),
                     attempt = CASE WHEN s.tick = n.tick THEN s.attempt + 1 ELSE 1 END,
                     missed = CASE WHEN s.tick = n.tick THEN s.missed ELSE n.missed END,
-                    started_at = clock_timestamp(), expires_at = clock_timestamp() + $2, ended_at = NULL, error = NULL
+                    started_at = pg_catalog.clock_timestamp(), expires_at = pg_catalog.clock_timestamp() + $2, ended_at = NULL, error = NULL
                 FROM (SELECT $3 AS tick, $4 AS missed) AS n
-                WHERE s.name = $5 AND s.token = $6 AND n.tick <= clock_timestamp()
-                    AND (s.expires_at <= clock_timestamp() OR s.expires_at IS NULL AND s.tick < n.tick)
+                WHERE s.name = $5 AND s.token = $6 AND n.tick <= pg_catalog.clock_timestamp()
+                    AND (s.expires_at <= pg_catalog.clock_timestamp() OR s.expires_at IS NULL AND s.tick < n.tick)
                 RETURNING s.attempt, s.token, s.missed
-        ) SELECT max(attempt), max(token), max(missed) FROM claimed";
+        ) SELECT pg_catalog.max(attempt), pg_catalog.max(token), pg_catalog.max(missed) FROM claimed";
     let binds = [
         runner.into(),
         interval(lease).into(),
@@ -84,7 +84,7 @@ macro_rules! update {
                     WHERE s.name = $2 AND s.token = $3",
             $and,
             " RETURNING 1
-            ) SELECT count(*) FROM run"
+            ) SELECT pg_catalog.count(*) FROM run"
         )
     };
 }
@@ -103,20 +103,20 @@ pub(super) enum Update {
 impl Update {
     pub(super) fn of(self, name: &str, token: i64) -> Statement<BigInt> {
         const RENEW: &str = update!(
-            "expires_at = clock_timestamp() + $1",
-            " AND s.expires_at > clock_timestamp()"
+            "expires_at = pg_catalog.clock_timestamp() + $1",
+            " AND s.expires_at > pg_catalog.clock_timestamp()"
         );
         // Also a second time, if the reply to the first was lost.
         const FINISH: &str = update!(
-            "expires_at = NULL, ended_at = clock_timestamp(), error = NULLIF($1, '')",
+            "expires_at = NULL, ended_at = pg_catalog.clock_timestamp(), error = NULLIF($1, '')",
             ""
         );
         const CRASH: &str = update!(
-            "expires_at = clock_timestamp(), error = $1",
+            "expires_at = pg_catalog.clock_timestamp(), error = $1",
             " AND s.expires_at IS NOT NULL"
         );
         const GIVE_BACK: &str = update!(
-            "expires_at = clock_timestamp(), ended_at = clock_timestamp(), attempt = s.attempt - $1",
+            "expires_at = pg_catalog.clock_timestamp(), ended_at = pg_catalog.clock_timestamp(), attempt = s.attempt - $1",
             " AND s.expires_at IS NOT NULL"
         );
         let (sql, value): (_, Bind) = match self {

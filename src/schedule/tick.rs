@@ -102,12 +102,15 @@ impl<P: Pool> Running<P> {
         });
         // The work is done: what is dropped from now on must not give the tick back.
         self.is_over = true;
-        let (run, trust) = (self.run.clone(), self.trust.clone());
+        self.trust.ends();
+        let (run, trust, began) = (self.run.clone(), self.trust.clone(), Instant::now());
         let finished = P::Mode::surely(&self.run.runtime, async move {
             loop {
                 let finish = Update::Finish(stored.clone());
                 let finished = run.clone().update(finish, None).await;
-                if finished.is_ok() || trust.is_over() {
+                // An end that the database refuses must not keep the schedule for ever.
+                let is_too_late = trust.is_over() || began.elapsed() > trust.timeout;
+                if finished.is_ok() || is_too_late {
                     trust.end();
                     return finished;
                 }

@@ -1,6 +1,9 @@
 //! For how long a permit or a lease may be relied on, and its renewing.
 
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use crate::alarm::{Alarm, Sleepers, jittered, lock};
@@ -14,7 +17,7 @@ use crate::mode::Mode;
 pub(crate) struct Trust {
     subject: Subject,
     since: Instant,
-    timeout: Duration,
+    pub(crate) timeout: Duration,
     state: Mutex<State>,
     /// Those who wait for its end.
     pub(crate) sleepers: Sleepers,
@@ -26,6 +29,8 @@ pub(crate) struct Trust {
 struct State {
     until: Instant,
     end: Option<End>,
+    /// What ends it was sent, so there may be nothing to renew any more.
+    is_ending: bool,
     /// Its loss was told when it was noticed.
     is_told: bool,
     /// Until its end.
@@ -43,6 +48,7 @@ impl Trust {
         let state = State {
             until: sent + trusted(timeout),
             end: None,
+            is_ending: false,
             is_told: false,
             held: Some(Raised::held(subject)),
         };
@@ -96,18 +102,18 @@ impl Trust {
                 self.due.set(sent + self.timeout / 3);
                 true
             }
-            (None, _) => {
+            (None, _) if !state.is_ending => {
                 self.lose(state);
                 false
             }
-            (Some(_), _) => false,
+            _ => false,
         }
     }
 
     /// Nobody renews it any more: if it was not ended, it is lost.
     fn forsake(&self) {
         let state = lock(&self.state);
-        if state.end.is_none() {
+        if state.end.is_none() && !state.is_ending {
             self.lose(state);
         }
     }
@@ -128,6 +134,11 @@ impl Trust {
         if !lock(&self.state).is_told {
             tell(self.subject, self.since);
         }
+    }
+
+    /// Its holder is about to end it, which a renewal on its way must not take for a loss.
+    pub(crate) fn ends(&self) {
+        lock(&self.state).is_ending = true;
     }
 
     /// Its holder ends it: there is nothing to renew any more.
@@ -155,7 +166,7 @@ fn trusted(timeout: Duration) -> Duration {
 /// pool, and starve.
 pub(crate) async fn keep<M: Mode, F>(
     trust: Arc<Trust>,
-    renew: impl Fn(Option<Duration>) -> F + Send,
+    renew: impl Fn(Option<Duration>) -> F + Send + Sync,
 ) where
     F: Future<Output = Result<Option<Instant>>> + Send,
 {
@@ -167,7 +178,8 @@ pub(crate) async fn keep<M: Mode, F>(
         }
         let until = trust.until();
         let limit = until.saturating_duration_since(Instant::now());
-        match M::within(Some(until), renew(Some(limit))).await {
+        let renewal = insist::<M, _>(&renew, limit, trust.timeout * 2 / 5);
+        match M::within(Some(until), renewal).await {
             Some(Ok(renewed)) if trust.renewed(renewed) => {}
             Some(Err(_)) => trust.due.set(Instant::now() + jittered(pause)),
             _ => break,
@@ -178,4 +190,48 @@ pub(crate) async fn keep<M: Mode, F>(
         }
     }
     trust.forsake();
+}
+
+/// Renews it, and begins again beside the first try if that has no reply for so long, because a pool may lend a connection on which
+/// the statement of a dropped future still runs. The first good reply counts. It is long, because on a slow server two tries are slower
+/// than one. A blocking try is not interrupted.
+async fn insist<M: Mode, F>(
+    renew: &(impl Fn(Option<Duration>) -> F + Send + Sync),
+    limit: Duration,
+    patience: Duration,
+) -> Result<Option<Instant>>
+where
+    F: Future<Output = Result<Option<Instant>>> + Send,
+{
+    let mut first = pin!(renew(Some(limit)));
+    let replied = M::within(Some(Instant::now() + patience), first.as_mut()).await;
+    if let Some(reply) = replied {
+        return reply;
+    }
+    let mut second = pin!(renew(Some(limit.saturating_sub(patience))));
+    let mut failed = [false; 2];
+    poll_fn(|context| {
+        let tries = [
+            first.as_mut() as Pin<&mut (dyn Future<Output = _> + Send)>,
+            second.as_mut(),
+        ];
+        for (renewal, has_failed) in tries.into_iter().zip(&mut failed) {
+            if *has_failed {
+                continue;
+            }
+            match renewal.poll(context) {
+                Poll::Ready(Err(_)) => *has_failed = true,
+                reply => {
+                    if reply.is_ready() {
+                        return reply;
+                    }
+                }
+            }
+        }
+        match failed {
+            [true, true] => Poll::Ready(Err(Error::TimedOut)),
+            _ => Poll::Pending,
+        }
+    })
+    .await
 }

@@ -17,7 +17,7 @@ macro_rules! details {
         concat!(
             "COALESCE(NULLIF(",
             $bind,
-            ", ''), concat_ws(' ', NULLIF(btrim(current_setting('application_name')), ''), 'pid', pg_backend_pid()))"
+            ", ''), pg_catalog.concat_ws(' ', NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid()))"
         )
     };
 }
@@ -34,17 +34,17 @@ macro_rules! interval_of_resource {
 /// Locks the row only if it is due, and skips it while another transaction takes it, so a denial only reads.
 const RESOURCE: &str = concat!(
     "WITH granted AS (
-        UPDATE resource_control.throttled_resource SET last_locked = clock_timestamp(), last_locker_details = ",
+        UPDATE resource_control.throttled_resource SET last_locked = pg_catalog.clock_timestamp(), last_locker_details = ",
     details!("$1"),
     " WHERE ctid = (
             SELECT t.ctid FROM resource_control.throttled_resource AS t
                 WHERE t.resource_id::text = $2
-                    AND t.last_locked <= clock_timestamp() - resource_control.elapsed(t.throttle_interval)
+                    AND t.last_locked <= pg_catalog.clock_timestamp() - resource_control.elapsed(t.throttle_interval)
                 FOR NO KEY UPDATE SKIP LOCKED)
             RETURNING last_locked, last_locker_details, throttle_interval
     )
     SELECT true, g.last_locked, g.last_locked, g.last_locker_details, resource_control.elapsed(g.throttle_interval) FROM granted AS g
-    UNION ALL SELECT false, clock_timestamp(), COALESCE(t.last_locked, '-infinity'), COALESCE(t.last_locker_details, ''),
+    UNION ALL SELECT false, pg_catalog.clock_timestamp(), COALESCE(t.last_locked, '-infinity'), COALESCE(t.last_locker_details, ''),
             resource_control.elapsed(t.throttle_interval)
         FROM (SELECT WHERE NOT EXISTS (SELECT FROM granted)) AS denied
             LEFT JOIN resource_control.throttled_resource AS t ON t.resource_id::text = $2"
@@ -55,19 +55,19 @@ macro_rules! again {
     ($every:expr, $details:literal, $name:literal, $key:literal, $is_resource:literal) => {
         concat!(
             "WITH granted AS (
-                UPDATE resource_control.throttle SET last_granted = clock_timestamp(), throttle_interval = ",
+                UPDATE resource_control.throttle SET last_granted = pg_catalog.clock_timestamp(), throttle_interval = ",
             $every,
             ", details = ",
             details!($details),
             " WHERE ctid = (
                     SELECT t.ctid FROM resource_control.throttle AS t
                         WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
-            " AND t.last_granted <= clock_timestamp() - ", $every, "
+            " AND t.last_granted <= pg_catalog.clock_timestamp() - ", $every, "
                         FOR NO KEY UPDATE SKIP LOCKED)
                     RETURNING last_granted, details, throttle_interval
             )
             SELECT true, g.last_granted, g.last_granted, g.details, g.throttle_interval FROM granted AS g
-            UNION ALL SELECT false, clock_timestamp(), t.last_granted, t.details, ", $every, " FROM resource_control.throttle AS t
+            UNION ALL SELECT false, pg_catalog.clock_timestamp(), t.last_granted, t.details, ", $every, " FROM resource_control.throttle AS t
                 WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
             " AND NOT EXISTS (SELECT FROM granted)"
         )
@@ -81,17 +81,17 @@ macro_rules! first {
         concat!(
             "WITH taking AS MATERIALIZED (
                 SELECT ", $every, "::interval AS every,
-                    pg_try_advisory_xact_lock(hashtextextended(", $key, ", hashtextextended(", $name, ", ", $is_resource,
+                    pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(", $key, ", pg_catalog.hashtextextended(", $name, ", ", $is_resource,
             "::int + 20000101000002))) AS is_ours
             ), granted AS (
                 INSERT INTO resource_control.throttle (name, key, is_resource, last_granted, throttle_interval, details)
-                    SELECT ", $name, ", ", $key, ", ", $is_resource, ", clock_timestamp(), every, ",
+                    SELECT ", $name, ", ", $key, ", ", $is_resource, ", pg_catalog.clock_timestamp(), every, ",
             details!($details),
             " FROM taking WHERE is_ours AND every IS NOT NULL
                     ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval
             )
             SELECT true, last_granted, last_granted, details, throttle_interval FROM granted
-            UNION ALL SELECT false, clock_timestamp(), '-infinity', '', every FROM taking WHERE every IS NULL OR NOT is_ours"
+            UNION ALL SELECT false, pg_catalog.clock_timestamp(), '-infinity', '', every FROM taking WHERE every IS NULL OR NOT is_ours"
         )
     };
 }
@@ -112,10 +112,10 @@ const PRUNE: &str = "WITH done AS (
             SELECT t.ctid FROM resource_control.throttle AS t
                 LEFT JOIN resource_control.throttled_resource AS r ON t.is_resource AND r.resource_id::text = t.name
                 WHERE t.last_granted + 2 * COALESCE(resource_control.elapsed(r.throttle_interval), t.throttle_interval)
-                    <= clock_timestamp()
+                    <= pg_catalog.clock_timestamp()
                 LIMIT $1 FOR UPDATE OF t SKIP LOCKED))
             RETURNING 1
-    ) SELECT count(*) FROM done";
+    ) SELECT pg_catalog.count(*) FROM done";
 
 pub(super) fn resource(name: &str, details: &str) -> Attempt {
     Statement::new(RESOURCE, [details.into(), name.into()])
@@ -163,7 +163,7 @@ pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Stat
     const INSERT: &str = "WITH done AS (
             INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval)
                 VALUES ($1::resource_control.throttled_resource_enum, $2) ON CONFLICT DO NOTHING RETURNING 1
-        ) SELECT count(*) FROM done";
+        ) SELECT pg_catalog.count(*) FROM done";
     let insert = Statement::new(INSERT, [label.into(), every.into()]);
     if is_label {
         return vec![insert];
@@ -180,6 +180,6 @@ pub(super) fn change(label: &str, every: PgInterval) -> Statement<BigInt> {
     const CHANGE: &str = "WITH done AS (
             UPDATE resource_control.throttled_resource SET throttle_interval = $1
                 WHERE resource_id = $2::resource_control.throttled_resource_enum RETURNING 1
-        ) SELECT count(*) FROM done";
+        ) SELECT pg_catalog.count(*) FROM done";
     Statement::new(CHANGE, [every.into(), label.into()])
 }

@@ -229,3 +229,20 @@ fn a_dropped_transaction_of_the_callers_does_not_keep_the_lock() {
     Observer::of(&database).assert_free(LOCK.lock_key());
     assert_pool_whole(&pool, &database);
 }
+
+/// One of two connections has a statement that goes on for longer than the permit lasts.
+#[test]
+fn a_renewal_that_gets_a_busy_connection_costs_no_permit() {
+    let database = installed();
+    let pool = crate::pool::unchecked(&database, 2);
+    let kept = Semaphore::named("kept", 1, Duration::from_secs(3)).keep_alive();
+    workbench::block_on(async {
+        let permit = kept.acquire(&pool).await.unwrap();
+        let mut conn = pool.check_out(None).await.unwrap();
+        let dropped = execute(&mut conn, "SELECT pg_sleep(20)");
+        assert!(timeout(Duration::from_millis(50), dropped).await.is_err());
+        drop(conn);
+        assert!(!permit.wait_for_loss(Duration::from_secs(7)).await);
+        permit.release().await.unwrap();
+    });
+}

@@ -418,3 +418,24 @@ fn a_stricter_default_isolation_level_changes_nothing() {
     });
     assert_eq!(runs.into_inner(), 1);
 }
+
+#[test]
+fn an_own_clock_in_the_search_path_hinders_nothing() {
+    let database = installed();
+    let own = format!(
+        "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS $$ SELECT '2001-01-01'::timestamptz $$;
+         ALTER DATABASE {} SET search_path = public, pg_catalog",
+        database.name()
+    );
+    run(&mut database.connect(), &own);
+    let pool = pool(&database, 1);
+    let often = || every(Duration::from_micros(1));
+    let look = || {
+        REPORT.run_due(&pool, often(), |tick| {
+            assert!(tick.at() > Utc::now() - HOUR);
+            Ok::<_, Error>(())
+        })
+    };
+    assert_matches!(look(), Ok(Look::Later(_)));
+    assert_matches!(look(), Ok(Look::Ran));
+}

@@ -19,6 +19,7 @@ mod semaphore_waiting;
 mod semaphores;
 mod session_locks;
 mod several_locks;
+mod shadowed;
 mod testing_helpers;
 mod throttle_model;
 mod throttled_resources;

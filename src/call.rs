@@ -220,6 +220,15 @@ pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -
     }
 }
 
+/// As [`explained`], for a statement that needs no table.
+pub(crate) async fn ended<S: Session>(session: &mut S, error: DieselError) -> Error {
+    if has_ended(session, &error).await {
+        closed(error)
+    } else {
+        error.into()
+    }
+}
+
 fn closed(error: DieselError) -> Error {
     match error {
         DieselError::DatabaseError(_, report) => {

@@ -2,7 +2,7 @@
 
 use diesel::result::{Error as DieselError, QueryResult};
 
-use crate::call::explained;
+use crate::call::{ended, explained};
 use crate::error::{Error, Result};
 use crate::session::{Session, Transaction, started_quietly};
 
@@ -41,7 +41,9 @@ impl<'c, S: Session> Own<'c, S> {
         };
         let begun = transaction.conn.begin().await;
         transaction.is_open = begun.is_ok();
-        begun?;
+        if let Err(error) = begun {
+            return Err(ended(transaction.conn, error).await);
+        }
         transaction.depth = transaction.conn.depth();
         Ok(transaction)
     }

@@ -177,6 +177,13 @@ impl<'c, S: Session> Scope<'c, S> {
                 Ok(_) => Holds::Nothing,
                 Err(_) => Holds::Unknown,
             };
+            if let (Holds::Locks(pid), true) = (scope.holds, is_open) {
+                scope.holds = Holds::Unknown;
+                let release = scope.locks.late_release(pid);
+                if scope.conn.batch(&release).await.is_ok() {
+                    scope.holds = Holds::Nothing;
+                }
+            }
             let mut taken = taken(reply, is_open)?;
             if let (Err(busy), true) = (taken, waits) {
                 turns.wait_for(Topic::lent(What::Lock(scope.locks.get(busy).id)));

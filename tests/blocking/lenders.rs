@@ -3,12 +3,15 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use diesel::connection::{Instrumentation, InstrumentationEvent};
+use diesel::connection::{
+    AnsiTransactionManager, Instrumentation, InstrumentationEvent, TransactionManager,
+};
 use diesel::prelude::*;
 use workbench::Database;
 
+use crate::assert_matches;
 use crate::half::{AdvisoryLock, Done, Error, Once, PgPool, pool, unchecked_pool};
-use crate::support::{Observer, assert_pool_whole, installed};
+use crate::support::{Observer, assert_pool_whole, installed, run};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("lenders");
 
@@ -122,4 +125,27 @@ fn a_test_transaction_is_no_transaction() {
         1,
         "of the test transaction"
     );
+}
+
+#[test]
+fn a_transaction_of_diesel_that_was_left_open_in_the_scope_is_reported() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let left = LOCK.with_on(conn, |conn| {
+        Ok::<_, Error>(AnsiTransactionManager::begin_transaction(conn)?)
+    });
+    assert_matches!(left, Err(Error::TransactionLeftOpen(_)));
+    Observer::of(&database).assert_free(LOCK.lock_key());
+}
+
+/// The caller's session goes on, and so does the transaction that plain SQL has opened on it.
+#[test]
+fn a_refusal_ends_no_session_of_the_callers() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    run(conn, "BEGIN; CREATE TABLE kept ()");
+    let refused = LOCK.try_with_on(conn, |_| Ok::<_, Error>(()));
+    assert_matches!(refused, Err(Error::InsideTransaction));
+    Observer::of(&database).assert_free(LOCK.lock_key());
+    run(conn, "COMMIT; SELECT FROM kept");
 }

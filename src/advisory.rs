@@ -169,7 +169,7 @@ impl<P: Pool> AdvisoryLock<P> {
         }))
     }
 
-    /// Takes the lock, and [waits](Self#waiting) for as long as others hold it.
+    /// Takes the lock, and [waits](Self#waiting) for as long as others hold it. One round trip if it is free.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<AdvisoryLockGuard<P>>> {
         P::Mode::drive(async move {
             let tried = self
@@ -181,7 +181,7 @@ impl<P: Pool> AdvisoryLock<P> {
     }
 
     /// Takes the lock, and [waits](Self#waiting) for at most `timeout`, the check-out of the connection included. Nothing is held
-    /// after [`Attempt::Busy`].
+    /// after [`Attempt::Busy`]. One round trip if the lock is free.
     pub fn acquire_timeout<'a>(
         &'a self,
         pool: &'a P,

@@ -24,7 +24,8 @@ use crate::stop::Stop;
 /// old leader is protected by a [`Fence`](crate::Fence) with [`Term::token`]. Apart from that no two instances lead at a time.
 ///
 /// The callback *is* the leadership: it is called at each election that this instance wins, and when it returns, the instance resigns,
-/// rests for half a `ttl`, and stands again. A leader renews its term every third of the `ttl`. After a resignation another leads
+/// rests for half a `ttl`, and stands again. A leader renews its term every third of the `ttl`, and each candidate asks as often: one
+/// round trip each, to a [semaphore](crate::semaphore::Semaphore) of one slot. After a resignation another leads
 /// within half a `ttl`, and after a crash within a `ttl` and a moment. A leader that cannot renew its term gives it up before the
 /// database lets another one in.
 ///
@@ -175,7 +176,8 @@ impl<P: Pool> Term<P> {
         self.token
     }
 
-    /// Pauses for a time, and returns whether this instance still leads then. Returns at once when the term is lost or stopped.
+    /// Pauses for a time, and returns whether this instance still leads then. Returns at once when the term is lost or stopped. No
+    /// round trip.
     pub fn pause(&self, pause: Duration) -> Reply<'_, P, bool> {
         P::Mode::drive(async move {
             let due = Instant::now().checked_add(pause);

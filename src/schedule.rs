@@ -50,7 +50,8 @@ pub enum Look {
 ///
 /// A tick is a time, and not the firing of a timer. `next` returns the first tick after a time: any cron crate does, and [`every`] does
 /// for a period. The database's clock says what is due. Ticks are whole microseconds. When a schedule is first seen, "now" is stored, so
-/// nothing of the past runs.
+/// nothing of the past runs. A look is one round trip to the table `resource_control.schedule`, and a run two more, beside a renewal
+/// every third of the lease.
 ///
 /// **A crash does not lose a tick.** A run holds a lease that renews itself. When its process dies, the lease expires, and another
 /// instance runs that tick again, with the next [attempt](Tick::attempt), three times at most ([`after_crash`](Self::after_crash)). A

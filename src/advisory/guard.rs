@@ -67,7 +67,8 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     /// Draws a number that is larger than those of all earlier holders, for a [`Fence`](crate::Fence). One round trip, to a
     /// sequence of the schema `resource_control`.
     ///
-    /// Fails with [`Error::NotInstalled`] without that schema, and [`Error::LockLost`] if the session has ended.
+    /// Fails with [`Error::NotInstalled`] without that schema, [`Error::LockLost`] if the session has ended, and
+    /// [`Error::SessionMoved`] behind a pooler in transaction mode.
     pub fn fencing_token(&mut self) -> Reply<'_, P, Result<i64>> {
         P::Mode::drive(self.pinned.fencing_token(&self.locks, self.pid))
     }
@@ -91,6 +92,8 @@ impl<P: Pool> AdvisoryLockGuard<P> {
 #[cfg(feature = "r2d2")]
 impl AdvisoryLockGuard<crate::pool::PgPool> {
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
+    ///
+    /// After an error of `work` the lock is released as by a drop. A lock that was lost while `work` succeeded is an error.
     pub fn run<T, E: From<Error>>(
         mut self,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
@@ -104,6 +107,8 @@ impl AdvisoryLockGuard<crate::pool::PgPool> {
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLockGuard<P> {
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
+    ///
+    /// After an error of `work` the lock is released as by a drop. A lock that was lost while `work` succeeded is an error.
     pub async fn run<T, E: From<Error>>(
         mut self,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,

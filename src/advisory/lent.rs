@@ -35,7 +35,8 @@ impl AdvisoryLock<PgPool> {
     /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
     /// releases it.
     ///
-    /// For a connection that is not out of a pool. A lock that cannot be released ends the session.
+    /// Two round trips beside those of `work` if it is free. For a connection that is not out of a pool. A lock that cannot be
+    /// released ends the session. Fails as [`release`](super::AdvisoryLockGuard::release) does, too.
     pub fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -76,8 +77,9 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
     /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
     /// releases it.
     ///
-    /// For a connection that is not out of a pool. A lock that cannot be released ends the session. If the future is dropped,
-    /// the unlock is queued behind what was sent.
+    /// Two round trips beside those of `work` if it is free. For a connection that is not out of a pool. A lock that cannot be
+    /// released ends the session. Fails as [`release`](super::AdvisoryLockGuard::release) does, too. If the future is dropped, the
+    /// unlock is queued behind what was sent.
     pub async fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

@@ -154,7 +154,8 @@ impl<S: Session> Drop for Pending<'_, S> {
 #[cfg(feature = "r2d2")]
 impl AdvisoryLock<crate::pool::PgPool> {
     /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics.
-    /// Inside the transaction of a test it is a savepoint.
+    /// Inside the transaction of a test it is a savepoint, and inside another one [`Error::InsideTransaction`]. Three round trips
+    /// beside those of `work` if the lock is free.
     ///
     /// ```
     /// use diesel::prelude::*;
@@ -186,7 +187,8 @@ impl AdvisoryLock<crate::pool::PgPool> {
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
     /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics, or
-    /// the future is dropped. Inside the transaction of a test it is a savepoint.
+    /// the future is dropped. Inside the transaction of a test it is a savepoint, and inside another one
+    /// [`Error::InsideTransaction`]. Three round trips beside those of `work` if the lock is free.
     pub async fn transaction<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

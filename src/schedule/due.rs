@@ -17,7 +17,8 @@ const LOOKED_AT: usize = 100_000;
 pub enum CatchUp {
     /// One run for all of them, of the latest.
     Latest,
-    /// None of those that are older than this, and one run of the latest otherwise.
+    /// None of those that are older than this, and one run of the latest otherwise. Choose two seconds at least, because a look comes
+    /// a moment after its tick, and after an error a second.
     Skip(Duration),
     /// A run for each of the latest so many, 1,000 at most, the oldest first.
     All(u32),

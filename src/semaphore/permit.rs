@@ -92,7 +92,7 @@ impl<P: Pool> Permit<P> {
         self.trust.is_lost()
     }
 
-    /// Waits until the permit is lost, for at most `timeout`. Returns whether it is.
+    /// Waits until the permit is lost, for at most `timeout`. Returns whether it is. No round trip.
     pub fn wait_for_loss(&self, timeout: Duration) -> Reply<'_, P, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
@@ -101,7 +101,7 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Waits until the permit is lost: never, for as long as it renews itself in time.
+    /// Waits until the permit is lost: never, for as long as it renews itself in time. No round trip.
     pub fn lost(&self) -> Reply<'_, P, ()> {
         P::Mode::drive(self.trust.lost::<P::Mode>(None))
     }

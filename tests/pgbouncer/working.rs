@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use diesel_interlock::schedule::{Look, every};
-use diesel_interlock::{Quota, migrations};
+use diesel_interlock::{Error, Quota, migrations};
 use workbench::{Database, PgBouncer, PoolMode};
 
 use crate::pool;
@@ -15,7 +15,7 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Uses each primitive of a half from eight threads, over a pool of four connections and a pooler with two sessions.
 macro_rules! everything_but_session_locks {
-    ($($half:ident)::+, $pool:expr, $wait:path, $work:expr) => {{
+    ($($half:ident)::+, $pool:expr, $wait:path, $work:expr, $once:expr) => {{
         use $($half)::+::{RateLimit, Schedule, Semaphore, Throttle};
         static REBUILD: Throttle = Throttle::named("rebuild", HOUR);
         static API: RateLimit = RateLimit::named("api", Quota::per_day(5));
@@ -49,6 +49,8 @@ macro_rules! everything_but_session_locks {
         let look = || $wait(CLEAN.run_due(&pool, every(Duration::from_micros(1)), $work)).unwrap();
         assert!(matches!(look(), Look::Later(_)), "it is first seen");
         assert_eq!(look(), Look::Ran);
+        assert!($once(&pool).unwrap().is_first());
+        assert!(!$once(&pool).unwrap().is_first());
         // Renewed at least once.
         assert!(!$wait(kept.wait_for_loss(2 * TIMEOUT)));
         $wait(kept.release()).unwrap();
@@ -64,7 +66,11 @@ fn the_blocking_half() {
         diesel_interlock,
         pool(&pooler, 4),
         std::convert::identity,
-        |_| Ok::<_, diesel_interlock::Error>(())
+        |_| Ok::<_, Error>(()),
+        |pool: &diesel_interlock::PgPool| {
+            let conn = &mut pool.get().unwrap();
+            diesel_interlock::Once::named("charge").run(conn, |_| Ok::<_, Error>("charged"))
+        }
     );
 }
 
@@ -81,6 +87,11 @@ fn the_asynchronous_half() {
         diesel_interlock::deadpool,
         pooler.deadpool(4),
         workbench::block_on,
-        |_| async { Ok::<_, diesel_interlock::Error>(()) }
+        |_| async { Ok::<_, Error>(()) },
+        |pool: &diesel_interlock::deadpool::PgPool| workbench::block_on(async {
+            let conn = &mut pool.get().await.unwrap();
+            let once = diesel_interlock::deadpool::Once::named("charge");
+            once.run(conn, async |_| Ok::<_, Error>("charged")).await
+        })
     );
 }

@@ -221,11 +221,8 @@ where
             }
             match renewal.poll(context) {
                 Poll::Ready(Err(_)) => *has_failed = true,
-                reply => {
-                    if reply.is_ready() {
-                        return reply;
-                    }
-                }
+                Poll::Ready(renewed) => return Poll::Ready(renewed),
+                Poll::Pending => {}
             }
         }
         match failed {

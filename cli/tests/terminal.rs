@@ -35,6 +35,8 @@ impl Terminal {
                 command,
                 "/dev/null",
             ])
+            // Another shell, after Ctrl-C, may report its own end instead of the status of what it waited for.
+            .env("SHELL", "/bin/bash")
             .env("DATABASE_URL", database.url())
             .env("PATH", format!("{}:/usr/bin:/bin", directory.display()))
             .env("TERM", "dumb")

@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal};
+use std::mem;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::thread;
@@ -64,6 +65,8 @@ pub(crate) struct Job {
     terminal: Option<File>,
     /// Whether the group has the terminal.
     is_lent: bool,
+    /// Whether it was told to stop. It may forget that when it goes on with the terminal.
+    is_to_stop: bool,
 }
 
 impl Job {
@@ -87,6 +90,7 @@ impl Job {
                 .open("/dev/tty")
                 .ok(),
             is_lent: false,
+            is_to_stop: false,
         };
         // In a pipeline, or in a script, the others need the terminal, too: the command has it when it first asks.
         let is_alone = io::stdin().is_terminal()
@@ -110,7 +114,8 @@ impl Job {
     }
 
     /// Sends a signal to the group. One that is stopped goes on, so that it can end.
-    pub(crate) fn send(&self, signal: Signal) {
+    pub(crate) fn send(&mut self, signal: Signal) {
+        self.is_to_stop |= signal == Signal::SIGTSTP;
         let _ = signal::killpg(self.pid, signal);
         if matches!(signal, Signal::SIGTERM | Signal::SIGHUP) {
             let _ = signal::killpg(self.pid, Signal::SIGCONT);
@@ -125,10 +130,11 @@ impl Job {
     /// The command has stopped: by Ctrl-Z, or because it has asked for the terminal. A shell must see its job as one, so this process
     /// stops, too, until the shell lets it go on. A command that somebody else has stopped is left alone.
     pub(crate) fn stopped(&mut self, by: Signal) {
-        let asks = matches!(by, Signal::SIGTTIN | Signal::SIGTTOU);
+        let is_to_stop = mem::take(&mut self.is_to_stop) || by == Signal::SIGTSTP;
+        let asks = !is_to_stop && matches!(by, Signal::SIGTTIN | Signal::SIGTTOU);
         if asks && self.is_foreground() {
             self.lend();
-        } else if self.terminal.is_some() && (asks || by == Signal::SIGTSTP) {
+        } else if self.terminal.is_some() && (asks || is_to_stop) {
             let was_lent = self.is_lent;
             self.take_back();
             stop();

@@ -84,8 +84,8 @@ fn report(pool: &PgPool) {
 /// # Waiting
 ///
 /// In a process only the oldest waiter of a key does something. It waits on the server, for 200 ms at a time, on a connection
-/// that the pool can spare, so processes take turns; if the pool can spare none, it tries every 5 to 100 ms. The others hold no
-/// connection. A release in this process wakes the oldest at once. No setting of the session ends the wait, and nothing is
+/// that the pool can spare, so processes take turns; if the pool can spare none, it tries every 5 to 100 ms. bb8 tells only
+/// which connections are idle, so set its `min_idle` to 1 or more. The others hold no connection. A release in this process wakes the oldest at once. No setting of the session ends the wait, and nothing is
 /// written to the server's log. No order is promised. A lock that is taken for a millisecond, thousands of times a second, is
 /// better a transaction lock.
 ///
@@ -100,6 +100,8 @@ fn report(pool: &PgPool) {
 #[must_use = "a lock protects nothing until it is taken"]
 pub struct AdvisoryLock<P: Pool> {
     key: LockKey,
+    /// What a key is added to, if `key` has one.
+    unkeyed: Option<LockKey>,
     label: &'static str,
     is_shared: bool,
     /// What it is on, if it is of several, and which of them are shared. Then `key` is the first one.
@@ -118,6 +120,7 @@ impl<P: Pool> AdvisoryLock<P> {
         Self {
             label: key.label(),
             key,
+            unkeyed: None,
             is_shared: false,
             all: None,
             pool: PhantomData,
@@ -133,13 +136,15 @@ impl<P: Pool> AdvisoryLock<P> {
     /// assert_eq!(*SERVER.key(345).lock_key(), LockKey::parts(["server", "345"]));
     /// ```
     ///
-    /// Only a lock of a name has keys. That of a number, a pair or several is refused when it is used ([`Error::Input`]).
+    /// A second key replaces the first; for a thing with several parts use [`LockKey::parts`]. Only a lock of a name has keys. That of a number, a pair or several is refused when it is used ([`Error::Input`]).
     pub fn key(&self, key: impl fmt::Display) -> Self {
+        let unkeyed = self.unkeyed.as_ref().unwrap_or(&self.key);
         Self {
             key: match self.all {
-                None => self.key.keyed(key),
+                None => unkeyed.keyed(key),
                 Some(_) => LockKey::none(),
             },
+            unkeyed: Some(unkeyed.clone()),
             all: None,
             ..*self
         }
@@ -293,6 +298,7 @@ impl<P: Pool> Clone for AdvisoryLock<P> {
     fn clone(&self) -> Self {
         Self {
             key: self.key.clone(),
+            unkeyed: self.unkeyed.clone(),
             all: self.all.clone(),
             ..*self
         }

@@ -69,11 +69,11 @@ impl<P: Pool> Fence<P> {
         }
     }
 
-    /// Returns the fence of one thing.
+    /// Returns the fence of one thing. A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             name: self.name,
-            stored: Cow::Owned(input::joined([&*self.stored, &input::shown(key)])),
+            stored: Cow::Owned(input::joined([self.name, &input::shown(key)])),
             pool: PhantomData,
         }
     }

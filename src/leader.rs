@@ -79,7 +79,7 @@ impl<P: Pool> Leader<P> {
         }
     }
 
-    /// Returns the election for one thing, such as a shard.
+    /// Returns the election for one thing, such as a shard. A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::shown(key)),

@@ -10,7 +10,6 @@
 //! | Check, then write, in one transaction: a booking, "insert if absent" | [`AdvisoryLock::transaction`](advisory::AdvisoryLock) |
 //! | A job that spans many transactions, on one instance at a time | [`AdvisoryLock::try_acquire`](advisory::AdvisoryLock::try_acquire) |
 //! | The same, waiting for the lock | [`AdvisoryLock::acquire_timeout`](advisory::AdvisoryLock::acquire_timeout) |
-//! | Several locks at once, in any order | [`AdvisoryLock::all`](advisory::AdvisoryLock::all) |
 //! | Many readers, one writer | [`AdvisoryLock::shared`](advisory::AdvisoryLock::shared) |
 //! | Several things at once, all or none | [`AdvisoryLock::all`](advisory::AdvisoryLock::all) |
 //! | At most once per interval, on any instance | [`Throttle`](throttle::Throttle) |
@@ -21,7 +20,6 @@
 //! | One instance leads, and hands over | [`Leader`](leader::Leader) |
 //! | A job at certain times, once, and again if it crashed | [`Schedule`](schedule::Schedule) |
 //! | A request that a client may repeat, done once and replied to alike | [`Once`](once::Once) |
-//! | A request that may arrive twice, which must be done once | [`Once`](once::Once) |
 //! | A late write of a former holder, which must be refused | [`Fence`](fence::Fence) |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Who holds, who waits, what is due | [`monitor`] |
@@ -102,7 +100,7 @@ pub use self::metrics::describe_metrics;
 pub use self::mode::Blocking;
 pub use self::mode::Mode;
 #[cfg(feature = "async")]
-pub use self::mode::{Async, Running};
+pub use self::mode::{Async, Running, released};
 pub use self::once::Done;
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
@@ -134,7 +132,7 @@ macro_rules! handles {
 /// One of them.
 macro_rules! handle {
     ($module:ident::$name:ident) => {
-        #[doc = concat!("See [the definition](crate::", stringify!($module), "::", stringify!($name), ").")]
+        #[doc = concat!("[`", stringify!($name), "`](crate::", stringify!($module), "::", stringify!($name), ") over the `PgPool` of this module.")]
         pub type $name = crate::$module::$name<PgPool>;
     };
 }

@@ -98,8 +98,8 @@ impl Outcome for Done {
 /// pending file runs in a transaction of its own, under a transaction lock, so it also works behind a pooler in transaction mode, and
 /// of many instances one runs it. A failure keeps what the files before have created.
 ///
-/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session locks exclude on it, and logs a warning
-/// if not.
+/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session locks exclude on it, in five more round
+/// trips, and logs a warning if not.
 ///
 /// # Errors
 ///

@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::session::Session;
 
 #[cfg(feature = "async")]
-pub use self::asynchronous::{Async, Running};
+pub use self::asynchronous::{Async, Running, released};
 #[cfg(feature = "r2d2")]
 pub use self::blocking::Blocking;
 

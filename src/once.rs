@@ -70,7 +70,8 @@ use crate::transaction::Own;
 ///
 /// The transaction is READ COMMITTED, on a connection outside a transaction; inside that of a test it is a savepoint. It holds the
 /// transaction lock of `LockKey::parts(["once", name, key])`, on which calls at the same time [wait](crate::advisory::AdvisoryLock#transaction-locks),
-/// each with its connection, under the session's `statement_timeout` and `lock_timeout`. It works behind any pooler.
+/// each with its connection, under the session's `statement_timeout` and `lock_timeout`. It works behind a pooler in
+/// transaction mode.
 ///
 /// # Errors
 ///
@@ -100,7 +101,8 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    /// Returns the work of one request. An empty key is refused, because all requests without one would have it.
+    /// Returns the work of one request. An empty key is refused, because all requests without one would have it. A second key
+    /// replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::shown(key)),

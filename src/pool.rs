@@ -21,9 +21,7 @@ pub use self::deadpool::DeadPool;
 #[cfg(feature = "r2d2")]
 pub use self::r2d2::PgPool;
 
-/// A pool of connections: Diesel's r2d2 pool, and diesel-async's deadpool and bb8.
-///
-/// Implement it for any other pool that lends `PgConnection`s or `AsyncPgConnection`s by value.
+/// A pool of connections: Diesel's r2d2 pool, and diesel-async's deadpool and bb8. Nobody else implements it.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a pool of PostgreSQL connections that this crate knows",
     label = "not a pool of Diesel's r2d2, or of diesel-async's deadpool or bb8",
@@ -46,14 +44,10 @@ pub trait Pool: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<Self::Pinned>> + Send;
 
     /// Whether the pool can spare one of its connections for a waiter, which then waits on the server. If not, it polls.
-    fn can_spare(&self) -> bool {
-        false
-    }
+    fn can_spare(&self) -> bool;
 
     /// How many connections the pool could lend without opening one.
-    fn idle(&self) -> usize {
-        0
-    }
+    fn idle(&self) -> usize;
 }
 
 /// A connection out of a [`Pool`].

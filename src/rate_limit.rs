@@ -91,7 +91,7 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the limit of one caller, tenant or address. Each key has the quota for itself.
+    /// Returns the limit of one caller, tenant or address. Each key has the quota for itself. A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Cow::Owned(input::shown(key)),

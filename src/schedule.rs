@@ -36,6 +36,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
 
 /// What a look at a schedule came to.
+#[must_use = "a tick may be due a moment later"]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Look {
     /// A tick was run.
@@ -110,7 +111,7 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Returns the schedule of one thing, such as a tenant.
+    /// Returns the schedule of one thing, such as a tenant. A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::shown(key)),

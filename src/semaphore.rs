@@ -11,6 +11,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use self::claim::WasInFlight;
 pub use self::claim::{Admission, Full};
 pub(crate) use self::keep::{Trust, keep};
 pub use self::permit::Permit;
@@ -140,16 +141,12 @@ impl<P: Pool> Semaphore<P> {
         self.subject
     }
 
-    /// Returns the semaphore of one thing under this name, such as a tenant.
+    /// Returns the semaphore of one thing under this name, such as a tenant. A second key replaces the first.
     ///
     /// Its service is the name and the key, joined by a space, with `\` and the spaces in each of them escaped by `\`.
     pub fn key(&self, key: impl fmt::Display) -> Self {
-        let name = match &self.service {
-            Some(keyed) => keyed.clone(),
-            None => input::joined([self.subject.name]),
-        };
         Self {
-            service: Some(format!("{name} {}", input::joined([key]))),
+            service: Some(input::joined([self.subject.name, &input::shown(key)])),
             ..self.clone()
         }
     }
@@ -227,25 +224,32 @@ impl<P: Pool> Semaphore<P> {
     ///
     /// That process leaves its permit to this one with [`Permit::detach`], because a drop would complete the request.
     pub fn complete<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, Result<bool>> {
-        P::Mode::drive(self.subject.tell("complete", async move {
-            let service = self.service()?;
-            let complete = sql::complete(&service, id);
-            let topic = Topic::of::<P>(What::Slot(service));
-            ask_surely(pool, None, complete, move |was_in_flight, _| {
-                crate::waiting::released(&topic);
-                was_in_flight
-            })
-            .await
-        }))
+        P::Mode::drive(async move {
+            let complete = async {
+                let service = self.service()?;
+                let complete = sql::complete(&service, id);
+                let topic = Topic::of::<P>(What::Slot(service));
+                ask_surely(pool, None, complete, move |was_in_flight, _| {
+                    crate::waiting::released(&topic);
+                    WasInFlight(was_in_flight)
+                })
+                .await
+            };
+            Ok(self.subject.tell("complete", complete).await?.0)
+        })
     }
 
     /// Extends the request of another process to its timeout from now, if it is of this service. Returns whether it was in flight.
     /// One round trip.
     pub fn renew<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, Result<bool>> {
-        P::Mode::drive(self.subject.tell("renew", async move {
-            let renew = sql::renew(&self.service()?, id, self.timeout);
-            ask_surely(pool, None, renew, |was_in_flight, _| was_in_flight).await
-        }))
+        P::Mode::drive(async move {
+            let renew = async {
+                let renew = sql::renew(&self.service()?, id, self.timeout);
+                let was_in_flight = |was_in_flight, _| WasInFlight(was_in_flight);
+                ask_surely(pool, None, renew, was_in_flight).await
+            };
+            Ok(self.subject.tell("renew", renew).await?.0)
+        })
     }
 
     /// Deletes the requests of all services that ended longer ago than `older_than` from the log, the oldest first and 10,000 in a

@@ -91,7 +91,7 @@ impl<P: Pool> Throttle<P> {
     }
 
     /// Returns the throttle of one tenant, user or address. Each key is granted for itself, and has a row until it is
-    /// [pruned](Self::prune).
+    /// [pruned](Self::prune). A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Cow::Owned(input::shown(key)),

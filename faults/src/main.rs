@@ -10,6 +10,7 @@ mod record;
 mod worker;
 
 use std::error::Error;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -60,6 +61,9 @@ fn run(campaign: Campaign, length: Duration, seed: u64) -> Result<(), Box<dyn Er
         .collect();
     let directory = PathBuf::from(cluster.directory()).join("records");
     std::fs::create_dir_all(&directory)?;
+    // The owner of the cluster's directory removes it, also after a kill.
+    let owner = std::fs::metadata(cluster.directory())?;
+    std::os::unix::fs::chown(&directory, Some(owner.uid()), None)?;
 
     let mut injector = Injector::new(campaign, &cluster, &database, &proxies, directory.clone());
     injector.run(length)?;

@@ -16,7 +16,7 @@ use crate::transaction::{Own, refusal};
 /// # Transaction locks
 ///
 /// The surrounding transaction holds the lock until it ends, or is rolled back to a savepoint before it. There is no guard, and it
-/// works behind any pooler.
+/// works behind a pooler in transaction mode.
 ///
 /// A wait is the server's own, in the order of arrival and under its deadlock detection, and the session's `statement_timeout`
 /// and `lock_timeout` apply to it. If its future is dropped, the connection is marked as broken, and the server ends the wait

@@ -1,6 +1,7 @@
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -38,6 +39,81 @@ impl<T> fmt::Debug for Running<'_, T> {
     }
 }
 
+/// How many operations go on though nobody awaits them.
+static LEFT: AtomicUsize = AtomicUsize::new(0);
+
+/// One of them, until it has ended or its runtime has dropped it.
+struct Left;
+
+impl Left {
+    fn new() -> Self {
+        LEFT.fetch_add(1, SeqCst);
+        Self
+    }
+}
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        LEFT.fetch_sub(1, SeqCst);
+    }
+}
+
+/// Waits until everything that was dropped in this process, and whose release was left to a task, is released: guards, permits, terms,
+/// ticks, and futures half way. Returns whether all were within `limit`.
+///
+/// To be awaited at the end of `main`, or of a test, because a runtime that ends drops its tasks: a permit or a leader's seat would
+/// then be free only when its time is over. A task that was aborted has dropped what it held when its handle says that it has ended.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use diesel_interlock::deadpool::{Leader, PgPool};
+///
+/// static DISPATCHER: Leader = Leader::named("dispatcher", Duration::from_secs(15));
+///
+/// async fn run(pool: PgPool, shutdown: impl Future<Output = ()>) {
+///     tokio::select! {
+///         _ = DISPATCHER.lead(&pool, |_| std::future::pending()) => {}
+///         () = shutdown => {}
+///     }
+///     diesel_interlock::released(Duration::from_secs(5)).await;
+/// }
+/// # use diesel::{QueryDsl, RunQueryDsl};
+/// # use diesel_async::{AsyncPgConnection, pooled_connection::AsyncDieselConnectionManager};
+/// # use diesel_interlock::monitor::views::leader;
+/// # let database = workbench::Database::new();
+/// # diesel_interlock::migrations::install(&database.pool(1))?;
+/// # let conn = &mut database.connect();
+/// # let mut leaders = || leader::table.count().get_result::<i64>(conn).unwrap();
+/// # let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+/// # runtime.block_on(async {
+/// #     let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(database.url());
+/// #     let pool = PgPool::builder(manager).build().unwrap();
+/// #     let shutdown = async {
+/// #         while leaders() == 0 {
+/// #             tokio::time::sleep(Duration::from_millis(5)).await;
+/// #         }
+/// #     };
+/// #     run(pool, shutdown).await;
+/// # });
+/// # drop(runtime);
+/// # assert_eq!(leaders(), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub async fn released(limit: Duration) -> bool {
+    let released = async {
+        while LEFT.load(SeqCst) > 0 {
+            sleep(Duration::from_millis(1)).await;
+        }
+    };
+    timeout(limit, released).await.is_ok()
+}
+
+fn leave(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
+    let _entered = runtime.enter();
+    runtime.spawn(operation);
+}
+
 impl Mode for Async {
     type Connection = AsyncPgConnection;
     type Reply<'a, T: Send + 'a> = Running<'a, T>;
@@ -54,15 +130,23 @@ impl Mode for Async {
 
     /// A runtime that has ended drops the operation at once.
     fn leave(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
-        let _entered = runtime.enter();
-        runtime.spawn(operation);
+        let left = Left::new();
+        leave(runtime, async move {
+            operation.await;
+            drop(left);
+        });
     }
 
     async fn surely<T: Send + 'static>(
         runtime: &Handle,
         operation: impl Future<Output = T> + Send + 'static,
     ) -> T {
-        match runtime.spawn(operation).await {
+        let left = Left::new();
+        let operation = async move {
+            let value = operation.await;
+            (value, left)
+        };
+        match runtime.spawn(operation).await.map(|(value, _)| value) {
             Ok(value) => value,
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
@@ -73,7 +157,7 @@ impl Mode for Async {
     }
 
     fn beside(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
-        Self::leave(runtime, operation);
+        leave(runtime, operation);
     }
 
     fn later<F: Future<Output = bool> + Send + 'static>(

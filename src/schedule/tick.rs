@@ -172,7 +172,7 @@ impl<P: Pool> Drop for Running<P> {
             Update::GiveBack
         };
         let run = self.run.clone();
-        P::Mode::beside(&self.run.runtime, async move {
+        P::Mode::leave(&self.run.runtime, async move {
             // If it fails, the lease expires.
             drop(run.update(update, None).await);
         });

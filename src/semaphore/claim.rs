@@ -119,8 +119,10 @@ impl<T> Outcome for Admission<T> {
 }
 
 /// Whether a request was in flight.
-impl Outcome for bool {
+pub(super) struct WasInFlight(pub(super) bool);
+
+impl Outcome for WasInFlight {
     fn word(&self) -> &'static str {
-        if *self { "in flight" } else { "ended" }
+        if self.0 { "in flight" } else { "ended" }
     }
 }

@@ -1,7 +1,7 @@
 //! Diesel's blocking connection, whose replies are always ready.
 //!
-//! The only place that uses its transaction manager below the stable interface: Diesel hides `transaction_manager_status_mut`, and
-//! because of that this crate is pinned to a minor version of Diesel.
+//! With `asynchronous.rs` the only place that uses the transaction manager below the stable interface: Diesel hides
+//! `transaction_manager_status_mut`, and because of that this crate is pinned to a minor version of Diesel.
 
 use std::future::{Ready, ready};
 

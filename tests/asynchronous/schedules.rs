@@ -17,7 +17,7 @@ static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_s
 
 fn due(schedule: &Schedule, pool: &PgPool) {
     block_on(async {
-        schedule
+        let _ = schedule
             .run_due(pool, every(HOUR), |_| async { Ok::<_, Error>(()) })
             .await
             .unwrap();

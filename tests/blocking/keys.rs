@@ -3,10 +3,13 @@
 //! The files in `tests/vectors` were made with the other programs, which their heads name.
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use diesel::prelude::*;
-use diesel_interlock::LockKey;
 use diesel_interlock::functions::lock_key;
+use diesel_interlock::{
+    Fence, Leader, LockKey, Once, Quota, RateLimit, Schedule, Semaphore, Throttle,
+};
 
 use crate::assert_matches;
 use crate::half::{AdvisoryLock, Error, LockId};
@@ -139,13 +142,32 @@ fn a_key_under_a_name_is_that_of_its_parts() {
         *server.key("1 2").lock_key(),
         LockKey::parts(["a server", "1 2"])
     );
-    assert_ne!(
-        server.key("1 2").lock_key(),
-        server.key(1).key(2).lock_key()
-    );
     assert_matches!(
         AdvisoryLock::new(LockKey::bigint(1)).key(2).lock_key().id(),
         Err(Error::Input(_))
+    );
+}
+
+#[test]
+fn a_second_key_replaces_the_first() {
+    const MINUTE: Duration = Duration::from_secs(60);
+    macro_rules! replaces {
+        ($($handle:expr),*) => {$(
+            let handle = $handle;
+            let keyed = |key: &str| format!("{:?}", handle.key(key));
+            assert_eq!(format!("{:?}", handle.key("1 2").key(3)), keyed("3"));
+            assert_ne!(keyed("3"), keyed("4"));
+        )*};
+    }
+    replaces!(
+        AdvisoryLock::named("a server"),
+        Throttle::named("mail", MINUTE),
+        Semaphore::named("geocoder", 1, MINUTE),
+        RateLimit::named("api", Quota::per_minute(1)),
+        Fence::named("orders"),
+        Leader::named("shard", MINUTE),
+        Schedule::named("report"),
+        Once::named("charge")
     );
 }
 

@@ -71,7 +71,7 @@ fn services_and_keys_have_slots_of_their_own() {
     let handles = [
         ONE,
         Semaphore::named("geocoder 7", 1, HALF_A_MINUTE).key(8),
-        ONE.key(7).key(8),
+        ONE.key(8),
         ONE.key("7 8"),
         ONE.key(r"7\ 8"),
         ONE.key(""),
@@ -81,6 +81,7 @@ fn services_and_keys_have_slots_of_their_own() {
     for one in &handles {
         assert!(is_full(one, &pool), "{one:?}");
     }
+    assert!(is_full(&ONE.key("another").key(8), &pool));
     drop(permits);
 }
 

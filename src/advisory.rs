@@ -6,6 +6,7 @@ mod guard;
 mod lent;
 pub(crate) mod pinned;
 pub(crate) mod sql;
+mod sql_several;
 pub(crate) mod xact;
 
 use std::fmt;

@@ -112,33 +112,33 @@ pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
 /// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
 macro_rules! handles {
-    () => {
-        handle!(advisory::AdvisoryLock);
-        handle!(advisory::AdvisoryLockGuard);
-        handle!(fence::Fence);
-        handle!(leader::Leader);
-        handle!(leader::Term);
-        handle!(once::Once);
-        handle!(rate_limit::LocalRateLimit);
-        handle!(rate_limit::RateLimit);
-        handle!(throttle::Throttle);
-        handle!(schedule::Schedule);
-        handle!(schedule::Tick);
-        handle!(semaphore::Permit);
-        handle!(semaphore::Semaphore);
+    ($(#[$cfg:meta])?) => {
+        handle!($(#[$cfg])? advisory::AdvisoryLock);
+        handle!($(#[$cfg])? advisory::AdvisoryLockGuard);
+        handle!($(#[$cfg])? fence::Fence);
+        handle!($(#[$cfg])? leader::Leader);
+        handle!($(#[$cfg])? leader::Term);
+        handle!($(#[$cfg])? once::Once);
+        handle!($(#[$cfg])? rate_limit::LocalRateLimit);
+        handle!($(#[$cfg])? rate_limit::RateLimit);
+        handle!($(#[$cfg])? throttle::Throttle);
+        handle!($(#[$cfg])? schedule::Schedule);
+        handle!($(#[$cfg])? schedule::Tick);
+        handle!($(#[$cfg])? semaphore::Permit);
+        handle!($(#[$cfg])? semaphore::Semaphore);
     };
 }
 
 /// One of them.
 macro_rules! handle {
-    ($module:ident::$name:ident) => {
+    ($(#[$cfg:meta])? $module:ident::$name:ident) => {
+        $(#[$cfg])?
         #[doc = concat!("[`", stringify!($name), "`](crate::", stringify!($module), "::", stringify!($name), ") over the `PgPool` of this module.")]
         pub type $name = crate::$module::$name<PgPool>;
     };
 }
 
-#[cfg(feature = "r2d2")]
-handles!();
+handles!(#[cfg(feature = "r2d2")]);
 
 /// The handles of programs that use diesel-async with deadpool. What is documented to return `T` returns a future of it.
 #[cfg(feature = "deadpool")]

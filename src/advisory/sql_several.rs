@@ -1,0 +1,183 @@
+//! The statements of several locks, of which a single one has its own. Both reply alike:
+//!
+//! | Statement | All | Not all | Otherwise |
+//! |---|---|---|---|
+//! | `take`, `take_others`, `try_xact` | the pid of the session | −1 − the place of the busy one; null for a single lock | 0 on a standby, [`REPEATABLE_READ`](super::sql::REPEATABLE_READ) |
+//! | `release` | 1 | −the place of one that was not held | null on another session |
+//! | `is_held` | the pid of the session | null | |
+//! | `undo` | not null | null if none was held | |
+//!
+//! A place counts from 0, in the order of [`Locks`].
+
+use std::sync::LazyLock;
+
+use diesel::sql_types::Bool;
+
+use super::all::{Busy, Locks};
+use super::sql::{Ask, Lock};
+use crate::key::LockId;
+use crate::statement::{Bind, Statement};
+
+/// A call of a function for each kind of lock, over the columns `kind` and `number`.
+macro_rules! by_column {
+    ($function:literal) => {
+        concat!(
+            "CASE kind WHEN 0 THEN pg_catalog.",
+            $function,
+            "(number) WHEN 1 THEN pg_catalog.",
+            $function,
+            "_shared(number) WHEN 2 THEN pg_catalog.",
+            $function,
+            "((number >> 32)::int, (number << 32 >> 32)::int) ELSE pg_catalog.",
+            $function,
+            "_shared((number >> 32)::int, (number << 32 >> 32)::int) END"
+        )
+    };
+}
+
+/// The rows of `pg_locks` where this session holds one of the locks.
+const HELD_HERE: &str = "FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) \
+     JOIN pg_catalog.pg_locks AS l ON l.locktype = 'advisory' AND l.granted AND l.pid = pg_catalog.pg_backend_pid() \
+     AND l.mode = CASE kind % 2 WHEN 0 THEN 'ExclusiveLock' ELSE 'ShareLock' END AND l.objsubid = 1 + kind / 2 \
+     AND l.classid = ((number >> 32) & 4294967295)::oid AND l.objid = (number & 4294967295)::oid";
+
+/// Takes one lock after the other, and stops at the first that is busy. Then it goes back, and gives up those that it has passed.
+/// Returns the pid of the session if all were taken, and otherwise the place of the busy one, below 0.
+///
+/// It is certain that nothing is taken that is not wanted, because each step is made of the one row of the last one, and nothing
+/// of a recursion is moved, merged or repeated by the planner.
+fn steps(refusal: &str, take: &str, give_up: &str) -> String {
+    format!(
+        "WITH RECURSIVE step (place, is_forward, is_done) AS ( \
+         SELECT $1::int, {refusal} IS NULL, true \
+         UNION ALL \
+         SELECT place, is_forward, CASE WHEN is_forward THEN {take} ELSE {give_up} END FROM ( \
+         SELECT place, is_forward, ($2::bigint[])[place] AS kind, ($3::bigint[])[place] AS number FROM ( \
+         SELECT CASE WHEN is_forward AND is_done THEN place + 1 ELSE place - 1 END AS place, \
+         is_forward AND is_done AS is_forward FROM step) AS next \
+         WHERE place BETWEEN 1 AND pg_catalog.cardinality($2)) AS key) \
+         SELECT COALESCE({refusal}, CASE WHEN pg_catalog.bool_and(is_forward AND is_done) \
+         THEN pg_catalog.pg_backend_pid() ELSE -pg_catalog.max(place) END) FROM step"
+    )
+}
+
+static TAKE: LazyLock<String> = LazyLock::new(|| {
+    steps(
+        "CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 END",
+        by_column!("pg_try_advisory_lock"),
+        by_column!("pg_advisory_unlock"),
+    )
+});
+
+/// A transaction gives nothing up, except to a savepoint.
+static TRY_XACT: LazyLock<String> = LazyLock::new(|| {
+    steps(
+        "CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' THEN '-2147483648'::int \
+         WHEN pg_catalog.pg_is_in_recovery() THEN 0 END",
+        by_column!("pg_try_advisory_xact_lock"),
+        "true",
+    )
+});
+
+static IS_HELD: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "SELECT CASE WHEN pg_catalog.count(*) = pg_catalog.cardinality($1) THEN pg_catalog.max(l.pid) END {HELD_HERE}"
+    )
+});
+
+static UNDO: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "SELECT pg_catalog.max(({})::int) {HELD_HERE}",
+        by_column!("pg_advisory_unlock")
+    )
+});
+
+impl Locks {
+    /// Takes all session locks if all are free.
+    pub(super) fn take(&self) -> Ask {
+        match &*self.0 {
+            [lock] => lock.take(),
+            all => Statement::new(TAKE.as_str(), binds(0, all)),
+        }
+    }
+
+    /// As [`take`](Self::take), where this one is held already. It, too, is given up if another one is busy.
+    pub(super) fn take_others(&self, held: Busy) -> Ask {
+        let mut order = vec![self.get(held).clone()];
+        let others = self.0.iter().filter(|lock| lock.id != order[0].id).cloned();
+        order.extend(others.collect::<Vec<_>>());
+        Statement::new(TAKE.as_str(), binds(1, &order))
+    }
+
+    /// Releases all session locks if this is the session that took them. Returns 1, the place of one that was not held, from 0
+    /// on downwards, and null on another session.
+    pub(super) fn release(&self, pid: i32) -> Ask {
+        const RELEASE: &str = concat!(
+            "SELECT CASE WHEN pg_catalog.count(*) > 0 \
+             THEN (1 - COALESCE(pg_catalog.min(place) FILTER (WHERE NOT was_held), 0))::int END FROM (SELECT place, ",
+            by_column!("pg_advisory_unlock"),
+            " AS was_held FROM unnest($1::bigint[], $2::bigint[]) WITH ORDINALITY AS key (kind, number, place) \
+             WHERE pg_catalog.pg_backend_pid() = $3) AS released"
+        );
+        match &*self.0 {
+            [lock] => lock.release(pid),
+            all => Statement::new(RELEASE, columns(all).into_iter().chain([pid.into()])),
+        }
+    }
+
+    /// The pid of the session if it holds all, and null if it does not.
+    pub(super) fn is_held(&self) -> Ask {
+        match &*self.0 {
+            [lock] => lock.is_held(),
+            all => Statement::new(IS_HELD.as_str(), columns(all)),
+        }
+    }
+
+    /// Releases those that this session holds.
+    pub(super) fn undo(&self) -> Ask {
+        match &*self.0 {
+            [lock] => lock.undo(),
+            all => Statement::new(UNDO.as_str(), columns(all)),
+        }
+    }
+
+    /// The session that still holds the first one holds all.
+    pub(super) fn end_other(&self, pid: i32) -> Statement<Bool> {
+        self.first().end_other(pid)
+    }
+
+    /// Takes transaction locks up to the first that is busy.
+    pub(super) fn try_xact(&self) -> Ask {
+        match &*self.0 {
+            [lock] => lock.try_xact(),
+            all => Statement::new(TRY_XACT.as_str(), binds(0, all)),
+        }
+    }
+
+    /// As [`release`](Self::release), in a message that returns nothing.
+    pub(super) fn late_release(&self, pid: i32) -> String {
+        let all: Vec<_> = self.0.iter().map(|lock| lock.late_release(pid)).collect();
+        all.join("; ")
+    }
+}
+
+fn binds(first: i32, locks: &[Lock]) -> Vec<Bind> {
+    let [kinds, numbers] = columns(locks);
+    vec![first.into(), kinds, numbers]
+}
+
+/// The columns `kind` and `number`: whether it is a pair, and whether it is shared; and the number or both numbers.
+fn columns(locks: &[Lock]) -> [Bind; 2] {
+    let kind = |lock: &Lock| match lock.id {
+        LockId::BigInt(_) => i64::from(lock.is_shared),
+        LockId::Pair(..) => 2 + i64::from(lock.is_shared),
+    };
+    let number = |lock: &Lock| match lock.id {
+        LockId::BigInt(number) => number,
+        LockId::Pair(first, second) => i64::from(first) << 32 | i64::from(second as u32),
+    };
+    [
+        locks.iter().map(kind).collect::<Vec<_>>().into(),
+        locks.iter().map(number).collect::<Vec<_>>().into(),
+    ]
+}

@@ -7,7 +7,7 @@ use workbench::{Cluster, RoundTrips, StopMode};
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{assert_after_drop, eventually, install, installed, number, run};
+use crate::support::{Observer, assert_after_drop, eventually, install, installed, number, run};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const ONE: Semaphore = Semaphore::named("geocoder", 1, MINUTE);
@@ -207,6 +207,8 @@ fn what_is_done_on_a_connection_with_a_transaction_left_open_does_not_count() {
     let pool = pool(&database, 1);
     wait(on_first(&pool, "BEGIN")).unwrap();
     assert_matches!(wait(ONE.try_acquire(&pool)), Err(Error::LentInTransaction));
+    let mut observer = Observer::of(&database);
+    eventually("the session has ended", || observer.in_transaction() == 0);
     let permit = taken(&ONE, &pool);
     wait(on_first(&pool, "BEGIN")).unwrap();
     drop(permit);

@@ -86,9 +86,9 @@ fn report(pool: &PgPool) {
 ///
 /// In a process only the oldest waiter of a key does something. It waits on the server, for 200 ms at a time, on a connection
 /// that the pool can spare, so processes take turns; if the pool can spare none, it tries every 5 to 100 ms. bb8 tells only
-/// which connections are idle, so set its `min_idle` to 1 or more. The others hold no connection. A release in this process wakes the oldest at once. No setting of the session ends the wait, and nothing is
-/// written to the server's log. No order is promised. A lock that is taken for a millisecond, thousands of times a second, is
-/// better a transaction lock.
+/// which connections are idle, so set its `min_idle` to 1 or more. The others hold no connection. A release in this process
+/// wakes the oldest at once. No setting of the session ends the wait, and nothing is written to the server's log. No order is
+/// promised. A lock that is taken for a millisecond, thousands of times a second, is better a transaction lock.
 ///
 /// A blocking try that was sent is not interrupted by a timeout: libpq's `tcp_user_timeout` bounds it if the network fails. In
 /// the asynchronous half a timeout holds also there, and what the try may yet get is released.
@@ -137,7 +137,8 @@ impl<P: Pool> AdvisoryLock<P> {
     /// assert_eq!(*SERVER.key(345).lock_key(), LockKey::parts(["server", "345"]));
     /// ```
     ///
-    /// A second key replaces the first; for a thing with several parts use [`LockKey::parts`]. Only a lock of a name has keys. That of a number, a pair or several is refused when it is used ([`Error::Input`]).
+    /// A second key replaces the first; for a thing with several parts use [`LockKey::parts`]. Only a lock of a name has keys. That
+    /// of a number, a pair or several is refused when it is used ([`Error::Input`]).
     pub fn key(&self, key: impl fmt::Display) -> Self {
         let unkeyed = self.unkeyed.as_ref().unwrap_or(&self.key);
         Self {

@@ -110,42 +110,44 @@ pub use self::semaphore::{Admission, Full};
 pub use self::stop::Stop;
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
-/// The handles of a pool: types of the same names, whose parameter is the pool `PgPool` in scope.
+/// The handles of the pool of a feature: types of the same names, whose parameter is the pool `PgPool` in scope. The feature stands
+/// at each, so that rustc names it where one is missing.
 macro_rules! handles {
-    ($(#[$cfg:meta])?) => {
-        handle!($(#[$cfg])? advisory::AdvisoryLock);
-        handle!($(#[$cfg])? advisory::AdvisoryLockGuard);
-        handle!($(#[$cfg])? fence::Fence);
-        handle!($(#[$cfg])? leader::Leader);
-        handle!($(#[$cfg])? leader::Term);
-        handle!($(#[$cfg])? once::Once);
-        handle!($(#[$cfg])? rate_limit::LocalRateLimit);
-        handle!($(#[$cfg])? rate_limit::RateLimit);
-        handle!($(#[$cfg])? throttle::Throttle);
-        handle!($(#[$cfg])? schedule::Schedule);
-        handle!($(#[$cfg])? schedule::Tick);
-        handle!($(#[$cfg])? semaphore::Permit);
-        handle!($(#[$cfg])? semaphore::Semaphore);
+    ($feature:literal) => {
+        handles! {
+            $feature:
+            advisory::AdvisoryLock,
+            advisory::AdvisoryLockGuard,
+            fence::Fence,
+            leader::Leader,
+            leader::Term,
+            once::Once,
+            rate_limit::LocalRateLimit,
+            rate_limit::RateLimit,
+            throttle::Throttle,
+            schedule::Schedule,
+            schedule::Tick,
+            semaphore::Permit,
+            semaphore::Semaphore,
+        }
+    };
+    ($feature:literal: $($module:ident::$name:ident,)*) => {
+        $(
+            #[cfg(feature = $feature)]
+            #[doc = concat!("[`", stringify!($name), "`](crate::", stringify!($module), "::", stringify!($name), ") over the `PgPool` of this module.")]
+            pub type $name = crate::$module::$name<PgPool>;
+        )*
     };
 }
 
-/// One of them.
-macro_rules! handle {
-    ($(#[$cfg:meta])? $module:ident::$name:ident) => {
-        $(#[$cfg])?
-        #[doc = concat!("[`", stringify!($name), "`](crate::", stringify!($module), "::", stringify!($name), ") over the `PgPool` of this module.")]
-        pub type $name = crate::$module::$name<PgPool>;
-    };
-}
-
-handles!(#[cfg(feature = "r2d2")]);
+handles!("r2d2");
 
 /// The handles of programs that use diesel-async with deadpool. What is documented to return `T` returns a future of it.
 #[cfg(feature = "deadpool")]
 pub mod deadpool {
     pub use crate::pool::DeadPool as PgPool;
 
-    handles!();
+    handles!("deadpool");
 }
 
 /// The handles of programs that use diesel-async with bb8. What is documented to return `T` returns a future of it.
@@ -153,7 +155,7 @@ pub mod deadpool {
 pub mod bb8 {
     pub use crate::pool::Bb8Pool as PgPool;
 
-    handles!();
+    handles!("bb8");
 }
 
 /// The programs of the README and of `docs/`.

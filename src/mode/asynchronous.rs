@@ -59,7 +59,8 @@ impl Drop for Left {
 }
 
 /// Waits until everything that was dropped in this process, and whose release was left to a task, is released: guards, permits, terms,
-/// ticks, and futures half way. Returns whether all were within `limit`.
+/// ticks, and futures half way. Returns whether all were within `limit`. It sends nothing of its own; while the database is away, the
+/// releases are tried again, until what they release has expired.
 ///
 /// To be awaited at the end of `main`, or of a test, because a runtime that ends drops its tasks: a permit or a leader's seat would
 /// then be free only when its time is over. A task that was aborted has dropped what it held when its handle says that it has ended.
@@ -144,6 +145,7 @@ impl Mode for Async {
         let left = Left::new();
         let operation = async move {
             let value = operation.await;
+            // In this order: the drop of the value may leave more.
             (value, left)
         };
         match runtime.spawn(operation).await.map(|(value, _)| value) {

@@ -131,10 +131,10 @@ where
 {
     let is_free = session.transaction().is_none();
     let (reply, sent) = (rows(session, statements).await, Instant::now());
-    if is_free {
-        Ok(repaired(session, statements, reply, sent).await?.0)
-    } else {
-        Ok(reply?)
+    match reply {
+        Ok(row) => Ok(row),
+        Err(error) if !is_free => Err(ended(session, error).await),
+        failed => Ok(repaired(session, statements, failed, sent).await?.0),
     }
 }
 

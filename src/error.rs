@@ -32,7 +32,7 @@ pub enum Error {
     Database(DieselError),
 
     /// The database gave no reply in time.
-    #[error("the database gave no reply in time")]
+    #[error("the database gave no reply in time: is it up, and its network?")]
     TimedOut,
 
     /// The operation was polled outside a runtime of tokio, which it needs for its timers and for what its drop leaves.
@@ -56,12 +56,19 @@ pub enum Error {
     LentInTransaction,
 
     /// A session lock was to be taken inside a transaction, in which a failed statement would prevent its release, or an operation
-    /// with a transaction of its own was to be run inside another one.
+    /// with a transaction of its own was to be run inside another one. One that plain SQL had opened is aborted by that.
     #[error(
         "neither a session lock nor an operation with its own transaction works inside a transaction: call it outside, or use \
          `acquire_xact`"
     )]
     InsideTransaction,
+
+    /// The work of [`Once`](crate::Once) has ended the transaction that it runs in, so it is not marked as done.
+    #[error(
+        "the work has ended its transaction by plain SQL such as ROLLBACK or COMMIT, and is not marked as done: return an \
+         error instead, which rolls back"
+    )]
+    TransactionEnded,
 
     /// A transaction lock was to be taken, or a fence to be passed, outside a transaction.
     #[error(
@@ -138,7 +145,8 @@ pub enum Error {
 
     /// Another transaction has spent units of the same key and has not ended for a quarter of a second.
     #[error(
-        "another transaction has checked the rate limit \"{0}\" for the same key, and has not ended"
+        "another transaction has checked the rate limit \"{0}\" for the same key, and has not ended: end a transaction soon \
+         after a check inside it"
     )]
     KeyLocked(&'static str),
 

@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 
 use diesel::sql_types::Bool;
 
+use crate::call::ended;
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
@@ -103,11 +104,14 @@ impl<P: Pool> Fence<P> {
         }
         const PASS: &str = "SELECT resource_control.pass_fence($1, $2)";
         let pass = Statement::<Bool>::new(PASS, [(&*self.stored).into(), token.into()]);
-        if session.one(pass).await? {
-            return Ok(Passed);
+        match session.one(pass).await {
+            Ok(true) => Ok(Passed),
+            Ok(false) => {
+                let name = self.stored.to_string();
+                Err(Error::Fenced { name, token })
+            }
+            Err(error) => Err(ended(session, error).await),
         }
-        let name = self.stored.to_string();
-        Err(Error::Fenced { name, token })
     }
 }
 

@@ -7,11 +7,14 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
+use diesel::data_types::PgTimestamp;
+use diesel::result::Error as DieselError;
+
 pub use self::done::Done;
 use crate::advisory::Locks;
 use crate::advisory::sql::Lock;
 use crate::advisory::xact;
-use crate::call::in_batches;
+use crate::call::{ended, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
@@ -75,7 +78,8 @@ use crate::transaction::Own;
 ///
 /// # Errors
 ///
-/// [`Error::Input`], [`Error::InsideTransaction`], [`Error::Standby`], [`Error::NotInstalled`] and [`Error::Database`]. After a
+/// [`Error::Input`], [`Error::InsideTransaction`], [`Error::TransactionEnded`], [`Error::Standby`], [`Error::NotInstalled`] and
+/// [`Error::Database`], and inside a test's transaction at REPEATABLE READ [`Error::RepeatableRead`], if it must wait. After a
 /// connection that was lost during the COMMIT, the next call tells whether the work is done.
 #[must_use = "nothing is done until it is run"]
 pub struct Once<P: Pool> {
@@ -84,9 +88,10 @@ pub struct Once<P: Pool> {
     pool: PhantomData<fn(&P)>,
 }
 
-/// The transaction in which the lock is held, and the outcome if there is one.
+/// The transaction in which the lock is held, when the server began it, and the outcome if there is one.
 struct Entered<'c, S: Session> {
     transaction: Own<'c, S>,
+    began: PgTimestamp,
     outcome: Option<Vec<u8>>,
     took: Duration,
 }
@@ -123,21 +128,22 @@ impl<P: Pool> Once<P> {
 
     /// Opens the transaction, takes the lock, and then looks whether it is done.
     async fn enter<'c>(&self, conn: &'c mut Connection<P>) -> Result<Entered<'c, Connection<P>>> {
-        let began = Instant::now();
+        let start = Instant::now();
         let entered = self.subject().waiting(async {
             self.check()?;
             let transaction = Own::begin(conn).await?;
             match self.look(transaction.conn).await {
-                Ok(outcome) => Ok(Entered {
+                Ok((outcome, began)) => Ok(Entered {
                     transaction,
+                    began,
                     outcome,
-                    took: began.elapsed(),
+                    took: start.elapsed(),
                 }),
                 Err(error) => Err(transaction.failed(error).await),
             }
         });
         entered.await.inspect_err(|error| {
-            let took = began.elapsed();
+            let took = start.elapsed();
             self.subject().waited("run", "failed", took, Some(error));
         })
     }
@@ -160,15 +166,15 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    async fn look<S: Session>(&self, session: &mut S) -> Result<Option<Vec<u8>>> {
+    async fn look<S: Session>(&self, session: &mut S) -> Result<(Option<Vec<u8>>, PgTimestamp)> {
         let (name, key) = (self.name, self.stored_key());
         let number = fnv1a(&input::joined(["once", name, key]));
         let lock = Locks::from(Lock::new(LockKey::bigint(number), false)?);
         loop {
             match session.one(sql::look(number, name, key)).await? {
-                (Some(true), outcome) => return Ok(outcome),
-                (Some(false), _) => drop(xact::wait(session, &lock, None).await?),
-                (None::<bool>, _) => return Err(Error::Standby),
+                (Some(true), outcome, began) => return Ok((outcome, began)),
+                (Some(false), ..) => drop(xact::wait(session, &lock, None).await?),
+                (None::<bool>, ..) => return Err(Error::Standby),
             }
         }
     }
@@ -177,18 +183,20 @@ impl<P: Pool> Once<P> {
     async fn finish<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         transaction: Own<'_, Connection<P>>,
+        began: PgTimestamp,
         worked: Result<T, E>,
     ) -> Result<Done, E> {
         let outcome = match worked {
             Ok(outcome) => outcome.into(),
             Err(error) => return transaction.end(Err(error)).await,
         };
-        let store = sql::store(self.name, self.stored_key(), &outcome);
-        let stored = transaction.conn.one(store).await;
-        let done = stored.map(|_: bool| Done::First(outcome));
-        transaction
-            .end(done.map_err(|error| Error::from(error).into()))
-            .await
+        let store = sql::store(self.name, self.stored_key(), &outcome, began);
+        let done = match transaction.conn.one(store).await {
+            Ok(true) => Ok(Done::First(outcome)),
+            Ok(false) | Err(DieselError::NotFound) => Err(Error::TransactionEnded),
+            Err(error) => Err(ended(transaction.conn, error).await),
+        };
+        transaction.end(done.map_err(E::from)).await
     }
 
     fn check(&self) -> Result<()> {
@@ -223,7 +231,7 @@ impl Once<crate::pool::PgPool> {
             Some(outcome) => now(entered.transaction.end(Ok(Done::Before(outcome)))),
             None => {
                 let worked = work(entered.transaction.conn);
-                now(self.finish(entered.transaction, worked))
+                now(self.finish(entered.transaction, entered.began, worked))
             }
         };
         self.told(entered.took, done)
@@ -246,7 +254,10 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
             Some(outcome) => entered.transaction.end(Ok(Done::Before(outcome))).await,
             None => {
                 let worked = work(entered.transaction.conn).await;
-                self.finish(entered.transaction, worked).await
+                let Entered {
+                    transaction, began, ..
+                } = entered;
+                self.finish(transaction, began, worked).await
             }
         };
         self.told(entered.took, done)

@@ -75,7 +75,8 @@ pub trait Session: Send {
     fn rollback(&mut self) -> Self::Sent<'_, QueryResult<()>>;
 }
 
-const BEGIN: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED";
+/// The last words make it an error inside a transaction that plain SQL has opened and in which a query has run.
+const BEGIN: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED, NOT DEFERRABLE";
 
 /// Polls an operation once: on a blocking session it is then done, and on an asynchronous one its first message is sent.
 pub(crate) fn started<T>(operation: impl Future<Output = T>) -> Option<T> {

@@ -4,7 +4,7 @@ use diesel::result::{Error as DieselError, QueryResult};
 
 use crate::call::{ended, explained};
 use crate::error::{Error, Result};
-use crate::session::{Session, Transaction, started_quietly};
+use crate::session::{Session, Transaction, is_unknown, started_quietly};
 
 /// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls it back: on an asynchronous session
 /// the rollback is queued behind what was sent, and the connection is marked as broken, because diesel-async does not learn that
@@ -42,7 +42,10 @@ impl<'c, S: Session> Own<'c, S> {
         let begun = transaction.conn.begin().await;
         transaction.is_open = begun.is_ok();
         if let Err(error) = begun {
-            return Err(ended(transaction.conn, error).await);
+            return Err(match ended(transaction.conn, error).await {
+                Error::Database(error) if is_unknown(&error) => Error::InsideTransaction,
+                error => error,
+            });
         }
         transaction.depth = transaction.conn.depth();
         Ok(transaction)
@@ -56,12 +59,12 @@ impl<'c, S: Session> Own<'c, S> {
             return Err(refusal(Transaction::Broken).into());
         }
         self.is_open = false;
-        let ended: QueryResult<()> = match &outcome {
+        let end: QueryResult<()> = match &outcome {
             Ok(_) => self.conn.commit().await,
             Err(_) => self.conn.rollback().await,
         };
-        match (outcome, ended) {
-            (Ok(_), Err(error)) => Err(Error::from(error).into()),
+        match (outcome, end) {
+            (Ok(_), Err(error)) => Err(ended(self.conn, error).await.into()),
             (outcome, _) => outcome,
         }
     }

@@ -186,7 +186,7 @@ impl Lock {
         let call = self.call("pg_advisory_xact_lock");
         let milliseconds = milliseconds(limit);
         format!(
-            "{NOTICE_CLIENT}; DO $$ DECLARE before text := pg_catalog.current_setting('lock_timeout'); \
+            "{NOTICE_CLIENT}; DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); \
              own CONSTANT int := (SELECT setting FROM pg_catalog.pg_settings WHERE name = 'lock_timeout'); BEGIN \
              IF own BETWEEN 1 AND {milliseconds} THEN PERFORM {call}; RETURN; END IF; \
              BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); PERFORM {call}; \
@@ -205,7 +205,7 @@ impl Lock {
         let note =
             format!("PERFORM pg_catalog.set_config('diesel_interlock.waited', '{number}', false);");
         format!(
-            "DO $$ DECLARE before text := pg_catalog.current_setting('lock_timeout'); BEGIN \
+            "DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); BEGIN \
              PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); PERFORM {call}; \
              PERFORM pg_catalog.set_config('lock_timeout', before, true); {note} \
              EXCEPTION WHEN lock_not_available THEN IF EXISTS (SELECT {held}) THEN {note} END IF; END $$"

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::AdvisoryLock;
 use super::all::{Busy, Locks};
 use super::attempt::Attempt;
+use crate::call::ended;
 use crate::error::{Error, Result};
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
@@ -77,16 +78,21 @@ async fn acquire<S: Session>(
         Transaction::Broken => return Err(refusal(Transaction::Broken)),
     }
     let deadline = timeout.map(|timeout| (Instant::now(), timeout));
-    if locks.len() == 1 || timeout.is_none() {
-        return wait(conn, locks, deadline).await;
-    }
-    let mut pending = Pending {
-        conn,
-        is_over: false,
+    let acquired = if locks.len() == 1 || timeout.is_none() {
+        wait(conn, locks, deadline).await
+    } else {
+        let mut pending = Pending {
+            conn,
+            is_over: false,
+        };
+        let acquired = all_or_none(pending.conn, locks, deadline).await;
+        pending.is_over = true;
+        acquired
     };
-    let acquired = all_or_none(pending.conn, locks, deadline).await;
-    pending.is_over = true;
-    acquired
+    match acquired {
+        Err(Error::Database(error)) => Err(ended(conn, error).await),
+        acquired => acquired,
+    }
 }
 
 async fn all_or_none<S: Session>(

@@ -2,30 +2,33 @@
 
 use std::time::Duration;
 
-use diesel::sql_types::{BigInt, Binary, Bool, Nullable};
+use diesel::data_types::PgTimestamp;
+use diesel::sql_types::{BigInt, Binary, Bool, Nullable, Timestamptz};
 
 use crate::call::BATCH;
 use crate::statement::Statement;
 use crate::time::interval;
 
-/// Whether the lock is ours, which is null on a standby, and the outcome, which is null if it is not ours or there is none. The
-/// outcome is read by a volatile function, because the statement itself would not see what was committed after it began.
+/// Whether the lock is ours, which is null on a standby, the outcome, which is null if it is not ours or there is none, and when
+/// the transaction began. The outcome is read by a volatile function, because the statement itself would not see what was committed after it began.
 pub(super) fn look(
     lock: i64,
     name: &str,
     key: &str,
-) -> Statement<(Nullable<Bool>, Nullable<Binary>)> {
+) -> Statement<(Nullable<Bool>, Nullable<Binary>, Timestamptz)> {
     const LOOK: &str = "WITH taking AS MATERIALIZED (
             SELECT CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_try_advisory_xact_lock($1) END AS is_ours
-        ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($2, $3) END FROM taking";
+        ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($2, $3) END, pg_catalog.transaction_timestamp()
+            FROM taking";
     Statement::new(LOOK, [lock.into(), name.into(), key.into()])
 }
 
-/// Inserts the outcome. The lock keeps others from inserting one.
-pub(super) fn store(name: &str, key: &str, outcome: &[u8]) -> Statement<Bool> {
-    const STORE: &str =
-        "INSERT INTO resource_control.once (name, key, outcome) VALUES ($1, $2, $3) RETURNING true";
-    Statement::new(STORE, [name.into(), key.into(), outcome.to_vec().into()])
+/// Inserts the outcome, in the transaction that began then, and no row in another one. The lock keeps others from inserting one.
+pub(super) fn store(name: &str, key: &str, outcome: &[u8], began: PgTimestamp) -> Statement<Bool> {
+    const STORE: &str = "INSERT INTO resource_control.once (name, key, outcome)
+        SELECT $1, $2, $3 WHERE pg_catalog.transaction_timestamp() = $4 RETURNING true";
+    let outcome = outcome.to_vec().into();
+    Statement::new(STORE, [name.into(), key.into(), outcome, began.into()])
 }
 
 /// Deletes a batch of old outcomes: how many.

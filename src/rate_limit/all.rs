@@ -39,7 +39,7 @@ impl<P: Pool> RateLimit<P> {
     ///
     /// A denial is one round trip, and only reads. To spend takes a round trip more for each key, and two for the transaction. The
     /// keys are checked in the order of their names and keys, so that callers do not deadlock. A limit that is given twice costs
-    /// twice; two quotas for one key are an [`Error::Input`]. If any of the limits is [durable](Self::durable), all are.
+    /// twice; two quotas for one key are an [`Error::Input`], and so are more than 1,000 limits. If any of the limits is [durable](Self::durable), all are.
     pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, Result<CheckAll>> {
         let subject = Subject {
             primitive: "rate limit",
@@ -64,6 +64,9 @@ impl<P: Pool> RateLimit<P> {
     }
 }
 
+/// Each key has three parameters in one statement, which has 65,535 at most, and a round trip of its own.
+const MOST: usize = 1000;
+
 /// One key, with the units of all limits that are for it, and their places.
 struct Key<P: Pool> {
     limit: RateLimit<P>,
@@ -78,6 +81,11 @@ impl<P: Pool> Key<P> {
 
 /// The keys in their order.
 fn merged<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
+    if limits.len() > MOST {
+        return Err(Error::Input(
+            "1,000 limits at most can be checked at once: check them in several calls",
+        ));
+    }
     let mut order: Vec<usize> = (0..limits.len()).collect();
     order.sort_by_key(|i| (limits[*i].name, &limits[*i].key));
     let mut keys: Vec<Key<P>> = Vec::new();

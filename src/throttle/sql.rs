@@ -27,7 +27,7 @@ macro_rules! details {
 macro_rules! interval_of_resource {
     () => {
         "(SELECT resource_control.elapsed(r.throttle_interval) FROM resource_control.throttled_resource AS r \
-          WHERE r.resource_id::text = $1)"
+          WHERE r.resource_id::pg_catalog.text = $1)"
     };
 }
 
@@ -38,7 +38,7 @@ const RESOURCE: &str = concat!(
     details!("$1"),
     " WHERE ctid = (
             SELECT t.ctid FROM resource_control.throttled_resource AS t
-                WHERE t.resource_id::text = $2
+                WHERE t.resource_id::pg_catalog.text = $2
                     AND t.last_locked <= pg_catalog.clock_timestamp() - resource_control.elapsed(t.throttle_interval)
                 FOR NO KEY UPDATE SKIP LOCKED)
             RETURNING last_locked, last_locker_details, throttle_interval
@@ -47,7 +47,7 @@ const RESOURCE: &str = concat!(
     UNION ALL SELECT false, pg_catalog.clock_timestamp(), COALESCE(t.last_locked, '-infinity'), COALESCE(t.last_locker_details, ''),
             resource_control.elapsed(t.throttle_interval)
         FROM (SELECT WHERE NOT EXISTS (SELECT FROM granted)) AS denied
-            LEFT JOIN resource_control.throttled_resource AS t ON t.resource_id::text = $2"
+            LEFT JOIN resource_control.throttled_resource AS t ON t.resource_id::pg_catalog.text = $2"
 );
 
 /// The same for a name and key. No row for one that was never attempted.
@@ -110,7 +110,7 @@ const KEYED: [&str; 2] = [
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.throttle WHERE ctid = ANY (ARRAY(
             SELECT t.ctid FROM resource_control.throttle AS t
-                LEFT JOIN resource_control.throttled_resource AS r ON t.is_resource AND r.resource_id::text = t.name
+                LEFT JOIN resource_control.throttled_resource AS r ON t.is_resource AND r.resource_id::pg_catalog.text = t.name
                 WHERE t.last_granted + 2 * COALESCE(resource_control.elapsed(r.throttle_interval), t.throttle_interval)
                     <= pg_catalog.clock_timestamp()
                 LIMIT $1 FOR UPDATE OF t SKIP LOCKED))
@@ -153,7 +153,7 @@ pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
              WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype AND e.enumlabel = $1), \
          (SELECT (extract(epoch FROM r.throttle_interval) * 1000000)::bigint FROM resource_control.throttled_resource AS r \
-             WHERE r.resource_id::text = $1)";
+             WHERE r.resource_id::pg_catalog.text = $1)";
     Statement::new(FIND, [label.into()])
 }
 

@@ -221,6 +221,35 @@ fn work_that_hides_its_error_is_not_done() {
 }
 
 #[test]
+fn work_that_ends_its_transaction_is_not_done() {
+    for (ending, effects) in [
+        ("ROLLBACK", 0),
+        ("ROLLBACK AND CHAIN", 0),
+        ("ROLLBACK; BEGIN", 0),
+        ("COMMIT", 1),
+        ("COMMIT AND CHAIN", 1),
+    ] {
+        let database = database();
+        let pool = pool(&database, 1);
+        let failed: Result<Done, Error> = on_one(&pool, |conn| {
+            wait(CHARGE.run(
+                conn,
+                work!(|conn| {
+                    reply!(execute(conn, EFFECT))?;
+                    reply!(execute(conn, ending))?;
+                    Ok("done")
+                }),
+            ))
+        });
+        assert_matches!(failed, Err(Error::TransactionEnded));
+        let conn = &mut database.connect();
+        assert_eq!((number(conn, EFFECTS), number(conn, DONE)), (effects, 0));
+        run(conn, "DELETE FROM effect");
+        assert_undone(&CHARGE, &pool, &database);
+    }
+}
+
+#[test]
 fn work_that_panics_is_not_done() {
     let database = database();
     let pool = pool(&database, 1);
@@ -440,6 +469,47 @@ fn inside_a_transaction_it_is_an_error() {
         assert_matches!(nested, Err(Error::InsideTransaction));
     });
     assert_undone(&CHARGE, &pool, &database);
+}
+
+#[test]
+fn inside_a_transaction_of_plain_sql_it_is_an_error() {
+    let database = database();
+    let pool = pool(&database, 1);
+    for before in [EFFECT, "SAVEPOINT one"] {
+        on_one(&pool, |conn| {
+            wait(execute(conn, &format!("BEGIN; {before}"))).unwrap();
+            assert_matches!(charge(&CHARGE, conn, "done"), Err(Error::InsideTransaction));
+            wait(execute(conn, "ROLLBACK")).unwrap();
+        });
+    }
+    assert_undone(&CHARGE, &pool, &database);
+}
+
+#[test]
+fn a_session_that_ends_in_the_work_or_in_the_commit_is_reported_as_such() {
+    let database = database();
+    run(
+        &mut database.connect(),
+        "CREATE FUNCTION exit() RETURNS trigger LANGUAGE plpgsql AS
+            $$ BEGIN PERFORM pg_terminate_backend(pg_backend_pid()), pg_sleep(10); RETURN NULL; END $$;
+        CREATE CONSTRAINT TRIGGER exit AFTER INSERT ON effect DEFERRABLE INITIALLY DEFERRED
+            FOR EACH ROW EXECUTE FUNCTION exit();
+        CREATE TABLE at_once (); CREATE TRIGGER exit AFTER INSERT ON at_once EXECUTE FUNCTION exit()",
+    );
+    let pool = unchecked_pool(&database, 1);
+    let ended = charged(&CHARGE, &pool, "done").unwrap_err();
+    assert!(ended.is_unavailable(), "{ended:?}");
+    let ended: Result<Done, Error> = on_one(&pool, |conn| {
+        wait(CHARGE.run(
+            conn,
+            work!(|conn| {
+                let _ = reply!(execute(conn, "INSERT INTO at_once DEFAULT VALUES"));
+                Ok("done")
+            }),
+        ))
+    });
+    let ended = ended.unwrap_err();
+    assert!(ended.is_unavailable(), "{ended:?}");
 }
 
 #[test]

@@ -315,6 +315,10 @@ fn several_limits_are_spent_together_or_not_at_all() {
             Err(Error::Input(_))
         );
     }
+    assert_matches!(
+        wait(RateLimit::check_all(&[&c; 1001], &pool)),
+        Err(Error::Input(_))
+    );
     assert!(wait(RateLimit::check_all(&[], &pool)).unwrap().is_allowed());
     let bad = RateLimit::named("", Quota::per_minute(1));
     assert_matches!(

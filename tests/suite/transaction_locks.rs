@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use workbench::{Cluster, Database};
 
 use crate::assert_matches;
-use crate::half::{AdvisoryLock, Attempt, Error, LockKey, begin, end, execute, on_one, pool, wait};
+use crate::half::{
+    AdvisoryLock, Attempt, Error, LockKey, begin, end, execute, on_one, pool, unchecked_pool, wait,
+};
 use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, number, run};
 
 static SERVER: AdvisoryLock = AdvisoryLock::named("server");
@@ -102,6 +104,39 @@ fn it_waits_for_the_holder() {
             waiting.join().unwrap();
         });
     }
+}
+
+#[test]
+fn a_session_that_ends_in_a_wait_is_reported_as_such() {
+    let database = Database::new();
+    let pool = unchecked_pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    let (lock, minute) = (SERVER.key(1), Duration::from_secs(60));
+    let all = AdvisoryLock::all([&SERVER, &lock]);
+    let holder = foreign_holder(&database, lock.lock_key());
+    for (lock, timeout) in [(&lock, None), (&lock, Some(minute)), (&all, Some(minute))] {
+        let waited = thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                on_one(&pool, |conn| {
+                    begin(conn);
+                    match timeout {
+                        None => wait(lock.acquire_xact(conn)),
+                        Some(timeout) => wait(lock.acquire_xact_timeout(conn, timeout)).map(drop),
+                    }
+                })
+            });
+            eventually("it waits on the server", || observer.all_waiting() == 1);
+            let waiter = "(SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
+                AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";
+            let pid = number(observer.conn(), waiter);
+            observer.kill(pid.try_into().unwrap());
+            waiting.join().unwrap()
+        });
+        let ended = waited.unwrap_err();
+        assert!(ended.is_unavailable(), "{ended:?}");
+    }
+    drop(holder);
+    assert_pool_whole(&pool, &database);
 }
 
 #[test]

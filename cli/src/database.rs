@@ -1,16 +1,17 @@
 //! The database of the environment, and how it is asked.
 
-use std::env;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
+use std::{env, process, thread};
 
-use diesel::connection::CacheSize;
+use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel::sql_types::Text;
 use diesel_interlock::{LockKey, PgPool};
 use serde_json::Value;
 
-use crate::Failure;
+use crate::{Failure, say, unreachable};
 
 /// Who holds advisory locks, and who waits for them on the server. It needs no schema, and shows what a session does.
 pub(crate) const LOCKS: &str = "
@@ -32,7 +33,11 @@ pub(crate) fn url(purpose: &str) -> Result<String, Failure> {
         let message = "set the environment variable DATABASE_URL, such as postgres://app@db/app";
         return Err(Failure::new(Failure::SET_UP, message));
     }
-    let name = format!("interlock {purpose}");
+    // PostgreSQL would cut it by itself, and say so each time.
+    let mut name = format!("interlock {purpose}");
+    while name.len() > 63 {
+        name.pop();
+    }
     add(&mut url, "fallback_application_name", &name);
     if !url.contains("connect_timeout") && env::var_os("PGCONNECT_TIMEOUT").is_none() {
         add(&mut url, "connect_timeout", "10");
@@ -42,8 +47,20 @@ pub(crate) fn url(purpose: &str) -> Result<String, Failure> {
 
 /// Adds a parameter of libpq to a URL, or to keywords and values.
 fn add(url: &mut String, name: &str, value: &str) {
-    if url.starts_with("postgres://") || url.starts_with("postgresql://") {
-        let mark = if url.contains('?') { '&' } else { '?' };
+    if let Some(rest) = ["postgres://", "postgresql://"]
+        .iter()
+        .find_map(|scheme| url.strip_prefix(scheme))
+    {
+        // A password may have the mark, too.
+        let rest = match rest.find(['@', '/']) {
+            Some(end) if rest[end..].starts_with('@') => &rest[end..],
+            _ => rest,
+        };
+        let mark = match rest.split_once('?') {
+            None => "?",
+            Some((_, parameters)) if parameters.is_empty() || parameters.ends_with('&') => "",
+            Some(_) => "&",
+        };
         let value: String = value.bytes().map(|byte| format!("%{byte:02X}")).collect();
         *url += &format!("{mark}{name}={value}");
     } else {
@@ -53,7 +70,27 @@ fn add(url: &mut String, name: &str, value: &str) {
 }
 
 pub(crate) fn connect(url: &str) -> Result<PgConnection, Failure> {
-    PgConnection::establish(url).map_err(|error| Failure::new(Failure::UNAVAILABLE, error))
+    PgConnection::establish(url).map_err(|error| unreachable(&error))
+}
+
+/// How long a database may take to reply: a pooler that is full accepts connections, and then says nothing.
+pub(crate) const SILENCE: Duration = Duration::from_secs(30);
+
+/// Does some work, and ends the program with a reason if that takes longer.
+pub(crate) fn in_time<T>(work: impl FnOnce() -> T) -> T {
+    let (_done, is_done) = mpsc::channel::<()>();
+    let _ = thread::Builder::new().spawn(move || {
+        if is_done.recv_timeout(SILENCE) == Err(RecvTimeoutError::Timeout) {
+            say!("{}", silent().message);
+            process::exit(Failure::UNAVAILABLE);
+        }
+    });
+    work()
+}
+
+pub(crate) fn silent() -> Failure {
+    let message = "the database does not reply: is it, or a pooler before it, at the limit of its connections?";
+    Failure::new(Failure::UNAVAILABLE, message)
 }
 
 /// Poolers in transaction mode before PgBouncer 1.21 know nothing of prepared statements, of which this program has no need.
@@ -82,7 +119,7 @@ pub(crate) fn pool_that_waits(url: &str) -> Result<PgPool, Failure> {
         .connection_customizer(Box::new(Unprepared))
         .connection_timeout(Duration::from_secs(10))
         .build(ConnectionManager::new(url))
-        .map_err(|error| Failure::new(Failure::UNAVAILABLE, error))
+        .map_err(|error| unreachable(&error))
 }
 
 #[derive(QueryableByName)]
@@ -103,15 +140,23 @@ pub(crate) fn rows_with(
     bind: &str,
 ) -> QueryResult<Vec<Value>> {
     let query = format!("SELECT COALESCE(json_agg(q), '[]')::text AS rows FROM ({query}) AS q");
-    let json: Json = if query.contains("$1") {
-        diesel::sql_query(query)
-            .bind::<Text, _>(bind)
-            .get_result(conn)?
-    } else {
-        diesel::sql_query(query).get_result(conn)?
-    };
+    let json: Json = conn.transaction(|conn| {
+        // Not for longer, because a pooler lends the session to others.
+        conn.batch_execute("SET LOCAL statement_timeout = 0")?;
+        if query.contains("$1") {
+            let query = diesel::sql_query(query);
+            query.bind::<Text, _>(bind).get_result(conn)
+        } else {
+            diesel::sql_query(query).get_result(conn)
+        }
+    })?;
     serde_json::from_str(&json.rows)
         .map_err(|error| diesel::result::Error::DeserializationError(error.into()))
+}
+
+pub(crate) fn has_schema(conn: &mut PgConnection) -> QueryResult<bool> {
+    let schema = "SELECT 1 FROM pg_namespace WHERE nspname = 'resource_control'";
+    Ok(!rows(conn, schema)?.is_empty())
 }
 
 /// The number of a lock as in [`LOCKS`]: of a name, or written as a number or a pair.
@@ -131,4 +176,24 @@ pub(crate) fn lock(name: &str, is_number: bool) -> Result<String, Failure> {
     let message = "the number of a lock is like 42, or a pair like 7,12";
     let id = id.ok_or_else(|| Failure::new(Failure::INPUT, message))?;
     Ok(id.id()?.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_parameter_is_added_where_libpq_finds_it() {
+        for (url, expected) in [
+            ("postgres://app@db/app", "postgres://app@db/app?a=%62"),
+            ("postgres://app:?@db/app", "postgres://app:?@db/app?a=%62"),
+            ("postgres:///app?", "postgres:///app?a=%62"),
+            ("postgresql:///app?x=y", "postgresql:///app?x=y&a=%62"),
+            ("postgresql:///?x=@&", "postgresql:///?x=@&a=%62"),
+            ("postgresql://?host=db", "postgresql://?host=db&a=%62"),
+            ("host=db", "host=db a='b'"),
+        ] {
+            let mut url = url.to_owned();
+            super::add(&mut url, "a", "b");
+            assert_eq!(url, expected);
+        }
+    }
 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 use clap::Args;
 use diesel_interlock::{Error, check_exclusion, migrations};
 
-use crate::{Failure, database, duration, ps};
+use crate::database::{self, in_time};
+use crate::{Failure, duration, ps};
 
 #[derive(Debug, Args)]
 pub(crate) struct Doctor {
@@ -30,6 +31,10 @@ const SERVER: &[&str] = &[
     "SELECT CASE WHEN getdatabaseencoding() = 'UTF8' THEN 'ok' ELSE 'fail' END AS level,
         'the encoding of the database is ' || getdatabaseencoding() AS found,
         'create a database with ENCODING UTF8, which names and keys need' AS remedy",
+    "SELECT 'warn' AS level, 'this role may not create the schema' AS found,
+        format('run `interlock install` as the owner of the database, or GRANT CREATE ON DATABASE %I TO %I', current_database(),
+            current_user) AS remedy
+        WHERE to_regnamespace('resource_control') IS NULL AND NOT has_database_privilege(current_database(), 'CREATE')",
     // A lock of a host that has vanished stays held for as long as the server believes in its connection.
     "SELECT CASE WHEN inet_client_addr() IS NULL OR seconds < 600 THEN 'ok' ELSE 'warn' END AS level,
         CASE WHEN inet_client_addr() IS NULL THEN 'connected by a socket of this machine, whose end the server sees'
@@ -38,14 +43,25 @@ const SERVER: &[&str] = &[
         FROM (SELECT current_setting('tcp_keepalives_idle')::interval, current_setting('tcp_keepalives_interval')::interval,
                     current_setting('tcp_keepalives_count')::int) AS s (idle, pause, count),
             LATERAL (SELECT extract(epoch FROM idle + pause * count)::int) AS k (seconds)",
-    "SELECT CASE setting WHEN '0' THEN 'ok' ELSE 'warn' END AS level, format('%s = %s', name, setting || unit) AS found,
-        format('it ends a session that holds a lock and is idle: ALTER ROLE %I SET %s = 0', current_user, name) AS remedy
-        FROM pg_settings WHERE name IN ('idle_session_timeout', 'transaction_timeout') AND (name LIKE 'idle%' OR setting <> '0')",
+    "SELECT CASE WHEN current_setting('default_transaction_read_only')::bool THEN 'fail' ELSE 'ok' END AS level,
+        'default_transaction_read_only = ' || current_setting('default_transaction_read_only') AS found,
+        format('all but locks must write: ALTER ROLE %I SET default_transaction_read_only = off', current_user) AS remedy",
+    "SELECT CASE WHEN reset_val = '0' THEN 'ok' ELSE 'warn' END AS level, format('%s = %s', name, reset_val || unit) AS found,
+        format('it ends %s: ALTER ROLE %I SET %s = 0', CASE WHEN name LIKE 'idle%' THEN 'a session that holds a lock and is idle'
+            WHEN name LIKE 'tr%' THEN 'a session whose transaction takes longer, and frees its locks'
+            ELSE 'waits and statements that nothing is wrong with' END, current_user, name) AS remedy
+        FROM pg_settings WHERE name = 'idle_session_timeout' OR name = 'transaction_timeout' AND reset_val <> '0'
+            OR name IN ('statement_timeout', 'lock_timeout') AND reset_val::bigint BETWEEN 1 AND 999",
     "SELECT CASE setting WHEN '0' THEN 'warn' ELSE 'ok' END AS level, format('%s = %s', name, setting || unit) AS found,
         format(CASE name WHEN 'client_connection_check_interval'
             THEN 'a statement of a client that has gone runs to its end: ALTER ROLE %I SET %s = ''10s'''
             ELSE 'a transaction that was forgotten keeps its locks: ALTER ROLE %I SET %s = ''5min''' END, current_user, name) AS remedy
         FROM pg_settings WHERE name IN ('client_connection_check_interval', 'idle_in_transaction_session_timeout')",
+    "SELECT CASE WHEN used < room * 0.8 THEN 'ok' ELSE 'warn' END AS level,
+        format('%s of %s connections are used', used, room) AS found,
+        'use smaller pools, a pooler, or a larger max_connections' AS remedy
+        FROM (SELECT (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend') AS used,
+            current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int AS room) AS c",
     "SELECT CASE WHEN used < room / 2 THEN 'ok' ELSE 'warn' END AS level,
         format('%s of about %s places in the table of locks are used', used, room) AS found,
         'raise max_locks_per_transaction, or hold fewer locks: if it is full, nobody can connect' AS remedy
@@ -70,7 +86,8 @@ const SERVER: &[&str] = &[
 const SCHEMA: &[&str] = &[
     "SELECT 'warn' AS level, format('request %s has slot %s of %s since %s (%s)', id, slot, service, date_trunc('second', created_at),
             details) AS found,
-        format('if it is stuck: interlock kill ''%s'' --slot %s', replace(service, '''', '''\\'''''), id) AS remedy
+        format('if it is stuck: interlock kill --slot %s -- ''%s''', id,
+            replace(service, chr(39), chr(39) || chr(92) || chr(39) || chr(39))) AS remedy
         FROM resource_control.slot_in_flight WHERE created_at < clock_timestamp() - :holder_age AND NOT starts_with(service, 'leader ')",
     "SELECT 'warn' AS level, format('%s has %s rows, and nothing prunes it by itself', c.relname, c.reltuples) AS found,
         'call prune of the semaphore, throttle or rate limit from time to time' AS remedy
@@ -81,6 +98,20 @@ const SCHEMA: &[&str] = &[
             (SELECT max(id) FROM resource_control.service_request) AS largest) AS s
         WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT')
             THEN largest > COALESCE(pg_sequence_last_value(sequence::regclass), 0) END",
+    // A fence keeps what has passed it, from either sequence.
+    "SELECT 'fail' AS level, 'a fence refuses all new tokens, because their sequence was not copied' AS found,
+        format('SELECT setval(%L, %s)', sequence, largest) AS remedy
+        FROM (SELECT 'resource_control.fencing_token' AS sequence, (SELECT max(token) FROM resource_control.fence) AS largest,
+            pg_get_serial_sequence('resource_control.service_request', 'id') AS ids) AS s
+        WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT') AND has_sequence_privilege(ids, 'USAGE, SELECT')
+            THEN largest > GREATEST(pg_sequence_last_value(sequence::regclass), pg_sequence_last_value(ids::regclass), 0) END",
+    "SELECT 'fail' AS level, format('%s has no primary key, because that was not copied', c.oid::regclass) AS found,
+        'add the one that up.sql has for it: ALTER TABLE ... ADD PRIMARY KEY' AS remedy
+        FROM pg_class AS c WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind = 'r'
+            AND NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = c.oid AND i.indisprimary AND i.indisvalid)",
+    "SELECT 'fail' AS level, 'resource_control.service_request.id is no identity, because that was not copied' AS found,
+        'ALTER TABLE resource_control.service_request ALTER id ADD GENERATED ALWAYS AS IDENTITY, and run doctor again' AS remedy
+        FROM pg_attribute WHERE attrelid = 'resource_control.service_request'::regclass AND attname = 'id' AND attidentity = ''",
 ];
 
 const GRANTS: &str = "
@@ -104,15 +135,24 @@ const GRANTS: &str = "
 
 impl Doctor {
     pub(crate) fn run(self) -> Result<i32, Failure> {
-        let pool = database::pool(&database::url("doctor")?)?;
+        let url = database::url("doctor")?;
+        let lines = in_time(|| self.lines(&url))?;
+        io::stdout().write_all(lines.text.as_bytes())?;
+        Ok(lines.has_failed.into())
+    }
+
+    fn lines(&self, url: &str) -> Result<Lines, Failure> {
+        let pool = database::pool(url)?;
         let mut lines = Lines::default();
         lines.of("the exclusion by session locks", check_exclusion(&pool));
         let conn = &mut pool.get().map_err(|error| Error::Pool(error.into()))?;
         let holders = format!(
-            "SELECT 'warn' AS level, format('session %s (%s, %s) holds the lock %s, and does nothing since %s', pid, role, application, lock,
-                    session_changed) AS found,
+            "SELECT 'warn' AS level, format('session %s (%s, %s) holds the lock %s, and is %s since %s', pid, role, application, lock,
+                    session, since) AS found,
                 format('if it is stuck: interlock kill --number -- ''%s''', lock) AS remedy
-                FROM ({}) AS l WHERE state = 'held' AND session_changed < clock_timestamp() - :holder_age",
+                FROM (SELECT *, CASE WHEN application LIKE 'interlock %' THEN session_since ELSE session_changed END AS since
+                    FROM ({}) AS l) AS l
+                WHERE state = 'held' AND since < clock_timestamp() - :holder_age",
             database::LOCKS
         );
         let mut all: Vec<_> = SERVER.to_vec();
@@ -136,8 +176,7 @@ impl Doctor {
                 Err(error) => lines.of("a question has failed", Err(error.into())),
             }
         }
-        io::stdout().write_all(lines.text.as_bytes())?;
-        Ok(lines.has_failed.into())
+        Ok(lines)
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::sys::signal::{self, SigSet, Signal};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::{Pid, getpgrp, getpid, getppid, tcgetpgrp, tcsetpgrp};
+use nix::unistd::{Pid, getpgid, getpgrp, getpid, getppid, tcgetpgrp, tcsetpgrp};
 
 use crate::say;
 
@@ -113,10 +113,13 @@ impl Job {
         }
     }
 
-    /// Sends a signal to the group. One that is stopped goes on, so that it can end.
+    /// Sends a signal to the group, and to the command if it has gone to another one. It was not reaped yet. One that is stopped goes on, so that it can end.
     pub(crate) fn send(&mut self, signal: Signal) {
         self.is_to_stop |= signal == Signal::SIGTSTP;
         let _ = signal::killpg(self.pid, signal);
+        if getpgid(Some(self.pid)) != Ok(self.pid) {
+            let _ = signal::kill(self.pid, signal);
+        }
         if matches!(signal, Signal::SIGTERM | Signal::SIGHUP) {
             let _ = signal::killpg(self.pid, Signal::SIGCONT);
         }
@@ -125,6 +128,11 @@ impl Job {
     /// Whether any process is left in the group.
     pub(crate) fn is_there(&self) -> bool {
         signal::killpg(self.pid, None).is_ok()
+    }
+
+    /// Ends what the command, which was reaped, has left in its group.
+    pub(crate) fn end_group(&self) {
+        let _ = signal::killpg(self.pid, Signal::SIGKILL);
     }
 
     /// The command has stopped: by Ctrl-Z, or because it has asked for the terminal. A shell must see its job as one, so this process

@@ -3,9 +3,10 @@
 use std::io::{self, Write};
 
 use clap::Args;
+use diesel_interlock::Error;
 use serde_json::Value;
 
-use crate::database::{self, LOCKS, rows_with};
+use crate::database::{self, LOCKS, in_time, rows_with};
 use crate::{Failure, ps, say};
 
 #[derive(Debug, Args)]
@@ -49,8 +50,15 @@ impl Kill {
                 self.name.clone(),
             ),
         };
-        let conn = &mut database::connect(&database::url("kill")?)?;
-        let holders = rows_with(conn, &shown, &name)?;
+        let url = database::url("kill")?;
+        let (mut conn, holders) = in_time(|| {
+            let mut conn = database::connect(&url)?;
+            if self.slot.is_some() && !database::has_schema(&mut conn)? {
+                return Err(Error::NotInstalled.into());
+            }
+            let holders = rows_with(&mut conn, &shown, &name)?;
+            Ok::<_, Failure>((conn, holders))
+        })?;
         let mut output = io::stdout();
         write!(output, "{}", ps::table("held by", &holders))?;
         if holders.is_empty() {
@@ -66,12 +74,34 @@ impl Kill {
                 return Ok(1);
             }
         }
-        let done = rows_with(conn, &act, &Value::from(holders).to_string())?;
+        let shown = Value::from(holders.clone()).to_string();
+        let done = in_time(|| rows_with(&mut conn, &act, &shown))?;
         writeln!(output, "{}", ps::table("ended", &done).trim_end())?;
-        if done.iter().any(|row| row["is_done"] == true) {
-            return Ok(0);
+        let (mut has_ended, mut stays) = (false, false);
+        for holder in &holders {
+            let is_same = |row: &&Value| row["pid"] == holder["pid"] && row["id"] == holder["id"];
+            let done = done.iter().find(is_same).map(|row| row["is_done"] == true);
+            let (pid, is_seen) = (&holder["pid"], !holder["session_since"].is_null());
+            let (why, is_left) = match done {
+                Some(true) => {
+                    has_ended = true;
+                    continue;
+                }
+                _ if self.slot.is_some() => ("it had been completed by then".to_owned(), false),
+                _ if pid.is_null() => (
+                    "a prepared transaction holds it: send ROLLBACK PREPARED with its gid in pg_prepared_xacts".to_owned(),
+                    true,
+                ),
+                Some(false) => (format!("session {pid} has not ended within five seconds"), true),
+                None if is_seen => (format!("session {pid} held it no longer"), false),
+                None => (
+                    format!("session {pid} is of another role: GRANT pg_read_all_stats, pg_signal_backend to this one"),
+                    true,
+                ),
+            };
+            say!("{why}");
+            stays |= is_left;
         }
-        say!("nothing was done: it is no longer held by the same, or its session cannot be seen");
-        Ok(1)
+        Ok((stays || !has_ended).into())
     }
 }

@@ -8,20 +8,31 @@ mod ps;
 mod run;
 
 use std::io::Write;
+use std::sync::mpsc;
 use std::time::Duration;
-use std::{env, fmt, io, process};
+use std::{env, fmt, io, process, thread};
 
 use clap::{Parser, Subcommand};
 use diesel_interlock::{Error, migrations};
 
-/// Writes a line to standard error. One that cannot be written is lost, because a full disk must not end what runs.
+/// Says something on standard error.
 macro_rules! say {
-    ($($what:tt)*) => {{
-        use std::io::Write as _;
-        let _ = writeln!(std::io::stderr(), "interlock: {}", format_args!($($what)*));
-    }};
+    ($($what:tt)*) => {
+        $crate::say_within_a_second(format!($($what)*))
+    };
 }
 pub(crate) use say;
+
+/// A line that cannot be written, or not soon, is lost: neither a full disk nor a terminal that was paused may keep a lock or a
+/// command.
+fn say_within_a_second(what: String) {
+    let (written, is_written) = mpsc::channel();
+    let _ = thread::Builder::new().spawn(move || {
+        let _ = writeln!(io::stderr(), "interlock: {what}");
+        let _ = written.send(());
+    });
+    let _ = is_written.recv_timeout(Duration::from_secs(1));
+}
 
 const STATUSES: &str = "\
 The database is that of the environment variable DATABASE_URL.
@@ -123,6 +134,8 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let status = match error {
             Error::Input(_) => Self::INPUT,
+            // Its own text speaks of guards, which a shell has none of.
+            Error::Pool(cause) => return unreachable(&cause),
             _ if error.is_unavailable() => Self::UNAVAILABLE,
             Error::LockLost(_) | Error::PermitLost(_) | Error::SessionMoved { .. } => Self::LOST,
             _ => Self::SET_UP,
@@ -133,6 +146,24 @@ impl From<Error> for Failure {
             message.replace("`migrations::install`", "`interlock install`"),
         )
     }
+}
+
+/// That there is no connection, and why not. If it is none of these, libpq cannot use the URL, and waiting helps nobody.
+fn unreachable(cause: &dyn fmt::Display) -> Failure {
+    let cause = cause.to_string();
+    let may_pass = [
+        "connection to server",
+        "could not connect",
+        "could not translate host name",
+        "timed out",
+    ];
+    let status = if may_pass.iter().any(|text| cause.contains(text)) {
+        Failure::UNAVAILABLE
+    } else {
+        Failure::SET_UP
+    };
+    let message = format!("the database of DATABASE_URL cannot be reached: {cause}");
+    Failure::new(status, message)
 }
 
 impl From<diesel::result::Error> for Failure {
@@ -151,6 +182,9 @@ impl From<io::Error> for Failure {
         Self::new(Self::OUTPUT, message)
     }
 }
+
+/// What PostgreSQL can subtract from the present.
+const LONGEST: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
 
 /// Reads a duration such as `500ms`, `30s`, `10m`, `1h` or `2d`. A number alone is seconds.
 fn duration(text: &str) -> Result<Duration, String> {
@@ -171,5 +205,8 @@ fn duration(text: &str) -> Result<Duration, String> {
         .zip(milliseconds)
         .and_then(|(number, unit)| number.checked_mul(unit))
         .map(Duration::from_millis)
-        .ok_or_else(|| "a duration is like 500ms, 30s, 10m, 1h or 2d".into())
+        .filter(|duration| *duration <= LONGEST)
+        .ok_or_else(|| {
+            "a duration is like 500ms, 30s, 10m, 1h or 2d, and 1,000 years at most".into()
+        })
 }

@@ -8,7 +8,8 @@ use diesel::QueryResult;
 use diesel::pg::PgConnection;
 use serde_json::{Map, Value};
 
-use crate::{Failure, database};
+use crate::database::{self, in_time};
+use crate::{Failure, say};
 
 #[derive(Debug, Args)]
 pub(crate) struct Ps {
@@ -44,18 +45,25 @@ impl Ps {
             Some(name) => Some(database::lock(name, false)?),
             None => None,
         };
-        let conn = &mut database::connect(&database::url("ps")?)?;
-        let mut all = Map::new();
-        all.insert("locks".into(), found(conn, database::LOCKS, &lock)?);
-        for (kind, query) in VIEWS {
-            let is_there =
-                "SELECT 1 FROM pg_namespace AS n WHERE n.nspname = 'resource_control' AND has_schema_privilege(n.oid, 'USAGE')
-                    AND EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'schedule_state'
-                        AND has_table_privilege(c.oid, 'SELECT'))";
-            if !database::rows(conn, is_there)?.is_empty() {
-                all.insert(kind.into(), found(conn, query, &self.name)?);
+        let url = database::url("ps")?;
+        let all = in_time(|| {
+            let conn = &mut database::connect(&url)?;
+            let mut all = Map::new();
+            all.insert("locks".into(), found(conn, database::LOCKS, &lock)?);
+            if !database::has_schema(conn)? {
+                return Ok(all);
             }
-        }
+            for (kind, query) in VIEWS {
+                match found(conn, query, &self.name).map_err(Failure::from) {
+                    Ok(rows) => drop(all.insert(kind.into(), rows)),
+                    Err(failure) if failure.status == Failure::SET_UP => {
+                        say!("no {kind}: {failure}; see `interlock doctor`");
+                    }
+                    Err(failure) => return Err(failure),
+                }
+            }
+            Ok::<_, Failure>(all)
+        })?;
         let mut text = String::new();
         if self.json {
             text = Value::Object(all).to_string() + "\n";

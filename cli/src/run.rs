@@ -14,15 +14,12 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::WaitStatus;
 use nix::unistd::gethostname;
 
+use crate::database::SILENCE;
 use crate::job::{self, Job};
 use crate::{Failure, database, duration, say};
 
-/// A wait is cut into such pieces, between which it sees that it is to end.
+/// A wait is cut into such pieces, between which it sees that it is to end. As often a session lock is looked at.
 const PIECE: Duration = Duration::from_secs(1);
-/// How often a session lock is looked at.
-const LOOK: Duration = Duration::from_secs(1);
-/// A lock counts as lost if its session has not replied for so long.
-const SILENCE: Duration = Duration::from_secs(30);
 /// How long a command has to end after SIGTERM, and the release may take.
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -54,6 +51,8 @@ pub(crate) struct Run {
 /// What the main thread is told.
 enum Event {
     Signal(Signal),
+    /// From now on it may be held.
+    Connected,
     /// It is held, with this fencing token. Told again whenever that was seen.
     Held(Option<i64>),
     /// It was busy until the end of the wait.
@@ -66,13 +65,13 @@ enum Event {
 
 impl Run {
     pub(crate) fn run(self) -> Result<i32, Failure> {
+        if job::is_ignored(Signal::SIGCHLD) {
+            return Err(system(
+                "SIGCHLD is ignored, so the end of the command could not be seen: `env --default-signal=CHLD` sets it back",
+            ));
+        }
         let signals = job::block().map_err(system)?;
         let url = database::url(&self.name)?;
-        let pool = if self.wait.is_zero() {
-            database::pool(&url)?
-        } else {
-            database::pool_that_waits(&url)?
-        };
         let (sender, events) = mpsc::channel();
         let (end, ended) = mpsc::channel();
         let told = sender.clone();
@@ -83,20 +82,26 @@ impl Run {
             {}
         })?;
         let (told, wait, of) = (sender.clone(), self.wait, Of::new(&self));
-        beside(move || hold(&of, &pool, wait, &told, &ended))?;
+        beside(move || hold(&of, &url, wait, &told, &ended))?;
 
+        let (patience, mut pieces) = (self.wait.saturating_add(SILENCE), Pieces::new());
+        let mut may_be_held = false;
         let token = loop {
-            match events.recv().map_err(system)? {
-                Event::Held(token) => break token,
-                Event::Busy => return Ok(self.conflict_exit_code.into()),
-                Event::Failed(failure) => return Err(failure),
-                Event::Signal(Signal::SIGTSTP) => job::stop(),
-                Event::Signal(signal) if !job::is_ignored(signal) => {
+            match pieces.next(&events)? {
+                Some(Event::Held(token)) => break token,
+                Some(Event::Connected) => may_be_held = true,
+                Some(Event::Busy) => return Ok(self.conflict_exit_code.into()),
+                Some(Event::Failed(failure)) => return Err(failure),
+                Some(Event::Signal(Signal::SIGTSTP)) => job::stop(),
+                Some(Event::Signal(signal)) if !job::is_ignored(signal) => {
                     // A permit may be on its way. It is released.
                     drop(end);
-                    until(&events, GRACE);
+                    if may_be_held {
+                        until(&events, GRACE);
+                    }
                     return Ok(128 + signal as i32);
                 }
+                None if pieces.silence >= patience => return Err(database::silent()),
                 _ => {}
             }
         };
@@ -135,32 +140,27 @@ fn attend(job: &mut Job, events: &Receiver<Event>, sender: Sender<Event>) -> Res
             is_there &= sender.send(Event::Command(status)).is_ok();
         }
     })?;
-    let (mut seen, mut kill_at) = (Instant::now(), None);
+    let (mut pieces, mut kill_at) = (Pieces::new(), None);
     let status = loop {
-        let next = kill_at.unwrap_or(seen + SILENCE);
-        match events.recv_timeout(next.saturating_duration_since(Instant::now())) {
-            Ok(Event::Command(Ok(WaitStatus::Exited(_, status)))) => break status,
-            Ok(Event::Command(Ok(WaitStatus::Signaled(_, signal, _)))) => {
+        let event = pieces.next(events)?;
+        let is_lost =
+            matches!(event, Some(Event::Lost)) || event.is_none() && pieces.silence >= SILENCE;
+        match event {
+            Some(Event::Command(Ok(WaitStatus::Exited(_, status)))) => break status,
+            Some(Event::Command(Ok(WaitStatus::Signaled(_, signal, _)))) => {
                 break 128 + signal as i32;
             }
-            Ok(Event::Command(Ok(WaitStatus::Stopped(_, signal)))) => {
-                job.stopped(signal);
-                seen = Instant::now();
-            }
-            Ok(Event::Command(Err(error))) => return Err(system(error)),
-            Ok(Event::Signal(signal)) => job.send(signal),
-            Ok(Event::Held(_)) => seen = Instant::now(),
-            Ok(Event::Lost) | Err(RecvTimeoutError::Timeout) if kill_at.is_none() => {
-                say!("the lock was lost: its session has ended, or the database does not reply");
+            Some(Event::Command(Ok(WaitStatus::Stopped(_, signal)))) => job.stopped(signal),
+            Some(Event::Command(Err(error))) => return Err(system(error)),
+            Some(Event::Signal(signal)) => job.send(signal),
+            Some(Event::Held(_)) => pieces.silence = Duration::ZERO,
+            _ if is_lost && kill_at.is_none() => {
                 job.send(Signal::SIGTERM);
                 kill_at = Some(Instant::now() + GRACE);
+                say!("the lock was lost: its session has ended, or the database does not reply");
             }
-            Err(RecvTimeoutError::Timeout) => {
-                job.send(Signal::SIGKILL);
-                kill_at = Some(Instant::now() + GRACE);
-            }
-            Err(error) => return Err(system(error)),
-            Ok(_) => {}
+            _ if kill_at.is_some_and(|at| at <= Instant::now()) => job.send(Signal::SIGKILL),
+            _ => {}
         }
     };
     let Some(kill_at) = kill_at else {
@@ -170,10 +170,37 @@ fn attend(job: &mut Job, events: &Receiver<Event>, sender: Sender<Event>) -> Res
     while job.is_there() && Instant::now() < kill_at {
         thread::sleep(Duration::from_millis(20));
     }
-    if job.is_there() {
-        job.send(Signal::SIGKILL);
-    }
+    job.end_group();
     Ok(Failure::LOST)
+}
+
+/// The time without a sign of life, counted in pieces, because while this process is stopped nothing can be heard.
+struct Pieces {
+    next: Instant,
+    silence: Duration,
+}
+
+impl Pieces {
+    fn new() -> Self {
+        Self {
+            next: Instant::now() + PIECE,
+            silence: Duration::ZERO,
+        }
+    }
+
+    /// The next event, or none at the end of a piece.
+    fn next(&mut self, events: &Receiver<Event>) -> Result<Option<Event>, Failure> {
+        let rest = self.next.saturating_duration_since(Instant::now());
+        match events.recv_timeout(rest) {
+            Ok(event) => Ok(Some(event)),
+            Err(RecvTimeoutError::Timeout) => {
+                self.silence += PIECE;
+                self.next = Instant::now() + PIECE;
+                Ok(None)
+            }
+            Err(error) => Err(system(error)),
+        }
+    }
 }
 
 /// Waits until the holder says that it holds nothing.
@@ -190,15 +217,20 @@ fn until(events: &Receiver<Event>, limit: Duration) -> Option<Event> {
 
 /// Takes it, looks whether it is still held, and releases it: on a thread of its own, because a database that does not reply must
 /// not keep the main thread from the command.
-fn hold(of: &Of, pool: &PgPool, wait: Duration, told: &Sender<Event>, end: &Receiver<()>) {
-    let held = take(of, pool, wait, end).and_then(|held| match held {
-        Some(mut held) => held.token().map(|token| Some((held, token))),
-        None => Ok(None),
+fn hold(of: &Of, url: &str, wait: Duration, told: &Sender<Event>, end: &Receiver<()>) {
+    let began = Instant::now();
+    let held = connected(url, wait).and_then(|pool| {
+        let _ = told.send(Event::Connected);
+        let Some(mut held) = take(of, &pool, began, wait, end)? else {
+            return Ok(None);
+        };
+        let token = held.token()?;
+        Ok(Some((held, token)))
     });
     let (mut held, token) = match held {
         Ok(Some(held)) => held,
         Ok(None) => return drop(told.send(Event::Busy)),
-        Err(error) => return drop(told.send(Event::Failed(error.into()))),
+        Err(failure) => return drop(told.send(Event::Failed(failure))),
     };
     let _ = told.send(Event::Held(token));
     while end.recv_timeout(held.pause()) == Err(RecvTimeoutError::Timeout) {
@@ -220,14 +252,29 @@ fn hold(of: &Of, pool: &PgPool, wait: Duration, told: &Sender<Event>, end: &Rece
     });
 }
 
+/// A database that cannot be reached is said at once, and may be there before the wait is over.
+fn connected(url: &str, wait: Duration) -> Result<PgPool, Failure> {
+    match database::connect(url) {
+        Err(failure) if failure.status == Failure::UNAVAILABLE && !wait.is_zero() => {
+            say!("{failure}");
+            say!("trying again until the wait is over");
+        }
+        connected => drop(connected?),
+    }
+    database::pool_that_waits(url)
+}
+
 /// Waits piece by piece. A database that is away for a moment does not end a wait.
-fn take(of: &Of, pool: &PgPool, wait: Duration, end: &Receiver<()>) -> Result<Option<Held>, Error> {
-    let deadline = Instant::now().checked_add(wait);
+fn take(
+    of: &Of,
+    pool: &PgPool,
+    began: Instant,
+    wait: Duration,
+    end: &Receiver<()>,
+) -> Result<Option<Held>, Error> {
     let mut was_busy = false;
     loop {
-        let rest = deadline.map_or(wait, |deadline| {
-            deadline.saturating_duration_since(Instant::now())
-        });
+        let rest = wait.saturating_sub(began.elapsed());
         if end.try_recv() == Err(TryRecvError::Disconnected) {
             return Ok(None);
         }
@@ -322,8 +369,8 @@ impl Held {
 
     fn pause(&self) -> Duration {
         match self {
-            Self::Lock(_) => LOOK,
-            Self::Permit(_) => LOOK / 10,
+            Self::Lock(_) => PIECE,
+            Self::Permit(_) => PIECE / 10,
         }
     }
 
@@ -342,4 +389,18 @@ fn beside(work: impl FnOnce() + Send + 'static) -> Result<(), Failure> {
 
 fn system(error: impl Display) -> Failure {
     Failure::new(Failure::SYSTEM, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_in_which_the_process_was_stopped_is_no_silence() {
+        let (_sender, events) = mpsc::channel();
+        let mut pieces = Pieces::new();
+        pieces.next = Instant::now().checked_sub(2 * SILENCE).unwrap();
+        assert!(pieces.next(&events).unwrap().is_none());
+        assert!(pieces.silence < SILENCE);
+    }
 }

@@ -67,6 +67,19 @@ fn ps_shows_locks_without_the_schema_and_all_else_with_it() {
 }
 
 #[test]
+fn ps_shows_what_it_can() {
+    let database = installed();
+    let mut holder = Session::of(&database);
+    holder.take("x");
+    holder.sql("DROP VIEW resource_control.leader");
+    let (status, text) = printed(&mut interlock(&database.url(), "ps"));
+    assert_eq!(status, Some(0), "{text}");
+    for shown in [&*id("x"), "slots: none", "no leaders: ", "schedules: none"] {
+        assert!(text.contains(shown), "{shown} is not in {text}");
+    }
+}
+
+#[test]
 fn output_that_cannot_be_written_is_a_status() {
     let database = installed();
     for line in ["ps", "ps --json", "doctor", "install"] {
@@ -138,6 +151,38 @@ fn kill_looks_again_before_it_ends_a_session() {
     first.sql("SELECT 1");
     second.sql("SELECT 1");
     assert_eq!(second.locks(true), 1);
+}
+
+#[test]
+fn kill_says_why_a_lock_is_held_on() {
+    let cluster = Cluster::builder()
+        .setting("max_prepared_transactions", "2")
+        .start();
+    let database = cluster.database();
+    let url = &database.url();
+    let [mut ends, mut stays] = [(); 2].map(|()| Session::of(&database));
+    for session in [&mut ends, &mut stays] {
+        session.sql(&format!("SELECT pg_advisory_lock_shared({})", id("x")));
+    }
+    let pid = stays.pid();
+    signal(u32::try_from(pid).unwrap(), "STOP");
+    let (status, text) = printed(&mut interlock(url, "kill x --yes"));
+    signal(u32::try_from(pid).unwrap(), "CONT");
+    assert_eq!(status, Some(1), "{text}");
+    let why = format!("session {pid} has not ended");
+    assert!(text.contains(&why), "{text}");
+
+    Session::of(&database).sql(&format!(
+        "BEGIN; SELECT pg_advisory_xact_lock({}); PREPARE TRANSACTION 'forgotten'",
+        id("y")
+    ));
+    let (status, text) = printed(&mut interlock(url, "kill y --yes"));
+    assert_eq!(status, Some(1), "{text}");
+    assert!(text.contains("ROLLBACK PREPARED"), "{text}");
+
+    let (status, text) = printed(&mut interlock(url, "kill y --slot 1 --yes"));
+    assert_eq!(status, Some(78), "{text}");
+    assert!(text.contains("interlock install"), "{text}");
 }
 
 #[test]
@@ -220,6 +265,12 @@ fn doctor_names_what_is_wrong_with_the_schema() {
     session.sql("ALTER SEQUENCE resource_control.service_request_id_seq RESTART");
     doctor_says(url, "", "fail", "ids of requests");
     doctor_says(url, "--holder-age 0s", "warn", "has slot 0 of x");
+    session.sql("INSERT INTO resource_control.fence (name, token) VALUES ('rows', 1000000)");
+    doctor_says(url, "", "fail", "a fence refuses all new tokens");
+    session.sql("ALTER TABLE resource_control.once DROP CONSTRAINT once_pkey");
+    doctor_says(url, "", "fail", "resource_control.once has no primary key");
+    session.sql("ALTER TABLE resource_control.service_request ALTER id DROP IDENTITY");
+    doctor_says(url, "", "fail", "is no identity");
     session.sql("DROP TABLE resource_control.fence");
     doctor_says(url, "", "fail", "lacks fence");
     session
@@ -273,6 +324,12 @@ fn doctor_names_settings_and_what_stays_open() {
     doctor_says(url, "", "warn", "idle_session_timeout = 3600000ms");
     doctor_says(url, "", "warn", "client_connection_check_interval");
     doctor_says(url, "", "warn", "idle_in_transaction_session_timeout");
+    session.sql(&format!(
+        "ALTER DATABASE {name} SET statement_timeout = '1ms'; ALTER DATABASE {name} SET default_transaction_read_only = on"
+    ));
+    doctor_says(url, "", "warn", "statement_timeout = 1ms");
+    doctor_says(url, "", "fail", "default_transaction_read_only = on");
+    session.sql(&format!("ALTER DATABASE {name} RESET ALL"));
     session.sql("BEGIN; SELECT 1");
     let pid = session.pid();
     doctor_says(
@@ -291,10 +348,22 @@ fn doctor_names_settings_and_what_stays_open() {
         "warn",
         &format!("holds the lock {number}"),
     );
+    let mut running = Running::start(&mut run(url, "y", "echo ready; exec sleep 1000"));
+    assert_eq!(running.line(), "ready");
+    doctor_says(
+        url,
+        "--holder-age 0s",
+        "warn",
+        "interlock y) holds the lock",
+    );
+    assert_eq!(
+        status(&mut interlock(url, "doctor --holder-age 9999999999d")),
+        Some(2)
+    );
 }
 
 #[test]
-fn doctor_names_a_standby_and_a_full_table_of_locks() {
+fn doctor_names_a_standby_and_what_is_nearly_used_up() {
     let cluster = Cluster::builder()
         .setting("max_locks_per_transaction", "10")
         .setting("max_connections", "20")
@@ -305,4 +374,6 @@ fn doctor_names_a_standby_and_a_full_table_of_locks() {
     let mut session = Session::of(&database);
     session.sql("SELECT count(pg_advisory_lock(n)) FROM generate_series(1, 150) AS n");
     doctor_says(&database.url(), "", "warn", "places in the table of locks");
+    let _sessions: Vec<_> = (0..13).map(|_| Session::of(&database)).collect();
+    doctor_says(&database.url(), "", "warn", "of 17 connections are used");
 }

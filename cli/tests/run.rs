@@ -3,7 +3,12 @@
 mod support;
 
 use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::process::Stdio;
+use std::thread;
 
 use workbench::{Cluster, Database, StopMode};
 
@@ -70,6 +75,32 @@ fn a_set_up_that_cannot_work_has_a_status_of_its_own() {
 }
 
 #[test]
+fn a_url_that_cannot_be_read_is_a_wrong_set_up() {
+    for unreadable in [
+        "postgres://x?nonsense=1",
+        "nonsense",
+        "host='x",
+        "postgres://[x",
+    ] {
+        let (status, text) = printed(&mut run(unreadable, "x --wait 1h", "true"));
+        assert_eq!(status, Some(78), "{text}");
+        assert!(text.contains("DATABASE_URL"), "{text}");
+    }
+}
+
+#[test]
+fn a_long_name_is_nothing_to_talk_of() {
+    let database = Database::new();
+    let url = &database.url();
+    let name = "\u{e4}".repeat(500);
+    assert_eq!(
+        printed(&mut run(url, &name, "true")),
+        (Some(0), String::new())
+    );
+    assert_eq!(status(&mut run(url, &"x".repeat(20_000), "true")), Some(2));
+}
+
+#[test]
 fn a_busy_lock_is_a_status_and_nothing_runs() {
     let database = Database::new();
     let url = &database.url();
@@ -131,6 +162,57 @@ fn a_signal_ends_a_wait_and_nothing_stays_behind() {
         1
     );
     eventually("it waits no longer", || holder.locks(false) == 0);
+}
+
+#[test]
+fn a_database_that_is_away_is_said_before_the_wait_for_it() {
+    let away = run("host=/no/such/place", "x --wait 10m", "true")
+        .stderr(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn();
+    let mut away = away.unwrap();
+    let mut lines = BufReader::new(away.stderr.take().unwrap()).lines();
+    let mut line = || lines.next().unwrap().unwrap();
+    assert!(line().contains("cannot be reached"));
+    while !line().contains("trying again") {}
+    signal(away.id(), "TERM");
+    assert_eq!(away.wait().unwrap().code(), Some(143));
+}
+
+/// A server, or a pooler, that lets clients in and then says nothing.
+fn silent_server() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("postgres://{}/x?user=x", listener.local_addr().unwrap());
+    thread::spawn(move || {
+        let mut clients = Vec::new();
+        while let Ok((mut client, _)) = listener.accept() {
+            let _ = client.read(&mut [0; 1024]);
+            // That the client is who it says, and may send its statements.
+            let _ = client.write_all(b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I");
+            clients.push(client);
+        }
+    });
+    url
+}
+
+#[test]
+fn a_database_that_is_silent_is_not_waited_for_forever() {
+    let url = &silent_server();
+    let lines = ["ps", "doctor", "kill x --yes", "run x --wait 1s -- true"];
+    let all = lines.map(|line| Running::start(&mut interlock(url, line)));
+    for mut running in all {
+        assert_eq!(running.status(), Some(69));
+    }
+}
+
+#[test]
+fn a_signal_ends_it_while_it_connects() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("postgres://{}/x?user=x", listener.local_addr().unwrap());
+    let mut running = Running::start(run(&url, "x", "true").env("PGCONNECT_TIMEOUT", "0"));
+    let _connecting = listener.accept().unwrap();
+    running.signal("INT");
+    assert_eq!(running.status(), Some(130));
 }
 
 #[test]
@@ -245,6 +327,50 @@ fn a_lost_lock_ends_the_command() {
     session.end_holders();
     assert_eq!(running.line(), "asked");
     assert_eq!(running.status(), Some(75));
+}
+
+#[test]
+fn a_lost_lock_ends_the_command_also_if_nobody_can_be_told() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    let (_reader, mut writer) = UnixStream::pair().unwrap();
+    writer.set_nonblocking(true).unwrap();
+    while writer.write(&[b' '; 1024]).is_ok() {}
+    writer.set_nonblocking(false).unwrap();
+    let script =
+        "exec 2>/dev/null; trap 'echo asked' TERM; echo ready; while :; do sleep 0.05; done";
+    let mut command = run(&database.url(), "x", script);
+    let mut running = Running::start(command.stderr(OwnedFd::from(writer)));
+    assert_eq!(running.line(), "ready");
+    session.end_holders();
+    assert_eq!(running.line(), "asked");
+    assert_eq!(running.status(), Some(75));
+}
+
+#[test]
+fn a_loss_ends_a_command_that_has_left_its_group() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    let script = "$| = 1; setpgrp(0, getpgrp(getppid())) or die; print qq($$\n); sleep 1000";
+    let mut command = interlock(&database.url(), "run x -- perl -e");
+    let mut running = Running::start(command.arg(script));
+    let left = running.line();
+    assert!(is_alive(&left));
+    session.end_holders();
+    assert_eq!(running.status(), Some(75));
+    assert!(!is_alive(&left));
+}
+
+#[test]
+fn where_the_end_of_a_command_cannot_be_seen_none_is_started() {
+    let database = Database::new();
+    let mut shell = std::process::Command::new("perl");
+    shell.args(["-e", "$SIG{CHLD} = 'IGNORE'; exec @ARGV"]);
+    shell.arg(env!("CARGO_BIN_EXE_interlock"));
+    shell.args(["run", "x", "--", "echo", "ran"]);
+    let (status, text) = printed(shell.env("DATABASE_URL", database.url()));
+    assert_eq!(status, Some(71), "{text}");
+    assert!(text.contains("SIGCHLD is ignored"), "{text}");
 }
 
 #[test]

@@ -39,9 +39,10 @@ The database is that of the environment variable DATABASE_URL.
 
 Exit status:
   0        done; of `run`, that of the command; of `doctor`, that nothing has failed
-  1        of `run`, another one holds it (-E sets another status); of `kill`, nobody was ended; of `doctor`, something has failed
+  1        of `run`, another one holds it (-E sets another status); of `kill`, it is still held or nobody was ended; of `doctor`,
+           something has failed
   2        the arguments are wrong
-  69       the database cannot be reached
+  69       the database cannot be reached, or does not reply
   71       the operating system has refused something
   74       the output cannot be written
   75       of `run`, the lock was lost while the command ran

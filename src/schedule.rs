@@ -41,7 +41,7 @@ const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
 pub enum Look {
     /// A tick was run.
     Ran,
-    /// Nothing is due, or another instance runs it. When to look again.
+    /// Nothing is due, or another instance runs it. When to look again: at once after the look that has made the schedule known.
     Later(Duration),
     /// There is no tick any more.
     Never,

@@ -143,7 +143,8 @@ impl<P: Pool> Semaphore<P> {
 
     /// Returns the semaphore of one thing under this name, such as a tenant. A second key replaces the first.
     ///
-    /// Its service is the name and the key, joined by a space, with `\` and the spaces in each of them escaped by `\`.
+    /// Its service is the name and the key, joined by a space, with `\` and the spaces in each of them escaped by `\`. So the key `b`
+    /// of `a` is the semaphore that is named `a b`.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             service: Some(input::joined([self.subject.name, &input::shown(key)])),

@@ -50,16 +50,15 @@ fn ps_shows_locks_without_the_schema_and_all_else_with_it() {
     assert_eq!(named["locks"][0]["pid"], holder.pid());
     assert!(named["slots"].as_array().unwrap().is_empty());
 
-    let (status, table) = printed(&mut interlock(url, "ps"));
-    assert_eq!(status, Some(0));
-    for text in [
-        "-7, 12",
-        "interlock nightly",
-        "geocoder",
-        "reports",
-        "hourly",
-        "?[2J",
-    ] {
+    let mut table = String::new();
+    // It waits in pieces, and may be between two of them.
+    eventually("the waiter is shown", || {
+        let (status, text) = printed(&mut interlock(url, "ps"));
+        assert_eq!(status, Some(0));
+        table = text;
+        table.contains("interlock nightly")
+    });
+    for text in ["-7, 12", "geocoder", "reports", "hourly", "?[2J"] {
         assert!(table.contains(text), "{text} is not in {table}");
     }
     waiter.signal("TERM");

@@ -56,17 +56,18 @@ pub enum Error {
     LentInTransaction,
 
     /// A session lock was to be taken inside a transaction, in which a failed statement would prevent its release, or an operation
-    /// with a transaction of its own was to be run inside another one. One that plain SQL had opened is aborted by that.
+    /// with a transaction of its own was to be run inside another one. The latter aborts one that plain SQL had opened.
     #[error(
         "neither a session lock nor an operation with its own transaction works inside a transaction: call it outside, or use \
          `acquire_xact`"
     )]
     InsideTransaction,
 
-    /// The work of [`Once`](crate::Once) has ended the transaction that it runs in, so it is not marked as done.
+    /// The work has ended by plain SQL the transaction that it runs in, and with it the lock. [`Once`](crate::Once) has not marked it as
+    /// done.
     #[error(
-        "the work has ended its transaction by plain SQL such as ROLLBACK or COMMIT, and is not marked as done: return an \
-         error instead, which rolls back"
+        "the work has ended its transaction by plain SQL such as ROLLBACK or COMMIT, and so its lock, and is not marked as \
+         done: leave the end to `run` or `transaction`, which roll back after an error"
     )]
     TransactionEnded,
 
@@ -204,6 +205,8 @@ pub enum Error {
 impl Error {
     /// Whether the database cannot be reached at the moment, or the pool is exhausted: a service then replies 503, and tries
     /// again later. Everything else is a mistake in the program or its set-up.
+    ///
+    /// A statement of the application's own whose session ends under it has no such kind on diesel-async.
     pub const fn is_unavailable(&self) -> bool {
         use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
         matches!(

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::key::LockKey;
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
-use crate::session::Session;
+use crate::transaction::Own;
 
 /// What was found, and the remedy.
 const ONE_SESSION: &str = "two connections have the same server session, so a pooler in transaction mode is in between: connect past \
@@ -56,10 +56,9 @@ pub(crate) async fn check<P: Pool>(pool: &P) -> Result<()> {
         Err(_) => {}
     }
     // A pooler that lends a session to each transaction lends the first one's to this, unless it has others to spare.
-    second.conn().begin().await?;
+    let transaction = Own::begin_borrowed(second.conn()).await?;
     let released = first.release(&lock, pid).await;
-    second.conn().rollback().await?;
-    match released {
+    match transaction.end(released).await {
         Ok(()) => Ok(()),
         Err(Error::SessionMoved { .. } | Error::LockLost(_)) => Err(Error::NotExclusive(MOVED)),
         Err(error) => Err(error),

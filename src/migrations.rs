@@ -174,7 +174,7 @@ async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
 impl File {
     /// READ COMMITTED, because a stricter transaction would not see what was committed while it waited for the lock.
     async fn run<S: Session>(&self, session: &mut S) -> Result<()> {
-        let transaction = Own::begin(session).await?;
+        let transaction = Own::begin_borrowed(session).await?;
         let ran = transaction.conn.batch(self.up).await;
         let version = self.version;
         let ran = ran.map_err(|source| Error::Migration { version, source });

@@ -116,11 +116,16 @@ pub(crate) const fn was_not_sent(error: &DieselError) -> bool {
     )
 }
 
+/// Whether the error says that the session has ended.
+const fn is_closed(error: &DieselError) -> bool {
+    use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
+    matches!(
+        error,
+        DieselError::DatabaseError(ClosedConnection | UnableToSendCommand, _)
+    )
+}
+
 /// Whether the session has ended, after this error of it.
 pub(crate) async fn has_ended<S: Session>(session: &mut S, error: &DieselError) -> bool {
-    use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
-    match error {
-        DieselError::DatabaseError(ClosedConnection | UnableToSendCommand, _) => true,
-        error => is_unknown(error) && !session.is_alive().await,
-    }
+    is_closed(error) || is_unknown(error) && !session.is_alive().await
 }

@@ -1,6 +1,6 @@
 //! A transaction of this crate's own, which no way out leaves open.
 
-use diesel::result::{Error as DieselError, QueryResult};
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 use crate::call::{ended, explained};
 use crate::error::{Error, Result};
@@ -24,6 +24,29 @@ pub(crate) fn refusal(transaction: Transaction) -> Error {
     }
 }
 
+/// Why a `BEGIN` has failed. Inside a transaction that plain SQL has opened it has aborted that one, which only its owner can end, so
+/// a pool must close the connection.
+async fn not_begun<S: Session>(conn: &mut S, error: DieselError) -> Error {
+    let is_outside = conn.transaction() == Transaction::None;
+    match ended(conn, error).await {
+        Error::Database(error) if is_outside && is_unknown(&error) && is_aborted(conn).await => {
+            Error::InsideTransaction
+        }
+        error => error,
+    }
+}
+
+/// Whether the session, which is alive, is in a transaction that has failed.
+async fn is_aborted<S: Session>(conn: &mut S) -> bool {
+    const ANY: &str = "SELECT true";
+    if conn.batch(ANY).await.is_ok() {
+        return false;
+    }
+    conn.mark_broken();
+    // A blocking connection takes the mark back if no transaction is open.
+    conn.batch(ANY).await.is_err() && conn.transaction() == Transaction::Broken
+}
+
 impl<'c, S: Session> Own<'c, S> {
     pub(crate) async fn begin(conn: &'c mut S) -> Result<Self> {
         let rollback = match conn.transaction() {
@@ -42,21 +65,35 @@ impl<'c, S: Session> Own<'c, S> {
         let begun = transaction.conn.begin().await;
         transaction.is_open = begun.is_ok();
         if let Err(error) = begun {
-            return Err(match ended(transaction.conn, error).await {
-                Error::Database(error) if is_unknown(&error) => Error::InsideTransaction,
-                error => error,
-            });
+            return Err(not_begun(transaction.conn, error).await);
         }
         transaction.depth = transaction.conn.depth();
         Ok(transaction)
     }
 
+    /// As [`begin`](Self::begin), on a connection that a pool has lent.
+    pub(crate) async fn begin_borrowed(conn: &'c mut S) -> Result<Self> {
+        Self::begin(conn).await.map_err(|error| match error {
+            Error::InsideTransaction => Error::LentInTransaction,
+            error => error,
+        })
+    }
+
     /// Commits after `Ok`, and rolls back after `Err`. One that was nested in it and is still open, as after a caught panic, is
     /// rolled back with it, because Diesel would commit that one instead.
     pub(crate) async fn end<T, E: From<Error>>(mut self, outcome: Result<T, E>) -> Result<T, E> {
-        if self.conn.depth() != self.depth {
+        let depth = self.conn.depth();
+        if depth != self.depth {
             outcome?;
-            return Err(refusal(Transaction::Broken).into());
+            let error = if !self.conn.is_alive().await {
+                let report = Box::new("the session has ended".to_owned());
+                DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, report).into()
+            } else if depth < self.depth {
+                Error::TransactionEnded
+            } else {
+                refusal(Transaction::Broken)
+            };
+            return Err(error.into());
         }
         self.is_open = false;
         let end: QueryResult<()> = match &outcome {
@@ -64,7 +101,15 @@ impl<'c, S: Session> Own<'c, S> {
             Err(_) => self.conn.rollback().await,
         };
         match (outcome, end) {
-            (Ok(_), Err(error)) => Err(ended(self.conn, error).await.into()),
+            (Ok(_), Err(error)) => {
+                let is_open = is_unknown(&error) && self.depth == 1;
+                let error = ended(self.conn, error).await;
+                // A COMMIT that was cancelled before it began has not ended the transaction, which diesel-async believes.
+                if is_open && self.conn.batch("ROLLBACK").await.is_err() {
+                    self.conn.mark_broken();
+                }
+                Err(error.into())
+            }
             (outcome, _) => outcome,
         }
     }

@@ -146,7 +146,7 @@ type Spending<'k, P> = Result<Vec<(PgTimestamp, State)>, Unspent<'k, P>>;
 /// Spends all, in a transaction.
 async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
     let mut borrowed = Borrowed::new(pool, None).await?;
-    let transaction = Own::begin(borrowed.conn()).await?;
+    let transaction = Own::begin_borrowed(borrowed.conn()).await?;
     let spent = spend_on(keys, transaction.conn).await;
     transaction.end(spent).await
 }

@@ -15,7 +15,7 @@ use diesel::pg::{Pg, PgConnection};
 use diesel::query_builder::{Query, QueryFragment, QueryId};
 use diesel::result::{Error as DieselError, QueryResult};
 
-use super::{Session, Transaction};
+use super::{Session, Transaction, is_closed};
 
 impl Session for PgConnection {
     type Sent<'c, T: Send + 'c> = Ready<T>;
@@ -76,15 +76,7 @@ impl Session for PgConnection {
 
     /// libpq may tell only with the next statement that the connection is closed.
     fn is_alive(&mut self) -> Ready<bool> {
-        use diesel::result::DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
-        let closed = matches!(
-            self.batch_execute("SELECT 1"),
-            Err(DieselError::DatabaseError(
-                ClosedConnection | UnableToSendCommand,
-                _
-            ))
-        );
-        ready(!closed)
+        ready(!self.batch_execute("").is_err_and(|error| is_closed(&error)))
     }
 
     fn begin(&mut self) -> Ready<QueryResult<()>> {

@@ -113,6 +113,10 @@ pub(crate) fn begin(conn: &mut Conn) {
     block_on(AnsiTransactionManager::begin_transaction(conn)).unwrap();
 }
 
+pub(crate) fn begin_test(conn: &mut Conn) {
+    block_on(AsyncConnection::begin_test_transaction(conn)).unwrap();
+}
+
 /// Rolls a transaction back that Diesel has opened.
 pub(crate) fn end(conn: &mut Conn) {
     use diesel_async::{AnsiTransactionManager, TransactionManager};

@@ -95,6 +95,11 @@ pub(crate) fn begin(conn: &mut Conn) {
     AnsiTransactionManager::begin_transaction(conn).unwrap();
 }
 
+pub(crate) fn begin_test(conn: &mut Conn) {
+    use diesel::Connection;
+    conn.begin_test_transaction().unwrap();
+}
+
 /// Rolls a transaction back that Diesel has opened.
 pub(crate) fn end(conn: &mut Conn) {
     use diesel::connection::{AnsiTransactionManager, TransactionManager};

@@ -4,13 +4,17 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use diesel_interlock::Quota;
 use workbench::{Cluster, Database};
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Attempt, Error, LockKey, begin, end, execute, on_one, pool, unchecked_pool, wait,
+    AdvisoryLock, Attempt, Error, IS_ASYNC, LockKey, PgPool, RateLimit, begin, begin_test,
+    check_exclusion, end, execute, migrations, on_all, on_one, pool, unchecked_pool, wait,
 };
-use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, number, run};
+use crate::support::{
+    Observer, assert_pool_whole, eventually, foreign_holder, installed, number, run,
+};
 
 static SERVER: AdvisoryLock = AdvisoryLock::named("server");
 
@@ -294,6 +298,77 @@ fn transaction_commits_a_value_and_rolls_back_an_error() {
     });
     assert_eq!(number(observer, "(SELECT count(*) FROM written)"), 1);
     assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn work_that_has_lost_its_transaction_is_an_error() {
+    let database = Database::new();
+    let pool = unchecked_pool(&database, 1);
+    let after = |hidden: &str| -> Result<(), Error> {
+        on_one(&pool, |conn| {
+            wait(SERVER.transaction(
+                conn,
+                work!(|conn| {
+                    let _ = reply!(execute(conn, hidden));
+                    Ok(())
+                }),
+            ))
+        })
+    };
+    let ended = after("SELECT pg_terminate_backend(pg_backend_pid())").unwrap_err();
+    assert!(ended.is_unavailable(), "{ended:?}");
+    // diesel-async does not read the server's transaction status.
+    if !IS_ASYNC {
+        assert_matches!(after("ROLLBACK"), Err(Error::TransactionEnded));
+    }
+    after("SELECT 1").unwrap();
+}
+
+#[test]
+fn what_has_aborted_a_test_transaction_is_said() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| {
+        begin_test(conn);
+        assert!(wait(execute(conn, "SELECT 1/0")).is_err());
+        let refused: Result<(), Error> = wait(SERVER.transaction(conn, work!(|_conn| Ok(()))));
+        assert_matches!(refused, Err(Error::Database(_)));
+    });
+}
+
+/// Some code has left a transaction open on each connection of a pool that does not check them.
+#[test]
+fn a_pooled_connection_inside_a_transaction_is_discarded() {
+    let limit = RateLimit::named("x", Quota::per_minute(1000));
+    type Operation<'a> = &'a dyn Fn(&PgPool) -> Result<(), Error>;
+    let operations: [Operation<'_>; 4] = [
+        &|pool| wait(RateLimit::check_all(&[&limit], pool)).map(drop),
+        &|pool| wait(check_exclusion(pool)),
+        &|pool| wait(migrations::install(pool)).map(drop),
+        &|pool| {
+            on_one(pool, |conn| {
+                wait(SERVER.transaction(conn, work!(|_conn| Ok(()))))
+            })
+        },
+    ];
+    for (i, operation) in operations.into_iter().enumerate() {
+        let database = if i == 0 { installed() } else { Database::new() };
+        let pool = unchecked_pool(&database, 2);
+        let conn = &mut database.connect();
+        run(conn, "CREATE TABLE left_open (id serial)");
+        wait(on_all(&pool, "BEGIN; INSERT INTO left_open DEFAULT VALUES")).unwrap();
+        let tries: Vec<_> = (0..3).map(|_| operation(&pool)).collect();
+        for refused in &tries {
+            assert_matches!(
+                refused,
+                Ok(()) | Err(Error::LentInTransaction | Error::InsideTransaction)
+            );
+        }
+        assert_matches!(tries.last(), Some(Ok(())));
+        assert_pool_whole(&pool, &database);
+        let left = number(conn, "(SELECT count(*) FROM left_open)");
+        assert_eq!(left, 0, "operation {i}");
+    }
 }
 
 #[test]

@@ -28,7 +28,8 @@ pub(crate) const LOCKS: &str = "
 
 /// `DATABASE_URL`, with a name for this program and a limit for connecting where it has none.
 pub(crate) fn url(purpose: &str) -> Result<String, Failure> {
-    let mut url = env::var("DATABASE_URL").unwrap_or_default();
+    let url = env::var("DATABASE_URL").unwrap_or_default();
+    let mut url = url.trim().to_owned();
     if url.is_empty() {
         let message = "set the environment variable DATABASE_URL, such as postgres://app@db/app";
         return Err(Failure::new(Failure::SET_UP, message));
@@ -70,7 +71,40 @@ fn add(url: &mut String, name: &str, value: &str) {
 }
 
 pub(crate) fn connect(url: &str) -> Result<PgConnection, Failure> {
-    PgConnection::establish(url).map_err(|error| unreachable(&error))
+    PgConnection::establish(url).map_err(|error| match error {
+        ConnectionError::BadConnection(text) => bad_connection(text),
+        error => Failure::new(Failure::UNAVAILABLE, unreachable(&error)),
+    })
+}
+
+/// What libpq and the server say is all that tells a wrong set-up, in which waiting helps nobody, from a database that is away.
+fn bad_connection(mut text: String) -> Failure {
+    let is_refused = [
+        "authentication failed",
+        "does not exist",
+        "no pg_hba.conf entry",
+        "not permitted to log in",
+        "permission denied for database",
+    ];
+    let is_away = [
+        "connection to server",
+        "could not connect",
+        "could not translate host name",
+    ];
+    let is_one_of = |texts: &[&str]| texts.iter().any(|it| text.contains(it));
+    let status = if is_one_of(&is_away) && !is_one_of(&is_refused) {
+        Failure::UNAVAILABLE
+    } else {
+        Failure::SET_UP
+    };
+    if !is_one_of(&is_away) {
+        // What it quotes of a URL that it cannot read may be the password.
+        let pieces = text.split('"').enumerate();
+        text = pieces
+            .map(|(i, piece)| if i % 2 == 1 { "\"...\"" } else { piece })
+            .collect();
+    }
+    Failure::new(status, unreachable(&text))
 }
 
 /// How long a database may take to reply: a pooler that is full accepts connections, and then says nothing.
@@ -119,7 +153,7 @@ pub(crate) fn pool_that_waits(url: &str) -> Result<PgPool, Failure> {
         .connection_customizer(Box::new(Unprepared))
         .connection_timeout(Duration::from_secs(10))
         .build(ConnectionManager::new(url))
-        .map_err(|error| unreachable(&error))
+        .map_err(|error| Failure::new(Failure::UNAVAILABLE, unreachable(&error)))
 }
 
 #[derive(QueryableByName)]
@@ -180,6 +214,34 @@ pub(crate) fn lock(name: &str, is_number: bool) -> Result<String, Failure> {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+
+    #[test]
+    fn a_password_is_not_said_and_a_wrong_set_up_is_told_from_an_absence() {
+        let server = "connection to server at \"db\" (10.0.0.1), port 5432 failed: ";
+        for (text, status) in [
+            (
+                "missing \"=\" after \"app:s3cret@db\" in connection info string",
+                78,
+            ),
+            ("invalid percent-encoded token: \"s3cret%zz\"", 78),
+            (&(server.to_owned() + "Connection refused"), 69),
+            (
+                &(server.to_owned() + "FATAL:  the database system is starting up"),
+                69,
+            ),
+            (
+                &(server.to_owned() + "FATAL:  password authentication failed for user \"app\""),
+                78,
+            ),
+            ("could not translate host name \"db\" to address", 69),
+        ] {
+            let failure = bad_connection(text.to_owned());
+            assert_eq!(failure.status, status, "{text}");
+            assert!(!failure.message.contains("s3cret"), "{failure}");
+        }
+    }
+
     #[test]
     fn a_parameter_is_added_where_libpq_finds_it() {
         for (url, expected) in [
@@ -192,7 +254,7 @@ mod tests {
             ("host=db", "host=db a='b'"),
         ] {
             let mut url = url.to_owned();
-            super::add(&mut url, "a", "b");
+            add(&mut url, "a", "b");
             assert_eq!(url, expected);
         }
     }

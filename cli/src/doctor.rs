@@ -45,23 +45,25 @@ const SERVER: &[&str] = &[
             LATERAL (SELECT extract(epoch FROM idle + pause * count)::int) AS k (seconds)",
     "SELECT CASE WHEN current_setting('default_transaction_read_only')::bool THEN 'fail' ELSE 'ok' END AS level,
         'default_transaction_read_only = ' || current_setting('default_transaction_read_only') AS found,
-        format('all but locks must write: ALTER ROLE %I SET default_transaction_read_only = off', current_user) AS remedy",
+        format('all but locks must write: BEGIN READ WRITE; ALTER ROLE %I IN DATABASE %I SET default_transaction_read_only = off; COMMIT',
+            current_user, current_database()) AS remedy",
     "SELECT CASE WHEN reset_val = '0' THEN 'ok' ELSE 'warn' END AS level, format('%s = %s', name, reset_val || unit) AS found,
-        format('it ends %s: ALTER ROLE %I SET %s = 0', CASE WHEN name LIKE 'idle%' THEN 'a session that holds a lock and is idle'
+        format('it ends %s: ALTER ROLE %I IN DATABASE %I SET %s = 0', CASE WHEN name LIKE 'idle%' THEN 'a session that holds a lock and is idle'
             WHEN name LIKE 'tr%' THEN 'a session whose transaction takes longer, and frees its locks'
-            ELSE 'waits and statements that nothing is wrong with' END, current_user, name) AS remedy
+            ELSE 'waits and statements that nothing is wrong with' END, current_user, current_database(), name) AS remedy
         FROM pg_settings WHERE name = 'idle_session_timeout' OR name = 'transaction_timeout' AND reset_val <> '0'
             OR name IN ('statement_timeout', 'lock_timeout') AND reset_val::bigint BETWEEN 1 AND 999",
     "SELECT CASE setting WHEN '0' THEN 'warn' ELSE 'ok' END AS level, format('%s = %s', name, setting || unit) AS found,
         format(CASE name WHEN 'client_connection_check_interval'
-            THEN 'a statement of a client that has gone runs to its end: ALTER ROLE %I SET %s = ''10s'''
-            ELSE 'a transaction that was forgotten keeps its locks: ALTER ROLE %I SET %s = ''5min''' END, current_user, name) AS remedy
+            THEN 'a statement of a client that has gone runs to its end: ALTER ROLE %I IN DATABASE %I SET %s = ''10s'''
+            ELSE 'a transaction that was forgotten keeps its locks: ALTER ROLE %I IN DATABASE %I SET %s = ''5min''' END, current_user, current_database(), name) AS remedy
         FROM pg_settings WHERE name IN ('client_connection_check_interval', 'idle_in_transaction_session_timeout')",
     "SELECT CASE WHEN used < room * 0.8 THEN 'ok' ELSE 'warn' END AS level,
         format('%s of %s connections are used', used, room) AS found,
         'use smaller pools, a pooler, or a larger max_connections' AS remedy
-        FROM (SELECT (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend') AS used,
-            current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int AS room) AS c",
+        FROM (SELECT (SELECT count(*) FROM pg_stat_activity WHERE datid IS NOT NULL) AS used,
+            current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
+                - COALESCE(current_setting('reserved_connections', true)::int, 0) AS room) AS c",
     "SELECT CASE WHEN used < room / 2 THEN 'ok' ELSE 'warn' END AS level,
         format('%s of about %s places in the table of locks are used', used, room) AS found,
         'raise max_locks_per_transaction, or hold fewer locks: if it is full, nobody can connect' AS remedy
@@ -110,7 +112,8 @@ const SCHEMA: &[&str] = &[
         FROM pg_class AS c WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind = 'r'
             AND NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = c.oid AND i.indisprimary AND i.indisvalid)",
     "SELECT 'fail' AS level, 'resource_control.service_request.id is no identity, because that was not copied' AS found,
-        'ALTER TABLE resource_control.service_request ALTER id ADD GENERATED ALWAYS AS IDENTITY, and run doctor again' AS remedy
+        'ALTER TABLE resource_control.service_request ALTER id SET NOT NULL, ALTER id ADD GENERATED ALWAYS AS IDENTITY; then run doctor'
+            AS remedy
         FROM pg_attribute WHERE attrelid = 'resource_control.service_request'::regclass AND attname = 'id' AND attidentity = ''",
 ];
 
@@ -145,7 +148,6 @@ impl Doctor {
         let pool = database::pool(url)?;
         let mut lines = Lines::default();
         lines.of("the exclusion by session locks", check_exclusion(&pool));
-        let conn = &mut pool.get().map_err(|error| Error::Pool(error.into()))?;
         let holders = format!(
             "SELECT 'warn' AS level, format('session %s (%s, %s) holds the lock %s, and is %s since %s', pid, role, application, lock,
                     session, since) AS found,
@@ -158,6 +160,7 @@ impl Doctor {
         let mut all: Vec<_> = SERVER.to_vec();
         all.extend([holders.as_str(), GRANTS]);
         let whole = migrations::check(&pool);
+        let conn = &mut pool.get().map_err(|error| Error::Pool(error.into()))?;
         if whole.is_ok() {
             all.extend(SCHEMA);
         }
@@ -173,7 +176,14 @@ impl Doctor {
                         lines.add(text("level"), text("found"), text("remedy"));
                     }
                 }
-                Err(error) => lines.of("a question has failed", Err(error.into())),
+                Err(error) => {
+                    let error = Error::from(error);
+                    let is_over = error.is_unavailable();
+                    lines.of("a question has failed", Err(error));
+                    if is_over {
+                        break;
+                    }
+                }
             }
         }
         Ok(lines)

@@ -1,6 +1,8 @@
 //! `interlock kill`: ends who holds a lock, if it still does.
 
 use std::io::{self, Write};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use diesel_interlock::Error;
@@ -32,11 +34,10 @@ impl Kill {
                 format!("SELECT * FROM ({LOCKS}) AS l WHERE state = 'held' AND lock = $1"),
                 // In one statement: the same session, which still holds the lock. Another one may have its pid by now.
                 format!(
-                    "SELECT pid, pg_terminate_backend(pid, 5000) AS is_done FROM (
-                        SELECT DISTINCT l.pid
+                    "SELECT pg_terminate_backend(pid) AS is_done
                         FROM json_to_recordset($1::json) AS shown (lock text, pid integer, session_since timestamptz)
                             JOIN ({LOCKS}) AS l USING (lock, pid, session_since)
-                        WHERE l.state = 'held') AS still"
+                        WHERE l.state = 'held'"
                 ),
                 database::lock(&self.name, self.number)?,
             ),
@@ -44,7 +45,7 @@ impl Kill {
                 format!(
                     "SELECT * FROM resource_control.slot_in_flight WHERE service = $1 AND id = {id}"
                 ),
-                "SELECT id, resource_control.complete_service_request(service, id) AS is_done
+                "SELECT resource_control.complete_service_request(service, id) AS is_done
                     FROM json_to_recordset($1::json) AS shown (service text, id bigint)"
                     .to_owned(),
                 self.name.clone(),
@@ -74,27 +75,25 @@ impl Kill {
                 return Ok(1);
             }
         }
-        let shown = Value::from(holders.clone()).to_string();
-        let done = in_time(|| rows_with(&mut conn, &act, &shown))?;
-        writeln!(output, "{}", ps::table("ended", &done).trim_end())?;
-        let (mut has_ended, mut stays) = (false, false);
-        for holder in &holders {
-            let is_same = |row: &&Value| row["pid"] == holder["pid"] && row["id"] == holder["id"];
-            let done = done.iter().find(is_same).map(|row| row["is_done"] == true);
+        let (mut told, mut stays) = (Vec::new(), false);
+        for holder in holders {
+            let one = Value::from(vec![holder.clone()]).to_string();
+            let done = in_time(|| rows_with(&mut conn, &act, &one)).map_err(Failure::from);
             let (pid, is_seen) = (&holder["pid"], !holder["session_since"].is_null());
             let (why, is_left) = match done {
-                Some(true) => {
-                    has_ended = true;
+                Ok(done) if done.iter().any(|row| row["is_done"] == true) => {
+                    told.push(holder);
                     continue;
                 }
-                _ if self.slot.is_some() => ("it had been completed by then".to_owned(), false),
-                _ if pid.is_null() => (
+                Err(failure) if failure.status != Failure::SET_UP => return Err(failure),
+                Err(failure) => (format!("session {pid}: {failure}"), true),
+                Ok(_) if self.slot.is_some() => ("it had been completed by then".to_owned(), false),
+                Ok(_) if pid.is_null() => (
                     "a prepared transaction holds it: send ROLLBACK PREPARED with its gid in pg_prepared_xacts".to_owned(),
                     true,
                 ),
-                Some(false) => (format!("session {pid} has not ended within five seconds"), true),
-                None if is_seen => (format!("session {pid} held it no longer"), false),
-                None => (
+                Ok(_) if is_seen => (format!("session {pid} held it no longer"), false),
+                Ok(_) => (
                     format!("session {pid} is of another role: GRANT pg_read_all_stats, pg_signal_backend to this one"),
                     true,
                 ),
@@ -102,6 +101,30 @@ impl Kill {
             say!("{why}");
             stays |= is_left;
         }
+        let end = Instant::now() + Duration::from_secs(5);
+        let mut left = if self.slot.is_some() {
+            Vec::new()
+        } else {
+            told.clone()
+        };
+        while !left.is_empty() && Instant::now() < end {
+            thread::sleep(Duration::from_millis(20));
+            let holders = in_time(|| rows_with(&mut conn, &shown, &name))?;
+            let is_same = |a: &Value, b: &Value| {
+                a["pid"] == b["pid"] && a["session_since"] == b["session_since"]
+            };
+            left.retain(|it| holders.iter().any(|holder| is_same(it, holder)));
+        }
+        for holder in &left {
+            say!(
+                "session {} has not ended within five seconds",
+                holder["pid"]
+            );
+        }
+        stays |= !left.is_empty();
+        told.retain(|holder| !left.contains(holder));
+        write!(output, "{}", ps::table("ended", &told))?;
+        let has_ended = !told.is_empty();
         Ok((stays || !has_ended).into())
     }
 }

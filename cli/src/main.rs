@@ -94,8 +94,12 @@ fn main() {
 }
 
 fn install() -> Result<i32, Failure> {
-    let pool = database::pool(&database::url("install")?)?;
-    let is_new = !matches!(migrations::check(&pool), Ok(()));
+    let url = database::url("install")?;
+    let (pool, is_new) = database::in_time(|| {
+        let pool = database::pool(&url)?;
+        let is_new = migrations::check(&pool).is_err();
+        Ok::<_, Failure>((pool, is_new))
+    })?;
     migrations::install(&pool)?;
     let what = if is_new { "installed" } else { "nothing to do" };
     writeln!(io::stdout(), "resource_control: {what}")?;
@@ -136,7 +140,7 @@ impl From<Error> for Failure {
         let status = match error {
             Error::Input(_) => Self::INPUT,
             // Its own text speaks of guards, which a shell has none of.
-            Error::Pool(cause) => return unreachable(&cause),
+            Error::Pool(cause) => return Self::new(Self::UNAVAILABLE, unreachable(&cause)),
             _ if error.is_unavailable() => Self::UNAVAILABLE,
             Error::LockLost(_) | Error::PermitLost(_) | Error::SessionMoved { .. } => Self::LOST,
             _ => Self::SET_UP,
@@ -149,22 +153,8 @@ impl From<Error> for Failure {
     }
 }
 
-/// That there is no connection, and why not. If it is none of these, libpq cannot use the URL, and waiting helps nobody.
-fn unreachable(cause: &dyn fmt::Display) -> Failure {
-    let cause = cause.to_string();
-    let may_pass = [
-        "connection to server",
-        "could not connect",
-        "could not translate host name",
-        "timed out",
-    ];
-    let status = if may_pass.iter().any(|text| cause.contains(text)) {
-        Failure::UNAVAILABLE
-    } else {
-        Failure::SET_UP
-    };
-    let message = format!("the database of DATABASE_URL cannot be reached: {cause}");
-    Failure::new(status, message)
+fn unreachable(cause: &dyn fmt::Display) -> String {
+    format!("the database of DATABASE_URL cannot be reached: {cause}")
 }
 
 impl From<diesel::result::Error> for Failure {

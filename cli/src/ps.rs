@@ -58,6 +58,7 @@ impl Ps {
                     Ok(rows) => drop(all.insert(kind.into(), rows)),
                     Err(failure) if failure.status == Failure::SET_UP => {
                         say!("no {kind}: {failure}; see `interlock doctor`");
+                        all.insert(kind.into(), Value::Null);
                     }
                     Err(failure) => return Err(failure),
                 }
@@ -69,7 +70,9 @@ impl Ps {
             text = Value::Object(all).to_string() + "\n";
         } else {
             for (kind, rows) in &all {
-                text += &table(kind, rows.as_array().map_or(&[], Vec::as_slice));
+                text += &rows
+                    .as_array()
+                    .map_or_else(String::new, |rows| table(kind, rows));
             }
         }
         io::stdout().write_all(text.as_bytes())?;
@@ -128,5 +131,6 @@ fn cell(value: &Value) -> String {
 
 /// What other programs have written must not move the cursor.
 pub(crate) fn plain(text: &str) -> String {
-    text.replace(char::is_control, "?")
+    text.replace(['\n', '\t'], " ")
+        .replace(char::is_control, "?")
 }

@@ -20,6 +20,7 @@ use crate::{Failure, database, duration, say};
 
 /// A wait is cut into such pieces, between which it sees that it is to end. As often a session lock is looked at.
 const PIECE: Duration = Duration::from_secs(1);
+const LOST: &str = "it is held no longer, or the database does not say so: the session has ended, or the permit is over";
 /// How long a command has to end after SIGTERM, and the release may take.
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -116,13 +117,16 @@ impl Run {
         drop(end);
         let is_lost = matches!(attended, Ok(Failure::LOST));
         match until(&events, if is_lost { PIECE } else { GRACE }) {
+            _ if is_lost => {}
             Some(Event::Failed(failure)) => {
                 say!("{failure}");
                 if failure.status == Failure::LOST {
                     return Ok(Failure::LOST);
                 }
             }
-            None if !is_lost => say!("the database has not confirmed the release"),
+            None => say!(
+                "the database has not confirmed the release, and so not that it was held to the end"
+            ),
             _ => {}
         }
         attended
@@ -157,7 +161,7 @@ fn attend(job: &mut Job, events: &Receiver<Event>, sender: Sender<Event>) -> Res
             _ if is_lost && kill_at.is_none() => {
                 job.send(Signal::SIGTERM);
                 kill_at = Some(Instant::now() + GRACE);
-                say!("the lock was lost: its session has ended, or the database does not reply");
+                say!("{LOST}");
             }
             _ if kill_at.is_some_and(|at| at <= Instant::now()) => job.send(Signal::SIGKILL),
             _ => {}
@@ -224,7 +228,15 @@ fn hold(of: &Of, url: &str, wait: Duration, told: &Sender<Event>, end: &Receiver
         let Some(mut held) = take(of, &pool, began, wait, end)? else {
             return Ok(None);
         };
-        let token = held.token()?;
+        let token = held.token().map_err(|error| {
+            let is_moved = matches!(error, Error::SessionMoved { .. });
+            let status = if is_moved {
+                Failure::SET_UP
+            } else {
+                Failure::UNAVAILABLE
+            };
+            Failure::new(status, error)
+        })?;
         Ok(Some((held, token)))
     });
     let (mut held, token) = match held {
@@ -240,8 +252,11 @@ fn hold(of: &Of, url: &str, wait: Duration, told: &Sender<Event>, end: &Receiver
                 let _ = told.send(Event::Lost);
                 let _ = end.recv();
                 drop(held);
-                return drop(told.send(Event::Released));
+                // The command may have ended before that was heard.
+                return drop(told.send(Event::Failed(Failure::new(Failure::LOST, LOST))));
             }
+            // An error, such as for want of a right, is a reply of the session that holds the lock.
+            Err(error) if !error.is_unavailable() => drop(told.send(Event::Held(token))),
             // Silence, if it goes on.
             Err(_) => {}
         }
@@ -281,10 +296,12 @@ fn take(
         let is_last = rest <= PIECE;
         match of.take(pool, rest.min(PIECE)) {
             Ok(None) if !is_last => was_busy = true,
-            Err(error) if error.is_unavailable() && (was_busy || !is_last) => {
-                if is_last {
-                    return Ok(None);
+            Err(error) if error.is_unavailable() && is_last && was_busy => return Ok(None),
+            Err(error) if error.is_unavailable() && !is_last => {
+                if was_busy {
+                    say!("{}", Failure::from(error));
                 }
+                was_busy = false;
                 thread::sleep(Duration::from_millis(100));
             }
             taken => return taken,

@@ -8,8 +8,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
+use diesel::connection::SimpleConnection;
 use diesel_interlock::{LockKey, migrations};
-use workbench::{Cluster, Database};
+use workbench::{Cluster, Database, Endpoint};
 
 use self::support::*;
 
@@ -160,6 +161,7 @@ fn kill_says_why_a_lock_is_held_on() {
     let database = cluster.database();
     let url = &database.url();
     let [mut ends, mut stays] = [(); 2].map(|()| Session::of(&database));
+    let mut looks = Session::of(&database);
     for session in [&mut ends, &mut stays] {
         session.sql(&format!("SELECT pg_advisory_lock_shared({})", id("x")));
     }
@@ -178,6 +180,25 @@ fn kill_says_why_a_lock_is_held_on() {
     let (status, text) = printed(&mut interlock(url, "kill y --yes"));
     assert_eq!(status, Some(1), "{text}");
     assert!(text.contains("ROLLBACK PREPARED"), "{text}");
+
+    // What it may end it ends, and it says what it may not.
+    looks.sql("CREATE ROLE modest LOGIN IN ROLE pg_read_all_stats");
+    let url_of_modest = &database.url_with("user", "modest");
+    let mut own = Endpoint::new(url_of_modest).connect();
+    let [mut first, mut last] = [(); 2].map(|()| Session::of(&database));
+    let lock = format!("SELECT pg_advisory_lock_shared({})", id("z"));
+    first.sql(&lock);
+    own.batch_execute(&lock).unwrap();
+    last.sql(&lock);
+    let (status, text) = printed(&mut interlock(url_of_modest, "kill z --yes"));
+    assert_eq!(status, Some(1), "{text}");
+    for session in [&mut first, &mut last] {
+        assert!(
+            text.contains(&format!("session {}: ", session.pid())),
+            "{text}"
+        );
+    }
+    assert!(own.batch_execute("SELECT 1").is_err());
 
     let (status, text) = printed(&mut interlock(url, "kill y --slot 1 --yes"));
     assert_eq!(status, Some(78), "{text}");

@@ -407,6 +407,39 @@ fn a_lock_that_was_lost_unseen_is_reported_at_the_end() {
 }
 
 #[test]
+fn a_loss_that_is_seen_only_after_the_command_is_reported_too() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    for round in 0..4 {
+        let mark = Mark::new(&format!("seen-{round}"));
+        let script = format!(
+            "echo $$; while [ ! -e {} ]; do sleep 0.05; done",
+            mark.0.display()
+        );
+        let mut running = Running::start(&mut run(&database.url(), "x", &script));
+        let command = running.line();
+        running.signal("STOP");
+        session.end_holders();
+        fs::write(&mark.0, "").unwrap();
+        eventually("the command has ended", || !is_alive(&command));
+        running.signal("CONT");
+        assert_eq!(running.status(), Some(75));
+    }
+}
+
+#[test]
+fn a_database_that_went_away_in_a_wait_is_not_busy() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut holder = Session::of(&database);
+    holder.take("x");
+    let mut running = Running::start(&mut run(&database.url(), "x --wait 5s", "true"));
+    eventually("it waits", || holder.locks(false) == 1);
+    cluster.stop(StopMode::Fast);
+    assert_eq!(running.status(), Some(69));
+}
+
+#[test]
 fn a_request_that_is_completed_by_another_one_ends_the_command() {
     let database = installed();
     let url = &database.url();

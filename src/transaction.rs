@@ -102,10 +102,10 @@ impl<'c, S: Session> Own<'c, S> {
         };
         match (outcome, end) {
             (Ok(_), Err(error)) => {
-                let is_open = is_unknown(&error) && self.depth == 1;
+                let may_be_open = is_unknown(&error) && self.depth == 1;
                 let error = ended(self.conn, error).await;
                 // A COMMIT that was cancelled before it began has not ended the transaction, which diesel-async believes.
-                if is_open && self.conn.batch("ROLLBACK").await.is_err() {
+                if may_be_open && self.conn.batch("ROLLBACK").await.is_err() {
                     self.conn.mark_broken();
                 }
                 Err(error.into())

@@ -48,7 +48,8 @@ const SERVER: &[&str] = &[
         format('all but locks must write: BEGIN READ WRITE; ALTER ROLE %I IN DATABASE %I SET default_transaction_read_only = off; COMMIT',
             current_user, current_database()) AS remedy",
     "SELECT CASE WHEN reset_val = '0' THEN 'ok' ELSE 'warn' END AS level, format('%s = %s', name, reset_val || unit) AS found,
-        format('it ends %s: ALTER ROLE %I IN DATABASE %I SET %s = 0', CASE WHEN name LIKE 'idle%' THEN 'a session that holds a lock and is idle'
+        format('it ends %s: ALTER ROLE %I IN DATABASE %I SET %s = 0',
+            CASE WHEN name LIKE 'idle%' THEN 'a session that holds a lock and is idle'
             WHEN name LIKE 'tr%' THEN 'a session whose transaction takes longer, and frees its locks'
             ELSE 'waits and statements that nothing is wrong with' END, current_user, current_database(), name) AS remedy
         FROM pg_settings WHERE name = 'idle_session_timeout' OR name = 'transaction_timeout' AND reset_val <> '0'
@@ -56,7 +57,8 @@ const SERVER: &[&str] = &[
     "SELECT CASE setting WHEN '0' THEN 'warn' ELSE 'ok' END AS level, format('%s = %s', name, setting || unit) AS found,
         format(CASE name WHEN 'client_connection_check_interval'
             THEN 'a statement of a client that has gone runs to its end: ALTER ROLE %I IN DATABASE %I SET %s = ''10s'''
-            ELSE 'a transaction that was forgotten keeps its locks: ALTER ROLE %I IN DATABASE %I SET %s = ''5min''' END, current_user, current_database(), name) AS remedy
+            ELSE 'a transaction that was forgotten keeps its locks: ALTER ROLE %I IN DATABASE %I SET %s = ''5min''' END,
+            current_user, current_database(), name) AS remedy
         FROM pg_settings WHERE name IN ('client_connection_check_interval', 'idle_in_transaction_session_timeout')",
     "SELECT CASE WHEN used < room * 0.8 THEN 'ok' ELSE 'warn' END AS level,
         format('%s of %s connections are used', used, room) AS found,
@@ -75,8 +77,8 @@ const SERVER: &[&str] = &[
         format('GRANT pg_read_all_stats TO %I', current_user) AS remedy",
     "SELECT 'warn' AS level, format('a transaction is open since %s in session %s (%s, %s, %s)',
             date_trunc('second', xact_start), pid, usename, application_name, state) AS found,
-        format('no dead row since then can be removed, and semaphores get slow; end it if it is not needed: SELECT pg_terminate_backend(%s)', pid)
-            AS remedy
+        format('no dead row since then can be removed, and semaphores get slow; end it if it is not needed: '
+            'SELECT pg_terminate_backend(%s)', pid) AS remedy
         FROM pg_stat_activity WHERE backend_type = 'client backend' AND datname = current_database() AND pid <> pg_backend_pid()
             AND xact_start < clock_timestamp() - :transaction_age",
     "SELECT 'warn' AS level, format('a prepared transaction is open since %s', date_trunc('second', prepared)) AS found,

@@ -85,7 +85,9 @@ impl Kill {
                     told.push(holder);
                     continue;
                 }
-                Err(failure) if failure.status != Failure::SET_UP => return Err(failure),
+                Err(failure) if self.slot.is_some() || failure.status != Failure::SET_UP => {
+                    return Err(failure);
+                }
                 Err(failure) => (format!("session {pid}: {failure}"), true),
                 Ok(_) if self.slot.is_some() => ("it had been completed by then".to_owned(), false),
                 Ok(_) if pid.is_null() => (

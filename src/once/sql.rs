@@ -9,8 +9,9 @@ use crate::call::BATCH;
 use crate::statement::Statement;
 use crate::time::interval;
 
-/// Whether the lock is ours, which is null on a standby, the outcome, which is null if it is not ours or there is none, and when
-/// the transaction began. The outcome is read by a volatile function, because the statement itself would not see what was committed after it began.
+/// Whether the lock is ours, which is null on a standby, the outcome, which is null if it is not ours or there is none, and when the
+/// transaction began. The outcome is read by a volatile function, because the statement itself would not see what was committed
+/// after it began.
 pub(super) fn look(
     lock: i64,
     name: &str,

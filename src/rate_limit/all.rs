@@ -39,7 +39,8 @@ impl<P: Pool> RateLimit<P> {
     ///
     /// A denial is one round trip, and only reads. To spend takes a round trip more for each key, and two for the transaction. The
     /// keys are checked in the order of their names and keys, so that callers do not deadlock. A limit that is given twice costs
-    /// twice; two quotas for one key are an [`Error::Input`], and so are more than 1,000 limits. If any of the limits is [durable](Self::durable), all are.
+    /// twice; two quotas for one key are an [`Error::Input`], and so are more than 1,000 limits. If any of the limits is
+    /// [durable](Self::durable), all are.
     pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, Result<CheckAll>> {
         let subject = Subject {
             primitive: "rate limit",

@@ -2,6 +2,7 @@
 
 mod database;
 mod doctor;
+mod hold;
 mod job;
 mod kill;
 mod ps;

@@ -2,25 +2,19 @@
 
 use std::ffi::OsString;
 use std::fmt::Display;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use diesel_interlock::{
-    AdvisoryLock, AdvisoryLockGuard, Error, LockKey, Permit, PgPool, Semaphore,
-};
 use nix::sys::signal::Signal;
 use nix::sys::wait::WaitStatus;
-use nix::unistd::gethostname;
 
 use crate::database::SILENCE;
+use crate::hold::{LOST, News, Of, PIECE, hold};
 use crate::job::{self, Job};
 use crate::{Failure, database, duration, say};
 
-/// A wait is cut into such pieces, between which it sees that it is to end. As often a session lock is looked at.
-const PIECE: Duration = Duration::from_secs(1);
-const LOST: &str = "it is held no longer, or the database does not say so: the session has ended, or the permit is over";
 /// How long a command has to end after SIGTERM, and the release may take.
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -52,16 +46,8 @@ pub(crate) struct Run {
 /// What the main thread is told.
 enum Event {
     Signal(Signal),
-    /// From now on it may be held.
-    Connected,
-    /// It is held, with this fencing token. Told again whenever that was seen.
-    Held(Option<i64>),
-    /// It was busy until the end of the wait.
-    Busy,
-    Failed(Failure),
-    Lost,
     Command(nix::Result<WaitStatus>),
-    Released,
+    Holder(News),
 }
 
 impl Run {
@@ -82,17 +68,25 @@ impl Run {
                 .is_ok_and(|it| told.send(Event::Signal(it)).is_ok())
             {}
         })?;
-        let (told, wait, of) = (sender.clone(), self.wait, Of::new(&self));
-        beside(move || hold(&of, &url, wait, &told, &ended))?;
+        let (told, wait, name) = (sender.clone(), self.wait, self.name);
+        let of = match self.lease {
+            None => Of::lock(name, self.shared),
+            Some(lease) => Of::permit(name, self.slots, lease),
+        };
+        beside(move || {
+            hold(&of, &url, wait, &ended, |news| {
+                let _ = told.send(Event::Holder(news));
+            });
+        })?;
 
-        let (patience, mut pieces) = (self.wait.saturating_add(SILENCE), Pieces::new());
+        let (patience, mut pieces) = (wait.saturating_add(SILENCE), Pieces::new());
         let mut may_be_held = false;
         let token = loop {
             match pieces.next(&events)? {
-                Some(Event::Held(token)) => break token,
-                Some(Event::Connected) => may_be_held = true,
-                Some(Event::Busy) => return Ok(self.conflict_exit_code.into()),
-                Some(Event::Failed(failure)) => return Err(failure),
+                Some(Event::Holder(News::Held(token))) => break token,
+                Some(Event::Holder(News::Connected)) => may_be_held = true,
+                Some(Event::Holder(News::Busy)) => return Ok(self.conflict_exit_code.into()),
+                Some(Event::Holder(News::Failed(failure))) => return Err(failure),
                 Some(Event::Signal(Signal::SIGTSTP)) => job::stop(),
                 Some(Event::Signal(signal)) if !job::is_ignored(signal) => {
                     // A permit may be on its way. It is released.
@@ -115,10 +109,10 @@ impl Run {
             })
         });
         drop(end);
-        let is_lost = matches!(attended, Ok(Failure::LOST));
+        let is_lost = matches!(attended, Ok(None));
         match until(&events, if is_lost { PIECE } else { GRACE }) {
             _ if is_lost => {}
-            Some(Event::Failed(failure)) => {
+            Some(News::Failed(failure)) => {
                 say!("{failure}");
                 if failure.status == Failure::LOST {
                     return Ok(Failure::LOST);
@@ -129,12 +123,16 @@ impl Run {
             ),
             _ => {}
         }
-        attended
+        attended.map(|status| status.unwrap_or(Failure::LOST))
     }
 }
 
-/// Waits for the command, and looks after it. Returns its exit status, or that the lock was lost.
-fn attend(job: &mut Job, events: &Receiver<Event>, sender: Sender<Event>) -> Result<i32, Failure> {
+/// Waits for the command, and looks after it. Returns its exit status, or none if the lock was lost.
+fn attend(
+    job: &mut Job,
+    events: &Receiver<Event>,
+    sender: Sender<Event>,
+) -> Result<Option<i32>, Failure> {
     let pid = job.pid;
     beside(move || {
         let mut is_there = true;
@@ -147,8 +145,8 @@ fn attend(job: &mut Job, events: &Receiver<Event>, sender: Sender<Event>) -> Res
     let (mut pieces, mut kill_at) = (Pieces::new(), None);
     let status = loop {
         let event = pieces.next(events)?;
-        let is_lost =
-            matches!(event, Some(Event::Lost)) || event.is_none() && pieces.silence >= SILENCE;
+        let is_lost = matches!(event, Some(Event::Holder(News::Lost)))
+            || event.is_none() && pieces.silence >= SILENCE;
         match event {
             Some(Event::Command(Ok(WaitStatus::Exited(_, status)))) => break status,
             Some(Event::Command(Ok(WaitStatus::Signaled(_, signal, _)))) => {
@@ -157,7 +155,7 @@ fn attend(job: &mut Job, events: &Receiver<Event>, sender: Sender<Event>) -> Res
             Some(Event::Command(Ok(WaitStatus::Stopped(_, signal)))) => job.stopped(signal),
             Some(Event::Command(Err(error))) => return Err(system(error)),
             Some(Event::Signal(signal)) => job.send(signal),
-            Some(Event::Held(_)) => pieces.silence = Duration::ZERO,
+            Some(Event::Holder(News::Held(_))) => pieces.silence = Duration::ZERO,
             _ if is_lost && kill_at.is_none() => {
                 job.send(Signal::SIGTERM);
                 kill_at = Some(Instant::now() + GRACE);
@@ -168,14 +166,14 @@ fn attend(job: &mut Job, events: &Receiver<Event>, sender: Sender<Event>) -> Res
         }
     };
     let Some(kill_at) = kill_at else {
-        return Ok(status);
+        return Ok(Some(status));
     };
     // What the command has left running must end, too.
     while job.is_there() && Instant::now() < kill_at {
         thread::sleep(Duration::from_millis(20));
     }
     job.end_group();
-    Ok(Failure::LOST)
+    Ok(None)
 }
 
 /// The time without a sign of life, counted in pieces, because while this process is stopped nothing can be heard.
@@ -208,193 +206,14 @@ impl Pieces {
 }
 
 /// Waits until the holder says that it holds nothing.
-fn until(events: &Receiver<Event>, limit: Duration) -> Option<Event> {
+fn until(events: &Receiver<Event>, limit: Duration) -> Option<News> {
     let end = Instant::now() + limit;
     loop {
         let rest = end.saturating_duration_since(Instant::now());
-        let event = events.recv_timeout(rest).ok()?;
-        if matches!(event, Event::Busy | Event::Failed(_) | Event::Released) {
-            return Some(event);
-        }
-    }
-}
-
-/// Takes it, looks whether it is still held, and releases it: on a thread of its own, because a database that does not reply must
-/// not keep the main thread from the command.
-fn hold(of: &Of, url: &str, wait: Duration, told: &Sender<Event>, end: &Receiver<()>) {
-    let began = Instant::now();
-    let held = connected(url, wait).and_then(|pool| {
-        let _ = told.send(Event::Connected);
-        let Some(mut held) = take(of, &pool, began, wait, end)? else {
-            return Ok(None);
-        };
-        let token = held.token().map_err(|error| {
-            let is_moved = matches!(error, Error::SessionMoved { .. });
-            let status = if is_moved {
-                Failure::SET_UP
-            } else {
-                Failure::UNAVAILABLE
-            };
-            Failure::new(status, error)
-        })?;
-        Ok(Some((held, token)))
-    });
-    let (mut held, token) = match held {
-        Ok(Some(held)) => held,
-        Ok(None) => return drop(told.send(Event::Busy)),
-        Err(failure) => return drop(told.send(Event::Failed(failure))),
-    };
-    let _ = told.send(Event::Held(token));
-    while end.recv_timeout(held.pause()) == Err(RecvTimeoutError::Timeout) {
-        match held.is_held() {
-            Ok(true) => drop(told.send(Event::Held(token))),
-            Ok(false) => {
-                let _ = told.send(Event::Lost);
-                let _ = end.recv();
-                drop(held);
-                // The command may have ended before that was heard.
-                return drop(told.send(Event::Failed(Failure::new(Failure::LOST, LOST))));
-            }
-            // An error, such as for want of a right, is a reply of the session that holds the lock.
-            Err(error) if !error.is_unavailable() => drop(told.send(Event::Held(token))),
-            // Silence, if it goes on.
-            Err(_) => {}
-        }
-    }
-    let _ = told.send(match held.release() {
-        Ok(()) => Event::Released,
-        Err(error) => Event::Failed(error.into()),
-    });
-}
-
-/// A database that cannot be reached is said at once, and may be there before the wait is over.
-fn connected(url: &str, wait: Duration) -> Result<PgPool, Failure> {
-    match database::connect(url) {
-        Err(failure) if failure.status == Failure::UNAVAILABLE && !wait.is_zero() => {
-            say!("{failure}");
-            say!("trying again until the wait is over");
-        }
-        connected => drop(connected?),
-    }
-    database::pool_that_waits(url)
-}
-
-/// Waits piece by piece. A database that is away for a moment does not end a wait.
-fn take(
-    of: &Of,
-    pool: &PgPool,
-    began: Instant,
-    wait: Duration,
-    end: &Receiver<()>,
-) -> Result<Option<Held>, Error> {
-    let mut was_busy = false;
-    loop {
-        let rest = wait.saturating_sub(began.elapsed());
-        if end.try_recv() == Err(TryRecvError::Disconnected) {
-            return Ok(None);
-        }
-        let is_last = rest <= PIECE;
-        match of.take(pool, rest.min(PIECE)) {
-            Ok(None) if !is_last => was_busy = true,
-            Err(error) if error.is_unavailable() && is_last && was_busy => return Ok(None),
-            Err(error) if error.is_unavailable() && !is_last => {
-                if was_busy {
-                    say!("{}", Failure::from(error));
-                }
-                was_busy = false;
-                thread::sleep(Duration::from_millis(100));
-            }
-            taken => return taken,
-        }
-    }
-}
-
-/// What is to be held.
-enum Of {
-    Lock(AdvisoryLock),
-    Permit(Semaphore),
-}
-
-enum Held {
-    Lock(Box<AdvisoryLockGuard>),
-    Permit(Permit),
-}
-
-impl Of {
-    fn new(run: &Run) -> Self {
-        let name = run.name.clone();
-        let Some(lease) = run.lease else {
-            let lock = AdvisoryLock::new(LockKey::from(name));
-            return Self::Lock(if run.shared { lock.shared() } else { lock });
-        };
-        let host = gethostname().unwrap_or_default();
-        let details = format!(
-            "interlock {} on {}",
-            std::process::id(),
-            host.to_string_lossy()
-        );
-        let semaphore = Semaphore::named(name.leak(), run.slots, lease);
-        Self::Permit(semaphore.keep_alive().details(details))
-    }
-
-    fn take(&self, pool: &PgPool, limit: Duration) -> Result<Option<Held>, Error> {
-        match self {
-            Self::Lock(lock) => {
-                let attempt = if limit.is_zero() {
-                    lock.try_acquire(pool)?
-                } else {
-                    lock.acquire_timeout(pool, limit)?
-                };
-                Ok(attempt.acquired().map(|guard| Held::Lock(guard.into())))
-            }
-            Self::Permit(semaphore) => {
-                let admission = if limit.is_zero() {
-                    semaphore.try_acquire(pool)?
-                } else {
-                    semaphore.acquire_timeout(pool, limit)?
-                };
-                Ok(admission.admitted().map(Held::Permit))
-            }
-        }
-    }
-}
-
-impl Held {
-    /// None without the schema, which session locks do not need.
-    fn token(&mut self) -> Result<Option<i64>, Error> {
-        match self {
-            Self::Permit(permit) => Ok(Some(permit.fencing_token())),
-            Self::Lock(guard) => match guard.fencing_token() {
-                Ok(token) => Ok(Some(token)),
-                Err(error @ (Error::LockLost(_) | Error::SessionMoved { .. })) => Err(error),
-                Err(Error::NotInstalled) => Ok(None),
-                Err(error) => {
-                    say!("no INTERLOCK_TOKEN: {error}");
-                    Ok(None)
-                }
-            },
-        }
-    }
-
-    /// A round trip for a lock. A permit knows.
-    fn is_held(&mut self) -> Result<bool, Error> {
-        match self {
-            Self::Lock(guard) => guard.is_held(),
-            Self::Permit(permit) => Ok(!permit.is_lost()),
-        }
-    }
-
-    fn pause(&self) -> Duration {
-        match self {
-            Self::Lock(_) => PIECE,
-            Self::Permit(_) => PIECE / 10,
-        }
-    }
-
-    fn release(self) -> Result<(), Error> {
-        match self {
-            Self::Lock(guard) => guard.release(),
-            Self::Permit(permit) => permit.release(),
+        if let Event::Holder(news @ (News::Busy | News::Failed(_) | News::Released)) =
+            events.recv_timeout(rest).ok()?
+        {
+            return Some(news);
         }
     }
 }

@@ -39,7 +39,7 @@ fn own_functions_and_types_in_the_search_path_hinder_nothing() {
     // Busy, in a session and in a transaction.
     let lock = AdvisoryLock::named("busy");
     let holder = foreign_holder(&database, lock.lock_key());
-    let moment = Duration::from_millis(20);
+    let moment = Duration::from_secs(1);
     assert!(wait(lock.acquire_timeout(&pool, moment)).unwrap().is_busy());
     on_one(&pool, |conn| {
         begin(conn);

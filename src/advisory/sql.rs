@@ -71,7 +71,7 @@ macro_rules! by_kind {
 
 /// The pid of the session, if the wait with this number was granted the lock.
 pub(super) fn waited(number: i32) -> Ask {
-    const WAITED: &str = "SELECT CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = $1::text \
+    const WAITED: &str = "SELECT CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = $1::pg_catalog.text \
                           THEN pg_catalog.pg_backend_pid() END";
     Statement::new(WAITED, [number.into()])
 }

@@ -27,7 +27,8 @@ use crate::transaction::{Own, refusal};
 /// SERIALIZABLE PostgreSQL fails all but one holder with a serialization failure.
 ///
 /// They fail with [`Error::OutsideTransaction`], [`Error::RepeatableRead`], [`Error::Standby`], [`Error::Input`] and
-/// [`Error::Database`].
+/// [`Error::Database`]. [`transaction`](Self::transaction) fails with [`Error::InsideTransaction`] instead of the first, and with
+/// [`Error::TransactionEnded`] where work has ended it by plain SQL, which diesel-async does not see.
 impl<P: Pool> AdvisoryLock<P> {
     /// Takes the lock until the transaction ends, if it is free, and never waits for it.
     ///

@@ -51,6 +51,20 @@ fn charged(once: &Once, pool: &PgPool, outcome: &str) -> Result<Done, Error> {
     on_one(pool, |conn| charge(once, conn, outcome))
 }
 
+/// The same, and work that sends something more.
+fn charged_and(pool: &PgPool, more: &str) -> Result<Done, Error> {
+    on_one(pool, |conn| {
+        wait(CHARGE.run(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, EFFECT))?;
+                reply!(execute(conn, more))?;
+                Ok("done")
+            }),
+        ))
+    })
+}
+
 fn first(outcome: &str) -> Done {
     Done::First(outcome.into())
 }
@@ -187,16 +201,7 @@ fn work_that_fails_is_not_done() {
     ] {
         let database = database();
         let pool = pool(&database, 1);
-        let failed: Result<Done, Error> = on_one(&pool, |conn| {
-            wait(CHARGE.run(
-                conn,
-                work!(|conn| {
-                    reply!(execute(conn, EFFECT))?;
-                    reply!(execute(conn, failing))?;
-                    Ok("failed")
-                }),
-            ))
-        });
+        let failed = charged_and(&pool, failing);
         assert_matches!(failed, Err(Error::Database(_)));
         assert_undone(&CHARGE, &pool, &database);
     }
@@ -231,16 +236,7 @@ fn work_that_ends_its_transaction_is_not_done() {
     ] {
         let database = database();
         let pool = pool(&database, 1);
-        let failed: Result<Done, Error> = on_one(&pool, |conn| {
-            wait(CHARGE.run(
-                conn,
-                work!(|conn| {
-                    reply!(execute(conn, EFFECT))?;
-                    reply!(execute(conn, ending))?;
-                    Ok("done")
-                }),
-            ))
-        });
+        let failed = charged_and(&pool, ending);
         assert_matches!(failed, Err(Error::TransactionEnded));
         let conn = &mut database.connect();
         assert_eq!((number(conn, EFFECTS), number(conn, DONE)), (effects, 0));

@@ -3,8 +3,8 @@
 mod all;
 mod attempt;
 mod guard;
-mod lent;
-pub(crate) mod pinned;
+pub(crate) mod holder;
+pub(crate) mod lent;
 pub(crate) mod sql;
 mod sql_several;
 pub(crate) mod xact;
@@ -17,15 +17,13 @@ use std::time::{Duration, Instant};
 pub(crate) use self::all::Locks;
 pub use self::attempt::Attempt;
 pub use self::guard::AdvisoryLockGuard;
-#[cfg(feature = "migrations")]
-pub(crate) use self::lent::Scope;
-use self::pinned::Pinned;
+use self::holder::{Holder, Pooled};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
-use crate::waiting::{Topic, Turns, What};
+use crate::waiting::Turns;
 
 /// A lock that one holder has at a time, or several share, among all programs that use the database.
 ///
@@ -207,15 +205,15 @@ impl<P: Pool> AdvisoryLock<P> {
         deadline: Option<Instant>,
     ) -> Result<Attempt<AdvisoryLockGuard<P>>> {
         let locks = self.locks()?;
-        let topic = Topic::of::<P>(What::Lock(locks.first().id));
-        let mut turns = Turns::new(topic, deadline);
+        let mut turns = Turns::new(deadline);
         while turns.next::<P::Mode>().await {
             let attempt = self.attempt(pool, &locks, deadline, Some(&mut turns));
             match P::Mode::within(deadline, attempt).await {
                 Some(Ok(None)) => {}
-                Some(outcome) => {
-                    return outcome.map(|guard| guard.map_or(Attempt::Busy, Attempt::Acquired));
-                }
+                Some(Ok(Some(guard))) => return Ok(Attempt::Acquired(guard)),
+                // The pool was waited for until the deadline.
+                Some(Err(Error::Pool(_))) if turns.was_refused() && turns.is_over() => break,
+                Some(Err(error)) => return Err(error),
                 None => break,
             }
         }
@@ -226,38 +224,36 @@ impl<P: Pool> AdvisoryLock<P> {
         }
     }
 
-    /// Tries once, and waits on the server if it is this one's turn. A pooled session that turns out to have ended is replaced.
+    /// Tries once, and waits on the server if it is this one's turn and the pool can spare a connection. A pooled session that turns
+    /// out to have ended is replaced: a try on it has taken nothing that lasts.
     async fn attempt(
         &self,
         pool: &P,
         locks: &Locks,
         deadline: Option<Instant>,
-        turns: Option<&mut Turns>,
+        mut turns: Option<&mut Turns>,
     ) -> Result<Option<AdvisoryLockGuard<P>>> {
-        let mut pinned = Pinned::check_out(pool, deadline).await?;
-        let mut taken = pinned.take(locks).await;
-        if let Err(error) = &taken {
-            if pinned.has_ended(error).await {
-                drop(pinned);
-                pinned = Pinned::check_out(pool, deadline).await?;
-                taken = pinned.take(locks).await;
+        let mut holder = self.holder(pool, locks, deadline).await?;
+        let may_wait = || pool.can_spare();
+        let mut held = holder.attempt(turns.as_deref_mut(), may_wait).await;
+        if let Err(error) = &held {
+            if holder.has_ended(error).await {
+                drop(holder);
+                holder = self.holder(pool, locks, deadline).await?;
+                held = holder.attempt(turns, may_wait).await;
             }
         }
-        let mut taken = taken?;
-        if let (Err(busy), Some(turns)) = (taken, turns) {
-            turns.refused();
-            turns.wait_for(Topic::of::<P>(What::Lock(locks.get(busy).id)));
-            let slice = if pool.can_spare() {
-                turns.slice()
-            } else {
-                None
-            };
-            if let Some(slice) = slice {
-                taken = pinned.wait(locks, busy, slice, turns).await?;
-            }
-        }
-        let guard = |pid| AdvisoryLockGuard::new(pinned, self.subject(), locks.clone(), pid);
-        Ok(taken.ok().map(guard))
+        Ok(held?.then(|| AdvisoryLockGuard::new(holder)))
+    }
+
+    async fn holder(
+        &self,
+        pool: &P,
+        locks: &Locks,
+        deadline: Option<Instant>,
+    ) -> Result<Holder<Pooled<P>>> {
+        let pooled = Pooled::check_out(pool, deadline).await?;
+        Ok(Holder::new(pooled, locks.clone(), self.subject()))
     }
 
     fn subject(&self) -> Subject {

@@ -30,7 +30,24 @@ impl Alarm {
     }
 
     pub(crate) fn set(&self, due: Instant) {
+        self.set_if(due, |_| true);
+    }
+
+    /// Sets it if it was to be due later.
+    pub(crate) fn advance(&self, due: Instant) {
+        self.set_if(due, |before| before > due);
+    }
+
+    /// Sets it unless it was set to a time after `began`.
+    pub(crate) fn postpone(&self, began: Instant, due: Instant) {
+        self.set_if(due, |before| before <= began);
+    }
+
+    fn set_if(&self, due: Instant, is_to_be_set: impl FnOnce(Instant) -> bool) {
         let mut state = lock(&self.state);
+        if !is_to_be_set(state.0) {
+            return;
+        }
         state.0 = due;
         let waker = state.1.take();
         drop(state);
@@ -68,7 +85,10 @@ impl Alarm {
     /// Wakes the task once it is set. Returns whether it is still set to `due`.
     #[cfg(feature = "async")]
     pub(crate) fn register(&self, waker: &Waker, due: Instant, deadline: Option<Instant>) -> bool {
-        lock(&self.state).1 = Some(waker.clone());
+        // Cloned and dropped outside the mutex, because a waker may do anything.
+        let new = Some(waker.clone());
+        let before = std::mem::replace(&mut lock(&self.state).1, new);
+        drop(before);
         self.due(deadline) == due
     }
 }
@@ -80,7 +100,8 @@ pub(crate) struct Sleepers(Mutex<Vec<Arc<Alarm>>>);
 impl Sleepers {
     /// It happened.
     pub(crate) fn wake(&self) {
-        for alarm in lock(&self.0).drain(..) {
+        let all = std::mem::take(&mut *lock(&self.0));
+        for alarm in all {
             alarm.set(Instant::now());
         }
     }
@@ -106,6 +127,8 @@ pub(crate) struct Sleeper<'a> {
 
 impl Drop for Sleeper<'_> {
     fn drop(&mut self) {
-        lock(&self.all.0).retain(|other| !Arc::ptr_eq(other, &self.alarm));
+        let mut all = lock(&self.all.0);
+        // `self` keeps the alarm, so its waker is not dropped under the mutex.
+        all.retain(|other| !Arc::ptr_eq(other, &self.alarm));
     }
 }

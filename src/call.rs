@@ -9,15 +9,15 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use diesel::sql_types::{BigInt, Bool};
 
 use crate::error::{Error, Result};
-use crate::mode::Mode;
-use crate::pool::{Borrowed, Pool};
-use crate::session::{Session, has_ended, is_unknown, was_not_sent};
+use crate::mode::{Mode, PATIENCE};
+use crate::pool::{Borrowed, Connection, Pool};
+use crate::session::{Session, has_ended, is_unknown};
 use crate::statement::Statement;
 
-/// Asks one statement, or several in turn until one of them returns a row. Also returns when that one was sent.
+/// Sends one statement, or several in turn until one of them returns a row. Also returns when that one was sent.
 ///
-/// A connection that turns out to be closed before the statement was sent is replaced once. One on which plain SQL had left a
-/// transaction open is discarded.
+/// **What was sent and has no reply is never sent again.** A connection whose session has ended before is replaced. One on which plain
+/// SQL had left a transaction open is discarded.
 pub(crate) async fn ask<P: Pool, T, U>(
     pool: &P,
     limit: Option<Duration>,
@@ -27,7 +27,8 @@ where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    ask_on(Borrowed::new(pool, limit).await?, pool, limit, statements).await
+    let borrowed = Borrowed::new(pool, limit).await?;
+    ask_borrowed(borrowed, pool, limit, statements.as_ref()).await
 }
 
 /// How many rows a statement of [`in_batches`] deletes at most.
@@ -45,8 +46,8 @@ pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> 
     }
 }
 
-/// As [`ask`] with one statement, but to its end: once it is sent, a drop of the future does not stop it. What `then` makes of
-/// the reply is then dropped.
+/// As [`ask`] with one statement, but to its end: once it is sent, a drop of the future does not stop it for as long as the server
+/// may be expected to reply. What `then` makes of the reply is then dropped.
 pub(crate) async fn ask_surely<P: Pool, T: 'static, U, V: Send + 'static>(
     pool: &P,
     limit: Option<Duration>,
@@ -59,42 +60,40 @@ where
 {
     let borrowed = Borrowed::new(pool, limit).await?;
     let pool = pool.clone();
-    P::Mode::surely(&borrowed.runtime(), async move {
-        let (reply, sent) = ask_on(borrowed, &pool, limit, [statement]).await?;
+    P::Mode::surely(&borrowed.runtime(), Some(PATIENCE), async move {
+        let (reply, sent) = ask_borrowed(borrowed, &pool, limit, &[statement]).await?;
         Ok(then(reply, sent))
     })
     .await
 }
 
-async fn ask_on<P: Pool, T, U>(
+async fn ask_borrowed<P: Pool, T, U>(
     mut borrowed: Borrowed<P>,
     pool: &P,
     limit: Option<Duration>,
-    statements: impl AsRef<[Statement<T>]> + Send + Sync,
+    statements: &[Statement<T>],
 ) -> Result<(U, Instant)>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    let statements = statements.as_ref();
-    let mut asked = asked(borrowed.conn(), statements).await;
-    if asked.as_ref().is_err_and(is_closed) {
-        borrowed.discard();
-        borrowed = Borrowed::new(pool, limit).await?;
-        asked = self::asked(borrowed.conn(), statements).await;
+    let mut reply = ask_session(borrowed.conn(), statements).await;
+    if let Err(Error::Database(error)) = &reply {
+        if Connection::<P>::was_not_sent(error) {
+            borrowed.discard();
+            borrowed = Borrowed::new(pool, limit).await?;
+            reply = ask_session(borrowed.conn(), statements).await;
+        }
     }
-    if matches!(asked, Err(Error::LentInTransaction)) {
+    borrowed.replied();
+    if matches!(reply, Err(Error::LentInTransaction)) {
         borrowed.discard();
     }
-    asked
-}
-
-fn is_closed(error: &Error) -> bool {
-    matches!(error, Error::Database(error) if was_not_sent(error))
+    reply
 }
 
 /// Where a stricter isolation level is the default, what cannot do without READ COMMITTED is repeated there.
-async fn asked<S: Session, T, U>(
+async fn ask_session<S: Session, T, U>(
     session: &mut S,
     statements: &[Statement<T>],
 ) -> Result<(U, Instant)>
@@ -117,7 +116,7 @@ where
             break;
         }
     }
-    repaired(session, statements, reply, sent).await
+    repair(session, statements, reply, sent).await
 }
 
 /// As [`ask`], on a connection that was lent: in its transaction, if there is one.
@@ -130,16 +129,16 @@ where
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     let is_free = session.transaction().is_none();
-    let (reply, sent) = (rows(session, statements).await, Instant::now());
+    let (reply, sent) = (send(session, statements).await, Instant::now());
     match reply {
         Ok(row) => Ok(row),
         Err(error) if !is_free => Err(ended(session, error).await),
-        failed => Ok(repaired(session, statements, failed, sent).await?.0),
+        failed => Ok(repair(session, statements, failed, sent).await?.0),
     }
 }
 
 /// Repeats at READ COMMITTED what failed for want of it.
-async fn repaired<S: Session, T, U>(
+async fn repair<S: Session, T, U>(
     session: &mut S,
     statements: &[Statement<T>],
     mut reply: QueryResult<U>,
@@ -153,7 +152,7 @@ where
         match session.begin().await {
             Ok(()) => {
                 sent = Instant::now();
-                reply = rows(session, statements).await;
+                reply = send(session, statements).await;
                 match &reply {
                     Ok(_) => session.commit().await?,
                     Err(_) => session.rollback().await?,
@@ -170,8 +169,8 @@ where
     }
 }
 
-/// As [`ask`], in the transaction of a connection.
-pub(crate) async fn rows<S: Session, T, U>(
+/// Sends the statements in turn until one of them returns a row.
+async fn send<S: Session, T, U>(
     session: &mut S,
     statements: &[Statement<T>],
 ) -> QueryResult<U>

@@ -92,17 +92,16 @@ pub enum Error {
 
     /// Another server session replied than the one that took the lock: a pooler in transaction mode is in between.
     #[error(
-        "the lock {key} was taken by the server session {pid}, and another one replied to its release: session locks do \
-         not work behind a pooler in transaction mode; use `AdvisoryLock::transaction`, or a semaphore of one slot{}",
-        if *.is_freed { "" } else { "; that session may still hold the lock" }
+        "the lock {key} was taken by the server session {pid}, which may still hold it, and another session replied: session \
+         locks do not work behind a pooler in transaction mode; use `AdvisoryLock::transaction`, or a semaphore of one slot. To \
+         free the lock, let the pooler close that session (RECONNECT in PgBouncer's console), or, once it is idle, run SELECT \
+         pg_terminate_backend({pid})"
     )]
     SessionMoved {
         /// The lock: its name and its number.
         key: String,
         /// The `pg_backend_pid()` of the session that took it.
         pid: i32,
-        /// Whether that session was ended, and the lock so freed. It is not while it serves another client.
-        is_freed: bool,
     },
 
     /// Two connections of the pool held the same exclusive lock at once.

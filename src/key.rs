@@ -34,7 +34,13 @@ const SHOWN: usize = 80;
 /// # Errors
 ///
 /// A name that is empty, longer than 1,000 bytes or contains NUL is refused by the first operation that uses the key
-/// ([`Error::Input`]).
+/// ([`Error::Input`]). An empty name is refused in the rules of other programs, too.
+///
+/// # Names that clients choose
+///
+/// FNV-1a is no cryptographic hash: a name with the number of any other name is found in seconds. So a client that chooses what stands
+/// in a name or a key can make another lock busy, though never get past it. Names that are constants of a program are safe. Hash what
+/// clients choose, for example with SHA-256, before it becomes part of a name or a key.
 #[derive(Clone)]
 pub struct LockKey {
     name: Option<Cow<'static, str>>,
@@ -157,6 +163,8 @@ impl LockKey {
                 "only a lock with a name has keys, and not that of a number, a pair or several",
             )),
             (Number::OfName, Some(name)) => input::name(name).map(|()| self.number()),
+            // Of another program's rule, which may allow longer names.
+            (Number::Given(_), Some(name)) if name.is_empty() => input::name(name).map(|()| self.number()),
             _ => Ok(self.number()),
         }
     }

@@ -122,7 +122,7 @@ impl<P: Pool> Leader<P> {
     ) -> Result<Option<(Permit<P>, Term<P>)>> {
         while !stop.is_stopped() {
             let longest = jittered(self.ttl / 3);
-            let pause = match seat.claim(pool, None).await {
+            let pause = match seat.claim(pool).await {
                 // The claim took longer than the term.
                 Ok(Admission::Admitted(permit)) if permit.is_lost() => longest,
                 Ok(Admission::Admitted(permit)) => {

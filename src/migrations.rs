@@ -163,6 +163,7 @@ async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
         let mut borrowed = Borrowed::new(pool, None).await?;
         for file in &pending {
             file.run(borrowed.conn()).await?;
+            borrowed.replied();
         }
         drop(borrowed);
         state = State::of(pool).await?;

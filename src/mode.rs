@@ -5,14 +5,18 @@ mod asynchronous;
 #[cfg(feature = "r2d2")]
 mod blocking;
 
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::alarm::Alarm;
+use crate::alarm::{Alarm, lock};
 use crate::error::Result;
+use crate::pool::{Pool, Reply};
 use crate::session::Session;
+use crate::waiting::Database;
 
 #[cfg(feature = "async")]
-pub use self::asynchronous::{Async, Running, released};
+pub use self::asynchronous::{Async, Running};
 #[cfg(feature = "r2d2")]
 pub use self::blocking::Blocking;
 
@@ -28,10 +32,6 @@ pub trait Mode: Sized + Send + Sync + 'static {
     #[doc(hidden)]
     type Runtime: Clone + Send + Sync;
 
-    /// What cancels a statement that still runs although its future was dropped.
-    #[doc(hidden)]
-    type Token: Send + Sync;
-
     #[doc(hidden)]
     fn drive<'a, T: Send + 'a>(
         operation: impl Future<Output = T> + Send + 'a,
@@ -44,11 +44,13 @@ pub trait Mode: Sized + Send + Sync + 'static {
     #[doc(hidden)]
     fn leave(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
-    /// Does an operation to its end: on this thread, or in a task, which goes on if this future is dropped. What it then
-    /// returns is dropped. It must hold nothing that has a lifetime, or the compiler finds the futures above not to be `Send`.
+    /// Does an operation to its end: on this thread, or in a task of the runtime that this is polled in, which goes on if this future
+    /// is dropped, for no longer than `patience` then. What it returns then is dropped. It must hold nothing that has a lifetime, or
+    /// the compiler finds the futures above not to be `Send`.
     #[doc(hidden)]
     fn surely<T: Send + 'static>(
         runtime: &Self::Runtime,
+        patience: Option<Duration>,
         operation: impl Future<Output = T> + Send + 'static,
     ) -> impl Future<Output = T> + Send;
 
@@ -56,11 +58,12 @@ pub trait Mode: Sized + Send + Sync + 'static {
     #[doc(hidden)]
     fn beside(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
-    /// Repeats what a `Drop` could not do, until it returns `true`: on the one thread of the process for that, or in a task. A
-    /// blocking operation waits no longer than its argument.
+    /// Repeats what a `Drop` could not do, until it returns `true`: on the one thread of the process for that database, or in a
+    /// task. A blocking operation waits for a connection no longer than its argument.
     #[doc(hidden)]
     fn later<F: Future<Output = bool> + Send + 'static>(
         runtime: &Self::Runtime,
+        database: Database,
         operation: impl Fn(Option<Duration>) -> F + Send + 'static,
     );
 
@@ -78,12 +81,106 @@ pub trait Mode: Sized + Send + Sync + 'static {
     /// Pauses until the alarm is due, or the deadline is over.
     #[doc(hidden)]
     fn sleep(alarm: &Alarm, deadline: Option<Instant>) -> impl Future<Output = ()> + Send;
+}
 
-    #[doc(hidden)]
-    fn token(conn: &Self::Connection) -> Self::Token;
+/// For how long a statement of a future or a guard that was dropped may have no reply. Then its connection is closed.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
-    #[doc(hidden)]
-    fn cancel(token: &Self::Token) -> impl Future<Output = ()> + Send;
+/// How many operations go on though nobody awaits them.
+static LEFT: AtomicUsize = AtomicUsize::new(0);
+
+/// When a connection was closed last whose session may hold something.
+static CLOSED: Mutex<Option<Instant>> = Mutex::new(None);
+
+/// One operation that goes on, until it has ended or its runtime has dropped it.
+pub(crate) struct Left(());
+
+impl Left {
+    pub(crate) fn new() -> Self {
+        LEFT.fetch_add(1, Ordering::SeqCst);
+        Self(())
+    }
+}
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        LEFT.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A connection was closed whose session may hold something. The server frees it within a second.
+pub(crate) fn closed() {
+    *lock(&CLOSED) = Some(Instant::now());
+}
+
+fn has_drained() -> bool {
+    let within_a_second = |closed: Instant| closed.elapsed() <= Duration::from_secs(1);
+    LEFT.load(Ordering::SeqCst) == 0 && !lock(&CLOSED).is_some_and(within_a_second)
+}
+
+/// Waits until everything that was dropped in this process is released: guards, permits, terms, ticks, and futures half way. Returns
+/// whether all were within `limit`: each release was confirmed, or what it releases has expired, or its connection was closed over a
+/// second ago, so that the server has noticed. Sends nothing of its own. While the database is away, releases are tried again, until
+/// what they release has expired.
+///
+/// Call it at the end of `main`, or of a test. A runtime that ends drops its tasks, and a process that ends its threads: a permit or
+/// a leader's seat would then be free only when its time is over. A task that was aborted has dropped what it held when its handle
+/// says that it has ended.
+///
+#[cfg_attr(
+    feature = "deadpool",
+    doc = r#"
+```
+use std::time::Duration;
+
+use diesel_interlock::deadpool::{Leader, PgPool};
+
+static DISPATCHER: Leader = Leader::named("dispatcher", Duration::from_secs(15));
+
+async fn run(pool: PgPool, shutdown: impl Future<Output = ()>) {
+    tokio::select! {
+        _ = DISPATCHER.lead(&pool, |_| std::future::pending()) => {}
+        () = shutdown => {}
+    }
+    diesel_interlock::drain(&pool, Duration::from_secs(5)).await;
+}
+# use diesel::{QueryDsl, RunQueryDsl};
+# use diesel_async::{AsyncPgConnection, pooled_connection::AsyncDieselConnectionManager};
+# use diesel_interlock::monitor::views::leader;
+# let database = workbench::Database::new();
+# diesel_interlock::migrations::install(&database.pool(1))?;
+# let conn = &mut database.connect();
+# let mut leaders = || leader::table.count().get_result::<i64>(conn).unwrap();
+# let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+# runtime.block_on(async {
+#     let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(database.url());
+#     let pool = PgPool::builder(manager).build().unwrap();
+#     let shutdown = async {
+#         while leaders() == 0 {
+#             tokio::time::sleep(Duration::from_millis(5)).await;
+#         }
+#     };
+#     run(pool, shutdown).await;
+# });
+# drop(runtime);
+# assert_eq!(leaders(), 0);
+# Ok::<(), Box<dyn std::error::Error>>(())
+```
+"#
+)]
+pub fn drain<P: Pool>(pool: &P, limit: Duration) -> Reply<'_, P, bool> {
+    // The pool says which half waits.
+    let _ = pool;
+    P::Mode::drive(async move {
+        let deadline = Instant::now().checked_add(limit);
+        while !has_drained() {
+            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                return false;
+            }
+            pause::<P::Mode>(Duration::from_millis(1)).await;
+        }
+        true
+    })
 }
 
 /// Pauses for a time.

@@ -18,7 +18,7 @@ use crate::call::{ended, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
-use crate::key::{LockKey, fnv1a};
+use crate::key::fnv1a;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
 use crate::session::Session;
@@ -72,9 +72,9 @@ use crate::transaction::Own;
 /// # Transactions and waiting
 ///
 /// The transaction is READ COMMITTED, on a connection outside a transaction; inside that of a test it is a savepoint. It holds the
-/// transaction lock of `LockKey::parts(["once", name, key])`, on which calls at the same time [wait](crate::advisory::AdvisoryLock#transaction-locks),
-/// each with its connection, under the session's `statement_timeout` and `lock_timeout`. It works behind a pooler in
-/// transaction mode.
+/// transaction lock of the pair of `int` that are the halves of the number of `LockKey::parts(["once", name, key])`. Clients choose
+/// these keys, and in the pairs they meet only each other and an application's own pairs: no named lock. Calls at the same time [wait](crate::advisory::AdvisoryLock#transaction-locks) on that lock, each
+/// with its connection, under the session's `statement_timeout` and `lock_timeout`. It works behind a pooler in transaction mode.
 ///
 /// # Errors
 ///
@@ -169,9 +169,10 @@ impl<P: Pool> Once<P> {
     async fn look<S: Session>(&self, session: &mut S) -> Result<(Option<Vec<u8>>, PgTimestamp)> {
         let (name, key) = (self.name, self.stored_key());
         let number = fnv1a(&input::joined(["once", name, key]));
-        let lock = Locks::from(Lock::new(LockKey::bigint(number), false)?);
+        let pair = ((number >> 32) as i32, number as i32);
+        let lock = Locks::from(Lock::new(pair.into(), false)?);
         loop {
-            match session.one(sql::look(number, name, key)).await? {
+            match session.one(sql::look(pair, name, key)).await? {
                 (Some(true), outcome, began) => return Ok((outcome, began)),
                 (Some(false), ..) => drop(xact::wait(session, &lock, None).await?),
                 (None::<bool>, ..) => return Err(Error::Standby),

@@ -8,10 +8,10 @@ mod deadpool;
 mod r2d2;
 
 use std::ops::DerefMut;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::Result;
-use crate::mode::Mode;
+use crate::mode::{Mode, PATIENCE};
 use crate::session::Session;
 
 #[cfg(feature = "bb8")]
@@ -43,11 +43,26 @@ pub trait Pool: Clone + Send + Sync + 'static {
         limit: Option<Duration>,
     ) -> impl Future<Output = Result<Self::Pinned>> + Send;
 
-    /// Whether the pool can spare one of its connections for a waiter, which then waits on the server. If not, it polls.
+    /// Whether the pool can spare one of its connections for a waiter, which then waits on the server. If not, it polls. A pool of
+    /// one spares none.
     fn can_spare(&self) -> bool;
 
     /// How many connections the pool could lend without opening one.
     fn idle(&self) -> usize;
+
+    /// How many connections the pool has at most.
+    fn max_size(&self) -> usize;
+}
+
+/// Takes a connection, and replaces those whose sessions are known to have ended: nothing was sent on them.
+pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Result<P::Pinned> {
+    loop {
+        let mut conn = pool.check_out(limit).await?;
+        if !conn.is_closed() {
+            return Ok(conn);
+        }
+        conn.discard();
+    }
 }
 
 /// A connection out of a [`Pool`].
@@ -62,25 +77,36 @@ pub type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, T>;
 /// The connection inside a pool `P`: `PgConnection` over r2d2, and `AsyncPgConnection` over deadpool and bb8.
 pub type Connection<P> = <<P as Pool>::Mode as Mode>::Connection;
 
-/// A connection for a few statements. Its drop gives it back, unless a transaction was left open on it.
+/// A connection for a few statements. Its drop gives it back, unless a transaction was left open on it. If the reply to a statement
+/// was not read, that is waited for first.
 pub(crate) struct Borrowed<P: Pool> {
     conn: Option<P::Pinned>,
     runtime: <P::Mode as Mode>::Runtime,
+    /// Whether the reply to a statement was not read.
+    is_busy: bool,
 }
 
 impl<P: Pool> Borrowed<P> {
     pub(crate) async fn new(pool: &P, limit: Option<Duration>) -> Result<Self> {
         let runtime = P::Mode::runtime()?;
         Ok(Self {
-            conn: Some(pool.check_out(limit).await?),
+            conn: Some(check_out(pool, limit).await?),
             runtime,
+            is_busy: false,
         })
     }
 
+    /// The connection, on which something is about to be sent. Call [`replied`](Self::replied) once the reply was read.
     pub(crate) fn conn(&mut self) -> &mut Connection<P> {
+        // The worst, until then.
+        self.is_busy = true;
         self.conn
             .as_mut()
             .unwrap_or_else(|| unreachable!("only the drop takes it"))
+    }
+
+    pub(crate) fn replied(&mut self) {
+        self.is_busy = false;
     }
 
     /// That on which it was borrowed.
@@ -100,6 +126,14 @@ impl<P: Pool> Drop for Borrowed<P> {
         let Some(mut conn) = self.conn.take() else {
             return;
         };
+        if self.is_busy && !std::thread::panicking() {
+            let busy = Self {
+                conn: Some(conn),
+                runtime: self.runtime.clone(),
+                is_busy: false,
+            };
+            return P::Mode::leave(&self.runtime, read_reply(busy));
+        }
         P::Mode::inside(&self.runtime, || {
             if conn.transaction().is_none() {
                 drop(conn);
@@ -107,5 +141,16 @@ impl<P: Pool> Drop for Borrowed<P> {
                 conn.discard();
             }
         });
+    }
+}
+
+/// Waits for the reply to the statement of a dropped future, so that the pool lends no connection whose server is silent.
+async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
+    let deadline = Some(Instant::now() + PATIENCE);
+    let replied = P::Mode::within(deadline, borrowed.conn().batch("")).await;
+    if matches!(replied, Some(Ok(()))) {
+        borrowed.replied();
+    } else {
+        borrowed.discard();
     }
 }

@@ -31,7 +31,7 @@ use crate::pool::{Connection, Pool, Reply};
 use crate::session::{Session, is_unknown};
 use crate::statement::Statement;
 use crate::time::difference;
-use crate::waiting::{self, Topic, Turns, What};
+use crate::waiting::{self, Database, Turns, What};
 
 /// A limit of N units per period for each key, and [`burst`](Quota::burst) of them at once: never more than burst + N in a period, on
 /// all instances together, by the database's clock.
@@ -220,28 +220,27 @@ impl<P: Pool> RateLimit<P> {
     }
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
-        let mut turns = Turns::after_a_try(self.topic(), deadline);
-        let mut last = Err(Error::TimedOut);
-        loop {
-            let check = P::Mode::within(deadline, self.check_within(pool, deadline)).await;
-            match check {
-                None => return last,
-                Some(Ok(Check::Limited(limited))) => {
+        let (mut turns, mut last) = (Turns::new(deadline), Err(Error::TimedOut));
+        while turns.next::<P::Mode>().await {
+            match P::Mode::within(deadline, self.try_check(pool, deadline)).await {
+                None => break,
+                Some(Ok((Check::Limited(limited), database, sent))) => {
                     let due = Instant::now().checked_add(limited.retry_after);
+                    turns.refused(self.units(), database, sent);
                     turns.not_before(limited.retry_after);
                     last = Ok(Check::Limited(limited));
                     if deadline.is_some() && due > deadline {
-                        return last;
+                        break;
                     }
                 }
                 // The other transaction may end in time.
                 Some(Err(locked @ Error::KeyLocked(_))) => last = last.or(Err(locked)),
-                Some(outcome) => return outcome,
-            }
-            if !turns.next::<P::Mode>().await {
-                return last;
+                // The pool was waited for until the deadline.
+                Some(Err(Error::Pool(_))) if turns.was_refused() && turns.is_over() => break,
+                Some(outcome) => return outcome.map(|(check, ..)| check),
             }
         }
+        last
     }
 
     async fn look(&self, pool: &P) -> Result<State> {
@@ -261,17 +260,28 @@ impl<P: Pool> RateLimit<P> {
     }
 
     async fn check_within(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
+        let (check, ..) = self.try_check(pool, deadline).await?;
+        Ok(check)
+    }
+
+    /// Checks. Also returns the database of a denial, and when the statement was sent.
+    async fn try_check(
+        &self,
+        pool: &P,
+        deadline: Option<Instant>,
+    ) -> Result<(Check, Database, Instant)> {
         let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let (call, lead) = self.call()?;
         let statements = call.check(self.commit(), lead);
-        let row = self.ask(pool, limit, &statements).await?;
-        Ok(self.read(&call, row))
+        let (row, sent): (Row, _) = self.ask(pool, limit, &statements).await?;
+        let database = Database(row.3);
+        Ok((self.read(&call, row), database, sent))
     }
 
     /// Sends a statement that gives units back, and wakes those of this process who wait for some.
     async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<Changed> {
-        let count: i64 = self.ask(pool, None, &[statement]).await?;
-        waiting::released(&self.topic());
+        let (count, _): (i64, _) = self.ask(pool, None, &[statement]).await?;
+        waiting::released(&self.units());
         Ok(Changed(count > 0))
     }
 
@@ -287,17 +297,17 @@ impl<P: Pool> RateLimit<P> {
         pool: &P,
         limit: Option<Duration>,
         statements: &[Statement<T>],
-    ) -> Result<U>
+    ) -> Result<(U, Instant)>
     where
         Pg: QueryMetadata<T>,
         U: FromSqlRow<T, Pg> + Send + 'static,
     {
         match ask(pool, limit, statements).await {
-            Ok((reply, _)) => Ok(reply),
             Err(error) => {
                 self.explain(pool, error).await?;
-                Ok(ask(pool, limit, statements).await?.0)
+                ask(pool, limit, statements).await
             }
+            reply => reply,
         }
     }
 
@@ -316,13 +326,14 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    fn read(&self, call: &Call<'_>, (is_allowed, at, full_in): Row) -> Check {
+    fn read(&self, call: &Call<'_>, (is_allowed, at, full_in, _): Row) -> Check {
         let state = State::new(self.name, self.quota, call.quota, difference(full_in));
         Check::new(state, call.quota, self.cost, is_allowed, at)
     }
 
-    fn topic(&self) -> Topic {
-        Topic::of::<P>(What::Units(self.name, self.key.as_ref().into()))
+    /// What those who wait for this key wait for.
+    fn units(&self) -> What {
+        What::Units(self.name, self.key.as_ref().into())
     }
 
     /// The call, and the lead of its cost.

@@ -9,6 +9,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use self::claim::WasInFlight;
@@ -23,7 +24,7 @@ use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 use crate::time::LONGEST;
-use crate::waiting::{Topic, Turns, What};
+use crate::waiting::{Database, Turns, What};
 
 /// The shortest timeout of what renews itself: its renewals must get through a busy pool and a short outage.
 pub(crate) const SHORTEST_KEPT: Duration = if cfg!(feature = "testing") {
@@ -195,7 +196,7 @@ impl<P: Pool> Semaphore<P> {
     /// One round trip on a connection of the pool: `SELECT … FROM resource_control.claim_service_request($1, $2, $3, $4)`. If all
     /// slots are taken it only reads.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Admission<Permit<P>>>> {
-        P::Mode::drive(self.subject.tell("try_acquire", self.claim(pool, None)))
+        P::Mode::drive(self.subject.tell("try_acquire", self.claim(pool)))
     }
 
     /// Takes a permit, and [waits](Self#waiting) for as long as all slots are taken.
@@ -229,9 +230,9 @@ impl<P: Pool> Semaphore<P> {
             let complete = async {
                 let service = self.service()?;
                 let complete = sql::complete(&service, id);
-                let topic = Topic::of::<P>(What::Slot(service));
+                let slot = What::Slot(service);
                 ask_surely(pool, None, complete, move |was_in_flight, _| {
-                    crate::waiting::released(&topic);
+                    crate::waiting::released(&slot);
                     WasInFlight(was_in_flight)
                 })
                 .await
@@ -265,17 +266,18 @@ impl<P: Pool> Semaphore<P> {
     }
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Admission<Permit<P>>> {
-        let topic = Topic::of::<P>(What::Slot(self.service()?));
-        let (mut turns, mut last) = (Turns::new(topic, deadline), None);
+        let service = self.service()?;
+        let (mut turns, mut last) = (Turns::new(deadline), None);
         while turns.next::<P::Mode>().await {
-            match P::Mode::within(deadline, self.claim(pool, deadline)).await {
-                Some(Ok(Admission::Full(full))) => {
+            match P::Mode::within(deadline, self.try_claim(pool, deadline)).await {
+                Some(Ok((Admission::Full(full), database, sent))) => {
+                    turns.refused(What::Slot(service.clone()), database, sent);
                     turns.not_after(full.retry_after);
                     last = Some(full);
                 }
                 // The pool was waited for until the deadline.
-                Some(Err(Error::Pool(_))) if last.is_some() && is_over(deadline) => break,
-                Some(outcome) => return outcome,
+                Some(Err(Error::Pool(_))) if last.is_some() && turns.is_over() => break,
+                Some(outcome) => return outcome.map(|(admission, ..)| admission),
                 None => break,
             }
         }
@@ -283,11 +285,17 @@ impl<P: Pool> Semaphore<P> {
     }
 
     /// Tries once.
-    pub(crate) async fn claim(
+    pub(crate) async fn claim(&self, pool: &P) -> Result<Admission<Permit<P>>> {
+        let (admission, ..) = self.try_claim(pool, None).await?;
+        Ok(admission)
+    }
+
+    /// Tries once. Also returns the database, and when the claim was sent.
+    async fn try_claim(
         &self,
         pool: &P,
         deadline: Option<Instant>,
-    ) -> Result<Admission<Permit<P>>> {
+    ) -> Result<(Admission<Permit<P>>, Database, Instant)> {
         let service = self.service()?;
         if !(1..=1000).contains(&self.slots) {
             return Err(Error::Input("a semaphore has 1 to 1,000 slots"));
@@ -303,9 +311,10 @@ impl<P: Pool> Semaphore<P> {
         let (subject, timeout, is_kept) = (self.subject, self.timeout, self.is_kept);
         let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         ask_surely(pool, limit, claim, move |claimed: sql::Claimed, sent| {
-            let id = match claimed {
-                (Some(id), _) => id,
-                (None, retry_after) => return Admission::Full(Full::new(retry_after)),
+            let (id, retry_after, database) = claimed;
+            let database = Database(database);
+            let Some(id) = id else {
+                return (Admission::Full(Full::new(retry_after)), database, sent);
             };
             let service = Service {
                 pool: pool_of_permit,
@@ -313,8 +322,11 @@ impl<P: Pool> Semaphore<P> {
                 subject,
                 name: service,
                 timeout,
+                database,
+                is_unanswered: AtomicBool::new(false),
             };
-            Admission::Admitted(Permit::new(service, id, sent, is_kept))
+            let permit = Permit::new(service, id, sent, is_kept);
+            (Admission::Admitted(permit), database, sent)
         })
         .await
     }
@@ -336,10 +348,6 @@ impl<P: Pool> Semaphore<P> {
         )?;
         Ok(service.into())
     }
-}
-
-fn is_over(deadline: Option<Instant>) -> bool {
-    deadline.is_some_and(|deadline| deadline <= Instant::now())
 }
 
 #[cfg(feature = "r2d2")]

@@ -48,6 +48,13 @@ pub trait Session: Send {
     /// Marks the connection as broken, so that a pool closes it. On a blocking connection a later statement takes the mark back.
     fn mark_broken(&mut self);
 
+    /// Whether the session is known to have ended. No round trip, and never known of a blocking one.
+    fn is_closed(&mut self) -> bool;
+
+    /// Whether the statement surely was not sent. Never known of an asynchronous session: diesel-async has one kind for all errors
+    /// of a connection.
+    fn was_not_sent(error: &DieselError) -> bool;
+
     /// As [`one`](Self::one). Also returns whether a transaction is open that Diesel does not know of, where that can be told
     /// without a round trip. The connection is then marked as broken.
     fn probe<'c, Q, U>(&'c mut self, query: Q) -> Self::Sent<'c, (QueryResult<U>, bool)>
@@ -105,14 +112,6 @@ pub(crate) const fn is_unknown(error: &DieselError) -> bool {
     matches!(
         error,
         DieselError::DatabaseError(DatabaseErrorKind::Unknown, _)
-    )
-}
-
-/// Whether the session had ended before the statement was sent.
-pub(crate) const fn was_not_sent(error: &DieselError) -> bool {
-    matches!(
-        error,
-        DieselError::DatabaseError(DatabaseErrorKind::UnableToSendCommand, _)
     )
 }
 

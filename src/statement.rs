@@ -20,6 +20,7 @@ pub(crate) enum Bind {
     BigInt(i64),
     BigInts(Vec<i64>),
     Double(f64),
+    Doubles(Vec<f64>),
     Interval(PgInterval),
     /// A time as the database told it.
     Timestamp(PgTimestamp),
@@ -53,6 +54,7 @@ binds! {
     BigInt(i64): BigInt,
     BigInts(Vec<i64>): Array<BigInt>,
     Double(f64): Double,
+    Doubles(Vec<f64>): Array<Double>,
     Interval(PgInterval): Interval,
     Timestamp(PgTimestamp): Timestamptz,
     Time(DateTime<Utc>): Timestamptz,
@@ -63,6 +65,15 @@ impl From<&str> for Bind {
         Self::Text(value.into())
     }
 }
+
+/// Tells databases apart, in 20 bits: a hash of the name, and of when the server started.
+macro_rules! database {
+    () => {
+        "((pg_catalog.hashname(pg_catalog.current_database()) \
+         # pg_catalog.hashfloat8(pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()))) & 1048575)"
+    };
+}
+pub(crate) use database;
 
 /// A statement whose rows have the SQL types `T`. It is prepared once per connection.
 #[derive(Debug)]

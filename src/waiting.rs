@@ -1,16 +1,17 @@
 //! The one wait: for locks, slots and units.
 //!
-//! Those of this process who wait for the same thing stand in a queue, in the order in which they came. Only the oldest does
-//! something, on a connection that it holds only meanwhile; all others sleep.
+//! The first try is made at once. Those of this process who were refused stand in a queue, in the order in which they came: one for
+//! each thing that is waited for in each database. Only the oldest does something, on a connection that it holds only meanwhile;
+//! all others sleep.
 //!
 //! - For a session lock it waits on the server, where processes take turns, if the pool can spare a connection for that. If the
 //!   pool cannot, it polls.
 //! - For a slot of a semaphore it polls, at the hint of the refusal, because no queue on the server outlives a transaction.
 //! - For units of a rate limit it sleeps until they are refilled.
 //!
-//! A release in this process wakes the oldest at once. No order is promised.
+//! A release in this process wakes the oldest at once. The oldest may be a future that nobody polls, or its pool may be empty. So
+//! the n-th tries, too, after about n − 1 seconds. No order is promised.
 
-use std::any::TypeId;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
@@ -19,19 +20,15 @@ use std::time::{Duration, Instant};
 use crate::alarm::{Alarm, jittered, lock};
 use crate::key::LockId;
 use crate::mode::Mode;
-use crate::pool::Pool;
 
 /// How long the oldest waits on the server at a time. A waiter holds a snapshot, for which a `CREATE INDEX CONCURRENTLY` of the
 /// holder waits: a deadlock, unless the slice is shorter than `deadlock_timeout`. A session whose future was dropped waits on
 /// until the end of its slice.
 const SLICE: Duration = Duration::from_millis(200);
-/// What remains for the reply of the server before a deadline.
-const MARGIN: Duration = Duration::from_millis(10);
 /// The pauses of the oldest where it polls.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-/// The pause of all others. A pool has no identity, so they may wait for the same key in another database.
-const REST: Duration = Duration::from_secs(1);
+const SECOND: Duration = Duration::from_secs(1);
 
 /// What is waited for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -42,33 +39,33 @@ pub(crate) enum What {
     Units(&'static str, Arc<str>),
 }
 
-/// What is waited for, over which kind of pool.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) struct Topic(What, TypeId);
+/// A database, as its refusals and replies tell it by [`database!`](crate::statement::database). Two of them may be equal by chance,
+/// which costs time and no correctness.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Database(pub(crate) i32);
 
-impl Topic {
-    pub(crate) fn of<P: Pool>(what: What) -> Self {
-        Self(what, TypeId::of::<P>())
-    }
+/// Those who wait, the oldest first.
+type Queue = VecDeque<Arc<Alarm>>;
 
-    /// On connections that callers lend.
-    pub(crate) fn lent(what: What) -> Self {
-        Self(what, TypeId::of::<()>())
-    }
-}
+/// The queues of each thing, one for each database.
+type Queues = HashMap<What, Vec<(Database, Queue)>>;
 
-type Queues = HashMap<Topic, VecDeque<Arc<Alarm>>>;
-
-/// Those who wait in this process, for each topic the oldest first.
+/// Those who wait in this process.
 static QUEUES: LazyLock<Mutex<Queues>> = LazyLock::new(Mutex::default);
-/// The number of topics, which spares those who need no queue a look.
+/// The number of things, which spares those who need no queue a look.
 static NUMBER: AtomicUsize = AtomicUsize::new(0);
 
-/// Something was released in this process: the oldest who waits for it tries at once.
-pub(crate) fn released(topic: &Topic) {
+/// Something was released in this process: in each database the oldest who waits for it tries at once.
+pub(crate) fn released(what: &What) {
     if NUMBER.load(Ordering::SeqCst) > 0 {
-        if let Some(oldest) = lock(&QUEUES).get(topic).and_then(VecDeque::front) {
-            oldest.set(Instant::now());
+        let oldest: Vec<_> = {
+            let queues = lock(&QUEUES);
+            let queues = queues.get(what).into_iter().flatten();
+            queues.filter_map(|(_, queue)| queue.front().cloned()).collect()
+        };
+        // A waker runs code of others, and so never under the mutex.
+        for alarm in oldest {
+            alarm.set(Instant::now());
         }
     }
 }
@@ -76,82 +73,115 @@ pub(crate) fn released(topic: &Topic) {
 /// The turns of one who waits. Its drop leaves the queue.
 ///
 /// ```text
-/// let mut turns = Turns::new(topic, deadline);
-/// while turns.next::<M>().await { /* try, and return what was granted */ }
+/// let mut turns = Turns::new(deadline);
+/// while turns.next::<M>().await { /* try, and return what was granted, or call `refused` */ }
 /// // the deadline is over
 /// ```
 #[derive(Debug)]
 pub(crate) struct Turns {
-    topic: Topic,
     deadline: Option<Instant>,
     /// When the last try began.
     began: Option<Instant>,
     pause: Duration,
     /// What the server has said about the next try.
     retry_after: Option<Duration>,
-    place: Option<Arc<Alarm>>,
+    /// How long the last refusal took: a round trip, or two if the statement was prepared first.
+    trip: Duration,
+    place: Option<Place>,
     /// Whether any try was refused, and not only cut off by the deadline.
     was_refused: bool,
 }
 
+#[derive(Debug)]
+struct Place {
+    what: What,
+    database: Database,
+    alarm: Arc<Alarm>,
+}
+
 impl Turns {
-    pub(crate) fn new(topic: Topic, deadline: Option<Instant>) -> Self {
+    pub(crate) const fn new(deadline: Option<Instant>) -> Self {
         Self {
-            topic,
             deadline,
             began: None,
             pause: FIRST_PAUSE,
             retry_after: None,
+            trip: Duration::ZERO,
             place: None,
             was_refused: false,
         }
     }
 
-    pub(crate) fn refused(&mut self) {
+    /// The server has refused this, to a statement that was sent then. Joins the queue, unless it stands in it.
+    pub(crate) fn refused(&mut self, what: What, database: Database, sent: Instant) {
         self.was_refused = true;
-    }
-
-    /// Goes over to the queue of this, of several things that are waited for.
-    pub(crate) fn wait_for(&mut self, topic: Topic) {
-        if topic != self.topic {
+        self.trip = sent.elapsed();
+        if let Some(place) = &self.place {
+            if place.what == what && place.database == database {
+                return;
+            }
+            // Another one of several things.
             self.leave();
-            self.topic = topic;
-            // No sooner than after a refusal by the one before.
-            let due = Instant::now() + jittered(self.pause);
-            self.join(|alarm, _| alarm.set(due));
         }
+        let now = Instant::now();
+        // Not after `began`, so that the oldest pauses, unless a release sets it meanwhile.
+        let alarm = Arc::new(Alarm::new(self.began.unwrap_or(now)));
+        let mut queues = lock(&QUEUES);
+        let of_what = queues.entry(what.clone()).or_default();
+        let i = match of_what.iter().position(|(other, _)| *other == database) {
+            Some(i) => i,
+            None => {
+                of_what.push((database, Queue::new()));
+                of_what.len() - 1
+            }
+        };
+        let queue = &mut of_what[i].1;
+        if !queue.is_empty() {
+            alarm.set(now + after(queue.len()));
+        }
+        queue.push_back(alarm.clone());
+        NUMBER.store(queues.len(), Ordering::SeqCst);
+        drop(queues);
+        self.place = Some(Place {
+            what,
+            database,
+            alarm,
+        });
     }
 
     pub(crate) const fn was_refused(&self) -> bool {
         self.was_refused
     }
 
-    /// As [`new`](Self::new), for one whose first try is made at once, before the first turn.
-    pub(crate) fn after_a_try(topic: Topic, deadline: Option<Instant>) -> Self {
-        let mut turns = Self::new(topic, deadline);
-        turns.began = Some(Instant::now());
-        turns
+    /// Whether there is no time for another reply: the deadline is within two and a half round trips.
+    pub(crate) fn is_over(&self) -> bool {
+        let end = Instant::now() + self.trip.mul_f64(2.5);
+        self.deadline.is_some_and(|deadline| deadline <= end)
     }
 
-    /// Sleeps until it is time for the next try. Returns `false` once the deadline is over, but never before the first try.
+    /// Sleeps until it is time for the next try: at once before the first. Returns `false` once the deadline is too close, but never
+    /// before the first try.
     pub(crate) async fn next<M: Mode>(&mut self) -> bool {
-        if self.began.is_some() || self.is_contended() {
+        if self.began.is_some() {
             let alarm = self.postpone();
-            M::sleep(&alarm, self.deadline).await;
+            if !self.is_over() {
+                // The last try begins in time for its reply.
+                let margin = self.trip.mul_f64(2.5);
+                let last = self.deadline.and_then(|deadline| deadline.checked_sub(margin));
+                M::sleep(&alarm, last).await;
+            }
         }
-        let now = Instant::now();
-        let is_first = self.began.replace(now).is_none();
-        is_first || self.deadline.is_none_or(|deadline| deadline > now)
+        let is_first = self.began.replace(Instant::now()).is_none();
+        is_first || !self.is_over()
     }
 
     /// For how long this one may wait on the server now. `None` unless it is the oldest.
-    pub(crate) fn slice(&mut self) -> Option<Duration> {
+    pub(crate) fn slice(&self) -> Option<Duration> {
         let rest = self.deadline.map_or(SLICE, |deadline| {
             let rest = deadline.saturating_duration_since(Instant::now());
-            rest.saturating_sub(MARGIN)
+            rest.saturating_sub(self.trip.mul_f64(2.5))
         });
-        let is_oldest = self.join(|_, is_oldest| is_oldest);
-        (is_oldest && rest >= MARGIN).then_some(rest.min(SLICE))
+        (self.index() == Some(0) && rest >= FIRST_PAUSE).then_some(rest.min(SLICE))
     }
 
     /// It has waited on the server, and needs no pause now.
@@ -164,55 +194,43 @@ impl Turns {
         self.retry_after = Some(retry_after);
     }
 
-    /// The next try is worth it after that, or sooner.
+    /// Retries after `retry_after` at the latest.
     pub(crate) fn not_after(&mut self, retry_after: Duration) {
         let soonest = Duration::from_millis(1);
         self.retry_after = Some(jittered(self.pause).min(retry_after.max(soonest)));
     }
 
-    /// Whether others wait for the same already.
-    fn is_contended(&self) -> bool {
-        NUMBER.load(Ordering::SeqCst) > 0 && lock(&QUEUES).contains_key(&self.topic)
+    /// The place in the queue, from 0 for the oldest.
+    fn index(&self) -> Option<usize> {
+        let place = self.place.as_ref()?;
+        let queues = lock(&QUEUES);
+        let (_, queue) = queues
+            .get(&place.what)?
+            .iter()
+            .find(|(database, _)| *database == place.database)?;
+        queue
+            .iter()
+            .position(|alarm| Arc::ptr_eq(alarm, &place.alarm))
     }
 
     /// Sets the alarm for the next try, unless a release has set it since the last one began.
     fn postpone(&mut self) -> Arc<Alarm> {
-        let (began, deadline, now) = (self.began, self.deadline, Instant::now());
         let pause = self
             .retry_after
             .take()
             .unwrap_or_else(|| jittered(self.pause));
         self.pause = self.pause.mul_f64(1.5).clamp(FIRST_PAUSE, LONGEST_PAUSE);
-        self.join(|alarm, is_oldest| {
-            if began.is_none_or(|began| alarm.due(None) <= began) {
-                alarm.set(if !is_oldest {
-                    // Once in a while, and once before the deadline.
-                    let half = deadline.map(|deadline| deadline.saturating_duration_since(now) / 2);
-                    now + half.unwrap_or(REST).min(REST)
-                } else if began.is_none() {
-                    now
-                } else {
-                    now.checked_add(pause).unwrap_or(now + REST)
-                });
-            }
-            alarm.clone()
-        })
-    }
-
-    /// Joins the queue, and looks whether this one is the oldest.
-    fn join<T>(&mut self, look: impl FnOnce(&Arc<Alarm>, bool) -> T) -> T {
-        let mut queues = lock(&QUEUES);
-        let queue = queues.entry(self.topic.clone()).or_default();
-        let alarm = self.place.get_or_insert_with(|| {
-            let alarm = Arc::new(Alarm::new(Instant::now()));
-            queue.push_back(alarm.clone());
-            alarm
-        });
-        let oldest = queue.front();
-        let is_oldest = oldest.is_some_and(|oldest| Arc::ptr_eq(oldest, alarm));
-        let looked = look(alarm, is_oldest);
-        NUMBER.store(queues.len(), Ordering::SeqCst);
-        looked
+        let pause = match self.index() {
+            None | Some(0) => pause,
+            Some(index) => after(index),
+        };
+        let now = Instant::now();
+        let due = now.checked_add(pause).unwrap_or(now + SECOND);
+        let Some(place) = &self.place else {
+            return Arc::new(Alarm::new(due));
+        };
+        place.alarm.postpone(self.began.unwrap_or(now), due);
+        place.alarm.clone()
     }
 
     /// The next one is then the oldest, and tries at once. Also if this one was granted what it waited for, because the next one
@@ -221,21 +239,42 @@ impl Turns {
         let Some(place) = self.place.take() else {
             return;
         };
-        let mut queues = lock(&QUEUES);
-        let Some(queue) = queues.get_mut(&self.topic) else {
-            return;
-        };
-        let was_oldest = queue
-            .front()
-            .is_some_and(|oldest| Arc::ptr_eq(oldest, &place));
-        queue.retain(|other| !Arc::ptr_eq(other, &place));
-        match queue.front() {
-            Some(oldest) if was_oldest => oldest.set(Instant::now()),
-            Some(_) => {}
-            None => drop(queues.remove(&self.topic)),
+        let mut nearer = Vec::new();
+        {
+            let mut queues = lock(&QUEUES);
+            let Some(of_what) = queues.get_mut(&place.what) else {
+                return;
+            };
+            let mut is_empty = false;
+            if let Some((_, queue)) = of_what.iter_mut().find(|(db, _)| *db == place.database) {
+                let index = queue.iter().position(|it| Arc::ptr_eq(it, &place.alarm));
+                if let Some(index) = index {
+                    queue.remove(index);
+                    // Those behind it have come nearer. Each is told when it is the 1st, 2nd, 3rd, 5th, 9th …, which is soon enough.
+                    let told = [0].into_iter().chain((0..).map(|n| 1 << n));
+                    let told = told.take_while(|i| *i < queue.len());
+                    nearer.extend(told.filter(|i| *i >= index).map(|i| (i, queue[i].clone())));
+                }
+                is_empty = queue.is_empty();
+            }
+            if is_empty {
+                of_what.retain(|(_, queue)| !queue.is_empty());
+                if of_what.is_empty() {
+                    queues.remove(&place.what);
+                }
+            }
+            NUMBER.store(queues.len(), Ordering::SeqCst);
         }
-        NUMBER.store(queues.len(), Ordering::SeqCst);
+        let now = Instant::now();
+        for (index, alarm) in nearer {
+            alarm.advance(now + after(index));
+        }
     }
+}
+
+/// How long the one at this place behind the oldest sleeps, in case the oldest does nothing.
+fn after(index: usize) -> Duration {
+    SECOND.saturating_mul(u32::try_from(index).unwrap_or(u32::MAX))
 }
 
 impl Drop for Turns {

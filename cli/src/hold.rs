@@ -78,14 +78,23 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
 
 /// A database that cannot be reached is said at once, and may be there before the wait is over.
 fn connected(url: &str, wait: Duration) -> Result<PgPool, Failure> {
-    match database::connect(url) {
+    let is_there = match database::connect(url) {
         Err(failure) if failure.status == Failure::UNAVAILABLE && !wait.is_zero() => {
             say!("{failure}");
             say!("trying again until the wait is over");
+            false
         }
-        connected => drop(connected?),
+        connected => {
+            drop(connected?);
+            true
+        }
+    };
+    let pool = database::pool_that_waits(url)?;
+    if is_there {
+        // On a slow network to connect takes longer than a piece of the wait, and is no part of it.
+        drop(pool.get());
     }
-    database::pool_that_waits(url)
+    Ok(pool)
 }
 
 /// Waits piece by piece. A database that is away for a moment does not end a wait.

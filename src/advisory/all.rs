@@ -8,6 +8,7 @@ use super::sql::{Lock, REPEATABLE_READ};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
 use crate::pool::Pool;
+use crate::waiting::Database;
 
 /// The server keeps all locks of all sessions in a table of a fixed size, which has room for some thousands.
 const MOST: usize = 1000;
@@ -92,29 +93,38 @@ impl<P: Pool> AdvisoryLock<P> {
 #[derive(Debug, Clone)]
 pub(crate) struct Locks(pub(super) Arc<[Lock]>);
 
-/// The place of a lock that is busy.
+/// The place of a lock that is busy, and in which database.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Busy(pub(super) usize);
+pub(crate) struct Busy {
+    place: usize,
+    pub(super) database: Database,
+}
 
 impl Busy {
-    /// That in the order of [`Locks::take_others`], in the order of all.
-    pub(super) const fn beside(self, Self(held): Self) -> Self {
-        match self.0 {
-            0 => Self(held),
-            place if place <= held => Self(place - 1),
-            place => Self(place),
-        }
+    /// Converts a place in the order of [`Locks::take_others`] to one in that of [`Locks`].
+    pub(super) const fn beside(self, held: Self) -> Self {
+        let place = match self.place {
+            0 => held.place,
+            place if place <= held.place => place - 1,
+            place => place,
+        };
+        Self { place, ..self }
     }
 
-    /// Reads the reply to a try: the pid of the session that has taken all now.
+    /// Reads the reply to a try: the pid of the session that has taken all now. A refusal is below 0, and has the place of the busy one
+    /// in its last ten bits, and the database in those before.
     pub(super) fn read(reply: Option<i32>) -> Result<Result<i32, Self>> {
-        match reply {
-            Some(0) => Err(Error::Standby),
-            Some(REPEATABLE_READ) => Err(Error::RepeatableRead),
-            Some(pid @ 1..) => Ok(Ok(pid)),
-            Some(place) => Ok(Err(Self(usize::try_from(-1 - place).unwrap_or_default()))),
-            None => Ok(Err(Self(0))),
-        }
+        let refusal = match reply {
+            Some(0) => return Err(Error::Standby),
+            Some(REPEATABLE_READ) => return Err(Error::RepeatableRead),
+            Some(pid @ 1..) => return Ok(Ok(pid)),
+            Some(refusal) => -1 - refusal,
+            None => 0,
+        };
+        Ok(Err(Self {
+            place: (refusal & 1023).unsigned_abs() as usize,
+            database: Database(refusal >> 10),
+        }))
     }
 }
 
@@ -144,12 +154,21 @@ impl Locks {
         &self.0[0]
     }
 
-    pub(super) fn get(&self, Busy(place): Busy) -> &Lock {
+    pub(super) fn get(&self, busy: Busy) -> &Lock {
+        self.at(busy.place)
+    }
+
+    fn at(&self, place: usize) -> &Lock {
         self.0.get(place).unwrap_or_else(|| self.first())
     }
 
-    pub(super) fn is_last(&self, Busy(place): Busy) -> bool {
-        place + 1 == self.len()
+    /// The one that is busy.
+    pub(super) fn only(&self, busy: Busy) -> Self {
+        self.get(busy).clone().into()
+    }
+
+    pub(super) fn is_last(&self, busy: Busy) -> bool {
+        busy.place + 1 == self.len()
     }
 
     pub(super) fn ids(&self) -> impl Iterator<Item = LockId> {
@@ -159,6 +178,6 @@ impl Locks {
     /// The name and number of one that was not held, after this reply to [`release`](Self::release).
     pub(super) fn lost(&self, reply: i32) -> String {
         let place = usize::try_from(reply.unsigned_abs()).unwrap_or_default();
-        self.get(Busy(place)).key.to_string()
+        self.at(place).key.to_string()
     }
 }

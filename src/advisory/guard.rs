@@ -1,13 +1,10 @@
 //! The guard of a session lock.
 
 use std::fmt;
-use std::time::Instant;
 
-use super::all::Locks;
 use super::attempt::Attempt;
-use super::pinned::Pinned;
+use super::holder::{Holder, Pooled};
 use crate::error::{Error, Result};
-use crate::event::Subject;
 use crate::key::LockKey;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply};
@@ -22,46 +19,33 @@ use crate::pool::{Connection, Pool, Reply};
 /// protection: [`is_held`](Self::is_held) asks, [`release`](Self::release) reports it, and a [`Fence`](crate::Fence) protects
 /// data of the database.
 #[must_use = "if unused, the lock is released at once"]
-pub struct AdvisoryLockGuard<P: Pool> {
-    pinned: Pinned<P>,
-    subject: Subject,
-    locks: Locks,
-    pid: i32,
-    since: Instant,
-}
+pub struct AdvisoryLockGuard<P: Pool>(Holder<Pooled<P>>);
 
 impl<P: Pool> AdvisoryLockGuard<P> {
-    pub(super) fn new(mut pinned: Pinned<P>, subject: Subject, locks: Locks, pid: i32) -> Self {
-        let since = Instant::now();
-        pinned.is_held_by(subject, since);
-        Self {
-            pinned,
-            subject,
-            locks,
-            pid,
-            since,
-        }
+    pub(super) fn new(mut holder: Holder<Pooled<P>>) -> Self {
+        holder.begin_holding();
+        Self(holder)
     }
 
     /// Lends the connection whose session holds the lock, for any statements. A transaction on it must have ended before the
     /// release.
     pub fn conn(&mut self) -> &mut Connection<P> {
-        self.pinned.conn()
+        self.0.conn()
     }
 
     /// Returns what the lock is on, or of several the first in their order.
     pub fn lock_key(&self) -> &LockKey {
-        &self.locks.first().key
+        &self.0.held_ref().locks.first().key
     }
 
     /// Returns the `pg_backend_pid()` of the session that holds the lock.
-    pub const fn backend_pid(&self) -> i32 {
-        self.pid
+    pub fn backend_pid(&self) -> i32 {
+        self.0.pid()
     }
 
     /// Asks whether the session still holds the lock. One round trip, to `pg_locks`.
     pub fn is_held(&mut self) -> Reply<'_, P, Result<bool>> {
-        P::Mode::drive(self.pinned.is_held(&self.locks, self.pid))
+        P::Mode::drive(self.0.is_held())
     }
 
     /// Draws a number that is larger than those of all earlier holders, for a [`Fence`](crate::Fence). One round trip, to a
@@ -70,7 +54,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     /// Fails with [`Error::NotInstalled`] without that schema, [`Error::LockLost`] if the session has ended, and
     /// [`Error::SessionMoved`] behind a pooler in transaction mode.
     pub fn fencing_token(&mut self) -> Reply<'_, P, Result<i64>> {
-        P::Mode::drive(self.pinned.fencing_token(&self.locks, self.pid))
+        P::Mode::drive(self.0.fencing_token())
     }
 
     /// Releases the lock, and gives the connection back to the pool. One round trip.
@@ -78,14 +62,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     /// The lock is free after an error, too, which says what was wrong with the work under it: [`Error::LockLost`],
     /// [`Error::TransactionLeftOpen`], [`Error::SessionMoved`], or [`Error::ReleaseFailed`].
     pub fn release(mut self) -> Reply<'static, P, Result<()>> {
-        P::Mode::drive(async move {
-            let began = Instant::now();
-            // If this future is dropped, what its task tells would be wrong: the lock may be unlocked already.
-            self.pinned.tells_nothing();
-            let released = self.pinned.release(&self.locks, self.pid).await;
-            self.subject.ended("release", began, self.since, &released);
-            released
-        })
+        P::Mode::drive(async move { self.0.release_told("release").await })
     }
 }
 
@@ -150,8 +127,8 @@ impl<P: Pool<Mode = crate::mode::Async>> Attempt<AdvisoryLockGuard<P>> {
 impl<P: Pool> fmt::Debug for AdvisoryLockGuard<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AdvisoryLockGuard")
-            .field("locks", &self.locks)
-            .field("backend_pid", &self.pid)
+            .field("locks", &self.0.held_ref().locks)
+            .field("backend_pid", &self.backend_pid())
             .finish_non_exhaustive()
     }
 }

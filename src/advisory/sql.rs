@@ -1,13 +1,12 @@
 //! The statements of a lock. Most return one number, or null.
 
-use std::fmt::Display;
 use std::time::Duration;
 
-use diesel::sql_types::{BigInt, Bool, Integer, Nullable};
+use diesel::sql_types::{Integer, Nullable};
 
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
-use crate::statement::{Bind, Statement};
+use crate::statement::{Bind, Statement, database};
 
 /// A lock as statements name it.
 #[derive(Debug, Clone)]
@@ -19,68 +18,61 @@ pub(crate) struct Lock {
 
 pub(super) type Ask = Statement<(Nullable<Integer>,)>;
 
-/// Ends this session, which frees what it holds. In an aborted transaction nothing runs but the roll-back.
-pub(super) const END_SESSION: &str =
-    "ROLLBACK; SELECT pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid())";
+/// Ends the session with this pid, which frees what it holds, and no other: a pooler may run this on a session of somebody else. In an
+/// aborted transaction nothing runs except the roll-back.
+pub(super) fn end_session(pid: i32) -> String {
+    format!(
+        "ROLLBACK; SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} THEN pg_catalog.pg_terminate_backend({pid}) END"
+    )
+}
 
-/// One text for each kind of lock: with `$call`, a call of the function.
+/// A condition that is never true. It lets the server look every second whether its client is still there, for the transaction
+/// (`true`) or the session (`false`), so that a lock does not outlive its process while a statement runs. The server reads it at
+/// the next message.
+///
+/// A value that an operator has set stays. Servers that cannot notice a client's end refuse the setting: those on Windows, and of
+/// PostgreSQL 14 all except those on Linux.
+macro_rules! notice_client {
+    ($is_local:literal) => {
+        concat!(
+            "CASE WHEN pg_catalog.current_setting('client_connection_check_interval', true) = '0' \
+             AND (pg_catalog.version() ~ 'linux' OR pg_catalog.version() !~* 'windows|mingw|visual c|msvc' \
+             AND pg_catalog.current_setting('server_version_num')::int >= 150000) \
+             THEN pg_catalog.set_config('client_connection_check_interval', '1000', ",
+            $is_local,
+            ") END = ''"
+        )
+    };
+}
+pub(crate) use notice_client;
+
+/// One text for each kind of lock: with a call of the function between the pieces.
 macro_rules! by_kind {
-    ($lock:expr, $first:literal, $second:literal, $before:literal $function:literal $after:literal) => {
+    ($lock:expr, $first:literal, $second:literal, [$($before:expr),*] $function:literal [$($after:expr),*]) => {
         match ($lock.id, $lock.is_shared) {
             (LockId::BigInt(_), false) => {
-                concat!($before, "pg_catalog.", $function, "(", $first, ")", $after)
+                concat!($($before,)* "pg_catalog.", $function, "(", $first, ")" $(, $after)*)
             }
-            (LockId::BigInt(_), true) => concat!(
-                $before,
-                "pg_catalog.",
-                $function,
-                "_shared(",
-                $first,
-                ")",
-                $after
-            ),
+            (LockId::BigInt(_), true) => {
+                concat!($($before,)* "pg_catalog.", $function, "_shared(", $first, ")" $(, $after)*)
+            }
             (LockId::Pair(..), false) => {
-                concat!(
-                    $before,
-                    "pg_catalog.",
-                    $function,
-                    "(",
-                    $first,
-                    ", ",
-                    $second,
-                    ")",
-                    $after
-                )
+                concat!($($before,)* "pg_catalog.", $function, "(", $first, ", ", $second, ")" $(, $after)*)
             }
             (LockId::Pair(..), true) => {
-                concat!(
-                    $before,
-                    "pg_catalog.",
-                    $function,
-                    "_shared(",
-                    $first,
-                    ", ",
-                    $second,
-                    ")",
-                    $after
-                )
+                concat!($($before,)* "pg_catalog.", $function, "_shared(", $first, ", ", $second, ")" $(, $after)*)
             }
         }
     };
 }
 
-/// The pid of the session, if the wait with this number was granted the lock.
-pub(super) fn waited(number: i32) -> Ask {
-    const WAITED: &str = "SELECT CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = $1::pg_catalog.text \
+/// The pid of the session if its last wait was granted the lock, which is then forgotten. Volatile, so that no pooler sends it to a
+/// standby.
+pub(super) fn waited() -> Ask {
+    const WAITED: &str = "SELECT CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = 'granted' \
+                          AND pg_catalog.set_config('diesel_interlock.waited', '', false) = '' \
                           THEN pg_catalog.pg_backend_pid() END";
-    Statement::new(WAITED, [number.into()])
-}
-
-/// A fencing token, and null on another session than that with this pid.
-pub(super) fn token(pid: i32) -> Statement<(Nullable<BigInt>,)> {
-    const TOKEN: &str = "SELECT CASE WHEN pg_catalog.pg_backend_pid() = $1 \
-                         THEN pg_catalog.nextval('resource_control.fencing_token') END";
-    Statement::new(TOKEN, [pid.into()])
+    Statement::new(WAITED, [])
 }
 
 /// The reply of a try in a transaction of this isolation level.
@@ -102,82 +94,32 @@ impl Lock {
         }
     }
 
-    /// Takes a session lock if it is free: the pid of the session, 0 on a standby, and null if it is taken.
+    /// Takes a session lock if it is free: the pid of the session, 0 on a standby, and the refusal of [`Busy`](super::all::Busy).
     pub(super) fn take(&self) -> Ask {
-        let sql = by_kind!(self, "$1", "$2", "SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN "
-            "pg_try_advisory_lock" " THEN pg_catalog.pg_backend_pid() END");
+        let sql = by_kind!(self, "$1", "$2", ["SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ", notice_client!("false"),
+            " THEN 0 WHEN "] "pg_try_advisory_lock" [" THEN pg_catalog.pg_backend_pid() ELSE -1 - (", database!(), " << 10) END"]);
         Statement::new(sql, self.binds())
     }
 
     /// Releases a session lock if this is the session that took it: whether it was held, and null on another session.
     pub(super) fn release(&self, pid: i32) -> Ask {
-        let sql = by_kind!(self, "$2", "$3", "SELECT CASE WHEN pg_catalog.pg_backend_pid() = $1 THEN "
-            "pg_advisory_unlock" "::int END");
+        let sql = by_kind!(self, "$2", "$3", ["SELECT CASE WHEN pg_catalog.pg_backend_pid() = $1 THEN "]
+            "pg_advisory_unlock" ["::int END"]);
         Statement::new(sql, [pid.into()].into_iter().chain(self.binds()))
-    }
-
-    /// The pid of the session if it holds the lock, and null if it does not.
-    pub(super) fn is_held(&self) -> Ask {
-        let (classid, objid, _) = self.row();
-        let held = self.held("$1", "$2", "pg_catalog.pg_backend_pid()");
-        Statement::new(
-            format!("SELECT pg_catalog.max(pid) {held}"),
-            [i64::from(classid).into(), i64::from(objid).into()],
-        )
-    }
-
-    /// Releases a session lock if this session holds it.
-    pub(super) fn undo(&self) -> Ask {
-        let held = self.held_here();
-        let call = self.call("pg_advisory_unlock");
-        Statement::new(
-            format!("SELECT CASE WHEN EXISTS (SELECT {held}) THEN {call}::int END"),
-            [],
-        )
-    }
-
-    /// Ends the session with this pid if it still holds the lock and is idle: a pooler has lent it to nobody.
-    pub(super) fn end_other(&self, pid: i32) -> Statement<Bool> {
-        let (classid, objid, _) = self.row();
-        let held = self.held(format!("'{classid}'"), format!("'{objid}'"), "a.pid");
-        Statement::new(
-            format!(
-                "SELECT COALESCE(pg_catalog.bool_or(pg_catalog.pg_terminate_backend(a.pid)), false) \
-                 FROM pg_catalog.pg_stat_activity AS a \
-                 WHERE a.pid = $1 AND a.state = 'idle' AND EXISTS (SELECT {held})"
-            ),
-            [pid.into()],
-        )
-    }
-
-    /// A session that holds the lock.
-    pub(super) fn holder(&self) -> Ask {
-        let (classid, objid, objsubid) = self.row();
-        Statement::new(
-            format!(
-                "SELECT pg_catalog.min(pid) FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND granted \
-                 AND database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()) \
-                 AND classid = '{classid}'::oid AND objid = '{objid}'::oid AND objsubid = {objsubid}"
-            ),
-            [],
-        )
     }
 
     /// Takes a transaction lock if it is free: 1, 0 on a standby, [`REPEATABLE_READ`], and null if it is taken.
     pub(super) fn try_xact(&self) -> Ask {
-        let sql = by_kind!(self, "$1", "$2", "SELECT CASE \
+        let sql = by_kind!(self, "$1", "$2", ["SELECT CASE \
             WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' THEN '-2147483648'::int \
-            WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN "
-            "pg_try_advisory_xact_lock" " THEN 1 END");
+            WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ", notice_client!("true"), " THEN 0 WHEN "]
+            "pg_try_advisory_xact_lock" [" THEN 1 END"]);
         Statement::new(sql, self.binds())
     }
 
-    /// Waits for a transaction lock, in a message of its own. If the client goes away meanwhile, the server notices within a second.
+    /// Waits for a transaction lock, in a message of its own.
     pub(super) fn xact(&self) -> String {
-        format!(
-            "{NOTICE_CLIENT}; SELECT {}",
-            self.call("pg_advisory_xact_lock")
-        )
+        format!("SELECT {}", self.call("pg_advisory_xact_lock"))
     }
 
     /// As [`xact`](Self::xact), for a time, after which the transaction is as usable as before. A shorter `lock_timeout` of the
@@ -186,7 +128,7 @@ impl Lock {
         let call = self.call("pg_advisory_xact_lock");
         let milliseconds = milliseconds(limit);
         format!(
-            "{NOTICE_CLIENT}; DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); \
+            "DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); \
              own CONSTANT int := (SELECT setting FROM pg_catalog.pg_settings WHERE name = 'lock_timeout'); BEGIN \
              IF own BETWEEN 1 AND {milliseconds} THEN PERFORM {call}; RETURN; END IF; \
              BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); PERFORM {call}; \
@@ -195,21 +137,27 @@ impl Lock {
         )
     }
 
-    /// Waits for a session lock for a time, and notes this number in the session if it was granted, also at the last moment.
+    /// Waits for a session lock for a time, and notes in the session whether it was granted, also at the last moment.
     ///
     /// `lock_timeout` is restored in any case: by hand, or with the subtransaction that PostgreSQL rolls back. A subtransaction
-    /// does not give back a session lock.
-    pub(super) fn wait(&self, limit: Duration, number: i32) -> String {
+    /// does not give back a session lock. The note of an earlier wait is cleared before the subtransaction, which would restore it.
+    pub(super) fn wait(&self, limit: Duration) -> String {
         let (call, held) = (self.call("pg_advisory_lock"), self.held_here());
         let milliseconds = milliseconds(limit);
-        let note =
-            format!("PERFORM pg_catalog.set_config('diesel_interlock.waited', '{number}', false);");
+        let note = "PERFORM pg_catalog.set_config('diesel_interlock.waited', 'granted', false);";
         format!(
-            "DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); BEGIN \
+            "DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); \
+             cleared pg_catalog.text := pg_catalog.set_config('diesel_interlock.waited', '', false); BEGIN \
              PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); PERFORM {call}; \
              PERFORM pg_catalog.set_config('lock_timeout', before, true); {note} \
-             EXCEPTION WHEN lock_not_available THEN IF EXISTS (SELECT {held}) THEN {note} END IF; END $$"
+             EXCEPTION WHEN lock_not_available THEN IF {held} THEN {note} END IF; END $$"
         )
+    }
+
+    /// Releases a session lock if this session holds it, in a message that returns nothing.
+    pub(super) fn late_undo(&self) -> String {
+        let (held, call) = (self.held_here(), self.call("pg_advisory_unlock"));
+        format!("SELECT CASE WHEN {held} THEN {call} END")
     }
 
     /// As [`release`](Self::release), in a message that returns nothing.
@@ -229,26 +177,18 @@ impl Lock {
         }
     }
 
+    /// Whether this session holds the lock.
     fn held_here(&self) -> String {
-        let (classid, objid, _) = self.row();
-        self.held(
-            format!("'{classid}'"),
-            format!("'{objid}'"),
-            "pg_catalog.pg_backend_pid()",
-        )
-    }
-
-    /// The rows of `pg_locks` where a session holds the lock.
-    fn held(&self, classid: impl Display, objid: impl Display, pid: &str) -> String {
-        let (.., objsubid) = self.row();
+        let (classid, objid, objsubid) = self.row();
         let mode = if self.is_shared {
             "ShareLock"
         } else {
             "ExclusiveLock"
         };
         format!(
-            "FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' AND l.granted AND l.mode = '{mode}' AND l.pid = {pid} \
-             AND l.classid = {classid}::oid AND l.objid = {objid}::oid AND l.objsubid = {objsubid}"
+            "EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' AND l.granted AND l.mode = '{mode}' \
+             AND l.pid = pg_catalog.pg_backend_pid() \
+             AND l.classid = '{classid}'::oid AND l.objid = '{objid}'::oid AND l.objsubid = {objsubid})"
         )
     }
 
@@ -260,13 +200,6 @@ impl Lock {
         }
     }
 }
-
-/// It is read when a statement begins, so it stands in one of its own. A shorter one of the session's own stays. Servers that cannot
-/// notice it have the setting and refuse it: those on Windows, and of PostgreSQL 14 all but those on Linux.
-const NOTICE_CLIENT: &str = "SELECT pg_catalog.set_config(name, '1000', true) FROM pg_catalog.pg_settings \
-     WHERE name = 'client_connection_check_interval' AND setting::int NOT BETWEEN 1 AND 1000 \
-     AND (pg_catalog.version() ~ 'linux' OR pg_catalog.version() !~* 'windows|mingw|visual c' \
-     AND pg_catalog.current_setting('server_version_num')::int >= 150000)";
 
 fn milliseconds(limit: Duration) -> i32 {
     i32::try_from(limit.as_millis()).unwrap_or(i32::MAX).max(1)

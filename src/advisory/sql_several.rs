@@ -1,22 +1,23 @@
-//! The statements of several locks, of which a single one has its own. Both reply alike:
+//! The statements of several locks. A single one has its own for `take`, `release` and `try_xact`. Both reply alike:
 //!
 //! | Statement | All | Not all | Otherwise |
 //! |---|---|---|---|
-//! | `take`, `take_others`, `try_xact` | the pid of the session | −1 − the place of the busy one; null for a single lock | 0 on a standby, [`REPEATABLE_READ`](super::sql::REPEATABLE_READ) |
+//! | `take`, `take_others`, `try_xact` | the pid of the session | the refusal of [`Busy`]; null for a single transaction lock | 0 on a standby, [`REPEATABLE_READ`](super::sql::REPEATABLE_READ) |
 //! | `release` | 1 | −the place of one that was not held | null on another session |
 //! | `is_held` | the pid of the session | null | |
 //! | `undo` | not null | null if none was held | |
+//! | `token` | a token and the pid | null and the pid | another pid on another session |
 //!
 //! A place counts from 0, in the order of [`Locks`].
 
 use std::sync::LazyLock;
 
-use diesel::sql_types::Bool;
+use diesel::sql_types::{BigInt, Integer, Nullable};
 
 use super::all::{Busy, Locks};
-use super::sql::{Ask, Lock};
+use super::sql::{Ask, Lock, notice_client};
 use crate::key::LockId;
-use crate::statement::{Bind, Statement};
+use crate::statement::{Bind, Statement, database};
 
 /// A call of a function for each kind of lock, over the columns `kind` and `number`.
 macro_rules! by_column {
@@ -42,7 +43,7 @@ const HELD_HERE: &str = "FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, n
      AND l.classid = ((number >> 32) & 4294967295)::oid AND l.objid = (number & 4294967295)::oid";
 
 /// Takes one lock after the other, and stops at the first that is busy. Then it goes back, and gives up those that it has passed.
-/// Returns the pid of the session if all were taken, and otherwise the place of the busy one, below 0.
+/// Returns the pid of the session if all were taken, and otherwise the refusal.
 ///
 /// It is certain that nothing is taken that is not wanted, because each step is made of the one row of the last one, and nothing
 /// of a recursion is moved, merged or repeated by the planner.
@@ -57,13 +58,18 @@ fn steps(refusal: &str, take: &str, give_up: &str) -> String {
          is_forward AND is_done AS is_forward FROM step) AS next \
          WHERE place BETWEEN 1 AND pg_catalog.cardinality($2)) AS key) \
          SELECT COALESCE({refusal}, CASE WHEN pg_catalog.bool_and(is_forward AND is_done) \
-         THEN pg_catalog.pg_backend_pid() ELSE -pg_catalog.max(place) END) FROM step"
+         THEN pg_catalog.pg_backend_pid() ELSE -pg_catalog.max(place) - ({} << 10) END) FROM step",
+        database!()
     )
 }
 
 static TAKE: LazyLock<String> = LazyLock::new(|| {
     steps(
-        "CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 END",
+        concat!(
+            "CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ",
+            notice_client!("false"),
+            " THEN 0 END"
+        ),
         by_column!("pg_try_advisory_lock"),
         by_column!("pg_advisory_unlock"),
     )
@@ -72,8 +78,12 @@ static TAKE: LazyLock<String> = LazyLock::new(|| {
 /// A transaction gives nothing up, except to a savepoint.
 static TRY_XACT: LazyLock<String> = LazyLock::new(|| {
     steps(
-        "CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' THEN '-2147483648'::int \
-         WHEN pg_catalog.pg_is_in_recovery() THEN 0 END",
+        concat!(
+            "CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' THEN '-2147483648'::int \
+             WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ",
+            notice_client!("true"),
+            " THEN 0 END"
+        ),
         by_column!("pg_try_advisory_xact_lock"),
         "true",
     )
@@ -89,6 +99,13 @@ static UNDO: LazyLock<String> = LazyLock::new(|| {
     format!(
         "SELECT pg_catalog.max(({})::int) {HELD_HERE}",
         by_column!("pg_advisory_unlock")
+    )
+});
+
+static TOKEN: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "SELECT CASE WHEN (SELECT pg_catalog.count(*) {HELD_HERE}) = pg_catalog.cardinality($1) AND pg_catalog.pg_backend_pid() = $3 \
+         THEN pg_catalog.nextval('resource_control.fencing_token') END, pg_catalog.pg_backend_pid()"
     )
 });
 
@@ -127,23 +144,29 @@ impl Locks {
 
     /// The pid of the session if it holds all, and null if it does not.
     pub(super) fn is_held(&self) -> Ask {
-        match &*self.0 {
-            [lock] => lock.is_held(),
-            all => Statement::new(IS_HELD.as_str(), columns(all)),
-        }
+        Statement::new(IS_HELD.as_str(), columns(&self.0))
     }
 
     /// Releases those that this session holds.
     pub(super) fn undo(&self) -> Ask {
-        match &*self.0 {
-            [lock] => lock.undo(),
-            all => Statement::new(UNDO.as_str(), columns(all)),
-        }
+        Statement::new(UNDO.as_str(), columns(&self.0))
     }
 
-    /// The session that still holds the first one holds all.
-    pub(super) fn end_other(&self, pid: i32) -> Statement<Bool> {
-        self.first().end_other(pid)
+    /// A session that holds one of them.
+    pub(super) fn holder(&self) -> Ask {
+        const HOLDER: &str = "SELECT pg_catalog.min(l.pid) FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) \
+             JOIN pg_catalog.pg_locks AS l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 + kind / 2 \
+             AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
+             AND l.classid = ((number >> 32) & 4294967295)::oid AND l.objid = (number & 4294967295)::oid";
+        Statement::new(HOLDER, columns(&self.0))
+    }
+
+    /// Draws a fencing token if this is the session with this pid and holds all. Also returns the pid of the session.
+    pub(super) fn token(&self, pid: i32) -> Statement<(Nullable<BigInt>, Integer)> {
+        Statement::new(
+            TOKEN.as_str(),
+            columns(&self.0).into_iter().chain([pid.into()]),
+        )
     }
 
     /// Takes transaction locks up to the first that is busy.
@@ -157,6 +180,12 @@ impl Locks {
     /// As [`release`](Self::release), in a message that returns nothing.
     pub(super) fn late_release(&self, pid: i32) -> String {
         let all: Vec<_> = self.0.iter().map(|lock| lock.late_release(pid)).collect();
+        all.join("; ")
+    }
+
+    /// As [`undo`](Self::undo), in a message that returns nothing.
+    pub(super) fn late_undo(&self) -> String {
+        let all: Vec<_> = self.0.iter().map(Lock::late_undo).collect();
         all.join("; ")
     }
 }

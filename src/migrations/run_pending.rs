@@ -8,7 +8,9 @@ use diesel::sql_types::Bool;
 use diesel_migrations::MigrationHarness;
 
 use crate::advisory::sql::Lock;
-use crate::advisory::{Locks, Scope};
+#[cfg(feature = "async")]
+use crate::advisory::holder::Holder;
+use crate::advisory::{Locks, lent};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
@@ -102,9 +104,10 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
             return Ok(Vec::new());
         }
         let (lock, subject) = lock()?;
-        let mut scope = now(Scope::enter::<Blocking>(self, lock, subject, true))?;
-        let ran = run(scope.conn, source);
-        now(scope.leave(ran))
+        let held = now(lent::enter::<Blocking, _>(self, lock, subject, true))?;
+        let mut holder = held.acquired().ok_or(Error::TimedOut)?;
+        let ran = run(holder.conn(), source);
+        now(lent::leave(holder, ran))
     }
 }
 
@@ -133,18 +136,15 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
         return Ok(Vec::new());
     }
     let (lock, subject) = lock()?;
-    let scope = Scope::enter::<Async>(&mut conn, lock.clone(), subject, true).await?;
-    let left = scope.disarm();
+    let held = lent::enter::<Async, _>(&mut conn, lock, subject, true).await?;
+    let (_, held) = held.acquired().ok_or(Error::TimedOut)?.open();
     let running = runtime.spawn_blocking(move || {
         let mut conn = AsyncConnectionWrapper::<_>::from(conn);
         let ran = run(&mut conn, source);
-        (conn.into_inner(), left, ran)
+        (conn.into_inner(), held, ran)
     });
     match running.await {
-        Ok((mut conn, left, ran)) => {
-            let mut scope = Scope::resume(&mut conn, lock, subject, left);
-            scope.leave(ran).await
-        }
+        Ok((mut conn, held, ran)) => lent::leave(Holder::of(&mut conn, held), ran).await,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
             // The runtime shuts down, and drops this future, too.

@@ -1,19 +1,19 @@
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
-use tokio::time::{sleep, sleep_until, timeout, timeout_at};
-use tokio_postgres::{CancelToken, NoTls};
+use tokio::time::{sleep, sleep_until, timeout_at};
 
-use super::Mode;
+use super::{Left, Mode, unless};
 use crate::alarm::Alarm;
 use crate::error::{Error, Result};
 use crate::session::asynchronous::Boxed;
+use crate::waiting::Database;
 
 /// Operations return a future of what they are documented to return: a [`Running`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -39,77 +39,6 @@ impl<T> fmt::Debug for Running<'_, T> {
     }
 }
 
-/// How many operations go on though nobody awaits them.
-static LEFT: AtomicUsize = AtomicUsize::new(0);
-
-/// One of them, until it has ended or its runtime has dropped it.
-struct Left;
-
-impl Left {
-    fn new() -> Self {
-        LEFT.fetch_add(1, SeqCst);
-        Self
-    }
-}
-
-impl Drop for Left {
-    fn drop(&mut self) {
-        LEFT.fetch_sub(1, SeqCst);
-    }
-}
-
-/// Waits until everything that was dropped in this process, and whose release was left to a task, is released: guards, permits, terms,
-/// ticks, and futures half way. Returns whether all were within `limit`. It sends nothing of its own; while the database is away, the
-/// releases are tried again, until what they release has expired.
-///
-/// To be awaited at the end of `main`, or of a test, because a runtime that ends drops its tasks: a permit or a leader's seat would
-/// then be free only when its time is over. A task that was aborted has dropped what it held when its handle says that it has ended.
-///
-/// ```
-/// use std::time::Duration;
-///
-/// use diesel_interlock::deadpool::{Leader, PgPool};
-///
-/// static DISPATCHER: Leader = Leader::named("dispatcher", Duration::from_secs(15));
-///
-/// async fn run(pool: PgPool, shutdown: impl Future<Output = ()>) {
-///     tokio::select! {
-///         _ = DISPATCHER.lead(&pool, |_| std::future::pending()) => {}
-///         () = shutdown => {}
-///     }
-///     diesel_interlock::released(Duration::from_secs(5)).await;
-/// }
-/// # use diesel::{QueryDsl, RunQueryDsl};
-/// # use diesel_async::{AsyncPgConnection, pooled_connection::AsyncDieselConnectionManager};
-/// # use diesel_interlock::monitor::views::leader;
-/// # let database = workbench::Database::new();
-/// # diesel_interlock::migrations::install(&database.pool(1))?;
-/// # let conn = &mut database.connect();
-/// # let mut leaders = || leader::table.count().get_result::<i64>(conn).unwrap();
-/// # let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-/// # runtime.block_on(async {
-/// #     let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(database.url());
-/// #     let pool = PgPool::builder(manager).build().unwrap();
-/// #     let shutdown = async {
-/// #         while leaders() == 0 {
-/// #             tokio::time::sleep(Duration::from_millis(5)).await;
-/// #         }
-/// #     };
-/// #     run(pool, shutdown).await;
-/// # });
-/// # drop(runtime);
-/// # assert_eq!(leaders(), 0);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub async fn released(limit: Duration) -> bool {
-    let released = async {
-        while LEFT.load(SeqCst) > 0 {
-            sleep(Duration::from_millis(1)).await;
-        }
-    };
-    timeout(limit, released).await.is_ok()
-}
-
 fn leave(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
     let _entered = runtime.enter();
     runtime.spawn(operation);
@@ -119,7 +48,6 @@ impl Mode for Async {
     type Connection = AsyncPgConnection;
     type Reply<'a, T: Send + 'a> = Running<'a, T>;
     type Runtime = Handle;
-    type Token = CancelToken;
 
     fn drive<'a, T: Send + 'a>(operation: impl Future<Output = T> + Send + 'a) -> Running<'a, T> {
         Running(Box::pin(operation))
@@ -140,16 +68,22 @@ impl Mode for Async {
 
     async fn surely<T: Send + 'static>(
         runtime: &Handle,
+        patience: Option<Duration>,
         operation: impl Future<Output = T> + Send + 'static,
     ) -> T {
-        let left = Left::new();
+        // That of the caller, because the one where a permit was claimed may have ended.
+        let runtime = Handle::try_current().unwrap_or_else(|_| runtime.clone());
+        let (left, caller) = (Left::new(), Caller::new(patience));
+        let is_gone = caller.0.clone();
         let operation = async move {
-            let value = operation.await;
+            let value = unless(Self::sleep(&is_gone, None), operation).await;
             // In this order: the drop of the value may leave more.
             (value, left)
         };
         match runtime.spawn(operation).await.map(|(value, _)| value) {
-            Ok(value) => value,
+            Ok(Some(value)) => value,
+            // Only the drop of this future ends it.
+            Ok(None) => std::future::pending().await,
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
                 // The runtime shuts down, and drops this future, too.
@@ -164,6 +98,7 @@ impl Mode for Async {
 
     fn later<F: Future<Output = bool> + Send + 'static>(
         runtime: &Handle,
+        _: Database,
         operation: impl Fn(Option<Duration>) -> F + Send + 'static,
     ) {
         let mut pause = Duration::from_millis(10);
@@ -203,12 +138,22 @@ impl Mode for Async {
             .await;
         }
     }
+}
 
-    fn token(conn: &AsyncPgConnection) -> CancelToken {
-        conn.cancel_token()
+/// One who awaits a task. Its drop lets the task go on for no longer than the patience with it.
+struct Caller(Arc<Alarm>, Option<Duration>);
+
+impl Caller {
+    fn new(patience: Option<Duration>) -> Self {
+        const YEARS: Duration = Duration::from_secs(30 * 365 * 24 * 60 * 60);
+        Self(Arc::new(Alarm::new(Instant::now() + YEARS)), patience)
     }
+}
 
-    async fn cancel(token: &CancelToken) {
-        let _ = timeout(Duration::from_secs(1), token.cancel_query(NoTls)).await;
+impl Drop for Caller {
+    fn drop(&mut self) {
+        if let Some(patience) = self.1 {
+            self.0.set(Instant::now() + patience);
+        }
     }
 }

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use diesel::PgConnection;
 
-use super::Mode;
+use super::{Left, Mode};
 use crate::alarm::{Alarm, lock};
 use crate::error::Result;
 use crate::session::now;
+use crate::waiting::Database;
 
 /// Operations block the thread, and return what they are documented to return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -19,7 +20,6 @@ impl Mode for Blocking {
     type Connection = PgConnection;
     type Reply<'a, T: Send + 'a> = T;
     type Runtime = ();
-    type Token = ();
 
     fn drive<'a, T: Send + 'a>(operation: impl Future<Output = T> + Send + 'a) -> T {
         now(operation)
@@ -36,6 +36,7 @@ impl Mode for Blocking {
 
     fn surely<T: Send + 'static>(
         (): &(),
+        _: Option<Duration>,
         operation: impl Future<Output = T> + Send + 'static,
     ) -> impl Future<Output = T> + Send {
         ready(now(operation))
@@ -50,16 +51,30 @@ impl Mode for Blocking {
 
     fn later<F: Future<Output = bool> + Send + 'static>(
         (): &(),
+        database: Database,
         operation: impl Fn(Option<Duration>) -> F + Send + 'static,
     ) {
-        let mut late = lock(&LATE);
-        late.waiting
-            .push(Box::new(move |limit| now(operation(Some(limit)))));
-        if !late.has_thread {
+        let late = Late {
+            try_once: Box::new(move |limit| now(operation(Some(limit)))),
+            _left: Left::new(),
+        };
+        let mut queues = lock(&LATE);
+        let is_new = !queues.iter().any(|queue| queue.database == database);
+        if is_new {
             let started = thread::Builder::new()
                 .name("diesel_interlock late".into())
-                .spawn(finish_late);
-            late.has_thread = started.is_ok();
+                .spawn(move || finish_late(database));
+            // Without a thread it is not done, and what it would have ended ends by its timeout.
+            if started.is_err() {
+                return;
+            }
+            queues.push(Queue {
+                database,
+                waiting: Vec::new(),
+            });
+        }
+        if let Some(queue) = queues.iter_mut().find(|queue| queue.database == database) {
+            queue.waiting.push(late);
         }
     }
 
@@ -78,44 +93,42 @@ impl Mode for Blocking {
         alarm.block(deadline);
         ready(())
     }
-
-    fn token(_: &PgConnection) {}
-
-    fn cancel((): &()) -> impl Future<Output = ()> + Send {
-        ready(())
-    }
 }
 
-/// What could not be done at once. Returns whether it is done.
-type Late = Box<dyn Fn(Duration) -> bool + Send>;
+/// What could not be done at once.
+struct Late {
+    /// Waits for a connection no longer than so long. Returns whether it is done.
+    try_once: Box<dyn Fn(Duration) -> bool + Send>,
+    _left: Left,
+}
 
-/// They wait in one queue for one thread, because those that are dropped while a pool has no connection may be many.
+/// What waits for the thread of a database. They are many where many are dropped while a pool has no connection.
 struct Queue {
+    database: Database,
     waiting: Vec<Late>,
-    has_thread: bool,
 }
 
-static LATE: Mutex<Queue> = Mutex::new(Queue {
-    waiting: Vec::new(),
-    has_thread: false,
-});
+/// One for each database, so that one that is silent does not hold up the others.
+static LATE: Mutex<Vec<Queue>> = Mutex::new(Vec::new());
 
-/// The thread that does it. It ends when nothing is left.
-fn finish_late() {
+/// The thread that does it for a database. It ends when nothing is left.
+fn finish_late(database: Database) {
     let mut waiting: Vec<Late> = Vec::new();
     loop {
         {
-            let mut late = lock(&LATE);
-            waiting.append(&mut late.waiting);
+            let mut queues = lock(&LATE);
+            if let Some(queue) = queues.iter_mut().find(|queue| queue.database == database) {
+                waiting.append(&mut queue.waiting);
+            }
             if waiting.is_empty() {
-                late.has_thread = false;
+                queues.retain(|queue| queue.database != database);
                 return;
             }
         }
         // One waits in the queue of its pool. Then all others look, because their pools may have something to give.
         let (round, first) = (Instant::now(), waiting.remove(0));
-        let is_first_done = is_done(&first, ROUND);
-        waiting.retain(|late| !is_done(late, Duration::ZERO));
+        let is_first_done = first.is_done(ROUND);
+        waiting.retain(|late| !late.is_done(Duration::ZERO));
         if !is_first_done {
             waiting.push(first);
             thread::sleep(ROUND.saturating_sub(round.elapsed()));
@@ -125,7 +138,9 @@ fn finish_late() {
 
 const ROUND: Duration = Duration::from_secs(1);
 
-/// One that panics, as in an instrumentation of the user's, is given up.
-fn is_done(late: &Late, limit: Duration) -> bool {
-    catch_unwind(AssertUnwindSafe(|| late(limit))).unwrap_or(true)
+impl Late {
+    /// One that panics, as in an instrumentation of the user's, is given up.
+    fn is_done(&self, limit: Duration) -> bool {
+        catch_unwind(AssertUnwindSafe(|| (self.try_once)(limit))).unwrap_or(true)
+    }
 }

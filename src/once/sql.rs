@@ -5,6 +5,7 @@ use std::time::Duration;
 use diesel::data_types::PgTimestamp;
 use diesel::sql_types::{BigInt, Binary, Bool, Nullable, Timestamptz};
 
+use crate::advisory::sql::notice_client;
 use crate::call::BATCH;
 use crate::statement::Statement;
 use crate::time::interval;
@@ -13,15 +14,20 @@ use crate::time::interval;
 /// transaction began. The outcome is read by a volatile function, because the statement itself would not see what was committed
 /// after it began.
 pub(super) fn look(
-    lock: i64,
+    (first, second): (i32, i32),
     name: &str,
     key: &str,
 ) -> Statement<(Nullable<Bool>, Nullable<Binary>, Timestamptz)> {
-    const LOOK: &str = "WITH taking AS MATERIALIZED (
-            SELECT CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_try_advisory_xact_lock($1) END AS is_ours
-        ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($2, $3) END, pg_catalog.transaction_timestamp()
-            FROM taking";
-    Statement::new(LOOK, [lock.into(), name.into(), key.into()])
+    const LOOK: &str = concat!(
+        "WITH taking AS MATERIALIZED (
+            SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL WHEN ",
+        notice_client!("true"),
+        " THEN NULL ELSE pg_catalog.pg_try_advisory_xact_lock($1, $2) END AS is_ours
+        ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($3, $4) END, pg_catalog.transaction_timestamp()
+            FROM taking"
+    );
+    let binds = [first.into(), second.into(), name.into(), key.into()];
+    Statement::new(LOOK, binds)
 }
 
 /// Inserts the outcome, in the transaction that began then, and no row in another one. The lock keeps others from inserting one.

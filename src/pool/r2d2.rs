@@ -30,11 +30,15 @@ impl Pool for PgPool {
 
     fn can_spare(&self) -> bool {
         let state = self.state();
-        state.idle_connections > 0 || state.connections < self.max_size() || self.max_size() == 1
+        state.idle_connections > 0 || state.connections < self.max_size()
     }
 
     fn idle(&self) -> usize {
         self.state().idle_connections as usize
+    }
+
+    fn max_size(&self) -> usize {
+        Self::max_size(self) as usize
     }
 }
 

@@ -65,7 +65,7 @@ impl<P: Pool> RateLimit<P> {
     }
 }
 
-/// Each key has three parameters in one statement, which has 65,535 at most, and a round trip of its own.
+/// Each key has a round trip of its own in one transaction.
 const MOST: usize = 1000;
 
 /// One key, with the units of all limits that are for it, and their places.
@@ -149,7 +149,9 @@ async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
     let mut borrowed = Borrowed::new(pool, None).await?;
     let transaction = Own::begin_borrowed(borrowed.conn()).await?;
     let spent = spend_on(keys, transaction.conn).await;
-    transaction.end(spent).await
+    let spent = transaction.end(spent).await;
+    borrowed.replied();
+    spent
 }
 
 async fn spend_on<'k, P: Pool, S: Session>(keys: &'k [Key<P>], session: &mut S) -> Spending<'k, P> {

@@ -11,7 +11,7 @@ use crate::alarm::{Alarm, lock};
 use crate::error::Result;
 use crate::event::Outcome;
 use crate::metrics::Counters;
-use crate::mode::Mode;
+use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply};
 use crate::time::whole_seconds;
 
@@ -194,7 +194,7 @@ impl<P: Pool> Local<P> {
             match self.look(key, waited) {
                 Look::Decided(check) => return Ok(check),
                 Look::Take(taking) => {
-                    return P::Mode::surely(&P::Mode::runtime()?, taking.take()).await;
+                    return P::Mode::surely(&P::Mode::runtime()?, Some(PATIENCE), taking.take()).await;
                 }
                 Look::Wait(alarm, replies) => {
                     P::Mode::sleep(&alarm, None).await;

@@ -4,11 +4,11 @@
 //! that of the condition, `spent_at`, that of `full_at`. So the promise holds in every interleaving.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
-use diesel::sql_types::{Array, BigInt, Bool, Interval, Timestamptz};
+use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Timestamptz};
 
 use super::quota::Exact;
 use crate::call::BATCH;
-use crate::statement::Statement;
+use crate::statement::{Statement, database};
 
 /// Who spends what.
 #[derive(Debug, Clone, Copy)]
@@ -28,9 +28,9 @@ pub(super) enum Commit {
     Callers,
 }
 
-/// Whether it was allowed, when, and in how long the key is full.
-pub(super) type Row = (bool, PgTimestamp, PgInterval);
-pub(super) type Ask = Statement<(Bool, Timestamptz, Interval)>;
+/// Whether it was allowed, when, in how long the key is full, and the database if it was not allowed.
+pub(super) type Row = (bool, PgTimestamp, PgInterval, i32);
+pub(super) type Ask = Statement<(Bool, Timestamptz, Interval, Integer)>;
 
 /// For the common states of a key: it has a row of this quota, or it is limited. A denial only reads. The CASE keeps the planner from
 /// evaluating the setting first, which would slow denials down.
@@ -47,8 +47,10 @@ macro_rules! again {
                     RETURNING r.spent_at, r.full_at",
             $commit,
             ")
-            SELECT true, s.spent_at, s.full_at - pg_catalog.clock_timestamp() FROM spent AS s
-            UNION ALL SELECT false, pg_catalog.clock_timestamp(), resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) - pg_catalog.clock_timestamp()
+            SELECT true, s.spent_at, s.full_at - pg_catalog.clock_timestamp(), 0 FROM spent AS s
+            UNION ALL SELECT false, pg_catalog.clock_timestamp(), resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) - pg_catalog.clock_timestamp(), ",
+            database!(),
+            "
                 FROM resource_control.rate_limit AS r
                 WHERE r.name = $2 AND r.key = $3 AND NOT EXISTS (SELECT FROM spent)
                     AND resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) > pg_catalog.clock_timestamp() + $6"
@@ -75,7 +77,7 @@ macro_rules! first {
                     WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3) <= pg_catalog.clock_timestamp() + $5
                     RETURNING r.spent_at",
             $commit,
-            ") SELECT false, m.spent_at, interval '0' FROM made AS m WHERE false"
+            ") SELECT false, m.spent_at, interval '0', 0 FROM made AS m WHERE false"
         )
     };
 }
@@ -190,16 +192,14 @@ impl Call<'_> {
 
 /// Reads in how long each of the keys is full.
 pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
-    let (mut sql, mut binds) = (Vec::new(), Vec::new());
-    for call in calls {
-        let [unit, name, key] = [1, 2, 3].map(|n| binds.len() + n);
-        sql.push(format!(
-            "COALESCE((SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, ${unit}) - pg_catalog.clock_timestamp()
-                FROM resource_control.rate_limit AS r WHERE r.name = ${name} AND r.key = ${key}), '0')"
-        ));
-        binds.extend([call.quota.unit().into(), call.name.into(), call.key.into()]);
-    }
-    Statement::new(format!("SELECT ARRAY[{}]", sql.join(", ")), binds)
+    const LOOK: &str = "SELECT ARRAY(
+        SELECT COALESCE((SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, k.unit_us) - pg_catalog.clock_timestamp()
+                FROM resource_control.rate_limit AS r WHERE r.name = k.name AND r.key = k.key), '0')
+            FROM unnest($1::float8[], $2, $3) WITH ORDINALITY AS k (unit_us, name, key, place) ORDER BY k.place)";
+    let units: Vec<_> = calls.iter().map(|call| call.quota.unit()).collect();
+    let names: Vec<_> = calls.iter().map(|call| call.name.to_owned()).collect();
+    let keys: Vec<_> = calls.iter().map(|call| call.key.to_owned()).collect();
+    Statement::new(LOOK, [units.into(), names.into(), keys.into()])
 }
 
 /// Deletes keys that are full, and skips those in use.

@@ -104,7 +104,7 @@ impl<P: Pool> Running<P> {
         self.is_over = true;
         self.trust.ends();
         let (run, trust, began) = (self.run.clone(), self.trust.clone(), Instant::now());
-        let finished = P::Mode::surely(&self.run.runtime, async move {
+        let finished = P::Mode::surely(&self.run.runtime, None, async move {
             loop {
                 let finish = Update::Finish(stored.clone());
                 let finished = run.clone().update(finish, None).await;
@@ -171,10 +171,11 @@ impl<P: Pool> Drop for Running<P> {
             self.tell("given back", None);
             Update::GiveBack
         };
-        let run = self.run.clone();
+        let (run, lease) = (self.run.clone(), self.trust.timeout);
         P::Mode::leave(&self.run.runtime, async move {
-            // If it fails, the lease expires.
-            drop(run.update(update, None).await);
+            // If it fails or has no reply by then, the lease expires.
+            let deadline = Instant::now().checked_add(lease);
+            let _ = P::Mode::within(deadline, run.update(update, None)).await;
         });
     }
 }

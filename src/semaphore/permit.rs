@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use super::keep::{Trust, keep};
@@ -9,9 +10,9 @@ use super::sql;
 use crate::call::{ask, ask_surely};
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
-use crate::mode::Mode;
+use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply};
-use crate::waiting::{self, Topic, What};
+use crate::waiting::{self, Database, What};
 
 /// A permit that is held: a slot of its service, and no connection.
 ///
@@ -41,6 +42,9 @@ pub(super) struct Service<P: Pool> {
     pub(super) subject: Subject,
     pub(super) name: Arc<str>,
     pub(super) timeout: Duration,
+    pub(super) database: Database,
+    /// Whether a completion was sent that has no reply, and may have been done.
+    pub(super) is_unanswered: AtomicBool,
 }
 
 /// What ends or renews a permit.
@@ -135,7 +139,7 @@ impl<P: Pool> Permit<P> {
                 unreachable!("only its end takes it")
             };
             let runtime = held.service.runtime.clone();
-            P::Mode::surely(&runtime, held.release("release", None)).await
+            P::Mode::surely(&runtime, None, held.release("release", None)).await
         })
     }
 
@@ -175,21 +179,23 @@ impl<P: Pool> Held<P> {
     /// Completes the request: now, or later if the database cannot be reached, until it has expired anyway.
     async fn release(self, operation: &'static str, limit: Option<Duration>) -> Result<()> {
         let began = Instant::now();
-        let completed = self.complete(limit).await;
+        let give_up = began.checked_add(self.service.timeout);
+        let patience = match operation {
+            "drop" => Some(began + PATIENCE.min(self.service.timeout)),
+            _ => give_up,
+        };
+        let completed = self.complete(limit, patience).await;
         let is_done = is_final(&completed);
         // A drop returns no error, so it tells only what it came to in the end.
         if is_done || operation == "release" {
             self.tell(operation, began, &completed);
         }
         if !is_done {
-            let (runtime, give_up) = (
-                self.service.runtime.clone(),
-                began.checked_add(self.service.timeout),
-            );
-            P::Mode::later(&runtime, move |limit| {
+            let service = self.service.clone();
+            P::Mode::later(&service.runtime, service.database, move |limit| {
                 let held = self.clone();
                 async move {
-                    let completed = held.complete(limit).await;
+                    let completed = held.complete(limit, Some(Instant::now() + PATIENCE)).await;
                     let is_over = give_up.is_some_and(|give_up| give_up < Instant::now());
                     let is_done = is_over || is_final(&completed);
                     if is_done && operation == "drop" {
@@ -202,16 +208,29 @@ impl<P: Pool> Held<P> {
         completed
     }
 
-    async fn complete(&self, limit: Option<Duration>) -> Result<()> {
-        let Service { pool, name, .. } = &*self.service;
-        let asked = ask(pool, limit, [sql::complete(name, self.id)]).await;
+    async fn complete(&self, limit: Option<Duration>, deadline: Option<Instant>) -> Result<()> {
+        let Service {
+            pool,
+            name,
+            is_unanswered,
+            ..
+        } = &*self.service;
+        let complete = ask(pool, limit, [sql::complete(name, self.id)]);
+        let reply = P::Mode::within(deadline, complete).await;
+        let reply: Result<(bool, _)> = reply.unwrap_or(Err(Error::TimedOut));
         // Also if it failed: who waits looks how it stands.
-        waiting::released(&Topic::of::<P>(What::Slot(name.clone())));
-        let (was_in_flight, _): (bool, _) = asked?;
-        if was_in_flight {
-            Ok(())
-        } else {
-            Err(Error::PermitLost(name.to_string()))
+        waiting::released(&What::Slot(name.clone()));
+        match reply {
+            Ok((true, _)) => Ok(()),
+            // One before has done it, unless it has expired.
+            Ok((false, _)) if is_unanswered.load(SeqCst) && self.trust.until() > Instant::now() => {
+                Ok(())
+            }
+            Ok((false, _)) => Err(Error::PermitLost(name.to_string())),
+            Err(error) => {
+                is_unanswered.fetch_or(!matches!(error, Error::Pool(_)), SeqCst);
+                Err(error)
+            }
         }
     }
 

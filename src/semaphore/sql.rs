@@ -3,23 +3,27 @@
 use std::time::Duration;
 
 use diesel::data_types::PgInterval;
-use diesel::sql_types::{BigInt, Bool, Interval, Nullable};
+use diesel::sql_types::{BigInt, Bool, Integer, Interval, Nullable};
 
 use crate::call::BATCH;
-use crate::statement::Statement;
+use crate::statement::{Statement, database};
 use crate::time::interval;
 
-/// The id, or when to ask again.
-pub(super) type Claimed = (Option<i64>, Option<PgInterval>);
+/// The id, or when to ask again; and the database.
+pub(super) type Claimed = (Option<i64>, Option<PgInterval>, i32);
 
 pub(super) fn claim(
     service: &str,
     slots: i32,
     timeout: Duration,
     details: &str,
-) -> Statement<(Nullable<BigInt>, Nullable<Interval>)> {
+) -> Statement<(Nullable<BigInt>, Nullable<Interval>, Integer)> {
     Statement::new(
-        "SELECT id, retry_after FROM resource_control.claim_service_request($1, $2, $3, $4)",
+        concat!(
+            "SELECT id, retry_after, ",
+            database!(),
+            " FROM resource_control.claim_service_request($1, $2, $3, $4)"
+        ),
         [
             service.into(),
             slots.into(),

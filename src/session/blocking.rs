@@ -13,7 +13,7 @@ use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
 use diesel::pg::{Pg, PgConnection};
 use diesel::query_builder::{Query, QueryFragment, QueryId};
-use diesel::result::{Error as DieselError, QueryResult};
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 use super::{Session, Transaction, is_closed};
 
@@ -42,6 +42,17 @@ impl Session for PgConnection {
 
     fn mark_broken(&mut self) {
         status(self).set_in_error();
+    }
+
+    fn is_closed(&mut self) -> bool {
+        false
+    }
+
+    fn was_not_sent(error: &DieselError) -> bool {
+        matches!(
+            error,
+            DieselError::DatabaseError(DatabaseErrorKind::UnableToSendCommand, _)
+        )
     }
 
     /// Diesel clears the mark with the first reply of the server that reports no open transaction. So a mark that was set before a
@@ -95,7 +106,22 @@ impl Session for PgConnection {
     }
 }
 
+/// Diesel leaves the last result of a `COPY` unread, and libpq sends nothing before it is read. An empty message reads it.
 fn load<Q, U>(conn: &mut PgConnection, query: Q) -> QueryResult<U>
+where
+    Q: Query + QueryFragment<Pg> + QueryId,
+    Pg: QueryMetadata<Q::SqlType>,
+    U: FromSqlRow<Q::SqlType, Pg>,
+{
+    match load_once(conn, &query) {
+        Err(error) if PgConnection::was_not_sent(&error) && conn.batch_execute("").is_ok() => {
+            load_once(conn, &query)
+        }
+        loaded => loaded,
+    }
+}
+
+fn load_once<Q, U>(conn: &mut PgConnection, query: &Q) -> QueryResult<U>
 where
     Q: Query + QueryFragment<Pg> + QueryId,
     Pg: QueryMetadata<Q::SqlType>,

@@ -1,0 +1,429 @@
+//! Who holds locks: a connection, what its session may hold, and what a drop does about it. **The one place where the connection of a
+//! lock is discarded.**
+
+use std::time::{Duration, Instant};
+
+use diesel::result::QueryResult;
+
+use super::all::{Busy, Locks};
+use super::sql;
+use crate::call::explained;
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::metrics::Raised;
+use crate::mode::{self, Mode, PATIENCE};
+use crate::pool::{Pool, PoolConnection, check_out};
+use crate::session::{Session, Transaction, has_ended, started_quietly};
+use crate::transaction::refusal;
+use crate::waiting::{self, Turns, What};
+
+/// A connection, and the locks that its session may hold. Its drop releases them, as the [`Owner`] of the connection does.
+pub(crate) struct Holder<C: Owner>(
+    /// `None` once the drop has it.
+    Option<(C, Held)>,
+);
+
+/// Who has the connection, which says what a drop does.
+pub(crate) trait Owner: Send + Sized {
+    type Session: Session;
+
+    fn session(&mut self) -> &mut Self::Session;
+
+    /// Releases what the session may hold, for a drop.
+    fn leave(self, held: Held);
+}
+
+/// What a session may hold.
+pub(crate) struct Held {
+    pub(super) locks: Locks,
+    pub(super) holds: Holds,
+    pub(super) subject: Subject,
+    /// Since when the locks are held, unless nothing is to be told of their end.
+    since: Option<Instant>,
+    gauge: Option<Raised>,
+    /// Dropped last, when the connection is back in its pool.
+    released: Option<Released>,
+}
+
+/// It says the worst before a statement is sent, and better only after its reply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Holds {
+    Nothing,
+    /// A try or a wait was sent whose reply was not read.
+    Tried,
+    /// All locks, which the session with this pid took.
+    Locks(i32),
+    /// A release was sent to that session, and not confirmed.
+    Released(i32),
+    /// Another session replied to the release. What it holds is not ours to free.
+    Moved,
+}
+
+/// Wakes a waiter of this process for each lock when it is dropped.
+struct Released(Locks);
+
+impl Drop for Released {
+    fn drop(&mut self) {
+        for id in self.0.ids() {
+            waiting::released(&What::Lock(id));
+        }
+    }
+}
+
+impl<C: Owner> Holder<C> {
+    pub(crate) const fn new(owner: C, locks: Locks, subject: Subject) -> Self {
+        Self::of(
+            owner,
+            Held {
+                locks,
+                holds: Holds::Nothing,
+                subject,
+                since: None,
+                gauge: None,
+                released: None,
+            },
+        )
+    }
+
+    pub(crate) const fn of(owner: C, held: Held) -> Self {
+        Self(Some((owner, held)))
+    }
+
+    /// Leaves the locks to the session. [`of`](Self::of) goes on.
+    #[cfg(all(feature = "async", feature = "migrations"))]
+    pub(crate) fn open(mut self) -> (C, Held) {
+        self.0.take().unwrap_or_else(|| only_the_drop())
+    }
+
+    fn parts(&mut self) -> &mut (C, Held) {
+        self.0.as_mut().unwrap_or_else(|| only_the_drop())
+    }
+
+    pub(crate) fn conn(&mut self) -> &mut C::Session {
+        self.parts().0.session()
+    }
+
+    pub(super) fn held(&mut self) -> &mut Held {
+        &mut self.parts().1
+    }
+
+    pub(super) fn held_ref(&self) -> &Held {
+        &self.0.as_ref().unwrap_or_else(|| only_the_drop()).1
+    }
+
+    fn locks(&mut self) -> Locks {
+        self.held().locks.clone()
+    }
+
+    /// Tries once, and then waits on the server if it is this one's turn and it may. Returns whether it holds the locks then.
+    pub(super) async fn attempt(
+        &mut self,
+        turns: Option<&mut Turns>,
+        may_wait: impl FnOnce() -> bool + Send,
+    ) -> Result<bool> {
+        let (taken, sent) = self.take().await?;
+        let (busy, turns) = match (taken, turns) {
+            (Ok(_), _) => return Ok(true),
+            (Err(_), None) => return Ok(false),
+            (Err(busy), Some(turns)) => (busy, turns),
+        };
+        let id = self.held().locks.get(busy).id;
+        turns.refused(What::Lock(id), busy.database, sent);
+        let Some(slice) = turns.slice().filter(|_| may_wait()) else {
+            return Ok(false);
+        };
+        Ok(self.wait(busy, slice, turns).await?.is_ok())
+    }
+
+    /// Takes the locks if all are free. Also returns when it was sent.
+    async fn take(&mut self) -> Result<(Result<i32, Busy>, Instant)> {
+        let before = self.conn().transaction();
+        if !before.is_none() {
+            return Err(refusal(before));
+        }
+        self.held().holds = Holds::Tried;
+        let (locks, sent) = (self.locks(), Instant::now());
+        let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
+            self.conn().probe(locks.take()).await;
+        let (reply,) = reply?;
+        if is_open {
+            // The transaction is the caller's, or a pool discards it with its session.
+            if self.conn().batch(&locks.late_undo()).await.is_ok() {
+                self.held().holds = Holds::Nothing;
+            }
+            return Err(Error::InsideTransaction);
+        }
+        // An error is the server's refusal, so nothing was taken.
+        self.held().holds = Holds::Nothing;
+        let taken = Busy::read(reply)?;
+        self.held().take(taken);
+        Ok((taken, sent))
+    }
+
+    /// Waits on the server for the lock that was busy, and takes the others if they are free.
+    async fn wait(
+        &mut self,
+        busy: Busy,
+        limit: Duration,
+        turns: &mut Turns,
+    ) -> Result<Result<i32, Busy>> {
+        let locks = self.locks();
+        self.held().holds = Holds::Tried;
+        let ask = match self.conn().batch(&locks.get(busy).wait(limit)).await {
+            Ok(()) => {
+                turns.has_waited();
+                sql::waited()
+            }
+            // The session's own `statement_timeout` was shorter, or the role may not use plpgsql. So it pauses.
+            Err(_) => locks.only(busy).is_held(),
+        };
+        let (granted,): (Option<i32>,) = self.conn().one(ask).await?;
+        let taken = match granted {
+            Some(_) if locks.len() > 1 => {
+                let (others,): (Option<i32>,) = self.conn().one(locks.take_others(busy)).await?;
+                Busy::read(others)?.map_err(|other| other.beside(busy))
+            }
+            pid => pid.ok_or(busy),
+        };
+        self.held().take(taken);
+        Ok(taken)
+    }
+
+    /// Releases the locks. Unless the server confirms it, the drop ends the session.
+    pub(super) async fn release(&mut self) -> Result<()> {
+        let Holds::Locks(pid) = self.held().holds else {
+            return Ok(());
+        };
+        let locks = self.locks();
+        let before = self.conn().transaction();
+        self.held().holds = Holds::Released(pid);
+        let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
+            self.conn().probe(locks.release(pid)).await;
+        match reply {
+            Ok((None,)) => {
+                self.held().holds = Holds::Moved;
+                Err(Error::SessionMoved {
+                    key: locks.to_string(),
+                    pid,
+                })
+            }
+            Ok((Some(_),)) if is_open || before == Transaction::Open => {
+                Err(Error::TransactionLeftOpen(locks.to_string()))
+            }
+            Ok((Some(place),)) => {
+                if before.is_none() {
+                    self.held().holds = Holds::Nothing;
+                }
+                match place {
+                    1 => Ok(()),
+                    place => Err(Error::LockLost(locks.lost(place))),
+                }
+            }
+            Err(error) if has_ended(self.conn(), &error).await => {
+                Err(Error::LockLost(locks.to_string()))
+            }
+            Err(source) => Err(Error::ReleaseFailed {
+                key: locks.to_string(),
+                source,
+            }),
+        }
+    }
+
+    /// Releases what a try may have taken.
+    async fn undo(&mut self) {
+        let locks = self.locks();
+        let reply: QueryResult<(Option<i32>,)> = self.conn().one(locks.undo()).await;
+        if reply.is_ok() && self.conn().transaction().is_none() {
+            self.held().holds = Holds::Nothing;
+        }
+    }
+
+    /// The locks are held from now on. A drop tells their end.
+    pub(super) fn begin_holding(&mut self) {
+        let held = self.held();
+        held.since = Some(Instant::now());
+        held.gauge = Some(Raised::held(held.subject));
+    }
+
+    /// Releases the locks, and tells their end.
+    pub(super) async fn release_told(&mut self, operation: &'static str) -> Result<()> {
+        let began = Instant::now();
+        // If this future is dropped, what its drop tells would be wrong: the lock may be unlocked already.
+        let since = self.held().since.take();
+        let released = self.release().await;
+        self.held().tell(operation, began, since, &released);
+        released
+    }
+
+    /// Whether the session has ended, after this error of it.
+    pub(super) async fn has_ended(&mut self, error: &Error) -> bool {
+        match error {
+            Error::Database(error) => has_ended(self.conn(), error).await,
+            _ => false,
+        }
+    }
+
+    /// The `pg_backend_pid()` of the session that holds the locks.
+    pub(super) fn pid(&self) -> i32 {
+        match self.held_ref().holds {
+            Holds::Locks(pid) => pid,
+            _ => 0,
+        }
+    }
+
+    /// Whether the session still holds the locks.
+    pub(super) async fn is_held(&mut self) -> Result<bool> {
+        let (locks, pid) = (self.locks(), self.pid());
+        let reply: QueryResult<(Option<i32>,)> = self.conn().one(locks.is_held()).await;
+        match reply {
+            Ok((holder,)) => Ok(holder == Some(pid)),
+            Err(error) if has_ended(self.conn(), &error).await => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    pub(super) async fn fencing_token(&mut self) -> Result<i64> {
+        let (locks, pid) = (self.locks(), self.pid());
+        let reply: QueryResult<(Option<i64>, i32)> = self.conn().one(locks.token(pid)).await;
+        match reply {
+            Ok((Some(token), _)) => Ok(token),
+            Ok((None, other)) if other != pid => Err(Error::SessionMoved {
+                key: locks.to_string(),
+                pid,
+            }),
+            Ok((None, _)) => Err(Error::LockLost(locks.to_string())),
+            Err(error) if has_ended(self.conn(), &error).await => {
+                Err(Error::LockLost(locks.to_string()))
+            }
+            Err(error) => Err(explained(self.conn(), error).await),
+        }
+    }
+}
+
+fn only_the_drop() -> ! {
+    unreachable!("only the drop takes it")
+}
+
+impl Held {
+    fn take(&mut self, taken: Result<i32, Busy>) {
+        self.holds = taken.map_or(Holds::Nothing, Holds::Locks);
+        self.released = taken.ok().map(|_| Released(self.locks.clone()));
+    }
+
+    fn tell(
+        &self,
+        operation: &'static str,
+        began: Instant,
+        since: Option<Instant>,
+        end: &Result<()>,
+    ) {
+        if let Some(since) = since {
+            self.subject.ended(operation, began, since, end);
+        }
+    }
+}
+
+impl<C: Owner> Drop for Holder<C> {
+    fn drop(&mut self) {
+        if let Some((owner, held)) = self.0.take() {
+            owner.leave(held);
+        }
+    }
+}
+
+/// A connection out of a pool, which goes back to it only if its session surely holds nothing.
+pub(crate) struct Pooled<P: Pool> {
+    conn: P::Pinned,
+    runtime: <P::Mode as Mode>::Runtime,
+}
+
+impl<P: Pool> Pooled<P> {
+    pub(super) async fn check_out(pool: &P, deadline: Option<Instant>) -> Result<Self> {
+        let runtime = P::Mode::runtime()?;
+        let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let conn = check_out(pool, rest).await?;
+        Ok(Self { conn, runtime })
+    }
+}
+
+impl<P: Pool> Owner for Pooled<P> {
+    type Session = <P::Mode as Mode>::Connection;
+
+    fn session(&mut self) -> &mut Self::Session {
+        &mut self.conn
+    }
+
+    fn leave(mut self, mut held: Held) {
+        let runtime = self.runtime.clone();
+        match held.holds {
+            Holds::Nothing if self.conn.transaction().is_none() => {
+                P::Mode::inside(&runtime, || drop(self.conn));
+            }
+            holds @ (Holds::Tried | Holds::Locks(_)) => {
+                // So that its own drop discards the connection, unless it is released by then.
+                held.holds = Holds::Moved;
+                P::Mode::leave(&runtime, finish(Holder::of(self, held), holds));
+            }
+            holds => {
+                P::Mode::inside(&runtime, || self.conn.discard());
+                if holds != Holds::Nothing {
+                    mode::closed();
+                }
+            }
+        }
+    }
+}
+
+/// Releases what a dropped guard or try holds, behind whatever still runs on its connection. Without a reply in time the connection is
+/// closed: the server then ends what runs, and frees what is held.
+async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
+    let (began, deadline) = (Instant::now(), Some(Instant::now() + PATIENCE));
+    if holds == Holds::Tried {
+        let _ = P::Mode::within(deadline, holder.undo()).await;
+        return;
+    }
+    let since = holder.held().since.take();
+    // The release notes the worst before it is sent.
+    holder.held().holds = holds;
+    let released = P::Mode::within(deadline, holder.release()).await;
+    holder
+        .held()
+        .tell("drop", began, since, &released.unwrap_or(Err(Error::TimedOut)));
+}
+
+/// A connection that a caller lends, which cannot be discarded. So a session that surely cannot release what it may hold is ended.
+impl<S: Session> Owner for &mut S {
+    type Session = S;
+
+    fn session(&mut self) -> &mut S {
+        self
+    }
+
+    /// A blocking session replies at once, and an asynchronous one runs what is sent behind what was sent before.
+    fn leave(self, mut held: Held) {
+        let began = Instant::now();
+        let (release, pid) = match held.holds {
+            Holds::Nothing | Holds::Moved => return,
+            Holds::Locks(pid) => (Some(held.locks.late_release(pid)), pid),
+            Holds::Tried => (Some(held.locks.late_undo()), 0),
+            Holds::Released(pid) => (None, pid),
+        };
+        let release = release.filter(|_| self.transaction().is_none());
+        let is_certain = release.is_some_and(|release| {
+            matches!(
+                started_quietly(self.batch(&release)),
+                Ok(None | Some(Ok(())))
+            )
+        });
+        if !is_certain {
+            let _ = started_quietly(self.batch(&sql::end_session(pid)));
+            self.mark_broken();
+            mode::closed();
+        }
+        if let Some(since) = held.since.take() {
+            let outcome = if is_certain { "released" } else { "failed" };
+            let (took, lasted) = (began.elapsed(), Some(since.elapsed()));
+            held.subject.event("drop", outcome, took, lasted, None);
+        }
+    }
+}

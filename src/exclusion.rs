@@ -1,7 +1,7 @@
 //! Do session locks exclude on this pool?
 
-use diesel::result::{DatabaseErrorKind, Error as DieselError};
-use diesel::sql_types::{Bool, Integer};
+use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+use diesel::sql_types::{Bool, Integer, Nullable};
 
 use crate::call::ended;
 use crate::error::{Error, Result};
@@ -38,7 +38,7 @@ const QUESTIONS: usize = 5;
 ///
 /// # Errors
 ///
-/// [`Error::NotExclusive`] with what was found and what to do, [`Error::Input`] for a pool of one, [`Error::Pool`],
+/// [`Error::NotExclusive`] with what was found and what to do, [`Error::Input`] for a pool of one, [`Error::Standby`], [`Error::Pool`],
 /// [`Error::LentInTransaction`], [`Error::NoRuntime`] and [`Error::Database`].
 ///
 /// ```
@@ -111,9 +111,11 @@ async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
 }
 
 async fn try_lock<S: Session>(conn: &mut S, number: i64) -> Result<bool> {
-    const TRY: &str = "SELECT pg_catalog.pg_try_advisory_xact_lock($1)";
-    match conn.one(Statement::<Bool>::new(TRY, [number.into()])).await {
-        Ok(is_taken) => Ok(is_taken),
+    const TRY: &str = "SELECT CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_try_advisory_xact_lock($1) END";
+    let tried = Statement::<(Nullable<Bool>,)>::new(TRY, [number.into()]);
+    let reply: QueryResult<(Option<bool>,)> = conn.one(tried).await;
+    match reply {
+        Ok((is_taken,)) => is_taken.ok_or(Error::Standby),
         Err(error) => Err(ended(conn, error).await),
     }
 }

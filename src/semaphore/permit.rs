@@ -184,7 +184,11 @@ impl<P: Pool> Held<P> {
             "drop" => Some(began + PATIENCE.min(self.service.timeout)),
             _ => give_up,
         };
-        let completed = self.complete(limit, patience).await;
+        let mut completed = self.complete(limit, patience).await;
+        if completed.is_err() && give_up.is_some_and(|give_up| give_up <= Instant::now()) {
+            // It has expired meanwhile.
+            completed = Err(Error::PermitLost(self.service.name.to_string()));
+        }
         let is_done = is_final(&completed);
         // A drop returns no error, so it tells only what it came to in the end.
         if is_done || operation == "release" {

@@ -567,7 +567,8 @@ fn a_timeout_of_the_session_ends_a_wait() {
     let holder = &mut database.connect();
     run(
         holder,
-        "BEGIN; SELECT pg_advisory_xact_lock(resource_control.lock_key('once charge '))",
+        "BEGIN; SELECT pg_advisory_xact_lock((number >> 32)::int, (number << 32 >> 32)::int) \
+         FROM resource_control.lock_key('once charge ') AS number",
     );
     for setting in ["lock_timeout", "statement_timeout"] {
         on_one(&pool, |conn| {

@@ -411,13 +411,11 @@ fn a_timeout_leaves_nothing() {
     let holders = [&locks[0], &locks[1]].map(|lock| foreign_holder(&database, lock.lock_key()));
     for milliseconds in [0, 1, 15, 50, 250] {
         let timeout = Duration::from_millis(milliseconds);
-        let began = Instant::now();
         match wait(all.acquire_timeout(&pool, timeout)) {
             Ok(attempt) => assert!(attempt.is_busy()),
             // Not even the first try had a reply in time.
             Err(error) => assert_matches!(error, Error::TimedOut | Error::Pool(_)),
         }
-        assert!(began.elapsed() >= timeout);
     }
     let mut observer = Observer::of(&database);
     eventually("only the foreign sessions hold locks", || {

@@ -40,13 +40,11 @@ fn a_timeout_holds_nothing() {
     let _holder = foreign_holder(&database, LOCK.lock_key());
     for milliseconds in [0, 1, 9, 15, 50, 250] {
         let timeout = Duration::from_millis(milliseconds);
-        let began = Instant::now();
         match wait(LOCK.acquire_timeout(&pool, timeout)) {
             Ok(attempt) => assert!(attempt.is_busy()),
             // Not even the first try had a reply in time.
             Err(error) => assert_matches!(error, Error::TimedOut | Error::Pool(_)),
         }
-        assert!(began.elapsed() >= timeout);
     }
     let mut observer = Observer::of(&database);
     eventually("nobody waits", || observer.waiters(LOCK.lock_key()) == 0);

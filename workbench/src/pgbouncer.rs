@@ -1,19 +1,13 @@
 //! A pooler between clients and a server.
 
-use std::env;
 use std::fs;
 use std::ops::Deref;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Command;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use crate::endpoint::{Endpoint, cannot};
-use crate::watcher::{POLL, Watcher};
-
-/// How long a pooler may take to listen, or to end.
-const DEADLINE: Duration = Duration::from_secs(10);
+use crate::program;
+use crate::watcher::Watcher;
 
 /// What a client of the pooler has a server session for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,23 +71,13 @@ impl PgBouncer {
 
     fn run(&mut self) {
         self.watcher.run("pool");
-        let socket = self.watcher.path(".s.PGSQL.6432");
-        let deadline = Instant::now() + DEADLINE;
-        while UnixStream::connect(&socket).is_err() {
-            let is_early = Instant::now() < deadline;
-            assert!(
-                is_early,
-                "PgBouncer does not listen:\n{}",
-                self.watcher.read("log")
-            );
-            thread::sleep(POLL);
-        }
+        program::wait_until_it_listens("PgBouncer", &self.watcher, 6432);
     }
 
     /// Kills the pooler, as a crash does, and starts it again at the same address.
     pub fn crash(&mut self) {
         self.watcher.signal("KILL");
-        self.watcher.succeeds_within(DEADLINE);
+        self.watcher.succeeds_within(program::DEADLINE);
         self.run();
     }
 
@@ -125,9 +109,5 @@ impl Deref for PgBouncer {
 }
 
 fn binaries() -> PathBuf {
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path)
-        .chain(["/usr/sbin".into()])
-        .find(|directory| directory.join("pgbouncer").is_file())
-        .expect("PgBouncer is not installed: install the package `pgbouncer`")
+    program::directory_of("pgbouncer", "pgbouncer")
 }

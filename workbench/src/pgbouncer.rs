@@ -16,6 +16,8 @@ pub enum PoolMode {
     Session,
     /// One transaction.
     Transaction,
+    /// One statement: the pooler refuses `BEGIN`.
+    Statement,
 }
 
 /// `PgBouncer` in front of a database. It goes away with the value, or with the process that started it. Connections and
@@ -39,6 +41,7 @@ impl PgBouncer {
         let mode = match mode {
             PoolMode::Session => "session",
             PoolMode::Transaction => "transaction",
+            PoolMode::Statement => "statement",
         };
         let (host, port) = server.address();
         let user = server.user();

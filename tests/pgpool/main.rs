@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel_interlock::{LockKey, check_exclusion};
+use diesel_interlock::{
+    AdvisoryLock, Error, LockKey, Once, Quota, RateLimit, Semaphore, Throttle, check_exclusion,
+    migrations,
+};
 use workbench::{Cluster, Database, Pgpool};
 
 /// How long a lock may take that is about to be free.
@@ -169,4 +172,33 @@ fn the_exclusion_of_its_session_locks_is_found() {
     let pool = replicated.pooler.pool(2);
     check_exclusion(&pool).unwrap();
     assert_eq!(number(&mut replicated.database.connect(), HELD), 0);
+}
+
+#[test]
+fn everything_else_works() {
+    const HOUR: Duration = Duration::from_secs(3600);
+    static LOCK: AdvisoryLock = AdvisoryLock::named("ledger");
+    static REBUILD: Throttle = Throttle::named("rebuild", HOUR);
+    static API: RateLimit = RateLimit::named("api", Quota::per_day(5));
+    static GEOCODER: Semaphore = Semaphore::named("geocoder", 1, HOUR);
+    static CHARGE: Once = Once::named("charge");
+
+    let replicated = Replicated::start();
+    let pool = replicated.pooler.pool(3);
+    let conn = &mut replicated.pooler.connect();
+    let observer = &mut replicated.database.connect();
+    migrations::install(&pool).unwrap();
+    migrations::install(&pool).unwrap();
+    for round in 0..10 {
+        assert_eq!(REBUILD.attempt(&pool).unwrap().is_granted(), round == 0);
+        assert_eq!(API.key(7).check(&pool).unwrap().is_allowed(), round < 5);
+        let permit = GEOCODER.try_acquire(&pool).unwrap().admitted().unwrap();
+        assert!(GEOCODER.try_acquire(&pool).unwrap().is_full());
+        permit.release().unwrap();
+        let ran = CHARGE.run(conn, |_| Ok::<_, Error>("charged")).unwrap();
+        assert_eq!(ran.is_first(), round == 0);
+        let held = LOCK.transaction(conn, |_| Ok::<_, Error>(number(observer, HELD)));
+        assert_eq!(held.unwrap(), 1);
+        assert_eq!(number(observer, HELD), 0);
+    }
 }

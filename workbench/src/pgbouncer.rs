@@ -35,6 +35,11 @@ impl PgBouncer {
     /// Starts a pooler with at most `sessions` server sessions. Clients may name their prepared statements in transaction
     /// mode, too, if it [follows them](Self::follows_prepared_statements).
     pub fn in_front_of(server: &Endpoint, mode: PoolMode, sessions: u32) -> Self {
+        Self::with_settings(server, mode, sessions, "")
+    }
+
+    /// The same with more settings: lines such as `server_round_robin = 1`.
+    pub fn with_settings(server: &Endpoint, mode: PoolMode, sessions: u32, more: &str) -> Self {
         let watcher = Watcher::start(&binaries(), &[]);
         let directory = watcher.directory();
         let endpoint = server.clone().with_address(directory, 6432);
@@ -63,7 +68,8 @@ impl PgBouncer {
              default_pool_size = {sessions}\n\
              max_client_conn = 500\n\
              server_login_retry = 0.2\n\
-             {prepared}\n"
+             {prepared}\n\
+             {more}\n"
         );
         fs::write(watcher.path("pgbouncer.ini"), settings)
             .unwrap_or_else(cannot("write the settings"));

@@ -78,3 +78,16 @@ fn transaction_locks_work() {
     }
     assert_eq!(number(&mut database.connect(), HELD), 0);
 }
+
+#[test]
+fn in_statement_mode_session_locks_are_found_out_too_and_transactions_are_refused() {
+    let database = Database::new();
+    let pooler = PgBouncer::in_front_of(&database, PoolMode::Statement, 2);
+    assert!(matches!(
+        check_exclusion(&pool(&pooler, 2)),
+        Err(Error::NotExclusive(_))
+    ));
+    let refused = LOCK.transaction(&mut connect(&pooler), |_| Ok::<_, Error>(()));
+    assert!(refused.is_err());
+    assert_eq!(number(&mut database.connect(), HELD), 0);
+}

@@ -15,8 +15,8 @@ const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'
 
 /// Where clients connect: libpq's parameters for a database, whether straight or through a proxy or a pooler.
 ///
-/// [`Database`](crate::Database), [`PgBouncer`](crate::PgBouncer) and [`RoundTrips`](crate::RoundTrips) dereference to
-/// theirs.
+/// [`Database`](crate::Database), [`PgBouncer`](crate::PgBouncer), [`Pgpool`](crate::Pgpool) and
+/// [`RoundTrips`](crate::RoundTrips) dereference to theirs.
 #[derive(Clone, Debug)]
 pub struct Endpoint(BTreeMap<String, String>);
 

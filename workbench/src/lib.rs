@@ -5,6 +5,7 @@
 //! | [`Database`] | an empty database for one test, dropped with the value |
 //! | [`Cluster`] | a PostgreSQL server of its own, which can be stopped, killed and followed by a standby |
 //! | [`PgBouncer`] | a pooler in front of a database |
+//! | [`Pgpool`] | a pooler in front of a primary and a standby, which sends reads to the standby |
 //! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can cut the network |
 //! | [`Endpoint`] | what these have in common: URL, connections and pools |
 //!
@@ -30,6 +31,8 @@ mod cluster;
 mod database;
 mod endpoint;
 mod pgbouncer;
+mod pgpool;
+mod program;
 mod round_trips;
 mod watcher;
 
@@ -39,4 +42,5 @@ pub use cluster::{Cluster, ClusterBuilder, StopMode};
 pub use database::Database;
 pub use endpoint::Endpoint;
 pub use pgbouncer::{PgBouncer, PoolMode};
+pub use pgpool::Pgpool;
 pub use round_trips::RoundTrips;

@@ -1,19 +1,13 @@
 //! A pooler between clients and a server.
 
-use std::env;
 use std::fs;
 use std::ops::Deref;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Command;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use crate::endpoint::{Endpoint, cannot};
-use crate::watcher::{POLL, Watcher};
-
-/// How long a pooler may take to listen, or to end.
-const DEADLINE: Duration = Duration::from_secs(10);
+use crate::program;
+use crate::watcher::Watcher;
 
 /// What a client of the pooler has a server session for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +16,8 @@ pub enum PoolMode {
     Session,
     /// One transaction.
     Transaction,
+    /// One statement: the pooler refuses `BEGIN`.
+    Statement,
 }
 
 /// `PgBouncer` in front of a database. It goes away with the value, or with the process that started it. Connections and
@@ -39,12 +35,18 @@ impl PgBouncer {
     /// Starts a pooler with at most `sessions` server sessions. Clients may name their prepared statements in transaction
     /// mode, too, if it [follows them](Self::follows_prepared_statements).
     pub fn in_front_of(server: &Endpoint, mode: PoolMode, sessions: u32) -> Self {
+        Self::with_settings(server, mode, sessions, "")
+    }
+
+    /// The same with more settings: lines such as `server_round_robin = 1`.
+    pub fn with_settings(server: &Endpoint, mode: PoolMode, sessions: u32, more: &str) -> Self {
         let watcher = Watcher::start(&binaries(), &[]);
         let directory = watcher.directory();
         let endpoint = server.clone().with_address(directory, 6432);
         let mode = match mode {
             PoolMode::Session => "session",
             PoolMode::Transaction => "transaction",
+            PoolMode::Statement => "statement",
         };
         let (host, port) = server.address();
         let user = server.user();
@@ -66,7 +68,8 @@ impl PgBouncer {
              default_pool_size = {sessions}\n\
              max_client_conn = 500\n\
              server_login_retry = 0.2\n\
-             {prepared}\n"
+             {prepared}\n\
+             {more}\n"
         );
         fs::write(watcher.path("pgbouncer.ini"), settings)
             .unwrap_or_else(cannot("write the settings"));
@@ -77,23 +80,13 @@ impl PgBouncer {
 
     fn run(&mut self) {
         self.watcher.run("pool");
-        let socket = self.watcher.path(".s.PGSQL.6432");
-        let deadline = Instant::now() + DEADLINE;
-        while UnixStream::connect(&socket).is_err() {
-            let is_early = Instant::now() < deadline;
-            assert!(
-                is_early,
-                "PgBouncer does not listen:\n{}",
-                self.watcher.read("log")
-            );
-            thread::sleep(POLL);
-        }
+        program::wait_until_it_listens("PgBouncer", &self.watcher, 6432);
     }
 
     /// Kills the pooler, as a crash does, and starts it again at the same address.
     pub fn crash(&mut self) {
         self.watcher.signal("KILL");
-        self.watcher.succeeds_within(DEADLINE);
+        self.watcher.succeeds_within(program::DEADLINE);
         self.run();
     }
 
@@ -125,9 +118,5 @@ impl Deref for PgBouncer {
 }
 
 fn binaries() -> PathBuf {
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path)
-        .chain(["/usr/sbin".into()])
-        .find(|directory| directory.join("pgbouncer").is_file())
-        .expect("PgBouncer is not installed: install the package `pgbouncer`")
+    program::directory_of("pgbouncer", "pgbouncer")
 }

@@ -40,12 +40,18 @@ run() {
     ) &
 }
 
+signals='CONT QUIT TERM'
 while read -r command argument; do
     case $command in
     create) run setup "$binaries/initdb" -D "$directory/data" -U postgres -A trust -E UTF8 --locale=C -N ;;
     copy) run setup "$binaries/pg_basebackup" -d "$argument" -D "$directory/data" -R -X stream -c fast -N ;;
     serve) run log "$binaries/postgres" -D "$directory/data" ;;
     pool) run log "$binaries/pgbouncer" "$directory/pgbouncer.ini" ;;
+    balance)
+        # A second kind of signal keeps it from ending by the first.
+        signals='CONT QUIT'
+        run log setsid "$binaries/pgpool" -n -f "$directory/pgpool.conf" -F "$directory/none" -a "$directory/none"
+        ;;
     signal) read -r pid <"$pid_file" && kill "-$argument" "$pid" ;;
     esac
     echo done
@@ -59,9 +65,7 @@ while [ -e "$pid_file" ] && [ $rounds -lt 500 ]; do
     pid=
     read -r pid <"$pid_file"
     if [ -n "$pid" ] && [ $rounds -lt 400 ]; then
-        kill -CONT "$pid"
-        kill -QUIT "$pid"
-        kill -TERM "$pid"
+        for signal in $signals; do kill "-$signal" "$pid"; done
     elif [ -n "$pid" ]; then
         kill -KILL "$pid"
     fi
@@ -71,6 +75,19 @@ done
 # A postmaster that was killed leaves a System V shared memory segment of a few bytes, named by line 7 of its file.
 segment=$(sed -n '7s/^ *[0-9][0-9]*  *\([0-9][0-9]*\) *$/\1/p' "$directory/data/postmaster.pid")
 [ -n "$segment" ] && ipcrm -m "$segment"
+
+# pgpool-II that was killed leaves the file of its pid, its processes, which are of its session, and their segments.
+leader=$(tr -d '\0' <"$directory/pgpool.pid")
+if [ -n "$leader" ]; then
+    family=$(ps -o pid= -s "$leader")
+    # Without quotes, because these are words.
+    kill -KILL $family
+    ipcs -m -p | while read -r segment _ creator _; do
+        case " $leader "$(echo $family)" " in
+        *" $creator "*) ipcrm -m "$segment" ;;
+        esac
+    done
+fi
 
 rounds=0
 until rm -rf "$directory" || [ $rounds -ge 50 ]; do

@@ -5,7 +5,7 @@
 //! | [`Database`] | an empty database for one test, dropped with the value |
 //! | [`Cluster`] | a PostgreSQL server of its own, which can be stopped, killed and followed by a standby |
 //! | [`PgBouncer`] | a pooler in front of a database |
-//! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can cut the network |
+//! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can slow down, cut or break the network |
 //! | [`Endpoint`] | what these have in common: URL, connections and pools |
 //!
 //! # Panics
@@ -39,4 +39,4 @@ pub use cluster::{Cluster, ClusterBuilder, StopMode};
 pub use database::Database;
 pub use endpoint::Endpoint;
 pub use pgbouncer::{PgBouncer, PoolMode};
-pub use round_trips::RoundTrips;
+pub use round_trips::{Fault, RoundTrips, When};

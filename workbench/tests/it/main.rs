@@ -5,6 +5,7 @@ mod cluster;
 mod database;
 mod database_url;
 mod left_behind;
+mod network;
 mod round_trips;
 
 use std::thread;

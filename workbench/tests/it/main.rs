@@ -7,6 +7,7 @@ mod database_url;
 mod left_behind;
 mod network;
 mod round_trips;
+mod tls;
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! A server that demands TLS.
+//! A server that demands TLS. Blocking connections to it are tested by `scripts/test_with tls`, with a libpq that can.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::thread;

@@ -1,8 +1,12 @@
 //! Asynchronous connections and pools, and a runtime for tests.
 
+#[cfg(feature = "tls")]
+mod tls;
+
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use diesel::result::ConnectionResult;
 use diesel_async::pooled_connection::{
     AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod, bb8, deadpool,
 };
@@ -31,8 +35,17 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
 impl Endpoint {
     /// Opens an asynchronous connection.
     pub async fn connect_async(&self) -> AsyncPgConnection {
-        let connected = AsyncPgConnection::establish(&self.url()).await;
+        let connected = self.try_connect_async().await;
         connected.unwrap_or_else(cannot("connect"))
+    }
+
+    /// Opens an asynchronous connection, or says why not.
+    pub async fn try_connect_async(&self) -> ConnectionResult<AsyncPgConnection> {
+        #[cfg(feature = "tls")]
+        if self.requires_tls() {
+            return tls::establish(self.clone()).await;
+        }
+        AsyncPgConnection::establish(&self.url()).await
     }
 
     /// A pool of deadpool with at most `size` connections, which are not checked at a checkout.
@@ -54,13 +67,19 @@ impl Endpoint {
             .build_unchecked(self.async_manager(RecyclingMethod::Fast))
     }
 
-    /// What opens the connections of an asynchronous pool with settings of its own.
+    /// What opens the connections of an asynchronous pool with settings of its own. As everywhere here, they use TLS where
+    /// the endpoint requires it.
     pub fn async_manager(
         &self,
         recycling_method: RecyclingMethod<AsyncPgConnection>,
     ) -> AsyncDieselConnectionManager<AsyncPgConnection> {
         let mut config = ManagerConfig::default();
         config.recycling_method = recycling_method;
+        let endpoint = self.clone();
+        config.custom_setup = Box::new(move |_| {
+            let endpoint = endpoint.clone();
+            Box::pin(async move { endpoint.try_connect_async().await })
+        });
         AsyncDieselConnectionManager::new_with_config(self.url(), config)
     }
 }

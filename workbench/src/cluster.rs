@@ -2,9 +2,12 @@
 
 mod binaries;
 mod builder;
+#[cfg(feature = "tls")]
+mod tls;
 
 use std::fs;
 use std::io::Write;
+use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -19,7 +22,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A throwaway PostgreSQL server.
 ///
-/// It listens on a Unix socket in its own directory only, trusts everybody who can reach that, and has the superuser
+/// It listens on a Unix socket in its own directory only, unless it was told otherwise, trusts everybody who can reach that, and has the superuser
 /// `postgres`. When the tests run as root, which PostgreSQL refuses to run as, the server runs as the user `postgres` or
 /// else `nobody`. Dropping the value stops the server and removes its directory.
 ///
@@ -72,30 +75,61 @@ impl Cluster {
         );
         let directory = watcher.directory().to_owned();
         let builder = builder.setting("unix_socket_directories", &directory);
-        let cluster = Self {
+        let mut cluster = Self {
             builder,
             binaries,
             directory,
             watcher: Mutex::new(watcher),
         };
-        let path = cluster.directory().join("data/postgresql.conf");
-        let file = fs::OpenOptions::new().append(true).open(path);
-        file.and_then(|mut file| file.write_all(cluster.builder.settings.as_bytes()))
-            .unwrap_or_else(cannot("write the settings"));
-        cluster.start_again();
+        cluster.append(&cluster.builder.settings);
+        #[cfg(feature = "tls")]
+        cluster.set_up_tls();
+        let mut port = cluster.choose_port();
+        cluster.serve(|| port = cluster.choose_port());
+        cluster.builder.port = port;
         cluster
+    }
+
+    /// Chooses the port before the server starts for the first time. A TCP port is one that is free, which another program
+    /// may take before the server does.
+    fn choose_port(&self) -> u16 {
+        if !self.builder.tls {
+            return self.builder.port;
+        }
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+        let address = listener.and_then(|listener| listener.local_addr());
+        let port = address.unwrap_or_else(cannot("find a free port")).port();
+        self.append(&builder::line("port", &port.to_string()));
+        port
+    }
+
+    /// Adds lines to `postgresql.conf`, of which the last one for a parameter is taken.
+    fn append(&self, lines: &str) {
+        let path = self.directory().join("data/postgresql.conf");
+        let file = fs::OpenOptions::new().append(true).open(path);
+        file.and_then(|mut file| file.write_all(lines.as_bytes()))
+            .unwrap_or_else(cannot("write the settings"));
     }
 
     /// Starts a server that was stopped or killed, with the same data and the same [`url`](Self::url), and waits until it
     /// accepts connections.
     pub fn start_again(&self) {
+        self.serve(|| ());
+    }
+
+    /// Starts the server, and waits until it accepts connections. Calls `before_retry` when it will be tried again.
+    fn serve(&self, mut before_retry: impl FnMut()) {
         let mut watcher = self.watcher();
         watcher.run("serve");
         self.wait_until("ready", || {
             if !watcher.is_running() {
-                // The processes of a server that was killed end when they notice it.
-                let is_in_use = self.end_of_log().contains("is still in use");
-                assert!(is_in_use, "the server ended:\n{}", self.end_of_log());
+                // The processes of a server that was killed end when they notice it, and another program's port, that was
+                // free when it was chosen, becomes free again.
+                let log = self.end_of_log();
+                let is_port_taken = self.builder.tls && log.contains("Address already in use");
+                let is_in_use = is_port_taken || log.contains("is still in use");
+                assert!(is_in_use, "the server ended:\n{log}");
+                before_retry();
                 watcher.run("serve");
             }
             // The last line says so.

@@ -39,6 +39,8 @@ pub struct Database {
     endpoint: Endpoint,
     /// Where the database is created and dropped from.
     maintenance: Endpoint,
+    #[cfg(feature = "tls")]
+    pub(crate) tls: Option<Endpoint>,
 }
 
 impl Database {
@@ -71,6 +73,8 @@ impl Database {
             endpoint: maintenance.clone().with("dbname", &name),
             name,
             maintenance,
+            #[cfg(feature = "tls")]
+            tls: None,
         }
     }
 
@@ -91,7 +95,10 @@ impl Deref for Database {
 impl Cluster {
     /// Makes an empty database on this server. See [`Database::new`].
     pub fn database(&self) -> Database {
-        Database::create(self.endpoint("postgres"), "")
+        let database = Database::create(self.endpoint("postgres"), "");
+        #[cfg(feature = "tls")]
+        let database = self.with_tls(database);
+        database
     }
 }
 

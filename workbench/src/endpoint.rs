@@ -42,7 +42,8 @@ impl Endpoint {
         Self(parts.chain(url.query_pairs().into_owned()).collect())
     }
 
-    /// The URL, which both libpq and tokio-postgres accept: the name of the database, and the rest as parameters.
+    /// The URL, which both libpq and tokio-postgres accept, but for the `sslrootcert` of a server with TLS, which
+    /// tokio-postgres does not: the name of the database, and the rest as parameters.
     pub fn url(&self) -> String {
         let encoded = |value| utf8_percent_encode(value, ESCAPED);
         let (mut database, mut parameters) = (String::new(), Vec::new());
@@ -93,6 +94,20 @@ impl Endpoint {
     pub(crate) fn with_address(mut self, host: &str, port: u16) -> Self {
         self.0.remove("hostaddr");
         self.with("host", host).with("port", &port.to_string())
+    }
+
+    /// The same without a parameter, and the value that it had.
+    #[cfg(feature = "tls")]
+    pub(crate) fn without(mut self, parameter: &str) -> (Self, Option<String>) {
+        let value = self.0.remove(parameter);
+        (self, value)
+    }
+
+    /// Whether clients must not connect without TLS.
+    #[cfg(feature = "tls")]
+    pub(crate) fn requires_tls(&self) -> bool {
+        let mode = self.0.get("sslmode").map(String::as_str);
+        matches!(mode, Some("require" | "verify-ca" | "verify-full"))
     }
 
     /// The host, or the directory of the Unix socket, and the port.

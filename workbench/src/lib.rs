@@ -6,7 +6,7 @@
 //! | [`Cluster`] | a PostgreSQL server of its own, which can be stopped, killed and followed by a standby |
 //! | [`PgBouncer`] | a pooler in front of a database |
 //! | [`Pgpool`] | a pooler in front of a primary and a standby, which sends reads to the standby |
-//! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can cut the network |
+//! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can slow down, cut or break the network |
 //! | [`Endpoint`] | what these have in common: URL, connections and pools |
 //!
 //! # Panics
@@ -43,4 +43,4 @@ pub use database::Database;
 pub use endpoint::Endpoint;
 pub use pgbouncer::{PgBouncer, PoolMode};
 pub use pgpool::Pgpool;
-pub use round_trips::RoundTrips;
+pub use round_trips::{Fault, RoundTrips, When};

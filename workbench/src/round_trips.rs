@@ -1,22 +1,34 @@
 //! A proxy that counts round trips.
 
-use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+mod faults;
+mod link;
+mod messages;
+
+use std::io::{self, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
 use std::thread;
+use std::time::{Duration, Instant};
 
+use self::faults::{Armed, Effect, Faults};
+pub use self::faults::{Fault, When};
+use self::link::{Link, Passed, Replies, Requests, Side};
 use crate::endpoint::Endpoint;
 use crate::watcher::POLL;
+
+/// How many pieces may be under way in one direction of a connection before the sender has to wait.
+const WINDOW: usize = 1024;
 
 /// A socket of any family: the standard library's type for Unix sockets does to it just what a TCP socket needs, too.
 type Socket = UnixStream;
 
-/// A proxy in front of a database, which counts what clients ask on the wire and can cut the network. Connections and
-/// pools through it are those of its [`Endpoint`].
+/// A proxy in front of a database, which counts what clients ask on the wire, and is a network that can be slow, cut, or
+/// fail at a chosen message. Connections and pools through it are those of its [`Endpoint`].
 ///
 /// A round trip is a message after which a client waits for the server to be ready again: `Query` of the simple
 /// protocol, `Sync` of the extended protocol, `FunctionCall`. Opening a connection is none, but what Diesel sends to
@@ -33,9 +45,9 @@ type Socket = UnixStream;
 /// assert_eq!(proxy.count(|| conn.batch_execute("SELECT 1; SELECT 2").unwrap()), 1);
 /// ```
 ///
-/// It listens on a TCP port of the loopback interface, so that TCP's own timeouts apply to its clients, and knows no
-/// encryption. Where the server cannot be reached, as during a restart, it closes the client's connection. When it
-/// drops, it closes all connections.
+/// It listens on a TCP port of the loopback interface, so that TCP's own timeouts apply to its clients. What a client sends
+/// with TLS passes, but is not counted. Where the server cannot be reached, as during a restart, it closes the client's
+/// connection. When it drops, it closes all connections.
 #[derive(Debug)]
 #[must_use = "the proxy ends when the value drops"]
 pub struct RoundTrips {
@@ -47,11 +59,17 @@ pub struct RoundTrips {
 #[derive(Debug)]
 struct Shared {
     server: (String, u16),
-    round_trips: AtomicU64,
+    connections: AtomicU64,
     parses: AtomicU64,
+    /// Counts the round trips, too.
+    faults: Faults,
+    /// A round trip, and the most that chance adds to each half of it.
+    delay: Mutex<(Duration, Duration)>,
     network: RwLock<Network>,
     /// The connections that may be open.
     links: Mutex<Vec<Weak<Link>>>,
+    /// Those that are silent are kept open.
+    silent: Mutex<Vec<Arc<Link>>>,
 }
 
 /// Forwarding holds a read lock of it.
@@ -63,29 +81,34 @@ enum Network {
     IsGone,
 }
 
-/// A client's connection and the one to the server that is made for it.
-#[derive(Debug)]
-struct Link {
-    client: Socket,
-    server: Socket,
-}
-
 impl RoundTrips {
     /// Starts a proxy in front of a database or a pooler. It connects to the server whenever a client connects to it, and
-    /// has no connection of its own.
+    /// has no connection of its own. Its clients do without TLS.
     pub fn in_front_of(server: &Endpoint) -> Self {
+        Self::start(server.clone().with("sslmode", "disable"))
+    }
+
+    /// The same with the server's own `sslmode`: where that requires TLS, everything passes as slowly and as long as the
+    /// network lets it, but no message is counted, and none has a fault.
+    pub fn in_front_of_tls(server: &Endpoint) -> Self {
+        Self::start(server.clone())
+    }
+
+    fn start(server: Endpoint) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .expect("the loopback interface has a free port");
         let address = listener.local_addr().expect("a listener has an address");
-        let endpoint = server.clone().with("sslmode", "disable");
-        let endpoint = endpoint.with_address("127.0.0.1", address.port());
         let shared = Arc::new(Shared {
             server: server.address(),
-            round_trips: AtomicU64::new(0),
+            connections: AtomicU64::new(0),
             parses: AtomicU64::new(0),
+            faults: Faults::default(),
+            delay: Mutex::default(),
             network: RwLock::new(Network::Works),
             links: Mutex::default(),
+            silent: Mutex::default(),
         });
+        let endpoint = server.with_address("127.0.0.1", address.port());
         let acceptor = Arc::clone(&shared);
         thread::spawn(move || acceptor.accept(&listener));
         Self { shared, endpoint }
@@ -93,7 +116,12 @@ impl RoundTrips {
 
     /// How many round trips all connections through the proxy have made so far.
     pub fn round_trips(&self) -> u64 {
-        self.shared.round_trips.load(Ordering::SeqCst)
+        self.shared.faults.messages()
+    }
+
+    /// How many connections clients have opened so far, including those that only cancel a statement.
+    pub fn connections(&self) -> u64 {
+        self.shared.connections.load(Ordering::SeqCst)
     }
 
     /// How many statements were sent to be prepared so far, including those without a name, which a client prepares for
@@ -109,6 +137,34 @@ impl RoundTrips {
         self.round_trips() - before
     }
 
+    /// Makes the network slow: whatever is sent from now on arrives half of `round_trip` later, and up to `jitter` later than
+    /// that, by chance. Nothing overtakes what was sent before it, and all of it may be under way at the same time. Opening
+    /// a connection takes a round trip more than what is sent on it, as TCP's does.
+    pub fn set_delay(&self, round_trip: Duration, jitter: Duration) {
+        *lock(&self.shared.delay) = (round_trip, jitter);
+    }
+
+    /// Closes a connection, towards both sides, at the `n`-th round trip from now on, on whichever connection that is: 1 is
+    /// the next one. It happens once.
+    ///
+    /// A reply that is lost is lost when the server is ready again, so the statement has run and is committed. A `COPY FROM
+    /// STDIN` is not, because its client never gets the reply that asks for the data.
+    pub fn sever_at(&self, n: u64, when: When) -> Fault {
+        self.shared.faults.arm(n, when, Effect::IsClosed)
+    }
+
+    /// As [`sever_at`](Self::sever_at), but the connection falls silent: nothing passes any more in either direction,
+    /// neither bytes nor the end of the connection, while both sockets stay open, until the proxy [severs](Self::sever) all
+    /// connections or drops. Other connections work on.
+    pub fn silence_at(&self, n: u64, when: When) -> Fault {
+        self.shared.faults.arm(n, when, Effect::IsSilent)
+    }
+
+    /// Forgets the faults whose messages have not come.
+    pub fn disarm(&self) {
+        self.shared.faults.disarm();
+    }
+
     /// Cuts the network: from now on nothing passes in either direction, neither bytes nor the end of a connection, while
     /// all sockets stay open. A new connection hangs, too.
     pub fn cut(&self) {
@@ -122,11 +178,12 @@ impl RoundTrips {
 
     /// Closes all connections, as a server does that crashes. New ones may be made.
     pub fn sever(&self) {
-        for link in self.shared.links().drain(..) {
+        for link in lock(&self.shared.links).drain(..) {
             if let Some(link) = link.upgrade() {
                 link.close();
             }
         }
+        lock(&self.shared.silent).clear();
     }
 }
 
@@ -157,6 +214,7 @@ impl Shared {
             }
             match client.and_then(socket) {
                 Ok(client) => {
+                    self.connections.fetch_add(1, Ordering::SeqCst);
                     let shared = Arc::clone(self);
                     // An error is the end of a connection: both sides see the end of theirs.
                     thread::spawn(move || shared.serve(client));
@@ -169,25 +227,21 @@ impl Shared {
 
     /// Connects to the server and forwards both ways until the connection ends.
     fn serve(self: Arc<Self>, client: Socket) -> io::Result<()> {
+        thread::sleep(self.one_way() + self.one_way());
         let link = self.pass(|| self.link(client))?;
         let replies = (Arc::clone(&self), Arc::clone(&link));
         thread::spawn(move || {
             let (shared, link) = replies;
-            let _ = shared.forward(&link.server, &link.client, |_| ());
-            link.close();
-        });
-        // The packet that opens a connection has no type.
-        let (head, body) = (vec![0], 0);
-        let mut messages = Messages { head, body };
-        let _ = self.forward(&link.client, &link.server, |piece| {
-            messages.read(piece, |kind| match kind {
-                b'Q' | b'S' | b'F' => _ = self.round_trips.fetch_add(1, Ordering::SeqCst),
-                b'P' => _ = self.parses.fetch_add(1, Ordering::SeqCst),
-                _ => {}
+            let mut replies = Replies::new();
+            shared.forward(&link, Side::Server, Side::Client, |piece| {
+                replies.pass(piece, &link)
             });
         });
-        // The server replies to what it has received, and closes.
-        link.server.shutdown(Shutdown::Write)
+        let mut requests = Requests::new();
+        self.forward(&link, Side::Client, Side::Server, |piece| {
+            requests.pass(piece, &link, &self)
+        });
+        Ok(())
     }
 
     fn link(&self, client: Socket) -> io::Result<Arc<Link>> {
@@ -197,32 +251,78 @@ impl Shared {
         } else {
             socket(TcpStream::connect((host.as_str(), *port))?)?
         };
-        let link = Arc::new(Link { client, server });
-        let mut links = self.links();
+        let link = Arc::new(Link::new(client, server));
+        let mut links = lock(&self.links);
         links.retain(|link| link.strong_count() > 0);
         links.push(Arc::downgrade(&link));
         Ok(link)
     }
 
-    /// Passes every piece through the gate, and at last the end of the connection, be it an orderly one or not.
+    /// Passes what arrives through the gate, and at last the end of the connection.
     fn forward(
-        &self,
-        mut from: &Socket,
-        mut to: &Socket,
-        mut look: impl FnMut(&[u8]),
-    ) -> io::Result<()> {
-        let mut buffer = vec![0; 16 * 1024];
-        loop {
-            let length = match from.read(&mut buffer) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                result => result.unwrap_or(0),
-            };
-            self.pass(|| {
-                look(&buffer[..length]);
-                to.write_all(&buffer[..length])
-            })?;
-            if length == 0 {
-                return Ok(());
+        self: &Arc<Self>,
+        link: &Arc<Link>,
+        from: Side,
+        to: Side,
+        mut look: impl FnMut(&[u8]) -> Passed,
+    ) {
+        for piece in self.arriving(link, from) {
+            let passed = self.pass(|| {
+                if link.is_silent() {
+                    return Ok(());
+                }
+                let (bytes, armed) = look(&piece);
+                link.socket(to).write_all(&bytes)?;
+                armed.map_or(Ok(()), |armed| self.fail(link, &armed))
+            });
+            if passed.is_err() {
+                break;
+            }
+        }
+        link.end(to);
+    }
+
+    /// What one side sends, up to the end of the connection. A thread of its own reads it, so that all of it is under way at
+    /// the same time.
+    fn arriving(self: &Arc<Self>, link: &Arc<Link>, from: Side) -> impl Iterator<Item = Vec<u8>> {
+        let (sender, pieces) = sync_channel(WINDOW);
+        let (shared, link) = (Arc::clone(self), Arc::clone(link));
+        thread::spawn(move || {
+            let mut due = Instant::now();
+            loop {
+                let piece = link.read(from);
+                let is_last = piece.is_empty();
+                // Nothing overtakes what was sent before it.
+                due = due.max(Instant::now() + shared.one_way());
+                if sender.send((due, piece)).is_err() || is_last {
+                    break;
+                }
+            }
+        });
+        pieces.into_iter().map(|(due, piece)| {
+            thread::sleep(due.saturating_duration_since(Instant::now()));
+            piece
+        })
+    }
+
+    /// How long it takes what is sent now to arrive.
+    fn one_way(&self) -> Duration {
+        let (round_trip, jitter) = *lock(&self.delay);
+        round_trip / 2 + jitter.mul_f64(fastrand::f64())
+    }
+
+    /// Lets a fault happen.
+    fn fail(&self, link: &Arc<Link>, armed: &Armed) -> io::Result<()> {
+        armed.fault.happens();
+        match armed.effect {
+            Effect::IsSilent => {
+                link.fall_silent();
+                lock(&self.silent).push(Arc::clone(link));
+                Ok(())
+            }
+            Effect::IsClosed => {
+                link.close();
+                Err(io::ErrorKind::ConnectionAborted.into())
             }
         }
     }
@@ -249,17 +349,6 @@ impl Shared {
         let now = self.network.write();
         *now.unwrap_or_else(PoisonError::into_inner) = network;
     }
-
-    fn links(&self) -> MutexGuard<'_, Vec<Weak<Link>>> {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Link {
-    fn close(&self) {
-        let _ = self.client.shutdown(Shutdown::Both);
-        let _ = self.server.shutdown(Shutdown::Both);
-    }
 }
 
 /// A TCP connection that sends every piece at once instead of collecting small ones.
@@ -268,29 +357,6 @@ fn socket(stream: TcpStream) -> io::Result<Socket> {
     Ok(OwnedFd::from(stream).into())
 }
 
-/// Finds the messages in what a client sends, in pieces of any length.
-struct Messages {
-    /// The part of a message's head that has been seen: its type and its length.
-    head: Vec<u8>,
-    /// How much of the message's body is still to come.
-    body: usize,
-}
-
-impl Messages {
-    /// Calls `on_message` with the type of each message whose head ends in this piece.
-    fn read(&mut self, piece: &[u8], mut on_message: impl FnMut(u8)) {
-        for &byte in piece {
-            if self.body > 0 {
-                self.body -= 1;
-                continue;
-            }
-            self.head.push(byte);
-            if let &[kind, a, b, c, d] = self.head.as_slice() {
-                on_message(kind);
-                // The length counts itself.
-                self.body = (u32::from_be_bytes([a, b, c, d]) as usize).saturating_sub(4);
-                self.head.clear();
-            }
-        }
-    }
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -10,6 +10,8 @@ pub struct ClusterBuilder {
     pub(super) settings: String,
     pub(super) port: u16,
     pub(super) environment: Vec<(String, String)>,
+    /// Whether the server demands TLS on a TCP port that it chooses.
+    pub(super) tls: bool,
 }
 
 impl ClusterBuilder {
@@ -20,6 +22,7 @@ impl ClusterBuilder {
             settings: String::new(),
             port: 5432,
             environment: Vec::new(),
+            tls: false,
         };
         nothing
             .setting("listen_addresses", "")
@@ -35,8 +38,7 @@ impl ClusterBuilder {
     /// Sets a parameter in `postgresql.conf`, such as `("max_connections", "10")`. The value needs no quotes. Of two
     /// calls for one parameter the later wins.
     pub fn setting(mut self, name: &str, value: &str) -> Self {
-        let quoted = value.replace('\\', r"\\").replace('\'', "''");
-        self.settings += &format!("{name} = '{quoted}'\n");
+        self.settings += &line(name, value);
         self
     }
 
@@ -58,4 +60,10 @@ impl ClusterBuilder {
     pub fn start(self) -> Cluster {
         Cluster::set_up(self, super::binaries::directory(), "create")
     }
+}
+
+/// A line of `postgresql.conf`.
+pub(super) fn line(name: &str, value: &str) -> String {
+    let quoted = value.replace('\\', r"\\").replace('\'', "''");
+    format!("{name} = '{quoted}'\n")
 }

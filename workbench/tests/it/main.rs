@@ -5,7 +5,9 @@ mod cluster;
 mod database;
 mod database_url;
 mod left_behind;
+mod network;
 mod round_trips;
+mod tls;
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -1,0 +1,33 @@
+//! Over TLS: both halves, and every pool.
+//!
+//! Run by `scripts/test_with tls`, which builds a libpq that knows TLS.
+
+mod locking;
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use diesel::dsl::sql;
+use diesel::prelude::*;
+use diesel::sql_types::Bool;
+use workbench::{Cluster, Database, Endpoint, RoundTrips};
+
+/// A database of the server that the tests share. Its own endpoint, for a session that looks, does without TLS.
+fn database() -> Database {
+    static CLUSTER: OnceLock<Cluster> = OnceLock::new();
+    let cluster = CLUSTER.get_or_init(|| Cluster::builder().tls().start());
+    cluster.database()
+}
+
+/// A network on which a round trip takes 60 ms.
+fn far_away(server: &Endpoint) -> RoundTrips {
+    let proxy = RoundTrips::in_front_of_tls(server);
+    proxy.set_delay(Duration::from_millis(60), Duration::ZERO);
+    proxy
+}
+
+/// Whether a condition is true.
+fn is(conn: &mut PgConnection, condition: &str) -> bool {
+    let value = diesel::select(sql::<Bool>(condition)).get_result(conn);
+    value.unwrap()
+}

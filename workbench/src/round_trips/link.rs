@@ -1,0 +1,241 @@
+//! One connection through the proxy.
+
+use std::io::{self, Read};
+use std::mem;
+use std::net::Shutdown;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::faults::{Armed, When};
+use super::messages::{Kind, Messages, Part};
+use super::{Shared, Socket};
+
+/// A client's connection and the one to the server that is made for it.
+#[derive(Debug)]
+pub(super) struct Link {
+    client: Socket,
+    server: Socket,
+    state: Mutex<State>,
+}
+
+/// Who is at one end of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    Client,
+    Server,
+}
+
+/// What both directions of a link know.
+#[derive(Debug, Default)]
+struct State {
+    is_encrypted: bool,
+    /// The client has asked for encryption, and the server replies with a single byte.
+    is_asked: bool,
+    /// Nothing passes any more, not even the end of a connection.
+    is_silent: bool,
+    /// How many messages that end with the server being ready were forwarded.
+    requests: u64,
+    /// The fault that swallows the reply to the last of them. Nothing is forwarded after that one.
+    lost: Option<Armed>,
+}
+
+/// What passes of a piece, and the fault that happens then.
+pub(super) type Passed = (Vec<u8>, Option<Armed>);
+
+impl Link {
+    pub(super) fn new(client: Socket, server: Socket) -> Self {
+        Self {
+            client,
+            server,
+            state: Mutex::default(),
+        }
+    }
+
+    pub(super) fn socket(&self, side: Side) -> &Socket {
+        match side {
+            Side::Client => &self.client,
+            Side::Server => &self.server,
+        }
+    }
+
+    /// Reads what one side has sent: nothing at the end of the connection, be it an orderly one or not.
+    pub(super) fn read(&self, from: Side) -> Vec<u8> {
+        let mut buffer = vec![0; 16 * 1024];
+        let length = loop {
+            match self.socket(from).read(&mut buffer) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => break result.unwrap_or(0),
+            }
+        };
+        buffer.truncate(length);
+        buffer
+    }
+
+    /// Tells one side that the other one has closed its connection. A server replies to what it has received, and closes.
+    pub(super) fn end(&self, to: Side) {
+        if !self.is_silent() {
+            match to {
+                Side::Client => self.close(),
+                Side::Server => _ = self.server.shutdown(Shutdown::Write),
+            }
+        }
+    }
+
+    pub(super) fn close(&self) {
+        let _ = self.client.shutdown(Shutdown::Both);
+        let _ = self.server.shutdown(Shutdown::Both);
+    }
+
+    pub(super) fn fall_silent(&self) {
+        self.state().is_silent = true;
+    }
+
+    pub(super) fn is_silent(&self) -> bool {
+        self.state().is_silent
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where the body of a message goes.
+#[derive(Debug)]
+enum Goal {
+    Through,
+    Held,
+    Nowhere,
+}
+
+/// What a client asks.
+#[derive(Debug)]
+pub(super) struct Requests {
+    messages: Messages,
+    goal: Goal,
+    /// The messages of the extended protocol that the server does not reply to before a later one. They are held until
+    /// that comes, because the server may commit at any of them.
+    held: Vec<u8>,
+}
+
+impl Requests {
+    pub(super) fn new() -> Self {
+        Self {
+            messages: Messages::opening(),
+            goal: Goal::Through,
+            held: Vec::new(),
+        }
+    }
+
+    /// Counts the messages in a piece, and finds the one at which the connection fails.
+    pub(super) fn pass(&mut self, mut piece: &[u8], link: &Link, shared: &Shared) -> Passed {
+        let mut state = link.state();
+        // A client may also begin with TLS without asking.
+        state.is_encrypted |= self.messages.are_to_open() && piece.first() == Some(&22);
+        if state.is_encrypted {
+            return (piece.to_vec(), None);
+        }
+        let mut through = Vec::new();
+        while let Some(part) = self.messages.next(&mut piece) {
+            let bytes = match part {
+                Part::Body(bytes) => bytes,
+                Part::Head(kind, bytes) => {
+                    if state.lost.is_some() {
+                        self.goal = Goal::Nowhere;
+                        continue;
+                    }
+                    self.goal = Goal::Through;
+                    match kind {
+                        Kind::Opening { asks } => state.is_asked = asks,
+                        Kind::Typed(b'Q' | b'S' | b'F') => {
+                            let armed = shared.faults.count();
+                            if armed
+                                .as_ref()
+                                .is_some_and(|armed| armed.when == When::BeforeServer)
+                            {
+                                return (through, armed);
+                            }
+                            state.requests += 1;
+                            state.lost = armed;
+                        }
+                        Kind::Typed(b'P' | b'B' | b'D' | b'E' | b'C') => self.goal = Goal::Held,
+                        Kind::Typed(_) => {}
+                    }
+                    if let Kind::Typed(b'P') = kind {
+                        shared.parses.fetch_add(1, Ordering::SeqCst);
+                    }
+                    bytes
+                }
+            };
+            match self.goal {
+                Goal::Held => self.held.extend_from_slice(bytes),
+                Goal::Nowhere => {}
+                Goal::Through => {
+                    through.append(&mut self.held);
+                    through.extend_from_slice(bytes);
+                }
+            }
+        }
+        (through, None)
+    }
+}
+
+/// What the server replies.
+#[derive(Debug)]
+pub(super) struct Replies {
+    messages: Messages,
+    /// Whether the client gets the message that is being read.
+    passes: bool,
+    /// How often the server was ready for the next request.
+    ready: u64,
+}
+
+impl Replies {
+    pub(super) fn new() -> Self {
+        Self {
+            messages: Messages::typed(),
+            passes: true,
+            ready: 0,
+        }
+    }
+
+    /// Finds the reply that a fault swallows.
+    pub(super) fn pass(&mut self, mut piece: &[u8], link: &Link) -> Passed {
+        let mut state = link.state();
+        let mut through = Vec::new();
+        if mem::take(&mut state.is_asked) {
+            match piece {
+                [b'S' | b'G', ..] => state.is_encrypted = true,
+                [b'N', rest @ ..] => {
+                    through.push(b'N');
+                    piece = rest;
+                }
+                // Nothing, or an error message.
+                _ => {}
+            }
+        }
+        if state.is_encrypted {
+            return (piece.to_vec(), None);
+        }
+        while let Some(part) = self.messages.next(&mut piece) {
+            let bytes = match part {
+                Part::Body(bytes) => bytes,
+                Part::Head(kind, bytes) => {
+                    // The server is ready once before the first request.
+                    let is_lost = state.lost.is_some() && self.ready >= state.requests;
+                    if let Kind::Typed(b'Z') = kind {
+                        self.ready += 1;
+                        if is_lost {
+                            return (through, state.lost.clone());
+                        }
+                    }
+                    self.passes = !is_lost;
+                    bytes
+                }
+            };
+            if self.passes {
+                through.extend_from_slice(bytes);
+            }
+        }
+        (through, None)
+    }
+}

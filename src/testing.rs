@@ -47,7 +47,7 @@ const LEFT_BEHIND: u64 = 3600;
 /// A database of a test's own: a copy of a template, which its drop removes.
 ///
 /// Nobody may be connected to the template while it is copied. Over deadpool and bb8 a task removes the database: await
-/// `diesel_interlock::released` after the drop, because the runtime of `#[tokio::test]` ends with the test. A test whose process was
+/// [`drain`](crate::drain) after the drop, because the runtime of `#[tokio::test]` ends with the test. A test whose process was
 /// killed, or whose runtime ended too soon, leaves the database behind, and another test drops it after an hour.
 #[must_use = "the database is removed when the value is dropped"]
 pub struct Database<P: Pool> {

@@ -22,6 +22,31 @@ struct Event<'a> {
     /// For how long it was held, at its end.
     held: Option<Duration>,
     error: Option<&'a Error>,
+    /// Whether the caller hears of the error. Otherwise nobody does who does not read the log.
+    is_returned: bool,
+}
+
+/// What a loop that tries again tells of its errors: the first in the log, until it goes well again.
+#[derive(Debug, Default)]
+pub(crate) struct Trouble {
+    /// Whether the caller hears of the errors.
+    is_returned: bool,
+    is_told: bool,
+}
+
+impl Trouble {
+    /// Of a single call, which returns its error.
+    pub(crate) const fn returned() -> Self {
+        Self {
+            is_returned: true,
+            is_told: true,
+        }
+    }
+
+    /// It went well.
+    pub(crate) const fn is_over(&mut self) {
+        self.is_told = self.is_returned;
+    }
 }
 
 /// An outcome with a word for it.
@@ -65,7 +90,13 @@ impl Subject {
         };
         let took = began.elapsed();
         let event = self.of(operation, outcome, took, error);
-        Event { waits, ..event }.emit();
+        let is_returned = true;
+        Event {
+            waits,
+            is_returned,
+            ..event
+        }
+        .emit();
         result
     }
 
@@ -86,6 +117,7 @@ impl Subject {
         let event = self.of(operation, outcome, took, error);
         Event {
             waits: true,
+            is_returned: true,
             ..event
         }
         .emit();
@@ -107,13 +139,25 @@ impl Subject {
             Err(Error::LockLost(_) | Error::PermitLost(_)) => "lost",
             Err(_) => "failed",
         };
-        self.event(
-            operation,
-            outcome,
-            began.elapsed(),
-            Some(since.elapsed()),
-            result.as_ref().err(),
-        );
+        let event = self.of(operation, outcome, began.elapsed(), result.as_ref().err());
+        Event {
+            held: Some(since.elapsed()),
+            // A drop returns nothing.
+            is_returned: operation != "drop",
+            ..event
+        }
+        .emit();
+    }
+
+    /// Tells that a look or a campaign has failed, which is tried again.
+    pub(crate) fn fail(self, operation: &'static str, error: &Error, trouble: &mut Trouble) {
+        let event = self.of(operation, "failed", Duration::ZERO, Some(error));
+        let is_returned = std::mem::replace(&mut trouble.is_told, true);
+        Event {
+            is_returned,
+            ..event
+        }
+        .emit();
     }
 
     /// Tells of a long wait for a lock, and of a session that holds it.
@@ -158,6 +202,7 @@ impl Subject {
             waits: false,
             held: None,
             error,
+            is_returned: false,
         }
     }
 }
@@ -182,7 +227,7 @@ impl Event<'_> {
         matches!(self.outcome, "lost" | "deposed")
     }
 
-    /// `WARN` for what went wrong, and `DEBUG` for what is usual. Times are whole microseconds.
+    /// `WARN` for what nobody else hears of, and what was lost; `DEBUG` for the rest. Times are whole microseconds.
     #[cfg(feature = "tracing")]
     fn log(self) {
         let is_lost = self.is_lost();
@@ -201,7 +246,7 @@ impl Event<'_> {
                 )
             };
         }
-        let has_failed = self.error.is_some() || matches!(outcome, "failed" | "crashed");
+        let has_failed = self.error.is_some() && !self.is_returned || outcome == "crashed";
         if has_failed || is_lost {
             event!(warn)
         } else {

@@ -8,13 +8,20 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
+use diesel::sql_types::{BigInt, Nullable, Text, Timestamptz};
+
 use crate::alarm::{Alarm, jittered};
+use crate::call::ask;
 use crate::error::Result;
-use crate::event::Outcome;
+use crate::event::{Outcome, Trouble};
 use crate::input;
 use crate::mode::Mode;
+use crate::monitor::Leadership;
 use crate::pool::{Pool, Reply};
-use crate::semaphore::{Admission, Permit, Semaphore, Trust};
+use crate::lease::Lease;
+use crate::semaphore::{Admission, Permit, Semaphore};
+use crate::statement::Statement;
 use crate::stop::Stop;
 
 /// An election of one leader, among all instances that use the database.
@@ -61,10 +68,8 @@ pub struct Leader<P: Pool> {
 
 /// A term of a leader, which ends when the callback returns.
 pub struct Term<P: Pool> {
-    token: i64,
-    trust: Arc<Trust>,
+    lease: Arc<Lease<P>>,
     stop: Stop,
-    pool: PhantomData<fn(&P)>,
 }
 
 impl<P: Pool> Leader<P> {
@@ -95,6 +100,45 @@ impl<P: Pool> Leader<P> {
         }
     }
 
+    /// Reads who leads, for a status page: the [details](Self::details) of the leader, since when, until when unless the term is renewed,
+    /// and the fencing token. `None` while nobody leads. One round trip.
+    pub fn current<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Option<Leadership>>> {
+        const CURRENT: &str = "SELECT pg_catalog.max(s.id), pg_catalog.max(s.details), pg_catalog.max(s.created_at), pg_catalog.max(s.expires_at)
+            FROM resource_control.service_request AS s WHERE s.service = $1 AND s.slot = 0
+                AND s.completed_at IS NULL AND s.timed_out_at IS NULL AND s.expires_at > pg_catalog.clock_timestamp()";
+        type Columns = (
+            Nullable<BigInt>,
+            Nullable<Text>,
+            Nullable<Timestamptz>,
+            Nullable<Timestamptz>,
+        );
+        type Row = (
+            Option<i64>,
+            Option<String>,
+            Option<DateTime<Utc>>,
+            Option<DateTime<Utc>>,
+        );
+        P::Mode::drive(async move {
+            let service = self.seat().service()?;
+            let current = Statement::<Columns>::new(CURRENT, [(&*service).into()]);
+            let (row, _): (Row, _) = ask(pool, None, [current]).await?;
+            let (Some(token), Some(holder), Some(since), Some(until)) = row else {
+                return Ok(None);
+            };
+            let name = match &self.key {
+                None => self.election.to_owned(),
+                Some(key) => format!("{} {key}", self.election),
+            };
+            Ok(Some(Leadership {
+                name,
+                holder,
+                since,
+                until,
+                token,
+            }))
+        })
+    }
+
     /// A semaphore of one slot. Its service is the word and the name, so that no other semaphore has it.
     pub(crate) fn seat(&self) -> Semaphore<P> {
         let mut parts = vec!["leader", self.election];
@@ -120,17 +164,22 @@ impl<P: Pool> Leader<P> {
         pool: &P,
         stop: &Stop,
     ) -> Result<Option<(Permit<P>, Term<P>)>> {
+        let mut trouble = Trouble::default();
+        // So that a stop does not wait for the pool.
+        let limit = Some(Duration::from_secs(1));
         while !stop.is_stopped() {
             let longest = jittered(self.ttl / 3);
-            let pause = match seat.claim(pool).await {
+            let claimed = seat.claim(pool, limit).await;
+            if claimed.is_ok() {
+                trouble.is_over();
+            }
+            let pause = match claimed {
                 // The claim took longer than the term.
                 Ok(Admission::Admitted(permit)) if permit.is_lost() => longest,
                 Ok(Admission::Admitted(permit)) => {
                     let term = Term {
-                        token: permit.fencing_token(),
-                        trust: permit.trust().clone(),
+                        lease: permit.lease().clone(),
                         stop: stop.clone(),
-                        pool: PhantomData,
                     };
                     return Ok(Some((permit, term)));
                 }
@@ -139,8 +188,7 @@ impl<P: Pool> Leader<P> {
                     longest.min(full.retry_after + Duration::from_millis(fastrand::u64(1..10)))
                 }
                 Err(error) if error.may_pass() => {
-                    seat.subject()
-                        .event("lead", "failed", Duration::ZERO, None, Some(&error));
+                    seat.subject().fail("lead", &error, &mut trouble);
                     longest
                 }
                 Err(error) => return Err(error),
@@ -168,12 +216,12 @@ impl<P: Pool> Outcome for Option<(Permit<P>, Term<P>)> {
 impl<P: Pool> Term<P> {
     /// Returns whether this instance still leads: the term was renewed in time, and was not stopped. No round trip.
     pub fn is_leader(&self) -> bool {
-        !self.trust.is_over() && !self.stop.is_stopped()
+        !self.lease.is_lost() && !self.lease.is_over() && !self.stop.is_stopped()
     }
 
     /// Returns a number that is larger than those of all earlier terms, for a [`Fence`](crate::Fence).
-    pub const fn token(&self) -> i64 {
-        self.token
+    pub fn token(&self) -> i64 {
+        self.lease.row.token
     }
 
     /// Pauses for a time, and returns whether this instance still leads then. Returns at once when the term is lost or stopped. No
@@ -181,14 +229,14 @@ impl<P: Pool> Term<P> {
     pub fn pause(&self, pause: Duration) -> Reply<'_, P, bool> {
         P::Mode::drive(async move {
             let due = Instant::now().checked_add(pause);
-            let until = self.trust.until();
+            let until = self.lease.until();
             let alarm = Arc::new(Alarm::new(due.map_or(until, |due| due.min(until))));
             let _of_stop = self.stop.sleepers().join_with(alarm.clone());
-            let _of_loss = self.trust.sleepers.join_with(alarm.clone());
+            let _of_loss = self.lease.sleepers.join_with(alarm.clone());
             // The term may be renewed meanwhile.
             while self.is_leader() && due.is_none_or(|due| due > Instant::now()) {
                 P::Mode::sleep(&alarm, None).await;
-                let until = self.trust.until();
+                let until = self.lease.until();
                 alarm.set(due.map_or(until, |due| due.min(until)));
             }
             self.is_leader()
@@ -211,8 +259,7 @@ impl Leader<crate::pool::PgPool> {
         use crate::session::now;
         while let Some((permit, term)) = now(self.campaign(pool, stop))? {
             work(&term);
-            // An event tells that the term was lost, and a seat that was not given up falls free.
-            let _ = permit.release();
+            now(permit.release_soon());
             now(self.rest(stop));
         }
         Ok(())
@@ -240,7 +287,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Leader<P> {
                     unreachable!("nobody stops it")
                 };
                 crate::mode::unless(permit.lost(), work(term)).await;
-                let _ = permit.release().await;
+                permit.release_soon().await;
                 self.rest(&stop).await;
             }
         })
@@ -270,7 +317,7 @@ impl<P: Pool> fmt::Debug for Leader<P> {
 impl<P: Pool> fmt::Debug for Term<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Term")
-            .field("token", &self.token)
+            .field("token", &self.token())
             .finish_non_exhaustive()
     }
 }

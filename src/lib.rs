@@ -66,6 +66,7 @@ pub mod functions;
 mod input;
 mod key;
 pub mod leader;
+mod lease;
 #[cfg_attr(not(feature = "metrics"), path = "metrics/off.rs")]
 mod metrics;
 #[cfg(feature = "migrations")]

@@ -183,6 +183,8 @@ pub struct ScheduleState {
     pub ended_at: Option<DateTime<Utc>>,
     /// What it failed with.
     pub error: Option<String>,
+    /// Since when it is paused, and takes no tick.
+    pub paused_at: Option<DateTime<Utc>>,
 }
 
 macro_rules! all {

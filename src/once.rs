@@ -11,7 +11,7 @@ use diesel::data_types::PgTimestamp;
 use diesel::result::Error as DieselError;
 
 pub use self::done::Done;
-use crate::advisory::Locks;
+use crate::advisory::{Attempt, Locks};
 use crate::advisory::sql::Lock;
 use crate::advisory::xact;
 use crate::call::{ended, in_batches};
@@ -94,6 +94,11 @@ struct Entered<'c, S: Session> {
     began: PgTimestamp,
     outcome: Option<Vec<u8>>,
     took: Duration,
+    operation: &'static str,
+}
+
+const fn operation(waits: bool) -> &'static str {
+    if waits { "run" } else { "try_run" }
 }
 
 impl<P: Pool> Once<P> {
@@ -126,36 +131,54 @@ impl<P: Pool> Once<P> {
         })
     }
 
-    /// Opens the transaction, takes the lock, and then looks whether it is done.
-    async fn enter<'c>(&self, conn: &'c mut Connection<P>) -> Result<Entered<'c, Connection<P>>> {
-        let start = Instant::now();
-        let entered = self.subject().waiting(async {
+    /// Opens the transaction, takes the lock, and then looks whether it is done. `None` if another call holds the lock, and this one is
+    /// not to wait.
+    async fn enter<'c>(
+        &self,
+        conn: &'c mut Connection<P>,
+        waits: bool,
+    ) -> Result<Option<Entered<'c, Connection<P>>>> {
+        let (start, operation) = (Instant::now(), operation(waits));
+        let entered = async {
             self.check()?;
             let transaction = Own::begin(conn).await?;
-            match self.look(transaction.conn).await {
-                Ok((outcome, began)) => Ok(Entered {
+            match self.look(transaction.conn, waits).await {
+                Ok(Some((outcome, began))) => Ok(Some(Entered {
                     transaction,
                     began,
                     outcome,
                     took: start.elapsed(),
-                }),
+                    operation,
+                })),
+                Ok(None) => transaction.end(Ok(None)).await,
                 Err(error) => Err(transaction.failed(error).await),
             }
-        });
-        entered.await.inspect_err(|error| {
-            let took = start.elapsed();
-            self.subject().waited("run", "failed", took, Some(error));
-        })
+        };
+        let entered = self.subject().waiting(entered).await;
+        let took = start.elapsed();
+        match &entered {
+            Ok(Some(_)) => {}
+            Ok(None) => self.subject().waited(operation, "busy", took, None),
+            Err(error) => self
+                .subject()
+                .waited(operation, "failed", took, Some(error)),
+        }
+        entered
     }
 
     /// Tells what it came to, and how long that took without the work.
-    fn told<E>(&self, took: Duration, done: Result<Done, E>) -> Result<Done, E> {
+    fn told<E>(
+        &self,
+        operation: &'static str,
+        took: Duration,
+        done: Result<Done, E>,
+    ) -> Result<Done, E> {
         let outcome = match &done {
             Ok(Done::First(_)) => "first",
             Ok(Done::Before(_)) => "before",
             Err(_) => "failed",
         };
-        self.subject().waited("run", outcome, took, None);
+        self.subject().waited(operation, outcome, took, None);
         done
     }
 
@@ -166,14 +189,19 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    async fn look<S: Session>(&self, session: &mut S) -> Result<(Option<Vec<u8>>, PgTimestamp)> {
+    async fn look<S: Session>(
+        &self,
+        session: &mut S,
+        waits: bool,
+    ) -> Result<Option<(Option<Vec<u8>>, PgTimestamp)>> {
         let (name, key) = (self.name, self.stored_key());
         let number = fnv1a(&input::joined(["once", name, key]));
         let pair = ((number >> 32) as i32, number as i32);
         let lock = Locks::from(Lock::new(pair.into(), false)?);
         loop {
             match session.one(sql::look(pair, name, key)).await? {
-                (Some(true), outcome, began) => return Ok((outcome, began)),
+                (Some(true), outcome, began) => return Ok(Some((outcome, began))),
+                (Some(false), ..) if !waits => return Ok(None),
                 (Some(false), ..) => drop(xact::wait(session, &lock, None).await?),
                 (None::<bool>, ..) => return Err(Error::Standby),
             }
@@ -227,7 +255,30 @@ impl Once<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
-        let entered = now(self.enter(conn))?;
+        let done = self.run_or_refuse(conn, true, work)?;
+        Ok(done.acquired().ok_or(Error::TimedOut)?)
+    }
+
+    /// As [`run`](Self::run), but does not wait: `Busy` while another call with this key is at work, for example for a handler that
+    /// replies 409. Three round trips if it is busy.
+    pub fn try_run<T: Into<Vec<u8>>, E: From<Error>>(
+        &self,
+        conn: &mut diesel::PgConnection,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<Attempt<Done>, E> {
+        self.run_or_refuse(conn, false, work)
+    }
+
+    fn run_or_refuse<T: Into<Vec<u8>>, E: From<Error>>(
+        &self,
+        conn: &mut diesel::PgConnection,
+        waits: bool,
+        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
+    ) -> Result<Attempt<Done>, E> {
+        let Some(entered) = now(self.enter(conn, waits))? else {
+            return Ok(Attempt::Busy);
+        };
+        let (operation, took) = (entered.operation, entered.took);
         let done = match entered.outcome {
             Some(outcome) => now(entered.transaction.end(Ok(Done::Before(outcome)))),
             None => {
@@ -235,7 +286,7 @@ impl Once<crate::pool::PgPool> {
                 now(self.finish(entered.transaction, entered.began, worked))
             }
         };
-        self.told(entered.took, done)
+        self.told(operation, took, done).map(Attempt::Acquired)
     }
 }
 
@@ -250,7 +301,30 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
-        let entered = self.enter(conn).await?;
+        let done = self.run_or_refuse(conn, true, work).await?;
+        Ok(done.acquired().ok_or(Error::TimedOut)?)
+    }
+
+    /// As [`run`](Self::run), but does not wait: `Busy` while another call with this key is at work, for example for a handler that
+    /// replies 409. Three round trips if it is busy.
+    pub async fn try_run<T: Into<Vec<u8>>, E: From<Error>>(
+        &self,
+        conn: &mut diesel_async::AsyncPgConnection,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<Attempt<Done>, E> {
+        self.run_or_refuse(conn, false, work).await
+    }
+
+    async fn run_or_refuse<T: Into<Vec<u8>>, E: From<Error>>(
+        &self,
+        conn: &mut diesel_async::AsyncPgConnection,
+        waits: bool,
+        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
+    ) -> Result<Attempt<Done>, E> {
+        let Some(entered) = self.enter(conn, waits).await? else {
+            return Ok(Attempt::Busy);
+        };
+        let (operation, took) = (entered.operation, entered.took);
         let done = match entered.outcome {
             Some(outcome) => entered.transaction.end(Ok(Done::Before(outcome))).await,
             None => {
@@ -261,7 +335,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
                 self.finish(transaction, began, worked).await
             }
         };
-        self.told(entered.took, done)
+        self.told(operation, took, done).map(Attempt::Acquired)
     }
 }
 

@@ -3,28 +3,34 @@
 mod due;
 mod sql;
 mod tick;
+mod unanswered;
 
 use std::borrow::Cow;
 use std::fmt;
+#[cfg(feature = "async")]
+use std::future::poll_fn;
 use std::marker::PhantomData;
-use std::time::{Duration, Instant};
+#[cfg(feature = "async")]
+use std::pin::pin;
+#[cfg(feature = "async")]
+use std::task::Poll;
+use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 
 pub use self::due::{CatchUp, every};
-use self::due::{Due, following};
-use self::tick::Running;
+use self::due::Due;
+use self::sql::{End, Take};
+use self::tick::Run;
 pub use self::tick::Tick;
+use self::unanswered::{OfHandle, Unanswered};
 use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Subject, Trouble};
 use crate::input;
-#[cfg(feature = "async")]
+use crate::lease::{Row, SHORTEST_KEPT};
 use crate::mode::Mode;
-use crate::pool::Pool;
-#[cfg(feature = "async")]
-use crate::pool::Reply;
-use crate::semaphore::SHORTEST_KEPT;
+use crate::pool::{Pool, Reply};
 #[cfg(feature = "r2d2")]
 use crate::stop::Stop;
 use crate::time::LONGEST;
@@ -43,6 +49,8 @@ pub enum Look {
     Ran,
     /// Nothing is due, or another instance runs it. When to look again: at once after the look that has made the schedule known.
     Later(Duration),
+    /// The schedule is [paused](Schedule::pause).
+    Paused,
     /// There is no tick any more.
     Never,
 }
@@ -88,12 +96,13 @@ pub struct Schedule<P: Pool> {
     lease: Duration,
     attempts: i32,
     catch_up: CatchUp,
+    unanswered: OfHandle,
     pool: PhantomData<fn(&P)>,
 }
 
 /// What a look found.
 enum Step<P: Pool> {
-    Run(Running<P>, Tick<P>),
+    Run(Run<P>, Tick<P>),
     Look(Look),
 }
 
@@ -107,6 +116,7 @@ impl<P: Pool> Schedule<P> {
             lease: Duration::from_secs(30),
             attempts: 3,
             catch_up: CatchUp::Latest,
+            unanswered: OfHandle::new(),
             pool: PhantomData,
         }
     }
@@ -142,46 +152,85 @@ impl<P: Pool> Schedule<P> {
         self
     }
 
+    /// Pauses the schedule on all instances, also one that never ran. It takes no tick until it is [resumed](Self::resume); a run that
+    /// has begun ends. Returns whether it was not paused before. One round trip, an `INSERT … ON CONFLICT DO UPDATE`.
+    pub fn pause<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<bool>> {
+        P::Mode::drive(async move {
+            let (was_running, _) = ask(pool, None, [sql::pause(&self.checked_name()?)]).await?;
+            Ok(was_running)
+        })
+    }
+
+    /// Resumes a schedule that was paused, which its instances see within five seconds. What was missed meanwhile goes by
+    /// [`catch_up`](Self::catch_up). Returns whether it was paused. One round trip, an `UPDATE`.
+    pub fn resume<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<bool>> {
+        P::Mode::drive(async move {
+            let (was_paused, _) = ask(pool, None, [sql::resume(&self.checked_name()?)]).await?;
+            Ok(was_paused)
+        })
+    }
+
     /// Looks at the row, and takes the tick that is due. How its run ends is told then, and an error here.
     async fn step(
         &self,
         pool: &P,
+        limit: Option<Duration>,
+        unanswered: &mut Unanswered,
+        trouble: &mut Trouble,
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
     ) -> Result<Step<P>> {
-        let began = Instant::now();
-        let step = self.stepped(pool, next).await;
-        if let Err(error) = &step {
-            let took = began.elapsed();
-            self.subject()
-                .event("run", "failed", took, None, Some(error));
+        let step = self.step_untold(pool, limit, unanswered, next).await;
+        match &step {
+            Ok(_) => trouble.is_over(),
+            Err(error) => self.subject().fail("run", error, trouble),
         }
         step
     }
 
-    async fn stepped(
+    async fn step_untold(
         &self,
         pool: &P,
+        limit: Option<Duration>,
+        unanswered: &mut Unanswered,
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
     ) -> Result<Step<P>> {
         let name = self.checked_name()?;
-        let (seen, _): (sql::Seen, _) = ask(pool, None, [sql::look(&name)]).await?;
-        let (now, Some(last), Some(attempt), Some(token), expires_at) = seen else {
-            let (_, _): (i64, _) = ask(pool, None, [sql::register(&name)]).await?;
+        let (seen, _): (sql::Seen, _) = ask(pool, limit, [sql::look(&name)]).await?;
+        let (now, Some(last), Some(attempt), Some(token), claim, expires_at, is_paused) = seen
+        else {
+            let (_, _): (i64, _) = ask(pool, limit, [sql::register(&name)]).await?;
             return Ok(Step::Look(Look::Later(Duration::ZERO)));
         };
+        if unanswered.is_orphan(token, claim) {
+            // Its own, of which no reply has come: as if it had not begun. A second time this changes nothing.
+            let orphan = Row {
+                name: name.as_str().into(),
+                token,
+                claim: claim.unwrap_or_default(),
+            };
+            let give_back = End::GiveBack.of(&orphan);
+            let (_, _): (bool, _) = ask(pool, limit, [give_back]).await?;
+            unanswered.strike_off(claim);
+            return Ok(Step::Look(Look::Later(Duration::ZERO)));
+        }
+        if is_paused {
+            return Ok(Step::Look(Look::Paused));
+        }
         let later = |time: DateTime<Utc>| {
             let rest = (time - now).to_std().unwrap_or_default();
             Ok(Step::Look(Look::Later(rest.min(LONGEST_PAUSE))))
         };
-        let first = following(next, last)?;
+        let first = due::following(next, last)?;
         if let Some(expires_at) = expires_at.filter(|expires_at| *expires_at > now) {
             // Another instance runs, and takes a tick that is due by itself when it has ended. It may also die, or give its tick back.
             let due = first.filter(|first| *first > now).unwrap_or(expires_at);
             return later(due.min(expires_at).min(now + WHILE_IT_RUNS));
         }
+        let is_to_be_repeated =
+            expires_at.is_some() && attempt < self.attempts && !self.catch_up.is_over(last, now);
         let (tick, missed) = match first {
             // The run of the last tick has crashed, or was given back. The row knows what was missed before it.
-            _ if expires_at.is_some() && attempt < self.attempts => (last, 0),
+            _ if is_to_be_repeated => (last, 0),
             None => return Ok(Step::Look(Look::Never)),
             Some(first) if first > now => return later(first),
             Some(first) => match self.catch_up.due(next, first, now)? {
@@ -190,10 +239,23 @@ impl<P: Pool> Schedule<P> {
                 Due::Later(None) => return Ok(Step::Look(Look::Never)),
             },
         };
-        let claim = sql::claim(&name, &self.details, self.lease, tick, missed, token);
-        let claimed = Running::claim(self.subject(), name, self.lease, pool, claim, tick).await?;
-        Ok(match claimed {
-            Some((running, tick)) if !tick.is_lost() => Step::Run(running, tick),
+        let number = unanswered.begin(token);
+        let take = Take {
+            name: &name,
+            runner: &self.details,
+            lease: self.lease,
+            tick,
+            missed,
+            seen: token,
+            number,
+        };
+        let claimed = Run::claim(self.subject(), pool, limit, take).await;
+        match &claimed {
+            Ok(claimed) => unanswered.answered(number, claimed.is_some()),
+            Err(_) => unanswered.no_reply(number),
+        }
+        Ok(match claimed? {
+            Some((run, tick)) if !tick.is_lost() => Step::Run(run, tick),
             // Another instance was faster, or the claim took longer than its lease. It is given back then.
             _ => Step::Look(Look::Later(Duration::from_millis(1))),
         })
@@ -235,14 +297,9 @@ impl Schedule<crate::pool::PgPool> {
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
     ) -> Result<Look> {
-        use crate::session::now;
-        match now(self.step(pool, &next))? {
-            Step::Look(look) => Ok(look),
-            Step::Run(running, tick) => {
-                let error = work(&tick).err().map(|error| error.to_string());
-                now(running.finish(error)).map(|()| Look::Ran)
-            }
-        }
+        let mut unanswered = self.unanswered.take();
+        let mut trouble = Trouble::returned();
+        self.look_blocking(pool, None, &mut unanswered.1, &mut trouble, &next, work)
     }
 
     /// Runs each tick that this instance gets, until it was stopped, or there is none any more. A stop lets the run end.
@@ -253,13 +310,45 @@ impl Schedule<crate::pool::PgPool> {
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         mut work: impl FnMut(&Tick<crate::pool::PgPool>) -> Result<(), E>,
     ) -> Result<()> {
+        let (mut unanswered, mut trouble) = (Unanswered::default(), Trouble::default());
         while !stop.is_stopped() {
-            match pause(self.run_due(pool, &next, &mut work))? {
+            // So that a stop does not wait for the pool.
+            let limit = Some(Duration::from_secs(1));
+            let look = self.look_blocking(
+                pool,
+                limit,
+                &mut unanswered,
+                &mut trouble,
+                &next,
+                &mut work,
+            );
+            match pause_after(look)? {
                 Some(rest) => crate::session::now(stop.pause::<crate::mode::Blocking>(rest)),
                 None => break,
             }
         }
         Ok(())
+    }
+
+    fn look_blocking<E: fmt::Display>(
+        &self,
+        pool: &crate::pool::PgPool,
+        limit: Option<Duration>,
+        unanswered: &mut Unanswered,
+        trouble: &mut Trouble,
+        next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
+        work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
+    ) -> Result<Look> {
+        use crate::session::now;
+        match now(self.step(pool, limit, unanswered, trouble, next))? {
+            Step::Look(look) => Ok(look),
+            Step::Run(mut run, tick) => {
+                run.is_working = true;
+                let error = work(&tick).err().map(|error| error.to_string());
+                run.is_working = false;
+                now(run.finish(error)).map(|()| Look::Ran)
+            }
+        }
     }
 }
 
@@ -279,7 +368,12 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         E: fmt::Display + Send + 'a,
         F: Future<Output = Result<(), E>> + Send + 'a,
     {
-        P::Mode::drive(self.look(pool, next, work))
+        P::Mode::drive(async move {
+            let mut unanswered = self.unanswered.take();
+            let mut trouble = Trouble::returned();
+            self.look(pool, &mut unanswered.1, &mut trouble, next, work)
+                .await
+        })
     }
 
     /// Runs each tick that this instance gets, until there is none any more. Drop the future to stop.
@@ -294,27 +388,51 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         F: Future<Output = Result<(), E>> + Send + 'a,
     {
         P::Mode::drive(async move {
-            while let Some(rest) = pause(self.look(pool, &next, &mut work).await)? {
-                crate::mode::pause::<P::Mode>(rest).await;
+            let (mut unanswered, mut trouble) = (Unanswered::default(), Trouble::default());
+            loop {
+                let look = self.look(pool, &mut unanswered, &mut trouble, &next, &mut work);
+                match pause_after(look.await)? {
+                    Some(rest) => crate::mode::pause::<P::Mode>(rest).await,
+                    None => return Ok(()),
+                }
             }
-            Ok(())
         })
     }
 
     async fn look<E: fmt::Display, F: Future<Output = Result<(), E>>>(
         &self,
         pool: &P,
+        unanswered: &mut Unanswered,
+        trouble: &mut Trouble,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         work: impl FnOnce(Tick<P>) -> F,
     ) -> Result<Look> {
-        match self.step(pool, &next).await? {
+        match self.step(pool, None, unanswered, trouble, &next).await? {
             Step::Look(look) => Ok(look),
-            Step::Run(running, tick) => {
-                let Some(ended) = crate::mode::unless(running.lost(), work(tick)).await else {
-                    return Err(running.crashed());
-                };
-                let error = ended.err().map(|error| error.to_string());
-                running.finish(error).await.map(|()| Look::Ran)
+            Step::Run(mut run, tick) => {
+                // Whether this work panics, and not another future of the same task, is told by the flag.
+                run.is_working = true;
+                let mut work = pin!(work(tick));
+                run.is_working = false;
+                let lease = run.lease();
+                let mut lost = pin!(lease.lost(None));
+                let ended = poll_fn(|context| {
+                    if lost.as_mut().poll(context).is_ready() {
+                        return Poll::Ready(None);
+                    }
+                    run.is_working = true;
+                    let polled = work.as_mut().poll(context);
+                    run.is_working = false;
+                    polled.map(Some)
+                })
+                .await;
+                match ended {
+                    None => Err(run.lose()),
+                    Some(ended) => {
+                        let error = ended.err().map(|error| error.to_string());
+                        run.finish(error).await.map(|()| Look::Ran)
+                    }
+                }
             }
         }
     }
@@ -326,11 +444,12 @@ fn retry() -> Duration {
 }
 
 /// How long a loop pauses. `None` if it is over.
-fn pause(look: Result<Look>) -> Result<Option<Duration>> {
+fn pause_after(look: Result<Look>) -> Result<Option<Duration>> {
     match look {
         Ok(Look::Ran) => Ok(Some(Duration::ZERO)),
         // Not all instances at once.
         Ok(Look::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
+        Ok(Look::Paused) => Ok(Some(Duration::from_millis(fastrand::u64(2000..4000)))),
         Ok(Look::Never) => Ok(None),
         // What went wrong was told.
         Err(error) if error.may_pass() || matches!(error, Error::PermitLost(_)) => {
@@ -345,6 +464,7 @@ impl<P: Pool> Clone for Schedule<P> {
         Self {
             key: self.key.clone(),
             details: self.details.clone(),
+            unanswered: OfHandle::new(),
             ..*self
         }
     }

@@ -57,7 +57,7 @@ pub mod resource_control {
             attempt -> Int4,
             /// How many ticks before this one were missed and are not run.
             missed -> Int4,
-            /// How many runs of the schedule have begun: the fencing token.
+            /// The fencing token of the run, which grows from run to run.
             token -> Int8,
             runner -> Text,
             started_at -> Nullable<Timestamptz>,
@@ -67,6 +67,10 @@ pub mod resource_control {
             ended_at -> Nullable<Timestamptz>,
             /// What the run has failed with. Null if it has not.
             error -> Nullable<Text>,
+            /// A random number that the claim of the run has brought, by which the run knows its row.
+            claim -> Nullable<Int8>,
+            /// Since when the schedule takes no tick. Null if it is not paused.
+            paused_at -> Nullable<Timestamptz>,
         }
     }
 
@@ -83,6 +87,8 @@ pub mod resource_control {
             /// When the request was found to have expired: by the next claim of its service, or by its own late completion.
             timed_out_at -> Nullable<Timestamptz>,
             details -> Text,
+            /// A random number that the claim has brought. Null for clients that bring none.
+            claim -> Nullable<Int8>,
         }
     }
 

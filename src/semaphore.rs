@@ -1,7 +1,6 @@
 //! Semaphores: at most N permits for a service at a time, among all programs that use the database.
 
 mod claim;
-mod keep;
 mod permit;
 mod sql;
 
@@ -9,29 +8,20 @@ use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use self::claim::WasInFlight;
 pub use self::claim::{Admission, Full};
-pub(crate) use self::keep::{Trust, keep};
 pub use self::permit::Permit;
-use self::permit::Service;
 use crate::call::{ask_surely, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
+use crate::lease::{Claimed, Lease, Row, SHORTEST_KEPT, claim_number};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 use crate::time::LONGEST;
 use crate::waiting::{Database, Turns, What};
-
-/// The shortest timeout of what renews itself: its renewals must get through a busy pool and a short outage.
-pub(crate) const SHORTEST_KEPT: Duration = if cfg!(feature = "testing") {
-    Duration::from_millis(300)
-} else {
-    Duration::from_secs(3)
-};
 
 /// The service of a leader begins with it, and that of no semaphore does.
 pub(crate) const OF_LEADERS: &str = "leader ";
@@ -196,7 +186,7 @@ impl<P: Pool> Semaphore<P> {
     /// One round trip on a connection of the pool: `SELECT … FROM resource_control.claim_service_request($1, $2, $3, $4)`. If all
     /// slots are taken it only reads.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Admission<Permit<P>>>> {
-        P::Mode::drive(self.subject.tell("try_acquire", self.claim(pool)))
+        P::Mode::drive(self.subject.tell("try_acquire", self.claim(pool, None)))
     }
 
     /// Takes a permit, and [waits](Self#waiting) for as long as all slots are taken.
@@ -229,7 +219,7 @@ impl<P: Pool> Semaphore<P> {
         P::Mode::drive(async move {
             let complete = async {
                 let service = self.service()?;
-                let complete = sql::complete(&service, id);
+                let complete = sql::complete_of_another(&service, id);
                 let slot = What::Slot(service);
                 ask_surely(pool, None, complete, move |was_in_flight, _| {
                     crate::waiting::released(&slot);
@@ -246,7 +236,7 @@ impl<P: Pool> Semaphore<P> {
     pub fn renew<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, Result<bool>> {
         P::Mode::drive(async move {
             let renew = async {
-                let renew = sql::renew(&self.service()?, id, self.timeout);
+                let renew = sql::renew_of_another(&self.service()?, id, self.timeout);
                 let was_in_flight = |was_in_flight, _| WasInFlight(was_in_flight);
                 ask_surely(pool, None, renew, was_in_flight).await
             };
@@ -269,7 +259,8 @@ impl<P: Pool> Semaphore<P> {
         let service = self.service()?;
         let (mut turns, mut last) = (Turns::new(deadline), None);
         while turns.next::<P::Mode>().await {
-            match P::Mode::within(deadline, self.try_claim(pool, deadline)).await {
+            let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            match P::Mode::within(deadline, self.try_claim(pool, limit)).await {
                 Some(Ok((Admission::Full(full), database, sent))) => {
                     turns.refused(What::Slot(service.clone()), database, sent);
                     turns.not_after(full.retry_after);
@@ -285,8 +276,12 @@ impl<P: Pool> Semaphore<P> {
     }
 
     /// Tries once.
-    pub(crate) async fn claim(&self, pool: &P) -> Result<Admission<Permit<P>>> {
-        let (admission, ..) = self.try_claim(pool, None).await?;
+    pub(crate) async fn claim(
+        &self,
+        pool: &P,
+        limit: Option<Duration>,
+    ) -> Result<Admission<Permit<P>>> {
+        let (admission, ..) = self.try_claim(pool, limit).await?;
         Ok(admission)
     }
 
@@ -294,7 +289,7 @@ impl<P: Pool> Semaphore<P> {
     async fn try_claim(
         &self,
         pool: &P,
-        deadline: Option<Instant>,
+        limit: Option<Duration>,
     ) -> Result<(Admission<Permit<P>>, Database, Instant)> {
         let service = self.service()?;
         if !(1..=1000).contains(&self.slots) {
@@ -306,27 +301,34 @@ impl<P: Pool> Semaphore<P> {
             ));
         }
         input::text(&self.details)?;
-        let claim = sql::claim(&service, self.slots as i32, self.timeout, &self.details);
+        let (slots, number) = (self.slots as i32, claim_number());
+        let claim = sql::claim(&service, slots, self.timeout, &self.details, number);
         let (pool_of_permit, runtime) = (pool.clone(), P::Mode::runtime()?);
         let (subject, timeout, is_kept) = (self.subject, self.timeout, self.is_kept);
-        let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         ask_surely(pool, limit, claim, move |claimed: sql::Claimed, sent| {
             let (id, retry_after, database) = claimed;
             let database = Database(database);
             let Some(id) = id else {
                 return (Admission::Full(Full::new(retry_after)), database, sent);
             };
-            let service = Service {
+            let lease = Lease::new(Claimed {
                 pool: pool_of_permit,
                 runtime,
-                subject,
-                name: service,
-                timeout,
                 database,
-                is_unanswered: AtomicBool::new(false),
-            };
-            let permit = Permit::new(service, id, sent, is_kept);
-            (Admission::Admitted(permit), database, sent)
+                subject,
+                row: Row {
+                    name: service,
+                    token: id,
+                    claim: number,
+                },
+                timeout,
+                renewal: sql::renew,
+                sent,
+            });
+            if is_kept {
+                lease.keep();
+            }
+            (Admission::Admitted(Permit::new(lease)), database, sent)
         })
         .await
     }

@@ -112,6 +112,7 @@ impl<P: Pool> Drop for Database<P> {
         P::Mode::leave(&self.runtime, async move {
             if let Ok(mut borrowed) = Borrowed::new(&pool, None).await {
                 let _ = borrowed.conn().batch(&remove).await;
+                borrowed.replied();
             }
         });
     }

@@ -22,7 +22,9 @@ CREATE TABLE IF NOT EXISTS resource_control.service_request (
         CONSTRAINT requests_expire CHECK (isfinite(expires_at)),
     completed_at timestamptz,
     timed_out_at timestamptz,
-    details text NOT NULL DEFAULT ''
+    details text NOT NULL DEFAULT '',
+    -- A random number of the claim, by which its holder knows the row. Null for clients that bring none.
+    claim bigint
 -- Every request leaves a dead row and dead index entries, so autovacuum runs often, however long the log is.
 ) WITH (
     autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold = 1000,
@@ -38,6 +40,7 @@ CREATE OR REPLACE FUNCTION resource_control.claim_service_request(
     slots integer,
     timeout interval,
     details text DEFAULT '',
+    claim bigint DEFAULT NULL,
     OUT id bigint,
     OUT slot smallint,
     OUT created_at timestamptz,
@@ -52,7 +55,7 @@ CREATE OR REPLACE FUNCTION resource_control.claim_service_request(
     SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
-<<claim>>
+<<this>>
 DECLARE
     taken smallint[];
     next_expiry timestamptz;
@@ -103,21 +106,22 @@ BEGIN
         -- In random order, because concurrent claims then seldom try the same slot.
         FOR candidate IN
             SELECT g.slot FROM generate_series(0, slots - 1) AS g (slot)
-                WHERE g.slot NOT IN (SELECT unnest(claim.taken)) ORDER BY random() LIMIT 8
+                WHERE g.slot NOT IN (SELECT unnest(this.taken)) ORDER BY random() LIMIT 8
         LOOP
             -- A claim gets its id while it holds the lock of the slot, until its commit, and after it has seen the slot
             -- free. So the ids of a slot ascend.
             CONTINUE WHEN NOT pg_try_advisory_xact_lock(hashtextextended(service COLLATE "C", 20000101000004 + candidate));
-            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details)
-                SELECT claim_service_request.service, claim.candidate, c.now,
-                        c.now + resource_control.elapsed(claim_service_request.timeout), claim_service_request.details
+            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details, claim)
+                SELECT claim_service_request.service, this.candidate, c.now,
+                        c.now + resource_control.elapsed(claim_service_request.timeout), claim_service_request.details,
+                        claim_service_request.claim
                     FROM (SELECT clock_timestamp() AS now) AS c
                     WHERE NOT EXISTS (
                         SELECT FROM resource_control.service_request AS d
                             WHERE d.service = claim_service_request.service COLLATE "C"
-                                AND d.slot = claim.candidate
+                                AND d.slot = this.candidate
                                 AND d.completed_at IS NULL AND d.timed_out_at IS NULL)
-                    AND (claim.is_lowered OR NOT EXISTS (
+                    AND (this.is_lowered OR NOT EXISTS (
                         SELECT FROM resource_control.service_request AS d
                             WHERE d.service = claim_service_request.service COLLATE "C"
                                 AND d.slot >= claim_service_request.slots
@@ -138,9 +142,10 @@ $$;
 CREATE OR REPLACE FUNCTION resource_control.complete_service_request(
     service text,
     id bigint,
-    is_async boolean DEFAULT false
+    is_async boolean DEFAULT false,
+    claim bigint DEFAULT NULL
 ) RETURNS boolean
-    LANGUAGE plpgsql VOLATILE STRICT
+    LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
 AS $$
@@ -158,8 +163,13 @@ BEGIN
             timed_out_at = CASE WHEN r.expires_at <= c.now THEN c.now END
         FROM (SELECT clock_timestamp() AS now) AS c
         WHERE r.id = complete_service_request.id AND r.service = complete_service_request.service COLLATE "C"
+            AND (complete_service_request.claim IS NULL OR r.claim = complete_service_request.claim)
             AND COALESCE(r.completed_at, r.timed_out_at) IS NULL
         RETURNING r.completed_at IS NOT NULL INTO is_in_time;
+    IF NOT FOUND AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_isolation',
+            MESSAGE = 'complete at READ COMMITTED, because an older snapshot does not show a request that is newer';
+    END IF;
     RETURN COALESCE(is_in_time, false);
 END
 $$;
@@ -167,23 +177,32 @@ $$;
 CREATE OR REPLACE FUNCTION resource_control.renew_service_request(
     service text,
     id bigint,
-    timeout interval
+    timeout interval,
+    claim bigint DEFAULT NULL
 ) RETURNS boolean
-    LANGUAGE plpgsql VOLATILE STRICT
+    LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off
 AS $$
 #variable_conflict use_variable
 BEGIN
-    IF timeout <= '0' OR timeout > '1000 years' THEN
+    IF (timeout > '0' AND timeout <= '1000 years') IS NOT TRUE THEN
         RAISE check_violation USING CONSTRAINT = 'diesel_interlock_bad_renewal',
             MESSAGE = 'renew with a timeout above zero and up to 1000 years';
     END IF;
     UPDATE resource_control.service_request AS r
         SET expires_at = GREATEST(r.expires_at, clock_timestamp() + resource_control.elapsed(timeout))
         WHERE r.id = renew_service_request.id AND r.service = renew_service_request.service COLLATE "C"
+            AND (renew_service_request.claim IS NULL OR r.claim = renew_service_request.claim)
             AND COALESCE(r.completed_at, r.timed_out_at) IS NULL AND r.expires_at > clock_timestamp();
-    RETURN FOUND;
+    IF FOUND THEN
+        RETURN true;
+    END IF;
+    IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE check_violation USING CONSTRAINT = 'diesel_interlock_isolation',
+            MESSAGE = 'renew at READ COMMITTED, because an older snapshot does not show a request that is newer';
+    END IF;
+    RETURN false;
 END
 $$;
 
@@ -234,12 +253,14 @@ COMMENT ON COLUMN resource_control.service_request.expires_at IS
     'From this time on the request no longer counts as in flight, even if it is not marked.';
 COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
     'When the request was found to have expired: by the next claim of its service, or by its own late completion.';
-COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text) IS
-    'Claims one of the slots 0 to slots - 1 of the service. The id is the fencing token. If id is null, no slot is free, and retry_after tells when to ask again. Call it at READ COMMITTED and commit at once.';
-COMMENT ON FUNCTION resource_control.complete_service_request(text, bigint, boolean) IS
-    'Ends the request and frees its slot. Returns false if it had ended or timed out before, or is of another service. With is_async, the transaction commits without waiting for the disk.';
-COMMENT ON FUNCTION resource_control.renew_service_request(text, bigint, interval) IS
-    'Extends the request to the given timeout from now, and returns whether it was in flight. Never shortens it.';
+COMMENT ON COLUMN resource_control.service_request.claim IS
+    'A random number that the claim has brought. Null for clients that bring none.';
+COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text, bigint) IS
+    'Claims one of the slots 0 to slots - 1 of the service. The id is the fencing token. If id is null, no slot is free, and retry_after tells when to ask again. The claim, a random number, is stored in the row, so that its holder can prove later that the row is the one it has claimed. Call it at READ COMMITTED and commit at once.';
+COMMENT ON FUNCTION resource_control.complete_service_request(text, bigint, boolean, bigint) IS
+    'Ends the request and frees its slot. Returns false if it had ended or timed out before, or is of another service or, if one is given, another claim. With is_async, the transaction commits without waiting for the disk.';
+COMMENT ON FUNCTION resource_control.renew_service_request(text, bigint, interval, bigint) IS
+    'Extends the request to the given timeout from now, and returns whether it was in flight and, if a claim is given, has that claim. Never shortens it.';
 COMMENT ON FUNCTION resource_control.prune_service_requests(interval, integer) IS
     'Deletes at most batch requests that ended or expired longer ago than older_than, the oldest first, and returns how many.';
 

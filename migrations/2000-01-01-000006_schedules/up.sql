@@ -20,7 +20,9 @@ CREATE TABLE IF NOT EXISTS resource_control.schedule (
     started_at timestamptz,
     expires_at timestamptz,
     ended_at timestamptz,
-    error text
+    error text,
+    claim bigint,
+    paused_at timestamptz
 ) WITH (fillfactor = 50);
 
 COMMENT ON TABLE resource_control.schedule IS
@@ -32,7 +34,11 @@ COMMENT ON COLUMN resource_control.schedule.attempt IS
 COMMENT ON COLUMN resource_control.schedule.missed IS
     'How many ticks before this one were missed and are not run.';
 COMMENT ON COLUMN resource_control.schedule.token IS
-    'How many runs of the schedule have begun: the fencing token.';
+    'The fencing token of the run, which grows from run to run.';
+COMMENT ON COLUMN resource_control.schedule.claim IS
+    'A random number that the claim of the run has brought, by which the run knows its row.';
+COMMENT ON COLUMN resource_control.schedule.paused_at IS
+    'Since when the schedule takes no tick. Null if it is not paused.';
 COMMENT ON COLUMN resource_control.schedule.expires_at IS
     'Until when the run holds the tick. Null once the tick has ended; in the past if its runner has crashed or given it back.';
 COMMENT ON COLUMN resource_control.schedule.ended_at IS

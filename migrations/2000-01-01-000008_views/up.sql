@@ -72,7 +72,7 @@ CREATE OR REPLACE VIEW resource_control.schedule_state AS
                 ELSE 'given back'
             END AS state,
             CASE WHEN s.started_at IS NOT NULL THEN s.tick END AS tick,
-            s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error
+            s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error, s.paused_at
         FROM resource_control.schedule AS s;
 
 COMMENT ON VIEW resource_control.advisory_lock IS
@@ -86,7 +86,7 @@ COMMENT ON VIEW resource_control.rate_limit_state IS
 COMMENT ON VIEW resource_control.leader IS
     'Who leads what, since when, and until when unless the term is renewed.';
 COMMENT ON VIEW resource_control.schedule_state IS
-    'The tick of each schedule that ran last, and whether it is new, running, done, failed, crashed or given back.';
+    'The tick of each schedule that ran last, and whether it is new, running, done, failed, crashed or given back; and since when the schedule is paused.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000008');
 PERFORM pg_catalog.set_config('search_path', callers_path, true);

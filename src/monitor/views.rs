@@ -84,6 +84,7 @@ diesel::table! {
         expires_at -> Nullable<Timestamptz>,
         ended_at -> Nullable<Timestamptz>,
         error -> Nullable<Text>,
+        paused_at -> Nullable<Timestamptz>,
     }
 }
 

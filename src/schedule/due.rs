@@ -32,6 +32,12 @@ pub(super) enum Due {
 }
 
 impl CatchUp {
+    /// Whether a tick is too old to run, also again.
+    pub(super) fn is_over(self, tick: DateTime<Utc>, now: DateTime<Utc>) -> bool {
+        let is_late = |grace| (now - tick).to_std().is_ok_and(|late| late > grace);
+        matches!(self, Self::Skip(grace) if is_late(grace))
+    }
+
     /// Which of the ticks from `first` on is to run now.
     pub(super) fn due(
         self,
@@ -60,9 +66,7 @@ impl CatchUp {
             }
         }
         Ok(match (due.front(), self) {
-            (Some(at), Self::Skip(grace)) if (now - at).to_std().is_ok_and(|late| late > grace) => {
-                Due::Later(tick)
-            }
+            (Some(at), _) if self.is_over(*at, now) => Due::Later(tick),
             (Some(at), _) => Due::Tick(*at, missed.min(COUNTED) as u32),
             (None, _) => Due::Later(tick),
         })

@@ -1,20 +1,24 @@
-//! The statements of a schedule. A run is known by its token, which grows with each claim.
+//! The statements of a schedule. A run is known by its token, which grows with each claim, and by the number that its claim has brought.
 
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use diesel::sql_types::{BigInt, Integer, Nullable, Timestamptz};
+use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Timestamptz};
 
-use crate::statement::{Bind, Statement};
+use crate::lease::Row;
+use crate::statement::{Bind, Statement, database};
 use crate::time::interval;
 
-/// The time, and the tick that was taken last, its attempt, its token, and its lease, which is null once it has ended.
+/// The time, and the tick that was taken last, its attempt, its token, the number of its claim, its lease, which is null once it has
+/// ended, and whether the schedule is paused.
 pub(super) type Seen = (
     DateTime<Utc>,
     Option<DateTime<Utc>>,
     Option<i32>,
     Option<i64>,
+    Option<i64>,
     Option<DateTime<Utc>>,
+    bool,
 );
 
 type SeenSql = (
@@ -22,13 +26,33 @@ type SeenSql = (
     Nullable<Timestamptz>,
     Nullable<Integer>,
     Nullable<BigInt>,
+    Nullable<BigInt>,
     Nullable<Timestamptz>,
+    Bool,
 );
 
 pub(super) fn look(name: &str) -> Statement<SeenSql> {
-    const LOOK: &str = "SELECT c.now, s.tick, s.attempt, s.token, s.expires_at FROM (SELECT pg_catalog.clock_timestamp() AS now) AS c
-        LEFT JOIN resource_control.schedule AS s ON s.name = $1";
+    const LOOK: &str = "SELECT c.now, s.tick, s.attempt, s.token, s.claim, s.expires_at, s.paused_at IS NOT NULL
+        FROM (SELECT pg_catalog.clock_timestamp() AS now) AS c LEFT JOIN resource_control.schedule AS s ON s.name = $1";
     Statement::new(LOOK, [name.into()])
+}
+
+/// Pauses a schedule, which need not be known yet. Whether it was not paused.
+pub(super) fn pause(name: &str) -> Statement<Bool> {
+    const PAUSE: &str = "WITH paused AS (
+            INSERT INTO resource_control.schedule AS s (name, tick, paused_at)
+                VALUES ($1, pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp())
+                ON CONFLICT (name) DO UPDATE SET paused_at = EXCLUDED.paused_at WHERE s.paused_at IS NULL RETURNING 1
+        ) SELECT EXISTS (SELECT FROM paused)";
+    Statement::new(PAUSE, [name.into()])
+}
+
+/// Whether it was paused.
+pub(super) fn resume(name: &str) -> Statement<Bool> {
+    const RESUME: &str = "WITH resumed AS (
+            UPDATE resource_control.schedule AS s SET paused_at = NULL WHERE s.name = $1 AND s.paused_at IS NOT NULL RETURNING 1
+        ) SELECT EXISTS (SELECT FROM resumed)";
+    Statement::new(RESUME, [name.into()])
 }
 
 /// How many schedules were new.
@@ -40,40 +64,59 @@ pub(super) fn register(name: &str) -> Statement<BigInt> {
 }
 
 /// The attempt, the token and the missed ticks of a run, or null if another instance has taken a tick since that with this token, or
-/// has ended this one.
-pub(super) type Claim = Statement<(Nullable<Integer>, Nullable<BigInt>, Nullable<Integer>)>;
+/// has ended this one, or the schedule is paused; and the database.
+pub(super) type Claim = Statement<(
+    Nullable<Integer>,
+    Nullable<BigInt>,
+    Nullable<Integer>,
+    Integer,
+)>;
+pub(super) type Claimed = (Option<i32>, Option<i64>, Option<i32>, i32);
 
-pub(super) fn claim(
-    name: &str,
-    runner: &str,
-    lease: Duration,
-    tick: DateTime<Utc>,
-    missed: u32,
-    token: i64,
-) -> Claim {
-    const CLAIM: &str = "WITH claimed AS (
-            UPDATE resource_control.schedule AS s SET tick = n.tick, token = s.token + 1, runner = COALESCE(NULLIF($1, ''),
-                    pg_catalog.concat_ws(' ', NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid())),
-                    attempt = CASE WHEN s.tick = n.tick THEN s.attempt + 1 ELSE 1 END,
-                    missed = CASE WHEN s.tick = n.tick THEN s.missed ELSE n.missed END,
-                    started_at = pg_catalog.clock_timestamp(), expires_at = pg_catalog.clock_timestamp() + $2, ended_at = NULL, error = NULL
-                FROM (SELECT $3 AS tick, $4 AS missed) AS n
-                WHERE s.name = $5 AND s.token = $6 AND n.tick <= pg_catalog.clock_timestamp()
-                    AND (s.expires_at <= pg_catalog.clock_timestamp() OR s.expires_at IS NULL AND s.tick < n.tick)
-                RETURNING s.attempt, s.token, s.missed
-        ) SELECT pg_catalog.max(attempt), pg_catalog.max(token), pg_catalog.max(missed) FROM claimed";
-    let binds = [
-        runner.into(),
-        interval(lease).into(),
-        tick.into(),
-        (missed as i32).into(),
-        name.into(),
-        token.into(),
-    ];
-    Statement::new(CLAIM, binds)
+/// What a claim takes, and what it has seen.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Take<'a> {
+    pub(super) name: &'a str,
+    pub(super) runner: &'a str,
+    pub(super) lease: Duration,
+    pub(super) tick: DateTime<Utc>,
+    pub(super) missed: u32,
+    pub(super) seen: i64,
+    pub(super) number: i64,
 }
 
-/// Changes the row of a run. How many rows: none if it is not the last run any more.
+impl Take<'_> {
+    pub(super) fn claim(self) -> Claim {
+        const CLAIM: &str = concat!(
+            "WITH claimed AS (
+            UPDATE resource_control.schedule AS s SET tick = n.tick, token = pg_catalog.nextval('resource_control.fencing_token'),
+                    runner = COALESCE(NULLIF($1, ''), pg_catalog.concat_ws(' ',
+                        NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid())),
+                    attempt = CASE WHEN s.tick = n.tick THEN s.attempt + 1 ELSE 1 END,
+                    missed = CASE WHEN s.tick = n.tick THEN s.missed ELSE n.missed END, claim = $2,
+                    started_at = pg_catalog.clock_timestamp(), expires_at = pg_catalog.clock_timestamp() + $3, ended_at = NULL, error = NULL
+                FROM (SELECT $4 AS tick, $5 AS missed) AS n
+                WHERE s.name = $6 AND s.token = $7 AND s.paused_at IS NULL AND n.tick <= pg_catalog.clock_timestamp()
+                    AND (s.expires_at <= pg_catalog.clock_timestamp() OR s.expires_at IS NULL AND s.tick < n.tick)
+                RETURNING s.attempt, s.token, s.missed
+        ) SELECT pg_catalog.max(attempt), pg_catalog.max(token), pg_catalog.max(missed), ",
+            database!(),
+            " FROM claimed"
+        );
+        let binds = [
+            self.runner.into(),
+            self.number.into(),
+            interval(self.lease).into(),
+            self.tick.into(),
+            (self.missed as i32).into(),
+            self.name.into(),
+            self.seen.into(),
+        ];
+        Statement::new(CLAIM, binds)
+    }
+}
+
+/// Changes the row of a run. Whether it is the last run still.
 macro_rules! update {
     ($set:literal, $and:literal) => {
         concat!(
@@ -81,18 +124,30 @@ macro_rules! update {
                 UPDATE resource_control.schedule AS s SET ",
             $set,
             "
-                    WHERE s.name = $2 AND s.token = $3",
+                    WHERE s.name = $2 AND s.token = $3 AND s.claim = $4",
             $and,
             " RETURNING 1
-            ) SELECT pg_catalog.count(*) FROM run"
+            ) SELECT EXISTS (SELECT FROM run)"
         )
     };
 }
 
-/// What a run does with its row.
+fn update(sql: &'static str, value: Bind, row: &Row) -> Statement<Bool> {
+    let (name, token, claim) = (&*row.name, row.token, row.claim);
+    Statement::new(sql, [value, name.into(), token.into(), claim.into()])
+}
+
+pub(super) fn renew(row: &Row, lease: Duration) -> Statement<Bool> {
+    const RENEW: &str = update!(
+        "expires_at = pg_catalog.clock_timestamp() + $1",
+        " AND s.expires_at > pg_catalog.clock_timestamp()"
+    );
+    update(RENEW, interval(lease).into(), row)
+}
+
+/// How a run ends its tick.
 #[derive(Debug, Clone)]
-pub(super) enum Update {
-    Renew(Duration),
+pub(super) enum End {
     Finish(Option<String>),
     /// As if the process had died and the lease expired.
     Crash(&'static str),
@@ -100,31 +155,26 @@ pub(super) enum Update {
     GiveBack,
 }
 
-impl Update {
-    pub(super) fn of(self, name: &str, token: i64) -> Statement<BigInt> {
-        const RENEW: &str = update!(
-            "expires_at = pg_catalog.clock_timestamp() + $1",
-            " AND s.expires_at > pg_catalog.clock_timestamp()"
-        );
-        // Also a second time, if the reply to the first was lost.
+impl End {
+    /// Each may be sent again if its reply was lost.
+    pub(super) fn of(self, row: &Row) -> Statement<Bool> {
         const FINISH: &str = update!(
             "expires_at = NULL, ended_at = pg_catalog.clock_timestamp(), error = NULLIF($1, '')",
             ""
         );
         const CRASH: &str = update!(
             "expires_at = pg_catalog.clock_timestamp(), error = $1",
-            " AND s.expires_at IS NOT NULL"
+            " AND s.expires_at IS NOT NULL AND s.ended_at IS NULL"
         );
         const GIVE_BACK: &str = update!(
             "expires_at = pg_catalog.clock_timestamp(), ended_at = pg_catalog.clock_timestamp(), attempt = s.attempt - $1",
-            " AND s.expires_at IS NOT NULL"
+            " AND s.expires_at IS NOT NULL AND s.ended_at IS NULL"
         );
         let (sql, value): (_, Bind) = match self {
-            Self::Renew(lease) => (RENEW, interval(lease).into()),
             Self::Finish(error) => (FINISH, error.unwrap_or_default().into()),
             Self::Crash(why) => (CRASH, why.into()),
             Self::GiveBack => (GIVE_BACK, 1_i32.into()),
         };
-        Statement::new(sql, [value, name.into(), token.into()])
+        update(sql, value, row)
     }
 }

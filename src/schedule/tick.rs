@@ -1,19 +1,19 @@
 //! A run of a tick.
 
 use std::fmt;
-use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
-use super::sql::{Claim, Update};
+use super::sql::{self, Claimed, End, Take};
 use crate::call::{ask, ask_surely};
 use crate::error::{Error, Result};
 use crate::event::Subject;
-use crate::mode::{self, Mode};
+use crate::lease::{self, Lease, Row};
+use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, Reply};
-use crate::semaphore::{Trust, keep};
+use crate::waiting::Database;
 
 /// How much of an error is stored, in characters.
 const STORED: usize = 1000;
@@ -25,157 +25,162 @@ pub struct Tick<P: Pool> {
     at: DateTime<Utc>,
     attempt: i32,
     missed: u32,
-    token: i64,
-    trust: Arc<Trust>,
-    pool: PhantomData<fn(&P)>,
+    lease: Arc<Lease<P>>,
 }
 
-/// The run of a tick, and its lease. If it is dropped before it has ended, another instance runs the tick: as the same attempt, or as
-/// the next one after a panic.
-pub(super) struct Running<P: Pool> {
-    run: Run<P>,
-    trust: Arc<Trust>,
+/// The run of a tick. If it is dropped before it has ended, another instance runs the tick: as the same attempt, or as the next one
+/// after a panic of its work.
+pub(super) struct Run<P: Pool> {
+    lease: Arc<Lease<P>>,
     is_over: bool,
+    /// Whether the work is at work just now, so that a drop means that it panics.
+    pub(super) is_working: bool,
 }
 
-/// What updates its row.
-struct Run<P: Pool> {
-    pool: P,
-    runtime: <P::Mode as Mode>::Runtime,
-    name: Arc<str>,
-    token: i64,
-}
-
-impl<P: Pool> Running<P> {
+impl<P: Pool> Run<P> {
     /// Takes a tick, unless another instance was faster.
     pub(super) async fn claim(
         subject: Subject,
-        name: String,
-        lease: Duration,
         pool: &P,
-        claim: Claim,
-        at: DateTime<Utc>,
+        limit: Option<Duration>,
+        take: Take<'_>,
     ) -> Result<Option<(Self, Tick<P>)>> {
-        let (runtime, pool_of_run, name) =
-            (P::Mode::runtime()?, pool.clone(), Arc::<str>::from(name));
-        let reply = move |claimed: (Option<i32>, Option<i64>, Option<i32>), sent| {
-            let (Some(attempt), Some(token), Some(missed)) = claimed else {
+        let (runtime, pool_of_run, name) = (P::Mode::runtime()?, pool.clone(), take.name.into());
+        let (timeout, number, at) = (take.lease, take.number, take.tick);
+        let reply = move |(attempt, token, missed, database): Claimed, sent| {
+            let (Some(attempt), Some(token), Some(missed)) = (attempt, token, missed) else {
                 return None;
             };
-            let run = Run {
+            let lease = Lease::new(lease::Claimed {
                 pool: pool_of_run,
                 runtime,
-                name,
-                token,
-            };
-            let trust = Arc::new(Trust::new(subject, sent, lease));
-            let renewed = run.clone();
-            let renew = move |limit| renewed.clone().update(Update::Renew(lease), limit);
-            P::Mode::beside(&run.runtime, keep::<P::Mode, _>(trust.clone(), renew));
+                database: Database(database),
+                subject,
+                row: Row {
+                    name,
+                    token,
+                    claim: number,
+                },
+                timeout,
+                renewal: sql::renew,
+                sent,
+            });
+            lease.keep();
             let tick = Tick {
                 at,
                 attempt,
                 missed: missed.unsigned_abs(),
-                token,
-                trust: trust.clone(),
-                pool: PhantomData,
+                lease: lease.clone(),
             };
-            let running = Self {
-                run,
-                trust,
+            let run = Self {
+                lease,
                 is_over: false,
+                is_working: false,
             };
-            Some((running, tick))
+            Some((run, tick))
         };
-        ask_surely(pool, None, claim, reply).await
+        ask_surely(pool, limit, take.claim(), reply).await
     }
 
-    /// Stores how it ended. If the database is away for longer than the lease, the tick is run again.
+    /// Stores how it ended. If the database is away for longer than the lease, the tick is run again. Of a run whose loss was told to
+    /// its work no end is stored: the work has stopped because of it.
     pub(super) async fn finish(mut self, error: Option<String>) -> Result<()> {
+        if self.lease.was_heard() {
+            return Err(self.lose());
+        }
         let outcome = if error.is_some() { "failed" } else { "done" };
-        let stored = error.map(|error| {
-            error
-                .chars()
-                .filter(|c| *c != '\0')
-                .take(STORED)
-                .collect::<String>()
-        });
+        let stored = error.map(|error| stored(&error));
         // The work is done: what is dropped from now on must not give the tick back.
         self.is_over = true;
-        self.trust.ends();
-        let (run, trust, began) = (self.run.clone(), self.trust.clone(), Instant::now());
-        let finished = P::Mode::surely(&self.run.runtime, None, async move {
+        self.lease.begin_end();
+        let lease = self.lease.clone();
+        let finished = P::Mode::surely(&self.lease.runtime, None, async move {
+            let give_up = Instant::now() + lease.timeout;
             loop {
-                let finish = Update::Finish(stored.clone());
-                let finished = run.clone().update(finish, None).await;
+                let finish = End::Finish(stored.clone()).of(&lease.row);
+                let deadline = Some(Instant::now() + PATIENCE.max(lease.timeout / 3));
+                let finished = end(&lease, finish, deadline).await;
                 // An end that the database refuses must not keep the schedule for ever.
-                let is_too_late = trust.is_over() || began.elapsed() > trust.timeout;
-                if finished.is_ok() || is_too_late {
-                    trust.end();
+                let is_too_late = lease.is_over() || give_up <= Instant::now();
+                if matches!(finished, Ok(()) | Err(Error::PermitLost(_))) || is_too_late {
+                    lease.end("run");
                     return finished;
                 }
                 mode::pause::<P::Mode>(PAUSE).await;
             }
         })
         .await;
-        match finished {
-            Ok(Some(_)) => {
-                self.tell(outcome, None);
-                Ok(())
-            }
-            Ok(None) => Err(self.lost_lease()),
-            Err(error) => {
-                self.tell("lost", Some(&error));
-                Err(error)
-            }
-        }
+        let outcome = if finished.is_ok() { outcome } else { "lost" };
+        self.tell(outcome, finished.as_ref().err());
+        finished
     }
 
     #[cfg(feature = "async")]
-    pub(super) async fn lost(&self) {
-        self.trust.lost::<P::Mode>(None).await;
+    pub(super) fn lease(&self) -> Arc<Lease<P>> {
+        self.lease.clone()
     }
 
     /// The lease was lost while it ran, so another instance may run the tick already.
-    #[cfg(feature = "async")]
-    pub(super) fn crashed(mut self) -> Error {
+    pub(super) fn lose(&mut self) -> Error {
         self.is_over = true;
-        self.trust.end();
-        self.lost_lease()
-    }
-
-    fn lost_lease(&self) -> Error {
-        let error = Error::PermitLost(self.run.name.to_string());
+        self.lease.end("run");
+        let error = self.lease.loss();
         self.tell("lost", Some(&error));
         error
     }
 
     fn tell(&self, outcome: &'static str, error: Option<&Error>) {
-        self.trust.tell(|subject, since| {
+        self.lease.tell(|subject, since| {
             let took = since.elapsed();
             subject.event("run", outcome, took, Some(took), error);
         });
     }
 }
 
-impl<P: Pool> Drop for Running<P> {
+/// What is stored of an error. An empty one would read as success.
+fn stored(error: &str) -> String {
+    let stored: String = error
+        .chars()
+        .filter(|c| *c != '\0')
+        .take(STORED)
+        .collect();
+    if stored.is_empty() {
+        "the work failed, and said nothing".to_owned()
+    } else {
+        stored
+    }
+}
+
+/// Sends the end of a run.
+async fn end<P: Pool>(
+    lease: &Lease<P>,
+    end: crate::statement::Statement<diesel::sql_types::Bool>,
+    deadline: Option<Instant>,
+) -> Result<()> {
+    let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+    let reply: Option<Result<(bool, _)>> =
+        P::Mode::within(deadline, ask(&lease.pool, limit, [end])).await;
+    let reply = reply.unwrap_or(Err(Error::TimedOut));
+    lease.ended(reply.map(|(is_last, _)| is_last))
+}
+
+impl<P: Pool> Drop for Run<P> {
     fn drop(&mut self) {
         if self.is_over {
             return;
         }
-        self.trust.end();
-        let update = if std::thread::panicking() {
-            self.tell("crashed", None);
-            Update::Crash("panicked")
+        let (outcome, update) = if self.is_working {
+            ("crashed", End::Crash("panicked"))
         } else {
-            self.tell("given back", None);
-            Update::GiveBack
+            ("given back", End::GiveBack)
         };
-        let (run, lease) = (self.run.clone(), self.trust.timeout);
-        P::Mode::leave(&self.run.runtime, async move {
+        self.lease.end("run");
+        self.tell(outcome, None);
+        let (lease, update) = (self.lease.clone(), update.of(&self.lease.row));
+        P::Mode::leave(&self.lease.runtime, async move {
             // If it fails or has no reply by then, the lease expires.
-            let deadline = Instant::now().checked_add(lease);
-            let _ = P::Mode::within(deadline, run.update(update, None)).await;
+            let deadline = Instant::now().checked_add(lease.timeout);
+            drop(end(&lease, update, deadline).await);
         });
     }
 }
@@ -197,43 +202,23 @@ impl<P: Pool> Tick<P> {
     }
 
     /// Returns a number that is larger than those of all earlier runs of the schedule, for a [`Fence`](crate::Fence).
-    pub const fn token(&self) -> i64 {
-        self.token
+    pub fn token(&self) -> i64 {
+        self.lease.row.token
     }
 
     /// Returns whether the lease could not be renewed in time, so that another instance may be about to run the tick: the work must
     /// stop now. No round trip.
     pub fn is_lost(&self) -> bool {
-        self.trust.is_lost()
+        self.lease.is_lost()
     }
 
     /// Waits until the lease is lost, for at most `timeout`. Returns whether it is.
     pub fn wait_for_loss(&self, timeout: Duration) -> Reply<'_, P, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
-            self.trust.lost::<P::Mode>(deadline).await;
+            self.lease.lost(deadline).await;
             self.is_lost()
         })
-    }
-}
-
-impl<P: Pool> Run<P> {
-    /// Returns when it was sent, if this still is the last run.
-    async fn update(self, update: Update, limit: Option<Duration>) -> Result<Option<Instant>> {
-        let update = update.of(&self.name, self.token);
-        let (count, sent): (i64, _) = ask(&self.pool, limit, [update]).await?;
-        Ok((count > 0).then_some(sent))
-    }
-}
-
-impl<P: Pool> Clone for Run<P> {
-    fn clone(&self) -> Self {
-        Self {
-            pool: self.pool.clone(),
-            runtime: self.runtime.clone(),
-            name: self.name.clone(),
-            ..*self
-        }
     }
 }
 
@@ -242,7 +227,7 @@ impl<P: Pool> fmt::Debug for Tick<P> {
         f.debug_struct("Tick")
             .field("at", &self.at)
             .field("attempt", &self.attempt)
-            .field("token", &self.token)
+            .field("token", &self.token())
             .finish_non_exhaustive()
     }
 }

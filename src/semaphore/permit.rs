@@ -2,17 +2,16 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use super::keep::{Trust, keep};
 use super::sql;
-use crate::call::{ask, ask_surely};
+use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::{Outcome, Subject};
+use crate::event::Outcome;
+use crate::lease::Lease;
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply};
-use crate::waiting::{self, Database, What};
+use crate::waiting::{self, What};
 
 /// A permit that is held: a slot of its service, and no connection.
 ///
@@ -29,51 +28,15 @@ use crate::waiting::{self, Database, What};
 /// [`Error::PermitLost`] if the permit has expired, and those of the [semaphore](crate::semaphore::Semaphore#errors).
 #[must_use = "if unused, the permit is released at once"]
 pub struct Permit<P: Pool> {
-    /// `None` once it is released.
-    held: Option<Held<P>>,
-    token: i64,
-    trust: Arc<Trust>,
-}
-
-/// Where a permit belongs to.
-pub(super) struct Service<P: Pool> {
-    pub(super) pool: P,
-    pub(super) runtime: <P::Mode as Mode>::Runtime,
-    pub(super) subject: Subject,
-    pub(super) name: Arc<str>,
-    pub(super) timeout: Duration,
-    pub(super) database: Database,
-    /// Whether a completion was sent that has no reply, and may have been done.
-    pub(super) is_unanswered: AtomicBool,
-}
-
-/// What ends or renews a permit.
-pub(super) struct Held<P: Pool> {
-    service: Arc<Service<P>>,
-    id: i64,
-    trust: Arc<Trust>,
+    lease: Arc<Lease<P>>,
+    is_ended: bool,
 }
 
 impl<P: Pool> Permit<P> {
-    pub(super) fn new(service: Service<P>, id: i64, sent: Instant, is_kept: bool) -> Self {
-        let trust = Arc::new(Trust::new(service.subject, sent, service.timeout));
-        let held = Held {
-            service: Arc::new(service),
-            id,
-            trust: trust.clone(),
-        };
-        if is_kept {
-            let renewed = held.clone();
-            let renew = move |limit| renewed.clone().renewal(limit);
-            P::Mode::beside(
-                &held.service.runtime,
-                keep::<P::Mode, _>(trust.clone(), renew),
-            );
-        }
+    pub(super) const fn new(lease: Arc<Lease<P>>) -> Self {
         Self {
-            token: id,
-            held: Some(held),
-            trust,
+            lease,
+            is_ended: false,
         }
     }
 
@@ -81,180 +44,162 @@ impl<P: Pool> Permit<P> {
     ///
     /// With one slot, a [`Fence`](crate::Fence) that is passed with it refuses all earlier holders. With several slots there must be
     /// a fence for each.
-    pub const fn fencing_token(&self) -> i64 {
-        self.token
+    pub fn fencing_token(&self) -> i64 {
+        self.lease.row.token
     }
 
     /// Returns for how long the permit may still be relied on, unless it is renewed. No round trip.
     pub fn remaining(&self) -> Duration {
-        self.trust.until().saturating_duration_since(Instant::now())
+        self.lease.until().saturating_duration_since(Instant::now())
     }
 
     /// Returns whether the permit must not be relied on any more: what it protects must stop now. No round trip, and once true for
     /// ever.
     pub fn is_lost(&self) -> bool {
-        self.trust.is_lost()
+        self.lease.is_lost()
     }
 
     /// Waits until the permit is lost, for at most `timeout`. Returns whether it is. No round trip.
     pub fn wait_for_loss(&self, timeout: Duration) -> Reply<'_, P, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
-            self.trust.lost::<P::Mode>(deadline).await;
+            self.lease.lost(deadline).await;
             self.is_lost()
         })
     }
 
     /// Waits until the permit is lost: never, for as long as it renews itself in time. No round trip.
     pub fn lost(&self) -> Reply<'_, P, ()> {
-        P::Mode::drive(self.trust.lost::<P::Mode>(None))
+        P::Mode::drive(async move {
+            self.lease.lost(None).await;
+            self.is_lost();
+        })
     }
 
-    /// Extends the permit to its timeout from now. One round trip: `SELECT resource_control.renew_service_request($1, $2, $3)`.
+    /// Extends the permit to its timeout from now. One round trip: `SELECT resource_control.renew_service_request($1, $2, $3, $4)`.
+    /// A permit that is lost is not extended, and nothing is sent.
     pub fn renew(&self) -> Reply<'_, P, Result<()>> {
         P::Mode::drive(async move {
-            let Some(held) = self.held.clone() else {
-                unreachable!("only its end takes it")
-            };
-            let service = held.service.clone();
-            let renewal = async {
-                let renewed = held.renewal(None).await?;
-                if self.trust.renewed(renewed) {
-                    Ok(Renewed)
-                } else {
-                    Err(Error::PermitLost(service.name.to_string()))
-                }
-            };
-            let renewed = service.subject.tell("renew", renewal).await;
+            let renew = async { self.lease.renew().await.map(|()| Renewed) };
+            let renewed = self.lease.subject.tell("renew", renew).await;
             renewed.map(|Renewed| ())
         })
     }
 
-    /// Releases the permit. One round trip: `SELECT resource_control.complete_service_request($1, $2, true)`.
+    /// Releases the permit. One round trip: `SELECT resource_control.complete_service_request($1, $2, true, $3)`.
     ///
-    /// If the database cannot be reached it is an error, and the release follows in the background.
+    /// If the database cannot be reached it is an error, and the release follows in the background. Where the work has succeeded and
+    /// a handler shall reply at once, drop the permit instead: the release then follows behind the reply.
     pub fn release(mut self) -> Reply<'static, P, Result<()>> {
         P::Mode::drive(async move {
-            let Some(held) = self.end() else {
-                unreachable!("only its end takes it")
-            };
-            let runtime = held.service.runtime.clone();
-            P::Mode::surely(&runtime, None, held.release("release", None)).await
+            let lease = self.end("release");
+            let runtime = lease.runtime.clone();
+            P::Mode::surely(&runtime, None, release(lease, "release", None)).await
         })
+    }
+
+    /// As [`release`](Self::release), of a loop that is to end: waits for a connection no longer than a second.
+    pub(crate) async fn release_soon(mut self) {
+        let lease = self.end("release");
+        let runtime = lease.runtime.clone();
+        let limit = Some(Duration::from_secs(1));
+        // An event tells that it was lost, and a row that was not given up falls free.
+        let _ = P::Mode::surely(&runtime, None, release(lease, "release", limit)).await;
     }
 
     /// Leaves the request to another process, which [completes](crate::semaphore::Semaphore::complete) it by this token, or to its
     /// timeout. No round trip. It is no longer renewed.
     pub fn detach(mut self) -> i64 {
-        self.end();
-        self.trust.tell(|subject, since| {
+        let lease = self.end("detach");
+        lease.tell(|subject, since| {
             let held = Some(since.elapsed());
             subject.event("detach", "detached", Duration::ZERO, held, None);
         });
-        self.token
+        lease.row.token
     }
 
-    pub(crate) const fn trust(&self) -> &Arc<Trust> {
-        &self.trust
+    pub(crate) const fn lease(&self) -> &Arc<Lease<P>> {
+        &self.lease
     }
 
-    fn end(&mut self) -> Option<Held<P>> {
-        self.trust.end();
-        self.held.take()
+    fn end(&mut self, operation: &'static str) -> Arc<Lease<P>> {
+        self.is_ended = true;
+        self.lease.end(operation);
+        self.lease.clone()
     }
 }
 
 impl<P: Pool> Drop for Permit<P> {
     fn drop(&mut self) {
-        if let Some(held) = self.end() {
-            let runtime = held.service.runtime.clone();
+        if !self.is_ended {
+            let lease = self.end("drop");
+            let runtime = lease.runtime.clone();
             P::Mode::leave(&runtime, async move {
-                drop(held.release("drop", Some(Duration::ZERO)).await);
+                drop(release(lease, "drop", Some(Duration::ZERO)).await);
             });
         }
     }
 }
 
-impl<P: Pool> Held<P> {
-    /// Completes the request: now, or later if the database cannot be reached, until it has expired anyway.
-    async fn release(self, operation: &'static str, limit: Option<Duration>) -> Result<()> {
-        let began = Instant::now();
-        let give_up = began.checked_add(self.service.timeout);
-        let patience = match operation {
-            "drop" => Some(began + PATIENCE.min(self.service.timeout)),
-            _ => give_up,
-        };
-        let mut completed = self.complete(limit, patience).await;
-        if completed.is_err() && give_up.is_some_and(|give_up| give_up <= Instant::now()) {
-            // It has expired meanwhile.
-            completed = Err(Error::PermitLost(self.service.name.to_string()));
-        }
-        let is_done = is_final(&completed);
-        // A drop returns no error, so it tells only what it came to in the end.
-        if is_done || operation == "release" {
-            self.tell(operation, began, &completed);
-        }
-        if !is_done {
-            let service = self.service.clone();
-            P::Mode::later(&service.runtime, service.database, move |limit| {
-                let held = self.clone();
-                async move {
-                    let completed = held.complete(limit, Some(Instant::now() + PATIENCE)).await;
-                    let is_over = give_up.is_some_and(|give_up| give_up < Instant::now());
-                    let is_done = is_over || is_final(&completed);
-                    if is_done && operation == "drop" {
-                        held.tell(operation, began, &completed);
-                    }
-                    is_done
+/// Completes the request: now, or later if the database cannot be reached, until it has expired anyway.
+async fn release<P: Pool>(
+    lease: Arc<Lease<P>>,
+    operation: &'static str,
+    limit: Option<Duration>,
+) -> Result<()> {
+    let began = Instant::now();
+    let give_up = began.checked_add(lease.timeout);
+    let patience = match operation {
+        "drop" => Some(began + PATIENCE.min(lease.timeout)),
+        _ => give_up,
+    };
+    let mut completed = complete(&lease, limit, patience).await;
+    if completed.is_ok() && lease.is_lost() {
+        // Its holder was told so, and it may have been told to others.
+        completed = Err(lease.loss());
+    }
+    let has_expired = || give_up.is_some_and(|give_up| give_up <= Instant::now());
+    if completed.is_err() && has_expired() {
+        completed = Err(lease.loss());
+    }
+    let tell = move |lease: &Lease<P>, completed: &Result<()>| {
+        lease.tell(|subject, since| subject.ended(operation, began, since, completed));
+    };
+    let is_done = is_final(&completed);
+    // A drop returns no error, so it tells only what became of it in the end.
+    if is_done || operation == "release" {
+        tell(&lease, &completed);
+    }
+    if !is_done {
+        let (runtime, database) = (lease.runtime.clone(), lease.database);
+        P::Mode::later(&runtime, database, move |limit| {
+            let lease = lease.clone();
+            async move {
+                let deadline = Some(Instant::now() + PATIENCE);
+                let completed = complete(&lease, limit, deadline).await;
+                let is_over = give_up.is_some_and(|give_up| give_up < Instant::now());
+                let is_done = is_over || is_final(&completed);
+                if is_done {
+                    tell(&lease, &completed);
                 }
-            });
-        }
-        completed
-    }
-
-    async fn complete(&self, limit: Option<Duration>, deadline: Option<Instant>) -> Result<()> {
-        let Service {
-            pool,
-            name,
-            is_unanswered,
-            ..
-        } = &*self.service;
-        let complete = ask(pool, limit, [sql::complete(name, self.id)]);
-        let reply = P::Mode::within(deadline, complete).await;
-        let reply: Result<(bool, _)> = reply.unwrap_or(Err(Error::TimedOut));
-        // Also if it failed: who waits looks how it stands.
-        waiting::released(&What::Slot(name.clone()));
-        match reply {
-            Ok((true, _)) => Ok(()),
-            // One before has done it, unless it has expired.
-            Ok((false, _)) if is_unanswered.load(SeqCst) && self.trust.until() > Instant::now() => {
-                Ok(())
+                is_done
             }
-            Ok((false, _)) => Err(Error::PermitLost(name.to_string())),
-            Err(error) => {
-                is_unanswered.fetch_or(!matches!(error, Error::Pool(_)), SeqCst);
-                Err(error)
-            }
-        }
+        });
     }
+    completed
+}
 
-    /// Returns when the renewal was sent, if the permit was in flight. A drop of the future does not stop it.
-    async fn renewal(self, limit: Option<Duration>) -> Result<Option<Instant>> {
-        let Service {
-            pool,
-            name,
-            timeout,
-            ..
-        } = &*self.service;
-        let renew = sql::renew(name, self.id, *timeout);
-        let reply = move |was_in_flight: bool, sent| was_in_flight.then_some(sent);
-        ask_surely(pool, limit, renew, reply).await
-    }
-
-    fn tell(&self, operation: &'static str, began: Instant, released: &Result<()>) {
-        self.trust
-            .tell(|subject, since| subject.ended(operation, began, since, released));
-    }
+async fn complete<P: Pool>(
+    lease: &Lease<P>,
+    limit: Option<Duration>,
+    deadline: Option<Instant>,
+) -> Result<()> {
+    let complete = ask(&lease.pool, limit, [sql::complete(&lease.row)]);
+    let reply: Option<Result<(bool, _)>> = P::Mode::within(deadline, complete).await;
+    // Also if it failed: who waits looks how it stands.
+    waiting::released(&What::Slot(lease.row.name.clone()));
+    let reply = reply.unwrap_or(Err(Error::TimedOut));
+    lease.ended(reply.map(|(was_in_flight, _)| was_in_flight))
 }
 
 struct Renewed;
@@ -273,20 +218,10 @@ fn is_final(completed: &Result<()>) -> bool {
     }
 }
 
-impl<P: Pool> Clone for Held<P> {
-    fn clone(&self) -> Self {
-        Self {
-            service: self.service.clone(),
-            id: self.id,
-            trust: self.trust.clone(),
-        }
-    }
-}
-
 impl<P: Pool> fmt::Debug for Permit<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Permit")
-            .field("fencing_token", &self.token)
+            .field("fencing_token", &self.fencing_token())
             .field("remaining", &self.remaining())
             .finish_non_exhaustive()
     }

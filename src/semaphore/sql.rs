@@ -6,6 +6,7 @@ use diesel::data_types::PgInterval;
 use diesel::sql_types::{BigInt, Bool, Integer, Interval, Nullable};
 
 use crate::call::BATCH;
+use crate::lease::Row;
 use crate::statement::{Statement, database};
 use crate::time::interval;
 
@@ -17,25 +18,35 @@ pub(super) fn claim(
     slots: i32,
     timeout: Duration,
     details: &str,
+    claim: i64,
 ) -> Statement<(Nullable<BigInt>, Nullable<Interval>, Integer)> {
     Statement::new(
         concat!(
             "SELECT id, retry_after, ",
             database!(),
-            " FROM resource_control.claim_service_request($1, $2, $3, $4)"
+            " FROM resource_control.claim_service_request($1, $2, $3, $4, $5)"
         ),
         [
             service.into(),
             slots.into(),
             interval(timeout).into(),
             details.into(),
+            claim.into(),
         ],
     )
 }
 
 /// Whether the request was in flight. Its end may be lost if the server crashes, after which the slot is free after the timeout, so
 /// it is committed without waiting for the disk.
-pub(super) fn complete(service: &str, id: i64) -> Statement<Bool> {
+pub(super) fn complete(row: &Row) -> Statement<Bool> {
+    Statement::new(
+        "SELECT resource_control.complete_service_request($1, $2, true, $3)",
+        [(&*row.name).into(), row.token.into(), row.claim.into()],
+    )
+}
+
+/// As [`complete`], of another process, which does not know the number of the claim.
+pub(super) fn complete_of_another(service: &str, id: i64) -> Statement<Bool> {
     Statement::new(
         "SELECT resource_control.complete_service_request($1, $2, true)",
         [service.into(), id.into()],
@@ -43,7 +54,20 @@ pub(super) fn complete(service: &str, id: i64) -> Statement<Bool> {
 }
 
 /// Whether the request was in flight.
-pub(super) fn renew(service: &str, id: i64, timeout: Duration) -> Statement<Bool> {
+pub(super) fn renew(row: &Row, timeout: Duration) -> Statement<Bool> {
+    Statement::new(
+        "SELECT resource_control.renew_service_request($1, $2, $3, $4)",
+        [
+            (&*row.name).into(),
+            row.token.into(),
+            interval(timeout).into(),
+            row.claim.into(),
+        ],
+    )
+}
+
+/// As [`renew`], of another process, which does not know the number of the claim.
+pub(super) fn renew_of_another(service: &str, id: i64, timeout: Duration) -> Statement<Bool> {
     Statement::new(
         "SELECT resource_control.renew_service_request($1, $2, $3)",
         [service.into(), id.into(), interval(timeout).into()],

@@ -1,0 +1,349 @@
+//! A row that is held for a time: what a permit, a term of a leader and a run of a schedule have in common. How long its holder may
+//! rely on it, its renewal, its loss, and its end.
+
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use diesel::sql_types::Bool;
+
+use crate::alarm::{Alarm, Sleepers, jittered, lock};
+use crate::call::ask_surely;
+use crate::error::{Error, Result};
+use crate::event::Subject;
+use crate::metrics::Raised;
+use crate::mode::Mode;
+use crate::pool::Pool;
+use crate::statement::Statement;
+use crate::waiting::Database;
+
+/// The shortest timeout of what renews itself: its renewals must get through a busy pool and a short outage.
+pub(crate) const SHORTEST_KEPT: Duration = if cfg!(feature = "testing") {
+    Duration::from_millis(300)
+} else {
+    Duration::from_secs(3)
+};
+
+/// How a lease knows its row.
+#[derive(Debug, Clone)]
+pub(crate) struct Row {
+    /// Of the service or the schedule.
+    pub(crate) name: Arc<str>,
+    /// The fencing token.
+    pub(crate) token: i64,
+    /// A random number that the claim has brought, because tokens may repeat where a failover has lost commits.
+    pub(crate) claim: i64,
+}
+
+/// The number of a new claim.
+pub(crate) fn claim_number() -> i64 {
+    fastrand::i64(1..)
+}
+
+/// Makes the statement that renews a row, which returns whether the row was held.
+pub(crate) type Renewal = fn(&Row, Duration) -> Statement<Bool>;
+
+/// A row that is held for a time. The holder relies on it by the monotonic clock of this machine, from when the claim or the last good
+/// renewal was *sent*, for a little less than the database does: so the holder stops before the database lets another one in.
+pub(crate) struct Lease<P: Pool> {
+    pub(crate) pool: P,
+    pub(crate) runtime: <P::Mode as Mode>::Runtime,
+    pub(crate) database: Database,
+    pub(crate) subject: Subject,
+    pub(crate) row: Row,
+    pub(crate) timeout: Duration,
+    renewal: Renewal,
+    since: Instant,
+    state: Mutex<State>,
+    /// Those who wait for its end.
+    pub(crate) sleepers: Sleepers,
+    /// When the next renewal is due.
+    due: Alarm,
+    /// Whether an end was sent that has no reply, and may have been stored.
+    is_unanswered: AtomicBool,
+}
+
+#[derive(Debug)]
+struct State {
+    until: Instant,
+    end: Option<End>,
+    /// What ends it was sent, so there may be nothing to renew any more.
+    is_ending: bool,
+    /// Its end was told as an event.
+    is_told: bool,
+    /// Its holder asked, and was told of the loss.
+    was_heard: bool,
+    /// Until its end.
+    held: Option<Raised>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Released,
+    Lost,
+}
+
+/// What a new lease consists of.
+pub(crate) struct Claimed<P: Pool> {
+    pub(crate) pool: P,
+    pub(crate) runtime: <P::Mode as Mode>::Runtime,
+    pub(crate) database: Database,
+    pub(crate) subject: Subject,
+    pub(crate) row: Row,
+    pub(crate) timeout: Duration,
+    pub(crate) renewal: Renewal,
+    /// When the claim was sent.
+    pub(crate) sent: Instant,
+}
+
+impl<P: Pool> Lease<P> {
+    pub(crate) fn new(claimed: Claimed<P>) -> Arc<Self> {
+        let Claimed {
+            pool,
+            runtime,
+            database,
+            subject,
+            row,
+            timeout,
+            renewal,
+            sent,
+        } = claimed;
+        let state = State {
+            until: sent + trusted(timeout),
+            end: None,
+            is_ending: false,
+            is_told: false,
+            was_heard: false,
+            held: Some(Raised::held(subject)),
+        };
+        Arc::new(Self {
+            pool,
+            runtime,
+            database,
+            subject,
+            row,
+            timeout,
+            renewal,
+            since: Instant::now(),
+            state: Mutex::new(state),
+            sleepers: Sleepers::default(),
+            due: Alarm::new(sent + timeout / 3),
+            is_unanswered: AtomicBool::new(false),
+        })
+    }
+
+    pub(crate) fn until(&self) -> Instant {
+        lock(&self.state).until
+    }
+
+    /// Tells the holder whether it is lost. The first one to notice a loss tells it as an event, too.
+    pub(crate) fn is_lost(&self) -> bool {
+        let mut state = lock(&self.state);
+        let is_lost = match state.end {
+            Some(end) => end == End::Lost,
+            None => state.until <= Instant::now(),
+        };
+        state.was_heard |= is_lost;
+        if is_lost && state.end.is_none() {
+            self.lose(state, "is_lost");
+        }
+        is_lost
+    }
+
+    /// Whether the holder was told that it is lost.
+    pub(crate) fn was_heard(&self) -> bool {
+        lock(&self.state).was_heard
+    }
+
+    /// Whether it is lost, or was released.
+    pub(crate) fn is_over(&self) -> bool {
+        let state = lock(&self.state);
+        state.end.is_some() || state.until <= Instant::now()
+    }
+
+    /// Waits until it is over, or the deadline.
+    pub(crate) async fn lost(&self, deadline: Option<Instant>) {
+        while !self.is_over() && deadline.is_none_or(|deadline| deadline > Instant::now()) {
+            let sleeper = self.sleepers.join(self.until());
+            if !self.is_over() {
+                P::Mode::sleep(&sleeper.alarm, deadline).await;
+            }
+        }
+    }
+
+    /// Sends a renewal. Returns when it was sent, if the row was held.
+    async fn send_renewal(self: Arc<Self>, limit: Option<Duration>) -> Result<Option<Instant>> {
+        let renew = (self.renewal)(&self.row, self.timeout);
+        let reply = |was_held: bool, sent| was_held.then_some(sent);
+        ask_surely(&self.pool, limit, renew, reply).await
+    }
+
+    /// Renews it once, unless it is lost.
+    pub(crate) async fn renew(self: &Arc<Self>) -> Result<()> {
+        if !self.is_lost() {
+            let renewed = self.clone().send_renewal(None).await?;
+            if self.renewed(renewed) {
+                return Ok(());
+            }
+        }
+        Err(self.loss())
+    }
+
+    pub(crate) fn loss(&self) -> Error {
+        Error::PermitLost(self.row.name.to_string())
+    }
+
+    /// A renewal has come back: when it was sent, or `None` if there was nothing to renew. Returns whether it is still held. What was
+    /// lost once stays lost, because its holder was told so.
+    ///
+    /// The next one is due a third after this one was sent, because the reply of a slow server may take longer than that.
+    fn renewed(&self, sent: Option<Instant>) -> bool {
+        let mut state = lock(&self.state);
+        match (state.end, sent) {
+            (None, Some(sent)) if state.until > Instant::now() => {
+                state.until = state.until.max(sent + trusted(self.timeout));
+                self.due.set(sent + self.timeout / 3);
+                true
+            }
+            (None, _) if !state.is_ending => {
+                self.lose(state, "keep_alive");
+                false
+            }
+            _ => false,
+        }
+    }
+
+    fn lose(&self, mut state: MutexGuard<'_, State>, operation: &'static str) {
+        state.end = Some(End::Lost);
+        state.held = None;
+        let was_told = std::mem::replace(&mut state.is_told, true);
+        drop(state);
+        self.sleepers.wake();
+        if !was_told {
+            self.subject
+                .ended(operation, Instant::now(), self.since, &Err(self.loss()));
+        }
+    }
+
+    /// Tells its end, unless that was told: as what, after how long.
+    pub(crate) fn tell(&self, tell: impl FnOnce(Subject, Instant)) {
+        let was_told = std::mem::replace(&mut lock(&self.state).is_told, true);
+        if !was_told {
+            tell(self.subject, self.since);
+        }
+    }
+
+    /// Its holder is about to end it, which a renewal on its way must not take for a loss.
+    pub(crate) fn begin_end(&self) {
+        lock(&self.state).is_ending = true;
+    }
+
+    /// Its holder ends it: there is nothing to renew any more. A holder that is too late has lost it.
+    pub(crate) fn end(&self, operation: &'static str) {
+        let mut state = lock(&self.state);
+        let is_too_late = state.until <= Instant::now();
+        self.due.set(Instant::now());
+        if state.end.is_none() && !state.is_ending && is_too_late {
+            return self.lose(state, operation);
+        }
+        state.end.get_or_insert(End::Released);
+        state.held = None;
+        drop(state);
+        self.sleepers.wake();
+    }
+
+    /// The reply to a statement that ends the row: whether the row was held. An end that was sent before and had no reply may have done
+    /// it.
+    pub(crate) fn ended(&self, reply: Result<bool>) -> Result<()> {
+        match reply {
+            Ok(true) => Ok(()),
+            Ok(false) if self.is_unanswered.load(SeqCst) && self.until() > Instant::now() => Ok(()),
+            Ok(false) => Err(self.loss()),
+            Err(error) => {
+                let was_sent = !matches!(error, Error::Pool(_));
+                self.is_unanswered.fetch_or(was_sent, SeqCst);
+                Err(error)
+            }
+        }
+    }
+
+    /// Renews it by itself until it is over: on a thread, or in a task. A renewal that fails is repeated.
+    ///
+    /// A renewal waits for a connection until the trust ends, because one that gave up sooner would lose its place in the queue of
+    /// the pool, and starve.
+    pub(crate) fn keep(self: &Arc<Self>) {
+        P::Mode::beside(&self.runtime, self.clone().keep_renewing());
+    }
+
+    async fn keep_renewing(self: Arc<Self>) {
+        let pause = (self.timeout / 20).min(Duration::from_millis(100));
+        loop {
+            P::Mode::sleep(&self.due, None).await;
+            if self.is_over() {
+                break;
+            }
+            let until = self.until();
+            let limit = until.saturating_duration_since(Instant::now());
+            match P::Mode::within(Some(until), self.insist(limit)).await {
+                Some(Ok(renewed)) if self.renewed(renewed) => {}
+                Some(Err(_)) => self.due.set(Instant::now() + jittered(pause)),
+                _ => break,
+            }
+            // The end may have set it before.
+            if self.is_over() {
+                break;
+            }
+        }
+        // Nobody renews it any more: if it was not ended, it is lost.
+        let state = lock(&self.state);
+        if state.end.is_none() && !state.is_ending {
+            self.lose(state, "keep_alive");
+        }
+    }
+
+    /// Renews it, and begins again beside the first try if that has no reply for two fifths of the timeout, because a pool may lend a
+    /// connection on which the statement of a dropped future still runs. The first good reply counts. It is long, because on a slow
+    /// server two tries are slower than one. A blocking try is not interrupted.
+    async fn insist(self: &Arc<Self>, limit: Duration) -> Result<Option<Instant>> {
+        let patience = self.timeout * 2 / 5;
+        let mut first = pin!(self.clone().send_renewal(Some(limit)));
+        let replied = P::Mode::within(Some(Instant::now() + patience), first.as_mut()).await;
+        if let Some(reply) = replied {
+            return reply;
+        }
+        let mut second = pin!(
+            self.clone()
+                .send_renewal(Some(limit.saturating_sub(patience)))
+        );
+        let mut failed = [false; 2];
+        poll_fn(|context| {
+            let tries = [
+                first.as_mut() as Pin<&mut (dyn Future<Output = _> + Send)>,
+                second.as_mut(),
+            ];
+            for (renewal, has_failed) in tries.into_iter().zip(&mut failed) {
+                if *has_failed {
+                    continue;
+                }
+                match renewal.poll(context) {
+                    Poll::Ready(Err(_)) => *has_failed = true,
+                    Poll::Ready(renewed) => return Poll::Ready(renewed),
+                    Poll::Pending => {}
+                }
+            }
+            match failed {
+                [true, true] => Poll::Ready(Err(Error::TimedOut)),
+                _ => Poll::Pending,
+            }
+        })
+        .await
+    }
+}
+
+/// For how long a row is relied on after it was claimed or renewed.
+fn trusted(timeout: Duration) -> Duration {
+    timeout - (timeout / 10).min(Duration::from_secs(1))
+}

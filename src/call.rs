@@ -16,7 +16,7 @@ use crate::statement::Statement;
 
 /// Sends one statement, or several in turn until one of them returns a row. Also returns when that one was sent.
 ///
-/// **What was sent and has no reply is never sent again.** A connection whose session has ended before is replaced. One on which plain
+/// **What was sent and has no reply is never sent again.** A connection whose session is known to have ended before is replaced. One on which plain
 /// SQL had left a transaction open is discarded.
 pub(crate) async fn ask<P: Pool, T, U>(
     pool: &P,
@@ -58,9 +58,11 @@ where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
-    let borrowed = Borrowed::new(pool, limit).await?;
+    let mut borrowed = Borrowed::new(pool, limit).await?;
+    // It has waited for the reply for long enough when it is dropped.
+    borrowed.discards_when_busy();
     let pool = pool.clone();
-    P::Mode::surely(&borrowed.runtime(), Some(PATIENCE), async move {
+    P::Mode::surely(&borrowed.runtime(), Some(2 * PATIENCE), async move {
         let (reply, sent) = ask_borrowed(borrowed, &pool, limit, &[statement]).await?;
         Ok(then(reply, sent))
     })
@@ -170,10 +172,7 @@ where
 }
 
 /// Sends the statements in turn until one of them returns a row.
-async fn send<S: Session, T, U>(
-    session: &mut S,
-    statements: &[Statement<T>],
-) -> QueryResult<U>
+async fn send<S: Session, T, U>(session: &mut S, statements: &[Statement<T>]) -> QueryResult<U>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,

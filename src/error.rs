@@ -104,7 +104,7 @@ pub enum Error {
         pid: i32,
     },
 
-    /// Two connections of the pool held the same exclusive lock at once.
+    /// Session locks of this pool exclude nobody: a pooler in transaction mode is in between, or the server has no advisory locks.
     #[error("session locks exclude nobody on this pool: {0}")]
     NotExclusive(&'static str),
 

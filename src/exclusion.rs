@@ -1,5 +1,7 @@
 //! Do session locks exclude on this pool?
 
+use std::time::{Duration, Instant};
+
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use diesel::sql_types::{Bool, Integer, Nullable};
 
@@ -22,9 +24,13 @@ const NOT_PREPARED: &str = "the server does not know the statement that the conn
 const NO_LOCKS: &str = "two transactions got the same lock, so the advisory locks of this server do nothing: use a semaphore of one \
      slot, or a server that has them";
 
-/// How often each of the two connections is asked for its session. Five questions in all found PgBouncer 59 or 60 of 60 times, and ten
+/// How often the two connections are asked for their sessions in all. Five questions found PgBouncer 59 or 60 of 60 times, and ten
 /// always.
-const QUESTIONS: usize = 5;
+const QUESTIONS: usize = 10;
+
+/// How long a second connection is waited for, because who else waits for one while he holds another would wait for ever in a pool
+/// without a timeout.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Checks that session locks exclude on this pool.
 ///
@@ -34,7 +40,7 @@ const QUESTIONS: usize = 5;
 /// nothing is left behind, and nobody else notices.
 ///
 /// Call it once when a program starts that uses session locks. [`migrations::install`](crate::migrations::install) does, and logs a
-/// warning. It needs a pool of two connections or more, and waits for them as long as the pool does. Sixteen round trips.
+/// warning. It needs a pool of two connections or more, and waits for the second for 30 seconds at most. Sixteen round trips.
 ///
 /// # Errors
 ///
@@ -48,17 +54,20 @@ const QUESTIONS: usize = 5;
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
 pub fn check_exclusion<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
-    P::Mode::drive(check(pool))
+    P::Mode::drive(check(pool, PATIENCE))
 }
 
-pub(crate) async fn check<P: Pool>(pool: &P) -> Result<()> {
+/// Waits for a second connection no longer than `patience`.
+pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
     if pool.max_size() < 2 {
         return Err(Error::Input(
             "whether session locks exclude is seen on two connections: give `check_exclusion` a pool of two or more",
         ));
     }
     let mut first = Borrowed::new(pool, None).await?;
-    let mut second = Borrowed::new(pool, None).await?;
+    let second = Borrowed::new(pool, Some(patience));
+    let second = P::Mode::within(Some(Instant::now() + patience), second).await;
+    let mut second = second.ok_or(Error::TimedOut)??;
     let compared = compare(first.conn(), second.conn()).await;
     first.replied();
     second.replied();
@@ -68,7 +77,7 @@ pub(crate) async fn check<P: Pool>(pool: &P) -> Result<()> {
 async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
     // The sessions come first: behind a pooler with one of them a second transaction would wait for ever.
     let mut pids = [0; 2];
-    for question in 0..2 * QUESTIONS {
+    for question in 0..QUESTIONS {
         // The first one twice in the beginning, because a pooler with few sessions may hand them out in turns, too.
         let i = usize::from(question >= 2 && question % 2 == 0);
         let conn = if i == 0 { &mut *first } else { &mut *second };
@@ -126,6 +135,12 @@ fn is_of_a_prepared_statement(error: &DieselError) -> bool {
         return false;
     };
     let message = report.message();
-    message.contains("prepared statement")
-        || message.contains("__diesel_stmt_")
+    // Diesel's and tokio-postgres' names, in a message of any language: "__diesel_stmt_0", "s12".
+    let mut quoted = message.split('"').skip(1).step_by(2);
+    let is_name = |name: &str| {
+        let number = name.strip_prefix('s').unwrap_or_default();
+        name.starts_with("__diesel_stmt_")
+            || !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+    };
+    message.contains("prepared statement") || quoted.any(is_name)
 }

@@ -7,7 +7,7 @@
 mod run_pending;
 
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use diesel::sql_types::{Array, Bool, Text};
@@ -98,7 +98,7 @@ impl Outcome for Done {
 /// pending file runs in a transaction of its own, under a transaction lock, so it also works behind a pooler in transaction mode, and
 /// of many instances one runs it. A failure keeps what the files before have created.
 ///
-/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session locks exclude on it, in five more round
+/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session locks exclude on it, in sixteen more round
 /// trips, and logs a warning if not.
 ///
 /// # Errors
@@ -119,7 +119,9 @@ pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
         SUBJECT.tell("install", run_files(pool)).await?;
         if pool.idle() >= 2 {
             let began = Instant::now();
-            if let Err(error @ Error::NotExclusive(_)) = exclusion::check(pool).await {
+            if let Err(error @ Error::NotExclusive(_)) =
+                exclusion::check(pool, Duration::from_secs(5)).await
+            {
                 let took = began.elapsed();
                 SUBJECT.event("check_exclusion", "failed", took, None, Some(&error));
             }

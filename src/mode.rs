@@ -114,14 +114,16 @@ pub(crate) fn closed() {
 }
 
 fn has_drained() -> bool {
-    let within_a_second = |closed: Instant| closed.elapsed() <= Duration::from_secs(1);
-    LEFT.load(Ordering::SeqCst) == 0 && !lock(&CLOSED).is_some_and(within_a_second)
+    // The server looks every second, from when it learns of the end.
+    let is_recent = |closed: Instant| closed.elapsed() <= Duration::from_millis(1500);
+    LEFT.load(Ordering::SeqCst) == 0 && !lock(&CLOSED).is_some_and(is_recent)
 }
 
 /// Waits until everything that was dropped in this process is released: guards, permits, terms, ticks, and futures half way. Returns
 /// whether all were within `limit`: each release was confirmed, or what it releases has expired, or its connection was closed over a
-/// second ago, so that the server has noticed. Sends nothing of its own. While the database is away, releases are tried again, until
-/// what they release has expired.
+/// second ago, so that the server has noticed, unless its `client_connection_check_interval` is longer. Sends nothing of its own. While the
+/// database is away, releases are tried again, until what they release has expired. What was dropped on a connection that its caller
+/// has lent (`with_on`, `transaction`, `Once::run`) is not waited for: it ends with its statement, or with the connection.
 ///
 /// Call it at the end of `main`, or of a test. A runtime that ends drops its tasks, and a process that ends its threads: a permit or
 /// a leader's seat would then be free only when its time is over. A task that was aborted has dropped what it held when its handle

@@ -11,9 +11,9 @@ use diesel::data_types::PgTimestamp;
 use diesel::result::Error as DieselError;
 
 pub use self::done::Done;
-use crate::advisory::{Attempt, Locks};
 use crate::advisory::sql::Lock;
 use crate::advisory::xact;
+use crate::advisory::{Attempt, Locks};
 use crate::call::{ended, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;

@@ -11,7 +11,7 @@ use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
-use crate::mode::{Mode, PATIENCE};
+use crate::mode::{self, Mode, PATIENCE};
 use crate::session::Session;
 
 #[cfg(feature = "bb8")]
@@ -84,6 +84,8 @@ pub(crate) struct Borrowed<P: Pool> {
     runtime: <P::Mode as Mode>::Runtime,
     /// Whether the reply to a statement was not read.
     is_busy: bool,
+    /// Whether a drop waits for that reply.
+    waits: bool,
 }
 
 impl<P: Pool> Borrowed<P> {
@@ -93,6 +95,7 @@ impl<P: Pool> Borrowed<P> {
             conn: Some(check_out(pool, limit).await?),
             runtime,
             is_busy: false,
+            waits: true,
         })
     }
 
@@ -105,7 +108,11 @@ impl<P: Pool> Borrowed<P> {
             .unwrap_or_else(|| unreachable!("only the drop takes it"))
     }
 
-    pub(crate) fn replied(&mut self) {
+    pub(crate) const fn discards_when_busy(&mut self) {
+        self.waits = false;
+    }
+
+    pub(crate) const fn replied(&mut self) {
         self.is_busy = false;
     }
 
@@ -126,19 +133,21 @@ impl<P: Pool> Drop for Borrowed<P> {
         let Some(mut conn) = self.conn.take() else {
             return;
         };
-        if self.is_busy && !std::thread::panicking() {
+        if self.is_busy && self.waits && !std::thread::panicking() {
             let busy = Self {
                 conn: Some(conn),
                 runtime: self.runtime.clone(),
-                is_busy: false,
+                is_busy: true,
+                waits: false,
             };
             return P::Mode::leave(&self.runtime, read_reply(busy));
         }
         P::Mode::inside(&self.runtime, || {
-            if conn.transaction().is_none() {
+            if !self.is_busy && conn.transaction().is_none() {
                 drop(conn);
             } else {
                 conn.discard();
+                mode::closed();
             }
         });
     }
@@ -148,9 +157,8 @@ impl<P: Pool> Drop for Borrowed<P> {
 async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
     let deadline = Some(Instant::now() + PATIENCE);
     let replied = P::Mode::within(deadline, borrowed.conn().batch("")).await;
+    // Otherwise its drop discards it.
     if matches!(replied, Some(Ok(()))) {
         borrowed.replied();
-    } else {
-        borrowed.discard();
     }
 }

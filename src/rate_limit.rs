@@ -204,10 +204,16 @@ impl<P: Pool> RateLimit<P> {
         P::Mode::drive(async move {
             let give_back = async {
                 let (call, _) = self.call()?;
-                match spent.take_back(units) {
-                    0 => Ok(Changed(false)),
-                    units => self.change(pool, call.give_back(units, spent.at)).await,
+                let (units, before) = spent.begin_part(units);
+                if units == 0 {
+                    return Ok(Changed(false));
                 }
+                let give_back = call.give_back(units, spent.at, before);
+                let ((refilled,), _): ((Option<i64>,), _) =
+                    self.ask(pool, None, &[give_back]).await?;
+                spent.end_part(refilled.unwrap_or_else(|| call.quota.refill(units)));
+                waiting::released(&self.units());
+                Ok(Changed(refilled.is_some()))
             };
             let Changed(is_changed) = self.subject().tell("give_back", give_back).await?;
             Ok(is_changed)
@@ -302,10 +308,12 @@ impl<P: Pool> RateLimit<P> {
         Pg: QueryMetadata<T>,
         U: FromSqlRow<T, Pg> + Send + 'static,
     {
+        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        let rest = || deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         match ask(pool, limit, statements).await {
             Err(error) => {
-                self.explain(pool, error).await?;
-                ask(pool, limit, statements).await
+                self.explain(pool, rest(), error).await?;
+                ask(pool, rest(), statements).await
             }
             reply => reply,
         }
@@ -313,13 +321,13 @@ impl<P: Pool> RateLimit<P> {
 
     /// Returns the error, unless it is worth to ask once more. Diesel has no kind for a wait that has timed out, so after an error
     /// without a kind it is looked up whether the key is locked now.
-    async fn explain(&self, pool: &P, error: Error) -> Result<()> {
+    async fn explain(&self, pool: &P, limit: Option<Duration>, error: Error) -> Result<()> {
         let cause = match error {
             Error::Database(cause) if is_unknown(&cause) => cause,
             error => return Err(error),
         };
         let (call, _) = self.call()?;
-        match ask(pool, None, [call.is_locked()]).await {
+        match ask(pool, limit, [call.is_locked()]).await {
             Ok((true, _)) => Err(Error::KeyLocked(self.name)),
             Ok(_) => Ok(()),
             Err(_) => Err(cause.into()),

@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 
-pub use self::due::{CatchUp, every};
 use self::due::Due;
+pub use self::due::{CatchUp, every};
 use self::sql::{End, Take};
 use self::tick::Run;
 pub use self::tick::Tick;
@@ -314,14 +314,8 @@ impl Schedule<crate::pool::PgPool> {
         while !stop.is_stopped() {
             // So that a stop does not wait for the pool.
             let limit = Some(Duration::from_secs(1));
-            let look = self.look_blocking(
-                pool,
-                limit,
-                &mut unanswered,
-                &mut trouble,
-                &next,
-                &mut work,
-            );
+            let look =
+                self.look_blocking(pool, limit, &mut unanswered, &mut trouble, &next, &mut work);
             match pause_after(look)? {
                 Some(rest) => crate::session::now(stop.pause::<crate::mode::Blocking>(rest)),
                 None => break,

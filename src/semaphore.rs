@@ -21,7 +21,7 @@ use crate::lease::{Claimed, Lease, Row, SHORTEST_KEPT, claim_number};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 use crate::time::LONGEST;
-use crate::waiting::{Database, Turns, What};
+use crate::waiting::{Database, Turns, What, let_others_pass};
 
 /// The service of a leader begins with it, and that of no semaphore does.
 pub(crate) const OF_LEADERS: &str = "leader ";
@@ -258,6 +258,7 @@ impl<P: Pool> Semaphore<P> {
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Admission<Permit<P>>> {
         let service = self.service()?;
         let (mut turns, mut last) = (Turns::new(deadline), None);
+        let_others_pass::<P::Mode>(&What::Slot(service.clone()), deadline).await;
         while turns.next::<P::Mode>().await {
             let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             match P::Mode::within(deadline, self.try_claim(pool, limit)).await {

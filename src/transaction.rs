@@ -4,6 +4,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 use crate::call::{ended, explained};
 use crate::error::{Error, Result};
+use crate::mode;
 use crate::session::{Session, Transaction, is_unknown, started_quietly};
 
 /// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls it back: on an asynchronous session
@@ -130,6 +131,7 @@ impl<S: Session> Drop for Own<'_, S> {
             let _ = started_quietly(self.conn.batch(self.rollback));
             if self.conn.transaction() != Transaction::None {
                 self.conn.mark_broken();
+                mode::closed();
             }
         }
     }

@@ -44,11 +44,62 @@ pub(crate) enum What {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Database(pub(crate) i32);
 
-/// Those who wait, the oldest first.
-type Queue = VecDeque<Arc<Alarm>>;
+/// Those who wait for a thing in a database.
+#[derive(Debug)]
+struct Queue {
+    database: Database,
+    /// The oldest first.
+    waiting: VecDeque<Arc<Alarm>>,
+    share: Share,
+}
 
 /// The queues of each thing, one for each database.
-type Queues = HashMap<What, Vec<(Database, Queue)>>;
+type Queues = HashMap<What, Vec<Queue>>;
+
+/// The share of this process in slots, for which processes have no queue on the server. A release wakes a waiter of this process at
+/// once, while those of others poll. So a process that has lived on its own releases for a span leaves what is free to the others for
+/// as long as one of their polls takes. If none of them takes it, the next span is longer.
+#[derive(Debug)]
+struct Share {
+    since: Option<Instant>,
+    span: Duration,
+    /// Until when what is free is left to others.
+    yields_until: Option<Instant>,
+}
+
+impl Share {
+    const SHORTEST: Duration = Duration::from_millis(500);
+    const LONGEST: Duration = Duration::from_secs(10);
+    /// The longest pause of a poll, and some for its round trip.
+    const YIELD: Duration = Duration::from_millis(140);
+
+    /// A slot was released in this process. Returns when its oldest may try.
+    fn released(&mut self, now: Instant) -> Instant {
+        if let Some(until) = self.yields_until {
+            return until.max(now);
+        }
+        let since = *self.since.get_or_insert(now);
+        if now.duration_since(since) < self.span {
+            return now;
+        }
+        let until = now + Self::YIELD;
+        self.yields_until = Some(until);
+        until
+    }
+
+    /// The oldest has tried: whether others had taken what was left to them.
+    fn tried(&mut self, now: Instant, is_taken: bool) {
+        if self.yields_until.is_some_and(|until| until <= now) {
+            self.yields_until = None;
+            self.since = if is_taken { None } else { Some(now) };
+            self.span = if is_taken {
+                Self::SHORTEST
+            } else {
+                (self.span * 2).min(Self::LONGEST)
+            };
+        }
+    }
+}
 
 /// Those who wait in this process.
 static QUEUES: LazyLock<Mutex<Queues>> = LazyLock::new(Mutex::default);
@@ -58,15 +109,34 @@ static NUMBER: AtomicUsize = AtomicUsize::new(0);
 /// Something was released in this process: in each database the oldest who waits for it tries at once.
 pub(crate) fn released(what: &What) {
     if NUMBER.load(Ordering::SeqCst) > 0 {
-        let oldest: Vec<_> = {
-            let queues = lock(&QUEUES);
-            let queues = queues.get(what).into_iter().flatten();
-            queues.filter_map(|(_, queue)| queue.front().cloned()).collect()
-        };
-        // A waker runs code of others, and so never under the mutex.
-        for alarm in oldest {
-            alarm.set(Instant::now());
+        let now = Instant::now();
+        let mut oldest = Vec::new();
+        for queue in lock(&QUEUES).get_mut(what).into_iter().flatten() {
+            let due = match what {
+                What::Slot(_) => queue.share.released(now),
+                What::Lock(_) | What::Units(..) => now,
+            };
+            oldest.extend(queue.waiting.front().map(|alarm| (alarm.clone(), due)));
         }
+        // A waker runs code of others, and so never under the mutex.
+        for (alarm, due) in oldest {
+            alarm.set(due);
+        }
+    }
+}
+
+/// Waits while this process leaves the slots of a service to others.
+pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Instant>) {
+    if NUMBER.load(Ordering::SeqCst) == 0 {
+        return;
+    }
+    let until = {
+        let queues = lock(&QUEUES);
+        let of_what = queues.get(what).into_iter().flatten();
+        of_what.filter_map(|queue| queue.share.yields_until).max()
+    };
+    if let Some(until) = until {
+        M::sleep(&Alarm::new(until), deadline).await;
     }
 }
 
@@ -85,7 +155,7 @@ pub(crate) struct Turns {
     pause: Duration,
     /// What the server has said about the next try.
     retry_after: Option<Duration>,
-    /// How long the last refusal took: a round trip, or two if the statement was prepared first.
+    /// How long the quickest refusal took: a round trip, or two if the statement was prepared first.
     trip: Duration,
     place: Option<Place>,
     /// Whether any try was refused, and not only cut off by the deadline.
@@ -97,6 +167,20 @@ struct Place {
     what: What,
     database: Database,
     alarm: Arc<Alarm>,
+}
+
+impl Place {
+    /// Looks at the queue, and at the place in it.
+    fn look<T>(&self, look: impl FnOnce(&mut Queue, usize) -> T) -> Option<T> {
+        let mut queues = lock(&QUEUES);
+        let of_what = queues.get_mut(&self.what)?;
+        let queue = of_what
+            .iter_mut()
+            .find(|queue| queue.database == self.database)?;
+        let alarms = queue.waiting.iter();
+        let index = { alarms }.position(|alarm| Arc::ptr_eq(alarm, &self.alarm))?;
+        Some(look(queue, index))
+    }
 }
 
 impl Turns {
@@ -114,10 +198,20 @@ impl Turns {
 
     /// The server has refused this, to a statement that was sent then. Joins the queue, unless it stands in it.
     pub(crate) fn refused(&mut self, what: What, database: Database, sent: Instant) {
+        // The shortest, because a reply may have waited for others.
+        self.trip = if self.was_refused {
+            self.trip.min(sent.elapsed())
+        } else {
+            sent.elapsed()
+        };
         self.was_refused = true;
-        self.trip = sent.elapsed();
         if let Some(place) = &self.place {
             if place.what == what && place.database == database {
+                place.look(|queue, index| {
+                    if index == 0 {
+                        queue.share.tried(Instant::now(), true);
+                    }
+                });
                 return;
             }
             // Another one of several things.
@@ -128,14 +222,22 @@ impl Turns {
         let alarm = Arc::new(Alarm::new(self.began.unwrap_or(now)));
         let mut queues = lock(&QUEUES);
         let of_what = queues.entry(what.clone()).or_default();
-        let i = match of_what.iter().position(|(other, _)| *other == database) {
+        let i = match of_what.iter().position(|queue| queue.database == database) {
             Some(i) => i,
             None => {
-                of_what.push((database, Queue::new()));
+                of_what.push(Queue {
+                    database,
+                    waiting: VecDeque::new(),
+                    share: Share {
+                        since: None,
+                        span: Share::SHORTEST,
+                        yields_until: None,
+                    },
+                });
                 of_what.len() - 1
             }
         };
-        let queue = &mut of_what[i].1;
+        let queue = &mut of_what[i].waiting;
         if !queue.is_empty() {
             alarm.set(now + after(queue.len()));
         }
@@ -165,9 +267,11 @@ impl Turns {
         if self.began.is_some() {
             let alarm = self.postpone();
             if !self.is_over() {
-                // The last try begins in time for its reply.
+                // A release may come until then.
                 let margin = self.trip.mul_f64(2.5);
-                let last = self.deadline.and_then(|deadline| deadline.checked_sub(margin));
+                let last = self
+                    .deadline
+                    .and_then(|deadline| deadline.checked_sub(margin));
                 M::sleep(&alarm, last).await;
             }
         }
@@ -189,9 +293,16 @@ impl Turns {
         self.retry_after = Some(Duration::ZERO);
     }
 
-    /// The next try is useless before that.
+    /// The next try is useless before that. If it is long, those behind this one go first, who may want less.
     pub(crate) fn not_before(&mut self, retry_after: Duration) {
         self.retry_after = Some(retry_after);
+        if let (Some(place), true) = (&self.place, retry_after > SECOND) {
+            place.look(|queue, index| {
+                if let Some(alarm) = queue.waiting.remove(index) {
+                    queue.waiting.push_back(alarm);
+                }
+            });
+        }
     }
 
     /// Retries after `retry_after` at the latest.
@@ -202,15 +313,7 @@ impl Turns {
 
     /// The place in the queue, from 0 for the oldest.
     fn index(&self) -> Option<usize> {
-        let place = self.place.as_ref()?;
-        let queues = lock(&QUEUES);
-        let (_, queue) = queues
-            .get(&place.what)?
-            .iter()
-            .find(|(database, _)| *database == place.database)?;
-        queue
-            .iter()
-            .position(|alarm| Arc::ptr_eq(alarm, &place.alarm))
+        self.place.as_ref()?.look(|_, index| index)
     }
 
     /// Sets the alarm for the next try, unless a release has set it since the last one began.
@@ -239,26 +342,31 @@ impl Turns {
         let Some(place) = self.place.take() else {
             return;
         };
-        let mut nearer = Vec::new();
+        let (mut nearer, mut yields_until) = (Vec::new(), None);
         {
             let mut queues = lock(&QUEUES);
             let Some(of_what) = queues.get_mut(&place.what) else {
                 return;
             };
             let mut is_empty = false;
-            if let Some((_, queue)) = of_what.iter_mut().find(|(db, _)| *db == place.database) {
+            if let Some(queue) = of_what.iter_mut().find(|it| it.database == place.database) {
+                let (share, queue) = (&mut queue.share, &mut queue.waiting);
                 let index = queue.iter().position(|it| Arc::ptr_eq(it, &place.alarm));
                 if let Some(index) = index {
                     queue.remove(index);
+                    if index == 0 {
+                        share.tried(Instant::now(), false);
+                    }
                     // Those behind it have come nearer. Each is told when it is the 1st, 2nd, 3rd, 5th, 9th …, which is soon enough.
                     let told = [0].into_iter().chain((0..).map(|n| 1 << n));
                     let told = told.take_while(|i| *i < queue.len());
                     nearer.extend(told.filter(|i| *i >= index).map(|i| (i, queue[i].clone())));
                 }
+                yields_until = share.yields_until;
                 is_empty = queue.is_empty();
             }
             if is_empty {
-                of_what.retain(|(_, queue)| !queue.is_empty());
+                of_what.retain(|queue| !queue.waiting.is_empty());
                 if of_what.is_empty() {
                     queues.remove(&place.what);
                 }
@@ -266,8 +374,9 @@ impl Turns {
             NUMBER.store(queues.len(), Ordering::SeqCst);
         }
         let now = Instant::now();
+        let soonest = yields_until.map_or(now, |until| until.max(now));
         for (index, alarm) in nearer {
-            alarm.advance(now + after(index));
+            alarm.advance((now + after(index)).max(soonest));
         }
     }
 }

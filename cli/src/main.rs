@@ -5,6 +5,7 @@ mod doctor;
 mod hold;
 mod job;
 mod kill;
+mod pause;
 mod ps;
 mod run;
 
@@ -68,6 +69,10 @@ enum Command {
     Ps(ps::Ps),
     /// Shows who holds a lock, asks, looks again, and ends the session; or completes a request, which frees its slot
     Kill(kill::Kill),
+    /// Pauses a schedule, on all instances and over restarts, until it is resumed
+    Pause(pause::Pause),
+    /// Resumes a schedule that was paused
+    Resume(pause::Pause),
     /// Examines the server, the schema, the rights and the settings, and says what to do
     Doctor(doctor::Doctor),
     /// Creates the schema `resource_control`, or what it lacks
@@ -83,6 +88,8 @@ fn main() {
         Command::Run(run) => run.run(),
         Command::Ps(ps) => ps.run(),
         Command::Kill(kill) => kill.run(),
+        Command::Pause(pause) => pause.run(true),
+        Command::Resume(pause) => pause.run(false),
         Command::Doctor(doctor) => doctor.run(),
         Command::Install => install(),
     };

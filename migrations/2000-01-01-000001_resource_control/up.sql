@@ -2,6 +2,8 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
+-- It waits for other instances, and for whoever uses the tables, and not for a time.
+PERFORM pg_catalog.set_config('lock_timeout', '0', true);
 -- One session at a time, and only if this version is not recorded.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 -- Not to_regclass, which could miss in its cache what was committed while this session waited for the lock.

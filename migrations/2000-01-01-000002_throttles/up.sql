@@ -2,6 +2,8 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
+-- It waits for other instances, and for whoever uses the tables, and not for a time.
+PERFORM pg_catalog.set_config('lock_timeout', '0', true);
 -- One session at a time, and only if this version is not recorded.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000002') THEN
@@ -33,6 +35,14 @@ CREATE TABLE IF NOT EXISTS resource_control.throttle (
 -- Resources whose interval the database knows. The type has a label for each.
 IF to_regtype('resource_control.throttled_resource_enum') IS NULL THEN
     CREATE TYPE resource_control.throttled_resource_enum AS ENUM ();
+END IF;
+
+-- DROP TYPE … CASCADE takes the column with the labels, and what is left of the rows says nothing.
+IF to_regclass('resource_control.throttled_resource') IS NOT NULL AND NOT EXISTS (
+    SELECT FROM pg_attribute
+        WHERE attrelid = to_regclass('resource_control.throttled_resource') AND attname = 'resource_id' AND NOT attisdropped)
+THEN
+    DROP TABLE resource_control.throttled_resource;
 END IF;
 
 CREATE TABLE IF NOT EXISTS resource_control.throttled_resource (

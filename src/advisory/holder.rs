@@ -53,10 +53,10 @@ pub(super) enum Holds {
     Tried,
     /// All locks, which the session with this pid took.
     Locks(i32),
-    /// A release was sent to that session, and not confirmed.
-    Released(i32),
-    /// Another session replied to the release. What it holds is not ours to free.
-    Moved,
+    /// A release was sent to that session, whose reply was not read.
+    Releasing(i32),
+    /// Another session replied to the release, or nothing more can be done here.
+    Doubtful,
 }
 
 /// Wakes a waiter of this process for each lock when it is dropped.
@@ -196,12 +196,12 @@ impl<C: Owner> Holder<C> {
         };
         let locks = self.locks();
         let before = self.conn().transaction();
-        self.held().holds = Holds::Released(pid);
+        self.held().holds = Holds::Releasing(pid);
         let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
             self.conn().probe(locks.release(pid)).await;
         match reply {
             Ok((None,)) => {
-                self.held().holds = Holds::Moved;
+                self.held().holds = Holds::Doubtful;
                 Err(Error::SessionMoved {
                     key: locks.to_string(),
                     pid,
@@ -359,9 +359,12 @@ impl<P: Pool> Owner for Pooled<P> {
             Holds::Nothing if self.conn.transaction().is_none() => {
                 P::Mode::inside(&runtime, || drop(self.conn));
             }
-            holds @ (Holds::Tried | Holds::Locks(_)) => {
+            holds @ (Holds::Tried | Holds::Locks(_) | Holds::Releasing(_)) => {
                 // So that its own drop discards the connection, unless it is released by then.
-                held.holds = Holds::Moved;
+                held.holds = Holds::Doubtful;
+                // Others may have been refused because of a try.
+                let released = || Released(held.locks.clone());
+                held.released = Some(held.released.take().unwrap_or_else(released));
                 P::Mode::leave(&runtime, finish(Holder::of(self, held), holds));
             }
             holds => {
@@ -378,17 +381,23 @@ impl<P: Pool> Owner for Pooled<P> {
 /// closed: the server then ends what runs, and frees what is held.
 async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     let (began, deadline) = (Instant::now(), Some(Instant::now() + PATIENCE));
-    if holds == Holds::Tried {
+    let Holds::Locks(_) = holds else {
         let _ = P::Mode::within(deadline, holder.undo()).await;
         return;
-    }
+    };
     let since = holder.held().since.take();
     // The release notes the worst before it is sent.
     holder.held().holds = holds;
     let released = P::Mode::within(deadline, holder.release()).await;
-    holder
-        .held()
-        .tell("drop", began, since, &released.unwrap_or(Err(Error::TimedOut)));
+    if released.is_none() || holder.held().holds != Holds::Nothing {
+        holder.held().holds = Holds::Doubtful;
+    }
+    holder.held().tell(
+        "drop",
+        began,
+        since,
+        &released.unwrap_or(Err(Error::TimedOut)),
+    );
 }
 
 /// A connection that a caller lends, which cannot be discarded. So a session that surely cannot release what it may hold is ended.
@@ -403,18 +412,16 @@ impl<S: Session> Owner for &mut S {
     fn leave(self, mut held: Held) {
         let began = Instant::now();
         let (release, pid) = match held.holds {
-            Holds::Nothing | Holds::Moved => return,
-            Holds::Locks(pid) => (Some(held.locks.late_release(pid)), pid),
-            Holds::Tried => (Some(held.locks.late_undo()), 0),
-            Holds::Released(pid) => (None, pid),
+            Holds::Nothing | Holds::Doubtful => return,
+            Holds::Locks(pid) => (held.locks.late_release(pid), pid),
+            Holds::Releasing(pid) => (held.locks.late_undo(), pid),
+            Holds::Tried => (held.locks.late_undo(), 0),
         };
-        let release = release.filter(|_| self.transaction().is_none());
-        let is_certain = release.is_some_and(|release| {
-            matches!(
+        let is_certain = self.transaction().is_none()
+            && matches!(
                 started_quietly(self.batch(&release)),
                 Ok(None | Some(Ok(())))
-            )
-        });
+            );
         if !is_certain {
             let _ = started_quietly(self.batch(&sql::end_session(pid)));
             self.mark_broken();

@@ -43,7 +43,7 @@ impl AdvisoryLock<PgPool> {
             conn,
             self.locks()?,
             self.subject(),
-            true,
+            Waits::OnTheServer,
         ))?;
         let mut holder = held.acquired().ok_or(Error::TimedOut)?;
         let outcome = work(holder.conn());
@@ -60,7 +60,7 @@ impl AdvisoryLock<PgPool> {
             conn,
             self.locks()?,
             self.subject(),
-            false,
+            Waits::Never,
         ))?;
         let Attempt::Acquired(mut holder) = held else {
             return Ok(Attempt::Busy);
@@ -83,7 +83,8 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let held = enter::<Async, _>(conn, self.locks()?, self.subject(), true).await?;
+        let held =
+            enter::<Async, _>(conn, self.locks()?, self.subject(), Waits::OnTheServer).await?;
         let mut holder = held.acquired().ok_or(Error::TimedOut)?;
         let outcome = work(holder.conn()).await;
         leave(holder, outcome).await
@@ -95,7 +96,7 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let held = enter::<Async, _>(conn, self.locks()?, self.subject(), false).await?;
+        let held = enter::<Async, _>(conn, self.locks()?, self.subject(), Waits::Never).await?;
         let Attempt::Acquired(mut holder) = held else {
             return Ok(Attempt::Busy);
         };
@@ -104,30 +105,44 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
     }
 }
 
-/// Takes the locks on a lent connection, and waits for them if it is to. `None` if they are busy.
+/// How a scope waits for its locks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waits {
+    Never,
+    OnTheServer,
+    /// Only by tries, which disturb no `CREATE INDEX CONCURRENTLY` of the holder, whatever its `lock_timeout` is.
+    #[cfg(feature = "migrations")]
+    Polling,
+}
+
+/// Takes the locks on a lent connection, and waits for them if it is to.
 pub(crate) async fn enter<M: Mode, S: Session>(
     conn: &mut S,
     locks: Locks,
     subject: Subject,
-    waits: bool,
+    waits: Waits,
 ) -> Result<Attempt<Holder<&mut S>>> {
-    let holder = Holder::new(conn, locks, subject);
-    if waits {
-        subject.wait("with_on", acquire::<M, S>(holder, true)).await
-    } else {
-        let entered = acquire::<M, S>(holder, false);
+    let entered = acquire::<M, S>(Holder::new(conn, locks, subject), waits);
+    if waits == Waits::Never {
         subject.tell("try_with_on", entered).await
+    } else {
+        subject.wait("with_on", entered).await
     }
 }
 
 async fn acquire<M: Mode, S: Session>(
     mut holder: Holder<&mut S>,
-    waits: bool,
+    waits: Waits,
 ) -> Result<Attempt<Holder<&mut S>>> {
+    let may_wait = || waits == Waits::OnTheServer;
+    let waits = waits != Waits::Never;
     let mut turns = Turns::new(None);
     let (began, mut is_told) = (Instant::now(), false);
     while turns.next::<M>().await {
-        if holder.attempt(waits.then_some(&mut turns), || true).await? {
+        if holder
+            .attempt(waits.then_some(&mut turns), may_wait)
+            .await?
+        {
             holder.begin_holding();
             return Ok(Attempt::Acquired(holder));
         }

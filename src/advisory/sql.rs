@@ -30,13 +30,13 @@ pub(super) fn end_session(pid: i32) -> String {
 /// (`true`) or the session (`false`), so that a lock does not outlive its process while a statement runs. The server reads it at
 /// the next message.
 ///
-/// A value that an operator has set stays. Servers that cannot notice a client's end refuse the setting: those on Windows, and of
-/// PostgreSQL 14 all except those on Linux.
+/// A value that an operator has set stays. Servers that cannot notice a client's end refuse the setting, for example those on Windows,
+/// and of PostgreSQL 14 all except those on Linux. So it is set only where it is known to be accepted.
 macro_rules! notice_client {
     ($is_local:literal) => {
         concat!(
             "CASE WHEN pg_catalog.current_setting('client_connection_check_interval', true) = '0' \
-             AND (pg_catalog.version() ~ 'linux' OR pg_catalog.version() !~* 'windows|mingw|visual c|msvc' \
+             AND (pg_catalog.version() ~ 'linux' OR pg_catalog.version() ~* 'darwin|apple|bsd' \
              AND pg_catalog.current_setting('server_version_num')::int >= 150000) \
              THEN pg_catalog.set_config('client_connection_check_interval', '1000', ",
             $is_local,
@@ -70,8 +70,8 @@ macro_rules! by_kind {
 /// standby.
 pub(super) fn waited() -> Ask {
     const WAITED: &str = "SELECT CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = 'granted' \
-                          AND pg_catalog.set_config('diesel_interlock.waited', '', false) = '' \
-                          THEN pg_catalog.pg_backend_pid() END";
+                          THEN CASE WHEN pg_catalog.set_config('diesel_interlock.waited', '', false) = '' \
+                          THEN pg_catalog.pg_backend_pid() END END";
     Statement::new(WAITED, [])
 }
 
@@ -188,7 +188,7 @@ impl Lock {
         format!(
             "EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' AND l.granted AND l.mode = '{mode}' \
              AND l.pid = pg_catalog.pg_backend_pid() \
-             AND l.classid = '{classid}'::oid AND l.objid = '{objid}'::oid AND l.objsubid = {objsubid})"
+             AND l.classid = '{classid}'::pg_catalog.oid AND l.objid = '{objid}'::pg_catalog.oid AND l.objsubid = {objsubid})"
         )
     }
 

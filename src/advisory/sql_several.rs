@@ -40,7 +40,7 @@ macro_rules! by_column {
 const HELD_HERE: &str = "FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) \
      JOIN pg_catalog.pg_locks AS l ON l.locktype = 'advisory' AND l.granted AND l.pid = pg_catalog.pg_backend_pid() \
      AND l.mode = CASE kind % 2 WHEN 0 THEN 'ExclusiveLock' ELSE 'ShareLock' END AND l.objsubid = 1 + kind / 2 \
-     AND l.classid = ((number >> 32) & 4294967295)::oid AND l.objid = (number & 4294967295)::oid";
+     AND l.classid = ((number >> 32) & 4294967295)::pg_catalog.oid AND l.objid = (number & 4294967295)::pg_catalog.oid";
 
 /// Takes one lock after the other, and stops at the first that is busy. Then it goes back, and gives up those that it has passed.
 /// Returns the pid of the session if all were taken, and otherwise the refusal.
@@ -157,7 +157,7 @@ impl Locks {
         const HOLDER: &str = "SELECT pg_catalog.min(l.pid) FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) \
              JOIN pg_catalog.pg_locks AS l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 + kind / 2 \
              AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
-             AND l.classid = ((number >> 32) & 4294967295)::oid AND l.objid = (number & 4294967295)::oid";
+             AND l.classid = ((number >> 32) & 4294967295)::pg_catalog.oid AND l.objid = (number & 4294967295)::pg_catalog.oid";
         Statement::new(HOLDER, columns(&self.0))
     }
 

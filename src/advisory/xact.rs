@@ -7,7 +7,7 @@ use super::all::{Busy, Locks};
 use super::attempt::Attempt;
 use crate::call::ended;
 use crate::error::{Error, Result};
-use crate::mode::Mode;
+use crate::mode::{self, Mode};
 use crate::pool::{Connection, Pool, Reply};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
@@ -154,6 +154,7 @@ impl<S: Session> Drop for Pending<'_, S> {
     fn drop(&mut self) {
         if !self.is_over {
             self.conn.mark_broken();
+            mode::closed();
         }
     }
 }

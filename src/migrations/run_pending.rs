@@ -7,10 +7,11 @@ use diesel::pg::Pg;
 use diesel::sql_types::Bool;
 use diesel_migrations::MigrationHarness;
 
-use crate::advisory::sql::Lock;
+use crate::advisory::Locks;
 #[cfg(feature = "async")]
 use crate::advisory::holder::Holder;
-use crate::advisory::{Locks, lent};
+use crate::advisory::lent::{self, Waits};
+use crate::advisory::sql::Lock;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
@@ -104,7 +105,12 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
             return Ok(Vec::new());
         }
         let (lock, subject) = lock()?;
-        let held = now(lent::enter::<Blocking, _>(self, lock, subject, true))?;
+        let held = now(lent::enter::<Blocking, _>(
+            self,
+            lock,
+            subject,
+            Waits::Polling,
+        ))?;
         let mut holder = held.acquired().ok_or(Error::TimedOut)?;
         let ran = run(holder.conn(), source);
         now(lent::leave(holder, ran))
@@ -136,7 +142,7 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
         return Ok(Vec::new());
     }
     let (lock, subject) = lock()?;
-    let held = lent::enter::<Async, _>(&mut conn, lock, subject, true).await?;
+    let held = lent::enter::<Async, _>(&mut conn, lock, subject, Waits::Polling).await?;
     let (_, held) = held.acquired().ok_or(Error::TimedOut)?.open();
     let running = runtime.spawn_blocking(move || {
         let mut conn = AsyncConnectionWrapper::<_>::from(conn);

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use tokio::runtime::Handle;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::{Left, Mode, unless};
-use crate::alarm::Alarm;
+use crate::alarm::{Alarm, lock};
 use crate::error::{Error, Result};
 use crate::session::asynchronous::Boxed;
 use crate::waiting::Database;
@@ -73,12 +73,12 @@ impl Mode for Async {
     ) -> T {
         // That of the caller, because the one where a permit was claimed may have ended.
         let runtime = Handle::try_current().unwrap_or_else(|_| runtime.clone());
-        let (left, caller) = (Left::new(), Caller::new(patience));
-        let is_gone = caller.0.clone();
+        let caller = Caller::new(patience);
+        let gone = caller.0.clone();
         let operation = async move {
-            let value = unless(Self::sleep(&is_gone, None), operation).await;
+            let value = unless(Self::sleep(&gone.alarm, None), operation).await;
             // In this order: the drop of the value may leave more.
-            (value, left)
+            (value, gone)
         };
         match runtime.spawn(operation).await.map(|(value, _)| value) {
             Ok(Some(value)) => value,
@@ -140,20 +140,32 @@ impl Mode for Async {
     }
 }
 
-/// One who awaits a task. Its drop lets the task go on for no longer than the patience with it.
-struct Caller(Arc<Alarm>, Option<Duration>);
+/// One who awaits a task. Its drop lets the task go on for no longer than the patience with it, and as an operation that nobody awaits.
+struct Caller(Arc<Gone>, Option<Duration>);
+
+/// Whether the caller is gone, for the task.
+struct Gone {
+    alarm: Alarm,
+    /// Once the caller is gone, until the task ends.
+    left: Mutex<Option<Left>>,
+}
 
 impl Caller {
     fn new(patience: Option<Duration>) -> Self {
         const YEARS: Duration = Duration::from_secs(30 * 365 * 24 * 60 * 60);
-        Self(Arc::new(Alarm::new(Instant::now() + YEARS)), patience)
+        let gone = Gone {
+            alarm: Alarm::new(Instant::now() + YEARS),
+            left: Mutex::new(None),
+        };
+        Self(Arc::new(gone), patience)
     }
 }
 
 impl Drop for Caller {
     fn drop(&mut self) {
+        *lock(&self.0.left) = Some(Left::new());
         if let Some(patience) = self.1 {
-            self.0.set(Instant::now() + patience);
+            self.0.alarm.set(Instant::now() + patience);
         }
     }
 }

@@ -53,7 +53,7 @@ impl<P: Pool> RateLimit<P> {
             }
             let mut reply = spend(&keys, pool).await;
             if let Err(Unspent::Failed(Some(limit), error)) = reply {
-                limit.explain(pool, error).await?;
+                limit.explain(pool, None, error).await?;
                 reply = spend(&keys, pool).await;
             }
             match reply {

@@ -1,12 +1,13 @@
 //! What came of a check.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use diesel::data_types::PgTimestamp;
 
 use super::quota::{Exact, Quota};
+use crate::alarm::lock;
 use crate::event::Outcome;
 use crate::time::{microseconds, time, whole_seconds};
 
@@ -37,10 +38,19 @@ pub struct Spent {
     pub(super) at: PgTimestamp,
     /// How many units were spent.
     pub units: u32,
-    /// How many of them were not given back.
-    kept: AtomicU32,
+    given_back: Mutex<GivenBack>,
     /// The key afterwards.
     pub state: State,
+}
+
+/// What of the units was given back, in parts.
+#[derive(Debug, Default)]
+struct GivenBack {
+    units: u32,
+    /// How many microseconds of the refill since then were taken into account.
+    refilled: i64,
+    /// A part has no reply yet. Another one at the same time takes the whole refill into account.
+    is_under_way: bool,
 }
 
 /// Why a call was not allowed.
@@ -162,22 +172,30 @@ impl Spent {
         Self {
             at,
             units,
-            kept: AtomicU32::new(units),
+            given_back: Mutex::new(GivenBack {
+                units: 0,
+                refilled: 0,
+                is_under_way: false,
+            }),
             state,
         }
     }
 
-    /// Takes so many units out of those that may still be given back, or all that are left of them.
-    pub(super) fn take_back(&self, units: u32) -> u32 {
-        let mut taken = 0;
-        let less = |kept: u32| {
-            taken = units.min(kept);
-            Some(kept - taken)
-        };
-        let _ = self
-            .kept
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
-        taken
+    /// Takes so many units out of those that may still be given back, or all that are left of them. Also returns how much of the
+    /// refill was taken into account before.
+    pub(super) fn begin_part(&self, units: u32) -> (u32, i64) {
+        let mut given = lock(&self.given_back);
+        let units = units.min(self.units - given.units);
+        given.units += units;
+        let was_under_way = std::mem::replace(&mut given.is_under_way, true);
+        (units, if was_under_way { 0 } else { given.refilled })
+    }
+
+    /// The part has taken so much of the refill into account.
+    pub(super) fn end_part(&self, refilled: i64) {
+        let mut given = lock(&self.given_back);
+        given.is_under_way = false;
+        given.refilled += refilled;
     }
 
     /// Returns when the units were spent, by the database's clock.

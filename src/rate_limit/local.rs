@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::check::{Check, Limited};
 use super::{Quota, RateLimit};
 use crate::alarm::{Alarm, lock};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::event::Outcome;
 use crate::metrics::Counters;
 use crate::mode::{Mode, PATIENCE};
@@ -46,7 +46,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// In a period all instances together allow at most burst + N, and a chunk more for each instance: what it took before and had not
 /// used. What is not used is forgotten after the time in which a chunk refills, and a second at least. A changed quota and a reset count
 /// from the next chunk on. After a denial the row is not asked before `retry_after`. One caller at a time takes a chunk of a key, and
-/// the others wait for it. A chunk that is on its way arrives also if the future that takes it is dropped.
+/// the others wait for it. A chunk that is on its way arrives also if the future that takes it is dropped, unless the server is silent for seconds.
 #[must_use = "a rate limit decides nothing until it is checked"]
 pub struct LocalRateLimit<P: Pool>(Arc<Local<P>>);
 
@@ -129,6 +129,8 @@ struct Key {
     taking: Option<Vec<Arc<Alarm>>>,
     /// How often the row has replied.
     replies: u64,
+    /// How the last look at the row has failed, for those who waited for it: they would wait as long for the same.
+    failure: Option<Arc<str>>,
 }
 
 impl Key {
@@ -154,8 +156,10 @@ enum Look<P: Pool> {
     Take(Taking<P>),
     /// Until the row has replied more often than so many times.
     Wait(Arc<Alarm>, u64),
-    /// The wait was in vain, as after an error.
+    /// The wait was in vain.
     Alone,
+    /// The one who asked the row has found the database away.
+    Away(Arc<str>),
 }
 
 impl<P: Pool> RateLimit<P> {
@@ -194,12 +198,14 @@ impl<P: Pool> Local<P> {
             match self.look(key, waited) {
                 Look::Decided(check) => return Ok(check),
                 Look::Take(taking) => {
-                    return P::Mode::surely(&P::Mode::runtime()?, Some(PATIENCE), taking.take()).await;
+                    return P::Mode::surely(&P::Mode::runtime()?, Some(PATIENCE), taking.take())
+                        .await;
                 }
                 Look::Wait(alarm, replies) => {
                     P::Mode::sleep(&alarm, None).await;
                     waited = Some(replies);
                 }
+                Look::Away(failure) => return Err(Error::Pool((*failure).into())),
                 Look::Alone => {
                     let (check, _) = self.spend(key, 1).await?;
                     return Ok(match check {
@@ -226,9 +232,13 @@ impl<P: Pool> Local<P> {
         if let Some(check) = found.decide(now) {
             return Look::Decided(check);
         }
+        if let (Some(failure), true) = (&found.failure, waited == Some(found.replies)) {
+            return Look::Away(failure.clone());
+        }
         match &mut found.taking {
             None => {
                 found.taking = Some(Vec::new());
+                found.failure = None;
                 Look::Take(Taking {
                     local: self.clone(),
                     key: key.into(),
@@ -286,7 +296,19 @@ struct Taking<P: Pool> {
 impl<P: Pool> Taking<P> {
     /// Takes a chunk, or what is there, and spends a unit of it.
     async fn take(self) -> Result<LocalCheck> {
-        let Self { local, key } = &self;
+        let taken = self.take_chunk().await;
+        if let (Err(error), Some(found)) = (&taken, self.local.keys().by_name.get_mut(&self.key)) {
+            found.failure = match error {
+                Error::Pool(cause) => Some(cause.to_string().into()),
+                error if error.is_unavailable() => Some(error.to_string().into()),
+                _ => None,
+            };
+        }
+        taken
+    }
+
+    async fn take_chunk(&self) -> Result<LocalCheck> {
+        let Self { local, key } = self;
         let mut units = local.chunk;
         let (mut check, mut began) = local.spend(key, units).await?;
         if let Check::Limited(Limited { state, .. }) = check {

@@ -4,7 +4,7 @@
 //! that of the condition, `spent_at`, that of `full_at`. So the promise holds in every interleaving.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
-use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Timestamptz};
+use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Nullable, Timestamptz};
 
 use super::quota::Exact;
 use crate::call::BATCH;
@@ -107,16 +107,20 @@ const FIRST: [&str; 3] = [
     first!("true", ""),
 ];
 
-/// Only under the quota under which the units were spent, and not if a crash of the server forgot them.
-const GIVE_BACK: &str = "WITH done AS (
-        UPDATE resource_control.rate_limit AS r
-            SET full_at = r.full_at - (pg_catalog.make_interval(secs => pg_catalog.floor($1 * r.unit_us) / 1000000)
-                - pg_catalog.make_interval(secs => pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $2)))
-            WHERE r.name = $3 AND r.key = $4 AND r.since <= $2 AND r.spent_at >= $2
-                AND pg_catalog.make_interval(secs => pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $2)) < pg_catalog.make_interval(secs => pg_catalog.floor($1 * r.unit_us) / 1000000)
+/// Only under the quota under which the units were spent, and not if a crash of the server forgot them. `$3` microseconds of the refill
+/// were taken into account by earlier parts. Returns how many this part takes into account, or null if it has given nothing back.
+const GIVE_BACK: &str = "WITH part AS MATERIALIZED (
+        SELECT pg_catalog.make_interval(secs => pg_catalog.floor($1 * r.unit_us) / 1000000) AS owed,
+                pg_catalog.make_interval(secs => GREATEST(0,
+                    pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $2) - $3::double precision / 1000000)) AS refilled
+            FROM resource_control.rate_limit AS r WHERE r.name = $4 AND r.key = $5
                 AND pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL
-            RETURNING pg_catalog.set_config('synchronous_commit', 'off', true)
-    ) SELECT pg_catalog.count(*) FROM done";
+    ), done AS (
+        UPDATE resource_control.rate_limit AS r SET full_at = r.full_at - (p.owed - p.refilled) FROM part AS p
+            WHERE r.name = $4 AND r.key = $5 AND r.since <= $2 AND r.spent_at >= $2 AND p.refilled < p.owed
+            RETURNING (pg_catalog.date_part('epoch', p.refilled) * 1000000)::bigint AS refilled,
+                pg_catalog.set_config('synchronous_commit', 'off', true)
+    ) SELECT pg_catalog.max(refilled) FROM done";
 
 const RESET: &str = "WITH done AS (
         DELETE FROM resource_control.rate_limit AS r
@@ -174,10 +178,21 @@ impl Call<'_> {
         ]
     }
 
-    /// Gives back units that were spent at a moment, less what has been refilled since.
-    pub(super) fn give_back(self, units: u32, at: PgTimestamp) -> Statement<BigInt> {
+    /// Gives back units that were spent at a moment, less what has been refilled since and was not taken into account yet.
+    pub(super) fn give_back(
+        self,
+        units: u32,
+        at: PgTimestamp,
+        refilled: i64,
+    ) -> Statement<(Nullable<BigInt>,)> {
         let units = i64::from(units);
-        let binds = [units.into(), at.into(), self.name.into(), self.key.into()];
+        let binds = [
+            units.into(),
+            at.into(),
+            refilled.into(),
+            self.name.into(),
+            self.key.into(),
+        ];
         Statement::new(GIVE_BACK, binds)
     }
 
@@ -195,7 +210,7 @@ pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
     const LOOK: &str = "SELECT ARRAY(
         SELECT COALESCE((SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, k.unit_us) - pg_catalog.clock_timestamp()
                 FROM resource_control.rate_limit AS r WHERE r.name = k.name AND r.key = k.key), '0')
-            FROM unnest($1::float8[], $2, $3) WITH ORDINALITY AS k (unit_us, name, key, place) ORDER BY k.place)";
+            FROM unnest($1::double precision[], $2, $3) WITH ORDINALITY AS k (unit_us, name, key, place) ORDER BY k.place)";
     let units: Vec<_> = calls.iter().map(|call| call.quota.unit()).collect();
     let names: Vec<_> = calls.iter().map(|call| call.name.to_owned()).collect();
     let keys: Vec<_> = calls.iter().map(|call| call.key.to_owned()).collect();

@@ -139,11 +139,7 @@ impl<P: Pool> Run<P> {
 
 /// What is stored of an error. An empty one would read as success.
 fn stored(error: &str) -> String {
-    let stored: String = error
-        .chars()
-        .filter(|c| *c != '\0')
-        .take(STORED)
-        .collect();
+    let stored: String = error.chars().filter(|c| *c != '\0').take(STORED).collect();
     if stored.is_empty() {
         "the work failed, and said nothing".to_owned()
     } else {

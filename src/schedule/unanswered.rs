@@ -51,7 +51,8 @@ impl Unanswered {
     /// token than they have seen.
     pub(super) fn is_orphan(&mut self, token: i64, number: Option<i64>) -> bool {
         let is_orphan = |claim: &Claim| Some(claim.number) == number;
-        self.0.retain(|claim| claim.seen == token || is_orphan(claim));
+        self.0
+            .retain(|claim| claim.seen == token || is_orphan(claim));
         self.0.iter().any(is_orphan)
     }
 

@@ -151,7 +151,8 @@ async fn release<P: Pool>(
     let give_up = began.checked_add(lease.timeout);
     let patience = match operation {
         "drop" => Some(began + PATIENCE.min(lease.timeout)),
-        _ => give_up,
+        // Its caller waits. What follows in the background is as good.
+        _ => Some(began + (5 * PATIENCE).min(lease.timeout)),
     };
     let mut completed = complete(&lease, limit, patience).await;
     if completed.is_ok() && lease.is_lost() {

@@ -169,7 +169,7 @@ fn what_needs_attention_is_a_warning_with_its_error() {
     };
     assert_eq!(
         [*first, *second, *third],
-        [Level::DEBUG, Level::WARN, Level::WARN]
+        [Level::DEBUG, Level::WARN, Level::DEBUG]
     );
     assert!(!acquired.contains_key("error") && !acquired.contains_key("held_us"));
     assert!(acquired["took_us"].parse::<u64>().is_ok());

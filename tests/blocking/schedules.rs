@@ -66,12 +66,13 @@ fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
     {
         let schedule = REPORT.key(index).catch_up(catch_up);
         due(&schedule, &pool, 5);
-        let (now, mut ran) = (this_hour(&database), Vec::new());
+        let (now, mut ran, mut last) = (this_hour(&database), Vec::new(), 0);
         let mut look = Look::Ran;
         while look == Look::Ran {
             look = schedule
                 .run_due(&pool, every(HOUR), |tick| {
-                    assert_eq!((tick.attempt(), tick.token()), (1, ran.len() as i64 + 1));
+                    assert!(tick.attempt() == 1 && tick.token() > last);
+                    last = tick.token();
                     ran.push(((now - tick.at()).num_hours(), tick.missed()));
                     Ok::<_, Error>(())
                 })
@@ -309,7 +310,7 @@ fn instances_share_the_ticks_and_each_runs_once() {
     let step = TimeDelta::milliseconds(50);
     for two in ran.windows(2) {
         assert!(
-            two[1].0 == two[0].0 + step && two[1].1 == two[0].1 + 1,
+            two[1].0 == two[0].0 + step && two[1].1 > two[0].1,
             "{two:?}"
         );
     }

@@ -1,0 +1,57 @@
+//! `interlock pause` and `interlock resume`: a schedule takes no tick until it is resumed.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use diesel_interlock::{Error, Schedule};
+
+use crate::Failure;
+use crate::database::{self, in_time, rows_with};
+
+#[derive(Debug, Args)]
+pub(crate) struct Pause {
+    /// The name of the schedule, as `ps` shows it
+    #[arg(allow_negative_numbers = true)]
+    name: String,
+}
+
+impl Pause {
+    /// Pauses the schedule, or resumes it.
+    pub(crate) fn run(self, is_to_be_paused: bool) -> Result<i32, Failure> {
+        let operation = if is_to_be_paused { "pause" } else { "resume" };
+        let url = database::url(operation)?;
+        let name = self.name;
+        let is_changed = in_time(|| {
+            const KNOWN: &str = "SELECT name FROM resource_control.schedule WHERE name = $1";
+            let mut conn = database::connect(&url)?;
+            if !database::has_schema(&mut conn)? {
+                return Err(Error::NotInstalled.into());
+            }
+            // A misspelt name would pause nothing.
+            if rows_with(&mut conn, KNOWN, &name)?.is_empty() {
+                let message =
+                    format!("no schedule has the name {name:?}: `interlock ps` shows them");
+                return Err(Failure::new(Failure::INPUT, message));
+            }
+            drop(conn);
+            let pool = database::pool(&url)?;
+            let schedule: Schedule = Schedule::named(name.clone().leak());
+            let is_changed = if is_to_be_paused {
+                schedule.pause(&pool)?
+            } else {
+                schedule.resume(&pool)?
+            };
+            Ok::<_, Failure>(is_changed)
+        })?;
+        let what = match (is_to_be_paused, is_changed) {
+            (true, true) => {
+                "paused: it takes no tick until `interlock resume`; a run that has begun ends"
+            }
+            (true, false) => "is paused already",
+            (false, true) => "resumed: its instances see that within five seconds",
+            (false, false) => "is not paused",
+        };
+        writeln!(io::stdout(), "{name}: {what}")?;
+        Ok(0)
+    }
+}

@@ -69,6 +69,14 @@ impl Observer {
         self.count(&format!("{} AND NOT granted", Self::rows_of(key)))
     }
 
+    /// How many sessions have tried a lock last, and do nothing now: they poll.
+    pub(crate) fn have_tried(&mut self) -> i64 {
+        self.count(
+            "pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() \
+             AND state = 'idle' AND query LIKE 'SELECT %pg_try_advisory_lock%'",
+        )
+    }
+
     /// How many advisory locks are held in the database.
     pub(crate) fn all_held(&mut self) -> i64 {
         self.count(&format!(

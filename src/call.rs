@@ -170,10 +170,7 @@ where
 }
 
 /// Sends the statements in turn until one of them returns a row.
-async fn send<S: Session, T, U>(
-    session: &mut S,
-    statements: &[Statement<T>],
-) -> QueryResult<U>
+async fn send<S: Session, T, U>(session: &mut S, statements: &[Statement<T>]) -> QueryResult<U>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,

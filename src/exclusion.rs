@@ -126,6 +126,5 @@ fn is_of_a_prepared_statement(error: &DieselError) -> bool {
         return false;
     };
     let message = report.message();
-    message.contains("prepared statement")
-        || message.contains("__diesel_stmt_")
+    message.contains("prepared statement") || message.contains("__diesel_stmt_")
 }

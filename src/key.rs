@@ -164,7 +164,9 @@ impl LockKey {
             )),
             (Number::OfName, Some(name)) => input::name(name).map(|()| self.number()),
             // Of another program's rule, which may allow longer names.
-            (Number::Given(_), Some(name)) if name.is_empty() => input::name(name).map(|()| self.number()),
+            (Number::Given(_), Some(name)) if name.is_empty() => {
+                input::name(name).map(|()| self.number())
+            }
             _ => Ok(self.number()),
         }
     }

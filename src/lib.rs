@@ -98,9 +98,9 @@ pub use self::key::{LockId, LockKey};
 pub use self::metrics::describe_metrics;
 #[cfg(feature = "r2d2")]
 pub use self::mode::Blocking;
-pub use self::mode::{Mode, drain};
 #[cfg(feature = "async")]
 pub use self::mode::{Async, Running};
+pub use self::mode::{Mode, drain};
 pub use self::once::Done;
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;

@@ -61,7 +61,9 @@ pub(crate) fn released(what: &What) {
         let oldest: Vec<_> = {
             let queues = lock(&QUEUES);
             let queues = queues.get(what).into_iter().flatten();
-            queues.filter_map(|(_, queue)| queue.front().cloned()).collect()
+            queues
+                .filter_map(|(_, queue)| queue.front().cloned())
+                .collect()
         };
         // A waker runs code of others, and so never under the mutex.
         for alarm in oldest {
@@ -167,7 +169,9 @@ impl Turns {
             if !self.is_over() {
                 // The last try begins in time for its reply.
                 let margin = self.trip.mul_f64(2.5);
-                let last = self.deadline.and_then(|deadline| deadline.checked_sub(margin));
+                let last = self
+                    .deadline
+                    .and_then(|deadline| deadline.checked_sub(margin));
                 M::sleep(&alarm, last).await;
             }
         }

@@ -386,9 +386,12 @@ async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     // The release notes the worst before it is sent.
     holder.held().holds = holds;
     let released = P::Mode::within(deadline, holder.release()).await;
-    holder
-        .held()
-        .tell("drop", began, since, &released.unwrap_or(Err(Error::TimedOut)));
+    holder.held().tell(
+        "drop",
+        began,
+        since,
+        &released.unwrap_or(Err(Error::TimedOut)),
+    );
 }
 
 /// A connection that a caller lends, which cannot be discarded. So a session that surely cannot release what it may hold is ended.

@@ -7,9 +7,9 @@ use diesel::pg::Pg;
 use diesel::sql_types::Bool;
 use diesel_migrations::MigrationHarness;
 
-use crate::advisory::sql::Lock;
 #[cfg(feature = "async")]
 use crate::advisory::holder::Holder;
+use crate::advisory::sql::Lock;
 use crate::advisory::{Locks, lent};
 use crate::error::{Error, Result};
 use crate::event::Subject;

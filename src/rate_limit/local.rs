@@ -194,7 +194,8 @@ impl<P: Pool> Local<P> {
             match self.look(key, waited) {
                 Look::Decided(check) => return Ok(check),
                 Look::Take(taking) => {
-                    return P::Mode::surely(&P::Mode::runtime()?, Some(PATIENCE), taking.take()).await;
+                    return P::Mode::surely(&P::Mode::runtime()?, Some(PATIENCE), taking.take())
+                        .await;
                 }
                 Look::Wait(alarm, replies) => {
                     P::Mode::sleep(&alarm, None).await;

@@ -240,9 +240,16 @@ impl<P: Pool> RateLimit<P> {
                     }
                 }
                 // The other transaction may end in time.
-                Some(Err(locked @ Error::KeyLocked(_))) => last = last.or(Err(locked)),
+                Some(Err(locked @ Error::KeyLocked(_))) => {
+                    turns.was_locked(self.units());
+                    last = last.or(Err(locked));
+                }
                 // The pool was waited for until the deadline.
-                Some(Err(Error::Pool(_))) if turns.was_refused() && turns.is_over() => break,
+                Some(Err(Error::Pool(_)))
+                    if !matches!(last, Err(Error::TimedOut)) && turns.is_over() =>
+                {
+                    break;
+                }
                 Some(outcome) => return outcome.map(|(check, ..)| check),
             }
         }

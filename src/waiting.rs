@@ -217,6 +217,19 @@ impl Turns {
             // Another one of several things.
             self.leave();
         }
+        self.join(what, database);
+    }
+
+    /// The server was busy with this for too long to say. Joins a queue, unless it stands in one.
+    pub(crate) fn was_locked(&mut self, what: What) {
+        // Which database it was is not told.
+        const UNKNOWN: Database = Database(i32::MIN);
+        if self.place.is_none() {
+            self.join(what, UNKNOWN);
+        }
+    }
+
+    fn join(&mut self, what: What, database: Database) {
         let now = Instant::now();
         // Not after `began`, so that the oldest pauses, unless a release sets it meanwhile.
         let alarm = Arc::new(Alarm::new(self.began.unwrap_or(now)));

@@ -55,6 +55,8 @@ pub(super) enum Holds {
     Locks(i32),
     /// A release was sent to that session, whose reply was not read.
     Releasing(i32),
+    /// That session has refused the release.
+    Failed(i32),
     /// Another session replied to the release, or nothing more can be done here.
     Doubtful,
 }
@@ -208,6 +210,7 @@ impl<C: Owner> Holder<C> {
                 })
             }
             Ok((Some(_),)) if is_open || before == Transaction::Open => {
+                self.held().holds = Holds::Failed(pid);
                 Err(Error::TransactionLeftOpen(locks.to_string()))
             }
             Ok((Some(place),)) => {
@@ -219,13 +222,16 @@ impl<C: Owner> Holder<C> {
                     place => Err(Error::LockLost(locks.lost(place))),
                 }
             }
-            Err(error) if has_ended(self.conn(), &error).await => {
-                Err(Error::LockLost(locks.to_string()))
+            Err(source) => {
+                self.held().holds = Holds::Failed(pid);
+                if has_ended(self.conn(), &source).await {
+                    return Err(Error::LockLost(locks.to_string()));
+                }
+                Err(Error::ReleaseFailed {
+                    key: locks.to_string(),
+                    source,
+                })
             }
-            Err(source) => Err(Error::ReleaseFailed {
-                key: locks.to_string(),
-                source,
-            }),
         }
     }
 
@@ -413,15 +419,16 @@ impl<S: Session> Owner for &mut S {
         let began = Instant::now();
         let (release, pid) = match held.holds {
             Holds::Nothing | Holds::Doubtful => return,
-            Holds::Locks(pid) => (held.locks.late_release(pid), pid),
-            Holds::Releasing(pid) => (held.locks.late_undo(), pid),
-            Holds::Tried => (held.locks.late_undo(), 0),
+            Holds::Locks(pid) => (Some(held.locks.late_release(pid)), pid),
+            Holds::Releasing(pid) => (Some(held.locks.late_undo()), pid),
+            Holds::Tried => (Some(held.locks.late_undo()), 0),
+            Holds::Failed(pid) => (None, pid),
         };
-        let is_certain = self.transaction().is_none()
-            && matches!(
-                started_quietly(self.batch(&release)),
-                Ok(None | Some(Ok(())))
-            );
+        let release = release.filter(|_| self.transaction().is_none());
+        let is_certain = release.is_some_and(|release| {
+            let released = started_quietly(self.batch(&release));
+            matches!(released, Ok(None | Some(Ok(()))))
+        });
         if !is_certain {
             let _ = started_quietly(self.batch(&sql::end_session(pid)));
             self.mark_broken();

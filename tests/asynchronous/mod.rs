@@ -9,3 +9,4 @@ mod own_migrations;
 mod rate_limits;
 mod schedules;
 mod throttles;
+mod waiting;

@@ -12,6 +12,7 @@ mod monitoring;
 mod once;
 mod own_migrations;
 mod permits;
+mod queues;
 mod rate_limit_promise;
 mod rate_limits;
 mod semaphore_contention;

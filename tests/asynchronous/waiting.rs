@@ -1,0 +1,186 @@
+//! Those who wait as futures: some are polled by nobody, and some are polled or dropped inside a waker.
+
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::task::{Context, Wake, Waker};
+use std::thread;
+use std::time::Duration;
+
+use diesel_interlock::drain;
+use tokio::time::timeout;
+use workbench::{Database, RoundTrips, runtime};
+
+use crate::half::{
+    AdvisoryLock, AdvisoryLockGuard, PgPool, Pool, Result, make_pool, on_one, pool, wait,
+};
+use crate::support::{assert_pool_whole, eventually, foreign_holder};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("waiting futures");
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+type Waiter = Pin<Box<dyn Future<Output = Result<AdvisoryLockGuard>> + Send>>;
+
+/// A future that waits, and its pool of one with the way to the server.
+type Refused = (Waiter, PgPool, RoundTrips);
+
+/// Polls a future that waits until it has been refused and pauses.
+fn refused(database: &Database, waker: &Waker) -> Refused {
+    let proxy = RoundTrips::in_front_of(database);
+    let pool = make_pool(&proxy.url(), 1, MINUTE);
+    let waiting = pool.clone();
+    let mut waiter: Waiter = Box::pin(async move { LOCK.acquire(&waiting).await });
+    eventually("it was refused, and pauses", || {
+        poll(&mut waiter, waker);
+        // More than it takes to open the connection and to try once.
+        proxy.round_trips() > 8 && pool.idle() == 1
+    });
+    (waiter, pool, proxy)
+}
+
+#[track_caller]
+fn poll(waiter: &mut Waiter, waker: &Waker) {
+    let _entered = runtime().enter();
+    let polled = waiter.as_mut().poll(&mut Context::from_waker(waker));
+    assert!(polled.is_pending(), "the lock is held by another session");
+}
+
+#[test]
+fn a_waiter_behind_a_future_that_nobody_polls_gets_the_lock() {
+    let database = Database::new();
+    let holder = foreign_holder(&database, LOCK.lock_key());
+    let (mut oldest, its_pool, _proxy) = refused(&database, Waker::noop());
+    let pool = pool(&database, 2);
+    thread::scope(|scope| {
+        let second = scope.spawn(|| wait(wait(LOCK.acquire(&pool)).unwrap().release()));
+        drop(holder);
+        second.join().unwrap().unwrap();
+    });
+    // A release wakes nobody who would do something, either.
+    let guard = wait(LOCK.acquire(&pool)).unwrap();
+    thread::scope(|scope| {
+        let second = scope.spawn(|| wait(wait(LOCK.acquire(&pool)).unwrap().release()));
+        wait(guard.release()).unwrap();
+        second.join().unwrap().unwrap();
+    });
+    wait(wait(&mut oldest).unwrap().release()).unwrap();
+    assert_eq!(its_pool.idle(), 1);
+    assert_pool_whole(&pool, &database);
+}
+
+/// Also while the pool tests the connection for one of them, and the others wait for it.
+#[test]
+fn tries_that_are_dropped_in_a_crowd_cost_no_connection() {
+    let database = Database::new();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 2, MINUTE);
+    on_one(&pool, |_| on_one(&pool, |_| ()));
+    let connections = proxy.connections();
+    proxy.set_delay(Duration::from_millis(10), Duration::ZERO);
+    for round in 0..12 {
+        let tasks: Vec<_> = (0..8)
+            .map(|task| {
+                let (pool, limit) = (pool.clone(), Duration::from_millis(5 * (round + task)));
+                runtime().spawn(async move {
+                    let tried = timeout(limit, LOCK.try_acquire(&pool)).await;
+                    tried.map_or(Ok(()), |tried| tried.map(drop))
+                })
+            })
+            .collect();
+        for task in tasks {
+            wait(task).unwrap().unwrap();
+        }
+        eventually("what was dropped has ended", || {
+            wait(drain(&pool, Duration::ZERO)) && pool.idle() == 2
+        });
+    }
+    assert_eq!(proxy.connections(), connections);
+    proxy.set_delay(Duration::ZERO, Duration::ZERO);
+    assert_pool_whole(&pool, &database);
+}
+
+/// What a waker of a user's does: it drops one who waits, polls another, and begins to wait itself.
+struct Meddler {
+    pool: PgPool,
+    dropped: Mutex<Option<Refused>>,
+    polled: Mutex<Option<Refused>>,
+    begun: Mutex<Vec<Waiter>>,
+    woken: AtomicUsize,
+}
+
+impl Wake for Meddler {
+    fn wake(self: Arc<Self>) {
+        let _entered = runtime().enter();
+        let woken = self.woken.fetch_add(1, Ordering::SeqCst);
+        drop(self.dropped.lock().unwrap().take());
+        let mut context = Context::from_waker(Waker::noop());
+        if let Ok(mut polled) = self.polled.try_lock() {
+            let is_ready = |it: &mut Refused| it.0.as_mut().poll(&mut context).is_ready();
+            // It may get the lock, which is then free at once.
+            if polled.as_mut().is_some_and(is_ready) {
+                *polled = None;
+            }
+        }
+        if woken < 3 {
+            let pool = self.pool.clone();
+            let mut waiter: Waiter = Box::pin(async move { LOCK.acquire(&pool).await });
+            if waiter.as_mut().poll(&mut context).is_pending() {
+                self.begun.lock().unwrap().push(waiter);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_waker_may_wait_poll_and_give_up_itself() {
+    let (done, is_done) = mpsc::channel();
+    // Not of a scope, which would wait for it for ever.
+    thread::spawn(move || {
+        let database = Database::new();
+        let pool = pool(&database, 2);
+        for end in [0, 1, 3] {
+            meddle(&database, &pool, end);
+        }
+        wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+        done.send(()).unwrap();
+    });
+    let done = is_done.recv_timeout(2 * MINUTE);
+    done.expect("nothing of a caller's runs under a mutex");
+}
+
+/// Lets the waker of one who waits run where somebody else releases the lock, or gives up.
+fn meddle(database: &Database, pool: &PgPool, end: usize) {
+    let guard = wait(LOCK.acquire(pool)).unwrap();
+    let meddler = Arc::new(Meddler {
+        pool: make_pool(&database.url(), 2, MINUTE),
+        dropped: Mutex::default(),
+        polled: Mutex::default(),
+        begun: Mutex::default(),
+        woken: AtomicUsize::new(0),
+    });
+    let waker = Waker::from(Arc::clone(&meddler));
+    let mut waiters = [(); 4].map(|()| refused(database, Waker::noop()));
+    // The oldest is woken by a release, and the second one when the oldest gives up.
+    poll(&mut waiters[usize::from(end == 3)].0, &waker);
+    let [oldest, second, third, fourth] = waiters;
+    *meddler.dropped.lock().unwrap() = Some(third);
+    *meddler.polled.lock().unwrap() = Some(fourth);
+    let before = meddler.woken.load(Ordering::SeqCst);
+    let _entered = runtime().enter();
+    let (mut oldest, mut guard) = (Some(oldest), Some(guard));
+    match end {
+        0 => drop(thread::scope(|scope| {
+            let guard = guard.take().unwrap();
+            scope.spawn(|| wait(guard.release()).unwrap()).join()
+        })),
+        1 => drop(guard.take()),
+        _ => drop(oldest.take()),
+    }
+    eventually("one is woken", || {
+        meddler.woken.load(Ordering::SeqCst) > before
+    });
+    drop((oldest, second, guard));
+    drop(meddler.polled.lock().unwrap().take());
+    meddler.begun.lock().unwrap().clear();
+}

@@ -52,6 +52,7 @@ const fn of_look(look: Look) -> &'static str {
     match look {
         Look::Ran => "ran",
         Look::Later(_) => "later",
+        Look::Paused => "paused",
         Look::Never => "never",
     }
 }

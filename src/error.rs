@@ -1,5 +1,7 @@
 //! The error of all operations: what failed, why, and what to do about it.
 
+use std::borrow::Cow;
+
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 /// A [`Result`](std::result::Result) with this crate's [`Error`].
@@ -18,7 +20,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// A name, a key, a number or a duration is out of bounds. Nothing was sent.
     #[error("{0}")]
-    Input(&'static str),
+    Input(Cow<'static, str>),
 
     /// The pool lent no connection.
     #[error(
@@ -221,6 +223,11 @@ impl Error {
 }
 
 impl Error {
+    /// A mistake of the caller's.
+    pub(crate) fn input(message: impl Into<Cow<'static, str>>) -> Self {
+        Self::Input(message.into())
+    }
+
     /// Whether a loop that runs for as long as its program tries again: the database is away, or refuses at the moment.
     pub(crate) const fn may_pass(&self) -> bool {
         matches!(

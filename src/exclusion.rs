@@ -60,7 +60,7 @@ pub fn check_exclusion<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
 /// Waits for a second connection no longer than `patience`.
 pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
     if pool.max_size() < 2 {
-        return Err(Error::Input(
+        return Err(Error::input(
             "whether session locks exclude is seen on two connections: give `check_exclusion` a pool of two or more",
         ));
     }

@@ -11,7 +11,7 @@ const LONGEST: usize = 1000;
 /// Refuses a name that is empty, or that PostgreSQL could not store or index.
 pub(crate) fn name(name: &str) -> Result<()> {
     match name {
-        "" => Err(Error::Input("a name must not be empty")),
+        "" => Err(Error::input("a name must not be empty")),
         name => text(name),
     }
 }
@@ -19,11 +19,11 @@ pub(crate) fn name(name: &str) -> Result<()> {
 /// As [`name`], for a key or details, which may be empty.
 pub(crate) fn text(text: &str) -> Result<()> {
     if text.len() > LONGEST {
-        Err(Error::Input(
+        Err(Error::input(
             "a name, a key or details must not be longer than 1,000 bytes",
         ))
     } else if text.contains('\0') {
-        Err(Error::Input(
+        Err(Error::input(
             "a name, a key or details must not contain the character NUL",
         ))
     } else {
@@ -39,7 +39,7 @@ pub(crate) fn microseconds(
 ) -> Result<i64> {
     match i64::try_from(duration.as_micros()) {
         Ok(microseconds) if microseconds > 0 && duration <= longest => Ok(microseconds),
-        _ => Err(Error::Input(otherwise)),
+        _ => Err(Error::input(otherwise)),
     }
 }
 

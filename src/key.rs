@@ -159,7 +159,7 @@ impl LockKey {
     /// Returns the number that PostgreSQL locks, unless the name is invalid.
     pub fn id(&self) -> Result<LockId> {
         match (self.number, &self.name) {
-            (Number::None, _) => Err(Error::Input(
+            (Number::None, _) => Err(Error::input(
                 "only a lock with a name has keys, and not that of a number, a pair or several",
             )),
             (Number::OfName, Some(name)) => input::name(name).map(|()| self.number()),

@@ -125,7 +125,7 @@ impl<P: Pool> Once<P> {
     pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, Result<u64>> {
         P::Mode::drive(async move {
             if older_than > LONGEST {
-                return Err(Error::Input("an age is 1,000 years at most"));
+                return Err(Error::input("an age is 1,000 years at most"));
             }
             in_batches(pool, sql::prune(older_than)).await
         })
@@ -232,7 +232,7 @@ impl<P: Pool> Once<P> {
         input::name(self.name)?;
         match self.key.as_deref() {
             None => Ok(()),
-            Some("") => Err(Error::Input(
+            Some("") => Err(Error::input(
                 "the key of what is done once must not be empty",
             )),
             Some(key) => input::text(key),

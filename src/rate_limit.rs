@@ -357,9 +357,9 @@ impl<P: Pool> RateLimit<P> {
         input::text(&self.key)?;
         let quota = self.quota.checked()?;
         if self.cost == 0 {
-            return Err(Error::Input("a call costs at least one unit"));
+            return Err(Error::input("a call costs at least one unit"));
         }
-        let lead = quota.lead(self.cost).ok_or(Error::Input(
+        let lead = quota.lead(self.cost).ok_or(Error::input(
             "a call that costs more units than the burst of its quota is never allowed: split it, or raise the burst",
         ))?;
         let (name, key, cost) = (self.name, &*self.key, self.cost);

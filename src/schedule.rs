@@ -23,7 +23,7 @@ pub use self::due::{CatchUp, every};
 use self::sql::{End, Take};
 use self::tick::Run;
 pub use self::tick::Tick;
-use self::unanswered::{OfHandle, Unanswered};
+use self::unanswered::Unanswered;
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::{Subject, Trouble};
@@ -96,7 +96,6 @@ pub struct Schedule<P: Pool> {
     lease: Duration,
     attempts: i32,
     catch_up: CatchUp,
-    unanswered: OfHandle,
     pool: PhantomData<fn(&P)>,
 }
 
@@ -116,7 +115,6 @@ impl<P: Pool> Schedule<P> {
             lease: Duration::from_secs(30),
             attempts: 3,
             catch_up: CatchUp::Latest,
-            unanswered: OfHandle::new(),
             pool: PhantomData,
         }
     }
@@ -220,7 +218,7 @@ impl<P: Pool> Schedule<P> {
             let rest = (time - now).to_std().unwrap_or_default();
             Ok(Step::Look(Look::Later(rest.min(LONGEST_PAUSE))))
         };
-        let first = due::following(next, last)?;
+        let first = due::following(next, last).map_err(|error| self.name_it(error))?;
         if let Some(expires_at) = expires_at.filter(|expires_at| *expires_at > now) {
             // Another instance runs, and takes a tick that is due by itself when it has ended. It may also die, or give its tick back.
             let due = first.filter(|first| *first > now).unwrap_or(expires_at);
@@ -233,7 +231,11 @@ impl<P: Pool> Schedule<P> {
             _ if is_to_be_repeated => (last, 0),
             None => return Ok(Step::Look(Look::Never)),
             Some(first) if first > now => return later(first),
-            Some(first) => match self.catch_up.due(next, first, now)? {
+            Some(first) => match self
+                .catch_up
+                .due(next, first, now)
+                .map_err(|error| self.name_it(error))?
+            {
                 Due::Tick(tick, missed) => (tick, missed),
                 Due::Later(Some(tick)) => return later(tick),
                 Due::Later(None) => return Ok(Step::Look(Look::Never)),
@@ -261,16 +263,26 @@ impl<P: Pool> Schedule<P> {
         })
     }
 
+    /// Says which schedule a mistake is in.
+    fn name_it(&self, error: Error) -> Error {
+        match error {
+            Error::Input(message) => {
+                Error::input(format!("the schedule {:?}: {message}", self.name))
+            }
+            error => error,
+        }
+    }
+
     pub(crate) fn checked_name(&self) -> Result<String> {
         input::name(self.name)?;
         input::text(&self.details)?;
         if self.lease < SHORTEST_KEPT || self.lease > LONGEST {
-            return Err(Error::Input(
+            return Err(Error::input(
                 "the lease of a schedule is 3 seconds at least, and 1,000 years at most",
             ));
         }
         if self.attempts < 1 {
-            return Err(Error::Input("a tick has one attempt at least"));
+            return Err(Error::input("a tick has one attempt at least"));
         }
         let name = match &self.key {
             None => self.name.to_owned(),
@@ -297,9 +309,9 @@ impl Schedule<crate::pool::PgPool> {
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
     ) -> Result<Look> {
-        let mut unanswered = self.unanswered.take();
+        let mut taken = unanswered::take(self.checked_name()?);
         let mut trouble = Trouble::returned();
-        self.look_blocking(pool, None, &mut unanswered.1, &mut trouble, &next, work)
+        self.look_blocking(pool, None, &mut taken.unanswered, &mut trouble, &next, work)
     }
 
     /// Runs each tick that this instance gets, until it was stopped, or there is none any more. A stop lets the run end.
@@ -363,9 +375,9 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         F: Future<Output = Result<(), E>> + Send + 'a,
     {
         P::Mode::drive(async move {
-            let mut unanswered = self.unanswered.take();
+            let mut taken = unanswered::take(self.checked_name()?);
             let mut trouble = Trouble::returned();
-            self.look(pool, &mut unanswered.1, &mut trouble, next, work)
+            self.look(pool, &mut taken.unanswered, &mut trouble, next, work)
                 .await
         })
     }
@@ -458,7 +470,6 @@ impl<P: Pool> Clone for Schedule<P> {
         Self {
             key: self.key.clone(),
             details: self.details.clone(),
-            unanswered: OfHandle::new(),
             ..*self
         }
     }

@@ -249,7 +249,7 @@ impl<P: Pool> Semaphore<P> {
     pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, Result<u64>> {
         P::Mode::drive(async move {
             if older_than > LONGEST {
-                return Err(Error::Input("an age is 1,000 years at most"));
+                return Err(Error::input("an age is 1,000 years at most"));
             }
             in_batches(pool, sql::prune(older_than)).await
         })
@@ -294,10 +294,10 @@ impl<P: Pool> Semaphore<P> {
     ) -> Result<(Admission<Permit<P>>, Database, Instant)> {
         let service = self.service()?;
         if !(1..=1000).contains(&self.slots) {
-            return Err(Error::Input("a semaphore has 1 to 1,000 slots"));
+            return Err(Error::input("a semaphore has 1 to 1,000 slots"));
         }
         if self.is_kept && self.timeout < SHORTEST_KEPT {
-            return Err(Error::Input(
+            return Err(Error::input(
                 "the timeout of what renews itself is 3 seconds at least",
             ));
         }
@@ -340,7 +340,7 @@ impl<P: Pool> Semaphore<P> {
         let service = self.service.as_deref().unwrap_or(self.subject.name);
         input::name(service)?;
         if service.starts_with(OF_LEADERS) && self.subject.primitive != "leader" {
-            return Err(Error::Input(
+            return Err(Error::input(
                 "the names of services that begin with \"leader \" belong to leaders",
             ));
         }

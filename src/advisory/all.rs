@@ -80,9 +80,9 @@ impl<P: Pool> AdvisoryLock<P> {
         locks.sort_by_key(|lock| (lock.id, lock.is_shared));
         locks.dedup_by_key(|lock| lock.id);
         match locks.len() {
-            0 => Err(Error::Input("at least one lock must be given")),
+            0 => Err(Error::input("at least one lock must be given")),
             1..=MOST => Ok(Locks(locks.into())),
-            _ => Err(Error::Input(
+            _ => Err(Error::input(
                 "at most 1,000 locks can be taken at once: use one lock for all",
             )),
         }

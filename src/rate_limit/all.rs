@@ -83,7 +83,7 @@ impl<P: Pool> Key<P> {
 /// The keys in their order.
 fn merged<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
     if limits.len() > MOST {
-        return Err(Error::Input(
+        return Err(Error::input(
             "1,000 limits at most can be checked at once: check them in several calls",
         ));
     }
@@ -96,7 +96,7 @@ fn merged<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
         match keys.last_mut() {
             Some(key) if (key.limit.name, &key.limit.key) == (limit.name, &limit.key) => {
                 if key.limit.quota != limit.quota {
-                    return Err(Error::Input(
+                    return Err(Error::input(
                         "several limits with the same name and key must have the same quota",
                     ));
                 }

@@ -82,12 +82,12 @@ impl Quota {
             burst: self.burst.into(),
         };
         if exact.n == 0 || exact.burst == 0 {
-            return Err(Error::Input(
+            return Err(Error::input(
                 "the units and the burst of a quota must be at least 1",
             ));
         }
         if exact.burst * exact.period > LONGEST_REFILL * exact.n {
-            return Err(Error::Input(
+            return Err(Error::input(
                 "the burst of a quota must refill within 100 years",
             ));
         }

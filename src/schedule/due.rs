@@ -104,9 +104,10 @@ pub(super) fn following(
     after: DateTime<Utc>,
 ) -> Result<Option<DateTime<Utc>>> {
     match next(after).map(|tick| tick.trunc_subsecs(6)) {
-        Some(tick) if tick <= after => Err(Error::Input(
-            "`next` of a schedule must return a tick that is later than its argument, by a microsecond at least",
-        )),
+        Some(tick) if tick <= after => Err(Error::input(format!(
+            "`next` of a schedule must return a tick that is later than its argument, by a microsecond at least, and has returned \
+             {tick} for {after}: some cron crates do at clock changes, croner does not"
+        ))),
         tick => Ok(tick),
     }
 }

@@ -1,6 +1,7 @@
 //! Claims of ticks whose reply was lost. The next look recognizes its own orphan, and gives it back, so that it is no attempt.
 
-use std::sync::Mutex;
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex};
 
 use crate::alarm::lock;
 use crate::lease::claim_number;
@@ -62,27 +63,31 @@ impl Unanswered {
     }
 }
 
-/// The claims of a handle's single looks. A look takes them, so that another one at the same time does not take its claim for an orphan.
-#[derive(Debug)]
-pub(super) struct OfHandle(Mutex<Unanswered>);
+/// Those of single looks, by the name of the schedule. A look takes them, so that another one at the same time does not take its claim
+/// for an orphan.
+static OF_LOOKS: LazyLock<Mutex<HashMap<String, Unanswered>>> = LazyLock::new(Mutex::default);
 
-impl OfHandle {
-    pub(super) const fn new() -> Self {
-        Self(Mutex::new(Unanswered(Vec::new())))
-    }
-
-    pub(super) fn take(&self) -> Taken<'_> {
-        Taken(self, std::mem::take(&mut *lock(&self.0)))
-    }
+/// Takes those of a schedule for a single look.
+pub(super) fn take(name: String) -> Taken {
+    let unanswered = lock(&OF_LOOKS).remove(&name).unwrap_or_default();
+    Taken { name, unanswered }
 }
 
-/// Those of a handle, which its drop puts back, except those of a dropped future: their claims are given back in the background.
-pub(super) struct Taken<'a>(&'a OfHandle, pub(super) Unanswered);
+/// Those of a single look. Its drop puts them back, except those of a dropped future, whose claims are given back in the background.
+pub(super) struct Taken {
+    name: String,
+    pub(super) unanswered: Unanswered,
+}
 
-impl Drop for Taken<'_> {
+impl Drop for Taken {
     fn drop(&mut self) {
-        let unanswered = self.1.0.drain(..).filter(|claim| claim.has_no_reply);
-        lock(&self.0.0).0.extend(unanswered);
+        self.unanswered.0.retain(|claim| claim.has_no_reply);
+        if !self.unanswered.0.is_empty() {
+            let name = std::mem::take(&mut self.name);
+            let mut of_looks = lock(&OF_LOOKS);
+            let kept = &mut of_looks.entry(name).or_default().0;
+            kept.append(&mut self.unanswered.0);
+        }
     }
 }
 

@@ -55,7 +55,7 @@ fn declared<R: DeclaredResources>() -> Result<Vec<(&'static str, i64)>> {
     let one = |resource: &R| {
         let label = resource.label();
         if !(1..=63).contains(&label.len()) || label.contains('\0') {
-            return Err(Error::Input(
+            return Err(Error::input(
                 "the label of a resource must have 1 to 63 bytes, and no NUL",
             ));
         }

@@ -12,8 +12,8 @@ BEGIN;
 GRANT USAGE ON SCHEMA resource_control TO :"role";
 GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA resource_control TO :"role";
 GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA resource_control TO :"role";
--- Fencing tokens of session locks; pg_dump reads the values of sequences.
-GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA resource_control TO :"role";
+-- Fencing tokens, which are raised after a failover; pg_dump reads the values of sequences.
+GRANT USAGE, SELECT, UPDATE ON ALL SEQUENCES IN SCHEMA resource_control TO :"role";
 -- The role may only read which migrations were run.
 REVOKE INSERT, UPDATE, DELETE ON resource_control.installed_migration FROM :"role";
 
@@ -24,7 +24,7 @@ SELECT format('ALTER DEFAULT PRIVILEGES FOR ROLE %s IN SCHEMA resource_control G
         UNION SELECT nspowner::regrole FROM pg_namespace
             WHERE nspname = 'resource_control' AND pg_has_role(nspowner, 'MEMBER')
     ) AS creators (creator),
-        unnest(ARRAY['EXECUTE ON FUNCTIONS', 'SELECT, INSERT, UPDATE, DELETE ON TABLES', 'USAGE, SELECT ON SEQUENCES']) AS granted
+        unnest(ARRAY['EXECUTE ON FUNCTIONS', 'SELECT, INSERT, UPDATE, DELETE ON TABLES', 'USAGE, SELECT, UPDATE ON SEQUENCES']) AS granted
 \gexec
 
 -- migrations::run_pending reads which of the application's own migrations were run.

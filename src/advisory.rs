@@ -225,7 +225,7 @@ impl<P: Pool> AdvisoryLock<P> {
     }
 
     /// Tries once, and waits on the server if it is this one's turn and the pool can spare a connection. A pooled session that turns
-    /// out to have ended is replaced: a try on it has taken nothing that lasts.
+    /// out to have ended, or whose server is a standby, is replaced once: a try on it has taken nothing that lasts.
     async fn attempt(
         &self,
         pool: &P,
@@ -237,7 +237,8 @@ impl<P: Pool> AdvisoryLock<P> {
         let may_wait = || pool.can_spare();
         let mut held = holder.attempt(turns.as_deref_mut(), may_wait).await;
         if let Err(error) = &held {
-            if holder.has_ended(error).await {
+            let is_elsewhere = matches!(error, Error::Standby);
+            if is_elsewhere || holder.has_ended(error).await {
                 drop(holder);
                 holder = self.holder(pool, locks, deadline).await?;
                 held = holder.attempt(turns, may_wait).await;

@@ -87,8 +87,14 @@ where
             reply = ask_session(borrowed.conn(), statements).await;
         }
     }
+    if matches!(reply, Err(Error::Standby)) {
+        // The server has refused, so nothing was done.
+        borrowed.discard();
+        borrowed = Borrowed::new(pool, limit).await?;
+        reply = ask_session(borrowed.conn(), statements).await;
+    }
     borrowed.replied();
-    if matches!(reply, Err(Error::LentInTransaction)) {
+    if matches!(reply, Err(Error::LentInTransaction | Error::Standby)) {
         borrowed.discard();
     }
     reply
@@ -206,6 +212,10 @@ fn needs_read_committed(error: &DieselError) -> bool {
 pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -> Error {
     const IS_MISSING: &str =
         "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";
+    if is_read_only(&error) {
+        session.mark_broken();
+        return Error::Standby;
+    }
     if !is_unknown(&error) {
         return error.into();
     }
@@ -220,11 +230,22 @@ pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -
 
 /// As [`explained`], for a statement that needs no table.
 pub(crate) async fn ended<S: Session>(session: &mut S, error: DieselError) -> Error {
-    if has_ended(session, &error).await {
+    if is_read_only(&error) {
+        session.mark_broken();
+        Error::Standby
+    } else if has_ended(session, &error).await {
         closed(error)
     } else {
         error.into()
     }
+}
+
+/// Whether the server refuses to write: the primary is elsewhere.
+const fn is_read_only(error: &DieselError) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _)
+    )
 }
 
 fn closed(error: DieselError) -> Error {

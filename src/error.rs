@@ -43,9 +43,10 @@ pub enum Error {
     )]
     NoRuntime,
 
-    /// The server is a hot standby, whose locks exclude nobody on the primary.
+    /// The server is a hot standby, whose locks exclude nobody on the primary, or it refuses to write, as after a switchover. The
+    /// connection was discarded, and the operation tried once more on another one.
     #[error(
-        "the server is a standby, whose locks exclude nobody on the primary: connect to the primary, which \
+        "the server is a standby or refuses to write: its locks exclude nobody on the primary; connect to the primary, which \
          target_session_attrs=read-write finds"
     )]
     Standby,
@@ -214,6 +215,8 @@ impl Error {
             self,
             Self::Pool(_)
                 | Self::TimedOut
+                | Self::Standby
+                | Self::KeyLocked(_)
                 | Self::Database(DieselError::DatabaseError(
                     ClosedConnection | UnableToSendCommand,
                     _
@@ -232,7 +235,11 @@ impl Error {
     pub(crate) const fn may_pass(&self) -> bool {
         matches!(
             self,
-            Self::Pool(_) | Self::TimedOut | Self::Database(_) | Self::LentInTransaction
+            Self::Pool(_)
+                | Self::TimedOut
+                | Self::Standby
+                | Self::Database(_)
+                | Self::LentInTransaction
         )
     }
 }

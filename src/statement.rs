@@ -75,6 +75,16 @@ macro_rules! database {
 }
 pub(crate) use database;
 
+/// Lets the transaction wait for the disk, and for a standby if there is a synchronous one, also where the role's setting says
+/// otherwise: what is taken must not be forgotten by a crash. Null, or a text.
+macro_rules! keep_commit {
+    () => {
+        "CASE WHEN pg_catalog.current_setting('synchronous_commit') IN ('off', 'local') \
+         THEN pg_catalog.set_config('synchronous_commit', 'on', true) END"
+    };
+}
+pub(crate) use keep_commit;
+
 /// A statement whose rows have the SQL types `T`. It is prepared once per connection.
 #[derive(Debug)]
 pub(crate) struct Statement<T> {

@@ -29,8 +29,48 @@ CREATE TABLE IF NOT EXISTS resource_control.installed_migration (
     run_at timestamptz NOT NULL DEFAULT current_timestamp
 );
 
--- The fencing tokens of session locks. No cache, because a session would use its cached numbers late, out of order.
+-- The fencing tokens of session locks and schedules. No cache, because a session would use its cached numbers late, out of order.
 CREATE SEQUENCE IF NOT EXISTS resource_control.fencing_token AS bigint CACHE 1;
+
+CREATE TABLE IF NOT EXISTS resource_control.token_base (
+    is_only boolean PRIMARY KEY DEFAULT true CONSTRAINT token_bases_are_one CHECK (is_only),
+    system_identifier bigint NOT NULL,
+    base bigint NOT NULL
+);
+
+-- A promotion begins a new timeline, and may have lost the last numbers of a sequence. So each timeline has its own range of numbers.
+-- Where the timeline cannot be read, as on some managed services, all is one range.
+CREATE OR REPLACE FUNCTION resource_control.token_floor() RETURNS bigint
+    LANGUAGE plpgsql STABLE
+AS $$
+DECLARE
+    timeline CONSTANT bigint := ('x' || pg_catalog.lpad(pg_catalog.left(
+        pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8), 16, '0'))::bit(64)::bigint;
+BEGIN
+    RETURN GREATEST(0, timeline - 1 + COALESCE((SELECT b.base FROM resource_control.token_base AS b), 0)) << 40;
+EXCEPTION WHEN OTHERS THEN
+    RETURN 0;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION resource_control.next_token(sequence regclass) RETURNS bigint
+    LANGUAGE plpgsql VOLATILE STRICT
+AS $$
+DECLARE
+    token bigint := pg_catalog.nextval(sequence);
+    token_floor CONSTANT bigint := resource_control.token_floor();
+BEGIN
+    IF token < token_floor THEN
+        -- Once per promotion, and one at a time: a slower one would set the sequence back.
+        PERFORM pg_catalog.pg_advisory_xact_lock(20000101000009);
+        IF pg_catalog.nextval(sequence) < token_floor THEN
+            PERFORM pg_catalog.setval(sequence, token_floor);
+        END IF;
+        token := pg_catalog.nextval(sequence);
+    END IF;
+    RETURN token;
+END
+$$;
 
 CREATE OR REPLACE FUNCTION resource_control.lock_key(name text) RETURNS bigint
     LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE
@@ -57,7 +97,13 @@ COMMENT ON SCHEMA resource_control IS
 COMMENT ON TABLE resource_control.installed_migration IS
     'The migrations of diesel_interlock that were run in this database.';
 COMMENT ON SEQUENCE resource_control.fencing_token IS
-    'The fencing tokens of session locks.';
+    'The fencing tokens of session locks and schedules.';
+COMMENT ON TABLE resource_control.token_base IS
+    'From where the timelines of the server are counted, so that tokens grow also after a restore or pg_upgrade, where timelines begin at 1 again.';
+COMMENT ON FUNCTION resource_control.token_floor() IS
+    'The least token of the present timeline of the server, or 0 where the timeline cannot be read.';
+COMMENT ON FUNCTION resource_control.next_token(regclass) IS
+    'Draws a fencing token from a sequence, and raises the sequence to the floor of the present timeline first if it is below.';
 COMMENT ON FUNCTION resource_control.lock_key(text) IS
     'The number of the advisory lock of a name: 64-bit FNV-1a of its UTF-8 bytes, as a signed number. It never changes.';
 

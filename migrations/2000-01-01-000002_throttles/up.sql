@@ -75,7 +75,13 @@ BEGIN
                 WHERE due.resource_id = resource_id_var
                     AND due.last_locked <= clock_timestamp() - resource_control.elapsed(due.throttle_interval)
                 FOR NO KEY UPDATE SKIP LOCKED);
-    RETURN FOUND;
+    IF FOUND THEN
+        IF current_setting('synchronous_commit') IN ('off', 'local') THEN
+            PERFORM set_config('synchronous_commit', 'on', true);
+        END IF;
+        RETURN true;
+    END IF;
+    RETURN false;
 END
 $$;
 

@@ -105,6 +105,10 @@ BEGIN
                 WHERE r.service = claim_service_request.service COLLATE "C" AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
             EXIT WHEN live >= slots;
         END IF;
+        -- A permit that a crash of this server forgets would have a second holder.
+        IF current_setting('synchronous_commit') IN ('off', 'local') THEN
+            PERFORM set_config('synchronous_commit', 'on', true);
+        END IF;
         -- In random order, because concurrent claims then seldom try the same slot.
         FOR candidate IN
             SELECT g.slot FROM generate_series(0, slots - 1) AS g (slot)
@@ -113,8 +117,9 @@ BEGIN
             -- A claim gets its id while it holds the lock of the slot, until its commit, and after it has seen the slot
             -- free. So the ids of a slot ascend.
             CONTINUE WHEN NOT pg_try_advisory_xact_lock(hashtextextended(service COLLATE "C", 20000101000004 + candidate));
-            INSERT INTO resource_control.service_request AS r (service, slot, created_at, expires_at, details, claim)
-                SELECT claim_service_request.service, this.candidate, c.now,
+            INSERT INTO resource_control.service_request AS r (id, service, slot, created_at, expires_at, details, claim)
+                OVERRIDING SYSTEM VALUE
+                SELECT resource_control.next_token('resource_control.service_request_id_seq'), claim_service_request.service, this.candidate, c.now,
                         c.now + resource_control.elapsed(claim_service_request.timeout), claim_service_request.details,
                         claim_service_request.claim
                     FROM (SELECT clock_timestamp() AS now) AS c
@@ -191,6 +196,9 @@ BEGIN
     IF (timeout > '0' AND timeout <= '1000 years') IS NOT TRUE THEN
         RAISE check_violation USING CONSTRAINT = 'diesel_interlock_bad_renewal',
             MESSAGE = 'renew with a timeout above zero and up to 1000 years';
+    END IF;
+    IF current_setting('synchronous_commit') IN ('off', 'local') THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
     UPDATE resource_control.service_request AS r
         SET expires_at = GREATEST(r.expires_at, clock_timestamp() + resource_control.elapsed(timeout))

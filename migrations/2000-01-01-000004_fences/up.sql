@@ -23,6 +23,9 @@ CREATE OR REPLACE FUNCTION resource_control.pass_fence(name text, token bigint) 
 AS $$
 #variable_conflict use_column
 BEGIN
+    IF current_setting('synchronous_commit') IN ('off', 'local') THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
     INSERT INTO resource_control.fence AS f (name, token)
         VALUES (pass_fence.name, pass_fence.token)
         ON CONFLICT ON CONSTRAINT fence_pkey

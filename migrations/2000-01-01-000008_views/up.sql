@@ -77,6 +77,33 @@ CREATE OR REPLACE VIEW resource_control.schedule_state AS
             s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error, s.paused_at
         FROM resource_control.schedule AS s;
 
+-- Counts the timelines of another server anew: the sequences stay in the range in which they are. Returns whether it did.
+CREATE OR REPLACE FUNCTION resource_control.set_token_base() RETURNS boolean
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    server CONSTANT bigint := (SELECT c.system_identifier FROM pg_control_system() AS c);
+    reached bigint;
+BEGIN
+    IF EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.system_identifier = server) THEN
+        RETURN false;
+    END IF;
+    SELECT GREATEST((SELECT s.last_value FROM resource_control.fencing_token AS s),
+            (SELECT s.last_value FROM resource_control.service_request_id_seq AS s)) >> 40 INTO reached;
+    DELETE FROM resource_control.token_base;
+    INSERT INTO resource_control.token_base (system_identifier, base)
+        VALUES (server, reached - (resource_control.token_floor() >> 40));
+    RETURN true;
+EXCEPTION WHEN insufficient_privilege OR feature_not_supported OR undefined_function THEN
+    RETURN false;
+END
+$$;
+
+PERFORM resource_control.set_token_base();
+
+COMMENT ON FUNCTION resource_control.set_token_base() IS
+    'Counts the timelines of the server anew if this is another server than before, as after a restore or pg_upgrade. Returns whether it is.';
 COMMENT ON VIEW resource_control.advisory_lock IS
     'Who holds the advisory locks of this database, and who waits for them on the server, and for whom. A lock is a number, or first and second.';
 COMMENT ON VIEW resource_control.slot_in_flight IS

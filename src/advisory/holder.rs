@@ -157,7 +157,12 @@ impl<C: Owner> Holder<C> {
         }
         // An error is the server's refusal, so nothing was taken.
         self.held().holds = Holds::Nothing;
-        let taken = Busy::read(reply)?;
+        let taken = Busy::read(reply).inspect_err(|error| {
+            if matches!(error, Error::Standby) {
+                // So that a pool closes it.
+                self.held().holds = Holds::Doubtful;
+            }
+        })?;
         self.held().take(taken);
         Ok((taken, sent))
     }

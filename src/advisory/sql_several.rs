@@ -17,7 +17,7 @@ use diesel::sql_types::{BigInt, Integer, Nullable};
 use super::all::{Busy, Locks};
 use super::sql::{Ask, Lock, notice_client};
 use crate::key::LockId;
-use crate::statement::{Bind, Statement, database};
+use crate::statement::{Bind, Statement, database, keep_commit};
 
 /// A call of a function for each kind of lock, over the columns `kind` and `number`.
 macro_rules! by_column {
@@ -102,10 +102,15 @@ static UNDO: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
+/// A sequence alone does not make its commit wait for the log, so a crash of the server could give the number again. A message in the log
+/// does.
 static TOKEN: LazyLock<String> = LazyLock::new(|| {
     format!(
         "SELECT CASE WHEN (SELECT pg_catalog.count(*) {HELD_HERE}) = pg_catalog.cardinality($1) AND pg_catalog.pg_backend_pid() = $3 \
-         THEN pg_catalog.nextval('resource_control.fencing_token') END, pg_catalog.pg_backend_pid()"
+         THEN CASE WHEN {} IS DISTINCT FROM '' \
+         AND pg_catalog.pg_logical_emit_message(true, 'diesel_interlock', ''::pg_catalog.text) IS NOT NULL \
+         THEN resource_control.next_token('resource_control.fencing_token') END END, pg_catalog.pg_backend_pid()",
+        keep_commit!()
     )
 });
 

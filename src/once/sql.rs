@@ -7,7 +7,7 @@ use diesel::sql_types::{BigInt, Binary, Bool, Nullable, Timestamptz};
 
 use crate::advisory::sql::notice_client;
 use crate::call::BATCH;
-use crate::statement::Statement;
+use crate::statement::{Statement, keep_commit};
 use crate::time::interval;
 
 /// Whether the lock is ours, which is null on a standby, the outcome, which is null if it is not ours or there is none, and when the
@@ -32,8 +32,12 @@ pub(super) fn look(
 
 /// Inserts the outcome, in the transaction that began then, and no row in another one. The lock keeps others from inserting one.
 pub(super) fn store(name: &str, key: &str, outcome: &[u8], began: PgTimestamp) -> Statement<Bool> {
-    const STORE: &str = "INSERT INTO resource_control.once (name, key, outcome)
-        SELECT $1, $2, $3 WHERE pg_catalog.transaction_timestamp() = $4 RETURNING true";
+    const STORE: &str = concat!(
+        "INSERT INTO resource_control.once (name, key, outcome)
+        SELECT $1, $2, $3 WHERE pg_catalog.transaction_timestamp() = $4 AND ",
+        keep_commit!(),
+        " IS DISTINCT FROM '' RETURNING true"
+    );
     let outcome = outcome.to_vec().into();
     Statement::new(STORE, [name.into(), key.into(), outcome, began.into()])
 }

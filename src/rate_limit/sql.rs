@@ -8,7 +8,7 @@ use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Nullable, Timest
 
 use super::quota::Exact;
 use crate::call::BATCH;
-use crate::statement::{Statement, database};
+use crate::statement::{Statement, database, keep_commit};
 
 /// Who spends what.
 #[derive(Debug, Clone, Copy)]
@@ -35,7 +35,7 @@ pub(super) type Ask = Statement<(Bool, Timestamptz, Interval, Integer)>;
 /// For the common states of a key: it has a row of this quota, or it is limited. A denial only reads. The CASE keeps the planner from
 /// evaluating the setting first, which would slow denials down.
 macro_rules! again {
-    ($limit:literal, $commit:literal) => {
+    ($limit:literal, $commit:expr) => {
         concat!(
             "WITH spent AS (
                 UPDATE resource_control.rate_limit AS r
@@ -62,7 +62,7 @@ macro_rules! again {
 /// other statement is next. It does not spend: the times of a new row are read before the wait for others who have the key, and
 /// these may have spent units, and their row may have been pruned meanwhile.
 macro_rules! first {
-    ($limit:literal, $commit:literal) => {
+    ($limit:literal, $commit:expr) => {
         concat!(
             "WITH made AS (
                 INSERT INTO resource_control.rate_limit AS r (since, spent_at, full_at, name, key, unit_us, burst)
@@ -90,7 +90,7 @@ const AGAIN: [&str; 3] = [
     ),
     again!(
         "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
-        ""
+        concat!(", ", keep_commit!())
     ),
     again!("true", ""),
 ];
@@ -102,7 +102,7 @@ const FIRST: [&str; 3] = [
     ),
     first!(
         "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
-        ""
+        concat!(", ", keep_commit!())
     ),
     first!("true", ""),
 ];

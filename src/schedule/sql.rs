@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Timestamptz};
 
 use crate::lease::Row;
-use crate::statement::{Bind, Statement, database};
+use crate::statement::{Bind, Statement, database, keep_commit};
 use crate::time::interval;
 
 /// The time, and the tick that was taken last, its attempt, its token, the number of its claim, its lease, which is null once it has
@@ -89,7 +89,7 @@ impl Take<'_> {
     pub(super) fn claim(self) -> Claim {
         const CLAIM: &str = concat!(
             "WITH claimed AS (
-            UPDATE resource_control.schedule AS s SET tick = n.tick, token = pg_catalog.nextval('resource_control.fencing_token'),
+            UPDATE resource_control.schedule AS s SET tick = n.tick, token = resource_control.next_token('resource_control.fencing_token'),
                     runner = COALESCE(NULLIF($1, ''), pg_catalog.concat_ws(' ',
                         NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid())),
                     attempt = CASE WHEN s.tick = n.tick THEN s.attempt + 1 ELSE 1 END,
@@ -98,7 +98,9 @@ impl Take<'_> {
                 FROM (SELECT $4 AS tick, $5 AS missed) AS n
                 WHERE s.name = $6 AND s.token = $7 AND s.paused_at IS NULL AND n.tick <= pg_catalog.clock_timestamp()
                     AND (s.expires_at <= pg_catalog.clock_timestamp() OR s.expires_at IS NULL AND s.tick < n.tick)
-                RETURNING s.attempt, s.token, s.missed
+                RETURNING s.attempt, s.token, s.missed, ",
+            keep_commit!(),
+            "
         ) SELECT pg_catalog.max(attempt), pg_catalog.max(token), pg_catalog.max(missed), ",
             database!(),
             " FROM claimed"
@@ -118,7 +120,7 @@ impl Take<'_> {
 
 /// Changes the row of a run. Whether it is the last run still.
 macro_rules! update {
-    ($set:literal, $and:literal) => {
+    ($set:literal, $and:expr) => {
         concat!(
             "WITH run AS (
                 UPDATE resource_control.schedule AS s SET ",
@@ -140,7 +142,11 @@ fn update(sql: &'static str, value: Bind, row: &Row) -> Statement<Bool> {
 pub(super) fn renew(row: &Row, lease: Duration) -> Statement<Bool> {
     const RENEW: &str = update!(
         "expires_at = pg_catalog.clock_timestamp() + $1",
-        " AND s.expires_at > pg_catalog.clock_timestamp()"
+        concat!(
+            " AND s.expires_at > pg_catalog.clock_timestamp() AND ",
+            keep_commit!(),
+            " IS DISTINCT FROM ''"
+        )
     );
     update(RENEW, interval(lease).into(), row)
 }

@@ -4,7 +4,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
 use crate::call::BATCH;
-use crate::statement::Statement;
+use crate::statement::{Statement, keep_commit};
 
 /// Whether it was granted, when that was decided, when it was granted last, by whom, and the interval, which is null for a resource
 /// without a row.
@@ -41,7 +41,9 @@ const RESOURCE: &str = concat!(
                 WHERE t.resource_id::pg_catalog.text = $2
                     AND t.last_locked <= pg_catalog.clock_timestamp() - resource_control.elapsed(t.throttle_interval)
                 FOR NO KEY UPDATE SKIP LOCKED)
-            RETURNING last_locked, last_locker_details, throttle_interval
+            RETURNING last_locked, last_locker_details, throttle_interval, ",
+    keep_commit!(),
+    "
     )
     SELECT true, g.last_locked, g.last_locked, g.last_locker_details, resource_control.elapsed(g.throttle_interval) FROM granted AS g
     UNION ALL SELECT false, pg_catalog.clock_timestamp(), COALESCE(t.last_locked, '-infinity'), COALESCE(t.last_locker_details, ''),
@@ -64,7 +66,9 @@ macro_rules! again {
                         WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
             " AND t.last_granted <= pg_catalog.clock_timestamp() - ", $every, "
                         FOR NO KEY UPDATE SKIP LOCKED)
-                    RETURNING last_granted, details, throttle_interval
+                    RETURNING last_granted, details, throttle_interval, ",
+            keep_commit!(),
+            "
             )
             SELECT true, g.last_granted, g.last_granted, g.details, g.throttle_interval FROM granted AS g
             UNION ALL SELECT false, pg_catalog.clock_timestamp(), t.last_granted, t.details, ", $every, " FROM resource_control.throttle AS t
@@ -88,7 +92,9 @@ macro_rules! first {
                     SELECT ", $name, ", ", $key, ", ", $is_resource, ", pg_catalog.clock_timestamp(), every, ",
             details!($details),
             " FROM taking WHERE is_ours AND every IS NOT NULL
-                    ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval
+                    ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval, ",
+            keep_commit!(),
+            "
             )
             SELECT true, last_granted, last_granted, details, throttle_interval FROM granted
             UNION ALL SELECT false, pg_catalog.clock_timestamp(), '-infinity', '', every FROM taking WHERE every IS NULL OR NOT is_ours"

@@ -1,5 +1,6 @@
 //! What only the blocking half has.
 
+mod copies;
 #[cfg(feature = "tracing")]
 mod events;
 mod keys;

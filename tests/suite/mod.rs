@@ -2,6 +2,7 @@
 #![allow(clippy::unit_arg)] // what `wait` is given may be nothing in the blocking half
 
 mod crashes;
+mod draining;
 mod fences;
 mod installing;
 mod kept_permits;

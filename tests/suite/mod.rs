@@ -8,6 +8,7 @@ mod installing;
 mod kept_permits;
 mod lent;
 mod local_rate_limits;
+mod lost_replies;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod monitoring;

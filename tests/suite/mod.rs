@@ -16,6 +16,7 @@ mod once;
 mod own_migrations;
 mod permits;
 mod queues;
+mod prepared_statements;
 mod rate_limit_promise;
 mod rate_limits;
 mod semaphore_contention;

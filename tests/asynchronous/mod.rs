@@ -2,6 +2,7 @@
 
 mod cancelled;
 mod drops;
+mod filling;
 mod leaders;
 #[cfg(feature = "metrics")]
 mod metrics;

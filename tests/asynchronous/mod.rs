@@ -9,5 +9,6 @@ mod metrics;
 mod own_migrations;
 mod rate_limits;
 mod schedules;
+mod silence;
 mod throttles;
 mod waiting;

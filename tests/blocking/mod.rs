@@ -13,3 +13,4 @@ mod rate_limits;
 mod round_trips;
 mod schedules;
 mod service_requests;
+mod silence;

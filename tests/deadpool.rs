@@ -32,9 +32,12 @@ mod pool {
     }
 
     /// A pool that does not check its connections.
-    pub(crate) fn unchecked(database: &workbench::Database, size: u32) -> PgPool {
+    pub(crate) fn unchecked(database: &workbench::Endpoint, size: u32) -> PgPool {
         database.deadpool(size)
     }
+
+    /// Whether a connection leaves the pool whose check was dropped and has no reply.
+    pub(crate) const ENDS_DROPPED_CHECKS: bool = true;
 
     /// Takes a connection.
     pub(crate) async fn get(

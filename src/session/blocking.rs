@@ -15,7 +15,7 @@ use diesel::pg::{Pg, PgConnection};
 use diesel::query_builder::{Query, QueryFragment, QueryId};
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
-use super::{Session, Transaction, is_closed};
+use super::{Session, Transaction, is_closed, now};
 
 impl Session for PgConnection {
     type Sent<'c, T: Send + 'c> = Ready<T>;
@@ -114,7 +114,7 @@ where
     U: FromSqlRow<Q::SqlType, Pg>,
 {
     match load_once(conn, &query) {
-        Err(error) if PgConnection::was_not_sent(&error) && conn.batch_execute("").is_ok() => {
+        Err(error) if PgConnection::was_not_sent(&error) && now(conn.is_alive()) => {
             load_once(conn, &query)
         }
         loaded => loaded,

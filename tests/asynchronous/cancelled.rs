@@ -9,9 +9,12 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Conn, Done, Error, Once, PgPool, Semaphore, begin, execute, make_pool, wait,
+    AdvisoryLock, Conn, Done, Error, Once, PgPool, Semaphore, begin, drain, execute, make_pool,
+    on_all, wait,
 };
-use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, installed, number};
+use crate::support::{
+    Observer, alone, assert_pool_whole, eventually, foreign_holder, installed, number,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("cancelled");
 static ONCE: Once = Once::named("cancelled");
@@ -73,6 +76,81 @@ fn a_guard_that_is_dropped_behind_a_running_statement_frees_the_lock_soon() {
         "it has waited for the statement"
     );
     assert_pool_whole(&pool, &database);
+}
+
+/// Drops what is done while `pg_sleep` runs in it.
+async fn dropped_asleep<T>(observer: &mut Observer, work: impl Future<Output = T>) {
+    let asleep = async {
+        while observer.sleeping() == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::select! {
+        _ = work => panic!("it has ended"),
+        () = asleep => {}
+    }
+}
+
+/// bb8 closes the connection at once, and deadpool when it would lend it.
+#[test]
+fn a_dropped_transaction_and_what_is_done_once_end_in_the_middle_of_a_statement() {
+    const WORK: &str = "SELECT pg_sleep(60)";
+    let database = installed();
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+    let mut observer = Observer::of(&database);
+    let began = Instant::now();
+    for is_once in [false, true] {
+        workbench::block_on(async {
+            let mut conn = pool.check_out(None).await.unwrap();
+            if is_once {
+                let work = async |conn: &mut Conn| {
+                    execute(conn, WORK).await?;
+                    Ok::<_, Error>("never")
+                };
+                dropped_asleep(&mut observer, ONCE.run(&mut conn, work)).await;
+            } else {
+                let work = async |conn: &mut Conn| Ok::<_, Error>(execute(conn, WORK).await?);
+                dropped_asleep(&mut observer, LOCK.transaction(&mut conn, work)).await;
+            }
+            drop(conn);
+            on_all(&pool, "SELECT 1").await.unwrap();
+        });
+        eventually("its lock is free", || observer.all_held() == 0);
+        eventually("its statement has ended", || observer.sleeping() == 0);
+    }
+    assert!(
+        began.elapsed() < Duration::from_secs(30),
+        "they were held until the statement ended"
+    );
+    assert_pool_whole(&pool, &database);
+}
+
+#[test]
+fn several_locks_that_are_dropped_behind_a_running_statement_are_drained_once_they_are_free() {
+    let test =
+        "several_locks_that_are_dropped_behind_a_running_statement_are_drained_once_they_are_free";
+    alone(&format!("asynchronous::cancelled::{test}"), || {
+        let database = Database::new();
+        let pool = make_pool(&database.url(), 2, Duration::from_secs(20));
+        let mut observer = Observer::of(&database);
+        let began = Instant::now();
+        let both = AdvisoryLock::all([&LOCK, &LOCK.key("another").shared()]);
+        for lock in [&LOCK, &both] {
+            workbench::block_on(async {
+                let mut guard = lock.acquire(&pool).await.unwrap();
+                dropped_asleep(&mut observer, execute(guard.conn(), "SELECT pg_sleep(60)")).await;
+            });
+            assert!(observer.all_held() > 0);
+            assert!(!wait(drain(&pool, Duration::from_millis(100))));
+            assert!(wait(drain(&pool, Duration::from_secs(60))));
+            assert_eq!(observer.all_held(), 0);
+        }
+        assert!(
+            began.elapsed() < Duration::from_secs(30),
+            "they were held until the statement ended"
+        );
+        assert_pool_whole(&pool, &database);
+    });
 }
 
 #[test]

@@ -13,7 +13,9 @@ use crate::half::{
     Admission, AdvisoryLock, Error, Leader, LockKey, Once, PgPool, Quota, RateLimit, Semaphore,
     Throttle, execute, make_pool,
 };
-use crate::support::{Observer, eventually, foreign_holder, installed, run};
+use crate::support::{
+    Observer, assert_few_are_prepared, eventually, foreign_holder, installed, run,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("drops");
 static SLOT: Semaphore = Semaphore::named("drops", 1, Duration::from_secs(3600));
@@ -231,6 +233,74 @@ fn waits_for_a_session_lock_that_another_holds() {
             eventually("nobody waits", || observer.waiters(LOCK.lock_key()) == 0);
         }
     }
+}
+
+/// A future that is dropped in the middle of a prepare leaves a statement to its session, so all are prepared before.
+#[test]
+fn keys_of_what_is_dropped_do_not_add_to_what_is_prepared() {
+    const MOMENT: Duration = Duration::from_millis(10);
+    const KINDS: usize = 8;
+    // A dropped transaction costs its session.
+    const TRANSACTIONS: usize = 7;
+    let database = installed();
+    let pool = crate::half::pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    let holder = foreign_holder(&database, LOCK.lock_key());
+    let operate = async |kind: usize, key: usize| {
+        let lock = LOCK.key(key);
+        let both = AdvisoryLock::all([&lock, &LOCK.key(key + 1_000_000).shared()]);
+        match kind {
+            0 => drop(lock.try_acquire(&pool).await?),
+            1 => drop(lock.shared().acquire(&pool).await?),
+            2 => drop(both.try_acquire(&pool).await?),
+            3 => {
+                let mut guard = both.acquire(&pool).await?;
+                guard.is_held().await?;
+                guard.fencing_token().await?;
+            }
+            4 => {
+                let busy = AdvisoryLock::all([&LOCK, &both]);
+                let _ = busy.acquire_timeout(&pool, MOMENT).await;
+                let _ = LOCK.acquire_timeout(&pool, MOMENT).await;
+            }
+            5 => {
+                let slot = SLOT.key(key).acquire(&pool).await?;
+                slot.renew().await?;
+                slot.release().await?;
+            }
+            6 => assert!(THROTTLE.key(key).attempt(&pool).await?.is_granted()),
+            _ => {
+                let limits = [1, 2, 3].map(|place| LIMIT.key(format!("{key} {place}")));
+                let limits: Vec<_> = limits.iter().take(1 + key % 3).collect();
+                assert!(RateLimit::check_all(&limits, &pool).await?.is_allowed());
+                let _ = limits[0].check(&pool).await?;
+            }
+        }
+        Ok::<_, Error>(())
+    };
+    let pid = workbench::block_on(async {
+        for kind in 0..KINDS {
+            operate(kind, kind).await.unwrap();
+            if kind < TRANSACTIONS {
+                dropped_after(3, operate(kind, 10 + kind)).await;
+            }
+        }
+        LOCK.key("pid").acquire(&pool).await.unwrap().backend_pid()
+    });
+    workbench::block_on(async {
+        for key in 100..900 {
+            let (kind, polls) = (key % KINDS, key / KINDS % 10);
+            if kind < TRANSACTIONS {
+                dropped_after(polls, operate(kind, key)).await;
+            } else {
+                operate(kind, key).await.unwrap();
+            }
+        }
+    });
+    assert_few_are_prepared(&pool);
+    assert!(observer.is_alive(pid), "it is the same session");
+    drop(holder);
+    eventually("nothing is held", || observer.all_held() == 0);
 }
 
 #[test]

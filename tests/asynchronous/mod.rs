@@ -2,11 +2,13 @@
 
 mod cancelled;
 mod drops;
+mod filling;
 mod leaders;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod own_migrations;
 mod rate_limits;
 mod schedules;
+mod silence;
 mod throttles;
 mod waiting;

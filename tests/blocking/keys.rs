@@ -149,6 +149,35 @@ fn a_key_under_a_name_is_that_of_its_parts() {
 }
 
 #[test]
+fn an_empty_name_is_refused_by_every_rule() {
+    let rules = [
+        LockKey::named(""),
+        LockKey::from(String::new()),
+        LockKey::parts([""]),
+        LockKey::parts::<&str>([]),
+        LockKey::crc32(""),
+        LockKey::times31(""),
+        LockKey::with_advisory_lock(""),
+    ];
+    let database = workbench::Database::new();
+    let pool = crate::half::pool(&database, 1);
+    for key in rules {
+        assert_matches!(key.id(), Err(Error::Input(_)));
+        let lock = AdvisoryLock::new(key);
+        assert_matches!(lock.try_acquire(&pool), Err(Error::Input(_)));
+        assert_matches!(
+            AdvisoryLock::all([&lock]).acquire(&pool),
+            Err(Error::Input(_))
+        );
+    }
+    for key in ["x", " "] {
+        LockKey::crc32(key).id().unwrap();
+        LockKey::times31(key).id().unwrap();
+        LockKey::with_advisory_lock(key).id().unwrap();
+    }
+}
+
+#[test]
 fn a_second_key_replaces_the_first() {
     const MINUTE: Duration = Duration::from_secs(60);
     macro_rules! replaces {

@@ -1,5 +1,6 @@
 //! What only the blocking half has.
 
+mod copies;
 #[cfg(feature = "tracing")]
 mod events;
 mod keys;
@@ -12,3 +13,4 @@ mod rate_limits;
 mod round_trips;
 mod schedules;
 mod service_requests;
+mod silence;

@@ -16,7 +16,7 @@ use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 pub(crate) use diesel_interlock::{
     Admission, Attempt, Check, CheckAll, Decision, DeclaredResources, Done, Error, Full,
     LocalCheck, LockId, LockKey, Pool, Quota, Result, Stop, ThrottledResource, check_exclusion,
-    migrations, monitor, schedule, schema, throttled_resources,
+    drain, migrations, monitor, schedule, schema, throttled_resources,
 };
 use workbench::Database;
 pub(crate) use workbench::block_on;
@@ -111,6 +111,12 @@ pub(crate) fn unchecked_pool(database: &Database, size: u32) -> PgPool {
 pub(crate) fn begin(conn: &mut Conn) {
     use diesel_async::{AnsiTransactionManager, TransactionManager};
     block_on(AnsiTransactionManager::begin_transaction(conn)).unwrap();
+}
+
+/// The same, inside of `work!`.
+pub(crate) async fn begin_inside(conn: &mut Conn) -> QueryResult<()> {
+    use diesel_async::{AnsiTransactionManager, TransactionManager};
+    AnsiTransactionManager::begin_transaction(conn).await
 }
 
 pub(crate) fn begin_test(conn: &mut Conn) {

@@ -95,6 +95,12 @@ pub(crate) fn begin(conn: &mut Conn) {
     AnsiTransactionManager::begin_transaction(conn).unwrap();
 }
 
+/// The same, inside of `work!`.
+pub(crate) fn begin_inside(conn: &mut Conn) -> QueryResult<()> {
+    use diesel::connection::{AnsiTransactionManager, TransactionManager};
+    AnsiTransactionManager::begin_transaction(conn)
+}
+
 pub(crate) fn begin_test(conn: &mut Conn) {
     use diesel::Connection;
     conn.begin_test_transaction().unwrap();

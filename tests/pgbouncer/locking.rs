@@ -1,9 +1,11 @@
 //! Session locks behind a pooler are found out, and transaction locks work.
 
+use diesel::connection::SimpleConnection;
+use diesel::pg::PgConnection;
 use diesel_interlock::{AdvisoryLock, Error, check_exclusion};
 use workbench::{Database, PgBouncer, PoolMode};
 
-use crate::{connect, number, pool, turn_sessions};
+use crate::{connect, free, is_held_by, number, pool};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("behind a pooler");
 
@@ -35,7 +37,7 @@ fn in_session_mode_they_do() {
 }
 
 #[test]
-fn a_release_on_another_session_frees_what_it_left_behind() {
+fn a_release_on_another_session_names_the_session_that_holds_the_lock_and_ends_nothing() {
     let database = Database::new();
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 2);
     let pool = pool(&pooler, 1);
@@ -44,24 +46,35 @@ fn a_release_on_another_session_frees_what_it_left_behind() {
     for lock in [&LOCK, &several] {
         let guard = lock.acquire(&pool).unwrap();
         let pid = guard.backend_pid();
-        turn_sessions(&pooler);
-        match guard.release() {
-            Err(Error::SessionMoved {
-                pid: moved,
-                is_freed,
-                ..
-            }) => {
-                assert_eq!(moved, pid);
-                assert!(is_freed, "the session was idle");
-            }
-            other => panic!("{other:?}"),
+        // Another client works on that session meanwhile.
+        let mut others = [(); 2].map(|()| connect(&pooler));
+        for other in &mut others {
+            other.batch_execute("BEGIN").unwrap();
         }
-        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
-        while number(observer, HELD) > 0 {
-            assert!(std::time::Instant::now() < end, "it is still held");
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
+        let [mut first, mut second] = others;
+        let is_first = number(&mut first, "pg_backend_pid()::bigint") == pid.into();
+        let (other, idle) = if is_first {
+            (&mut first, &mut second)
+        } else {
+            (&mut second, &mut first)
+        };
+        idle.batch_execute("COMMIT").unwrap();
+        assert_moved(&guard.release(), pid, observer);
+        other.batch_execute("SELECT 1").unwrap();
+        other.batch_execute("COMMIT").unwrap();
+        assert!(is_held_by(observer, pid));
+        free(observer, pid);
     }
+}
+
+/// The error's session holds locks, and nobody else does.
+#[track_caller]
+fn assert_moved(released: &Result<(), Error>, pid: i32, observer: &mut PgConnection) {
+    match released {
+        Err(Error::SessionMoved { pid: moved, .. }) => assert_eq!(*moved, pid),
+        other => panic!("{other:?}"),
+    }
+    assert!(is_held_by(observer, pid));
 }
 
 #[test]

@@ -68,3 +68,22 @@ fn number(conn: &mut PgConnection, expression: &str) -> i64 {
     let number = diesel::dsl::sql::<diesel::sql_types::BigInt>(expression);
     diesel::select(number).get_result(conn).unwrap()
 }
+
+/// Whether all advisory locks of the database are held by that session, which is alive.
+fn is_held_by(conn: &mut PgConnection, pid: i32) -> bool {
+    let holders = "(SELECT count(*) * 1000000000 + COALESCE(min(pid), 0) FROM (SELECT DISTINCT l.pid FROM pg_locks AS l
+        JOIN pg_stat_activity AS a ON a.pid = l.pid WHERE l.locktype = 'advisory' AND l.granted
+        AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())) AS holder)";
+    number(conn, holders) == 1_000_000_000 + i64::from(pid)
+}
+
+/// Ends the session that holds locks, as the error says, and waits until they are free.
+fn free(conn: &mut PgConnection, pid: i32) {
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    conn.batch_execute(&format!("SELECT pg_terminate_backend({pid})"))
+        .unwrap();
+    while is_held_by(conn, pid) {
+        assert!(std::time::Instant::now() < end, "it is still held");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}

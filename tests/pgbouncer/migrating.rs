@@ -3,7 +3,6 @@
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
-use std::time::{Duration, Instant};
 
 use diesel::connection::BoxableConnection;
 use diesel::migration::{
@@ -13,7 +12,7 @@ use diesel::pg::Pg;
 use diesel_interlock::{Error, migrations};
 use workbench::{Cluster, Database, Endpoint, PgBouncer, PoolMode};
 
-use crate::{connect, number, pool, turn_sessions};
+use crate::{connect, free, is_held_by, number, pool, turn_sessions};
 
 const LOCKS: &str = "(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND database = \
      (SELECT oid FROM pg_database WHERE datname = current_database()))";
@@ -120,22 +119,18 @@ impl fmt::Display for Turning {
 }
 
 #[test]
-fn migrations_that_moved_to_another_session_are_an_error_and_leave_no_lock() {
+fn migrations_that_moved_to_another_session_are_an_error_that_names_the_session_with_the_lock() {
     let cluster = Cluster::start();
     let database = cluster.database();
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 2);
     turn_sessions(&pooler);
     let moved = migrations::run_pending(&mut connect(&pooler), Turning(pooler.clone()));
-    assert!(
-        matches!(moved, Err(Error::SessionMoved { is_freed: true, .. })),
-        "{moved:?}"
-    );
-    no_lock_is_left(&database);
+    assert_moved(&moved, &mut database.connect());
 }
 
 #[cfg(feature = "deadpool")]
 #[test]
-fn asynchronous_ones_are_an_error_and_leave_no_lock() {
+fn asynchronous_ones_are_an_error_that_names_the_session_with_the_lock() {
     if !crate::follows_prepared_statements() {
         return;
     }
@@ -147,21 +142,20 @@ fn asynchronous_ones_are_an_error_and_leave_no_lock() {
         let conn = pooler.connect_async().await;
         migrations::run_pending(conn, Turning(pooler.clone())).await
     });
-    assert!(
-        matches!(moved, Err(Error::SessionMoved { is_freed: true, .. })),
-        "{moved:?}"
-    );
-    no_lock_is_left(&database);
+    assert_moved(&moved, &mut database.connect());
 }
 
-/// The session that was ended needs a moment.
-fn no_lock_is_left(database: &Database) {
-    let conn = &mut database.connect();
-    let end = Instant::now() + Duration::from_secs(60);
-    while number(conn, LOCKS) > 0 {
-        assert!(Instant::now() < end, "a lock is left");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+/// The error's session holds the lock, and is alive. It is ended as the error says.
+#[track_caller]
+fn assert_moved<T: fmt::Debug>(
+    moved: &std::result::Result<T, Error>,
+    observer: &mut diesel::PgConnection,
+) {
+    let Err(Error::SessionMoved { pid, .. }) = moved else {
+        panic!("{moved:?}");
+    };
+    assert!(is_held_by(observer, *pid));
+    free(observer, *pid);
 }
 
 #[test]

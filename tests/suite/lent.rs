@@ -5,8 +5,10 @@ use std::thread;
 use workbench::Database;
 
 use crate::assert_matches;
-use crate::half::{AdvisoryLock, Attempt, Error, begin, execute, on_one, pool, wait};
-use crate::support::{Observer, eventually, foreign_holder};
+use crate::half::{
+    AdvisoryLock, Attempt, Error, IS_ASYNC, begin, begin_inside, execute, on_one, pool, wait,
+};
+use crate::support::{Observer, eventually, foreign_holder, number, run};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("lent");
 
@@ -86,6 +88,46 @@ fn a_transaction_that_is_left_open_ends_the_session() {
     wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
     on_one(&pool, begin);
     wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+}
+
+#[test]
+fn a_transaction_that_is_left_open_is_rolled_back_and_reported() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    run(observer.conn(), "CREATE TABLE written ()");
+    const WRITE: &str = "INSERT INTO written DEFAULT VALUES";
+    for (is_nested, is_plain) in [(false, false), (true, false), (false, true)] {
+        if IS_ASYNC && is_plain {
+            continue; // diesel-async does not see it
+        }
+        on_one(&pool, |conn| {
+            let left: Result<(), Error> = wait(LOCK.with_on(
+                conn,
+                work!(|conn| {
+                    if is_plain {
+                        reply!(execute(conn, "BEGIN"))?;
+                    } else {
+                        reply!(begin_inside(conn))?;
+                    }
+                    if is_nested {
+                        reply!(begin_inside(conn))?;
+                    }
+                    reply!(execute(conn, WRITE))?;
+                    Ok(())
+                }),
+            ));
+            assert_matches!(left, Err(Error::TransactionLeftOpen(_)));
+            assert_eq!(observer.holders(LOCK.lock_key()), 0);
+            assert_eq!(observer.in_transaction(), 0);
+            // Outside a transaction a savepoint is an error.
+            assert!(wait(execute(conn, "SAVEPOINT outside")).is_err());
+            let held: Result<(), Error> =
+                wait(LOCK.with_on(conn, work!(|conn| Ok(reply!(execute(conn, "SELECT 1"))?))));
+            held.unwrap();
+        });
+        assert_eq!(number(observer.conn(), "(SELECT count(*) FROM written)"), 0);
+    }
 }
 
 #[test]

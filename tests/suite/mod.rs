@@ -1,17 +1,21 @@
 //! One module per behaviour, the same over each pool.
 #![allow(clippy::unit_arg)] // what `wait` is given may be nothing in the blocking half
 
+mod crashes;
+mod draining;
 mod fences;
 mod installing;
 mod kept_permits;
 mod lent;
 mod local_rate_limits;
+mod lost_replies;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod monitoring;
 mod once;
 mod own_migrations;
 mod permits;
+mod prepared_statements;
 mod queues;
 mod rate_limit_promise;
 mod rate_limits;

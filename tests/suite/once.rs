@@ -83,6 +83,31 @@ fn assert_undone(once: &Once, pool: &PgPool, database: &Database) {
     assert_eq!((number(conn, EFFECTS), number(conn, DONE)), (1, 1));
 }
 
+/// Its keys are the clients', who may find one that has the number of a name.
+#[test]
+fn its_lock_is_a_pair() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let mut observer = Observer::of(&database);
+    let spaces = "(SELECT sum(objsubid) * 100 + count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted \
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";
+    for once in [CHARGE.clone(), CHARGE.key("of a client")] {
+        on_one(&pool, |conn| {
+            assert!(
+                wait(once.run(
+                    conn,
+                    work!(|_conn| {
+                        assert_eq!(number(observer.conn(), spaces), 201);
+                        Ok::<_, Error>("done")
+                    })
+                ))
+                .unwrap()
+                .is_first()
+            );
+        });
+    }
+}
+
 #[test]
 fn a_repetition_gets_the_outcome_and_has_no_effect() {
     let database = database();

@@ -13,9 +13,11 @@ use workbench::Database;
 #[cfg(feature = "metrics")]
 pub(crate) mod exporter;
 mod own;
+mod process;
 mod role;
 
 pub(crate) use self::own::{Own, Step};
+pub(crate) use self::process::{Process, alone};
 pub(crate) use self::role::Role;
 use crate::half::{IS_ASYNC, PgPool, on_all, wait};
 
@@ -91,6 +93,11 @@ impl Observer {
         )
     }
 
+    /// How many sessions of the database are in the middle of `pg_sleep`.
+    pub(crate) fn sleeping(&mut self) -> i64 {
+        self.count("pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'")
+    }
+
     /// The other sessions of the database.
     pub(crate) fn sessions(&mut self) -> i64 {
         self.count(
@@ -132,6 +139,9 @@ impl Observer {
         eventually("the lock is free", || self.holders(key) == 0);
     }
 }
+
+/// The permits that are in flight.
+pub(crate) const IN_FLIGHT: &str = "(SELECT count(*) FROM resource_control.slot_in_flight)";
 
 /// A database with the schema, made without the crate.
 pub(crate) fn installed() -> Database {
@@ -219,6 +229,14 @@ pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     eventually("no connection is in a transaction", || {
         observer.in_transaction() == 0
     });
+}
+
+/// Each session of the pool has prepared no more statements than the crate has.
+#[track_caller]
+pub(crate) fn assert_few_are_prepared(pool: &PgPool) {
+    let few = "DO $$ DECLARE of_all CONSTANT text[] := ARRAY(SELECT statement FROM pg_prepared_statements); \
+               BEGIN ASSERT cardinality(of_all) < 60, array_to_string(of_all, E'\\n'); END $$";
+    wait(on_all(pool, few)).unwrap();
 }
 
 /// Looks until it is so, for a minute.

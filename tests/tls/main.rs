@@ -2,6 +2,7 @@
 //!
 //! Run by `scripts/test_with tls`, which builds a libpq that knows TLS.
 
+mod crashes;
 mod locking;
 
 use std::sync::OnceLock;

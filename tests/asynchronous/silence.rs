@@ -1,0 +1,198 @@
+//! A server that does not reply.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use diesel_interlock::Pool;
+use tokio::runtime::Builder;
+use tokio::time::timeout;
+use workbench::{Cluster, Endpoint, RoundTrips, When};
+
+use crate::assert_matches;
+use crate::half::{
+    AdvisoryLock, Error, PgPool, Quota, RateLimit, Semaphore, Throttle, block_on, drain, make_pool,
+    on_all, wait,
+};
+use crate::support::{IN_FLIGHT, Observer, alone, eventually, install, installed, number};
+
+const HOUR: Duration = Duration::from_secs(3600);
+/// Much longer than a drop waits for a reply, and shorter than a test.
+const SOON: Duration = Duration::from_secs(30);
+
+/// Drops a call as soon as `happens`.
+async fn dropped_when<T>(call: impl Future<Output = T>, happens: impl Fn() -> bool) {
+    let happened = async {
+        while !happens() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::select! {
+        _ = call => panic!("it had a reply"),
+        () = happened => {}
+    }
+}
+
+/// A pool that does not check its connections, so that what is sent is the call's.
+fn unchecked(server: &Endpoint) -> PgPool {
+    let _entered = workbench::runtime().enter();
+    crate::pool::unchecked(server, 1)
+}
+
+#[test]
+fn a_dropped_call_whose_server_is_silent_gives_its_place_in_the_pool_back() {
+    static SLOTS: Semaphore = Semaphore::named("silent", 10, HOUR);
+    static THROTTLE: Throttle = Throttle::named("silent", HOUR);
+    static LIMIT: RateLimit = RateLimit::named("silent", Quota::per_second(100));
+    static LOCK: AdvisoryLock = AdvisoryLock::named("silent");
+    let database = &installed();
+    std::thread::scope(|scope| {
+        macro_rules! dropped {
+            (|$pool:ident| $call:expr) => {
+                for round_trip in 1..3 {
+                    for when in [When::BeforeServer, When::BeforeReply] {
+                        scope.spawn(move || {
+                            let proxy = RoundTrips::in_front_of(database);
+                            let $pool = unchecked(&proxy);
+                            block_on(async {
+                                on_all(&$pool, "SELECT 1").await.unwrap();
+                                let fault = proxy.silence_at(round_trip, when);
+                                let happens = || fault.has_happened();
+                                let dropped = dropped_when(async { $call.await }, happens);
+                                timeout(SOON, dropped).await.expect("it is sent");
+                                let next = timeout(SOON, $pool.check_out(None));
+                                drop(next.await.expect("the pool lends one").unwrap());
+                            });
+                        });
+                    }
+                }
+            };
+        }
+        dropped!(|pool| SLOTS.try_acquire(&pool));
+        dropped!(|pool| SLOTS.key(1).keep_alive().acquire(&pool));
+        dropped!(|pool| SLOTS.complete(&pool, 7));
+        dropped!(|pool| THROTTLE.attempt(&pool));
+        dropped!(|pool| LIMIT.check(&pool));
+        dropped!(|pool| RateLimit::check_all(&[&LIMIT, &LIMIT.key(1)], &pool));
+        dropped!(|pool| LOCK.try_acquire(&pool));
+    });
+}
+
+/// What the pool sends to check a connection has no reply.
+#[test]
+fn a_dropped_check_out_whose_server_is_silent_gives_its_place_in_the_pool_back() {
+    if !crate::pool::ENDS_DROPPED_CHECKS {
+        return; // bb8 checks the same connection again, each time for as long as a check-out may take
+    }
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 1, Duration::from_secs(5));
+    let lock = AdvisoryLock::named("silent");
+    block_on(async {
+        on_all(&pool, "SELECT 1").await.unwrap();
+        let fault = proxy.silence_at(1, When::BeforeServer);
+        let happens = || fault.has_happened();
+        let dropped = dropped_when(lock.try_acquire(&pool), happens);
+        timeout(SOON, dropped).await.expect("it is sent");
+        let lent = async {
+            while let Err(error) = lock.try_acquire(&pool).await {
+                assert_matches!(error, Error::Pool(_));
+            }
+        };
+        timeout(SOON, lent).await.expect("the pool lends one");
+    });
+}
+
+/// A process of the server that is stopped until the value drops.
+struct Stopped(i32);
+
+impl Stopped {
+    fn new(pid: i32) -> Self {
+        signal("-STOP", pid);
+        Self(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        signal("-CONT", self.0);
+    }
+}
+
+fn signal(name: &str, pid: i32) {
+    let status = Command::new("kill").args([name, &pid.to_string()]).status();
+    assert!(status.unwrap().success());
+}
+
+#[test]
+fn a_dropped_call_whose_session_hangs_gives_its_place_in_the_pool_back() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    install(&mut database.connect());
+    let pool = unchecked(&database);
+    let slot = Semaphore::named("hangs", 1, HOUR);
+    let pid = {
+        let mut guard = wait(AdvisoryLock::named("hangs").acquire(&pool)).unwrap();
+        assert!(wait(guard.is_held()).unwrap());
+        let pid = guard.backend_pid();
+        wait(guard.release()).unwrap();
+        pid
+    };
+    let look = &mut database.connect();
+    let stopped = Stopped::new(pid);
+    block_on(async {
+        let claim = slot.try_acquire(&pool);
+        assert!(timeout(Duration::from_millis(100), claim).await.is_err());
+        // On another session.
+        let permit = timeout(SOON, slot.acquire(&pool)).await.unwrap().unwrap();
+        permit.release().await.unwrap();
+    });
+    drop(stopped);
+    eventually("the hanging session has ended", || {
+        !Observer::of(&database).is_alive(pid)
+    });
+    eventually("nothing is in flight", || number(look, IN_FLIGHT) == 0);
+}
+
+#[test]
+fn a_release_in_another_runtime_than_the_claim_returns() {
+    let database = installed();
+    let slot = Semaphore::named("elsewhere", 1, HOUR);
+    let look = &mut database.connect();
+    for is_kept in [false, true] {
+        let slot = if is_kept {
+            slot.clone().keep_alive()
+        } else {
+            slot.clone()
+        };
+        let runtimes =
+            [(); 2].map(|()| Builder::new_current_thread().enable_all().build().unwrap());
+        let [first, second] = runtimes;
+        let permit = first.block_on(async {
+            let pool = crate::pool::make(&database.url(), 1, Duration::from_secs(20));
+            slot.acquire(&pool).await.unwrap()
+        });
+        drop(first);
+        second.block_on(async {
+            let release = timeout(SOON, permit.release());
+            release.await.expect("it returns").unwrap();
+        });
+        eventually("it is released", || number(look, IN_FLIGHT) == 0);
+    }
+}
+
+#[test]
+fn a_permit_whose_server_is_silent_is_drained_when_it_has_expired() {
+    let test = "a_permit_whose_server_is_silent_is_drained_when_it_has_expired";
+    alone(&format!("asynchronous::silence::{test}"), || {
+        let database = installed();
+        let proxy = RoundTrips::in_front_of(&database);
+        let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
+        let slot = Semaphore::named("drained", 1, Duration::from_secs(3));
+        let permit = wait(slot.acquire(&pool)).unwrap();
+        proxy.cut();
+        let began = Instant::now();
+        drop(permit);
+        assert!(wait(drain(&pool, Duration::from_secs(60))));
+        assert!(began.elapsed() < SOON);
+    });
+}

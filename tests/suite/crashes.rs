@@ -1,0 +1,157 @@
+//! A process that dies frees its locks, also while a statement of it runs.
+
+use std::env;
+use std::time::{Duration, Instant};
+
+use workbench::Database;
+
+use crate::half::{
+    AdvisoryLock, Error, LockKey, Once, PgPool, execute, make_pool, on_one, pool, wait,
+};
+use crate::support::{Observer, Process, eventually, installed, run};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("crashes");
+static ONCE: Once = Once::named("crashes");
+
+const URL: &str = "INTERLOCK_TEST_CRASH";
+const WORK: &str = "SELECT pg_sleep(60)";
+
+/// Runs the same test in another process, where it takes so many locks and works under them, and kills that process meanwhile.
+fn crash(test: &str, locks: i64, take_and_work: impl FnOnce(&PgPool)) {
+    if let Ok(url) = env::var(URL) {
+        return take_and_work(&make_pool(&url, 1, Duration::from_secs(20)));
+    }
+    let database = installed();
+    let mut observer = Observer::of(&database);
+    let process = Process::start(&format!("suite::crashes::{test}"), URL, &database.url());
+    eventually("it works under its locks", || {
+        observer.sleeping() == 1 && observer.all_held() == locks
+    });
+    let began = Instant::now();
+    process.kill();
+    eventually("its locks are free", || observer.all_held() == 0);
+    assert!(
+        began.elapsed() < Duration::from_secs(30),
+        "they were held until the statement ended"
+    );
+}
+
+#[test]
+fn a_crash_frees_a_session_lock_in_the_middle_of_a_statement() {
+    let test = "a_crash_frees_a_session_lock_in_the_middle_of_a_statement";
+    crash(test, 1, |pool| {
+        let mut guard = wait(LOCK.acquire(pool)).unwrap();
+        let _ = wait(execute(guard.conn(), WORK));
+    });
+}
+
+#[test]
+fn a_crash_frees_several_locks_in_the_middle_of_a_statement() {
+    let test = "a_crash_frees_several_locks_in_the_middle_of_a_statement";
+    crash(test, 3, |pool| {
+        let (shared, pair) = (LOCK.key(1).shared(), AdvisoryLock::new(LockKey::pair(1, 2)));
+        let all = AdvisoryLock::all([&LOCK, &shared, &pair]);
+        let mut guard = wait(all.try_acquire(pool)).unwrap().acquired().unwrap();
+        let _ = wait(execute(guard.conn(), WORK));
+    });
+}
+
+#[test]
+fn a_crash_frees_a_lock_on_a_lent_connection_in_the_middle_of_a_statement() {
+    let test = "a_crash_frees_a_lock_on_a_lent_connection_in_the_middle_of_a_statement";
+    crash(test, 1, |pool| {
+        on_one(pool, |conn| {
+            let _: Result<(), Error> =
+                wait(LOCK.with_on(conn, work!(|conn| Ok(reply!(execute(conn, WORK))?))));
+        });
+    });
+}
+
+#[test]
+fn a_crash_frees_a_transaction_lock_in_the_middle_of_a_statement() {
+    let test = "a_crash_frees_a_transaction_lock_in_the_middle_of_a_statement";
+    crash(test, 1, |pool| {
+        on_one(pool, |conn| {
+            let _: Result<(), Error> =
+                wait(LOCK.transaction(conn, work!(|conn| Ok(reply!(execute(conn, WORK))?))));
+        });
+    });
+}
+
+#[test]
+fn a_crash_frees_several_transaction_locks_in_the_middle_of_a_statement() {
+    let test = "a_crash_frees_several_transaction_locks_in_the_middle_of_a_statement";
+    crash(test, 2, |pool| {
+        on_one(pool, |conn| {
+            let all = AdvisoryLock::all([&LOCK, &LOCK.key(1)]);
+            let _: Result<(), Error> =
+                wait(all.transaction(conn, work!(|conn| Ok(reply!(execute(conn, WORK))?))));
+        });
+    });
+}
+
+#[test]
+fn a_crash_frees_what_is_done_once_in_the_middle_of_a_statement() {
+    let test = "a_crash_frees_what_is_done_once_in_the_middle_of_a_statement";
+    crash(test, 1, |pool| {
+        on_one(pool, |conn| {
+            let _: Result<_, Error> = wait(ONCE.run(
+                conn,
+                work!(|conn| {
+                    reply!(execute(conn, WORK))?;
+                    Ok("never")
+                }),
+            ));
+        });
+    });
+}
+
+/// Fails unless the session looks that often whether its client has gone.
+fn looks_each(interval: &str) -> String {
+    format!(
+        "DO $$ BEGIN ASSERT current_setting('client_connection_check_interval') = '{interval}', \
+         current_setting('client_connection_check_interval'); END $$"
+    )
+}
+
+/// What a session lock sets stays, and what a transaction lock sets ends with its transaction.
+fn assert_looks(database: &Database, before: &str, under: &str) {
+    let (before, under) = (looks_each(before), looks_each(under));
+    let pool = pool(database, 1);
+    on_one(&pool, |conn| {
+        wait(execute(conn, &before)).unwrap();
+        let locked: Result<(), Error> =
+            wait(LOCK.transaction(conn, work!(|conn| Ok(reply!(execute(conn, &under))?))));
+        locked.unwrap();
+        wait(execute(conn, &before)).unwrap();
+        let done: Result<_, Error> = wait(ONCE.run(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, &under))?;
+                Ok("done")
+            }),
+        ));
+        assert!(done.unwrap().is_first());
+        wait(execute(conn, &before)).unwrap();
+    });
+    let mut guard = wait(LOCK.acquire(&pool)).unwrap();
+    wait(execute(guard.conn(), &under)).unwrap();
+    wait(guard.release()).unwrap();
+    on_one(&pool, |conn| wait(execute(conn, &under)).unwrap());
+}
+
+#[test]
+fn a_lock_makes_the_server_look_whether_its_client_has_gone() {
+    assert_looks(&installed(), "0", "1s");
+}
+
+#[test]
+fn an_operators_own_interval_stays_as_it_is() {
+    for whose in ["DATABASE", "ROLE CURRENT_USER IN DATABASE"] {
+        let database = installed();
+        let name = database.name();
+        let alter = format!("ALTER {whose} {name} SET client_connection_check_interval = '250ms'");
+        run(&mut database.connect(), &alter);
+        assert_looks(&database, "250ms", "250ms");
+    }
+}

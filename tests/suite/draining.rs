@@ -1,0 +1,78 @@
+//! What was dropped is released when it is said to be drained. Each test has a process of its own, because that is said of all of it.
+
+use std::time::{Duration, Instant};
+
+use crate::half::*;
+use crate::support::{IN_FLIGHT, Observer, alone, installed, number};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+#[test]
+fn permits_that_were_dropped_while_their_pool_was_empty_are_drained_once_they_are_released() {
+    let test =
+        "permits_that_were_dropped_while_their_pool_was_empty_are_drained_once_they_are_released";
+    alone(&format!("suite::draining::{test}"), || {
+        let database = installed();
+        let (pool, slots) = (
+            pool(&database, 1),
+            Semaphore::named("drained", 3, MINUTE * 60),
+        );
+        let look = &mut database.connect();
+        assert!(wait(drain(&pool, Duration::ZERO)), "nothing was dropped");
+        let permits = [(); 3].map(|()| wait(slots.acquire(&pool)).unwrap());
+        on_one(&pool, |_conn| {
+            drop(permits);
+            assert!(!wait(drain(&pool, Duration::from_millis(20))));
+            assert_eq!(number(look, IN_FLIGHT), 3);
+        });
+        assert!(wait(drain(&pool, MINUTE)));
+        assert_eq!(number(look, IN_FLIGHT), 0);
+    });
+}
+
+#[test]
+fn guards_that_were_dropped_are_drained_once_their_locks_are_free() {
+    let test = "guards_that_were_dropped_are_drained_once_their_locks_are_free";
+    alone(&format!("suite::draining::{test}"), || {
+        let database = installed();
+        let (pool, lock) = (pool(&database, 3), AdvisoryLock::named("drained"));
+        let mut observer = Observer::of(&database);
+        for _ in 0..20 {
+            drop([1, 2, 3].map(|key| wait(lock.key(key).acquire(&pool)).unwrap()));
+            assert!(wait(drain(&pool, MINUTE)));
+            assert_eq!(observer.all_held(), 0);
+        }
+    });
+}
+
+/// The session has ended when its client believes it has for over a second.
+#[test]
+fn a_lock_whose_session_was_closed_is_drained_once_it_is_free() {
+    let test = "a_lock_whose_session_was_closed_is_drained_once_it_is_free";
+    alone(&format!("suite::draining::{test}"), || {
+        let database = installed();
+        let (pool, lock) = (pool(&database, 1), AdvisoryLock::named("drained"));
+        let mut guard = wait(lock.acquire(&pool)).unwrap();
+        begin(guard.conn());
+        drop(guard);
+        assert!(wait(drain(&pool, MINUTE)));
+        assert_eq!(Observer::of(&database).all_held(), 0);
+    });
+}
+
+#[test]
+fn permits_that_expire_before_they_could_be_released_are_drained_then() {
+    let test = "permits_that_expire_before_they_could_be_released_are_drained_then";
+    alone(&format!("suite::draining::{test}"), || {
+        let database = installed();
+        let pool = pool(&database, 1);
+        let slot = Semaphore::named("drained", 1, Duration::from_secs(2));
+        let permit = wait(slot.acquire(&pool)).unwrap();
+        let began = Instant::now();
+        on_one(&pool, |_conn| {
+            drop(permit);
+            assert!(wait(drain(&pool, MINUTE)));
+        });
+        assert!(began.elapsed() < MINUTE / 2);
+    });
+}

@@ -1,0 +1,226 @@
+//! What was sent and has no reply is not sent again.
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use diesel::PgConnection;
+use workbench::{Database, Fault, RoundTrips, When};
+
+use crate::assert_matches;
+use crate::half::*;
+use crate::support::{IN_FLIGHT, eventually, installed, number, run};
+
+const HOUR: Duration = Duration::from_secs(3600);
+/// Nothing of it refills while a test runs.
+static LIMIT: RateLimit = RateLimit::named("cut", Quota::per_day(24).burst(1000));
+static ONCE: Once = Once::named("cut");
+
+/// One cut of the connection, which comes at some round trip of what is done.
+struct Cut<'a> {
+    proxy: &'a RoundTrips,
+    round_trip: u64,
+    when: When,
+    fault: RefCell<Option<Fault>>,
+}
+
+impl Cut<'_> {
+    fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.fault
+            .replace(Some(self.proxy.sever_at(self.round_trip, self.when)));
+        let value = work();
+        self.proxy.disarm();
+        value
+    }
+
+    fn has_happened(&self) -> bool {
+        self.fault
+            .borrow()
+            .as_ref()
+            .is_some_and(Fault::has_happened)
+    }
+
+    /// What tells the things of this cut from those of the others.
+    fn key(&self) -> String {
+        format!("{:?} {}", self.when, self.round_trip)
+    }
+}
+
+/// Does something with a new pool for each of its round trips, at which the connection is cut, before and after the server has done
+/// what it is asked. Nothing is prepared before.
+fn cut_at_each(database: &Database, work: impl Fn(&Cut<'_>, &PgPool, &mut PgConnection)) {
+    let proxy = RoundTrips::in_front_of(database);
+    let look = &mut database.connect();
+    for round_trip in 1..50 {
+        for when in [When::BeforeServer, When::BeforeReply] {
+            let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
+            wait(on_first(&pool, "SELECT 1")).unwrap();
+            let cut = Cut {
+                proxy: &proxy,
+                round_trip,
+                when,
+                fault: RefCell::new(None),
+            };
+            work(&cut, &pool, look);
+            if !cut.has_happened() {
+                assert!(round_trip > 2, "it needs one");
+                return;
+            }
+        }
+    }
+    panic!("it needs too many round trips");
+}
+
+/// The value, or `None` where the reply was lost.
+#[track_caller]
+fn told<T>(reply: Result<T>) -> Option<T> {
+    reply
+        .inspect_err(|error| assert!(error.is_unavailable(), "{error:?}"))
+        .ok()
+}
+
+#[test]
+fn a_claim_takes_one_slot_at_most() {
+    let database = installed();
+    cut_at_each(&database, |cut, pool, look| {
+        let slots = Semaphore::named("claim", 5, HOUR).key(cut.key());
+        let admission = told(cut.during(|| wait(slots.try_acquire(pool))));
+        let service = format!("r.service = 'claim {}'", cut.key().replace(' ', r"\ "));
+        let claims =
+            format!("SELECT count(*) FROM resource_control.service_request AS r WHERE {service}");
+        let claims = number(look, &format!("({claims})"));
+        match admission {
+            Some(admission) => {
+                assert_eq!(claims, 1, "{}", cut.key());
+                wait(admission.admitted().unwrap().release()).unwrap();
+            }
+            None => assert!(claims <= 1, "{claims} at {}", cut.key()),
+        }
+    });
+}
+
+#[test]
+fn a_release_without_a_reply_follows_and_is_not_told_as_a_loss() {
+    let database = installed();
+    cut_at_each(&database, |cut, pool, look| {
+        let slot = Semaphore::named("release", 1, HOUR).key(cut.key());
+        let permit = wait(slot.acquire(pool)).unwrap();
+        let released = cut.during(|| wait(permit.release()));
+        if told(released).is_some() {
+            assert_eq!(number(look, IN_FLIGHT), 0);
+        }
+        eventually("it is released", || number(look, IN_FLIGHT) == 0);
+    });
+}
+
+#[test]
+fn a_renewal_without_a_reply_is_no_loss() {
+    let database = installed();
+    cut_at_each(&database, |cut, pool, look| {
+        let slot = Semaphore::named("renewal", 1, HOUR).key(cut.key());
+        let permit = wait(slot.acquire(pool)).unwrap();
+        told(cut.during(|| wait(permit.renew())));
+        assert!(!permit.is_lost());
+        wait(permit.release()).unwrap();
+        assert_eq!(number(look, IN_FLIGHT), 0);
+    });
+}
+
+#[test]
+fn a_throttle_is_granted_once_at_most() {
+    let database = installed();
+    cut_at_each(&database, |cut, pool, _| {
+        let throttle = Throttle::named("cut", HOUR).key(cut.key());
+        let first = told(cut.during(|| wait(throttle.attempt(pool))));
+        // Sent twice, it would be denied by itself.
+        assert!(first.as_ref().is_none_or(Decision::is_granted), "{first:?}");
+        let second = wait(throttle.attempt(pool)).unwrap();
+        assert!(first.is_none() || second.is_denied());
+        assert!(wait(throttle.attempt(pool)).unwrap().is_denied());
+    });
+}
+
+#[test]
+fn a_check_spends_once_at_most() {
+    let database = installed();
+    for is_durable in [false, true] {
+        cut_at_each(&database, |cut, pool, _| {
+            let limit = LIMIT.key(format!("{} {is_durable}", cut.key()));
+            let limit = if is_durable { limit.durable() } else { limit };
+            let check = told(cut.during(|| wait(limit.check(pool))));
+            assert!(check.as_ref().is_none_or(Check::is_allowed), "{check:?}");
+            let remaining = wait(limit.peek(pool)).unwrap().remaining;
+            match check {
+                Some(_) => assert_eq!(remaining, 999, "{}", cut.key()),
+                None => assert!(remaining >= 999, "{remaining} at {}", cut.key()),
+            }
+        });
+    }
+}
+
+#[test]
+fn a_check_of_several_limits_spends_once_at_most_of_all_or_none() {
+    let database = installed();
+    cut_at_each(&database, |cut, pool, _| {
+        let both = ["first", "second"].map(|which| LIMIT.key(format!("{} {which}", cut.key())));
+        let check = told(cut.during(|| wait(RateLimit::check_all(&[&both[0], &both[1]], pool))));
+        assert!(check.as_ref().is_none_or(CheckAll::is_allowed));
+        let [first, second] = both.map(|limit| wait(limit.peek(pool)).unwrap().remaining);
+        assert_eq!(first, second, "{}", cut.key());
+        match check {
+            Some(_) => assert_eq!(first, 999, "{}", cut.key()),
+            None => assert!(first >= 999, "{first} at {}", cut.key()),
+        }
+    });
+}
+
+#[test]
+fn what_is_done_once_has_one_effect() {
+    let database = installed();
+    run(&mut database.connect(), "CREATE TABLE effect (key text)");
+    cut_at_each(&database, |cut, pool, look| {
+        let once = ONCE.key(cut.key());
+        let insert = format!("INSERT INTO effect VALUES ('{}')", cut.key());
+        let effect = || {
+            on_one(pool, |conn| {
+                wait(once.run(
+                    conn,
+                    work!(|conn| {
+                        // The work knows for itself what its statements return.
+                        let inserted = reply!(execute(conn, &insert));
+                        inserted.map_err(|_| Error::TimedOut)?;
+                        Ok("done")
+                    }),
+                ))
+            })
+        };
+        let first: Option<Done> = told(cut.during(effect));
+        assert!(first.as_ref().is_none_or(Done::is_first));
+        let second = effect().unwrap();
+        assert!(first.is_none() || !second.is_first());
+        assert_eq!(second.bytes(), b"done");
+        let effects = format!("(SELECT count(*) FROM effect WHERE key = '{}')", cut.key());
+        assert_eq!(number(look, &effects), 1, "{}", cut.key());
+    });
+}
+
+#[test]
+fn a_lock_whose_try_or_release_has_no_reply_is_free() {
+    let database = installed();
+    cut_at_each(&database, |cut, pool, _| {
+        let lock = AdvisoryLock::named("cut").key(cut.key());
+        let mut observer = crate::support::Observer::of(&database);
+        if let Some(tried) = told(cut.during(|| wait(lock.try_acquire(pool)))) {
+            wait(tried.acquired().unwrap().release()).unwrap();
+        }
+        observer.assert_free(lock.lock_key());
+    });
+    cut_at_each(&database, |cut, pool, _| {
+        let lock = AdvisoryLock::named("cut").key(cut.key());
+        let mut observer = crate::support::Observer::of(&database);
+        let guard = wait(lock.acquire(pool)).unwrap();
+        if let Err(error) = cut.during(|| wait(guard.release())) {
+            assert_matches!(error, Error::LockLost(_));
+        }
+        observer.assert_free(lock.lock_key());
+    });
+}

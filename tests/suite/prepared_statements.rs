@@ -1,0 +1,170 @@
+//! A session prepares a fixed number of statements, whatever keys there are.
+
+use std::thread;
+use std::time::Duration;
+
+use diesel::PgConnection;
+
+use crate::half::*;
+use crate::support::{
+    Observer, assert_few_are_prepared, eventually, foreign_holder, installed, number, run, text,
+};
+
+const HOUR: Duration = Duration::from_secs(3600);
+static LOCK: AdvisoryLock = AdvisoryLock::named("prepared");
+static ONCE: Once = Once::named("prepared");
+static LIMIT: RateLimit = RateLimit::named("prepared", Quota::per_day(24).burst(1000));
+
+/// Locks of all kinds, which are not the same number for each key.
+fn several(key: usize) -> AdvisoryLock {
+    let all: Vec<_> = (0..2 + key % 9)
+        .map(|place| {
+            let lock = match place % 2 {
+                0 => LOCK.key(format!("{key} {place}")),
+                _ => AdvisoryLock::new(LockKey::pair(key as i32, place as i32)),
+            };
+            if place % 4 < 2 { lock } else { lock.shared() }
+        })
+        .collect();
+    AdvisoryLock::all(&all)
+}
+
+fn with_a_guard(mut guard: AdvisoryLockGuard, key: usize) {
+    assert!(wait(guard.is_held()).unwrap());
+    assert!(wait(guard.fencing_token()).unwrap() > 0);
+    if key % 2 == 0 {
+        wait(guard.release()).unwrap();
+    }
+}
+
+/// Waits on the server for a lock that another session gives up then.
+fn waited_for(
+    lock: &AdvisoryLock,
+    busy: &LockKey,
+    pool: &PgPool,
+    observer: &mut Observer,
+    holder: PgConnection,
+) {
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| wait(wait(lock.acquire(pool)).unwrap().release()).unwrap());
+        eventually("it waits on the server", || observer.waiters(busy) == 1);
+        drop(holder);
+        waiting.join().unwrap();
+    });
+}
+
+#[test]
+fn keys_and_numbers_of_things_do_not_add_to_them() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    let mut observer = Observer::of(&database);
+    on_one(&pool, |_conn| wait(on_first(&pool, "SELECT 1")).unwrap());
+    let others =
+        "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
+    let both = text(
+        observer.conn(),
+        &format!("(SELECT array_agg(pid) {others})"),
+    );
+    let mut other = database.connect();
+    for key in 0..2000 {
+        let lock = LOCK.key(key);
+        let id = lock.lock_key().id().unwrap();
+        match key % 13 {
+            0 => with_a_guard(
+                wait(lock.try_acquire(&pool)).unwrap().acquired().unwrap(),
+                key,
+            ),
+            1 => with_a_guard(wait(lock.shared().acquire(&pool)).unwrap(), key),
+            2 => with_a_guard(wait(several(key).acquire(&pool)).unwrap(), key),
+            3 => {
+                run(&mut other, &format!("SELECT pg_advisory_lock({id})"));
+                assert!(wait(lock.try_acquire(&pool)).unwrap().is_busy());
+                let all = AdvisoryLock::all([&lock, &several(key)]);
+                assert!(wait(all.try_acquire(&pool)).unwrap().is_busy());
+                let timeout = Duration::from_millis(key as u64 % 15);
+                // It may be too short for a reply.
+                let waited = wait(all.acquire_timeout(&pool, timeout));
+                assert!(waited.is_err() || waited.unwrap().is_busy());
+                run(&mut other, &format!("SELECT pg_advisory_unlock({id})"));
+            }
+            4 if key % 5 == 0 => {
+                let all = AdvisoryLock::all([&several(key), &lock]);
+                for wanted in [&lock, &all] {
+                    let holder = foreign_holder(&database, lock.lock_key());
+                    waited_for(wanted, lock.lock_key(), &pool, &mut observer, holder);
+                }
+            }
+            4 | 5 => on_one(&pool, |conn| {
+                let locked: Result<()> = wait(lock.transaction(
+                    conn,
+                    work!(|conn| {
+                        let _ = reply!(several(key).try_acquire_xact(conn))?;
+                        reply!(LOCK.key(format!("more {key}")).acquire_xact(conn))?;
+                        let timeout = Duration::from_millis(key as u64);
+                        let _ = reply!(LOCK.key("timeout").acquire_xact_timeout(conn, timeout))?;
+                        Ok(())
+                    }),
+                ));
+                locked.unwrap();
+            }),
+            6 => on_one(&pool, |conn| {
+                let done: Result<()> = wait(several(key).with_on(conn, work!(|_conn| Ok(()))));
+                done.unwrap();
+                let done: Result<_> = wait(lock.try_with_on(conn, work!(|_conn| Ok(()))));
+                assert!(done.unwrap().is_acquired());
+            }),
+            7 => on_one(&pool, |conn| {
+                for is_first in [true, false] {
+                    let done = wait(
+                        ONCE.key(key)
+                            .run(conn, work!(|_conn| Ok::<_, Error>("done"))),
+                    )
+                    .unwrap();
+                    assert_eq!(done.is_first(), is_first);
+                }
+            }),
+            8 => {
+                let slots = 1 + key as u32 % 40;
+                let semaphore = Semaphore::named("prepared", slots, HOUR).key(key);
+                let permit = wait(semaphore.acquire(&pool)).unwrap();
+                wait(permit.renew()).unwrap();
+                wait(permit.release()).unwrap();
+                let id = wait(semaphore.acquire(&pool)).unwrap().detach();
+                assert!(wait(semaphore.renew(&pool, id)).unwrap());
+                assert!(wait(semaphore.complete(&pool, id)).unwrap());
+            }
+            9 => {
+                let limit = LIMIT.key(key).quota(Quota::per_day(1 + key as u32));
+                let check = wait(limit.check(&pool)).unwrap();
+                let _ = wait(limit.peek(&pool)).unwrap();
+                wait(limit.give_back(&pool, &check.allowed().unwrap(), 1)).unwrap();
+                let timeout = HOUR + Duration::from_millis(key as u64);
+                let _ = wait(limit.clone().durable().acquire_timeout(&pool, timeout)).unwrap();
+                wait(limit.reset(&pool)).unwrap();
+            }
+            10 => {
+                let limits: Vec<_> = (0..1 + (key / 13).min(40) % 40)
+                    .map(|place| LIMIT.key(format!("{key} {place}")))
+                    .collect();
+                let limits: Vec<_> = limits.iter().collect();
+                assert!(
+                    wait(RateLimit::check_all(&limits, &pool))
+                        .unwrap()
+                        .is_allowed()
+                );
+            }
+            11 => {
+                let throttle = Throttle::named("prepared", HOUR).key(key);
+                assert!(wait(throttle.attempt(&pool)).unwrap().is_granted());
+                assert!(wait(throttle.attempt(&pool)).unwrap().is_denied());
+            }
+            _ => {
+                let done: Result<()> = wait(lock.with(&pool, work!(|_conn| Ok(()))));
+                done.unwrap();
+            }
+        }
+    }
+    assert_few_are_prepared(&pool);
+    let are_left = format!("(SELECT count(*) {others} AND pid = ANY ('{both}'))");
+    assert_eq!(number(observer.conn(), &are_left), 2, "{both}");
+}

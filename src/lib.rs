@@ -180,6 +180,7 @@ mod pages {
         Readme "README.md",
         Bookings "docs/bookings.md",
         Deployment "docs/deployment.md",
+        Failover "docs/failover.md",
         FragileService "docs/fragile-service.md",
         Idempotency "docs/idempotency.md",
         Interop "docs/interop.md",

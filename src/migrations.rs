@@ -94,7 +94,7 @@ impl Outcome for Done {
 
 /// Creates the schema `resource_control`, or what it lacks of this release. Every instance may call it when it starts.
 ///
-/// Two round trips if nothing is pending, and no right but to read. Otherwise the role must own the schema, or may create it: each
+/// Three round trips if nothing is pending, and no right but to read. Otherwise the role must own the schema, or may create it: each
 /// pending file runs in a transaction of its own, under a transaction lock, so it also works behind a pooler in transaction mode, and
 /// of many instances one runs it. A failure keeps what the files before have created.
 ///

@@ -44,9 +44,10 @@ CREATE OR REPLACE FUNCTION resource_control.token_floor() RETURNS bigint
     LANGUAGE plpgsql STABLE
 AS $$
 DECLARE
-    timeline CONSTANT bigint := ('x' || pg_catalog.lpad(pg_catalog.left(
-        pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8), 16, '0'))::bit(64)::bigint;
+    timeline bigint;
 BEGIN
+    timeline := ('x' || pg_catalog.lpad(pg_catalog.left(
+        pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8), 16, '0'))::bit(64)::bigint;
     RETURN GREATEST(0, timeline - 1 + COALESCE((SELECT b.base FROM resource_control.token_base AS b), 0)) << 40;
 EXCEPTION WHEN OTHERS THEN
     RETURN 0;

@@ -83,9 +83,10 @@ CREATE OR REPLACE FUNCTION resource_control.set_token_base() RETURNS boolean
     SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    server CONSTANT bigint := (SELECT c.system_identifier FROM pg_control_system() AS c);
+    server bigint;
     reached bigint;
 BEGIN
+    SELECT c.system_identifier INTO server FROM pg_control_system() AS c;
     IF EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.system_identifier = server) THEN
         RETURN false;
     END IF;

@@ -41,6 +41,17 @@ macro_rules! reply {
     };
 }
 
+/// The work of a tick that notes its token.
+#[macro_export]
+macro_rules! work_of_tick {
+    ($token:expr) => {
+        |tick: $crate::half::Tick| {
+            *$token.lock().unwrap() = tick.token();
+            async { Ok::<_, $crate::half::Error>(()) }
+        }
+    };
+}
+
 /// A closure for `with`, `transaction`, `run`: `work!(|conn| { reply!(execute(conn, "…"))?; Ok(()) })`.
 #[macro_export]
 macro_rules! work {

@@ -3,6 +3,7 @@
 
 mod crashes;
 mod draining;
+mod failover;
 mod fences;
 mod installing;
 mod kept_permits;

@@ -175,6 +175,37 @@ impl Cluster {
         Self::set_up(self.builder.clone(), self.binaries.clone(), &copy)
     }
 
+    /// Lets a standby go on without its primary, from which it has received nothing since [`detach`](Self::detach), and accept writes.
+    pub fn promote(&self) {
+        let mut conn = self.endpoint("postgres").connect();
+        let promoted = diesel::select(diesel::dsl::sql::<diesel::sql_types::Bool>(
+            "pg_catalog.pg_promote()",
+        ));
+        let promoted: bool = diesel::RunQueryDsl::get_result(promoted, &mut conn)
+            .unwrap_or_else(cannot("promote the standby"));
+        assert!(
+            promoted,
+            "the standby was not promoted:\n{}",
+            self.end_of_log()
+        );
+    }
+
+    /// Cuts a standby off: it receives nothing more, so a promotion loses what its primary commits from now on.
+    pub fn detach(&self) {
+        use diesel::connection::SimpleConnection;
+
+        let mut conn = self.endpoint("postgres").connect();
+        conn.batch_execute("ALTER SYSTEM SET primary_conninfo = ''")
+            .and_then(|()| conn.batch_execute("SELECT pg_catalog.pg_reload_conf()"))
+            .unwrap_or_else(cannot("cut the standby off"));
+        self.wait_until("cut off", || {
+            let receives = diesel::dsl::sql::<diesel::sql_types::Bool>(
+                "EXISTS (SELECT FROM pg_catalog.pg_stat_wal_receiver)",
+            );
+            diesel::RunQueryDsl::get_result(diesel::select(receives), &mut conn) == Ok(false)
+        });
+    }
+
     fn wait_until(&self, what: &str, mut happened: impl FnMut() -> bool) {
         let deadline = Instant::now() + DEADLINE;
         while !happened() {

@@ -1,0 +1,171 @@
+//! What holds over a failover: tokens grow, a server that refuses to write is left, and what is taken waits for its commit.
+
+use std::time::Duration;
+
+use diesel_interlock::schedule::every;
+use workbench::{Cluster, StopMode};
+
+use crate::assert_matches;
+use crate::half::{
+    Admission, AdvisoryLock, Error, PgPool, Schedule, Semaphore, Throttle, execute, make_pool,
+    migrations, on_one, wait,
+};
+use crate::support::{eventually, installed, number, run, text};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("failover");
+static SLOT: Semaphore = Semaphore::named("failover", 1, Duration::from_secs(60));
+static SCHEDULE: Schedule = Schedule::named("failover");
+static THROTTLE: Throttle = Throttle::named("failover", Duration::from_micros(1));
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A token of each kind: of a lock, a permit and a run.
+fn tokens(pool: &PgPool) -> [i64; 3] {
+    let mut guard = wait(LOCK.acquire(pool)).unwrap();
+    let of_lock = wait(guard.fencing_token()).unwrap();
+    wait(guard.release()).unwrap();
+    let Admission::Admitted(permit) = wait(SLOT.try_acquire(pool)).unwrap() else {
+        panic!("the slot is taken")
+    };
+    let of_permit = permit.fencing_token();
+    wait(permit.release()).unwrap();
+    [of_lock, of_permit, of_run(pool)]
+}
+
+/// The token of the next run of the schedule.
+fn of_run(pool: &PgPool) -> i64 {
+    let token = std::sync::Mutex::new(0);
+    eventually("a tick has run", || {
+        let next = every(Duration::from_millis(1));
+        let looked = wait(SCHEDULE.run_due(pool, next, crate::work_of_tick!(token)));
+        let _ = looked.unwrap();
+        *token.lock().unwrap() > 0
+    });
+    token.into_inner().unwrap()
+}
+
+#[test]
+fn tokens_grow_over_promotions_that_lose_commits() {
+    let mut primary = Cluster::start();
+    let pool = make_pool(&primary.url("postgres"), 2, PATIENCE);
+    wait(migrations::install(&pool)).unwrap();
+    let mut largest = tokens(&pool);
+    for _ in 0..2 {
+        let standby = primary.standby();
+        let pool = make_pool(&primary.url("postgres"), 2, PATIENCE);
+        wait_for(&primary, &standby);
+        standby.detach();
+        // More than a sequence logs ahead.
+        for _ in 0..40 {
+            largest = tokens(&pool);
+        }
+        primary.stop(StopMode::Immediate);
+        standby.promote();
+        let pool = make_pool(&standby.url("postgres"), 2, PATIENCE);
+        for (new, old) in tokens(&pool).into_iter().zip(largest) {
+            assert!(new > old, "{new} after {old}");
+        }
+        largest = tokens(&pool);
+        primary = standby;
+    }
+}
+
+/// Waits until the standby has all that its primary has committed.
+fn wait_for(primary: &Cluster, standby: &Cluster) {
+    let written = text(
+        &mut primary.endpoint("postgres").connect(),
+        "pg_current_wal_lsn()",
+    );
+    let standby = &mut standby.endpoint("postgres").connect();
+    eventually("the standby has followed", || {
+        number(
+            standby,
+            &format!("(pg_last_wal_replay_lsn() >= '{written}'::pg_lsn)::int"),
+        ) == 1
+    });
+}
+
+#[test]
+fn on_a_restored_server_tokens_go_on_from_where_they_were() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 2, PATIENCE);
+    let conn = &mut database.connect();
+    // As after a restore of a database that has seen five promotions.
+    run(
+        conn,
+        "UPDATE resource_control.token_base SET system_identifier = 0, base = 0;
+         SELECT setval('resource_control.fencing_token', (5::bigint << 40) + 7),
+             setval('resource_control.service_request_id_seq', (5::bigint << 40) + 7)",
+    );
+    wait(migrations::install(&pool)).unwrap();
+    assert_eq!(number(conn, "resource_control.token_floor()"), 5 << 40);
+    for token in tokens(&pool) {
+        assert!(token > (5 << 40) + 7, "{token}");
+    }
+}
+
+#[test]
+fn a_server_that_refuses_to_write_is_left() {
+    let cluster = Cluster::start();
+    let pool = make_pool(&cluster.url("postgres"), 2, PATIENCE);
+    wait(migrations::install(&pool)).unwrap();
+    let conn = &mut cluster.endpoint("postgres").connect();
+    let refuse = |conn: &mut diesel::PgConnection, value: &str| {
+        run(
+            conn,
+            &format!("ALTER SYSTEM SET default_transaction_read_only = {value}"),
+        );
+        run(conn, "SELECT pg_reload_conf()");
+        eventually("the setting is in force", || {
+            text(conn, "current_setting('default_transaction_read_only')") == value
+        });
+    };
+    refuse(conn, "on");
+    let refused = wait(THROTTLE.attempt(&pool));
+    assert_matches!(refused, Err(Error::Standby));
+    assert!(refused.unwrap_err().is_unavailable());
+    assert_matches!(wait(SLOT.try_acquire(&pool)), Err(Error::Standby));
+    run(conn, "SET default_transaction_read_only = off");
+    refuse(conn, "off");
+    assert!(wait(THROTTLE.attempt(&pool)).unwrap().is_granted());
+    on_one(&pool, |conn| {
+        wait(execute(conn, "SET default_transaction_read_only = on")).unwrap();
+        assert_matches!(wait(THROTTLE.attempt_on(conn)), Err(Error::Standby));
+    });
+}
+
+#[test]
+fn what_is_taken_waits_for_its_commit_whatever_the_role_says() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, PATIENCE);
+    for (setting, expected) in [
+        ("off", "on"),
+        ("local", "on"),
+        ("remote_write", "remote_write"),
+    ] {
+        on_one(&pool, |conn| {
+            wait(execute(
+                conn,
+                &format!("BEGIN; SET LOCAL synchronous_commit = {setting}"),
+            ))
+            .unwrap();
+            let is_kept = format!(
+                "DO $$ BEGIN ASSERT current_setting('synchronous_commit') = '{expected}'; END $$"
+            );
+            let claim = "SELECT resource_control.claim_service_request('s', 9, '1 minute')";
+            let pass = "SELECT resource_control.pass_fence('f', 1)";
+            for takes in [claim, pass] {
+                let again = format!("SET LOCAL synchronous_commit = {setting}; {takes}; {is_kept}");
+                wait(execute(conn, &again)).unwrap();
+            }
+            wait(execute(
+                conn,
+                &format!("SET LOCAL synchronous_commit = {setting}"),
+            ))
+            .unwrap();
+            assert!(wait(THROTTLE.attempt_on(conn)).unwrap().is_granted());
+            wait(execute(conn, &is_kept)).unwrap();
+            wait(execute(conn, "ROLLBACK")).unwrap();
+        });
+    }
+}

@@ -15,7 +15,7 @@ GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA resource_control TO
 -- Fencing tokens, which are raised after a failover; pg_dump reads the values of sequences.
 GRANT USAGE, SELECT, UPDATE ON ALL SEQUENCES IN SCHEMA resource_control TO :"role";
 -- The role may only read which migrations were run.
-REVOKE INSERT, UPDATE, DELETE ON resource_control.installed_migration FROM :"role";
+REVOKE INSERT, UPDATE, DELETE ON resource_control.installed_migration, resource_control.token_base FROM :"role";
 
 -- Default privileges are those of one creator: the role that runs this file, and the owner of the schema, if that is another.
 SELECT format('ALTER DEFAULT PRIVILEGES FOR ROLE %s IN SCHEMA resource_control GRANT %s TO %I', creator, granted, :'role')

@@ -149,7 +149,7 @@ pub enum Error {
     /// Another transaction has spent units of the same key and has not ended for a quarter of a second.
     #[error(
         "another transaction has checked the rate limit \"{0}\" for the same key, and has not ended: end a transaction soon \
-         after a check inside it"
+         after a check inside it; or its commit waits for a synchronous standby, which may be away"
     )]
     KeyLocked(&'static str),
 

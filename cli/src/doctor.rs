@@ -44,8 +44,10 @@ const SERVER: &[&str] = &[
                     current_setting('tcp_keepalives_count')::int) AS s (idle, pause, count),
             LATERAL (SELECT extract(epoch FROM idle + pause * count)::int) AS k (seconds)",
     "SELECT CASE WHEN current_setting('default_transaction_read_only')::bool THEN 'fail' ELSE 'ok' END AS level,
-        'default_transaction_read_only = ' || current_setting('default_transaction_read_only') AS found,
-        format('all but locks must write: BEGIN READ WRITE; ALTER ROLE %I IN DATABASE %I SET default_transaction_read_only = off; COMMIT',
+        CASE WHEN current_setting('default_transaction_read_only')::bool
+            THEN 'default_transaction_read_only = on: nothing can be written here, and session locks are granted nevertheless'
+            ELSE 'default_transaction_read_only = off' END AS found,
+        format('if this is an old primary, stop it, because a lock that it grants excludes nobody on the new one; otherwise: BEGIN READ WRITE; ALTER ROLE %I IN DATABASE %I SET default_transaction_read_only = off; COMMIT',
             current_user, current_database()) AS remedy",
     "SELECT CASE WHEN reset_val = '0' THEN 'ok' ELSE 'warn' END AS level, format('%s = %s', name, reset_val || unit) AS found,
         format('it ends %s: ALTER ROLE %I IN DATABASE %I SET %s = 0',
@@ -60,6 +62,18 @@ const SERVER: &[&str] = &[
             ELSE 'a transaction that was forgotten keeps its locks: ALTER ROLE %I IN DATABASE %I SET %s = ''5min''' END,
             current_user, current_database(), name) AS remedy
         FROM pg_settings WHERE name IN ('client_connection_check_interval', 'idle_in_transaction_session_timeout')",
+    "SELECT 'warn' AS level, format('synchronous_commit = %s for this role and database: a crash of the server may forget the last commits',
+            setting) AS found,
+        format('ALTER ROLE %I IN DATABASE %I SET synchronous_commit = on', current_user, current_database()) AS remedy
+        FROM pg_settings WHERE name = 'synchronous_commit' AND setting IN ('off', 'local')",
+    // The state is null for a role that may not see it.
+    "SELECT CASE WHEN is_synchronous THEN 'ok' ELSE 'warn' END AS level,
+        CASE WHEN is_synchronous THEN format('%s standbys, of which one at least is synchronous', standbys)
+            ELSE format('%s standbys, and none is synchronous: a failover loses the last commits, and with them permits and ticks', standbys)
+            END AS found,
+        'set synchronous_standby_names, for example to ''ANY 1 (*)'', or accept what the page on failover says' AS remedy
+        FROM (SELECT count(*) AS standbys, bool_or(sync_state IN ('sync', 'quorum')) AS is_synchronous
+            FROM pg_stat_replication WHERE state = 'streaming' AND sync_state IS NOT NULL) AS r WHERE standbys > 0",
     "SELECT CASE WHEN used < room * 0.8 THEN 'ok' ELSE 'warn' END AS level,
         format('%s of %s connections are used', used, room) AS found,
         'use smaller pools, a pooler, or a larger max_connections' AS remedy
@@ -109,6 +123,14 @@ const SCHEMA: &[&str] = &[
             pg_get_serial_sequence('resource_control.service_request', 'id') AS ids) AS s
         WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT') AND has_sequence_privilege(ids, 'USAGE, SELECT')
             THEN largest > GREATEST(pg_sequence_last_value(sequence::regclass), pg_sequence_last_value(ids::regclass), 0) END",
+    // A clock that was ahead, of a former primary or before it was set back.
+    "SELECT 'warn' AS level, format('the schedule %s has a tick of the future, %s, before which nothing runs', name, tick) AS found,
+        format('UPDATE resource_control.schedule SET tick = clock_timestamp() WHERE name = %L', name) AS remedy
+        FROM resource_control.schedule WHERE tick > clock_timestamp() + interval '10 seconds'",
+    "SELECT 'warn' AS level, format('request %s of %s was made in the future, at %s, and expires at %s', id, service, created_at, expires_at)
+            AS found,
+        format('if nobody holds it: SELECT resource_control.complete_service_request(%L, %s)', service, id) AS remedy
+        FROM resource_control.slot_in_flight WHERE created_at > clock_timestamp() + interval '10 seconds'",
     "SELECT 'fail' AS level, format('%s has no primary key, because that was not copied', c.oid::regclass) AS found,
         'add the one that up.sql has for it: ALTER TABLE ... ADD PRIMARY KEY' AS remedy
         FROM pg_class AS c WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind = 'r'
@@ -129,10 +151,10 @@ const GRANTS: &str = "
             FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace,
                 unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p
             WHERE n.nspname = 'resource_control' AND c.relkind IN ('r', 'v') AND NOT has_table_privilege(c.oid, p)
-                AND (p = 'SELECT' OR c.relkind = 'r' AND c.relname <> 'installed_migration') GROUP BY c.relname
-        UNION ALL SELECT format('USAGE ON SEQUENCE resource_control.%I', c.relname)
+                AND (p = 'SELECT' OR c.relkind = 'r' AND c.relname NOT IN ('installed_migration', 'token_base')) GROUP BY c.relname
+        UNION ALL SELECT format('USAGE, UPDATE ON SEQUENCE resource_control.%I', c.relname)
             FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-            WHERE n.nspname = 'resource_control' AND CASE c.relkind WHEN 'S' THEN NOT has_sequence_privilege(c.oid, 'USAGE') END
+            WHERE n.nspname = 'resource_control' AND CASE c.relkind WHEN 'S' THEN NOT (has_sequence_privilege(c.oid, 'USAGE') AND has_sequence_privilege(c.oid, 'UPDATE')) END
         UNION ALL SELECT format('EXECUTE ON FUNCTION %s', p.oid::regprocedure)
             FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
             WHERE n.nspname = 'resource_control' AND NOT has_function_privilege(p.oid, 'EXECUTE')

@@ -46,9 +46,13 @@ AS $$
 DECLARE
     timeline bigint;
 BEGIN
-    timeline := ('x' || pg_catalog.lpad(pg_catalog.left(
-        pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8), 16, '0'))::bit(64)::bigint;
-    RETURN GREATEST(0, timeline - 1 + COALESCE((SELECT b.base FROM resource_control.token_base AS b), 0)) << 40;
+    timeline := ('x' || pg_catalog.left(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
+    IF timeline = 1 THEN
+        -- No promotion since the base was set, so nothing was lost.
+        RETURN 0;
+    END IF;
+    -- By the index, because callers switch sequential scans off, whose estimated cost then begins a compilation.
+    RETURN GREATEST(0, timeline - 1 + COALESCE((SELECT b.base FROM resource_control.token_base AS b WHERE b.is_only), 0)) << 40;
 EXCEPTION WHEN OTHERS THEN
     RETURN 0;
 END

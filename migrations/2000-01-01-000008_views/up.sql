@@ -94,7 +94,7 @@ BEGIN
             (SELECT s.last_value FROM resource_control.service_request_id_seq AS s)) >> 40 INTO reached;
     DELETE FROM resource_control.token_base;
     INSERT INTO resource_control.token_base (system_identifier, base)
-        VALUES (server, reached - (resource_control.token_floor() >> 40));
+        VALUES (server, reached + 1 - ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint);
     RETURN true;
 EXCEPTION WHEN insufficient_privilege OR feature_not_supported OR undefined_function THEN
     RETURN false;

@@ -7,13 +7,18 @@ mod kept_permits;
 mod lent;
 mod local_rate_limits;
 #[cfg(feature = "metrics")]
+mod losses;
+#[cfg(feature = "metrics")]
 mod metrics;
 mod monitoring;
 mod once;
+#[cfg(feature = "tracing")]
+mod outages;
 mod own_migrations;
 mod permits;
 mod rate_limit_promise;
 mod rate_limits;
+mod schedules;
 mod semaphore_contention;
 mod semaphore_waiting;
 mod semaphores;

@@ -156,16 +156,16 @@ fn beside<T>(looping: impl Future<Output = ()> + Send, meanwhile: impl FnOnce() 
     })
 }
 
-/// Stands for the election while something else is done. At each election `elected` is called, and the term lasts until it is lost.
+/// Stands for the election while something else is done. At each election `elected` is told the token, and the term lasts until it is lost.
 pub(crate) fn while_it_leads<T>(
     leader: &Leader,
     pool: &PgPool,
-    elected: impl Fn(&Leader) + Send + Sync,
+    elected: impl Fn(u64) + Send + Sync,
     meanwhile: impl FnOnce() -> T,
 ) -> T {
     let leads = async {
-        let led = leader.lead(pool, |_term| {
-            elected(leader);
+        let led = leader.lead(pool, |term| {
+            elected(term.token() as u64);
             std::future::pending()
         });
         drop(led.await.unwrap());

@@ -115,18 +115,18 @@ impl Drop for Ends {
     }
 }
 
-/// Stands for the election while something else is done. At each election `elected` is called, and the term lasts until it is lost.
+/// Stands for the election while something else is done. At each election `elected` is told the token, and the term lasts until it is lost.
 pub(crate) fn while_it_leads<T>(
     leader: &Leader,
     pool: &PgPool,
-    elected: impl Fn(&Leader) + Sync,
+    elected: impl Fn(u64) + Sync,
     meanwhile: impl FnOnce() -> T,
 ) -> T {
     let stop = Stop::new();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let led = leader.lead(pool, &stop, |term| {
-                elected(leader);
+                elected(term.token() as u64);
                 term.pause(Duration::MAX);
             });
             led.unwrap();

@@ -4,6 +4,7 @@
 mod fences;
 mod installing;
 mod kept_permits;
+mod leaders;
 mod lent;
 mod local_rate_limits;
 #[cfg(feature = "metrics")]

@@ -75,7 +75,7 @@ fn a_campaign_warns_once_until_it_goes_well_again() {
     let (pool, conn) = (pool(&database, 2), &mut database.connect());
     let leader = Leader::named(NAME, LEASE);
     let terms = AtomicU64::new(0);
-    let elected = |_: &Leader| {
+    let elected = |_| {
         terms.fetch_add(1, Ordering::SeqCst);
     };
     let fails = |times| {

@@ -270,6 +270,11 @@ fn a_stop_ends_a_campaign_and_a_term_though_the_pool_lends_nothing() {
                 all = Some(pool.get().unwrap());
             }
             let began = Instant::now();
+            eventually("the pool has lent nothing for a while", || {
+                began.elapsed() > Duration::from_millis(300)
+            });
+            assert!(!leads.is_finished());
+            let began = Instant::now();
             stop.stop();
             leads.join().unwrap().unwrap();
             assert!(began.elapsed() < Duration::from_secs(10));

@@ -193,7 +193,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
 }
 
 #[cfg(feature = "async")]
-impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
+impl<P: Pool<Mode = mode::Async>> AdvisoryLock<P> {
     /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics, or
     /// the future is dropped. Inside the transaction of a test it is a savepoint, and inside another one
     /// [`Error::InsideTransaction`]. Three round trips beside those of `work` if the lock is free.

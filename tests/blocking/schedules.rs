@@ -17,7 +17,7 @@ use crate::half::*;
 use crate::support::{eventually, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
-const REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_millis(600), 3);
+static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_millis(600), 3);
 
 /// Its lease has expired, as if its process had died.
 const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
@@ -202,7 +202,7 @@ fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
 fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
     let database = installed();
     let pool = pool(&database, 4);
-    let schedule = REPORT.after_crash(Duration::from_millis(300), 3);
+    let schedule = REPORT.clone().after_crash(Duration::from_millis(300), 3);
     due(&schedule, &pool, 1);
     let look = &mut database.connect();
     run(
@@ -266,7 +266,7 @@ fn a_long_run_keeps_its_tick_for_itself() {
 fn while_a_run_takes_longer_than_a_period_others_look_once_a_second() {
     let database = installed();
     let pool = pool(&database, 4);
-    let schedule = REPORT.after_crash(Duration::from_secs(600), 3);
+    let schedule = REPORT.clone().after_crash(Duration::from_secs(600), 3);
     due(&schedule, &pool, 1);
     let millisecond = every(Duration::from_millis(1));
     let ran = schedule.run_due(&pool, millisecond, |_| {
@@ -282,7 +282,7 @@ fn instances_share_the_ticks_and_each_runs_once() {
     let database = installed();
     let stop = Stop::new();
     let (running, ran) = (AtomicU64::new(0), Mutex::new(Vec::new()));
-    let schedule = REPORT.catch_up(CatchUp::All(1000));
+    let schedule = REPORT.clone().catch_up(CatchUp::All(1000));
     std::thread::scope(|scope| {
         for _ in 0..3 {
             let (pool, schedule) = (pool(&database, 2), &schedule);
@@ -361,7 +361,7 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
         REPORT.details("\0"),
         Schedule::named("x").after_crash(Duration::from_millis(299), 3),
         Schedule::named("x").after_crash(Duration::MAX, 3),
-        REPORT.after_crash(HOUR, 0),
+        REPORT.clone().after_crash(HOUR, 0),
     ] {
         assert_matches!(
             bad.run(&pool, &Stop::new(), hourly, ran_well),

@@ -168,7 +168,7 @@ pub(crate) fn while_it_leads<T>(
             elected(term.token() as u64);
             std::future::pending()
         });
-        drop(led.await.unwrap());
+        match led.await.unwrap() {}
     };
     beside(leads, meanwhile)
 }

@@ -34,7 +34,8 @@ const VIEWS: [(&str, &str); 3] = [
     ),
     (
         "schedules",
-        "SELECT name, state, tick, attempt, runner, started_at AS started, expires_at AS until, ended_at AS ended, error
+        "SELECT name, state, tick, attempt, runner, started_at AS started, expires_at AS until, ended_at AS ended,
+                paused_at AS paused, error
             FROM resource_control.schedule_state ORDER BY name",
     ),
 ];

@@ -231,6 +231,52 @@ fn kill_frees_a_slot_of_its_own_service_only() {
 }
 
 #[test]
+fn pause_and_resume_change_a_schedule_that_is_known() {
+    let database = Database::new();
+    let url = &database.url();
+    let status = |line: &str| printed(&mut interlock(url, line)).0;
+    // Not installed yet.
+    assert_eq!(status("pause hourly"), Some(78));
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("INSERT INTO resource_control.schedule (name, tick) VALUES ('hourly', now()), ('daily', now()), ('-7', now())");
+    let mut paused = |of: &str| {
+        session.number(&format!(
+            "SELECT count(paused_at) FROM resource_control.schedule_state WHERE name {of}"
+        ))
+    };
+    for name in ["hourly", "-7"] {
+        for _ in 0..2 {
+            assert_eq!(status(&format!("pause {name}")), Some(0));
+            assert_eq!(paused(&format!("= '{name}'")), 1);
+        }
+        assert_eq!(paused(&format!("<> '{name}'")), 0);
+        let (_, shown) = printed(&mut interlock(url, "ps --json"));
+        let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+        let schedules = shown["schedules"].as_array().unwrap();
+        for schedule in schedules {
+            assert_eq!(schedule["paused"].is_null(), schedule["name"] != name);
+        }
+        for _ in 0..2 {
+            assert_eq!(status(&format!("resume {name}")), Some(0));
+            assert_eq!(paused("= name"), 0);
+        }
+    }
+    for unknown in ["Hourly", "hourl", "%"] {
+        for operation in ["pause", "resume"] {
+            assert_eq!(status(&format!("{operation} {unknown}")), Some(2));
+        }
+    }
+    assert_eq!(status("pause"), Some(2));
+    assert_eq!(paused("= name"), 0);
+    assert_eq!(
+        session.number("SELECT count(*) FROM resource_control.schedule"),
+        3,
+        "a misspelt name makes no schedule"
+    );
+}
+
+#[test]
 fn install_says_what_it_did() {
     let database = Database::new();
     let mut install = interlock(&database.url(), "install");

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use diesel_interlock::schedule::{Look, every};
 use diesel_interlock::testing::make_tick_due;
-use workbench::block_on;
+use workbench::{RoundTrips, When, block_on};
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, installed, number, run, truth};
+use crate::support::{eventually, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_secs(600), 3);
@@ -178,4 +178,141 @@ fn ticks_run_in_spawned_tasks_once_each() {
     let ran = ran.lock().unwrap();
     assert!(ran.windows(2).all(|two| two[0].0 < two[1].0), "{ran:?}");
     assert!(ran.iter().all(|(_, attempt)| *attempt == 1), "{ran:?}");
+}
+
+/// What a schedule's row says in the end.
+#[track_caller]
+fn is_soon(conn: &mut diesel::PgConnection, schedule: &str, state: &str) {
+    let sql =
+        format!("(SELECT state FROM resource_control.schedule_state WHERE name = '{schedule}')");
+    eventually(state, || text(conn, &sql) == state);
+}
+
+/// Both runs are futures of one task, which unwinds.
+#[test]
+fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    let look = &mut database.connect();
+    // Which of them is polled first, and dropped first, makes no difference.
+    for is_first in [true, false] {
+        let [panicking, other] = ["panicking", "other"].map(|name| REPORT.key(name));
+        run(look, "DELETE FROM resource_control.schedule");
+        due(&panicking, &pool);
+        due(&other, &pool);
+        let task = {
+            let pool = pool.clone();
+            workbench::runtime().spawn(async move {
+                let is_at_work = tokio::sync::Notify::new();
+                let panics = panicking.run_due(&pool, every(HOUR), |_| async {
+                    is_at_work.notified().await;
+                    Err::<(), _>(panics())
+                });
+                let waits = other.run_due(&pool, every(HOUR), |_| async {
+                    is_at_work.notify_one();
+                    std::future::pending::<Result<()>>().await
+                });
+                if is_first {
+                    drop(tokio::join!(panics, waits));
+                } else {
+                    drop(tokio::join!(waits, panics));
+                }
+            })
+        };
+        assert!(block_on(task).unwrap_err().is_panic());
+        is_soon(look, "report panicking", "crashed");
+        is_soon(look, "report other", "given back");
+        for (schedule, expected) in [("panicking", 2), ("other", 1)] {
+            let schedule = REPORT.key(schedule);
+            let again = schedule.run_due(&pool, every(HOUR), |tick| async move {
+                assert_eq!(tick.attempt(), expected);
+                Ok::<_, Error>(())
+            });
+            assert_eq!(block_on(again).unwrap(), Look::Ran);
+        }
+    }
+}
+
+#[test]
+fn a_run_that_unwinding_drops_is_given_back() {
+    let database = installed();
+    let pool = pool(&database, 4);
+    let look = &mut database.connect();
+    due(&REPORT, &pool);
+    let task = {
+        let pool = pool.clone();
+        workbench::runtime().spawn(async move {
+            let is_at_work = tokio::sync::Notify::new();
+            let runs = REPORT.run_due(&pool, every(HOUR), |_| async {
+                is_at_work.notify_one();
+                std::future::pending::<Result<()>>().await
+            });
+            tokio::select! {
+                ended = runs => drop(ended),
+                () = is_at_work.notified() => {}
+            }
+            let mut runs = REPORT.run_due(&pool, every(HOUR), |_| async {
+                is_at_work.notify_one();
+                std::future::pending::<Result<()>>().await
+            });
+            // Its first run may be about to be given back.
+            tokio::select! {
+                ended = &mut runs => drop(ended),
+                () = is_at_work.notified() => {}
+            }
+            // And now it is dropped by a panic beside it.
+            drop(panics());
+            drop(runs);
+        })
+    };
+    assert!(block_on(task).unwrap_err().is_panic());
+    is_soon(look, "report", "given back");
+    assert!(truth(
+        look,
+        "(SELECT attempt = 0 AND error IS NULL FROM resource_control.schedule)"
+    ));
+}
+
+/// At most one run is allowed, so a claim that counts as an attempt loses the tick.
+#[test]
+fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
+    let database = installed();
+    std::thread::scope(|scope| {
+        for n in 1..=9 {
+            let database = &database;
+            scope.spawn(move || {
+                let proxy = RoundTrips::in_front_of(database);
+                let pool = make_pool(&proxy.url(), 2, Duration::from_secs(20));
+                let schedule = Schedule::named("cut").after_crash(HOUR, 1).key(n);
+                due(&schedule, &pool);
+                let (runs, done) = (AtomicU64::new(0), tokio::sync::Notify::new());
+                proxy.sever_at(n, When::BeforeReply);
+                block_on(async {
+                    let looping = schedule.run(&pool, every(HOUR), |tick| {
+                        assert_eq!(tick.attempt(), 1);
+                        runs.fetch_add(1, Ordering::SeqCst);
+                        done.notify_one();
+                        std::future::ready(Ok::<_, Error>(()))
+                    });
+                    let stored = async {
+                        done.notified().await;
+                        let conn = &mut database.connect();
+                        let sql = format!(
+                            "(SELECT count(ended_at) FROM resource_control.schedule WHERE name = 'cut {n}' AND expires_at IS NULL)"
+                        );
+                        while number(conn, &sql) == 0 {
+                            tokio::task::yield_now().await;
+                        }
+                    };
+                    tokio::select! {
+                        ended = looping => panic!("{ended:?}"),
+                        () = stored => {}
+                    }
+                });
+                assert_eq!(runs.into_inner(), 1);
+            });
+        }
+    });
+    let done = "(SELECT bool_and(attempt = 1 AND expires_at IS NULL AND error IS NULL) FROM resource_control.schedule)";
+    assert!(truth(&mut database.connect(), done));
 }

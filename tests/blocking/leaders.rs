@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use diesel::prelude::*;
 use diesel_interlock::monitor::Leadership;
@@ -85,7 +85,7 @@ fn a_term_is_renewed_and_a_pause_lasts_as_long_as_it_should() {
     DISPATCHER
         .lead(&pool, &stop, |term| {
             terms.fetch_add(1, Ordering::SeqCst);
-            let began = std::time::Instant::now();
+            let began = Instant::now();
             assert!(term.pause(3 * TTL), "it was lost");
             assert!(began.elapsed() >= 3 * TTL);
             stop.stop();
@@ -180,7 +180,7 @@ fn a_database_that_is_away_is_tried_again_and_a_missing_schema_is_not() {
     std::thread::scope(|scope| {
         let conn = pool.get().unwrap();
         let leads = scope.spawn(|| DISPATCHER.lead(&pool, &stop, |_| stop.stop()));
-        let began = std::time::Instant::now();
+        let began = Instant::now();
         eventually("the pool has lent nothing several times", || {
             began.elapsed() > TTL
         });
@@ -246,4 +246,44 @@ fn the_view_tells_who_leads() {
             stop.stop();
         })
         .unwrap();
+}
+
+#[test]
+fn a_stop_ends_a_campaign_and_a_term_though_the_pool_lends_nothing() {
+    let database = installed();
+    for is_elected in [false, true] {
+        let pool = make_pool(&database.url(), 1, Duration::from_secs(30));
+        // So that the seat is not lost meanwhile.
+        let leader = Leader::named("patient", Duration::from_secs(60)).key(is_elected);
+        let stop = Stop::new();
+        let is_at_work = std::sync::Barrier::new(2);
+        let mut all = (!is_elected).then(|| pool.get().unwrap());
+        std::thread::scope(|scope| {
+            let leads = scope.spawn(|| {
+                leader.lead(&pool, &stop, |term| {
+                    is_at_work.wait();
+                    assert!(!term.pause(Duration::MAX));
+                })
+            });
+            if is_elected {
+                is_at_work.wait();
+                all = Some(pool.get().unwrap());
+            }
+            let began = Instant::now();
+            eventually("the pool has lent nothing for a while", || {
+                began.elapsed() > Duration::from_millis(300)
+            });
+            assert!(!leads.is_finished());
+            let began = Instant::now();
+            stop.stop();
+            leads.join().unwrap().unwrap();
+            assert!(began.elapsed() < Duration::from_secs(10));
+        });
+        drop(all);
+        // The seat is given up as soon as there is a connection.
+        let leads =
+            "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NULL)";
+        let look = &mut database.connect();
+        eventually("nobody leads", || number(look, leads) == 0);
+    }
 }

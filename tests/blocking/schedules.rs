@@ -4,19 +4,20 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, DurationRound, TimeDelta, Utc};
 use diesel::prelude::*;
 use diesel_interlock::schedule::{CatchUp, Look, every};
 use diesel_interlock::testing::make_tick_due;
+use workbench::{RoundTrips, When};
 
 use crate::assert_matches;
 use crate::half::*;
 use crate::support::{eventually, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
-const REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_millis(600), 3);
+static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_millis(600), 3);
 
 /// Its lease has expired, as if its process had died.
 const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp() WHERE expires_at IS NOT NULL";
@@ -201,7 +202,7 @@ fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
 fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
     let database = installed();
     let pool = pool(&database, 4);
-    let schedule = REPORT.after_crash(Duration::from_millis(300), 3);
+    let schedule = REPORT.clone().after_crash(Duration::from_millis(300), 3);
     due(&schedule, &pool, 1);
     let look = &mut database.connect();
     run(
@@ -265,7 +266,7 @@ fn a_long_run_keeps_its_tick_for_itself() {
 fn while_a_run_takes_longer_than_a_period_others_look_once_a_second() {
     let database = installed();
     let pool = pool(&database, 4);
-    let schedule = REPORT.after_crash(Duration::from_secs(600), 3);
+    let schedule = REPORT.clone().after_crash(Duration::from_secs(600), 3);
     due(&schedule, &pool, 1);
     let millisecond = every(Duration::from_millis(1));
     let ran = schedule.run_due(&pool, millisecond, |_| {
@@ -281,7 +282,7 @@ fn instances_share_the_ticks_and_each_runs_once() {
     let database = installed();
     let stop = Stop::new();
     let (running, ran) = (AtomicU64::new(0), Mutex::new(Vec::new()));
-    let schedule = REPORT.catch_up(CatchUp::All(1000));
+    let schedule = REPORT.clone().catch_up(CatchUp::All(1000));
     std::thread::scope(|scope| {
         for _ in 0..3 {
             let (pool, schedule) = (pool(&database, 2), &schedule);
@@ -360,7 +361,7 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
         REPORT.details("\0"),
         Schedule::named("x").after_crash(Duration::from_millis(299), 3),
         Schedule::named("x").after_crash(Duration::MAX, 3),
-        REPORT.after_crash(HOUR, 0),
+        REPORT.clone().after_crash(HOUR, 0),
     ] {
         assert_matches!(
             bad.run(&pool, &Stop::new(), hourly, ran_well),
@@ -385,7 +386,7 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
                 Ok::<_, Error>(())
             })
         });
-        let began = std::time::Instant::now();
+        let began = Instant::now();
         eventually("the pool has lent nothing", || {
             began.elapsed() > Duration::from_millis(300)
         });
@@ -439,4 +440,122 @@ fn an_own_clock_in_the_search_path_hinders_nothing() {
     };
     assert_matches!(look(), Ok(Look::Later(_)));
     assert_matches!(look(), Ok(Look::Ran));
+}
+
+/// It has stopped because of it, so what it returns is no end.
+#[test]
+fn a_run_that_was_told_of_its_loss_stores_no_end_and_its_tick_runs_again() {
+    type Told = fn(&Tick);
+    let told: [Told; 3] = [
+        |tick| eventually("it is lost", || tick.is_lost()),
+        |tick| assert!(tick.wait_for_loss(Duration::MAX)),
+        |tick| while !tick.wait_for_loss(Duration::from_millis(10)) {},
+    ];
+    let database = installed();
+    let pool = pool(&database, 4);
+    let look = &mut database.connect();
+    for (index, told) in told.into_iter().enumerate() {
+        for outcome in [Ok(()), Err("stopped")] {
+            let schedule = REPORT.key(index).key(outcome.is_ok());
+            run(look, "DELETE FROM resource_control.schedule");
+            due(&schedule, &pool, 1);
+            let lost = schedule.run_due(&pool, every(HOUR), |tick| {
+                run(look, EXPIRE);
+                told(tick);
+                outcome
+            });
+            assert_matches!(lost, Err(Error::PermitLost(_)));
+            let has_no_end = "(SELECT ended_at IS NULL AND error IS NULL AND expires_at <= clock_timestamp() FROM resource_control.schedule)";
+            assert!(truth(look, has_no_end));
+            let again = schedule.run_due(&pool, every(HOUR), |tick| {
+                assert_eq!(tick.attempt(), 2);
+                Ok::<_, Error>(())
+            });
+            assert_eq!(again.unwrap(), Look::Ran);
+        }
+    }
+}
+
+#[test]
+fn a_loop_runs_a_tick_again_whose_loss_was_told() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 4, Duration::from_secs(20));
+    due(&REPORT, &pool, 1);
+    let (stop, mut ticks) = (Stop::new(), Vec::new());
+    REPORT
+        .run(&pool, &stop, every(HOUR), |tick| {
+            ticks.push((tick.at(), tick.attempt()));
+            if tick.attempt() == 1 {
+                // It is told by its own clock.
+                proxy.cut();
+                assert!(tick.wait_for_loss(Duration::MAX));
+                proxy.sever();
+                proxy.restore();
+            } else {
+                stop.stop();
+            }
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+    assert_eq!(ticks.len(), 2);
+    assert_eq!((ticks[0].1, ticks[1]), (1, (ticks[0].0, 2)));
+}
+
+/// At most one run is allowed, so a claim that counts as an attempt loses the tick.
+#[test]
+fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
+    let database = installed();
+    std::thread::scope(|scope| {
+        for n in 1..=9 {
+            let database = &database;
+            scope.spawn(move || {
+                let proxy = RoundTrips::in_front_of(database);
+                let pool = make_pool(&proxy.url(), 2, Duration::from_secs(20));
+                let schedule = Schedule::named("cut").after_crash(HOUR, 1).key(n);
+                due(&schedule, &pool, 1);
+                let (stop, mut runs) = (Stop::new(), 0);
+                proxy.sever_at(n, When::BeforeReply);
+                schedule
+                    .run(&pool, &stop, every(HOUR), |tick| {
+                        assert_eq!(tick.attempt(), 1);
+                        runs += 1;
+                        stop.stop();
+                        Ok::<_, Error>(())
+                    })
+                    .unwrap();
+                assert_eq!(runs, 1);
+            });
+        }
+    });
+    let done = "(SELECT bool_and(attempt = 1 AND expires_at IS NULL AND error IS NULL) FROM resource_control.schedule)";
+    assert!(truth(&mut database.connect(), done));
+}
+
+#[test]
+fn a_stop_ends_the_loop_though_the_pool_lends_nothing() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, Duration::from_secs(30));
+    due(&REPORT, &pool, 1);
+    let (stop, conn) = (Stop::new(), pool.get().unwrap());
+    std::thread::scope(|scope| {
+        let runs = scope.spawn(|| REPORT.run(&pool, &stop, every(HOUR), ran_well));
+        let began = Instant::now();
+        eventually("it has waited for the pool", || {
+            began.elapsed() > Duration::from_millis(300)
+        });
+        assert!(!runs.is_finished());
+        let began = Instant::now();
+        stop.stop();
+        runs.join().unwrap().unwrap();
+        assert!(began.elapsed() < Duration::from_secs(10));
+    });
+    drop(conn);
+    assert_eq!(
+        number(
+            &mut database.connect(),
+            "(SELECT sum(attempt) FROM resource_control.schedule)"
+        ),
+        0
+    );
 }

@@ -453,3 +453,81 @@ fn an_outcome_that_is_not_used_is_a_warning() {
         in_flight(&mut database.connect()) == 0
     });
 }
+
+/// It would say that the request has ended, while its slot stays taken.
+#[test]
+fn a_snapshot_that_is_older_than_the_request_is_an_error() {
+    let database = installed();
+    let (conn, old) = (&mut database.connect(), &mut database.connect());
+    for level in ["REPEATABLE READ", "SERIALIZABLE"] {
+        for operation in [
+            "complete_service_request('geocoder', {id})",
+            "complete_service_request('geocoder', {id}, true)",
+            "renew_service_request('geocoder', {id}, '1 hour')",
+        ] {
+            // Only a statement takes the snapshot.
+            run(
+                old,
+                &format!("BEGIN ISOLATION LEVEL {level}; SELECT count(*) FROM pg_class"),
+            );
+            let id = claim(conn, 4);
+            let operation = operation.replace("{id}", &id.to_string());
+            let refused = old.batch_execute(&format!("SELECT resource_control.{operation}"));
+            assert_matches!(
+                refused,
+                Err(DieselError::DatabaseError(
+                    DatabaseErrorKind::CheckViolation,
+                    _
+                ))
+            );
+            run(old, "ROLLBACK");
+            // A snapshot that shows it does.
+            run(old, &format!("BEGIN ISOLATION LEVEL {level}"));
+            assert!(truth(old, &format!("resource_control.{operation}")));
+            run(old, "COMMIT");
+            complete(conn, id);
+            assert_eq!(in_flight(conn), 0);
+        }
+    }
+}
+
+#[test]
+fn a_request_is_known_by_its_claim_if_one_is_given_and_by_its_id_otherwise() {
+    let database = installed();
+    let conn = &mut database.connect();
+    let claim =
+        "(SELECT id FROM resource_control.claim_service_request('geocoder', 4, '30 s', '', 42))";
+    let row = "(SELECT concat_ws(' ', expires_at, completed_at, timed_out_at) FROM resource_control.service_request ORDER BY id DESC LIMIT 1)";
+    let id = number(conn, claim);
+    let before = text(conn, row);
+    for wrong in [41, 0, -42] {
+        for operation in [
+            format!("complete_service_request('geocoder', {id}, true, {wrong})"),
+            format!("complete_service_request('geocoder', {id}, false, {wrong})"),
+            format!("renew_service_request('geocoder', {id}, '1 hour', {wrong})"),
+        ] {
+            assert!(!truth(conn, &format!("resource_control.{operation}")));
+        }
+    }
+    assert_eq!(text(conn, row), before);
+    let right = [
+        format!("renew_service_request('geocoder', {id}, '1 hour', 42)"),
+        format!("renew_service_request('geocoder', {id}, '2 hours')"),
+        format!("renew_service_request('geocoder', {id}, '3 hours', NULL)"),
+        format!("complete_service_request('geocoder', {id}, true, 42)"),
+    ];
+    for operation in right {
+        assert!(truth(conn, &format!("resource_control.{operation}")));
+    }
+    assert_eq!(in_flight(conn), 0);
+    let id = number(conn, claim);
+    assert!(complete(conn, id), "by its id alone");
+
+    // A row of a client that brings none has none.
+    let id = self::claim(conn, 4);
+    assert!(!truth(
+        conn,
+        &format!("resource_control.complete_service_request('geocoder', {id}, false, 42)")
+    ));
+    assert!(complete(conn, id));
+}

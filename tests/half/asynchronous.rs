@@ -155,3 +155,57 @@ pub(crate) async fn polled<T>(times: usize, future: impl Future<Output = T>) -> 
     })
     .await
 }
+
+/// Drives a loop on a thread while something else is done, and drops it then.
+fn beside<T>(looping: impl Future<Output = ()> + Send, meanwhile: impl FnOnce() -> T) -> T {
+    let (ends, ended) = tokio::sync::oneshot::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            block_on(async {
+                tokio::select! {
+                    () = looping => panic!("it has ended"),
+                    _ = ended => {}
+                }
+            });
+        });
+        let _ends = ends;
+        meanwhile()
+    })
+}
+
+/// Stands for the election while something else is done. At each election `elected` is told the token, and the term lasts until it is lost.
+pub(crate) fn while_it_leads<T>(
+    leader: &Leader,
+    pool: &PgPool,
+    elected: impl Fn(u64) + Send + Sync,
+    meanwhile: impl FnOnce() -> T,
+) -> T {
+    let leads = async {
+        let led = leader.lead(pool, |term| {
+            elected(term.token() as u64);
+            std::future::pending()
+        });
+        match led.await.unwrap() {}
+    };
+    beside(leads, meanwhile)
+}
+
+/// Runs the ticks of a schedule while something else is done. A run is told its attempt, and says whether it lasts until it is lost.
+pub(crate) fn while_it_runs<T>(
+    schedule: &Schedule,
+    pool: &PgPool,
+    next: &(impl Fn(chrono::DateTime<chrono::Utc>) -> Option<chrono::DateTime<chrono::Utc>> + Sync),
+    work: &(impl Fn(usize) -> bool + Sync),
+    meanwhile: impl FnOnce() -> T,
+) -> T {
+    let runs = async {
+        let work = |tick: Tick| async move {
+            if work(tick.attempt() as usize) {
+                std::future::pending::<()>().await;
+            }
+            Ok::<_, Error>(())
+        };
+        schedule.run(pool, next, work).await.unwrap();
+    };
+    beside(runs, meanwhile)
+}

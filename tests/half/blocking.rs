@@ -122,3 +122,57 @@ pub(crate) fn end(conn: &mut Conn) {
     use diesel::connection::{AnsiTransactionManager, TransactionManager};
     AnsiTransactionManager::rollback_transaction(conn).unwrap();
 }
+
+/// Ends the loops of a test, also if it panics.
+struct Ends(Stop);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+/// Stands for the election while something else is done. At each election `elected` is told the token, and the term lasts until it is lost.
+pub(crate) fn while_it_leads<T>(
+    leader: &Leader,
+    pool: &PgPool,
+    elected: impl Fn(u64) + Sync,
+    meanwhile: impl FnOnce() -> T,
+) -> T {
+    let stop = Stop::new();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let led = leader.lead(pool, &stop, |term| {
+                elected(term.token() as u64);
+                term.pause(Duration::MAX);
+            });
+            led.unwrap();
+        });
+        let _ends = Ends(stop.clone());
+        meanwhile()
+    })
+}
+
+/// Runs the ticks of a schedule while something else is done. A run is told its attempt, and says whether it lasts until it is lost.
+pub(crate) fn while_it_runs<T>(
+    schedule: &Schedule,
+    pool: &PgPool,
+    next: &(impl Fn(chrono::DateTime<chrono::Utc>) -> Option<chrono::DateTime<chrono::Utc>> + Sync),
+    work: &(impl Fn(usize) -> bool + Sync),
+    meanwhile: impl FnOnce() -> T,
+) -> T {
+    let stop = Stop::new();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let ran = schedule.run(pool, &stop, next, |tick| {
+                if work(tick.attempt() as usize) {
+                    tick.wait_for_loss(Duration::MAX);
+                }
+                Ok::<_, Error>(())
+            });
+            ran.unwrap();
+        });
+        let _ends = Ends(stop.clone());
+        meanwhile()
+    })
+}

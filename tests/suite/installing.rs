@@ -11,7 +11,7 @@ use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{Observer, Role, assert_pool_whole, number, run, text};
+use crate::support::{Observer, Role, assert_pool_whole, eventually, number, run, text, truth};
 
 const RECORDED: &str = "(SELECT count(*) FROM resource_control.installed_migration)";
 
@@ -133,6 +133,8 @@ fn what_is_recorded_and_missing_is_repaired_by_the_statement_in_the_message() {
         "DROP INDEX resource_control.service_request_in_flight",
         "DROP SEQUENCE resource_control.fencing_token",
         "DROP TYPE resource_control.throttled_resource_enum CASCADE; DROP TABLE resource_control.throttled_resource",
+        // It takes the columns of that type with it, and leaves the table.
+        "DROP TYPE resource_control.throttled_resource_enum CASCADE",
         "DROP TABLE resource_control.service_request, resource_control.schedule, resource_control.throttle CASCADE",
     ] {
         run(conn, damage);
@@ -149,6 +151,51 @@ fn what_is_recorded_and_missing_is_repaired_by_the_statement_in_the_message() {
         number(conn, "(SELECT token FROM resource_control.fence)"),
         7
     );
+}
+
+/// The timeout is for the statements of an application, and not for the wait for another instance.
+#[test]
+fn a_short_lock_timeout_does_not_end_an_installation_that_waits_for_another() {
+    let by_role = |database: &Database| {
+        let name = database.name();
+        run(
+            &mut database.connect(),
+            &format!("ALTER DATABASE {name} SET lock_timeout = '50ms'"),
+        );
+        pool(database, 1)
+    };
+    let by_session = |database: &Database| {
+        let url = database.url_with("options", "-c lock_timeout=50ms");
+        make_pool(&url, 1, Duration::from_secs(20))
+    };
+    for pool_of in [by_role as fn(&Database) -> PgPool, by_session] {
+        let database = Database::new();
+        let (mut holder, look) = (database.connect(), &mut database.connect());
+        run(
+            &mut holder,
+            "BEGIN; SELECT pg_advisory_xact_lock(20000101000000)",
+        );
+        std::thread::scope(|scope| {
+            let installs = scope.spawn(|| wait(migrations::install(&pool_of(&database))));
+            let has_waited = "(SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database()
+                AND wait_event_type = 'Lock' AND query_start < clock_timestamp() - interval '300 ms')";
+            eventually("it waits for six times as long", || {
+                assert!(!installs.is_finished());
+                truth(look, has_waited)
+            });
+            run(&mut holder, "COMMIT");
+            installs.join().unwrap().unwrap();
+        });
+        assert_eq!(number(look, RECORDED), directories().len() as i64);
+        // And the session has its own afterwards.
+        let pool = pool_of(&database);
+        wait(migrations::install(&pool)).unwrap();
+        wait(on_all(
+            &pool,
+            "DO $$ BEGIN ASSERT current_setting('lock_timeout') = '50ms'; END $$",
+        ))
+        .unwrap();
+    }
 }
 
 #[test]

@@ -7,19 +7,25 @@ mod failover;
 mod fences;
 mod installing;
 mod kept_permits;
+mod leaders;
 mod lent;
 mod local_rate_limits;
 mod lost_replies;
 #[cfg(feature = "metrics")]
+mod losses;
+#[cfg(feature = "metrics")]
 mod metrics;
 mod monitoring;
 mod once;
+#[cfg(feature = "tracing")]
+mod outages;
 mod own_migrations;
 mod permits;
 mod prepared_statements;
 mod queues;
 mod rate_limit_promise;
 mod rate_limits;
+mod schedules;
 mod semaphore_contention;
 mod semaphore_waiting;
 mod semaphores;

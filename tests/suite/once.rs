@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -10,8 +11,8 @@ use workbench::{Cluster, Database};
 
 use crate::assert_matches;
 use crate::half::{
-    Conn, Done, Error, Once, PgPool, begin, end, execute, make_pool, on_one, pool, unchecked_pool,
-    wait,
+    Attempt, Conn, Done, Error, Once, PgPool, begin, end, execute, make_pool, on_first, on_one,
+    pool, unchecked_pool, wait,
 };
 use crate::support::{
     Observer, assert_pool_whole, eventually, install, installed, number, run, text,
@@ -615,4 +616,57 @@ fn on_a_standby_it_is_an_error() {
     let standby = cluster.standby();
     let pool = make_pool(&standby.url("postgres"), 1, Duration::from_secs(20));
     assert_matches!(charged(&CHARGE, &pool, "done"), Err(Error::Standby));
+}
+
+/// They do not take all connections to wait for the one that is at work.
+#[test]
+fn of_fifty_twins_one_runs_and_all_others_are_busy_at_once() {
+    const TWINS: usize = 50;
+    let database = database();
+    let pool = pool(&database, 5);
+    let (busy, start) = (AtomicUsize::new(0), Barrier::new(TWINS));
+    let (is_inside, may_end) = (AtomicBool::new(false), AtomicBool::new(false));
+    let twin = || -> Result<Attempt<Done>, Error> {
+        on_one(&pool, |conn| {
+            wait(CHARGE.try_run(
+                conn,
+                work!(|conn| {
+                    reply!(execute(conn, EFFECT))?;
+                    assert!(!is_inside.swap(true, Ordering::SeqCst), "two run");
+                    eventually("all others are served", || may_end.load(Ordering::SeqCst));
+                    Ok("done")
+                }),
+            ))
+        })
+    };
+    let done: Vec<Done> = thread::scope(|scope| {
+        let twins: Vec<_> = (0..TWINS)
+            .map(|_| {
+                scope.spawn(|| {
+                    start.wait();
+                    let done = twin().unwrap().acquired();
+                    if done.is_none() {
+                        busy.fetch_add(1, Ordering::SeqCst);
+                    }
+                    done
+                })
+            })
+            .collect();
+        eventually("all others are busy", || {
+            busy.load(Ordering::SeqCst) == TWINS - 1
+        });
+        // The others of its connections serve others meanwhile.
+        for _ in 0..10 {
+            wait(on_first(&pool, "SELECT 1")).unwrap();
+        }
+        let other = charged(&CHARGE.key("another"), &pool, "other").unwrap();
+        assert_eq!(other, first("other"));
+        may_end.store(true, Ordering::SeqCst);
+        let done = twins.into_iter().map(|it| it.join().unwrap());
+        done.flatten().collect()
+    });
+    assert_eq!(done, [first("done")]);
+    assert_eq!(number(&mut database.connect(), EFFECTS), 2);
+    assert_eq!(twin().unwrap().acquired(), Some(before("done")));
+    assert_pool_whole(&pool, &database);
 }

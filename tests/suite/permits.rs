@@ -120,6 +120,34 @@ fn a_renewal_lets_a_permit_remain_longer() {
     });
 }
 
+/// Nobody else could have the slot, for nothing.
+#[test]
+fn a_permit_that_is_lost_is_not_extended() {
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 1, Duration::from_secs(20));
+    let look = &mut database.connect();
+    let short = Semaphore::named("short", 1, Duration::from_millis(300));
+    let permit = taken(&short, &pool);
+    // So that the database would renew it.
+    run(
+        look,
+        "UPDATE resource_control.service_request SET expires_at = expires_at + interval '1 hour'",
+    );
+    let expiry =
+        "(SELECT date_part('epoch', expires_at) * 1000000 FROM resource_control.service_request)";
+    let before = number(look, expiry);
+    eventually("its time is over", || permit.remaining().is_zero());
+    let sent = proxy.count(|| {
+        for _ in 0..2 {
+            assert_matches!(wait(permit.renew()), Err(Error::PermitLost(_)));
+        }
+    });
+    assert_eq!((sent, number(look, expiry)), (0, before));
+    drop(permit);
+    eventually("it is released", || in_flight(look) == 0);
+}
+
 /// A hundred at once need a hundred connections, or one queue.
 #[test]
 fn permits_that_are_dropped_while_the_pool_is_exhausted_are_released_later() {

@@ -13,7 +13,9 @@ use crate::half::{
     Check, CheckAll, Error, IS_ASYNC, PgPool, Quota, RateLimit, execute, make_pool, migrations,
     on_one, pool, wait,
 };
-use crate::support::{HAS_WRITTEN_NOTHING, Observer, eventually, installed, number, run, text};
+use crate::support::{
+    HAS_WRITTEN_NOTHING, Observer, eventually, installed, number, run, text, truth,
+};
 
 /// One unit in a minute, so that nothing refills during a test.
 static SLOW: RateLimit = RateLimit::named("slow", Quota::per_minute(1).burst(5));
@@ -374,6 +376,32 @@ fn units_are_given_back_once() {
         !is_allowed(&SLOW.cost(2), &pool),
         "what was given back cannot be given back again"
     );
+}
+
+/// What was refilled meanwhile is taken into account once, and not for each part.
+#[test]
+fn units_that_are_given_back_in_parts_are_as_many_as_at_once() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let look = &mut database.connect();
+    // A unit refills in 200 milliseconds.
+    let limit = RateLimit::named("parts", Quota::per_second(5).burst(100));
+    let keys = [(limit.key("whole"), 8), (limit.key("parts"), 1)];
+    let spent = keys.each_ref().map(|(limit, _)| {
+        let _ = allowed(&limit.cost(50), &pool);
+        allowed(&limit.cost(8), &pool)
+    });
+    let refilled =
+        "(SELECT min(spent_at) + '500 ms' <= clock_timestamp() FROM resource_control.rate_limit)";
+    eventually("two and a half were refilled", || truth(look, refilled));
+    for ((limit, part), spent) in keys.iter().zip(&spent) {
+        for _ in 0..8 / part {
+            let _ = wait(limit.give_back(&pool, spent, *part)).unwrap();
+        }
+    }
+    let difference = "(SELECT date_part('epoch', max(full_at) - min(full_at)) * 1000 FROM resource_control.rate_limit)";
+    // It would be more than a second.
+    assert!(number(look, difference) <= 600);
 }
 
 #[test]

@@ -12,6 +12,8 @@ use workbench::Database;
 
 #[cfg(feature = "metrics")]
 pub(crate) mod exporter;
+#[cfg(feature = "tracing")]
+pub(crate) mod log;
 mod own;
 mod process;
 mod role;

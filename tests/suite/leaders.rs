@@ -1,0 +1,115 @@
+//! Who leads, as others read it, and terms that are lost.
+#![cfg(feature = "testing")] // whose terms may be short
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use diesel::prelude::*;
+use diesel_interlock::testing::depose;
+
+use crate::half::monitor::Leadership;
+use crate::half::*;
+use crate::support::{eventually, installed};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+#[test]
+fn whoever_asks_is_told_who_leads() {
+    let database = installed();
+    let (pool, other) = (pool(&database, 2), pool(&database, 1));
+    let of_election = Leader::named("dispatcher", 20 * SECOND);
+    for leader in [of_election.clone(), of_election.key("a b")] {
+        let leader = leader.details("web-3");
+        let current = || wait(leader.current(&other)).unwrap();
+        assert_eq!(current(), None);
+        let token = AtomicU64::new(0);
+        while_it_leads(
+            &leader,
+            &pool,
+            |its| token.store(its, Ordering::SeqCst),
+            || {
+                eventually("it leads", || token.load(Ordering::SeqCst) > 0);
+                let leads = current().unwrap();
+                assert_eq!(leads.token as u64, token.load(Ordering::SeqCst));
+                assert_eq!(leads.holder, "web-3");
+                assert!(leads.since < leads.until);
+                // As the view tells it, but for a renewal meanwhile.
+                let of_view = Leadership::all().load(&mut database.connect()).unwrap();
+                let [of_view] = &of_view[..] else {
+                    panic!("one leads: {of_view:?}")
+                };
+                assert_eq!(
+                    (&of_view.name, &of_view.holder, of_view.since, of_view.token),
+                    (&leads.name, &leads.holder, leads.since, leads.token)
+                );
+                // Of another election, or another key, nobody is told.
+                assert_eq!(wait(leader.key("another").current(&other)).unwrap(), None);
+            },
+        );
+        eventually("it has resigned", || current().is_none());
+    }
+    let bad = Leader::named("", 20 * SECOND);
+    assert!(matches!(wait(bad.current(&other)), Err(Error::Input(_))));
+}
+
+#[test]
+fn whose_term_has_expired_leads_no_longer() {
+    let database = installed();
+    let (pool, other) = (pool(&database, 2), pool(&database, 1));
+    // Its next renewal comes late.
+    let leader = Leader::named("expired", 600 * SECOND);
+    let terms = AtomicU64::new(0);
+    let elected = |_| {
+        terms.fetch_add(1, Ordering::SeqCst);
+    };
+    while_it_leads(&leader, &pool, elected, || {
+        eventually("it leads", || terms.load(Ordering::SeqCst) == 1);
+        assert!(wait(leader.current(&other)).unwrap().is_some());
+        assert!(wait(depose(&other, &leader)).unwrap());
+        assert_eq!(wait(leader.current(&other)).unwrap(), None);
+    });
+}
+
+#[cfg(feature = "metrics")]
+#[test]
+fn a_term_that_is_lost_is_counted_as_deposed_once() {
+    use workbench::RoundTrips;
+
+    use crate::support::exporter::{Metrics, exported};
+
+    let _ = exported();
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let (pool, other) = (make_pool(&proxy.url(), 2, 20 * SECOND), pool(&database, 1));
+    for (name, is_cut) in [
+        ("deposed by another", false),
+        ("deposed by its clock", true),
+    ] {
+        let metrics = Metrics(name);
+        let leader = Leader::named(name, Duration::from_millis(600));
+        let terms = AtomicU64::new(0);
+        let elected = |_| {
+            terms.fetch_add(1, Ordering::SeqCst);
+        };
+        while_it_leads(&leader, &pool, elected, || {
+            eventually("it leads", || terms.load(Ordering::SeqCst) == 1);
+            assert_eq!((metrics.held(), metrics.lost()), (1.0, 0.0));
+            if is_cut {
+                proxy.cut();
+                eventually("it is lost", || metrics.lost() == 1.0);
+                proxy.sever();
+                proxy.restore();
+            } else {
+                assert!(wait(depose(&other, &leader)).unwrap());
+            }
+            eventually("it leads again", || terms.load(Ordering::SeqCst) == 2);
+        });
+        eventually("it has resigned", || metrics.held() == 0.0);
+        eventually("both ends are told", || metrics.holdings() == 2.0);
+        assert_eq!(
+            ["deposed", "resigned", "lost", "released"].map(|outcome| metrics.operations(outcome)),
+            [1.0, 1.0, 0.0, 0.0]
+        );
+        assert_eq!(metrics.lost(), 1.0);
+    }
+}

@@ -1,0 +1,228 @@
+//! A loss is counted as a loss, once, whoever notices it first.
+#![cfg(feature = "testing")] // whose leases may be short
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use diesel_interlock::testing::{expire, make_tick_due};
+use workbench::RoundTrips;
+
+use crate::assert_matches;
+use crate::half::schedule::{Look, every};
+use crate::half::*;
+use crate::support::exporter::{Metrics, exported};
+use crate::support::{eventually, installed, run};
+
+const SHORT: Duration = Duration::from_millis(300);
+const MINUTE: Duration = Duration::from_secs(60);
+const HOUR: Duration = Duration::from_secs(3600);
+const EXPIRE: &str = "UPDATE resource_control.schedule SET expires_at = clock_timestamp()";
+
+/// Takes the slot of this name, loses it somehow, and sees the loss once.
+#[track_caller]
+fn is_counted_once(
+    name: &'static str,
+    pool: &PgPool,
+    timeout: Duration,
+    loses: impl FnOnce(&Semaphore, Permit),
+) {
+    let (metrics, semaphore) = (Metrics(name), Semaphore::named(name, 1, timeout));
+    let admission = wait(semaphore.try_acquire(pool)).unwrap();
+    let permit = admission.admitted().expect("the slot is free");
+    assert_eq!((metrics.held(), metrics.lost()), (1.0, 0.0));
+    loses(&semaphore, permit);
+    eventually("the loss is counted", || metrics.lost() == 1.0);
+    eventually("its end was sent", || {
+        wait(semaphore.try_acquire(pool)).unwrap().is_admitted()
+    });
+    eventually("nothing is held", || metrics.held() == 0.0);
+    assert_eq!(metrics.lost(), 1.0);
+    assert_eq!(metrics.operations("lost"), 1.0);
+    // Those that took the slot to see that it is free were released.
+    eventually("all ends are told", || {
+        metrics.holdings() == metrics.operations("admitted")
+            && metrics.operations("released") == metrics.operations("admitted") - 1.0
+    });
+}
+
+/// Waits until its time is over, without asking it.
+fn outlasts(permit: &Permit) {
+    eventually("its time is over", || permit.remaining().is_zero());
+}
+
+#[test]
+fn a_permit_whose_time_is_over_is_counted_as_lost_once() {
+    let _ = exported();
+    let database = installed();
+    let pool = pool(&database, 2);
+    is_counted_once(
+        "lost, and told when it was asked",
+        &pool,
+        SHORT,
+        |_, permit| {
+            outlasts(&permit);
+            assert!(permit.is_lost() && permit.is_lost());
+        },
+    );
+    is_counted_once("lost, and told in a wait", &pool, SHORT, |_, permit| {
+        assert!(wait(permit.wait_for_loss(MINUTE)));
+        assert_matches!(wait(permit.renew()), Err(Error::PermitLost(_)));
+        assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+    });
+    is_counted_once("lost, and told in its drop", &pool, SHORT, |_, permit| {
+        outlasts(&permit);
+        drop(permit);
+    });
+    is_counted_once(
+        "lost, and told in its release",
+        &pool,
+        SHORT,
+        |_, permit| {
+            outlasts(&permit);
+            assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+        },
+    );
+    is_counted_once("lost, and told by its end", &pool, SHORT, |_, permit| {
+        outlasts(&permit);
+        permit.detach();
+    });
+    is_counted_once("lost in a panic", &pool, SHORT, |_, permit| {
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            outlasts(&permit);
+            let _permit = permit;
+            panic!("the work");
+        }));
+        assert!(panicked.is_err());
+    });
+}
+
+#[test]
+fn a_permit_whose_row_was_ended_is_counted_as_lost_once() {
+    let _ = exported();
+    let database = installed();
+    let pool = pool(&database, 2);
+    let ends = |semaphore: &Semaphore, permit: &Permit| {
+        assert!(wait(semaphore.complete(&pool, permit.fencing_token())).unwrap());
+    };
+    is_counted_once(
+        "ended before its drop",
+        &pool,
+        MINUTE,
+        |semaphore, permit| {
+            ends(semaphore, &permit);
+            drop(permit);
+        },
+    );
+    is_counted_once(
+        "ended before its release",
+        &pool,
+        MINUTE,
+        |semaphore, permit| {
+            ends(semaphore, &permit);
+            assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+        },
+    );
+    is_counted_once(
+        "expired before its release",
+        &pool,
+        MINUTE,
+        |semaphore, permit| {
+            assert_eq!(wait(expire(&pool, semaphore)).unwrap(), 1);
+            assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+        },
+    );
+    is_counted_once(
+        "ended before a renewal",
+        &pool,
+        MINUTE,
+        |semaphore, permit| {
+            ends(semaphore, &permit);
+            assert_matches!(wait(permit.renew()), Err(Error::PermitLost(_)));
+            assert!(permit.is_lost());
+            drop(permit);
+        },
+    );
+}
+
+#[test]
+fn a_kept_permit_that_is_lost_is_counted_as_lost_once() {
+    let _ = exported();
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let (whole, cut) = (
+        pool(&database, 2),
+        make_pool(&proxy.url(), 2, Duration::from_secs(20)),
+    );
+    for (name, is_cut) in [("kept and ended", false), ("kept and cut off", true)] {
+        let metrics = Metrics(name);
+        let semaphore = Semaphore::named(name, 1, Duration::from_millis(600)).keep_alive();
+        let permit = wait(semaphore.acquire(&cut)).unwrap();
+        if is_cut {
+            proxy.cut();
+            if !IS_ASYNC {
+                // Its renewal hangs on the network, so nobody notices before it is asked.
+                assert!(wait(permit.wait_for_loss(MINUTE)));
+            }
+        } else {
+            assert!(wait(semaphore.complete(&whole, permit.fencing_token())).unwrap());
+        }
+        eventually("it is told", || metrics.lost() == 1.0);
+        assert_eq!(metrics.held(), 0.0);
+        assert!(permit.is_lost());
+        proxy.restore();
+        assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+        assert_eq!(
+            (
+                metrics.lost(),
+                metrics.operations("lost"),
+                metrics.holdings()
+            ),
+            (1.0, 1.0, 1.0)
+        );
+    }
+}
+
+#[test]
+fn a_run_that_has_lost_its_lease_is_counted_as_lost_once() {
+    let _ = exported();
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let pool = make_pool(&proxy.url(), 2, Duration::from_secs(20));
+    for (name, is_cut) in [
+        ("a run that was ended", false),
+        ("a run that was cut off", true),
+    ] {
+        let metrics = Metrics(name);
+        let schedule = Schedule::named(name).after_crash(Duration::from_millis(600), 3);
+        let look = wait(schedule.run_due(&pool, every(HOUR), work!(|_tick| Ok::<_, Error>(()))));
+        assert_eq!(look.unwrap(), Look::Later(Duration::ZERO));
+        assert!(wait(make_tick_due(&pool, &schedule, HOUR)).unwrap());
+        let ran = wait(schedule.run_due(
+            &pool,
+            every(HOUR),
+            work!(|tick| {
+                assert_eq!((metrics.held(), metrics.lost()), (1.0, 0.0));
+                if is_cut {
+                    proxy.cut();
+                } else {
+                    run(&mut database.connect(), EXPIRE);
+                }
+                assert!(reply!(tick.wait_for_loss(MINUTE)));
+                Ok::<_, Error>(())
+            }),
+        ));
+        proxy.restore();
+        assert_matches!(ran, Err(Error::PermitLost(_)));
+        // The thread of its renewals may be about to count it.
+        eventually("the loss is counted", || metrics.lost() == 1.0);
+        assert_eq!(
+            (
+                metrics.lost(),
+                metrics.operations("lost"),
+                metrics.holdings()
+            ),
+            (1.0, 1.0, 1.0)
+        );
+        assert_eq!((metrics.held(), metrics.operations("done")), (0.0, 0.0));
+    }
+}

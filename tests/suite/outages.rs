@@ -1,0 +1,213 @@
+//! What is logged while the database is away: what nobody is told of otherwise, and that once.
+#![cfg(feature = "testing")] // whose leases may be short
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use chrono::{DateTime, TimeDelta, Utc};
+
+use crate::assert_matches;
+use crate::half::schedule::every;
+use crate::half::*;
+use crate::support::log::Log;
+use crate::support::{eventually, installed, run};
+
+const HOUR: Duration = Duration::from_secs(3600);
+const LEASE: Duration = Duration::from_millis(600);
+const SOON: Duration = Duration::from_millis(100);
+
+fn nothing() -> Result<()> {
+    Ok(())
+}
+
+#[test]
+fn an_error_that_is_returned_is_no_warning() {
+    const NAME: &str = "away, and returned";
+    let log = Log::of(NAME);
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, SOON);
+    let semaphore = Semaphore::named(NAME, 1, HOUR);
+    let schedule = Schedule::named(NAME);
+    let permit = wait(semaphore.acquire(&pool)).unwrap();
+    on_one(&pool, |_| {
+        let lock = AdvisoryLock::named(NAME);
+        let limit = RateLimit::named(NAME, Quota::per_day(1));
+        for _ in 0..3 {
+            for failed in [
+                wait(lock.try_acquire(&pool)).map(drop),
+                wait(lock.acquire_timeout(&pool, 2 * SOON)).map(drop),
+                wait(Throttle::named(NAME, HOUR).attempt(&pool)).map(drop),
+                wait(limit.check(&pool)).map(drop),
+                wait(limit.acquire_timeout(&pool, 2 * SOON)).map(drop),
+                wait(limit.local(pool.clone(), 1).check("7")).map(drop),
+                wait(semaphore.try_acquire(&pool)).map(drop),
+                wait(semaphore.acquire_timeout(&pool, 2 * SOON)).map(drop),
+                wait(semaphore.complete(&pool, 1)).map(drop),
+                wait(permit.renew()),
+                wait(schedule.run_due(&pool, every(HOUR), work!(|_tick| nothing()))).map(drop),
+            ] {
+                assert_matches!(failed, Err(_));
+            }
+        }
+        assert_matches!(wait(permit.release()), Err(Error::Pool(_)));
+    });
+    assert_eq!(log.warnings(), [""; 0]);
+    for operation in ["try_acquire", "attempt", "check", "local", "renew", "run"] {
+        assert!(
+            log.count(&format!("{operation}: failed")) >= 3,
+            "{operation}"
+        );
+    }
+    assert_eq!(log.count("release: failed"), 1);
+}
+
+/// The table of the elections is away, and there again.
+const AWAY: &str = "ALTER TABLE resource_control.service_request RENAME TO elsewhere";
+const THERE: &str = "ALTER TABLE resource_control.elsewhere RENAME TO service_request";
+
+#[test]
+fn a_campaign_warns_once_until_it_goes_well_again() {
+    const NAME: &str = "away, and stands again";
+    let log = Log::of(NAME);
+    let database = installed();
+    let (pool, conn) = (pool(&database, 2), &mut database.connect());
+    let leader = Leader::named(NAME, LEASE);
+    let terms = AtomicU64::new(0);
+    let elected = |_| {
+        terms.fetch_add(1, Ordering::SeqCst);
+    };
+    let fails = |times| {
+        eventually("it has failed several times", || {
+            log.count("lead: failed") >= times
+        });
+    };
+    run(conn, AWAY);
+    while_it_leads(&leader, &pool, elected, || {
+        fails(4);
+        assert_eq!(log.warnings(), ["lead: failed"]);
+        run(conn, THERE);
+        eventually("it leads", || terms.load(Ordering::SeqCst) == 1);
+        assert_eq!(log.warnings(), ["lead: failed"]);
+
+        // Its term ends, and it stands again.
+        run(conn, AWAY);
+        let before = log.count("lead: failed");
+        fails(before + 4);
+        run(conn, THERE);
+        eventually("it leads again", || terms.load(Ordering::SeqCst) == 2);
+    });
+    let warnings = log.warnings();
+    let of_campaign = warnings.iter().filter(|it| *it == "lead: failed");
+    let of_terms = warnings.iter().filter(|it| it.ends_with(": deposed"));
+    assert_eq!(
+        (of_campaign.count(), of_terms.count(), warnings.len()),
+        (2, 1, 3),
+        "{warnings:?}"
+    );
+}
+
+#[test]
+fn a_schedule_warns_once_until_it_goes_well_again() {
+    const NAME: &str = "away, and looks again";
+    let log = Log::of(NAME);
+    let database = installed();
+    let (pool, conn) = (pool(&database, 2), &mut database.connect());
+    let schedule = Schedule::named(NAME);
+    let (runs, is_open) = (AtomicUsize::new(0), AtomicBool::new(true));
+    // A tick runs when the test says so, and a look comes soon in any case.
+    let next = |after: DateTime<Utc>| {
+        if is_open.load(Ordering::SeqCst) {
+            every(Duration::from_millis(200))(after)
+        } else {
+            Some(after.max(Utc::now()) + TimeDelta::milliseconds(200))
+        }
+    };
+    let work = |_| {
+        is_open.store(false, Ordering::SeqCst);
+        runs.fetch_add(1, Ordering::SeqCst);
+        false
+    };
+    let runs_well = |times| {
+        is_open.store(true, Ordering::SeqCst);
+        eventually("it has run", || log.count("run: done") == times);
+        assert_eq!(runs.load(Ordering::SeqCst), times);
+    };
+    while_it_runs(&schedule, &pool, &next, &work, || {
+        for times in 1..=2 {
+            runs_well(times);
+            run(
+                conn,
+                "ALTER TABLE resource_control.schedule RENAME TO elsewhere",
+            );
+            eventually("it has failed several times", || {
+                log.count("run: failed") >= 3 * times
+            });
+            assert_eq!(log.warnings(), vec!["run: failed"; times]);
+            run(
+                conn,
+                "ALTER TABLE resource_control.elsewhere RENAME TO schedule",
+            );
+        }
+        runs_well(3);
+    });
+    assert_eq!(log.warnings(), ["run: failed"; 2]);
+}
+
+#[test]
+fn a_run_and_a_permit_that_are_lost_are_a_warning_each() {
+    const SCHEDULE: &str = "a lost run";
+    const PERMIT: &str = "a lost permit";
+    let [of_schedule, of_permit] = [SCHEDULE, PERMIT].map(Log::of);
+    let database = installed();
+    let (pool, conn) = (pool(&database, 4), &mut database.connect());
+    let schedule = Schedule::named(SCHEDULE).after_crash(LEASE, 3);
+    let semaphore = Semaphore::named(PERMIT, 1, LEASE).keep_alive();
+    let attempts = AtomicUsize::new(0);
+    let work = |attempt| {
+        // The first run lasts until it is lost.
+        attempts.fetch_max(attempt, Ordering::SeqCst) == 0
+    };
+    let permit = wait(semaphore.acquire(&pool)).unwrap();
+    let next = every(Duration::from_millis(200));
+    while_it_runs(&schedule, &pool, &next, &work, || {
+        eventually("it runs", || attempts.load(Ordering::SeqCst) == 1);
+        run(
+            conn,
+            "UPDATE resource_control.schedule SET expires_at = clock_timestamp();
+            UPDATE resource_control.service_request SET expires_at = clock_timestamp()",
+        );
+        eventually("it runs again", || attempts.load(Ordering::SeqCst) == 2);
+    });
+    assert!(wait(permit.wait_for_loss(HOUR)) && permit.is_lost());
+    assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
+    assert_eq!(of_permit.warnings().len(), 1, "{:?}", of_permit.warnings());
+    assert!(of_permit.warnings()[0].ends_with(": lost"));
+    let of_schedule = of_schedule.warnings();
+    assert_eq!(of_schedule.len(), 1, "{of_schedule:?}");
+    assert!(of_schedule[0].ends_with(": lost"));
+}
+
+/// Each would wait for as long as the pool does.
+#[test]
+fn those_who_wait_for_a_chunk_of_a_database_that_is_away_do_not_ask_for_themselves() {
+    const NAME: &str = "away, and asked once";
+    let log = Log::of(NAME);
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, Duration::from_secs(3));
+    let local = RateLimit::named(NAME, Quota::per_day(100)).local(pool.clone(), 10);
+    let start = Barrier::new(8);
+    on_one(&pool, |_| {
+        thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    start.wait();
+                    assert_matches!(wait(local.check("7")), Err(Error::Pool(_)));
+                });
+            }
+        });
+    });
+    assert_eq!(log.count("local: failed"), 1);
+    assert!(wait(local.check("7")).unwrap().is_allowed());
+}

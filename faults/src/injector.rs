@@ -68,7 +68,6 @@ impl<'a> Injector<'a> {
         Ok(self.done)
     }
 
-
     fn kill(&mut self) -> Result<(), Box<dyn Error>> {
         let number = fastrand::usize(..self.campaign.processes());
         let record = self.processes.replace(number)?;

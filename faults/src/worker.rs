@@ -481,8 +481,8 @@ fn booking() -> (String, String) {
 
 /// What takes closures, in the blocking half.
 mod in_threads {
-    use diesel::connection::SimpleConnection;
     use diesel::Connection;
+    use diesel::connection::SimpleConnection;
     use diesel_interlock::{AdvisoryLock, Done, Fence, Leader, LockKey, Once, PgPool, Schedule};
 
     use super::*;

@@ -266,7 +266,10 @@ impl Checker<'_> {
             if self.may_be_lost(two[0].1) {
                 self.excuse("a key of Once again");
             } else {
-                let what = format!("once: {} was done at {} and {}", two[0].0, two[0].1, two[1].1);
+                let what = format!(
+                    "once: {} was done at {} and {}",
+                    two[0].0, two[0].1, two[1].1
+                );
                 self.violations.push(what);
             }
         }

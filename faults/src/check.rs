@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::sql_types::BigInt;
-use workbench::Database;
+use workbench::{Database, Endpoint};
 
 use crate::record::{End, Held, Records, Run};
 use crate::worker::{Campaign, EVERY, QUOTA, SLOTS};
@@ -66,7 +66,7 @@ fn at_most(n: usize, name: &str, held: &[Held]) -> Checked {
 }
 
 /// When one more began than may be.
-fn too_many<'a>(n: usize, held: impl Iterator<Item = &'a Held>) -> Vec<i64> {
+pub(crate) fn too_many<'a>(n: usize, held: impl Iterator<Item = &'a Held>) -> Vec<i64> {
     let mut changes: Vec<(i64, i32)> = held
         .filter(|held| held.to > held.from)
         .flat_map(|held| [(held.from, 1), (held.to, -1)])
@@ -102,7 +102,7 @@ fn tokens(name: &str, held: &[Held]) -> Checked {
 }
 
 /// How they ended, and how long it took until there was another one.
-fn ends(name: &str, held: &[Held]) {
+pub(crate) fn ends(name: &str, held: &[Held]) {
     for end in [End::Done, End::Left, End::Lost, End::Killed] {
         let held = in_order(held);
         let mut gaps: Vec<_> = held
@@ -221,7 +221,7 @@ fn follows(campaign: Campaign, run: &Run, next: &Run) -> Result<(), &'static str
     Ok(())
 }
 
-fn in_database(database: &Database) -> Checked {
+pub(crate) fn in_database(database: &Endpoint) -> Checked {
     let conn = &mut database.connect();
     let mut count = |what: &str, from: &str| -> Checked {
         let end = Instant::now() + Duration::from_secs(20);

@@ -1,26 +1,24 @@
 //! What goes wrong, at random.
 
-use std::env;
 use std::error::Error;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use workbench::{Cluster, Database, RoundTrips, StopMode};
 
+use crate::processes::Processes;
 use crate::record::{Done, now};
-use crate::worker::{Campaign, Settings};
+use crate::worker::Campaign;
 
 pub(crate) struct Injector<'a> {
     campaign: Campaign,
     cluster: &'a Cluster,
     database: &'a Database,
     proxies: &'a [RoundTrips],
-    directory: PathBuf,
-    workers: Vec<(Child, String)>,
-    started: usize,
+    processes: Processes,
     done: Done,
 }
 
@@ -32,23 +30,19 @@ impl<'a> Injector<'a> {
         proxies: &'a [RoundTrips],
         directory: PathBuf,
     ) -> Self {
+        let urls = proxies.iter().map(|proxy| proxy.url()).collect();
         Self {
             campaign,
             cluster,
             database,
             proxies,
-            directory,
-            workers: Vec::new(),
-            started: 0,
+            processes: Processes::new(campaign, urls, directory),
             done: Done::default(),
         }
     }
 
     pub(crate) fn run(&mut self, length: Duration) -> Result<(), Box<dyn Error>> {
-        for number in 0..self.campaign.processes() {
-            let worker = self.start(number)?;
-            self.workers.push(worker);
-        }
+        self.processes.start_all()?;
         let end = Instant::now() + length;
         while Instant::now() < end {
             thread::sleep(Duration::from_millis(fastrand::u64(self.campaign.pauses())));
@@ -63,61 +57,20 @@ impl<'a> Injector<'a> {
                 21..23 => self.slow_down(),
                 _ => self.restart(),
             }
-            self.check_alive()?;
+            self.processes.check_alive()?;
         }
         Ok(())
     }
 
     /// Lets the processes end, which check that their pools are at full strength.
     pub(crate) fn finish(mut self) -> Result<Done, Box<dyn Error>> {
-        for (worker, _) in &mut self.workers {
-            drop(worker.stdin.take());
-        }
-        let end = Instant::now() + Duration::from_secs(90);
-        for (worker, record) in &mut self.workers {
-            let status = loop {
-                match worker.try_wait()? {
-                    Some(status) => break status,
-                    None if Instant::now() > end => {
-                        return Err(format!("{record} does not end").into());
-                    }
-                    None => thread::sleep(Duration::from_millis(10)),
-                }
-            };
-            if !status.success() {
-                return Err(format!("{record}: {status}").into());
-            }
-        }
-        Ok(std::mem::take(&mut self.done))
-    }
-
-    fn start(&mut self, number: usize) -> Result<(Child, String), Box<dyn Error>> {
-        let record = self
-            .directory
-            .join(self.started.to_string())
-            .to_string_lossy()
-            .into_owned();
-        self.started += 1;
-        let environment = Settings::environment(
-            self.campaign,
-            number,
-            &self.proxies[number].url(),
-            &record,
-            fastrand::u64(..),
-        );
-        let worker = Command::new(env::current_exe()?)
-            .envs(environment)
-            .stdin(Stdio::piped())
-            .spawn()?;
-        Ok((worker, record))
+        self.processes.finish()?;
+        Ok(self.done)
     }
 
     fn kill(&mut self) -> Result<(), Box<dyn Error>> {
-        let number = fastrand::usize(..self.workers.len());
-        let started = self.start(number)?;
-        let (mut worker, record) = std::mem::replace(&mut self.workers[number], started);
-        worker.kill()?;
-        worker.wait()?;
+        let number = fastrand::usize(..self.campaign.processes());
+        let record = self.processes.replace(number)?;
         println!("kill -9 of worker {number}");
         self.done.killed.insert(record, now());
         Ok(())
@@ -125,8 +78,8 @@ impl<'a> Injector<'a> {
 
     /// Suspends a process, for longer than what it holds lasts, sometimes.
     fn stop(&mut self) -> Result<(), Box<dyn Error>> {
-        let number = fastrand::usize(..self.workers.len());
-        let (worker, record) = &self.workers[number];
+        let number = fastrand::usize(..self.campaign.processes());
+        let (worker, record) = self.processes.worker(number);
         let signal = |signal: &str| {
             Command::new("kill")
                 .args([signal, &worker.id().to_string()])
@@ -194,23 +147,5 @@ impl<'a> Injector<'a> {
         };
         println!("restart the server: {mode:?}");
         self.cluster.restart(mode);
-    }
-
-    fn check_alive(&mut self) -> Result<(), Box<dyn Error>> {
-        for (worker, record) in &mut self.workers {
-            if let Some(status) = worker.try_wait()? {
-                return Err(format!("{record} has ended: {status}").into());
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Injector<'_> {
-    fn drop(&mut self) {
-        for (worker, _) in &mut self.workers {
-            let _ = worker.kill();
-            let _ = worker.wait();
-        }
     }
 }

@@ -5,7 +5,9 @@
 //! Every process writes down what it was granted, and when. In the end the records and the database are checked: see `check.rs`.
 
 mod check;
+mod failover;
 mod injector;
+mod processes;
 mod record;
 mod worker;
 
@@ -21,10 +23,12 @@ use workbench::{Cluster, RoundTrips};
 use crate::injector::Injector;
 use crate::worker::Campaign;
 
-const USAGE: &str = "usage: scripts/faults [--only leaders|schedules] [--seconds S] [--seed N]
+const USAGE: &str = "usage: scripts/faults [--only leaders|schedules|failover] [--seconds S] [--seed N]
 
   --only leaders    eight processes stand for an election, with a ttl of 3 s
   --only schedules  five processes run fifty schedules with a tick a second each, and are killed only
+  --only failover   four processes over a primary and a standby, which is promoted in each round: after a crash, with and without
+                    the last commits; while the primary only reads; while both run
   --seconds S       how long the faults go on (default: 60)
   --seed N          what the random choices begin with (default: random, and printed)
 
@@ -47,6 +51,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
     println!("{seconds} s with the seed {seed}");
+    if campaign == Campaign::Failover {
+        return failover::run(Duration::from_secs(seconds), seed);
+    }
     run(campaign, Duration::from_secs(seconds), seed)
 }
 

@@ -102,6 +102,12 @@ pub(crate) struct Records {
     /// When throttles and limits were granted, by the database's clock, by name.
     pub(crate) grants: HashMap<String, Vec<i64>>,
     pub(crate) runs: Vec<Run>,
+    /// From when to when a token was drawn, by name.
+    pub(crate) tokens: HashMap<String, Vec<(i64, i64, i64)>>,
+    /// The keys that were done first, and when that was acknowledged.
+    pub(crate) once: Vec<(i64, i64)>,
+    /// When each process has reached the database, by its number: from when to when it asked.
+    pub(crate) probes: HashMap<usize, Vec<(i64, i64)>>,
     pub(crate) counts: HashMap<String, u64>,
 }
 
@@ -145,6 +151,20 @@ pub(crate) fn read_all(directory: &Path, done: &Done) -> Result<Records, Box<dyn
                         .entry(name.to_owned())
                         .or_default()
                         .push(at.parse()?);
+                }
+                ["token", name, since, until, token] => {
+                    let token = (since.parse()?, until.parse()?, token.parse()?);
+                    records
+                        .tokens
+                        .entry(name.to_owned())
+                        .or_default()
+                        .push(token);
+                }
+                ["once", key, at] => records.once.push((key.parse()?, at.parse()?)),
+                ["probe", since, until] => {
+                    let name = path.file_name().unwrap_or_default().to_string_lossy();
+                    let probes = records.probes.entry(name.parse()?).or_default();
+                    probes.push((since.parse()?, until.parse()?));
                 }
                 ["count", name] => *records.counts.entry(name.to_owned()).or_default() += 1,
                 _ => return Err(format!("what is {line:?}?").into()),

@@ -18,7 +18,7 @@ const POOL: u32 = 5;
 
 pub(crate) const SLOTS: u32 = 3;
 /// Of permits, so that a campaign has many.
-const TIMEOUT: Duration = Campaign::All.timeout();
+pub(crate) const TIMEOUT: Duration = Campaign::All.timeout();
 pub(crate) const EVERY: Duration = Duration::from_millis(50);
 pub(crate) const QUOTA: Quota = Quota::new(20, Duration::from_millis(500)).burst(5);
 pub(crate) const ATTEMPTS: u16 = 1000;
@@ -26,7 +26,12 @@ const CATCH_UP: CatchUp = CatchUp::All(1000);
 
 /// What the work under transaction locks writes.
 pub(crate) const TABLES: &str =
-    "CREATE TABLE booking (server integer NOT NULL, round bigint NOT NULL)";
+    "CREATE TABLE booking (server integer NOT NULL, round bigint NOT NULL);
+    CREATE TABLE passed (id bigserial, token bigint NOT NULL);
+    CREATE TABLE work (key bigint NOT NULL)";
+
+/// A key of `Once` in so many microseconds, which all processes want to do.
+const KEY_EVERY: i64 = 50_000;
 
 /// What the processes do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,13 +39,15 @@ pub(crate) enum Campaign {
     All,
     Leaders,
     Schedules,
+    Failover,
 }
 
 impl Campaign {
-    const NAMES: [(&str, Self); 3] = [
+    const NAMES: [(&str, Self); 4] = [
         ("all", Self::All),
         ("leaders", Self::Leaders),
         ("schedules", Self::Schedules),
+        ("failover", Self::Failover),
     ];
 
     pub(crate) fn named(name: &str) -> Option<Self> {
@@ -58,6 +65,7 @@ impl Campaign {
             Self::All => 9,
             Self::Leaders => 8,
             Self::Schedules => 5,
+            Self::Failover => 4,
         }
     }
 
@@ -65,7 +73,15 @@ impl Campaign {
     pub(crate) const fn timeout(self) -> Duration {
         match self {
             Self::All => Duration::from_millis(900),
-            Self::Leaders | Self::Schedules => Duration::from_secs(3),
+            _ => Duration::from_secs(3),
+        }
+    }
+
+    /// How long a program waits for a connection.
+    const fn patience(self) -> Duration {
+        match self {
+            Self::Failover => Duration::from_secs(3),
+            _ => Duration::from_secs(20),
         }
     }
 
@@ -81,7 +97,7 @@ impl Campaign {
         match self {
             Self::All => 50..400,
             Self::Leaders => 500..3000,
-            Self::Schedules => 1000..5000,
+            _ => 1000..5000,
         }
     }
 }
@@ -171,20 +187,41 @@ impl Worker {
 
     /// An error of a fault. Anything else ends the process, and so the campaign.
     fn failed(&self, what: &str, error: &LockError) {
-        use LockError::{Database, KeyLocked, LockLost, PermitLost, Pool, ReleaseFailed, TimedOut};
+        use LockError::{Database, Fenced, KeyLocked, LockLost, PermitLost, Pool, ReleaseFailed};
+        use LockError::{Standby, TimedOut};
+        let is_failover = self.campaign == Campaign::Failover;
         match error {
+            Standby | Fenced { .. } if is_failover => self.count_failed(what, error),
             Database(_)
             | Pool(_)
             | TimedOut
             | LockLost(_)
             | PermitLost(_)
             | ReleaseFailed { .. }
-            | KeyLocked(_) => {
-                self.count(&format!("{what} failed"));
-                thread::sleep(Duration::from_millis(5));
-            }
+            | KeyLocked(_) => self.count_failed(what, error),
             error => panic!("{what}: {error:?}"),
         }
+    }
+
+    fn count_failed(&self, what: &str, error: &LockError) {
+        let mut what = format!("{what} failed");
+        if self.campaign == Campaign::Failover && !error.is_unavailable() {
+            let why: String = error.to_string().chars().take(70).collect();
+            what = format!("{what}: {}", why.replace(['\t', '\n'], " "));
+        }
+        self.count(&what);
+        thread::sleep(Duration::from_millis(5));
+    }
+
+    /// A token that was drawn at some time since then.
+    fn token(&self, name: &str, since: i64, token: i64) {
+        self.recorder
+            .write(&format!("token\t{name}\t{since}\t{}\t{token}", now()));
+    }
+
+    /// Something whose commit was acknowledged.
+    fn acknowledged(&self, key: i64) {
+        self.recorder.write(&format!("once\t{key}\t{}", now()));
     }
 
     /// Works with something for as long as it is believed in, for a random time.
@@ -222,15 +259,17 @@ macro_rules! half {
             static LIMIT: RateLimit = RateLimit::named("limit", QUOTA).durable();
 
             pub(super) fn run(url: &str, worker: &Worker) -> Result<(), Box<dyn Error>> {
-                let pool: PgPool = pools::$name(url);
-                let all: [(&str, fn(&PgPool, &Worker)); 10] = [
+                let pool: PgPool = pools::$name(url, worker.campaign.patience());
+                let all: [(&str, fn(&PgPool, &Worker)); 12] = [
                     ("lock", lock), ("waiting lock", waiting_lock), ("booking", $half::book),
                     ("slot", slot), ("kept", kept), ("throttle", throttle), ("limit", limit),
                     ("schedule", $half::run_ticks), ("leader", $half::lead), ("exhausted pool", $half::exhaust),
+                    ("once", $half::once), ("probe", probe),
                 ];
                 let jobs = match worker.campaign {
-                    Campaign::All => all.to_vec(),
-                    Campaign::Leaders => all[8..].to_vec(),
+                    Campaign::All => all[..10].to_vec(),
+                    Campaign::Leaders => all[8..10].to_vec(),
+                    Campaign::Failover => all.into_iter().filter(|job| job.0 != "exhausted pool").collect(),
                     Campaign::Schedules => vec![all[7]; 50],
                 };
                 thread::scope(|scope| {
@@ -252,8 +291,9 @@ macro_rules! half {
             }
 
             fn lock(pool: &PgPool, worker: &Worker) {
+                let since = now();
                 match $wait(SESSION.try_acquire(pool)) {
-                    Some(Ok(Attempt::Acquired(guard))) => held(guard, worker),
+                    Some(Ok(Attempt::Acquired(guard))) => held(guard, since, worker),
                     Some(Ok(Attempt::Busy)) | None => thread::sleep(Duration::from_millis(fastrand::u64(0..5))),
                     Some(Err(error)) => worker.failed("lock", &error),
                 }
@@ -264,16 +304,24 @@ macro_rules! half {
             }
 
             fn waiting_lock(pool: &PgPool, worker: &Worker) {
+                let since = now();
                 match $wait(SESSION.acquire_timeout(pool, Duration::from_millis(fastrand::u64(1..300)))) {
-                    Some(Ok(Attempt::Acquired(guard))) => held(guard, worker),
+                    Some(Ok(Attempt::Acquired(guard))) => held(guard, since, worker),
                     Some(Ok(Attempt::Busy)) | None => {}
                     Some(Err(error)) => worker.failed("waiting lock", &error),
                 }
             }
 
             /// Only a confirmed release tells that the lock was held to its end.
-            fn held(guard: $($handles)::*::AdvisoryLockGuard, worker: &Worker) {
+            fn held(mut guard: $($handles)::*::AdvisoryLockGuard, since: i64, worker: &Worker) {
                 let from = now();
+                if worker.campaign == Campaign::Failover {
+                    match $wait(guard.fencing_token()) {
+                        Some(Ok(token)) => worker.token("session", since, token),
+                        Some(Err(error)) => return worker.failed("token", &error),
+                        None => {}
+                    }
+                }
                 thread::sleep(Duration::from_millis(fastrand::u64(0..4)));
                 let to = now();
                 match fastrand::u8(..4) {
@@ -287,8 +335,10 @@ macro_rules! half {
             }
 
             fn slot(pool: &PgPool, worker: &Worker) {
+                let since = now();
                 match $wait(SLOT.acquire_timeout(pool, Duration::from_millis(fastrand::u64(1..300)))) {
                     Some(Ok(Admission::Admitted(permit))) => {
+                        worker.token("slots", since, permit.fencing_token());
                         worker.hold("slots", permit.fencing_token(), 60, &|| permit.is_lost());
                         if fastrand::bool() {
                             if let Some(Err(error)) = $wait(permit.release()) {
@@ -303,12 +353,44 @@ macro_rules! half {
 
             fn kept(pool: &PgPool, worker: &Worker) {
                 match $wait(KEPT.acquire_timeout(pool, Duration::from_millis(500))) {
+                    Some(Ok(Admission::Admitted(permit))) if worker.campaign == Campaign::Failover => {
+                        write_behind_fence(pool, worker, permit.fencing_token(), &|| permit.is_lost());
+                    }
                     Some(Ok(Admission::Admitted(permit))) => {
                         worker.hold("kept", permit.fencing_token(), 3000, &|| permit.is_lost());
                     }
                     Some(Ok(Admission::Full(_))) | None => {}
                     Some(Err(error)) => worker.failed("kept", &error),
                 }
+            }
+
+            /// Writes for as long as the permit is believed in, and once more.
+            fn write_behind_fence(pool: &PgPool, worker: &Worker, token: i64, is_lost: &(dyn Fn() -> bool + Sync)) {
+                let entered = Entered::new(worker, "kept", token, "", is_lost);
+                let end = Instant::now() + Duration::from_millis(fastrand::u64(0..3000));
+                thread::scope(|scope| {
+                    let writer = scope.spawn(|| while Instant::now() < end && !is_lost() && !worker.is_over() {
+                        $half::pass(pool, worker, token);
+                        thread::sleep(Duration::from_millis(20));
+                    });
+                    while !writer.is_finished() && !is_lost() {
+                        thread::sleep(Duration::from_millis(1));
+                    }
+                    drop(entered);
+                });
+                $half::pass(pool, worker, token);
+            }
+
+            /// Shows whether the database can be reached.
+            fn probe(pool: &PgPool, worker: &Worker) {
+                static PROBE: Throttle = Throttle::named("probe", Duration::from_micros(1));
+                let since = now();
+                match $wait(PROBE.key(worker.seed).attempt(pool)) {
+                    Some(Ok(_)) => worker.recorder.write(&format!("probe\t{since}\t{}", now())),
+                    None => {}
+                    Some(Err(error)) => worker.failed("probe", &error),
+                }
+                thread::sleep(Duration::from_millis(20));
             }
 
             fn throttle(pool: &PgPool, worker: &Worker) {
@@ -399,8 +481,9 @@ fn booking() -> (String, String) {
 
 /// What takes closures, in the blocking half.
 mod in_threads {
+    use diesel::Connection;
     use diesel::connection::SimpleConnection;
-    use diesel_interlock::{AdvisoryLock, Leader, LockKey, PgPool, Schedule};
+    use diesel_interlock::{AdvisoryLock, Done, Fence, Leader, LockKey, Once, PgPool, Schedule};
 
     use super::*;
 
@@ -412,6 +495,35 @@ mod in_threads {
             lock.transaction(&mut conn, |conn| Ok(conn.batch_execute(&insert)?));
         if let Err(error) = booked {
             worker.failed("booking", &error);
+        }
+    }
+
+    pub(super) fn once(pool: &PgPool, worker: &Worker) {
+        let Ok(mut conn) = pool.get() else { return };
+        let key = now() / KEY_EVERY;
+        let once = Once::named("once").key(key);
+        let done: Result<Done, LockError> = once.run(&mut conn, |conn| {
+            conn.batch_execute(&format!("INSERT INTO work VALUES ({key})"))?;
+            Ok(Vec::new())
+        });
+        match done {
+            Ok(done) if done.is_first() => worker.acknowledged(key),
+            Ok(_) => {}
+            Err(error) => worker.failed("once", &error),
+        }
+        drop(conn);
+        thread::sleep(Duration::from_millis(fastrand::u64(0..30)));
+    }
+
+    pub(super) fn pass(pool: &PgPool, worker: &Worker, token: i64) {
+        static FENCE: Fence = Fence::named("fence");
+        let Ok(mut conn) = pool.get() else { return };
+        let passed: Result<(), LockError> = conn.transaction(|conn| {
+            FENCE.pass(conn, token)?;
+            Ok(conn.batch_execute(&format!("INSERT INTO passed (token) VALUES ({token})"))?)
+        });
+        if let Err(error) = passed {
+            worker.failed("fence", &error);
         }
     }
 
@@ -467,9 +579,11 @@ mod in_threads {
 
 /// What takes closures, in the asynchronous half.
 mod in_tasks {
-    use diesel_async::SimpleAsyncConnection;
+    use diesel_async::{AsyncConnection, SimpleAsyncConnection};
     use diesel_interlock::advisory::AdvisoryLock;
+    use diesel_interlock::fence::Fence;
     use diesel_interlock::leader::Leader;
+    use diesel_interlock::once::{Done, Once};
     use diesel_interlock::schedule::Schedule;
     use diesel_interlock::{Async, LockKey, Pool};
     use tokio::time::{sleep, timeout};
@@ -488,6 +602,42 @@ mod in_tasks {
         });
         if let Some(Err(error)) = booked {
             worker.failed("booking", &error);
+        }
+    }
+
+    pub(super) fn once<P: Pool<Mode = Async>>(pool: &P, worker: &Worker) {
+        let key = now() / KEY_EVERY;
+        let once = Once::<P>::named("once").key(key);
+        let done: Option<Result<Done, LockError>> = asynchronous(async {
+            let mut conn = pool.check_out(None).await?;
+            once.run(&mut conn, async |conn| {
+                conn.batch_execute(&format!("INSERT INTO work VALUES ({key})"))
+                    .await?;
+                Ok(Vec::new())
+            })
+            .await
+        });
+        match done {
+            Some(Ok(done)) if done.is_first() => worker.acknowledged(key),
+            Some(Err(error)) => worker.failed("once", &error),
+            _ => {}
+        }
+        thread::sleep(Duration::from_millis(fastrand::u64(0..30)));
+    }
+
+    pub(super) fn pass<P: Pool<Mode = Async>>(pool: &P, worker: &Worker, token: i64) {
+        let fence = &Fence::<P>::named("fence");
+        let passed: Result<(), LockError> = workbench::block_on(async {
+            let mut conn = pool.check_out(None).await?;
+            conn.transaction(async |conn| {
+                fence.pass(conn, token).await?;
+                let insert = format!("INSERT INTO passed (token) VALUES ({token})");
+                Ok(conn.batch_execute(&insert).await?)
+            })
+            .await
+        });
+        if let Err(error) = passed {
+            worker.failed("fence", &error);
         }
     }
 
@@ -562,33 +712,32 @@ mod pools {
 
     use super::{Duration, POOL};
 
-    const PATIENCE: Duration = Duration::from_secs(20);
-
-    pub(super) fn r2d2(url: &str) -> diesel_interlock::PgPool {
+    pub(super) fn r2d2(url: &str, patience: Duration) -> diesel_interlock::PgPool {
         Pool::builder()
             .max_size(POOL)
             .min_idle(Some(0))
-            .connection_timeout(PATIENCE)
+            .connection_timeout(patience)
             .build_unchecked(ConnectionManager::new(url))
     }
 
-    pub(super) fn deadpool(url: &str) -> diesel_interlock::deadpool::PgPool {
+    pub(super) fn deadpool(url: &str, patience: Duration) -> diesel_interlock::deadpool::PgPool {
         let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
         diesel_interlock::deadpool::PgPool::builder(manager)
             .max_size(POOL as usize)
-            .wait_timeout(Some(PATIENCE))
-            .create_timeout(Some(PATIENCE))
+            .wait_timeout(Some(patience))
+            .create_timeout(Some(patience))
+            .recycle_timeout(Some(patience))
             .runtime(deadpool::Runtime::Tokio1)
             .build()
             .expect("the settings of the pool are complete")
     }
 
-    pub(super) fn bb8(url: &str) -> diesel_interlock::bb8::PgPool {
+    pub(super) fn bb8(url: &str, patience: Duration) -> diesel_interlock::bb8::PgPool {
         let _entered = workbench::runtime().enter();
         let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(url);
         diesel_interlock::bb8::PgPool::builder()
             .max_size(POOL)
-            .connection_timeout(PATIENCE)
+            .connection_timeout(patience)
             .build_unchecked(manager)
     }
 }

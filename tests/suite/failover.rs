@@ -85,6 +85,22 @@ fn wait_for(primary: &Cluster, standby: &Cluster) {
     });
 }
 
+/// A claim forbids sequential scans, whose price would have its statements compiled, for most of a second, each time.
+#[test]
+fn a_claim_reads_the_base_of_tokens_by_its_key() {
+    let database = installed();
+    let conn = &mut database.connect();
+    run(
+        conn,
+        "BEGIN; SELECT resource_control.claim_service_request('s', 1, '1 minute')",
+    );
+    let of = |column: &str| {
+        format!("(SELECT {column} FROM pg_stat_xact_user_tables WHERE relname = 'token_base')")
+    };
+    assert_eq!(number(conn, &of("seq_scan")), 0);
+    assert!(number(conn, &of("idx_scan")) > 0);
+}
+
 #[test]
 fn on_a_restored_server_tokens_go_on_from_where_they_were() {
     let database = installed();

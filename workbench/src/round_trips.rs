@@ -58,7 +58,7 @@ pub struct RoundTrips {
 /// What the threads of a proxy share.
 #[derive(Debug)]
 struct Shared {
-    server: (String, u16),
+    server: Mutex<(String, u16)>,
     connections: AtomicU64,
     parses: AtomicU64,
     /// Counts the round trips, too.
@@ -99,7 +99,7 @@ impl RoundTrips {
             .expect("the loopback interface has a free port");
         let address = listener.local_addr().expect("a listener has an address");
         let shared = Arc::new(Shared {
-            server: server.address(),
+            server: Mutex::new(server.address()),
             connections: AtomicU64::new(0),
             parses: AtomicU64::new(0),
             faults: Faults::default(),
@@ -176,6 +176,12 @@ impl RoundTrips {
         self.shared.set(Network::Works);
     }
 
+    /// Leads connections that are made from now on to the same database of another server, as after a failover. Those that are open
+    /// stay where they are, until one [severs](Self::sever) them.
+    pub fn switch_to(&self, server: &Endpoint) {
+        *lock(&self.shared.server) = server.address();
+    }
+
     /// Closes all connections, as a server does that crashes. New ones may be made.
     pub fn sever(&self) {
         for link in lock(&self.shared.links).drain(..) {
@@ -245,11 +251,11 @@ impl Shared {
     }
 
     fn link(&self, client: Socket) -> io::Result<Arc<Link>> {
-        let (host, port) = &self.server;
+        let (host, port) = lock(&self.server).clone();
         let server = if host.starts_with('/') {
             UnixStream::connect(format!("{host}/.s.PGSQL.{port}"))?
         } else {
-            socket(TcpStream::connect((host.as_str(), *port))?)?
+            socket(TcpStream::connect((host.as_str(), port))?)?
         };
         let link = Arc::new(Link::new(client, server));
         let mut links = lock(&self.links);

@@ -1,0 +1,343 @@
+//! The invariants of failovers.
+//!
+//! | What | Never, over all rounds | Never, but for commits that a round of lost commits has forgotten |
+//! |---|---|---|
+//! | tokens of locks, permits, leaders and schedules | repeated, or smaller than one that was drawn before | |
+//! | a kept permit, a leader, a schedule | two holders after those of the old primary must have noticed | two holders |
+//! | a session lock | two holders with one primary | |
+//! | slots | | more than N |
+//! | a schedule | a tick that did not run | the same attempt of a tick again, after it was done |
+//! | `Once` | a key that was done twice in the database | done twice, or acknowledged and not there |
+//! | a throttle, a durable limit | | granted too early |
+//! | a fence | a smaller token after a larger one | |
+//! | pools | away for longer than a few seconds after the switch | |
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::error::Error;
+use std::time::Duration;
+
+use diesel::dsl::sql;
+use diesel::prelude::*;
+use diesel::sql_types::BigInt;
+use workbench::Endpoint;
+
+use super::{Kind, Round, half_of};
+use crate::check::{ends, in_database, too_many};
+use crate::record::{End, Held, Records};
+use crate::worker::{Campaign, EVERY, QUOTA, SLOTS, TIMEOUT};
+
+/// How late a thread of a busy machine may write that it has noticed.
+const MARGIN: i64 = 50_000;
+/// How much earlier than they were lost commits may have been made that the standby had not received yet.
+const LAG: i64 = 1_000_000;
+/// How long after the switch every process has reached the new primary.
+const RECOVERY: i64 = 6_000_000;
+
+const LONGEST: Duration = Campaign::Failover.timeout();
+
+struct Checker<'a> {
+    rounds: &'a [Round],
+    violations: Vec<String>,
+    /// What was excused because its commit was lost, or by two primaries.
+    excused: BTreeMap<String, usize>,
+}
+
+pub(super) fn all(
+    rounds: &[Round],
+    records: &Records,
+    database: &Endpoint,
+) -> Result<(), Box<dyn Error>> {
+    let mut checker = Checker {
+        rounds,
+        violations: Vec::new(),
+        excused: BTreeMap::new(),
+    };
+    checker.tokens(records);
+    checker.holders(records);
+    checker.ticks(records);
+    checker.grants(records);
+    checker.once(records, database)?;
+    checker.pools(records);
+    if let Err(error) = in_database(database) {
+        checker.violations.push(error.to_string());
+    }
+    let counts: BTreeMap<_, _> = records.counts.iter().collect();
+    for (what, count) in counts {
+        println!("{count:6} × {what}");
+    }
+    println!("excused: {:?}", checker.excused);
+    if checker.violations.is_empty() {
+        println!(
+            "{} rounds, and no invariant was broken: {rounds:?}",
+            rounds.len()
+        );
+        return Ok(());
+    }
+    let number = checker.violations.len();
+    for violation in checker.violations.iter().take(30) {
+        println!("VIOLATION {violation}");
+    }
+    Err(format!("{number} violations in {rounds:?}").into())
+}
+
+impl Checker<'_> {
+    fn excuse(&mut self, what: &str) {
+        *self.excused.entry(what.to_owned()).or_default() += 1;
+    }
+
+    /// Whether what was committed then may be forgotten.
+    fn may_be_lost(&self, at: i64) -> bool {
+        let mut rounds = self.rounds.iter();
+        rounds.any(|round| {
+            round.kind == Kind::LostCommits && (round.began - LAG..round.ended).contains(&at)
+        })
+    }
+
+    /// Each is larger than all that were known before somebody asked for it.
+    fn tokens(&mut self, records: &Records) {
+        let mut tokens = records.tokens.clone();
+        // They were drawn before they were believed in, but not long before.
+        let drawn = |held: &Held| (held.from, held.from + 500_000, held.token);
+        for (name, held) in &records.believed {
+            if name != "slots" {
+                tokens.insert(name.clone(), held.iter().map(drawn).collect());
+            }
+        }
+        for run in &records.runs {
+            let tokens = tokens.entry(run.name.clone()).or_default();
+            tokens.push(drawn(&run.held));
+        }
+        for (name, drawn) in &mut tokens {
+            println!("{name}: {} tokens", drawn.len());
+            let mut seen = HashSet::new();
+            for (_, until, token) in &*drawn {
+                if !seen.insert(token) {
+                    let what = format!("{name}: the token {token} repeats, at {until}");
+                    self.violations.push(what);
+                }
+            }
+            let mut known = drawn.clone();
+            known.sort_by_key(|(_, until, _)| *until);
+            drawn.sort_unstable();
+            let (mut known, mut largest) = (known.into_iter().peekable(), 0);
+            for (since, until, token) in &*drawn {
+                while let Some(known) = known.next_if(|known| known.1 <= *since) {
+                    largest = largest.max(known.2);
+                }
+                if *token <= largest {
+                    let what = format!("{name}: the token {token} after {largest}, at {until}");
+                    self.violations.push(what);
+                }
+            }
+        }
+    }
+
+    fn holders(&mut self, records: &Records) {
+        for (name, held) in &records.believed {
+            println!("{name}: {} holdings", held.len());
+            if name == "slots" {
+                for at in too_many(SLOTS as usize, held.iter()) {
+                    // Those who believed in it then may go on for as long as they trusted in it.
+                    let timeout = TIMEOUT.as_micros() as i64;
+                    if self.may_be_lost(at) || self.may_be_lost(at - timeout) {
+                        self.excuse("more than N slots");
+                    } else {
+                        let what = format!("{name}: more than {SLOTS} at once, at {at}");
+                        self.violations.push(what);
+                    }
+                }
+                continue;
+            }
+            let timeout = if name == "kept" { TIMEOUT } else { LONGEST };
+            self.one_at_a_time(name, held, timeout);
+            ends(name, held);
+        }
+        let mut schedules: BTreeMap<&str, Vec<Held>> = BTreeMap::new();
+        for run in &records.runs {
+            schedules.entry(&run.name).or_default().push(run.held);
+        }
+        for (name, held) in schedules {
+            self.one_at_a_time(name, &held, LONGEST);
+        }
+        for (name, held) in &records.locks {
+            println!("{name}: {} confirmed holdings", held.len());
+            for (from, to) in overlaps(held) {
+                let mut rounds = self.rounds.iter();
+                let two_primaries = rounds.any(|round| {
+                    let lives_on = matches!(round.kind, Kind::ReadOnly | Kind::SplitBrain);
+                    lives_on && (round.began..round.ended).contains(&from)
+                });
+                if two_primaries {
+                    self.excuse("two holders of a session lock, of two primaries");
+                } else {
+                    let what = format!("{name}: two holders from {from} to {to}");
+                    self.violations.push(what);
+                }
+            }
+        }
+    }
+
+    /// After lost commits there may be two, until the former one must have noticed.
+    fn one_at_a_time(&mut self, name: &str, held: &[Held], timeout: Duration) {
+        for (from, to) in overlaps(held) {
+            let mut rounds = self.rounds.iter();
+            let is_excused = rounds.any(|round| {
+                let end = round.ended + timeout.as_micros() as i64;
+                round.kind == Kind::LostCommits && from > round.began && to < end
+            });
+            if is_excused {
+                let longest = self.excused.entry(format!("ms of two of {name}"));
+                let longest = longest.or_default();
+                *longest = (*longest).max(((to - from) / 1000) as usize);
+            } else {
+                let milliseconds = (to - from) / 1000;
+                let what = format!("{name}: two for {milliseconds} ms, from {from} to {to}");
+                self.violations.push(what);
+            }
+        }
+    }
+
+    fn ticks(&mut self, records: &Records) {
+        let mut schedules: BTreeMap<(&str, i64), Vec<_>> = BTreeMap::new();
+        for run in &records.runs {
+            let runs = schedules.entry((&run.name, run.tick)).or_default();
+            runs.push(run);
+        }
+        let ticks: BTreeSet<_> = schedules.keys().copied().collect();
+        let every = Campaign::Failover.tick().as_micros() as i64;
+        for (earlier, later) in ticks.iter().zip(ticks.iter().skip(1)) {
+            if earlier.0 == later.0 && later.1 != earlier.1 + every {
+                let what = format!("no run between the ticks {earlier:?} and {later:?}");
+                self.violations.push(what);
+            }
+        }
+        let mut again = 0;
+        for ((name, tick), runs) in &mut schedules {
+            runs.sort_by_key(|run| run.held.from);
+            again += runs.len() - 1;
+            for two in runs.windows(2) {
+                let (first, second) = (two[0], two[1]);
+                if first.held.end != End::Done || second.attempt > first.attempt {
+                    continue;
+                }
+                if self.may_be_lost(first.held.from) {
+                    self.excuse("a tick again");
+                } else {
+                    let what = format!("{name}: the tick {tick} was done and ran again: {two:?}");
+                    self.violations.push(what);
+                }
+            }
+        }
+        println!("{} ticks, {again} runs again", schedules.len());
+    }
+
+    fn grants(&mut self, records: &Records) {
+        for (name, grants) in &records.grants {
+            println!("{name}: {} grants", grants.len());
+            let mut grants = grants.clone();
+            grants.retain(|at| !self.may_be_lost(*at));
+            grants.sort_unstable();
+            // So many in less than so much time are too many.
+            let (number, length) = match name.as_str() {
+                "throttle" => (1, EVERY),
+                _ => ((QUOTA.n + QUOTA.burst) as usize, QUOTA.period),
+            };
+            for some in grants.windows(number + 1) {
+                if some[number] - some[0] < length.as_micros() as i64 {
+                    let what = format!("{name}: more than {number} from {} on", some[0]);
+                    self.violations.push(what);
+                }
+            }
+        }
+    }
+
+    fn once(&mut self, records: &Records, database: &Endpoint) -> Result<(), Box<dyn Error>> {
+        let conn = &mut database.connect();
+        let stored: HashSet<i64> = diesel::select(sql::<diesel::sql_types::Array<BigInt>>(
+            "(SELECT coalesce(array_agg(key), '{}') FROM work)",
+        ))
+        .get_result::<Vec<i64>>(conn)?
+        .into_iter()
+        .collect();
+        println!("once: {} keys", records.once.len());
+        let mut done: Vec<_> = records.once.clone();
+        done.sort_unstable();
+        for two in done.windows(2).filter(|two| two[0].0 == two[1].0) {
+            if self.may_be_lost(two[0].1) {
+                self.excuse("a key of Once again");
+            } else {
+                let what = format!(
+                    "once: {} was done at {} and {}",
+                    two[0].0, two[0].1, two[1].1
+                );
+                self.violations.push(what);
+            }
+        }
+        for (key, at) in done {
+            if stored.contains(&key) {
+            } else if self.may_be_lost(at) {
+                self.excuse("an acknowledged commit was lost");
+            } else {
+                let what = format!("once: {key} was acknowledged at {at} and is lost");
+                self.violations.push(what);
+            }
+        }
+        for (what, query) in [
+            (
+                "keys are stored twice",
+                "(SELECT key FROM work GROUP BY key HAVING count(*) > 1) AS twice",
+            ),
+            (
+                "stale tokens have passed the fence",
+                "(SELECT token < lag(token) OVER (ORDER BY id) AS is_stale FROM passed) AS passed
+                    WHERE is_stale",
+            ),
+        ] {
+            let query = format!("(SELECT count(*) FROM {query})");
+            let found: i64 = diesel::select(sql::<BigInt>(&query)).get_result(conn)?;
+            if found > 0 {
+                self.violations.push(format!("{found} {what}"));
+            }
+        }
+        let query = "(SELECT count(*) FROM passed)";
+        let passed: i64 = diesel::select(sql::<BigInt>(query)).get_result(conn)?;
+        println!("fence: {passed} writes");
+        Ok(())
+    }
+
+    /// How long after the switch each process got an answer of the new primary.
+    fn pools(&mut self, records: &Records) {
+        for round in self.rounds {
+            let mut back = Vec::new();
+            for number in 0..Campaign::Failover.processes() {
+                let switched = round.switched[half_of(number)];
+                let probes = records.probes.get(&number).map_or(&[][..], Vec::as_slice);
+                let answer = probes.iter().find(|probe| probe.0 >= switched);
+                match answer.map(|probe| probe.1 - switched) {
+                    Some(after) if after < RECOVERY => back.push(after / 1000),
+                    after => {
+                        let what = format!("process {number} was back after {after:?} µs");
+                        self.violations.push(format!("{:?}: {what}", round.kind));
+                    }
+                }
+            }
+            println!("{:?}: pools were back after {back:?} ms", round.kind);
+        }
+    }
+}
+
+/// From when to when there were two, but for a margin.
+fn overlaps(held: &[Held]) -> Vec<(i64, i64)> {
+    let mut held = held.to_vec();
+    held.sort_by_key(|held| held.from);
+    let mut latest = i64::MIN;
+    let mut found = Vec::new();
+    for held in held {
+        let end = latest.min(held.to);
+        if end > held.from + MARGIN {
+            found.push((held.from, end));
+        }
+        latest = latest.max(held.to);
+    }
+    found
+}

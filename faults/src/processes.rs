@@ -1,0 +1,115 @@
+//! The processes that work.
+
+use std::env;
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::worker::{Campaign, Settings};
+
+/// Those of a campaign, with the files that they write. They end with this value.
+pub(crate) struct Processes {
+    campaign: Campaign,
+    /// Where each of them connects.
+    urls: Vec<String>,
+    directory: PathBuf,
+    workers: Vec<(Child, String)>,
+    started: usize,
+}
+
+impl Processes {
+    pub(crate) fn new(campaign: Campaign, urls: Vec<String>, directory: PathBuf) -> Self {
+        Self {
+            campaign,
+            urls,
+            directory,
+            workers: Vec::new(),
+            started: 0,
+        }
+    }
+
+    pub(crate) fn start_all(&mut self) -> Result<(), Box<dyn Error>> {
+        for number in 0..self.campaign.processes() {
+            let worker = self.start(number)?;
+            self.workers.push(worker);
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, number: usize) -> Result<(Child, String), Box<dyn Error>> {
+        let record = self
+            .directory
+            .join(self.started.to_string())
+            .to_string_lossy()
+            .into_owned();
+        self.started += 1;
+        let environment = Settings::environment(
+            self.campaign,
+            number,
+            &self.urls[number],
+            &record,
+            fastrand::u64(..),
+        );
+        let worker = Command::new(env::current_exe()?)
+            .envs(environment)
+            .stdin(Stdio::piped())
+            .spawn()?;
+        Ok((worker, record))
+    }
+
+    pub(crate) fn worker(&self, number: usize) -> &(Child, String) {
+        &self.workers[number]
+    }
+
+    /// Kills one and starts another one in its place. Returns the file of the one that was killed.
+    pub(crate) fn replace(&mut self, number: usize) -> Result<String, Box<dyn Error>> {
+        let started = self.start(number)?;
+        let (mut worker, record) = std::mem::replace(&mut self.workers[number], started);
+        worker.kill()?;
+        worker.wait()?;
+        Ok(record)
+    }
+
+    pub(crate) fn check_alive(&mut self) -> Result<(), Box<dyn Error>> {
+        for (worker, record) in &mut self.workers {
+            if let Some(status) = worker.try_wait()? {
+                return Err(format!("{record} has ended: {status}").into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets them end, and waits until they have.
+    pub(crate) fn finish(&mut self) -> Result<(), Box<dyn Error>> {
+        for (worker, _) in &mut self.workers {
+            drop(worker.stdin.take());
+        }
+        let end = Instant::now() + Duration::from_secs(90);
+        for (worker, record) in &mut self.workers {
+            let status = loop {
+                match worker.try_wait()? {
+                    Some(status) => break status,
+                    None if Instant::now() > end => {
+                        return Err(format!("{record} does not end").into());
+                    }
+                    None => thread::sleep(Duration::from_millis(10)),
+                }
+            };
+            if !status.success() {
+                return Err(format!("{record}: {status}").into());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Processes {
+    fn drop(&mut self) {
+        for (worker, _) in &mut self.workers {
+            let _ = worker.kill();
+            let _ = worker.wait();
+        }
+    }
+}

@@ -10,9 +10,9 @@ mod kept_permits;
 mod leaders;
 mod lent;
 mod local_rate_limits;
-mod lost_replies;
 #[cfg(feature = "metrics")]
 mod losses;
+mod lost_replies;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod monitoring;

@@ -208,9 +208,10 @@ impl Error {
     /// Whether the database cannot be reached at the moment, or the pool is exhausted: a service then replies 503, and tries
     /// again later. Everything else is a mistake in the program or its set-up.
     ///
-    /// A statement of the application's own whose session ends under it has no such kind on diesel-async.
+    /// A server that refuses to write is unavailable, also where it refuses a statement of the application's own. One whose session
+    /// ends under it has no such kind on diesel-async.
     pub const fn is_unavailable(&self) -> bool {
-        use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
+        use DatabaseErrorKind::{ClosedConnection, ReadOnlyTransaction, UnableToSendCommand};
         matches!(
             self,
             Self::Pool(_)
@@ -218,7 +219,7 @@ impl Error {
                 | Self::Standby
                 | Self::KeyLocked(_)
                 | Self::Database(DieselError::DatabaseError(
-                    ClosedConnection | UnableToSendCommand,
+                    ClosedConnection | UnableToSendCommand | ReadOnlyTransaction,
                     _
                 ))
         )

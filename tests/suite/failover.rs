@@ -150,6 +150,8 @@ fn a_server_that_refuses_to_write_is_left() {
     on_one(&pool, |conn| {
         wait(execute(conn, "SET default_transaction_read_only = on")).unwrap();
         assert_matches!(wait(THROTTLE.attempt_on(conn)), Err(Error::Standby));
+        let own = wait(execute(conn, "CREATE TABLE refused ()")).unwrap_err();
+        assert!(Error::from(own).is_unavailable());
     });
 }
 

@@ -72,6 +72,8 @@ impl Share {
     const LONGEST: Duration = Duration::from_secs(10);
     /// The longest pause of a poll, and some for its round trip.
     const YIELD: Duration = Duration::from_millis(140);
+    /// How much later newcomers try.
+    const AFTER_THE_OLDEST: Duration = Duration::from_millis(20);
 
     /// A slot was released in this process. Returns when its oldest may try.
     fn released(&mut self, now: Instant) -> Instant {
@@ -125,7 +127,8 @@ pub(crate) fn released(what: &What) {
     }
 }
 
-/// Waits while this process leaves the slots of a service to others.
+/// Waits while this process leaves the slots of a service to others, and a moment more, so that the oldest tries before this newcomer,
+/// and does not take its grant for one of another process.
 pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Instant>) {
     if NUMBER.load(Ordering::SeqCst) == 0 {
         return;
@@ -136,7 +139,7 @@ pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Insta
         of_what.filter_map(|queue| queue.share.yields_until).max()
     };
     if let Some(until) = until {
-        M::sleep(&Alarm::new(until), deadline).await;
+        M::sleep(&Alarm::new(until + Share::AFTER_THE_OLDEST), deadline).await;
     }
 }
 

@@ -56,6 +56,7 @@ impl Alarm {
     }
 
     /// When it is due, but not later than the deadline.
+    #[cfg(feature = "async")]
     pub(crate) fn due(&self, deadline: Option<Instant>) -> Instant {
         let due = lock(&self.state).0;
         deadline.map_or(due, |deadline| deadline.min(due))

@@ -87,18 +87,15 @@ fn wait_for(primary: &Cluster, standby: &Cluster) {
 
 /// A claim forbids sequential scans, whose price would have its statements compiled, for most of a second, each time.
 #[test]
-fn a_claim_reads_the_base_of_tokens_by_its_key() {
+fn a_claim_scans_no_table_for_the_base_of_tokens() {
     let database = installed();
     let conn = &mut database.connect();
     run(
         conn,
         "BEGIN; SELECT resource_control.claim_service_request('s', 1, '1 minute')",
     );
-    let of = |column: &str| {
-        format!("(SELECT {column} FROM pg_stat_xact_user_tables WHERE relname = 'token_base')")
-    };
-    assert_eq!(number(conn, &of("seq_scan")), 0);
-    assert!(number(conn, &of("idx_scan")) > 0);
+    let scans = "(SELECT seq_scan FROM pg_stat_xact_user_tables WHERE relname = 'token_base')";
+    assert_eq!(number(conn, scans), 0);
 }
 
 #[test]

@@ -2,7 +2,7 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- It waits for other instances, and for whoever uses the tables, and not for a time.
+-- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.
 PERFORM pg_catalog.set_config('lock_timeout', '0', true);
 -- One session at a time, and only if this version is not recorded.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);

@@ -110,7 +110,7 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
 pub(crate) enum Waits {
     Never,
     OnTheServer,
-    /// Only by tries, which disturb no `CREATE INDEX CONCURRENTLY` of the holder, whatever its `lock_timeout` is.
+    /// Only by tries, which disturb no `CREATE INDEX CONCURRENTLY` of the holder under any `lock_timeout`.
     #[cfg(feature = "migrations")]
     Polling,
 }

@@ -97,7 +97,7 @@ impl Mode for Blocking {
 
 /// What could not be done at once.
 struct Late {
-    /// Waits for a connection no longer than so long. Returns whether it is done.
+    /// Waits for a connection no longer than its argument. Returns whether it is done.
     try_once: Box<dyn Fn(Duration) -> bool + Send>,
     _left: Left,
 }

@@ -443,3 +443,43 @@ fn doctor_names_a_standby_and_what_is_nearly_used_up() {
     let _sessions: Vec<_> = (0..13).map(|_| Session::of(&database)).collect();
     doctor_says(&database.url(), "", "warn", "of 17 connections are used");
 }
+
+#[test]
+fn doctor_names_what_a_failover_loses() {
+    let primary = Cluster::start();
+    let endpoint = primary.endpoint("postgres");
+    let url = &endpoint.url();
+    migrations::install(&endpoint.pool(1)).unwrap();
+    let conn = &mut endpoint.connect();
+    let standby = primary.standby();
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let streams = "DO $$ BEGIN ASSERT EXISTS (SELECT FROM pg_stat_replication WHERE state = 'streaming'); END $$";
+    while conn.batch_execute(streams).is_err() {
+        assert!(
+            std::time::Instant::now() < end,
+            "the standby does not follow"
+        );
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    doctor_says(url, "", "warn", "none is synchronous");
+    conn.batch_execute("ALTER DATABASE postgres SET synchronous_commit = off")
+        .unwrap();
+    doctor_says(url, "", "warn", "synchronous_commit = off");
+    conn.batch_execute(
+        "SELECT resource_control.claim_service_request('x', 1, '1 day');
+         UPDATE resource_control.service_request SET created_at = created_at + interval '1 hour';
+         INSERT INTO resource_control.schedule (name, tick) VALUES ('hourly', now() + interval '1 hour')",
+    )
+    .unwrap();
+    doctor_says(
+        url,
+        "",
+        "warn",
+        "the schedule hourly has a tick of the future",
+    );
+    doctor_says(url, "", "warn", "was made in the future");
+    conn.batch_execute("ALTER DATABASE postgres SET default_transaction_read_only = on")
+        .unwrap();
+    doctor_says(url, "", "fail", "session locks are granted nevertheless");
+    drop(standby);
+}

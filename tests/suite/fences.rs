@@ -82,3 +82,19 @@ fn the_tokens_of_a_lock_grow() {
         &format!("NOT resource_control.pass_fence('rows', {})", last - 1)
     ));
 }
+
+/// Its session lives, but a later holder may have drawn a token already.
+#[test]
+fn a_former_holder_draws_no_token() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    for lock in [
+        AdvisoryLock::named("former"),
+        AdvisoryLock::all([&AdvisoryLock::named("former"), &AdvisoryLock::named("too")]),
+    ] {
+        let mut guard = wait(lock.acquire(&pool)).unwrap();
+        wait(execute(guard.conn(), "SELECT pg_advisory_unlock_all()")).unwrap();
+        assert_matches!(wait(guard.fencing_token()), Err(Error::LockLost(_)));
+        assert_matches!(wait(guard.release()), Err(Error::LockLost(_)));
+    }
+}

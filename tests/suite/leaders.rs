@@ -33,7 +33,7 @@ fn whoever_asks_is_told_who_leads() {
                 assert_eq!(leads.token as u64, token.load(Ordering::SeqCst));
                 assert_eq!(leads.holder, "web-3");
                 assert!(leads.since < leads.until);
-                // As the view tells it, but for a renewal meanwhile.
+                // As the view tells it, unless it was renewed meanwhile.
                 let of_view = Leadership::all().load(&mut database.connect()).unwrap();
                 let [of_view] = &of_view[..] else {
                     panic!("one leads: {of_view:?}")

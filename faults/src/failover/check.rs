@@ -326,7 +326,7 @@ impl Checker<'_> {
     }
 }
 
-/// From when to when there were two, but for a margin.
+/// From when to when there were two, less a margin.
 fn overlaps(held: &[Held]) -> Vec<(i64, i64)> {
     let mut held = held.to_vec();
     held.sort_by_key(|held| held.from);

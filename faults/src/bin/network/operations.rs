@@ -580,7 +580,7 @@ mod in_tasks {
     }
 }
 
-/// With the settings that each pool has by default, but for sizes and limits.
+/// With the default settings of each pool, except sizes and limits.
 mod pools {
     use diesel::r2d2::{ConnectionManager, Pool};
     use diesel_async::AsyncPgConnection;

@@ -28,12 +28,12 @@ use crate::stop::Stop;
 ///
 /// **What it does not guarantee.** A process that was suspended believes in its term until it looks, and what it sent before may arrive
 /// later. A future is dropped only where it yields. So work asks [`Term::is_leader`] before each step, and data that must never see an
-/// old leader is protected by a [`Fence`](crate::Fence) with [`Term::token`]. Apart from that no two instances lead at a time.
+/// old leader is protected by a [`Fence`](crate::Fence) with [`Term::fencing_token`]. Apart from that no two instances lead at a time.
 ///
 /// The callback *is* the leadership: it is called at each election that this instance wins, and when it returns, the instance resigns,
-/// rests for half a `ttl`, and stands again. A leader renews its term every third of the `ttl`, and each candidate asks as often: one
+/// rests for half a lease, and stands again. A leader renews its term every third of the lease, and each candidate asks as often: one
 /// round trip each, to a [semaphore](crate::semaphore::Semaphore) of one slot. After a resignation another leads
-/// within half a `ttl`, and after a crash within a `ttl` and a moment. A leader that cannot renew its term gives it up before the
+/// within half a lease, and after a crash within a lease and a moment. A leader that cannot renew its term gives it up before the
 /// database lets another one in.
 ///
 /// ```no_run
@@ -55,13 +55,13 @@ use crate::stop::Stop;
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) for an invalid name, or a `ttl` under 3 seconds or over 1,000 years, and
+/// [`Error::Input`](crate::Error::Input) for an invalid name, or a lease under 3 seconds or over 1,000 years, and
 /// [`Error::NotInstalled`](crate::Error::NotInstalled). Errors of the database and the pool are events, and it is tried again.
 #[must_use = "nobody leads until `lead` is called"]
 pub struct Leader<P: Pool> {
     election: &'static str,
     key: Option<String>,
-    ttl: Duration,
+    lease: Duration,
     details: Cow<'static, str>,
     pool: PhantomData<fn(&P)>,
 }
@@ -73,12 +73,12 @@ pub struct Term<P: Pool> {
 }
 
 impl<P: Pool> Leader<P> {
-    /// Makes an election by its name, in which a leader that has crashed keeps its seat for `ttl`, 3 seconds at least.
-    pub const fn named(election: &'static str, ttl: Duration) -> Self {
+    /// Makes an election by its name, in which a leader that has crashed keeps its seat for `lease`, 3 seconds at least.
+    pub const fn named(election: &'static str, lease: Duration) -> Self {
         Self {
             election,
             key: None,
-            ttl,
+            lease,
             details: Cow::Borrowed(""),
             pool: PhantomData,
         }
@@ -146,7 +146,7 @@ impl<P: Pool> Leader<P> {
         Semaphore::seat(
             self.election,
             input::joined(parts),
-            self.ttl,
+            self.lease,
             self.details.clone(),
         )
     }
@@ -168,7 +168,7 @@ impl<P: Pool> Leader<P> {
         // So that a stop does not wait for the pool.
         let limit = Some(Duration::from_secs(1));
         while !stop.is_stopped() {
-            let longest = jittered(self.ttl / 3);
+            let longest = jittered(self.lease / 3);
             let claimed = seat.claim(pool, limit).await;
             if claimed.is_ok() {
                 trouble.is_over();
@@ -200,7 +200,7 @@ impl<P: Pool> Leader<P> {
 
     /// After a term that its callback has ended, for longer than others pause, so that they may lead.
     async fn rest(&self, stop: &Stop) {
-        stop.pause::<P::Mode>(self.ttl / 2).await;
+        stop.pause::<P::Mode>(self.lease / 2).await;
     }
 }
 
@@ -220,7 +220,7 @@ impl<P: Pool> Term<P> {
     }
 
     /// Returns a number that is larger than those of all earlier terms, for a [`Fence`](crate::Fence).
-    pub fn token(&self) -> i64 {
+    pub fn fencing_token(&self) -> i64 {
         self.lease.row.token
     }
 
@@ -309,7 +309,7 @@ impl<P: Pool> fmt::Debug for Leader<P> {
         f.debug_struct("Leader")
             .field("election", &self.election)
             .field("key", &self.key)
-            .field("ttl", &self.ttl)
+            .field("lease", &self.lease)
             .finish_non_exhaustive()
     }
 }
@@ -317,7 +317,7 @@ impl<P: Pool> fmt::Debug for Leader<P> {
 impl<P: Pool> fmt::Debug for Term<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Term")
-            .field("token", &self.token())
+            .field("token", &self.fencing_token())
             .finish_non_exhaustive()
     }
 }

@@ -100,7 +100,7 @@ pub use self::metrics::describe_metrics;
 #[cfg(feature = "r2d2")]
 pub use self::mode::Blocking;
 #[cfg(feature = "async")]
-pub use self::mode::{Async, Running};
+pub use self::mode::{Async, Operation};
 pub use self::mode::{Mode, drain};
 pub use self::once::Done;
 #[cfg(feature = "r2d2")]

@@ -16,7 +16,7 @@ use crate::session::Session;
 use crate::waiting::Database;
 
 #[cfg(feature = "async")]
-pub use self::asynchronous::{Async, Running};
+pub use self::asynchronous::{Async, Operation};
 #[cfg(feature = "r2d2")]
 pub use self::blocking::Blocking;
 

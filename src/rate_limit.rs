@@ -184,7 +184,7 @@ impl<P: Pool> RateLimit<P> {
     ///         return Ok(None);
     ///     };
     ///     let (answer, used) = ask_the_model(prompt);
-    ///     most.give_back(pool, &spent, 1_000 - used)?;
+    ///     most.refund(pool, &spent, 1_000 - used)?;
     ///     Ok(Some(answer))
     /// }
     /// # fn ask_the_model(prompt: &str) -> (String, u32) { (prompt.to_owned(), 400) }
@@ -195,27 +195,26 @@ impl<P: Pool> RateLimit<P> {
     /// # assert!(TOKENS.key(7).peek(&pool)?.remaining >= 9_500);
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn give_back<'a>(
+    pub fn refund<'a>(
         &'a self,
         pool: &'a P,
         spent: &'a Spent,
         units: u32,
     ) -> Reply<'a, P, Result<bool>> {
         P::Mode::drive(async move {
-            let give_back = async {
+            let refund = async {
                 let (call, _) = self.call()?;
                 let (units, before) = spent.begin_part(units);
                 if units == 0 {
                     return Ok(Changed(false));
                 }
-                let give_back = call.give_back(units, spent.at, before);
-                let ((refilled,), _): ((Option<i64>,), _) =
-                    self.ask(pool, None, &[give_back]).await?;
+                let refund = call.refund(units, spent.at, before);
+                let ((refilled,), _): ((Option<i64>,), _) = self.ask(pool, None, &[refund]).await?;
                 spent.end_part(refilled.unwrap_or_else(|| call.quota.refill(units)));
                 waiting::released(&self.units());
                 Ok(Changed(refilled.is_some()))
             };
-            let Changed(is_changed) = self.subject().tell("give_back", give_back).await?;
+            let Changed(is_changed) = self.subject().tell("refund", refund).await?;
             Ok(is_changed)
         })
     }

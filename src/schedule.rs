@@ -44,7 +44,7 @@ const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
 /// What a look at a schedule came to.
 #[must_use = "a tick may be due a moment later"]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Look {
+pub enum RunDue {
     /// A tick was run.
     Ran,
     /// Nothing is due, or another instance runs it. When to look again: at once after the look that has made the schedule known.
@@ -65,7 +65,7 @@ pub enum Look {
 /// **A crash does not lose a tick.** A run holds a lease that renews itself. When its process dies, the lease expires, and another
 /// instance runs that tick again, with the next [attempt](Tick::attempt), three times at most ([`after_crash`](Self::after_crash)). A
 /// panic counts as a crash. An error is stored, and not tried again. A process that was suspended for longer than its lease may go on
-/// beside the next run: [`Tick::is_lost`] tells it, and a [`Fence`](crate::Fence) with [`Tick::token`] protects data from it.
+/// beside the next run: [`Tick::is_lost`] tells it, and a [`Fence`](crate::Fence) with [`Tick::fencing_token`] protects data from it.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -102,7 +102,7 @@ pub struct Schedule<P: Pool> {
 /// What a look found.
 enum Step<P: Pool> {
     Run(Run<P>, Tick<P>),
-    Look(Look),
+    Over(RunDue),
 }
 
 impl<P: Pool> Schedule<P> {
@@ -197,7 +197,7 @@ impl<P: Pool> Schedule<P> {
         let (now, Some(last), Some(attempt), Some(token), claim, expires_at, is_paused) = seen
         else {
             let (_, _): (i64, _) = ask(pool, limit, [sql::register(&name)]).await?;
-            return Ok(Step::Look(Look::Later(Duration::ZERO)));
+            return Ok(Step::Over(RunDue::Later(Duration::ZERO)));
         };
         if unanswered.is_orphan(token, claim) {
             // Its own, of which no reply has come: as if it had not begun. A second time this changes nothing.
@@ -209,14 +209,14 @@ impl<P: Pool> Schedule<P> {
             let give_back = End::GiveBack.of(&orphan);
             let (_, _): (bool, _) = ask(pool, limit, [give_back]).await?;
             unanswered.strike_off(claim);
-            return Ok(Step::Look(Look::Later(Duration::ZERO)));
+            return Ok(Step::Over(RunDue::Later(Duration::ZERO)));
         }
         if is_paused {
-            return Ok(Step::Look(Look::Paused));
+            return Ok(Step::Over(RunDue::Paused));
         }
         let later = |time: DateTime<Utc>| {
             let rest = (time - now).to_std().unwrap_or_default();
-            Ok(Step::Look(Look::Later(rest.min(LONGEST_PAUSE))))
+            Ok(Step::Over(RunDue::Later(rest.min(LONGEST_PAUSE))))
         };
         let first = due::following(next, last).map_err(|error| self.name_it(error))?;
         if let Some(expires_at) = expires_at.filter(|expires_at| *expires_at > now) {
@@ -229,7 +229,7 @@ impl<P: Pool> Schedule<P> {
         let (tick, missed) = match first {
             // The run of the last tick has crashed, or was given back. The row knows what was missed before it.
             _ if is_to_be_repeated => (last, 0),
-            None => return Ok(Step::Look(Look::Never)),
+            None => return Ok(Step::Over(RunDue::Never)),
             Some(first) if first > now => return later(first),
             Some(first) => match self
                 .catch_up
@@ -238,7 +238,7 @@ impl<P: Pool> Schedule<P> {
             {
                 Due::Tick(tick, missed) => (tick, missed),
                 Due::Later(Some(tick)) => return later(tick),
-                Due::Later(None) => return Ok(Step::Look(Look::Never)),
+                Due::Later(None) => return Ok(Step::Over(RunDue::Never)),
             },
         };
         let number = unanswered.begin(token);
@@ -259,7 +259,7 @@ impl<P: Pool> Schedule<P> {
         Ok(match claimed? {
             Some((run, tick)) if !tick.is_lost() => Step::Run(run, tick),
             // Another instance was faster, or the claim took longer than its lease. It is given back then.
-            _ => Step::Look(Look::Later(Duration::from_millis(1))),
+            _ => Step::Over(RunDue::Later(Duration::from_millis(1))),
         })
     }
 
@@ -308,7 +308,7 @@ impl Schedule<crate::pool::PgPool> {
         pool: &crate::pool::PgPool,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
-    ) -> Result<Look> {
+    ) -> Result<RunDue> {
         let mut taken = unanswered::take(self.checked_name()?);
         let mut trouble = Trouble::returned();
         self.look_blocking(pool, None, &mut taken.unanswered, &mut trouble, &next, work)
@@ -344,15 +344,15 @@ impl Schedule<crate::pool::PgPool> {
         trouble: &mut Trouble,
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
         work: impl FnOnce(&Tick<crate::pool::PgPool>) -> Result<(), E>,
-    ) -> Result<Look> {
+    ) -> Result<RunDue> {
         use crate::session::now;
         match now(self.step(pool, limit, unanswered, trouble, next))? {
-            Step::Look(look) => Ok(look),
+            Step::Over(look) => Ok(look),
             Step::Run(mut run, tick) => {
                 run.is_working = true;
                 let error = work(&tick).err().map(|error| error.to_string());
                 run.is_working = false;
-                now(run.finish(error)).map(|()| Look::Ran)
+                now(run.finish(error)).map(|()| RunDue::Ran)
             }
         }
     }
@@ -369,7 +369,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         pool: &'a P,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Send + Sync + 'a,
         work: impl FnOnce(Tick<P>) -> F + Send + 'a,
-    ) -> Reply<'a, P, Result<Look>>
+    ) -> Reply<'a, P, Result<RunDue>>
     where
         E: fmt::Display + Send + 'a,
         F: Future<Output = Result<(), E>> + Send + 'a,
@@ -412,9 +412,9 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         trouble: &mut Trouble,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync,
         work: impl FnOnce(Tick<P>) -> F,
-    ) -> Result<Look> {
+    ) -> Result<RunDue> {
         match self.step(pool, None, unanswered, trouble, &next).await? {
-            Step::Look(look) => Ok(look),
+            Step::Over(look) => Ok(look),
             Step::Run(mut run, tick) => {
                 // Whether this work panics, and not another future of the same task, is told by the flag.
                 run.is_working = true;
@@ -436,7 +436,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
                     None => Err(run.lose()),
                     Some(ended) => {
                         let error = ended.err().map(|error| error.to_string());
-                        run.finish(error).await.map(|()| Look::Ran)
+                        run.finish(error).await.map(|()| RunDue::Ran)
                     }
                 }
             }
@@ -450,13 +450,13 @@ fn retry() -> Duration {
 }
 
 /// How long a loop pauses. `None` if it is over.
-fn pause_after(look: Result<Look>) -> Result<Option<Duration>> {
+fn pause_after(look: Result<RunDue>) -> Result<Option<Duration>> {
     match look {
-        Ok(Look::Ran) => Ok(Some(Duration::ZERO)),
+        Ok(RunDue::Ran) => Ok(Some(Duration::ZERO)),
         // Not all instances at once.
-        Ok(Look::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
-        Ok(Look::Paused) => Ok(Some(Duration::from_millis(fastrand::u64(2000..4000)))),
-        Ok(Look::Never) => Ok(None),
+        Ok(RunDue::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
+        Ok(RunDue::Paused) => Ok(Some(Duration::from_millis(fastrand::u64(2000..4000)))),
+        Ok(RunDue::Never) => Ok(None),
         // What went wrong was told.
         Err(error) if error.may_pass() || matches!(error, Error::PermitLost(_)) => {
             Ok(Some(retry()))

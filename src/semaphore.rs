@@ -111,7 +111,7 @@ impl<P: Pool> Semaphore<P> {
     pub(crate) const fn seat(
         election: &'static str,
         service: String,
-        ttl: Duration,
+        lease: Duration,
         details: Cow<'static, str>,
     ) -> Self {
         Self {
@@ -121,7 +121,7 @@ impl<P: Pool> Semaphore<P> {
             },
             service: Some(service),
             slots: 1,
-            timeout: ttl,
+            timeout: lease,
             details,
             is_kept: true,
             pool: PhantomData,

@@ -25,7 +25,7 @@ use crate::worker::Campaign;
 
 const USAGE: &str = "usage: scripts/faults [--only leaders|schedules|failover] [--seconds S] [--seed N]
 
-  --only leaders    eight processes stand for an election, with a ttl of 3 s
+  --only leaders    eight processes stand for an election, with a lease of 3 s
   --only schedules  five processes run fifty schedules with a tick a second each, and are killed only
   --only failover   four processes over a primary and a standby, which is promoted in each round: after a crash, with and without
                     the last commits; while the primary only reads; while both run

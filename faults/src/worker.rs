@@ -531,7 +531,7 @@ mod in_threads {
         let leader = Leader::named("leader", worker.campaign.timeout());
         let led = leader.lead(pool, &worker.stop, |term| {
             let is_lost = || !term.is_leader() && !worker.stop.is_stopped();
-            let _entered = Entered::new(worker, "leader", term.token(), "", &is_lost);
+            let _entered = Entered::new(worker, "leader", term.fencing_token(), "", &is_lost);
             let length = worker.campaign.timeout().mul_f64(fastrand::f64() * 3.0);
             let end = Instant::now() + length;
             while term.is_leader() && Instant::now() < end {
@@ -551,7 +551,7 @@ mod in_threads {
         let ran = schedule.run(pool, &worker.stop, ticks, |tick| {
             let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
             let is_lost = || tick.is_lost();
-            let mut entered = Entered::new(worker, &name, tick.token(), &more, &is_lost);
+            let mut entered = Entered::new(worker, &name, tick.fencing_token(), &more, &is_lost);
             let end = Instant::now() + Duration::from_millis(fastrand::u64(0..50));
             while !tick.is_lost() && Instant::now() < end {
                 thread::sleep(Duration::from_millis(1));
@@ -645,7 +645,7 @@ mod in_tasks {
         let leader = Leader::<P>::named("leader", worker.campaign.timeout());
         let lead = leader.lead(pool, |term| async move {
             let is_lost = || !term.is_leader();
-            let _entered = Entered::new(worker, "leader", term.token(), "", &is_lost);
+            let _entered = Entered::new(worker, "leader", term.fencing_token(), "", &is_lost);
             let length = worker.campaign.timeout().mul_f64(fastrand::f64() * 3.0);
             let end = Instant::now() + length;
             while term.is_leader() && Instant::now() < end {
@@ -668,7 +668,7 @@ mod in_tasks {
         let run = schedule.run(pool, ticks, |tick| async move {
             let more = format!("\t{}\t{}", tick.at().timestamp_micros(), tick.attempt());
             let is_lost = || tick.is_lost();
-            let mut entered = Entered::new(worker, name, tick.token(), &more, &is_lost);
+            let mut entered = Entered::new(worker, name, tick.fencing_token(), &more, &is_lost);
             sleep(Duration::from_millis(fastrand::u64(0..50))).await;
             entered.is_done = true;
             Ok::<_, LockError>(())

@@ -119,7 +119,7 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
 
 #[cfg(feature = "async")]
 impl<M: MigrationSource<Pg> + Send + 'static> Target<M> for diesel_async::AsyncPgConnection {
-    type Reply = crate::mode::Running<'static, Result<Vec<String>>>;
+    type Reply = crate::mode::Operation<'static, Result<Vec<String>>>;
 
     fn run_pending(self, source: M) -> Self::Reply {
         use crate::mode::{Async, Mode};

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::session::asynchronous::Boxed;
 use crate::waiting::Database;
 
-/// Operations return a future of what they are documented to return: a [`Running`].
+/// Operations return a future of what they are documented to return: a [`Operation`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Async {}
 
@@ -23,9 +23,9 @@ pub enum Async {}
 ///
 /// It may be dropped at any time, as by `tokio::time::timeout` or `select!`: a lock that was not delivered is released.
 #[must_use = "nothing happens before it is awaited"]
-pub struct Running<'a, T>(Boxed<'a, T>);
+pub struct Operation<'a, T>(Boxed<'a, T>);
 
-impl<T> Future for Running<'_, T> {
+impl<T> Future for Operation<'_, T> {
     type Output = T;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
@@ -33,9 +33,9 @@ impl<T> Future for Running<'_, T> {
     }
 }
 
-impl<T> fmt::Debug for Running<'_, T> {
+impl<T> fmt::Debug for Operation<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Running").finish_non_exhaustive()
+        f.debug_struct("Operation").finish_non_exhaustive()
     }
 }
 
@@ -46,11 +46,11 @@ fn leave(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static)
 
 impl Mode for Async {
     type Connection = AsyncPgConnection;
-    type Reply<'a, T: Send + 'a> = Running<'a, T>;
+    type Reply<'a, T: Send + 'a> = Operation<'a, T>;
     type Runtime = Handle;
 
-    fn drive<'a, T: Send + 'a>(operation: impl Future<Output = T> + Send + 'a) -> Running<'a, T> {
-        Running(Box::pin(operation))
+    fn drive<'a, T: Send + 'a>(operation: impl Future<Output = T> + Send + 'a) -> Operation<'a, T> {
+        Operation(Box::pin(operation))
     }
 
     fn runtime() -> Result<Handle> {

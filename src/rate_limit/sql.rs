@@ -179,7 +179,7 @@ impl Call<'_> {
     }
 
     /// Gives back units that were spent at a moment, less what has been refilled since and was not taken into account yet.
-    pub(super) fn give_back(
+    pub(super) fn refund(
         self,
         units: u32,
         at: PgTimestamp,

@@ -198,7 +198,7 @@ impl<P: Pool> Tick<P> {
     }
 
     /// Returns a number that is larger than those of all earlier runs of the schedule, for a [`Fence`](crate::Fence).
-    pub fn token(&self) -> i64 {
+    pub fn fencing_token(&self) -> i64 {
         self.lease.row.token
     }
 
@@ -223,7 +223,7 @@ impl<P: Pool> fmt::Debug for Tick<P> {
         f.debug_struct("Tick")
             .field("at", &self.at)
             .field("attempt", &self.attempt)
-            .field("token", &self.token())
+            .field("token", &self.fencing_token())
             .finish_non_exhaustive()
     }
 }

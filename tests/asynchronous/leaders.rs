@@ -43,8 +43,8 @@ fn one_leads_at_a_time_also_in_spawned_tasks() {
                 let leads = DISPATCHER.lead(&pool, |term| {
                     let (leads, terms) = (Leads::begin(&leading), terms.clone());
                     async move {
-                        let last = terms.swap(term.token() as u64, Ordering::SeqCst);
-                        assert!(last < term.token() as u64 && term.is_leader());
+                        let last = terms.swap(term.fencing_token() as u64, Ordering::SeqCst);
+                        assert!(last < term.fencing_token() as u64 && term.is_leader());
                         term.pause(Duration::from_millis(20)).await;
                         drop(leads);
                     }

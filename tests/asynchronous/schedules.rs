@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use diesel_interlock::schedule::{Look, every};
+use diesel_interlock::schedule::{RunDue, every};
 use diesel_interlock::testing::make_tick_due;
 use workbench::{RoundTrips, When, block_on};
 
@@ -56,12 +56,12 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     }
     let last = block_on(REPORT.run_due(&pool, every(HOUR), |tick| async move {
         assert_eq!(tick.attempt(), 1);
-        assert!(tick.token() > 5);
+        assert!(tick.fencing_token() > 5);
         Ok::<_, Error>(())
     }));
     // The row of the last drop may be on its way.
     let mut last = last.unwrap();
-    while last != Look::Ran {
+    while last != RunDue::Ran {
         let again = REPORT.run_due(&pool, every(HOUR), |tick| async move {
             assert_eq!((tick.attempt(), tick.missed()), (1, 4));
             Ok::<_, Error>(())
@@ -94,7 +94,7 @@ fn a_run_that_has_ended_is_never_given_back() {
         eventually("nothing runs", || truth(look, is_settled));
         while matches!(
             block_on(schedule.run_due(&pool, every(HOUR), work)),
-            Ok(Look::Ran)
+            Ok(RunDue::Ran)
         ) {}
         eventually("the tick has ended", || {
             drop(block_on(schedule.run_due(&pool, every(HOUR), work)));
@@ -127,7 +127,7 @@ fn a_run_in_a_task_that_panics_counts_as_a_crash() {
         assert_eq!(tick.attempt(), 2);
         Ok::<_, Error>(())
     });
-    assert_eq!(block_on(again).unwrap(), Look::Ran);
+    assert_eq!(block_on(again).unwrap(), RunDue::Ran);
 }
 
 fn panics() -> Error {
@@ -228,7 +228,7 @@ fn a_panic_of_one_run_is_no_crash_of_another_in_the_same_task() {
                 assert_eq!(tick.attempt(), expected);
                 Ok::<_, Error>(())
             });
-            assert_eq!(block_on(again).unwrap(), Look::Ran);
+            assert_eq!(block_on(again).unwrap(), RunDue::Ran);
         }
     }
 }

@@ -29,7 +29,10 @@ fn one_leads_at_a_time_and_each_term_has_a_larger_token() {
             scope.spawn(move || {
                 DISPATCHER.lead(&pool, stop, |term| {
                     assert_eq!(leading.fetch_add(1, Ordering::SeqCst), 0, "two lead");
-                    tokens.lock().unwrap().push((instance, term.token()));
+                    tokens
+                        .lock()
+                        .unwrap()
+                        .push((instance, term.fencing_token()));
                     assert!(term.is_leader());
                     leading.fetch_sub(1, Ordering::SeqCst);
                 })
@@ -59,7 +62,7 @@ fn a_stop_ends_the_pause_and_the_term_and_another_leads() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             DISPATCHER.lead(&pool, &first, |term| {
-                elected.store(term.token() as u64, Ordering::SeqCst);
+                elected.store(term.fencing_token() as u64, Ordering::SeqCst);
                 assert!(!term.pause(Duration::MAX));
                 assert!(!term.is_leader());
             })
@@ -67,7 +70,7 @@ fn a_stop_ends_the_pause_and_the_term_and_another_leads() {
         eventually("the first leads", || elected.load(Ordering::SeqCst) > 0);
         scope.spawn(|| {
             DISPATCHER.lead(&pool, &second, |term| {
-                followed.store(term.token() as u64, Ordering::SeqCst);
+                followed.store(term.fencing_token() as u64, Ordering::SeqCst);
                 second.stop();
             })
         });
@@ -124,7 +127,7 @@ fn the_seat_of_a_leader_that_has_crashed_falls_free() {
     let stop = Stop::new();
     DISPATCHER
         .lead(&pool, &stop, |term| {
-            assert!(term.token() > crashed);
+            assert!(term.fencing_token() > crashed);
             stop.stop();
         })
         .unwrap();
@@ -145,7 +148,7 @@ fn an_election_that_takes_longer_than_its_term_is_not_won() {
     let stop = Stop::new();
     DISPATCHER
         .lead(&pool, &stop, |term| {
-            assert!(term.token() > 1);
+            assert!(term.fencing_token() > 1);
             stop.stop();
         })
         .unwrap();
@@ -242,7 +245,7 @@ fn the_view_tells_who_leads() {
             };
             let names = (leadership.name.as_str(), leadership.holder.as_str());
             assert_eq!(names, ("dispatcher a b", "web-1"));
-            assert_eq!(leadership.token, term.token());
+            assert_eq!(leadership.token, term.fencing_token());
             stop.stop();
         })
         .unwrap();

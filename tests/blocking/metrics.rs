@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use diesel_interlock::schedule::{Look, every};
+use diesel_interlock::schedule::{RunDue, every};
 use diesel_interlock::testing::{depose, make_tick_due};
 
 use crate::half::*;
@@ -59,10 +59,10 @@ fn a_schedule_counts_how_its_runs_end() {
             outcome
         })
     };
-    assert!(matches!(run(Ok(())).unwrap(), Look::Later(_)));
+    assert!(matches!(run(Ok(())).unwrap(), RunDue::Later(_)));
     for outcome in [Ok(()), Err("an error"), Ok(())] {
         assert!(make_tick_due(&pool, &REPORT, HOUR).unwrap());
-        assert_eq!(run(outcome).unwrap(), Look::Ran);
+        assert_eq!(run(outcome).unwrap(), RunDue::Ran);
         assert_eq!(METRICS.held(), 0.0);
     }
     assert!(make_tick_due(&pool, &REPORT, HOUR).unwrap());

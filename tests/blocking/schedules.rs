@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, DurationRound, TimeDelta, Utc};
 use diesel::prelude::*;
-use diesel_interlock::schedule::{CatchUp, Look, every};
+use diesel_interlock::schedule::{CatchUp, RunDue, every};
 use diesel_interlock::testing::make_tick_due;
 use workbench::{RoundTrips, When};
 
@@ -28,11 +28,11 @@ fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
     let never = |_: &Tick| -> Result<()> { panic!("nothing is due") };
     assert_eq!(
         schedule.run_due(pool, every(HOUR), never).unwrap(),
-        Look::Later(Duration::ZERO)
+        RunDue::Later(Duration::ZERO)
     );
     assert_matches!(
         schedule.run_due(pool, every(HOUR), never),
-        Ok(Look::Later(_))
+        Ok(RunDue::Later(_))
     );
     assert!(make_tick_due(pool, schedule, HOUR * hours).unwrap());
 }
@@ -68,19 +68,19 @@ fn what_was_missed_is_caught_up_with_as_the_schedule_says() {
         let schedule = REPORT.key(index).catch_up(catch_up);
         due(&schedule, &pool, 5);
         let (now, mut ran, mut last) = (this_hour(&database), Vec::new(), 0);
-        let mut look = Look::Ran;
-        while look == Look::Ran {
+        let mut look = RunDue::Ran;
+        while look == RunDue::Ran {
             look = schedule
                 .run_due(&pool, every(HOUR), |tick| {
-                    assert!(tick.attempt() == 1 && tick.token() > last);
-                    last = tick.token();
+                    assert!(tick.attempt() == 1 && tick.fencing_token() > last);
+                    last = tick.fencing_token();
                     ran.push(((now - tick.at()).num_hours(), tick.missed()));
                     Ok::<_, Error>(())
                 })
                 .unwrap();
         }
         assert_eq!(ran, expected, "{catch_up:?}");
-        assert_matches!(look, Look::Later(rest) if *rest <= Duration::from_secs(60));
+        assert_matches!(look, RunDue::Later(rest) if *rest <= Duration::from_secs(60));
     }
 }
 
@@ -94,17 +94,17 @@ fn an_error_is_stored_and_not_tried_again() {
         .clone()
         .details("web-3")
         .run_due(&pool, every(HOUR), |_| Err("no \0 luck"));
-    assert_eq!(failed.unwrap(), Look::Ran);
+    assert_eq!(failed.unwrap(), RunDue::Ran);
     assert_matches!(
         REPORT.run_due(&pool, every(HOUR), ran_well),
-        Ok(Look::Later(_))
+        Ok(RunDue::Later(_))
     );
     let row = "(SELECT concat_ws(' | ', runner, attempt, error, ended_at >= started_at, expires_at) FROM resource_control.schedule)";
     assert_eq!(text(look, row), "web-3 | 1 | no  luck | t");
     make_tick_due(&pool, &REPORT, HOUR).unwrap();
     assert_eq!(
         REPORT.run_due(&pool, every(HOUR), ran_well).unwrap(),
-        Look::Ran
+        RunDue::Ran
     );
     assert!(truth(
         look,
@@ -121,7 +121,7 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
     for attempt in 1..=3 {
         let died = catch_unwind(AssertUnwindSafe(|| {
             REPORT.run_due(&pool, every(HOUR), |tick| -> Result<()> {
-                ticks.push((tick.at(), tick.token()));
+                ticks.push((tick.at(), tick.fencing_token()));
                 assert_eq!(tick.attempt(), attempt);
                 panic!("it dies")
             })
@@ -140,7 +140,7 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
     );
     assert_matches!(
         REPORT.run_due(&pool, every(HOUR), ran_well),
-        Ok(Look::Later(_))
+        Ok(RunDue::Later(_))
     );
     // The next tick runs.
     make_tick_due(&pool, &REPORT, HOUR).unwrap();
@@ -148,7 +148,7 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
         assert_eq!(tick.attempt(), 1);
         Ok::<_, Error>(())
     });
-    assert_eq!(next.unwrap(), Look::Ran);
+    assert_eq!(next.unwrap(), RunDue::Ran);
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn a_tick_that_runs_again_still_tells_how_many_were_missed() {
         assert_eq!((tick.attempt(), tick.missed()), (2, 4));
         Ok::<_, Error>(())
     });
-    assert_eq!(again.unwrap(), Look::Ran);
+    assert_eq!(again.unwrap(), RunDue::Ran);
 }
 
 #[test]
@@ -191,11 +191,11 @@ fn a_tick_that_ends_late_is_not_run_by_one_who_saw_its_lease_expired() {
             every(HOUR)(after)
         };
         let second = REPORT.run_due(&pool, next, |tick| -> Result<()> { panic!("{tick:?}") });
-        assert_matches!(second, Ok(Look::Later(_)));
+        assert_matches!(second, Ok(RunDue::Later(_)));
         Ok::<_, Error>(())
     });
     // The end that was stored already is stored again, as after a lost reply.
-    assert_eq!(ran.unwrap(), Look::Ran);
+    assert_eq!(ran.unwrap(), RunDue::Ran);
 }
 
 #[test]
@@ -212,11 +212,11 @@ fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
             WHEN (NEW.token = 1 AND OLD.token = 0) EXECUTE FUNCTION slow()",
     );
     let work = |tick: &Tick| {
-        assert!(tick.token() > 1);
+        assert!(tick.fencing_token() > 1);
         Ok::<_, Error>(())
     };
     eventually("it runs when the server is fast again", || {
-        schedule.run_due(&pool, every(HOUR), work).unwrap() == Look::Ran
+        schedule.run_due(&pool, every(HOUR), work).unwrap() == RunDue::Ran
     });
 }
 
@@ -230,10 +230,10 @@ fn a_run_that_has_lost_its_lease_is_told_and_changes_nothing_of_the_next() {
         run(look, EXPIRE);
         let again = REPORT.run_due(&pool, every(HOUR), |again| {
             assert_eq!((again.at(), again.attempt()), (tick.at(), 2));
-            assert!(again.token() > tick.token());
+            assert!(again.fencing_token() > tick.fencing_token());
             Err("of the second")
         });
-        assert_eq!(again.unwrap(), Look::Ran);
+        assert_eq!(again.unwrap(), RunDue::Ran);
         assert!(tick.wait_for_loss(Duration::MAX) && tick.is_lost());
         Ok::<_, Error>(())
     });
@@ -254,11 +254,11 @@ fn a_long_run_keeps_its_tick_for_itself() {
         assert!(!tick.wait_for_loss(Duration::from_millis(1800)));
         assert_matches!(
             REPORT.run_due(&pool, every(HOUR), ran_well),
-            Ok(Look::Later(_))
+            Ok(RunDue::Later(_))
         );
         Ok::<_, Error>(())
     });
-    assert_eq!(ran.unwrap(), Look::Ran);
+    assert_eq!(ran.unwrap(), RunDue::Ran);
 }
 
 /// The one that runs takes the next tick itself, so nobody looks for it without a pause.
@@ -270,11 +270,11 @@ fn while_a_run_takes_longer_than_a_period_others_look_once_a_second() {
     due(&schedule, &pool, 1);
     let millisecond = every(Duration::from_millis(1));
     let ran = schedule.run_due(&pool, millisecond, |_| {
-        let second = Look::Later(Duration::from_secs(1));
+        let second = RunDue::Later(Duration::from_secs(1));
         assert_eq!(schedule.run_due(&pool, millisecond, ran_well)?, second);
         Ok::<_, Error>(())
     });
-    assert_eq!(ran.unwrap(), Look::Ran);
+    assert_eq!(ran.unwrap(), RunDue::Ran);
 }
 
 #[test]
@@ -292,7 +292,7 @@ fn instances_share_the_ticks_and_each_runs_once() {
                     assert_eq!(running.fetch_add(1, Ordering::SeqCst), 0, "two run");
                     ran.lock().unwrap().push((
                         tick.at(),
-                        tick.token(),
+                        tick.fencing_token(),
                         tick.attempt(),
                         tick.missed(),
                     ));
@@ -339,7 +339,7 @@ fn a_stop_lets_the_run_end_and_there_may_be_no_tick_any_more() {
     assert_eq!(number(&mut database.connect(), ended), 1);
     assert_eq!(
         REPORT.run_due(&pool, |_| None, ran_well).unwrap(),
-        Look::Never
+        RunDue::Never
     );
     REPORT.run(&pool, &Stop::new(), |_| None, ran_well).unwrap();
 }
@@ -438,8 +438,8 @@ fn an_own_clock_in_the_search_path_hinders_nothing() {
             Ok::<_, Error>(())
         })
     };
-    assert_matches!(look(), Ok(Look::Later(_)));
-    assert_matches!(look(), Ok(Look::Ran));
+    assert_matches!(look(), Ok(RunDue::Later(_)));
+    assert_matches!(look(), Ok(RunDue::Ran));
 }
 
 /// It has stopped because of it, so what it returns is no end.
@@ -471,7 +471,7 @@ fn a_run_that_was_told_of_its_loss_stores_no_end_and_its_tick_runs_again() {
                 assert_eq!(tick.attempt(), 2);
                 Ok::<_, Error>(())
             });
-            assert_eq!(again.unwrap(), Look::Ran);
+            assert_eq!(again.unwrap(), RunDue::Ran);
         }
     }
 }

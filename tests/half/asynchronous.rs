@@ -46,7 +46,7 @@ macro_rules! reply {
 macro_rules! work_of_tick {
     ($token:expr) => {
         |tick: $crate::half::Tick| {
-            *$token.lock().unwrap() = tick.token();
+            *$token.lock().unwrap() = tick.fencing_token();
             async { Ok::<_, $crate::half::Error>(()) }
         }
     };
@@ -182,7 +182,7 @@ pub(crate) fn while_it_leads<T>(
 ) -> T {
     let leads = async {
         let led = leader.lead(pool, |term| {
-            elected(term.token() as u64);
+            elected(term.fencing_token() as u64);
             std::future::pending()
         });
         match led.await.unwrap() {}

@@ -35,7 +35,7 @@ macro_rules! reply {
 macro_rules! work_of_tick {
     ($token:expr) => {
         |tick: &$crate::half::Tick| {
-            *$token.lock().unwrap() = tick.token();
+            *$token.lock().unwrap() = tick.fencing_token();
             Ok::<_, $crate::half::Error>(())
         }
     };
@@ -143,7 +143,7 @@ pub(crate) fn while_it_leads<T>(
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let led = leader.lead(pool, &stop, |term| {
-                elected(term.token() as u64);
+                elected(term.fencing_token() as u64);
                 term.pause(Duration::MAX);
             });
             led.unwrap();

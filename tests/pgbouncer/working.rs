@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use diesel_interlock::schedule::{Look, every};
+use diesel_interlock::schedule::{RunDue, every};
 use diesel_interlock::{Error, Quota, migrations};
 use workbench::{Database, PgBouncer, PoolMode};
 
@@ -47,8 +47,8 @@ macro_rules! everything_but_session_locks {
         assert_eq!(granted.into_inner(), 1);
         assert_eq!(allowed.into_inner(), 5);
         let look = || $wait(CLEAN.run_due(&pool, every(Duration::from_micros(1)), $work)).unwrap();
-        assert!(matches!(look(), Look::Later(_)), "it is first seen");
-        assert_eq!(look(), Look::Ran);
+        assert!(matches!(look(), RunDue::Later(_)), "it is first seen");
+        assert_eq!(look(), RunDue::Ran);
         assert!($once(&pool).unwrap().is_first());
         assert!(!$once(&pool).unwrap().is_first());
         // Renewed at least once.

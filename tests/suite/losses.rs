@@ -8,7 +8,7 @@ use diesel_interlock::testing::{expire, make_tick_due};
 use workbench::RoundTrips;
 
 use crate::assert_matches;
-use crate::half::schedule::{Look, every};
+use crate::half::schedule::{RunDue, every};
 use crate::half::*;
 use crate::support::exporter::{Metrics, exported};
 use crate::support::{eventually, installed, run};
@@ -195,7 +195,7 @@ fn a_run_that_has_lost_its_lease_is_counted_as_lost_once() {
         let metrics = Metrics(name);
         let schedule = Schedule::named(name).after_crash(Duration::from_millis(600), 3);
         let look = wait(schedule.run_due(&pool, every(HOUR), work!(|_tick| Ok::<_, Error>(()))));
-        assert_eq!(look.unwrap(), Look::Later(Duration::ZERO));
+        assert_eq!(look.unwrap(), RunDue::Later(Duration::ZERO));
         assert!(wait(make_tick_due(&pool, &schedule, HOUR)).unwrap());
         let ran = wait(schedule.run_due(
             &pool,

@@ -137,7 +137,7 @@ fn keys_and_numbers_of_things_do_not_add_to_them() {
                 let limit = LIMIT.key(key).quota(Quota::per_day(1 + key as u32));
                 let check = wait(limit.check(&pool)).unwrap();
                 let _ = wait(limit.peek(&pool)).unwrap();
-                wait(limit.give_back(&pool, &check.allowed().unwrap(), 1)).unwrap();
+                wait(limit.refund(&pool, &check.allowed().unwrap(), 1)).unwrap();
                 let timeout = HOUR + Duration::from_millis(key as u64);
                 let _ = wait(limit.clone().durable().acquire_timeout(&pool, timeout)).unwrap();
                 wait(limit.reset(&pool)).unwrap();

@@ -159,7 +159,7 @@ fn units_that_were_given_back_are_not_given_twice() {
             // Some when they are refilled in part.
             thread::sleep(Duration::from_millis(u64::from(round % 5)));
             // If nothing is given back, everything is refilled, or the key has been pruned, which is the same.
-            let _ = wait(limit.give_back(pool, &spent, cost)).unwrap();
+            let _ = wait(limit.refund(pool, &spent, cost)).unwrap();
             return None;
         }
         Some(("hot".into(), spent.at().timestamp_micros(), cost))

@@ -169,7 +169,7 @@ fn a_forgotten_transaction_on_a_key_is_an_error_that_says_so() {
         wait(SLOW.check(&pool)).map(drop),
         wait(RateLimit::check_all(&[&first, &SLOW], &pool)).map(drop),
         wait(SLOW.acquire_timeout(&pool, Duration::from_secs(3))).map(drop),
-        wait(SLOW.give_back(&pool, &spent, 1)).map(drop),
+        wait(SLOW.refund(&pool, &spent, 1)).map(drop),
         wait(SLOW.reset(&pool)).map(drop),
     ] {
         assert_matches!(locked, Err(Error::KeyLocked("slow")));
@@ -364,13 +364,10 @@ fn units_are_given_back_once() {
     let limit = SLOW.cost(4);
     let spent = allowed(&limit, &pool);
     assert_eq!(spent.units, 4);
-    assert!(wait(limit.give_back(&pool, &spent, 3)).unwrap());
+    assert!(wait(limit.refund(&pool, &spent, 3)).unwrap());
     assert_eq!(wait(SLOW.peek(&pool)).unwrap().remaining, 4);
-    assert!(
-        wait(limit.give_back(&pool, &spent, 3)).unwrap(),
-        "one is left"
-    );
-    assert!(!wait(limit.give_back(&pool, &spent, 3)).unwrap());
+    assert!(wait(limit.refund(&pool, &spent, 3)).unwrap(), "one is left");
+    assert!(!wait(limit.refund(&pool, &spent, 3)).unwrap());
     assert!(is_allowed(&SLOW.cost(4), &pool));
     assert!(
         !is_allowed(&SLOW.cost(2), &pool),
@@ -396,7 +393,7 @@ fn units_that_are_given_back_in_parts_are_as_many_as_at_once() {
     eventually("two and a half were refilled", || truth(look, refilled));
     for ((limit, part), spent) in keys.iter().zip(&spent) {
         for _ in 0..8 / part {
-            let _ = wait(limit.give_back(&pool, spent, *part)).unwrap();
+            let _ = wait(limit.refund(&pool, spent, *part)).unwrap();
         }
     }
     let difference = "(SELECT date_part('epoch', max(full_at) - min(full_at)) * 1000 FROM resource_control.rate_limit)";
@@ -413,7 +410,7 @@ fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
     assert!(wait(SLOW.reset(&pool)).unwrap());
     assert!(is_allowed(&limit, &pool));
     assert!(
-        !wait(limit.give_back(&pool, &spent, 1)).unwrap(),
+        !wait(limit.refund(&pool, &spent, 1)).unwrap(),
         "the key was reset"
     );
     assert!(wait(SLOW.reset(&pool)).unwrap());
@@ -421,7 +418,7 @@ fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
     let spent = allowed(&limit, &pool);
     assert!(is_allowed(&SLOW.quota(Quota::per_hour(1).burst(5)), &pool));
     assert!(
-        !wait(limit.give_back(&pool, &spent, 1)).unwrap(),
+        !wait(limit.refund(&pool, &spent, 1)).unwrap(),
         "the quota was changed"
     );
     assert!(wait(SLOW.reset(&pool)).unwrap());
@@ -432,7 +429,7 @@ fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
         &mut database.connect(),
         "UPDATE resource_control.rate_limit SET spent_at = since - interval '1 s'",
     );
-    assert!(!wait(limit.give_back(&pool, &spent, 1)).unwrap());
+    assert!(!wait(limit.refund(&pool, &spent, 1)).unwrap());
     assert!(wait(SLOW.reset(&pool)).unwrap());
 
     // A unit refills in a millisecond.
@@ -440,7 +437,7 @@ fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
     let spent = allowed(&fast, &pool);
     thread::sleep(Duration::from_millis(3));
     assert!(
-        !wait(fast.give_back(&pool, &spent, 2)).unwrap(),
+        !wait(fast.refund(&pool, &spent, 2)).unwrap(),
         "they were refilled"
     );
 }

@@ -12,7 +12,7 @@ use diesel_interlock::testing::make_tick_due;
 use workbench::{RoundTrips, When};
 
 use crate::assert_matches;
-use crate::half::schedule::{CatchUp, Look, every};
+use crate::half::schedule::{CatchUp, RunDue, every};
 use crate::half::*;
 use crate::support::{eventually, installed, number, run, text, truth};
 
@@ -23,14 +23,14 @@ const STATE: &str = "(SELECT state FROM resource_control.schedule_state)";
 /// Sees the schedule for the first time, and lets hours pass.
 #[track_caller]
 fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
-    assert_eq!(looked(schedule, pool), Look::Later(Duration::ZERO));
-    assert_matches!(looked(schedule, pool), Look::Later(_));
+    assert_eq!(looked(schedule, pool), RunDue::Later(Duration::ZERO));
+    assert_matches!(looked(schedule, pool), RunDue::Later(_));
     assert!(wait(make_tick_due(pool, schedule, HOUR * hours)).unwrap());
 }
 
 /// Looks, and runs what is due as the first attempt.
 #[track_caller]
-fn looked(schedule: &Schedule, pool: &PgPool) -> Look {
+fn looked(schedule: &Schedule, pool: &PgPool) -> RunDue {
     wait(schedule.run_due(
         pool,
         every(HOUR),
@@ -151,9 +151,9 @@ fn a_tick_that_crashed_longer_ago_than_its_grace_is_not_run_again() {
     let age = Duration::from_secs(age.try_into().unwrap());
     let attempts = AtomicU64::new(0);
     for (grace, expected) in [
-        (Duration::from_micros(1), Look::Never),
-        (age + HOUR, Look::Ran),
-        (age + HOUR, Look::Never),
+        (Duration::from_micros(1), RunDue::Never),
+        (age + HOUR, RunDue::Ran),
+        (age + HOUR, RunDue::Never),
     ] {
         let schedule = REPORT.clone().catch_up(CatchUp::Skip(grace));
         let ran = wait(schedule.run_due(
@@ -181,11 +181,11 @@ fn a_deleted_row_does_not_restart_the_tokens_of_a_schedule() {
             &pool,
             every(HOUR),
             work!(|tick| {
-                token.store(tick.token() as u64, Ordering::SeqCst);
+                token.store(tick.fencing_token() as u64, Ordering::SeqCst);
                 Ok::<_, Error>(())
             }),
         ));
-        assert_eq!(ran.unwrap(), Look::Ran);
+        assert_eq!(ran.unwrap(), RunDue::Ran);
         token.into_inner()
     };
     let mut last = 0;
@@ -210,10 +210,10 @@ fn an_error_that_says_nothing_is_stored_as_failed() {
         let schedule = REPORT.key(error.len());
         due(&schedule, &pool, 1);
         let ran = wait(schedule.run_due(&pool, every(HOUR), work!(|_tick| Err::<(), _>(error))));
-        assert_eq!(ran.unwrap(), Look::Ran);
+        assert_eq!(ran.unwrap(), RunDue::Ran);
         let failed = "(SELECT bool_and(state = 'failed' AND error > '') FROM resource_control.schedule_state)";
         assert!(truth(look, failed));
-        assert_matches!(looked(&schedule, &pool), Look::Later(_));
+        assert_matches!(looked(&schedule, &pool), RunDue::Later(_));
     }
 }
 
@@ -229,14 +229,14 @@ fn a_schedule_that_never_ran_can_be_paused() {
         look,
         "(SELECT state = 'new' AND paused_at <= clock_timestamp() FROM resource_control.schedule_state)"
     ));
-    assert_eq!(looked(&REPORT, &pool), Look::Paused);
+    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
     assert!(wait(make_tick_due(&pool, &REPORT, 3 * HOUR)).unwrap());
-    assert_eq!(looked(&REPORT, &pool), Look::Paused);
+    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
     // Others are not.
-    assert_eq!(looked(&REPORT.key(7), &pool), Look::Later(Duration::ZERO));
+    assert_eq!(looked(&REPORT.key(7), &pool), RunDue::Later(Duration::ZERO));
     assert!(wait(REPORT.resume(&pool)).unwrap());
     assert!(!wait(REPORT.resume(&pool)).unwrap());
-    assert_eq!(looked(&REPORT, &pool), Look::Ran);
+    assert_eq!(looked(&REPORT, &pool), RunDue::Ran);
     assert!(truth(
         look,
         "(SELECT bool_and(paused_at IS NULL) FROM resource_control.schedule_state)"
@@ -261,12 +261,12 @@ fn a_run_that_has_begun_ends_though_its_schedule_is_paused() {
             Ok::<_, Error>(())
         }),
     ));
-    assert_eq!(ran.unwrap(), Look::Ran);
+    assert_eq!(ran.unwrap(), RunDue::Ran);
     assert!(truth(
         look,
         "(SELECT state = 'done' AND paused_at < ended_at FROM resource_control.schedule_state)"
     ));
-    assert_eq!(looked(&schedule, &pool), Look::Paused);
+    assert_eq!(looked(&schedule, &pool), RunDue::Paused);
 }
 
 #[test]
@@ -278,11 +278,11 @@ fn a_paused_schedule_takes_no_tick_also_of_a_run_that_has_crashed() {
         due(&REPORT, &pool, 1);
         crash(&REPORT, &pool, look);
         assert!(wait(REPORT.pause(&pool)).unwrap());
-        assert_eq!(looked(&REPORT, &pool), Look::Paused);
+        assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
     }
     // Also for those who come later.
     let (later, pool) = (REPORT.clone(), pool(&database, 2));
-    assert_eq!(looked(&later, &pool), Look::Paused);
+    assert_eq!(looked(&later, &pool), RunDue::Paused);
     assert_eq!(text(look, STATE), "crashed");
     assert!(wait(later.resume(&pool)).unwrap());
     let attempt = AtomicU64::new(0);
@@ -294,7 +294,7 @@ fn a_paused_schedule_takes_no_tick_also_of_a_run_that_has_crashed() {
             Ok::<_, Error>(())
         }),
     ));
-    assert_eq!((ran.unwrap(), attempt.into_inner()), (Look::Ran, 2));
+    assert_eq!((ran.unwrap(), attempt.into_inner()), (RunDue::Ran, 2));
 }
 
 /// Between the look and the claim.
@@ -312,8 +312,8 @@ fn a_claim_of_a_schedule_that_was_paused_meanwhile_takes_nothing() {
         every(HOUR)(after)
     };
     let ran = wait(REPORT.run_due(&pool, next, work!(|_tick| panics())));
-    assert_matches!(ran, Ok(Look::Later(_)));
-    assert_eq!(looked(&REPORT, &pool), Look::Paused);
+    assert_matches!(ran, Ok(RunDue::Later(_)));
+    assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
 }
 
 #[test]
@@ -332,11 +332,11 @@ fn what_was_missed_in_a_pause_is_caught_up_with_as_the_schedule_says() {
         due(&schedule, &pool, 0);
         assert!(wait(schedule.pause(&pool)).unwrap());
         assert!(wait(make_tick_due(&pool, &schedule, 5 * HOUR)).unwrap());
-        assert_eq!(looked(&schedule, &pool), Look::Paused);
+        assert_eq!(looked(&schedule, &pool), RunDue::Paused);
         assert!(wait(schedule.resume(&pool)).unwrap());
         let missed = std::sync::Mutex::new(Vec::new());
-        let mut look = Look::Ran;
-        while look == Look::Ran {
+        let mut look = RunDue::Ran;
+        while look == RunDue::Ran {
             look = wait(schedule.run_due(
                 &pool,
                 every(HOUR),

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use diesel_interlock::schedule::{Look, every};
+use diesel_interlock::schedule::{RunDue, every};
 use diesel_interlock::testing::{self, depose, expire, make_due, make_tick_due, use_up};
 use workbench::Database;
 
@@ -199,8 +199,8 @@ fn a_tick_is_made_due() {
     assert!(!wait(make_tick_due(&pool, &report, HOUR)).unwrap());
     let look =
         || wait(report.run_due(&pool, every(HOUR), work!(|_tick| Ok::<_, Error>(())))).unwrap();
-    assert_matches!(look(), Look::Later(_));
+    assert_matches!(look(), RunDue::Later(_));
     assert!(wait(make_tick_due(&pool, &report, HOUR)).unwrap());
-    assert_eq!(look(), Look::Ran);
-    assert_matches!(look(), Look::Later(_));
+    assert_eq!(look(), RunDue::Ran);
+    assert_matches!(look(), RunDue::Later(_));
 }

@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// On one instance at a time. The call is the leadership.
 fn dispatch(pool: &PgPool, stop: &Stop, name: &str) -> Result<(), diesel_interlock::Error> {
     DISPATCHER.details(name).lead(pool, stop, |term| {
-        println!("lead {}", term.token());
+        println!("lead {}", term.fencing_token());
         while term.is_leader() {
             // A step of the work, and then:
             term.pause(Duration::from_millis(200));

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel_interlock::schedule::Look;
+use diesel_interlock::schedule::RunDue;
 use diesel_interlock::{
     Admission, Attempt, Check, CheckAll, Decision, Error, LockKey, Pool, Quota, Result,
     check_exclusion, drain,
@@ -48,12 +48,12 @@ const fn of_check(check: &Check) -> &'static str {
     }
 }
 
-const fn of_look(look: Look) -> &'static str {
+const fn of_look(look: RunDue) -> &'static str {
     match look {
-        Look::Ran => "ran",
-        Look::Later(_) => "later",
-        Look::Paused => "paused",
-        Look::Never => "never",
+        RunDue::Ran => "ran",
+        RunDue::Later(_) => "later",
+        RunDue::Paused => "paused",
+        RunDue::Never => "never",
     }
 }
 

@@ -28,8 +28,8 @@ use crate::waiting::Turns;
 /// A lock that one holder has at a time, or several share, among all programs that use the database.
 ///
 /// `P` is the pool of the program, for each of which there is an alias: [`AdvisoryLock`](crate::AdvisoryLock) for r2d2,
-/// `deadpool::AdvisoryLock` and `bb8::AdvisoryLock`. Where an operation is documented to return `Reply<'a, P, T>`, it blocks and
-/// returns a `T` over r2d2, and is a future of a `T` over deadpool and bb8.
+/// `deadpool::AdvisoryLock` and `bb8::AdvisoryLock`. Operations return a [`Reply`]: over r2d2 they
+/// block and return a `Result`, over deadpool and bb8 they are futures of it.
 ///
 /// ```
 /// use diesel_interlock::{AdvisoryLock, Attempt, Error, PgPool};
@@ -164,10 +164,7 @@ impl<P: Pool> AdvisoryLock<P> {
     /// Takes the lock if it is free, and never waits for it.
     ///
     /// One round trip on a connection of the pool: `SELECT pg_try_advisory_lock($1)`, with checks for a standby.
-    pub fn try_acquire<'a>(
-        &'a self,
-        pool: &'a P,
-    ) -> Reply<'a, P, Result<Attempt<AdvisoryLockGuard<P>>>> {
+    pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
         P::Mode::drive(self.subject().tell("try_acquire", async move {
             let guard = self.attempt(pool, &self.locks()?, None, None).await?;
             Ok(guard.map_or(Attempt::Busy, Attempt::Acquired))
@@ -175,7 +172,7 @@ impl<P: Pool> AdvisoryLock<P> {
     }
 
     /// Takes the lock, and [waits](Self#waiting) for as long as others hold it. One round trip if it is free.
-    pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<AdvisoryLockGuard<P>>> {
+    pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, AdvisoryLockGuard<P>> {
         P::Mode::drive(async move {
             let tried = self
                 .subject()
@@ -191,7 +188,7 @@ impl<P: Pool> AdvisoryLock<P> {
         &'a self,
         pool: &'a P,
         timeout: Duration,
-    ) -> Reply<'a, P, Result<Attempt<AdvisoryLockGuard<P>>>> {
+    ) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
             let wait = self.wait(pool, deadline);

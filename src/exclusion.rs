@@ -53,7 +53,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// diesel_interlock::check_exclusion(&pool)?;
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
-pub fn check_exclusion<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
+pub fn check_exclusion<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
     P::Mode::drive(check(pool, PATIENCE))
 }
 

@@ -83,7 +83,7 @@ impl<P: Pool> Fence<P> {
     ///
     /// Roll the transaction back on an error, as `?` in Diesel's `transaction` does. Waits for the end of another transaction that has
     /// passed this fence. One round trip: `SELECT resource_control.pass_fence($1, $2)`.
-    pub fn pass<'a>(&'a self, conn: &'a mut Connection<P>, token: i64) -> Reply<'a, P, Result<()>> {
+    pub fn pass<'a>(&'a self, conn: &'a mut Connection<P>, token: i64) -> Reply<'a, P, ()> {
         let subject = Subject {
             primitive: "fence",
             name: self.name,

@@ -102,7 +102,7 @@ impl<P: Pool> Leader<P> {
 
     /// Reads who leads, for a status page: the [details](Self::details) of the leader, since when, until when unless the term is renewed,
     /// and the fencing token. `None` while nobody leads. One round trip.
-    pub fn current<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Option<Leadership>>> {
+    pub fn current<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Option<Leadership>> {
         const CURRENT: &str = "SELECT pg_catalog.max(s.id), pg_catalog.max(s.details), pg_catalog.max(s.created_at), pg_catalog.max(s.expires_at)
             FROM resource_control.service_request AS s WHERE s.service = $1 AND s.slot = 0
                 AND s.completed_at IS NULL AND s.timed_out_at IS NULL AND s.expires_at > pg_catalog.clock_timestamp()";
@@ -226,7 +226,7 @@ impl<P: Pool> Term<P> {
 
     /// Pauses for a time, and returns whether this instance still leads then. Returns at once when the term is lost or stopped. No
     /// round trip.
-    pub fn pause(&self, pause: Duration) -> Reply<'_, P, bool> {
+    pub fn pause(&self, pause: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let due = Instant::now().checked_add(pause);
             let until = self.lease.until();
@@ -276,7 +276,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Leader<P> {
         &'a self,
         pool: &'a P,
         mut work: impl FnMut(Term<P>) -> F + Send + 'a,
-    ) -> Reply<'a, P, Result<Infallible>>
+    ) -> Reply<'a, P, Infallible>
     where
         F: Future<Output = ()> + Send + 'a,
     {

@@ -31,8 +31,8 @@
 //! - for Diesel's r2d2 pool from this module, such as [`AdvisoryLock`]: operations block, and return what they are documented to return;
 //! - for diesel-async's deadpool or bb8 from the module of that name: operations are futures, and are awaited.
 //!
-//! Where an operation is documented to return `Reply<'a, P, T>`, that is a `T` in the first case and a future of a `T` in the second. A
-//! future may be dropped at any time: what it has taken is released.
+//! Where an operation is documented to return [`Reply<'a, P, T>`](Reply), that is a `Result<T>` in the first case, and a future of one
+//! in the second. A future may be dropped at any time: what it has taken is released.
 //!
 //! A wrapper of a pool is lent as it is: `&Arc<PgPool>`, actix's `&web::Data<PgPool>`, axum's `&State<PgPool>`.
 //!
@@ -81,6 +81,11 @@ pub mod schedule;
 pub mod schema;
 pub mod semaphore;
 mod session;
+/// The supertrait of traits that only this crate implements.
+mod sealed {
+    #[allow(unnameable_types, unreachable_pub)]
+    pub trait Sealed {}
+}
 mod statement;
 mod stop;
 mod subject;

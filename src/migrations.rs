@@ -114,7 +114,7 @@ impl Outcome for Done {
 /// migrations::install(&pool)?; // `.await` it over deadpool and bb8
 /// # Ok::<(), diesel_interlock::Error>(())
 /// ```
-pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
+pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
     P::Mode::drive(async move {
         SUBJECT.tell("install", run_files(pool)).await?;
         if pool.idle() >= 2 {
@@ -147,7 +147,7 @@ pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
 /// migrations::check(&pool)?;
 /// # Ok::<(), Error>(())
 /// ```
-pub fn check<P: Pool>(pool: &P) -> Reply<'_, P, Result<()>> {
+pub fn check<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
     P::Mode::drive(async move {
         let state = State::look(pool).await?;
         if state.pending().is_empty() {

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use crate::alarm::{Alarm, lock};
 use crate::error::Result;
-use crate::pool::{Pool, Reply};
+use crate::pool::Pool;
+use crate::sealed::Sealed;
 use crate::session::Session;
 use crate::waiting::Database;
 
@@ -20,8 +21,8 @@ pub use self::asynchronous::{Async, Operation};
 #[cfg(feature = "r2d2")]
 pub use self::blocking::Blocking;
 
-/// How the operations of a handle run: they block, or they are futures. The pools say which; nobody else implements it.
-pub trait Mode: Sized + Send + Sync + 'static {
+/// How the operations of a handle run: they block, or they are futures. The pools say which. The trait is sealed.
+pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     /// The connection that this half works on: `PgConnection` or `AsyncPgConnection`.
     type Connection: Session;
 
@@ -170,7 +171,7 @@ async fn run(pool: PgPool, shutdown: impl Future<Output = ()>) {
 ```
 "#
 )]
-pub fn drain<P: Pool>(pool: &P, limit: Duration) -> Reply<'_, P, bool> {
+pub fn drain<P: Pool>(pool: &P, limit: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
     // The pool says which half waits.
     let _ = pool;
     P::Mode::drive(async move {

@@ -122,7 +122,7 @@ impl<P: Pool> Once<P> {
 
     /// Forgets what was done longer ago than `older_than`, of all names, and returns how many. A client that repeats such a request
     /// has it done again. A round trip for each 10,000, a `DELETE` that reads the table.
-    pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, Result<u64>> {
+    pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, u64> {
         P::Mode::drive(async move {
             if older_than > LONGEST {
                 return Err(Error::input("an age is 1,000 years at most"));

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::mode::{self, Mode, PATIENCE};
+use crate::sealed::Sealed;
 use crate::session::Session;
 
 #[cfg(feature = "bb8")]
@@ -21,7 +22,7 @@ pub use self::deadpool::DeadPool;
 #[cfg(feature = "r2d2")]
 pub use self::r2d2::PgPool;
 
-/// A pool of connections: Diesel's r2d2 pool, and diesel-async's deadpool and bb8. Nobody else implements it.
+/// A pool of connections: Diesel's r2d2 pool, and diesel-async's deadpool and bb8. The trait is sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a pool of PostgreSQL connections that this crate knows",
     label = "not a pool of Diesel's r2d2, or of diesel-async's deadpool or bb8",
@@ -29,7 +30,7 @@ pub use self::r2d2::PgPool;
             `diesel_interlock::deadpool::AdvisoryLock` for deadpool, `diesel_interlock::bb8::AdvisoryLock` for bb8",
     note = "a wrapper of a pool is lent as the pool inside: `&**wrapper`, `wrapper.get_ref()` or `&wrapper.0`"
 )]
-pub trait Pool: Clone + Send + Sync + 'static {
+pub trait Pool: Sealed + Clone + Send + Sync + 'static {
     /// The half that the pool belongs to.
     type Mode: Mode;
 
@@ -66,13 +67,14 @@ pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Res
 }
 
 /// A connection out of a [`Pool`].
-pub trait PoolConnection: DerefMut + Send + 'static {
+pub trait PoolConnection: Sealed + DerefMut + Send + 'static {
     /// Ends the session. The connection does not go back to its pool.
     fn discard(self);
 }
 
-/// What an operation over a pool `P` returns: a `T` over r2d2, and a future of it over deadpool and bb8.
-pub type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, T>;
+/// What an operation over a pool `P` returns: a [`Result<T>`] over r2d2, and a future of it over deadpool
+/// and bb8.
+pub type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, Result<T>>;
 
 /// The connection inside a pool `P`: `PgConnection` over r2d2, and `AsyncPgConnection` over deadpool and bb8.
 pub type Connection<P> = <<P as Pool>::Mode as Mode>::Connection;

@@ -122,13 +122,13 @@ impl<P: Pool> RateLimit<P> {
     }
 
     /// Spends the units if they are there. One round trip, and three for a key's first call and for another quota.
-    pub fn check<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Check>> {
+    pub fn check<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Check> {
         P::Mode::drive(self.subject().tell("check", self.check_within(pool, None)))
     }
 
     /// As [`check`](Self::check), in the transaction of a connection, which gives the units back if it is rolled back. All other
     /// checks of the key wait until it has ended.
-    pub fn check_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<Check>> {
+    pub fn check_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Check> {
         P::Mode::drive(
             self.subject()
                 .tell("check_on", self.decide(conn, Commit::Callers)),
@@ -140,11 +140,7 @@ impl<P: Pool> RateLimit<P> {
     ///
     /// It holds no connection while it pauses, and reserves nothing, so a caller that gives up takes nothing. No order is
     /// promised. Fails with [`Error::TimedOut`] if not even the first check had a reply in time.
-    pub fn acquire_timeout<'a>(
-        &'a self,
-        pool: &'a P,
-        timeout: Duration,
-    ) -> Reply<'a, P, Result<Check>> {
+    pub fn acquire_timeout<'a>(&'a self, pool: &'a P, timeout: Duration) -> Reply<'a, P, Check> {
         let deadline = Instant::now().checked_add(timeout);
         P::Mode::drive(
             self.subject()
@@ -153,12 +149,12 @@ impl<P: Pool> RateLimit<P> {
     }
 
     /// Reads what is there, and spends nothing. One round trip.
-    pub fn peek<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<State>> {
+    pub fn peek<'a>(&'a self, pool: &'a P) -> Reply<'a, P, State> {
         P::Mode::drive(self.look(pool))
     }
 
     /// Makes the key full. Returns whether it was not. One round trip.
-    pub fn reset<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<bool>> {
+    pub fn reset<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let reset = async {
                 let (call, _) = self.call()?;
@@ -195,12 +191,7 @@ impl<P: Pool> RateLimit<P> {
     /// # assert!(TOKENS.key(7).peek(&pool)?.remaining >= 9_500);
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn refund<'a>(
-        &'a self,
-        pool: &'a P,
-        spent: &'a Spent,
-        units: u32,
-    ) -> Reply<'a, P, Result<bool>> {
+    pub fn refund<'a>(&'a self, pool: &'a P, spent: &'a Spent, units: u32) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let refund = async {
                 let (call, _) = self.call()?;
@@ -220,7 +211,7 @@ impl<P: Pool> RateLimit<P> {
     }
 
     /// Deletes the keys, of all limits, that are full, and skips those in use. Returns how many. A round trip for each 10,000.
-    pub fn prune(pool: &P) -> Reply<'_, P, Result<u64>> {
+    pub fn prune(pool: &P) -> Reply<'_, P, u64> {
         P::Mode::drive(in_batches(pool, sql::prune()))
     }
 

@@ -152,7 +152,7 @@ impl<P: Pool> Schedule<P> {
 
     /// Pauses the schedule on all instances, also one that never ran. It takes no tick until it is [resumed](Self::resume); a run that
     /// has begun ends. Returns whether it was not paused before. One round trip, an `INSERT … ON CONFLICT DO UPDATE`.
-    pub fn pause<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<bool>> {
+    pub fn pause<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let (was_running, _) = ask(pool, None, [sql::pause(&self.checked_name()?)]).await?;
             Ok(was_running)
@@ -161,7 +161,7 @@ impl<P: Pool> Schedule<P> {
 
     /// Resumes a schedule that was paused, which its instances see within five seconds. What was missed meanwhile goes by
     /// [`catch_up`](Self::catch_up). Returns whether it was paused. One round trip, an `UPDATE`.
-    pub fn resume<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<bool>> {
+    pub fn resume<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let (was_paused, _) = ask(pool, None, [sql::resume(&self.checked_name()?)]).await?;
             Ok(was_paused)
@@ -369,7 +369,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         pool: &'a P,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Send + Sync + 'a,
         work: impl FnOnce(Tick<P>) -> F + Send + 'a,
-    ) -> Reply<'a, P, Result<RunDue>>
+    ) -> Reply<'a, P, RunDue>
     where
         E: fmt::Display + Send + 'a,
         F: Future<Output = Result<(), E>> + Send + 'a,
@@ -388,7 +388,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
         pool: &'a P,
         next: impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Send + Sync + 'a,
         mut work: impl FnMut(Tick<P>) -> F + Send + 'a,
-    ) -> Reply<'a, P, Result<()>>
+    ) -> Reply<'a, P, ()>
     where
         E: fmt::Display + Send + 'a,
         F: Future<Output = Result<(), E>> + Send + 'a,

@@ -29,8 +29,8 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 /// At most N permits at a time for a service, among all programs that use the database.
 ///
 /// `P` is the pool of the program, for each of which there is an alias: [`Semaphore`](crate::Semaphore) for r2d2,
-/// `deadpool::Semaphore` and `bb8::Semaphore`. Where an operation is documented to return `Reply<'a, P, T>`, it blocks and returns a
-/// `T` over r2d2, and is a future of a `T` over deadpool and bb8.
+/// `deadpool::Semaphore` and `bb8::Semaphore`. Operations return a [`Reply`]: over r2d2 they block and return a `Result`,
+/// over deadpool and bb8 they are futures of it.
 ///
 /// ```
 /// use std::time::Duration;
@@ -185,12 +185,12 @@ impl<P: Pool> Semaphore<P> {
     ///
     /// One round trip on a connection of the pool: `SELECT … FROM resource_control.claim_service_request($1, $2, $3, $4)`. If all
     /// slots are taken it only reads.
-    pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Admission<Permit<P>>>> {
+    pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Admission<Permit<P>>> {
         P::Mode::drive(self.subject.tell("try_acquire", self.claim(pool, None)))
     }
 
     /// Takes a permit, and [waits](Self#waiting) for as long as all slots are taken.
-    pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Permit<P>>> {
+    pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Permit<P>> {
         P::Mode::drive(async move {
             let waited = self.subject.wait("acquire", self.wait(pool, None)).await?;
             waited.admitted().ok_or(Error::TimedOut)
@@ -204,7 +204,7 @@ impl<P: Pool> Semaphore<P> {
         &'a self,
         pool: &'a P,
         timeout: Duration,
-    ) -> Reply<'a, P, Result<Admission<Permit<P>>>> {
+    ) -> Reply<'a, P, Admission<Permit<P>>> {
         P::Mode::drive(async move {
             let wait = self.wait(pool, Instant::now().checked_add(timeout));
             self.subject.wait("acquire_timeout", wait).await
@@ -215,7 +215,7 @@ impl<P: Pool> Semaphore<P> {
     /// was in flight. One round trip.
     ///
     /// That process leaves its permit to this one with [`Permit::detach`], because a drop would complete the request.
-    pub fn complete<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, Result<bool>> {
+    pub fn complete<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let complete = async {
                 let service = self.service()?;
@@ -233,7 +233,7 @@ impl<P: Pool> Semaphore<P> {
 
     /// Extends the request of another process to its timeout from now, if it is of this service. Returns whether it was in flight.
     /// One round trip.
-    pub fn renew<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, Result<bool>> {
+    pub fn renew<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let renew = async {
                 let renew = sql::renew_of_another(&self.service()?, id, self.timeout);
@@ -246,7 +246,7 @@ impl<P: Pool> Semaphore<P> {
 
     /// Deletes the requests of all services that ended longer ago than `older_than` from the log, the oldest first and 10,000 in a
     /// transaction. Returns how many.
-    pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, Result<u64>> {
+    pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, u64> {
         P::Mode::drive(async move {
             if older_than > LONGEST {
                 return Err(Error::input("an age is 1,000 years at most"));

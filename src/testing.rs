@@ -58,7 +58,7 @@ pub struct Database<P: Pool> {
 
 impl<P: Pool> Database<P> {
     /// Copies a template. The role of the pool, which is one of another database of the server, may create databases.
-    pub fn from_template<'a>(pool: &'a P, template: &'a str) -> Reply<'a, P, Result<Self>> {
+    pub fn from_template<'a>(pool: &'a P, template: &'a str) -> Reply<'a, P, Self> {
         const OLD: &str = "SELECT COALESCE(array_agg(d.datname::text), '{}') FROM pg_database AS d
             WHERE substring(d.datname FROM '^interlock_copy_([0-9]{10})_[0-9a-f]{16}$')::bigint < $1
                 AND NOT EXISTS (SELECT FROM pg_stat_activity AS a WHERE a.datid = d.oid)";
@@ -135,7 +135,7 @@ async fn change<P: Pool>(
 }
 
 /// Makes a throttle due, as if it had never been granted.
-pub fn make_due<'a, P: Pool>(pool: &'a P, throttle: &'a Throttle<P>) -> Reply<'a, P, Result<()>> {
+pub fn make_due<'a, P: Pool>(pool: &'a P, throttle: &'a Throttle<P>) -> Reply<'a, P, ()> {
     const KEY: &str = "WITH done AS (UPDATE resource_control.throttle SET last_granted = '-infinity', details = ''
             WHERE name = $1 AND key = $2 AND is_resource = ($3 = 1) RETURNING 1
         ) SELECT count(*) FROM done";
@@ -155,7 +155,7 @@ pub fn make_due<'a, P: Pool>(pool: &'a P, throttle: &'a Throttle<P>) -> Reply<'a
 }
 
 /// Lets the requests in flight of a semaphore expire, as if their holders had crashed. Returns how many. A kept permit is lost.
-pub fn expire<'a, P: Pool>(pool: &'a P, semaphore: &'a Semaphore<P>) -> Reply<'a, P, Result<u64>> {
+pub fn expire<'a, P: Pool>(pool: &'a P, semaphore: &'a Semaphore<P>) -> Reply<'a, P, u64> {
     P::Mode::drive(expired(pool, semaphore))
 }
 
@@ -167,12 +167,12 @@ async fn expired<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
 }
 
 /// Spends the units that a key of a rate limit has left.
-pub fn use_up<'a, P: Pool>(pool: &'a P, limit: &'a RateLimit<P>) -> Reply<'a, P, Result<()>> {
+pub fn use_up<'a, P: Pool>(pool: &'a P, limit: &'a RateLimit<P>) -> Reply<'a, P, ()> {
     P::Mode::drive(limit.use_up(pool))
 }
 
 /// Ends the term of the leader, as if it had crashed long ago. Returns whether there was one.
-pub fn depose<'a, P: Pool>(pool: &'a P, leader: &'a Leader<P>) -> Reply<'a, P, Result<bool>> {
+pub fn depose<'a, P: Pool>(pool: &'a P, leader: &'a Leader<P>) -> Reply<'a, P, bool> {
     P::Mode::drive(async move { Ok(expired(pool, &leader.seat()).await? > 0) })
 }
 
@@ -182,7 +182,7 @@ pub fn make_tick_due<'a, P: Pool>(
     pool: &'a P,
     schedule: &'a Schedule<P>,
     by: Duration,
-) -> Reply<'a, P, Result<bool>> {
+) -> Reply<'a, P, bool> {
     const DUE: &str = "WITH done AS (UPDATE resource_control.schedule SET tick = tick - $1 WHERE name = $2 RETURNING 1)
         SELECT count(*) FROM done";
     P::Mode::drive(async move {

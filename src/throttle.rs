@@ -111,7 +111,7 @@ impl<P: Pool> Throttle<P> {
     /// Takes the throttle if it is due. The grant is committed when this returns.
     ///
     /// One round trip, an `UPDATE` that skips a row that is locked or not due; two for the first attempt of a key.
-    pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Result<Decision>> {
+    pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().tell("attempt", async move {
             let (row, _) = ask(pool, None, self.statements()?).await?;
             self.decided(row)
@@ -120,7 +120,7 @@ impl<P: Pool> Throttle<P> {
 
     /// As [`attempt`](Self::attempt), in the transaction of a connection. All others are denied until it ends, and it is due if it
     /// is rolled back.
-    pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<Decision>> {
+    pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().tell("attempt_on", async move {
             self.decided(ask_lent(conn, &self.statements()?).await?)
         }))
@@ -128,7 +128,7 @@ impl<P: Pool> Throttle<P> {
 
     /// Deletes the keys, of all throttles, that have been due for as long as their interval, and skips those in use. Returns how
     /// many. A round trip for each 10,000.
-    pub fn prune(pool: &P) -> Reply<'_, P, Result<u64>> {
+    pub fn prune(pool: &P) -> Reply<'_, P, u64> {
         P::Mode::drive(in_batches(pool, sql::prune()))
     }
 

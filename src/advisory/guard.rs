@@ -44,7 +44,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     }
 
     /// Asks whether the session still holds the lock. One round trip, to `pg_locks`.
-    pub fn is_held(&mut self) -> Reply<'_, P, Result<bool>> {
+    pub fn is_held(&mut self) -> Reply<'_, P, bool> {
         P::Mode::drive(self.0.is_held())
     }
 
@@ -53,7 +53,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     ///
     /// Fails with [`Error::NotInstalled`] without that schema, [`Error::LockLost`] if the session has ended, and
     /// [`Error::SessionMoved`] behind a pooler in transaction mode.
-    pub fn fencing_token(&mut self) -> Reply<'_, P, Result<i64>> {
+    pub fn fencing_token(&mut self) -> Reply<'_, P, i64> {
         P::Mode::drive(self.0.fencing_token())
     }
 
@@ -61,7 +61,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     ///
     /// The lock is free after an error, too, which says what was wrong with the work under it: [`Error::LockLost`],
     /// [`Error::TransactionLeftOpen`], [`Error::SessionMoved`], or [`Error::ReleaseFailed`].
-    pub fn release(mut self) -> Reply<'static, P, Result<()>> {
+    pub fn release(mut self) -> Reply<'static, P, ()> {
         P::Mode::drive(async move { self.0.release_told("release").await })
     }
 }

@@ -36,7 +36,7 @@ impl<P: Pool> AdvisoryLock<P> {
     pub fn try_acquire_xact<'a>(
         &'a self,
         conn: &'a mut Connection<P>,
-    ) -> Reply<'a, P, Result<Attempt<()>>> {
+    ) -> Reply<'a, P, Attempt<()>> {
         P::Mode::drive(self.subject().tell("try_acquire_xact", async move {
             acquire(conn, &self.locks()?, Some(Duration::ZERO)).await
         }))
@@ -45,7 +45,7 @@ impl<P: Pool> AdvisoryLock<P> {
     /// Takes the lock until the transaction ends, and waits for as long as others hold it.
     ///
     /// One round trip if it is free, and otherwise a second one, in which the server waits.
-    pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Result<()>> {
+    pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, ()> {
         P::Mode::drive(async move {
             let wait = async { acquire(conn, &self.locks()?, None).await };
             self.subject().wait("acquire_xact", wait).await.map(drop)
@@ -60,7 +60,7 @@ impl<P: Pool> AdvisoryLock<P> {
         &'a self,
         conn: &'a mut Connection<P>,
         timeout: Duration,
-    ) -> Reply<'a, P, Result<Attempt<()>>> {
+    ) -> Reply<'a, P, Attempt<()>> {
         P::Mode::drive(self.subject().wait("acquire_xact_timeout", async move {
             acquire(conn, &self.locks()?, Some(timeout)).await
         }))

@@ -15,6 +15,7 @@ use crate::advisory::sql::Lock;
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
+use crate::sealed::Sealed;
 use crate::session::Session;
 use crate::statement::Statement;
 use crate::transaction::refusal;
@@ -37,7 +38,7 @@ const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v
     note = "of a pooled blocking connection lend the one inside, `&mut *conn`; an asynchronous one is given by value: \
             `AsyncPgConnection::establish(url).await?`"
 )]
-pub trait Target<M>: sealed::Sealed {
+pub trait Target<M>: Sealed {
     /// What [`run_pending`] returns: the versions that it ran, or a future of them.
     type Reply;
 
@@ -45,14 +46,10 @@ pub trait Target<M>: sealed::Sealed {
     fn run_pending(self, source: M) -> Self::Reply;
 }
 
-mod sealed {
-    #[allow(unnameable_types)]
-    pub trait Sealed {}
-    #[cfg(feature = "r2d2")]
-    impl Sealed for &mut diesel::PgConnection {}
-    #[cfg(feature = "async")]
-    impl Sealed for diesel_async::AsyncPgConnection {}
-}
+#[cfg(feature = "r2d2")]
+impl Sealed for &mut diesel::PgConnection {}
+#[cfg(feature = "async")]
+impl Sealed for diesel_async::AsyncPgConnection {}
 
 /// Runs the pending migrations of an application, once although many instances start at the same time. Returns the versions that it
 /// ran.

@@ -12,10 +12,11 @@ use tokio::time::{sleep, sleep_until, timeout_at};
 use super::{Left, Mode, unless};
 use crate::alarm::{Alarm, lock};
 use crate::error::{Error, Result};
+use crate::sealed::Sealed;
 use crate::session::asynchronous::Boxed;
 use crate::waiting::Database;
 
-/// Operations return a future of what they are documented to return: a [`Operation`].
+/// Operations return a future of what they are documented to return: an [`Operation`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Async {}
 
@@ -43,6 +44,8 @@ fn leave(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static)
     let _entered = runtime.enter();
     runtime.spawn(operation);
 }
+
+impl Sealed for Async {}
 
 impl Mode for Async {
     type Connection = AsyncPgConnection;

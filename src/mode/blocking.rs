@@ -9,12 +9,15 @@ use diesel::PgConnection;
 use super::{Left, Mode};
 use crate::alarm::{Alarm, lock};
 use crate::error::Result;
+use crate::sealed::Sealed;
 use crate::session::now;
 use crate::waiting::Database;
 
 /// Operations block the thread, and return what they are documented to return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Blocking {}
+
+impl Sealed for Blocking {}
 
 impl Mode for Blocking {
     type Connection = PgConnection;

@@ -7,6 +7,7 @@ use diesel::r2d2::{self, ConnectionManager, PooledConnection};
 use super::{Pool, PoolConnection};
 use crate::error::{Error, Result};
 use crate::mode::Blocking;
+use crate::sealed::Sealed;
 use crate::session::Session;
 
 /// Diesel's r2d2 pool.
@@ -14,6 +15,10 @@ pub type PgPool = r2d2::Pool<ConnectionManager<PgConnection>>;
 
 /// r2d2 adds a limit to the present time, which overflows for a very long one.
 const YEAR: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
+impl Sealed for PgPool {}
+
+impl Sealed for PooledConnection<ConnectionManager<PgConnection>> {}
 
 impl Pool for PgPool {
     type Mode = Blocking;

@@ -41,7 +41,7 @@ impl<P: Pool> RateLimit<P> {
     /// keys are checked in the order of their names and keys, so that callers do not deadlock. A limit that is given twice costs
     /// twice; two quotas for one key are an [`Error::Input`], and so are more than 1,000 limits. If any of the limits is
     /// [durable](Self::durable), all are.
-    pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, Result<CheckAll>> {
+    pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, CheckAll> {
         let subject = Subject {
             primitive: "rate limit",
             name: limits.first().map_or("", |limit| limit.name),

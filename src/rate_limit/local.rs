@@ -179,7 +179,7 @@ impl<P: Pool> RateLimit<P> {
 impl<P: Pool> LocalRateLimit<P> {
     /// Spends a unit of a key. No round trip while a chunk lasts, or the last denial counts; one for a chunk or a denial, and two for
     /// the rest of what the row has.
-    pub fn check<'a>(&'a self, key: &'a str) -> Reply<'a, P, Result<LocalCheck>> {
+    pub fn check<'a>(&'a self, key: &'a str) -> Reply<'a, P, LocalCheck> {
         P::Mode::drive(async move {
             let check = self.0.check(key).await?;
             let subject = self.0.limit.subject();

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::lease::{self, Lease, Row};
 use crate::mode::{self, Mode, PATIENCE};
-use crate::pool::{Pool, Reply};
+use crate::pool::Pool;
 use crate::waiting::Database;
 
 /// How much of an error is stored, in characters.
@@ -209,7 +209,7 @@ impl<P: Pool> Tick<P> {
     }
 
     /// Waits until the lease is lost, for at most `timeout`. Returns whether it is.
-    pub fn wait_for_loss(&self, timeout: Duration) -> Reply<'_, P, bool> {
+    pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
             self.lease.lost(deadline).await;

@@ -60,7 +60,7 @@ impl<P: Pool> Permit<P> {
     }
 
     /// Waits until the permit is lost, for at most `timeout`. Returns whether it is. No round trip.
-    pub fn wait_for_loss(&self, timeout: Duration) -> Reply<'_, P, bool> {
+    pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
             self.lease.lost(deadline).await;
@@ -69,7 +69,7 @@ impl<P: Pool> Permit<P> {
     }
 
     /// Waits until the permit is lost: never, for as long as it renews itself in time. No round trip.
-    pub fn lost(&self) -> Reply<'_, P, ()> {
+    pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
         P::Mode::drive(async move {
             self.lease.lost(None).await;
             self.is_lost();
@@ -78,7 +78,7 @@ impl<P: Pool> Permit<P> {
 
     /// Extends the permit to its timeout from now. One round trip: `SELECT resource_control.renew_service_request($1, $2, $3, $4)`.
     /// A permit that is lost is not extended, and nothing is sent.
-    pub fn renew(&self) -> Reply<'_, P, Result<()>> {
+    pub fn renew(&self) -> Reply<'_, P, ()> {
         P::Mode::drive(async move {
             let renew = async { self.lease.renew().await.map(|()| Renewed) };
             let renewed = self.lease.subject.tell("renew", renew).await;
@@ -90,7 +90,7 @@ impl<P: Pool> Permit<P> {
     ///
     /// If the database cannot be reached it is an error, and the release follows in the background. Where the work has succeeded and
     /// a handler shall reply at once, drop the permit instead: the release then follows behind the reply.
-    pub fn release(mut self) -> Reply<'static, P, Result<()>> {
+    pub fn release(mut self) -> Reply<'static, P, ()> {
         P::Mode::drive(async move {
             let lease = self.end("release");
             let runtime = lease.runtime.clone();

@@ -41,12 +41,12 @@ impl<P: Pool> Throttle<P> {
     ///
     /// The intervals of those that it has stay as they are: the database owns them. One round trip per resource, and two more for
     /// one that is new. Only the owner of the type `throttled_resource_enum` may add a new one.
-    pub fn sync<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Result<Synced>> {
+    pub fn sync<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Synced> {
         P::Mode::drive(synchronized::<P>(pool, declared::<R>(), false))
     }
 
     /// As [`sync`](Self::sync), and changes the intervals that differ to the declared ones.
-    pub fn sync_intervals<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Result<Synced>> {
+    pub fn sync_intervals<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Synced> {
         P::Mode::drive(synchronized::<P>(pool, declared::<R>(), true))
     }
 }

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::key::LockKey;
 use crate::mode::Mode;
-use crate::pool::{Pool, Reply};
+use crate::pool::{Pool, Reply, debug};
 use crate::waiting::Turns;
 
 /// A lock that one holder has at a time, or several share, among all programs that use the database.
@@ -97,6 +97,7 @@ fn report(pool: &PgPool) {
 /// [`Error::InsideTransaction`] if it lends one inside a transaction (that of `begin_test_transaction` is none),
 /// [`Error::Standby`] on a hot standby, and [`Error::Database`].
 #[must_use = "a lock protects nothing until it is taken"]
+#[derive(Clone)]
 pub struct AdvisoryLock<P: Pool> {
     key: LockKey,
     /// What a key is added to, if `key` has one.
@@ -290,23 +291,8 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
     }
 }
 
-impl<P: Pool> Clone for AdvisoryLock<P> {
-    fn clone(&self) -> Self {
-        Self {
-            key: self.key.clone(),
-            unkeyed: self.unkeyed.clone(),
-            all: self.all.clone(),
-            ..*self
-        }
-    }
-}
-
-impl<P: Pool> fmt::Debug for AdvisoryLock<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AdvisoryLock")
-            .field("key", &self.key)
-            .field("is_shared", &self.is_shared)
-            .field("all", &self.all)
-            .finish()
-    }
-}
+debug!(
+    AdvisoryLock | this | key = this.key,
+    is_shared = this.is_shared,
+    all = this.all
+);

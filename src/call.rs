@@ -222,7 +222,7 @@ pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -
     if has_ended(session, &error).await {
         return closed(error);
     }
-    match session.one(Statement::<Bool>::new(IS_MISSING, [])).await {
+    match session.one(&Statement::<Bool>::new(IS_MISSING, [])).await {
         Ok(true) => Error::NotInstalled,
         _ => error.into(),
     }

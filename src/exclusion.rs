@@ -112,7 +112,7 @@ async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
 /// Volatile, so that a pooler that reads elsewhere sends it where it sends locks.
 async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
     const BACKEND_PID: &str = "SELECT CASE WHEN pg_catalog.clock_timestamp() IS NOT NULL THEN pg_catalog.pg_backend_pid() END";
-    match conn.one(Statement::<Integer>::new(BACKEND_PID, [])).await {
+    match conn.one(&Statement::<Integer>::new(BACKEND_PID, [])).await {
         Ok(pid) => Ok(pid),
         Err(error) if is_of_a_prepared_statement(&error) => Err(Error::NotExclusive(NOT_PREPARED)),
         Err(error) => Err(ended(conn, error).await),
@@ -122,7 +122,7 @@ async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
 async fn try_lock<S: Session>(conn: &mut S, number: i64) -> Result<bool> {
     const TRY: &str = "SELECT CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_try_advisory_xact_lock($1) END";
     let tried = Statement::<(Nullable<Bool>,)>::new(TRY, [number.into()]);
-    let reply: QueryResult<(Option<bool>,)> = conn.one(tried).await;
+    let reply: QueryResult<(Option<bool>,)> = conn.one(&tried).await;
     match reply {
         Ok((is_taken,)) => is_taken.ok_or(Error::Standby),
         Err(error) => Err(ended(conn, error).await),

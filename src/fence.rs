@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply};
+use crate::pool::{Connection, Pool, Reply, debug};
 use crate::session::{Session, Transaction};
 use crate::statement::Statement;
 use crate::transaction::refusal;
@@ -53,6 +53,7 @@ use crate::transaction::refusal;
 ///
 /// [`Error::Fenced`] if a larger token has passed, [`Error::OutsideTransaction`], [`Error::Input`], and [`Error::Database`].
 #[must_use = "a fence protects nothing until it is passed"]
+#[derive(Clone)]
 pub struct Fence<P: Pool> {
     name: &'static str,
     /// What the database knows it by: the name, and the key if there is one.
@@ -104,7 +105,7 @@ impl<P: Pool> Fence<P> {
         }
         const PASS: &str = "SELECT resource_control.pass_fence($1, $2)";
         let pass = Statement::<Bool>::new(PASS, [(&*self.stored).into(), token.into()]);
-        match session.one(pass).await {
+        match session.one(&pass).await {
             Ok(true) => Ok(Passed),
             Ok(false) => {
                 let name = self.stored.to_string();
@@ -123,19 +124,4 @@ impl Outcome for Passed {
     }
 }
 
-impl<P: Pool> Clone for Fence<P> {
-    fn clone(&self) -> Self {
-        Self {
-            stored: self.stored.clone(),
-            ..*self
-        }
-    }
-}
-
-impl<P: Pool> fmt::Debug for Fence<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Fence")
-            .field("name", &self.stored)
-            .finish_non_exhaustive()
-    }
-}
+debug!(Fence | this | name = this.stored);

@@ -19,7 +19,7 @@ use crate::input;
 use crate::lease::Lease;
 use crate::mode::Mode;
 use crate::monitor::Leadership;
-use crate::pool::{Pool, Reply};
+use crate::pool::{Pool, Reply, debug};
 use crate::semaphore::{Admission, Permit, Semaphore};
 use crate::statement::Statement;
 use crate::stop::Stop;
@@ -58,6 +58,7 @@ use crate::stop::Stop;
 /// [`Error::Input`](crate::Error::Input) for an invalid name, or a lease under 3 seconds or over 1,000 years, and
 /// [`Error::NotInstalled`](crate::Error::NotInstalled). Errors of the database and the pool are events, and it is tried again.
 #[must_use = "nobody leads until `lead` is called"]
+#[derive(Clone)]
 pub struct Leader<P: Pool> {
     election: &'static str,
     key: Option<String>,
@@ -294,30 +295,10 @@ impl<P: Pool<Mode = crate::mode::Async>> Leader<P> {
     }
 }
 
-impl<P: Pool> Clone for Leader<P> {
-    fn clone(&self) -> Self {
-        Self {
-            key: self.key.clone(),
-            details: self.details.clone(),
-            ..*self
-        }
-    }
-}
+debug!(
+    Leader | this | election = this.election,
+    key = this.key,
+    lease = this.lease
+);
 
-impl<P: Pool> fmt::Debug for Leader<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Leader")
-            .field("election", &self.election)
-            .field("key", &self.key)
-            .field("lease", &self.lease)
-            .finish_non_exhaustive()
-    }
-}
-
-impl<P: Pool> fmt::Debug for Term<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Term")
-            .field("token", &self.fencing_token())
-            .finish_non_exhaustive()
-    }
-}
+debug!(Term | this | fencing_token = this.fencing_token());

@@ -20,7 +20,7 @@ use crate::event::Subject;
 use crate::input;
 use crate::key::fnv1a;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply};
+use crate::pool::{Connection, Pool, Reply, debug};
 use crate::session::Session;
 #[cfg(feature = "r2d2")]
 use crate::session::now;
@@ -82,6 +82,7 @@ use crate::transaction::Own;
 /// [`Error::Database`], and inside a test's transaction at REPEATABLE READ [`Error::RepeatableRead`], if it must wait. After a
 /// connection that was lost during the COMMIT, the next call tells whether the work is done.
 #[must_use = "nothing is done until it is run"]
+#[derive(Clone)]
 pub struct Once<P: Pool> {
     name: &'static str,
     key: Option<String>,
@@ -199,7 +200,7 @@ impl<P: Pool> Once<P> {
         let pair = ((number >> 32) as i32, number as i32);
         let lock = Locks::from(Lock::new(pair.into(), false)?);
         loop {
-            match session.one(sql::look(pair, name, key)).await? {
+            match session.one(&sql::look(pair, name, key)).await? {
                 (Some(true), outcome, began) => return Ok(Some((outcome, began))),
                 (Some(false), ..) if !waits => return Ok(None),
                 (Some(false), ..) => drop(xact::wait(session, &lock, None).await?),
@@ -220,7 +221,7 @@ impl<P: Pool> Once<P> {
             Err(error) => return transaction.end(Err(error)).await,
         };
         let store = sql::store(self.name, self.stored_key(), &outcome, began);
-        let done = match transaction.conn.one(store).await {
+        let done = match transaction.conn.one(&store).await {
             Ok(true) => Ok(Done::First(outcome)),
             Ok(false) | Err(DieselError::NotFound) => Err(Error::TransactionEnded),
             Err(error) => Err(ended(transaction.conn, error).await),
@@ -339,20 +340,4 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
     }
 }
 
-impl<P: Pool> Clone for Once<P> {
-    fn clone(&self) -> Self {
-        Self {
-            key: self.key.clone(),
-            ..*self
-        }
-    }
-}
-
-impl<P: Pool> fmt::Debug for Once<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Once")
-            .field("name", &self.name)
-            .field("key", &self.key)
-            .finish_non_exhaustive()
-    }
-}
+debug!(Once | this | name = this.name, key = this.key);

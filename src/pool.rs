@@ -55,6 +55,21 @@ pub trait Pool: Sealed + Clone + Send + Sync + 'static {
     fn max_size(&self) -> usize;
 }
 
+/// Implements `Debug` for a type over a pool. A derive would require that of the pool, too.
+macro_rules! debug {
+    ($type:ident |$this:ident| $($field:ident = $value:expr),*) => {
+        impl<P: Pool> std::fmt::Debug for $type<P> {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                let $this = self;
+                f.debug_struct(stringify!($type))
+                    $(.field(stringify!($field), &$value))*
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}
+pub(crate) use debug;
+
 /// Takes a connection, and replaces those whose sessions are known to have ended: nothing was sent on them.
 pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Result<P::Pinned> {
     loop {

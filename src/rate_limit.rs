@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply};
+use crate::pool::{Connection, Pool, Reply, debug};
 use crate::session::{Session, is_unknown};
 use crate::statement::Statement;
 use crate::time::difference;
@@ -69,6 +69,7 @@ use crate::waiting::{self, Database, Turns, What};
 /// [`Error::Input`], also for a cost above the burst, [`Error::Pool`], [`Error::KeyLocked`], [`Error::NotInstalled`],
 /// [`Error::LentInTransaction`] and [`Error::Database`].
 #[must_use = "a rate limit decides nothing until it is checked"]
+#[derive(Clone)]
 pub struct RateLimit<P: Pool> {
     name: &'static str,
     key: Cow<'static, str>,
@@ -389,23 +390,10 @@ impl Outcome for Changed {
     }
 }
 
-impl<P: Pool> Clone for RateLimit<P> {
-    fn clone(&self) -> Self {
-        Self {
-            key: self.key.clone(),
-            ..*self
-        }
-    }
-}
-
-impl<P: Pool> fmt::Debug for RateLimit<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RateLimit")
-            .field("name", &self.name)
-            .field("key", &self.key)
-            .field("quota", &self.quota)
-            .field("cost", &self.cost)
-            .field("is_durable", &self.is_durable)
-            .finish()
-    }
-}
+debug!(
+    RateLimit | this | name = this.name,
+    key = this.key,
+    quota = this.quota,
+    cost = this.cost,
+    is_durable = this.is_durable
+);

@@ -30,7 +30,7 @@ use crate::event::{Subject, Trouble};
 use crate::input;
 use crate::lease::{Row, SHORTEST_KEPT};
 use crate::mode::Mode;
-use crate::pool::{Pool, Reply};
+use crate::pool::{Pool, Reply, debug};
 #[cfg(feature = "r2d2")]
 use crate::stop::Stop;
 use crate::time::LONGEST;
@@ -89,6 +89,7 @@ pub enum RunDue {
 /// [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was lost while the work ran; [`Error::Pool`] and
 /// [`Error::Database`]. `run` tries again after the last three.
 #[must_use = "a schedule does nothing until it is run"]
+#[derive(Clone)]
 pub struct Schedule<P: Pool> {
     name: &'static str,
     key: Option<String>,
@@ -465,24 +466,10 @@ fn pause_after(look: Result<RunDue>) -> Result<Option<Duration>> {
     }
 }
 
-impl<P: Pool> Clone for Schedule<P> {
-    fn clone(&self) -> Self {
-        Self {
-            key: self.key.clone(),
-            details: self.details.clone(),
-            ..*self
-        }
-    }
-}
-
-impl<P: Pool> fmt::Debug for Schedule<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Schedule")
-            .field("name", &self.name)
-            .field("key", &self.key)
-            .field("lease", &self.lease)
-            .field("attempts", &self.attempts)
-            .field("catch_up", &self.catch_up)
-            .finish_non_exhaustive()
-    }
-}
+debug!(
+    Schedule | this | name = this.name,
+    key = this.key,
+    lease = this.lease,
+    attempts = this.attempts,
+    catch_up = this.catch_up
+);

@@ -19,7 +19,7 @@ use crate::event::Subject;
 use crate::input;
 use crate::lease::{Claimed, Lease, Row, SHORTEST_KEPT, claim_number};
 use crate::mode::Mode;
-use crate::pool::{Pool, Reply};
+use crate::pool::{Pool, Reply, debug};
 use crate::time::LONGEST;
 use crate::waiting::{Database, Turns, What, let_others_pass};
 
@@ -76,6 +76,7 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 /// [`Error::Input`] for an invalid name, no slot or more than 1,000, and a timeout under a microsecond or over 1,000 years;
 /// [`Error::Pool`] if the pool lends no connection; [`Error::NotInstalled`]; and [`Error::Database`].
 #[must_use = "a semaphore admits nobody until a permit is acquired"]
+#[derive(Clone)]
 pub struct Semaphore<P: Pool> {
     subject: Subject,
     /// With its key. `None` if it has the name of the subject.
@@ -334,10 +335,14 @@ impl<P: Pool> Semaphore<P> {
         .await
     }
 
+    fn service_or_name(&self) -> &str {
+        self.service.as_deref().unwrap_or(self.subject.name)
+    }
+
     /// The name of the service, unless it or the timeout is invalid.
     pub(crate) fn service(&self) -> Result<Arc<str>> {
         input::name(self.subject.name)?;
-        let service = self.service.as_deref().unwrap_or(self.subject.name);
+        let service = self.service_or_name();
         input::name(service)?;
         if service.starts_with(OF_LEADERS) && self.subject.primitive != "leader" {
             return Err(Error::input(
@@ -381,23 +386,8 @@ impl<P: Pool<Mode = crate::mode::Async>> Semaphore<P> {
     }
 }
 
-impl<P: Pool> Clone for Semaphore<P> {
-    fn clone(&self) -> Self {
-        Self {
-            service: self.service.clone(),
-            details: self.details.clone(),
-            ..*self
-        }
-    }
-}
-
-impl<P: Pool> fmt::Debug for Semaphore<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let service = self.service.as_deref().unwrap_or(self.subject.name);
-        f.debug_struct("Semaphore")
-            .field("service", &service)
-            .field("slots", &self.slots)
-            .field("timeout", &self.timeout)
-            .finish_non_exhaustive()
-    }
-}
+debug!(
+    Semaphore | this | service = this.service_or_name(),
+    slots = this.slots,
+    timeout = this.timeout
+);

@@ -12,8 +12,9 @@ use std::task::{Context, Poll, Waker};
 use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
 use diesel::pg::Pg;
-use diesel::query_builder::{Query, QueryFragment, QueryId};
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+
+use crate::statement::Statement;
 
 /// The transaction on a connection, as far as Diesel opened it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,18 +58,19 @@ pub trait Session: Send {
 
     /// As [`one`](Self::one). Also returns whether a transaction is open that Diesel does not know of, where that can be told
     /// without a round trip. The connection is then marked as broken.
-    fn probe<'c, Q, U>(&'c mut self, query: Q) -> Self::Sent<'c, (QueryResult<U>, bool)>
+    fn probe<'c, T, U>(
+        &'c mut self,
+        statement: &Statement<T>,
+    ) -> Self::Sent<'c, (QueryResult<U>, bool)>
     where
-        Q: Query + QueryFragment<Pg> + QueryId,
-        Pg: QueryMetadata<Q::SqlType>,
-        U: FromSqlRow<Q::SqlType, Pg> + Send + 'c;
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send + 'c;
 
     /// Sends a statement that is prepared once per connection, and returns its row.
-    fn one<'c, Q, U>(&'c mut self, query: Q) -> Self::Sent<'c, QueryResult<U>>
+    fn one<'c, T, U>(&'c mut self, statement: &Statement<T>) -> Self::Sent<'c, QueryResult<U>>
     where
-        Q: Query + QueryFragment<Pg> + QueryId,
-        Pg: QueryMetadata<Q::SqlType>,
-        U: FromSqlRow<Q::SqlType, Pg> + Send + 'c;
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send + 'c;
 
     /// Sends statements that return nothing, in one message, when it is first polled.
     fn batch<'c>(&'c mut self, sql: &'c str) -> Self::Sent<'c, QueryResult<()>>;

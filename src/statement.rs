@@ -5,13 +5,13 @@ use std::marker::PhantomData;
 
 use chrono::{DateTime, Utc};
 use diesel::data_types::{PgInterval, PgTimestamp};
-use diesel::pg::Pg;
-use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
+use diesel::pg::{Pg, PgQueryBuilder};
+use diesel::query_builder::{AstPass, QueryBuilder, QueryFragment, QueryId};
 use diesel::result::QueryResult;
 use diesel::sql_types::{Array, BigInt, Binary, Double, Integer, Interval, Text, Timestamptz};
 
 /// A parameter. It is owned, so that a statement can be sent by a task.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum Bind {
     Text(String),
     Texts(Vec<String>),
@@ -87,14 +87,13 @@ pub(crate) use keep_commit;
 
 /// A statement whose rows have the SQL types `T`. It is prepared once per connection.
 #[derive(Debug)]
-pub(crate) struct Statement<T> {
+pub struct Statement<T> {
     sql: Cow<'static, str>,
     binds: Vec<Bind>,
     rows: PhantomData<fn() -> T>,
 }
 
 impl<T> Statement<T> {
-    /// `$1`, `$2` … first appear in this order, may appear again, and `$` appears nowhere else.
     pub(crate) fn new(
         sql: impl Into<Cow<'static, str>>,
         binds: impl IntoIterator<Item = Bind>,
@@ -107,37 +106,28 @@ impl<T> Statement<T> {
     }
 }
 
-impl<T> QueryFragment<Pg> for Statement<T> {
-    /// Diesel numbers the parameters in the order in which they are pushed. One that appears again is text.
-    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        let mut pieces = self.sql.split('$');
-        out.push_sql(pieces.next().unwrap_or_default());
-        let mut binds = self.binds.iter().zip(1_usize..).peekable();
-        for piece in pieces {
-            let end = piece
-                .find(|c: char| !c.is_ascii_digit())
-                .unwrap_or(piece.len());
-            let (number, rest) = piece.split_at(end);
-            match binds.next_if(|(_, next)| number.parse() == Ok(*next)) {
-                Some((bind, _)) => bind.push(&mut out)?,
-                None => {
-                    out.push_sql("$");
-                    out.push_sql(number);
-                }
-            }
-            out.push_sql(rest);
-        }
-        debug_assert!(binds.next().is_none(), "binds out of order: {}", self.sql);
+/// A statement as Diesel takes it. It borrows the statement, because Diesel would compose the text of a
+/// reference from its pieces, three times per call.
+pub(crate) struct Query<'s, T>(pub(crate) &'s Statement<T>);
+
+impl<T> QueryFragment<Pg> for Query<'_, T> {
+    /// The text is sent whole, with its own `$1`, `$2` …
+    fn to_sql(&self, out: &mut PgQueryBuilder, _: &Pg) -> QueryResult<()> {
+        out.push_sql(&self.0.sql);
         Ok(())
+    }
+
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        self.0.binds.iter().try_for_each(|bind| bind.push(&mut out))
     }
 }
 
-impl<T> Query for Statement<T> {
+impl<T> diesel::query_builder::Query for Query<'_, T> {
     type SqlType = T;
 }
 
 /// Diesel finds a prepared statement by its text.
-impl<T> QueryId for Statement<T> {
+impl<T> QueryId for Query<'_, T> {
     type QueryId = ();
     const HAS_STATIC_QUERY_ID: bool = false;
 }

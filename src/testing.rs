@@ -23,7 +23,6 @@
 //! # }
 //! ```
 
-use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use diesel::sql_types::{Array, BigInt, Text};
@@ -32,7 +31,7 @@ use crate::call::ask;
 use crate::error::Result;
 use crate::leader::Leader;
 use crate::mode::Mode;
-use crate::pool::{Borrowed, Pool, Reply};
+use crate::pool::{Borrowed, Pool, Reply, debug};
 use crate::rate_limit::RateLimit;
 use crate::schedule::Schedule;
 use crate::semaphore::Semaphore;
@@ -73,7 +72,7 @@ impl<P: Pool> Database<P> {
             let mut borrowed = Borrowed::new(pool, None).await?;
             let conn = borrowed.conn();
             let old = Statement::<Array<Text>>::new(OLD, [((now - LEFT_BEHIND) as i64).into()]);
-            let old: Vec<String> = conn.one(old).await?;
+            let old: Vec<String> = conn.one(&old).await?;
             for name in old {
                 // Somebody else may drop it, or be connected by now.
                 let _ = conn.batch(&format!("DROP DATABASE IF EXISTS {name}")).await;
@@ -118,11 +117,7 @@ impl<P: Pool> Drop for Database<P> {
     }
 }
 
-impl<P: Pool> fmt::Debug for Database<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Database({})", self.name)
-    }
-}
+debug!(Database | this | name = this.name);
 
 /// Changes rows, and returns how many.
 async fn change<P: Pool>(

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply};
+use crate::pool::{Connection, Pool, Reply, debug};
 use crate::time::LONGEST;
 
 /// What is granted at most once per interval, on any instance, by the database's clock.
@@ -60,6 +60,7 @@ use crate::time::LONGEST;
 /// [`Error::Input`], [`Error::Pool`], [`Error::NotDeclared`] for a resource without a row, [`Error::NotInstalled`],
 /// [`Error::LentInTransaction`] and [`Error::Database`].
 #[must_use = "a throttle decides nothing until it is attempted"]
+#[derive(Clone)]
 pub struct Throttle<P: Pool> {
     name: &'static str,
     key: Cow<'static, str>,
@@ -204,22 +205,8 @@ impl<P: Pool<Mode = crate::mode::Async>> Throttle<P> {
     }
 }
 
-impl<P: Pool> Clone for Throttle<P> {
-    fn clone(&self) -> Self {
-        Self {
-            key: self.key.clone(),
-            details: self.details.clone(),
-            ..*self
-        }
-    }
-}
-
-impl<P: Pool> fmt::Debug for Throttle<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Throttle")
-            .field("name", &self.name)
-            .field("key", &self.key)
-            .field("every", &self.every)
-            .finish_non_exhaustive()
-    }
-}
+debug!(
+    Throttle | this | name = this.name,
+    key = this.key,
+    every = this.every
+);

@@ -1,13 +1,11 @@
 //! The guard of a session lock.
 
-use std::fmt;
-
 use super::attempt::Attempt;
 use super::holder::{Holder, Pooled};
 use crate::error::{Error, Result};
 use crate::key::LockKey;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply};
+use crate::pool::{Connection, Pool, Reply, debug};
 
 /// A held session lock, or several, with the pooled connection whose session holds it.
 ///
@@ -124,11 +122,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Attempt<AdvisoryLockGuard<P>> {
     }
 }
 
-impl<P: Pool> fmt::Debug for AdvisoryLockGuard<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AdvisoryLockGuard")
-            .field("locks", &self.0.held_ref().locks)
-            .field("backend_pid", &self.backend_pid())
-            .finish_non_exhaustive()
-    }
-}
+debug!(
+    AdvisoryLockGuard | this | locks = this.0.held_ref().locks,
+    backend_pid = this.backend_pid()
+);

@@ -146,7 +146,7 @@ impl<C: Owner> Holder<C> {
         self.held().holds = Holds::Tried;
         let (locks, sent) = (self.locks(), Instant::now());
         let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
-            self.conn().probe(locks.take()).await;
+            self.conn().probe(&locks.take()).await;
         let (reply,) = reply?;
         if is_open {
             // The transaction is the caller's, or a pool discards it with its session.
@@ -184,10 +184,10 @@ impl<C: Owner> Holder<C> {
             // The session's own `statement_timeout` was shorter, or the role may not use plpgsql. So it pauses.
             Err(_) => locks.only(busy).is_held(),
         };
-        let (granted,): (Option<i32>,) = self.conn().one(ask).await?;
+        let (granted,): (Option<i32>,) = self.conn().one(&ask).await?;
         let taken = match granted {
             Some(_) if locks.len() > 1 => {
-                let (others,): (Option<i32>,) = self.conn().one(locks.take_others(busy)).await?;
+                let (others,): (Option<i32>,) = self.conn().one(&locks.take_others(busy)).await?;
                 Busy::read(others)?.map_err(|other| other.beside(busy))
             }
             pid => pid.ok_or(busy),
@@ -205,7 +205,7 @@ impl<C: Owner> Holder<C> {
         let before = self.conn().transaction();
         self.held().holds = Holds::Releasing(pid);
         let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
-            self.conn().probe(locks.release(pid)).await;
+            self.conn().probe(&locks.release(pid)).await;
         match reply {
             Ok((None,)) => {
                 self.held().holds = Holds::Doubtful;
@@ -243,7 +243,7 @@ impl<C: Owner> Holder<C> {
     /// Releases what a try may have taken.
     async fn undo(&mut self) {
         let locks = self.locks();
-        let reply: QueryResult<(Option<i32>,)> = self.conn().one(locks.undo()).await;
+        let reply: QueryResult<(Option<i32>,)> = self.conn().one(&locks.undo()).await;
         if reply.is_ok() && self.conn().transaction().is_none() {
             self.held().holds = Holds::Nothing;
         }
@@ -285,7 +285,7 @@ impl<C: Owner> Holder<C> {
     /// Whether the session still holds the locks.
     pub(super) async fn is_held(&mut self) -> Result<bool> {
         let (locks, pid) = (self.locks(), self.pid());
-        let reply: QueryResult<(Option<i32>,)> = self.conn().one(locks.is_held()).await;
+        let reply: QueryResult<(Option<i32>,)> = self.conn().one(&locks.is_held()).await;
         match reply {
             Ok((holder,)) => Ok(holder == Some(pid)),
             Err(error) if has_ended(self.conn(), &error).await => Ok(false),
@@ -295,7 +295,7 @@ impl<C: Owner> Holder<C> {
 
     pub(super) async fn fencing_token(&mut self) -> Result<i64> {
         let (locks, pid) = (self.locks(), self.pid());
-        let reply: QueryResult<(Option<i64>, i32)> = self.conn().one(locks.token(pid)).await;
+        let reply: QueryResult<(Option<i64>, i32)> = self.conn().one(&locks.token(pid)).await;
         match reply {
             Ok((Some(token), _)) => Ok(token),
             Ok((None, other)) if other != pid => Err(Error::SessionMoved {

@@ -152,7 +152,7 @@ async fn acquire<M: Mode, S: Session>(
         if !is_told && began.elapsed() > LONG {
             is_told = true;
             let (locks, subject) = (holder.held().locks.clone(), holder.held().subject);
-            let other: QueryResult<(Option<i32>,)> = holder.conn().one(locks.holder()).await;
+            let other: QueryResult<(Option<i32>,)> = holder.conn().one(&locks.holder()).await;
             subject.waits_for(other.ok().and_then(|(pid,)| pid), began.elapsed());
         }
     }

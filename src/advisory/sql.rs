@@ -1,12 +1,13 @@
 //! The statements of a lock. Most return one number, or null.
 
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use diesel::sql_types::{Integer, Nullable};
 
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
-use crate::statement::{Bind, Statement, database};
+use crate::statement::{Statement, database};
 
 /// A lock as statements name it.
 #[derive(Debug, Clone)]
@@ -46,25 +47,54 @@ macro_rules! notice_client {
 }
 pub(crate) use notice_client;
 
-/// One text for each kind of lock: with a call of the function between the pieces.
-macro_rules! by_kind {
-    ($lock:expr, $first:literal, $second:literal, [$($before:expr),*] $function:literal [$($after:expr),*]) => {
-        match ($lock.id, $lock.is_shared) {
-            (LockId::BigInt(_), false) => {
-                concat!($($before,)* "pg_catalog.", $function, "(", $first, ")" $(, $after)*)
-            }
-            (LockId::BigInt(_), true) => {
-                concat!($($before,)* "pg_catalog.", $function, "_shared(", $first, ")" $(, $after)*)
-            }
-            (LockId::Pair(..), false) => {
-                concat!($($before,)* "pg_catalog.", $function, "(", $first, ", ", $second, ")" $(, $after)*)
-            }
-            (LockId::Pair(..), true) => {
-                concat!($($before,)* "pg_catalog.", $function, "_shared(", $first, ", ", $second, ")" $(, $after)*)
-            }
-        }
-    };
+/// The texts of a statement for each [kind](Lock::kind) of lock, given how the statement calls a function
+/// of the lock, whose number is `$1`.
+fn texts(text: impl Fn(&dyn Fn(&str) -> String) -> String) -> [String; 4] {
+    const BIGINT: &str = "$1";
+    const PAIR: &str = "($1 >> 32)::int, ($1 << 32 >> 32)::int";
+    [
+        ("", BIGINT),
+        ("_shared", BIGINT),
+        ("", PAIR),
+        ("_shared", PAIR),
+    ]
+    .map(|(shared, arguments)| {
+        text(&|function| format!("pg_catalog.{function}{shared}({arguments})"))
+    })
 }
+
+static TAKE: LazyLock<[String; 4]> = LazyLock::new(|| {
+    texts(|call| {
+        format!(
+            "SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN {} THEN 0 WHEN {} \
+             THEN pg_catalog.pg_backend_pid() ELSE -1 - ({} << 10) END",
+            notice_client!("false"),
+            call("pg_try_advisory_lock"),
+            database!()
+        )
+    })
+});
+
+static RELEASE: LazyLock<[String; 4]> = LazyLock::new(|| {
+    texts(|call| {
+        format!(
+            "SELECT CASE WHEN pg_catalog.pg_backend_pid() = $2 THEN {}::int END",
+            call("pg_advisory_unlock")
+        )
+    })
+});
+
+static TRY_XACT: LazyLock<[String; 4]> = LazyLock::new(|| {
+    texts(|call| {
+        format!(
+            "SELECT CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' \
+             THEN '-2147483648'::int WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN {} THEN 0 \
+             WHEN {} THEN 1 END",
+            notice_client!("true"),
+            call("pg_try_advisory_xact_lock")
+        )
+    })
+});
 
 /// The pid of the session if its last wait was granted the lock, which is then forgotten. Volatile, so that no pooler sends it to a
 /// standby.
@@ -87,34 +117,40 @@ impl Lock {
         })
     }
 
-    fn binds(&self) -> Vec<Bind> {
+    /// Whether it is a pair, and whether it is shared.
+    pub(super) fn kind(&self) -> usize {
+        let of_shared = usize::from(self.is_shared);
         match self.id {
-            LockId::BigInt(number) => vec![number.into()],
-            LockId::Pair(first, second) => vec![first.into(), second.into()],
+            LockId::BigInt(_) => of_shared,
+            LockId::Pair(..) => 2 + of_shared,
         }
     }
 
-    /// Takes a session lock if it is free: the pid of the session, 0 on a standby, and the refusal of [`Busy`](super::all::Busy).
+    /// The number, or both numbers of a pair in one.
+    pub(super) fn number(&self) -> i64 {
+        match self.id {
+            LockId::BigInt(number) => number,
+            LockId::Pair(first, second) => i64::from(first) << 32 | i64::from(second as u32),
+        }
+    }
+
+    /// Takes a session lock if it is free: the pid of the session, 0 on a standby, and the refusal of
+    /// [`Busy`](super::all::Busy).
     pub(super) fn take(&self) -> Ask {
-        let sql = by_kind!(self, "$1", "$2", ["SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ", notice_client!("false"),
-            " THEN 0 WHEN "] "pg_try_advisory_lock" [" THEN pg_catalog.pg_backend_pid() ELSE -1 - (", database!(), " << 10) END"]);
-        Statement::new(sql, self.binds())
+        Statement::new(TAKE[self.kind()].as_str(), [self.number().into()])
     }
 
-    /// Releases a session lock if this is the session that took it: whether it was held, and null on another session.
+    /// Releases a session lock if this is the session that took it: whether it was held, and null on
+    /// another session.
     pub(super) fn release(&self, pid: i32) -> Ask {
-        let sql = by_kind!(self, "$2", "$3", ["SELECT CASE WHEN pg_catalog.pg_backend_pid() = $1 THEN "]
-            "pg_advisory_unlock" ["::int END"]);
-        Statement::new(sql, [pid.into()].into_iter().chain(self.binds()))
+        let binds = [self.number().into(), pid.into()];
+        Statement::new(RELEASE[self.kind()].as_str(), binds)
     }
 
-    /// Takes a transaction lock if it is free: 1, 0 on a standby, [`REPEATABLE_READ`], and null if it is taken.
+    /// Takes a transaction lock if it is free: 1, 0 on a standby, [`REPEATABLE_READ`], and null if it is
+    /// taken.
     pub(super) fn try_xact(&self) -> Ask {
-        let sql = by_kind!(self, "$1", "$2", ["SELECT CASE \
-            WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' THEN '-2147483648'::int \
-            WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ", notice_client!("true"), " THEN 0 WHEN "]
-            "pg_try_advisory_xact_lock" [" THEN 1 END"]);
-        Statement::new(sql, self.binds())
+        Statement::new(TRY_XACT[self.kind()].as_str(), [self.number().into()])
     }
 
     /// Waits for a transaction lock, in a message of its own.
@@ -193,11 +229,9 @@ impl Lock {
     }
 
     /// `classid`, `objid` and `objsubid` in `pg_locks`.
-    const fn row(&self) -> (u32, u32, u32) {
-        match self.id {
-            LockId::BigInt(number) => ((number >> 32) as u32, number as u32, 1),
-            LockId::Pair(first, second) => (first as u32, second as u32, 2),
-        }
+    fn row(&self) -> (u32, u32, usize) {
+        let number = self.number();
+        ((number >> 32) as u32, number as u32, 1 + self.kind() / 2)
     }
 }
 

@@ -16,7 +16,6 @@ use diesel::sql_types::{BigInt, Integer, Nullable};
 
 use super::all::{Busy, Locks};
 use super::sql::{Ask, Lock, notice_client};
-use crate::key::LockId;
 use crate::statement::{Bind, Statement, database, keep_commit};
 
 /// A call of a function for each kind of lock, over the columns `kind` and `number`.
@@ -200,18 +199,12 @@ fn binds(first: i32, locks: &[Lock]) -> Vec<Bind> {
     vec![first.into(), kinds, numbers]
 }
 
-/// The columns `kind` and `number`: whether it is a pair, and whether it is shared; and the number or both numbers.
+/// The columns `kind` and `number`.
 fn columns(locks: &[Lock]) -> [Bind; 2] {
-    let kind = |lock: &Lock| match lock.id {
-        LockId::BigInt(_) => i64::from(lock.is_shared),
-        LockId::Pair(..) => 2 + i64::from(lock.is_shared),
-    };
-    let number = |lock: &Lock| match lock.id {
-        LockId::BigInt(number) => number,
-        LockId::Pair(first, second) => i64::from(first) << 32 | i64::from(second as u32),
-    };
+    let kinds = locks.iter().map(|lock| lock.kind() as i64);
+    let numbers = locks.iter().map(Lock::number);
     [
-        locks.iter().map(kind).collect::<Vec<_>>().into(),
-        locks.iter().map(number).collect::<Vec<_>>().into(),
+        kinds.collect::<Vec<_>>().into(),
+        numbers.collect::<Vec<_>>().into(),
     ]
 }

@@ -120,7 +120,7 @@ pub(crate) async fn wait<S: Session>(
     timeout: Option<(Instant, Duration)>,
 ) -> Result<Attempt<()>> {
     loop {
-        let (tried,) = conn.one(locks.try_xact()).await?;
+        let (tried,) = conn.one(&locks.try_xact()).await?;
         let Err(busy) = Busy::read(tried)? else {
             return Ok(Attempt::Acquired(()));
         };

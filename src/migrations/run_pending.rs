@@ -181,12 +181,12 @@ async fn is_up_to_date<S: Session>(session: &mut S, versions: Vec<String>) -> Re
     if !before.is_none() {
         return Err(refusal(before));
     }
-    let has_table = session.one(Statement::<Bool>::new(HAS_TABLE, []));
+    let has_table = session.one(&Statement::<Bool>::new(HAS_TABLE, []));
     if !has_table.await? {
         return Ok(false);
     }
     let has_all = Statement::<Bool>::new(HAS_ALL, [versions.into()]);
-    Ok(session.one(has_all).await?)
+    Ok(session.one(&has_all).await?)
 }
 
 /// The versions of all migrations. Diesel keeps one of those that have the same version, and never runs the other.

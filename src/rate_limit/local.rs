@@ -1,7 +1,6 @@
 //! Checks from memory, which take units from the row by the chunk.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::event::Outcome;
 use crate::metrics::Counters;
 use crate::mode::{Mode, PATIENCE};
-use crate::pool::{Pool, Reply};
+use crate::pool::{Pool, Reply, debug};
 use crate::time::whole_seconds;
 
 /// How many keys are kept before those that have nothing are looked for.
@@ -48,6 +47,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// from the next chunk on. After a denial the row is not asked before `retry_after`. One caller at a time takes a chunk of a key, and
 /// the others wait for it. A chunk that is on its way arrives also if the future that takes it is dropped, unless the server is silent for seconds.
 #[must_use = "a rate limit decides nothing until it is checked"]
+#[derive(Clone)]
 pub struct LocalRateLimit<P: Pool>(Arc<Local<P>>);
 
 struct Local<P: Pool> {
@@ -349,17 +349,7 @@ impl<P: Pool> Drop for Taking<P> {
     }
 }
 
-impl<P: Pool> Clone for LocalRateLimit<P> {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
-    }
-}
-
-impl<P: Pool> fmt::Debug for LocalRateLimit<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LocalRateLimit")
-            .field("limit", &self.0.limit)
-            .field("chunk", &self.0.chunk)
-            .finish_non_exhaustive()
-    }
-}
+debug!(
+    LocalRateLimit | this | limit = this.0.limit,
+    chunk = this.0.chunk
+);

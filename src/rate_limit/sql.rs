@@ -32,49 +32,59 @@ pub(super) enum Commit {
 pub(super) type Row = (bool, PgTimestamp, PgInterval, i32);
 pub(super) type Ask = Statement<(Bool, Timestamptz, Interval, Integer)>;
 
-/// For the common states of a key: it has a row of this quota, or it is limited. A denial only reads. The CASE keeps the planner from
-/// evaluating the setting first, which would slow denials down.
+/// For the common states of a key: it has a row of this quota, or it is limited. A denial only reads.
+/// The CASE keeps the planner from evaluating the setting first, which would slow denials down.
 macro_rules! again {
-    ($limit:literal, $commit:expr) => {
+    ($limit:expr, $commit:expr) => {
         concat!(
             "WITH spent AS (
-                UPDATE resource_control.rate_limit AS r
-                    SET spent_at = pg_catalog.clock_timestamp(), full_at = GREATEST(r.full_at, pg_catalog.clock_timestamp()) + $1
-                    WHERE r.name = $2 AND r.key = $3 AND r.unit_us = $4 AND r.burst = $5
-                        AND CASE WHEN r.full_at <= pg_catalog.clock_timestamp() + $6 THEN ",
+                UPDATE resource_control.rate_limit AS r SET spent_at = pg_catalog.clock_timestamp(),
+                        full_at = GREATEST(r.full_at, pg_catalog.clock_timestamp()) + $6
+                    WHERE r.name = $1 AND r.key = $2 AND r.unit_us = $3 AND r.burst = $4
+                        AND CASE WHEN r.full_at <= pg_catalog.clock_timestamp() + $5 THEN ",
             $limit,
             " ELSE false END
                     RETURNING r.spent_at, r.full_at",
             $commit,
             ")
             SELECT true, s.spent_at, s.full_at - pg_catalog.clock_timestamp(), 0 FROM spent AS s
-            UNION ALL SELECT false, pg_catalog.clock_timestamp(), resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) - pg_catalog.clock_timestamp(), ",
+            UNION ALL SELECT false, pg_catalog.clock_timestamp(),
+                    resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3)
+                        - pg_catalog.clock_timestamp(), ",
             database!(),
             "
                 FROM resource_control.rate_limit AS r
-                WHERE r.name = $2 AND r.key = $3 AND NOT EXISTS (SELECT FROM spent)
-                    AND resource_control.rate_limit_full_at(r.full_at, r.unit_us, $4) > pg_catalog.clock_timestamp() + $6"
+                WHERE r.name = $1 AND r.key = $2 AND NOT EXISTS (SELECT FROM spent)
+                    AND resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3)
+                        > pg_catalog.clock_timestamp() + $5"
         )
     };
 }
 
-/// For the others: a key without a row gets one that is full, and what another quota has left owed is rescaled. Returns no row, so the
-/// other statement is next. It does not spend: the times of a new row are read before the wait for others who have the key, and
-/// these may have spent units, and their row may have been pruned meanwhile.
+/// For the others: a key without a row gets one that is full, and what another quota has left owed is
+/// rescaled. Returns no row, so the other statement is next. It does not spend: the times of a new row
+/// are read before the wait for others who have the key, and these may have spent units, and their row
+/// may have been pruned meanwhile.
 macro_rules! first {
-    ($limit:literal, $commit:expr) => {
+    ($limit:expr, $commit:expr) => {
         concat!(
             "WITH made AS (
-                INSERT INTO resource_control.rate_limit AS r (since, spent_at, full_at, name, key, unit_us, burst)
-                    SELECT pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp(), $1, $2, $3, $4
+                INSERT INTO resource_control.rate_limit AS r
+                        (since, spent_at, full_at, name, key, unit_us, burst)
+                    SELECT pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp(),
+                            pg_catalog.clock_timestamp(), $1, $2, $3, $4
                         WHERE NOT EXISTS (SELECT FROM resource_control.rate_limit AS o
-                            WHERE o.name = $1 AND o.key = $2 AND o.unit_us = $3 AND o.burst = $4) AND ",
+                            WHERE o.name = $1 AND o.key = $2 AND o.unit_us = $3 AND o.burst = $4)
+                            AND ",
             $limit,
             "
                     ON CONFLICT (name, key) DO UPDATE SET
-                        since = CASE WHEN r.unit_us = $3 THEN r.since ELSE pg_catalog.clock_timestamp() END,
-                        full_at = resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3), unit_us = $3, burst = $4
-                    WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3) <= pg_catalog.clock_timestamp() + $5
+                        since = CASE WHEN r.unit_us = $3 THEN r.since
+                            ELSE pg_catalog.clock_timestamp() END,
+                        full_at = resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3),
+                        unit_us = $3, burst = $4
+                    WHERE resource_control.rate_limit_full_at(r.full_at, r.unit_us, $3)
+                        <= pg_catalog.clock_timestamp() + $5
                     RETURNING r.spent_at",
             $commit,
             ") SELECT false, m.spent_at, interval '0', 0 FROM made AS m WHERE false"
@@ -82,51 +92,64 @@ macro_rules! first {
     };
 }
 
+/// Limits the wait for another transaction's row.
+macro_rules! limit {
+    () => {
+        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL"
+    };
+}
+
+/// Commits without waiting for the disk.
+macro_rules! commit_async {
+    () => {
+        ", pg_catalog.set_config('synchronous_commit', 'off', true)"
+    };
+}
+
 /// In the order of [`Commit`].
-const AGAIN: [&str; 3] = [
-    again!(
-        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
-        ", pg_catalog.set_config('synchronous_commit', 'off', true)"
-    ),
-    again!(
-        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
-        concat!(", ", keep_commit!())
-    ),
-    again!("true", ""),
+const CHECKS: [[&str; 2]; 3] = [
+    [
+        again!(limit!(), commit_async!()),
+        first!(limit!(), commit_async!()),
+    ],
+    [
+        again!(limit!(), concat!(", ", keep_commit!())),
+        first!(limit!(), concat!(", ", keep_commit!())),
+    ],
+    [again!("true", ""), first!("true", "")],
 ];
 
-const FIRST: [&str; 3] = [
-    first!(
-        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
-        ", pg_catalog.set_config('synchronous_commit', 'off', true)"
-    ),
-    first!(
-        "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL",
-        concat!(", ", keep_commit!())
-    ),
-    first!("true", ""),
-];
-
-/// Only under the quota under which the units were spent, and not if a crash of the server forgot them. `$3` microseconds of the refill
-/// were taken into account by earlier parts. Returns how many this part takes into account, or null if it has given nothing back.
-const GIVE_BACK: &str = "WITH part AS MATERIALIZED (
-        SELECT pg_catalog.make_interval(secs => pg_catalog.floor($1 * r.unit_us) / 1000000) AS owed,
+/// Only under the quota under which the units were spent, and not if a crash of the server forgot them.
+/// `$5` microseconds of the refill were taken into account by earlier parts. Returns how many this part
+/// takes into account, or null if it has refunded nothing.
+const REFUND: &str = concat!(
+    "WITH part AS MATERIALIZED (
+        SELECT pg_catalog.make_interval(secs => pg_catalog.floor($3 * r.unit_us) / 1000000) AS owed,
                 pg_catalog.make_interval(secs => GREATEST(0,
-                    pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $2) - $3::double precision / 1000000)) AS refilled
-            FROM resource_control.rate_limit AS r WHERE r.name = $4 AND r.key = $5
-                AND pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL
+                    pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - $4)
+                        - $5::double precision / 1000000)) AS refilled
+            FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2 AND ",
+    limit!(),
+    "
     ), done AS (
-        UPDATE resource_control.rate_limit AS r SET full_at = r.full_at - (p.owed - p.refilled) FROM part AS p
-            WHERE r.name = $4 AND r.key = $5 AND r.since <= $2 AND r.spent_at >= $2 AND p.refilled < p.owed
-            RETURNING (pg_catalog.date_part('epoch', p.refilled) * 1000000)::bigint AS refilled,
-                pg_catalog.set_config('synchronous_commit', 'off', true)
-    ) SELECT pg_catalog.max(refilled) FROM done";
+        UPDATE resource_control.rate_limit AS r SET full_at = r.full_at - (p.owed - p.refilled)
+            FROM part AS p
+            WHERE r.name = $1 AND r.key = $2 AND r.since <= $4 AND r.spent_at >= $4
+                AND p.refilled < p.owed
+            RETURNING (pg_catalog.date_part('epoch', p.refilled) * 1000000)::bigint AS refilled",
+    commit_async!(),
+    "
+    ) SELECT pg_catalog.max(refilled) FROM done"
+);
 
-const RESET: &str = "WITH done AS (
-        DELETE FROM resource_control.rate_limit AS r
-            WHERE r.name = $1 AND r.key = $2 AND pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL
+const RESET: &str = concat!(
+    "WITH done AS (
+        DELETE FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2 AND ",
+    limit!(),
+    "
             RETURNING r.full_at > pg_catalog.clock_timestamp() AS owed
-    ) SELECT pg_catalog.count(*) FROM done WHERE owed";
+    ) SELECT pg_catalog.count(*) FROM done WHERE owed"
+);
 
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.rate_limit WHERE ctid = ANY (ARRAY(
@@ -155,26 +178,19 @@ impl Call<'_> {
             quota,
             cost,
         } = self;
-        let [increase, lead] = [quota.refill(cost), lead].map(PgInterval::from_microseconds);
         let (unit, burst) = (quota.unit(), quota.burst());
-        let again = [
-            increase.into(),
+        let [lead, increase] = [lead, quota.refill(cost)].map(PgInterval::from_microseconds);
+        let binds = [
             name.into(),
             key.into(),
             unit.into(),
             burst.into(),
             lead.into(),
         ];
-        let first = [
-            name.into(),
-            key.into(),
-            unit.into(),
-            burst.into(),
-            lead.into(),
-        ];
+        let [again, first] = CHECKS[commit as usize];
         [
-            Statement::new(AGAIN[commit as usize], again),
-            Statement::new(FIRST[commit as usize], first),
+            Statement::new(again, binds.clone().into_iter().chain([increase.into()])),
+            Statement::new(first, binds),
         ]
     }
 
@@ -185,15 +201,14 @@ impl Call<'_> {
         at: PgTimestamp,
         refilled: i64,
     ) -> Statement<(Nullable<BigInt>,)> {
-        let units = i64::from(units);
         let binds = [
-            units.into(),
-            at.into(),
-            refilled.into(),
             self.name.into(),
             self.key.into(),
+            i64::from(units).into(),
+            at.into(),
+            refilled.into(),
         ];
-        Statement::new(GIVE_BACK, binds)
+        Statement::new(REFUND, binds)
     }
 
     pub(super) fn reset(self) -> Statement<BigInt> {

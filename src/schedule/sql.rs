@@ -89,15 +89,19 @@ impl Take<'_> {
     pub(super) fn claim(self) -> Claim {
         const CLAIM: &str = concat!(
             "WITH claimed AS (
-            UPDATE resource_control.schedule AS s SET tick = n.tick, token = resource_control.next_token('resource_control.fencing_token'),
-                    runner = COALESCE(NULLIF($1, ''), pg_catalog.concat_ws(' ',
-                        NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid())),
-                    attempt = CASE WHEN s.tick = n.tick THEN s.attempt + 1 ELSE 1 END,
-                    missed = CASE WHEN s.tick = n.tick THEN s.missed ELSE n.missed END, claim = $2,
-                    started_at = pg_catalog.clock_timestamp(), expires_at = pg_catalog.clock_timestamp() + $3, ended_at = NULL, error = NULL
-                FROM (SELECT $4 AS tick, $5 AS missed) AS n
-                WHERE s.name = $6 AND s.token = $7 AND s.paused_at IS NULL AND n.tick <= pg_catalog.clock_timestamp()
-                    AND (s.expires_at <= pg_catalog.clock_timestamp() OR s.expires_at IS NULL AND s.tick < n.tick)
+            UPDATE resource_control.schedule AS s SET tick = $3,
+                    token = resource_control.next_token('resource_control.fencing_token'), claim = $7,
+                    runner = COALESCE(NULLIF($5, ''), pg_catalog.concat_ws(' ',
+                        NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''),
+                        'pid', pg_catalog.pg_backend_pid())),
+                    attempt = CASE WHEN s.tick = $3 THEN s.attempt + 1 ELSE 1 END,
+                    missed = CASE WHEN s.tick = $3 THEN s.missed ELSE $4 END,
+                    started_at = pg_catalog.clock_timestamp(),
+                    expires_at = pg_catalog.clock_timestamp() + $6, ended_at = NULL, error = NULL
+                WHERE s.name = $1 AND s.token = $2 AND s.paused_at IS NULL
+                    AND $3 <= pg_catalog.clock_timestamp()
+                    AND (s.expires_at <= pg_catalog.clock_timestamp()
+                        OR s.expires_at IS NULL AND s.tick < $3)
                 RETURNING s.attempt, s.token, s.missed, ",
             keep_commit!(),
             "
@@ -106,13 +110,13 @@ impl Take<'_> {
             " FROM claimed"
         );
         let binds = [
-            self.runner.into(),
-            self.number.into(),
-            interval(self.lease).into(),
-            self.tick.into(),
-            (self.missed as i32).into(),
             self.name.into(),
             self.seen.into(),
+            self.tick.into(),
+            (self.missed as i32).into(),
+            self.runner.into(),
+            interval(self.lease).into(),
+            self.number.into(),
         ];
         Statement::new(CLAIM, binds)
     }
@@ -126,7 +130,7 @@ macro_rules! update {
                 UPDATE resource_control.schedule AS s SET ",
             $set,
             "
-                    WHERE s.name = $2 AND s.token = $3 AND s.claim = $4",
+                    WHERE s.name = $1 AND s.token = $2 AND s.claim = $3",
             $and,
             " RETURNING 1
             ) SELECT EXISTS (SELECT FROM run)"
@@ -134,21 +138,21 @@ macro_rules! update {
     };
 }
 
-fn update(sql: &'static str, value: Bind, row: &Row) -> Statement<Bool> {
-    let (name, token, claim) = (&*row.name, row.token, row.claim);
-    Statement::new(sql, [value, name.into(), token.into(), claim.into()])
+fn update(sql: &'static str, row: &Row, value: Option<Bind>) -> Statement<Bool> {
+    let row = [(&*row.name).into(), row.token.into(), row.claim.into()];
+    Statement::new(sql, row.into_iter().chain(value))
 }
 
 pub(super) fn renew(row: &Row, lease: Duration) -> Statement<Bool> {
     const RENEW: &str = update!(
-        "expires_at = pg_catalog.clock_timestamp() + $1",
+        "expires_at = pg_catalog.clock_timestamp() + $4",
         concat!(
             " AND s.expires_at > pg_catalog.clock_timestamp() AND ",
             keep_commit!(),
             " IS DISTINCT FROM ''"
         )
     );
-    update(RENEW, interval(lease).into(), row)
+    update(RENEW, row, Some(interval(lease).into()))
 }
 
 /// How a run ends its tick.
@@ -165,22 +169,21 @@ impl End {
     /// Each may be sent again if its reply was lost.
     pub(super) fn of(self, row: &Row) -> Statement<Bool> {
         const FINISH: &str = update!(
-            "expires_at = NULL, ended_at = pg_catalog.clock_timestamp(), error = NULLIF($1, '')",
+            "expires_at = NULL, ended_at = pg_catalog.clock_timestamp(), error = NULLIF($4, '')",
             ""
         );
         const CRASH: &str = update!(
-            "expires_at = pg_catalog.clock_timestamp(), error = $1",
+            "expires_at = pg_catalog.clock_timestamp(), error = $4",
             " AND s.expires_at IS NOT NULL AND s.ended_at IS NULL"
         );
         const GIVE_BACK: &str = update!(
-            "expires_at = pg_catalog.clock_timestamp(), ended_at = pg_catalog.clock_timestamp(), attempt = s.attempt - $1",
+            "expires_at = pg_catalog.clock_timestamp(), ended_at = pg_catalog.clock_timestamp(), attempt = s.attempt - 1",
             " AND s.expires_at IS NOT NULL AND s.ended_at IS NULL"
         );
-        let (sql, value): (_, Bind) = match self {
-            Self::Finish(error) => (FINISH, error.unwrap_or_default().into()),
-            Self::Crash(why) => (CRASH, why.into()),
-            Self::GiveBack => (GIVE_BACK, 1_i32.into()),
-        };
-        update(sql, value, row)
+        match self {
+            Self::Finish(error) => update(FINISH, row, Some(error.unwrap_or_default().into())),
+            Self::Crash(why) => update(CRASH, row, Some(why.into())),
+            Self::GiveBack => update(GIVE_BACK, row, None),
+        }
     }
 }

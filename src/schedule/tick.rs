@@ -1,6 +1,5 @@
 //! A run of a tick.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::lease::{self, Lease, Row};
 use crate::mode::{self, Mode, PATIENCE};
-use crate::pool::Pool;
+use crate::pool::{Pool, debug};
 use crate::waiting::Database;
 
 /// How much of an error is stored, in characters.
@@ -218,12 +217,8 @@ impl<P: Pool> Tick<P> {
     }
 }
 
-impl<P: Pool> fmt::Debug for Tick<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tick")
-            .field("at", &self.at)
-            .field("attempt", &self.attempt)
-            .field("token", &self.fencing_token())
-            .finish_non_exhaustive()
-    }
-}
+debug!(
+    Tick | this | at = this.at,
+    attempt = this.attempt,
+    fencing_token = this.fencing_token()
+);

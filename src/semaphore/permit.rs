@@ -1,6 +1,5 @@
 //! The permit of a semaphore.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::event::Outcome;
 use crate::lease::Lease;
 use crate::mode::{Mode, PATIENCE};
-use crate::pool::{Pool, Reply};
+use crate::pool::{Pool, Reply, debug};
 use crate::waiting::{self, What};
 
 /// A permit that is held: a slot of its service, and no connection.
@@ -219,14 +218,10 @@ fn is_final(completed: &Result<()>) -> bool {
     }
 }
 
-impl<P: Pool> fmt::Debug for Permit<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Permit")
-            .field("fencing_token", &self.fencing_token())
-            .field("remaining", &self.remaining())
-            .finish_non_exhaustive()
-    }
-}
+debug!(
+    Permit | this | fencing_token = this.fencing_token(),
+    remaining = this.remaining()
+);
 
 #[cfg(feature = "r2d2")]
 impl Permit<crate::pool::PgPool> {

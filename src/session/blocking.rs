@@ -12,10 +12,10 @@ use diesel::connection::{
 use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
 use diesel::pg::{Pg, PgConnection};
-use diesel::query_builder::{Query, QueryFragment, QueryId};
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 use super::{Session, Transaction, is_closed, now};
+use crate::statement::{Query, Statement};
 
 impl Session for PgConnection {
     type Sent<'c, T: Send + 'c> = Ready<T>;
@@ -57,28 +57,26 @@ impl Session for PgConnection {
 
     /// Diesel clears the mark with the first reply of the server that reports no open transaction. So a mark that was set before a
     /// statement and is still there after it tells of a transaction that was opened by plain SQL.
-    fn probe<'c, Q, U>(&'c mut self, query: Q) -> Ready<(QueryResult<U>, bool)>
+    fn probe<'c, T, U>(&'c mut self, statement: &Statement<T>) -> Ready<(QueryResult<U>, bool)>
     where
-        Q: Query + QueryFragment<Pg> + QueryId,
-        Pg: QueryMetadata<Q::SqlType>,
-        U: FromSqlRow<Q::SqlType, Pg> + Send + 'c,
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send + 'c,
     {
         if matches!(self.transaction(), Transaction::Test | Transaction::Open) {
-            return ready((load(self, query), false));
+            return ready((load(self, statement), false));
         }
         self.mark_broken();
-        let reply = load(self, query);
+        let reply = load(self, statement);
         let is_open = matches!(reply, Ok(_) | Err(DieselError::NotFound)) && is_marked(self);
         ready((reply, is_open))
     }
 
-    fn one<'c, Q, U>(&'c mut self, query: Q) -> Ready<QueryResult<U>>
+    fn one<'c, T, U>(&'c mut self, statement: &Statement<T>) -> Ready<QueryResult<U>>
     where
-        Q: Query + QueryFragment<Pg> + QueryId,
-        Pg: QueryMetadata<Q::SqlType>,
-        U: FromSqlRow<Q::SqlType, Pg> + Send + 'c,
+        Pg: QueryMetadata<T>,
+        U: FromSqlRow<T, Pg> + Send + 'c,
     {
-        ready(load(self, query))
+        ready(load(self, statement))
     }
 
     fn batch<'c>(&'c mut self, sql: &'c str) -> Ready<QueryResult<()>> {
@@ -107,27 +105,25 @@ impl Session for PgConnection {
 }
 
 /// Diesel leaves the last result of a `COPY` unread, and libpq sends nothing before it is read. An empty message reads it.
-fn load<Q, U>(conn: &mut PgConnection, query: Q) -> QueryResult<U>
+fn load<T, U>(conn: &mut PgConnection, statement: &Statement<T>) -> QueryResult<U>
 where
-    Q: Query + QueryFragment<Pg> + QueryId,
-    Pg: QueryMetadata<Q::SqlType>,
-    U: FromSqlRow<Q::SqlType, Pg>,
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg>,
 {
-    match load_once(conn, &query) {
+    match load_once(conn, statement) {
         Err(error) if PgConnection::was_not_sent(&error) && now(conn.is_alive()) => {
-            load_once(conn, &query)
+            load_once(conn, statement)
         }
         loaded => loaded,
     }
 }
 
-fn load_once<Q, U>(conn: &mut PgConnection, query: &Q) -> QueryResult<U>
+fn load_once<T, U>(conn: &mut PgConnection, statement: &Statement<T>) -> QueryResult<U>
 where
-    Q: Query + QueryFragment<Pg> + QueryId,
-    Pg: QueryMetadata<Q::SqlType>,
-    U: FromSqlRow<Q::SqlType, Pg>,
+    Pg: QueryMetadata<T>,
+    U: FromSqlRow<T, Pg>,
 {
-    let row = LoadConnection::<DefaultLoadingMode>::load(conn, query)?
+    let row = LoadConnection::<DefaultLoadingMode>::load(conn, Query(statement))?
         .next()
         .ok_or(DieselError::NotFound)??;
     U::build_from_row(&row).map_err(DieselError::DeserializationError)

@@ -11,105 +11,108 @@ use crate::statement::{Statement, keep_commit};
 pub(super) type Row = (bool, PgTimestamp, PgTimestamp, String, Option<PgInterval>);
 pub(super) type Attempt = Statement<(Bool, Timestamptz, Timestamptz, Text, Nullable<Interval>)>;
 
-/// Who attempts it: the bind, or the session.
+/// Who attempts it: `$2`, or else the session.
 macro_rules! details {
-    ($bind:literal) => {
-        concat!(
-            "COALESCE(NULLIF(",
-            $bind,
-            ", ''), pg_catalog.concat_ws(' ', NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid()))"
-        )
-    };
-}
-
-/// The interval of a resource, whose label is the first bind. Labels are compared as text, because a label that the type does not
-/// have would be an error, which aborts the caller's transaction.
-macro_rules! interval_of_resource {
     () => {
-        "(SELECT resource_control.elapsed(r.throttle_interval) FROM resource_control.throttled_resource AS r \
-          WHERE r.resource_id::pg_catalog.text = $1)"
+        "COALESCE(NULLIF($2, ''), pg_catalog.concat_ws(' ', \
+         NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), \
+         'pid', pg_catalog.pg_backend_pid()))"
     };
 }
 
-/// Locks the row only if it is due, and skips it while another transaction takes it, so a denial only reads.
+/// Locks the row only if it is due, and skips it while another transaction takes it, so a denial only
+/// reads. Labels are compared as text, because a label that the type does not have would be an error,
+/// which aborts the caller's transaction.
 const RESOURCE: &str = concat!(
     "WITH granted AS (
-        UPDATE resource_control.throttled_resource SET last_locked = pg_catalog.clock_timestamp(), last_locker_details = ",
-    details!("$1"),
+        UPDATE resource_control.throttled_resource
+            SET last_locked = pg_catalog.clock_timestamp(), last_locker_details = ",
+    details!(),
     " WHERE ctid = (
             SELECT t.ctid FROM resource_control.throttled_resource AS t
-                WHERE t.resource_id::pg_catalog.text = $2
-                    AND t.last_locked <= pg_catalog.clock_timestamp() - resource_control.elapsed(t.throttle_interval)
+                WHERE t.resource_id::pg_catalog.text = $1 AND t.last_locked
+                    <= pg_catalog.clock_timestamp() - resource_control.elapsed(t.throttle_interval)
                 FOR NO KEY UPDATE SKIP LOCKED)
             RETURNING last_locked, last_locker_details, throttle_interval, ",
     keep_commit!(),
     "
     )
-    SELECT true, g.last_locked, g.last_locked, g.last_locker_details, resource_control.elapsed(g.throttle_interval) FROM granted AS g
-    UNION ALL SELECT false, pg_catalog.clock_timestamp(), COALESCE(t.last_locked, '-infinity'), COALESCE(t.last_locker_details, ''),
-            resource_control.elapsed(t.throttle_interval)
+    SELECT true, g.last_locked, g.last_locked, g.last_locker_details,
+            resource_control.elapsed(g.throttle_interval)
+        FROM granted AS g
+    UNION ALL SELECT false, pg_catalog.clock_timestamp(), COALESCE(t.last_locked, '-infinity'),
+            COALESCE(t.last_locker_details, ''), resource_control.elapsed(t.throttle_interval)
         FROM (SELECT WHERE NOT EXISTS (SELECT FROM granted)) AS denied
-            LEFT JOIN resource_control.throttled_resource AS t ON t.resource_id::pg_catalog.text = $2"
+            LEFT JOIN resource_control.throttled_resource AS t
+                ON t.resource_id::pg_catalog.text = $1"
 );
 
-/// The same for a name and key. No row for one that was never attempted.
+/// The same for a name, a key, and who attempts it. No row for one that was never attempted.
 macro_rules! again {
-    ($every:expr, $details:literal, $name:literal, $key:literal, $is_resource:literal) => {
+    ($every:expr, $is_resource:literal) => {
         concat!(
             "WITH granted AS (
-                UPDATE resource_control.throttle SET last_granted = pg_catalog.clock_timestamp(), throttle_interval = ",
-            $every,
-            ", details = ",
-            details!($details),
+                UPDATE resource_control.throttle SET last_granted = pg_catalog.clock_timestamp(),
+                    throttle_interval = ", $every, ", details = ", details!(),
             " WHERE ctid = (
                     SELECT t.ctid FROM resource_control.throttle AS t
-                        WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
+                        WHERE t.name = $1 AND t.key = $3 AND t.is_resource = ", $is_resource,
             " AND t.last_granted <= pg_catalog.clock_timestamp() - ", $every, "
                         FOR NO KEY UPDATE SKIP LOCKED)
                     RETURNING last_granted, details, throttle_interval, ",
             keep_commit!(),
             "
             )
-            SELECT true, g.last_granted, g.last_granted, g.details, g.throttle_interval FROM granted AS g
-            UNION ALL SELECT false, pg_catalog.clock_timestamp(), t.last_granted, t.details, ", $every, " FROM resource_control.throttle AS t
-                WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
+            SELECT true, g.last_granted, g.last_granted, g.details, g.throttle_interval
+                FROM granted AS g
+            UNION ALL SELECT false, pg_catalog.clock_timestamp(), t.last_granted, t.details, ", $every,
+            " FROM resource_control.throttle AS t
+                WHERE t.name = $1 AND t.key = $3 AND t.is_resource = ", $is_resource,
             " AND NOT EXISTS (SELECT FROM granted)"
         )
     };
 }
 
-/// Grants a name and key that has no row, unless another transaction is about to: the advisory lock keeps this one from waiting for
-/// it. No row if there is one now.
+/// Grants a name and key that has no row, unless another transaction is about to: the advisory lock
+/// keeps this one from waiting for that one. No row if there is one now.
 macro_rules! first {
-    ($every:expr, $details:literal, $name:literal, $key:literal, $is_resource:literal) => {
+    ($every:expr, $is_resource:literal) => {
         concat!(
             "WITH taking AS MATERIALIZED (
                 SELECT ", $every, "::interval AS every,
-                    pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(", $key, ", pg_catalog.hashtextextended(", $name, ", ", $is_resource,
-            "::int + 20000101000002))) AS is_ours
+                    pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended($3,
+                        pg_catalog.hashtextextended($1, ", $is_resource, "::int + 20000101000002)))
+                        AS is_ours
             ), granted AS (
-                INSERT INTO resource_control.throttle (name, key, is_resource, last_granted, throttle_interval, details)
-                    SELECT ", $name, ", ", $key, ", ", $is_resource, ", pg_catalog.clock_timestamp(), every, ",
-            details!($details),
+                INSERT INTO resource_control.throttle
+                        (name, key, is_resource, last_granted, throttle_interval, details)
+                    SELECT $1, $3, ", $is_resource, ", pg_catalog.clock_timestamp(), every, ",
+            details!(),
             " FROM taking WHERE is_ours AND every IS NOT NULL
                     ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval, ",
             keep_commit!(),
             "
             )
             SELECT true, last_granted, last_granted, details, throttle_interval FROM granted
-            UNION ALL SELECT false, pg_catalog.clock_timestamp(), '-infinity', '', every FROM taking WHERE every IS NULL OR NOT is_ours"
+            UNION ALL SELECT false, pg_catalog.clock_timestamp(), '-infinity', '', every
+                FROM taking WHERE every IS NULL OR NOT is_ours"
         )
     };
 }
 
-const NAMED: [&str; 2] = [
-    again!("$1", "$2", "$3", "$4", "false"),
-    first!("$1", "$4", "$3", "$2", "false"),
-];
+/// The interval of the resource with this label.
+macro_rules! interval_of_resource {
+    () => {
+        "(SELECT resource_control.elapsed(r.throttle_interval) \
+          FROM resource_control.throttled_resource AS r WHERE r.resource_id::pg_catalog.text = $1)"
+    };
+}
+
+const NAMED: [&str; 2] = [again!("$4", "false"), first!("$4", "false")];
 
 const KEYED: [&str; 2] = [
-    again!(interval_of_resource!(), "$2", "$1", "$3", "true"),
-    first!(interval_of_resource!(), "$3", "$1", "$2", "true"),
+    again!(interval_of_resource!(), "true"),
+    first!(interval_of_resource!(), "true"),
 ];
 
 /// The interval of a resource may have been changed since the last grant.
@@ -124,29 +127,17 @@ const PRUNE: &str = "WITH done AS (
     ) SELECT pg_catalog.count(*) FROM done";
 
 pub(super) fn resource(name: &str, details: &str) -> Attempt {
-    Statement::new(RESOURCE, [details.into(), name.into()])
+    Statement::new(RESOURCE, [name.into(), details.into()])
 }
 
 pub(super) fn named(name: &str, key: &str, every: PgInterval, details: &str) -> [Attempt; 2] {
-    let [again, first] = NAMED;
-    [
-        Statement::new(
-            again,
-            [every.into(), details.into(), name.into(), key.into()],
-        ),
-        Statement::new(
-            first,
-            [every.into(), key.into(), name.into(), details.into()],
-        ),
-    ]
+    let binds = || [name.into(), details.into(), key.into(), every.into()];
+    NAMED.map(|sql| Statement::new(sql, binds()))
 }
 
 pub(super) fn keyed_resource(name: &str, key: &str, details: &str) -> [Attempt; 2] {
-    let [again, first] = KEYED;
-    [
-        Statement::new(again, [name.into(), details.into(), key.into()]),
-        Statement::new(first, [name.into(), key.into(), details.into()]),
-    ]
+    let binds = || [name.into(), details.into(), key.into()];
+    KEYED.map(|sql| Statement::new(sql, binds()))
 }
 
 /// Deletes what has been due for its interval, and skips what is in use.

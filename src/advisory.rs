@@ -142,7 +142,7 @@ impl<P: Pool> AdvisoryLock<P> {
         let unkeyed = self.unkeyed.as_ref().unwrap_or(&self.key);
         Self {
             key: match self.all {
-                None => unkeyed.keyed(key),
+                None => unkeyed.with_key(key),
                 Some(_) => LockKey::none(),
             },
             unkeyed: Some(unkeyed.clone()),
@@ -166,7 +166,7 @@ impl<P: Pool> AdvisoryLock<P> {
     ///
     /// One round trip on a connection of the pool: `SELECT pg_try_advisory_lock($1)`, with checks for a standby.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
-        P::Mode::drive(self.subject().tell("try_acquire", async move {
+        P::Mode::drive(self.subject().observe("try_acquire", async move {
             let guard = self.attempt(pool, &self.locks()?, None, None).await?;
             Ok(guard.map_or(Attempt::Busy, Attempt::Acquired))
         }))
@@ -177,7 +177,7 @@ impl<P: Pool> AdvisoryLock<P> {
         P::Mode::drive(async move {
             let tried = self
                 .subject()
-                .wait("acquire", self.wait(pool, None))
+                .observe_wait("acquire", self.wait(pool, None))
                 .await?;
             tried.acquired().ok_or(Error::TimedOut)
         })
@@ -193,7 +193,7 @@ impl<P: Pool> AdvisoryLock<P> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
             let wait = self.wait(pool, deadline);
-            self.subject().wait("acquire_timeout", wait).await
+            self.subject().observe_wait("acquire_timeout", wait).await
         })
     }
 

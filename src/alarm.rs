@@ -10,7 +10,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// A pause between three and five quarters of this one, so that those who began together do not go on together.
-pub(crate) fn jittered(pause: Duration) -> Duration {
+pub(crate) fn jitter(pause: Duration) -> Duration {
     pause.mul_f64(0.75 + fastrand::f64() / 2.0)
 }
 

@@ -93,7 +93,7 @@ where
         borrowed = Borrowed::new(pool, limit).await?;
         reply = ask_session(borrowed.conn(), statements).await;
     }
-    borrowed.replied();
+    borrowed.note_reply();
     if matches!(reply, Err(Error::LentInTransaction | Error::Standby)) {
         borrowed.discard();
     }
@@ -140,7 +140,7 @@ where
     let (reply, sent) = (send(session, statements).await, Instant::now());
     match reply {
         Ok(row) => Ok(row),
-        Err(error) if !is_free => Err(ended(session, error).await),
+        Err(error) if !is_free => Err(classify(session, error).await),
         failed => Ok(repair(session, statements, failed, sent).await?.0),
     }
 }
@@ -173,7 +173,7 @@ where
     }
     match reply {
         Ok(row) => Ok((row, sent)),
-        Err(error) => Err(explained(session, error).await),
+        Err(error) => Err(explain(session, error).await),
     }
 }
 
@@ -209,7 +209,7 @@ fn needs_read_committed(error: &DieselError) -> bool {
 }
 
 /// Diesel has no kind for a missing table and, in the asynchronous half, for a session that has ended. So that is looked up.
-pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -> Error {
+pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
     const IS_MISSING: &str =
         "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";
     if is_read_only(&error) {
@@ -220,7 +220,7 @@ pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -
         return error.into();
     }
     if has_ended(session, &error).await {
-        return closed(error);
+        return as_closed(error);
     }
     match session.one(&Statement::<Bool>::new(IS_MISSING, [])).await {
         Ok(true) => Error::NotInstalled,
@@ -228,13 +228,13 @@ pub(crate) async fn explained<S: Session>(session: &mut S, error: DieselError) -
     }
 }
 
-/// As [`explained`], for a statement that needs no table.
-pub(crate) async fn ended<S: Session>(session: &mut S, error: DieselError) -> Error {
+/// As [`explain`], for a statement that needs no table.
+pub(crate) async fn classify<S: Session>(session: &mut S, error: DieselError) -> Error {
     if is_read_only(&error) {
         session.mark_broken();
         Error::Standby
     } else if has_ended(session, &error).await {
-        closed(error)
+        as_closed(error)
     } else {
         error.into()
     }
@@ -248,7 +248,7 @@ const fn is_read_only(error: &DieselError) -> bool {
     )
 }
 
-fn closed(error: DieselError) -> Error {
+fn as_closed(error: DieselError) -> Error {
     match error {
         DieselError::DatabaseError(_, report) => {
             DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, report).into()

@@ -1,52 +1,37 @@
-//! Events: what each operation came to, told once, in one place.
+//! Events: how each operation ends, reported once, in one place.
 
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::metrics::{self, Raised};
-pub(crate) use crate::subject::Subject;
 
-/// What an operation on a primitive came to. The labels are constants of the program, never keys.
+/// A handle, as events and metrics name it. Both are constants of the program, and never keys.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Subject {
+    /// `lock`, `throttle`, `semaphore`, `rate limit` …
+    pub(crate) primitive: &'static str,
+    /// The name of the handle, and nothing where the program made it at run time.
+    pub(crate) name: &'static str,
+}
+
+/// How an operation on a primitive ended.
 #[derive(Debug)]
 #[cfg_attr(not(all(feature = "metrics", feature = "tracing")), allow(dead_code))]
-struct Event<'a> {
-    subject: Subject,
+pub(crate) struct Event<'a> {
+    pub(crate) subject: Subject,
     /// The method, or `drop`.
-    operation: &'static str,
+    pub(crate) operation: &'static str,
     /// The word of the outcome's type, `failed`, or what happened to a holder: `released`, `lost`.
-    outcome: &'static str,
+    pub(crate) outcome: &'static str,
     /// How long the operation took, its wait included.
-    took: Duration,
-    /// Whether it is one of those that may wait.
-    waits: bool,
-    /// For how long it was held, at its end.
-    held: Option<Duration>,
-    error: Option<&'a Error>,
-    /// Whether the caller hears of the error. Otherwise nobody does who does not read the log.
-    is_returned: bool,
-}
-
-/// What a loop that tries again tells of its errors: the first in the log, until it goes well again.
-#[derive(Debug, Default)]
-pub(crate) struct Trouble {
-    /// Whether the caller hears of the errors.
-    is_returned: bool,
-    is_told: bool,
-}
-
-impl Trouble {
-    /// Of a single call, which returns its error.
-    pub(crate) const fn returned() -> Self {
-        Self {
-            is_returned: true,
-            is_told: true,
-        }
-    }
-
-    /// It went well.
-    pub(crate) const fn is_over(&mut self) {
-        self.is_told = self.is_returned;
-    }
+    pub(crate) took: Duration,
+    /// Whether the operation is one of those that may wait.
+    pub(crate) waits: bool,
+    /// For how long something was held, at its end.
+    pub(crate) held: Option<Duration>,
+    pub(crate) error: Option<&'a Error>,
+    /// Whether the caller gets the error. Otherwise only the log has it.
+    pub(crate) is_returned: bool,
 }
 
 /// An outcome with a word for it.
@@ -55,76 +40,66 @@ pub(crate) trait Outcome {
 }
 
 impl Subject {
-    /// Does an operation, and tells what it came to. A future that is dropped tells nothing.
-    pub(crate) fn tell<T: Outcome>(
+    pub(crate) const fn event<'a>(
+        self,
+        operation: &'static str,
+        outcome: &'static str,
+    ) -> Event<'a> {
+        Event {
+            subject: self,
+            operation,
+            outcome,
+            took: Duration::ZERO,
+            waits: false,
+            held: None,
+            error: None,
+            is_returned: true,
+        }
+    }
+
+    /// Does an operation, and reports how it ended. A future that is dropped reports nothing.
+    pub(crate) async fn observe<T: Outcome>(
         self,
         operation: &'static str,
         work: impl Future<Output = Result<T>>,
-    ) -> impl Future<Output = Result<T>> {
-        self.told(operation, false, work)
+    ) -> Result<T> {
+        self.observe_any(operation, false, work).await
     }
 
-    /// As [`tell`](Self::tell), for an operation that may wait.
-    pub(crate) fn wait<T: Outcome>(
+    /// As [`observe`](Self::observe), for an operation that may wait.
+    pub(crate) async fn observe_wait<T: Outcome>(
         self,
         operation: &'static str,
         work: impl Future<Output = Result<T>>,
-    ) -> impl Future<Output = Result<T>> {
-        self.told(operation, true, work)
+    ) -> Result<T> {
+        let _waiting = Raised::waiting(self);
+        self.observe_any(operation, true, work).await
     }
 
-    async fn told<T: Outcome>(
+    async fn observe_any<T: Outcome>(
         self,
         operation: &'static str,
         waits: bool,
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         let began = Instant::now();
-        let result = {
-            let _waiting = waits.then(|| Raised::waiting(self));
-            work.await
-        };
+        let result = work.await;
         let (outcome, error) = match &result {
             Ok(outcome) => (outcome.word(), None),
             Err(error) => ("failed", Some(error)),
         };
-        let took = began.elapsed();
-        let event = self.of(operation, outcome, took, error);
-        let is_returned = true;
         Event {
+            took: began.elapsed(),
             waits,
-            is_returned,
-            ..event
+            error,
+            ..self.event(operation, outcome)
         }
         .emit();
         result
     }
 
-    /// Waits, as the gauge shows.
-    pub(crate) async fn waiting<T>(self, work: impl Future<Output = T>) -> T {
-        let _waiting = Raised::waiting(self);
-        work.await
-    }
-
-    /// Tells what an operation came to that has waited for so long.
-    pub(crate) fn waited(
-        self,
-        operation: &'static str,
-        outcome: &'static str,
-        took: Duration,
-        error: Option<&Error>,
-    ) {
-        let event = self.of(operation, outcome, took, error);
-        Event {
-            waits: true,
-            is_returned: true,
-            ..event
-        }
-        .emit();
-    }
-
-    /// Tells how a holding ended: `released`, `resigned` for a leader, or with an error.
-    pub(crate) fn ended(
+    /// Reports how a holding ended: `released`, `resigned` for a leader, or with an error.
+    pub(crate) fn end(
         self,
         operation: &'static str,
         began: Instant,
@@ -139,30 +114,20 @@ impl Subject {
             Err(Error::LockLost(_) | Error::PermitLost(_)) => "lost",
             Err(_) => "failed",
         };
-        let event = self.of(operation, outcome, began.elapsed(), result.as_ref().err());
         Event {
+            took: began.elapsed(),
             held: Some(since.elapsed()),
+            error: result.as_ref().err(),
             // A drop returns nothing.
             is_returned: operation != "drop",
-            ..event
+            ..self.event(operation, outcome)
         }
         .emit();
     }
 
-    /// Tells that a look or a campaign has failed, which is tried again.
-    pub(crate) fn fail(self, operation: &'static str, error: &Error, trouble: &mut Trouble) {
-        let event = self.of(operation, "failed", Duration::ZERO, Some(error));
-        let is_returned = std::mem::replace(&mut trouble.is_told, true);
-        Event {
-            is_returned,
-            ..event
-        }
-        .emit();
-    }
-
-    /// Tells of a long wait for a lock, and of a session that holds it.
+    /// Warns of a long wait for a lock, and names a session that holds it.
     #[cfg_attr(not(feature = "tracing"), allow(unused_variables))]
-    pub(crate) fn waits_for(self, holder: Option<i32>, took: Duration) {
+    pub(crate) fn warn_of_wait(self, holder: Option<i32>, took: Duration) {
         #[cfg(feature = "tracing")]
         {
             let Self { primitive, name } = self;
@@ -173,57 +138,52 @@ impl Subject {
             );
         }
     }
+}
 
-    /// Tells what happened.
-    pub(crate) fn event(
-        self,
-        operation: &'static str,
-        outcome: &'static str,
-        took: Duration,
-        held: Option<Duration>,
-        error: Option<&Error>,
-    ) {
-        let event = self.of(operation, outcome, took, error);
-        Event { held, ..event }.emit();
+/// The errors of a loop that tries again: the first one is logged as a warning, until a try succeeds.
+#[derive(Debug, Default)]
+pub(crate) struct Trouble {
+    /// Whether the caller gets the errors.
+    is_returned: bool,
+    is_known: bool,
+}
+
+impl Trouble {
+    /// Of a single call, which returns its error.
+    pub(crate) const fn returned() -> Self {
+        Self {
+            is_returned: true,
+            is_known: true,
+        }
     }
 
-    const fn of<'a>(
-        self,
-        operation: &'static str,
-        outcome: &'static str,
-        took: Duration,
-        error: Option<&'a Error>,
-    ) -> Event<'a> {
+    /// A try has succeeded.
+    pub(crate) const fn end(&mut self) {
+        self.is_known = self.is_returned;
+    }
+
+    /// Reports that a try has failed.
+    pub(crate) fn report(&mut self, subject: Subject, operation: &'static str, error: &Error) {
         Event {
-            subject: self,
-            operation,
-            outcome,
-            took,
-            waits: false,
-            held: None,
-            error,
-            is_returned: false,
+            error: Some(error),
+            is_returned: std::mem::replace(&mut self.is_known, true),
+            ..subject.event(operation, "failed")
         }
+        .emit();
     }
 }
 
 impl Event<'_> {
     /// The one place where events leave this crate.
-    fn emit(self) {
-        let waited = self.waits.then_some(self.took);
-        metrics::count(
-            self.subject,
-            self.outcome,
-            self.is_lost(),
-            waited,
-            self.held,
-        );
+    pub(crate) fn emit(self) {
+        metrics::count(&self);
         #[cfg(feature = "tracing")]
         self.log();
     }
 
     /// Whether something that was held is held no longer, without its holder's doing.
-    fn is_lost(&self) -> bool {
+    #[cfg(any(feature = "metrics", feature = "tracing"))]
+    pub(crate) fn is_lost(&self) -> bool {
         matches!(self.outcome, "lost" | "deposed")
     }
 

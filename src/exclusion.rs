@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use diesel::sql_types::{Bool, Integer, Nullable};
 
-use crate::call::ended;
+use crate::call::classify;
 use crate::error::{Error, Result};
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
@@ -69,8 +69,8 @@ pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
     let second = P::Mode::within(Some(Instant::now() + patience), second).await;
     let mut second = second.ok_or(Error::TimedOut)??;
     let compared = compare(first.conn(), second.conn()).await;
-    first.replied();
-    second.replied();
+    first.note_reply();
+    second.note_reply();
     compared
 }
 
@@ -115,7 +115,7 @@ async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
     match conn.one(&Statement::<Integer>::new(BACKEND_PID, [])).await {
         Ok(pid) => Ok(pid),
         Err(error) if is_of_a_prepared_statement(&error) => Err(Error::NotExclusive(NOT_PREPARED)),
-        Err(error) => Err(ended(conn, error).await),
+        Err(error) => Err(classify(conn, error).await),
     }
 }
 
@@ -125,7 +125,7 @@ async fn try_lock<S: Session>(conn: &mut S, number: i64) -> Result<bool> {
     let reply: QueryResult<(Option<bool>,)> = conn.one(&tried).await;
     match reply {
         Ok((is_taken,)) => is_taken.ok_or(Error::Standby),
-        Err(error) => Err(ended(conn, error).await),
+        Err(error) => Err(classify(conn, error).await),
     }
 }
 

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 
 use diesel::sql_types::Bool;
 
-use crate::call::ended;
+use crate::call::classify;
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
@@ -75,7 +75,7 @@ impl<P: Pool> Fence<P> {
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             name: self.name,
-            stored: Cow::Owned(input::joined([self.name, &input::shown(key)])),
+            stored: Cow::Owned(input::join([self.name, &input::show(key)])),
             pool: PhantomData,
         }
     }
@@ -90,12 +90,14 @@ impl<P: Pool> Fence<P> {
             name: self.name,
         };
         P::Mode::drive(async move {
-            let passed = subject.tell("pass", self.passed(conn, token)).await;
+            let passed = subject
+                .observe("pass", self.pass_unreported(conn, token))
+                .await;
             passed.map(|Passed| ())
         })
     }
 
-    async fn passed<S: Session>(&self, session: &mut S, token: i64) -> Result<Passed> {
+    async fn pass_unreported<S: Session>(&self, session: &mut S, token: i64) -> Result<Passed> {
         input::name(self.name)?;
         input::name(&self.stored)?;
         match session.transaction() {
@@ -111,7 +113,7 @@ impl<P: Pool> Fence<P> {
                 let name = self.stored.to_string();
                 Err(Error::Fenced { name, token })
             }
-            Err(error) => Err(ended(session, error).await),
+            Err(error) => Err(classify(session, error).await),
         }
     }
 }

@@ -44,7 +44,7 @@ pub(crate) fn microseconds(
 }
 
 /// The text of a key. A `Display` that fails leaves a NUL character, which is then refused.
-pub(crate) fn shown(key: impl Display) -> String {
+pub(crate) fn show(key: impl Display) -> String {
     let mut text = String::new();
     if write!(text, "{key}").is_err() {
         text.push('\0');
@@ -54,10 +54,10 @@ pub(crate) fn shown(key: impl Display) -> String {
 
 /// Several parts as one name: in each, `\` and a space are escaped, and a space joins them, so that no two lists of parts are
 /// written alike.
-pub(crate) fn joined<T: Display>(parts: impl IntoIterator<Item = T>) -> String {
+pub(crate) fn join<T: Display>(parts: impl IntoIterator<Item = T>) -> String {
     let escaped: Vec<String> = parts
         .into_iter()
-        .map(|part| shown(part).replace('\\', r"\\").replace(' ', r"\ "))
+        .map(|part| show(part).replace('\\', r"\\").replace(' ', r"\ "))
         .collect();
     escaped.join(" ")
 }

@@ -88,7 +88,7 @@ impl LockKey {
     /// assert_eq!(LockKey::parts(["tenant 7"]), LockKey::named(r"tenant\ 7"));
     /// ```
     pub fn parts<T: fmt::Display>(parts: impl IntoIterator<Item = T>) -> Self {
-        Self::from(input::joined(parts))
+        Self::from(input::join(parts))
     }
 
     /// Makes the key of a number, in the key space of `bigint`.
@@ -185,10 +185,10 @@ impl LockKey {
     }
 
     /// The key of one thing under the name of this one.
-    pub(crate) fn keyed(&self, key: impl fmt::Display) -> Self {
+    pub(crate) fn with_key(&self, key: impl fmt::Display) -> Self {
         match (self.number, &self.name) {
             (Number::OfName, Some(name)) if !name.is_empty() => {
-                Self::parts([name.as_ref(), &input::shown(key)])
+                Self::parts([name.as_ref(), &input::show(key)])
             }
             (Number::OfName, _) => self.clone(),
             _ => Self::none(),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 use diesel::sql_types::{BigInt, Nullable, Text, Timestamptz};
 
-use crate::alarm::{Alarm, jittered};
+use crate::alarm::{Alarm, jitter};
 use crate::call::ask;
 use crate::error::Result;
 use crate::event::{Outcome, Trouble};
@@ -88,7 +88,7 @@ impl<P: Pool> Leader<P> {
     /// Returns the election for one thing, such as a shard. A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            key: Some(input::shown(key)),
+            key: Some(input::show(key)),
             ..self.clone()
         }
     }
@@ -120,7 +120,7 @@ impl<P: Pool> Leader<P> {
             Option<DateTime<Utc>>,
         );
         P::Mode::drive(async move {
-            let service = self.seat().service()?;
+            let service = self.semaphore().service()?;
             let current = Statement::<Columns>::new(CURRENT, [(&*service).into()]);
             let (row, _): (Row, _) = ask(pool, None, [current]).await?;
             let (Some(token), Some(holder), Some(since), Some(until)) = row else {
@@ -141,12 +141,12 @@ impl<P: Pool> Leader<P> {
     }
 
     /// A semaphore of one slot. Its service is the word and the name, so that no other semaphore has it.
-    pub(crate) fn seat(&self) -> Semaphore<P> {
+    pub(crate) fn semaphore(&self) -> Semaphore<P> {
         let mut parts = vec!["leader", self.election];
         parts.extend(self.key.as_deref());
-        Semaphore::seat(
+        Semaphore::of_election(
             self.election,
-            input::joined(parts),
+            input::join(parts),
             self.lease,
             self.details.clone(),
         )
@@ -154,14 +154,14 @@ impl<P: Pool> Leader<P> {
 
     /// Stands for the election until it is won. `None` if it was stopped.
     async fn campaign(&self, pool: &P, stop: &Stop) -> Result<Option<(Permit<P>, Term<P>)>> {
-        let seat = self.seat();
-        let campaign = self.stand(&seat, pool, stop);
-        seat.subject().wait("lead", campaign).await
+        let semaphore = self.semaphore();
+        let campaign = self.stand(&semaphore, pool, stop);
+        semaphore.subject().observe_wait("lead", campaign).await
     }
 
     async fn stand(
         &self,
-        seat: &Semaphore<P>,
+        semaphore: &Semaphore<P>,
         pool: &P,
         stop: &Stop,
     ) -> Result<Option<(Permit<P>, Term<P>)>> {
@@ -169,10 +169,10 @@ impl<P: Pool> Leader<P> {
         // So that a stop does not wait for the pool.
         let limit = Some(Duration::from_secs(1));
         while !stop.is_stopped() {
-            let longest = jittered(self.lease / 3);
-            let claimed = seat.claim(pool, limit).await;
+            let longest = jitter(self.lease / 3);
+            let claimed = semaphore.claim(pool, limit).await;
             if claimed.is_ok() {
-                trouble.is_over();
+                trouble.end();
             }
             let pause = match claimed {
                 // The claim took longer than the term.
@@ -189,7 +189,7 @@ impl<P: Pool> Leader<P> {
                     longest.min(full.retry_after + Duration::from_millis(fastrand::u64(1..10)))
                 }
                 Err(error) if error.may_pass() => {
-                    seat.subject().fail("lead", &error, &mut trouble);
+                    trouble.report(semaphore.subject(), "lead", &error);
                     longest
                 }
                 Err(error) => return Err(error),

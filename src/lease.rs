@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use diesel::sql_types::Bool;
 
-use crate::alarm::{Alarm, Sleepers, jittered, lock};
+use crate::alarm::{Alarm, Sleepers, jitter, lock};
 use crate::call::ask_surely;
 use crate::error::{Error, Result};
 use crate::event::Subject;
@@ -73,7 +73,7 @@ struct State {
     /// What ends it was sent, so there may be nothing to renew any more.
     is_ending: bool,
     /// Its end was told as an event.
-    is_told: bool,
+    is_reported: bool,
     /// Its holder asked, and was told of the loss.
     was_heard: bool,
     /// Until its end.
@@ -115,7 +115,7 @@ impl<P: Pool> Lease<P> {
             until: sent + trusted(timeout),
             end: None,
             is_ending: false,
-            is_told: false,
+            is_reported: false,
             was_heard: false,
             held: Some(Raised::held(subject)),
         };
@@ -165,7 +165,7 @@ impl<P: Pool> Lease<P> {
     }
 
     /// Waits until it is over, or the deadline.
-    pub(crate) async fn lost(&self, deadline: Option<Instant>) {
+    pub(crate) async fn wait_for_loss(&self, deadline: Option<Instant>) {
         while !self.is_over() && deadline.is_none_or(|deadline| deadline > Instant::now()) {
             let sleeper = self.sleepers.join(self.until());
             if !self.is_over() {
@@ -185,7 +185,7 @@ impl<P: Pool> Lease<P> {
     pub(crate) async fn renew(self: &Arc<Self>) -> Result<()> {
         if !self.is_lost() {
             let renewed = self.clone().send_renewal(None).await?;
-            if self.renewed(renewed) {
+            if self.note_renewal(renewed) {
                 return Ok(());
             }
         }
@@ -200,7 +200,7 @@ impl<P: Pool> Lease<P> {
     /// lost once stays lost, because its holder was told so.
     ///
     /// The next one is due a third after this one was sent, because the reply of a slow server may take longer than that.
-    fn renewed(&self, sent: Option<Instant>) -> bool {
+    fn note_renewal(&self, sent: Option<Instant>) -> bool {
         let mut state = lock(&self.state);
         match (state.end, sent) {
             (None, Some(sent)) if state.until > Instant::now() => {
@@ -219,20 +219,20 @@ impl<P: Pool> Lease<P> {
     fn lose(&self, mut state: MutexGuard<'_, State>, operation: &'static str) {
         state.end = Some(End::Lost);
         state.held = None;
-        let was_told = std::mem::replace(&mut state.is_told, true);
+        let was_reported = std::mem::replace(&mut state.is_reported, true);
         drop(state);
         self.sleepers.wake();
-        if !was_told {
+        if !was_reported {
             self.subject
-                .ended(operation, Instant::now(), self.since, &Err(self.loss()));
+                .end(operation, Instant::now(), self.since, &Err(self.loss()));
         }
     }
 
     /// Tells its end, unless that was told: as what, after how long.
-    pub(crate) fn tell(&self, tell: impl FnOnce(Subject, Instant)) {
-        let was_told = std::mem::replace(&mut lock(&self.state).is_told, true);
-        if !was_told {
-            tell(self.subject, self.since);
+    pub(crate) fn report(&self, report: impl FnOnce(Subject, Instant)) {
+        let was_reported = std::mem::replace(&mut lock(&self.state).is_reported, true);
+        if !was_reported {
+            report(self.subject, self.since);
         }
     }
 
@@ -257,7 +257,7 @@ impl<P: Pool> Lease<P> {
 
     /// The reply to a statement that ends the row: whether the row was held. An end that was sent before and had no reply may have done
     /// it.
-    pub(crate) fn ended(&self, reply: Result<bool>) -> Result<()> {
+    pub(crate) fn read_end(&self, reply: Result<bool>) -> Result<()> {
         match reply {
             Ok(true) => Ok(()),
             Ok(false) if self.is_unanswered.load(SeqCst) && self.until() > Instant::now() => Ok(()),
@@ -288,8 +288,8 @@ impl<P: Pool> Lease<P> {
             let until = self.until();
             let limit = until.saturating_duration_since(Instant::now());
             match P::Mode::within(Some(until), self.insist(limit)).await {
-                Some(Ok(renewed)) if self.renewed(renewed) => {}
-                Some(Err(_)) => self.due.set(Instant::now() + jittered(pause)),
+                Some(Ok(renewed)) if self.note_renewal(renewed) => {}
+                Some(Err(_)) => self.due.set(Instant::now() + jitter(pause)),
                 _ => break,
             }
             // The end may have set it before.

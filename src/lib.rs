@@ -67,7 +67,6 @@ mod input;
 mod key;
 pub mod leader;
 mod lease;
-#[cfg_attr(not(feature = "metrics"), path = "metrics/off.rs")]
 mod metrics;
 #[cfg(feature = "migrations")]
 pub mod migrations;
@@ -88,7 +87,6 @@ mod sealed {
 }
 mod statement;
 mod stop;
-mod subject;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod throttle;

@@ -15,7 +15,7 @@ use diesel::sql_types::{Array, Bool, Text};
 pub use self::run_pending::{Target, run_pending};
 use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::{Outcome, Subject};
+use crate::event::{Event, Outcome, Subject};
 use crate::exclusion;
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
@@ -116,14 +116,19 @@ impl Outcome for Done {
 /// ```
 pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
     P::Mode::drive(async move {
-        SUBJECT.tell("install", run_files(pool)).await?;
+        SUBJECT.observe("install", run_files(pool)).await?;
         if pool.idle() >= 2 {
             let began = Instant::now();
             if let Err(error @ Error::NotExclusive(_)) =
                 exclusion::check(pool, Duration::from_secs(5)).await
             {
-                let took = began.elapsed();
-                SUBJECT.event("check_exclusion", "failed", took, None, Some(&error));
+                Event {
+                    took: began.elapsed(),
+                    error: Some(&error),
+                    is_returned: false,
+                    ..SUBJECT.event("check_exclusion", "failed")
+                }
+                .emit();
             }
         }
         Ok(())
@@ -165,7 +170,7 @@ async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
         let mut borrowed = Borrowed::new(pool, None).await?;
         for file in &pending {
             file.run(borrowed.conn()).await?;
-            borrowed.replied();
+            borrowed.note_reply();
         }
         drop(borrowed);
         state = State::of(pool).await?;

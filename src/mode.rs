@@ -110,7 +110,7 @@ impl Drop for Left {
 }
 
 /// A connection was closed whose session may hold something. The server frees it within a second.
-pub(crate) fn closed() {
+pub(crate) fn note_closed() {
     *lock(&CLOSED) = Some(Instant::now());
 }
 

@@ -1,6 +1,5 @@
 //! Work that is done once: a request that a client may repeat.
 
-mod done;
 mod sql;
 
 use std::fmt;
@@ -10,15 +9,15 @@ use std::time::{Duration, Instant};
 use diesel::data_types::PgTimestamp;
 use diesel::result::Error as DieselError;
 
-pub use self::done::Done;
 use crate::advisory::sql::Lock;
 use crate::advisory::xact;
 use crate::advisory::{Attempt, Locks};
-use crate::call::{ended, in_batches};
+use crate::call::{classify, in_batches};
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Event, Subject};
 use crate::input;
 use crate::key::fnv1a;
+use crate::metrics::Raised;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
 use crate::session::Session;
@@ -89,17 +88,44 @@ pub struct Once<P: Pool> {
     pool: PhantomData<fn(&P)>,
 }
 
+/// What came of work that is done once: the bytes that it has returned, this time or before.
+#[must_use = "the outcome may be that of another request with the same key"]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Done {
+    /// This call has done the work, and committed it.
+    First(Vec<u8>),
+    /// It was done before, and this is what it returned then.
+    Before(Vec<u8>),
+}
+
+impl Done {
+    /// Returns whether this call has done the work.
+    pub const fn is_first(&self) -> bool {
+        matches!(self, Self::First(_))
+    }
+
+    /// Returns what the work has returned when it was done.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Self::First(bytes) | Self::Before(bytes) => bytes,
+        }
+    }
+
+    /// Returns what the work has returned when it was done.
+    pub fn into_bytes(self) -> Vec<u8> {
+        match self {
+            Self::First(bytes) | Self::Before(bytes) => bytes,
+        }
+    }
+}
+
 /// The transaction in which the lock is held, when the server began it, and the outcome if there is one.
 struct Entered<'c, S: Session> {
     transaction: Own<'c, S>,
     began: PgTimestamp,
     outcome: Option<Vec<u8>>,
+    /// How long it took to enter.
     took: Duration,
-    operation: &'static str,
-}
-
-const fn operation(waits: bool) -> &'static str {
-    if waits { "run" } else { "try_run" }
 }
 
 impl<P: Pool> Once<P> {
@@ -116,7 +142,7 @@ impl<P: Pool> Once<P> {
     /// replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            key: Some(input::shown(key)),
+            key: Some(input::show(key)),
             ..*self
         }
     }
@@ -132,6 +158,37 @@ impl<P: Pool> Once<P> {
         })
     }
 
+    async fn run_on<T: Into<Vec<u8>>, E: From<Error>>(
+        &self,
+        conn: &mut Connection<P>,
+        waits: bool,
+        work: impl AsyncFnOnce(&mut Connection<P>) -> Result<T, E>,
+    ) -> Result<Attempt<Done>, E> {
+        let Some(entered) = self.enter(conn, waits).await? else {
+            return Ok(Attempt::Busy);
+        };
+        let Entered {
+            transaction,
+            began,
+            outcome,
+            took,
+        } = entered;
+        let done = match outcome {
+            Some(outcome) => transaction.end(Ok(Done::Before(outcome))).await,
+            None => {
+                let worked = work(transaction.conn).await;
+                self.finish(transaction, began, worked).await
+            }
+        };
+        let outcome = match &done {
+            Ok(Done::First(_)) => "first",
+            Ok(Done::Before(_)) => "before",
+            Err(_) => "failed",
+        };
+        self.report(waits, took, outcome, None);
+        done.map(Attempt::Acquired)
+    }
+
     /// Opens the transaction, takes the lock, and then looks whether it is done. `None` if another call holds the lock, and this one is
     /// not to wait.
     async fn enter<'c>(
@@ -139,48 +196,49 @@ impl<P: Pool> Once<P> {
         conn: &'c mut Connection<P>,
         waits: bool,
     ) -> Result<Option<Entered<'c, Connection<P>>>> {
-        let (start, operation) = (Instant::now(), operation(waits));
-        let entered = async {
-            self.check()?;
-            let transaction = Own::begin(conn).await?;
-            match self.look(transaction.conn, waits).await {
-                Ok(Some((outcome, began))) => Ok(Some(Entered {
-                    transaction,
-                    began,
-                    outcome,
-                    took: start.elapsed(),
-                    operation,
-                })),
-                Ok(None) => transaction.end(Ok(None)).await,
-                Err(error) => Err(transaction.failed(error).await),
-            }
-        };
-        let entered = self.subject().waiting(entered).await;
-        let took = start.elapsed();
+        let began = Instant::now();
+        let waiting = Raised::waiting(self.subject());
+        let entered = self.enter_unreported(conn, waits).await;
+        drop(waiting);
+        let took = began.elapsed();
         match &entered {
+            // Reported with the outcome of the work.
             Ok(Some(_)) => {}
-            Ok(None) => self.subject().waited(operation, "busy", took, None),
-            Err(error) => self
-                .subject()
-                .waited(operation, "failed", took, Some(error)),
+            Ok(None) => self.report(waits, took, "busy", None),
+            Err(error) => self.report(waits, took, "failed", Some(error)),
         }
-        entered
+        Ok(entered?.map(|entered| Entered { took, ..entered }))
     }
 
-    /// Tells what it came to, and how long that took without the work.
-    fn told<E>(
+    async fn enter_unreported<'c>(
         &self,
-        operation: &'static str,
-        took: Duration,
-        done: Result<Done, E>,
-    ) -> Result<Done, E> {
-        let outcome = match &done {
-            Ok(Done::First(_)) => "first",
-            Ok(Done::Before(_)) => "before",
-            Err(_) => "failed",
-        };
-        self.subject().waited(operation, outcome, took, None);
-        done
+        conn: &'c mut Connection<P>,
+        waits: bool,
+    ) -> Result<Option<Entered<'c, Connection<P>>>> {
+        self.check()?;
+        let transaction = Own::begin(conn).await?;
+        match self.look(transaction.conn, waits).await {
+            Ok(Some((outcome, began))) => Ok(Some(Entered {
+                transaction,
+                began,
+                outcome,
+                took: Duration::ZERO,
+            })),
+            Ok(None) => transaction.end(Ok(None)).await,
+            Err(error) => Err(transaction.fail(error).await),
+        }
+    }
+
+    /// Reports how a call ended, and how long that took without the work.
+    fn report(&self, waits: bool, took: Duration, outcome: &'static str, error: Option<&Error>) {
+        let operation = if waits { "run" } else { "try_run" };
+        Event {
+            took,
+            waits: true,
+            error,
+            ..self.subject().event(operation, outcome)
+        }
+        .emit();
     }
 
     const fn subject(&self) -> Subject {
@@ -196,7 +254,7 @@ impl<P: Pool> Once<P> {
         waits: bool,
     ) -> Result<Option<(Option<Vec<u8>>, PgTimestamp)>> {
         let (name, key) = (self.name, self.stored_key());
-        let number = fnv1a(&input::joined(["once", name, key]));
+        let number = fnv1a(&input::join(["once", name, key]));
         let pair = ((number >> 32) as i32, number as i32);
         let lock = Locks::from(Lock::new(pair.into(), false)?);
         loop {
@@ -224,7 +282,7 @@ impl<P: Pool> Once<P> {
         let done = match transaction.conn.one(&store).await {
             Ok(true) => Ok(Done::First(outcome)),
             Ok(false) | Err(DieselError::NotFound) => Err(Error::TransactionEnded),
-            Err(error) => Err(ended(transaction.conn, error).await),
+            Err(error) => Err(classify(transaction.conn, error).await),
         };
         transaction.end(done.map_err(E::from)).await
     }
@@ -256,7 +314,7 @@ impl Once<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
-        let done = self.run_or_refuse(conn, true, work)?;
+        let done = now(self.run_on(conn, true, async |conn| work(conn)))?;
         Ok(done.acquired().ok_or(Error::TimedOut)?)
     }
 
@@ -267,27 +325,7 @@ impl Once<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Attempt<Done>, E> {
-        self.run_or_refuse(conn, false, work)
-    }
-
-    fn run_or_refuse<T: Into<Vec<u8>>, E: From<Error>>(
-        &self,
-        conn: &mut diesel::PgConnection,
-        waits: bool,
-        work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
-    ) -> Result<Attempt<Done>, E> {
-        let Some(entered) = now(self.enter(conn, waits))? else {
-            return Ok(Attempt::Busy);
-        };
-        let (operation, took) = (entered.operation, entered.took);
-        let done = match entered.outcome {
-            Some(outcome) => now(entered.transaction.end(Ok(Done::Before(outcome)))),
-            None => {
-                let worked = work(entered.transaction.conn);
-                now(self.finish(entered.transaction, entered.began, worked))
-            }
-        };
-        self.told(operation, took, done).map(Attempt::Acquired)
+        now(self.run_on(conn, false, async |conn| work(conn)))
     }
 }
 
@@ -302,7 +340,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Done, E> {
-        let done = self.run_or_refuse(conn, true, work).await?;
+        let done = self.run_on(conn, true, work).await?;
         Ok(done.acquired().ok_or(Error::TimedOut)?)
     }
 
@@ -313,30 +351,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Attempt<Done>, E> {
-        self.run_or_refuse(conn, false, work).await
-    }
-
-    async fn run_or_refuse<T: Into<Vec<u8>>, E: From<Error>>(
-        &self,
-        conn: &mut diesel_async::AsyncPgConnection,
-        waits: bool,
-        work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
-    ) -> Result<Attempt<Done>, E> {
-        let Some(entered) = self.enter(conn, waits).await? else {
-            return Ok(Attempt::Busy);
-        };
-        let (operation, took) = (entered.operation, entered.took);
-        let done = match entered.outcome {
-            Some(outcome) => entered.transaction.end(Ok(Done::Before(outcome))).await,
-            None => {
-                let worked = work(entered.transaction.conn).await;
-                let Entered {
-                    transaction, began, ..
-                } = entered;
-                self.finish(transaction, began, worked).await
-            }
-        };
-        self.told(operation, took, done).map(Attempt::Acquired)
+        self.run_on(conn, false, work).await
     }
 }
 

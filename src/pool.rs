@@ -116,7 +116,7 @@ impl<P: Pool> Borrowed<P> {
         })
     }
 
-    /// The connection, on which something is about to be sent. Call [`replied`](Self::replied) once the reply was read.
+    /// The connection, on which something is about to be sent. Call [`note_reply`](Self::note_reply) once the reply was read.
     pub(crate) fn conn(&mut self) -> &mut Connection<P> {
         // The worst, until then.
         self.is_busy = true;
@@ -129,7 +129,7 @@ impl<P: Pool> Borrowed<P> {
         self.waits = false;
     }
 
-    pub(crate) const fn replied(&mut self) {
+    pub(crate) const fn note_reply(&mut self) {
         self.is_busy = false;
     }
 
@@ -164,7 +164,7 @@ impl<P: Pool> Drop for Borrowed<P> {
                 drop(conn);
             } else {
                 conn.discard();
-                mode::closed();
+                mode::note_closed();
             }
         });
     }
@@ -176,6 +176,6 @@ async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
     let replied = P::Mode::within(deadline, borrowed.conn().batch("")).await;
     // Otherwise its drop discards it.
     if matches!(replied, Some(Ok(()))) {
-        borrowed.replied();
+        borrowed.note_reply();
     }
 }

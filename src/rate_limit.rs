@@ -95,7 +95,7 @@ impl<P: Pool> RateLimit<P> {
     /// Returns the limit of one caller, tenant or address. Each key has the quota for itself. A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            key: Cow::Owned(input::shown(key)),
+            key: Cow::Owned(input::show(key)),
             ..*self
         }
     }
@@ -124,7 +124,10 @@ impl<P: Pool> RateLimit<P> {
 
     /// Spends the units if they are there. One round trip, and three for a key's first call and for another quota.
     pub fn check<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Check> {
-        P::Mode::drive(self.subject().tell("check", self.check_within(pool, None)))
+        P::Mode::drive(
+            self.subject()
+                .observe("check", self.check_within(pool, None)),
+        )
     }
 
     /// As [`check`](Self::check), in the transaction of a connection, which gives the units back if it is rolled back. All other
@@ -132,7 +135,7 @@ impl<P: Pool> RateLimit<P> {
     pub fn check_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Check> {
         P::Mode::drive(
             self.subject()
-                .tell("check_on", self.decide(conn, Commit::Callers)),
+                .observe("check_on", self.decide(conn, Commit::Callers)),
         )
     }
 
@@ -145,7 +148,7 @@ impl<P: Pool> RateLimit<P> {
         let deadline = Instant::now().checked_add(timeout);
         P::Mode::drive(
             self.subject()
-                .wait("acquire_timeout", self.wait(pool, deadline)),
+                .observe_wait("acquire_timeout", self.wait(pool, deadline)),
         )
     }
 
@@ -161,7 +164,7 @@ impl<P: Pool> RateLimit<P> {
                 let (call, _) = self.call()?;
                 self.change(pool, call.reset()).await
             };
-            let Changed(is_changed) = self.subject().tell("reset", reset).await?;
+            let Changed(is_changed) = self.subject().observe("reset", reset).await?;
             Ok(is_changed)
         })
     }
@@ -203,10 +206,10 @@ impl<P: Pool> RateLimit<P> {
                 let refund = call.refund(units, spent.at, before);
                 let ((refilled,), _): ((Option<i64>,), _) = self.ask(pool, None, &[refund]).await?;
                 spent.end_part(refilled.unwrap_or_else(|| call.quota.refill(units)));
-                waiting::released(&self.units());
+                waiting::wake_oldest(&self.units());
                 Ok(Changed(refilled.is_some()))
             };
-            let Changed(is_changed) = self.subject().tell("refund", refund).await?;
+            let Changed(is_changed) = self.subject().observe("refund", refund).await?;
             Ok(is_changed)
         })
     }
@@ -223,7 +226,7 @@ impl<P: Pool> RateLimit<P> {
                 None => break,
                 Some(Ok((Check::Limited(limited), database, sent))) => {
                     let due = Instant::now().checked_add(limited.retry_after);
-                    turns.refused(self.units(), database, sent);
+                    turns.note_refusal(self.units(), database, sent);
                     turns.not_before(limited.retry_after);
                     last = Ok(Check::Limited(limited));
                     if deadline.is_some() && due > deadline {
@@ -232,7 +235,7 @@ impl<P: Pool> RateLimit<P> {
                 }
                 // The other transaction may end in time.
                 Some(Err(locked @ Error::KeyLocked(_))) => {
-                    turns.was_locked(self.units());
+                    turns.note_lock(self.units());
                     last = last.or(Err(locked));
                 }
                 // The pool was waited for until the deadline.
@@ -285,7 +288,7 @@ impl<P: Pool> RateLimit<P> {
     /// Sends a statement that gives units back, and wakes those of this process who wait for some.
     async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<Changed> {
         let (count, _): (i64, _) = self.ask(pool, None, &[statement]).await?;
-        waiting::released(&self.units());
+        waiting::wake_oldest(&self.units());
         Ok(Changed(count > 0))
     }
 
@@ -346,7 +349,7 @@ impl<P: Pool> RateLimit<P> {
     fn call(&self) -> Result<(Call<'_>, i64)> {
         input::name(self.name)?;
         input::text(&self.key)?;
-        let quota = self.quota.checked()?;
+        let quota = self.quota.exact()?;
         if self.cost == 0 {
             return Err(Error::input("a call costs at least one unit"));
         }

@@ -123,7 +123,7 @@ impl<P: Pool> Schedule<P> {
     /// Returns the schedule of one thing, such as a tenant. A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            key: Some(input::shown(key)),
+            key: Some(input::show(key)),
             ..self.clone()
         }
     }
@@ -178,15 +178,15 @@ impl<P: Pool> Schedule<P> {
         trouble: &mut Trouble,
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
     ) -> Result<Step<P>> {
-        let step = self.step_untold(pool, limit, unanswered, next).await;
+        let step = self.step_unreported(pool, limit, unanswered, next).await;
         match &step {
-            Ok(_) => trouble.is_over(),
-            Err(error) => self.subject().fail("run", error, trouble),
+            Ok(_) => trouble.end(),
+            Err(error) => trouble.report(self.subject(), "run", error),
         }
         step
     }
 
-    async fn step_untold(
+    async fn step_unreported(
         &self,
         pool: &P,
         limit: Option<Duration>,
@@ -254,8 +254,8 @@ impl<P: Pool> Schedule<P> {
         };
         let claimed = Run::claim(self.subject(), pool, limit, take).await;
         match &claimed {
-            Ok(claimed) => unanswered.answered(number, claimed.is_some()),
-            Err(_) => unanswered.no_reply(number),
+            Ok(claimed) => unanswered.note_answer(number, claimed.is_some()),
+            Err(_) => unanswered.note_no_reply(number),
         }
         Ok(match claimed? {
             Some((run, tick)) if !tick.is_lost() => Step::Run(run, tick),
@@ -287,7 +287,7 @@ impl<P: Pool> Schedule<P> {
         }
         let name = match &self.key {
             None => self.name.to_owned(),
-            Some(key) => input::joined([self.name, key]),
+            Some(key) => input::join([self.name, key]),
         };
         input::name(&name)?;
         Ok(name)
@@ -422,7 +422,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
                 let mut work = pin!(work(tick));
                 run.is_working = false;
                 let lease = run.lease();
-                let mut lost = pin!(lease.lost(None));
+                let mut lost = pin!(lease.wait_for_loss(None));
                 let ended = poll_fn(|context| {
                     if lost.as_mut().poll(context).is_ready() {
                         return Poll::Ready(None);

@@ -109,7 +109,7 @@ impl<P: Pool> Semaphore<P> {
     }
 
     /// The seat of a leader.
-    pub(crate) const fn seat(
+    pub(crate) const fn of_election(
         election: &'static str,
         service: String,
         lease: Duration,
@@ -139,7 +139,7 @@ impl<P: Pool> Semaphore<P> {
     /// of `a` is the semaphore that is named `a b`.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            service: Some(input::joined([self.subject.name, &input::shown(key)])),
+            service: Some(input::join([self.subject.name, &input::show(key)])),
             ..self.clone()
         }
     }
@@ -187,13 +187,16 @@ impl<P: Pool> Semaphore<P> {
     /// One round trip on a connection of the pool: `SELECT … FROM resource_control.claim_service_request($1, $2, $3, $4)`. If all
     /// slots are taken it only reads.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Admission<Permit<P>>> {
-        P::Mode::drive(self.subject.tell("try_acquire", self.claim(pool, None)))
+        P::Mode::drive(self.subject.observe("try_acquire", self.claim(pool, None)))
     }
 
     /// Takes a permit, and [waits](Self#waiting) for as long as all slots are taken.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Permit<P>> {
         P::Mode::drive(async move {
-            let waited = self.subject.wait("acquire", self.wait(pool, None)).await?;
+            let waited = self
+                .subject
+                .observe_wait("acquire", self.wait(pool, None))
+                .await?;
             waited.admitted().ok_or(Error::TimedOut)
         })
     }
@@ -208,7 +211,7 @@ impl<P: Pool> Semaphore<P> {
     ) -> Reply<'a, P, Admission<Permit<P>>> {
         P::Mode::drive(async move {
             let wait = self.wait(pool, Instant::now().checked_add(timeout));
-            self.subject.wait("acquire_timeout", wait).await
+            self.subject.observe_wait("acquire_timeout", wait).await
         })
     }
 
@@ -223,12 +226,12 @@ impl<P: Pool> Semaphore<P> {
                 let complete = sql::complete_of_another(&service, id);
                 let slot = What::Slot(service);
                 ask_surely(pool, None, complete, move |was_in_flight, _| {
-                    crate::waiting::released(&slot);
+                    crate::waiting::wake_oldest(&slot);
                     WasInFlight(was_in_flight)
                 })
                 .await
             };
-            Ok(self.subject.tell("complete", complete).await?.0)
+            Ok(self.subject.observe("complete", complete).await?.0)
         })
     }
 
@@ -241,7 +244,7 @@ impl<P: Pool> Semaphore<P> {
                 let was_in_flight = |was_in_flight, _| WasInFlight(was_in_flight);
                 ask_surely(pool, None, renew, was_in_flight).await
             };
-            Ok(self.subject.tell("renew", renew).await?.0)
+            Ok(self.subject.observe("renew", renew).await?.0)
         })
     }
 
@@ -264,7 +267,7 @@ impl<P: Pool> Semaphore<P> {
             let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             match P::Mode::within(deadline, self.try_claim(pool, limit)).await {
                 Some(Ok((Admission::Full(full), database, sent))) => {
-                    turns.refused(What::Slot(service.clone()), database, sent);
+                    turns.note_refusal(What::Slot(service.clone()), database, sent);
                     turns.not_after(full.retry_after);
                     last = Some(full);
                 }

@@ -88,24 +88,24 @@ pub trait Session: Send {
 const BEGIN: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED, NOT DEFERRABLE";
 
 /// Polls an operation once: on a blocking session it is then done, and on an asynchronous one its first message is sent.
-pub(crate) fn started<T>(operation: impl Future<Output = T>) -> Option<T> {
+pub(crate) fn poll_once<T>(operation: impl Future<Output = T>) -> Option<T> {
     match pin!(operation).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(value) => Some(value),
         Poll::Pending => None,
     }
 }
 
-/// As [`started`], for a `Drop`: a panic, as of a connection's instrumentation, is an error here.
-pub(crate) fn started_quietly<T>(
+/// As [`poll_once`], for a `Drop`: a panic, as of a connection's instrumentation, is an error here.
+pub(crate) fn poll_once_quietly<T>(
     operation: impl Future<Output = T>,
 ) -> std::thread::Result<Option<T>> {
-    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| started(operation)))
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| poll_once(operation)))
 }
 
 /// Runs an operation on a blocking session, which is done when it was polled once.
 #[cfg(feature = "r2d2")]
 pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {
-    started(operation)
+    poll_once(operation)
         .unwrap_or_else(|| unreachable!("a blocking session replies before it returns"))
 }
 

@@ -111,7 +111,7 @@ impl<P: Pool> Drop for Database<P> {
         P::Mode::leave(&self.runtime, async move {
             if let Ok(mut borrowed) = Borrowed::new(&pool, None).await {
                 let _ = borrowed.conn().batch(&remove).await;
-                borrowed.replied();
+                borrowed.note_reply();
             }
         });
     }
@@ -151,10 +151,10 @@ pub fn make_due<'a, P: Pool>(pool: &'a P, throttle: &'a Throttle<P>) -> Reply<'a
 
 /// Lets the requests in flight of a semaphore expire, as if their holders had crashed. Returns how many. A kept permit is lost.
 pub fn expire<'a, P: Pool>(pool: &'a P, semaphore: &'a Semaphore<P>) -> Reply<'a, P, u64> {
-    P::Mode::drive(expired(pool, semaphore))
+    P::Mode::drive(expire_all(pool, semaphore))
 }
 
-async fn expired<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
+async fn expire_all<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
     const EXPIRE: &str = "WITH done AS (UPDATE resource_control.service_request SET expires_at = clock_timestamp()
             WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL AND expires_at > clock_timestamp() RETURNING 1
         ) SELECT count(*) FROM done";
@@ -168,7 +168,7 @@ pub fn use_up<'a, P: Pool>(pool: &'a P, limit: &'a RateLimit<P>) -> Reply<'a, P,
 
 /// Ends the term of the leader, as if it had crashed long ago. Returns whether there was one.
 pub fn depose<'a, P: Pool>(pool: &'a P, leader: &'a Leader<P>) -> Reply<'a, P, bool> {
-    P::Mode::drive(async move { Ok(expired(pool, &leader.seat()).await? > 0) })
+    P::Mode::drive(async move { Ok(expire_all(pool, &leader.semaphore()).await? > 0) })
 }
 
 /// Moves the tick that a schedule ran last into the past, as if so much time had passed since: the tick after that is then due. Returns

@@ -95,7 +95,7 @@ impl<P: Pool> Throttle<P> {
     /// [pruned](Self::prune). A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
-            key: Cow::Owned(input::shown(key)),
+            key: Cow::Owned(input::show(key)),
             ..self.clone()
         }
     }
@@ -113,17 +113,17 @@ impl<P: Pool> Throttle<P> {
     ///
     /// One round trip, an `UPDATE` that skips a row that is locked or not due; two for the first attempt of a key.
     pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Decision> {
-        P::Mode::drive(self.subject().tell("attempt", async move {
+        P::Mode::drive(self.subject().observe("attempt", async move {
             let (row, _) = ask(pool, None, self.statements()?).await?;
-            self.decided(row)
+            self.decide(row)
         }))
     }
 
     /// As [`attempt`](Self::attempt), in the transaction of a connection. All others are denied until it ends, and it is due if it
     /// is rolled back.
     pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Decision> {
-        P::Mode::drive(self.subject().tell("attempt_on", async move {
-            self.decided(ask_lent(conn, &self.statements()?).await?)
+        P::Mode::drive(self.subject().observe("attempt_on", async move {
+            self.decide(ask_lent(conn, &self.statements()?).await?)
         }))
     }
 
@@ -163,7 +163,7 @@ impl<P: Pool> Throttle<P> {
         })
     }
 
-    fn decided(&self, row: sql::Row) -> Result<Decision> {
+    fn decide(&self, row: sql::Row) -> Result<Decision> {
         Decision::new(row).ok_or(Error::NotDeclared(self.name))
     }
 

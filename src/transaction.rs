@@ -2,10 +2,10 @@
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
-use crate::call::{ended, explained};
+use crate::call::{classify, explain};
 use crate::error::{Error, Result};
 use crate::mode;
-use crate::session::{Session, Transaction, is_unknown, started_quietly};
+use crate::session::{Session, Transaction, is_unknown, poll_once_quietly};
 
 /// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls it back: on an asynchronous session
 /// the rollback is queued behind what was sent, and the connection is marked as broken, because diesel-async does not learn that
@@ -29,7 +29,7 @@ pub(crate) fn refusal(transaction: Transaction) -> Error {
 /// a pool must close the connection.
 async fn not_begun<S: Session>(conn: &mut S, error: DieselError) -> Error {
     let is_outside = conn.transaction() == Transaction::None;
-    match ended(conn, error).await {
+    match classify(conn, error).await {
         Error::Database(error) if is_outside && is_unknown(&error) && is_aborted(conn).await => {
             Error::InsideTransaction
         }
@@ -104,7 +104,7 @@ impl<'c, S: Session> Own<'c, S> {
         match (outcome, end) {
             (Ok(_), Err(error)) => {
                 let may_be_open = is_unknown(&error) && self.depth == 1;
-                let error = ended(self.conn, error).await;
+                let error = classify(self.conn, error).await;
                 // A COMMIT that was cancelled before it began has not ended the transaction, which diesel-async believes.
                 if may_be_open && self.conn.batch("ROLLBACK").await.is_err() {
                     self.conn.mark_broken();
@@ -116,10 +116,10 @@ impl<'c, S: Session> Own<'c, S> {
     }
 
     /// Rolls back after a statement of this crate has failed, and says what that means.
-    pub(crate) async fn failed(mut self, error: Error) -> Error {
+    pub(crate) async fn fail(mut self, error: Error) -> Error {
         self.is_open = false;
         match (self.conn.rollback().await, error) {
-            (_, Error::Database(error)) => explained(self.conn, error).await,
+            (_, Error::Database(error)) => explain(self.conn, error).await,
             (_, error) => error,
         }
     }
@@ -128,10 +128,10 @@ impl<'c, S: Session> Own<'c, S> {
 impl<S: Session> Drop for Own<'_, S> {
     fn drop(&mut self) {
         if self.is_open {
-            let _ = started_quietly(self.conn.batch(self.rollback));
+            let _ = poll_once_quietly(self.conn.batch(self.rollback));
             if self.conn.transaction() != Transaction::None {
                 self.conn.mark_broken();
-                mode::closed();
+                mode::note_closed();
             }
         }
     }

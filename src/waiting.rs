@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::alarm::{Alarm, jittered, lock};
+use crate::alarm::{Alarm, jitter, lock};
 use crate::key::LockId;
 use crate::mode::Mode;
 
@@ -76,7 +76,7 @@ impl Share {
     const AFTER_THE_OLDEST: Duration = Duration::from_millis(20);
 
     /// A slot was released in this process. Returns when its oldest may try.
-    fn released(&mut self, now: Instant) -> Instant {
+    fn note_release(&mut self, now: Instant) -> Instant {
         if let Some(until) = self.yields_until {
             return until.max(now);
         }
@@ -90,7 +90,7 @@ impl Share {
     }
 
     /// The oldest has tried: whether others had taken what was left to them.
-    fn tried(&mut self, now: Instant, is_taken: bool) {
+    fn note_try(&mut self, now: Instant, is_taken: bool) {
         if self.yields_until.is_some_and(|until| until <= now) {
             self.yields_until = None;
             self.since = if is_taken { None } else { Some(now) };
@@ -109,13 +109,13 @@ static QUEUES: LazyLock<Mutex<Queues>> = LazyLock::new(Mutex::default);
 static NUMBER: AtomicUsize = AtomicUsize::new(0);
 
 /// Something was released in this process: in each database the oldest who waits for it tries at once.
-pub(crate) fn released(what: &What) {
+pub(crate) fn wake_oldest(what: &What) {
     if NUMBER.load(Ordering::SeqCst) > 0 {
         let now = Instant::now();
         let mut oldest = Vec::new();
         for queue in lock(&QUEUES).get_mut(what).into_iter().flatten() {
             let due = match what {
-                What::Slot(_) => queue.share.released(now),
+                What::Slot(_) => queue.share.note_release(now),
                 What::Lock(_) | What::Units(..) => now,
             };
             oldest.extend(queue.waiting.front().map(|alarm| (alarm.clone(), due)));
@@ -147,7 +147,7 @@ pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Insta
 ///
 /// ```text
 /// let mut turns = Turns::new(deadline);
-/// while turns.next::<M>().await { /* try, and return what was granted, or call `refused` */ }
+/// while turns.next::<M>().await { /* try, and return what was granted, or call `note_refusal` */ }
 /// // the deadline is over
 /// ```
 #[derive(Debug)]
@@ -200,7 +200,7 @@ impl Turns {
     }
 
     /// The server has refused this, to a statement that was sent then. Joins the queue, unless it stands in it.
-    pub(crate) fn refused(&mut self, what: What, database: Database, sent: Instant) {
+    pub(crate) fn note_refusal(&mut self, what: What, database: Database, sent: Instant) {
         // The shortest, because a reply may have waited for others.
         self.trip = if self.was_refused {
             self.trip.min(sent.elapsed())
@@ -212,7 +212,7 @@ impl Turns {
             if place.what == what && place.database == database {
                 place.look(|queue, index| {
                     if index == 0 {
-                        queue.share.tried(Instant::now(), true);
+                        queue.share.note_try(Instant::now(), true);
                     }
                 });
                 return;
@@ -224,7 +224,7 @@ impl Turns {
     }
 
     /// The server was busy with this for too long to say. Joins a queue, unless it stands in one.
-    pub(crate) fn was_locked(&mut self, what: What) {
+    pub(crate) fn note_lock(&mut self, what: What) {
         // Which database it was is not told.
         const UNKNOWN: Database = Database(i32::MIN);
         if self.place.is_none() {
@@ -305,7 +305,7 @@ impl Turns {
     }
 
     /// It has waited on the server, and needs no pause now.
-    pub(crate) fn has_waited(&mut self) {
+    pub(crate) fn note_wait(&mut self) {
         self.retry_after = Some(Duration::ZERO);
     }
 
@@ -324,7 +324,7 @@ impl Turns {
     /// Retries after `retry_after` at the latest.
     pub(crate) fn not_after(&mut self, retry_after: Duration) {
         let soonest = Duration::from_millis(1);
-        self.retry_after = Some(jittered(self.pause).min(retry_after.max(soonest)));
+        self.retry_after = Some(jitter(self.pause).min(retry_after.max(soonest)));
     }
 
     /// The place in the queue, from 0 for the oldest.
@@ -337,7 +337,7 @@ impl Turns {
         let pause = self
             .retry_after
             .take()
-            .unwrap_or_else(|| jittered(self.pause));
+            .unwrap_or_else(|| jitter(self.pause));
         self.pause = self.pause.mul_f64(1.5).clamp(FIRST_PAUSE, LONGEST_PAUSE);
         let pause = match self.index() {
             None | Some(0) => pause,
@@ -371,7 +371,7 @@ impl Turns {
                 if let Some(index) = index {
                     queue.remove(index);
                     if index == 0 {
-                        share.tried(Instant::now(), false);
+                        share.note_try(Instant::now(), false);
                     }
                     // Those behind it have come nearer. Each is told when it is the 1st, 2nd, 3rd, 5th, 9th …, which is soon enough.
                     let told = [0].into_iter().chain((0..).map(|n| 1 << n));

@@ -176,7 +176,7 @@ impl Locks {
     }
 
     /// The name and number of one that was not held, after this reply to [`release`](Self::release).
-    pub(super) fn lost(&self, reply: i32) -> String {
+    pub(super) fn name_lost(&self, reply: i32) -> String {
         let place = usize::try_from(reply.unsigned_abs()).unwrap_or_default();
         self.at(place).key.to_string()
     }

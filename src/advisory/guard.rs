@@ -60,7 +60,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     /// The lock is free after an error, too, which says what was wrong with the work under it: [`Error::LockLost`],
     /// [`Error::TransactionLeftOpen`], [`Error::SessionMoved`], or [`Error::ReleaseFailed`].
     pub fn release(mut self) -> Reply<'static, P, ()> {
-        P::Mode::drive(async move { self.0.release_told("release").await })
+        P::Mode::drive(async move { self.0.release_and_report("release").await })
     }
 }
 

@@ -7,13 +7,13 @@ use diesel::result::QueryResult;
 
 use super::all::{Busy, Locks};
 use super::sql;
-use crate::call::explained;
+use crate::call::explain;
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Event, Subject};
 use crate::metrics::Raised;
 use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, PoolConnection, check_out};
-use crate::session::{Session, Transaction, has_ended, started_quietly};
+use crate::session::{Session, Transaction, has_ended, poll_once_quietly};
 use crate::transaction::refusal;
 use crate::waiting::{self, Turns, What};
 
@@ -67,7 +67,7 @@ struct Released(Locks);
 impl Drop for Released {
     fn drop(&mut self) {
         for id in self.0.ids() {
-            waiting::released(&What::Lock(id));
+            waiting::wake_oldest(&What::Lock(id));
         }
     }
 }
@@ -130,7 +130,7 @@ impl<C: Owner> Holder<C> {
             (Err(busy), Some(turns)) => (busy, turns),
         };
         let id = self.held().locks.get(busy).id;
-        turns.refused(What::Lock(id), busy.database, sent);
+        turns.note_refusal(What::Lock(id), busy.database, sent);
         let Some(slice) = turns.slice().filter(|_| may_wait()) else {
             return Ok(false);
         };
@@ -178,8 +178,8 @@ impl<C: Owner> Holder<C> {
         self.held().holds = Holds::Tried;
         let ask = match self.conn().batch(&locks.get(busy).wait(limit)).await {
             Ok(()) => {
-                turns.has_waited();
-                sql::waited()
+                turns.note_wait();
+                sql::read_wait()
             }
             // The session's own `statement_timeout` was shorter, or the role may not use plpgsql. So it pauses.
             Err(_) => locks.only(busy).is_held(),
@@ -224,7 +224,7 @@ impl<C: Owner> Holder<C> {
                 }
                 match place {
                     1 => Ok(()),
-                    place => Err(Error::LockLost(locks.lost(place))),
+                    place => Err(Error::LockLost(locks.name_lost(place))),
                 }
             }
             Err(source) => {
@@ -257,12 +257,12 @@ impl<C: Owner> Holder<C> {
     }
 
     /// Releases the locks, and tells their end.
-    pub(super) async fn release_told(&mut self, operation: &'static str) -> Result<()> {
+    pub(super) async fn release_and_report(&mut self, operation: &'static str) -> Result<()> {
         let began = Instant::now();
         // If this future is dropped, what its drop tells would be wrong: the lock may be unlocked already.
         let since = self.held().since.take();
         let released = self.release().await;
-        self.held().tell(operation, began, since, &released);
+        self.held().report_end(operation, began, since, &released);
         released
     }
 
@@ -306,7 +306,7 @@ impl<C: Owner> Holder<C> {
             Err(error) if has_ended(self.conn(), &error).await => {
                 Err(Error::LockLost(locks.to_string()))
             }
-            Err(error) => Err(explained(self.conn(), error).await),
+            Err(error) => Err(explain(self.conn(), error).await),
         }
     }
 }
@@ -321,7 +321,7 @@ impl Held {
         self.released = taken.ok().map(|_| Released(self.locks.clone()));
     }
 
-    fn tell(
+    fn report_end(
         &self,
         operation: &'static str,
         began: Instant,
@@ -329,7 +329,7 @@ impl Held {
         end: &Result<()>,
     ) {
         if let Some(since) = since {
-            self.subject.ended(operation, began, since, end);
+            self.subject.end(operation, began, since, end);
         }
     }
 }
@@ -381,7 +381,7 @@ impl<P: Pool> Owner for Pooled<P> {
             holds => {
                 P::Mode::inside(&runtime, || self.conn.discard());
                 if holds != Holds::Nothing {
-                    mode::closed();
+                    mode::note_closed();
                 }
             }
         }
@@ -403,7 +403,7 @@ async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     if released.is_none() || holder.held().holds != Holds::Nothing {
         holder.held().holds = Holds::Doubtful;
     }
-    holder.held().tell(
+    holder.held().report_end(
         "drop",
         began,
         since,
@@ -431,18 +431,22 @@ impl<S: Session> Owner for &mut S {
         };
         let release = release.filter(|_| self.transaction().is_none());
         let is_certain = release.is_some_and(|release| {
-            let released = started_quietly(self.batch(&release));
+            let released = poll_once_quietly(self.batch(&release));
             matches!(released, Ok(None | Some(Ok(()))))
         });
         if !is_certain {
-            let _ = started_quietly(self.batch(&sql::end_session(pid)));
+            let _ = poll_once_quietly(self.batch(&sql::end_session(pid)));
             self.mark_broken();
-            mode::closed();
+            mode::note_closed();
         }
         if let Some(since) = held.since.take() {
             let outcome = if is_certain { "released" } else { "failed" };
-            let (took, lasted) = (began.elapsed(), Some(since.elapsed()));
-            held.subject.event("drop", outcome, took, lasted, None);
+            Event {
+                took: began.elapsed(),
+                held: Some(since.elapsed()),
+                ..held.subject.event("drop", outcome)
+            }
+            .emit();
         }
     }
 }

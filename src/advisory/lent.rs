@@ -12,13 +12,10 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 #[cfg(feature = "async")]
 use crate::mode::Async;
-#[cfg(feature = "r2d2")]
-use crate::mode::Blocking;
 use crate::mode::Mode;
 #[cfg(feature = "r2d2")]
 use crate::pool::PgPool;
-#[cfg(feature = "async")]
-use crate::pool::Pool;
+use crate::pool::{Connection, Pool};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
 use crate::session::{Session, Transaction};
@@ -39,15 +36,8 @@ impl AdvisoryLock<PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let held = now(enter::<Blocking, _>(
-            conn,
-            self.locks()?,
-            self.subject(),
-            Waits::OnTheServer,
-        ))?;
-        let mut holder = held.acquired().ok_or(Error::TimedOut)?;
-        let outcome = work(holder.conn());
-        now(leave(holder, outcome))
+        let run = now(self.run_on(conn, Waits::OnTheServer, async |conn| work(conn)))?;
+        Ok(run.acquired().ok_or(Error::TimedOut)?)
     }
 
     /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for it.
@@ -56,17 +46,7 @@ impl AdvisoryLock<PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let held = now(enter::<Blocking, _>(
-            conn,
-            self.locks()?,
-            self.subject(),
-            Waits::Never,
-        ))?;
-        let Attempt::Acquired(mut holder) = held else {
-            return Ok(Attempt::Busy);
-        };
-        let outcome = work(holder.conn());
-        now(leave(holder, outcome)).map(Attempt::Acquired)
+        now(self.run_on(conn, Waits::Never, async |conn| work(conn)))
     }
 }
 
@@ -83,11 +63,8 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let held =
-            enter::<Async, _>(conn, self.locks()?, self.subject(), Waits::OnTheServer).await?;
-        let mut holder = held.acquired().ok_or(Error::TimedOut)?;
-        let outcome = work(holder.conn()).await;
-        leave(holder, outcome).await
+        let run = self.run_on(conn, Waits::OnTheServer, work).await?;
+        Ok(run.acquired().ok_or(Error::TimedOut)?)
     }
 
     /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for it.
@@ -96,8 +73,19 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
-        let held = enter::<Async, _>(conn, self.locks()?, self.subject(), Waits::Never).await?;
-        let Attempt::Acquired(mut holder) = held else {
+        self.run_on(conn, Waits::Never, work).await
+    }
+}
+
+impl<P: Pool> AdvisoryLock<P> {
+    async fn run_on<T, E: From<Error>>(
+        &self,
+        conn: &mut Connection<P>,
+        waits: Waits,
+        work: impl AsyncFnOnce(&mut Connection<P>) -> Result<T, E>,
+    ) -> Result<Attempt<T>, E> {
+        let entered = enter::<P::Mode, _>(conn, self.locks()?, self.subject(), waits).await?;
+        let Attempt::Acquired(mut holder) = entered else {
             return Ok(Attempt::Busy);
         };
         let outcome = work(holder.conn()).await;
@@ -124,9 +112,9 @@ pub(crate) async fn enter<M: Mode, S: Session>(
 ) -> Result<Attempt<Holder<&mut S>>> {
     let entered = acquire::<M, S>(Holder::new(conn, locks, subject), waits);
     if waits == Waits::Never {
-        subject.tell("try_with_on", entered).await
+        subject.observe("try_with_on", entered).await
     } else {
-        subject.wait("with_on", entered).await
+        subject.observe_wait("with_on", entered).await
     }
 }
 
@@ -137,7 +125,7 @@ async fn acquire<M: Mode, S: Session>(
     let may_wait = || waits == Waits::OnTheServer;
     let waits = waits != Waits::Never;
     let mut turns = Turns::new(None);
-    let (began, mut is_told) = (Instant::now(), false);
+    let (began, mut is_reported) = (Instant::now(), false);
     while turns.next::<M>().await {
         if holder
             .attempt(waits.then_some(&mut turns), may_wait)
@@ -149,11 +137,11 @@ async fn acquire<M: Mode, S: Session>(
         if !waits {
             break;
         }
-        if !is_told && began.elapsed() > LONG {
-            is_told = true;
+        if !is_reported && began.elapsed() > LONG {
+            is_reported = true;
             let (locks, subject) = (holder.held().locks.clone(), holder.held().subject);
             let other: QueryResult<(Option<i32>,)> = holder.conn().one(&locks.holder()).await;
-            subject.waits_for(other.ok().and_then(|(pid,)| pid), began.elapsed());
+            subject.warn_of_wait(other.ok().and_then(|(pid,)| pid), began.elapsed());
         }
     }
     Ok(Attempt::Busy)
@@ -171,7 +159,7 @@ pub(crate) async fn leave<S: Session, T, E: From<Error>>(
             break;
         }
     }
-    let mut released = holder.release_told("with_on").await;
+    let mut released = holder.release_and_report("with_on").await;
     if matches!(released, Err(Error::TransactionLeftOpen(_))) {
         // Plain SQL has opened it. The lock is released already.
         if holder.conn().batch("ROLLBACK").await.is_ok() {

@@ -98,7 +98,7 @@ static TRY_XACT: LazyLock<[String; 4]> = LazyLock::new(|| {
 
 /// The pid of the session if its last wait was granted the lock, which is then forgotten. Volatile, so that no pooler sends it to a
 /// standby.
-pub(super) fn waited() -> Ask {
+pub(super) fn read_wait() -> Ask {
     const WAITED: &str = "SELECT CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = 'granted' \
                           THEN CASE WHEN pg_catalog.set_config('diesel_interlock.waited', '', false) = '' \
                           THEN pg_catalog.pg_backend_pid() END END";

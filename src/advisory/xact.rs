@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::AdvisoryLock;
 use super::all::{Busy, Locks};
 use super::attempt::Attempt;
-use crate::call::ended;
+use crate::call::classify;
 use crate::error::{Error, Result};
 use crate::mode::{self, Mode};
 use crate::pool::{Connection, Pool, Reply};
@@ -37,7 +37,7 @@ impl<P: Pool> AdvisoryLock<P> {
         &'a self,
         conn: &'a mut Connection<P>,
     ) -> Reply<'a, P, Attempt<()>> {
-        P::Mode::drive(self.subject().tell("try_acquire_xact", async move {
+        P::Mode::drive(self.subject().observe("try_acquire_xact", async move {
             acquire(conn, &self.locks()?, Some(Duration::ZERO)).await
         }))
     }
@@ -48,7 +48,10 @@ impl<P: Pool> AdvisoryLock<P> {
     pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, ()> {
         P::Mode::drive(async move {
             let wait = async { acquire(conn, &self.locks()?, None).await };
-            self.subject().wait("acquire_xact", wait).await.map(drop)
+            self.subject()
+                .observe_wait("acquire_xact", wait)
+                .await
+                .map(drop)
         })
     }
 
@@ -61,9 +64,12 @@ impl<P: Pool> AdvisoryLock<P> {
         conn: &'a mut Connection<P>,
         timeout: Duration,
     ) -> Reply<'a, P, Attempt<()>> {
-        P::Mode::drive(self.subject().wait("acquire_xact_timeout", async move {
-            acquire(conn, &self.locks()?, Some(timeout)).await
-        }))
+        P::Mode::drive(
+            self.subject()
+                .observe_wait("acquire_xact_timeout", async move {
+                    acquire(conn, &self.locks()?, Some(timeout)).await
+                }),
+        )
     }
 }
 
@@ -91,7 +97,7 @@ async fn acquire<S: Session>(
         acquired
     };
     match acquired {
-        Err(Error::Database(error)) => Err(ended(conn, error).await),
+        Err(Error::Database(error)) => Err(classify(conn, error).await),
         acquired => acquired,
     }
 }
@@ -154,7 +160,7 @@ impl<S: Session> Drop for Pending<'_, S> {
     fn drop(&mut self) {
         if !self.is_over {
             self.conn.mark_broken();
-            mode::closed();
+            mode::note_closed();
         }
     }
 }
@@ -183,12 +189,7 @@ impl AdvisoryLock<crate::pool::PgPool> {
         conn: &mut diesel::PgConnection,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let transaction = now(Own::begin(conn))?;
-        let outcome = self
-            .acquire_xact(transaction.conn)
-            .map_err(E::from)
-            .and_then(|()| work(transaction.conn));
-        now(transaction.end(outcome))
+        now(self.run_in_transaction(conn, async |conn| work(conn)))
     }
 }
 
@@ -202,9 +203,20 @@ impl<P: Pool<Mode = mode::Async>> AdvisoryLock<P> {
         conn: &mut diesel_async::AsyncPgConnection,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
+        self.run_in_transaction(conn, work).await
+    }
+}
+
+impl<P: Pool> AdvisoryLock<P> {
+    async fn run_in_transaction<T, E: From<Error>>(
+        &self,
+        conn: &mut Connection<P>,
+        work: impl AsyncFnOnce(&mut Connection<P>) -> Result<T, E>,
+    ) -> Result<T, E> {
         let transaction = Own::begin(conn).await?;
-        let outcome = match self.acquire_xact(transaction.conn).await {
-            Ok(()) => work(transaction.conn).await,
+        let wait = async { acquire(transaction.conn, &self.locks()?, None).await };
+        let outcome = match self.subject().observe_wait("transaction", wait).await {
+            Ok(_) => work(transaction.conn).await,
             Err(error) => Err(error.into()),
         };
         transaction.end(outcome).await

@@ -46,8 +46,8 @@ impl<P: Pool> RateLimit<P> {
             primitive: "rate limit",
             name: limits.first().map_or("", |limit| limit.name),
         };
-        P::Mode::drive(subject.tell("check_all", async move {
-            let keys = merged(limits)?;
+        P::Mode::drive(subject.observe("check_all", async move {
+            let keys = merge(limits)?;
             if let Some((key, limited)) = look(&keys, pool).await? {
                 return Ok(CheckAll::Limited(key.first(), limited));
             }
@@ -81,7 +81,7 @@ impl<P: Pool> Key<P> {
 }
 
 /// The keys in their order.
-fn merged<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
+fn merge<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
     if limits.len() > MOST {
         return Err(Error::input(
             "1,000 limits at most can be checked at once: check them in several calls",
@@ -150,7 +150,7 @@ async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
     let transaction = Own::begin_borrowed(borrowed.conn()).await?;
     let spent = spend_on(keys, transaction.conn).await;
     let spent = transaction.end(spent).await;
-    borrowed.replied();
+    borrowed.note_reply();
     spent
 }
 

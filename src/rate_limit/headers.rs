@@ -30,7 +30,7 @@ impl Check {
     /// ```
     pub fn headers(&self) -> Vec<(&'static str, String)> {
         match self {
-            Self::Allowed(spent) => of(&spent.state, None),
+            Self::Allowed(spent) => fields(&spent.state, None),
             Self::Limited(limited) => limited.headers(),
         }
     }
@@ -39,11 +39,11 @@ impl Check {
 impl Limited {
     /// Returns the header fields of [`Check::headers`], for a handler that has only the refusal, as of [`CheckAll`](super::CheckAll).
     pub fn headers(&self) -> Vec<(&'static str, String)> {
-        of(&self.state, Some(self))
+        fields(&self.state, Some(self))
     }
 }
 
-fn of(state: &State, limited: Option<&Limited>) -> Vec<(&'static str, String)> {
+fn fields(state: &State, limited: Option<&Limited>) -> Vec<(&'static str, String)> {
     let name = string(state.name);
     let quota = state.quota;
     let window = quota

@@ -258,7 +258,7 @@ impl<P: Pool> Local<P> {
         let limit = self.limit.key(key).cost(units);
         let began = Instant::now();
         let chunk = async { Ok(Chunk(limit.check_within(&self.pool, None).await?)) };
-        let Chunk(check) = limit.subject().tell("local", chunk).await?;
+        let Chunk(check) = limit.subject().observe("local", chunk).await?;
         Ok((check, began))
     }
 
@@ -320,7 +320,7 @@ impl<P: Pool> Taking<P> {
         let (units, until, outcome) = match check {
             Check::Allowed(_) => (units - 1, began + local.lasting(), LocalCheck::Allowed),
             Check::Limited(Limited { state, .. }) => {
-                let exact = local.limit.quota.checked()?;
+                let exact = local.limit.quota.exact()?;
                 let retry_after = Limited::new(state, exact, 1).retry_after;
                 let until = Instant::now() + retry_after;
                 (0, until, LocalCheck::Limited { retry_after })

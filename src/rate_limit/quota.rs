@@ -70,7 +70,7 @@ impl Quota {
         Self { burst, ..self }
     }
 
-    pub(super) fn checked(self) -> Result<Exact> {
+    pub(super) fn exact(self) -> Result<Exact> {
         let period = input::microseconds(
             self.period,
             LONGEST,
@@ -149,7 +149,7 @@ mod tests {
         ] {
             let exact = Quota::new(n, Duration::from_secs(seconds))
                 .burst(burst)
-                .checked()
+                .exact()
                 .unwrap();
             assert_eq!(exact.remaining(0), burst);
             for units in 1..=burst.min(10) {
@@ -163,7 +163,7 @@ mod tests {
             }
             assert_eq!(exact.lead(burst), Some(0));
         }
-        assert_eq!(Quota::per_second(2).checked().unwrap().lead(3), None);
+        assert_eq!(Quota::per_second(2).exact().unwrap().lead(3), None);
     }
 
     #[test]
@@ -175,7 +175,7 @@ mod tests {
             Quota::once_per(Duration::ZERO),
             century,
         ] {
-            assert!(matches!(quota.checked(), Err(Error::Input(_))));
+            assert!(matches!(quota.exact(), Err(Error::Input(_))));
         }
     }
 }

@@ -8,7 +8,7 @@ use chrono::{DateTime, Utc};
 use super::sql::{self, Claimed, End, Take};
 use crate::call::{ask, ask_surely};
 use crate::error::{Error, Result};
-use crate::event::Subject;
+use crate::event::{Event, Subject};
 use crate::lease::{self, Lease, Row};
 use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, debug};
@@ -88,7 +88,7 @@ impl<P: Pool> Run<P> {
             return Err(self.lose());
         }
         let outcome = if error.is_some() { "failed" } else { "done" };
-        let stored = error.map(|error| stored(&error));
+        let stored = error.map(|error| clip(&error));
         // The work is done: what is dropped from now on must not give the tick back.
         self.is_over = true;
         self.lease.begin_end();
@@ -110,7 +110,7 @@ impl<P: Pool> Run<P> {
         })
         .await;
         let outcome = if finished.is_ok() { outcome } else { "lost" };
-        self.tell(outcome, finished.as_ref().err());
+        self.report(outcome, finished.as_ref().err());
         finished
     }
 
@@ -124,20 +124,27 @@ impl<P: Pool> Run<P> {
         self.is_over = true;
         self.lease.end("run");
         let error = self.lease.loss();
-        self.tell("lost", Some(&error));
+        self.report("lost", Some(&error));
         error
     }
 
-    fn tell(&self, outcome: &'static str, error: Option<&Error>) {
-        self.lease.tell(|subject, since| {
+    fn report(&self, outcome: &'static str, error: Option<&Error>) {
+        self.lease.report(|subject, since| {
             let took = since.elapsed();
-            subject.event("run", outcome, took, Some(took), error);
+            Event {
+                took,
+                held: Some(took),
+                error,
+                is_returned: false,
+                ..subject.event("run", outcome)
+            }
+            .emit();
         });
     }
 }
 
 /// What is stored of an error. An empty one would read as success.
-fn stored(error: &str) -> String {
+fn clip(error: &str) -> String {
     let stored: String = error.chars().filter(|c| *c != '\0').take(STORED).collect();
     if stored.is_empty() {
         "the work failed, and said nothing".to_owned()
@@ -156,7 +163,7 @@ async fn end<P: Pool>(
     let reply: Option<Result<(bool, _)>> =
         P::Mode::within(deadline, ask(&lease.pool, limit, [end])).await;
     let reply = reply.unwrap_or(Err(Error::TimedOut));
-    lease.ended(reply.map(|(is_last, _)| is_last))
+    lease.read_end(reply.map(|(is_last, _)| is_last))
 }
 
 impl<P: Pool> Drop for Run<P> {
@@ -170,7 +177,7 @@ impl<P: Pool> Drop for Run<P> {
             ("given back", End::GiveBack)
         };
         self.lease.end("run");
-        self.tell(outcome, None);
+        self.report(outcome, None);
         let (lease, update) = (self.lease.clone(), update.of(&self.lease.row));
         P::Mode::leave(&self.lease.runtime, async move {
             // If it fails or has no reply by then, the lease expires.
@@ -211,7 +218,7 @@ impl<P: Pool> Tick<P> {
     pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
-            self.lease.lost(deadline).await;
+            self.lease.wait_for_loss(deadline).await;
             self.is_lost()
         })
     }

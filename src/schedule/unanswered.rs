@@ -36,13 +36,13 @@ impl Unanswered {
     }
 
     /// The claim was answered. One before it with the same number may still be an orphan, unless this one was granted.
-    pub(super) fn answered(&mut self, number: i64, was_granted: bool) {
+    pub(super) fn note_answer(&mut self, number: i64, was_granted: bool) {
         self.0
             .retain(|claim| claim.number != number || claim.has_no_reply && !was_granted);
     }
 
     /// The claim was sent, perhaps, and has no reply.
-    pub(super) fn no_reply(&mut self, number: i64) {
+    pub(super) fn note_no_reply(&mut self, number: i64) {
         for claim in &mut self.0 {
             claim.has_no_reply |= claim.number == number;
         }
@@ -99,10 +99,10 @@ mod tests {
     fn claims_that_have_seen_the_same_have_one_number() {
         let mut claims = Unanswered::default();
         let first = claims.begin(7);
-        claims.no_reply(first);
+        claims.note_no_reply(first);
         assert_eq!(claims.begin(7), first);
         // The second was refused, so the first one may have been granted.
-        claims.answered(first, false);
+        claims.note_answer(first, false);
         assert!(claims.is_orphan(8, Some(first)));
         claims.strike_off(Some(first));
         assert!(!claims.is_orphan(8, Some(first)));
@@ -113,12 +113,12 @@ mod tests {
         let mut claims = Unanswered::default();
         for was_granted in [true, false] {
             let number = claims.begin(7);
-            claims.answered(number, was_granted);
+            claims.note_answer(number, was_granted);
             assert!(!claims.is_orphan(8, Some(number)));
         }
         let number = claims.begin(7);
-        claims.no_reply(number);
-        claims.answered(number, true);
+        claims.note_no_reply(number);
+        claims.note_answer(number, true);
         assert!(!claims.is_orphan(8, Some(number)));
     }
 
@@ -126,7 +126,7 @@ mod tests {
     fn what_can_be_granted_no_more_is_forgotten() {
         let mut claims = Unanswered::default();
         let number = claims.begin(7);
-        claims.no_reply(number);
+        claims.note_no_reply(number);
         assert!(!claims.is_orphan(7, None));
         assert!(!claims.is_orphan(8, Some(number + 1)));
         assert!(claims.0.is_empty());

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::sql;
 use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::Outcome;
+use crate::event::{Event, Outcome};
 use crate::lease::Lease;
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply, debug};
@@ -62,7 +62,7 @@ impl<P: Pool> Permit<P> {
     pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
-            self.lease.lost(deadline).await;
+            self.lease.wait_for_loss(deadline).await;
             self.is_lost()
         })
     }
@@ -70,7 +70,7 @@ impl<P: Pool> Permit<P> {
     /// Waits until the permit is lost: never, for as long as it renews itself in time. No round trip.
     pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
         P::Mode::drive(async move {
-            self.lease.lost(None).await;
+            self.lease.wait_for_loss(None).await;
             self.is_lost();
         })
     }
@@ -80,7 +80,7 @@ impl<P: Pool> Permit<P> {
     pub fn renew(&self) -> Reply<'_, P, ()> {
         P::Mode::drive(async move {
             let renew = async { self.lease.renew().await.map(|()| Renewed) };
-            let renewed = self.lease.subject.tell("renew", renew).await;
+            let renewed = self.lease.subject.observe("renew", renew).await;
             renewed.map(|Renewed| ())
         })
     }
@@ -110,9 +110,12 @@ impl<P: Pool> Permit<P> {
     /// timeout. No round trip. It is no longer renewed.
     pub fn detach(mut self) -> i64 {
         let lease = self.end("detach");
-        lease.tell(|subject, since| {
-            let held = Some(since.elapsed());
-            subject.event("detach", "detached", Duration::ZERO, held, None);
+        lease.report(|subject, since| {
+            Event {
+                held: Some(since.elapsed()),
+                ..subject.event("detach", "detached")
+            }
+            .emit();
         });
         lease.row.token
     }
@@ -162,13 +165,13 @@ async fn release<P: Pool>(
     if completed.is_err() && has_expired() {
         completed = Err(lease.loss());
     }
-    let tell = move |lease: &Lease<P>, completed: &Result<()>| {
-        lease.tell(|subject, since| subject.ended(operation, began, since, completed));
+    let report = move |lease: &Lease<P>, completed: &Result<()>| {
+        lease.report(|subject, since| subject.end(operation, began, since, completed));
     };
     let is_done = is_final(&completed);
     // A drop returns no error, so it tells only what became of it in the end.
     if is_done || operation == "release" {
-        tell(&lease, &completed);
+        report(&lease, &completed);
     }
     if !is_done {
         let (runtime, database) = (lease.runtime.clone(), lease.database);
@@ -180,7 +183,7 @@ async fn release<P: Pool>(
                 let is_over = give_up.is_some_and(|give_up| give_up < Instant::now());
                 let is_done = is_over || is_final(&completed);
                 if is_done {
-                    tell(&lease, &completed);
+                    report(&lease, &completed);
                 }
                 is_done
             }
@@ -197,9 +200,9 @@ async fn complete<P: Pool>(
     let complete = ask(&lease.pool, limit, [sql::complete(&lease.row)]);
     let reply: Option<Result<(bool, _)>> = P::Mode::within(deadline, complete).await;
     // Also if it failed: who waits looks how it stands.
-    waiting::released(&What::Slot(lease.row.name.clone()));
+    waiting::wake_oldest(&What::Slot(lease.row.name.clone()));
     let reply = reply.unwrap_or(Err(Error::TimedOut));
-    lease.ended(reply.map(|(was_in_flight, _)| was_in_flight))
+    lease.read_end(reply.map(|(was_in_flight, _)| was_in_flight))
 }
 
 struct Renewed;

@@ -42,16 +42,16 @@ impl<P: Pool> Throttle<P> {
     /// The intervals of those that it has stay as they are: the database owns them. One round trip per resource, and two more for
     /// one that is new. Only the owner of the type `throttled_resource_enum` may add a new one.
     pub fn sync<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Synced> {
-        P::Mode::drive(synchronized::<P>(pool, declared::<R>(), false))
+        P::Mode::drive(synchronize::<P>(pool, read_declared::<R>(), false))
     }
 
     /// As [`sync`](Self::sync), and changes the intervals that differ to the declared ones.
     pub fn sync_intervals<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Synced> {
-        P::Mode::drive(synchronized::<P>(pool, declared::<R>(), true))
+        P::Mode::drive(synchronize::<P>(pool, read_declared::<R>(), true))
     }
 }
 
-fn declared<R: DeclaredResources>() -> Result<Vec<(&'static str, i64)>> {
+fn read_declared<R: DeclaredResources>() -> Result<Vec<(&'static str, i64)>> {
     let one = |resource: &R| {
         let label = resource.label();
         if !(1..=63).contains(&label.len()) || label.contains('\0') {
@@ -69,7 +69,7 @@ fn declared<R: DeclaredResources>() -> Result<Vec<(&'static str, i64)>> {
     R::ALL.iter().map(one).collect()
 }
 
-async fn synchronized<P: Pool>(
+async fn synchronize<P: Pool>(
     pool: &P,
     declared: Result<Vec<(&'static str, i64)>>,
     changes: bool,

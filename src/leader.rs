@@ -222,7 +222,7 @@ impl<P: Pool> Term<P> {
 
     /// Returns a number that is larger than those of all earlier terms, for a [`Fence`](crate::Fence).
     pub fn fencing_token(&self) -> i64 {
-        self.lease.row.token
+        self.lease.grant.row.token
     }
 
     /// Pauses for a time, and returns whether this instance still leads then. Returns at once when the term is lost or stopped. No

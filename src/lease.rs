@@ -46,16 +46,23 @@ pub(crate) fn claim_number() -> i64 {
 /// Makes the statement that renews a row, which returns whether the row was held.
 pub(crate) type Renewal = fn(&Row, Duration) -> Statement<Bool>;
 
-/// A row that is held for a time. The holder relies on it by the monotonic clock of this machine, from when the claim or the last good
-/// renewal was *sent*, for a little less than the database does: so the holder stops before the database lets another one in.
-pub(crate) struct Lease<P: Pool> {
+/// What a claim was granted.
+pub(crate) struct Grant<P: Pool> {
     pub(crate) pool: P,
     pub(crate) runtime: <P::Mode as Mode>::Runtime,
     pub(crate) database: Database,
     pub(crate) subject: Subject,
     pub(crate) row: Row,
     pub(crate) timeout: Duration,
-    renewal: Renewal,
+    pub(crate) renewal: Renewal,
+    /// When the claim was sent.
+    pub(crate) sent: Instant,
+}
+
+/// A row that is held for a time. The holder relies on it by the monotonic clock of this machine, from when the claim or the last good
+/// renewal was *sent*, for a little less than the database does: so the holder stops before the database lets another one in.
+pub(crate) struct Lease<P: Pool> {
+    pub(crate) grant: Grant<P>,
     since: Instant,
     state: Mutex<State>,
     /// Those who wait for its end.
@@ -86,51 +93,22 @@ enum End {
     Lost,
 }
 
-/// What a new lease consists of.
-pub(crate) struct Claimed<P: Pool> {
-    pub(crate) pool: P,
-    pub(crate) runtime: <P::Mode as Mode>::Runtime,
-    pub(crate) database: Database,
-    pub(crate) subject: Subject,
-    pub(crate) row: Row,
-    pub(crate) timeout: Duration,
-    pub(crate) renewal: Renewal,
-    /// When the claim was sent.
-    pub(crate) sent: Instant,
-}
-
 impl<P: Pool> Lease<P> {
-    pub(crate) fn new(claimed: Claimed<P>) -> Arc<Self> {
-        let Claimed {
-            pool,
-            runtime,
-            database,
-            subject,
-            row,
-            timeout,
-            renewal,
-            sent,
-        } = claimed;
+    pub(crate) fn new(grant: Grant<P>) -> Arc<Self> {
         let state = State {
-            until: sent + trusted(timeout),
+            until: grant.sent + trusted(grant.timeout),
             end: None,
             is_ending: false,
             is_reported: false,
             was_heard: false,
-            held: Some(Raised::held(subject)),
+            held: Some(Raised::held(grant.subject)),
         };
         Arc::new(Self {
-            pool,
-            runtime,
-            database,
-            subject,
-            row,
-            timeout,
-            renewal,
+            due: Alarm::new(grant.sent + grant.timeout / 3),
+            grant,
             since: Instant::now(),
             state: Mutex::new(state),
             sleepers: Sleepers::default(),
-            due: Alarm::new(sent + timeout / 3),
             is_unanswered: AtomicBool::new(false),
         })
     }
@@ -176,9 +154,9 @@ impl<P: Pool> Lease<P> {
 
     /// Sends a renewal. Returns when it was sent, if the row was held.
     async fn send_renewal(self: Arc<Self>, limit: Option<Duration>) -> Result<Option<Instant>> {
-        let renew = (self.renewal)(&self.row, self.timeout);
+        let renew = (self.grant.renewal)(&self.grant.row, self.grant.timeout);
         let reply = |was_held: bool, sent| was_held.then_some(sent);
-        ask_surely(&self.pool, limit, renew, reply).await
+        ask_surely(&self.grant.pool, limit, renew, reply).await
     }
 
     /// Renews it once, unless it is lost.
@@ -193,7 +171,7 @@ impl<P: Pool> Lease<P> {
     }
 
     pub(crate) fn loss(&self) -> Error {
-        Error::PermitLost(self.row.name.to_string())
+        Error::PermitLost(self.grant.row.name.to_string())
     }
 
     /// A renewal has come back: when it was sent, or `None` if there was nothing to renew. Returns whether it is still held. What was
@@ -204,8 +182,8 @@ impl<P: Pool> Lease<P> {
         let mut state = lock(&self.state);
         match (state.end, sent) {
             (None, Some(sent)) if state.until > Instant::now() => {
-                state.until = state.until.max(sent + trusted(self.timeout));
-                self.due.set(sent + self.timeout / 3);
+                state.until = state.until.max(sent + trusted(self.grant.timeout));
+                self.due.set(sent + self.grant.timeout / 3);
                 true
             }
             (None, _) if !state.is_ending => {
@@ -223,7 +201,8 @@ impl<P: Pool> Lease<P> {
         drop(state);
         self.sleepers.wake();
         if !was_reported {
-            self.subject
+            self.grant
+                .subject
                 .end(operation, Instant::now(), self.since, &Err(self.loss()));
         }
     }
@@ -232,7 +211,7 @@ impl<P: Pool> Lease<P> {
     pub(crate) fn report(&self, report: impl FnOnce(Subject, Instant)) {
         let was_reported = std::mem::replace(&mut lock(&self.state).is_reported, true);
         if !was_reported {
-            report(self.subject, self.since);
+            report(self.grant.subject, self.since);
         }
     }
 
@@ -275,11 +254,11 @@ impl<P: Pool> Lease<P> {
     /// A renewal waits for a connection until the trust ends, because one that gave up sooner would lose its place in the queue of
     /// the pool, and starve.
     pub(crate) fn keep(self: &Arc<Self>) {
-        P::Mode::beside(&self.runtime, self.clone().keep_renewing());
+        P::Mode::beside(&self.grant.runtime, self.clone().keep_renewing());
     }
 
     async fn keep_renewing(self: Arc<Self>) {
-        let pause = (self.timeout / 20).min(Duration::from_millis(100));
+        let pause = (self.grant.timeout / 20).min(Duration::from_millis(100));
         loop {
             P::Mode::sleep(&self.due, None).await;
             if self.is_over() {
@@ -308,7 +287,7 @@ impl<P: Pool> Lease<P> {
     /// connection on which the statement of a dropped future still runs. The first good reply counts. It is long, because on a slow
     /// server two tries are slower than one. A blocking try is not interrupted.
     async fn insist(self: &Arc<Self>, limit: Duration) -> Result<Option<Instant>> {
-        let patience = self.timeout * 2 / 5;
+        let patience = self.grant.timeout * 2 / 5;
         let mut first = pin!(self.clone().send_renewal(Some(limit)));
         let replied = P::Mode::within(Some(Instant::now() + patience), first.as_mut()).await;
         if let Some(reply) = replied {

@@ -17,7 +17,7 @@ use crate::call::{ask_surely, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
-use crate::lease::{Claimed, Lease, Row, SHORTEST_KEPT, claim_number};
+use crate::lease::{Grant, Lease, Row, SHORTEST_KEPT, claim_number};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply, debug};
 use crate::time::LONGEST;
@@ -316,7 +316,7 @@ impl<P: Pool> Semaphore<P> {
             let Some(id) = id else {
                 return (Admission::Full(Full::new(retry_after)), database, sent);
             };
-            let lease = Lease::new(Claimed {
+            let lease = Lease::new(Grant {
                 pool: pool_of_permit,
                 runtime,
                 database,

@@ -50,7 +50,7 @@ impl<P: Pool> Run<P> {
             let (Some(attempt), Some(token), Some(missed)) = (attempt, token, missed) else {
                 return None;
             };
-            let lease = Lease::new(lease::Claimed {
+            let lease = Lease::new(lease::Grant {
                 pool: pool_of_run,
                 runtime,
                 database: Database(database),
@@ -93,11 +93,11 @@ impl<P: Pool> Run<P> {
         self.is_over = true;
         self.lease.begin_end();
         let lease = self.lease.clone();
-        let finished = P::Mode::surely(&self.lease.runtime, None, async move {
-            let give_up = Instant::now() + lease.timeout;
+        let finished = P::Mode::surely(&self.lease.grant.runtime, None, async move {
+            let give_up = Instant::now() + lease.grant.timeout;
             loop {
-                let finish = End::Finish(stored.clone()).of(&lease.row);
-                let deadline = Some(Instant::now() + PATIENCE.max(lease.timeout / 3));
+                let finish = End::Finish(stored.clone()).of(&lease.grant.row);
+                let deadline = Some(Instant::now() + PATIENCE.max(lease.grant.timeout / 3));
                 let finished = end(&lease, finish, deadline).await;
                 // An end that the database refuses must not keep the schedule for ever.
                 let is_too_late = lease.is_over() || give_up <= Instant::now();
@@ -161,7 +161,7 @@ async fn end<P: Pool>(
 ) -> Result<()> {
     let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
     let reply: Option<Result<(bool, _)>> =
-        P::Mode::within(deadline, ask(&lease.pool, limit, [end])).await;
+        P::Mode::within(deadline, ask(&lease.grant.pool, limit, [end])).await;
     let reply = reply.unwrap_or(Err(Error::TimedOut));
     lease.read_end(reply.map(|(is_last, _)| is_last))
 }
@@ -178,10 +178,10 @@ impl<P: Pool> Drop for Run<P> {
         };
         self.lease.end("run");
         self.report(outcome, None);
-        let (lease, update) = (self.lease.clone(), update.of(&self.lease.row));
-        P::Mode::leave(&self.lease.runtime, async move {
+        let (lease, update) = (self.lease.clone(), update.of(&self.lease.grant.row));
+        P::Mode::leave(&self.lease.grant.runtime, async move {
             // If it fails or has no reply by then, the lease expires.
-            let deadline = Instant::now().checked_add(lease.timeout);
+            let deadline = Instant::now().checked_add(lease.grant.timeout);
             drop(end(&lease, update, deadline).await);
         });
     }
@@ -205,7 +205,7 @@ impl<P: Pool> Tick<P> {
 
     /// Returns a number that is larger than those of all earlier runs of the schedule, for a [`Fence`](crate::Fence).
     pub fn fencing_token(&self) -> i64 {
-        self.lease.row.token
+        self.lease.grant.row.token
     }
 
     /// Returns whether the lease could not be renewed in time, so that another instance may be about to run the tick: the work must

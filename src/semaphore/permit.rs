@@ -44,7 +44,7 @@ impl<P: Pool> Permit<P> {
     /// With one slot, a [`Fence`](crate::Fence) that is passed with it refuses all earlier holders. With several slots there must be
     /// a fence for each.
     pub fn fencing_token(&self) -> i64 {
-        self.lease.row.token
+        self.lease.grant.row.token
     }
 
     /// Returns for how long the permit may still be relied on, unless it is renewed. No round trip.
@@ -80,7 +80,7 @@ impl<P: Pool> Permit<P> {
     pub fn renew(&self) -> Reply<'_, P, ()> {
         P::Mode::drive(async move {
             let renew = async { self.lease.renew().await.map(|()| Renewed) };
-            let renewed = self.lease.subject.observe("renew", renew).await;
+            let renewed = self.lease.grant.subject.observe("renew", renew).await;
             renewed.map(|Renewed| ())
         })
     }
@@ -92,7 +92,7 @@ impl<P: Pool> Permit<P> {
     pub fn release(mut self) -> Reply<'static, P, ()> {
         P::Mode::drive(async move {
             let lease = self.end("release");
-            let runtime = lease.runtime.clone();
+            let runtime = lease.grant.runtime.clone();
             P::Mode::surely(&runtime, None, release(lease, "release", None)).await
         })
     }
@@ -100,7 +100,7 @@ impl<P: Pool> Permit<P> {
     /// As [`release`](Self::release), of a loop that is to end: waits for a connection no longer than a second.
     pub(crate) async fn release_soon(mut self) {
         let lease = self.end("release");
-        let runtime = lease.runtime.clone();
+        let runtime = lease.grant.runtime.clone();
         let limit = Some(Duration::from_secs(1));
         // An event tells that it was lost, and a row that was not given up falls free.
         let _ = P::Mode::surely(&runtime, None, release(lease, "release", limit)).await;
@@ -117,7 +117,7 @@ impl<P: Pool> Permit<P> {
             }
             .emit();
         });
-        lease.row.token
+        lease.grant.row.token
     }
 
     pub(crate) const fn lease(&self) -> &Arc<Lease<P>> {
@@ -135,7 +135,7 @@ impl<P: Pool> Drop for Permit<P> {
     fn drop(&mut self) {
         if !self.is_ended {
             let lease = self.end("drop");
-            let runtime = lease.runtime.clone();
+            let runtime = lease.grant.runtime.clone();
             P::Mode::leave(&runtime, async move {
                 drop(release(lease, "drop", Some(Duration::ZERO)).await);
             });
@@ -150,11 +150,11 @@ async fn release<P: Pool>(
     limit: Option<Duration>,
 ) -> Result<()> {
     let began = Instant::now();
-    let give_up = began.checked_add(lease.timeout);
+    let give_up = began.checked_add(lease.grant.timeout);
     let patience = match operation {
-        "drop" => Some(began + PATIENCE.min(lease.timeout)),
+        "drop" => Some(began + PATIENCE.min(lease.grant.timeout)),
         // Its caller waits. What follows in the background is as good.
-        _ => Some(began + (5 * PATIENCE).min(lease.timeout)),
+        _ => Some(began + (5 * PATIENCE).min(lease.grant.timeout)),
     };
     let mut completed = complete(&lease, limit, patience).await;
     if completed.is_ok() && lease.is_lost() {
@@ -174,7 +174,7 @@ async fn release<P: Pool>(
         report(&lease, &completed);
     }
     if !is_done {
-        let (runtime, database) = (lease.runtime.clone(), lease.database);
+        let (runtime, database) = (lease.grant.runtime.clone(), lease.grant.database);
         P::Mode::later(&runtime, database, move |limit| {
             let lease = lease.clone();
             async move {
@@ -197,10 +197,10 @@ async fn complete<P: Pool>(
     limit: Option<Duration>,
     deadline: Option<Instant>,
 ) -> Result<()> {
-    let complete = ask(&lease.pool, limit, [sql::complete(&lease.row)]);
+    let complete = ask(&lease.grant.pool, limit, [sql::complete(&lease.grant.row)]);
     let reply: Option<Result<(bool, _)>> = P::Mode::within(deadline, complete).await;
     // Also if it failed: who waits looks how it stands.
-    waiting::wake_oldest(&What::Slot(lease.row.name.clone()));
+    waiting::wake_oldest(&What::Slot(lease.grant.row.name.clone()));
     let reply = reply.unwrap_or(Err(Error::TimedOut));
     lease.read_end(reply.map(|(was_in_flight, _)| was_in_flight))
 }

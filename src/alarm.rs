@@ -1,5 +1,6 @@
-//! Pauses that others may end: what a waiter, a renewal and a loop sleep on.
+//! Pauses that others may end: what a waiter, a renewal and a loop sleep on, and what stops a loop.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -131,5 +132,40 @@ impl Drop for Sleeper<'_> {
         let mut all = lock(&self.all.0);
         // `self` keeps the alarm, so its waker is not dropped under the mutex.
         all.retain(|other| !Arc::ptr_eq(other, &self.alarm));
+    }
+}
+
+/// Ends the loops that it was given to: [`Leader::lead`](crate::leader::Leader::lead) and
+/// [`Schedule::run`](crate::schedule::Schedule::run) of the blocking half. Clones are one.
+///
+/// ```
+/// let stop = diesel_interlock::Stop::new();
+/// let on_signal = stop.clone(); // for the handler of SIGTERM
+/// on_signal.stop();
+/// assert!(stop.is_stopped());
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Stop(Arc<(AtomicBool, Sleepers)>);
+
+impl Stop {
+    /// Makes one that is not stopped.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Stops the loops, for ever. Their pauses end at once, and their work when it looks.
+    pub fn stop(&self) {
+        let (is_stopped, sleepers) = &*self.0;
+        is_stopped.store(true, Ordering::SeqCst);
+        sleepers.wake();
+    }
+
+    /// Returns whether it was stopped.
+    pub fn is_stopped(&self) -> bool {
+        self.0.0.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn sleepers(&self) -> &Sleepers {
+        &self.0.1
     }
 }

@@ -24,8 +24,8 @@ pub enum Error {
 
     /// The pool lent no connection.
     #[error(
-        "the pool lent no connection: {0}; is the database up, and the pool large enough, and does the caller hold a guard, \
-         whose `conn()` lends its connection?"
+        "the pool gave no connection: is the database up, is the pool large enough, and does the caller hold a guard whose \
+         `conn()` it could use?"
     )]
     Pool(#[source] Box<dyn std::error::Error + Send + Sync>),
 
@@ -100,6 +100,7 @@ pub enum Error {
          free the lock, let the pooler close that session (RECONNECT in PgBouncer's console), or, once it is idle, run SELECT \
          pg_terminate_backend({pid})"
     )]
+    #[non_exhaustive]
     SessionMoved {
         /// The lock: its name and its number.
         key: String,
@@ -120,8 +121,9 @@ pub enum Error {
 
     /// The unlock failed. The session was ended instead, which frees the lock.
     #[error(
-        "the release of the lock {key} failed, and its session was ended instead, which frees the lock: {source}"
+        "the release of the lock {key} failed, and its session was ended instead, which frees the lock"
     )]
+    #[non_exhaustive]
     ReleaseFailed {
         /// The lock: its name and its number.
         key: String,
@@ -139,6 +141,7 @@ pub enum Error {
     #[error(
         "the fence \"{name}\" was passed with a larger token than {token}: a later holder is at work; roll back"
     )]
+    #[non_exhaustive]
     Fenced {
         /// The name of the fence.
         name: String,
@@ -171,6 +174,7 @@ pub enum Error {
          DELETE FROM resource_control.installed_migration WHERE version IN ('{}') and install again",
         missing.join(", "), versions.join("', '")
     )]
+    #[non_exhaustive]
     Incomplete {
         /// The missing tables, types, views and functions.
         missing: Vec<String>,
@@ -179,17 +183,18 @@ pub enum Error {
     },
 
     /// One of this crate's migrations failed, and left nothing behind.
-    #[error("the migration {version} of resource_control failed: {source}")]
+    #[error("the migration {version} of resource_control failed: {cause}")]
+    #[non_exhaustive]
     Migration {
         /// Its version.
         version: &'static str,
         /// What the database said.
-        source: DieselError,
+        cause: DieselError,
     },
 
     /// An application's own migration failed.
     #[error("a migration of the application failed: {}", with_causes(&**.0))]
-    ApplicationMigration(#[source] Box<dyn std::error::Error + Send + Sync>),
+    ApplicationMigration(Box<dyn std::error::Error + Send + Sync>),
 
     /// Two of an application's migrations have the same version, of which Diesel would run only one.
     #[error(
@@ -267,7 +272,7 @@ impl From<Error> for DieselError {
 }
 
 /// The message of an error, and those of its causes that it does not repeat.
-fn with_causes(error: &dyn std::error::Error) -> String {
+pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
     let mut message = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "tracing")]
+use crate::error::with_causes;
 use crate::error::{Error, Result};
 use crate::metrics::{self, Raised};
 
@@ -197,7 +199,8 @@ impl Event<'_> {
         } = self;
         let took_us = self.took.as_micros() as u64;
         let held_us = self.held.map(|held| held.as_micros() as u64);
-        let error = self.error.map(tracing::field::display);
+        let error = self.error.map(|error| with_causes(error));
+        let error = error.as_ref().map(tracing::field::display);
         macro_rules! event {
             ($level:ident) => {
                 tracing::$level!(

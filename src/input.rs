@@ -1,12 +1,15 @@
-//! What is refused before anything is sent.
+//! What is refused before anything is sent; and times and durations as the database stores them: in microseconds.
 
 use std::fmt::{Display, Write};
 use std::time::Duration;
 
+use chrono::{DateTime, Utc};
+use diesel::data_types::{PgInterval, PgTimestamp};
+
 use crate::error::{Error, Result};
 
 /// The bytes that fit into an index beside other columns.
-const LONGEST: usize = 1000;
+const LONGEST_TEXT: usize = 1000;
 
 /// Refuses a name that is empty, or that PostgreSQL could not store or index.
 pub(crate) fn name(name: &str) -> Result<()> {
@@ -18,7 +21,7 @@ pub(crate) fn name(name: &str) -> Result<()> {
 
 /// As [`name`], for a key or details, which may be empty.
 pub(crate) fn text(text: &str) -> Result<()> {
-    if text.len() > LONGEST {
+    if text.len() > LONGEST_TEXT {
         Err(Error::input(
             "a name, a key or details must not be longer than 1,000 bytes",
         ))
@@ -32,7 +35,7 @@ pub(crate) fn text(text: &str) -> Result<()> {
 }
 
 /// The microseconds of a duration between one and `longest`, or else this error.
-pub(crate) fn microseconds(
+pub(crate) fn check_duration(
     duration: Duration,
     longest: Duration,
     otherwise: &'static str,
@@ -60,4 +63,39 @@ pub(crate) fn join<T: Display>(parts: impl IntoIterator<Item = T>) -> String {
         .map(|part| show(part).replace('\\', r"\\").replace(' ', r"\ "))
         .collect();
     escaped.join(" ")
+}
+
+/// Microseconds between 1970, where chrono counts from, and 2000, where PostgreSQL does.
+const EPOCH: i64 = 946_684_800_000_000;
+
+/// Without months and days, whose length differs.
+pub(crate) fn interval(duration: Duration) -> PgInterval {
+    PgInterval::from_microseconds(i64::try_from(duration.as_micros()).unwrap_or(i64::MAX))
+}
+
+/// `None` for `-infinity`, and for what chrono cannot represent.
+pub(crate) fn time(at: PgTimestamp) -> Option<DateTime<Utc>> {
+    DateTime::from_timestamp_micros(at.0.checked_add(EPOCH)?)
+}
+
+/// The magnitude of a number of microseconds.
+pub(crate) fn microseconds(number: i64) -> Duration {
+    Duration::from_micros(number.unsigned_abs())
+}
+
+/// The microseconds of the difference of two times, which has days of 24 hours and no months.
+pub(crate) fn difference(interval: PgInterval) -> i64 {
+    i64::from(interval.days) * 86_400_000_000 + interval.microseconds
+}
+
+/// A thousand years of 360 days, as PostgreSQL compares intervals.
+pub(crate) const LONGEST: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
+
+/// Rounded up, and one at least.
+pub(crate) const fn whole_seconds(duration: Duration) -> u64 {
+    match (duration.as_secs(), duration.subsec_nanos()) {
+        (0, _) => 1,
+        (seconds, 0) => seconds,
+        (seconds, _) => seconds.saturating_add(1),
+    }
 }

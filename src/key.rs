@@ -210,6 +210,12 @@ pub(crate) fn fnv1a(name: &str) -> i64 {
     hasher.finish() as i64
 }
 
+impl From<&'static str> for LockKey {
+    fn from(name: &'static str) -> Self {
+        Self::named(name)
+    }
+}
+
 impl From<i64> for LockKey {
     fn from(number: i64) -> Self {
         Self::bigint(number)

@@ -11,18 +11,17 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 use diesel::sql_types::{BigInt, Nullable, Text, Timestamptz};
 
-use crate::alarm::{Alarm, jitter};
+use crate::alarm::{Alarm, Stop, jitter};
 use crate::call::ask;
 use crate::error::Result;
 use crate::event::{Outcome, Trouble};
 use crate::input;
 use crate::lease::Lease;
-use crate::mode::Mode;
+use crate::mode::{self, Mode};
 use crate::monitor::Leadership;
 use crate::pool::{Pool, Reply, debug};
 use crate::semaphore::{Admission, Permit, Semaphore};
 use crate::statement::Statement;
-use crate::stop::Stop;
 
 /// An election of one leader, among all instances that use the database.
 ///
@@ -194,14 +193,14 @@ impl<P: Pool> Leader<P> {
                 }
                 Err(error) => return Err(error),
             };
-            stop.pause::<P::Mode>(pause).await;
+            mode::pause_until_stop::<P::Mode>(stop, pause).await;
         }
         Ok(None)
     }
 
     /// After a term that its callback has ended, for longer than others pause, so that they may lead.
     async fn rest(&self, stop: &Stop) {
-        stop.pause::<P::Mode>(self.lease / 2).await;
+        mode::pause_until_stop::<P::Mode>(stop, self.lease / 2).await;
     }
 }
 
@@ -268,7 +267,7 @@ impl Leader<crate::pool::PgPool> {
 }
 
 #[cfg(feature = "async")]
-impl<P: Pool<Mode = crate::mode::Async>> Leader<P> {
+impl<P: Pool<Mode = mode::Async>> Leader<P> {
     /// Stands for the election, and calls `work` at each election that this instance wins. Never returns `Ok`: drop the future to stop,
     /// and it resigns.
     ///
@@ -287,7 +286,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Leader<P> {
                 let Some((permit, term)) = self.campaign(pool, &stop).await? else {
                     unreachable!("nobody stops it")
                 };
-                crate::mode::unless(permit.lost(), work(term)).await;
+                mode::unless(permit.lost(), work(term)).await;
                 permit.release_soon().await;
                 self.rest(&stop).await;
             }

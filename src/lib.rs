@@ -86,15 +86,14 @@ mod sealed {
     pub trait Sealed {}
 }
 mod statement;
-mod stop;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod throttle;
-mod time;
 mod transaction;
 mod waiting;
 
 pub use self::advisory::Attempt;
+pub use self::alarm::Stop;
 pub use self::error::{Error, Result};
 pub use self::exclusion::check_exclusion;
 pub use self::key::{LockId, LockKey};
@@ -111,7 +110,6 @@ pub use self::pool::PgPool;
 pub use self::pool::{Connection, Pool, PoolConnection, Reply};
 pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};
-pub use self::stop::Stop;
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
 /// The handles of the pool of a feature: types of the same names, whose parameter is the pool `PgPool` in scope. The feature stands

@@ -188,7 +188,7 @@ impl File {
         let transaction = Own::begin_borrowed(session).await?;
         let ran = transaction.conn.batch(self.up).await;
         let version = self.version;
-        let ran = ran.map_err(|source| Error::Migration { version, source });
+        let ran = ran.map_err(|cause| Error::Migration { version, cause });
         transaction.end(ran).await
     }
 

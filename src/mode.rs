@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::alarm::{Alarm, lock};
+use crate::alarm::{Alarm, Stop, lock};
 use crate::error::Result;
 use crate::pool::Pool;
 use crate::sealed::Sealed;
@@ -184,6 +184,14 @@ pub fn drain<P: Pool>(pool: &P, limit: Duration) -> <P::Mode as Mode>::Reply<'_,
         }
         true
     })
+}
+
+/// Pauses for a time, or until it is stopped.
+pub(crate) async fn pause_until_stop<M: Mode>(stop: &Stop, pause: Duration) {
+    let sleeper = stop.sleepers().join(Instant::now() + pause);
+    if !stop.is_stopped() {
+        M::sleep(&sleeper.alarm, None).await;
+    }
 }
 
 /// Pauses for a time.

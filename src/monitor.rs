@@ -296,6 +296,6 @@ impl diesel::deserialize::FromSql<Timestamptz, Pg> for Never {
 
 impl From<Never> for Option<DateTime<Utc>> {
     fn from(Never(at): Never) -> Self {
-        crate::time::time(at)
+        crate::input::time(at)
     }
 }

@@ -16,6 +16,7 @@ use crate::call::{classify, in_batches};
 use crate::error::{Error, Result};
 use crate::event::{Event, Subject};
 use crate::input;
+use crate::input::LONGEST;
 use crate::key::fnv1a;
 use crate::metrics::Raised;
 use crate::mode::Mode;
@@ -23,7 +24,6 @@ use crate::pool::{Connection, Pool, Reply, debug};
 use crate::session::Session;
 #[cfg(feature = "r2d2")]
 use crate::session::now;
-use crate::time::LONGEST;
 use crate::transaction::Own;
 
 /// Work that is done once for each key, however often and on however many instances it is asked for: a POST with an idempotency key.

@@ -26,11 +26,11 @@ use crate::call::{ask, ask_lent, in_batches};
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
+use crate::input::difference;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
 use crate::session::{Session, is_unknown};
 use crate::statement::Statement;
-use crate::time::difference;
 use crate::waiting::{self, Database, Turns, What};
 
 /// A limit of N units per period for each key, and [`burst`](Quota::burst) of them at once: never more than burst + N in a period, on

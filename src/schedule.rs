@@ -24,16 +24,16 @@ use self::sql::{End, Take};
 use self::tick::Run;
 pub use self::tick::Tick;
 use self::unanswered::Unanswered;
+#[cfg(feature = "r2d2")]
+use crate::alarm::Stop;
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::{Subject, Trouble};
 use crate::input;
+use crate::input::LONGEST;
 use crate::lease::{Row, SHORTEST_KEPT};
-use crate::mode::Mode;
+use crate::mode::{self, Mode};
 use crate::pool::{Pool, Reply, debug};
-#[cfg(feature = "r2d2")]
-use crate::stop::Stop;
-use crate::time::LONGEST;
 
 /// No longer than this without a look, because another instance may have another idea of the schedule.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
@@ -330,7 +330,9 @@ impl Schedule<crate::pool::PgPool> {
             let look =
                 self.look_blocking(pool, limit, &mut unanswered, &mut trouble, &next, &mut work);
             match pause_after(look)? {
-                Some(rest) => crate::session::now(stop.pause::<crate::mode::Blocking>(rest)),
+                Some(rest) => {
+                    crate::session::now(mode::pause_until_stop::<mode::Blocking>(stop, rest))
+                }
                 None => break,
             }
         }
@@ -360,7 +362,7 @@ impl Schedule<crate::pool::PgPool> {
 }
 
 #[cfg(feature = "async")]
-impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
+impl<P: Pool<Mode = mode::Async>> Schedule<P> {
     /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns is stored.
     ///
     /// If this future is dropped, the tick is given back at once: another instance runs it, as the same attempt. The future of `work`
@@ -399,7 +401,7 @@ impl<P: Pool<Mode = crate::mode::Async>> Schedule<P> {
             loop {
                 let look = self.look(pool, &mut unanswered, &mut trouble, &next, &mut work);
                 match pause_after(look.await)? {
-                    Some(rest) => crate::mode::pause::<P::Mode>(rest).await,
+                    Some(rest) => mode::pause::<P::Mode>(rest).await,
                     None => return Ok(()),
                 }
             }

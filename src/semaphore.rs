@@ -1,6 +1,6 @@
 //! Semaphores: at most N permits for a service at a time, among all programs that use the database.
 
-mod claim;
+mod admission;
 mod permit;
 mod sql;
 
@@ -10,17 +10,17 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::claim::WasInFlight;
-pub use self::claim::{Admission, Full};
+use self::admission::WasInFlight;
+pub use self::admission::{Admission, Full};
 pub use self::permit::Permit;
 use crate::call::{ask_surely, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
+use crate::input::LONGEST;
 use crate::lease::{Grant, Lease, Row, SHORTEST_KEPT, claim_number};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply, debug};
-use crate::time::LONGEST;
 use crate::waiting::{Database, Turns, What, let_others_pass};
 
 /// The service of a leader begins with it, and that of no semaphore does.
@@ -352,7 +352,7 @@ impl<P: Pool> Semaphore<P> {
                 "the names of services that begin with \"leader \" belong to leaders",
             ));
         }
-        input::microseconds(
+        input::check_duration(
             self.timeout,
             LONGEST,
             "a timeout is a microsecond at least, and 1,000 years at most",

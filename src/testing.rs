@@ -17,7 +17,7 @@
 //! let url = database.url("postgres://localhost/app_template");
 //! let pool = Pool::new(ConnectionManager::new(url))?;
 //! assert!(IMPORT.attempt(&pool)?.is_granted());
-//! testing::make_due(&pool, &IMPORT)?; // as if an hour had passed
+//! testing::make_due(&IMPORT, &pool)?; // as if an hour had passed
 //! assert!(IMPORT.attempt(&pool)?.is_granted());
 //! # Ok(())
 //! # }
@@ -29,6 +29,7 @@ use diesel::sql_types::{Array, BigInt, Text};
 
 use crate::call::ask;
 use crate::error::Result;
+use crate::input::interval;
 use crate::leader::Leader;
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply, debug};
@@ -38,7 +39,6 @@ use crate::semaphore::Semaphore;
 use crate::session::Session;
 use crate::statement::{Bind, Statement};
 use crate::throttle::Throttle;
-use crate::time::interval;
 
 /// How old a database of a test that was killed is when another test drops it, in seconds.
 const LEFT_BEHIND: u64 = 3600;
@@ -130,7 +130,7 @@ async fn change<P: Pool>(
 }
 
 /// Makes a throttle due, as if it had never been granted.
-pub fn make_due<'a, P: Pool>(pool: &'a P, throttle: &'a Throttle<P>) -> Reply<'a, P, ()> {
+pub fn make_due<'a, P: Pool>(throttle: &'a Throttle<P>, pool: &'a P) -> Reply<'a, P, ()> {
     const KEY: &str = "WITH done AS (UPDATE resource_control.throttle SET last_granted = '-infinity', details = ''
             WHERE name = $1 AND key = $2 AND is_resource = ($3 = 1) RETURNING 1
         ) SELECT count(*) FROM done";
@@ -150,7 +150,7 @@ pub fn make_due<'a, P: Pool>(pool: &'a P, throttle: &'a Throttle<P>) -> Reply<'a
 }
 
 /// Lets the requests in flight of a semaphore expire, as if their holders had crashed. Returns how many. A kept permit is lost.
-pub fn expire<'a, P: Pool>(pool: &'a P, semaphore: &'a Semaphore<P>) -> Reply<'a, P, u64> {
+pub fn expire<'a, P: Pool>(semaphore: &'a Semaphore<P>, pool: &'a P) -> Reply<'a, P, u64> {
     P::Mode::drive(expire_all(pool, semaphore))
 }
 
@@ -162,20 +162,20 @@ async fn expire_all<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> 
 }
 
 /// Spends the units that a key of a rate limit has left.
-pub fn use_up<'a, P: Pool>(pool: &'a P, limit: &'a RateLimit<P>) -> Reply<'a, P, ()> {
+pub fn use_up<'a, P: Pool>(limit: &'a RateLimit<P>, pool: &'a P) -> Reply<'a, P, ()> {
     P::Mode::drive(limit.use_up(pool))
 }
 
 /// Ends the term of the leader, as if it had crashed long ago. Returns whether there was one.
-pub fn depose<'a, P: Pool>(pool: &'a P, leader: &'a Leader<P>) -> Reply<'a, P, bool> {
+pub fn depose<'a, P: Pool>(leader: &'a Leader<P>, pool: &'a P) -> Reply<'a, P, bool> {
     P::Mode::drive(async move { Ok(expire_all(pool, &leader.semaphore()).await? > 0) })
 }
 
 /// Moves the tick that a schedule ran last into the past, as if so much time had passed since: the tick after that is then due. Returns
 /// whether the schedule was ever looked at.
 pub fn make_tick_due<'a, P: Pool>(
-    pool: &'a P,
     schedule: &'a Schedule<P>,
+    pool: &'a P,
     by: Duration,
 ) -> Reply<'a, P, bool> {
     const DUE: &str = "WITH done AS (UPDATE resource_control.schedule SET tick = tick - $1 WHERE name = $2 RETURNING 1)

@@ -1,6 +1,6 @@
 //! Throttles: granted at most once per interval, on all instances together.
 
-mod attempt;
+mod decision;
 mod resource;
 mod sql;
 mod sync;
@@ -12,16 +12,16 @@ use std::time::Duration;
 
 use diesel::data_types::PgInterval;
 
-pub use self::attempt::{Decision, Denied, Granted};
+pub use self::decision::{Decision, Denied, Granted, LastGrant};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
 pub use self::sync::{Difference, Synced};
 use crate::call::{ask, ask_lent, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
+use crate::input::LONGEST;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
-use crate::time::LONGEST;
 
 /// What is granted at most once per interval, on any instance, by the database's clock.
 ///
@@ -151,7 +151,7 @@ impl<P: Pool> Throttle<P> {
         };
         Ok(match self.every {
             Some(every) => {
-                let every = input::microseconds(
+                let every = input::check_duration(
                     every,
                     LONGEST,
                     "the interval of a throttle must be between a microsecond and 1,000 years",

@@ -4,7 +4,7 @@ use crate::event::Outcome;
 
 /// What came of an attempt to take a lock.
 #[must_use = "the lock may be held by another session"]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Attempt<T> {
     /// The lock is held.
     Acquired(T),

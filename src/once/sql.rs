@@ -7,8 +7,8 @@ use diesel::sql_types::{BigInt, Binary, Bool, Nullable, Timestamptz};
 
 use crate::advisory::sql::notice_client;
 use crate::call::BATCH;
+use crate::input::interval;
 use crate::statement::{Statement, keep_commit};
-use crate::time::interval;
 
 /// Whether the lock is ours, which is null on a standby, the outcome, which is null if it is not ours or there is none, and when the
 /// transaction began. The outcome is read by a volatile function, because the statement itself would not see what was committed

@@ -8,10 +8,10 @@ use super::sql::{self, Commit};
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::Subject;
+use crate::input::difference;
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
 use crate::session::Session;
-use crate::time::difference;
 use crate::transaction::Own;
 
 impl<P: Pool> RateLimit<P> {
@@ -26,8 +26,8 @@ impl<P: Pool> RateLimit<P> {
     /// fn status(pool: &PgPool, customer: i64) -> Result<u16, Error> {
     ///     Ok(match RateLimit::check_all(&[&ALL, &CUSTOMER.key(customer)], pool)? {
     ///         CheckAll::Allowed(_) => 200,
-    ///         CheckAll::Limited(0, _) => 503,
-    ///         CheckAll::Limited(..) => 429,
+    ///         CheckAll::Limited { index: 0, .. } => 503,
+    ///         CheckAll::Limited { .. } => 429,
     ///     })
     /// }
     /// # let database = workbench::Database::new();
@@ -49,7 +49,8 @@ impl<P: Pool> RateLimit<P> {
         P::Mode::drive(subject.observe("check_all", async move {
             let keys = merge(limits)?;
             if let Some((key, limited)) = look(&keys, pool).await? {
-                return Ok(CheckAll::Limited(key.first(), limited));
+                let index = key.first();
+                return Ok(CheckAll::Limited { index, limited });
             }
             let mut reply = spend(&keys, pool).await;
             if let Err(Unspent::Failed(Some(limit), error)) = reply {
@@ -58,7 +59,7 @@ impl<P: Pool> RateLimit<P> {
             }
             match reply {
                 Ok(spent) => Ok(CheckAll::Allowed(in_order(limits, &keys, &spent))),
-                Err(Unspent::Limited(i, limited)) => Ok(CheckAll::Limited(i, limited)),
+                Err(Unspent::Limited(index, limited)) => Ok(CheckAll::Limited { index, limited }),
                 Err(Unspent::Failed(_, error)) => Err(error),
             }
         }))

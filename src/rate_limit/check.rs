@@ -1,6 +1,6 @@
 //! What came of a check.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -9,11 +9,11 @@ use diesel::data_types::PgTimestamp;
 use super::quota::{Exact, Quota};
 use crate::alarm::lock;
 use crate::event::Outcome;
-use crate::time::{microseconds, time, whole_seconds};
+use crate::input::{microseconds, time, whole_seconds};
 
 /// What came of a check.
 #[must_use = "the call may be limited"]
-#[derive(Debug)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Check {
     /// The units were spent.
     Allowed(Spent),
@@ -23,29 +23,34 @@ pub enum Check {
 
 /// What came of a check of several limits.
 #[must_use = "the call may be limited"]
-#[derive(Debug)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CheckAll {
     /// All were spent, in the order of the limits.
     Allowed(Vec<Spent>),
-    /// The limit with this index is used up, and nothing was spent.
-    Limited(usize, Limited),
+    /// A limit is used up, and nothing was spent.
+    Limited {
+        /// Which of the limits, from 0 on.
+        index: usize,
+        /// Why the call was not allowed.
+        limited: Limited,
+    },
 }
 
-/// Units that were spent.
-#[derive(Debug)]
+/// Units that were spent. Clones share what was refunded.
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Spent {
     pub(super) at: PgTimestamp,
     /// How many units were spent.
     pub units: u32,
-    given_back: Mutex<GivenBack>,
+    refunded: Arc<Mutex<Refunded>>,
     /// The key afterwards.
     pub state: State,
 }
 
-/// What of the units was given back, in parts.
+/// What of the units was refunded, in parts.
 #[derive(Debug, Default)]
-struct GivenBack {
+struct Refunded {
     units: u32,
     /// How many microseconds of the refill since then were taken into account.
     refilled: i64,
@@ -54,7 +59,7 @@ struct GivenBack {
 }
 
 /// Why a call was not allowed.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limited {
     /// After how long the units are there, if nobody else takes them; above zero.
@@ -64,7 +69,7 @@ pub struct Limited {
 }
 
 /// A key at a moment.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct State {
     /// The name of the limit.
@@ -79,7 +84,7 @@ pub struct State {
 
 impl Check {
     /// Returns what was spent, if it was allowed.
-    pub const fn allowed(self) -> Option<Spent> {
+    pub fn allowed(self) -> Option<Spent> {
         match self {
             Self::Allowed(spent) => Some(spent),
             Self::Limited(_) => None,
@@ -87,7 +92,7 @@ impl Check {
     }
 
     /// Returns why it was not allowed.
-    pub const fn limited(self) -> Option<Limited> {
+    pub fn limited(self) -> Option<Limited> {
         match self {
             Self::Allowed(_) => None,
             Self::Limited(limited) => Some(limited),
@@ -132,7 +137,7 @@ impl CheckAll {
     pub fn allowed(self) -> Option<Vec<Spent>> {
         match self {
             Self::Allowed(spent) => Some(spent),
-            Self::Limited(..) => None,
+            Self::Limited { .. } => None,
         }
     }
 
@@ -140,7 +145,7 @@ impl CheckAll {
     pub fn limited(self) -> Option<Limited> {
         match self {
             Self::Allowed(_) => None,
-            Self::Limited(_, limited) => Some(limited),
+            Self::Limited { limited, .. } => Some(limited),
         }
     }
 
@@ -168,34 +173,30 @@ impl State {
 }
 
 impl Spent {
-    pub(super) const fn new(at: PgTimestamp, units: u32, state: State) -> Self {
+    pub(super) fn new(at: PgTimestamp, units: u32, state: State) -> Self {
         Self {
             at,
             units,
-            given_back: Mutex::new(GivenBack {
-                units: 0,
-                refilled: 0,
-                is_under_way: false,
-            }),
+            refunded: Arc::default(),
             state,
         }
     }
 
-    /// Takes so many units out of those that may still be given back, or all that are left of them. Also returns how much of the
+    /// Takes so many units out of those that may still be refunded, or all that are left of them. Also returns how much of the
     /// refill was taken into account before.
     pub(super) fn begin_part(&self, units: u32) -> (u32, i64) {
-        let mut given = lock(&self.given_back);
-        let units = units.min(self.units - given.units);
-        given.units += units;
-        let was_under_way = std::mem::replace(&mut given.is_under_way, true);
-        (units, if was_under_way { 0 } else { given.refilled })
+        let mut refunded = lock(&self.refunded);
+        let units = units.min(self.units - refunded.units);
+        refunded.units += units;
+        let was_under_way = std::mem::replace(&mut refunded.is_under_way, true);
+        (units, if was_under_way { 0 } else { refunded.refilled })
     }
 
     /// The part has taken so much of the refill into account.
     pub(super) fn end_part(&self, refilled: i64) {
-        let mut given = lock(&self.given_back);
-        given.is_under_way = false;
-        given.refilled += refilled;
+        let mut refunded = lock(&self.refunded);
+        refunded.is_under_way = false;
+        refunded.refilled += refilled;
     }
 
     /// Returns when the units were spent, by the database's clock.
@@ -203,6 +204,14 @@ impl Spent {
         time(self.at).unwrap_or_default()
     }
 }
+
+impl PartialEq for Spent {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.units, self.state) == (other.at, other.units, other.state)
+    }
+}
+
+impl Eq for Spent {}
 
 impl Limited {
     pub(super) fn new(state: State, exact: Exact, cost: u32) -> Self {

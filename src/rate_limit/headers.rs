@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::check::{Check, Limited, State};
-use crate::time::whole_seconds;
+use crate::input::whole_seconds;
 
 impl Check {
     /// Returns the header fields `RateLimit-Policy`, `RateLimit` and, if the call was limited, `Retry-After`.

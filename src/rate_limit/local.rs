@@ -9,10 +9,10 @@ use super::{Quota, RateLimit};
 use crate::alarm::{Alarm, lock};
 use crate::error::{Error, Result};
 use crate::event::Outcome;
+use crate::input::whole_seconds;
 use crate::metrics::Counters;
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply, debug};
-use crate::time::whole_seconds;
 
 /// How many keys are kept before those that have nothing are looked for.
 const KEYS: usize = 1024;
@@ -60,7 +60,7 @@ struct Local<P: Pool> {
 
 /// What came of a check in memory.
 #[must_use = "the call may be limited"]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalCheck {
     /// A unit was spent.
     Allowed,

@@ -1,5 +1,6 @@
 //! How much a rate limit allows.
 
+use std::fmt;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -71,7 +72,7 @@ impl Quota {
     }
 
     pub(super) fn exact(self) -> Result<Exact> {
-        let period = input::microseconds(
+        let period = input::check_duration(
             self.period,
             LONGEST,
             "the period of a quota must be between a microsecond and 366 days",
@@ -92,6 +93,17 @@ impl Quota {
             ));
         }
         Ok(exact)
+    }
+}
+
+/// As in `100 per 60s, 20 at once`.
+impl fmt::Display for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} per {:?}, {} at once",
+            self.n, self.period, self.burst
+        )
     }
 }
 

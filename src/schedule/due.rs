@@ -13,9 +13,10 @@ const COUNTED: usize = 1000;
 const LOOKED_AT: usize = 100_000;
 
 /// What becomes of ticks that were missed, because no instance ran or the run before took too long.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CatchUp {
     /// One run for all of them, of the latest.
+    #[default]
     Latest,
     /// None of those that are older than this, and one run of the latest otherwise. Choose two seconds at least, because a look comes
     /// a moment after its tick, and after an error a second.

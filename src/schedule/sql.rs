@@ -5,9 +5,9 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Timestamptz};
 
+use crate::input::interval;
 use crate::lease::Row;
 use crate::statement::{Bind, Statement, database, keep_commit};
-use crate::time::interval;
 
 /// The time, and the tick that was taken last, its attempt, its token, the number of its claim, its lease, which is null once it has
 /// ended, and whether the schedule is paused.

@@ -6,9 +6,9 @@ use diesel::data_types::PgInterval;
 use diesel::sql_types::{BigInt, Bool, Integer, Interval, Nullable};
 
 use crate::call::BATCH;
+use crate::input::interval;
 use crate::lease::Row;
 use crate::statement::{Statement, database};
-use crate::time::interval;
 
 /// The id, or when to ask again; and the database.
 pub(super) type Claimed = (Option<i64>, Option<PgInterval>, i32);

@@ -9,9 +9,9 @@ use super::{Throttle, sql};
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::input;
+use crate::input::{LONGEST, microseconds};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
-use crate::time::{LONGEST, microseconds};
 
 /// What [`Throttle::sync`] has inserted, and which intervals differ.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -59,7 +59,7 @@ fn read_declared<R: DeclaredResources>() -> Result<Vec<(&'static str, i64)>> {
                 "the label of a resource must have 1 to 63 bytes, and no NUL",
             ));
         }
-        let every = input::microseconds(
+        let every = input::check_duration(
             resource.interval(),
             LONGEST,
             "the interval of a resource must be between a microsecond and 1,000 years",

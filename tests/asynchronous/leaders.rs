@@ -83,7 +83,7 @@ fn the_work_of_a_leader_that_is_deposed_is_dropped_and_it_stands_again() {
             while terms.load(Ordering::SeqCst) < 1 {
                 tokio::task::yield_now().await;
             }
-            assert!(depose(&other, &DISPATCHER).await.unwrap());
+            assert!(depose(&DISPATCHER, &other).await.unwrap());
             while terms.load(Ordering::SeqCst) < 2 {
                 tokio::task::yield_now().await;
             }

@@ -1,5 +1,6 @@
 //! What only the asynchronous half has.
 
+mod auto_traits;
 mod cancelled;
 mod drops;
 mod filling;

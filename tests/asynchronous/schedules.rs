@@ -21,7 +21,7 @@ fn due(schedule: &Schedule, pool: &PgPool) {
             .run_due(pool, every(HOUR), |_| async { Ok::<_, Error>(()) })
             .await
             .unwrap();
-        assert!(make_tick_due(pool, schedule, HOUR).await.unwrap());
+        assert!(make_tick_due(schedule, pool, HOUR).await.unwrap());
     });
 }
 
@@ -32,7 +32,7 @@ fn a_dropped_run_gives_its_tick_back_at_once_and_costs_no_attempt() {
     let pool = pool(&database, 3);
     let look = &mut database.connect();
     due(&REPORT, &pool);
-    assert!(block_on(make_tick_due(&pool, &REPORT, 4 * HOUR)).unwrap());
+    assert!(block_on(make_tick_due(&REPORT, &pool, 4 * HOUR)).unwrap());
     let attempts = AtomicU64::new(0);
     for _ in 0..5 {
         block_on(async {

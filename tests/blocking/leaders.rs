@@ -107,7 +107,7 @@ fn a_leader_that_is_deposed_is_told_and_stands_again() {
             if terms.fetch_add(1, Ordering::SeqCst) == 1 {
                 return stop.stop();
             }
-            assert!(depose(&other, &DISPATCHER).unwrap());
+            assert!(depose(&DISPATCHER, &other).unwrap());
             assert!(!term.pause(Duration::MAX));
             assert!(!term.is_leader() && !stop.is_stopped());
         })

@@ -26,7 +26,7 @@ fn a_leader_counts_its_elections_and_how_its_terms_end() {
             assert_eq!((METRICS.held(), METRICS.waiting()), (1.0, 0.0));
             terms += 1;
             if terms == 1 {
-                assert!(depose(&other, &LEADER).unwrap());
+                assert!(depose(&LEADER, &other).unwrap());
                 assert!(!term.pause(Duration::MAX));
                 eventually("it is told while the work goes on", || {
                     METRICS.lost() == 1.0
@@ -61,11 +61,11 @@ fn a_schedule_counts_how_its_runs_end() {
     };
     assert!(matches!(run(Ok(())).unwrap(), RunDue::Later(_)));
     for outcome in [Ok(()), Err("an error"), Ok(())] {
-        assert!(make_tick_due(&pool, &REPORT, HOUR).unwrap());
+        assert!(make_tick_due(&REPORT, &pool, HOUR).unwrap());
         assert_eq!(run(outcome).unwrap(), RunDue::Ran);
         assert_eq!(METRICS.held(), 0.0);
     }
-    assert!(make_tick_due(&pool, &REPORT, HOUR).unwrap());
+    assert!(make_tick_due(&REPORT, &pool, HOUR).unwrap());
     catch_unwind(AssertUnwindSafe(|| run(Err("a panic")))).unwrap_err();
     assert_eq!(METRICS.held(), 0.0);
     assert_eq!(

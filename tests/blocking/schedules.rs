@@ -34,7 +34,7 @@ fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
         schedule.run_due(pool, every(HOUR), never),
         Ok(RunDue::Later(_))
     );
-    assert!(make_tick_due(pool, schedule, HOUR * hours).unwrap());
+    assert!(make_tick_due(schedule, pool, HOUR * hours).unwrap());
 }
 
 fn this_hour(database: &workbench::Database) -> DateTime<Utc> {
@@ -101,7 +101,7 @@ fn an_error_is_stored_and_not_tried_again() {
     );
     let row = "(SELECT concat_ws(' | ', runner, attempt, error, ended_at >= started_at, expires_at) FROM resource_control.schedule)";
     assert_eq!(text(look, row), "web-3 | 1 | no  luck | t");
-    make_tick_due(&pool, &REPORT, HOUR).unwrap();
+    make_tick_due(&REPORT, &pool, HOUR).unwrap();
     assert_eq!(
         REPORT.run_due(&pool, every(HOUR), ran_well).unwrap(),
         RunDue::Ran
@@ -143,7 +143,7 @@ fn a_tick_whose_process_dies_runs_again_and_not_for_ever() {
         Ok(RunDue::Later(_))
     );
     // The next tick runs.
-    make_tick_due(&pool, &REPORT, HOUR).unwrap();
+    make_tick_due(&REPORT, &pool, HOUR).unwrap();
     let next = REPORT.run_due(&pool, every(HOUR), |tick| {
         assert_eq!(tick.attempt(), 1);
         Ok::<_, Error>(())

@@ -65,7 +65,7 @@ fn whose_term_has_expired_leads_no_longer() {
     while_it_leads(&leader, &pool, elected, || {
         eventually("it leads", || terms.load(Ordering::SeqCst) == 1);
         assert!(wait(leader.current(&other)).unwrap().is_some());
-        assert!(wait(depose(&other, &leader)).unwrap());
+        assert!(wait(depose(&leader, &other)).unwrap());
         assert_eq!(wait(leader.current(&other)).unwrap(), None);
     });
 }
@@ -100,7 +100,7 @@ fn a_term_that_is_lost_is_counted_as_deposed_once() {
                 proxy.sever();
                 proxy.restore();
             } else {
-                assert!(wait(depose(&other, &leader)).unwrap());
+                assert!(wait(depose(&leader, &other)).unwrap());
             }
             eventually("it leads again", || terms.load(Ordering::SeqCst) == 2);
         });

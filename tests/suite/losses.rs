@@ -127,7 +127,7 @@ fn a_permit_whose_row_was_ended_is_counted_as_lost_once() {
         &pool,
         MINUTE,
         |semaphore, permit| {
-            assert_eq!(wait(expire(&pool, semaphore)).unwrap(), 1);
+            assert_eq!(wait(expire(semaphore, &pool)).unwrap(), 1);
             assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
         },
     );
@@ -196,7 +196,7 @@ fn a_run_that_has_lost_its_lease_is_counted_as_lost_once() {
         let schedule = Schedule::named(name).after_crash(Duration::from_millis(600), 3);
         let look = wait(schedule.run_due(&pool, every(HOUR), work!(|_tick| Ok::<_, Error>(()))));
         assert_eq!(look.unwrap(), RunDue::Later(Duration::ZERO));
-        assert!(wait(make_tick_due(&pool, &schedule, HOUR)).unwrap());
+        assert!(wait(make_tick_due(&schedule, &pool, HOUR)).unwrap());
         let ran = wait(schedule.run_due(
             &pool,
             every(HOUR),

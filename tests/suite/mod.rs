@@ -1,6 +1,7 @@
 //! One module per behaviour, the same over each pool.
 #![allow(clippy::unit_arg)] // what `wait` is given may be nothing in the blocking half
 
+mod auto_traits;
 mod crashes;
 mod draining;
 mod failover;

@@ -216,7 +216,7 @@ fn several_limits_at_once_and_one_of_them_alone() {
                 Some(("all".into(), all.at().timestamp_micros(), all.units))
             }
             // As in `spend`.
-            Ok(CheckAll::Limited(..)) | Err(Error::KeyLocked(_) | Error::Database(_)) => None,
+            Ok(CheckAll::Limited { .. }) | Err(Error::KeyLocked(_) | Error::Database(_)) => None,
             Err(error) => panic!("{error}"),
         }
     };

@@ -116,7 +116,7 @@ fn a_denial_writes_nothing() {
     let other = RateLimit::named("another", Quota::per_minute(1));
     assert_matches!(
         wait(RateLimit::check_all(&[&other, &SLOW], &pool)),
-        Ok(CheckAll::Limited(1, _))
+        Ok(CheckAll::Limited { index: 1, .. })
     );
     assert_eq!(text(conn, row), before, "nor of several limits");
 }
@@ -281,7 +281,7 @@ fn several_limits_are_spent_together_or_not_at_all() {
     }
     assert_matches!(
         wait(RateLimit::check_all(&[&b, &a], &pool)),
-        Ok(CheckAll::Limited(0, _))
+        Ok(CheckAll::Limited { index: 0, .. })
     );
     assert_eq!(
         wait(a.peek(&pool)).unwrap().remaining,
@@ -297,10 +297,11 @@ fn several_limits_are_spent_together_or_not_at_all() {
     );
     assert_matches!(
         wait(RateLimit::check_all(&[&c, &c], &pool)),
-        Ok(CheckAll::Limited(..))
+        Ok(CheckAll::Limited { .. })
     );
     assert_eq!(wait(c.peek(&pool)).unwrap().remaining, 1);
-    let CheckAll::Limited(0, limited) = wait(RateLimit::check_all(&[&c, &a, &c], &pool)).unwrap()
+    let CheckAll::Limited { index: 0, limited } =
+        wait(RateLimit::check_all(&[&c, &a, &c], &pool)).unwrap()
     else {
         panic!("only one unit of two is there")
     };
@@ -611,7 +612,7 @@ fn header_fields_tell_the_quota_and_what_is_left() {
     ];
     assert_eq!(fields(&check), expected);
     let all = wait(RateLimit::check_all(&[&slow.cost(2)], &pool)).unwrap();
-    assert_matches!(all, CheckAll::Limited(0, limited) if limited.headers().len() == 3);
+    assert_matches!(all, CheckAll::Limited { index: 0, limited } if limited.headers().len() == 3);
 }
 
 #[test]

@@ -25,7 +25,7 @@ const STATE: &str = "(SELECT state FROM resource_control.schedule_state)";
 fn due(schedule: &Schedule, pool: &PgPool, hours: u32) {
     assert_eq!(looked(schedule, pool), RunDue::Later(Duration::ZERO));
     assert_matches!(looked(schedule, pool), RunDue::Later(_));
-    assert!(wait(make_tick_due(pool, schedule, HOUR * hours)).unwrap());
+    assert!(wait(make_tick_due(schedule, pool, HOUR * hours)).unwrap());
 }
 
 /// Looks, and runs what is due as the first attempt.
@@ -230,7 +230,7 @@ fn a_schedule_that_never_ran_can_be_paused() {
         "(SELECT state = 'new' AND paused_at <= clock_timestamp() FROM resource_control.schedule_state)"
     ));
     assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
-    assert!(wait(make_tick_due(&pool, &REPORT, 3 * HOUR)).unwrap());
+    assert!(wait(make_tick_due(&REPORT, &pool, 3 * HOUR)).unwrap());
     assert_eq!(looked(&REPORT, &pool), RunDue::Paused);
     // Others are not.
     assert_eq!(looked(&REPORT.key(7), &pool), RunDue::Later(Duration::ZERO));
@@ -331,7 +331,7 @@ fn what_was_missed_in_a_pause_is_caught_up_with_as_the_schedule_says() {
         let schedule = REPORT.key(index).catch_up(catch_up);
         due(&schedule, &pool, 0);
         assert!(wait(schedule.pause(&pool)).unwrap());
-        assert!(wait(make_tick_due(&pool, &schedule, 5 * HOUR)).unwrap());
+        assert!(wait(make_tick_due(&schedule, &pool, 5 * HOUR)).unwrap());
         assert_eq!(looked(&schedule, &pool), RunDue::Paused);
         assert!(wait(schedule.resume(&pool)).unwrap());
         let missed = std::sync::Mutex::new(Vec::new());

@@ -130,7 +130,7 @@ fn a_throttle_is_made_due() {
         assert!(is_granted(throttle) && !is_granted(throttle));
     }
     for throttle in &throttles {
-        wait(make_due(&pool, throttle)).unwrap();
+        wait(make_due(throttle, &pool)).unwrap();
         assert!(is_granted(throttle));
         assert!(
             throttles.iter().all(|throttle| !is_granted(throttle)),
@@ -138,7 +138,7 @@ fn a_throttle_is_made_due() {
         );
     }
     // One that was never granted is due as it is.
-    wait(make_due(&pool, &Throttle::named("other", HOUR))).unwrap();
+    wait(make_due(&Throttle::named("other", HOUR), &pool)).unwrap();
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn permits_expire() {
         .unwrap();
     let _other = wait(other.try_acquire(&pool)).unwrap();
     assert!(wait(geocoder.try_acquire(&pool)).unwrap().is_full());
-    assert_eq!(wait(expire(&pool, &geocoder)).unwrap(), 1);
+    assert_eq!(wait(expire(&geocoder, &pool)).unwrap(), 1);
     let next = wait(geocoder.try_acquire(&pool)).unwrap();
     assert!(next.is_admitted());
     assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
@@ -167,7 +167,7 @@ fn a_limit_is_used_up() {
     let api = RateLimit::named("api", Quota::per_day(24).burst(7));
     let used = api.key("used");
     for limit in [&used, &used] {
-        wait(use_up(&pool, limit)).unwrap();
+        wait(use_up(limit, &pool)).unwrap();
         assert!(wait(limit.check(&pool)).unwrap().is_limited());
     }
     assert!(wait(api.key("other").check(&pool)).unwrap().is_allowed());
@@ -178,13 +178,13 @@ fn a_leader_is_deposed() {
     let database = installed();
     let pool = pool(&database, 2);
     let leader = Leader::named("dispatcher", HOUR);
-    assert!(!wait(depose(&pool, &leader)).unwrap());
+    assert!(!wait(depose(&leader, &pool)).unwrap());
     let conn = &mut database.connect();
     run(
         conn,
         "SELECT resource_control.claim_service_request('leader dispatcher', 1, '1 h')",
     );
-    assert!(wait(depose(&pool, &leader)).unwrap());
+    assert!(wait(depose(&leader, &pool)).unwrap());
     assert_eq!(
         number(conn, "(SELECT count(*) FROM resource_control.leader)"),
         0
@@ -196,11 +196,11 @@ fn a_tick_is_made_due() {
     let database = installed();
     let pool = pool(&database, 2);
     let report = Schedule::named("report");
-    assert!(!wait(make_tick_due(&pool, &report, HOUR)).unwrap());
+    assert!(!wait(make_tick_due(&report, &pool, HOUR)).unwrap());
     let look =
         || wait(report.run_due(&pool, every(HOUR), work!(|_tick| Ok::<_, Error>(())))).unwrap();
     assert_matches!(look(), RunDue::Later(_));
-    assert!(wait(make_tick_due(&pool, &report, HOUR)).unwrap());
+    assert!(wait(make_tick_due(&report, &pool, HOUR)).unwrap());
     assert_eq!(look(), RunDue::Ran);
     assert_matches!(look(), RunDue::Later(_));
 }

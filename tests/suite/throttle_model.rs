@@ -181,7 +181,7 @@ fn attempt_both(pool: &PgPool, model: &mut Model, subject: Subject, by: String) 
             model.grant(subject, by);
         }
         (Decision::Denied(denied), hours) if hours > 0 => {
-            assert_eq!(denied.last.unwrap().0, model.last[&subject].by);
+            assert_eq!(denied.last.unwrap().by, model.last[&subject].by);
             let due_in = HOUR * hours;
             assert!(denied.retry_after <= due_in && denied.retry_after + HOUR > due_in);
         }

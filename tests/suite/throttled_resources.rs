@@ -260,7 +260,7 @@ fn any_details_are_kept_and_blank_ones_are_the_sessions() {
                 .denied()
                 .unwrap()
                 .last;
-            let (by, _) = last.unwrap();
+            let by = last.unwrap().by;
             if details.trim().is_empty() {
                 assert!(by.contains("pid "), "{details:?}: {by:?}");
             } else {

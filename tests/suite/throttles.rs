@@ -65,7 +65,7 @@ fn it_is_granted_once_per_interval() {
     let refused = denied(&REBUILD, &pool);
     assert!(refused.retry_after > Duration::from_secs(3500) && refused.retry_after < HOUR);
     assert!((3500..=3600).contains(&refused.retry_after_secs()));
-    assert_eq!(refused.last.unwrap().1, granted.granted_at);
+    assert_eq!(refused.last.unwrap().at, granted.granted_at);
 
     rewind(&database, 3599);
     assert!(denied(&REBUILD, &pool).retry_after <= Duration::from_secs(1));
@@ -93,7 +93,7 @@ fn a_resource_is_granted_by_the_interval_of_the_database() {
     let (database, pool) = declared();
     let newsletter = Throttle::of(Resource::Newsletter).details("web-1");
     assert!(is_granted(&newsletter, &pool));
-    assert_eq!(denied(&newsletter, &pool).last.unwrap().0, "web-1");
+    assert_eq!(denied(&newsletter, &pool).last.unwrap().by, "web-1");
     run(
         &mut database.connect(),
         "UPDATE resource_control.throttled_resource SET throttle_interval = '1 microsecond'",
@@ -254,7 +254,7 @@ fn other_clients_share_the_resource() {
         denied(&Throttle::of(Resource::Newsletter), &pool)
             .last
             .unwrap()
-            .0,
+            .by,
         "psql"
     );
     rewind(&database, 3600);

@@ -102,7 +102,7 @@ fn who_comes_second_is_denied_and_keeps_no_lock() {
                 COMMIT",
             );
             let denied = second.join().unwrap().unwrap().denied().unwrap();
-            assert_eq!(denied.last.unwrap().0, "first", "{throttle:?}");
+            assert_eq!(denied.last.unwrap().by, "first", "{throttle:?}");
         });
         rewind(&database, 3600);
     }

@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 
 use super::sql::Row;
 use crate::event::Outcome;
-use crate::time::{microseconds, time, whole_seconds};
+use crate::input::{microseconds, time, whole_seconds};
 
 /// What came of an attempt. [`Throttle::run`](super::Throttle::run) returns the value of its work in place of the grant.
 ///
@@ -44,8 +44,18 @@ pub struct Denied {
     /// After how long it is due, by the database's clock; above zero. At most a second while another transaction takes it, which
     /// may be rolled back.
     pub retry_after: Duration,
-    /// Who was granted it last, and when. `None` while another transaction takes it.
-    pub last: Option<(String, DateTime<Utc>)>,
+    /// The last grant. `None` while another transaction takes it.
+    pub last: Option<LastGrant>,
+}
+
+/// The last grant of a throttle.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LastGrant {
+    /// Who was granted it: the [details](super::Throttle::details).
+    pub by: String,
+    /// When, by the database's clock.
+    pub at: DateTime<Utc>,
 }
 
 impl<T> Decision<T> {
@@ -94,9 +104,9 @@ impl Decision {
                 granted_at: last.unwrap_or_default(),
                 due_in: microseconds(every),
             }),
-            (false, Some(last)) if rest > 0 => Self::Denied(Denied {
+            (false, Some(at)) if rest > 0 => Self::Denied(Denied {
                 retry_after: microseconds(rest),
-                last: Some((by, last)),
+                last: Some(LastGrant { by, at }),
             }),
             // It is due, so another transaction takes it.
             (false, _) => Self::Denied(Denied {

@@ -7,9 +7,9 @@ use diesel::data_types::PgInterval;
 use super::permit::Permit;
 use crate::error::{Error, Result};
 use crate::event::Outcome;
+use crate::input;
 #[cfg(feature = "async")]
 use crate::pool::Pool;
-use crate::time;
 
 /// What came of a claim of a slot.
 ///
@@ -22,7 +22,7 @@ use crate::time;
 /// }
 /// ```
 #[must_use = "all slots may be taken"]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Admission<T> {
     /// A slot is taken, or was taken while work ran.
     Admitted(T),
@@ -69,15 +69,15 @@ impl<T> Admission<T> {
 
 impl Full {
     pub(super) fn new(retry_after: Option<PgInterval>) -> Self {
-        let microseconds = retry_after.map_or(0, time::difference).max(1);
+        let microseconds = retry_after.map_or(0, input::difference).max(1);
         Self {
-            retry_after: time::microseconds(microseconds),
+            retry_after: input::microseconds(microseconds),
         }
     }
 
     /// Returns [`retry_after`](Self::retry_after) in whole seconds, rounded up and at least 1, for the HTTP header `Retry-After`.
     pub const fn retry_after_secs(&self) -> u64 {
-        time::whole_seconds(self.retry_after)
+        input::whole_seconds(self.retry_after)
     }
 }
 

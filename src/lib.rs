@@ -48,6 +48,7 @@
 //! - `migrations` (default): the module [`migrations`].
 //! - `tracing`: an event for each operation, with the target `diesel_interlock`.
 //! - `metrics`: its numbers, for the facade of that name. See `describe_metrics`.
+//! - `serde`: the rows of [`monitor`] can be serialized.
 //! - `testing`: the module `testing`, for an application's own tests.
 
 #[cfg(not(any(feature = "r2d2", feature = "async")))]

@@ -17,6 +17,8 @@
 //! # assert!(holders.is_empty() && nearly_limited.is_empty());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! With the feature `serde` the rows are serialized, for a status page: times as chrono does, and intervals as seconds.
 
 // Diesel's macro writes aliases without documentation.
 #![allow(missing_docs)]
@@ -45,6 +47,7 @@ diesel::define_sql_function! {
 
 /// An advisory lock that a session holds, or waits for on the server. Waiters that poll are not seen.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = advisory_lock, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct Lock {
@@ -78,6 +81,7 @@ pub struct Lock {
 
 /// A slot of a semaphore that is in use.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = slot_in_flight, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct Slot {
@@ -92,6 +96,7 @@ pub struct Slot {
     /// When it expires unless it is renewed.
     pub expires_at: DateTime<Utc>,
     /// How long that is from now.
+    #[cfg_attr(feature = "serde", serde(serialize_with = "in_seconds"))]
     pub remaining: PgInterval,
     /// The details of the semaphore.
     pub details: String,
@@ -99,6 +104,7 @@ pub struct Slot {
 
 /// A throttle of either kind.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = throttle_state, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct ThrottleState {
@@ -109,6 +115,7 @@ pub struct ThrottleState {
     /// Whether it is a resource of the database.
     pub is_resource: bool,
     /// The interval, as elapsed time.
+    #[cfg_attr(feature = "serde", serde(serialize_with = "in_seconds"))]
     pub throttle_interval: PgInterval,
     /// When it was granted last, and `None` for never.
     pub last_granted: Option<DateTime<Utc>>,
@@ -122,6 +129,7 @@ pub struct ThrottleState {
 
 /// A key of a rate limit.
 #[derive(Debug, Clone, PartialEq, Queryable, Selectable)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = rate_limit_state, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct KeyOfLimit {
@@ -143,6 +151,7 @@ pub struct KeyOfLimit {
 
 /// Who leads.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = leader, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct Leadership {
@@ -160,6 +169,7 @@ pub struct Leadership {
 
 /// The tick of a schedule that ran last.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = schedule_state, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct ScheduleState {
@@ -185,6 +195,17 @@ pub struct ScheduleState {
     pub error: Option<String>,
     /// Since when it is paused, and takes no tick.
     pub paused_at: Option<DateTime<Utc>>,
+}
+
+/// An interval as seconds. The views have elapsed time, and so neither months nor days of other lengths.
+#[cfg(feature = "serde")]
+fn in_seconds<S: serde::Serializer>(
+    interval: &PgInterval,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    const DAY: f64 = 86_400.0;
+    let days = f64::from(interval.days) + 30.0 * f64::from(interval.months);
+    serializer.serialize_f64(days * DAY + interval.microseconds as f64 / 1e6)
 }
 
 macro_rules! all {
@@ -227,6 +248,7 @@ impl Lock {
 
 /// A row of `service_request`: a request in flight, or of the log.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable, Identifiable)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = service_request, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct ServiceRequest {
@@ -269,12 +291,14 @@ pub fn has_timed_out() -> _ {
 
 /// A row of `throttled_resource`.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable, Identifiable)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = throttled_resource, check_for_backend(Pg), primary_key(resource_id))]
 #[non_exhaustive]
 pub struct ThrottledResource {
     /// The label of the resource.
     pub resource_id: ResourceLabel,
     /// Its interval.
+    #[cfg_attr(feature = "serde", serde(serialize_with = "in_seconds"))]
     pub throttle_interval: PgInterval,
     /// When it was granted last.
     #[diesel(deserialize_as = Never)]

@@ -42,6 +42,7 @@ pub trait DeclaredResources: ThrottledResource + Sized + 'static {
 
 /// The label of a resource in queries, where one that the database does not have is an error.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, AsExpression, FromSqlRow)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(sql_type = ThrottledResourceEnum)]
 pub struct ResourceLabel(pub String);
 

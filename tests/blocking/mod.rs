@@ -12,5 +12,7 @@ mod own_migrations;
 mod rate_limits;
 mod round_trips;
 mod schedules;
+#[cfg(feature = "serde")]
+mod serialized;
 mod service_requests;
 mod silence;

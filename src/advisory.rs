@@ -25,11 +25,13 @@ use crate::mode::Mode;
 use crate::pool::{Pool, Reply, debug};
 use crate::waiting::Turns;
 
-/// A lock that one holder has at a time, or several share, among all programs that use the database.
+/// A lock that one holder has at a time, or several share, among all programs that use the
+/// database.
 ///
-/// `P` is the pool of the program, for each of which there is an alias: [`AdvisoryLock`](crate::AdvisoryLock) for r2d2,
-/// `deadpool::AdvisoryLock` and `bb8::AdvisoryLock`. Operations return a [`Reply`]: over r2d2 they
-/// block and return a `Result`, over deadpool and bb8 they are futures of it.
+/// `P` is the pool of the program, for each of which there is an alias:
+/// [`AdvisoryLock`](crate::AdvisoryLock) for r2d2, `deadpool::AdvisoryLock` and
+/// `bb8::AdvisoryLock`. Operations return a [`Reply`]: over r2d2 they block and return a `Result`,
+/// over deadpool and bb8 they are futures of it.
 ///
 /// ```
 /// use diesel_interlock::{AdvisoryLock, Attempt, Error, PgPool};
@@ -49,14 +51,15 @@ use crate::waiting::Turns;
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// The compiler tells what goes wrong without a run: an outcome that is ignored, and a handle with the pool of the other half.
+/// The compiler tells what goes wrong without a run: an outcome that is ignored, and a handle with
+/// the pool of the other half.
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
 /// # use diesel_interlock::{AdvisoryLock, Error, PgPool};
 /// fn report(pool: &PgPool) -> Result<(), Error> {
-///     AdvisoryLock::named("nightly report").try_acquire(pool)?; // and the work below runs without the lock
-///     Ok(())
+///     AdvisoryLock::named("nightly report").try_acquire(pool)?;
+///     Ok(()) // work here would run without the lock
 /// }
 /// ```
 #[cfg_attr(
@@ -65,7 +68,8 @@ use crate::waiting::Turns;
 ```compile_fail,E0308
 # use diesel_interlock::{AdvisoryLock, deadpool::PgPool};
 fn report(pool: &PgPool) {
-    let _ = AdvisoryLock::named("nightly report").try_acquire(pool); // import `diesel_interlock::deadpool::AdvisoryLock`
+    // Import `diesel_interlock::deadpool::AdvisoryLock`.
+    let _ = AdvisoryLock::named("nightly report").try_acquire(pool);
 }
 ```
 "#
@@ -73,29 +77,34 @@ fn report(pool: &PgPool) {
 ///
 /// # Session locks
 ///
-/// The server session that takes a session lock holds it until it unlocks it or ends, so the [guard](AdvisoryLockGuard) pins the
-/// connection to it. A connection goes back to its pool only if the server has confirmed the unlock. Otherwise its session is
-/// ended, which frees the lock: after an error, a panic, a transaction that was left open, and a dropped future.
+/// The server session that takes a session lock holds it until it unlocks it or ends, so the
+/// [guard](AdvisoryLockGuard) pins the connection to it. A connection goes back to its pool only if
+/// the server has confirmed the unlock. Otherwise its session is ended, which frees the lock: after
+/// an error, a panic, a transaction that was left open, and a dropped future.
 ///
-/// Behind a pooler in transaction mode the statements of one connection run on many sessions, so use [transaction
-/// locks](Self#transaction-locks) there. [`check_exclusion`](crate::check_exclusion) finds out.
+/// Behind a pooler in transaction mode the statements of one connection run on many sessions, so
+/// use [transaction locks](Self#transaction-locks) there.
+/// [`check_exclusion`](crate::check_exclusion) finds out.
 ///
 /// # Waiting
 ///
-/// In a process only the oldest waiter of a key does something. It waits on the server, for 200 ms at a time, on a connection
-/// that the pool can spare, so processes take turns; if the pool can spare none, it tries every 5 to 100 ms. bb8 tells only
-/// which connections are idle, so set its `min_idle` to 1 or more. The others hold no connection. A release in this process
-/// wakes the oldest at once. No setting of the session ends the wait, and nothing is written to the server's log. No order is
-/// promised. A lock that is taken for a millisecond, thousands of times a second, is better a transaction lock.
+/// In a process only the oldest waiter of a key does something. It waits on the server, for 200 ms
+/// at a time, on a connection that the pool can spare, so processes take turns; if the pool can
+/// spare none, it tries every 5 to 100 ms. bb8 tells only which connections are idle, so set its
+/// `min_idle` to 1 or more. The others hold no connection. A release in this process wakes the
+/// oldest at once. No setting of the session ends the wait, and nothing is written to the server's
+/// log. No order is promised. A lock that is taken for a millisecond, thousands of times a second,
+/// is better a transaction lock.
 ///
-/// A blocking try that was sent is not interrupted by a timeout: libpq's `tcp_user_timeout` bounds it if the network fails. In
-/// the asynchronous half a timeout holds also there, and what the try may yet get is released.
+/// A blocking try that was sent is not interrupted by a timeout: libpq's `tcp_user_timeout` bounds
+/// it if the network fails. In the asynchronous half a timeout holds also there, and what the try
+/// may yet get is released.
 ///
 /// # Errors
 ///
-/// Session locks fail with [`Error::Input`] for an invalid name, [`Error::Pool`] if the pool lends no connection,
-/// [`Error::InsideTransaction`] if it lends one inside a transaction (that of `begin_test_transaction` is none),
-/// [`Error::Standby`] on a hot standby, and [`Error::Database`].
+/// Session locks fail with [`Error::Input`] for an invalid name, [`Error::Pool`] if the pool lends
+/// no connection, [`Error::InsideTransaction`] if it lends one inside a transaction (that of
+/// `begin_test_transaction` is none), [`Error::Standby`] on a hot standby, and [`Error::Database`].
 #[must_use = "a lock protects nothing until it is taken"]
 #[derive(Clone)]
 pub struct AdvisoryLock<P: Pool> {
@@ -104,7 +113,8 @@ pub struct AdvisoryLock<P: Pool> {
     unkeyed: Option<LockKey>,
     label: &'static str,
     is_shared: bool,
-    /// What it is on, if it is of several, and which of them are shared. Then `key` is the first one.
+    /// What it is on, if it is of several, and which of them are shared. Then `key` is the first
+    /// one.
     all: Option<Arc<[(LockKey, bool)]>>,
     pool: PhantomData<fn(&P)>,
 }
@@ -127,7 +137,8 @@ impl<P: Pool> AdvisoryLock<P> {
         }
     }
 
-    /// Returns the lock of one thing under this name: that of [`LockKey::parts`] with the name and the key.
+    /// Returns the lock of one thing under this name: that of [`LockKey::parts`] with the name and
+    /// the key.
     ///
     /// ```
     /// use diesel_interlock::{AdvisoryLock, LockKey};
@@ -136,8 +147,9 @@ impl<P: Pool> AdvisoryLock<P> {
     /// assert_eq!(*SERVER.key(345).lock_key(), LockKey::parts(["server", "345"]));
     /// ```
     ///
-    /// A second key replaces the first; for a thing with several parts use [`LockKey::parts`]. Only a lock of a name has keys. That
-    /// of a number, a pair or several is refused when it is used ([`Error::Input`]).
+    /// A second key replaces the first; for a thing with several parts use [`LockKey::parts`]. Only
+    /// a lock of a name has keys. That of a number, a pair or several is refused when it is used
+    /// ([`Error::Input`]).
     pub fn key(&self, key: impl fmt::Display) -> Self {
         let unkeyed = self.unkeyed.as_ref().unwrap_or(&self.key);
         Self {
@@ -151,7 +163,8 @@ impl<P: Pool> AdvisoryLock<P> {
         }
     }
 
-    /// Returns the shared form of the lock, or of each of several: many may hold it at once, while nobody holds the exclusive one.
+    /// Returns the shared form of the lock, or of each of several: many may hold it at once, while
+    /// nobody holds the exclusive one.
     pub const fn shared(mut self) -> Self {
         self.is_shared = true;
         self
@@ -164,7 +177,8 @@ impl<P: Pool> AdvisoryLock<P> {
 
     /// Takes the lock if it is free, and never waits for it.
     ///
-    /// One round trip on a connection of the pool: `SELECT pg_try_advisory_lock($1)`, with checks for a standby.
+    /// One round trip on a connection of the pool: `SELECT pg_try_advisory_lock($1)`, with checks
+    /// for a standby.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
         P::Mode::drive(self.subject().observe("try_acquire", async move {
             let guard = self.attempt(pool, &self.locks()?, None, None).await?;
@@ -172,7 +186,8 @@ impl<P: Pool> AdvisoryLock<P> {
         }))
     }
 
-    /// Takes the lock, and [waits](Self#waiting) for as long as others hold it. One round trip if it is free.
+    /// Takes the lock, and [waits](Self#waiting) for as long as others hold it. One round trip if
+    /// it is free.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, AdvisoryLockGuard<P>> {
         P::Mode::drive(async move {
             let tried = self
@@ -183,8 +198,9 @@ impl<P: Pool> AdvisoryLock<P> {
         })
     }
 
-    /// Takes the lock, and [waits](Self#waiting) for at most `timeout`, the check-out of the connection included. Nothing is held
-    /// after [`Attempt::Busy`]. One round trip if the lock is free.
+    /// Takes the lock, and [waits](Self#waiting) for at most `timeout`, the check-out of the
+    /// connection included. Nothing is held after [`Attempt::Busy`]. One round trip if the lock is
+    /// free.
     pub fn acquire_timeout<'a>(
         &'a self,
         pool: &'a P,
@@ -222,8 +238,9 @@ impl<P: Pool> AdvisoryLock<P> {
         }
     }
 
-    /// Tries once, and waits on the server if it is this one's turn and the pool can spare a connection. A pooled session that turns
-    /// out to have ended, or whose server is a standby, is replaced once: a try on it has taken nothing that lasts.
+    /// Tries once, and waits on the server if it is this one's turn and the pool can spare a
+    /// connection. A pooled session that turns out to have ended, or whose server is a standby, is
+    /// replaced once: a try on it has taken nothing that lasts.
     async fn attempt(
         &self,
         pool: &P,
@@ -265,9 +282,11 @@ impl<P: Pool> AdvisoryLock<P> {
 
 #[cfg(feature = "r2d2")]
 impl AdvisoryLock<crate::pool::PgPool> {
-    /// [Acquires](Self::acquire) the lock, runs `work` on the connection whose session holds it, and releases it.
+    /// [Acquires](Self::acquire) the lock, runs `work` on the connection whose session holds it,
+    /// and releases it.
     ///
-    /// After an error of `work` the lock is released as by a drop. A lock that was lost while `work` succeeded is an error.
+    /// After an error of `work` the lock is released as by a drop. A lock that was lost while
+    /// `work` succeeded is an error.
     pub fn with<T, E: From<Error>>(
         &self,
         pool: &crate::pool::PgPool,
@@ -279,9 +298,11 @@ impl AdvisoryLock<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
-    /// [Acquires](Self::acquire) the lock, runs `work` on the connection whose session holds it, and releases it.
+    /// [Acquires](Self::acquire) the lock, runs `work` on the connection whose session holds it,
+    /// and releases it.
     ///
-    /// After an error of `work` the lock is released as by a drop. A lock that was lost while `work` succeeded is an error.
+    /// After an error of `work` the lock is released as by a drop. A lock that was lost while
+    /// `work` succeeded is an error.
     pub async fn with<T, E: From<Error>>(
         &self,
         pool: &P,

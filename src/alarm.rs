@@ -10,7 +10,8 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A pause between three and five quarters of this one, so that those who began together do not go on together.
+/// A pause between three and five quarters of this one, so that those who began together do not go
+/// on together.
 pub(crate) fn jitter(pause: Duration) -> Duration {
     pause.mul_f64(0.75 + fastrand::f64() / 2.0)
 }
@@ -95,7 +96,8 @@ impl Alarm {
     }
 }
 
-/// Those who sleep until something happens. The flag that says so must be set before they are woken.
+/// Those who sleep until something happens. The flag that says so must be set before they are
+/// woken.
 #[derive(Debug, Default)]
 pub(crate) struct Sleepers(Mutex<Vec<Arc<Alarm>>>);
 

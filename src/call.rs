@@ -1,4 +1,5 @@
-//! How the statements of tables are asked: each in a transaction of its own, on a connection out of a pool.
+//! How the statements of tables are asked: each in a transaction of its own, on a connection out of
+//! a pool.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +15,11 @@ use crate::pool::{Borrowed, Connection, Pool};
 use crate::session::{Session, has_ended, is_unknown};
 use crate::statement::Statement;
 
-/// Sends one statement, or several in turn until one of them returns a row. Also returns when that one was sent.
+/// Sends one statement, or several in turn until one of them returns a row. Also returns when that
+/// one was sent.
 ///
-/// **What was sent and has no reply is never sent again.** A connection whose session is known to have ended before is replaced. One on which plain
-/// SQL had left a transaction open is discarded.
+/// **What was sent and has no reply is never sent again.** A connection whose session is known to
+/// have ended before is replaced. One on which plain SQL had left a transaction open is discarded.
 pub(crate) async fn ask<P: Pool, T, U>(
     pool: &P,
     limit: Option<Duration>,
@@ -34,7 +36,8 @@ where
 /// How many rows a statement of [`in_batches`] deletes at most.
 pub(crate) const BATCH: i64 = 10_000;
 
-/// Sends a statement that deletes [`BATCH`] rows at most, until it finds fewer. Returns how many were deleted.
+/// Sends a statement that deletes [`BATCH`] rows at most, until it finds fewer. Returns how many
+/// were deleted.
 pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> Result<u64> {
     let mut deleted = 0;
     loop {
@@ -46,8 +49,9 @@ pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> 
     }
 }
 
-/// As [`ask`] with one statement, but to its end: once it is sent, a drop of the future does not stop it for as long as the server
-/// may be expected to reply. What `then` makes of the reply is then dropped.
+/// As [`ask`] with one statement, but to its end: once it is sent, a drop of the future does not
+/// stop it for as long as the server may be expected to reply. What `then` makes of the reply is
+/// then dropped.
 pub(crate) async fn ask_surely<P: Pool, T: 'static, U, V: Send + 'static>(
     pool: &P,
     limit: Option<Duration>,
@@ -100,7 +104,8 @@ where
     reply
 }
 
-/// Where a stricter isolation level is the default, what cannot do without READ COMMITTED is repeated there.
+/// Where a stricter isolation level is the default, what cannot do without READ COMMITTED is
+/// repeated there.
 async fn ask_session<S: Session, T, U>(
     session: &mut S,
     statements: &[Statement<T>],
@@ -208,7 +213,8 @@ fn needs_read_committed(error: &DieselError) -> bool {
     }
 }
 
-/// Diesel has no kind for a missing table and, in the asynchronous half, for a session that has ended. So that is looked up.
+/// Diesel has no kind for a missing table and, in the asynchronous half, for a session that has
+/// ended. So that is looked up.
 pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
     const IS_MISSING: &str =
         "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";

@@ -142,7 +142,8 @@ impl Subject {
     }
 }
 
-/// The errors of a loop that tries again: the first one is logged as a warning, until a try succeeds.
+/// The errors of a loop that tries again: the first one is logged as a warning, until a try
+/// succeeds.
 #[derive(Debug, Default)]
 pub(crate) struct Trouble {
     /// Whether the caller gets the errors.
@@ -189,7 +190,8 @@ impl Event<'_> {
         matches!(self.outcome, "lost" | "deposed")
     }
 
-    /// `WARN` for what nobody else hears of, and what was lost; `DEBUG` for the rest. Times are whole microseconds.
+    /// `WARN` for what nobody else hears of, and what was lost; `DEBUG` for the rest. Times are
+    /// whole microseconds.
     #[cfg(feature = "tracing")]
     fn log(self) {
         let is_lost = self.is_lost();
@@ -204,7 +206,8 @@ impl Event<'_> {
         macro_rules! event {
             ($level:ident) => {
                 tracing::$level!(
-                    target: "diesel_interlock", primitive, name, operation, outcome, took_us, held_us, error,
+                    target: "diesel_interlock",
+                    primitive, name, operation, outcome, took_us, held_us, error,
                     "{primitive} {name:?} {operation}: {outcome}"
                 )
             };

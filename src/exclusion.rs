@@ -14,38 +14,44 @@ use crate::statement::Statement;
 use crate::transaction::Own;
 
 /// What was found, and the remedy.
-const ONE_SESSION: &str = "two connections have the same server session, so a pooler in transaction mode is in between: connect past \
-     it, or use `AdvisoryLock::transaction`, or a semaphore of one slot";
-const MOVED: &str = "the statements of one connection run on several server sessions, so a pooler in transaction mode is in between: \
-     connect past it, or use `AdvisoryLock::transaction`, or a semaphore of one slot";
-const NOT_PREPARED: &str = "the server does not know the statement that the connection has prepared, or has it already, so a pooler \
-     in transaction mode without prepared statements is in between: connect past it, or use PgBouncer 1.21 or later with \
-     max_prepared_statements, and `AdvisoryLock::transaction` or a semaphore of one slot instead of session locks";
-const NO_LOCKS: &str = "two transactions got the same lock, so the advisory locks of this server do nothing: use a semaphore of one \
-     slot, or a server that has them";
+const ONE_SESSION: &str = "two connections have the same server session, so a pooler in \
+     transaction mode is in between: connect past it, or use `AdvisoryLock::transaction`, or a \
+     semaphore of one slot";
+const MOVED: &str = "the statements of one connection run on several server sessions, so a pooler \
+     in transaction mode is in between: connect past it, or use `AdvisoryLock::transaction`, or a \
+     semaphore of one slot";
+const NOT_PREPARED: &str = "the server does not know the statement that the connection has \
+     prepared, or has it already, so a pooler in transaction mode without prepared statements is \
+     in between: connect past it, or use PgBouncer 1.21 or later with max_prepared_statements, and \
+     `AdvisoryLock::transaction` or a semaphore of one slot instead of session locks";
+const NO_LOCKS: &str = "two transactions got the same lock, so the advisory locks of this server \
+     do nothing: use a semaphore of one slot, or a server that has them";
 
-/// How often the two connections are asked for their sessions in all. Five questions found PgBouncer 59 or 60 of 60 times, and ten
-/// always.
+/// How often the two connections are asked for their sessions in all. Five questions found
+/// PgBouncer 59 or 60 of 60 times, and ten always.
 const QUESTIONS: usize = 10;
 
-/// How long a second connection is waited for, because who else waits for one while he holds another would wait for ever in a pool
-/// without a timeout.
+/// How long a second connection is waited for, because who else waits for one while he holds
+/// another would wait for ever in a pool without a timeout.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Checks that session locks exclude on this pool.
 ///
-/// It asks two connections in turns which server session they have: `SELECT pg_backend_pid()`, ten times. One that has several, or
-/// both the same, has a pooler in transaction mode behind it. Then each tries the same lock in a transaction of its own, by
-/// `pg_try_advisory_xact_lock`, and one must be refused: there are servers whose advisory locks do nothing. No session lock is taken,
+/// It asks two connections in turns which server session they have: `SELECT pg_backend_pid()`, ten
+/// times. One that has several, or both the same, has a pooler in transaction mode behind it. Then
+/// each tries the same lock in a transaction of its own, by `pg_try_advisory_xact_lock`, and one
+/// must be refused: there are servers whose advisory locks do nothing. No session lock is taken,
 /// nothing is left behind, and nobody else notices.
 ///
-/// Call it once when a program starts that uses session locks. [`migrations::install`](crate::migrations::install) does, and logs a
-/// warning. It needs a pool of two connections or more, and waits for the second for 30 seconds at most. Sixteen round trips.
+/// Call it once when a program starts that uses session locks.
+/// [`migrations::install`](crate::migrations::install) does, and logs a warning. It needs a pool of
+/// two connections or more, and waits for the second for 30 seconds at most. Sixteen round trips.
 ///
 /// # Errors
 ///
-/// [`Error::NotExclusive`] with what was found and what to do, [`Error::Input`] for a pool of one, [`Error::Standby`], [`Error::Pool`],
-/// [`Error::LentInTransaction`], [`Error::NoRuntime`] and [`Error::Database`].
+/// [`Error::NotExclusive`] with what was found and what to do, [`Error::Input`] for a pool of one,
+/// [`Error::Standby`], [`Error::Pool`], [`Error::LentInTransaction`], [`Error::NoRuntime`] and
+/// [`Error::Database`].
 ///
 /// ```
 /// # let database = workbench::Database::new();
@@ -61,7 +67,8 @@ pub fn check_exclusion<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
 pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
     if pool.max_size() < 2 {
         return Err(Error::input(
-            "whether session locks exclude is seen on two connections: give `check_exclusion` a pool of two or more",
+            "whether session locks exclude is seen on two connections: give `check_exclusion` a \
+             pool of two or more",
         ));
     }
     let mut first = Borrowed::new(pool, None).await?;
@@ -75,10 +82,12 @@ pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
 }
 
 async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
-    // The sessions come first: behind a pooler with one of them a second transaction would wait for ever.
+    // The sessions come first: behind a pooler with one of them a second transaction would wait for
+    // ever.
     let mut pids = [0; 2];
     for question in 0..QUESTIONS {
-        // The first one twice in the beginning, because a pooler with few sessions may hand them out in turns, too.
+        // The first one twice in the beginning, because a pooler with few sessions may hand them
+        // out in turns, too.
         let i = usize::from(question >= 2 && question % 2 == 0);
         let conn = if i == 0 { &mut *first } else { &mut *second };
         let pid = backend_pid(conn).await?;
@@ -111,7 +120,8 @@ async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
 
 /// Volatile, so that a pooler that reads elsewhere sends it where it sends locks.
 async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
-    const BACKEND_PID: &str = "SELECT CASE WHEN pg_catalog.clock_timestamp() IS NOT NULL THEN pg_catalog.pg_backend_pid() END";
+    const BACKEND_PID: &str = "SELECT CASE WHEN pg_catalog.clock_timestamp() IS NOT NULL \
+         THEN pg_catalog.pg_backend_pid() END";
     match conn.one(&Statement::<Integer>::new(BACKEND_PID, [])).await {
         Ok(pid) => Ok(pid),
         Err(error) if is_of_a_prepared_statement(&error) => Err(Error::NotExclusive(NOT_PREPARED)),
@@ -120,7 +130,8 @@ async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
 }
 
 async fn try_lock<S: Session>(conn: &mut S, number: i64) -> Result<bool> {
-    const TRY: &str = "SELECT CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_try_advisory_xact_lock($1) END";
+    const TRY: &str = "SELECT CASE WHEN NOT pg_catalog.pg_is_in_recovery() \
+         THEN pg_catalog.pg_try_advisory_xact_lock($1) END";
     let tried = Statement::<(Nullable<Bool>,)>::new(TRY, [number.into()]);
     let reply: QueryResult<(Option<bool>,)> = conn.one(&tried).await;
     match reply {

@@ -16,15 +16,18 @@ use crate::session::{Session, Transaction};
 use crate::statement::Statement;
 use crate::transaction::refusal;
 
-/// Protects data of the database from a holder that goes on without noticing that it has lost its lock or its slot, such as a process
-/// that was suspended or cut off.
+/// Protects data of the database from a holder that goes on without noticing that it has lost its
+/// lock or its slot, such as a process that was suspended or cut off.
 ///
-/// PostgreSQL keeps the largest fencing token that has passed. A writer passes the fence in the transaction that writes; if a larger
-/// token has passed before, that is an error, and the writer rolls back. A new holder passes the fence once, in a transaction that it
-/// commits, before it reads: from then on no earlier holder can commit a write through it.
+/// PostgreSQL keeps the largest fencing token that has passed. A writer passes the fence in the
+/// transaction that writes; if a larger token has passed before, that is an error, and the writer
+/// rolls back. A new holder passes the fence once, in a transaction that it commits, before it
+/// reads: from then on no earlier holder can commit a write through it.
 ///
-/// Use one fence for the tokens of one source: one [lock](crate::advisory::AdvisoryLockGuard::fencing_token), one
-/// [service and slot](crate::semaphore::Permit::fencing_token), one leader or schedule. Tokens of different sources are not ordered.
+/// Use one fence for the tokens of one source: one
+/// [lock](crate::advisory::AdvisoryLockGuard::fencing_token), one [service and
+/// slot](crate::semaphore::Permit::fencing_token), one leader or schedule. Tokens of different
+/// sources are not ordered.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -39,7 +42,8 @@ use crate::transaction::refusal;
 /// let mut guard = IMPORT.acquire(&pool)?;
 /// let token = guard.fencing_token()?;
 /// let conn = &mut pool.get()?; // any connection
-/// conn.transaction(|conn| IMPORTED.pass(conn, token))?; // from here on, earlier holders are refused
+/// // From here on, earlier holders are refused:
+/// conn.transaction(|conn| IMPORTED.pass(conn, token))?;
 /// // … read, and minutes later:
 /// conn.transaction(|conn| {
 ///     IMPORTED.pass(conn, token)?; // an error if a later holder has passed
@@ -51,7 +55,8 @@ use crate::transaction::refusal;
 ///
 /// # Errors
 ///
-/// [`Error::Fenced`] if a larger token has passed, [`Error::OutsideTransaction`], [`Error::Input`], and [`Error::Database`].
+/// [`Error::Fenced`] if a larger token has passed, [`Error::OutsideTransaction`], [`Error::Input`],
+/// and [`Error::Database`].
 #[must_use = "a fence protects nothing until it is passed"]
 #[derive(Clone)]
 pub struct Fence<P: Pool> {
@@ -80,10 +85,12 @@ impl<P: Pool> Fence<P> {
         }
     }
 
-    /// Passes the fence with a token, unless a larger one has passed it. The same token passes again.
+    /// Passes the fence with a token, unless a larger one has passed it. The same token passes
+    /// again.
     ///
-    /// Roll the transaction back on an error, as `?` in Diesel's `transaction` does. Waits for the end of another transaction that has
-    /// passed this fence. One round trip: `SELECT resource_control.pass_fence($1, $2)`.
+    /// Roll the transaction back on an error, as `?` in Diesel's `transaction` does. Waits for the
+    /// end of another transaction that has passed this fence. One round trip: `SELECT
+    /// resource_control.pass_fence($1, $2)`.
     pub fn pass<'a>(&'a self, conn: &'a mut Connection<P>, token: i64) -> Reply<'a, P, ()> {
         let subject = Subject {
             primitive: "fence",

@@ -16,8 +16,8 @@ use diesel::sql_types::{BigInt, Integer, Interval, Nullable, Record, SmallInt, T
 
 use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 
-/// The result of a claim: the id, which is the fencing token, the slot, and the times of creation and expiry, all null if no slot was
-/// free; and how long to wait then.
+/// The result of a claim: the id, which is the fencing token, the slot, and the times of creation
+/// and expiry, all null if no slot was free; and how long to wait then.
 pub type Claimed = Record<(
     Nullable<BigInt>,
     Nullable<SmallInt>,
@@ -28,7 +28,8 @@ pub type Claimed = Record<(
 
 #[diesel::declare_sql_function]
 extern "SQL" {
-    /// Returns the number of the lock of a name, as [`LockKey::named`](crate::LockKey::named) has it.
+    /// Returns the number of the lock of a name, as [`LockKey::named`](crate::LockKey::named) has
+    /// it.
     #[sql_name = "resource_control.lock_key"]
     fn lock_key(name: Text) -> BigInt;
 
@@ -40,7 +41,8 @@ extern "SQL" {
     #[sql_name = "resource_control.lock_throttled_resource"]
     fn lock_throttled_resource(resource: ThrottledResourceEnum, details: Text) -> Bool;
 
-    /// Claims one of the slots of a service, and returns [`Claimed`]. Never waits for a slot. Commit at once.
+    /// Claims one of the slots of a service, and returns [`Claimed`]. Never waits for a slot.
+    /// Commit at once.
     #[sql_name = "resource_control.claim_service_request"]
     fn claim_service_request(
         service: Text,
@@ -49,20 +51,23 @@ extern "SQL" {
         details: Text,
     ) -> Claimed;
 
-    /// Ends a request and frees its slot. Returns false if it had ended or timed out before, or is of another service.
+    /// Ends a request and frees its slot. Returns false if it had ended or timed out before, or is
+    /// of another service.
     #[sql_name = "resource_control.complete_service_request"]
     fn complete_service_request(service: Text, id: BigInt) -> Bool;
 
-    /// Lets a request expire `timeout` from now, but never sooner than before. Returns whether it was in flight.
+    /// Lets a request expire `timeout` from now, but never sooner than before. Returns whether it
+    /// was in flight.
     #[sql_name = "resource_control.renew_service_request"]
     fn renew_service_request(service: Text, id: BigInt, timeout: Interval) -> Bool;
 
-    /// Deletes at most `batch` requests that ended or expired more than `older_than` ago, and returns their number.
+    /// Deletes at most `batch` requests that ended or expired more than `older_than` ago, and
+    /// returns their number.
     #[sql_name = "resource_control.prune_service_requests"]
     fn prune_service_requests(older_than: Interval, batch: Integer) -> Integer;
 
-    /// Passes a fence with a token, unless a larger one has passed it, and returns whether it did. Call it in the transaction that
-    /// writes what the fence protects.
+    /// Passes a fence with a token, unless a larger one has passed it, and returns whether it did.
+    /// Call it in the transaction that writes what the fence protects.
     #[sql_name = "resource_control.pass_fence"]
     fn pass_fence(name: Text, token: BigInt) -> Bool;
 }

@@ -1,4 +1,5 @@
-//! What is refused before anything is sent; and times and durations as the database stores them: in microseconds.
+//! What is refused before anything is sent; and times and durations as the database stores them: in
+//! microseconds.
 
 use std::fmt::{Display, Write};
 use std::time::Duration;
@@ -55,8 +56,8 @@ pub(crate) fn show(key: impl Display) -> String {
     text
 }
 
-/// Several parts as one name: in each, `\` and a space are escaped, and a space joins them, so that no two lists of parts are
-/// written alike.
+/// Several parts as one name: in each, `\` and a space are escaped, and a space joins them, so that
+/// no two lists of parts are written alike.
 pub(crate) fn join<T: Display>(parts: impl IntoIterator<Item = T>) -> String {
     let escaped: Vec<String> = parts
         .into_iter()

@@ -12,8 +12,9 @@ const SHOWN: usize = 80;
 
 /// What an advisory lock is on.
 ///
-/// PostgreSQL's advisory locks have no names. It locks a `bigint`, or a pair of `int`, in two key spaces of each database. A
-/// `LockKey` is such a number, or the hash of a name. Two keys are equal if their numbers are, also under two names.
+/// PostgreSQL's advisory locks have no names. It locks a `bigint`, or a pair of `int`, in two key
+/// spaces of each database. A `LockKey` is such a number, or the hash of a name. Two keys are equal
+/// if their numbers are, also under two names.
 ///
 /// ```
 /// use diesel_interlock::LockKey;
@@ -26,21 +27,24 @@ const SHOWN: usize = 80;
 ///
 /// # The hash of a name
 ///
-/// It is the 64-bit [FNV-1a](http://www.isthe.com/chongo/tech/comp/fnv/) hash of the name's UTF-8 bytes, read as a signed
-/// number, and `resource_control.lock_key(text)` returns the same in SQL. It never changes, because an old and a new instance
-/// of a program could otherwise hold the same lock at once. Two names with the same number exclude each other needlessly;
-/// among a million names there is such a pair with a probability of 1 in 37 million.
+/// It is the 64-bit [FNV-1a](http://www.isthe.com/chongo/tech/comp/fnv/) hash of the name's UTF-8
+/// bytes, read as a signed number, and `resource_control.lock_key(text)` returns the same in SQL.
+/// It never changes, because an old and a new instance of a program could otherwise hold the same
+/// lock at once. Two names with the same number exclude each other needlessly; among a million
+/// names there is such a pair with a probability of 1 in 37 million.
 ///
 /// # Errors
 ///
-/// A name that is empty, longer than 1,000 bytes or contains NUL is refused by the first operation that uses the key
-/// ([`Error::Input`]). An empty name is refused in the rules of other programs, too.
+/// A name that is empty, longer than 1,000 bytes or contains NUL is refused by the first operation
+/// that uses the key ([`Error::Input`]). An empty name is refused in the rules of other programs,
+/// too.
 ///
 /// # Names that clients choose
 ///
-/// FNV-1a is no cryptographic hash: a name with the number of any other name is found in seconds. So a client that chooses what stands
-/// in a name or a key can make another lock busy, though never get past it. Names that are constants of a program are safe. Hash what
-/// clients choose, for example with SHA-256, before it becomes part of a name or a key.
+/// FNV-1a is no cryptographic hash: a name with the number of any other name is found in seconds.
+/// So a client that chooses what stands in a name or a key can make another lock busy, though never
+/// get past it. Names that are constants of a program are safe. Hash what clients choose, for
+/// example with SHA-256, before it becomes part of a name or a key.
 #[derive(Clone)]
 pub struct LockKey {
     name: Option<Cow<'static, str>>,
@@ -49,7 +53,8 @@ pub struct LockKey {
 
 #[derive(Debug, Clone, Copy)]
 enum Number {
-    /// FNV-1a of the name, which is computed when it is needed, because `named` is `const` and the hasher is not.
+    /// FNV-1a of the name, which is computed when it is needed, because `named` is `const` and the
+    /// hasher is not.
     OfName,
     Given(LockId),
     /// Of a key under a number or under several locks, which is refused.
@@ -78,8 +83,9 @@ impl LockKey {
 
     /// Makes the key of a name that has several parts, such as a table and an id.
     ///
-    /// A space joins the parts. In each part `\` becomes `\\` and a space becomes `\ `, so different lists of parts have
-    /// different names. Begin with what the key is for, because all programs on a database share its keys.
+    /// A space joins the parts. In each part `\` becomes `\\` and a space becomes `\ `, so
+    /// different lists of parts have different names. Begin with what the key is for, because all
+    /// programs on a database share its keys.
     ///
     /// ```
     /// use diesel_interlock::LockKey;
@@ -107,7 +113,8 @@ impl LockKey {
         }
     }
 
-    /// Makes the key that Ruby computes with `Zlib.crc32(name)` and Python with `zlib.crc32(name.encode())`, as a `bigint`.
+    /// Makes the key that Ruby computes with `Zlib.crc32(name)` and Python with
+    /// `zlib.crc32(name.encode())`, as a `bigint`.
     ///
     /// ```
     /// # use diesel_interlock::LockKey;
@@ -120,8 +127,8 @@ impl LockKey {
         )
     }
 
-    /// Makes the key of the hash that JavaScript programs commonly use, `hash = (hash << 5) - hash + charCodeAt(i) | 0`, as a
-    /// `bigint`. Java's `String.hashCode` is the same.
+    /// Makes the key of the hash that JavaScript programs commonly use, `hash = (hash << 5) - hash
+    /// + charCodeAt(i) | 0`, as a `bigint`. Java's `String.hashCode` is the same.
     ///
     /// ```
     /// # use diesel_interlock::LockKey;
@@ -134,7 +141,8 @@ impl LockKey {
         Self::foreign(name, LockId::BigInt(hash.into()))
     }
 
-    /// Makes the key that the Ruby gem [`with_advisory_lock`](https://github.com/ClosureTree/with_advisory_lock) locks from its
+    /// Makes the key that the Ruby gem
+    /// [`with_advisory_lock`](https://github.com/ClosureTree/with_advisory_lock) locks from its
     /// version 2 on: the pair of the name's CRC-32 without its highest bit, and 0.
     pub fn with_advisory_lock(name: &str) -> Self {
         let hash = crc32fast::hash(name.as_bytes()) as i32 & i32::MAX;
@@ -271,7 +279,8 @@ impl fmt::Display for LockId {
     }
 }
 
-/// The number or the pair, after the name if there is one: `"nightly report" (6597228812378105932)`.
+/// The number or the pair, after the name if there is one: `"nightly report"
+/// (6597228812378105932)`.
 impl fmt::Display for LockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(name) = &self.name {

@@ -25,15 +25,18 @@ use crate::statement::Statement;
 
 /// An election of one leader, among all instances that use the database.
 ///
-/// **What it does not guarantee.** A process that was suspended believes in its term until it looks, and what it sent before may arrive
-/// later. A future is dropped only where it yields. So work asks [`Term::is_leader`] before each step, and data that must never see an
-/// old leader is protected by a [`Fence`](crate::Fence) with [`Term::fencing_token`]. Apart from that no two instances lead at a time.
+/// **What it does not guarantee.** A process that was suspended believes in its term until it
+/// looks, and what it sent before may arrive later. A future is dropped only where it yields. So
+/// work asks [`Term::is_leader`] before each step, and data that must never see an old leader is
+/// protected by a [`Fence`](crate::Fence) with [`Term::fencing_token`]. Apart from that no two
+/// instances lead at a time.
 ///
-/// The callback *is* the leadership: it is called at each election that this instance wins, and when it returns, the instance resigns,
-/// rests for half a lease, and stands again. A leader renews its term every third of the lease, and each candidate asks as often: one
-/// round trip each, to a [semaphore](crate::semaphore::Semaphore) of one slot. After a resignation another leads
-/// within half a lease, and after a crash within a lease and a moment. A leader that cannot renew its term gives it up before the
-/// database lets another one in.
+/// The callback *is* the leadership: it is called at each election that this instance wins, and
+/// when it returns, the instance resigns, rests for half a lease, and stands again. A leader renews
+/// its term every third of the lease, and each candidate asks as often: one round trip each, to a
+/// [semaphore](crate::semaphore::Semaphore) of one slot. After a resignation another leads within
+/// half a lease, and after a crash within a lease and a moment. A leader that cannot renew its term
+/// gives it up before the database lets another one in.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -54,8 +57,9 @@ use crate::statement::Statement;
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) for an invalid name, or a lease under 3 seconds or over 1,000 years, and
-/// [`Error::NotInstalled`](crate::Error::NotInstalled). Errors of the database and the pool are events, and it is tried again.
+/// [`Error::Input`](crate::Error::Input) for an invalid name, or a lease under 3 seconds or over
+/// 1,000 years, and [`Error::NotInstalled`](crate::Error::NotInstalled). Errors of the database and
+/// the pool are events, and it is tried again.
 #[must_use = "nobody leads until `lead` is called"]
 #[derive(Clone)]
 pub struct Leader<P: Pool> {
@@ -73,7 +77,8 @@ pub struct Term<P: Pool> {
 }
 
 impl<P: Pool> Leader<P> {
-    /// Makes an election by its name, in which a leader that has crashed keeps its seat for `lease`, 3 seconds at least.
+    /// Makes an election by its name, in which a leader that has crashed keeps its seat for
+    /// `lease`, 3 seconds at least.
     pub const fn named(election: &'static str, lease: Duration) -> Self {
         Self {
             election,
@@ -100,12 +105,15 @@ impl<P: Pool> Leader<P> {
         }
     }
 
-    /// Reads who leads, for a status page: the [details](Self::details) of the leader, since when, until when unless the term is renewed,
-    /// and the fencing token. `None` while nobody leads. One round trip.
+    /// Reads who leads, for a status page: the [details](Self::details) of the leader, since when,
+    /// until when unless the term is renewed, and the fencing token. `None` while nobody leads. One
+    /// round trip.
     pub fn current<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Option<Leadership>> {
-        const CURRENT: &str = "SELECT pg_catalog.max(s.id), pg_catalog.max(s.details), pg_catalog.max(s.created_at), pg_catalog.max(s.expires_at)
+        const CURRENT: &str = "SELECT pg_catalog.max(s.id), pg_catalog.max(s.details),
+                pg_catalog.max(s.created_at), pg_catalog.max(s.expires_at)
             FROM resource_control.service_request AS s WHERE s.service = $1 AND s.slot = 0
-                AND s.completed_at IS NULL AND s.timed_out_at IS NULL AND s.expires_at > pg_catalog.clock_timestamp()";
+                AND s.completed_at IS NULL AND s.timed_out_at IS NULL
+                AND s.expires_at > pg_catalog.clock_timestamp()";
         type Columns = (
             Nullable<BigInt>,
             Nullable<Text>,
@@ -139,7 +147,8 @@ impl<P: Pool> Leader<P> {
         })
     }
 
-    /// A semaphore of one slot. Its service is the word and the name, so that no other semaphore has it.
+    /// A semaphore of one slot. Its service is the word and the name, so that no other semaphore
+    /// has it.
     pub(crate) fn semaphore(&self) -> Semaphore<P> {
         let mut parts = vec!["leader", self.election];
         parts.extend(self.key.as_deref());
@@ -198,7 +207,8 @@ impl<P: Pool> Leader<P> {
         Ok(None)
     }
 
-    /// After a term that its callback has ended, for longer than others pause, so that they may lead.
+    /// After a term that its callback has ended, for longer than others pause, so that they may
+    /// lead.
     async fn rest(&self, stop: &Stop) {
         mode::pause_until_stop::<P::Mode>(stop, self.lease / 2).await;
     }
@@ -214,18 +224,20 @@ impl<P: Pool> Outcome for Option<(Permit<P>, Term<P>)> {
 }
 
 impl<P: Pool> Term<P> {
-    /// Returns whether this instance still leads: the term was renewed in time, and was not stopped. No round trip.
+    /// Returns whether this instance still leads: the term was renewed in time, and was not
+    /// stopped. No round trip.
     pub fn is_leader(&self) -> bool {
         !self.lease.is_lost() && !self.lease.is_over() && !self.stop.is_stopped()
     }
 
-    /// Returns a number that is larger than those of all earlier terms, for a [`Fence`](crate::Fence).
+    /// Returns a number that is larger than those of all earlier terms, for a
+    /// [`Fence`](crate::Fence).
     pub fn fencing_token(&self) -> i64 {
         self.lease.grant.row.token
     }
 
-    /// Pauses for a time, and returns whether this instance still leads then. Returns at once when the term is lost or stopped. No
-    /// round trip.
+    /// Pauses for a time, and returns whether this instance still leads then. Returns at once when
+    /// the term is lost or stopped. No round trip.
     pub fn pause(&self, pause: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let due = Instant::now().checked_add(pause);
@@ -246,10 +258,11 @@ impl<P: Pool> Term<P> {
 
 #[cfg(feature = "r2d2")]
 impl Leader<crate::pool::PgPool> {
-    /// Stands for the election, and calls `work` at each election that this instance wins. Returns when it was stopped, and has
-    /// resigned.
+    /// Stands for the election, and calls `work` at each election that this instance wins. Returns
+    /// when it was stopped, and has resigned.
     ///
-    /// `work` returns when [`is_leader`](Term::is_leader) says no, because a thread cannot be stopped from outside.
+    /// `work` returns when [`is_leader`](Term::is_leader) says no, because a thread cannot be
+    /// stopped from outside.
     pub fn lead(
         &self,
         pool: &crate::pool::PgPool,
@@ -268,8 +281,8 @@ impl Leader<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = mode::Async>> Leader<P> {
-    /// Stands for the election, and calls `work` at each election that this instance wins. Never returns `Ok`: drop the future to stop,
-    /// and it resigns.
+    /// Stands for the election, and calls `work` at each election that this instance wins. Never
+    /// returns `Ok`: drop the future to stop, and it resigns.
     ///
     /// The future of `work` is dropped when the term is lost, before another instance leads.
     pub fn lead<'a, F>(

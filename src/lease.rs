@@ -1,5 +1,5 @@
-//! A row that is held for a time: what a permit, a term of a leader and a run of a schedule have in common. How long its holder may
-//! rely on it, its renewal, its loss, and its end.
+//! A row that is held for a time: what a permit, a term of a leader and a run of a schedule have in
+//! common. How long its holder may rely on it, its renewal, its loss, and its end.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -20,7 +20,8 @@ use crate::pool::Pool;
 use crate::statement::Statement;
 use crate::waiting::Database;
 
-/// The shortest timeout of what renews itself: its renewals must get through a busy pool and a short outage.
+/// The shortest timeout of what renews itself: its renewals must get through a busy pool and a
+/// short outage.
 pub(crate) const SHORTEST_KEPT: Duration = if cfg!(feature = "testing") {
     Duration::from_millis(300)
 } else {
@@ -34,7 +35,8 @@ pub(crate) struct Row {
     pub(crate) name: Arc<str>,
     /// The fencing token.
     pub(crate) token: i64,
-    /// A random number that the claim has brought, because tokens may repeat where a failover has lost commits.
+    /// A random number that the claim has brought, because tokens may repeat where a failover has
+    /// lost commits.
     pub(crate) claim: i64,
 }
 
@@ -59,8 +61,9 @@ pub(crate) struct Grant<P: Pool> {
     pub(crate) sent: Instant,
 }
 
-/// A row that is held for a time. The holder relies on it by the monotonic clock of this machine, from when the claim or the last good
-/// renewal was *sent*, for a little less than the database does: so the holder stops before the database lets another one in.
+/// A row that is held for a time. The holder relies on it by the monotonic clock of this machine,
+/// from when the claim or the last good renewal was *sent*, for a little less than the database
+/// does: so the holder stops before the database lets another one in.
 pub(crate) struct Lease<P: Pool> {
     pub(crate) grant: Grant<P>,
     since: Instant,
@@ -117,7 +120,8 @@ impl<P: Pool> Lease<P> {
         lock(&self.state).until
     }
 
-    /// Tells the holder whether it is lost. The first one to notice a loss tells it as an event, too.
+    /// Tells the holder whether it is lost. The first one to notice a loss tells it as an event,
+    /// too.
     pub(crate) fn is_lost(&self) -> bool {
         let mut state = lock(&self.state);
         let is_lost = match state.end {
@@ -174,10 +178,11 @@ impl<P: Pool> Lease<P> {
         Error::PermitLost(self.grant.row.name.to_string())
     }
 
-    /// A renewal has come back: when it was sent, or `None` if there was nothing to renew. Returns whether it is still held. What was
-    /// lost once stays lost, because its holder was told so.
+    /// A renewal has come back: when it was sent, or `None` if there was nothing to renew. Returns
+    /// whether it is still held. What was lost once stays lost, because its holder was told so.
     ///
-    /// The next one is due a third after this one was sent, because the reply of a slow server may take longer than that.
+    /// The next one is due a third after this one was sent, because the reply of a slow server may
+    /// take longer than that.
     fn note_renewal(&self, sent: Option<Instant>) -> bool {
         let mut state = lock(&self.state);
         match (state.end, sent) {
@@ -220,7 +225,8 @@ impl<P: Pool> Lease<P> {
         lock(&self.state).is_ending = true;
     }
 
-    /// Its holder ends it: there is nothing to renew any more. A holder that is too late has lost it.
+    /// Its holder ends it: there is nothing to renew any more. A holder that is too late has lost
+    /// it.
     pub(crate) fn end(&self, operation: &'static str) {
         let mut state = lock(&self.state);
         let is_too_late = state.until <= Instant::now();
@@ -234,8 +240,8 @@ impl<P: Pool> Lease<P> {
         self.sleepers.wake();
     }
 
-    /// The reply to a statement that ends the row: whether the row was held. An end that was sent before and had no reply may have done
-    /// it.
+    /// The reply to a statement that ends the row: whether the row was held. An end that was sent
+    /// before and had no reply may have done it.
     pub(crate) fn read_end(&self, reply: Result<bool>) -> Result<()> {
         match reply {
             Ok(true) => Ok(()),
@@ -249,10 +255,11 @@ impl<P: Pool> Lease<P> {
         }
     }
 
-    /// Renews it by itself until it is over: on a thread, or in a task. A renewal that fails is repeated.
+    /// Renews it by itself until it is over: on a thread, or in a task. A renewal that fails is
+    /// repeated.
     ///
-    /// A renewal waits for a connection until the trust ends, because one that gave up sooner would lose its place in the queue of
-    /// the pool, and starve.
+    /// A renewal waits for a connection until the trust ends, because one that gave up sooner would
+    /// lose its place in the queue of the pool, and starve.
     pub(crate) fn keep(self: &Arc<Self>) {
         P::Mode::beside(&self.grant.runtime, self.clone().keep_renewing());
     }
@@ -283,9 +290,10 @@ impl<P: Pool> Lease<P> {
         }
     }
 
-    /// Renews it, and begins again beside the first try if that has no reply for two fifths of the timeout, because a pool may lend a
-    /// connection on which the statement of a dropped future still runs. The first good reply counts. It is long, because on a slow
-    /// server two tries are slower than one. A blocking try is not interrupted.
+    /// Renews it, and begins again beside the first try if that has no reply for two fifths of the
+    /// timeout, because a pool may lend a connection on which the statement of a dropped future
+    /// still runs. The first good reply counts. It is long, because on a slow server two tries are
+    /// slower than one. A blocking try is not interrupted.
     async fn insist(self: &Arc<Self>, limit: Duration) -> Result<Option<Instant>> {
         let patience = self.grant.timeout * 2 / 5;
         let mut first = pin!(self.clone().send_renewal(Some(limit)));

@@ -1,7 +1,8 @@
-//! Locks, throttles, rate limits, semaphores, leaders and schedules for Diesel applications that run as several instances,
-//! coordinated by the PostgreSQL that they already have.
+//! Locks, throttles, rate limits, semaphores, leaders and schedules for Diesel applications that
+//! run as several instances, coordinated by the PostgreSQL that they already have.
 //!
-//! Locks need nothing installed. Everything else needs the schema `resource_control`, which [`migrations::install`] creates.
+//! Locks need nothing installed. Everything else needs the schema `resource_control`, which
+//! [`migrations::install`] creates.
 //!
 //! # Choosing a primitive
 //!
@@ -26,25 +27,31 @@
 //!
 //! # Both halves
 //!
-//! Each operation is documented once, on a handle whose parameter is the program's pool. Programs import an alias of the handle:
+//! Each operation is documented once, on a handle whose parameter is the program's pool. Programs
+//! import an alias of the handle:
 //!
-//! - for Diesel's r2d2 pool from this module, such as [`AdvisoryLock`]: operations block, and return what they are documented to return;
-//! - for diesel-async's deadpool or bb8 from the module of that name: operations are futures, and are awaited.
+//! - for Diesel's r2d2 pool from this module, such as [`AdvisoryLock`]: operations block, and
+//!   return what they are documented to return;
+//! - for diesel-async's deadpool or bb8 from the module of that name: operations are futures, and
+//!   are awaited.
 //!
-//! Where an operation is documented to return [`Reply<'a, P, T>`](Reply), that is a `Result<T>` in the first case, and a future of one
-//! in the second. A future may be dropped at any time: what it has taken is released.
+//! Where an operation is documented to return [`Reply<'a, P, T>`](Reply), that is a `Result<T>` in
+//! the first case, and a future of one in the second. A future may be dropped at any time: what it
+//! has taken is released.
 //!
-//! A wrapper of a pool is lent as it is: `&Arc<PgPool>`, actix's `&web::Data<PgPool>`, axum's `&State<PgPool>`.
+//! A wrapper of a pool is lent as it is: `&Arc<PgPool>`, actix's `&web::Data<PgPool>`, axum's
+//! `&State<PgPool>`.
 //!
 //! # Outcomes and errors
 //!
-//! An operation that can be refused returns an outcome: [`Attempt`], [`Admission`], [`Decision`], [`Check`]. A refusal is no error, and
-//! the compiler warns if an outcome is ignored. Errors are [`Error`], which converts into Diesel's, so `?` works in functions that
-//! return a `QueryResult`.
+//! An operation that can be refused returns an outcome: [`Attempt`], [`Admission`], [`Decision`],
+//! [`Check`]. A refusal is no error, and the compiler warns if an outcome is ignored. Errors are
+//! [`Error`], which converts into Diesel's, so `?` works in functions that return a `QueryResult`.
 //!
 //! # Features
 //!
-//! - `r2d2` (default): the blocking half, over libpq. `deadpool`, `bb8`: the asynchronous half, over diesel-async.
+//! - `r2d2` (default): the blocking half, over libpq. `deadpool`, `bb8`: the asynchronous half,
+//!   over diesel-async.
 //! - `migrations` (default): the module [`migrations`].
 //! - `tracing`: an event for each operation, with the target `diesel_interlock`.
 //! - `metrics`: its numbers, for the facade of that name. See `describe_metrics`.
@@ -113,8 +120,8 @@ pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
-/// The handles of the pool of a feature: types of the same names, whose parameter is the pool `PgPool` in scope. The feature stands
-/// at each, so that rustc names it where one is missing.
+/// The handles of the pool of a feature: types of the same names, whose parameter is the pool
+/// `PgPool` in scope. The feature stands at each, so that rustc names it where one is missing.
 macro_rules! handles {
     ($feature:literal) => {
         handles! {
@@ -145,7 +152,8 @@ macro_rules! handles {
 
 handles!("r2d2");
 
-/// The handles of programs that use diesel-async with deadpool. What is documented to return `T` returns a future of it.
+/// The handles of programs that use diesel-async with deadpool. What is documented to return `T`
+/// returns a future of it.
 #[cfg(feature = "deadpool")]
 pub mod deadpool {
     pub use crate::pool::DeadPool as PgPool;
@@ -153,7 +161,8 @@ pub mod deadpool {
     handles!("deadpool");
 }
 
-/// The handles of programs that use diesel-async with bb8. What is documented to return `T` returns a future of it.
+/// The handles of programs that use diesel-async with bb8. What is documented to return `T` returns
+/// a future of it.
 #[cfg(feature = "bb8")]
 pub mod bb8 {
     pub use crate::pool::Bb8Pool as PgPool;

@@ -1,5 +1,5 @@
-//! The numbers of the events, for the facade of the crate `metrics`. Without the feature of that name nothing
-//! is counted.
+//! The numbers of the events, for the facade of the crate `metrics`. Without the feature of that
+//! name nothing is counted.
 
 #[cfg(feature = "metrics")]
 pub use self::facade::describe_metrics;
@@ -23,7 +23,8 @@ mod facade {
     const WAITING: &str = "interlock_waiting";
     const HELD: &str = "interlock_held";
 
-    /// Describes the metrics of this crate, with their units, to the recorder of the program. Call it once, when that is installed.
+    /// Describes the metrics of this crate, with their units, to the recorder of the program. Call
+    /// it once, when that is installed.
     ///
     /// | Metric | Type | Labels |
     /// |---|---|---|
@@ -32,10 +33,12 @@ mod facade {
     /// | `interlock_wait_seconds`, `interlock_held_seconds` | histograms | `kind`, `name` |
     /// | `interlock_waiting`, `interlock_held` | gauges | `kind`, `name` |
     ///
-    /// `kind` is the primitive, such as `lock` or `rate limit`. `name` is the name that the program has as a constant, and never a key.
+    /// `kind` is the primitive, such as `lock` or `rate limit`. `name` is the name that the program
+    /// has as a constant, and never a key.
     ///
-    /// Install the recorder before the first operation: a gauge that was raised before stays as it was, and a
-    /// [`LocalRateLimit`](crate::rate_limit::LocalRateLimit) keeps the counters that it has first counted with.
+    /// Install the recorder before the first operation: a gauge that was raised before stays as it
+    /// was, and a [`LocalRateLimit`](crate::rate_limit::LocalRateLimit) keeps the counters that it
+    /// has first counted with.
     pub fn describe_metrics() {
         let (count, seconds) = (Unit::Count, Unit::Seconds);
         describe_counter!(OPERATIONS, count, "Operations, by what they came to.");
@@ -66,7 +69,8 @@ mod facade {
         );
     }
 
-    /// Counts an operation, how long it took if it may wait, and for how long something was held, at its end.
+    /// Counts an operation, how long it took if it may wait, and for how long something was held,
+    /// at its end.
     pub(crate) fn count(event: &Event<'_>) {
         let (kind, name, outcome) = (event.subject.primitive, event.subject.name, event.outcome);
         counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => outcome).increment(1);
@@ -85,8 +89,8 @@ mod facade {
         counter!(LOST, "kind" => kind, "name" => name)
     }
 
-    /// The counters of an operation with two outcomes that decides in memory. They are looked up once, because a look-up takes longer
-    /// than the operation.
+    /// The counters of an operation with two outcomes that decides in memory. They are looked up
+    /// once, because a look-up takes longer than the operation.
     #[derive(Debug, Default)]
     pub(crate) struct Counters([OnceLock<Counter>; 2]);
 
@@ -101,7 +105,8 @@ mod facade {
         }
     }
 
-    /// Raises a gauge until it is dropped. It lowers the one that it has raised, on any thread and under any recorder.
+    /// Raises a gauge until it is dropped. It lowers the one that it has raised, on any thread and
+    /// under any recorder.
     #[derive(Debug)]
     pub(crate) struct Raised(Gauge);
 
@@ -111,7 +116,8 @@ mod facade {
         }
 
         pub(crate) fn held(subject: Subject) -> Self {
-            // The series of its loss exists before there is one, so that an alert on its increase sees the first, too.
+            // The series of its loss exists before there is one, so that an alert on its increase
+            // sees the first, too.
             lost_counter(subject.primitive, subject.name).increment(0);
             Self::new(HELD, subject)
         }

@@ -1,8 +1,9 @@
 //! Installing the schema `resource_control`, and running an application's own migrations once.
 //!
-//! The schema consists of a few files, which [`install`], `diesel_cli` and psql run alike: each does nothing if its version is
-//! recorded in `resource_control.installed_migration`, so all of them may run them, in any order and at the same moment. `DROP SCHEMA
-//! resource_control CASCADE` removes all of it.
+//! The schema consists of a few files, which [`install`], `diesel_cli` and psql run alike: each
+//! does nothing if its version is recorded in `resource_control.installed_migration`, so all of
+//! them may run them, in any order and at the same moment. `DROP SCHEMA resource_control CASCADE`
+//! removes all of it.
 
 mod run_pending;
 
@@ -65,16 +66,18 @@ const LOOK: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text, \
 
 /// The versions that are recorded, and which of these objects are not there.
 const STATE: &str = "
-    SELECT (SELECT COALESCE(pg_catalog.array_agg(m.version), '{}') FROM resource_control.installed_migration AS m),
-        (SELECT COALESCE(pg_catalog.array_agg(o ORDER BY o), '{}') FROM pg_catalog.unnest($1) AS o
+    SELECT (SELECT COALESCE(pg_catalog.array_agg(m.version), '{}')
+            FROM resource_control.installed_migration AS m),
+        (SELECT COALESCE(pg_catalog.array_agg(o ORDER BY o), '{}') FROM pg_catalog.unnest($1) AS o,
+                (SELECT 'resource_control'::pg_catalog.regnamespace) AS n (here)
             WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_class AS c
-                    WHERE c.relnamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                    WHERE c.relnamespace OPERATOR(pg_catalog.=) n.here
                         AND c.relname OPERATOR(pg_catalog.=) o)
                 AND NOT EXISTS (SELECT FROM pg_catalog.pg_proc AS p
-                    WHERE p.pronamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                    WHERE p.pronamespace OPERATOR(pg_catalog.=) n.here
                         AND p.proname OPERATOR(pg_catalog.=) o)
                 AND NOT EXISTS (SELECT FROM pg_catalog.pg_type AS t
-                    WHERE t.typnamespace OPERATOR(pg_catalog.=) 'resource_control'::pg_catalog.regnamespace
+                    WHERE t.typnamespace OPERATOR(pg_catalog.=) n.here
                         AND t.typname OPERATOR(pg_catalog.=) o))";
 
 #[derive(Debug, Default)]
@@ -92,19 +95,22 @@ impl Outcome for Done {
     }
 }
 
-/// Creates the schema `resource_control`, or what it lacks of this release. Every instance may call it when it starts.
+/// Creates the schema `resource_control`, or what it lacks of this release. Every instance may call
+/// it when it starts.
 ///
-/// Three round trips if nothing is pending, and no right but to read. Otherwise the role must own the schema, or may create it: each
-/// pending file runs in a transaction of its own, under a transaction lock, so it also works behind a pooler in transaction mode, and
-/// of many instances one runs it. A failure keeps what the files before have created.
+/// Three round trips if nothing is pending, and no right but to read. Otherwise the role must own
+/// the schema, or may create it: each pending file runs in a transaction of its own, under a
+/// transaction lock, so it also works behind a pooler in transaction mode, and of many instances
+/// one runs it. A failure keeps what the files before have created.
 ///
-/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session locks exclude on it, in sixteen more round
-/// trips, and logs a warning if not.
+/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session
+/// locks exclude on it, in sixteen more round trips, and logs a warning if not.
 ///
 /// # Errors
 ///
-/// [`Error::Migration`] if a file failed, [`Error::Incomplete`] if a part of the schema is recorded and not there, with the statement
-/// that repairs it, [`Error::Encoding`] unless the database has UTF8, [`Error::Pool`], and [`Error::Database`].
+/// [`Error::Migration`] if a file failed, [`Error::Incomplete`] if a part of the schema is recorded
+/// and not there, with the statement that repairs it, [`Error::Encoding`] unless the database has
+/// UTF8, [`Error::Pool`], and [`Error::Database`].
 ///
 /// ```
 /// use diesel_interlock::migrations;
@@ -139,8 +145,8 @@ pub fn install<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
 ///
 /// # Errors
 ///
-/// [`Error::NotInstalled`] if a file is pending, [`Error::Incomplete`] and [`Error::Encoding`] as for [`install`], [`Error::Pool`], and
-/// [`Error::Database`].
+/// [`Error::NotInstalled`] if a file is pending, [`Error::Incomplete`] and [`Error::Encoding`] as
+/// for [`install`], [`Error::Pool`], and [`Error::Database`].
 ///
 /// ```
 /// use diesel_interlock::{Error, migrations};
@@ -176,14 +182,16 @@ async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
         state = State::of(pool).await?;
     }
     state.require_all()?;
-    // Counts the timelines of another server anew. A role that may only read leaves that to the owner.
+    // Counts the timelines of another server anew. A role that may only read leaves that to the
+    // owner.
     let base = Statement::<Bool>::new("SELECT resource_control.set_token_base()", []);
     let _: Result<(bool, _)> = ask(pool, None, [base]).await;
     Ok(Done(!pending.is_empty()))
 }
 
 impl File {
-    /// READ COMMITTED, because a stricter transaction would not see what was committed while it waited for the lock.
+    /// READ COMMITTED, because a stricter transaction would not see what was committed while it
+    /// waited for the lock.
     async fn run<S: Session>(&self, session: &mut S) -> Result<()> {
         let transaction = Own::begin_borrowed(session).await?;
         let ran = transaction.conn.batch(self.up).await;
@@ -255,17 +263,19 @@ impl State {
     }
 }
 
-/// Writes the migrations of this crate among those of an application, for `diesel_cli` and psql, and returns the directories that are
-/// new. Call it again after an upgrade of this crate.
+/// Writes the migrations of this crate among those of an application, for `diesel_cli` and psql,
+/// and returns the directories that are new. Call it again after an upgrade of this crate.
 ///
-/// They are older than any other, so `diesel migration run` runs them first. [`install`] may be called beside them.
+/// They are older than any other, so `diesel migration run` runs them first. [`install`] may be
+/// called beside them.
 ///
 /// # Errors
 ///
 /// Those of the file system.
 ///
 /// ```
-/// # let directory = std::env::temp_dir().join(format!("interlock-write-to-{}", std::process::id()));
+/// # let name = format!("interlock-write-to-{}", std::process::id());
+/// # let directory = std::env::temp_dir().join(name);
 /// let new = diesel_interlock::migrations::write_to(&directory)?; // "migrations"
 /// # assert!(!new.is_empty());
 /// # std::fs::remove_dir_all(directory)?;

@@ -1,4 +1,5 @@
-//! The two halves: who drives an operation, what it returns, how it pauses, and what a drop leaves behind.
+//! The two halves: who drives an operation, what it returns, how it pauses, and what a drop leaves
+//! behind.
 
 #[cfg(feature = "async")]
 mod asynchronous;
@@ -21,7 +22,8 @@ pub use self::asynchronous::{Async, Operation};
 #[cfg(feature = "r2d2")]
 pub use self::blocking::Blocking;
 
-/// How the operations of a handle run: they block, or they are futures. The pools say which. The trait is sealed.
+/// How the operations of a handle run: they block, or they are futures. The pools say which. The
+/// trait is sealed.
 pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     /// The connection that this half works on: `PgConnection` or `AsyncPgConnection`.
     type Connection: Session;
@@ -45,9 +47,10 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     #[doc(hidden)]
     fn leave(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
-    /// Does an operation to its end: on this thread, or in a task of the runtime that this is polled in, which goes on if this future
-    /// is dropped, for no longer than `patience` then. What it returns then is dropped. It must hold nothing that has a lifetime, or
-    /// the compiler finds the futures above not to be `Send`.
+    /// Does an operation to its end: on this thread, or in a task of the runtime that this is
+    /// polled in, which goes on if this future is dropped, for no longer than `patience` then. What
+    /// it returns then is dropped. It must hold nothing that has a lifetime, or the compiler finds
+    /// the futures above not to be `Send`.
     #[doc(hidden)]
     fn surely<T: Send + 'static>(
         runtime: &Self::Runtime,
@@ -59,8 +62,9 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     #[doc(hidden)]
     fn beside(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
-    /// Repeats what a `Drop` could not do, until it returns `true`: on the one thread of the process for that database, or in a
-    /// task. A blocking operation waits for a connection no longer than its argument.
+    /// Repeats what a `Drop` could not do, until it returns `true`: on the one thread of the
+    /// process for that database, or in a task. A blocking operation waits for a connection no
+    /// longer than its argument.
     #[doc(hidden)]
     fn later<F: Future<Output = bool> + Send + 'static>(
         runtime: &Self::Runtime,
@@ -72,7 +76,8 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     #[doc(hidden)]
     fn inside<T>(runtime: &Self::Runtime, drops: impl FnOnce() -> T) -> T;
 
-    /// Awaits an operation until a deadline, and drops it then. A blocking operation is not interrupted.
+    /// Awaits an operation until a deadline, and drops it then. A blocking operation is not
+    /// interrupted.
     #[doc(hidden)]
     fn within<T: Send>(
         deadline: Option<Instant>,
@@ -84,7 +89,8 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     fn sleep(alarm: &Alarm, deadline: Option<Instant>) -> impl Future<Output = ()> + Send;
 }
 
-/// For how long a statement of a future or a guard that was dropped may have no reply. Then its connection is closed.
+/// For how long a statement of a future or a guard that was dropped may have no reply. Then its
+/// connection is closed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How many operations go on though nobody awaits them.
@@ -120,15 +126,18 @@ fn has_drained() -> bool {
     LEFT.load(Ordering::SeqCst) == 0 && !lock(&CLOSED).is_some_and(is_recent)
 }
 
-/// Waits until everything that was dropped in this process is released: guards, permits, terms, ticks, and futures half way. Returns
-/// whether all were within `limit`: each release was confirmed, or what it releases has expired, or its connection was closed over a
-/// second ago, so that the server has noticed, unless its `client_connection_check_interval` is longer. Sends nothing of its own. While the
-/// database is away, releases are tried again, until what they release has expired. What was dropped on a connection that its caller
-/// has lent (`with_on`, `transaction`, `Once::run`) is not waited for: it ends with its statement, or with the connection.
+/// Waits until everything that was dropped in this process is released: guards, permits, terms,
+/// ticks, and futures half way. Returns whether all were within `limit`: each release was
+/// confirmed, or what it releases has expired, or its connection was closed over a second ago, so
+/// that the server has noticed, unless its `client_connection_check_interval` is longer. Sends
+/// nothing of its own. While the database is away, releases are tried again, until what they
+/// release has expired. What was dropped on a connection that its caller has lent (`with_on`,
+/// `transaction`, `Once::run`) is not waited for: it ends with its statement, or with the
+/// connection.
 ///
-/// Call it at the end of `main`, or of a test. A runtime that ends drops its tasks, and a process that ends its threads: a permit or
-/// a leader's seat would then be free only when its time is over. A task that was aborted has dropped what it held when its handle
-/// says that it has ended.
+/// Call it at the end of `main`, or of a test. A runtime that ends drops its tasks, and a process
+/// that ends its threads: a permit or a leader's seat would then be free only when its time is
+/// over. A task that was aborted has dropped what it held when its handle says that it has ended.
 ///
 #[cfg_attr(
     feature = "deadpool",

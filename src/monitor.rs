@@ -1,8 +1,9 @@
-//! Who holds, who waits, what is due: the views of `resource_control`, as rows and filters of Diesel.
+//! Who holds, who waits, what is due: the views of `resource_control`, as rows and filters of
+//! Diesel.
 //!
-//! The views are the database's, so psql and Grafana read the same. [`views`] has their columns, and each row type here a function
-//! `all` that selects it, for further filters. The tables are in [`schema`](crate::schema), with [`ServiceRequest`] and
-//! [`ThrottledResource`] for their rows.
+//! The views are the database's, so psql and Grafana read the same. [`views`] has their columns,
+//! and each row type here a function `all` that selects it, for further filters. The tables are in
+//! [`schema`](crate::schema), with [`ServiceRequest`] and [`ThrottledResource`] for their rows.
 //!
 //! ```
 //! use diesel::prelude::*;
@@ -12,13 +13,16 @@
 //! # let database = workbench::Database::new();
 //! # diesel_interlock::migrations::install(&database.pool(1))?;
 //! # let conn = &mut database.connect();
-//! let holders = Lock::of(&LockKey::named("nightly report")).filter(views::advisory_lock::is_held).load(conn)?;
-//! let nearly_limited = KeyOfLimit::all().filter(views::rate_limit_state::used.ge(0.8)).load(conn)?;
+//! let nightly = Lock::of(&LockKey::named("nightly report"));
+//! let holders = nightly.filter(views::advisory_lock::is_held).load(conn)?;
+//! let nearly = KeyOfLimit::all().filter(views::rate_limit_state::used.ge(0.8));
+//! let nearly_limited = nearly.load(conn)?;
 //! # assert!(holders.is_empty() && nearly_limited.is_empty());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! With the feature `serde` the rows are serialized, for a status page: times as chrono does, and intervals as seconds.
+//! With the feature `serde` the rows are serialized, for a status page: times as chrono does, and
+//! intervals as seconds.
 
 // Diesel's macro writes aliases without documentation.
 #![allow(missing_docs)]
@@ -45,7 +49,8 @@ diesel::define_sql_function! {
     fn clock_timestamp() -> Timestamptz;
 }
 
-/// An advisory lock that a session holds, or waits for on the server. Waiters that poll are not seen.
+/// An advisory lock that a session holds, or waits for on the server. Waiters that poll are not
+/// seen.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = advisory_lock, check_for_backend(Pg))]
@@ -197,7 +202,8 @@ pub struct ScheduleState {
     pub paused_at: Option<DateTime<Utc>>,
 }
 
-/// An interval as seconds. The views have elapsed time, and so neither months nor days of other lengths.
+/// An interval as seconds. The views have elapsed time, and so neither months nor days of other
+/// lengths.
 #[cfg(feature = "serde")]
 fn in_seconds<S: serde::Serializer>(
     interval: &PgInterval,
@@ -231,7 +237,8 @@ all! {
 }
 
 impl Lock {
-    /// Selects those who hold a lock, and those who wait for it on the server. A key with an invalid name has neither.
+    /// Selects those who hold a lock, and those who wait for it on the server. A key with an
+    /// invalid name has neither.
     pub fn of(
         key: &LockKey,
     ) -> advisory_lock::BoxedQuery<'static, Pg, SqlTypeOf<AsSelect<Self, Pg>>> {

@@ -26,11 +26,13 @@ use crate::session::Session;
 use crate::session::now;
 use crate::transaction::Own;
 
-/// Work that is done once for each key, however often and on however many instances it is asked for: a POST with an idempotency key.
+/// Work that is done once for each key, however often and on however many instances it is asked
+/// for: a POST with an idempotency key.
 ///
-/// The work and the mark that it is done commit together, in one transaction. A later call gets the bytes that the work has returned,
-/// and so does a call at the same time, which waits for the first one. If the first one fails, is dropped or crashes, it is rolled
-/// back, and the next one does the work.
+/// The work and the mark that it is done commit together, in one transaction. A later call gets the
+/// bytes that the work has returned, and so does a call at the same time, which waits for the first
+/// one. If the first one fails, is dropped or crashes, it is rolled back, and the next one does the
+/// work.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -38,7 +40,7 @@ use crate::transaction::Own;
 ///
 /// static CHARGE: Once = Once::named("charge");
 ///
-/// /// The reply to a POST, and none to one that has another amount under the same key, which is refused.
+/// /// The reply to a POST, and none to one that has another amount under the same key.
 /// fn charge(conn: &mut PgConnection, key: &str, cents: i32) -> QueryResult<Option<String>> {
 ///     let done: QueryResult<Done> = CHARGE.key(key).run(conn, |conn| {
 ///         let id = insert_charge(conn, cents)?;
@@ -49,12 +51,14 @@ use crate::transaction::Own;
 /// }
 /// # diesel::table! { charge (id) { id -> Integer, cents -> Integer, } }
 /// # fn insert_charge(conn: &mut PgConnection, cents: i32) -> QueryResult<i32> {
-/// #     diesel::insert_into(charge::table).values(charge::cents.eq(cents)).returning(charge::id).get_result(conn)
+/// #     let insert = diesel::insert_into(charge::table).values(charge::cents.eq(cents));
+/// #     insert.returning(charge::id).get_result(conn)
 /// # }
 /// # let database = workbench::Database::new();
 /// # diesel_interlock::migrations::install(&database.pool(1))?;
 /// # let conn = &mut database.connect();
-/// # diesel::sql_query("CREATE TABLE charge (id serial PRIMARY KEY, cents integer NOT NULL)").execute(conn)?;
+/// # let table = "CREATE TABLE charge (id serial PRIMARY KEY, cents integer NOT NULL)";
+/// # diesel::sql_query(table).execute(conn)?;
 /// let first = charge(conn, "0191e9c8", 4200)?;
 /// assert_eq!(charge(conn, "0191e9c8", 4200)?, first); // and not charged again
 /// assert_eq!(charge(conn, "0191e9c8", 9900)?, None);
@@ -62,24 +66,30 @@ use crate::transaction::Own;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// An `Err` of the work rolls back and is not stored. A refusal that shall stand is an `Ok`, whose bytes say so. What the work does
-/// outside the database is not rolled back with it: pass the key on to those services.
+/// An `Err` of the work rolls back and is not stored. A refusal that shall stand is an `Ok`, whose
+/// bytes say so. What the work does outside the database is not rolled back with it: pass the key
+/// on to those services.
 ///
-/// The bytes are the application's: a reply, and where the same key may come with another request, what tells the two apart. Where
-/// clients choose the keys, the key contains the client. A key is remembered until it is [pruned](Self::prune).
+/// The bytes are the application's: a reply, and where the same key may come with another request,
+/// what tells the two apart. Where clients choose the keys, the key contains the client. A key is
+/// remembered until it is [pruned](Self::prune).
 ///
 /// # Transactions and waiting
 ///
-/// The transaction is READ COMMITTED, on a connection outside a transaction; inside that of a test it is a savepoint. It holds the
-/// transaction lock of the pair of `int` that are the halves of the number of `LockKey::parts(["once", name, key])`. Clients choose
-/// these keys, and in the pairs they meet only each other and an application's own pairs: no named lock. Calls at the same time [wait](crate::advisory::AdvisoryLock#transaction-locks) on that lock, each
-/// with its connection, under the session's `statement_timeout` and `lock_timeout`. It works behind a pooler in transaction mode.
+/// The transaction is READ COMMITTED, on a connection outside a transaction; inside that of a test
+/// it is a savepoint. It holds the transaction lock of the pair of `int` that are the halves of the
+/// number of `LockKey::parts(["once", name, key])`. Clients choose these keys, and in the pairs
+/// they meet only each other and an application's own pairs: no named lock. Calls at the same time
+/// [wait](crate::advisory::AdvisoryLock#transaction-locks) on that lock, each with its connection,
+/// under the session's `statement_timeout` and `lock_timeout`. It works behind a pooler in
+/// transaction mode.
 ///
 /// # Errors
 ///
-/// [`Error::Input`], [`Error::InsideTransaction`], [`Error::TransactionEnded`], [`Error::Standby`], [`Error::NotInstalled`] and
-/// [`Error::Database`], and inside a test's transaction at REPEATABLE READ [`Error::RepeatableRead`], if it must wait. After a
-/// connection that was lost during the COMMIT, the next call tells whether the work is done.
+/// [`Error::Input`], [`Error::InsideTransaction`], [`Error::TransactionEnded`], [`Error::Standby`],
+/// [`Error::NotInstalled`] and [`Error::Database`], and inside a test's transaction at REPEATABLE
+/// READ [`Error::RepeatableRead`], if it must wait. After a connection that was lost during the
+/// COMMIT, the next call tells whether the work is done.
 #[must_use = "nothing is done until it is run"]
 #[derive(Clone)]
 pub struct Once<P: Pool> {
@@ -119,7 +129,8 @@ impl Done {
     }
 }
 
-/// The transaction in which the lock is held, when the server began it, and the outcome if there is one.
+/// The transaction in which the lock is held, when the server began it, and the outcome if there is
+/// one.
 struct Entered<'c, S: Session> {
     transaction: Own<'c, S>,
     began: PgTimestamp,
@@ -138,8 +149,8 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    /// Returns the work of one request. An empty key is refused, because all requests without one would have it. A second key
-    /// replaces the first.
+    /// Returns the work of one request. An empty key is refused, because all requests without one
+    /// would have it. A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::show(key)),
@@ -147,8 +158,9 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    /// Forgets what was done longer ago than `older_than`, of all names, and returns how many. A client that repeats such a request
-    /// has it done again. A round trip for each 10,000, a `DELETE` that reads the table.
+    /// Forgets what was done longer ago than `older_than`, of all names, and returns how many. A
+    /// client that repeats such a request has it done again. A round trip for each 10,000, a
+    /// `DELETE` that reads the table.
     pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, u64> {
         P::Mode::drive(async move {
             if older_than > LONGEST {
@@ -189,8 +201,8 @@ impl<P: Pool> Once<P> {
         done.map(Attempt::Acquired)
     }
 
-    /// Opens the transaction, takes the lock, and then looks whether it is done. `None` if another call holds the lock, and this one is
-    /// not to wait.
+    /// Opens the transaction, takes the lock, and then looks whether it is done. `None` if another
+    /// call holds the lock, and this one is not to wait.
     async fn enter<'c>(
         &self,
         conn: &'c mut Connection<P>,
@@ -305,10 +317,12 @@ impl<P: Pool> Once<P> {
 
 #[cfg(feature = "r2d2")]
 impl Once<crate::pool::PgPool> {
-    /// Runs `work` in a transaction of its own and stores the bytes that it returns, or returns those of the time when that was done.
+    /// Runs `work` in a transaction of its own and stores the bytes that it returns, or returns
+    /// those of the time when that was done.
     ///
-    /// Four round trips beside those of `work`: `BEGIN`, one that takes the lock and looks, an `INSERT` into `resource_control.once`,
-    /// and `COMMIT`. Three if it was done before. A call that waits sends three more.
+    /// Four round trips beside those of `work`: `BEGIN`, one that takes the lock and looks, an
+    /// `INSERT` into `resource_control.once`, and `COMMIT`. Three if it was done before. A call
+    /// that waits sends three more.
     pub fn run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -318,8 +332,8 @@ impl Once<crate::pool::PgPool> {
         Ok(done.acquired().ok_or(Error::TimedOut)?)
     }
 
-    /// As [`run`](Self::run), but does not wait: `Busy` while another call with this key is at work, for example for a handler that
-    /// replies 409. Three round trips if it is busy.
+    /// As [`run`](Self::run), but does not wait: `Busy` while another call with this key is at
+    /// work, for example for a handler that replies 409. Three round trips if it is busy.
     pub fn try_run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -331,10 +345,12 @@ impl Once<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
-    /// Runs `work` in a transaction of its own and stores the bytes that it returns, or returns those of the time when that was done.
+    /// Runs `work` in a transaction of its own and stores the bytes that it returns, or returns
+    /// those of the time when that was done.
     ///
-    /// Four round trips beside those of `work`: `BEGIN`, one that takes the lock and looks, an `INSERT` into `resource_control.once`,
-    /// and `COMMIT`. Three if it was done before. A call that waits sends three more.
+    /// Four round trips beside those of `work`: `BEGIN`, one that takes the lock and looks, an
+    /// `INSERT` into `resource_control.once`, and `COMMIT`. Three if it was done before. A call
+    /// that waits sends three more.
     pub async fn run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,
@@ -344,8 +360,8 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
         Ok(done.acquired().ok_or(Error::TimedOut)?)
     }
 
-    /// As [`run`](Self::run), but does not wait: `Busy` while another call with this key is at work, for example for a handler that
-    /// replies 409. Three round trips if it is busy.
+    /// As [`run`](Self::run), but does not wait: `Busy` while another call with this key is at
+    /// work, for example for a handler that replies 409. Three round trips if it is busy.
     pub async fn try_run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

@@ -22,13 +22,16 @@ pub use self::deadpool::DeadPool;
 #[cfg(feature = "r2d2")]
 pub use self::r2d2::PgPool;
 
-/// A pool of connections: Diesel's r2d2 pool, and diesel-async's deadpool and bb8. The trait is sealed.
+/// A pool of connections: Diesel's r2d2 pool, and diesel-async's deadpool and bb8. The trait is
+/// sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a pool of PostgreSQL connections that this crate knows",
     label = "not a pool of Diesel's r2d2, or of diesel-async's deadpool or bb8",
     note = "import the handle of your pool: `diesel_interlock::AdvisoryLock` for r2d2, \
-            `diesel_interlock::deadpool::AdvisoryLock` for deadpool, `diesel_interlock::bb8::AdvisoryLock` for bb8",
-    note = "a wrapper of a pool is lent as the pool inside: `&**wrapper`, `wrapper.get_ref()` or `&wrapper.0`"
+            `diesel_interlock::deadpool::AdvisoryLock` for deadpool, \
+            `diesel_interlock::bb8::AdvisoryLock` for bb8",
+    note = "a wrapper of a pool is lent as the pool inside: `&**wrapper`, `wrapper.get_ref()` or \
+         `&wrapper.0`"
 )]
 pub trait Pool: Sealed + Clone + Send + Sync + 'static {
     /// The half that the pool belongs to.
@@ -37,15 +40,16 @@ pub trait Pool: Sealed + Clone + Send + Sync + 'static {
     /// A connection out of this pool, which its drop gives back.
     type Pinned: PoolConnection<Target = <Self::Mode as Mode>::Connection>;
 
-    /// Takes a connection. Waits for it as long as the pool's own settings allow; a blocking pool waits no longer than `limit`,
-    /// and an asynchronous one is dropped then. The future of a blocking pool is ready when it is first polled.
+    /// Takes a connection. Waits for it as long as the pool's own settings allow; a blocking pool
+    /// waits no longer than `limit`, and an asynchronous one is dropped then. The future of a
+    /// blocking pool is ready when it is first polled.
     fn check_out(
         &self,
         limit: Option<Duration>,
     ) -> impl Future<Output = Result<Self::Pinned>> + Send;
 
-    /// Whether the pool can spare one of its connections for a waiter, which then waits on the server. If not, it polls. A pool of
-    /// one spares none.
+    /// Whether the pool can spare one of its connections for a waiter, which then waits on the
+    /// server. If not, it polls. A pool of one spares none.
     fn can_spare(&self) -> bool;
 
     /// How many connections the pool could lend without opening one.
@@ -70,7 +74,8 @@ macro_rules! debug {
 }
 pub(crate) use debug;
 
-/// Takes a connection, and replaces those whose sessions are known to have ended: nothing was sent on them.
+/// Takes a connection, and replaces those whose sessions are known to have ended: nothing was sent
+/// on them.
 pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Result<P::Pinned> {
     loop {
         let mut conn = pool.check_out(limit).await?;
@@ -87,15 +92,16 @@ pub trait PoolConnection: Sealed + DerefMut + Send + 'static {
     fn discard(self);
 }
 
-/// What an operation over a pool `P` returns: a [`Result<T>`] over r2d2, and a future of it over deadpool
-/// and bb8.
+/// What an operation over a pool `P` returns: a [`Result<T>`] over r2d2, and a future of it over
+/// deadpool and bb8.
 pub type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, Result<T>>;
 
-/// The connection inside a pool `P`: `PgConnection` over r2d2, and `AsyncPgConnection` over deadpool and bb8.
+/// The connection inside a pool `P`: `PgConnection` over r2d2, and `AsyncPgConnection` over
+/// deadpool and bb8.
 pub type Connection<P> = <<P as Pool>::Mode as Mode>::Connection;
 
-/// A connection for a few statements. Its drop gives it back, unless a transaction was left open on it. If the reply to a statement
-/// was not read, that is waited for first.
+/// A connection for a few statements. Its drop gives it back, unless a transaction was left open on
+/// it. If the reply to a statement was not read, that is waited for first.
 pub(crate) struct Borrowed<P: Pool> {
     conn: Option<P::Pinned>,
     runtime: <P::Mode as Mode>::Runtime,
@@ -116,7 +122,8 @@ impl<P: Pool> Borrowed<P> {
         })
     }
 
-    /// The connection, on which something is about to be sent. Call [`note_reply`](Self::note_reply) once the reply was read.
+    /// The connection, on which something is about to be sent. Call
+    /// [`note_reply`](Self::note_reply) once the reply was read.
     pub(crate) fn conn(&mut self) -> &mut Connection<P> {
         // The worst, until then.
         self.is_busy = true;
@@ -170,7 +177,8 @@ impl<P: Pool> Drop for Borrowed<P> {
     }
 }
 
-/// Waits for the reply to the statement of a dropped future, so that the pool lends no connection whose server is silent.
+/// Waits for the reply to the statement of a dropped future, so that the pool lends no connection
+/// whose server is silent.
 async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
     let deadline = Some(Instant::now() + PATIENCE);
     let replied = P::Mode::within(deadline, borrowed.conn().batch("")).await;

@@ -33,8 +33,8 @@ use crate::session::{Session, is_unknown};
 use crate::statement::Statement;
 use crate::waiting::{self, Database, Turns, What};
 
-/// A limit of N units per period for each key, and [`burst`](Quota::burst) of them at once: never more than burst + N in a period, on
-/// all instances together, by the database's clock.
+/// A limit of N units per period for each key, and [`burst`](Quota::burst) of them at once: never
+/// more than burst + N in a period, on all instances together, by the database's clock.
 ///
 /// ```
 /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
@@ -55,19 +55,21 @@ use crate::waiting::{self, Database, Turns, What};
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// A key has a row from its first call on, until it is [pruned](Self::prune). A denial only reads. A changed quota applies from the
-/// key's next call on, and what the key owes is kept.
+/// A key has a row from its first call on, until it is [pruned](Self::prune). A denial only reads.
+/// A changed quota applies from the key's next call on, and what the key owes is kept.
 ///
-/// A grant commits asynchronously: a crash of the server may forget those of the last second, unless the limit is
-/// [`durable`](Self::durable). A check on a lent connection commits as its transaction does.
+/// A grant commits asynchronously: a crash of the server may forget those of the last second,
+/// unless the limit is [`durable`](Self::durable). A check on a lent connection commits as its
+/// transaction does.
 ///
-/// An operation that writes to a key waits for another transaction that has checked the key and has not ended. Over a pool it fails
-/// after 250 ms ([`Error::KeyLocked`]), so that a forgotten `BEGIN` on a busy key does not empty the pool.
+/// An operation that writes to a key waits for another transaction that has checked the key and has
+/// not ended. Over a pool it fails after 250 ms ([`Error::KeyLocked`]), so that a forgotten `BEGIN`
+/// on a busy key does not empty the pool.
 ///
 /// # Errors
 ///
-/// [`Error::Input`], also for a cost above the burst, [`Error::Pool`], [`Error::KeyLocked`], [`Error::NotInstalled`],
-/// [`Error::LentInTransaction`] and [`Error::Database`].
+/// [`Error::Input`], also for a cost above the burst, [`Error::Pool`], [`Error::KeyLocked`],
+/// [`Error::NotInstalled`], [`Error::LentInTransaction`] and [`Error::Database`].
 #[must_use = "a rate limit decides nothing until it is checked"]
 #[derive(Clone)]
 pub struct RateLimit<P: Pool> {
@@ -92,7 +94,8 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the limit of one caller, tenant or address. Each key has the quota for itself. A second key replaces the first.
+    /// Returns the limit of one caller, tenant or address. Each key has the quota for itself. A
+    /// second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Cow::Owned(input::show(key)),
@@ -116,13 +119,15 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the limit whose grants survive a crash of the server. Each then waits for a flush of the server's log.
+    /// Returns the limit whose grants survive a crash of the server. Each then waits for a flush of
+    /// the server's log.
     pub const fn durable(mut self) -> Self {
         self.is_durable = true;
         self
     }
 
-    /// Spends the units if they are there. One round trip, and three for a key's first call and for another quota.
+    /// Spends the units if they are there. One round trip, and three for a key's first call and for
+    /// another quota.
     pub fn check<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Check> {
         P::Mode::drive(
             self.subject()
@@ -130,8 +135,8 @@ impl<P: Pool> RateLimit<P> {
         )
     }
 
-    /// As [`check`](Self::check), in the transaction of a connection, which gives the units back if it is rolled back. All other
-    /// checks of the key wait until it has ended.
+    /// As [`check`](Self::check), in the transaction of a connection, which gives the units back if
+    /// it is rolled back. All other checks of the key wait until it has ended.
     pub fn check_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Check> {
         P::Mode::drive(
             self.subject()
@@ -139,11 +144,12 @@ impl<P: Pool> RateLimit<P> {
         )
     }
 
-    /// Waits until the units are there, and spends them: checks, pauses for `retry_after`, and checks again. Returns that it is
-    /// limited at once if the pause would end after `timeout`.
+    /// Waits until the units are there, and spends them: checks, pauses for `retry_after`, and
+    /// checks again. Returns that it is limited at once if the pause would end after `timeout`.
     ///
-    /// It holds no connection while it pauses, and reserves nothing, so a caller that gives up takes nothing. No order is
-    /// promised. Fails with [`Error::TimedOut`] if not even the first check had a reply in time.
+    /// It holds no connection while it pauses, and reserves nothing, so a caller that gives up
+    /// takes nothing. No order is promised. Fails with [`Error::TimedOut`] if not even the first
+    /// check had a reply in time.
     pub fn acquire_timeout<'a>(&'a self, pool: &'a P, timeout: Duration) -> Reply<'a, P, Check> {
         let deadline = Instant::now().checked_add(timeout);
         P::Mode::drive(
@@ -169,9 +175,9 @@ impl<P: Pool> RateLimit<P> {
         })
     }
 
-    /// Gives back units that a check of this key has spent, less what was refilled since: at most as many as it has spent, and each
-    /// once, also if this fails. Returns whether there was anything to give back: not if the key was reset, or its quota was
-    /// changed. One round trip.
+    /// Gives back units that a check of this key has spent, less what was refilled since: at most
+    /// as many as it has spent, and each once, also if this fails. Returns whether there was
+    /// anything to give back: not if the key was reset, or its quota was changed. One round trip.
     ///
     /// ```
     /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
@@ -214,7 +220,8 @@ impl<P: Pool> RateLimit<P> {
         })
     }
 
-    /// Deletes the keys, of all limits, that are full, and skips those in use. Returns how many. A round trip for each 10,000.
+    /// Deletes the keys, of all limits, that are full, and skips those in use. Returns how many. A
+    /// round trip for each 10,000.
     pub fn prune(pool: &P) -> Reply<'_, P, u64> {
         P::Mode::drive(in_batches(pool, sql::prune()))
     }
@@ -298,7 +305,8 @@ impl<P: Pool> RateLimit<P> {
         Ok(self.read(&call, row))
     }
 
-    /// Asks, and once more if the wait for another transaction was too long and that has ended since, as many do on a busy key.
+    /// Asks, and once more if the wait for another transaction was too long and that has ended
+    /// since, as many do on a busy key.
     async fn ask<T, U>(
         &self,
         pool: &P,
@@ -320,8 +328,9 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the error, unless it is worth to ask once more. Diesel has no kind for a wait that has timed out, so after an error
-    /// without a kind it is looked up whether the key is locked now.
+    /// Returns the error, unless it is worth to ask once more. Diesel has no kind for a wait that
+    /// has timed out, so after an error without a kind it is looked up whether the key is locked
+    /// now.
     async fn explain(&self, pool: &P, limit: Option<Duration>, error: Error) -> Result<()> {
         let cause = match error {
             Error::Database(cause) if is_unknown(&cause) => cause,
@@ -354,7 +363,8 @@ impl<P: Pool> RateLimit<P> {
             return Err(Error::input("a call costs at least one unit"));
         }
         let lead = quota.lead(self.cost).ok_or(Error::input(
-            "a call that costs more units than the burst of its quota is never allowed: split it, or raise the burst",
+            "a call that costs more units than the burst of its quota is never allowed: split it, \
+             or raise the burst",
         ))?;
         let (name, key, cost) = (self.name, &*self.key, self.cost);
         Ok((

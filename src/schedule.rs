@@ -35,7 +35,8 @@ use crate::lease::{Row, SHORTEST_KEPT};
 use crate::mode::{self, Mode};
 use crate::pool::{Pool, Reply, debug};
 
-/// No longer than this without a look, because another instance may have another idea of the schedule.
+/// No longer than this without a look, because another instance may have another idea of the
+/// schedule.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// The longest pause between two looks while another instance runs.
@@ -47,7 +48,8 @@ const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
 pub enum RunDue {
     /// A tick was run.
     Ran,
-    /// Nothing is due, or another instance runs it. When to look again: at once after the look that has made the schedule known.
+    /// Nothing is due, or another instance runs it. When to look again: at once after the look that
+    /// has made the schedule known.
     Later(Duration),
     /// The schedule is [paused](Schedule::pause).
     Paused,
@@ -57,15 +59,18 @@ pub enum RunDue {
 
 /// A schedule, each of whose ticks runs once, whichever instance gets it, and never two at a time.
 ///
-/// A tick is a time, and not the firing of a timer. `next` returns the first tick after a time: any cron crate does, and [`every`] does
-/// for a period. The database's clock says what is due. Ticks are whole microseconds. When a schedule is first seen, "now" is stored, so
-/// nothing of the past runs. A look is one round trip to the table `resource_control.schedule`, and a run two more, beside a renewal
-/// every third of the lease.
+/// A tick is a time, and not the firing of a timer. `next` returns the first tick after a time: any
+/// cron crate does, and [`every`] does for a period. The database's clock says what is due. Ticks
+/// are whole microseconds. When a schedule is first seen, "now" is stored, so nothing of the past
+/// runs. A look is one round trip to the table `resource_control.schedule`, and a run two more,
+/// beside a renewal every third of the lease.
 ///
-/// **A crash does not lose a tick.** A run holds a lease that renews itself. When its process dies, the lease expires, and another
-/// instance runs that tick again, with the next [attempt](Tick::attempt), three times at most ([`after_crash`](Self::after_crash)). A
-/// panic counts as a crash. An error is stored, and not tried again. A process that was suspended for longer than its lease may go on
-/// beside the next run: [`Tick::is_lost`] tells it, and a [`Fence`](crate::Fence) with [`Tick::fencing_token`] protects data from it.
+/// **A crash does not lose a tick.** A run holds a lease that renews itself. When its process dies,
+/// the lease expires, and another instance runs that tick again, with the next
+/// [attempt](Tick::attempt), three times at most ([`after_crash`](Self::after_crash)). A panic
+/// counts as a crash. An error is stored, and not tried again. A process that was suspended for
+/// longer than its lease may go on beside the next run: [`Tick::is_lost`] tells it, and a
+/// [`Fence`](crate::Fence) with [`Tick::fencing_token`] protects data from it.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -85,9 +90,10 @@ pub enum RunDue {
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, no attempt, or a `next` that does not go on;
-/// [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was lost while the work ran; [`Error::Pool`] and
-/// [`Error::Database`]. `run` tries again after the last three.
+/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, no attempt,
+/// or a `next` that does not go on; [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was
+/// lost while the work ran; [`Error::Pool`] and [`Error::Database`]. `run` tries again after the
+/// last three.
 #[must_use = "a schedule does nothing until it is run"]
 #[derive(Clone)]
 pub struct Schedule<P: Pool> {
@@ -107,7 +113,8 @@ enum Step<P: Pool> {
 }
 
 impl<P: Pool> Schedule<P> {
-    /// Makes a schedule by its name. A run whose process dies is run again after 30 seconds, and a tick three times at most.
+    /// Makes a schedule by its name. A run whose process dies is run again after 30 seconds, and a
+    /// tick three times at most.
     pub const fn named(name: &'static str) -> Self {
         Self {
             name,
@@ -128,8 +135,8 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it that is the session's
-    /// `application_name` and pid.
+    /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it
+    /// that is the session's `application_name` and pid.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -137,22 +144,25 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Sets what becomes of missed ticks. By default one run for all that were missed, of the latest.
+    /// Sets what becomes of missed ticks. By default one run for all that were missed, of the
+    /// latest.
     pub const fn catch_up(mut self, catch_up: CatchUp) -> Self {
         self.catch_up = catch_up;
         self
     }
 
-    /// Sets after what time the tick of a process that has died is run again, and how often it may run in all, because a tick that
-    /// kills its process would kill all. The lease is 3 seconds at least.
+    /// Sets after what time the tick of a process that has died is run again, and how often it may
+    /// run in all, because a tick that kills its process would kill all. The lease is 3 seconds at
+    /// least.
     pub const fn after_crash(mut self, lease: Duration, attempts: u16) -> Self {
         self.lease = lease;
         self.attempts = attempts as i32;
         self
     }
 
-    /// Pauses the schedule on all instances, also one that never ran. It takes no tick until it is [resumed](Self::resume); a run that
-    /// has begun ends. Returns whether it was not paused before. One round trip, an `INSERT … ON CONFLICT DO UPDATE`.
+    /// Pauses the schedule on all instances, also one that never ran. It takes no tick until it is
+    /// [resumed](Self::resume); a run that has begun ends. Returns whether it was not paused
+    /// before. One round trip, an `INSERT … ON CONFLICT DO UPDATE`.
     pub fn pause<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let (was_running, _) = ask(pool, None, [sql::pause(&self.checked_name()?)]).await?;
@@ -160,8 +170,9 @@ impl<P: Pool> Schedule<P> {
         })
     }
 
-    /// Resumes a schedule that was paused, which its instances see within five seconds. What was missed meanwhile goes by
-    /// [`catch_up`](Self::catch_up). Returns whether it was paused. One round trip, an `UPDATE`.
+    /// Resumes a schedule that was paused, which its instances see within five seconds. What was
+    /// missed meanwhile goes by [`catch_up`](Self::catch_up). Returns whether it was paused. One
+    /// round trip, an `UPDATE`.
     pub fn resume<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let (was_paused, _) = ask(pool, None, [sql::resume(&self.checked_name()?)]).await?;
@@ -169,7 +180,8 @@ impl<P: Pool> Schedule<P> {
         })
     }
 
-    /// Looks at the row, and takes the tick that is due. How its run ends is told then, and an error here.
+    /// Looks at the row, and takes the tick that is due. How its run ends is told then, and an
+    /// error here.
     async fn step(
         &self,
         pool: &P,
@@ -201,7 +213,8 @@ impl<P: Pool> Schedule<P> {
             return Ok(Step::Over(RunDue::Later(Duration::ZERO)));
         };
         if unanswered.is_orphan(token, claim) {
-            // Its own, of which no reply has come: as if it had not begun. A second time this changes nothing.
+            // Its own, of which no reply has come: as if it had not begun. A second time this
+            // changes nothing.
             let orphan = Row {
                 name: name.as_str().into(),
                 token,
@@ -221,14 +234,16 @@ impl<P: Pool> Schedule<P> {
         };
         let first = due::following(next, last).map_err(|error| self.name_it(error))?;
         if let Some(expires_at) = expires_at.filter(|expires_at| *expires_at > now) {
-            // Another instance runs, and takes a tick that is due by itself when it has ended. It may also die, or give its tick back.
+            // Another instance runs, and takes a tick that is due by itself when it has ended. It
+            // may also die, or give its tick back.
             let due = first.filter(|first| *first > now).unwrap_or(expires_at);
             return later(due.min(expires_at).min(now + WHILE_IT_RUNS));
         }
         let is_to_be_repeated =
             expires_at.is_some() && attempt < self.attempts && !self.catch_up.is_over(last, now);
         let (tick, missed) = match first {
-            // The run of the last tick has crashed, or was given back. The row knows what was missed before it.
+            // The run of the last tick has crashed, or was given back. The row knows what was
+            // missed before it.
             _ if is_to_be_repeated => (last, 0),
             None => return Ok(Step::Over(RunDue::Never)),
             Some(first) if first > now => return later(first),
@@ -259,7 +274,8 @@ impl<P: Pool> Schedule<P> {
         }
         Ok(match claimed? {
             Some((run, tick)) if !tick.is_lost() => Step::Run(run, tick),
-            // Another instance was faster, or the claim took longer than its lease. It is given back then.
+            // Another instance was faster, or the claim took longer than its lease. It is given
+            // back then.
             _ => Step::Over(RunDue::Later(Duration::from_millis(1))),
         })
     }
@@ -303,7 +319,8 @@ impl<P: Pool> Schedule<P> {
 
 #[cfg(feature = "r2d2")]
 impl Schedule<crate::pool::PgPool> {
-    /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns is stored.
+    /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns
+    /// is stored.
     pub fn run_due<E: fmt::Display>(
         &self,
         pool: &crate::pool::PgPool,
@@ -315,7 +332,8 @@ impl Schedule<crate::pool::PgPool> {
         self.look_blocking(pool, None, &mut taken.unanswered, &mut trouble, &next, work)
     }
 
-    /// Runs each tick that this instance gets, until it was stopped, or there is none any more. A stop lets the run end.
+    /// Runs each tick that this instance gets, until it was stopped, or there is none any more. A
+    /// stop lets the run end.
     pub fn run<E: fmt::Display>(
         &self,
         pool: &crate::pool::PgPool,
@@ -363,10 +381,11 @@ impl Schedule<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = mode::Async>> Schedule<P> {
-    /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns is stored.
+    /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns
+    /// is stored.
     ///
-    /// If this future is dropped, the tick is given back at once: another instance runs it, as the same attempt. The future of `work`
-    /// is dropped if the lease is lost.
+    /// If this future is dropped, the tick is given back at once: another instance runs it, as the
+    /// same attempt. The future of `work` is dropped if the lease is lost.
     pub fn run_due<'a, E, F>(
         &'a self,
         pool: &'a P,
@@ -385,7 +404,8 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
         })
     }
 
-    /// Runs each tick that this instance gets, until there is none any more. Drop the future to stop.
+    /// Runs each tick that this instance gets, until there is none any more. Drop the future to
+    /// stop.
     pub fn run<'a, E, F>(
         &'a self,
         pool: &'a P,
@@ -419,7 +439,8 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
         match self.step(pool, None, unanswered, trouble, &next).await? {
             Step::Over(look) => Ok(look),
             Step::Run(mut run, tick) => {
-                // Whether this work panics, and not another future of the same task, is told by the flag.
+                // Whether this work panics, and not another future of the same task, is told by the
+                // flag.
                 run.is_working = true;
                 let mut work = pin!(work(tick));
                 run.is_working = false;

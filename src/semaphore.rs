@@ -28,15 +28,17 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 
 /// At most N permits at a time for a service, among all programs that use the database.
 ///
-/// `P` is the pool of the program, for each of which there is an alias: [`Semaphore`](crate::Semaphore) for r2d2,
-/// `deadpool::Semaphore` and `bb8::Semaphore`. Operations return a [`Reply`]: over r2d2 they block and return a `Result`,
-/// over deadpool and bb8 they are futures of it.
+/// `P` is the pool of the program, for each of which there is an alias:
+/// [`Semaphore`](crate::Semaphore) for r2d2, `deadpool::Semaphore` and `bb8::Semaphore`. Operations
+/// return a [`Reply`]: over r2d2 they block and return a `Result`, over deadpool and bb8 they are
+/// futures of it.
 ///
 /// ```
 /// use std::time::Duration;
 /// use diesel_interlock::{Admission, Error, PgPool, Semaphore};
 ///
-/// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30)); // slots, timeout
+/// // Four slots, and a timeout.
+/// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
 ///
 /// fn geocode(pool: &PgPool, q: &str) -> Result<Option<String>, Error> {
 ///     let Admission::Admitted(permit) = GEOCODER.try_acquire(pool)? else {
@@ -56,25 +58,28 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 ///
 /// # Permits
 ///
-/// A permit is a row of `resource_control.service_request` with one of the slots 0 to N − 1, which the claim takes, the release
-/// completes, and which stays as a log until it is [pruned](Self::prune). A permit holds no connection. It ends when it is released,
-/// and otherwise after its timeout, by the clock of the database, so after a crash its slot is free again. A permit that must not end
-/// while its work goes on [renews itself](Self::keep_alive).
+/// A permit is a row of `resource_control.service_request` with one of the slots 0 to N − 1, which
+/// the claim takes, the release completes, and which stays as a log until it is
+/// [pruned](Self::prune). A permit holds no connection. It ends when it is released, and otherwise
+/// after its timeout, by the clock of the database, so after a crash its slot is free again. A
+/// permit that must not end while its work goes on [renews itself](Self::keep_alive).
 ///
-/// N may differ between programs and be lowered at any time. There are never more permits than the largest N in use, and no
-/// claim is granted while as many as *its* N are in flight.
+/// N may differ between programs and be lowered at any time. There are never more permits than the
+/// largest N in use, and no claim is granted while as many as *its* N are in flight.
 ///
 /// With one slot a semaphore is a lock that also works behind a pooler in transaction mode.
 ///
 /// # Waiting
 ///
-/// In a process only the oldest waiter of a service tries, every 5 to 100 ms and when the first permit expires. A release in this
-/// process wakes it at once. Waiters hold no connection between two tries. No order is promised.
+/// In a process only the oldest waiter of a service tries, every 5 to 100 ms and when the first
+/// permit expires. A release in this process wakes it at once. Waiters hold no connection between
+/// two tries. No order is promised.
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, no slot or more than 1,000, and a timeout under a microsecond or over 1,000 years;
-/// [`Error::Pool`] if the pool lends no connection; [`Error::NotInstalled`]; and [`Error::Database`].
+/// [`Error::Input`] for an invalid name, no slot or more than 1,000, and a timeout under a
+/// microsecond or over 1,000 years; [`Error::Pool`] if the pool lends no connection;
+/// [`Error::NotInstalled`]; and [`Error::Database`].
 #[must_use = "a semaphore admits nobody until a permit is acquired"]
 #[derive(Clone)]
 pub struct Semaphore<P: Pool> {
@@ -89,10 +94,11 @@ pub struct Semaphore<P: Pool> {
 }
 
 impl<P: Pool> Semaphore<P> {
-    /// Makes the semaphore of a service, which takes `slots` requests at a time. A permit that is neither released nor renewed ends
-    /// after `timeout`.
+    /// Makes the semaphore of a service, which takes `slots` requests at a time. A permit that is
+    /// neither released nor renewed ends after `timeout`.
     ///
-    /// A name that begins with `leader ` is refused, because those belong to [leaders](crate::leader::Leader).
+    /// A name that begins with `leader ` is refused, because those belong to
+    /// [leaders](crate::leader::Leader).
     pub const fn named(service: &'static str, slots: u32, timeout: Duration) -> Self {
         Self {
             subject: Subject {
@@ -133,10 +139,11 @@ impl<P: Pool> Semaphore<P> {
         self.subject
     }
 
-    /// Returns the semaphore of one thing under this name, such as a tenant. A second key replaces the first.
+    /// Returns the semaphore of one thing under this name, such as a tenant. A second key replaces
+    /// the first.
     ///
-    /// Its service is the name and the key, joined by a space, with `\` and the spaces in each of them escaped by `\`. So the key `b`
-    /// of `a` is the semaphore that is named `a b`.
+    /// Its service is the name and the key, joined by a space, with `\` and the spaces in each of
+    /// them escaped by `\`. So the key `b` of `a` is the semaphore that is named `a b`.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             service: Some(input::join([self.subject.name, &input::show(key)])),
@@ -144,7 +151,8 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
-    /// Returns the semaphore whose requests are logged with this: who makes them, and what for. At most 1,000 bytes; none by default.
+    /// Returns the semaphore whose requests are logged with this: who makes them, and what for. At
+    /// most 1,000 bytes; none by default.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -152,18 +160,22 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
-    /// Makes its permits renew themselves every third of their timeout for as long as they are held: each on a thread of its own
-    /// over r2d2, and in a task over deadpool and bb8. The timeout, 3 seconds at least, is then how long a crash keeps the slot.
+    /// Makes its permits renew themselves every third of their timeout for as long as they are
+    /// held: each on a thread of its own over r2d2, and in a task over deadpool and bb8. The
+    /// timeout, 3 seconds at least, is then how long a crash keeps the slot.
     ///
-    /// A renewal takes a connection of the pool. bb8 does not lend in the order of waiting, so leave it a connection to spare.
+    /// A renewal takes a connection of the pool. bb8 does not lend in the order of waiting, so
+    /// leave it a connection to spare.
     ///
-    /// A permit that cannot be renewed in time is [lost](Permit::is_lost) before the database lets another holder in.
+    /// A permit that cannot be renewed in time is [lost](Permit::is_lost) before the database lets
+    /// another holder in.
     ///
     /// ```
     /// use std::time::Duration;
     /// use diesel_interlock::{Error, PgPool, Semaphore};
     ///
-    /// static IMPORT: Semaphore = Semaphore::named("import", 1, Duration::from_secs(30)).keep_alive();
+    /// const LEASE: Duration = Duration::from_secs(30);
+    /// static IMPORT: Semaphore = Semaphore::named("import", 1, LEASE).keep_alive();
     ///
     /// fn import(pool: &PgPool, rows: &[&str]) -> Result<usize, Error> {
     ///     IMPORT.with(pool, |permit| {
@@ -184,8 +196,9 @@ impl<P: Pool> Semaphore<P> {
 
     /// Takes a permit if a slot is free, and never waits for one.
     ///
-    /// One round trip on a connection of the pool: `SELECT … FROM resource_control.claim_service_request($1, $2, $3, $4)`. If all
-    /// slots are taken it only reads.
+    /// One round trip on a connection of the pool: `SELECT … FROM
+    /// resource_control.claim_service_request($1, $2, $3, $4)`. If all slots are taken it only
+    /// reads.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Admission<Permit<P>>> {
         P::Mode::drive(self.subject.observe("try_acquire", self.claim(pool, None)))
     }
@@ -201,7 +214,8 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    /// Takes a permit, and [waits](Self#waiting) for at most `timeout`, the check-out of a connection included.
+    /// Takes a permit, and [waits](Self#waiting) for at most `timeout`, the check-out of a
+    /// connection included.
     ///
     /// Returns the last refusal after that, or [`Error::TimedOut`] if there was none.
     pub fn acquire_timeout<'a>(
@@ -215,10 +229,11 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    /// Completes the request of another process by its [token](Permit::fencing_token), if it is of this service. Returns whether it
-    /// was in flight. One round trip.
+    /// Completes the request of another process by its [token](Permit::fencing_token), if it is of
+    /// this service. Returns whether it was in flight. One round trip.
     ///
-    /// That process leaves its permit to this one with [`Permit::detach`], because a drop would complete the request.
+    /// That process leaves its permit to this one with [`Permit::detach`], because a drop would
+    /// complete the request.
     pub fn complete<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let complete = async {
@@ -235,8 +250,8 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    /// Extends the request of another process to its timeout from now, if it is of this service. Returns whether it was in flight.
-    /// One round trip.
+    /// Extends the request of another process to its timeout from now, if it is of this service.
+    /// Returns whether it was in flight. One round trip.
     pub fn renew<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let renew = async {
@@ -248,8 +263,8 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    /// Deletes the requests of all services that ended longer ago than `older_than` from the log, the oldest first and 10,000 in a
-    /// transaction. Returns how many.
+    /// Deletes the requests of all services that ended longer ago than `older_than` from the log,
+    /// the oldest first and 10,000 in a transaction. Returns how many.
     pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, u64> {
         P::Mode::drive(async move {
             if older_than > LONGEST {
@@ -365,7 +380,8 @@ impl<P: Pool> Semaphore<P> {
 impl Semaphore<crate::pool::PgPool> {
     /// [Acquires](Self::acquire) a permit, runs `work`, and releases it.
     ///
-    /// After an error of `work` the permit is released as by a drop. A permit that expired while `work` succeeded is an error.
+    /// After an error of `work` the permit is released as by a drop. A permit that expired while
+    /// `work` succeeded is an error.
     pub fn with<T, E: From<Error>>(
         &self,
         pool: &crate::pool::PgPool,
@@ -379,7 +395,8 @@ impl Semaphore<crate::pool::PgPool> {
 impl<P: Pool<Mode = crate::mode::Async>> Semaphore<P> {
     /// [Acquires](Self::acquire) a permit, runs `work`, and releases it.
     ///
-    /// After an error of `work` the permit is released as by a drop. A permit that expired while `work` succeeded is an error.
+    /// After an error of `work` the permit is released as by a drop. A permit that expired while
+    /// `work` succeeded is an error.
     pub async fn with<T, E: From<Error>>(
         &self,
         pool: &P,

@@ -43,21 +43,24 @@ pub trait Session: Send {
     /// The transaction on the connection, as far as Diesel knows. No round trip.
     fn transaction(&mut self) -> Transaction;
 
-    /// How many transactions are nested, as far as Diesel knows, and `u32::MAX` if the future of one was dropped half way.
+    /// How many transactions are nested, as far as Diesel knows, and `u32::MAX` if the future of
+    /// one was dropped half way.
     fn depth(&mut self) -> u32;
 
-    /// Marks the connection as broken, so that a pool closes it. On a blocking connection a later statement takes the mark back.
+    /// Marks the connection as broken, so that a pool closes it. On a blocking connection a later
+    /// statement takes the mark back.
     fn mark_broken(&mut self);
 
-    /// Whether the session is known to have ended. No round trip, and never known of a blocking one.
+    /// Whether the session is known to have ended. No round trip, and never known of a blocking
+    /// one.
     fn is_closed(&mut self) -> bool;
 
-    /// Whether the statement surely was not sent. Never known of an asynchronous session: diesel-async has one kind for all errors
-    /// of a connection.
+    /// Whether the statement surely was not sent. Never known of an asynchronous session:
+    /// diesel-async has one kind for all errors of a connection.
     fn was_not_sent(error: &DieselError) -> bool;
 
-    /// As [`one`](Self::one). Also returns whether a transaction is open that Diesel does not know of, where that can be told
-    /// without a round trip. The connection is then marked as broken.
+    /// As [`one`](Self::one). Also returns whether a transaction is open that Diesel does not know
+    /// of, where that can be told without a round trip. The connection is then marked as broken.
     fn probe<'c, T, U>(
         &'c mut self,
         statement: &Statement<T>,
@@ -84,10 +87,12 @@ pub trait Session: Send {
     fn rollback(&mut self) -> Self::Sent<'_, QueryResult<()>>;
 }
 
-/// The last words make it an error inside a transaction that plain SQL has opened and in which a query has run.
+/// The last words make it an error inside a transaction that plain SQL has opened and in which a
+/// query has run.
 const BEGIN: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED, NOT DEFERRABLE";
 
-/// Polls an operation once: on a blocking session it is then done, and on an asynchronous one its first message is sent.
+/// Polls an operation once: on a blocking session it is then done, and on an asynchronous one its
+/// first message is sent.
 pub(crate) fn poll_once<T>(operation: impl Future<Output = T>) -> Option<T> {
     match pin!(operation).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(value) => Some(value),

@@ -70,13 +70,29 @@ impl From<&str> for Bind {
 macro_rules! database {
     () => {
         "((pg_catalog.hashname(pg_catalog.current_database()) \
-         # pg_catalog.hashfloat8(pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()))) & 1048575)"
+         # pg_catalog.hashfloat8(\
+         pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()))) & 1048575)"
     };
 }
 pub(crate) use database;
 
-/// Lets the transaction wait for the disk, and for a standby if there is a synchronous one, also where the role's setting says
-/// otherwise: what is taken must not be forgotten by a crash. Null, or a text.
+/// Who attempts or runs it: the bind, or else the session.
+macro_rules! details {
+    ($bind:literal) => {
+        concat!(
+            "COALESCE(NULLIF(",
+            $bind,
+            ", ''), pg_catalog.concat_ws(' ', \
+             NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), \
+             'pid', pg_catalog.pg_backend_pid()))"
+        )
+    };
+}
+pub(crate) use details;
+
+/// Lets the transaction wait for the disk, and for a standby if there is a synchronous one, also
+/// where the role's setting says otherwise: what is taken must not be forgotten by a crash. Null,
+/// or a text.
 macro_rules! keep_commit {
     () => {
         "CASE WHEN pg_catalog.current_setting('synchronous_commit') IN ('off', 'local') \
@@ -106,8 +122,8 @@ impl<T> Statement<T> {
     }
 }
 
-/// A statement as Diesel takes it. It borrows the statement, because Diesel would compose the text of a
-/// reference from its pieces, three times per call.
+/// A statement as Diesel takes it. It borrows the statement, because Diesel would compose the text
+/// of a reference from its pieces, three times per call.
 pub(crate) struct Query<'s, T>(pub(crate) &'s Statement<T>);
 
 impl<T> QueryFragment<Pg> for Query<'_, T> {

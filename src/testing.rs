@@ -1,7 +1,8 @@
 //! Helpers for an application's own tests, on a real server.
 //!
-//! Each test has a [`Database`] of its own, so the locks, slots and throttles of tests that run at the same time do not meet. Time is
-//! not waited for, but moved, by a change of a row: see the functions. All take a pool, and return a future over deadpool and bb8.
+//! Each test has a [`Database`] of its own, so the locks, slots and throttles of tests that run at
+//! the same time do not meet. Time is not waited for, but moved, by a change of a row: see the
+//! functions. All take a pool, and return a future over deadpool and bb8.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -45,9 +46,10 @@ const LEFT_BEHIND: u64 = 3600;
 
 /// A database of a test's own: a copy of a template, which its drop removes.
 ///
-/// Nobody may be connected to the template while it is copied. Over deadpool and bb8 a task removes the database: await
-/// [`drain`](crate::drain) after the drop, because the runtime of `#[tokio::test]` ends with the test. A test whose process was
-/// killed, or whose runtime ended too soon, leaves the database behind, and another test drops it after an hour.
+/// Nobody may be connected to the template while it is copied. Over deadpool and bb8 a task removes
+/// the database: await [`drain`](crate::drain) after the drop, because the runtime of
+/// `#[tokio::test]` ends with the test. A test whose process was killed, or whose runtime ended too
+/// soon, leaves the database behind, and another test drops it after an hour.
 #[must_use = "the database is removed when the value is dropped"]
 pub struct Database<P: Pool> {
     name: String,
@@ -56,7 +58,8 @@ pub struct Database<P: Pool> {
 }
 
 impl<P: Pool> Database<P> {
-    /// Copies a template. The role of the pool, which is one of another database of the server, may create databases.
+    /// Copies a template. The role of the pool, which is one of another database of the server, may
+    /// create databases.
     pub fn from_template<'a>(pool: &'a P, template: &'a str) -> Reply<'a, P, Self> {
         const OLD: &str = "SELECT COALESCE(array_agg(d.datname::text), '{}') FROM pg_database AS d
             WHERE substring(d.datname FROM '^interlock_copy_([0-9]{10})_[0-9a-f]{16}$')::bigint < $1
@@ -131,10 +134,13 @@ async fn change<P: Pool>(
 
 /// Makes a throttle due, as if it had never been granted.
 pub fn make_due<'a, P: Pool>(throttle: &'a Throttle<P>, pool: &'a P) -> Reply<'a, P, ()> {
-    const KEY: &str = "WITH done AS (UPDATE resource_control.throttle SET last_granted = '-infinity', details = ''
+    const KEY: &str = "WITH done AS (
+            UPDATE resource_control.throttle SET last_granted = '-infinity', details = ''
             WHERE name = $1 AND key = $2 AND is_resource = ($3 = 1) RETURNING 1
         ) SELECT count(*) FROM done";
-    const RESOURCE: &str = "WITH done AS (UPDATE resource_control.throttled_resource SET last_locked = '-infinity', last_locker_details = ''
+    const RESOURCE: &str = "WITH done AS (
+            UPDATE resource_control.throttled_resource
+            SET last_locked = '-infinity', last_locker_details = ''
             WHERE resource_id::text = $1 RETURNING 1
         ) SELECT count(*) FROM done";
     P::Mode::drive(async move {
@@ -149,14 +155,17 @@ pub fn make_due<'a, P: Pool>(throttle: &'a Throttle<P>, pool: &'a P) -> Reply<'a
     })
 }
 
-/// Lets the requests in flight of a semaphore expire, as if their holders had crashed. Returns how many. A kept permit is lost.
+/// Lets the requests in flight of a semaphore expire, as if their holders had crashed. Returns how
+/// many. A kept permit is lost.
 pub fn expire<'a, P: Pool>(semaphore: &'a Semaphore<P>, pool: &'a P) -> Reply<'a, P, u64> {
     P::Mode::drive(expire_all(pool, semaphore))
 }
 
 async fn expire_all<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
-    const EXPIRE: &str = "WITH done AS (UPDATE resource_control.service_request SET expires_at = clock_timestamp()
-            WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL AND expires_at > clock_timestamp() RETURNING 1
+    const EXPIRE: &str = "WITH done AS (
+            UPDATE resource_control.service_request SET expires_at = clock_timestamp()
+            WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL
+                AND expires_at > clock_timestamp() RETURNING 1
         ) SELECT count(*) FROM done";
     change(pool, EXPIRE, [Bind::from(&*semaphore.service()?)]).await
 }
@@ -171,15 +180,16 @@ pub fn depose<'a, P: Pool>(leader: &'a Leader<P>, pool: &'a P) -> Reply<'a, P, b
     P::Mode::drive(async move { Ok(expire_all(pool, &leader.semaphore()).await? > 0) })
 }
 
-/// Moves the tick that a schedule ran last into the past, as if so much time had passed since: the tick after that is then due. Returns
-/// whether the schedule was ever looked at.
+/// Moves the tick that a schedule ran last into the past, as if so much time had passed since: the
+/// tick after that is then due. Returns whether the schedule was ever looked at.
 pub fn make_tick_due<'a, P: Pool>(
     schedule: &'a Schedule<P>,
     pool: &'a P,
     by: Duration,
 ) -> Reply<'a, P, bool> {
-    const DUE: &str = "WITH done AS (UPDATE resource_control.schedule SET tick = tick - $1 WHERE name = $2 RETURNING 1)
-        SELECT count(*) FROM done";
+    const DUE: &str = "WITH done AS (
+            UPDATE resource_control.schedule SET tick = tick - $1 WHERE name = $2 RETURNING 1
+        ) SELECT count(*) FROM done";
     P::Mode::drive(async move {
         let name = schedule.checked_name()?;
         Ok(change(pool, DUE, [interval(by).into(), name.into()]).await? > 0)

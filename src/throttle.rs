@@ -27,9 +27,11 @@ use crate::pool::{Connection, Pool, Reply, debug};
 ///
 /// There are two kinds:
 ///
-/// - [`Throttle::named`] needs no set-up: the program has the interval, and the database a row for each name and key.
-/// - [`Throttle::of`] attempts a resource that [`throttled_resources!`](crate::throttled_resources) declares: the database owns the
-///   intervals, where an operator may change them, and refuses a resource that it does not know.
+/// - [`Throttle::named`] needs no set-up: the program has the interval, and the database a row for
+///   each name and key.
+/// - [`Throttle::of`] attempts a resource that [`throttled_resources!`](crate::throttled_resources)
+///   declares: the database owns the intervals, where an operator may change them, and refuses a
+///   resource that it does not know.
 ///
 /// ```
 /// use std::time::Duration;
@@ -52,13 +54,13 @@ use crate::pool::{Connection, Pool, Reply, debug};
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// An attempt never waits: while another transaction takes the throttle, it is denied at once. A denial only reads. The interval is
-/// elapsed time, between a microsecond and 1,000 years.
+/// An attempt never waits: while another transaction takes the throttle, it is denied at once. A
+/// denial only reads. The interval is elapsed time, between a microsecond and 1,000 years.
 ///
 /// # Errors
 ///
-/// [`Error::Input`], [`Error::Pool`], [`Error::NotDeclared`] for a resource without a row, [`Error::NotInstalled`],
-/// [`Error::LentInTransaction`] and [`Error::Database`].
+/// [`Error::Input`], [`Error::Pool`], [`Error::NotDeclared`] for a resource without a row,
+/// [`Error::NotInstalled`], [`Error::LentInTransaction`] and [`Error::Database`].
 #[must_use = "a throttle decides nothing until it is attempted"]
 #[derive(Clone)]
 pub struct Throttle<P: Pool> {
@@ -91,8 +93,8 @@ impl<P: Pool> Throttle<P> {
         }
     }
 
-    /// Returns the throttle of one tenant, user or address. Each key is granted for itself, and has a row until it is
-    /// [pruned](Self::prune). A second key replaces the first.
+    /// Returns the throttle of one tenant, user or address. Each key is granted for itself, and has
+    /// a row until it is [pruned](Self::prune). A second key replaces the first.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Cow::Owned(input::show(key)),
@@ -100,8 +102,8 @@ impl<P: Pool> Throttle<P> {
         }
     }
 
-    /// Returns the throttle with a note of who attempts it, for those who are denied and for operators. Without one it is the
-    /// session's `application_name` and pid.
+    /// Returns the throttle with a note of who attempts it, for those who are denied and for
+    /// operators. Without one it is the session's `application_name` and pid.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -111,7 +113,8 @@ impl<P: Pool> Throttle<P> {
 
     /// Takes the throttle if it is due. The grant is committed when this returns.
     ///
-    /// One round trip, an `UPDATE` that skips a row that is locked or not due; two for the first attempt of a key.
+    /// One round trip, an `UPDATE` that skips a row that is locked or not due; two for the first
+    /// attempt of a key.
     pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().observe("attempt", async move {
             let (row, _) = ask(pool, None, self.statements()?).await?;
@@ -119,16 +122,16 @@ impl<P: Pool> Throttle<P> {
         }))
     }
 
-    /// As [`attempt`](Self::attempt), in the transaction of a connection. All others are denied until it ends, and it is due if it
-    /// is rolled back.
+    /// As [`attempt`](Self::attempt), in the transaction of a connection. All others are denied
+    /// until it ends, and it is due if it is rolled back.
     pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().observe("attempt_on", async move {
             self.decide(ask_lent(conn, &self.statements()?).await?)
         }))
     }
 
-    /// Deletes the keys, of all throttles, that have been due for as long as their interval, and skips those in use. Returns how
-    /// many. A round trip for each 10,000.
+    /// Deletes the keys, of all throttles, that have been due for as long as their interval, and
+    /// skips those in use. Returns how many. A round trip for each 10,000.
     pub fn prune(pool: &P) -> Reply<'_, P, u64> {
         P::Mode::drive(in_batches(pool, sql::prune()))
     }
@@ -139,7 +142,8 @@ impl<P: Pool> Throttle<P> {
         (self.name, &self.key, self.every.is_none())
     }
 
-    /// One for a resource without a key. Otherwise one for a key that has a row, and one for a key that has none.
+    /// One for a resource without a key. Otherwise one for a key that has a row, and one for a key
+    /// that has none.
     fn statements(&self) -> Result<Vec<sql::Attempt>> {
         input::name(self.name)?;
         input::text(&self.key)?;
@@ -177,7 +181,8 @@ impl<P: Pool> Throttle<P> {
 
 #[cfg(feature = "r2d2")]
 impl Throttle<crate::pool::PgPool> {
-    /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is spent also if `work` fails.
+    /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is
+    /// spent also if `work` fails.
     pub fn run<T, E: From<Error>>(
         &self,
         pool: &crate::pool::PgPool,
@@ -192,7 +197,8 @@ impl Throttle<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Throttle<P> {
-    /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is spent also if `work` fails.
+    /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is
+    /// spent also if `work` fails.
     pub async fn run<T, E: From<Error>>(
         &self,
         pool: &P,

@@ -7,9 +7,9 @@ use crate::error::{Error, Result};
 use crate::mode;
 use crate::session::{Session, Transaction, is_unknown, poll_once_quietly};
 
-/// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls it back: on an asynchronous session
-/// the rollback is queued behind what was sent, and the connection is marked as broken, because diesel-async does not learn that
-/// the transaction has ended.
+/// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls it
+/// back: on an asynchronous session the rollback is queued behind what was sent, and the connection
+/// is marked as broken, because diesel-async does not learn that the transaction has ended.
 pub(crate) struct Own<'c, S: Session> {
     pub(crate) conn: &'c mut S,
     depth: u32,
@@ -25,8 +25,8 @@ pub(crate) fn refusal(transaction: Transaction) -> Error {
     }
 }
 
-/// Why a `BEGIN` has failed. Inside a transaction that plain SQL has opened it has aborted that one, which only its owner can end, so
-/// a pool must close the connection.
+/// Why a `BEGIN` has failed. Inside a transaction that plain SQL has opened it has aborted that
+/// one, which only its owner can end, so a pool must close the connection.
 async fn not_begun<S: Session>(conn: &mut S, error: DieselError) -> Error {
     let is_outside = conn.transaction() == Transaction::None;
     match classify(conn, error).await {
@@ -80,8 +80,9 @@ impl<'c, S: Session> Own<'c, S> {
         })
     }
 
-    /// Commits after `Ok`, and rolls back after `Err`. One that was nested in it and is still open, as after a caught panic, is
-    /// rolled back with it, because Diesel would commit that one instead.
+    /// Commits after `Ok`, and rolls back after `Err`. One that was nested in it and is still open,
+    /// as after a caught panic, is rolled back with it, because Diesel would commit that one
+    /// instead.
     pub(crate) async fn end<T, E: From<Error>>(mut self, outcome: Result<T, E>) -> Result<T, E> {
         let depth = self.conn.depth();
         if depth != self.depth {
@@ -105,7 +106,8 @@ impl<'c, S: Session> Own<'c, S> {
             (Ok(_), Err(error)) => {
                 let may_be_open = is_unknown(&error) && self.depth == 1;
                 let error = classify(self.conn, error).await;
-                // A COMMIT that was cancelled before it began has not ended the transaction, which diesel-async believes.
+                // A COMMIT that was cancelled before it began has not ended the transaction, which
+                // diesel-async believes.
                 if may_be_open && self.conn.batch("ROLLBACK").await.is_err() {
                     self.conn.mark_broken();
                 }

@@ -1,16 +1,18 @@
 //! The one wait: for locks, slots and units.
 //!
-//! The first try is made at once. Those of this process who were refused stand in a queue, in the order in which they came: one for
-//! each thing that is waited for in each database. Only the oldest does something, on a connection that it holds only meanwhile;
-//! all others sleep.
+//! The first try is made at once. Those of this process who were refused stand in a queue, in the
+//! order in which they came: one for each thing that is waited for in each database. Only the
+//! oldest does something, on a connection that it holds only meanwhile; all others sleep.
 //!
-//! - For a session lock it waits on the server, where processes take turns, if the pool can spare a connection for that. If the
-//!   pool cannot, it polls.
-//! - For a slot of a semaphore it polls, at the hint of the refusal, because no queue on the server outlives a transaction.
+//! - For a session lock it waits on the server, where processes take turns, if the pool can spare a
+//!   connection for that. If the pool cannot, it polls.
+//! - For a slot of a semaphore it polls, at the hint of the refusal, because no queue on the server
+//!   outlives a transaction.
 //! - For units of a rate limit it sleeps until they are refilled.
 //!
-//! A release in this process wakes the oldest at once. The oldest may be a future that nobody polls, or its pool may be empty. So
-//! the n-th tries, too, after about n − 1 seconds. No order is promised.
+//! A release in this process wakes the oldest at once. The oldest may be a future that nobody
+//! polls, or its pool may be empty. So the n-th tries, too, after about n − 1 seconds. No order is
+//! promised.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,9 +23,9 @@ use crate::alarm::{Alarm, jitter, lock};
 use crate::key::LockId;
 use crate::mode::Mode;
 
-/// How long the oldest waits on the server at a time. A waiter holds a snapshot, for which a `CREATE INDEX CONCURRENTLY` of the
-/// holder waits: a deadlock, unless the slice is shorter than `deadlock_timeout`. A session whose future was dropped waits on
-/// until the end of its slice.
+/// How long the oldest waits on the server at a time. A waiter holds a snapshot, for which a
+/// `CREATE INDEX CONCURRENTLY` of the holder waits: a deadlock, unless the slice is shorter than
+/// `deadlock_timeout`. A session whose future was dropped waits on until the end of its slice.
 const SLICE: Duration = Duration::from_millis(200);
 /// The pauses of the oldest where it polls.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
@@ -39,8 +41,8 @@ pub(crate) enum What {
     Units(&'static str, Arc<str>),
 }
 
-/// A database, as its refusals and replies tell it by [`database!`](crate::statement::database). Two of them may be equal by chance,
-/// which costs time and no correctness.
+/// A database, as its refusals and replies tell it by [`database!`](crate::statement::database).
+/// Two of them may be equal by chance, which costs time and no correctness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Database(pub(crate) i32);
 
@@ -56,9 +58,10 @@ struct Queue {
 /// The queues of each thing, one for each database.
 type Queues = HashMap<What, Vec<Queue>>;
 
-/// The share of this process in slots, for which processes have no queue on the server. A release wakes a waiter of this process at
-/// once, while those of others poll. So a process that has lived on its own releases for a span leaves what is free to the others for
-/// as long as one of their polls takes. If none of them takes it, the next span is longer.
+/// The share of this process in slots, for which processes have no queue on the server. A release
+/// wakes a waiter of this process at once, while those of others poll. So a process that has lived
+/// on its own releases for a span leaves what is free to the others for as long as one of their
+/// polls takes. If none of them takes it, the next span is longer.
 #[derive(Debug)]
 struct Share {
     since: Option<Instant>,
@@ -108,7 +111,8 @@ static QUEUES: LazyLock<Mutex<Queues>> = LazyLock::new(Mutex::default);
 /// The number of things, which spares those who need no queue a look.
 static NUMBER: AtomicUsize = AtomicUsize::new(0);
 
-/// Something was released in this process: in each database the oldest who waits for it tries at once.
+/// Something was released in this process: in each database the oldest who waits for it tries at
+/// once.
 pub(crate) fn wake_oldest(what: &What) {
     if NUMBER.load(Ordering::SeqCst) > 0 {
         let now = Instant::now();
@@ -127,8 +131,8 @@ pub(crate) fn wake_oldest(what: &What) {
     }
 }
 
-/// Waits while this process leaves the slots of a service to others, and a moment more, so that the oldest tries before this newcomer,
-/// and does not take its grant for one of another process.
+/// Waits while this process leaves the slots of a service to others, and a moment more, so that the
+/// oldest tries before this newcomer, and does not take its grant for one of another process.
 pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Instant>) {
     if NUMBER.load(Ordering::SeqCst) == 0 {
         return;
@@ -158,7 +162,8 @@ pub(crate) struct Turns {
     pause: Duration,
     /// What the server has said about the next try.
     retry_after: Option<Duration>,
-    /// How long the quickest refusal took: a round trip, or two if the statement was prepared first.
+    /// How long the quickest refusal took: a round trip, or two if the statement was prepared
+    /// first.
     trip: Duration,
     place: Option<Place>,
     /// Whether any try was refused, and not only cut off by the deadline.
@@ -199,7 +204,8 @@ impl Turns {
         }
     }
 
-    /// The server has refused this, to a statement that was sent then. Joins the queue, unless it stands in it.
+    /// The server has refused this, to a statement that was sent then. Joins the queue, unless it
+    /// stands in it.
     pub(crate) fn note_refusal(&mut self, what: What, database: Database, sent: Instant) {
         // The shortest, because a reply may have waited for others.
         self.trip = if self.was_refused {
@@ -271,14 +277,15 @@ impl Turns {
         self.was_refused
     }
 
-    /// Whether there is no time for another reply: the deadline is within two and a half round trips.
+    /// Whether there is no time for another reply: the deadline is within two and a half round
+    /// trips.
     pub(crate) fn is_over(&self) -> bool {
         let end = Instant::now() + self.trip.mul_f64(2.5);
         self.deadline.is_some_and(|deadline| deadline <= end)
     }
 
-    /// Sleeps until it is time for the next try: at once before the first. Returns `false` once the deadline is too close, but never
-    /// before the first try.
+    /// Sleeps until it is time for the next try: at once before the first. Returns `false` once the
+    /// deadline is too close, but never before the first try.
     pub(crate) async fn next<M: Mode>(&mut self) -> bool {
         if self.began.is_some() {
             let alarm = self.postpone();
@@ -309,7 +316,8 @@ impl Turns {
         self.retry_after = Some(Duration::ZERO);
     }
 
-    /// The next try is useless before that. If it is long, those behind this one go first, who may want less.
+    /// The next try is useless before that. If it is long, those behind this one go first, who may
+    /// want less.
     pub(crate) fn not_before(&mut self, retry_after: Duration) {
         self.retry_after = Some(retry_after);
         if let (Some(place), true) = (&self.place, retry_after > SECOND) {
@@ -352,8 +360,8 @@ impl Turns {
         place.alarm.clone()
     }
 
-    /// The next one is then the oldest, and tries at once. Also if this one was granted what it waited for, because the next one
-    /// then waits on the server, or finds another slot.
+    /// The next one is then the oldest, and tries at once. Also if this one was granted what it
+    /// waited for, because the next one then waits on the server, or finds another slot.
     fn leave(&mut self) {
         let Some(place) = self.place.take() else {
             return;
@@ -373,7 +381,8 @@ impl Turns {
                     if index == 0 {
                         share.note_try(Instant::now(), false);
                     }
-                    // Those behind it have come nearer. Each is told when it is the 1st, 2nd, 3rd, 5th, 9th …, which is soon enough.
+                    // Those behind it have come nearer. Each is told when it is the 1st, 2nd, 3rd,
+                    // 5th, 9th …, which is soon enough.
                     let told = [0].into_iter().chain((0..).map(|n| 1 << n));
                     let told = told.take_while(|i| *i < queue.len());
                     nearer.extend(told.filter(|i| *i >= index).map(|i| (i, queue[i].clone())));

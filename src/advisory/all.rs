@@ -10,7 +10,8 @@ use crate::key::{LockId, LockKey};
 use crate::pool::Pool;
 use crate::waiting::Database;
 
-/// The server keeps all locks of all sessions in a table of a fixed size, which has room for some thousands.
+/// The server keeps all locks of all sessions in a table of a fixed size, which has room for some
+/// thousands.
 const MOST: usize = 1000;
 
 /// # Several locks
@@ -33,15 +34,17 @@ impl<P: Pool> AdvisoryLock<P> {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// It is used as a single one is, with as many round trips. One statement takes the locks in the order of their numbers; at the
-    /// first that is busy it stops, and releases the others. A waiter waits only for the lock that was busy, holds none meanwhile, and
-    /// then tries all, so callers do not deadlock, in any order in which they name the locks.
+    /// It is used as a single one is, with as many round trips. One statement takes the locks in
+    /// the order of their numbers; at the first that is busy it stops, and releases the others. A
+    /// waiter waits only for the lock that was busy, holds none meanwhile, and then tries all, so
+    /// callers do not deadlock, in any order in which they name the locks.
     ///
-    /// In a transaction, a wait holds the locks before the busy one in that order, which does not deadlock among such callers. A
-    /// savepoint gives them back, so `try_acquire_xact` and `acquire_xact_timeout` take two round trips more.
+    /// In a transaction, a wait holds the locks before the busy one in that order, which does not
+    /// deadlock among such callers. A savepoint gives them back, so `try_acquire_xact` and
+    /// `acquire_xact_timeout` take two round trips more.
     ///
-    /// A lock that is given twice is taken once, exclusively unless both are shared. To use none, or more than 1,000, is an
-    /// [`Error::Input`].
+    /// A lock that is given twice is taken once, exclusively unless both are shared. To use none,
+    /// or more than 1,000, is an [`Error::Input`].
     pub fn all<'l>(locks: impl IntoIterator<Item = &'l Self>) -> Self
     where
         P: 'l,
@@ -89,7 +92,8 @@ impl<P: Pool> AdvisoryLock<P> {
     }
 }
 
-/// The locks that an operation takes: one, or several in the order of their numbers. There is at least one.
+/// The locks that an operation takes: one, or several in the order of their numbers. There is at
+/// least one.
 #[derive(Debug, Clone)]
 pub(crate) struct Locks(pub(super) Arc<[Lock]>);
 
@@ -111,8 +115,8 @@ impl Busy {
         Self { place, ..self }
     }
 
-    /// Reads the reply to a try: the pid of the session that has taken all now. A refusal is below 0, and has the place of the busy one
-    /// in its last ten bits, and the database in those before.
+    /// Reads the reply to a try: the pid of the session that has taken all now. A refusal is below
+    /// 0, and has the place of the busy one in its last ten bits, and the database in those before.
     pub(super) fn read(reply: Option<i32>) -> Result<Result<i32, Self>> {
         let refusal = match reply {
             Some(0) => return Err(Error::Standby),
@@ -175,7 +179,8 @@ impl Locks {
         self.0.iter().map(|lock| lock.id)
     }
 
-    /// The name and number of one that was not held, after this reply to [`release`](Self::release).
+    /// The name and number of one that was not held, after this reply to
+    /// [`release`](Self::release).
     pub(super) fn name_lost(&self, reply: i32) -> String {
         let place = usize::try_from(reply.unsigned_abs()).unwrap_or_default();
         self.at(place).key.to_string()

@@ -9,13 +9,14 @@ use crate::pool::{Connection, Pool, Reply, debug};
 
 /// A held session lock, or several, with the pooled connection whose session holds it.
 ///
-/// A drop releases the lock, and gives the connection back if the server confirms that. Over r2d2 the drop waits for the server;
-/// over deadpool and bb8 it leaves the release to a task of the runtime on which the lock was taken.
-/// [`release`](Self::release) does the same, and returns what went wrong.
+/// A drop releases the lock, and gives the connection back if the server confirms that. Over r2d2
+/// the drop waits for the server; over deadpool and bb8 it leaves the release to a task of the
+/// runtime on which the lock was taken. [`release`](Self::release) does the same, and returns what
+/// went wrong.
 ///
-/// If the session ends (a killed backend, a restarted server), the lock is free at once, while the work goes on without
-/// protection: [`is_held`](Self::is_held) asks, [`release`](Self::release) reports it, and a [`Fence`](crate::Fence) protects
-/// data of the database.
+/// If the session ends (a killed backend, a restarted server), the lock is free at once, while the
+/// work goes on without protection: [`is_held`](Self::is_held) asks, [`release`](Self::release)
+/// reports it, and a [`Fence`](crate::Fence) protects data of the database.
 #[must_use = "if unused, the lock is released at once"]
 pub struct AdvisoryLockGuard<P: Pool>(Holder<Pooled<P>>);
 
@@ -25,8 +26,8 @@ impl<P: Pool> AdvisoryLockGuard<P> {
         Self(holder)
     }
 
-    /// Lends the connection whose session holds the lock, for any statements. A transaction on it must have ended before the
-    /// release.
+    /// Lends the connection whose session holds the lock, for any statements. A transaction on it
+    /// must have ended before the release.
     pub fn conn(&mut self) -> &mut Connection<P> {
         self.0.conn()
     }
@@ -46,19 +47,20 @@ impl<P: Pool> AdvisoryLockGuard<P> {
         P::Mode::drive(self.0.is_held())
     }
 
-    /// Draws a number that is larger than those of all earlier holders, for a [`Fence`](crate::Fence). One round trip, to a
-    /// sequence of the schema `resource_control`.
+    /// Draws a number that is larger than those of all earlier holders, for a
+    /// [`Fence`](crate::Fence). One round trip, to a sequence of the schema `resource_control`.
     ///
-    /// Fails with [`Error::NotInstalled`] without that schema, [`Error::LockLost`] if the session has ended, and
-    /// [`Error::SessionMoved`] behind a pooler in transaction mode.
+    /// Fails with [`Error::NotInstalled`] without that schema, [`Error::LockLost`] if the session
+    /// has ended, and [`Error::SessionMoved`] behind a pooler in transaction mode.
     pub fn fencing_token(&mut self) -> Reply<'_, P, i64> {
         P::Mode::drive(self.0.fencing_token())
     }
 
     /// Releases the lock, and gives the connection back to the pool. One round trip.
     ///
-    /// The lock is free after an error, too, which says what was wrong with the work under it: [`Error::LockLost`],
-    /// [`Error::TransactionLeftOpen`], [`Error::SessionMoved`], or [`Error::ReleaseFailed`].
+    /// The lock is free after an error, too, which says what was wrong with the work under it:
+    /// [`Error::LockLost`], [`Error::TransactionLeftOpen`], [`Error::SessionMoved`], or
+    /// [`Error::ReleaseFailed`].
     pub fn release(mut self) -> Reply<'static, P, ()> {
         P::Mode::drive(async move { self.0.release_and_report("release").await })
     }
@@ -68,7 +70,8 @@ impl<P: Pool> AdvisoryLockGuard<P> {
 impl AdvisoryLockGuard<crate::pool::PgPool> {
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
     ///
-    /// After an error of `work` the lock is released as by a drop. A lock that was lost while `work` succeeded is an error.
+    /// After an error of `work` the lock is released as by a drop. A lock that was lost while
+    /// `work` succeeded is an error.
     pub fn run<T, E: From<Error>>(
         mut self,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
@@ -83,7 +86,8 @@ impl AdvisoryLockGuard<crate::pool::PgPool> {
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLockGuard<P> {
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
     ///
-    /// After an error of `work` the lock is released as by a drop. A lock that was lost while `work` succeeded is an error.
+    /// After an error of `work` the lock is released as by a drop. A lock that was lost while
+    /// `work` succeeded is an error.
     pub async fn run<T, E: From<Error>>(
         mut self,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,

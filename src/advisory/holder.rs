@@ -1,5 +1,5 @@
-//! Who holds locks: a connection, what its session may hold, and what a drop does about it. **The one place where the connection of a
-//! lock is discarded.**
+//! Who holds locks: a connection, what its session may hold, and what a drop does about it. **The
+//! one place where the connection of a lock is discarded.**
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,8 @@ use crate::session::{Session, Transaction, has_ended, poll_once_quietly};
 use crate::transaction::refusal;
 use crate::waiting::{self, Turns, What};
 
-/// A connection, and the locks that its session may hold. Its drop releases them, as the [`Owner`] of the connection does.
+/// A connection, and the locks that its session may hold. Its drop releases them, as the [`Owner`]
+/// of the connection does.
 pub(crate) struct Holder<C: Owner>(
     /// `None` once the drop has it.
     Option<(C, Held)>,
@@ -117,7 +118,8 @@ impl<C: Owner> Holder<C> {
         self.held().locks.clone()
     }
 
-    /// Tries once, and then waits on the server if it is this one's turn and it may. Returns whether it holds the locks then.
+    /// Tries once, and then waits on the server if it is this one's turn and it may. Returns
+    /// whether it holds the locks then.
     pub(super) async fn attempt(
         &mut self,
         turns: Option<&mut Turns>,
@@ -181,7 +183,8 @@ impl<C: Owner> Holder<C> {
                 turns.note_wait();
                 sql::read_wait()
             }
-            // The session's own `statement_timeout` was shorter, or the role may not use plpgsql. So it pauses.
+            // The session's own `statement_timeout` was shorter, or the role may not use plpgsql.
+            // So it pauses.
             Err(_) => locks.only(busy).is_held(),
         };
         let (granted,): (Option<i32>,) = self.conn().one(&ask).await?;
@@ -259,7 +262,8 @@ impl<C: Owner> Holder<C> {
     /// Releases the locks, and tells their end.
     pub(super) async fn release_and_report(&mut self, operation: &'static str) -> Result<()> {
         let began = Instant::now();
-        // If this future is dropped, what its drop tells would be wrong: the lock may be unlocked already.
+        // If this future is dropped, what its drop tells would be wrong: the lock may be unlocked
+        // already.
         let since = self.held().since.take();
         let released = self.release().await;
         self.held().report_end(operation, began, since, &released);
@@ -388,8 +392,9 @@ impl<P: Pool> Owner for Pooled<P> {
     }
 }
 
-/// Releases what a dropped guard or try holds, behind whatever still runs on its connection. Without a reply in time the connection is
-/// closed: the server then ends what runs, and frees what is held.
+/// Releases what a dropped guard or try holds, behind whatever still runs on its connection.
+/// Without a reply in time the connection is closed: the server then ends what runs, and frees what
+/// is held.
 async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     let (began, deadline) = (Instant::now(), Some(Instant::now() + PATIENCE));
     let Holds::Locks(_) = holds else {
@@ -411,7 +416,8 @@ async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     );
 }
 
-/// A connection that a caller lends, which cannot be discarded. So a session that surely cannot release what it may hold is ended.
+/// A connection that a caller lends, which cannot be discarded. So a session that surely cannot
+/// release what it may hold is ended.
 impl<S: Session> Owner for &mut S {
     type Session = S;
 
@@ -419,7 +425,8 @@ impl<S: Session> Owner for &mut S {
         self
     }
 
-    /// A blocking session replies at once, and an asynchronous one runs what is sent behind what was sent before.
+    /// A blocking session replies at once, and an asynchronous one runs what is sent behind what
+    /// was sent before.
     fn leave(self, mut held: Held) {
         let began = Instant::now();
         let (release, pid) = match held.holds {

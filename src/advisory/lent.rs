@@ -26,11 +26,12 @@ const LONG: Duration = Duration::from_secs(5);
 
 #[cfg(feature = "r2d2")]
 impl AdvisoryLock<PgPool> {
-    /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
-    /// releases it.
+    /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others
+    /// hold it, runs `work`, and releases it.
     ///
-    /// Two round trips beside those of `work` if it is free. For a connection that is not out of a pool. A lock that cannot be
-    /// released ends the session. Fails as [`release`](super::AdvisoryLockGuard::release) does, too.
+    /// Two round trips beside those of `work` if it is free. For a connection that is not out of a
+    /// pool. A lock that cannot be released ends the session. Fails as
+    /// [`release`](super::AdvisoryLockGuard::release) does, too.
     pub fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -40,7 +41,8 @@ impl AdvisoryLock<PgPool> {
         Ok(run.acquired().ok_or(Error::TimedOut)?)
     }
 
-    /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for it.
+    /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for
+    /// it.
     pub fn try_with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -52,11 +54,12 @@ impl AdvisoryLock<PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
-    /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others hold it, runs `work`, and
-    /// releases it.
+    /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others
+    /// hold it, runs `work`, and releases it.
     ///
-    /// Two round trips beside those of `work` if it is free. For a connection that is not out of a pool. A lock that cannot be
-    /// released ends the session. Fails as [`release`](super::AdvisoryLockGuard::release) does, too. If the future is dropped, the
+    /// Two round trips beside those of `work` if it is free. For a connection that is not out of a
+    /// pool. A lock that cannot be released ends the session. Fails as
+    /// [`release`](super::AdvisoryLockGuard::release) does, too. If the future is dropped, the
     /// unlock is queued behind what was sent.
     pub async fn with_on<T, E: From<Error>>(
         &self,
@@ -67,7 +70,8 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
         Ok(run.acquired().ok_or(Error::TimedOut)?)
     }
 
-    /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for it.
+    /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for
+    /// it.
     pub async fn try_with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,
@@ -98,7 +102,8 @@ impl<P: Pool> AdvisoryLock<P> {
 pub(crate) enum Waits {
     Never,
     OnTheServer,
-    /// Only by tries, which disturb no `CREATE INDEX CONCURRENTLY` of the holder under any `lock_timeout`.
+    /// Only by tries, which disturb no `CREATE INDEX CONCURRENTLY` of the holder under any
+    /// `lock_timeout`.
     #[cfg(feature = "migrations")]
     Polling,
 }

@@ -19,20 +19,22 @@ pub(crate) struct Lock {
 
 pub(super) type Ask = Statement<(Nullable<Integer>,)>;
 
-/// Ends the session with this pid, which frees what it holds, and no other: a pooler may run this on a session of somebody else. In an
-/// aborted transaction nothing runs except the roll-back.
+/// Ends the session with this pid, which frees what it holds, and no other: a pooler may run this
+/// on a session of somebody else. In an aborted transaction nothing runs except the roll-back.
 pub(super) fn end_session(pid: i32) -> String {
     format!(
-        "ROLLBACK; SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} THEN pg_catalog.pg_terminate_backend({pid}) END"
+        "ROLLBACK; SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} \
+         THEN pg_catalog.pg_terminate_backend({pid}) END"
     )
 }
 
-/// A condition that is never true. It lets the server look every second whether its client is still there, for the transaction
-/// (`true`) or the session (`false`), so that a lock does not outlive its process while a statement runs. The server reads it at
-/// the next message.
+/// A condition that is never true. It lets the server look every second whether its client is still
+/// there, for the transaction (`true`) or the session (`false`), so that a lock does not outlive
+/// its process while a statement runs. The server reads it at the next message.
 ///
-/// A value that an operator has set stays. Servers that cannot notice a client's end refuse the setting, for example those on Windows,
-/// and of PostgreSQL 14 all except those on Linux. So it is set only where it is known to be accepted.
+/// A value that an operator has set stays. Servers that cannot notice a client's end refuse the
+/// setting, for example those on Windows, and of PostgreSQL 14 all except those on Linux. So it is
+/// set only where it is known to be accepted.
 macro_rules! notice_client {
     ($is_local:literal) => {
         concat!(
@@ -47,8 +49,8 @@ macro_rules! notice_client {
 }
 pub(crate) use notice_client;
 
-/// The texts of a statement for each [kind](Lock::kind) of lock, given how the statement calls a function
-/// of the lock, whose number is `$1`.
+/// The texts of a statement for each [kind](Lock::kind) of lock, given how the statement calls a
+/// function of the lock, whose number is `$1`.
 fn texts(text: impl Fn(&dyn Fn(&str) -> String) -> String) -> [String; 4] {
     const BIGINT: &str = "$1";
     const PAIR: &str = "($1 >> 32)::int, ($1 << 32 >> 32)::int";
@@ -87,21 +89,23 @@ static RELEASE: LazyLock<[String; 4]> = LazyLock::new(|| {
 static TRY_XACT: LazyLock<[String; 4]> = LazyLock::new(|| {
     texts(|call| {
         format!(
-            "SELECT CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' \
-             THEN '-2147483648'::int WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN {} THEN 0 \
-             WHEN {} THEN 1 END",
+            "SELECT CASE \
+             WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' \
+             THEN '-2147483648'::int \
+             WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN {} THEN 0 WHEN {} THEN 1 END",
             notice_client!("true"),
             call("pg_try_advisory_xact_lock")
         )
     })
 });
 
-/// The pid of the session if its last wait was granted the lock, which is then forgotten. Volatile, so that no pooler sends it to a
-/// standby.
+/// The pid of the session if its last wait was granted the lock, which is then forgotten. Volatile,
+/// so that no pooler sends it to a standby.
 pub(super) fn read_wait() -> Ask {
-    const WAITED: &str = "SELECT CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = 'granted' \
-                          THEN CASE WHEN pg_catalog.set_config('diesel_interlock.waited', '', false) = '' \
-                          THEN pg_catalog.pg_backend_pid() END END";
+    const WAITED: &str = "SELECT \
+         CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = 'granted' THEN \
+         CASE WHEN pg_catalog.set_config('diesel_interlock.waited', '', false) = '' \
+         THEN pg_catalog.pg_backend_pid() END END";
     Statement::new(WAITED, [])
 }
 
@@ -134,21 +138,21 @@ impl Lock {
         }
     }
 
-    /// Takes a session lock if it is free: the pid of the session, 0 on a standby, and the refusal of
-    /// [`Busy`](super::all::Busy).
+    /// Takes a session lock if it is free: the pid of the session, 0 on a standby, and the refusal
+    /// of [`Busy`](super::all::Busy).
     pub(super) fn take(&self) -> Ask {
         Statement::new(TAKE[self.kind()].as_str(), [self.number().into()])
     }
 
-    /// Releases a session lock if this is the session that took it: whether it was held, and null on
-    /// another session.
+    /// Releases a session lock if this is the session that took it: whether it was held, and null
+    /// on another session.
     pub(super) fn release(&self, pid: i32) -> Ask {
         let binds = [self.number().into(), pid.into()];
         Statement::new(RELEASE[self.kind()].as_str(), binds)
     }
 
-    /// Takes a transaction lock if it is free: 1, 0 on a standby, [`REPEATABLE_READ`], and null if it is
-    /// taken.
+    /// Takes a transaction lock if it is free: 1, 0 on a standby, [`REPEATABLE_READ`], and null if
+    /// it is taken.
     pub(super) fn try_xact(&self) -> Ask {
         Statement::new(TRY_XACT[self.kind()].as_str(), [self.number().into()])
     }
@@ -158,34 +162,38 @@ impl Lock {
         format!("SELECT {}", self.call("pg_advisory_xact_lock"))
     }
 
-    /// As [`xact`](Self::xact), for a time, after which the transaction is as usable as before. A shorter `lock_timeout` of the
-    /// session's own is an error, as in any other statement.
+    /// As [`xact`](Self::xact), for a time, after which the transaction is as usable as before. A
+    /// shorter `lock_timeout` of the session's own is an error, as in any other statement.
     pub(super) fn xact_within(&self, limit: Duration) -> String {
         let call = self.call("pg_advisory_xact_lock");
         let milliseconds = milliseconds(limit);
         format!(
             "DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); \
-             own CONSTANT int := (SELECT setting FROM pg_catalog.pg_settings WHERE name = 'lock_timeout'); BEGIN \
-             IF own BETWEEN 1 AND {milliseconds} THEN PERFORM {call}; RETURN; END IF; \
-             BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); PERFORM {call}; \
-             PERFORM pg_catalog.set_config('lock_timeout', before, true); \
+             own CONSTANT int := \
+             (SELECT setting FROM pg_catalog.pg_settings WHERE name = 'lock_timeout'); \
+             BEGIN IF own BETWEEN 1 AND {milliseconds} THEN PERFORM {call}; RETURN; END IF; \
+             BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); \
+             PERFORM {call}; PERFORM pg_catalog.set_config('lock_timeout', before, true); \
              EXCEPTION WHEN lock_not_available THEN NULL; END; END $$"
         )
     }
 
-    /// Waits for a session lock for a time, and notes in the session whether it was granted, also at the last moment.
+    /// Waits for a session lock for a time, and notes in the session whether it was granted, also
+    /// at the last moment.
     ///
-    /// `lock_timeout` is restored in any case: by hand, or with the subtransaction that PostgreSQL rolls back. A subtransaction
-    /// does not give back a session lock. The note of an earlier wait is cleared before the subtransaction, which would restore it.
+    /// `lock_timeout` is restored in any case: by hand, or with the subtransaction that PostgreSQL
+    /// rolls back. A subtransaction does not give back a session lock. The note of an earlier wait
+    /// is cleared before the subtransaction, which would restore it.
     pub(super) fn wait(&self, limit: Duration) -> String {
         let (call, held) = (self.call("pg_advisory_lock"), self.held_here());
         let milliseconds = milliseconds(limit);
         let note = "PERFORM pg_catalog.set_config('diesel_interlock.waited', 'granted', false);";
         format!(
             "DO $$ DECLARE before pg_catalog.text := pg_catalog.current_setting('lock_timeout'); \
-             cleared pg_catalog.text := pg_catalog.set_config('diesel_interlock.waited', '', false); BEGIN \
-             PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); PERFORM {call}; \
-             PERFORM pg_catalog.set_config('lock_timeout', before, true); {note} \
+             cleared pg_catalog.text := \
+             pg_catalog.set_config('diesel_interlock.waited', '', false); \
+             BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{milliseconds}', true); \
+             PERFORM {call}; PERFORM pg_catalog.set_config('lock_timeout', before, true); {note} \
              EXCEPTION WHEN lock_not_available THEN IF {held} THEN {note} END IF; END $$"
         )
     }
@@ -202,7 +210,8 @@ impl Lock {
         format!("SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} THEN {call} END")
     }
 
-    /// A call of a function in a message without parameters. In quotes, because the least number is none without its sign.
+    /// A call of a function in a message without parameters. In quotes, because the least number is
+    /// none without its sign.
     fn call(&self, function: &str) -> String {
         let shared = if self.is_shared { "_shared" } else { "" };
         match self.id {
@@ -222,9 +231,10 @@ impl Lock {
             "ExclusiveLock"
         };
         format!(
-            "EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' AND l.granted AND l.mode = '{mode}' \
-             AND l.pid = pg_catalog.pg_backend_pid() \
-             AND l.classid = '{classid}'::pg_catalog.oid AND l.objid = '{objid}'::pg_catalog.oid AND l.objsubid = {objsubid})"
+            "EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' \
+             AND l.granted AND l.mode = '{mode}' AND l.pid = pg_catalog.pg_backend_pid() \
+             AND l.classid = '{classid}'::pg_catalog.oid AND l.objid = '{objid}'::pg_catalog.oid \
+             AND l.objsubid = {objsubid})"
         )
     }
 

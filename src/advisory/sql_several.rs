@@ -1,12 +1,13 @@
-//! The statements of several locks. A single one has its own for `take`, `release` and `try_xact`. Both reply alike:
+//! The statements of several locks. A single one has its own for `take`, `release` and `try_xact`.
+//! Both reply alike:
 //!
-//! | Statement | All | Not all | Otherwise |
-//! |---|---|---|---|
-//! | `take`, `take_others`, `try_xact` | the pid of the session | the refusal of [`Busy`]; null for a single transaction lock | 0 on a standby, [`REPEATABLE_READ`](super::sql::REPEATABLE_READ) |
-//! | `release` | 1 | −the place of one that was not held | null on another session |
-//! | `is_held` | the pid of the session | null | |
-//! | `undo` | not null | null if none was held | |
-//! | `token` | a token and the pid | null and the pid | another pid on another session |
+//! - `take`, `take_others`, `try_xact`: the pid of the session if all were taken; otherwise the
+//!   refusal of [`Busy`], and null for a single transaction lock; 0 on a standby, and
+//!   [`REPEATABLE_READ`](super::sql::REPEATABLE_READ).
+//! - `release`: 1 if all were held, −the place of one that was not, and null on another session.
+//! - `is_held`: the pid of the session if it holds all, and otherwise null.
+//! - `undo`: null if none was held.
+//! - `token`: a token, and null if not all are held; and the pid of the session.
 //!
 //! A place counts from 0, in the order of [`Locks`].
 
@@ -35,24 +36,38 @@ macro_rules! by_column {
     };
 }
 
-/// The rows of `pg_locks` where this session holds one of the locks.
-const HELD_HERE: &str = "FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) \
-     JOIN pg_catalog.pg_locks AS l ON l.locktype = 'advisory' AND l.granted AND l.pid = pg_catalog.pg_backend_pid() \
-     AND l.mode = CASE kind % 2 WHEN 0 THEN 'ExclusiveLock' ELSE 'ShareLock' END AND l.objsubid = 1 + kind / 2 \
-     AND l.classid = ((number >> 32) & 4294967295)::pg_catalog.oid AND l.objid = (number & 4294967295)::pg_catalog.oid";
+/// The rows of `pg_locks` for the columns `kind` and `number`, where a session holds the lock.
+macro_rules! join_locks {
+    () => {
+        "JOIN pg_catalog.pg_locks AS l ON l.locktype = 'advisory' AND l.granted \
+         AND l.objsubid = 1 + kind / 2 \
+         AND l.classid = ((number >> 32) & 4294967295)::pg_catalog.oid \
+         AND l.objid = (number & 4294967295)::pg_catalog.oid"
+    };
+}
 
-/// Takes one lock after the other, and stops at the first that is busy. Then it goes back, and gives up those that it has passed.
-/// Returns the pid of the session if all were taken, and otherwise the refusal.
+/// The rows of `pg_locks` where this session holds one of the locks.
+const HELD_HERE: &str = concat!(
+    "FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) ",
+    join_locks!(),
+    " AND l.pid = pg_catalog.pg_backend_pid() \
+     AND l.mode = CASE kind % 2 WHEN 0 THEN 'ExclusiveLock' ELSE 'ShareLock' END"
+);
+
+/// Takes one lock after the other, and stops at the first that is busy. Then it goes back, and
+/// gives up those that it has passed. Returns the pid of the session if all were taken, and
+/// otherwise the refusal.
 ///
-/// It is certain that nothing is taken that is not wanted, because each step is made of the one row of the last one, and nothing
-/// of a recursion is moved, merged or repeated by the planner.
+/// It is certain that nothing is taken that is not wanted, because each step is made of the one row
+/// of the last one, and nothing of a recursion is moved, merged or repeated by the planner.
 fn steps(refusal: &str, take: &str, give_up: &str) -> String {
     format!(
         "WITH RECURSIVE step (place, is_forward, is_done) AS ( \
          SELECT $1::int, {refusal} IS NULL, true \
          UNION ALL \
          SELECT place, is_forward, CASE WHEN is_forward THEN {take} ELSE {give_up} END FROM ( \
-         SELECT place, is_forward, ($2::bigint[])[place] AS kind, ($3::bigint[])[place] AS number FROM ( \
+         SELECT place, is_forward, \
+         ($2::bigint[])[place] AS kind, ($3::bigint[])[place] AS number FROM ( \
          SELECT CASE WHEN is_forward AND is_done THEN place + 1 ELSE place - 1 END AS place, \
          is_forward AND is_done AS is_forward FROM step) AS next \
          WHERE place BETWEEN 1 AND pg_catalog.cardinality($2)) AS key) \
@@ -78,8 +93,8 @@ static TAKE: LazyLock<String> = LazyLock::new(|| {
 static TRY_XACT: LazyLock<String> = LazyLock::new(|| {
     steps(
         concat!(
-            "CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' THEN '-2147483648'::int \
-             WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ",
+            "CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' \
+             THEN '-2147483648'::int WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ",
             notice_client!("true"),
             " THEN 0 END"
         ),
@@ -90,7 +105,8 @@ static TRY_XACT: LazyLock<String> = LazyLock::new(|| {
 
 static IS_HELD: LazyLock<String> = LazyLock::new(|| {
     format!(
-        "SELECT CASE WHEN pg_catalog.count(*) = pg_catalog.cardinality($1) THEN pg_catalog.max(l.pid) END {HELD_HERE}"
+        "SELECT CASE WHEN pg_catalog.count(*) = pg_catalog.cardinality($1) \
+         THEN pg_catalog.max(l.pid) END {HELD_HERE}"
     )
 });
 
@@ -101,14 +117,15 @@ static UNDO: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
-/// A sequence alone does not make its commit wait for the log, so a crash of the server could give the number again. A message in the log
-/// does.
+/// A sequence alone does not make its commit wait for the log, so a crash of the server could give
+/// the number again. A message in the log does.
 static TOKEN: LazyLock<String> = LazyLock::new(|| {
     format!(
-        "SELECT CASE WHEN (SELECT pg_catalog.count(*) {HELD_HERE}) = pg_catalog.cardinality($1) AND pg_catalog.pg_backend_pid() = $3 \
-         THEN CASE WHEN {} IS DISTINCT FROM '' \
-         AND pg_catalog.pg_logical_emit_message(true, 'diesel_interlock', ''::pg_catalog.text) IS NOT NULL \
-         THEN resource_control.next_token('resource_control.fencing_token') END END, pg_catalog.pg_backend_pid()",
+        "SELECT CASE WHEN (SELECT pg_catalog.count(*) {HELD_HERE}) = pg_catalog.cardinality($1) \
+         AND pg_catalog.pg_backend_pid() = $3 THEN CASE WHEN {} IS DISTINCT FROM '' AND \
+         pg_catalog.pg_logical_emit_message(true, 'diesel_interlock', ''::pg_catalog.text) \
+         IS NOT NULL THEN resource_control.next_token('resource_control.fencing_token') END END, \
+         pg_catalog.pg_backend_pid()",
         keep_commit!()
     )
 });
@@ -122,7 +139,8 @@ impl Locks {
         }
     }
 
-    /// As [`take`](Self::take), where this one is held already. It, too, is given up if another one is busy.
+    /// As [`take`](Self::take), where this one is held already. It, too, is given up if another one
+    /// is busy.
     pub(super) fn take_others(&self, held: Busy) -> Ask {
         let mut order = vec![self.get(held).clone()];
         let others = self.0.iter().filter(|lock| lock.id != order[0].id).cloned();
@@ -130,14 +148,16 @@ impl Locks {
         Statement::new(TAKE.as_str(), binds(1, &order))
     }
 
-    /// Releases all session locks if this is the session that took them. Returns 1, the place of one that was not held, from 0
-    /// on downwards, and null on another session.
+    /// Releases all session locks if this is the session that took them. Returns 1, the place of
+    /// one that was not held, from 0 on downwards, and null on another session.
     pub(super) fn release(&self, pid: i32) -> Ask {
         const RELEASE: &str = concat!(
             "SELECT CASE WHEN pg_catalog.count(*) > 0 \
-             THEN (1 - COALESCE(pg_catalog.min(place) FILTER (WHERE NOT was_held), 0))::int END FROM (SELECT place, ",
+             THEN (1 - COALESCE(pg_catalog.min(place) FILTER (WHERE NOT was_held), 0))::int END \
+             FROM (SELECT place, ",
             by_column!("pg_advisory_unlock"),
-            " AS was_held FROM unnest($1::bigint[], $2::bigint[]) WITH ORDINALITY AS key (kind, number, place) \
+            " AS was_held FROM \
+             unnest($1::bigint[], $2::bigint[]) WITH ORDINALITY AS key (kind, number, place) \
              WHERE pg_catalog.pg_backend_pid() = $3) AS released"
         );
         match &*self.0 {
@@ -158,14 +178,18 @@ impl Locks {
 
     /// A session that holds one of them.
     pub(super) fn holder(&self) -> Ask {
-        const HOLDER: &str = "SELECT pg_catalog.min(l.pid) FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) \
-             JOIN pg_catalog.pg_locks AS l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 + kind / 2 \
-             AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) \
-             AND l.classid = ((number >> 32) & 4294967295)::pg_catalog.oid AND l.objid = (number & 4294967295)::pg_catalog.oid";
+        const HOLDER: &str = concat!(
+            "SELECT pg_catalog.min(l.pid) \
+             FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) ",
+            join_locks!(),
+            " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d \
+             WHERE d.datname = pg_catalog.current_database())"
+        );
         Statement::new(HOLDER, columns(&self.0))
     }
 
-    /// Draws a fencing token if this is the session with this pid and holds all. Also returns the pid of the session.
+    /// Draws a fencing token if this is the session with this pid and holds all. Also returns the
+    /// pid of the session.
     pub(super) fn token(&self, pid: i32) -> Statement<(Nullable<BigInt>, Integer)> {
         Statement::new(
             TOKEN.as_str(),

@@ -16,23 +16,27 @@ use crate::transaction::{Own, refusal};
 
 /// # Transaction locks
 ///
-/// The surrounding transaction holds the lock until it ends, or is rolled back to a savepoint before it. There is no guard, and it
-/// works behind a pooler in transaction mode.
+/// The surrounding transaction holds the lock until it ends, or is rolled back to a savepoint
+/// before it. There is no guard, and it works behind a pooler in transaction mode.
 ///
-/// A wait is the server's own, in the order of arrival and under its deadlock detection, and the session's `statement_timeout`
-/// and `lock_timeout` apply to it. If its future is dropped, the connection is marked as broken, and the server ends the wait
-/// within a second after the pool has closed it. So it is if the future of a try for [several locks](Self::all) is dropped.
+/// A wait is the server's own, in the order of arrival and under its deadlock detection, and the
+/// session's `statement_timeout` and `lock_timeout` apply to it. If its future is dropped, the
+/// connection is marked as broken, and the server ends the wait within a second after the pool has
+/// closed it. So it is if the future of a try for [several locks](Self::all) is dropped.
 ///
-/// Use READ COMMITTED: at REPEATABLE READ the work would not see what the last holder committed, so that is an error, and at
-/// SERIALIZABLE PostgreSQL fails all but one holder with a serialization failure.
+/// Use READ COMMITTED: at REPEATABLE READ the work would not see what the last holder committed, so
+/// that is an error, and at SERIALIZABLE PostgreSQL fails all but one holder with a serialization
+/// failure.
 ///
-/// They fail with [`Error::OutsideTransaction`], [`Error::RepeatableRead`], [`Error::Standby`], [`Error::Input`] and
-/// [`Error::Database`]. [`transaction`](Self::transaction) fails with [`Error::InsideTransaction`] instead of the first, and with
-/// [`Error::TransactionEnded`] where work has ended it by plain SQL, which diesel-async does not see.
+/// They fail with [`Error::OutsideTransaction`], [`Error::RepeatableRead`], [`Error::Standby`],
+/// [`Error::Input`] and [`Error::Database`]. [`transaction`](Self::transaction) fails with
+/// [`Error::InsideTransaction`] instead of the first, and with [`Error::TransactionEnded`] where
+/// work has ended it by plain SQL, which diesel-async does not see.
 impl<P: Pool> AdvisoryLock<P> {
     /// Takes the lock until the transaction ends, if it is free, and never waits for it.
     ///
-    /// One round trip: `SELECT pg_try_advisory_xact_lock($1)`, with checks of the isolation level and for a standby.
+    /// One round trip: `SELECT pg_try_advisory_xact_lock($1)`, with checks of the isolation level
+    /// and for a standby.
     pub fn try_acquire_xact<'a>(
         &'a self,
         conn: &'a mut Connection<P>,
@@ -55,8 +59,8 @@ impl<P: Pool> AdvisoryLock<P> {
         })
     }
 
-    /// Takes the lock until the transaction ends, and waits for at most `timeout`. After [`Attempt::Busy`] the transaction is as
-    /// usable as before.
+    /// Takes the lock until the transaction ends, and waits for at most `timeout`. After
+    /// [`Attempt::Busy`] the transaction is as usable as before.
     ///
     /// One round trip if it is free, and otherwise two more.
     pub fn acquire_xact_timeout<'a>(
@@ -167,9 +171,10 @@ impl<S: Session> Drop for Pending<'_, S> {
 
 #[cfg(feature = "r2d2")]
 impl AdvisoryLock<crate::pool::PgPool> {
-    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics.
-    /// Inside the transaction of a test it is a savepoint, and inside another one [`Error::InsideTransaction`]. Three round trips
-    /// beside those of `work` if the lock is free.
+    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls
+    /// back if `work` fails or panics. Inside the transaction of a test it is a savepoint, and
+    /// inside another one [`Error::InsideTransaction`]. Three round trips beside those of `work` if
+    /// the lock is free.
     ///
     /// ```
     /// use diesel::prelude::*;
@@ -195,9 +200,10 @@ impl AdvisoryLock<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = mode::Async>> AdvisoryLock<P> {
-    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls back if `work` fails or panics, or
-    /// the future is dropped. Inside the transaction of a test it is a savepoint, and inside another one
-    /// [`Error::InsideTransaction`]. Three round trips beside those of `work` if the lock is free.
+    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls
+    /// back if `work` fails or panics, or the future is dropped. Inside the transaction of a test
+    /// it is a savepoint, and inside another one [`Error::InsideTransaction`]. Three round trips
+    /// beside those of `work` if the lock is free.
     pub async fn transaction<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

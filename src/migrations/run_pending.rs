@@ -24,19 +24,20 @@ use crate::transaction::refusal;
 const LOCK: &str = "diesel_interlock migrations";
 
 /// Whether Diesel's table is where Diesel would create it: in the first schema of the search path.
-const HAS_TABLE: &str = "SELECT pg_catalog.to_regclass(pg_catalog.format('%I.__diesel_schema_migrations', \
-     pg_catalog.current_schema())) IS NOT NULL";
+const HAS_TABLE: &str = "SELECT pg_catalog.to_regclass(pg_catalog.format(\
+     '%I.__diesel_schema_migrations', pg_catalog.current_schema())) IS NOT NULL";
 
 /// Whether it has all these versions.
-const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v WHERE NOT EXISTS (SELECT \
-     FROM __diesel_schema_migrations AS m WHERE m.version OPERATOR(pg_catalog.=) v))";
+const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v \
+     WHERE NOT EXISTS (SELECT FROM __diesel_schema_migrations AS m \
+     WHERE m.version OPERATOR(pg_catalog.=) v))";
 
 /// What migrations run on: a `&mut PgConnection`, or an `AsyncPgConnection` by value.
 #[diagnostic::on_unimplemented(
     message = "migrations do not run on `{Self}`",
     label = "neither a `&mut PgConnection` nor an `AsyncPgConnection`",
-    note = "of a pooled blocking connection lend the one inside, `&mut *conn`; an asynchronous one is given by value: \
-            `AsyncPgConnection::establish(url).await?`"
+    note = "of a pooled blocking connection lend the one inside, `&mut *conn`; an asynchronous one \
+         is given by value: `AsyncPgConnection::establish(url).await?`"
 )]
 pub trait Target<M>: Sealed {
     /// What [`run_pending`] returns: the versions that it ran, or a future of them.
@@ -51,25 +52,28 @@ impl Sealed for &mut diesel::PgConnection {}
 #[cfg(feature = "async")]
 impl Sealed for diesel_async::AsyncPgConnection {}
 
-/// Runs the pending migrations of an application, once although many instances start at the same time. Returns the versions that it
-/// ran.
+/// Runs the pending migrations of an application, once although many instances start at the same
+/// time. Returns the versions that it ran.
 ///
-/// `conn` is a `&mut PgConnection`, or an `AsyncPgConnection` by value, for which a future is returned. Connect directly, not through a
-/// pooler in transaction mode: the lock is a session lock, so that migrations without a transaction, such as `CREATE INDEX
-/// CONCURRENTLY`, run under it, too.
+/// `conn` is a `&mut PgConnection`, or an `AsyncPgConnection` by value, for which a future is
+/// returned. Connect directly, not through a pooler in transaction mode: the lock is a session
+/// lock, so that migrations without a transaction, such as `CREATE INDEX CONCURRENTLY`, run under
+/// it, too.
 ///
-/// Diesel runs them, with its table `__diesel_schema_migrations` in the first schema of the search path: with a schema per tenant, each
-/// tenant has its own. If nothing is pending, there are two round trips and no lock, and the role needs no right but to read that
-/// table. Otherwise the others wait without a timeout, and then find nothing pending. A wait of more than five seconds is logged as a
-/// warning, with the pid of the session that is waited for.
+/// Diesel runs them, with its table `__diesel_schema_migrations` in the first schema of the search
+/// path: with a schema per tenant, each tenant has its own. If nothing is pending, there are two
+/// round trips and no lock, and the role needs no right but to read that table. Otherwise the
+/// others wait without a timeout, and then find nothing pending. A wait of more than five seconds
+/// is logged as a warning, with the pid of the session that is waited for.
 ///
-/// If the future is dropped, the migrations that have begun run to their end, on a thread of tokio's `spawn_blocking`.
+/// If the future is dropped, the migrations that have begun run to their end, on a thread of
+/// tokio's `spawn_blocking`.
 ///
 /// # Errors
 ///
-/// [`Error::ApplicationMigration`] with the database's reason: the migrations before it stay applied. [`Error::EqualVersions`] before
-/// anything is sent, [`Error::InsideTransaction`], [`Error::SessionMoved`] if a pooler in transaction mode is in between, and
-/// [`Error::Database`].
+/// [`Error::ApplicationMigration`] with the database's reason: the migrations before it stay
+/// applied. [`Error::EqualVersions`] before anything is sent, [`Error::InsideTransaction`],
+/// [`Error::SessionMoved`] if a pooler in transaction mode is in between, and [`Error::Database`].
 ///
 /// ```
 /// use diesel_interlock::migrations;
@@ -77,9 +81,11 @@ impl Sealed for diesel_async::AsyncPgConnection {}
 ///
 /// # let database = workbench::Database::new();
 /// # let conn = &mut database.connect();
-/// # let directory = std::env::temp_dir().join(format!("interlock-run-pending-{}", std::process::id()));
+/// # let name = format!("interlock-run-pending-{}", std::process::id());
+/// # let directory = std::env::temp_dir().join(name);
 /// # std::fs::create_dir_all(directory.join("2026-01-01-000000_users"))?;
-/// # std::fs::write(directory.join("2026-01-01-000000_users/up.sql"), "CREATE TABLE users (id int)")?;
+/// # let up = directory.join("2026-01-01-000000_users/up.sql");
+/// # std::fs::write(up, "CREATE TABLE users (id int)")?;
 /// let own = FileBasedMigrations::from_path(&directory)?; // or embed_migrations!()
 /// let ran = migrations::run_pending(conn, own)?;
 /// # assert_eq!(ran, ["20260101000000"]);
@@ -124,8 +130,8 @@ impl<M: MigrationSource<Pg> + Send + 'static> Target<M> for diesel_async::AsyncP
     }
 }
 
-/// Diesel's harness needs a blocking connection that has no lifetime, so the connection travels to a thread and back. Wherever it is
-/// dropped, its session ends, which frees the lock.
+/// Diesel's harness needs a blocking connection that has no lifetime, so the connection travels to
+/// a thread and back. Wherever it is dropped, its session ends, which frees the lock.
 #[cfg(feature = "async")]
 async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
     mut conn: diesel_async::AsyncPgConnection,
@@ -174,8 +180,8 @@ fn run(
     Ok(ran.iter().map(ToString::to_string).collect())
 }
 
-/// Whether nothing is pending. Diesel's own look first creates its table if it does not exist, which PostgreSQL refuses to a role
-/// that may not create tables even if it exists.
+/// Whether nothing is pending. Diesel's own look first creates its table if it does not exist,
+/// which PostgreSQL refuses to a role that may not create tables even if it exists.
 async fn is_up_to_date<S: Session>(session: &mut S, versions: Vec<String>) -> Result<bool> {
     let before = session.transaction();
     if !before.is_none() {
@@ -189,7 +195,8 @@ async fn is_up_to_date<S: Session>(session: &mut S, versions: Vec<String>) -> Re
     Ok(session.one(&has_all).await?)
 }
 
-/// The versions of all migrations. Diesel keeps one of those that have the same version, and never runs the other.
+/// The versions of all migrations. Diesel keeps one of those that have the same version, and never
+/// runs the other.
 fn versions(source: &impl MigrationSource<Pg>) -> Result<Vec<String>> {
     let mut names = HashMap::new();
     for migration in source.migrations().map_err(Error::ApplicationMigration)? {

@@ -22,7 +22,8 @@ pub enum Async {}
 
 /// An operation of the asynchronous half. Nothing happens before it is awaited.
 ///
-/// It may be dropped at any time, as by `tokio::time::timeout` or `select!`: a lock that was not delivered is released.
+/// It may be dropped at any time, as by `tokio::time::timeout` or `select!`: a lock that was not
+/// delivered is released.
 #[must_use = "nothing happens before it is awaited"]
 pub struct Operation<'a, T>(Boxed<'a, T>);
 
@@ -143,7 +144,8 @@ impl Mode for Async {
     }
 }
 
-/// One who awaits a task. Its drop lets the task go on for no longer than the patience with it, and as an operation that nobody awaits.
+/// One who awaits a task. Its drop lets the task go on for no longer than the patience with it, and
+/// as an operation that nobody awaits.
 struct Caller(Arc<Gone>, Option<Duration>);
 
 /// Whether the caller is gone, for the task.

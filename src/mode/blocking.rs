@@ -32,7 +32,8 @@ impl Mode for Blocking {
         Ok(())
     }
 
-    /// A panic, as of a connection's instrumentation, stays here: a second one while the first unwinds would end the process.
+    /// A panic, as of a connection's instrumentation, stays here: a second one while the first
+    /// unwinds would end the process.
     fn leave((): &(), operation: impl Future<Output = ()> + Send + 'static) {
         let _ = catch_unwind(AssertUnwindSafe(|| now(operation)));
     }
@@ -105,7 +106,8 @@ struct Late {
     _left: Left,
 }
 
-/// What waits for the thread of a database. They are many where many are dropped while a pool has no connection.
+/// What waits for the thread of a database. They are many where many are dropped while a pool has
+/// no connection.
 struct Queue {
     database: Database,
     waiting: Vec<Late>,
@@ -128,7 +130,8 @@ fn finish_late(database: Database) {
                 return;
             }
         }
-        // One waits in the queue of its pool. Then all others look, because their pools may have something to give.
+        // One waits in the queue of its pool. Then all others look, because their pools may have
+        // something to give.
         let (round, first) = (Instant::now(), waiting.remove(0));
         let is_first_done = first.is_done(ROUND);
         waiting.retain(|late| !late.is_done(Duration::ZERO));

@@ -2,7 +2,8 @@
 #![allow(missing_docs)]
 
 diesel::table! {
-    /// Who holds the advisory locks of this database, and who waits for them on the server, and for whom.
+    /// Who holds the advisory locks of this database, and who waits for them on the server, and for
+    /// whom.
     resource_control.advisory_lock (pid, is_held, number, first, second) {
         number -> Nullable<Int8>,
         first -> Nullable<Int4>,

@@ -10,9 +10,9 @@ use crate::call::BATCH;
 use crate::input::interval;
 use crate::statement::{Statement, keep_commit};
 
-/// Whether the lock is ours, which is null on a standby, the outcome, which is null if it is not ours or there is none, and when the
-/// transaction began. The outcome is read by a volatile function, because the statement itself would not see what was committed
-/// after it began.
+/// Whether the lock is ours, which is null on a standby, the outcome, which is null if it is not
+/// ours or there is none, and when the transaction began. The outcome is read by a volatile
+/// function, because the statement itself would not see what was committed after it began.
 pub(super) fn look(
     (first, second): (i32, i32),
     name: &str,
@@ -23,14 +23,16 @@ pub(super) fn look(
             SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL WHEN ",
         notice_client!("true"),
         " THEN NULL ELSE pg_catalog.pg_try_advisory_xact_lock($1, $2) END AS is_ours
-        ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($3, $4) END, pg_catalog.transaction_timestamp()
+        ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($3, $4) END,
+                pg_catalog.transaction_timestamp()
             FROM taking"
     );
     let binds = [first.into(), second.into(), name.into(), key.into()];
     Statement::new(LOOK, binds)
 }
 
-/// Inserts the outcome, in the transaction that began then, and no row in another one. The lock keeps others from inserting one.
+/// Inserts the outcome, in the transaction that began then, and no row in another one. The lock
+/// keeps others from inserting one.
 pub(super) fn store(name: &str, key: &str, outcome: &[u8], began: PgTimestamp) -> Statement<Bool> {
     const STORE: &str = concat!(
         "INSERT INTO resource_control.once (name, key, outcome)
@@ -47,7 +49,8 @@ pub(super) fn prune(older_than: Duration) -> Statement<BigInt> {
     const PRUNE: &str = "WITH done AS (
             DELETE FROM resource_control.once WHERE ctid = ANY (ARRAY(
                 SELECT o.ctid FROM resource_control.once AS o
-                    WHERE o.done_at <= pg_catalog.clock_timestamp() - $1 LIMIT $2 FOR UPDATE SKIP LOCKED))
+                    WHERE o.done_at <= pg_catalog.clock_timestamp() - $1
+                    LIMIT $2 FOR UPDATE SKIP LOCKED))
                 RETURNING 1
         ) SELECT pg_catalog.count(*) FROM done";
     Statement::new(PRUNE, [interval(older_than).into(), BATCH.into()])

@@ -21,7 +21,7 @@ impl<P: Pool> RateLimit<P> {
     /// use diesel_interlock::{CheckAll, Error, PgPool, Quota, RateLimit};
     ///
     /// static ALL: RateLimit = RateLimit::named("api", Quota::per_second(500));
-    /// static CUSTOMER: RateLimit = RateLimit::named("api of a customer", Quota::per_minute(100).burst(20));
+    /// static CUSTOMER: RateLimit = RateLimit::named("customer", Quota::per_minute(100).burst(20));
     ///
     /// fn status(pool: &PgPool, customer: i64) -> Result<u16, Error> {
     ///     Ok(match RateLimit::check_all(&[&ALL, &CUSTOMER.key(customer)], pool)? {
@@ -37,9 +37,10 @@ impl<P: Pool> RateLimit<P> {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// A denial is one round trip, and only reads. To spend takes a round trip more for each key, and two for the transaction. The
-    /// keys are checked in the order of their names and keys, so that callers do not deadlock. A limit that is given twice costs
-    /// twice; two quotas for one key are an [`Error::Input`], and so are more than 1,000 limits. If any of the limits is
+    /// A denial is one round trip, and only reads. To spend takes a round trip more for each key,
+    /// and two for the transaction. The keys are checked in the order of their names and keys, so
+    /// that callers do not deadlock. A limit that is given twice costs twice; two quotas for one
+    /// key are an [`Error::Input`], and so are more than 1,000 limits. If any of the limits is
     /// [durable](Self::durable), all are.
     pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, CheckAll> {
         let subject = Subject {

@@ -182,8 +182,8 @@ impl Spent {
         }
     }
 
-    /// Takes so many units out of those that may still be refunded, or all that are left of them. Also returns how much of the
-    /// refill was taken into account before.
+    /// Takes so many units out of those that may still be refunded, or all that are left of them.
+    /// Also returns how much of the refill was taken into account before.
     pub(super) fn begin_part(&self, units: u32) -> (u32, i64) {
         let mut refunded = lock(&self.refunded);
         let units = units.min(self.units - refunded.units);

@@ -1,4 +1,5 @@
-//! The HTTP header fields of a check: RFC 9110's `Retry-After`, and those of draft-ietf-httpapi-ratelimit-headers.
+//! The HTTP header fields of a check: RFC 9110's `Retry-After`, and those of
+//! draft-ietf-httpapi-ratelimit-headers.
 
 use std::time::Duration;
 
@@ -6,15 +7,18 @@ use super::check::{Check, Limited, State};
 use crate::input::whole_seconds;
 
 impl Check {
-    /// Returns the header fields `RateLimit-Policy`, `RateLimit` and, if the call was limited, `Retry-After`.
+    /// Returns the header fields `RateLimit-Policy`, `RateLimit` and, if the call was limited,
+    /// `Retry-After`.
     ///
-    /// - `q` is the burst, and `w` the seconds in which it refills. N and the period are not told, because they would invite a
-    ///   client to send N requests at once.
-    /// - `r` is how many units are left, and `t` the seconds until all `q` are there again if no more are spent.
-    /// - After a limited call `r` is 0, and `t` is that of `Retry-After`: the seconds until the units that the call asked for are
-    ///   there.
+    /// - `q` is the burst, and `w` the seconds in which it refills. N and the period are not told,
+    ///   because they would invite a client to send N requests at once.
+    /// - `r` is how many units are left, and `t` the seconds until all `q` are there again if no
+    ///   more are spent.
+    /// - After a limited call `r` is 0, and `t` is that of `Retry-After`: the seconds until the
+    ///   units that the call asked for are there.
     ///
-    /// Seconds are rounded up, and at least 1. Bytes of the name that a structured field cannot hold are percent-encoded.
+    /// Seconds are rounded up, and at least 1. Bytes of the name that a structured field cannot
+    /// hold are percent-encoded.
     ///
     /// ```
     /// # use diesel_interlock::{Quota, RateLimit};
@@ -37,7 +41,8 @@ impl Check {
 }
 
 impl Limited {
-    /// Returns the header fields of [`Check::headers`], for a handler that has only the refusal, as of [`CheckAll`](super::CheckAll).
+    /// Returns the header fields of [`Check::headers`], for a handler that has only the refusal, as
+    /// of [`CheckAll`](super::CheckAll).
     pub fn headers(&self) -> Vec<(&'static str, String)> {
         fields(&self.state, Some(self))
     }

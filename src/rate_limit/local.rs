@@ -18,8 +18,8 @@ use crate::pool::{Pool, Reply, debug};
 const KEYS: usize = 1024;
 const SECOND: Duration = Duration::from_secs(1);
 
-/// A [`RateLimit`] that decides from memory: each instance takes chunks of units from the row, and asks it again when a chunk is used
-/// up.
+/// A [`RateLimit`] that decides from memory: each instance takes chunks of units from the row, and
+/// asks it again when a chunk is used up.
 ///
 /// ```
 /// use std::sync::OnceLock;
@@ -42,10 +42,12 @@ const SECOND: Duration = Duration::from_secs(1);
 ///
 /// Make one per instance. Clones share what was taken.
 ///
-/// In a period all instances together allow at most burst + N, and a chunk more for each instance: what it took before and had not
-/// used. What is not used is forgotten after the time in which a chunk refills, and a second at least. A changed quota and a reset count
-/// from the next chunk on. After a denial the row is not asked before `retry_after`. One caller at a time takes a chunk of a key, and
-/// the others wait for it. A chunk that is on its way arrives also if the future that takes it is dropped, unless the server is silent for seconds.
+/// In a period all instances together allow at most burst + N, and a chunk more for each instance:
+/// what it took before and had not used. What is not used is forgotten after the time in which a
+/// chunk refills, and a second at least. A changed quota and a reset count from the next chunk on.
+/// After a denial the row is not asked before `retry_after`. One caller at a time takes a chunk of
+/// a key, and the others wait for it. A chunk that is on its way arrives also if the future that
+/// takes it is dropped, unless the server is silent for seconds.
 #[must_use = "a rate limit decides nothing until it is checked"]
 #[derive(Clone)]
 pub struct LocalRateLimit<P: Pool>(Arc<Local<P>>);
@@ -129,7 +131,8 @@ struct Key {
     taking: Option<Vec<Arc<Alarm>>>,
     /// How often the row has replied.
     replies: u64,
-    /// How the last look at the row has failed, for those who waited for it: they would wait as long for the same.
+    /// How the last look at the row has failed, for those who waited for it: they would wait as
+    /// long for the same.
     failure: Option<Arc<str>>,
 }
 
@@ -163,8 +166,8 @@ enum Look<P: Pool> {
 }
 
 impl<P: Pool> RateLimit<P> {
-    /// Returns a limit that decides in memory, out of chunks of so many units that it takes from the row, between one and the burst:
-    /// see [`LocalRateLimit`]. Its calls cost a unit each.
+    /// Returns a limit that decides in memory, out of chunks of so many units that it takes from
+    /// the row, between one and the burst: see [`LocalRateLimit`]. Its calls cost a unit each.
     pub fn local(&self, pool: P, chunk: u32) -> LocalRateLimit<P> {
         LocalRateLimit(Arc::new(Local {
             chunk: chunk.clamp(1, self.quota.burst.max(1)),
@@ -177,8 +180,8 @@ impl<P: Pool> RateLimit<P> {
 }
 
 impl<P: Pool> LocalRateLimit<P> {
-    /// Spends a unit of a key. No round trip while a chunk lasts, or the last denial counts; one for a chunk or a denial, and two for
-    /// the rest of what the row has.
+    /// Spends a unit of a key. No round trip while a chunk lasts, or the last denial counts; one
+    /// for a chunk or a denial, and two for the rest of what the row has.
     pub fn check<'a>(&'a self, key: &'a str) -> Reply<'a, P, LocalCheck> {
         P::Mode::drive(async move {
             let check = self.0.check(key).await?;

@@ -17,7 +17,8 @@ const LONGEST_REFILL: u128 = 3_155_760_000_000_000;
 /// ```
 /// use diesel_interlock::Quota;
 ///
-/// const API: Quota = Quota::per_minute(100).burst(20); // 100 a minute on average, never more than 20 at once
+/// // 100 a minute on average, and never more than 20 at once.
+/// const API: Quota = Quota::per_minute(100).burst(20);
 /// assert_eq!((API.n, API.burst), (100, 20));
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -109,8 +110,9 @@ impl fmt::Display for Quota {
 
 /// A checked quota, for exact arithmetic in microseconds.
 ///
-/// It is the generic cell rate algorithm: a key is a time at which it is full. A call of some units is allowed if the key is full
-/// within [`lead`](Self::lead) of them from now, and moves that time by [`refill`](Self::refill).
+/// It is the generic cell rate algorithm: a key is a time at which it is full. A call of some units
+/// is allowed if the key is full within [`lead`](Self::lead) of them from now, and moves that time
+/// by [`refill`](Self::refill).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exact {
     n: u128,
@@ -133,7 +135,8 @@ impl Exact {
         (u128::from(units) * self.period).div_ceil(self.n) as i64
     }
 
-    /// In how long a key may at most be full so that it has so many units now. `None` for more than it ever has.
+    /// In how long a key may at most be full so that it has so many units now. `None` for more than
+    /// it ever has.
     pub(super) fn lead(&self, units: u32) -> Option<i64> {
         let rest = self.burst.checked_sub(units.into())?;
         Some((rest * self.period / self.n) as i64)

@@ -1,7 +1,8 @@
 //! The statements of a rate limit.
 //!
-//! The generic cell rate algorithm in one row per key: `full_at` is when the key is full. The clocks that a grant reads are in order:
-//! that of the condition, `spent_at`, that of `full_at`. So the promise holds in every interleaving.
+//! The generic cell rate algorithm in one row per key: `full_at` is when the key is full. The
+//! clocks that a grant reads are in order: that of the condition, `spent_at`, that of `full_at`. So
+//! the promise holds in every interleaving.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Nullable, Timestamptz};
@@ -19,7 +20,8 @@ pub(super) struct Call<'a> {
     pub(super) cost: u32,
 }
 
-/// How the transaction of a check commits. In one of its own, the wait for another transaction's row is limited, too.
+/// How the transaction of a check commits. In one of its own, the wait for another transaction's
+/// row is limited, too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Commit {
     Async,
@@ -28,12 +30,14 @@ pub(super) enum Commit {
     Callers,
 }
 
-/// Whether it was allowed, when, in how long the key is full, and the database if it was not allowed.
+/// Whether it was allowed, when, in how long the key is full, and the database if it was not
+/// allowed.
 pub(super) type Row = (bool, PgTimestamp, PgInterval, i32);
 pub(super) type Ask = Statement<(Bool, Timestamptz, Interval, Integer)>;
 
-/// For the common states of a key: it has a row of this quota, or it is limited. A denial only reads.
-/// The CASE keeps the planner from evaluating the setting first, which would slow denials down.
+/// For the common states of a key: it has a row of this quota, or it is limited. A denial only
+/// reads. The CASE keeps the planner from evaluating the setting first, which would slow denials
+/// down.
 macro_rules! again {
     ($limit:expr, $commit:expr) => {
         concat!(
@@ -61,10 +65,10 @@ macro_rules! again {
     };
 }
 
-/// For the others: a key without a row gets one that is full, and what another quota has left owed is
-/// rescaled. Returns no row, so the other statement is next. It does not spend: the times of a new row
-/// are read before the wait for others who have the key, and these may have spent units, and their row
-/// may have been pruned meanwhile.
+/// For the others: a key without a row gets one that is full, and what another quota has left owed
+/// is rescaled. Returns no row, so the other statement is next. It does not spend: the times of a
+/// new row are read before the wait for others who have the key, and these may have spent units,
+/// and their row may have been pruned meanwhile.
 macro_rules! first {
     ($limit:expr, $commit:expr) => {
         concat!(
@@ -119,9 +123,9 @@ const CHECKS: [[&str; 2]; 3] = [
     [again!("true", ""), first!("true", "")],
 ];
 
-/// Only under the quota under which the units were spent, and not if a crash of the server forgot them.
-/// `$5` microseconds of the refill were taken into account by earlier parts. Returns how many this part
-/// takes into account, or null if it has refunded nothing.
+/// Only under the quota under which the units were spent, and not if a crash of the server forgot
+/// them. `$5` microseconds of the refill were taken into account by earlier parts. Returns how many
+/// this part takes into account, or null if it has refunded nothing.
 const REFUND: &str = concat!(
     "WITH part AS MATERIALIZED (
         SELECT pg_catalog.make_interval(secs => pg_catalog.floor($3 * r.unit_us) / 1000000) AS owed,
@@ -158,19 +162,23 @@ const PRUNE: &str = "WITH done AS (
             RETURNING 1
     ) SELECT pg_catalog.count(*) FROM done";
 
-/// Whether a transaction has the row of the key now. A row that is not committed yet cannot be seen, so any other transaction that
-/// writes to the table is then taken for its.
+/// Whether a transaction has the row of the key now. A row that is not committed yet cannot be
+/// seen, so any other transaction that writes to the table is then taken for its.
 const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
-        SELECT FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2 FOR NO KEY UPDATE SKIP LOCKED
+        SELECT FROM resource_control.rate_limit AS r
+            WHERE r.name = $1 AND r.key = $2 FOR NO KEY UPDATE SKIP LOCKED
     ) SELECT CASE
         WHEN EXISTS (SELECT FROM resource_control.rate_limit AS r WHERE r.name = $1 AND r.key = $2)
         THEN NOT EXISTS (SELECT FROM free)
-        ELSE EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.granted AND l.mode = 'RowExclusiveLock'
-            AND l.relation = 'resource_control.rate_limit'::pg_catalog.regclass AND l.pid <> pg_catalog.pg_backend_pid())
+        ELSE EXISTS (SELECT FROM pg_catalog.pg_locks AS l
+            WHERE l.granted AND l.mode = 'RowExclusiveLock'
+                AND l.relation = 'resource_control.rate_limit'::pg_catalog.regclass
+                AND l.pid <> pg_catalog.pg_backend_pid())
     END";
 
 impl Call<'_> {
-    /// Spends units in the common states of a key, and makes such a state of the others. `lead` is that of the cost.
+    /// Spends units in the common states of a key, and makes such a state of the others. `lead` is
+    /// that of the cost.
     pub(super) fn check(self, commit: Commit, lead: i64) -> [Ask; 2] {
         let Self {
             name,
@@ -194,7 +202,8 @@ impl Call<'_> {
         ]
     }
 
-    /// Gives back units that were spent at a moment, less what has been refilled since and was not taken into account yet.
+    /// Gives back units that were spent at a moment, less what has been refilled since and was not
+    /// taken into account yet.
     pub(super) fn refund(
         self,
         units: u32,
@@ -223,9 +232,14 @@ impl Call<'_> {
 /// Reads in how long each of the keys is full.
 pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
     const LOOK: &str = "SELECT ARRAY(
-        SELECT COALESCE((SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, k.unit_us) - pg_catalog.clock_timestamp()
-                FROM resource_control.rate_limit AS r WHERE r.name = k.name AND r.key = k.key), '0')
-            FROM unnest($1::double precision[], $2, $3) WITH ORDINALITY AS k (unit_us, name, key, place) ORDER BY k.place)";
+        SELECT COALESCE((
+                SELECT resource_control.rate_limit_full_at(r.full_at, r.unit_us, k.unit_us)
+                        - pg_catalog.clock_timestamp()
+                    FROM resource_control.rate_limit AS r WHERE r.name = k.name AND r.key = k.key),
+                '0')
+            FROM unnest($1::double precision[], $2, $3)
+                WITH ORDINALITY AS k (unit_us, name, key, place)
+            ORDER BY k.place)";
     let units: Vec<_> = calls.iter().map(|call| call.quota.unit()).collect();
     let names: Vec<_> = calls.iter().map(|call| call.name.to_owned()).collect();
     let keys: Vec<_> = calls.iter().map(|call| call.key.to_owned()).collect();

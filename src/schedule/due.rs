@@ -1,4 +1,5 @@
-//! Which tick is due, of a function that returns the first tick after a time. No database, and the time is an argument.
+//! Which tick is due, of a function that returns the first tick after a time. No database, and the
+//! time is an argument.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -9,7 +10,8 @@ use crate::error::{Error, Result};
 
 /// How many missed ticks are counted, and caught up with, at most.
 const COUNTED: usize = 1000;
-/// How many ticks are looked at in all. An hour that had one each microsecond is not looked through.
+/// How many ticks are looked at in all. An hour that had one each microsecond is not looked
+/// through.
 const LOOKED_AT: usize = 100_000;
 
 /// What becomes of ticks that were missed, because no instance ran or the run before took too long.
@@ -18,8 +20,8 @@ pub enum CatchUp {
     /// One run for all of them, of the latest.
     #[default]
     Latest,
-    /// None of those that are older than this, and one run of the latest otherwise. Choose two seconds at least, because a look comes
-    /// a moment after its tick, and after an error a second.
+    /// None of those that are older than this, and one run of the latest otherwise. Choose two
+    /// seconds at least, because a look comes a moment after its tick, and after an error a second.
     Skip(Duration),
     /// A run for each of the latest so many, 1,000 at most, the oldest first.
     All(u32),
@@ -106,14 +108,16 @@ pub(super) fn following(
 ) -> Result<Option<DateTime<Utc>>> {
     match next(after).map(|tick| tick.trunc_subsecs(6)) {
         Some(tick) if tick <= after => Err(Error::input(format!(
-            "`next` of a schedule must return a tick that is later than its argument, by a microsecond at least, and has returned \
-             {tick} for {after}: some cron crates do at clock changes, croner does not"
+            "`next` of a schedule must return a tick that is later than its argument, by a \
+             microsecond at least, and has returned {tick} for {after}: some cron crates do at \
+             clock changes, croner does not"
         ))),
         tick => Ok(tick),
     }
 }
 
-/// Ticks at each multiple of a period, counted from 1970. A schedule refuses a period under a microsecond.
+/// Ticks at each multiple of a period, counted from 1970. A schedule refuses a period under a
+/// microsecond.
 pub fn every(
     period: Duration,
 ) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync + 'static {

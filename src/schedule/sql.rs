@@ -1,4 +1,5 @@
-//! The statements of a schedule. A run is known by its token, which grows with each claim, and by the number that its claim has brought.
+//! The statements of a schedule. A run is known by its token, which grows with each claim, and by
+//! the number that its claim has brought.
 
 use std::time::Duration;
 
@@ -7,10 +8,10 @@ use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Timestamptz};
 
 use crate::input::interval;
 use crate::lease::Row;
-use crate::statement::{Bind, Statement, database, keep_commit};
+use crate::statement::{Bind, Statement, database, details, keep_commit};
 
-/// The time, and the tick that was taken last, its attempt, its token, the number of its claim, its lease, which is null once it has
-/// ended, and whether the schedule is paused.
+/// The time, and the tick that was taken last, its attempt, its token, the number of its claim, its
+/// lease, which is null once it has ended, and whether the schedule is paused.
 pub(super) type Seen = (
     DateTime<Utc>,
     Option<DateTime<Utc>>,
@@ -32,8 +33,10 @@ type SeenSql = (
 );
 
 pub(super) fn look(name: &str) -> Statement<SeenSql> {
-    const LOOK: &str = "SELECT c.now, s.tick, s.attempt, s.token, s.claim, s.expires_at, s.paused_at IS NOT NULL
-        FROM (SELECT pg_catalog.clock_timestamp() AS now) AS c LEFT JOIN resource_control.schedule AS s ON s.name = $1";
+    const LOOK: &str = "
+        SELECT c.now, s.tick, s.attempt, s.token, s.claim, s.expires_at, s.paused_at IS NOT NULL
+            FROM (SELECT pg_catalog.clock_timestamp() AS now) AS c
+                LEFT JOIN resource_control.schedule AS s ON s.name = $1";
     Statement::new(LOOK, [name.into()])
 }
 
@@ -42,7 +45,8 @@ pub(super) fn pause(name: &str) -> Statement<Bool> {
     const PAUSE: &str = "WITH paused AS (
             INSERT INTO resource_control.schedule AS s (name, tick, paused_at)
                 VALUES ($1, pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp())
-                ON CONFLICT (name) DO UPDATE SET paused_at = EXCLUDED.paused_at WHERE s.paused_at IS NULL RETURNING 1
+                ON CONFLICT (name) DO UPDATE SET paused_at = EXCLUDED.paused_at
+                    WHERE s.paused_at IS NULL RETURNING 1
         ) SELECT EXISTS (SELECT FROM paused)";
     Statement::new(PAUSE, [name.into()])
 }
@@ -50,7 +54,8 @@ pub(super) fn pause(name: &str) -> Statement<Bool> {
 /// Whether it was paused.
 pub(super) fn resume(name: &str) -> Statement<Bool> {
     const RESUME: &str = "WITH resumed AS (
-            UPDATE resource_control.schedule AS s SET paused_at = NULL WHERE s.name = $1 AND s.paused_at IS NOT NULL RETURNING 1
+            UPDATE resource_control.schedule AS s SET paused_at = NULL
+                WHERE s.name = $1 AND s.paused_at IS NOT NULL RETURNING 1
         ) SELECT EXISTS (SELECT FROM resumed)";
     Statement::new(RESUME, [name.into()])
 }
@@ -58,13 +63,15 @@ pub(super) fn resume(name: &str) -> Statement<Bool> {
 /// How many schedules were new.
 pub(super) fn register(name: &str) -> Statement<BigInt> {
     const REGISTER: &str = "WITH new AS (
-            INSERT INTO resource_control.schedule (name, tick) VALUES ($1, pg_catalog.clock_timestamp()) ON CONFLICT DO NOTHING RETURNING 1
+            INSERT INTO resource_control.schedule (name, tick)
+                VALUES ($1, pg_catalog.clock_timestamp()) ON CONFLICT DO NOTHING RETURNING 1
         ) SELECT pg_catalog.count(*) FROM new";
     Statement::new(REGISTER, [name.into()])
 }
 
-/// The attempt, the token and the missed ticks of a run, or null if another instance has taken a tick since that with this token, or
-/// has ended this one, or the schedule is paused; and the database.
+/// The attempt, the token and the missed ticks of a run, or null if another instance has taken a
+/// tick since that with this token, or has ended this one, or the schedule is paused; and the
+/// database.
 pub(super) type Claim = Statement<(
     Nullable<Integer>,
     Nullable<BigInt>,
@@ -90,10 +97,10 @@ impl Take<'_> {
         const CLAIM: &str = concat!(
             "WITH claimed AS (
             UPDATE resource_control.schedule AS s SET tick = $3,
-                    token = resource_control.next_token('resource_control.fencing_token'), claim = $7,
-                    runner = COALESCE(NULLIF($5, ''), pg_catalog.concat_ws(' ',
-                        NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''),
-                        'pid', pg_catalog.pg_backend_pid())),
+                    token = resource_control.next_token('resource_control.fencing_token'),
+                    claim = $7, runner = ",
+            details!("$5"),
+            ",
                     attempt = CASE WHEN s.tick = $3 THEN s.attempt + 1 ELSE 1 END,
                     missed = CASE WHEN s.tick = $3 THEN s.missed ELSE $4 END,
                     started_at = pg_catalog.clock_timestamp(),
@@ -177,7 +184,8 @@ impl End {
             " AND s.expires_at IS NOT NULL AND s.ended_at IS NULL"
         );
         const GIVE_BACK: &str = update!(
-            "expires_at = pg_catalog.clock_timestamp(), ended_at = pg_catalog.clock_timestamp(), attempt = s.attempt - 1",
+            "expires_at = pg_catalog.clock_timestamp(), ended_at = pg_catalog.clock_timestamp(), \
+             attempt = s.attempt - 1",
             " AND s.expires_at IS NOT NULL AND s.ended_at IS NULL"
         );
         match self {

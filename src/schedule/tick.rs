@@ -27,8 +27,8 @@ pub struct Tick<P: Pool> {
     lease: Arc<Lease<P>>,
 }
 
-/// The run of a tick. If it is dropped before it has ended, another instance runs the tick: as the same attempt, or as the next one
-/// after a panic of its work.
+/// The run of a tick. If it is dropped before it has ended, another instance runs the tick: as the
+/// same attempt, or as the next one after a panic of its work.
 pub(super) struct Run<P: Pool> {
     lease: Arc<Lease<P>>,
     is_over: bool,
@@ -81,8 +81,9 @@ impl<P: Pool> Run<P> {
         ask_surely(pool, limit, take.claim(), reply).await
     }
 
-    /// Stores how it ended. If the database is away for longer than the lease, the tick is run again. Of a run whose loss was told to
-    /// its work no end is stored: the work has stopped because of it.
+    /// Stores how it ended. If the database is away for longer than the lease, the tick is run
+    /// again. Of a run whose loss was told to its work no end is stored: the work has stopped
+    /// because of it.
     pub(super) async fn finish(mut self, error: Option<String>) -> Result<()> {
         if self.lease.was_heard() {
             return Err(self.lose());
@@ -198,18 +199,20 @@ impl<P: Pool> Tick<P> {
         self.attempt
     }
 
-    /// Returns how many ticks before this one were missed and are not run. At most 1,000 are counted.
+    /// Returns how many ticks before this one were missed and are not run. At most 1,000 are
+    /// counted.
     pub const fn missed(&self) -> u32 {
         self.missed
     }
 
-    /// Returns a number that is larger than those of all earlier runs of the schedule, for a [`Fence`](crate::Fence).
+    /// Returns a number that is larger than those of all earlier runs of the schedule, for a
+    /// [`Fence`](crate::Fence).
     pub fn fencing_token(&self) -> i64 {
         self.lease.grant.row.token
     }
 
-    /// Returns whether the lease could not be renewed in time, so that another instance may be about to run the tick: the work must
-    /// stop now. No round trip.
+    /// Returns whether the lease could not be renewed in time, so that another instance may be
+    /// about to run the tick: the work must stop now. No round trip.
     pub fn is_lost(&self) -> bool {
         self.lease.is_lost()
     }

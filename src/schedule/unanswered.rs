@@ -1,4 +1,5 @@
-//! Claims of ticks whose reply was lost. The next look recognizes its own orphan, and gives it back, so that it is no attempt.
+//! Claims of ticks whose reply was lost. The next look recognizes its own orphan, and gives it
+//! back, so that it is no attempt.
 
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
@@ -6,14 +7,15 @@ use std::sync::{LazyLock, Mutex};
 use crate::alarm::lock;
 use crate::lease::claim_number;
 
-/// The numbers of a loop's claims that have no reply. Of this loop alone: another one of the process may run the tick of its own claim.
+/// The numbers of a loop's claims that have no reply. Of this loop alone: another one of the
+/// process may run the tick of its own claim.
 #[derive(Debug, Default)]
 pub(super) struct Unanswered(Vec<Claim>);
 
 #[derive(Debug)]
 struct Claim {
-    /// The token that the claim has seen. All claims that have seen the same one have the same number, because at most one of them is
-    /// granted.
+    /// The token that the claim has seen. All claims that have seen the same one have the same
+    /// number, because at most one of them is granted.
     seen: i64,
     number: i64,
     /// Whether a claim with this number is known to have no reply.
@@ -35,7 +37,8 @@ impl Unanswered {
         number
     }
 
-    /// The claim was answered. One before it with the same number may still be an orphan, unless this one was granted.
+    /// The claim was answered. One before it with the same number may still be an orphan, unless
+    /// this one was granted.
     pub(super) fn note_answer(&mut self, number: i64, was_granted: bool) {
         self.0
             .retain(|claim| claim.number != number || claim.has_no_reply && !was_granted);
@@ -48,8 +51,8 @@ impl Unanswered {
         }
     }
 
-    /// Whether the last claim of the row is an orphan of these. Forgets those that can be granted no more, because the row has another
-    /// token than they have seen.
+    /// Whether the last claim of the row is an orphan of these. Forgets those that can be granted
+    /// no more, because the row has another token than they have seen.
     pub(super) fn is_orphan(&mut self, token: i64, number: Option<i64>) -> bool {
         let is_orphan = |claim: &Claim| Some(claim.number) == number;
         self.0
@@ -63,8 +66,8 @@ impl Unanswered {
     }
 }
 
-/// Those of single looks, by the name of the schedule. A look takes them, so that another one at the same time does not take its claim
-/// for an orphan.
+/// Those of single looks, by the name of the schedule. A look takes them, so that another one at
+/// the same time does not take its claim for an orphan.
 static OF_LOOKS: LazyLock<Mutex<HashMap<String, Unanswered>>> = LazyLock::new(Mutex::default);
 
 /// Takes those of a schedule for a single look.
@@ -73,7 +76,8 @@ pub(super) fn take(name: String) -> Taken {
     Taken { name, unanswered }
 }
 
-/// Those of a single look. Its drop puts them back, except those of a dropped future, whose claims are given back in the background.
+/// Those of a single look. Its drop puts them back, except those of a dropped future, whose claims
+/// are given back in the background.
 pub(super) struct Taken {
     name: String,
     pub(super) unanswered: Unanswered,

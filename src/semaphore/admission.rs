@@ -34,8 +34,9 @@ pub enum Admission<T> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Full {
-    /// How long until the first permit expires, by the clock of the database, and a few milliseconds if others are claiming or
-    /// freeing the slots just now. Never zero. Most permits are released before they expire, and some are renewed.
+    /// How long until the first permit expires, by the clock of the database, and a few
+    /// milliseconds if others are claiming or freeing the slots just now. Never zero. Most permits
+    /// are released before they expire, and some are renewed.
     pub retry_after: Duration,
 }
 
@@ -75,7 +76,8 @@ impl Full {
         }
     }
 
-    /// Returns [`retry_after`](Self::retry_after) in whole seconds, rounded up and at least 1, for the HTTP header `Retry-After`.
+    /// Returns [`retry_after`](Self::retry_after) in whole seconds, rounded up and at least 1, for
+    /// the HTTP header `Retry-After`.
     pub const fn retry_after_secs(&self) -> u64 {
         input::whole_seconds(self.retry_after)
     }

@@ -14,17 +14,20 @@ use crate::waiting::{self, What};
 
 /// A permit that is held: a slot of its service, and no connection.
 ///
-/// A drop releases it, without an error and without waiting for a connection: at once if the pool can lend one, and otherwise in
-/// the background as soon as it can. [`release`](Self::release) does the same, and reports a permit that had expired.
+/// A drop releases it, without an error and without waiting for a connection: at once if the pool
+/// can lend one, and otherwise in the background as soon as it can. [`release`](Self::release) does
+/// the same, and reports a permit that had expired.
 ///
-/// A permit believes in its slot until it [is lost](Self::is_lost), which is a tenth of its timeout, and a second at most, before
-/// the database lets another holder in. That is counted by the monotonic clock of this machine, from when the claim or the last good
-/// renewal was sent. Only a process that was suspended may believe in it for longer: a [`Fence`](crate::Fence) protects data
-/// of the database from it.
+/// A permit believes in its slot until it [is lost](Self::is_lost), which is a tenth of its
+/// timeout, and a second at most, before the database lets another holder in. That is counted by
+/// the monotonic clock of this machine, from when the claim or the last good renewal was sent. Only
+/// a process that was suspended may believe in it for longer: a [`Fence`](crate::Fence) protects
+/// data of the database from it.
 ///
 /// # Errors
 ///
-/// [`Error::PermitLost`] if the permit has expired, and those of the [semaphore](crate::semaphore::Semaphore#errors).
+/// [`Error::PermitLost`] if the permit has expired, and those of the
+/// [semaphore](crate::semaphore::Semaphore#errors).
 #[must_use = "if unused, the permit is released at once"]
 pub struct Permit<P: Pool> {
     lease: Arc<Lease<P>>,
@@ -39,10 +42,11 @@ impl<P: Pool> Permit<P> {
         }
     }
 
-    /// Returns a number that is larger than those of all earlier holders of the same slot: the `id` of the request.
+    /// Returns a number that is larger than those of all earlier holders of the same slot: the `id`
+    /// of the request.
     ///
-    /// With one slot, a [`Fence`](crate::Fence) that is passed with it refuses all earlier holders. With several slots there must be
-    /// a fence for each.
+    /// With one slot, a [`Fence`](crate::Fence) that is passed with it refuses all earlier holders.
+    /// With several slots there must be a fence for each.
     pub fn fencing_token(&self) -> i64 {
         self.lease.grant.row.token
     }
@@ -52,8 +56,8 @@ impl<P: Pool> Permit<P> {
         self.lease.until().saturating_duration_since(Instant::now())
     }
 
-    /// Returns whether the permit must not be relied on any more: what it protects must stop now. No round trip, and once true for
-    /// ever.
+    /// Returns whether the permit must not be relied on any more: what it protects must stop now.
+    /// No round trip, and once true for ever.
     pub fn is_lost(&self) -> bool {
         self.lease.is_lost()
     }
@@ -67,7 +71,8 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Waits until the permit is lost: never, for as long as it renews itself in time. No round trip.
+    /// Waits until the permit is lost: never, for as long as it renews itself in time. No round
+    /// trip.
     pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
         P::Mode::drive(async move {
             self.lease.wait_for_loss(None).await;
@@ -75,8 +80,9 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Extends the permit to its timeout from now. One round trip: `SELECT resource_control.renew_service_request($1, $2, $3, $4)`.
-    /// A permit that is lost is not extended, and nothing is sent.
+    /// Extends the permit to its timeout from now. One round trip: `SELECT
+    /// resource_control.renew_service_request($1, $2, $3, $4)`. A permit that is lost is not
+    /// extended, and nothing is sent.
     pub fn renew(&self) -> Reply<'_, P, ()> {
         P::Mode::drive(async move {
             let renew = async { self.lease.renew().await.map(|()| Renewed) };
@@ -85,10 +91,12 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Releases the permit. One round trip: `SELECT resource_control.complete_service_request($1, $2, true, $3)`.
+    /// Releases the permit. One round trip: `SELECT resource_control.complete_service_request($1,
+    /// $2, true, $3)`.
     ///
-    /// If the database cannot be reached it is an error, and the release follows in the background. Where the work has succeeded and
-    /// a handler shall reply at once, drop the permit instead: the release then follows behind the reply.
+    /// If the database cannot be reached it is an error, and the release follows in the background.
+    /// Where the work has succeeded and a handler shall reply at once, drop the permit instead: the
+    /// release then follows behind the reply.
     pub fn release(mut self) -> Reply<'static, P, ()> {
         P::Mode::drive(async move {
             let lease = self.end("release");
@@ -97,7 +105,8 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// As [`release`](Self::release), of a loop that is to end: waits for a connection no longer than a second.
+    /// As [`release`](Self::release), of a loop that is to end: waits for a connection no longer
+    /// than a second.
     pub(crate) async fn release_soon(mut self) {
         let lease = self.end("release");
         let runtime = lease.grant.runtime.clone();
@@ -106,8 +115,9 @@ impl<P: Pool> Permit<P> {
         let _ = P::Mode::surely(&runtime, None, release(lease, "release", limit)).await;
     }
 
-    /// Leaves the request to another process, which [completes](crate::semaphore::Semaphore::complete) it by this token, or to its
-    /// timeout. No round trip. It is no longer renewed.
+    /// Leaves the request to another process, which
+    /// [completes](crate::semaphore::Semaphore::complete) it by this token, or to its timeout. No
+    /// round trip. It is no longer renewed.
     pub fn detach(mut self) -> i64 {
         let lease = self.end("detach");
         lease.report(|subject, since| {
@@ -143,7 +153,8 @@ impl<P: Pool> Drop for Permit<P> {
     }
 }
 
-/// Completes the request: now, or later if the database cannot be reached, until it has expired anyway.
+/// Completes the request: now, or later if the database cannot be reached, until it has expired
+/// anyway.
 async fn release<P: Pool>(
     lease: Arc<Lease<P>>,
     operation: &'static str,
@@ -230,7 +241,8 @@ debug!(
 impl Permit<crate::pool::PgPool> {
     /// Runs `work`, releases the permit, and returns the value of `work`.
     ///
-    /// After an error of `work` the permit is released as by a drop. A permit that expired while `work` succeeded is an error.
+    /// After an error of `work` the permit is released as by a drop. A permit that expired while
+    /// `work` succeeded is an error.
     pub fn run<T, E: From<Error>>(self, work: impl FnOnce(&Self) -> Result<T, E>) -> Result<T, E> {
         let value = work(&self)?;
         self.release()?;
@@ -242,7 +254,8 @@ impl Permit<crate::pool::PgPool> {
 impl<P: Pool<Mode = crate::mode::Async>> Permit<P> {
     /// Runs `work`, releases the permit, and returns the value of `work`.
     ///
-    /// After an error of `work` the permit is released as by a drop. A permit that expired while `work` succeeded is an error.
+    /// After an error of `work` the permit is released as by a drop. A permit that expired while
+    /// `work` succeeded is an error.
     pub async fn run<T, E: From<Error>>(
         self,
         work: impl AsyncFnOnce(&Self) -> Result<T, E>,

@@ -36,8 +36,8 @@ pub(super) fn claim(
     )
 }
 
-/// Whether the request was in flight. Its end may be lost if the server crashes, after which the slot is free after the timeout, so
-/// it is committed without waiting for the disk.
+/// Whether the request was in flight. Its end may be lost if the server crashes, after which the
+/// slot is free after the timeout, so it is committed without waiting for the disk.
 pub(super) fn complete(row: &Row) -> Statement<Bool> {
     Statement::new(
         "SELECT resource_control.complete_service_request($1, $2, true, $3)",

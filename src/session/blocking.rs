@@ -1,7 +1,8 @@
 //! Diesel's blocking connection, whose replies are always ready.
 //!
-//! With `asynchronous.rs` the only place that uses the transaction manager below the stable interface: Diesel hides
-//! `transaction_manager_status_mut`, and because of that this crate is pinned to a minor version of Diesel.
+//! With `asynchronous.rs` the only place that uses the transaction manager below the stable
+//! interface: Diesel hides `transaction_manager_status_mut`, and because of that this crate is
+//! pinned to a minor version of Diesel.
 
 use std::future::{Ready, ready};
 
@@ -55,8 +56,9 @@ impl Session for PgConnection {
         )
     }
 
-    /// Diesel clears the mark with the first reply of the server that reports no open transaction. So a mark that was set before a
-    /// statement and is still there after it tells of a transaction that was opened by plain SQL.
+    /// Diesel clears the mark with the first reply of the server that reports no open transaction.
+    /// So a mark that was set before a statement and is still there after it tells of a transaction
+    /// that was opened by plain SQL.
     fn probe<'c, T, U>(&'c mut self, statement: &Statement<T>) -> Ready<(QueryResult<U>, bool)>
     where
         Pg: QueryMetadata<T>,
@@ -104,7 +106,8 @@ impl Session for PgConnection {
     }
 }
 
-/// Diesel leaves the last result of a `COPY` unread, and libpq sends nothing before it is read. An empty message reads it.
+/// Diesel leaves the last result of a `COPY` unread, and libpq sends nothing before it is read. An
+/// empty message reads it.
 fn load<T, U>(conn: &mut PgConnection, statement: &Statement<T>) -> QueryResult<U>
 where
     Pg: QueryMetadata<T>,

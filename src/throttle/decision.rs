@@ -8,7 +8,8 @@ use super::sql::Row;
 use crate::event::Outcome;
 use crate::input::{microseconds, time, whole_seconds};
 
-/// What came of an attempt. [`Throttle::run`](super::Throttle::run) returns the value of its work in place of the grant.
+/// What came of an attempt. [`Throttle::run`](super::Throttle::run) returns the value of its work
+/// in place of the grant.
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
@@ -41,8 +42,8 @@ pub struct Granted {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Denied {
-    /// After how long it is due, by the database's clock; above zero. At most a second while another transaction takes it, which
-    /// may be rolled back.
+    /// After how long it is due, by the database's clock; above zero. At most a second while
+    /// another transaction takes it, which may be rolled back.
     pub retry_after: Duration,
     /// The last grant. `None` while another transaction takes it.
     pub last: Option<LastGrant>,

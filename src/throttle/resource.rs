@@ -13,8 +13,9 @@ use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 
 /// A resource with a label of the enumerated type `resource_control.throttled_resource_enum`.
 ///
-/// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it declares. Implement it for an enum that you
-/// write, such as one that the `diesel-derive-enum` crate maps.
+/// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it
+/// declares. Implement it for an enum that you write, such as one that the `diesel-derive-enum`
+/// crate maps.
 ///
 /// ```compile_fail,E0277
 /// // A name is no resource: `Throttle::named` takes it, with an interval.
@@ -23,15 +24,18 @@ use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a throttled resource",
     label = "not a resource that `throttled_resources!` declares",
-    note = "declare it: `throttled_resources! {{ enum Resource {{ CacheRebuild = \"cache rebuild\" every Duration::from_secs(15) }} }}`",
-    note = "or use a throttle by its name, which needs no resource: `Throttle::named(\"cache rebuild\", Duration::from_secs(15))`"
+    note = "declare it: `throttled_resources! {{ enum Resource {{ CacheRebuild = \"cache \
+         rebuild\" every Duration::from_secs(15) }} }}`",
+    note = "or use a throttle by its name, which needs no resource: `Throttle::named(\"cache \
+         rebuild\", Duration::from_secs(15))`"
 )]
 pub trait ThrottledResource {
     /// Returns the label of the resource in the database.
     fn label(&self) -> &'static str;
 }
 
-/// Resources that a program declares with their intervals, so that [`Throttle::sync`](crate::throttle::Throttle::sync) can insert them.
+/// Resources that a program declares with their intervals, so that
+/// [`Throttle::sync`](crate::throttle::Throttle::sync) can insert them.
 pub trait DeclaredResources: ThrottledResource + Sized + 'static {
     /// All declared resources.
     const ALL: &'static [Self];
@@ -106,7 +110,10 @@ macro_rules! throttled_resources {
     (
         $(#[$meta:meta])*
         $visibility:vis enum $name:ident {
-            $( $(#[$variant_meta:meta])* $variant:ident = $label:literal every $interval:expr ),+ $(,)?
+            $(
+                $(#[$variant_meta:meta])*
+                $variant:ident = $label:literal every $interval:expr
+            ),+ $(,)?
         }
     ) => {
         $(#[$meta])*

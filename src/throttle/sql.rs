@@ -4,30 +4,21 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
 use crate::call::BATCH;
-use crate::statement::{Statement, keep_commit};
+use crate::statement::{Statement, details, keep_commit};
 
-/// Whether it was granted, when that was decided, when it was granted last, by whom, and the interval, which is null for a resource
-/// without a row.
+/// Whether it was granted, when that was decided, when it was granted last, by whom, and the
+/// interval, which is null for a resource without a row.
 pub(super) type Row = (bool, PgTimestamp, PgTimestamp, String, Option<PgInterval>);
 pub(super) type Attempt = Statement<(Bool, Timestamptz, Timestamptz, Text, Nullable<Interval>)>;
 
-/// Who attempts it: `$2`, or else the session.
-macro_rules! details {
-    () => {
-        "COALESCE(NULLIF($2, ''), pg_catalog.concat_ws(' ', \
-         NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), \
-         'pid', pg_catalog.pg_backend_pid()))"
-    };
-}
-
-/// Locks the row only if it is due, and skips it while another transaction takes it, so a denial only
-/// reads. Labels are compared as text, because a label that the type does not have would be an error,
-/// which aborts the caller's transaction.
+/// Locks the row only if it is due, and skips it while another transaction takes it, so a denial
+/// only reads. Labels are compared as text, because a label that the type does not have would be an
+/// error, which aborts the caller's transaction.
 const RESOURCE: &str = concat!(
     "WITH granted AS (
         UPDATE resource_control.throttled_resource
             SET last_locked = pg_catalog.clock_timestamp(), last_locker_details = ",
-    details!(),
+    details!("$2"),
     " WHERE ctid = (
             SELECT t.ctid FROM resource_control.throttled_resource AS t
                 WHERE t.resource_id::pg_catalog.text = $1 AND t.last_locked
@@ -53,7 +44,7 @@ macro_rules! again {
         concat!(
             "WITH granted AS (
                 UPDATE resource_control.throttle SET last_granted = pg_catalog.clock_timestamp(),
-                    throttle_interval = ", $every, ", details = ", details!(),
+                    throttle_interval = ", $every, ", details = ", details!("$2"),
             " WHERE ctid = (
                     SELECT t.ctid FROM resource_control.throttle AS t
                         WHERE t.name = $1 AND t.key = $3 AND t.is_resource = ", $is_resource,
@@ -65,8 +56,8 @@ macro_rules! again {
             )
             SELECT true, g.last_granted, g.last_granted, g.details, g.throttle_interval
                 FROM granted AS g
-            UNION ALL SELECT false, pg_catalog.clock_timestamp(), t.last_granted, t.details, ", $every,
-            " FROM resource_control.throttle AS t
+            UNION ALL SELECT false, pg_catalog.clock_timestamp(), t.last_granted, t.details,
+                ", $every, " FROM resource_control.throttle AS t
                 WHERE t.name = $1 AND t.key = $3 AND t.is_resource = ", $is_resource,
             " AND NOT EXISTS (SELECT FROM granted)"
         )
@@ -87,7 +78,7 @@ macro_rules! first {
                 INSERT INTO resource_control.throttle
                         (name, key, is_resource, last_granted, throttle_interval, details)
                     SELECT $1, $3, ", $is_resource, ", pg_catalog.clock_timestamp(), every, ",
-            details!(),
+            details!("$2"),
             " FROM taking WHERE is_ours AND every IS NOT NULL
                     ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval, ",
             keep_commit!(),
@@ -119,8 +110,10 @@ const KEYED: [&str; 2] = [
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.throttle WHERE ctid = ANY (ARRAY(
             SELECT t.ctid FROM resource_control.throttle AS t
-                LEFT JOIN resource_control.throttled_resource AS r ON t.is_resource AND r.resource_id::pg_catalog.text = t.name
-                WHERE t.last_granted + 2 * COALESCE(resource_control.elapsed(r.throttle_interval), t.throttle_interval)
+                LEFT JOIN resource_control.throttled_resource AS r
+                    ON t.is_resource AND r.resource_id::pg_catalog.text = t.name
+                WHERE t.last_granted + 2 * COALESCE(
+                        resource_control.elapsed(r.throttle_interval), t.throttle_interval)
                     <= pg_catalog.clock_timestamp()
                 LIMIT $1 FOR UPDATE OF t SKIP LOCKED))
             RETURNING 1
@@ -148,18 +141,22 @@ pub(super) fn prune() -> Statement<BigInt> {
 /// Whether the label is known, and the interval of its row in microseconds, if there is one.
 pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
-             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype AND e.enumlabel = $1), \
-         (SELECT (extract(epoch FROM r.throttle_interval) * 1000000)::bigint FROM resource_control.throttled_resource AS r \
+             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype \
+                 AND e.enumlabel = $1), \
+         (SELECT (extract(epoch FROM r.throttle_interval) * 1000000)::bigint \
+             FROM resource_control.throttled_resource AS r \
              WHERE r.resource_id::pg_catalog.text = $1)";
     Statement::new(FIND, [label.into()])
 }
 
-/// Inserts a resource: how many rows. The label is added before, in a transaction of its own, because it could not be used in
-/// that. PostgreSQL refuses that to a role that does not own the type, also for a label that is there.
+/// Inserts a resource: how many rows. The label is added before, in a transaction of its own,
+/// because it could not be used in that. PostgreSQL refuses that to a role that does not own the
+/// type, also for a label that is there.
 pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Statement<BigInt>> {
     const INSERT: &str = "WITH done AS (
             INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval)
-                VALUES ($1::resource_control.throttled_resource_enum, $2) ON CONFLICT DO NOTHING RETURNING 1
+                VALUES ($1::resource_control.throttled_resource_enum, $2)
+                ON CONFLICT DO NOTHING RETURNING 1
         ) SELECT pg_catalog.count(*) FROM done";
     let insert = Statement::new(INSERT, [label.into(), every.into()]);
     if is_label {

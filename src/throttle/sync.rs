@@ -37,10 +37,12 @@ pub struct Difference {
 }
 
 impl<P: Pool> Throttle<P> {
-    /// Inserts the declared resources that the database does not have. Any number of instances may call it when they start.
+    /// Inserts the declared resources that the database does not have. Any number of instances may
+    /// call it when they start.
     ///
-    /// The intervals of those that it has stay as they are: the database owns them. One round trip per resource, and two more for
-    /// one that is new. Only the owner of the type `throttled_resource_enum` may add a new one.
+    /// The intervals of those that it has stay as they are: the database owns them. One round trip
+    /// per resource, and two more for one that is new. Only the owner of the type
+    /// `throttled_resource_enum` may add a new one.
     pub fn sync<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Synced> {
         P::Mode::drive(synchronize::<P>(pool, read_declared::<R>(), false))
     }

@@ -8,22 +8,37 @@
 //!
 //! | Problem | Use |
 //! |---|---|
-//! | Check, then write, in one transaction: a booking, "insert if absent" | [`AdvisoryLock::transaction`](advisory::AdvisoryLock) |
-//! | A job that spans many transactions, on one instance at a time | [`AdvisoryLock::try_acquire`](advisory::AdvisoryLock::try_acquire) |
-//! | The same, waiting for the lock | [`AdvisoryLock::acquire_timeout`](advisory::AdvisoryLock::acquire_timeout) |
-//! | Many readers, one writer | [`AdvisoryLock::shared`](advisory::AdvisoryLock::shared) |
-//! | Several things at once, all or none | [`AdvisoryLock::all`](advisory::AdvisoryLock::all) |
-//! | At most once per interval, on any instance | [`Throttle`](throttle::Throttle) |
-//! | N per period on average with a bounded burst, for each key | [`RateLimit`](rate_limit::RateLimit) |
-//! | The same, without a round trip for each call | [`LocalRateLimit`](rate_limit::LocalRateLimit) |
-//! | At most N at a time: calls to a fragile service | [`Semaphore`](semaphore::Semaphore) |
-//! | A long job that holds no connection, also behind a pooler | a [`Semaphore`](semaphore::Semaphore) of one slot, with [`keep_alive`](semaphore::Semaphore::keep_alive) |
-//! | One instance leads, and hands over | [`Leader`](leader::Leader) |
-//! | A job at certain times, once, and again if it crashed | [`Schedule`](schedule::Schedule) |
-//! | A request that a client may repeat, done once and replied to alike | [`Once`](once::Once) |
-//! | A late write of a former holder, which must be refused | [`Fence`](fence::Fence) |
+//! | Check, then write, in one transaction: a booking, "insert if absent" | [a transaction lock] |
+//! | A job that spans many transactions, on one instance at a time | [`try_acquire`] of a lock |
+//! | The same, waiting for the lock | [`acquire_timeout`] of a lock |
+//! | Many readers, one writer | [a shared lock] |
+//! | Several things at once, all or none | [several locks] |
+//! | At most once per interval, on any instance | [`Throttle`] |
+//! | N per period on average with a bounded burst, for each key | [`RateLimit`] |
+//! | The same, without a round trip for each call | [`LocalRateLimit`] |
+//! | At most N at a time: calls to a fragile service | [`Semaphore`] |
+//! | A long job that holds no connection, also behind a pooler | a permit that [renews itself] |
+//! | One instance leads, and hands over | [`Leader`] |
+//! | A job at certain times, once, and again if it crashed | [`Schedule`] |
+//! | A request that a client may repeat, done once and replied to alike | [`Once`] |
+//! | A late write of a former holder, which must be refused | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Who holds, who waits, what is due | [`monitor`] |
+//!
+//! [a transaction lock]: advisory::AdvisoryLock#transaction-locks
+//! [`try_acquire`]: advisory::AdvisoryLock::try_acquire
+//! [`acquire_timeout`]: advisory::AdvisoryLock::acquire_timeout
+//! [a shared lock]: advisory::AdvisoryLock::shared
+//! [several locks]: advisory::AdvisoryLock::all
+//! [`Throttle`]: throttle::Throttle
+//! [`RateLimit`]: rate_limit::RateLimit
+//! [`LocalRateLimit`]: rate_limit::LocalRateLimit
+//! [`Semaphore`]: semaphore::Semaphore
+//! [renews itself]: semaphore::Semaphore::keep_alive
+//! [`Leader`]: leader::Leader
+//! [`Schedule`]: schedule::Schedule
+//! [`Once`]: once::Once
+//! [`Fence`]: fence::Fence
 //!
 //! # Both halves
 //!
@@ -31,16 +46,21 @@
 //! import an alias of the handle:
 //!
 //! - for Diesel's r2d2 pool from this module, such as [`AdvisoryLock`]: operations block, and
-//!   return what they are documented to return;
-//! - for diesel-async's deadpool or bb8 from the module of that name: operations are futures, and
-//!   are awaited.
+//!   return a `Result<T>`;
+//! - for diesel-async's deadpool or bb8 from the module named after the pool: operations are
+//!   futures of a `Result<T>`, and are awaited.
 //!
-//! Where an operation is documented to return [`Reply<'a, P, T>`](Reply), that is a `Result<T>` in
-//! the first case, and a future of one in the second. A future may be dropped at any time: what it
-//! has taken is released.
+//! [`Reply<'a, P, T>`](Reply) stands for both. A future may be dropped at any time: what it has
+//! taken is released.
 //!
-//! A wrapper of a pool is lent as it is: `&Arc<PgPool>`, actix's `&web::Data<PgPool>`, axum's
-//! `&State<PgPool>`.
+//! A pool is given by reference, and so is a wrapper: `&Arc<PgPool>`, actix's `&web::Data<PgPool>`,
+//! axum's `&State<PgPool>`. It comes first, and then what the operation needs beside it; a function
+//! that is no method takes what it is about before the pool.
+//!
+//! Handles are constants. Settings that hold for all keys consume the handle, so they are `const`
+//! ([`shared`](advisory::AdvisoryLock::shared), [`keep_alive`](semaphore::Semaphore::keep_alive),
+//! [`durable`](rate_limit::RateLimit::durable)). Values of a call borrow it and return another one
+//! (`key`, `details`, `cost`).
 //!
 //! # Outcomes and errors
 //!
@@ -57,6 +77,8 @@
 //! - `metrics`: its numbers, for the facade of that name. See `describe_metrics`.
 //! - `serde`: the rows of [`monitor`] can be serialized.
 //! - `testing`: the module `testing`, for an application's own tests.
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 #[cfg(not(any(feature = "r2d2", feature = "async")))]
 compile_error!(
@@ -123,51 +145,82 @@ pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 /// The handles of the pool of a feature: types of the same names, whose parameter is the pool
 /// `PgPool` in scope. The feature stands at each, so that rustc names it where one is missing.
 macro_rules! handles {
-    ($feature:literal) => {
+    ($feature:literal, $reply:literal) => {
         handles! {
-            $feature:
+            $feature, $reply:
+            /// A lock that one holder has at a time, or several share.
             advisory::AdvisoryLock,
+            /// A held session lock, or several, with the connection whose session holds it.
             advisory::AdvisoryLockGuard,
+            /// Refuses the transactions of earlier holders.
             fence::Fence,
+            /// An election of one leader among all instances.
             leader::Leader,
+            /// A term of a leader.
             leader::Term,
+            /// Work that is done once for each key: a request with an idempotency key.
             once::Once,
+            /// A rate limit that decides in memory, out of chunks that it takes from the database.
             rate_limit::LocalRateLimit,
+            /// A limit of N units per period for each key, and a burst of them at once.
             rate_limit::RateLimit,
+            /// What is granted at most once per interval, on any instance.
             throttle::Throttle,
+            /// A schedule, each of whose ticks runs once, on one instance.
             schedule::Schedule,
+            /// A tick of a schedule that runs.
             schedule::Tick,
+            /// A permit of a semaphore: a slot of its service, and no connection.
             semaphore::Permit,
+            /// At most N permits at a time for a service.
             semaphore::Semaphore,
         }
     };
-    ($feature:literal: $($module:ident::$name:ident,)*) => {
+    (
+        $feature:literal, $reply:literal:
+        $($(#[$summary:meta])* $module:ident::$name:ident,)*
+    ) => {
         $(
             #[cfg(feature = $feature)]
-            #[doc = concat!("[`", stringify!($name), "`](crate::", stringify!($module), "::", stringify!($name), ") over the `PgPool` of this module.")]
+            $(#[$summary])*
+            #[doc = ""]
+            #[doc = concat!(
+                "The page of [`", stringify!($module), "::", stringify!($name), "`](crate::",
+                stringify!($module), "::", stringify!($name),
+                ") has an example, the rules and the errors. ", $reply
+            )]
             pub type $name = crate::$module::$name<PgPool>;
         )*
     };
 }
 
-handles!("r2d2");
+handles!(
+    "r2d2",
+    "Over this pool an operation blocks, and a `Reply<'_, P, T>` is a `Result<T>`."
+);
 
-/// The handles of programs that use diesel-async with deadpool. What is documented to return `T`
-/// returns a future of it.
+/// The handles of programs that use diesel-async with deadpool. Their operations are futures: await
+/// them.
 #[cfg(feature = "deadpool")]
 pub mod deadpool {
     pub use crate::pool::DeadPool as PgPool;
 
-    handles!("deadpool");
+    handles!(
+        "deadpool",
+        "Over this pool a `Reply<'_, P, T>` is a future of a `Result<T>`: await it."
+    );
 }
 
-/// The handles of programs that use diesel-async with bb8. What is documented to return `T` returns
-/// a future of it.
+/// The handles of programs that use diesel-async with bb8. Their operations are futures: await
+/// them.
 #[cfg(feature = "bb8")]
 pub mod bb8 {
     pub use crate::pool::Bb8Pool as PgPool;
 
-    handles!("bb8");
+    handles!(
+        "bb8",
+        "Over this pool a `Reply<'_, P, T>` is a future of a `Result<T>`: await it."
+    );
 }
 
 /// The programs of the README and of `docs/`.

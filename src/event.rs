@@ -5,16 +5,8 @@ use std::time::{Duration, Instant};
 #[cfg(feature = "tracing")]
 use crate::error::with_causes;
 use crate::error::{Error, Result};
+pub(crate) use crate::metrics::Subject;
 use crate::metrics::{self, Raised};
-
-/// A handle, as events and metrics name it. Both are constants of the program, and never keys.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Subject {
-    /// `lock`, `throttle`, `semaphore`, `rate limit` …
-    pub(crate) primitive: &'static str,
-    /// The name of the handle, and nothing where the program made it at run time.
-    pub(crate) name: &'static str,
-}
 
 /// How an operation on a primitive ended.
 #[derive(Debug)]
@@ -179,14 +171,20 @@ impl Trouble {
 impl Event<'_> {
     /// The one place where events leave this crate.
     pub(crate) fn emit(self) {
-        metrics::count(&self);
+        let waited = self.waits.then_some(self.took);
+        metrics::count(
+            self.subject,
+            self.outcome,
+            self.is_lost(),
+            waited,
+            self.held,
+        );
         #[cfg(feature = "tracing")]
         self.log();
     }
 
     /// Whether something that was held is held no longer, without its holder's doing.
-    #[cfg(any(feature = "metrics", feature = "tracing"))]
-    pub(crate) fn is_lost(&self) -> bool {
+    fn is_lost(&self) -> bool {
         matches!(self.outcome, "lost" | "deposed")
     }
 

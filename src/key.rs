@@ -127,8 +127,8 @@ impl LockKey {
         )
     }
 
-    /// Makes the key of the hash that JavaScript programs commonly use, `hash = (hash << 5) - hash
-    /// + charCodeAt(i) | 0`, as a `bigint`. Java's `String.hashCode` is the same.
+    /// Makes the key of the hash that JavaScript programs commonly use, as a `bigint`:
+    /// `hash = (hash << 5) - hash + charCodeAt(i) | 0`. Java's `String.hashCode` is the same.
     ///
     /// ```
     /// # use diesel_interlock::LockKey;

@@ -17,8 +17,8 @@ use crate::event::Subject;
 use crate::metrics::Raised;
 use crate::mode::Mode;
 use crate::pool::Pool;
+use crate::statement::Database;
 use crate::statement::Statement;
-use crate::waiting::Database;
 
 /// The shortest timeout of what renews itself: its renewals must get through a busy pool and a
 /// short outage.

@@ -131,13 +131,13 @@ pub use self::key::{LockId, LockKey};
 pub use self::metrics::describe_metrics;
 #[cfg(feature = "r2d2")]
 pub use self::mode::Blocking;
+pub use self::mode::Mode;
 #[cfg(feature = "async")]
 pub use self::mode::{Async, Operation};
-pub use self::mode::{Mode, drain};
 pub use self::once::Done;
 #[cfg(feature = "r2d2")]
 pub use self::pool::PgPool;
-pub use self::pool::{Connection, Pool, PoolConnection, Reply};
+pub use self::pool::{Connection, Pool, PoolConnection, Reply, drain};
 pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};

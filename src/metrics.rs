@@ -1,6 +1,15 @@
 //! The numbers of the events, for the facade of the crate `metrics`. Without the feature of that
 //! name nothing is counted.
 
+/// A handle, as events and metrics name it. Both are constants of the program, and never keys.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Subject {
+    /// `lock`, `throttle`, `semaphore`, `rate limit` …
+    pub(crate) primitive: &'static str,
+    /// The name of the handle, and nothing where the program made it at run time.
+    pub(crate) name: &'static str,
+}
+
 #[cfg(feature = "metrics")]
 pub use self::facade::describe_metrics;
 pub(crate) use self::facade::{Counters, Raised, count};
@@ -8,13 +17,14 @@ pub(crate) use self::facade::{Counters, Raised, count};
 #[cfg(feature = "metrics")]
 mod facade {
     use std::sync::OnceLock;
+    use std::time::Duration;
 
     use ::metrics::{
         Counter, Gauge, Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge,
         histogram,
     };
 
-    use crate::event::{Event, Subject};
+    use super::Subject;
 
     const OPERATIONS: &str = "interlock_operations_total";
     const LOST: &str = "interlock_lost_total";
@@ -71,16 +81,22 @@ mod facade {
 
     /// Counts an operation, how long it took if it may wait, and for how long something was held,
     /// at its end.
-    pub(crate) fn count(event: &Event<'_>) {
-        let (kind, name, outcome) = (event.subject.primitive, event.subject.name, event.outcome);
+    pub(crate) fn count(
+        subject: Subject,
+        outcome: &'static str,
+        is_lost: bool,
+        waited: Option<Duration>,
+        held: Option<Duration>,
+    ) {
+        let (kind, name) = (subject.primitive, subject.name);
         counter!(OPERATIONS, "kind" => kind, "name" => name, "outcome" => outcome).increment(1);
-        if event.is_lost() {
+        if is_lost {
             lost_counter(kind, name).increment(1);
         }
-        if event.waits {
-            histogram!(WAIT, "kind" => kind, "name" => name).record(event.took);
+        if let Some(waited) = waited {
+            histogram!(WAIT, "kind" => kind, "name" => name).record(waited);
         }
-        if let Some(held) = event.held {
+        if let Some(held) = held {
             histogram!(HELD_FOR, "kind" => kind, "name" => name).record(held);
         }
     }
@@ -138,9 +154,11 @@ mod facade {
 
 #[cfg(not(feature = "metrics"))]
 mod facade {
-    use crate::event::{Event, Subject};
+    use super::Subject;
 
-    pub(crate) const fn count(_: &Event<'_>) {}
+    type Time = Option<std::time::Duration>;
+
+    pub(crate) const fn count(_: Subject, _: &'static str, _: bool, _: Time, _: Time) {}
 
     #[derive(Debug, Default)]
     pub(crate) struct Counters {}

@@ -12,10 +12,9 @@ use std::time::{Duration, Instant};
 
 use crate::alarm::{Alarm, Stop, lock};
 use crate::error::Result;
-use crate::pool::Pool;
 use crate::sealed::Sealed;
 use crate::session::Session;
-use crate::waiting::Database;
+use crate::statement::Database;
 
 #[cfg(feature = "async")]
 pub use self::asynchronous::{Async, Operation};
@@ -120,79 +119,10 @@ pub(crate) fn note_closed() {
     *lock(&CLOSED) = Some(Instant::now());
 }
 
-fn has_drained() -> bool {
+pub(crate) fn has_drained() -> bool {
     // The server looks every second, from when it learns of the end.
     let is_recent = |closed: Instant| closed.elapsed() <= Duration::from_millis(1500);
     LEFT.load(Ordering::SeqCst) == 0 && !lock(&CLOSED).is_some_and(is_recent)
-}
-
-/// Waits until everything that was dropped in this process is released: guards, permits, terms,
-/// ticks, and futures half way. Returns whether all were within `limit`: each release was
-/// confirmed, or what it releases has expired, or its connection was closed over a second ago, so
-/// that the server has noticed, unless its `client_connection_check_interval` is longer. Sends
-/// nothing of its own. While the database is away, releases are tried again, until what they
-/// release has expired. What was dropped on a connection that its caller has lent (`with_on`,
-/// `transaction`, `Once::run`) is not waited for: it ends with its statement, or with the
-/// connection.
-///
-/// Call it at the end of `main`, or of a test. A runtime that ends drops its tasks, and a process
-/// that ends its threads: a permit or a leader's seat would then be free only when its time is
-/// over. A task that was aborted has dropped what it held when its handle says that it has ended.
-///
-#[cfg_attr(
-    feature = "deadpool",
-    doc = r#"
-```
-use std::time::Duration;
-
-use diesel_interlock::deadpool::{Leader, PgPool};
-
-static DISPATCHER: Leader = Leader::named("dispatcher", Duration::from_secs(15));
-
-async fn run(pool: PgPool, shutdown: impl Future<Output = ()>) {
-    tokio::select! {
-        _ = DISPATCHER.lead(&pool, |_| std::future::pending()) => {}
-        () = shutdown => {}
-    }
-    diesel_interlock::drain(&pool, Duration::from_secs(5)).await;
-}
-# use diesel::{QueryDsl, RunQueryDsl};
-# use diesel_async::{AsyncPgConnection, pooled_connection::AsyncDieselConnectionManager};
-# use diesel_interlock::monitor::views::leader;
-# let database = workbench::Database::new();
-# diesel_interlock::migrations::install(&database.pool(1))?;
-# let conn = &mut database.connect();
-# let mut leaders = || leader::table.count().get_result::<i64>(conn).unwrap();
-# let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-# runtime.block_on(async {
-#     let manager = AsyncDieselConnectionManager::<AsyncPgConnection>::new(database.url());
-#     let pool = PgPool::builder(manager).build().unwrap();
-#     let shutdown = async {
-#         while leaders() == 0 {
-#             tokio::time::sleep(Duration::from_millis(5)).await;
-#         }
-#     };
-#     run(pool, shutdown).await;
-# });
-# drop(runtime);
-# assert_eq!(leaders(), 0);
-# Ok::<(), Box<dyn std::error::Error>>(())
-```
-"#
-)]
-pub fn drain<P: Pool>(pool: &P, limit: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
-    // The pool says which half waits.
-    let _ = pool;
-    P::Mode::drive(async move {
-        let deadline = Instant::now().checked_add(limit);
-        while !has_drained() {
-            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-                return false;
-            }
-            pause::<P::Mode>(Duration::from_millis(1)).await;
-        }
-        true
-    })
 }
 
 /// Pauses for a time, or until it is stopped.

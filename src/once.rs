@@ -209,9 +209,10 @@ impl<P: Pool> Once<P> {
         waits: bool,
     ) -> Result<Option<Entered<'c, Connection<P>>>> {
         let began = Instant::now();
-        let waiting = Raised::waiting(self.subject());
-        let entered = self.enter_unreported(conn, waits).await;
-        drop(waiting);
+        let entered = {
+            let _waiting = Raised::waiting(self.subject());
+            self.enter_unreported(conn, waits).await
+        };
         let took = began.elapsed();
         match &entered {
             // Reported with the outcome of the work.

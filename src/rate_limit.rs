@@ -30,8 +30,9 @@ use crate::input::difference;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
 use crate::session::{Session, is_unknown};
+use crate::statement::Database;
 use crate::statement::Statement;
-use crate::waiting::{self, Database, Turns, What};
+use crate::waiting::{self, Turns, What};
 
 /// A limit of N units per period for each key, and [`burst`](Quota::burst) of them at once: never
 /// more than burst + N in a period, on all instances together, by the database's clock.

@@ -21,7 +21,8 @@ use crate::input::LONGEST;
 use crate::lease::{Grant, Lease, Row, SHORTEST_KEPT, claim_number};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply, debug};
-use crate::waiting::{Database, Turns, What, let_others_pass};
+use crate::statement::Database;
+use crate::waiting::{Turns, What, let_others_pass};
 
 /// The service of a leader begins with it, and that of no semaphore does.
 pub(crate) const OF_LEADERS: &str = "leader ";

@@ -66,6 +66,11 @@ impl From<&str> for Bind {
     }
 }
 
+/// A database, as its refusals and replies tell it by [`database!`].
+/// Two of them may be equal by chance, which costs time and no correctness.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Database(pub(crate) i32);
+
 /// Tells databases apart, in 20 bits: a hash of the name, and of when the server started.
 macro_rules! database {
     () => {

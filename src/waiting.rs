@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use crate::alarm::{Alarm, jitter, lock};
 use crate::key::LockId;
 use crate::mode::Mode;
+use crate::statement::Database;
 
 /// How long the oldest waits on the server at a time. A waiter holds a snapshot, for which a
 /// `CREATE INDEX CONCURRENTLY` of the holder waits: a deadlock, unless the slice is shorter than
@@ -40,11 +41,6 @@ pub(crate) enum What {
     /// The name of the limit, and the key.
     Units(&'static str, Arc<str>),
 }
-
-/// A database, as its refusals and replies tell it by [`database!`](crate::statement::database).
-/// Two of them may be equal by chance, which costs time and no correctness.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Database(pub(crate) i32);
 
 /// Those who wait for a thing in a database.
 #[derive(Debug)]

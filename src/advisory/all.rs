@@ -8,7 +8,7 @@ use super::sql::{Lock, REPEATABLE_READ};
 use crate::error::{Error, Result};
 use crate::key::{LockId, LockKey};
 use crate::pool::Pool;
-use crate::waiting::Database;
+use crate::statement::Database;
 
 /// The server keeps all locks of all sessions in a table of a fixed size, which has room for some
 /// thousands.

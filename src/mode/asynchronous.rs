@@ -14,7 +14,7 @@ use crate::alarm::{Alarm, lock};
 use crate::error::{Error, Result};
 use crate::sealed::Sealed;
 use crate::session::asynchronous::Boxed;
-use crate::waiting::Database;
+use crate::statement::Database;
 
 /// Operations return a future of what they are documented to return: an [`Operation`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

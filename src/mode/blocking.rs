@@ -11,7 +11,7 @@ use crate::alarm::{Alarm, lock};
 use crate::error::Result;
 use crate::sealed::Sealed;
 use crate::session::now;
-use crate::waiting::Database;
+use crate::statement::Database;
 
 /// Operations block the thread, and return what they are documented to return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -12,7 +12,7 @@ use crate::event::{Event, Subject};
 use crate::lease::{self, Lease, Row};
 use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, debug};
-use crate::waiting::Database;
+use crate::statement::Database;
 
 /// How much of an error is stored, in characters.
 const STORED: usize = 1000;

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`Database`] | an empty database for one test, dropped with the value |
 //! | [`Cluster`] | a PostgreSQL server of its own, which can be stopped, killed and followed by a standby |
-//! | [`Patroni`] | three servers, one of which Patroni makes the primary, and a proxy that follows the primary |
+//! | [`Patroni`] | three servers whose primary Patroni chooses, and a proxy that follows it |
 //! | [`PgBouncer`] | a pooler in front of a database |
 //! | [`Pgpool`] | a pooler in front of a primary and a standby, which sends reads to the standby |
 //! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can slow down, cut or break the network |

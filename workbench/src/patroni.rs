@@ -18,18 +18,20 @@ use crate::program;
 use crate::watcher::{POLL, Watcher, random};
 
 const NODES: usize = 3;
-/// In seconds, how long a primary keeps its key in etcd without its Patroni: the shortest time that newer versions accept.
+/// In seconds, how long a primary keeps its key in etcd without its Patroni: the shortest time that
+/// newer versions accept.
 const TTL: u32 = 20;
 /// How long servers may take to be copied, rewound, promoted, and caught up with.
 const DEADLINE: Duration = Duration::from_secs(120);
 /// How long a Patroni that runs may take for its answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Three servers, each with its Patroni, an etcd, and HAProxy, which leads clients to the server that its Patroni calls the
-/// primary.
+/// Three servers, each with its Patroni, an etcd, and `HAProxy`, which leads clients to the server
+/// that its Patroni calls the primary.
 ///
-/// Everything listens on free ports of the loopback interface and trusts everybody on this machine. Every program ends, and every
-/// directory goes away, with the value, or with the process that started them.
+/// Everything listens on free ports of the loopback interface and trusts everybody on this machine.
+/// Every program ends, and every directory goes away, with the value, or with the process that
+/// started them.
 ///
 /// It needs the programs `patroni`, `etcd` and `haproxy` on the `PATH`, or in `/usr/sbin`.
 #[derive(Debug)]
@@ -82,8 +84,8 @@ impl Patroni {
         endpoint(self.ports[0])
     }
 
-    /// The way to the primary of a proxy without `on-marked-down shutdown-sessions`: sessions stay on the old primary until that
-    /// ends them.
+    /// The way to the primary of a proxy without `on-marked-down shutdown-sessions`: sessions stay
+    /// on the old primary until that ends them.
     pub fn lingering_endpoint(&self) -> Endpoint {
         endpoint(self.ports[1])
     }
@@ -128,7 +130,7 @@ impl Patroni {
                 return false;
             };
             let conn = PgConnection::establish(&self.nodes[primary].server.url());
-            // Patroni lets nobody else follow the primary than the standby that it knows as synchronous.
+            // Patroni promotes no other standby than the one that it knows as synchronous.
             let knows = (0..NODES)
                 .filter(|node| self.nodes[*node].answers("/synchronous"))
                 .count();
@@ -211,12 +213,14 @@ impl Node {
         let directory = watcher.directory();
         let binaries = binaries::directory();
         let binaries = binaries.display();
-        // As those of `Cluster`, where Patroni allows it.
+        // As those of `Cluster`, where Patroni allows it. Patroni 3.0.2 with etcd's third API
+        // (`etcd3`) was seen to refuse for minutes to name a synchronous standby after a switchover
+        // ("key updated by someone else").
         let settings = format!(
             "scope: workbench
 name: node{number}
 restapi: {{listen: '127.0.0.1:{api}', connect_address: '127.0.0.1:{api}'}}
-etcd3: {{host: '127.0.0.1:{store}'}}
+etcd: {{host: '127.0.0.1:{store}'}}
 bootstrap:
   dcs:
     ttl: {TTL}
@@ -305,7 +309,7 @@ advertise-client-urls: http://127.0.0.1:{port}
 listen-peer-urls: http://127.0.0.1:{peer}
 initial-advertise-peer-urls: http://127.0.0.1:{peer}
 initial-cluster: store=http://127.0.0.1:{peer}
-enable-grpc-gateway: true
+enable-v2: true
 ",
         watcher.directory()
     );
@@ -315,7 +319,7 @@ enable-grpc-gateway: true
     watcher
 }
 
-/// Starts HAProxy, which asks each Patroni twice a second whether it is the primary.
+/// Starts `HAProxy`, which asks each Patroni twice a second whether it is the primary.
 fn start_proxy(listen: [u16; 2], nodes: &[u16]) -> Watcher {
     let mut watcher = Watcher::start(&program::directory_of("haproxy", "haproxy"), &[]);
     let mut settings = "global
@@ -366,8 +370,9 @@ fn end_of(watcher: &Watcher) -> String {
     lines[lines.len().saturating_sub(30)..].join("\n") + "\n"
 }
 
-/// Ports that are free, below those that Linux gives to the near end of a connection, so that none takes the port of a program
-/// that is down for a moment. Another program may take one before ours does: then ours says so.
+/// Ports that are free, below those that Linux gives to the near end of a connection, so that none
+/// takes the port of a program that is down for a moment. Another program may take one before ours
+/// does: then ours says so.
 fn free_ports(number: usize) -> Vec<u16> {
     let mut random = fastrand::Rng::with_seed(random());
     let mut listeners: Vec<(u16, TcpListener)> = Vec::new();

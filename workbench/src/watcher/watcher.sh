@@ -79,8 +79,9 @@ while [ -e "$pid_file" ] && [ $rounds -lt 500 ]; do
     sleep 0.02 || sleep 1
 done
 
-# Patroni that was killed leaves its server, and programs such as pg_rewind, which are of its session. A process that is
-# not in the directory of the data has got the number of a server that has ended.
+# Patroni that was killed leaves its server, and programs such as pg_rewind, which are of its
+# session. A process that is not in the directory of the data has got the number of a server that
+# has ended.
 if [ "$signals" = KILL ]; then
     family=$(ps -o pid= -s "$pid")
     # Without quotes, because these are words.

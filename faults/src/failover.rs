@@ -3,6 +3,7 @@
 mod check;
 mod disturb;
 mod outages;
+pub(crate) mod patroni;
 
 use std::error::Error;
 use std::os::unix::fs::MetadataExt;

@@ -31,6 +31,9 @@ const USAGE: &str = "usage: scripts/faults [--only CAMPAIGN] [--seconds S] [--se
   --only failover   four processes over a primary and a standby, which is promoted in each round: after a crash, with and without
                     the last commits; while the primary only reads; while both run; processes are
                     killed, stopped and cut off meanwhile
+  --only patroni    the same processes over three servers whose primary Patroni chooses:
+                    switchovers, crashes and hung Patroni processes, synchronous and not; see
+                    scripts/patroni, which installs Patroni, etcd and HAProxy
   --seconds S       how long the faults go on (default: 60); a round that has begun is ended
   --seed N          what the random choices begin with (default: random, and printed)
 
@@ -42,13 +45,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         return worker::run(&worker);
     }
     let (mut seconds, mut seed) = (60, fastrand::u64(..1_000_000));
-    let mut campaign = Campaign::All;
+    let (mut campaign, mut is_patroni) = (Campaign::All, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let value = arguments.next().ok_or(USAGE)?;
         match argument.as_str() {
             "--seconds" => seconds = value.parse()?,
             "--seed" => seed = value.parse()?,
+            "--only" if value == "patroni" => is_patroni = true,
             "--only" => campaign = Campaign::named(&value).ok_or(USAGE)?,
             _ => return Err(USAGE.into()),
         }
@@ -56,6 +60,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("{seconds} s with the seed {seed}");
     let length = Duration::from_secs(seconds);
     match campaign {
+        _ if is_patroni => failover::patroni::run(length, seed),
         Campaign::Failover => failover::run(length, seed),
         _ => run(campaign, length, seed),
     }

@@ -48,6 +48,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (mut campaign, mut is_patroni) = (Campaign::All, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
+        if argument == "--help" {
+            println!("{USAGE}");
+            return Ok(());
+        }
         let value = arguments.next().ok_or(USAGE)?;
         match argument.as_str() {
             "--seconds" => seconds = value.parse()?,

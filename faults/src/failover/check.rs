@@ -123,16 +123,18 @@ impl Checker<'_> {
     /// Each is larger than all that were known before somebody asked for it.
     fn tokens(&mut self, records: &Records) {
         let mut tokens = records.tokens.clone();
-        // They were drawn before they were believed in, but not long before.
-        let drawn = |held: &Held| (held.from, held.from + 500_000, held.token);
+        // They were drawn before they were believed in, but not long before. A process that was
+        // suspended in between wrote it down too late: nobody knows when that token was drawn.
+        let drawn = |held: &Held| match held.was_stopped {
+            true => (i64::MIN, i64::MAX, held.token),
+            false => (held.from, held.from + 500_000, held.token),
+        };
         for (name, held) in &records.believed {
             if name != "slots" {
-                // One that was suspended before it wrote that it has begun was late to write that.
-                let held = held.iter().filter(|held| !held.was_stopped);
-                tokens.insert(name.clone(), held.map(drawn).collect());
+                tokens.insert(name.clone(), held.iter().map(drawn).collect());
             }
         }
-        for run in records.runs.iter().filter(|run| !run.held.was_stopped) {
+        for run in &records.runs {
             let tokens = tokens.entry(run.name.clone()).or_default();
             tokens.push(drawn(&run.held));
         }

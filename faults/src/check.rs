@@ -9,6 +9,7 @@
 //! | a schedule | a tick that did not run, or ran again although it neither crashed nor was given back; a wrong attempt |
 //! | a throttle | two grants closer than the interval |
 //! | a rate limit | more than burst + N in a period |
+//! | each kind of work | fewer than `minimum.rs` demands |
 //! | the database, in the end | a lock, an open transaction, a slot with two holders or with tokens out of order |
 //!
 //! A process that was stopped (SIGSTOP) may have believed for too long: that is counted, and is no fault. All times are by the clock
@@ -24,12 +25,18 @@ use diesel::prelude::*;
 use diesel::sql_types::BigInt;
 use workbench::{Database, Endpoint};
 
+use crate::minimum;
 use crate::record::{End, Held, Records, Run};
 use crate::worker::{Campaign, EVERY, QUOTA, SLOTS};
 
 type Checked = Result<(), Box<dyn Error>>;
 
-pub(crate) fn all(campaign: Campaign, records: &Records, database: &Database) -> Checked {
+pub(crate) fn all(
+    campaign: Campaign,
+    records: &Records,
+    database: &Database,
+    length: Duration,
+) -> Checked {
     for (name, held) in &records.locks {
         println!("{name}: {} confirmed holdings", held.len());
         at_most(1, name, held)?;
@@ -50,7 +57,7 @@ pub(crate) fn all(campaign: Campaign, records: &Records, database: &Database) ->
     let mut counts: Vec<_> = records.counts.iter().collect();
     counts.sort();
     println!("{counts:?}\nno invariant was broken");
-    Ok(())
+    minimum::check(campaign, records, database, length)
 }
 
 /// No more than so many at any moment, but for processes that were stopped.

@@ -1,10 +1,14 @@
 //! Failovers: a primary and its standby, which is promoted while processes are at work, round after round.
 
 mod check;
+mod disturb;
+mod outages;
+pub(crate) mod patroni;
 
 use std::error::Error;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,8 +20,9 @@ use diesel::sql_types::Bool;
 use diesel_interlock::migrations;
 use workbench::{Cluster, RoundTrips, StopMode};
 
+use self::disturb::Disturber;
 use crate::processes::Processes;
-use crate::record::{self, Done, now};
+use crate::record::{self, now};
 use crate::worker::{self, Campaign};
 
 /// How the primary changes.
@@ -31,6 +36,29 @@ enum Kind {
     ReadOnly,
     /// The primary of a synchronous standby lives on, with half of the clients.
     SplitBrain,
+    /// Patroni stops the primary and promotes a standby that has received everything.
+    Switchover { is_synchronous: bool },
+    /// The primary and its Patroni are killed.
+    NodeCrash { is_synchronous: bool },
+    /// The Patroni of the primary is suspended. The primary lives on, with half of the clients,
+    /// until its Patroni goes on.
+    Hang { is_synchronous: bool },
+}
+
+impl Kind {
+    /// Whether commits that were acknowledged may be missing on the new primary.
+    fn loses_commits(self) -> bool {
+        match self {
+            Self::LostCommits => true,
+            Self::Crash | Self::ReadOnly | Self::SplitBrain | Self::Switchover { .. } => false,
+            Self::NodeCrash { is_synchronous } | Self::Hang { is_synchronous } => !is_synchronous,
+        }
+    }
+
+    /// Whether the old primary serves clients beside the new one.
+    fn has_two_primaries(self) -> bool {
+        matches!(self, Self::ReadOnly | Self::SplitBrain | Self::Hang { .. })
+    }
 }
 
 /// What happened, in microseconds since 1970.
@@ -45,6 +73,13 @@ struct Round {
     ended: i64,
 }
 
+impl Round {
+    /// How long it took until all clients were led to the new primary.
+    fn seconds(&self) -> f64 {
+        (self.switched[0].max(self.switched[1]) - self.began) as f64 / 1e6
+    }
+}
+
 pub(crate) fn run(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
     let campaign = Campaign::Failover;
     fastrand::seed(seed);
@@ -54,18 +89,16 @@ pub(crate) fn run(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
         .start();
     migrations::install(&primary.endpoint("postgres").pool(1))?;
     connect(&primary).batch_execute(worker::TABLES)?;
-    // The two halves of the clients.
-    let proxies = [(); 2].map(|()| RoundTrips::in_front_of(&primary.endpoint("postgres")));
-    let directory = PathBuf::from(primary.directory()).join("records");
-    std::fs::create_dir_all(&directory)?;
-    // The owner of the cluster's directory removes it, also after a kill.
-    let owner = std::fs::metadata(primary.directory())?;
-    std::os::unix::fs::chown(&directory, Some(owner.uid()), None)?;
+    let proxies: Vec<_> = (0..campaign.processes())
+        .map(|_| RoundTrips::in_front_of(&primary.endpoint("postgres")))
+        .collect();
+    let directory = directory_of_records(primary.directory())?;
     let mut first = None;
 
-    let urls = (0..campaign.processes()).map(|number| proxies[half_of(number)].url());
+    let urls = proxies.iter().map(|proxy| proxy.url());
     let mut processes = Processes::new(campaign, urls.collect(), directory.clone());
     processes.start_all()?;
+    let mut disturber = Disturber::new(processes);
     let mut rounds = Vec::new();
     let mut kinds = Vec::new();
     let start = Instant::now();
@@ -85,27 +118,53 @@ pub(crate) fn run(length: Duration, seed: u64) -> Result<(), Box<dyn Error>> {
             wait_for_standby(&primary)?;
         }
         pause(2000..5000);
-        let round = fail_over(kind, &primary, &standby, &proxies)?;
-        let seconds = |from: i64, to: i64| (to - from) as f64 / 1e6;
+        let (is_over, seed) = (AtomicBool::new(false), fastrand::u64(..));
+        let round = thread::scope(|scope| {
+            let disturbed = scope.spawn(|| {
+                fastrand::seed(seed);
+                disturber.run(&proxies, &is_over)
+            });
+            let round = fail_over(kind, &primary, &standby, &proxies);
+            pause(1000..3000);
+            is_over.store(true, Ordering::Relaxed);
+            disturbed.join().map_err(|_| "the disturber panicked")??;
+            round
+        })?;
         println!(
             "{kind:?}: all clients were led to the new primary after {:.1} s",
-            seconds(round.began, round.switched[0].max(round.switched[1]))
+            round.seconds()
         );
         rounds.push(round);
         let old = std::mem::replace(&mut primary, standby);
         // The records are in the directory of the first one.
         first.get_or_insert(old);
-        pause(1000..3000);
-        processes.check_alive()?;
+        disturber.check_alive()?;
     }
     // So that everybody has time to come back.
     thread::sleep(Duration::from_secs(3));
-    processes.finish()?;
-    let records = record::read_all(&directory, &Done::default())?;
-    check::all(&rounds, &records, &primary.endpoint("postgres"))
+    let length = start.elapsed();
+    let done = disturber.finish()?;
+    let records = record::read_all(&directory, &done)?;
+    check::all(
+        &rounds,
+        &records,
+        &done,
+        &primary.endpoint("postgres"),
+        length,
+    )
 }
 
-/// The proxy of a process.
+/// Makes the directory of what the processes write down, in one that goes away by itself.
+fn directory_of_records(directory: &Path) -> Result<PathBuf, Box<dyn Error>> {
+    let records = directory.join("records");
+    std::fs::create_dir_all(&records)?;
+    // The owner of the directory removes it, also after a kill.
+    let owner = std::fs::metadata(directory)?;
+    std::os::unix::fs::chown(&records, Some(owner.uid()), None)?;
+    Ok(records)
+}
+
+/// The half of the clients that a process belongs to.
 const fn half_of(number: usize) -> usize {
     number % 2
 }
@@ -145,7 +204,7 @@ fn fail_over(
     kind: Kind,
     primary: &Cluster,
     standby: &Cluster,
-    proxies: &[RoundTrips; 2],
+    proxies: &[RoundTrips],
 ) -> Result<Round, Box<dyn Error>> {
     let new = standby.endpoint("postgres");
     let began = now();
@@ -155,7 +214,9 @@ fn fail_over(
     };
     // Returns when clients may have got there.
     let switch = |half: usize| {
-        proxies[half].switch_to(&new);
+        for proxy in proxies.iter().skip(half).step_by(2) {
+            proxy.switch_to(&new);
+        }
         now()
     };
     let switched = match kind {
@@ -184,10 +245,13 @@ fn fail_over(
             standby.detach();
             standby.promote();
             let first = switch(0);
-            proxies[0].sever();
+            proxies.iter().step_by(2).for_each(RoundTrips::sever);
             pause(1000..4000);
             crash();
             [first, switch(1)]
+        }
+        Kind::Switchover { .. } | Kind::NodeCrash { .. } | Kind::Hang { .. } => {
+            return Err("this is Patroni's".into());
         }
     };
     // A proxy keeps no connection to a server that has ended.

@@ -2,7 +2,6 @@
 
 use std::error::Error;
 use std::path::PathBuf;
-use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -79,19 +78,11 @@ impl<'a> Injector<'a> {
     /// Suspends a process, for longer than what it holds lasts, sometimes.
     fn stop(&mut self) -> Result<(), Box<dyn Error>> {
         let number = fastrand::usize(..self.campaign.processes());
-        let (worker, record) = self.processes.worker(number);
-        let signal = |signal: &str| {
-            Command::new("kill")
-                .args([signal, &worker.id().to_string()])
-                .status()
-        };
         let length = self.longer_than_a_timeout();
         println!("stop worker {number} for {length:?}");
-        let from = now();
-        signal("-STOP")?;
-        thread::sleep(length);
-        signal("-CONT")?;
-        self.done.stopped.push((record.clone(), from, now()));
+        let (from, to) = self.processes.suspend(number, length)?;
+        let record = self.processes.record(number).to_owned();
+        self.done.stopped.push((record, from, to));
         Ok(())
     }
 

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::record::now;
 use crate::worker::{Campaign, Settings};
 
 /// Those of a campaign, with the files that they write. They end with this value.
@@ -39,11 +40,9 @@ impl Processes {
     }
 
     fn start(&mut self, number: usize) -> Result<(Child, String), Box<dyn Error>> {
-        let record = self
-            .directory
-            .join(self.started.to_string())
-            .to_string_lossy()
-            .into_owned();
+        // Its name ends with the number of the process: see `record.rs`.
+        let record = self.directory.join(format!("{}-{number}", self.started));
+        let record = record.to_string_lossy().into_owned();
         self.started += 1;
         let environment = Settings::environment(
             self.campaign,
@@ -59,8 +58,9 @@ impl Processes {
         Ok((worker, record))
     }
 
-    pub(crate) fn worker(&self, number: usize) -> &(Child, String) {
-        &self.workers[number]
+    /// The file of a process.
+    pub(crate) fn record(&self, number: usize) -> &str {
+        &self.workers[number].1
     }
 
     /// Kills one and starts another one in its place. Returns the file of the one that was killed.
@@ -70,6 +70,23 @@ impl Processes {
         worker.kill()?;
         worker.wait()?;
         Ok(record)
+    }
+
+    /// Suspends one for a while, and returns from when to when.
+    pub(crate) fn suspend(
+        &self,
+        number: usize,
+        length: Duration,
+    ) -> Result<(i64, i64), Box<dyn Error>> {
+        let signal = |signal: &str| {
+            let id = self.workers[number].0.id().to_string();
+            Command::new("kill").args([signal, &id]).status()
+        };
+        let from = now();
+        signal("-STOP")?;
+        thread::sleep(length);
+        signal("-CONT")?;
+        Ok((from, now()))
     }
 
     pub(crate) fn check_alive(&mut self) -> Result<(), Box<dyn Error>> {

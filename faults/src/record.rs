@@ -64,6 +64,9 @@ pub(crate) struct Done {
     pub(crate) killed: HashMap<String, i64>,
     /// From when to when a process was stopped.
     pub(crate) stopped: Vec<(String, i64, i64)>,
+    /// From when to when a process could not reach the database because of what was done to itself,
+    /// by its number.
+    pub(crate) away: Vec<(usize, i64, i64)>,
 }
 
 impl Done {
@@ -162,8 +165,8 @@ pub(crate) fn read_all(directory: &Path, done: &Done) -> Result<Records, Box<dyn
                 }
                 ["once", key, at] => records.once.push((key.parse()?, at.parse()?)),
                 ["probe", since, until] => {
-                    let name = path.file_name().unwrap_or_default().to_string_lossy();
-                    let probes = records.probes.entry(name.parse()?).or_default();
+                    let number = file.rsplit('-').next().unwrap_or_default();
+                    let probes = records.probes.entry(number.parse()?).or_default();
                     probes.push((since.parse()?, until.parse()?));
                 }
                 ["count", name] => *records.counts.entry(name.to_owned()).or_default() += 1,
@@ -174,6 +177,10 @@ pub(crate) fn read_all(directory: &Path, done: &Done) -> Result<Records, Box<dyn
             let end = end.ok_or_else(|| format!("{file}: {entered:?} was not left"))?;
             records.add(&entered, end, End::Killed, &file, done)?;
         }
+    }
+    // A process that took the place of another one has a file of its own.
+    for probes in records.probes.values_mut() {
+        probes.sort_unstable();
     }
     Ok(records)
 }

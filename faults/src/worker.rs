@@ -139,11 +139,21 @@ impl Settings {
         record: &str,
         seed: u64,
     ) -> [(&'static str, String); 5] {
-        let pool = ["r2d2", "deadpool", "bb8"][number % 3];
-        let values = [campaign.name(), pool, url, record, &seed.to_string()];
+        let values = [
+            campaign.name(),
+            pool_of(number),
+            url,
+            record,
+            &seed.to_string(),
+        ];
         let mut values = values.into_iter().map(str::to_owned);
         Self::NAMES.map(|name| (name, values.next().unwrap_or_default()))
     }
+}
+
+/// The pool of a process.
+pub(crate) const fn pool_of(number: usize) -> &'static str {
+    ["r2d2", "deadpool", "bb8"][number % 3]
 }
 
 /// Works until its standard input ends, and then tells whether its pool is at full strength.

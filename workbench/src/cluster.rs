@@ -1,6 +1,6 @@
 //! A PostgreSQL server of its own.
 
-mod binaries;
+pub(crate) mod binaries;
 mod builder;
 #[cfg(feature = "tls")]
 mod tls;

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`Database`] | an empty database for one test, dropped with the value |
 //! | [`Cluster`] | a PostgreSQL server of its own, which can be stopped, killed and followed by a standby |
+//! | [`Patroni`] | three servers whose primary Patroni chooses, and a proxy that follows it |
 //! | [`PgBouncer`] | a pooler in front of a database |
 //! | [`Pgpool`] | a pooler in front of a primary and a standby, which sends reads to the standby |
 //! | [`RoundTrips`] | a proxy in front of a database or a pooler, which counts round trips and can slow down, cut or break the network |
@@ -30,6 +31,7 @@ mod asynchronous;
 mod cluster;
 mod database;
 mod endpoint;
+mod patroni;
 mod pgbouncer;
 mod pgpool;
 mod program;
@@ -41,6 +43,7 @@ pub use asynchronous::{block_on, runtime};
 pub use cluster::{Cluster, ClusterBuilder, StopMode};
 pub use database::Database;
 pub use endpoint::Endpoint;
+pub use patroni::Patroni;
 pub use pgbouncer::{PgBouncer, PoolMode};
 pub use pgpool::Pgpool;
 pub use round_trips::{Fault, RoundTrips, When};

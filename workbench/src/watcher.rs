@@ -49,9 +49,11 @@ impl Watcher {
         if let Some((uid, gid)) = required_owner() {
             command.uid(uid).gid(gid);
         }
-        // Settings for clients, some of which the server would take as its own.
+        // Settings for clients, some of which the server would take as its own, and those of
+        // another Patroni.
         for (name, _) in env::vars_os() {
-            if name.to_string_lossy().starts_with("PG") {
+            let text = name.to_string_lossy();
+            if text.starts_with("PG") || text.starts_with("PATRONI_") {
                 command.env_remove(name);
             }
         }

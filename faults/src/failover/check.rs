@@ -1,5 +1,8 @@
 //! The invariants of failovers.
 //!
+//! What Patroni's rounds promise is in `patroni.rs`: they are rounds of lost commits without
+//! synchronous replication, but for switchovers, and rounds of two primaries if a Patroni hangs.
+//!
 //! | What | Never, over all rounds | Never, but for commits that a round of lost commits has forgotten |
 //! |---|---|---|
 //! | tokens of locks, permits, leaders and schedules | repeated, or smaller than one that was drawn before | |
@@ -11,6 +14,11 @@
 //! | a throttle, a durable limit | | granted too early |
 //! | a fence | a smaller token after a larger one | |
 //! | pools | away for longer than a few seconds after the switch | |
+//! | each kind of work | fewer than `minimum.rs` demands | |
+//!
+//! Where two primaries live and the commits of the old one are lost, tokens of the old primary may
+//! be smaller than those of the new one. They never repeat. A process that was suspended may have
+//! believed for too long: that is counted, and is no fault.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::error::Error;
@@ -21,9 +29,10 @@ use diesel::prelude::*;
 use diesel::sql_types::BigInt;
 use workbench::Endpoint;
 
-use super::{Kind, Round, half_of};
+use super::{Round, half_of, outages};
 use crate::check::{ends, in_database, too_many};
-use crate::record::{End, Held, Records};
+use crate::minimum;
+use crate::record::{Done, End, Held, Records};
 use crate::worker::{Campaign, EVERY, QUOTA, SLOTS, TIMEOUT};
 
 /// How late a thread of a busy machine may write that it has noticed.
@@ -45,7 +54,9 @@ struct Checker<'a> {
 pub(super) fn all(
     rounds: &[Round],
     records: &Records,
+    done: &Done,
     database: &Endpoint,
+    length: Duration,
 ) -> Result<(), Box<dyn Error>> {
     let mut checker = Checker {
         rounds,
@@ -57,8 +68,15 @@ pub(super) fn all(
     checker.ticks(records);
     checker.grants(records);
     checker.once(records, database)?;
-    checker.pools(records);
+    checker.pools(records, done);
+    outages::print(rounds, records, done);
     if let Err(error) = in_database(database) {
+        checker.violations.push(error.to_string());
+    }
+    // Nothing can be done while there is no primary.
+    let outages: f64 = rounds.iter().map(Round::seconds).sum();
+    let time = length.saturating_sub(Duration::from_secs_f64(outages));
+    if let Err(error) = minimum::check(Campaign::Failover, records, database, time) {
         checker.violations.push(error.to_string());
     }
     let counts: BTreeMap<_, _> = records.counts.iter().collect();
@@ -89,15 +107,28 @@ impl Checker<'_> {
     fn may_be_lost(&self, at: i64) -> bool {
         let mut rounds = self.rounds.iter();
         rounds.any(|round| {
-            round.kind == Kind::LostCommits && (round.began - LAG..round.ended).contains(&at)
+            round.kind.loses_commits() && (round.began - LAG..round.ended).contains(&at)
+        })
+    }
+
+    /// Whether two primaries drew tokens then, and those of the old one are lost.
+    fn may_be_out_of_order(&self, since: i64, until: i64) -> bool {
+        let mut rounds = self.rounds.iter();
+        rounds.any(|round| {
+            let is_lost = round.kind.loses_commits() && round.kind.has_two_primaries();
+            is_lost && since < round.ended && until > round.began
         })
     }
 
     /// Each is larger than all that were known before somebody asked for it.
     fn tokens(&mut self, records: &Records) {
         let mut tokens = records.tokens.clone();
-        // They were drawn before they were believed in, but not long before.
-        let drawn = |held: &Held| (held.from, held.from + 500_000, held.token);
+        // They were drawn before they were believed in, but not long before. A process that was
+        // suspended in between wrote it down too late: nobody knows when that token was drawn.
+        let drawn = |held: &Held| match held.was_stopped {
+            true => (i64::MIN, i64::MAX, held.token),
+            false => (held.from, held.from + 500_000, held.token),
+        };
         for (name, held) in &records.believed {
             if name != "slots" {
                 tokens.insert(name.clone(), held.iter().map(drawn).collect());
@@ -124,7 +155,12 @@ impl Checker<'_> {
                 while let Some(known) = known.next_if(|known| known.1 <= *since) {
                     largest = largest.max(known.2);
                 }
-                if *token <= largest {
+                if *token > largest {
+                    continue;
+                }
+                if self.may_be_out_of_order(*since, *until) {
+                    self.excuse("a token after a larger one, of two primaries");
+                } else {
                     let what = format!("{name}: the token {token} after {largest}, at {until}");
                     self.violations.push(what);
                 }
@@ -136,7 +172,8 @@ impl Checker<'_> {
         for (name, held) in &records.believed {
             println!("{name}: {} holdings", held.len());
             if name == "slots" {
-                for at in too_many(SLOTS as usize, held.iter()) {
+                let trusted = held.iter().filter(|held| !held.was_stopped);
+                for at in too_many(SLOTS as usize, trusted) {
                     // Those who believed in it then may go on for as long as they trusted in it.
                     let timeout = TIMEOUT.as_micros() as i64;
                     if self.may_be_lost(at) || self.may_be_lost(at - timeout) {
@@ -161,11 +198,11 @@ impl Checker<'_> {
         }
         for (name, held) in &records.locks {
             println!("{name}: {} confirmed holdings", held.len());
-            for (from, to) in overlaps(held) {
+            // Their times are those of a client between the lock's grant and its release.
+            for (from, to) in overlaps(held, 0) {
                 let mut rounds = self.rounds.iter();
                 let two_primaries = rounds.any(|round| {
-                    let lives_on = matches!(round.kind, Kind::ReadOnly | Kind::SplitBrain);
-                    lives_on && (round.began..round.ended).contains(&from)
+                    round.kind.has_two_primaries() && (round.began..round.ended).contains(&from)
                 });
                 if two_primaries {
                     self.excuse("two holders of a session lock, of two primaries");
@@ -179,11 +216,21 @@ impl Checker<'_> {
 
     /// After lost commits there may be two, until the former one must have noticed.
     fn one_at_a_time(&mut self, name: &str, held: &[Held], timeout: Duration) {
-        for (from, to) in overlaps(held) {
+        let trusted: Vec<_> = held
+            .iter()
+            .filter(|held| !held.was_stopped)
+            .copied()
+            .collect();
+        let of_stopped = overlaps(held, MARGIN).len() - overlaps(&trusted, MARGIN).len();
+        if of_stopped > 0 {
+            let what = format!("{name}: two, and a process was stopped");
+            *self.excused.entry(what).or_default() += of_stopped;
+        }
+        for (from, to) in overlaps(&trusted, MARGIN) {
             let mut rounds = self.rounds.iter();
             let is_excused = rounds.any(|round| {
                 let end = round.ended + timeout.as_micros() as i64;
-                round.kind == Kind::LostCommits && from > round.began && to < end
+                round.kind.loses_commits() && from > round.began && to < end
             });
             if is_excused {
                 let longest = self.excused.entry(format!("ms of two of {name}"));
@@ -306,11 +353,19 @@ impl Checker<'_> {
     }
 
     /// How long after the switch each process got an answer of the new primary.
-    fn pools(&mut self, records: &Records) {
+    fn pools(&mut self, records: &Records, done: &Done) {
         for round in self.rounds {
             let mut back = Vec::new();
             for number in 0..Campaign::Failover.processes() {
                 let switched = round.switched[half_of(number)];
+                // One that was away then, or while it came back, comes back later.
+                let mut back_at = switched;
+                for (_, from, to) in done.away.iter().filter(|away| away.0 == number) {
+                    if *from < back_at + RECOVERY && *to > back_at {
+                        back_at = *to;
+                    }
+                }
+                let switched = back_at;
                 let probes = records.probes.get(&number).map_or(&[][..], Vec::as_slice);
                 let answer = probes.iter().find(|probe| probe.0 >= switched);
                 match answer.map(|probe| probe.1 - switched) {
@@ -327,14 +382,14 @@ impl Checker<'_> {
 }
 
 /// From when to when there were two, less a margin.
-fn overlaps(held: &[Held]) -> Vec<(i64, i64)> {
+fn overlaps(held: &[Held], margin: i64) -> Vec<(i64, i64)> {
     let mut held = held.to_vec();
     held.sort_by_key(|held| held.from);
     let mut latest = i64::MIN;
     let mut found = Vec::new();
     for held in held {
         let end = latest.min(held.to);
-        if end > held.from + MARGIN {
+        if end > held.from + margin {
             found.push((held.from, end));
         }
         latest = latest.max(held.to);

@@ -7,7 +7,7 @@ use std::process::Command;
 
 /// The directory with `initdb`, `postgres` and, where it is installed, `pg_basebackup`: the one that `PGBINDIR` names, or
 /// else where `PATH`, `pg_config` or Debian's packages have them. The path is absolute.
-pub(super) fn directory() -> PathBuf {
+pub(crate) fn directory() -> PathBuf {
     let chosen = env::var_os("PGBINDIR").filter(|value| !value.is_empty());
     let candidates = chosen.map_or_else(installed, |chosen| vec![chosen.into()]);
     // `initdb` may be a link, and its neighbours not: then the whole installation is where the link leads.

@@ -52,6 +52,13 @@ while read -r command argument; do
         signals='CONT QUIT'
         run log setsid "$binaries/pgpool" -n -f "$directory/pgpool.conf" -F "$directory/none" -a "$directory/none"
         ;;
+    store) run log "$binaries/etcd" --config-file "$directory/etcd.yml" ;;
+    proxy) run log "$binaries/haproxy" -db -f "$directory/haproxy.cfg" ;;
+    node)
+        # Its server is ended below, and nothing is to fail over meanwhile.
+        signals=KILL
+        run log setsid "$binaries/patroni" "$directory/patroni.yml"
+        ;;
     signal) read -r pid <"$pid_file" && kill "-$argument" "$pid" ;;
     esac
     echo done
@@ -71,6 +78,22 @@ while [ -e "$pid_file" ] && [ $rounds -lt 500 ]; do
     fi
     sleep 0.02 || sleep 1
 done
+
+# Patroni that was killed leaves its server, and programs such as pg_rewind, which are of its
+# session. A process that is not in the directory of the data has got the number of a server that
+# has ended.
+if [ "$signals" = KILL ]; then
+    family=$(ps -o pid= -s "$pid")
+    # Without quotes, because these are words.
+    [ -n "$family" ] && kill -KILL $family
+    read -r server <"$directory/data/postmaster.pid"
+    rounds=0
+    while [ "$(readlink "/proc/$server/cwd")" = "$directory/data" ] && [ $rounds -lt 500 ]; do
+        rounds=$((rounds + 1))
+        kill -QUIT "$server"
+        sleep 0.02 || sleep 1
+    done
+fi
 
 # A postmaster that was killed leaves a System V shared memory segment of a few bytes, named by line 7 of its file.
 segment=$(sed -n '7s/^ *[0-9][0-9]*  *\([0-9][0-9]*\) *$/\1/p' "$directory/data/postmaster.pid")

@@ -1,0 +1,81 @@
+//! What is done to the processes while a failover goes on.
+
+use std::error::Error;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use workbench::RoundTrips;
+
+use super::pause;
+use crate::processes::Processes;
+use crate::record::{Done, now};
+use crate::worker::Campaign;
+
+pub(super) struct Disturber {
+    processes: Processes,
+    done: Done,
+}
+
+impl Disturber {
+    pub(super) fn new(processes: Processes) -> Self {
+        Self {
+            processes,
+            done: Done::default(),
+        }
+    }
+
+    /// Disturbs one process after the other until the failover is over, and at least one.
+    pub(super) fn run(
+        &mut self,
+        proxies: &[RoundTrips],
+        is_over: &AtomicBool,
+    ) -> Result<(), String> {
+        loop {
+            pause(0..1500);
+            // Errors of other types cannot leave their thread.
+            let disturbed = self.disturb(proxies);
+            disturbed.map_err(|error| error.to_string())?;
+            if is_over.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Kills a process, or suspends it or cuts it off, for longer than what it holds lasts,
+    /// sometimes.
+    fn disturb(&mut self, proxies: &[RoundTrips]) -> Result<(), Box<dyn Error>> {
+        let number = fastrand::usize(..proxies.len());
+        let length = Campaign::Failover.timeout().mul_f64(fastrand::f64() * 1.7);
+        let from = now();
+        match fastrand::u8(..3) {
+            0 => {
+                println!("  kill -9 of worker {number}");
+                let record = self.processes.replace(number)?;
+                self.done.killed.insert(record, now());
+            }
+            1 => {
+                println!("  stop worker {number} for {length:?}");
+                let (from, to) = self.processes.suspend(number, length)?;
+                let record = self.processes.record(number).to_owned();
+                self.done.stopped.push((record, from, to));
+            }
+            _ => {
+                println!("  cut the network of worker {number} for {length:?}");
+                proxies[number].cut();
+                std::thread::sleep(length);
+                proxies[number].restore();
+            }
+        }
+        self.done.away.push((number, from, now()));
+        self.processes.check_alive()
+    }
+
+    pub(super) fn check_alive(&mut self) -> Result<(), Box<dyn Error>> {
+        self.processes.check_alive()
+    }
+
+    /// Lets the processes end, and returns what was done to them.
+    pub(super) fn finish(mut self) -> Result<Done, Box<dyn Error>> {
+        self.processes.finish()?;
+        Ok(self.done)
+    }
+}

@@ -99,25 +99,34 @@ fn a_claim_scans_no_table_for_the_base_of_tokens() {
 }
 
 #[test]
-fn on_a_restored_server_tokens_go_on_from_where_they_were() {
+fn on_a_restored_server_tokens_go_on_after_those_of_the_server_before() {
     let database = installed();
     let pool = make_pool(&database.url(), 2, PATIENCE);
     let conn = &mut database.connect();
-    // As after a restore of a database that has seen five promotions.
+    // As after a restore of a database that has seen five promotions, and has drawn numbers since
+    // it was copied.
     run(
         conn,
         "UPDATE resource_control.token_base SET system_identifier = 0, base = 0;
          SELECT setval('resource_control.fencing_token', (5::bigint << 40) + 7),
              setval('resource_control.service_request_id_seq', (5::bigint << 40) + 7)",
     );
-    wait(migrations::install(&pool)).unwrap();
-    assert_eq!(
-        number(conn, "(SELECT base FROM resource_control.token_base)"),
-        5
-    );
-    for token in tokens(&pool) {
-        assert!(token > (5 << 40) + 7, "{token}");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| wait(migrations::install(&pool)).unwrap());
+        }
+    });
+    let base = "(SELECT base FROM resource_control.token_base)";
+    assert_eq!(number(conn, base), 6);
+    let first = tokens(&pool);
+    for token in first {
+        assert!(token > 6 << 40, "{token}");
     }
+    wait(migrations::install(&pool)).unwrap();
+    for (new, old) in tokens(&pool).into_iter().zip(first) {
+        assert!(new > old, "{new} after {old}");
+    }
+    assert_eq!(number(conn, base), 6);
 }
 
 #[test]

@@ -13,7 +13,7 @@ use diesel::sql_types::{BigInt, Nullable, Text, Timestamptz};
 
 use crate::alarm::{Alarm, jittered};
 use crate::call::ask;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::event::{Outcome, Trouble};
 use crate::input;
 use crate::lease::Lease;
@@ -169,7 +169,10 @@ impl<P: Pool> Leader<P> {
         let limit = Some(Duration::from_secs(1));
         while !stop.is_stopped() {
             let longest = jittered(self.ttl / 3);
-            let claimed = seat.claim(pool, limit).await;
+            // A server that is silent must not end the campaign.
+            let deadline = Instant::now().checked_add(self.ttl);
+            let claimed = P::Mode::within(deadline, seat.claim(pool, limit)).await;
+            let claimed = claimed.unwrap_or(Err(Error::TimedOut));
             if claimed.is_ok() {
                 trouble.is_over();
             }

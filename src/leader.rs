@@ -13,7 +13,7 @@ use diesel::sql_types::{BigInt, Nullable, Text, Timestamptz};
 
 use crate::alarm::{Alarm, Stop, jitter};
 use crate::call::ask;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::event::{Outcome, Trouble};
 use crate::input;
 use crate::lease::Lease;
@@ -178,7 +178,10 @@ impl<P: Pool> Leader<P> {
         let limit = Some(Duration::from_secs(1));
         while !stop.is_stopped() {
             let longest = jitter(self.lease / 3);
-            let claimed = semaphore.claim(pool, limit).await;
+            // A server that is silent must not end the campaign.
+            let deadline = Instant::now().checked_add(self.lease);
+            let claimed = P::Mode::within(deadline, semaphore.claim(pool, limit)).await;
+            let claimed = claimed.unwrap_or(Err(Error::TimedOut));
             if claimed.is_ok() {
                 trouble.end();
             }

@@ -14,7 +14,7 @@ use std::marker::PhantomData;
 use std::pin::pin;
 #[cfg(feature = "async")]
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, TimeDelta, Utc};
 
@@ -92,8 +92,8 @@ pub enum RunDue {
 ///
 /// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, no attempt,
 /// or a `next` that does not go on; [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was
-/// lost while the work ran; [`Error::Pool`] and [`Error::Database`]. `run` tries again after the
-/// last three.
+/// lost while the work ran; [`Error::Pool`], [`Error::Database`], and over deadpool and bb8
+/// [`Error::TimedOut`] if a look has no reply within a lease. `run` tries again after the last four.
 #[must_use = "a schedule does nothing until it is run"]
 #[derive(Clone)]
 pub struct Schedule<P: Pool> {
@@ -206,10 +206,12 @@ impl<P: Pool> Schedule<P> {
         next: &(impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Sync),
     ) -> Result<Step<P>> {
         let name = self.checked_name()?;
-        let (seen, _): (sql::Seen, _) = ask(pool, limit, [sql::look(&name)]).await?;
+        let (seen, _): (sql::Seen, _) = self.in_time(ask(pool, limit, [sql::look(&name)])).await?;
         let (now, Some(last), Some(attempt), Some(token), claim, expires_at, is_paused) = seen
         else {
-            let (_, _): (i64, _) = ask(pool, limit, [sql::register(&name)]).await?;
+            let (_, _): (i64, _) = self
+                .in_time(ask(pool, limit, [sql::register(&name)]))
+                .await?;
             return Ok(Step::Over(RunDue::Later(Duration::ZERO)));
         };
         if unanswered.is_orphan(token, claim) {
@@ -221,7 +223,7 @@ impl<P: Pool> Schedule<P> {
                 claim: claim.unwrap_or_default(),
             };
             let give_back = End::GiveBack.of(&orphan);
-            let (_, _): (bool, _) = ask(pool, limit, [give_back]).await?;
+            let (_, _): (bool, _) = self.in_time(ask(pool, limit, [give_back])).await?;
             unanswered.strike_off(claim);
             return Ok(Step::Over(RunDue::Later(Duration::ZERO)));
         }
@@ -267,7 +269,9 @@ impl<P: Pool> Schedule<P> {
             seen: token,
             number,
         };
-        let claimed = Run::claim(self.subject(), pool, limit, take).await;
+        let claimed = self
+            .in_time(Run::claim(self.subject(), pool, limit, take))
+            .await;
         match &claimed {
             Ok(claimed) => unanswered.note_answer(number, claimed.is_some()),
             Err(_) => unanswered.note_no_reply(number),
@@ -278,6 +282,13 @@ impl<P: Pool> Schedule<P> {
             // back then.
             _ => Step::Over(RunDue::Later(Duration::from_millis(1))),
         })
+    }
+
+    /// Awaits a reply for as long as a lease: a server that is silent must not end the loop.
+    async fn in_time<T: Send>(&self, reply: impl Future<Output = Result<T>> + Send) -> Result<T> {
+        let deadline = Instant::now().checked_add(self.lease);
+        let reply = P::Mode::within(deadline, reply).await;
+        reply.unwrap_or(Err(Error::TimedOut))
     }
 
     /// Says which schedule a mistake is in.

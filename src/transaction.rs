@@ -122,6 +122,10 @@ impl<'c, S: Session> Own<'c, S> {
         self.is_open = false;
         match (self.conn.rollback().await, error) {
             (_, Error::Database(error)) => explain(self.conn, error).await,
+            (_, Error::Standby) => {
+                self.conn.mark_broken();
+                Error::Standby
+            }
             (_, error) => error,
         }
     }
@@ -130,8 +134,10 @@ impl<'c, S: Session> Own<'c, S> {
 impl<S: Session> Drop for Own<'_, S> {
     fn drop(&mut self) {
         if self.is_open {
+            // A blocking connection takes the mark back with the rollback.
+            let was_broken = self.conn.transaction() == Transaction::Broken;
             let _ = poll_once_quietly(self.conn.batch(self.rollback));
-            if self.conn.transaction() != Transaction::None {
+            if was_broken || self.conn.transaction() != Transaction::None {
                 self.conn.mark_broken();
                 mode::note_closed();
             }

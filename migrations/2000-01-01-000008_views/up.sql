@@ -77,7 +77,9 @@ CREATE OR REPLACE VIEW resource_control.schedule_state AS
             s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error, s.paused_at
         FROM resource_control.schedule AS s;
 
--- Counts the timelines of another server anew: the sequences stay in the range in which they are. Returns whether it did.
+-- Counts the timelines of another server anew. Its sequences go on in the range after that in
+-- which they are, because the server before may have drawn numbers since they were copied. Returns
+-- whether it did.
 CREATE OR REPLACE FUNCTION resource_control.set_token_base() RETURNS boolean
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
@@ -85,16 +87,28 @@ AS $$
 DECLARE
     server bigint;
     reached bigint;
+    is_copy boolean;
 BEGIN
     SELECT c.system_identifier INTO server FROM pg_control_system() AS c;
+    IF EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.system_identifier = server) THEN
+        RETURN false;
+    END IF;
+    -- One at a time: a slower one would set the sequences back.
+    PERFORM pg_advisory_xact_lock(20000101000009);
     IF EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.system_identifier = server) THEN
         RETURN false;
     END IF;
     SELECT GREATEST((SELECT s.last_value FROM resource_control.fencing_token AS s),
             (SELECT s.last_value FROM resource_control.service_request_id_seq AS s)) >> 40 INTO reached;
     DELETE FROM resource_control.token_base;
+    is_copy := FOUND;
+    reached := reached + is_copy::integer;
     INSERT INTO resource_control.token_base (system_identifier, base)
         VALUES (server, reached + 1 - ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint);
+    IF is_copy THEN
+        PERFORM setval('resource_control.fencing_token', reached << 40);
+        PERFORM setval('resource_control.service_request_id_seq', reached << 40);
+    END IF;
     RETURN true;
 EXCEPTION WHEN insufficient_privilege OR feature_not_supported OR undefined_function THEN
     RETURN false;

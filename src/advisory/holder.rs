@@ -161,8 +161,9 @@ impl<C: Owner> Holder<C> {
         self.held().holds = Holds::Nothing;
         let taken = Busy::read(reply).inspect_err(|error| {
             if matches!(error, Error::Standby) {
-                // So that a pool closes it.
+                // So that a pool closes it, also one that has lent it to the caller.
                 self.held().holds = Holds::Doubtful;
+                self.conn().mark_broken();
             }
         })?;
         self.held().take(taken);
@@ -310,7 +311,14 @@ impl<C: Owner> Holder<C> {
             Err(error) if has_ended(self.conn(), &error).await => {
                 Err(Error::LockLost(locks.to_string()))
             }
-            Err(error) => Err(explain(self.conn(), error).await),
+            Err(error) => {
+                let error = explain(self.conn(), error).await;
+                if matches!(error, Error::Standby) {
+                    // A release would take the mark back. The end of the session frees the lock.
+                    self.held().holds = Holds::Failed(pid);
+                }
+                Err(error)
+            }
         }
     }
 }

@@ -102,6 +102,10 @@ async fn acquire<S: Session>(
     };
     match acquired {
         Err(Error::Database(error)) => Err(classify(conn, error).await),
+        Err(Error::Standby) => {
+            conn.mark_broken();
+            Err(Error::Standby)
+        }
         acquired => acquired,
     }
 }

@@ -10,9 +10,10 @@ use crate::call::BATCH;
 use crate::input::interval;
 use crate::statement::{Statement, keep_commit};
 
-/// Whether the lock is ours, which is null on a standby, the outcome, which is null if it is not
-/// ours or there is none, and when the transaction began. The outcome is read by a volatile
-/// function, because the statement itself would not see what was committed after it began.
+/// Whether the lock is ours, which is null where nothing can be stored, as on a standby; the
+/// outcome, which is null if it is not ours or there is none; and when the transaction began. The
+/// outcome is read by a volatile function, because the statement itself would not see what was
+/// committed after it began.
 pub(super) fn look(
     (first, second): (i32, i32),
     name: &str,
@@ -20,7 +21,8 @@ pub(super) fn look(
 ) -> Statement<(Nullable<Bool>, Nullable<Binary>, Timestamptz)> {
     const LOOK: &str = concat!(
         "WITH taking AS MATERIALIZED (
-            SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN NULL WHEN ",
+            SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') = 'on' THEN NULL
+                WHEN ",
         notice_client!("true"),
         " THEN NULL ELSE pg_catalog.pg_try_advisory_xact_lock($1, $2) END AS is_ours
         ) SELECT is_ours, CASE WHEN is_ours THEN resource_control.once_outcome($3, $4) END,

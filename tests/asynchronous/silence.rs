@@ -9,9 +9,10 @@ use tokio::time::timeout;
 use workbench::{Cluster, Endpoint, RoundTrips, When};
 
 use crate::assert_matches;
+use crate::half::schedule::every;
 use crate::half::{
-    AdvisoryLock, Error, PgPool, Quota, RateLimit, Semaphore, Throttle, block_on, drain, make_pool,
-    on_all, wait,
+    AdvisoryLock, Error, Leader, PgPool, Quota, RateLimit, Schedule, Semaphore, Throttle, block_on,
+    drain, make_pool, on_all, wait,
 };
 use crate::support::{IN_FLIGHT, Observer, alone, eventually, install, installed, number};
 
@@ -194,5 +195,55 @@ fn a_permit_whose_server_is_silent_is_drained_when_it_has_expired() {
         drop(permit);
         assert!(wait(drain(&pool, Duration::from_secs(60))));
         assert!(began.elapsed() < SOON);
+    });
+}
+
+#[test]
+#[cfg(feature = "testing")] // whose leases may be short
+fn a_loop_whose_server_is_silent_goes_on_over_another_connection() {
+    const LEASE: Duration = Duration::from_millis(600);
+    let database = &installed();
+    std::thread::scope(|scope| {
+        for round_trip in 1..8 {
+            for when in [When::BeforeServer, When::BeforeReply] {
+                scope.spawn(move || {
+                    let proxy = RoundTrips::in_front_of(database);
+                    let (first, second) = (unchecked(&proxy), unchecked(&proxy));
+                    block_on(async {
+                        on_all(&first, "SELECT 1").await.unwrap();
+                        let key = format!("{round_trip} {when:?}");
+                        let leader = Leader::named("silent", LEASE).key(&key);
+                        let (led, leads) = tokio::sync::oneshot::channel();
+                        let mut led = Some(led);
+                        proxy.silence_at(round_trip, when);
+                        let lead = leader.lead(&first, |_| {
+                            led.take().map(|led| led.send(()));
+                            std::future::pending()
+                        });
+                        let leads = timeout(SOON, leads);
+                        tokio::select! {
+                            _ = lead => panic!("it has ended"),
+                            leads = leads => leads.expect("it leads").unwrap(),
+                        }
+                        proxy.disarm();
+
+                        on_all(&second, "SELECT 1").await.unwrap();
+                        let schedule = Schedule::named("silent").key(&key).after_crash(LEASE, 3);
+                        let (ran, runs) = tokio::sync::oneshot::channel();
+                        let mut ran = Some(ran);
+                        proxy.silence_at(round_trip, when);
+                        let run = schedule.run(&second, every(Duration::from_millis(10)), |_| {
+                            ran.take().map(|ran| ran.send(()));
+                            async { Ok::<_, Error>(()) }
+                        });
+                        let runs = timeout(SOON, runs);
+                        tokio::select! {
+                            _ = run => panic!("it has ended"),
+                            runs = runs => runs.expect("it runs").unwrap(),
+                        }
+                    });
+                });
+            }
+        }
     });
 }

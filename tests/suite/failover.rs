@@ -7,8 +7,8 @@ use workbench::{Cluster, StopMode};
 
 use crate::assert_matches;
 use crate::half::{
-    Admission, AdvisoryLock, Error, PgPool, Schedule, Semaphore, Throttle, execute, make_pool,
-    migrations, on_one, wait,
+    Admission, AdvisoryLock, Attempt, Conn, Done, Error, Once, PgPool, Schedule, Semaphore,
+    Throttle, begin, execute, make_pool, migrations, on_first, on_one, wait,
 };
 use crate::support::{eventually, installed, number, run, text};
 
@@ -99,25 +99,34 @@ fn a_claim_scans_no_table_for_the_base_of_tokens() {
 }
 
 #[test]
-fn on_a_restored_server_tokens_go_on_from_where_they_were() {
+fn on_a_restored_server_tokens_go_on_after_those_of_the_server_before() {
     let database = installed();
     let pool = make_pool(&database.url(), 2, PATIENCE);
     let conn = &mut database.connect();
-    // As after a restore of a database that has seen five promotions.
+    // As after a restore of a database that has seen five promotions, and has drawn numbers since
+    // it was copied.
     run(
         conn,
         "UPDATE resource_control.token_base SET system_identifier = 0, base = 0;
          SELECT setval('resource_control.fencing_token', (5::bigint << 40) + 7),
              setval('resource_control.service_request_id_seq', (5::bigint << 40) + 7)",
     );
-    wait(migrations::install(&pool)).unwrap();
-    assert_eq!(
-        number(conn, "(SELECT base FROM resource_control.token_base)"),
-        5
-    );
-    for token in tokens(&pool) {
-        assert!(token > (5 << 40) + 7, "{token}");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| wait(migrations::install(&pool)).unwrap());
+        }
+    });
+    let base = "(SELECT base FROM resource_control.token_base)";
+    assert_eq!(number(conn, base), 6);
+    let first = tokens(&pool);
+    for token in first {
+        assert!(token > 6 << 40, "{token}");
     }
+    wait(migrations::install(&pool)).unwrap();
+    for (new, old) in tokens(&pool).into_iter().zip(first) {
+        assert!(new > old, "{new} after {old}");
+    }
+    assert_eq!(number(conn, base), 6);
 }
 
 #[test]
@@ -150,6 +159,87 @@ fn a_server_that_refuses_to_write_is_left() {
         let own = wait(execute(conn, "CREATE TABLE refused ()")).unwrap_err();
         assert!(Error::from(own).is_unavailable());
     });
+}
+
+static ONCE: Once = Once::named("failover");
+
+const ELSEWHERE: &str =
+    "(SELECT count(*) FROM pg_stat_activity WHERE application_name = 'elsewhere')";
+
+/// Whether the pool closes a connection after this, before it lends one again.
+#[track_caller]
+fn leaves(pool: &PgPool, observer: &mut diesel::PgConnection, elsewhere: impl FnOnce(&mut Conn)) {
+    on_one(pool, |conn| {
+        wait(execute(conn, "SET application_name = 'elsewhere'")).unwrap();
+        elsewhere(conn);
+    });
+    wait(on_first(pool, "SELECT 1")).unwrap();
+    eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
+}
+
+#[test]
+fn a_lent_connection_to_a_standby_leaves_its_pool() {
+    let primary = Cluster::start();
+    let url = primary.url("postgres");
+    wait(migrations::install(&make_pool(&url, 2, PATIENCE))).unwrap();
+    let standby = primary.standby();
+    wait_for(&primary, &standby);
+    let pool = make_pool(&standby.url("postgres"), 1, PATIENCE);
+    let observer = &mut standby.endpoint("postgres").connect();
+    leaves(&pool, observer, |conn| {
+        let done: Result<Done, Error> = wait(ONCE.run(conn, work!(|_conn| Ok(""))));
+        assert_matches!(done, Err(Error::Standby));
+    });
+    leaves(&pool, observer, |conn| {
+        let held: Result<(), Error> = wait(LOCK.transaction(conn, work!(|_conn| Ok(()))));
+        assert_matches!(held, Err(Error::Standby));
+    });
+    leaves(&pool, observer, |conn| {
+        let held: Result<Attempt<()>, Error> = wait(LOCK.try_with_on(conn, work!(|_conn| Ok(()))));
+        assert_matches!(held, Err(Error::Standby));
+    });
+    leaves(&pool, observer, |conn| {
+        begin(conn);
+        assert_matches!(wait(LOCK.acquire_xact(conn)), Err(Error::Standby));
+    });
+}
+
+#[test]
+fn a_lent_connection_that_must_not_write_leaves_its_pool() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, PATIENCE);
+    let observer = &mut database.connect();
+    const REFUSE: &str = "SET default_transaction_read_only = on";
+    leaves(&pool, observer, |conn| {
+        wait(execute(conn, REFUSE)).unwrap();
+        let has_worked = std::cell::Cell::new(false);
+        let done: Result<Done, Error> = wait(ONCE.run(
+            conn,
+            work!(|_conn| {
+                has_worked.set(true);
+                Ok("")
+            }),
+        ));
+        assert_matches!(done, Err(Error::Standby));
+        // It could do something outside the database.
+        assert!(!has_worked.get());
+    });
+    leaves(&pool, observer, |conn| {
+        let done: Result<Done, Error> = wait(ONCE.run(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, "SET TRANSACTION READ ONLY"))?;
+                Ok("")
+            }),
+        ));
+        assert_matches!(done, Err(Error::Standby));
+    });
+    wait(on_first(&pool, "SET application_name = 'elsewhere'")).unwrap();
+    wait(on_first(&pool, REFUSE)).unwrap();
+    let mut guard = wait(LOCK.acquire(&pool)).unwrap();
+    assert_matches!(wait(guard.fencing_token()), Err(Error::Standby));
+    wait(guard.release()).unwrap();
+    eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
 }
 
 #[test]

@@ -745,8 +745,10 @@ fn a_standby_is_refused() {
     on_one(&pool, |conn| {
         begin(conn);
         assert_matches!(wait(all.try_acquire_xact(conn)), Err(Error::Standby));
+    });
+    on_one(&pool, |conn| {
+        begin(conn);
         assert_matches!(wait(all.acquire_xact(conn)), Err(Error::Standby));
-        end(conn);
     });
 }
 

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
 use crate::session::Session;
-use crate::statement::Statement;
+use crate::statement::{Statement, is_elsewhere};
 use crate::transaction::Own;
 
 /// What was found, and the remedy.
@@ -130,8 +130,11 @@ async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
 }
 
 async fn try_lock<S: Session>(conn: &mut S, number: i64) -> Result<bool> {
-    const TRY: &str = "SELECT CASE WHEN NOT pg_catalog.pg_is_in_recovery() \
-         THEN pg_catalog.pg_try_advisory_xact_lock($1) END";
+    const TRY: &str = concat!(
+        "SELECT CASE WHEN NOT (",
+        is_elsewhere!(),
+        ") THEN pg_catalog.pg_try_advisory_xact_lock($1) END"
+    );
     let tried = Statement::<(Nullable<Bool>,)>::new(TRY, [number.into()]);
     let reply: QueryResult<(Option<bool>,)> = conn.one(&tried).await;
     match reply {

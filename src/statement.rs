@@ -95,6 +95,18 @@ macro_rules! details {
 }
 pub(crate) use details;
 
+/// Whether the primary is elsewhere: this server is a standby, or is set to refuse writes, and this
+/// transaction was not opened to write. A transaction that its owner opened READ ONLY on a primary is
+/// none of these.
+macro_rules! is_elsewhere {
+    () => {
+        "pg_catalog.current_setting('transaction_read_only') = 'on' \
+         AND (pg_catalog.pg_is_in_recovery() \
+         OR pg_catalog.current_setting('default_transaction_read_only') = 'on')"
+    };
+}
+pub(crate) use is_elsewhere;
+
 /// Lets the transaction wait for the disk, and for a standby if there is a synchronous one, also
 /// where the role's setting says otherwise: what is taken must not be forgotten by a crash. Null,
 /// or a text.

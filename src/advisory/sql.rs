@@ -7,7 +7,7 @@ use diesel::sql_types::{Integer, Nullable};
 
 use crate::error::Result;
 use crate::key::{LockId, LockKey};
-use crate::statement::{Statement, database};
+use crate::statement::{Statement, database, is_elsewhere};
 
 /// A lock as statements name it.
 #[derive(Debug, Clone)]
@@ -68,8 +68,9 @@ fn texts(text: impl Fn(&dyn Fn(&str) -> String) -> String) -> [String; 4] {
 static TAKE: LazyLock<[String; 4]> = LazyLock::new(|| {
     texts(|call| {
         format!(
-            "SELECT CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN {} THEN 0 WHEN {} \
+            "SELECT CASE WHEN {} THEN 0 WHEN {} THEN 0 WHEN {} \
              THEN pg_catalog.pg_backend_pid() ELSE -1 - ({} << 10) END",
+            is_elsewhere!(),
             notice_client!("false"),
             call("pg_try_advisory_lock"),
             database!()
@@ -92,7 +93,8 @@ static TRY_XACT: LazyLock<[String; 4]> = LazyLock::new(|| {
             "SELECT CASE \
              WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' \
              THEN '-2147483648'::int \
-             WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN {} THEN 0 WHEN {} THEN 1 END",
+             WHEN {} THEN 0 WHEN {} THEN 0 WHEN {} THEN 1 END",
+            is_elsewhere!(),
             notice_client!("true"),
             call("pg_try_advisory_xact_lock")
         )

@@ -17,7 +17,7 @@ use diesel::sql_types::{BigInt, Integer, Nullable};
 
 use super::all::{Busy, Locks};
 use super::sql::{Ask, Lock, notice_client};
-use crate::statement::{Bind, Statement, database, keep_commit};
+use crate::statement::{Bind, Statement, database, is_elsewhere, keep_commit};
 
 /// A call of a function for each kind of lock, over the columns `kind` and `number`.
 macro_rules! by_column {
@@ -80,7 +80,9 @@ fn steps(refusal: &str, take: &str, give_up: &str) -> String {
 static TAKE: LazyLock<String> = LazyLock::new(|| {
     steps(
         concat!(
-            "CASE WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ",
+            "CASE WHEN ",
+            is_elsewhere!(),
+            " THEN 0 WHEN ",
             notice_client!("false"),
             " THEN 0 END"
         ),
@@ -94,7 +96,9 @@ static TRY_XACT: LazyLock<String> = LazyLock::new(|| {
     steps(
         concat!(
             "CASE WHEN pg_catalog.current_setting('transaction_isolation') = 'repeatable read' \
-             THEN '-2147483648'::int WHEN pg_catalog.pg_is_in_recovery() THEN 0 WHEN ",
+             THEN '-2147483648'::int WHEN ",
+            is_elsewhere!(),
+            " THEN 0 WHEN ",
             notice_client!("true"),
             " THEN 0 END"
         ),

@@ -8,7 +8,7 @@ use workbench::{Cluster, StopMode};
 use crate::assert_matches;
 use crate::half::{
     Admission, AdvisoryLock, Attempt, Conn, Done, Error, Once, PgPool, Schedule, Semaphore,
-    Throttle, begin, execute, make_pool, migrations, on_first, on_one, wait,
+    Throttle, begin, end, execute, make_pool, migrations, on_first, on_one, wait,
 };
 use crate::support::{eventually, installed, number, run, text};
 
@@ -234,12 +234,54 @@ fn a_lent_connection_that_must_not_write_leaves_its_pool() {
         ));
         assert_matches!(done, Err(Error::Standby));
     });
-    wait(on_first(&pool, "SET application_name = 'elsewhere'")).unwrap();
-    wait(on_first(&pool, REFUSE)).unwrap();
+    leaves(&pool, observer, |conn| {
+        wait(execute(conn, REFUSE)).unwrap();
+        let held: Result<(), Error> = wait(LOCK.transaction(conn, work!(|_conn| Ok(()))));
+        assert_matches!(held, Err(Error::Standby));
+    });
+    leaves(&pool, observer, |conn| {
+        wait(execute(conn, REFUSE)).unwrap();
+        let held: Result<Attempt<()>, Error> = wait(LOCK.try_with_on(conn, work!(|_conn| Ok(()))));
+        assert_matches!(held, Err(Error::Standby));
+    });
     let mut guard = wait(LOCK.acquire(&pool)).unwrap();
+    wait(execute(guard.conn(), "SET application_name = 'elsewhere'")).unwrap();
+    wait(execute(guard.conn(), REFUSE)).unwrap();
     assert_matches!(wait(guard.fencing_token()), Err(Error::Standby));
     wait(guard.release()).unwrap();
     eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
+}
+
+#[test]
+fn locks_leave_a_server_that_refuses_to_write() {
+    let database = installed();
+    let pool = make_pool(&database.url(), 1, PATIENCE);
+    let observer = &mut database.connect();
+    for locks in [LOCK.clone(), AdvisoryLock::all([&LOCK, &LOCK.key(1)])] {
+        wait(on_first(&pool, "SET application_name = 'elsewhere'")).unwrap();
+        wait(on_first(&pool, "SET default_transaction_read_only = on")).unwrap();
+        // On another connection, whose server can be written to.
+        wait(wait(locks.acquire(&pool)).unwrap().release()).unwrap();
+        eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
+    }
+    // A transaction that its owner opens otherwise says what is meant.
+    on_one(&pool, |conn| {
+        begin(conn);
+        wait(execute(conn, "SET TRANSACTION READ ONLY")).unwrap();
+        wait(LOCK.acquire_xact(conn)).unwrap();
+        end(conn);
+        wait(execute(conn, "SET default_transaction_read_only = on")).unwrap();
+        begin(conn);
+        wait(execute(conn, "SET TRANSACTION READ WRITE")).unwrap();
+        wait(LOCK.acquire_xact(conn)).unwrap();
+        end(conn);
+        wait(execute(conn, "SET default_transaction_read_only = off")).unwrap();
+    });
+    let refusing = database.url_with("options", "-c default_transaction_read_only=on");
+    let pool = make_pool(&refusing, 1, PATIENCE);
+    let refused = wait(LOCK.try_acquire(&pool)).map(|_| ());
+    assert!(refused.as_ref().unwrap_err().is_unavailable());
+    assert_matches!(refused, Err(Error::Standby));
 }
 
 #[test]

@@ -215,7 +215,6 @@ fn no_setting_of_the_session_hinders_a_lock() {
         "search_path = ''",
         "standard_conforming_strings = off",
         "default_transaction_isolation = serializable",
-        "default_transaction_read_only = on",
         "statement_timeout = '100ms'",
         "lock_timeout = '1ms'",
         "bytea_output = escape",

@@ -790,7 +790,6 @@ fn no_setting_of_the_session_hinders_them() {
         "standard_conforming_strings = off",
         "default_transaction_isolation = serializable",
         "default_transaction_isolation = 'repeatable read'",
-        "default_transaction_read_only = on",
         "lock_timeout = '1ms'",
         "plan_cache_mode = force_generic_plan",
         "jit_above_cost = 0",

@@ -47,8 +47,9 @@ pub enum Error {
     NoRuntime,
 
     /// The server is a hot standby, whose locks exclude nobody on the primary, or it refuses to
-    /// write, as after a switchover. The connection was discarded, and the operation tried once
-    /// more on another one.
+    /// write, as after a switchover. An operation over a pool has discarded the connection and was
+    /// tried once more on another one. On a lent connection it was tried once, and the connection's
+    /// pool closes it.
     #[error(
         "the server is a standby or refuses to write: its locks exclude nobody on the primary; \
          connect to the primary, which target_session_attrs=read-write finds"

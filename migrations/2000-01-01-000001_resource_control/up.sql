@@ -46,15 +46,17 @@ AS $$
 DECLARE
     timeline bigint;
 BEGIN
-    timeline := ('x' || pg_catalog.left(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
+    BEGIN
+        timeline := ('x' || pg_catalog.left(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
+    EXCEPTION WHEN OTHERS THEN
+        RETURN 0;
+    END;
     IF timeline = 1 THEN
         -- No promotion since the base was set, so nothing was lost.
         RETURN 0;
     END IF;
     -- By the index, because callers switch sequential scans off, whose estimated cost then begins a compilation.
     RETURN GREATEST(0, timeline - 1 + COALESCE((SELECT b.base FROM resource_control.token_base AS b WHERE b.is_only), 0)) << 40;
-EXCEPTION WHEN OTHERS THEN
-    RETURN 0;
 END
 $$;
 

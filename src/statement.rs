@@ -70,7 +70,9 @@ impl From<&str> for Bind {
 macro_rules! database {
     () => {
         "((pg_catalog.hashname(pg_catalog.current_database()) \
-         # pg_catalog.hashfloat8(pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()))) & 1048575)"
+         OPERATOR(pg_catalog.#) \
+         pg_catalog.hashfloat8(pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()))) \
+         OPERATOR(pg_catalog.&) 1048575)"
     };
 }
 pub(crate) use database;

@@ -59,9 +59,10 @@ pub struct Database<P: Pool> {
 impl<P: Pool> Database<P> {
     /// Copies a template. The role of the pool, which is one of another database of the server, may create databases.
     pub fn from_template<'a>(pool: &'a P, template: &'a str) -> Reply<'a, P, Result<Self>> {
-        const OLD: &str = "SELECT COALESCE(array_agg(d.datname::text), '{}') FROM pg_database AS d
+        const OLD: &str = "SELECT COALESCE(pg_catalog.array_agg(d.datname::pg_catalog.text), '{}')
+            FROM pg_catalog.pg_database AS d
             WHERE substring(d.datname FROM '^interlock_copy_([0-9]{10})_[0-9a-f]{16}$')::bigint < $1
-                AND NOT EXISTS (SELECT FROM pg_stat_activity AS a WHERE a.datid = d.oid)";
+                AND NOT EXISTS (SELECT FROM pg_catalog.pg_stat_activity AS a WHERE a.datid = d.oid)";
         P::Mode::drive(async move {
             let now = SystemTime::now().duration_since(UNIX_EPOCH);
             let now = now.unwrap_or_default().as_secs();
@@ -138,10 +139,10 @@ async fn change<P: Pool>(
 pub fn make_due<'a, P: Pool>(pool: &'a P, throttle: &'a Throttle<P>) -> Reply<'a, P, Result<()>> {
     const KEY: &str = "WITH done AS (UPDATE resource_control.throttle SET last_granted = '-infinity', details = ''
             WHERE name = $1 AND key = $2 AND is_resource = ($3 = 1) RETURNING 1
-        ) SELECT count(*) FROM done";
+        ) SELECT pg_catalog.count(*) FROM done";
     const RESOURCE: &str = "WITH done AS (UPDATE resource_control.throttled_resource SET last_locked = '-infinity', last_locker_details = ''
             WHERE resource_id::text = $1 RETURNING 1
-        ) SELECT count(*) FROM done";
+        ) SELECT pg_catalog.count(*) FROM done";
     P::Mode::drive(async move {
         let (name, key, is_resource) = throttle.row();
         if is_resource && key.is_empty() {
@@ -160,9 +161,10 @@ pub fn expire<'a, P: Pool>(pool: &'a P, semaphore: &'a Semaphore<P>) -> Reply<'a
 }
 
 async fn expired<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
-    const EXPIRE: &str = "WITH done AS (UPDATE resource_control.service_request SET expires_at = clock_timestamp()
-            WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL AND expires_at > clock_timestamp() RETURNING 1
-        ) SELECT count(*) FROM done";
+    const EXPIRE: &str = "WITH done AS (UPDATE resource_control.service_request SET expires_at = pg_catalog.clock_timestamp()
+            WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL
+                AND expires_at > pg_catalog.clock_timestamp() RETURNING 1
+        ) SELECT pg_catalog.count(*) FROM done";
     change(pool, EXPIRE, [Bind::from(&*semaphore.service()?)]).await
 }
 
@@ -184,7 +186,7 @@ pub fn make_tick_due<'a, P: Pool>(
     by: Duration,
 ) -> Reply<'a, P, Result<bool>> {
     const DUE: &str = "WITH done AS (UPDATE resource_control.schedule SET tick = tick - $1 WHERE name = $2 RETURNING 1)
-        SELECT count(*) FROM done";
+        SELECT pg_catalog.count(*) FROM done";
     P::Mode::drive(async move {
         let name = schedule.checked_name()?;
         Ok(change(pool, DUE, [interval(by).into(), name.into()]).await? > 0)

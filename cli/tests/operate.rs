@@ -312,19 +312,16 @@ fn doctor_finds_nothing_to_fail_in_a_good_set_up() {
     let (status, text) = printed(&mut interlock(&database.url(), "doctor"));
     assert_eq!(status, Some(0), "{text}");
     doctor_says(&database.url(), "", "ok", "the schema resource_control");
-    doctor_says(&database.url(), "", "ok", "the exclusion by session locks");
+    doctor_says(&database.url(), "", "ok", "session locks exclude");
 }
 
 #[test]
 fn doctor_names_what_is_wrong_with_the_schema() {
     let database = Database::new();
     let url = &database.url();
-    doctor_says(
-        url,
-        "",
-        "fail",
-        "the schema resource_control is not installed",
-    );
+    let not_installed = "the schema resource_control is not installed";
+    doctor_says(url, "", "ok", not_installed);
+    doctor_says(url, "--needs-schema", "fail", not_installed);
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");

@@ -15,7 +15,7 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     // Longer than the lease.
     let mut running = Running::start(&mut run(url, "x --lease 3s", "echo held; sleep 5; exit 5"));
     assert_eq!(running.line(), "held");
-    assert_eq!(status(&mut run(url, "x --lease 3s", "true")), Some(1));
+    assert_eq!(status(&mut run(url, "x --lease 3s", "true")), Some(73));
     assert_eq!(running.status(), Some(5));
     let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight";
     assert_eq!(session.number(in_flight), 0);
@@ -26,4 +26,10 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     assert_eq!(status, Some(1), "{text}");
     let found = "fail  session locks exclude nobody on this pool";
     assert!(text.contains(found), "{text}");
+
+    // Without a lease nothing runs, and no lock is left.
+    let (status, text) = printed(&mut run(url, "x", "echo ran"));
+    assert_eq!(status, Some(78), "{text}");
+    assert!(!text.contains("ran\n") && text.contains("pooler"), "{text}");
+    assert_eq!(session.locks(true), 0);
 }

@@ -117,11 +117,11 @@ fn a_busy_lock_is_a_status_and_nothing_runs() {
                 .args(["nightly report", "--", "sh", "-c", &script]),
         )
     };
-    assert_eq!(busy(&[]), Some(1));
+    assert_eq!(busy(&[]), Some(73));
     assert_eq!(busy(&["-E", "99"]), Some(99));
     assert_eq!(busy(&["--conflict-exit-code", "0"]), Some(0));
-    assert_eq!(busy(&["--wait", "1500ms"]), Some(1));
-    assert_eq!(busy(&["--shared"]), Some(1));
+    assert_eq!(busy(&["--wait", "1500ms"]), Some(73));
+    assert_eq!(busy(&["--shared"]), Some(73));
     assert!(!mark.0.exists());
     holder.release("nightly report");
     assert_eq!(busy(&[]), Some(0));
@@ -182,7 +182,10 @@ fn a_database_that_is_away_is_said_before_the_wait_for_it() {
 /// A server, or a pooler, that lets clients in and then says nothing.
 fn silent_server() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("postgres://{}/x?user=x", listener.local_addr().unwrap());
+    let url = format!(
+        "postgres://{}/x?user=x&sslmode=disable",
+        listener.local_addr().unwrap()
+    );
     thread::spawn(move || {
         let mut clients = Vec::new();
         while let Ok((mut client, _)) = listener.accept() {
@@ -208,7 +211,10 @@ fn a_database_that_is_silent_is_not_waited_for_forever() {
 #[test]
 fn a_signal_ends_it_while_it_connects() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("postgres://{}/x?user=x", listener.local_addr().unwrap());
+    let url = format!(
+        "postgres://{}/x?user=x&sslmode=disable",
+        listener.local_addr().unwrap()
+    );
     let mut running = Running::start(run(&url, "x", "true").env("PGCONNECT_TIMEOUT", "0"));
     let _connecting = listener.accept().unwrap();
     running.signal("INT");
@@ -222,7 +228,7 @@ fn several_share_a_lock() {
     let mut first = Running::start(&mut run(url, "x --shared", UNTIL_TERM));
     assert_eq!(first.line(), "ready");
     assert_eq!(status(&mut run(url, "x --shared", "true")), Some(0));
-    assert_eq!(status(&mut run(url, "x", "true")), Some(1));
+    assert_eq!(status(&mut run(url, "x", "true")), Some(73));
     first.signal("TERM");
     assert_eq!(first.status(), Some(9));
 }
@@ -253,7 +259,7 @@ fn a_permit_has_a_slot_until_the_command_has_ended() {
     let two = "x --lease 30s --slots 2";
     let mut first = Running::start(&mut run(url, two, UNTIL_TERM));
     assert_eq!(first.line(), "ready");
-    assert_eq!(status(&mut run(url, "x --lease 30s", "true")), Some(1));
+    assert_eq!(status(&mut run(url, "x --lease 30s", "true")), Some(73));
     assert_eq!(status(&mut run(url, two, "exit 3")), Some(3));
     let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight WHERE service = 'x'";
     assert_eq!(session.number(in_flight), 1);

@@ -26,7 +26,10 @@ pub(crate) const LOCKS: &str = "
         CASE WHEN NOT l.granted THEN pg_blocking_pids(l.pid) END AS blocked_by,
         date_part('epoch', clock_timestamp() - COALESCE(a.backend_start, x.prepared))::bigint AS age, x.gid AS prepared
     FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a USING (pid)
-        LEFT JOIN pg_prepared_xacts AS x ON l.pid IS NULL AND l.virtualtransaction = '-1/' || x.transaction
+        LEFT JOIN (
+            SELECT t.virtualtransaction, p.gid, p.prepared FROM pg_locks AS t JOIN pg_prepared_xacts AS p ON p.transaction = t.transactionid
+                WHERE t.locktype = 'transactionid' AND t.pid IS NULL
+        ) AS x ON l.pid IS NULL AND x.virtualtransaction = l.virtualtransaction
     WHERE l.locktype = 'advisory' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
     ORDER BY 1, l.granted DESC, l.pid";
 

@@ -144,6 +144,10 @@ impl Doctor {
                 report.add("fail", found, "as its owner", "", "interlock install");
             }
             Err(Error::Incomplete { missing, .. }) => {
+                // The columns first, which what is missing may need.
+                for it in objects::differences(conn)? {
+                    report.add("fail", &it.found, &it.why, &it.sql, &it.shell);
+                }
                 let found = format!("the schema resource_control lacks {}", missing.join(", "));
                 report.add(
                     "fail",

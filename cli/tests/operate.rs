@@ -291,6 +291,151 @@ fn install_says_what_it_did() {
     migrations::check(&database.pool(1)).unwrap();
 }
 
+#[test]
+fn tables_fit_a_terminal_unless_they_are_to_be_wide() {
+    let database = installed();
+    let long = "a long name of an application that says more than it must";
+    let url = database.url_with("application_name", long);
+    let mut holder = Session(Endpoint::new(&url).connect());
+    holder.sql("SELECT pg_advisory_lock(-9223372036854775808)");
+    holder.sql("SELECT resource_control.claim_service_request('geocoder', 1, '1 day', repeat('detail ', 40))");
+    holder.sql("INSERT INTO resource_control.schedule (name, tick, attempt, token, runner, started_at, error)
+        VALUES ('hourly', now(), 1, 1, 'web-3 pid 1', now(), repeat('error ', 40))");
+    let (status, text) = printed(&mut interlock(&database.url(), "ps"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(
+        text.lines().all(|line| line.chars().count() <= 100),
+        "{text}"
+    );
+    assert!(text.contains("-9223372036854775808"), "{text}");
+    let (_, wide) = printed(&mut interlock(&database.url(), "ps --wide"));
+    for shown in [
+        long,
+        "session_since",
+        "detail detail detail detail detail detail detail",
+    ] {
+        assert!(wide.contains(shown), "{shown} is not in {wide}");
+    }
+}
+
+#[test]
+fn ps_says_what_it_did_not_look_at() {
+    let (status, text) = printed(&mut interlock(&Database::new().url(), "ps"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(
+        text.contains("slots, leaders and schedules: not looked at"),
+        "{text}"
+    );
+}
+
+#[test]
+fn kill_names_what_else_has_the_name() {
+    let database = installed();
+    let url = &database.url();
+    let mut session = Session::of(&database);
+    session.sql(
+        "SELECT resource_control.claim_service_request('it''s', 2, '1 day', 'web-3');
+         SELECT resource_control.claim_service_request($$leader it's$$, 1, '1 day', 'web-4');
+         INSERT INTO resource_control.schedule (name, tick, token, runner, started_at, expires_at)
+            VALUES ('it''s', now(), 7, 'web-5', now(), now() + interval '1 day')",
+    );
+    let (status, text) = printed(&mut interlock(url, "kill it's --yes"));
+    assert_eq!(status, Some(1), "{text}");
+    assert!(
+        text.contains("nobody has the lock it's: nothing was done"),
+        "{text}"
+    );
+    let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight";
+    let running = "SELECT count(*) FROM resource_control.schedule_state WHERE state = 'running'";
+    assert_eq!((session.number(in_flight), session.number(running)), (2, 1));
+    // What it names is pasted.
+    let mut ended = 0;
+    for line in text.lines() {
+        let Some((_, command)) = line.split_once("interlock kill") else {
+            continue;
+        };
+        let mut shell = std::process::Command::new("sh");
+        shell.env("DATABASE_URL", url);
+        shell.args([
+            "-c",
+            &format!("\"$0\" kill --yes {command}"),
+            env!("CARGO_BIN_EXE_interlock"),
+        ]);
+        let (status, text) = printed(&mut shell);
+        assert_eq!(status, Some(0), "{command}: {text}");
+        ended += 1;
+    }
+    assert_eq!(ended, 3, "{text}");
+    assert_eq!((session.number(in_flight), session.number(running)), (0, 0));
+    assert_eq!(
+        session.text("SELECT state FROM resource_control.schedule_state"),
+        "crashed"
+    );
+    for line in ["kill it's --leader --yes", "kill it's --run --yes"] {
+        let (status, text) = printed(&mut interlock(url, line));
+        assert_eq!(status, Some(1), "{text}");
+        assert!(text.contains("nobody has "), "{text}");
+    }
+    let (status, text) = printed(&mut interlock(url, "kill x --leader --run"));
+    assert_eq!(status, Some(2), "{text}");
+}
+
+#[test]
+fn an_installation_says_for_whom_it_waits_and_gives_up() {
+    let database = Database::new();
+    let url = &database.url();
+    let mut holder = Session::of(&database);
+    holder.sql("SELECT pg_advisory_lock(20000101000000)");
+    let pid = holder.pid();
+    let (status, text) = printed(&mut interlock(url, "install --wait 1s"));
+    assert_eq!(status, Some(73), "{text}");
+    for named in [
+        &*format!("session {pid} "),
+        "interlock kill --number 20000101000000",
+    ] {
+        assert!(text.contains(named), "{text}");
+    }
+    let mut command = interlock(url, "install --wait 10m");
+    let mut child = command
+        .stderr(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let mut error = std::io::BufReader::new(child.stderr.take().unwrap());
+    std::io::BufRead::read_line(&mut error, &mut line).unwrap();
+    assert!(
+        line.contains("the lock of the migrations is busy"),
+        "{line}"
+    );
+    let kill = "kill --number 20000101000000 --yes";
+    assert_eq!(printed(&mut interlock(url, kill)).0, Some(0));
+    assert!(child.wait().unwrap().success());
+    migrations::check(&database.pool(1)).unwrap();
+}
+
+#[test]
+fn completions_and_the_manual_are_written() {
+    for shell in ["bash", "zsh", "fish"] {
+        let (status, text) = printed(&mut interlock("", &format!("completions {shell}")));
+        assert_eq!(status, Some(0), "{text}");
+        assert!(text.contains("needs-schema"), "{text}");
+    }
+    let (status, text) = printed(&mut interlock("", "man"));
+    assert_eq!(status, Some(0), "{text}");
+    for named in [".TH interlock", "INTERLOCK DOCTOR", "Exit status"] {
+        assert!(text.contains(named), "{named} is not in {text}");
+    }
+    let (status, text) = printed(&mut interlock("", "--version"));
+    assert_eq!(
+        (status, text.trim()),
+        (
+            Some(0),
+            concat!("interlock ", env!("CARGO_PKG_VERSION"), ", with TLS")
+        )
+    );
+}
+
 /// What doctor says has a line with this level and this word.
 #[track_caller]
 fn doctor_says(url: &str, arguments: &str, level: &str, word: &str) {

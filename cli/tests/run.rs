@@ -129,6 +129,49 @@ fn a_busy_lock_is_a_status_and_nothing_runs() {
 }
 
 #[test]
+fn a_busy_lock_names_its_holder_unless_that_is_not_wanted() {
+    let database = installed();
+    let url = &database.url_with("application_name", "web-3");
+    let mut holder = Session(workbench::Endpoint::new(url).connect());
+    holder.take("x");
+    let url = &database.url();
+    let (status, text) = printed(&mut run(url, "x", "true"));
+    assert_eq!(status, Some(73));
+    assert_eq!(text.lines().count(), 1, "{text}");
+    let session = format!("session {} of ", holder.pid());
+    for named in ["interlock: x is busy: web-3 ", &session, "connected since "] {
+        assert!(text.contains(named), "{named} is not in {text}");
+    }
+    for quiet in ["x -q", "x --quiet --wait 100ms"] {
+        assert_eq!(
+            printed(&mut run(url, quiet, "true")),
+            (Some(73), String::new())
+        );
+    }
+    holder.sql("SELECT resource_control.claim_service_request('y', 1, '1 day', 'web-4')");
+    let (status, text) = printed(&mut run(url, "y --lease 30s", "true"));
+    assert_eq!(status, Some(73));
+    assert!(text.contains("y is busy: web-4 has slot 0"), "{text}");
+}
+
+#[test]
+fn a_role_with_one_connection_may_run() {
+    let database = Database::new();
+    let role = format!("interlock_cli_single_{}", std::process::id());
+    let mut session = Session::of(&database);
+    session.sql(&format!("CREATE ROLE {role} LOGIN CONNECTION LIMIT 1"));
+    let (status, text) = printed(&mut run(&database.url_with("user", &role), "x", "exit 5"));
+    eventually("the session of the role has ended", || {
+        session.number(&format!(
+            "SELECT count(*) FROM pg_stat_activity WHERE usename = '{role}'"
+        )) == 0
+    });
+    session.sql(&format!("DROP ROLE {role}"));
+    assert_eq!(status, Some(5), "{text}");
+    assert!(text.contains("pooler"), "{text}");
+}
+
+#[test]
 fn a_wait_ends_when_the_lock_is_free() {
     let database = Database::new();
     let mut holder = Session::of(&database);

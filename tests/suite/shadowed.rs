@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use diesel_interlock::Quota;
+use workbench::Database;
 
 use super::throttles::{Resource, declared};
 use crate::half::schedule::every;

@@ -2,6 +2,7 @@
 //! function, the columns of each table. `diesel_interlock` itself looks only whether they are there.
 
 use diesel::QueryResult;
+use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
 use diesel_interlock::migrations;
 use serde_json::{Value, json};
@@ -210,7 +211,7 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
     Ok(all)
 }
 
-/// Lets the migrations run again whose functions were replaced, or whose objects are missing: which.
+/// Adds columns that are missing, and lets the migrations run again whose functions were replaced, or whose objects are missing: which.
 pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<String>> {
     const IS_THERE: &str =
         "SELECT to_regclass('resource_control.installed_migration') IS NOT NULL AS is_there";
@@ -223,6 +224,13 @@ pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<Strin
         return Ok(Vec::new());
     }
     let differing = differences(conn)?;
+    // What is missing altogether may need them.
+    for column in differing
+        .iter()
+        .filter(|it| it.sql.starts_with("ALTER TABLE"))
+    {
+        conn.batch_execute(&column.sql)?;
+    }
     let mut versions: Vec<_> = differing.iter().filter_map(|it| it.version).collect();
     for text in migrations::texts() {
         let names: Vec<_> = created(text).collect();

@@ -133,18 +133,18 @@ pub(crate) const SERVER: &[&str] = &[
 pub(crate) const HOLDERS: &str = "
     SELECT 'warn' AS level, format('session %s (%s, %s) holds the lock %s, and is %s since %s', pid, role, application, lock, session,
             date_trunc('second', since)) AS found,
-        'if it is stuck' AS why, format('interlock kill --number -- ''%s''', lock) AS shell, pid
+        'if it is stuck' AS why, NULL AS sql, format('interlock kill --number -- ''%s''', lock) AS shell, pid
         FROM (SELECT *, CASE WHEN application LIKE 'interlock %' THEN session_since ELSE session_changed END AS since
             FROM (:locks) AS l) AS l
         WHERE state = 'held' AND since < clock_timestamp() - :holder_age
     UNION ALL SELECT 'warn', format('a transaction is open since %s in session %s (%s, %s, %s)',
             date_trunc('second', xact_start), pid, usename, application_name, state),
         'no dead row since then can be removed, and semaphores get slow: end it if it is not needed',
-        format('SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %L;', pid, backend_start), pid
+        format('SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %L;', pid, backend_start), NULL, pid
         FROM pg_stat_activity WHERE backend_type = 'client backend' AND datname = current_database() AND pid <> pg_backend_pid()
             AND xact_start < clock_timestamp() - :transaction_age
     UNION ALL SELECT 'warn', format('the prepared transaction %s is open since %s', gid, date_trunc('second', prepared)),
-        'it keeps its locks, also over a restart; if nobody ends it', format('ROLLBACK PREPARED %L;', gid), NULL
+        'it keeps its locks, also over a restart; if nobody ends it', format('ROLLBACK PREPARED %L;', gid), NULL, NULL
         FROM pg_prepared_xacts WHERE database = current_database() AND prepared < clock_timestamp() - :transaction_age";
 
 pub(crate) const MAY_CREATE: &str = "

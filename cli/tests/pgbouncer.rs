@@ -2,7 +2,7 @@
 
 mod support;
 
-use workbench::{PgBouncer, PoolMode};
+use workbench::{Cluster, PgBouncer, PoolMode};
 
 use self::support::*;
 
@@ -32,4 +32,45 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     assert_eq!(status, Some(78), "{text}");
     assert!(!text.contains("ran\n") && text.contains("pooler"), "{text}");
     assert_eq!(session.locks(true), 0);
+}
+
+#[test]
+fn nothing_is_wrong_behind_a_pooler_in_session_mode() {
+    let cluster = Cluster::builder()
+        .setting("client_connection_check_interval", "10s")
+        .setting("idle_in_transaction_session_timeout", "5min")
+        .start();
+    let database = cluster.database();
+    diesel_interlock::migrations::install(&database.pool(1)).unwrap();
+    let pooler = PgBouncer::in_front_of(&database, PoolMode::Session, 8);
+    let url = &pooler.url();
+    let (status, text) = printed(&mut interlock(url, "doctor --strict --needs-schema"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(!text.contains("warn"), "{text}");
+    for line in ["x", "x --lease 30s"] {
+        let (status, text) = printed(&mut run(url, line, "exit 5"));
+        assert_eq!(status, Some(5), "{text}");
+    }
+    assert_eq!(Session::of(&database).locks(true), 0);
+}
+
+#[test]
+fn a_pooler_in_transaction_mode_keeps_the_search_path_of_others() {
+    let database = installed();
+    let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 1);
+    let url = &pooler.url();
+    for line in [
+        "ps",
+        "doctor",
+        "install",
+        "run x --lease 30s -- true",
+        "kill x --yes",
+        "run x -- true",
+    ] {
+        printed(&mut interlock(url, line));
+    }
+    let other = &mut workbench::Endpoint::new(url).connect();
+    let path = diesel::dsl::sql::<diesel::sql_types::Text>("current_setting('search_path')");
+    let path: String = diesel::RunQueryDsl::get_result(diesel::select(path), other).unwrap();
+    assert_eq!(path, "\"$user\", public");
 }

@@ -15,7 +15,6 @@ use crate::alarm::{Alarm, jittered};
 use crate::call::ask;
 use crate::error::Result;
 use crate::event::{Outcome, Trouble};
-use crate::input;
 use crate::lease::Lease;
 use crate::mode::Mode;
 use crate::monitor::Leadership;
@@ -23,6 +22,7 @@ use crate::pool::{Pool, Reply};
 use crate::semaphore::{Admission, Permit, Semaphore};
 use crate::statement::Statement;
 use crate::stop::Stop;
+use crate::{input, instance};
 
 /// An election of one leader, among all instances that use the database.
 ///
@@ -92,7 +92,8 @@ impl<P: Pool> Leader<P> {
         }
     }
 
-    /// Returns the election in which this candidate is named so in the view `leader`.
+    /// Returns the election in which this candidate is named so in the view `leader`. Without it that is the host and the pid of the
+    /// program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -147,7 +148,10 @@ impl<P: Pool> Leader<P> {
             self.election,
             input::joined(parts),
             self.ttl,
-            self.details.clone(),
+            match &*self.details {
+                "" => Cow::Borrowed(instance::name()),
+                _ => self.details.clone(),
+            },
         )
     }
 

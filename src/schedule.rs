@@ -27,13 +27,13 @@ use self::unanswered::Unanswered;
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::{Subject, Trouble};
-use crate::input;
 use crate::lease::{Row, SHORTEST_KEPT};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 #[cfg(feature = "r2d2")]
 use crate::stop::Stop;
 use crate::time::LONGEST;
+use crate::{input, instance};
 
 /// No longer than this without a look, because another instance may have another idea of the schedule.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
@@ -127,8 +127,8 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it that is the session's
-    /// `application_name` and pid.
+    /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it that is the host and
+    /// the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -244,7 +244,10 @@ impl<P: Pool> Schedule<P> {
         let number = unanswered.begin(token);
         let take = Take {
             name: &name,
-            runner: &self.details,
+            runner: match &*self.details {
+                "" => instance::name(),
+                details => details,
+            },
             lease: self.lease,
             tick,
             missed,

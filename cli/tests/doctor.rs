@@ -421,3 +421,43 @@ fn a_small_table_of_locks_is_named() {
         "ALTER SYSTEM SET max_locks_per_transaction = 128;"
     );
 }
+
+#[test]
+fn an_old_snapshot_of_a_standby_is_named_here_and_there() {
+    let cluster = healthy();
+    let standby = cluster.standby();
+    let mut there = Session(standby.endpoint("postgres").connect());
+    there.sql("ALTER SYSTEM SET hot_standby_feedback = on");
+    there.sql("ALTER SYSTEM SET wal_receiver_status_interval = '1s'");
+    there.sql("SELECT pg_reload_conf()");
+    there.sql("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM pg_class");
+    let pid = there.pid();
+    let mut here = Session(cluster.endpoint("postgres").connect());
+    let age = "SELECT GREATEST((SELECT max(age(backend_xmin)) FROM pg_stat_replication),
+        (SELECT max(age(xmin)) FROM pg_replication_slots), 0)";
+    eventually("the standby tells its snapshot", || {
+        here.sql("DO $$ BEGIN FOR i IN 1 .. 1000 LOOP PERFORM pg_current_xact_id(); COMMIT; END LOOP; END $$");
+        here.number(age) > 3000
+    });
+    line(
+        &cluster.url("postgres"),
+        "",
+        "warn",
+        "(hot_standby_feedback)",
+    );
+    let open = format!("in session {pid}");
+    line(
+        &standby.url("postgres"),
+        "--transaction-age 0s",
+        "warn",
+        &open,
+    );
+    let (_, lines) = found(&standby.url("postgres"), "");
+    let failed = |line: &&Value| {
+        line["found"]
+            .as_str()
+            .unwrap()
+            .contains("question has failed")
+    };
+    assert_eq!(lines.iter().filter(failed).count(), 0, "{lines:#?}");
+}

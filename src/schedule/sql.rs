@@ -91,8 +91,7 @@ impl Take<'_> {
         const CLAIM: &str = concat!(
             "WITH claimed AS (
             UPDATE resource_control.schedule AS s SET tick = n.tick, token = resource_control.next_token('resource_control.fencing_token'),
-                    runner = COALESCE(NULLIF($1, ''), pg_catalog.concat_ws(' ',
-                        NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid())),
+                    runner = $1,
                     attempt = CASE WHEN s.tick = n.tick THEN s.attempt + 1 ELSE 1 END,
                     missed = CASE WHEN s.tick = n.tick THEN s.missed ELSE n.missed END, claim = $2,
                     started_at = pg_catalog.clock_timestamp(), expires_at = pg_catalog.clock_timestamp() + $3, ended_at = NULL, error = NULL

@@ -11,17 +11,6 @@ use crate::statement::{Statement, keep_commit};
 pub(super) type Row = (bool, PgTimestamp, PgTimestamp, String, Option<PgInterval>);
 pub(super) type Attempt = Statement<(Bool, Timestamptz, Timestamptz, Text, Nullable<Interval>)>;
 
-/// Who attempts it: the bind, or the session.
-macro_rules! details {
-    ($bind:literal) => {
-        concat!(
-            "COALESCE(NULLIF(",
-            $bind,
-            ", ''), pg_catalog.concat_ws(' ', NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), 'pid', pg_catalog.pg_backend_pid()))"
-        )
-    };
-}
-
 /// The interval of a resource, whose label is the first bind. Labels are compared as text, because a label that the type does not
 /// have would be an error, which aborts the caller's transaction.
 macro_rules! interval_of_resource {
@@ -35,7 +24,7 @@ macro_rules! interval_of_resource {
 const RESOURCE: &str = concat!(
     "WITH granted AS (
         UPDATE resource_control.throttled_resource SET last_locked = pg_catalog.clock_timestamp(), last_locker_details = ",
-    details!("$1"),
+    "$1",
     " WHERE ctid = (
             SELECT t.ctid FROM resource_control.throttled_resource AS t
                 WHERE t.resource_id::pg_catalog.text = $2
@@ -60,7 +49,7 @@ macro_rules! again {
                 UPDATE resource_control.throttle SET last_granted = pg_catalog.clock_timestamp(), throttle_interval = ",
             $every,
             ", details = ",
-            details!($details),
+            $details,
             " WHERE ctid = (
                     SELECT t.ctid FROM resource_control.throttle AS t
                         WHERE t.name = ", $name, " AND t.key = ", $key, " AND t.is_resource = ", $is_resource,
@@ -90,7 +79,7 @@ macro_rules! first {
             ), granted AS (
                 INSERT INTO resource_control.throttle (name, key, is_resource, last_granted, throttle_interval, details)
                     SELECT ", $name, ", ", $key, ", ", $is_resource, ", pg_catalog.clock_timestamp(), every, ",
-            details!($details),
+            $details,
             " FROM taking WHERE is_ours AND every IS NOT NULL
                     ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval, ",
             keep_commit!(),

@@ -85,15 +85,13 @@ impl Database {
     pub fn set_traps(&self, has_operators: bool) {
         let conn = &mut self.connect();
         // The operators first, because the functions are in the way afterwards.
-        let operators = if has_operators {
-            include_str!("operator_traps.sql")
-        } else {
-            ""
-        };
         let traps = include_str!("traps.sql");
         let (helpers, all) = traps.split_once("DO $traps$").expect("the traps");
-        for sql in [helpers, operators, &format!("DO $traps${all}")] {
-            let set = conn.batch_execute(sql);
+        let mut parts = vec![helpers.to_owned()];
+        parts.extend(has_operators.then(|| include_str!("operator_traps.sql").to_owned()));
+        parts.push(format!("DO $traps${all}"));
+        for part in parts {
+            let set = conn.batch_execute(&part);
             set.unwrap_or_else(cannot("set traps"));
         }
     }

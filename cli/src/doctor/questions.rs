@@ -118,14 +118,14 @@ pub(crate) const SERVER: &[&str] = &[
             CASE WHEN xmin IS NOT NULL THEN ', and all dead rows since its standby left' ELSE '' END) AS found,
         'if its standby or subscriber does not come back' AS why, format('SELECT pg_drop_replication_slot(%L);', slot_name) AS sql
         FROM pg_replication_slots WHERE NOT active AND NOT pg_is_in_recovery()",
-    // How old a snapshot of a standby is, only transactions can tell: by half a minute of them, and a thousand.
+    // How old a snapshot of a standby is, only transactions can tell: by twenty seconds of them, and 200.
     "SELECT 'warn' AS level, format('%s has a snapshot that is %s transactions old (hot_standby_feedback)', what, behind) AS found,
         'no dead row since then can be removed, and semaphores get slow: end the transaction there' AS why,
         'SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE xact_start < now() - interval ''10 min''; -- on the standby' AS sql
         FROM (SELECT format('the standby %s', COALESCE(host(client_addr), application_name)) AS what, age(backend_xmin) AS behind
                 FROM pg_stat_replication
             UNION SELECT format('the replication slot %s', slot_name), age(xmin) FROM pg_replication_slots WHERE active) AS s
-        WHERE behind > 1000 + 30 * (SELECT sum(xact_commit + xact_rollback)
+        WHERE behind > 200 + 20 * (SELECT sum(xact_commit + xact_rollback)
             / GREATEST(date_part('epoch', now() - pg_postmaster_start_time()), 60) FROM pg_stat_database)",
 ];
 

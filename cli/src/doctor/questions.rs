@@ -27,8 +27,8 @@ pub(crate) const SERVER: &[&str] = &[
                 OR inet_client_addr() = '::1' OR inet_client_addr() = inet_server_addr(), true) AS is_here) AS c
         WHERE s.pid = pg_backend_pid()",
     // A lock of a host that has vanished stays held for as long as the server believes in its connection.
-    "SELECT CASE WHEN inet_client_addr() IS NULL OR seconds < 600 THEN 'ok' ELSE 'warn' END AS level,
-        CASE WHEN inet_client_addr() IS NULL THEN 'the server sees at once when a client on its machine has gone'
+    "SELECT CASE WHEN is_here OR seconds < 600 THEN 'ok' ELSE 'warn' END AS level,
+        CASE WHEN is_here THEN 'the server sees at once when a client on its machine has gone'
             ELSE format('a host that vanishes keeps its locks for about %s s', seconds) END AS found,
         'let the server ask sooner whether a client is there; new connections will' AS why,
         (SELECT string_agg(format('ALTER ROLE %I IN DATABASE %I SET %s = %s;', current_user, current_database(), v.name, v.setting), ' ')
@@ -36,7 +36,9 @@ pub(crate) const SERVER: &[&str] = &[
             AS sql
         FROM (SELECT current_setting('tcp_keepalives_idle')::interval, current_setting('tcp_keepalives_interval')::interval,
                     current_setting('tcp_keepalives_count')::int) AS s (idle, pause, count),
-            LATERAL (SELECT extract(epoch FROM idle + pause * count)::int) AS k (seconds)",
+            LATERAL (SELECT extract(epoch FROM idle + pause * count)::int) AS k (seconds),
+            LATERAL (SELECT COALESCE(inet_client_addr() <<= '127.0.0.0/8' OR inet_client_addr() = '::1'
+                OR inet_client_addr() = inet_server_addr(), true) AS is_here) AS c",
     "SELECT CASE WHEN current_setting('default_transaction_read_only')::bool THEN 'fail' ELSE 'ok' END AS level,
         CASE WHEN current_setting('default_transaction_read_only')::bool
             THEN 'default_transaction_read_only = on: nothing can be written here, and session locks are granted nevertheless'

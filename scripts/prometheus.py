@@ -1,4 +1,7 @@
-"""Asks a Prometheus for what docs/metrics has, and psql for the queries of postgres_exporter. Called by scripts/prometheus."""
+"""Asks a Prometheus for what docs/metrics has, and psql for the queries of postgres_exporter.
+
+Called by scripts/prometheus.
+"""
 
 import json
 import re
@@ -38,7 +41,8 @@ def query(text):
 wait_for("numbers of the example", lambda: query("rate(interlock_operations_total[30s]) > 0"))
 with open(f"{directory}/dashboard.json") as file:
     panels = json.load(file)["panels"]
-queries = [(panel["title"], panel["targets"][0]["expr"].replace("$__rate_interval", "30s")) for panel in panels]
+queries = [(panel["title"], panel["targets"][0]["expr"]) for panel in panels]
+queries = [(title, text.replace("$__rate_interval", "30s")) for title, text in queries]
 with open(f"{directory}.md") as file:
     blocks = re.findall(r"```promql\n(.*?)```", file.read(), re.S)
 for block in blocks:

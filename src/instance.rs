@@ -1,4 +1,5 @@
-//! Who this program is, for operators who look at the database: the pid of a session tells them nothing of its client.
+//! Who this program is, for operators who look at the database: the pid of a session tells them
+//! nothing of its client.
 
 use std::sync::LazyLock;
 use std::{env, fs, process};

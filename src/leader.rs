@@ -92,8 +92,8 @@ impl<P: Pool> Leader<P> {
         }
     }
 
-    /// Returns the election in which this candidate is named so in the view `leader`. Without it that is the host and the pid of the
-    /// program.
+    /// Returns the election in which this candidate is named so in the view `leader`. Without it
+    /// that is the host and the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),

@@ -127,8 +127,8 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it that is the host and
-    /// the pid of the program.
+    /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it
+    /// that is the host and the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),

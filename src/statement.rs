@@ -71,7 +71,8 @@ macro_rules! database {
     () => {
         "((pg_catalog.hashname(pg_catalog.current_database()) \
          OPERATOR(pg_catalog.#) \
-         pg_catalog.hashfloat8(pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()))) \
+         pg_catalog.hashfloat8(pg_catalog.date_part('epoch', \
+         pg_catalog.pg_postmaster_start_time()))) \
          OPERATOR(pg_catalog.&) 1048575)"
     };
 }

@@ -62,7 +62,8 @@ impl<P: Pool> Database<P> {
         const OLD: &str = "SELECT COALESCE(pg_catalog.array_agg(d.datname::pg_catalog.text), '{}')
             FROM pg_catalog.pg_database AS d
             WHERE substring(d.datname FROM '^interlock_copy_([0-9]{10})_[0-9a-f]{16}$')::bigint < $1
-                AND NOT EXISTS (SELECT FROM pg_catalog.pg_stat_activity AS a WHERE a.datid = d.oid)";
+                AND NOT EXISTS (SELECT FROM pg_catalog.pg_stat_activity AS a WHERE a.datid =
+                    d.oid)";
         P::Mode::drive(async move {
             let now = SystemTime::now().duration_since(UNIX_EPOCH);
             let now = now.unwrap_or_default().as_secs();
@@ -161,7 +162,8 @@ pub fn expire<'a, P: Pool>(pool: &'a P, semaphore: &'a Semaphore<P>) -> Reply<'a
 }
 
 async fn expired<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
-    const EXPIRE: &str = "WITH done AS (UPDATE resource_control.service_request SET expires_at = pg_catalog.clock_timestamp()
+    const EXPIRE: &str = "WITH done AS (UPDATE resource_control.service_request SET expires_at =
+        pg_catalog.clock_timestamp()
             WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL
                 AND expires_at > pg_catalog.clock_timestamp() RETURNING 1
         ) SELECT pg_catalog.count(*) FROM done";

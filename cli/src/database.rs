@@ -21,13 +21,16 @@ pub(crate) const LOCKS: &str = "
             ELSE format('%s, %s', l.classid::bigint::bit(32)::integer, l.objid::bigint::bit(32)::integer) END AS lock,
         CASE WHEN l.granted THEN 'held' ELSE 'waits' END AS state,
         CASE l.mode WHEN 'ShareLock' THEN 'shared' ELSE 'exclusive' END AS mode,
-        l.pid, COALESCE(a.application_name, 'prepared ' || x.gid) AS application, a.usename::text AS role, host(a.client_addr) AS client,
+        l.pid, COALESCE(a.application_name, 'prepared ' || x.gid) AS application, \
+        a.usename::text AS role, host(a.client_addr) AS client,
         a.backend_start AS session_since, a.state AS session, date_trunc('second', a.state_change) AS session_changed,
         CASE WHEN NOT l.granted THEN pg_blocking_pids(l.pid) END AS blocked_by,
-        date_part('epoch', clock_timestamp() - COALESCE(a.backend_start, x.prepared))::bigint AS age, x.gid AS prepared
+        date_part('epoch', clock_timestamp() - COALESCE(a.backend_start, x.prepared))::bigint AS \
+        age, x.gid AS prepared
     FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a USING (pid)
         LEFT JOIN (
-            SELECT t.virtualtransaction, p.gid, p.prepared FROM pg_locks AS t JOIN pg_prepared_xacts AS p ON p.transaction = t.transactionid
+            SELECT t.virtualtransaction, p.gid, p.prepared FROM pg_locks AS t JOIN \
+            pg_prepared_xacts AS p ON p.transaction = t.transactionid
                 WHERE t.locktype = 'transactionid' AND t.pid IS NULL
         ) AS x ON l.pid IS NULL AND x.virtualtransaction = l.virtualtransaction
     WHERE l.locktype = 'advisory' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -84,7 +87,8 @@ pub(crate) fn connect(url: &str) -> Result<PgConnection, Failure> {
     })
 }
 
-/// Whether the libpq that is linked knows TLS. One that does not refuses the parameter; any other finds no server there.
+/// Whether the libpq that is linked knows TLS. One that does not refuses the parameter; any other
+/// finds no server there.
 pub(crate) fn has_tls() -> bool {
     let nowhere = "host=/dev/null sslmode=require connect_timeout=2";
     match PgConnection::establish(nowhere) {
@@ -140,7 +144,8 @@ pub(crate) struct Sessions {
 }
 
 impl Sessions {
-    /// From now on the sessions trust no search path. Only where no pooler gives them to others between two statements.
+    /// From now on the sessions trust no search path. Only where no pooler gives them to others
+    /// between two statements.
     pub(crate) fn make_own(&self) -> Result<(), Error> {
         self.are_own.store(true, Ordering::Relaxed);
         let mut idle = Vec::new();
@@ -172,8 +177,9 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
     Ok(Sessions { pool, are_own })
 }
 
-/// Whoever may create functions in a schema of the search path must not see them called by the role of this program, which may
-/// be a superuser. Not for longer than a transaction, because a pooler lends the session to others.
+/// Whoever may create functions in a schema of the search path must not see them called by the role
+/// of this program, which may be a superuser. Not for longer than a transaction, because a pooler
+/// lends the session to others.
 const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0";
 
 #[derive(QueryableByName)]
@@ -182,7 +188,8 @@ struct Json {
     rows: String,
 }
 
-/// The rows of a query, or of an UPDATE that returns them, each an object whose members are in the order of the columns.
+/// The rows of a query, or of an UPDATE that returns them, each an object whose members are in the
+/// order of the columns.
 pub(crate) fn rows(conn: &mut PgConnection, query: &str) -> QueryResult<Vec<Value>> {
     rows_with(conn, query, "")
 }

@@ -59,7 +59,8 @@ impl Doctor {
         if database::has_tls() {
             report.ok("this program knows TLS");
         } else {
-            let found = "this program was built with a libpq without TLS: it reaches no server that demands it";
+            let found = "this program was built with a libpq without TLS: it reaches no server \
+                that demands it";
             report.add(
                 "warn",
                 found,
@@ -83,7 +84,8 @@ impl Doctor {
     ) -> Result<(), Failure> {
         let pool = database::pool(url)?;
         match check_exclusion(&pool) {
-            Ok(()) => report.ok("session locks exclude on this connection: no pooler in transaction mode is in between"),
+            Ok(()) => report.ok("session locks exclude on this connection: no pooler in \
+                transaction mode is in between"),
             // That was said.
             Err(Error::Standby) => {}
             Err(error @ Error::NotExclusive(_)) => {
@@ -91,8 +93,19 @@ impl Doctor {
                 report.add("fail", &found, &why, "", "");
             }
             Err(error) => {
-                let found = format!("whether session locks exclude could not be looked at: {}", Failure::from(error));
-                report.add("warn", &found, "it takes a second connection: end idle sessions, or raise the limit", "", "");
+                let found = format!(
+                    "whether session locks exclude could not be looked at: \
+                    {}",
+                    Failure::from(error)
+                );
+                report.add(
+                    "warn",
+                    &found,
+                    "it takes a second connection: end idle sessions, or \
+                    raise the limit",
+                    "",
+                    "",
+                );
             }
         }
         report.of(
@@ -140,7 +153,8 @@ impl Doctor {
             Err(Error::Encoding(_)) => {}
             Err(_) if !are_granted => {}
             Err(Error::NotInstalled) => {
-                let found = "the schema resource_control is there, but not installed as a whole: migrations of this release are pending";
+                let found = "the schema resource_control is there, but not installed as a whole: \
+                    migrations of this release are pending";
                 report.add("fail", found, "as its owner", "", "interlock install");
             }
             Err(Error::Incomplete { missing, .. }) => {
@@ -300,7 +314,17 @@ impl Report {
     }
 
     fn json(&self) -> String {
-        let of = |line: &Line| json!({"level": line.level, "found": line.found, "why": line.why, "sql": line.sql, "shell": line.shell});
+        let of = |line: &Line| {
+            let Line {
+                level,
+                found,
+                why,
+                sql,
+                shell,
+                ..
+            } = line;
+            json!({"level": level, "found": found, "why": why, "sql": sql, "shell": shell})
+        };
         Value::from_iter(self.lines.iter().map(of)).to_string() + "\n"
     }
 }

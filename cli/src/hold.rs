@@ -165,8 +165,8 @@ impl Of {
         Self::Permit(semaphore.keep_alive().details(details), name)
     }
 
-    /// Behind a pooler in transaction mode a session lock excludes nobody, and stays when its holder has gone. Otherwise the sessions
-    /// are this program's own.
+    /// Behind a pooler in transaction mode a session lock excludes nobody, and stays when its
+    /// holder has gone. Otherwise the sessions are this program's own.
     fn check(&self, sessions: &Sessions) -> Result<(), Error> {
         let Self::Lock(..) = self else {
             return Ok(());
@@ -176,7 +176,8 @@ impl Of {
                 if sessions.pool.state().connections == 1 =>
             {
                 say!(
-                    "whether a pooler is in between is not known, for want of a second connection: {error}"
+                    "whether a pooler is in between is not known, for want of a second \
+                        connection: {error}"
                 );
             }
             checked => checked?,
@@ -197,10 +198,12 @@ impl Of {
     pub(crate) fn lost(&self) -> &'static str {
         match self {
             Self::Lock(..) => {
-                "the lock is held no longer, or the database does not say so: the session has ended, or does not reply"
+                "the lock is held no longer, or the database does not say so: the session has \
+                    ended, or does not reply"
             }
             Self::Permit(..) => {
-                "the permit is held no longer: it has expired, because it could not be renewed, or it was completed by another one"
+                "the permit is held no longer: it has expired, because it could not be renewed, \
+                    or it was completed by another one"
             }
         }
     }

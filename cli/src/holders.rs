@@ -33,14 +33,16 @@ fn session(row: &Value) -> String {
         .collect();
     let age = age(row["age"].as_i64().unwrap_or(0));
     plain(&format!(
-        "{application} holds it, session {pid} of {role} from {client}, connected since {since} UTC ({age})"
+        "{application} holds it, session {pid} of {role} from {client}, connected since {since} \
+            UTC ({age})"
     ))
 }
 
 /// The requests that have slots of a semaphore.
 pub(crate) fn of_slots(conn: &mut PgConnection, service: &str) -> QueryResult<Vec<String>> {
     const SLOTS: &str = "
-        SELECT slot, id, details, created_at AS since, date_part('epoch', clock_timestamp() - created_at)::bigint AS age
+        SELECT slot, id, details, created_at AS since, date_part('epoch', clock_timestamp() - \
+        created_at)::bigint AS age
         FROM resource_control.slot_in_flight WHERE service = $1 ORDER BY created_at";
     let rows = rows_with(conn, SLOTS, service)?;
     let of = |row: &Value| {

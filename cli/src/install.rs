@@ -13,7 +13,8 @@ use crate::database::{self, LOCKS, in_time, rows};
 use crate::doctor::objects;
 use crate::{Failure, duration, holders, say};
 
-/// The lock that every migration of the schema takes. A role that may only connect can hold it, too.
+/// The lock that every migration of the schema takes. A role that may only connect can hold it,
+/// too.
 const LOCK: &str = "20000101000000";
 
 /// How often it is tried.
@@ -64,7 +65,8 @@ impl Install {
     }
 }
 
-/// Waits until nobody has the lock of the migrations, because the migrations themselves wait for it without a limit.
+/// Waits until nobody has the lock of the migrations, because the migrations themselves wait for it
+/// without a limit.
 fn free(conn: &mut PgConnection, wait: Duration) -> Result<(), Failure> {
     let (began, mut is_said) = (Instant::now(), false);
     let attempt = format!("SELECT pg_try_advisory_xact_lock({LOCK}) AS is_free");
@@ -85,7 +87,8 @@ fn free(conn: &mut PgConnection, wait: Duration) -> Result<(), Failure> {
 
 fn say(holders: &str, is_over: bool) -> Result<(), Failure> {
     let what = format!(
-        "the lock of the migrations is busy: {holders}; if that is no migration: interlock kill --number {LOCK}"
+        "the lock of the migrations is busy: {holders}; if that is no migration: interlock kill \
+            --number {LOCK}"
     );
     if is_over {
         return Err(Failure::new(Failure::BUSY, what));
@@ -100,10 +103,12 @@ fn install(pool: PgPool, conn: &mut PgConnection, wait: Duration) -> Result<(), 
     let waits = format!(
         "SELECT DISTINCT blocker AS pid, usename AS role, application_name AS application
             FROM (SELECT unnest(pg_blocking_pids(pid)) AS blocker FROM pg_stat_activity
-                WHERE application_name = current_setting('application_name') AND datname = current_database()
+                WHERE application_name = current_setting('application_name') AND datname =
+                    current_database()
                     AND usename = current_user AND wait_event_type = 'Lock') AS b
                 LEFT JOIN pg_stat_activity AS a ON a.pid = b.blocker
-        UNION SELECT pid, role, application FROM ({LOCKS}) AS l WHERE state = 'held' AND lock = '{LOCK}'
+        UNION SELECT pid, role, application FROM ({LOCKS}) AS l WHERE state = 'held' AND lock =
+            '{LOCK}'
             AND EXISTS (SELECT FROM ({LOCKS}) AS w WHERE w.state = 'waits' AND w.lock = '{LOCK}')"
     );
     let (done, is_done) = mpsc::channel();

@@ -26,8 +26,9 @@ pub(crate) struct Kill {
     /// Ends the term of the leader of this name; it notices at its next renewal
     #[arg(long, group = "of")]
     leader: bool,
-    /// Ends the run of the schedule of this name, as if it had crashed; it notices at its next renewal, and another instance runs
-    /// the tick again unless it had its last attempt or the schedule is paused
+    /// Ends the run of the schedule of this name, as if it had crashed; it notices at its next
+    /// renewal, and another instance runs the tick again unless it had its last attempt or the
+    /// schedule is paused
     #[arg(long = "run", group = "of")]
     is_run: bool,
     /// Does not ask
@@ -52,7 +53,8 @@ const COMPLETE: &str = "SELECT resource_control.complete_service_request(service
 const END_RUN: &str = "UPDATE resource_control.schedule AS s
     SET expires_at = clock_timestamp(), error = 'ended by interlock kill'
     FROM json_to_recordset($1::json) AS shown (name text, token bigint)
-    WHERE s.name = shown.name AND s.token = shown.token AND s.expires_at > clock_timestamp() AND s.ended_at IS NULL
+    WHERE s.name = shown.name AND s.token = shown.token AND s.expires_at > clock_timestamp() AND
+        s.ended_at IS NULL
     RETURNING true AS is_done";
 
 /// A request in flight, and for how long.
@@ -139,9 +141,11 @@ impl Kill {
     /// What else has this name, if nobody holds a lock of it.
     fn others(&self, conn: &mut PgConnection) -> Result<(), Failure> {
         const OTHERS: &str = r"
-            SELECT format('request %s has slot %s of the semaphore (%s): interlock kill --slot %1$s', id, slot, details) AS found
+            SELECT format('request %s has slot %s of the semaphore (%s): interlock kill --slot '
+                '%1$s', id, slot, details) AS found
                 FROM resource_control.slot_in_flight WHERE service = $1
-            UNION ALL SELECT format('%s leads an election of that name: interlock kill --leader', holder)
+            UNION ALL SELECT format('%s leads an election of that name: interlock kill '
+                '--leader', holder)
                 FROM resource_control.leader WHERE name = $1
             UNION ALL SELECT format('%s runs a schedule of that name: interlock kill --run', runner)
                 FROM resource_control.schedule_state WHERE name = $1 AND state = 'running'";

@@ -46,16 +46,16 @@ The database is that of the environment variable DATABASE_URL.
 
 Exit status:
   0        done; of `run`, that of the command; of `doctor`, that nothing has failed
-  1        of `kill`, it is still held or nobody was ended; of `doctor`, something has failed, or with --strict, is to be
-           warned of
+  1        of `kill`, it is still held or nobody was ended; of `doctor`, something has failed, or
+           with --strict, is to be warned of
   2        the arguments are wrong
   69       the database cannot be reached, or does not reply
   71       the operating system has refused something
   73       of `run` and `install`, another one holds the lock (-E sets another status of `run`)
   74       the output cannot be written
   75       of `run`, the lock was lost while the command ran
-  78       the set-up is wrong: DATABASE_URL, the password, the schema, the rights of the role; of `run`, a pooler in transaction
-           mode is in between
+  78       the set-up is wrong: DATABASE_URL, the password, the schema, the rights of the role; of
+           `run`, a pooler in transaction mode is in between
   126 127  of `run`, the command cannot be executed, or found
   128 + N  of `run`, signal N has ended the command, or the wait for the lock";
 
@@ -74,7 +74,8 @@ enum Command {
     Run(run::Run),
     /// Shows the advisory locks with those who hold them and wait for them, the slots in use, the leaders and the schedules
     Ps(ps::Ps),
-    /// Shows who holds a lock, a slot, an election or the run of a schedule, asks, looks again, and ends that
+    /// Shows who holds a lock, a slot, an election or the run of a schedule, asks, looks again, and
+    /// ends that
     Kill(kill::Kill),
     /// Pauses a schedule, on all instances and over restarts, until it is resumed
     Pause(pause::Pause),

@@ -24,7 +24,8 @@ pub(crate) struct Ps {
     name: Option<String>,
 }
 
-/// What needs the schema: the query, whose first column is the name, and the columns that are shown without `--wide`.
+/// What needs the schema: the query, whose first column is the name, and the columns that are shown
+/// without `--wide`.
 pub(crate) const VIEWS: [(&str, &str, &[&str]); 3] = [
     (
         "slots",
@@ -36,7 +37,8 @@ pub(crate) const VIEWS: [(&str, &str, &[&str]); 3] = [
     ),
     (
         "leaders",
-        "SELECT name, holder, since, until, token, date_part('epoch', clock_timestamp() - since)::bigint AS age,
+        "SELECT name, holder, since, until, token, date_part('epoch', clock_timestamp() -
+            since)::bigint AS age,
                 date_part('epoch', until - clock_timestamp())::bigint AS expires
             FROM resource_control.leader ORDER BY name",
         &["name", "holder", "token", "age", "expires"],
@@ -44,10 +46,13 @@ pub(crate) const VIEWS: [(&str, &str, &[&str]); 3] = [
     (
         "schedules",
         "SELECT name, state, tick, attempt, runner,
-                started_at AS started, expires_at AS until, ended_at AS ended, paused_at AS paused, error,
+                started_at AS started, expires_at AS until, ended_at AS ended, paused_at AS
+                    paused, error,
                 date_part('epoch', clock_timestamp() - started_at)::bigint AS age
             FROM resource_control.schedule_state ORDER BY name",
-        &["name", "state", "tick", "attempt", "runner", "age", "paused", "error"],
+        &[
+            "name", "state", "tick", "attempt", "runner", "age", "paused", "error",
+        ],
     ),
 ];
 
@@ -80,7 +85,9 @@ impl Ps {
             let mut all = Map::new();
             all.insert("locks".into(), found(conn, database::LOCKS, &lock)?);
             if !database::has_schema(conn)? {
-                text = "slots, leaders and schedules: not looked at, because the schema resource_control is not installed\n".into();
+                text = "slots, leaders and schedules: not looked at, because the schema \
+                    resource_control is not installed\n"
+                    .into();
                 return Ok(all);
             }
             for (kind, query, _) in VIEWS {

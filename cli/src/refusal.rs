@@ -1,47 +1,54 @@
-//! Why a database refuses a connection. What libpq and the server say is all that tells a wrong set-up, in which waiting helps
-//! nobody, from a database that is away.
+//! Why a database refuses a connection. What libpq and the server say is all that tells a wrong
+//! set-up, in which waiting helps nobody, from a database that is away.
 
 use crate::{Failure, unreachable};
 
-/// What the text contains, whether that is a wrong set-up, and the remedy: `{role}`, `{database}` and `{host}` are what the text
-/// names.
+/// What the text contains, whether that is a wrong set-up, and the remedy: `{role}`, `{database}`
+/// and `{host}` are what the text names.
 const REFUSALS: &[(&str, bool, &str)] = &[
     (
         "not compiled in",
         true,
-        "this program was built with a libpq without TLS: `cargo install --path cli` builds one with it",
+        "this program was built with a libpq without TLS: `cargo install --path cli` builds one \
+            with it",
     ),
     (
         "does not support SSL",
         true,
-        "the server has no TLS: set ssl = on there, with ssl_cert_file and ssl_key_file, or take sslmode out of DATABASE_URL",
+        "the server has no TLS: set ssl = on there, with ssl_cert_file and ssl_key_file, or take \
+            sslmode out of DATABASE_URL",
     ),
     (
         "certificate",
         true,
-        "give libpq the certificate of the authority that has signed the server's: sslrootcert=/path/to/ca.pem, or sslrootcert=system; \
+        "give libpq the certificate of the authority that has signed the server's: \
+            sslrootcert=/path/to/ca.pem, or sslrootcert=system; \
          and with sslmode=verify-full the host name must be that of the certificate",
     ),
     (
         "no encryption",
         true,
-        "add sslmode=require to DATABASE_URL: the server takes no connection in clear (pg_hba.conf)",
+        "add sslmode=require to DATABASE_URL: the server takes no connection in clear \
+            (pg_hba.conf)",
     ),
     (
         "pg_hba.conf",
         true,
-        "add a line to pg_hba.conf on the server, and reload: `hostssl {database} {role} {host}/32 scram-sha-256`; then \
+        "add a line to pg_hba.conf on the server, and reload: `hostssl {database} {role} \
+        {host}/32 scram-sha-256`; then \
          SELECT pg_reload_conf();",
     ),
     (
         "no password supplied",
         true,
-        "put the password into DATABASE_URL, PGPASSWORD or ~/.pgpass (host:port:database:role:password)",
+        "put the password into DATABASE_URL, PGPASSWORD or ~/.pgpass \
+            (host:port:database:role:password)",
     ),
     (
         "authentication failed",
         true,
-        "put the right password into DATABASE_URL, PGPASSWORD or ~/.pgpass; or set a new one: \\password {role}",
+        "put the right password into DATABASE_URL, PGPASSWORD or ~/.pgpass; or set a new one: \
+            \\password {role}",
     ),
     (
         "SASL",
@@ -85,7 +92,8 @@ const REFUSALS: &[(&str, bool, &str)] = &[
     (
         "unsupported startup parameter",
         true,
-        "a pooler is in between: take the parameter out of DATABASE_URL and PGOPTIONS, or add it to ignore_startup_parameters",
+        "a pooler is in between: take the parameter out of DATABASE_URL and PGOPTIONS, or add it \
+            to ignore_startup_parameters",
     ),
     (
         "role \"",
@@ -95,7 +103,8 @@ const REFUSALS: &[(&str, bool, &str)] = &[
     (
         "database \"",
         true,
-        "CREATE DATABASE {database} ENCODING 'UTF8' TEMPLATE template0; -- or name another one in DATABASE_URL",
+        "CREATE DATABASE {database} ENCODING 'UTF8' TEMPLATE template0; -- or name another one \
+            in DATABASE_URL",
     ),
     (
         "could not translate host name",
@@ -105,12 +114,14 @@ const REFUSALS: &[(&str, bool, &str)] = &[
     (
         "Connection refused",
         false,
-        "start the server, or correct host and port of DATABASE_URL: it must listen there (listen_addresses)",
+        "start the server, or correct host and port of DATABASE_URL: it must listen there \
+            (listen_addresses)",
     ),
     (
         "No such file or directory",
         false,
-        "start the server, or correct the directory of its socket in DATABASE_URL (unix_socket_directories)",
+        "start the server, or correct the directory of its socket in DATABASE_URL \
+            (unix_socket_directories)",
     ),
     ("starting up", false, "wait until the server has started"),
     (
@@ -121,9 +132,11 @@ const REFUSALS: &[(&str, bool, &str)] = &[
     ("session is not read-write", false, "connect to the primary"),
 ];
 
-const FULL: &str = "use smaller pools or a pooler, end idle sessions, or: ALTER SYSTEM SET max_connections = 200; and restart the server";
+const FULL: &str = "use smaller pools or a pooler, end idle sessions, or: ALTER SYSTEM SET \
+    max_connections = 200; and restart the server";
 
-/// Where these are, the server or the network has spoken, and it is not the URL that cannot be read.
+/// Where these are, the server or the network has spoken, and it is not the URL that cannot be
+/// read.
 const SERVER: [&str; 3] = [
     "connection to server",
     "could not connect",
@@ -156,7 +169,8 @@ pub(crate) fn failure(text: &str, url: &str) -> Failure {
     Failure::new(status, unreachable(&text))
 }
 
-/// What libpq quotes of a URL that it cannot read may be the password. The rest of it is what is wrong.
+/// What libpq quotes of a URL that it cannot read may be the password. The rest of it is what is
+/// wrong.
 fn without_user_info(text: &str, url: &str) -> String {
     let rest = url.split_once("://").map_or("", |(_, rest)| rest);
     let user_info = rest.rsplit_once('@').map_or("", |(info, _)| info);

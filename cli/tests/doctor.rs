@@ -1,4 +1,5 @@
-//! `interlock doctor` in spoiled set-ups: each is named, and its remedy is pasted, after which it is named no more.
+//! `interlock doctor` in spoiled set-ups: each is named, and its remedy is pasted, after which it
+//! is named no more.
 
 mod support;
 
@@ -164,7 +165,8 @@ fn a_schema_that_was_changed_is_repaired() {
     session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
     for (spoil, word) in [
         (
-            "CREATE OR REPLACE FUNCTION resource_control.pass_fence(name text, token bigint) RETURNS boolean
+            "CREATE OR REPLACE FUNCTION resource_control.pass_fence(name text, token bigint)
+                RETURNS boolean
                 LANGUAGE sql AS 'SELECT true'",
             "resource_control.pass_fence is not that of this release",
         ),
@@ -177,12 +179,25 @@ fn a_schema_that_was_changed_is_repaired() {
             "ALTER FUNCTION resource_control.lock_key RESET search_path",
             "resource_control.lock_key is not that of this release",
         ),
-        ("DROP FUNCTION resource_control.prune_service_requests", "lacks prune_service_requests"),
+        (
+            "DROP FUNCTION resource_control.prune_service_requests",
+            "lacks prune_service_requests",
+        ),
         ("DROP VIEW resource_control.leader", "lacks leader"),
         ("DROP TABLE resource_control.fence", "lacks fence"),
-        ("ALTER TABLE resource_control.schedule DROP paused_at CASCADE", "lacks schedule_state"),
-        ("ALTER TABLE resource_control.once DROP CONSTRAINT once_pkey", "has no primary key"),
-        ("DELETE FROM resource_control.installed_migration WHERE version = '20000101000004'", "migrations of this release are pending"),
+        (
+            "ALTER TABLE resource_control.schedule DROP paused_at CASCADE",
+            "lacks schedule_state",
+        ),
+        (
+            "ALTER TABLE resource_control.once DROP CONSTRAINT once_pkey",
+            "has no primary key",
+        ),
+        (
+            "DELETE FROM resource_control.installed_migration WHERE version =
+            '20000101000004'",
+            "migrations of this release are pending",
+        ),
     ] {
         session.sql(spoil);
         if word.contains("schedule_state") {
@@ -239,7 +254,10 @@ fn who_may_connect_without_a_reason_is_named_and_shut_out() {
     let url = &database.url();
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
-    session.sql("CREATE ROLE stranger LOGIN; CREATE ROLE app LOGIN; GRANT USAGE ON SCHEMA resource_control TO app");
+    session.sql(
+        "CREATE ROLE stranger LOGIN; CREATE ROLE app LOGIN; GRANT USAGE ON SCHEMA
+        resource_control TO app",
+    );
     let strangers = "stranger: each can take every advisory lock";
     assert_eq!(
         status(&mut run(
@@ -347,7 +365,8 @@ fn stuck_holders_of_each_kind_are_found_and_ended() {
     looks.sql(
         "SELECT resource_control.claim_service_request('it''s', 1, '1 day', 'web-3');
          INSERT INTO resource_control.schedule (name, tick, token, runner, started_at, expires_at)
-            VALUES ('it''s', now(), 7, 'web-5', now() - interval '1 min', now() + interval '1 day')",
+            VALUES ('it''s', now(), 7, 'web-5', now() - interval '1 min', now() + interval
+                '1 day')",
     );
     for word in [
         &*format!("holds the lock {}", id("x")),
@@ -436,7 +455,10 @@ fn an_old_snapshot_of_a_standby_is_named_here_and_there() {
     let age = "SELECT GREATEST((SELECT max(age(backend_xmin)) FROM pg_stat_replication),
         (SELECT max(age(xmin)) FROM pg_replication_slots), 0)";
     eventually("the standby tells its snapshot", || {
-        here.sql("DO $$ BEGIN FOR i IN 1 .. 1000 LOOP PERFORM pg_current_xact_id(); COMMIT; END LOOP; END $$");
+        here.sql(
+            "DO $$ BEGIN FOR i IN 1 .. 1000 LOOP PERFORM pg_current_xact_id(); COMMIT; END
+            LOOP; END $$",
+        );
         here.number(age) > 3000
     });
     line(

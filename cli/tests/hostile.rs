@@ -1,5 +1,5 @@
-//! `interlock` in a database where others may create functions, operators, types and relations in `public`, which comes first in
-//! the search path.
+//! `interlock` in a database where others may create functions, operators, types and relations in
+//! `public`, which comes first in the search path.
 
 mod support;
 

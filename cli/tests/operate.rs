@@ -298,9 +298,15 @@ fn tables_fit_a_terminal_unless_they_are_to_be_wide() {
     let url = database.url_with("application_name", long);
     let mut holder = Session(Endpoint::new(&url).connect());
     holder.sql("SELECT pg_advisory_lock(-9223372036854775808)");
-    holder.sql("SELECT resource_control.claim_service_request('geocoder', 1, '1 day', repeat('detail ', 40))");
-    holder.sql("INSERT INTO resource_control.schedule (name, tick, attempt, token, runner, started_at, error)
-        VALUES ('hourly', now(), 1, 1, 'web-3 pid 1', now(), repeat('error ', 40))");
+    holder.sql(
+        "SELECT resource_control.claim_service_request('geocoder', 1, '1 day',
+        repeat('detail ', 40))",
+    );
+    holder.sql(
+        "INSERT INTO resource_control.schedule (name, tick, attempt, token, runner,
+        started_at, error)
+        VALUES ('hourly', now(), 1, 1, 'web-3 pid 1', now(), repeat('error ', 40))",
+    );
     let (status, text) = printed(&mut interlock(&database.url(), "ps"));
     assert_eq!(status, Some(0), "{text}");
     assert!(

@@ -5,12 +5,14 @@ BEGIN
 -- Before anything is changed, because later files need both.
 IF pg_catalog.current_setting('server_version_num')::integer OPERATOR(pg_catalog.<) 140000 THEN
     RAISE feature_not_supported USING
-        MESSAGE = 'diesel_interlock needs PostgreSQL 14 or later, and this is ' OPERATOR(pg_catalog.||) pg_catalog.current_setting('server_version'),
+        MESSAGE = 'diesel_interlock needs PostgreSQL 14 or later, and this is '
+            OPERATOR(pg_catalog.||) pg_catalog.current_setting('server_version'),
         HINT = 'Upgrade the server. Nothing was installed.';
 END IF;
 IF pg_catalog.getdatabaseencoding() OPERATOR(pg_catalog.<>) 'UTF8' THEN
     RAISE feature_not_supported USING
-        MESSAGE = 'diesel_interlock needs a database with the encoding UTF8, and that of this one is ' OPERATOR(pg_catalog.||) pg_catalog.getdatabaseencoding()::pg_catalog.text,
+        MESSAGE = 'diesel_interlock needs a database with the encoding UTF8, and that of this '
+        'one is ' OPERATOR(pg_catalog.||) pg_catalog.getdatabaseencoding()::pg_catalog.text,
         HINT = 'Create a database with ENCODING UTF8. Nothing was installed.';
 END IF;
 -- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.

@@ -50,7 +50,8 @@ pub(super) fn pause(name: &str) -> Statement<Bool> {
 /// Whether it was paused.
 pub(super) fn resume(name: &str) -> Statement<Bool> {
     const RESUME: &str = "WITH resumed AS (
-            UPDATE resource_control.schedule AS s SET paused_at = NULL WHERE s.name OPERATOR(pg_catalog.=) $1 AND s.paused_at IS NOT NULL
+            UPDATE resource_control.schedule AS s SET paused_at = NULL WHERE s.name
+                OPERATOR(pg_catalog.=) $1 AND s.paused_at IS NOT NULL
                 RETURNING 1
         ) SELECT EXISTS (SELECT FROM resumed)";
     Statement::new(RESUME, [name.into()])

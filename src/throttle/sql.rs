@@ -146,7 +146,8 @@ pub(super) fn prune() -> Statement<BigInt> {
 /// Whether the label is known, and the interval of its row in microseconds, if there is one.
 pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
-             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::pg_catalog.regtype AND e.enumlabel = $1), \
+             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::pg_catalog.regtype \
+             AND e.enumlabel = $1), \
          (SELECT (extract(epoch FROM r.throttle_interval) * 1000000)::bigint FROM resource_control.throttled_resource AS r \
              WHERE r.resource_id::pg_catalog.text = $1)";
     Statement::new(FIND, [label.into()])

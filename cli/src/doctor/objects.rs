@@ -1,5 +1,6 @@
-//! Whether the objects of the schema are those that the migrations of this release make: the text and the settings of each
-//! function, the columns of each table. `diesel_interlock` itself looks only whether they are there.
+//! Whether the objects of the schema are those that the migrations of this release make: the text
+//! and the settings of each function, the columns of each table. `diesel_interlock` itself looks
+//! only whether they are there.
 
 use diesel::QueryResult;
 use diesel::connection::SimpleConnection;
@@ -15,7 +16,8 @@ struct Function {
     version: &'static str,
     name: &'static str,
     settings: Vec<String>,
-    /// As PostgreSQL has it, apart from spaces, parentheses and casts if it is an expression, which is stored parsed.
+    /// As PostgreSQL has it, apart from spaces, parentheses and casts if it is an expression, which
+    /// is stored parsed.
     body: String,
 }
 
@@ -131,7 +133,8 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
         WHERE p.pronamespace = to_regnamespace('resource_control')";
     const COLUMNS: &str = "
         SELECT w.tab AS name, w.col FROM json_to_recordset($1::json) AS w (tab text, col text)
-            JOIN pg_class AS c ON c.relname = w.tab AND c.relnamespace = to_regnamespace('resource_control')
+            JOIN pg_class AS c ON c.relname = w.tab AND c.relnamespace = \
+            to_regnamespace('resource_control')
         WHERE NOT EXISTS (SELECT FROM pg_attribute AS a
             WHERE a.attrelid = c.oid AND a.attname = w.col AND NOT a.attisdropped)";
     let mut all = Vec::new();
@@ -163,7 +166,10 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
             "its migration puts it back".to_owned()
         };
         all.push(Difference {
-            found: format!("the function resource_control.{name} is not that of this release: it was replaced, or is of another release"),
+            found: format!(
+                "the function resource_control.{name} is not that of this release: it \
+                was replaced, or is of another release"
+            ),
             why,
             sql: String::new(),
             shell: REPAIR.to_owned(),
@@ -195,7 +201,8 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
         } else {
             let sql = format!("DROP TABLE resource_control.{table} CASCADE;");
             (
-                "what the other columns say is of no use without it, so the table is made anew, empty",
+                "what the other columns say is of no use without it, so the table is made anew, \
+                    empty",
                 sql,
                 REPAIR,
             )
@@ -211,12 +218,14 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
     Ok(all)
 }
 
-/// Adds columns that are missing, and lets the migrations run again whose functions were replaced, or whose objects are missing: which.
+/// Adds columns that are missing, and lets the migrations run again whose functions were replaced,
+/// or whose objects are missing: which.
 pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<String>> {
     const IS_THERE: &str =
         "SELECT to_regclass('resource_control.installed_migration') IS NOT NULL AS is_there";
     const FORGET: &str = "DELETE FROM resource_control.installed_migration AS m
-        USING json_array_elements_text($1::json) AS v (version) WHERE m.version = v.version RETURNING m.version";
+        USING json_array_elements_text($1::json) AS v (version) WHERE m.version = v.version
+            RETURNING m.version";
     if rows(conn, IS_THERE)?
         .iter()
         .any(|row| row["is_there"] == false)
@@ -259,9 +268,12 @@ fn created(text: &'static str) -> impl Iterator<Item = &'static str> {
 fn missing(conn: &mut PgConnection, names: &[&str]) -> QueryResult<Vec<Value>> {
     const MISSING: &str = "
         SELECT name FROM json_array_elements_text($1::json) AS w (name)
-        WHERE NOT EXISTS (SELECT FROM pg_class WHERE relnamespace = to_regnamespace('resource_control') AND relname = name)
-            AND NOT EXISTS (SELECT FROM pg_proc WHERE pronamespace = to_regnamespace('resource_control') AND proname = name)
-            AND NOT EXISTS (SELECT FROM pg_type WHERE typnamespace = to_regnamespace('resource_control') AND typname = name)";
+        WHERE NOT EXISTS (SELECT FROM pg_class WHERE relnamespace = \
+        to_regnamespace('resource_control') AND relname = name)
+            AND NOT EXISTS (SELECT FROM pg_proc WHERE pronamespace = \
+            to_regnamespace('resource_control') AND proname = name)
+            AND NOT EXISTS (SELECT FROM pg_type WHERE typnamespace = \
+            to_regnamespace('resource_control') AND typname = name)";
     rows_with(conn, MISSING, &json!(names).to_string())
 }
 

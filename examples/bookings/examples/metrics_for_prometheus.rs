@@ -1,5 +1,5 @@
-//! The application with requests and a lost lock, for `scripts/prometheus`: writes the port of `/metrics` and the URL of its
-//! database, which goes away with it.
+//! The application with requests and a lost lock, for `scripts/prometheus`: writes the port of
+//! `/metrics` and the URL of its database, which goes away with it.
 
 use std::error::Error;
 use std::time::Duration;
@@ -27,7 +27,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
         database
             .connect()
             .batch_execute(
-                "SELECT pg_terminate_backend(pid) FROM resource_control.advisory_lock WHERE is_held",
+                "SELECT pg_terminate_backend(pid) FROM resource_control.advisory_lock WHERE
+                    is_held",
             )
             .map_err(|error| error.to_string())?;
         let released = guard.acquired().map(|guard| guard.release());

@@ -171,7 +171,10 @@ impl From<Error> for Failure {
             Error::LockLost(_) | Error::PermitLost(_) | Error::SessionMoved { .. } => Self::LOST,
             _ => Self::SET_UP,
         };
-        let message = error.to_string();
+        let mut message = error.to_string();
+        if matches!(error, Error::NotExclusive(_)) {
+            message += "; `interlock run --lease` works there";
+        }
         Self::new(
             status,
             message.replace("`migrations::install`", "`interlock install`"),

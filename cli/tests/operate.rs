@@ -442,6 +442,76 @@ fn completions_and_the_manual_are_written() {
     );
 }
 
+#[test]
+fn a_file_of_the_schema_refuses_another_encoding_by_itself() {
+    let latin = Database::with_encoding("LATIN1");
+    let first = migrations::texts().next().unwrap();
+    let refused = latin.connect().batch_execute(first).unwrap_err();
+    assert!(refused.to_string().contains("UTF8"), "{refused}");
+    let mut session = Session::of(&latin);
+    let schemas = "SELECT count(*) FROM pg_namespace WHERE nspname = 'resource_control'";
+    assert_eq!(session.number(schemas), 0);
+}
+
+#[test]
+fn everything_in_the_schema_has_a_comment() {
+    let database = installed();
+    let without = "
+        SELECT COALESCE(string_agg(what, ', '), '') FROM (
+            SELECT oid::regprocedure::text AS what FROM pg_proc
+                WHERE pronamespace = 'resource_control'::regnamespace
+                    AND obj_description(oid, 'pg_proc') IS NULL
+            UNION ALL SELECT oid::regclass::text FROM pg_class
+                WHERE relnamespace = 'resource_control'::regnamespace AND relkind IN ('r', 'v')
+                    AND obj_description(oid, 'pg_class') IS NULL
+            UNION ALL SELECT oid::regtype::text FROM pg_type
+                WHERE typnamespace = 'resource_control'::regnamespace AND typtype = 'e'
+                    AND obj_description(oid, 'pg_type') IS NULL
+            UNION ALL SELECT c.relname || '.' || a.attname FROM pg_class AS c
+                    JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0
+                WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind = 'v'
+                    AND col_description(c.oid, a.attnum) IS NULL) AS w";
+    assert_eq!(Session::of(&database).text(without), "");
+}
+
+#[test]
+fn a_role_may_read_or_use_the_schema_and_write_to_no_view() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("CREATE ROLE reads LOGIN; CREATE ROLE uses LOGIN");
+    for line in ["--set=role=reads --set=reads=1", "--set=role=uses"] {
+        let mut psql = std::process::Command::new("psql");
+        psql.args(["-qX", "-v", "ON_ERROR_STOP=1", "--file", "grants.sql"])
+            .args(line.split(' '));
+        psql.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+        let (status, text) = printed(psql.arg(database.url()));
+        assert_eq!((status, &*text), (Some(0), ""));
+    }
+    let writes = |role: &str, kinds: &str| {
+        format!(
+            "SELECT count(*) FROM pg_class WHERE relnamespace = 'resource_control'::regnamespace
+                AND relkind IN ({kinds})
+                AND has_table_privilege('{role}', oid, 'INSERT, UPDATE, DELETE')"
+        )
+    };
+    assert_eq!(session.number(&writes("reads", "'r', 'v'")), 0);
+    assert_eq!(session.number(&writes("uses", "'v'")), 0);
+    assert!(session.number(&writes("uses", "'r'")) > 5);
+    let outcomes = "SELECT has_table_privilege('reads', 'resource_control.once', 'SELECT')::int";
+    assert_eq!(session.number(outcomes), 0);
+    let mut holder = Session::of(&database);
+    holder.take("x");
+    let (status, text) = printed(&mut interlock(&database.url_with("user", "reads"), "ps"));
+    assert_eq!(status, Some(0), "{text}");
+    for shown in [&*id("x"), "slots: none", "schedules: none"] {
+        assert!(text.contains(shown), "{text}");
+    }
+    let (status, text) = printed(&mut interlock(&database.url_with("user", "uses"), "doctor"));
+    assert_eq!(status, Some(0), "{text}");
+}
+
 /// What doctor says has a line with this level and this word.
 #[track_caller]
 fn doctor_says(url: &str, arguments: &str, level: &str, word: &str) {

@@ -30,7 +30,10 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     // Without a lease nothing runs, and no lock is left.
     let (status, text) = printed(&mut run(url, "x", "echo ran"));
     assert_eq!(status, Some(78), "{text}");
-    assert!(!text.contains("ran\n") && text.contains("pooler"), "{text}");
+    assert!(
+        !text.contains("ran\n") && text.contains("--lease"),
+        "{text}"
+    );
     assert_eq!(session.locks(true), 0);
 }
 

@@ -28,8 +28,9 @@ const REFUSALS: &[(&str, bool, &str)] = &[
     (
         "no encryption",
         true,
-        "add sslmode=require to DATABASE_URL: the server takes no connection in clear \
-            (pg_hba.conf)",
+        "if the server has TLS, add sslmode=require to DATABASE_URL; otherwise, or if that is \
+            refused, too, add a line to pg_hba.conf on the server, before any that rejects: `host \
+            {database} {role} {host}/32 scram-sha-256`; then SELECT pg_reload_conf();",
     ),
     (
         "pg_hba.conf",
@@ -79,6 +80,11 @@ const REFUSALS: &[(&str, bool, &str)] = &[
     ("too many clients", false, FULL),
     ("remaining connection slots", false, FULL),
     ("no more connections allowed", false, FULL),
+    (
+        "invalid URI query parameter",
+        true,
+        "correct DATABASE_URL: libpq knows no parameter of this name, so take it out",
+    ),
     (
         "no such database",
         true,

@@ -11,7 +11,7 @@ use diesel_interlock::{
 use nix::unistd::gethostname;
 
 use crate::database::Sessions;
-use crate::{Failure, database, holders, say};
+use crate::{Failure, database, holders, ps, say};
 
 /// A wait is cut into such pieces, between which it sees that it is to end. As often a session lock is looked at.
 pub(crate) const PIECE: Duration = Duration::from_secs(1);
@@ -195,16 +195,17 @@ impl Of {
     }
 
     /// What is said if it is lost.
-    pub(crate) fn lost(&self) -> &'static str {
+    pub(crate) fn lost(&self) -> String {
         match self {
-            Self::Lock(..) => {
-                "the lock is held no longer, or the database does not say so: the session has \
-                    ended, or does not reply"
-            }
-            Self::Permit(..) => {
-                "the permit is held no longer: it has expired, because it could not be renewed, \
-                    or it was completed by another one"
-            }
+            Self::Lock(_, number) => format!(
+                "the lock {number} is held no longer, or the database does not say so: its session \
+                 has ended, or does not reply"
+            ),
+            Self::Permit(_, name) => format!(
+                "the permit of {} is held no longer: it has expired, because it could not be \
+                 renewed, or it was completed by another one",
+                ps::plain(name)
+            ),
         }
     }
 

@@ -80,7 +80,7 @@ impl Run {
             None => Of::lock(name, self.shared)?,
             Some(lease) => Of::permit(name, self.slots, lease),
         };
-        let lost = of.lost();
+        let lost = format!("{shown}: {}", of.lost());
         beside(move || {
             hold(&of, &url, wait, &ended, |news| {
                 let _ = told.send(Event::Holder(news));
@@ -115,7 +115,7 @@ impl Run {
         };
         let started = Job::start(&self.command, token).map_err(system);
         let attended = started.and_then(|mut job| {
-            attend(&mut job, &events, sender, lost).inspect_err(|_| {
+            attend(&mut job, &events, sender, &lost).inspect_err(|_| {
                 // It must not run on without the lock.
                 job.send(Signal::SIGKILL);
                 let _ = Job::wait(job.pid);

@@ -445,6 +445,22 @@ fn a_restart_of_the_server_is_a_loss() {
 }
 
 #[test]
+fn a_loss_names_the_lock_and_what_was_done() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    let mut command = run(&database.url(), "nightly", UNTIL_TERM);
+    let error = Mark::new("loss");
+    let mut running = Running::start(command.stderr(File::create(&error.0).unwrap()));
+    assert_eq!(running.line(), "ready");
+    session.end_holders();
+    assert_eq!(running.status(), Some(75));
+    let said = fs::read_to_string(&error.0).unwrap();
+    for named in ["nightly: the lock ", &id("nightly"), "the command is ended"] {
+        assert!(said.contains(named), "{said}");
+    }
+}
+
+#[test]
 fn a_lock_that_was_lost_unseen_is_reported_at_the_end() {
     let database = Database::new();
     let url = database.url();

@@ -8,7 +8,7 @@ use workbench::Database;
 use super::throttles::{Resource, declared};
 use crate::half::schedule::every;
 use crate::half::*;
-use crate::support::{foreign_holder, run};
+use crate::support::{foreign_holder, number, run};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -74,7 +74,8 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
         let key = Throttle::of(Resource::Import).key("key");
         assert_eq!(wait(key.attempt(&pool)).unwrap().is_granted(), is_first);
     }
-    wait(Throttle::sync::<Resource>(&pool)).unwrap();
+    let synced = wait(Throttle::sync::<Resource>(&pool)).unwrap();
+    assert!(synced.added.is_empty());
     wait(Throttle::prune(&pool)).unwrap();
     // Rate limits.
     assert!(wait(API.check(&pool)).unwrap().is_allowed());
@@ -93,7 +94,19 @@ fn no_function_and_no_type_is_looked_up_by_the_search_path() {
         end(conn);
     });
     // A schedule.
-    wait(REPORT.run_due(&pool, every(HOUR), work!(|_tick| { Ok::<_, Error>(()) }))).unwrap();
+    for attempts in 0..2 {
+        let looked = REPORT.run_due(&pool, every(HOUR), work!(|_tick| { Ok::<_, Error>(()) }));
+        let _ = wait(looked).unwrap();
+        let conn = &mut database.connect();
+        assert_eq!(
+            number(conn, "(SELECT attempt FROM resource_control.schedule)"),
+            attempts
+        );
+        run(
+            conn,
+            "UPDATE resource_control.schedule SET tick = tick - interval '2 hours'",
+        );
+    }
     assert!(wait(REPORT.pause(&pool)).unwrap());
     assert!(wait(REPORT.resume(&pool)).unwrap());
     // Locks: one and several, taken, looked at, waited for, and given up.

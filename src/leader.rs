@@ -15,13 +15,13 @@ use crate::alarm::{Alarm, Stop, jitter};
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Trouble};
-use crate::input;
 use crate::lease::Lease;
 use crate::mode::{self, Mode};
 use crate::monitor::Leadership;
 use crate::pool::{Pool, Reply, debug};
 use crate::semaphore::{Admission, Permit, Semaphore};
 use crate::statement::Statement;
+use crate::{input, instance};
 
 /// An election of one leader, among all instances that use the database.
 ///
@@ -97,7 +97,8 @@ impl<P: Pool> Leader<P> {
         }
     }
 
-    /// Returns the election in which this candidate is named so in the view `leader`.
+    /// Returns the election in which this candidate is named so in the view `leader`. Without it
+    /// that is the host and the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -156,7 +157,10 @@ impl<P: Pool> Leader<P> {
             self.election,
             input::join(parts),
             self.lease,
-            self.details.clone(),
+            match &*self.details {
+                "" => Cow::Borrowed(instance::name()),
+                _ => self.details.clone(),
+            },
         )
     }
 

@@ -94,6 +94,7 @@ mod exclusion;
 pub mod fence;
 pub mod functions;
 mod input;
+mod instance;
 mod key;
 pub mod leader;
 mod lease;
@@ -252,6 +253,7 @@ mod pages {
         Leader "docs/leader.md",
         Limits "docs/limits.md",
         Metrics "docs/metrics.md",
+        Operating "docs/operating.md",
         Poolers "docs/poolers.md",
         Reference "docs/reference.md",
         Schedules "docs/schedules.md",

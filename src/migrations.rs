@@ -301,6 +301,12 @@ pub fn write_to(directory: impl AsRef<Path>) -> io::Result<Vec<PathBuf>> {
     Ok(written)
 }
 
+/// The text of each migration, with which `interlock doctor` compares what is installed.
+#[doc(hidden)]
+pub fn texts() -> impl Iterator<Item = &'static str> {
+    FILES.iter().map(|file| file.up)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -29,11 +29,11 @@ use crate::alarm::Stop;
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::{Subject, Trouble};
-use crate::input;
 use crate::input::LONGEST;
 use crate::lease::{Row, SHORTEST_KEPT};
 use crate::mode::{self, Mode};
 use crate::pool::{Pool, Reply, debug};
+use crate::{input, instance};
 
 /// No longer than this without a look, because another instance may have another idea of the
 /// schedule.
@@ -93,7 +93,8 @@ pub enum RunDue {
 /// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, no attempt,
 /// or a `next` that does not go on; [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was
 /// lost while the work ran; [`Error::Pool`], [`Error::Database`], and over deadpool and bb8
-/// [`Error::TimedOut`] if a look has no reply within a lease. `run` tries again after the last four.
+/// [`Error::TimedOut`] if a look has no reply within a lease. `run` tries again after the last
+/// four.
 #[must_use = "a schedule does nothing until it is run"]
 #[derive(Clone)]
 pub struct Schedule<P: Pool> {
@@ -136,7 +137,7 @@ impl<P: Pool> Schedule<P> {
     }
 
     /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it
-    /// that is the session's `application_name` and pid.
+    /// that is the host and the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -262,7 +263,10 @@ impl<P: Pool> Schedule<P> {
         let number = unanswered.begin(token);
         let take = Take {
             name: &name,
-            runner: &self.details,
+            runner: match &*self.details {
+                "" => instance::name(),
+                details => details,
+            },
             lease: self.lease,
             tick,
             missed,

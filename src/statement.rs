@@ -75,29 +75,15 @@ pub struct Database(pub(crate) i32);
 macro_rules! database {
     () => {
         "((pg_catalog.hashname(pg_catalog.current_database()) \
-         # pg_catalog.hashfloat8(\
-         pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()))) & 1048575)"
+         OPERATOR(pg_catalog.#) pg_catalog.hashfloat8(pg_catalog.date_part('epoch', \
+         pg_catalog.pg_postmaster_start_time()))) OPERATOR(pg_catalog.&) 1048575)"
     };
 }
 pub(crate) use database;
 
-/// Who attempts or runs it: the bind, or else the session.
-macro_rules! details {
-    ($bind:literal) => {
-        concat!(
-            "COALESCE(NULLIF(",
-            $bind,
-            ", ''), pg_catalog.concat_ws(' ', \
-             NULLIF(pg_catalog.btrim(pg_catalog.current_setting('application_name')), ''), \
-             'pid', pg_catalog.pg_backend_pid()))"
-        )
-    };
-}
-pub(crate) use details;
-
 /// Whether the primary is elsewhere: this server is a standby, or is set to refuse writes, and this
-/// transaction was not opened to write. A transaction that its owner opened READ ONLY on a primary is
-/// none of these.
+/// transaction was not opened to write. A transaction that its owner opened READ ONLY on a primary
+/// is none of these.
 macro_rules! is_elsewhere {
     () => {
         "pg_catalog.current_setting('transaction_read_only') = 'on' \

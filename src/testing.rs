@@ -61,9 +61,11 @@ impl<P: Pool> Database<P> {
     /// Copies a template. The role of the pool, which is one of another database of the server, may
     /// create databases.
     pub fn from_template<'a>(pool: &'a P, template: &'a str) -> Reply<'a, P, Self> {
-        const OLD: &str = "SELECT COALESCE(array_agg(d.datname::text), '{}') FROM pg_database AS d
+        const OLD: &str = "SELECT COALESCE(pg_catalog.array_agg(d.datname::pg_catalog.text), '{}')
+            FROM pg_catalog.pg_database AS d
             WHERE substring(d.datname FROM '^interlock_copy_([0-9]{10})_[0-9a-f]{16}$')::bigint < $1
-                AND NOT EXISTS (SELECT FROM pg_stat_activity AS a WHERE a.datid = d.oid)";
+                AND NOT EXISTS (
+                    SELECT FROM pg_catalog.pg_stat_activity AS a WHERE a.datid = d.oid)";
         P::Mode::drive(async move {
             let now = SystemTime::now().duration_since(UNIX_EPOCH);
             let now = now.unwrap_or_default().as_secs();
@@ -137,12 +139,12 @@ pub fn make_due<'a, P: Pool>(throttle: &'a Throttle<P>, pool: &'a P) -> Reply<'a
     const KEY: &str = "WITH done AS (
             UPDATE resource_control.throttle SET last_granted = '-infinity', details = ''
             WHERE name = $1 AND key = $2 AND is_resource = ($3 = 1) RETURNING 1
-        ) SELECT count(*) FROM done";
+        ) SELECT pg_catalog.count(*) FROM done";
     const RESOURCE: &str = "WITH done AS (
             UPDATE resource_control.throttled_resource
             SET last_locked = '-infinity', last_locker_details = ''
             WHERE resource_id::text = $1 RETURNING 1
-        ) SELECT count(*) FROM done";
+        ) SELECT pg_catalog.count(*) FROM done";
     P::Mode::drive(async move {
         let (name, key, is_resource) = throttle.row();
         if is_resource && key.is_empty() {
@@ -163,10 +165,10 @@ pub fn expire<'a, P: Pool>(semaphore: &'a Semaphore<P>, pool: &'a P) -> Reply<'a
 
 async fn expire_all<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> {
     const EXPIRE: &str = "WITH done AS (
-            UPDATE resource_control.service_request SET expires_at = clock_timestamp()
+            UPDATE resource_control.service_request SET expires_at = pg_catalog.clock_timestamp()
             WHERE service = $1 AND completed_at IS NULL AND timed_out_at IS NULL
-                AND expires_at > clock_timestamp() RETURNING 1
-        ) SELECT count(*) FROM done";
+                AND expires_at > pg_catalog.clock_timestamp() RETURNING 1
+        ) SELECT pg_catalog.count(*) FROM done";
     change(pool, EXPIRE, [Bind::from(&*semaphore.service()?)]).await
 }
 
@@ -189,7 +191,7 @@ pub fn make_tick_due<'a, P: Pool>(
 ) -> Reply<'a, P, bool> {
     const DUE: &str = "WITH done AS (
             UPDATE resource_control.schedule SET tick = tick - $1 WHERE name = $2 RETURNING 1
-        ) SELECT count(*) FROM done";
+        ) SELECT pg_catalog.count(*) FROM done";
     P::Mode::drive(async move {
         let name = schedule.checked_name()?;
         Ok(change(pool, DUE, [interval(by).into(), name.into()]).await? > 0)

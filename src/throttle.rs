@@ -18,10 +18,10 @@ pub use self::sync::{Difference, Synced};
 use crate::call::{ask, ask_lent, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
-use crate::input;
 use crate::input::LONGEST;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
+use crate::{input, instance};
 
 /// What is granted at most once per interval, on any instance, by the database's clock.
 ///
@@ -103,7 +103,7 @@ impl<P: Pool> Throttle<P> {
     }
 
     /// Returns the throttle with a note of who attempts it, for those who are denied and for
-    /// operators. Without one it is the session's `application_name` and pid.
+    /// operators. Without one it is the host and the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -150,7 +150,7 @@ impl<P: Pool> Throttle<P> {
         input::text(&self.details)?;
         let (name, key) = (self.name, &*self.key);
         let details = match self.details.trim() {
-            "" => "",
+            "" => instance::name(),
             _ => &*self.details,
         };
         Ok(match self.every {

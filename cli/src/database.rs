@@ -1,5 +1,7 @@
 //! The database of the environment, and how it is asked.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 use std::{env, process, thread};
@@ -8,10 +10,10 @@ use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel::sql_types::Text;
-use diesel_interlock::{LockKey, PgPool};
+use diesel_interlock::{Error, LockKey, PgPool};
 use serde_json::Value;
 
-use crate::{Failure, say, unreachable};
+use crate::{Failure, refusal, say, unreachable};
 
 /// Who holds advisory locks, and who waits for them on the server. It needs no schema, and shows what a session does.
 pub(crate) const LOCKS: &str = "
@@ -19,10 +21,18 @@ pub(crate) const LOCKS: &str = "
             ELSE format('%s, %s', l.classid::bigint::bit(32)::integer, l.objid::bigint::bit(32)::integer) END AS lock,
         CASE WHEN l.granted THEN 'held' ELSE 'waits' END AS state,
         CASE l.mode WHEN 'ShareLock' THEN 'shared' ELSE 'exclusive' END AS mode,
-        l.pid, a.application_name AS application, a.usename::text AS role, host(a.client_addr) AS client,
+        l.pid, COALESCE(a.application_name, 'prepared ' || x.gid) AS application, \
+        a.usename::text AS role, host(a.client_addr) AS client,
         a.backend_start AS session_since, a.state AS session, date_trunc('second', a.state_change) AS session_changed,
-        CASE WHEN NOT l.granted THEN pg_blocking_pids(l.pid) END AS blocked_by
+        CASE WHEN NOT l.granted THEN pg_blocking_pids(l.pid) END AS blocked_by,
+        date_part('epoch', clock_timestamp() - COALESCE(a.backend_start, x.prepared))::bigint AS \
+        age, x.gid AS prepared
     FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a USING (pid)
+        LEFT JOIN (
+            SELECT t.virtualtransaction, p.gid, p.prepared FROM pg_locks AS t JOIN \
+            pg_prepared_xacts AS p ON p.transaction = t.transactionid
+                WHERE t.locktype = 'transactionid' AND t.pid IS NULL
+        ) AS x ON l.pid IS NULL AND x.virtualtransaction = l.virtualtransaction
     WHERE l.locktype = 'advisory' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
     ORDER BY 1, l.granted DESC, l.pid";
 
@@ -72,39 +82,19 @@ fn add(url: &mut String, name: &str, value: &str) {
 
 pub(crate) fn connect(url: &str) -> Result<PgConnection, Failure> {
     PgConnection::establish(url).map_err(|error| match error {
-        ConnectionError::BadConnection(text) => bad_connection(text),
+        ConnectionError::BadConnection(text) => refusal::failure(&text, url),
         error => Failure::new(Failure::UNAVAILABLE, unreachable(&error)),
     })
 }
 
-/// What libpq and the server say is all that tells a wrong set-up, in which waiting helps nobody, from a database that is away.
-fn bad_connection(mut text: String) -> Failure {
-    let is_refused = [
-        "authentication failed",
-        "does not exist",
-        "no pg_hba.conf entry",
-        "not permitted to log in",
-        "permission denied for database",
-    ];
-    let is_away = [
-        "connection to server",
-        "could not connect",
-        "could not translate host name",
-    ];
-    let is_one_of = |texts: &[&str]| texts.iter().any(|it| text.contains(it));
-    let status = if is_one_of(&is_away) && !is_one_of(&is_refused) {
-        Failure::UNAVAILABLE
-    } else {
-        Failure::SET_UP
-    };
-    if !is_one_of(&is_away) {
-        // What it quotes of a URL that it cannot read may be the password.
-        let pieces = text.split('"').enumerate();
-        text = pieces
-            .map(|(i, piece)| if i % 2 == 1 { "\"...\"" } else { piece })
-            .collect();
+/// Whether the libpq that is linked knows TLS. One that does not refuses the parameter; any other
+/// finds no server there.
+pub(crate) fn has_tls() -> bool {
+    let nowhere = "host=/dev/null sslmode=require connect_timeout=2";
+    match PgConnection::establish(nowhere) {
+        Err(ConnectionError::BadConnection(text)) => !text.contains("not compiled in"),
+        _ => true,
     }
-    Failure::new(status, unreachable(&text))
 }
 
 /// How long a database may take to reply: a pooler that is full accepts connections, and then says nothing.
@@ -129,11 +119,40 @@ pub(crate) fn silent() -> Failure {
 
 /// Poolers in transaction mode before PgBouncer 1.21 know nothing of prepared statements, of which this program has no need.
 #[derive(Debug)]
-struct Unprepared;
+struct Unprepared(Arc<AtomicBool>);
 
-impl<E> CustomizeConnection<PgConnection, E> for Unprepared {
-    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), E> {
+impl CustomizeConnection<PgConnection, diesel::r2d2::Error> for Unprepared {
+    fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), diesel::r2d2::Error> {
         conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        if self.0.load(Ordering::Relaxed) {
+            own(conn).map_err(diesel::r2d2::Error::QueryError)?;
+        }
+        Ok(())
+    }
+}
+
+/// For the statements of the library, whose operators are looked up by the search path.
+fn own(conn: &mut PgConnection) -> QueryResult<()> {
+    conn.batch_execute("SET search_path = pg_catalog, pg_temp")
+}
+
+/// The sessions behind a pool, on request this program's own.
+#[derive(Debug, Clone)]
+pub(crate) struct Sessions {
+    pub(crate) pool: PgPool,
+    are_own: Arc<AtomicBool>,
+}
+
+impl Sessions {
+    /// From now on the sessions trust no search path. Only where no pooler gives them to others
+    /// between two statements.
+    pub(crate) fn make_own(&self) -> Result<(), Error> {
+        self.are_own.store(true, Ordering::Relaxed);
+        let mut idle = Vec::new();
+        while let Some(mut conn) = self.pool.try_get() {
+            own(&mut conn)?;
+            idle.push(conn);
+        }
         Ok(())
     }
 }
@@ -142,19 +161,26 @@ impl<E> CustomizeConnection<PgConnection, E> for Unprepared {
 pub(crate) fn pool(url: &str) -> Result<PgPool, Failure> {
     // A pool tries again until its timeout where a connection says at once what is wrong.
     drop(connect(url)?);
-    pool_that_waits(url)
+    Ok(sessions(url)?.pool)
 }
 
 /// The same, of a database that may be away for now.
-pub(crate) fn pool_that_waits(url: &str) -> Result<PgPool, Failure> {
-    Pool::builder()
+pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
+    let are_own = Arc::new(AtomicBool::new(false));
+    let pool = Pool::builder()
         .max_size(3)
         .min_idle(Some(0))
-        .connection_customizer(Box::new(Unprepared))
+        .connection_customizer(Box::new(Unprepared(Arc::clone(&are_own))))
         .connection_timeout(Duration::from_secs(10))
         .build(ConnectionManager::new(url))
-        .map_err(|error| Failure::new(Failure::UNAVAILABLE, unreachable(&error)))
+        .map_err(|error| Failure::new(Failure::UNAVAILABLE, unreachable(&error)))?;
+    Ok(Sessions { pool, are_own })
 }
+
+/// Whoever may create functions in a schema of the search path must not see them called by the role
+/// of this program, which may be a superuser. Not for longer than a transaction, because a pooler
+/// lends the session to others.
+const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0";
 
 #[derive(QueryableByName)]
 struct Json {
@@ -162,7 +188,8 @@ struct Json {
     rows: String,
 }
 
-/// The rows of a query, each an object whose members are in the order of the columns.
+/// The rows of a query, or of an UPDATE that returns them, each an object whose members are in the
+/// order of the columns.
 pub(crate) fn rows(conn: &mut PgConnection, query: &str) -> QueryResult<Vec<Value>> {
     rows_with(conn, query, "")
 }
@@ -173,10 +200,10 @@ pub(crate) fn rows_with(
     query: &str,
     bind: &str,
 ) -> QueryResult<Vec<Value>> {
-    let query = format!("SELECT COALESCE(json_agg(q), '[]')::text AS rows FROM ({query}) AS q");
+    let query =
+        format!("WITH q AS ({query}) SELECT COALESCE(json_agg(q), '[]')::text AS rows FROM q");
     let json: Json = conn.transaction(|conn| {
-        // Not for longer, because a pooler lends the session to others.
-        conn.batch_execute("SET LOCAL statement_timeout = 0")?;
+        conn.batch_execute(OWN)?;
         if query.contains("$1") {
             let query = diesel::sql_query(query);
             query.bind::<Text, _>(bind).get_result(conn)
@@ -215,32 +242,6 @@ pub(crate) fn lock(name: &str, is_number: bool) -> Result<String, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_password_is_not_said_and_a_wrong_set_up_is_told_from_an_absence() {
-        let server = "connection to server at \"db\" (10.0.0.1), port 5432 failed: ";
-        for (text, status) in [
-            (
-                "missing \"=\" after \"app:s3cret@db\" in connection info string",
-                78,
-            ),
-            ("invalid percent-encoded token: \"s3cret%zz\"", 78),
-            (&(server.to_owned() + "Connection refused"), 69),
-            (
-                &(server.to_owned() + "FATAL:  the database system is starting up"),
-                69,
-            ),
-            (
-                &(server.to_owned() + "FATAL:  password authentication failed for user \"app\""),
-                78,
-            ),
-            ("could not translate host name \"db\" to address", 69),
-        ] {
-            let failure = bad_connection(text.to_owned());
-            assert_eq!(failure.status, status, "{text}");
-            assert!(!failure.message.contains("s3cret"), "{failure}");
-        }
-    }
 
     #[test]
     fn a_parameter_is_added_where_libpq_finds_it() {

@@ -6,15 +6,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use diesel_interlock::{
-    AdvisoryLock, AdvisoryLockGuard, Error, LockKey, Permit, PgPool, Semaphore,
+    AdvisoryLock, AdvisoryLockGuard, Error, LockKey, Permit, PgPool, Semaphore, check_exclusion,
 };
 use nix::unistd::gethostname;
 
-use crate::{Failure, database, say};
+use crate::database::Sessions;
+use crate::{Failure, database, holders, ps, say};
 
 /// A wait is cut into such pieces, between which it sees that it is to end. As often a session lock is looked at.
 pub(crate) const PIECE: Duration = Duration::from_secs(1);
-pub(crate) const LOST: &str = "it is held no longer, or the database does not say so: the session has ended, or the permit is over";
 
 /// What became of it.
 pub(crate) enum News {
@@ -22,8 +22,8 @@ pub(crate) enum News {
     Connected,
     /// It is held, with this fencing token. Told again whenever that was seen.
     Held(Option<i64>),
-    /// It was busy until the end of the wait.
-    Busy,
+    /// It was busy until the end of the wait. Who holds it, as far as that is known.
+    Busy(Vec<String>),
     Failed(Failure),
     Lost,
     Released,
@@ -32,10 +32,10 @@ pub(crate) enum News {
 /// Takes it, looks whether it is still held, and releases it when the other side of `end` is dropped.
 pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell: impl Fn(News)) {
     let began = Instant::now();
-    let held = connected(url, wait).and_then(|pool| {
+    let held = connected(url, wait).and_then(|sessions| {
         tell(News::Connected);
-        let Some(mut held) = take(of, &pool, began, wait, end)? else {
-            return Ok(None);
+        let Some(mut held) = take(of, &sessions, began, wait, end)? else {
+            return Ok(Err(of.holders(&sessions.pool)));
         };
         let token = held.token().map_err(|error| {
             let is_moved = matches!(error, Error::SessionMoved { .. });
@@ -46,11 +46,11 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
             };
             Failure::new(status, error)
         })?;
-        Ok(Some((held, token)))
+        Ok(Ok((held, token)))
     });
     let (mut held, token) = match held {
-        Ok(Some(held)) => held,
-        Ok(None) => return tell(News::Busy),
+        Ok(Ok(held)) => held,
+        Ok(Err(holders)) => return tell(News::Busy(holders)),
         Err(failure) => return tell(News::Failed(failure)),
     };
     tell(News::Held(token));
@@ -62,7 +62,7 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
                 let _ = end.recv();
                 drop(held);
                 // The command may have ended before that was heard.
-                return tell(News::Failed(Failure::new(Failure::LOST, LOST)));
+                return tell(News::Failed(Failure::new(Failure::LOST, of.lost())));
             }
             // An error, such as for want of a right, is a reply of the session that holds the lock.
             Err(error) if !error.is_unavailable() => tell(News::Held(token)),
@@ -77,7 +77,7 @@ pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell:
 }
 
 /// A database that cannot be reached is said at once, and may be there before the wait is over.
-fn connected(url: &str, wait: Duration) -> Result<PgPool, Failure> {
+fn connected(url: &str, wait: Duration) -> Result<Sessions, Failure> {
     let is_there = match database::connect(url) {
         Err(failure) if failure.status == Failure::UNAVAILABLE && !wait.is_zero() => {
             say!("{failure}");
@@ -89,30 +89,36 @@ fn connected(url: &str, wait: Duration) -> Result<PgPool, Failure> {
             true
         }
     };
-    let pool = database::pool_that_waits(url)?;
+    let sessions = database::sessions(url)?;
     if is_there {
         // On a slow network to connect takes longer than a piece of the wait, and is no part of it.
-        drop(pool.get());
+        drop(sessions.pool.get());
     }
-    Ok(pool)
+    Ok(sessions)
 }
 
 /// Waits piece by piece. A database that is away for a moment does not end a wait.
 fn take(
     of: &Of,
-    pool: &PgPool,
+    sessions: &Sessions,
     began: Instant,
     wait: Duration,
     end: &Receiver<()>,
 ) -> Result<Option<Held>, Error> {
-    let mut was_busy = false;
+    let (mut was_busy, mut is_checked) = (false, false);
     loop {
         let rest = wait.saturating_sub(began.elapsed());
         if end.try_recv() == Err(TryRecvError::Disconnected) {
             return Ok(None);
         }
         let is_last = rest <= PIECE;
-        match of.take(pool, rest.min(PIECE)) {
+        let checked = if is_checked {
+            Ok(())
+        } else {
+            of.check(sessions)
+        };
+        is_checked = checked.is_ok();
+        match checked.and_then(|()| of.take(&sessions.pool, rest.min(PIECE))) {
             Ok(None) if !is_last => was_busy = true,
             Err(error) if error.is_unavailable() && is_last && was_busy => return Ok(None),
             Err(error) if error.is_unavailable() && !is_last => {
@@ -129,8 +135,10 @@ fn take(
 
 /// What is to be held.
 pub(crate) enum Of {
-    Lock(AdvisoryLock),
-    Permit(Semaphore),
+    /// With its number.
+    Lock(AdvisoryLock, String),
+    /// With its name.
+    Permit(Semaphore, String),
 }
 
 enum Held {
@@ -139,9 +147,11 @@ enum Held {
 }
 
 impl Of {
-    pub(crate) fn lock(name: String, is_shared: bool) -> Self {
+    pub(crate) fn lock(name: String, is_shared: bool) -> Result<Self, Failure> {
+        let number = database::lock(&name, false)?;
         let lock = AdvisoryLock::new(LockKey::from(name));
-        Self::Lock(if is_shared { lock.shared() } else { lock })
+        let lock = if is_shared { lock.shared() } else { lock };
+        Ok(Self::Lock(lock, number))
     }
 
     pub(crate) fn permit(name: String, slots: u32, lease: Duration) -> Self {
@@ -151,13 +161,57 @@ impl Of {
             std::process::id(),
             host.to_string_lossy()
         );
-        let semaphore = Semaphore::named(name.leak(), slots, lease);
-        Self::Permit(semaphore.keep_alive().details(details))
+        let semaphore = Semaphore::named(name.clone().leak(), slots, lease);
+        Self::Permit(semaphore.keep_alive().details(details), name)
+    }
+
+    /// Behind a pooler in transaction mode a session lock excludes nobody, and stays when its
+    /// holder has gone. Otherwise the sessions are this program's own.
+    fn check(&self, sessions: &Sessions) -> Result<(), Error> {
+        let Self::Lock(..) = self else {
+            return Ok(());
+        };
+        match check_exclusion(&sessions.pool) {
+            Err(error @ (Error::Pool(_) | Error::TimedOut))
+                if sessions.pool.state().connections == 1 =>
+            {
+                say!(
+                    "whether a pooler is in between is not known, for want of a second \
+                        connection: {error}"
+                );
+            }
+            checked => checked?,
+        }
+        sessions.make_own()
+    }
+
+    /// Who holds it, a line each.
+    fn holders(&self, pool: &PgPool) -> Vec<String> {
+        let holders = pool.get().ok().map(|mut conn| match self {
+            Self::Lock(_, number) => holders::of_lock(&mut conn, number),
+            Self::Permit(_, service) => holders::of_slots(&mut conn, service),
+        });
+        holders.and_then(Result::ok).unwrap_or_default()
+    }
+
+    /// What is said if it is lost.
+    pub(crate) fn lost(&self) -> String {
+        match self {
+            Self::Lock(_, number) => format!(
+                "the lock {number} is held no longer, or the database does not say so: its session \
+                 has ended, or does not reply"
+            ),
+            Self::Permit(_, name) => format!(
+                "the permit of {} is held no longer: it has expired, because it could not be \
+                 renewed, or it was completed by another one",
+                ps::plain(name)
+            ),
+        }
     }
 
     fn take(&self, pool: &PgPool, limit: Duration) -> Result<Option<Held>, Error> {
         match self {
-            Self::Lock(lock) => {
+            Self::Lock(lock, _) => {
                 let attempt = if limit.is_zero() {
                     lock.try_acquire(pool)?
                 } else {
@@ -165,7 +219,7 @@ impl Of {
                 };
                 Ok(attempt.acquired().map(|guard| Held::Lock(guard.into())))
             }
-            Self::Permit(semaphore) => {
+            Self::Permit(semaphore, _) => {
                 let admission = if limit.is_zero() {
                     semaphore.try_acquire(pool)?
                 } else {

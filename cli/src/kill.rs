@@ -5,6 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use diesel::pg::PgConnection;
 use diesel_interlock::Error;
 use serde_json::Value;
 
@@ -17,52 +18,171 @@ pub(crate) struct Kill {
     #[arg(allow_negative_numbers = true)]
     name: String,
     /// NAME is the number of the lock, or the pair, as `ps` shows it
-    #[arg(long)]
+    #[arg(long, group = "of")]
     number: bool,
     /// Completes the request with this id, as `ps` shows it, and so frees its slot
-    #[arg(long, value_name = "ID", conflicts_with = "number")]
+    #[arg(long, value_name = "ID", group = "of")]
     slot: Option<i64>,
+    /// Ends the term of the leader of this name; it notices at its next renewal
+    #[arg(long, group = "of")]
+    leader: bool,
+    /// Ends the run of the schedule of this name, as if it had crashed; it notices at its next
+    /// renewal, and another instance runs the tick again unless it had its last attempt or the
+    /// schedule is paused
+    #[arg(long = "run", group = "of")]
+    is_run: bool,
     /// Does not ask
     #[arg(long, short)]
     yes: bool,
 }
 
+/// What is shown, with `$1`, and what ends one row of that, which is `$1` in an array.
+struct Questions {
+    shown: String,
+    act: String,
+    parameter: String,
+    columns: &'static [&'static str],
+    /// What it is, for messages.
+    what: String,
+}
+
+const COMPLETE: &str = "SELECT resource_control.complete_service_request(service, id) AS is_done
+    FROM json_to_recordset($1::json) AS shown (service text, id bigint)";
+
+/// As a run that has crashed. Another one may have the tick by now.
+const END_RUN: &str = "UPDATE resource_control.schedule AS s
+    SET expires_at = clock_timestamp(), error = 'ended by interlock kill'
+    FROM json_to_recordset($1::json) AS shown (name text, token bigint)
+    WHERE s.name = shown.name AND s.token = shown.token AND s.expires_at > clock_timestamp() AND
+        s.ended_at IS NULL
+    RETURNING true AS is_done";
+
+/// A request in flight, and for how long.
+macro_rules! request {
+    ($holder:literal) => {
+        concat!(
+            "service, slot, id, created_at, expires_at, details AS ",
+            $holder,
+            ", date_part('epoch', clock_timestamp() - created_at)::bigint AS age,
+                date_part('epoch', expires_at - clock_timestamp())::bigint AS expires
+                FROM resource_control.slot_in_flight"
+        )
+    };
+}
+
 impl Kill {
-    pub(crate) fn run(self) -> Result<i32, Failure> {
-        let (shown, act, name) = match self.slot {
-            None => (
-                format!("SELECT * FROM ({LOCKS}) AS l WHERE state = 'held' AND lock = $1"),
+    fn questions(&self) -> Result<Questions, Failure> {
+        let name = self.name.clone();
+        let plain = ps::plain(&name);
+        Ok(if let Some(id) = self.slot {
+            Questions {
+                shown: format!(
+                    concat!(
+                        "SELECT ",
+                        request!("details"),
+                        " WHERE service = $1 AND id = {}"
+                    ),
+                    id
+                ),
+                act: COMPLETE.to_owned(),
+                parameter: name,
+                columns: &["service", "slot", "id", "details", "age", "expires"],
+                what: format!("request {id} of the semaphore {plain}"),
+            }
+        } else if self.leader {
+            Questions {
+                // As in the view, which has no service.
+                shown: concat!(
+                    "SELECT $1::text AS name, ",
+                    request!("holder"),
+                    r" WHERE slot = 0 AND starts_with(service, 'leader ')
+                        AND regexp_replace(service, '^leader |\\(.)', '\1', 'g') = $1"
+                )
+                .to_owned(),
+                act: COMPLETE.to_owned(),
+                parameter: name,
+                columns: &["name", "holder", "id", "age", "expires"],
+                what: format!("the election {plain}"),
+            }
+        } else if self.is_run {
+            Questions {
+                shown: "SELECT name, state, tick, attempt, runner, token,
+                        date_part('epoch', clock_timestamp() - started_at)::bigint AS age,
+                        date_part('epoch', expires_at - clock_timestamp())::bigint AS expires
+                    FROM resource_control.schedule_state WHERE name = $1 AND state = 'running'"
+                    .to_owned(),
+                act: END_RUN.to_owned(),
+                parameter: name,
+                columns: &["name", "tick", "attempt", "runner", "age", "expires"],
+                what: format!("a run of the schedule {plain}"),
+            }
+        } else {
+            Questions {
+                shown: format!("SELECT * FROM ({LOCKS}) AS l WHERE state = 'held' AND lock = $1"),
                 // In one statement: the same session, which still holds the lock. Another one may have its pid by now.
-                format!(
+                act: format!(
                     "SELECT pg_terminate_backend(pid) AS is_done
                         FROM json_to_recordset($1::json) AS shown (lock text, pid integer, session_since timestamptz)
                             JOIN ({LOCKS}) AS l USING (lock, pid, session_since)
                         WHERE l.state = 'held'"
                 ),
-                database::lock(&self.name, self.number)?,
-            ),
-            Some(id) => (
-                format!(
-                    "SELECT * FROM resource_control.slot_in_flight WHERE service = $1 AND id = {id}"
-                ),
-                "SELECT resource_control.complete_service_request(service, id) AS is_done
-                    FROM json_to_recordset($1::json) AS shown (service text, id bigint)"
-                    .to_owned(),
-                self.name.clone(),
-            ),
-        };
+                parameter: database::lock(&name, self.number)?,
+                columns: ps::OF_LOCK,
+                what: format!("the lock {plain}"),
+            }
+        })
+    }
+
+    /// Whether it is a row that is ended, and not a session.
+    fn is_of_row(&self) -> bool {
+        self.slot.is_some() || self.leader || self.is_run
+    }
+
+    /// What else has this name, if nobody holds a lock of it.
+    fn others(&self, conn: &mut PgConnection) -> Result<(), Failure> {
+        const OTHERS: &str = r"
+            SELECT format('request %s has slot %s of the semaphore (%s): interlock kill --slot '
+                '%1$s', id, slot, details) AS found
+                FROM resource_control.slot_in_flight WHERE service = $1
+            UNION ALL SELECT format('%s leads an election of that name: interlock kill '
+                '--leader', holder)
+                FROM resource_control.leader WHERE name = $1
+            UNION ALL SELECT format('%s runs a schedule of that name: interlock kill --run', runner)
+                FROM resource_control.schedule_state WHERE name = $1 AND state = 'running'";
+        if self.number || !database::has_schema(conn)? {
+            return Ok(());
+        }
+        for other in rows_with(conn, OTHERS, &self.name)? {
+            let found = other["found"].as_str().unwrap_or_default();
+            say!("{} -- {}", ps::plain(found), shell_word(&self.name));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn run(self) -> Result<i32, Failure> {
+        let Questions {
+            shown,
+            act,
+            parameter,
+            columns,
+            what,
+        } = self.questions()?;
         let url = database::url("kill")?;
         let (mut conn, holders) = in_time(|| {
             let mut conn = database::connect(&url)?;
-            if self.slot.is_some() && !database::has_schema(&mut conn)? {
+            if self.is_of_row() && !database::has_schema(&mut conn)? {
                 return Err(Error::NotInstalled.into());
             }
-            let holders = rows_with(&mut conn, &shown, &name)?;
+            let holders = rows_with(&mut conn, &shown, &parameter)?;
             Ok::<_, Failure>((conn, holders))
         })?;
         let mut output = io::stdout();
-        write!(output, "{}", ps::table("held by", &holders))?;
+        write!(output, "{}", ps::table("held by", &holders, Some(columns)))?;
         if holders.is_empty() {
+            say!("nobody has {what}: nothing was done");
+            if !self.is_of_row() {
+                in_time(|| self.others(&mut conn))?;
+            }
             return Ok(1);
         }
         if !self.yes {
@@ -71,7 +191,7 @@ impl Kill {
             let mut answer = String::new();
             let _ = io::stdin().read_line(&mut answer);
             if !answer.trim().eq_ignore_ascii_case("y") {
-                say!("nothing was done");
+                say!("{what}: nothing was done");
                 return Ok(1);
             }
         }
@@ -85,18 +205,28 @@ impl Kill {
                     told.push(holder);
                     continue;
                 }
-                Err(failure) if self.slot.is_some() || failure.status != Failure::SET_UP => {
+                Err(failure) if self.is_of_row() || failure.status != Failure::SET_UP => {
                     return Err(failure);
                 }
                 Err(failure) => (format!("session {pid}: {failure}"), true),
-                Ok(_) if self.slot.is_some() => ("it had been completed by then".to_owned(), false),
-                Ok(_) if pid.is_null() => (
-                    "a prepared transaction holds it: send ROLLBACK PREPARED with its gid in pg_prepared_xacts".to_owned(),
-                    true,
+                Ok(_) if self.is_of_row() => (format!("{what} had ended by then"), false),
+                Ok(_) if pid.is_null() => {
+                    let gid = holder["prepared"].as_str().unwrap_or_default();
+                    let gid = ps::plain(gid).replace('\'', "''");
+                    (
+                        format!("a prepared transaction has {what}: ROLLBACK PREPARED '{gid}';"),
+                        true,
+                    )
+                }
+                Ok(_) if is_seen => (
+                    format!("session {pid} did not hold {what} any more: it was not ended"),
+                    false,
                 ),
-                Ok(_) if is_seen => (format!("session {pid} held it no longer"), false),
                 Ok(_) => (
-                    format!("session {pid} is of another role: GRANT pg_read_all_stats, pg_signal_backend to this one"),
+                    format!(
+                        "session {pid} has {what} and is of another role: as a superuser, \
+                         GRANT pg_read_all_stats, pg_signal_backend TO the role of DATABASE_URL"
+                    ),
                     true,
                 ),
             };
@@ -104,14 +234,14 @@ impl Kill {
             stays |= is_left;
         }
         let end = Instant::now() + Duration::from_secs(5);
-        let mut left = if self.slot.is_some() {
+        let mut left = if self.is_of_row() {
             Vec::new()
         } else {
             told.clone()
         };
         while !left.is_empty() && Instant::now() < end {
             thread::sleep(Duration::from_millis(20));
-            let holders = in_time(|| rows_with(&mut conn, &shown, &name))?;
+            let holders = in_time(|| rows_with(&mut conn, &shown, &parameter))?;
             let is_same = |a: &Value, b: &Value| {
                 a["pid"] == b["pid"] && a["session_since"] == b["session_since"]
             };
@@ -119,14 +249,19 @@ impl Kill {
         }
         for holder in &left {
             say!(
-                "session {} has not ended within five seconds",
+                "session {} has not ended within five seconds, and still holds {what}",
                 holder["pid"]
             );
         }
         stays |= !left.is_empty();
         told.retain(|holder| !left.contains(holder));
-        write!(output, "{}", ps::table("ended", &told))?;
+        write!(output, "{}", ps::table("ended", &told, Some(columns)))?;
         let has_ended = !told.is_empty();
         Ok((stays || !has_ended).into())
     }
+}
+
+/// As a shell reads it.
+pub(crate) fn shell_word(word: &str) -> String {
+    format!("'{}'", ps::plain(word).replace('\'', r"'\''"))
 }

@@ -1,12 +1,16 @@
 //! `interlock`: runs a command under a lock of PostgreSQL, shows who holds and who waits, ends a holder, and examines a set-up.
 
+mod completions;
 mod database;
 mod doctor;
 mod hold;
+mod holders;
+mod install;
 mod job;
 mod kill;
 mod pause;
 mod ps;
+mod refusal;
 mod run;
 
 use std::io::Write;
@@ -14,8 +18,9 @@ use std::sync::mpsc;
 use std::time::Duration;
 use std::{env, fmt, io, process, thread};
 
+use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
-use diesel_interlock::{Error, migrations};
+use diesel_interlock::Error;
 
 /// Says something on standard error.
 macro_rules! say {
@@ -41,14 +46,16 @@ The database is that of the environment variable DATABASE_URL.
 
 Exit status:
   0        done; of `run`, that of the command; of `doctor`, that nothing has failed
-  1        of `run`, another one holds it (-E sets another status); of `kill`, it is still held or nobody was ended; of `doctor`,
-           something has failed
+  1        of `kill`, it is still held or nobody was ended; of `doctor`, something has failed, or
+           with --strict, is to be warned of
   2        the arguments are wrong
   69       the database cannot be reached, or does not reply
   71       the operating system has refused something
+  73       of `run` and `install`, another one holds the lock (-E sets another status of `run`)
   74       the output cannot be written
   75       of `run`, the lock was lost while the command ran
-  78       the set-up is wrong: DATABASE_URL, the schema, the rights of the role
+  78       the set-up is wrong: DATABASE_URL, the password, the schema, the rights of the role; of
+           `run`, a pooler in transaction mode is in between
   126 127  of `run`, the command cannot be executed, or found
   128 + N  of `run`, signal N has ended the command, or the wait for the lock";
 
@@ -67,7 +74,8 @@ enum Command {
     Run(run::Run),
     /// Shows the advisory locks with those who hold them and wait for them, the slots in use, the leaders and the schedules
     Ps(ps::Ps),
-    /// Shows who holds a lock, asks, looks again, and ends the session; or completes a request, which frees its slot
+    /// Shows who holds a lock, a slot, an election or the run of a schedule, asks, looks again, and
+    /// ends that
     Kill(kill::Kill),
     /// Pauses a schedule, on all instances and over restarts, until it is resumed
     Pause(pause::Pause),
@@ -76,7 +84,11 @@ enum Command {
     /// Examines the server, the schema, the rights and the settings, and says what to do
     Doctor(doctor::Doctor),
     /// Creates the schema `resource_control`, or what it lacks
-    Install,
+    Install(install::Install),
+    /// Writes completions for a shell to standard output
+    Completions(completions::Completions),
+    /// Writes the manual page to standard output
+    Man,
 }
 
 fn main() {
@@ -84,14 +96,32 @@ fn main() {
     if arguments.next().is_some_and(|first| first == job::EXEC) {
         process::exit(job::exec(arguments));
     }
-    let done = match Arguments::parse().command {
+    let arguments = Arguments::try_parse().unwrap_or_else(|error| {
+        if error.kind() == ErrorKind::DisplayVersion {
+            let tls = if database::has_tls() {
+                "with"
+            } else {
+                "without"
+            };
+            let _ = writeln!(
+                io::stdout(),
+                "interlock {}, {tls} TLS",
+                env!("CARGO_PKG_VERSION")
+            );
+            process::exit(0);
+        }
+        error.exit()
+    });
+    let done = match arguments.command {
         Command::Run(run) => run.run(),
         Command::Ps(ps) => ps.run(),
         Command::Kill(kill) => kill.run(),
         Command::Pause(pause) => pause.run(true),
         Command::Resume(pause) => pause.run(false),
         Command::Doctor(doctor) => doctor.run(),
-        Command::Install => install(),
+        Command::Install(install) => install.run(),
+        Command::Completions(completions) => completions.run(),
+        Command::Man => completions::man(),
     };
     process::exit(done.unwrap_or_else(|failure| {
         if !failure.message.is_empty() {
@@ -99,19 +129,6 @@ fn main() {
         }
         failure.status
     }));
-}
-
-fn install() -> Result<i32, Failure> {
-    let url = database::url("install")?;
-    let (pool, is_new) = database::in_time(|| {
-        let pool = database::pool(&url)?;
-        let is_new = migrations::check(&pool).is_err();
-        Ok::<_, Failure>((pool, is_new))
-    })?;
-    migrations::install(&pool)?;
-    let what = if is_new { "installed" } else { "nothing to do" };
-    writeln!(io::stdout(), "resource_control: {what}")?;
-    Ok(0)
 }
 
 /// Why nothing, or no more, was done.
@@ -125,6 +142,7 @@ impl Failure {
     const INPUT: i32 = 2;
     const UNAVAILABLE: i32 = 69;
     const SYSTEM: i32 = 71;
+    const BUSY: i32 = run::BUSY as i32;
     const OUTPUT: i32 = 74;
     const LOST: i32 = 75;
     const SET_UP: i32 = 78;
@@ -153,7 +171,10 @@ impl From<Error> for Failure {
             Error::LockLost(_) | Error::PermitLost(_) | Error::SessionMoved { .. } => Self::LOST,
             _ => Self::SET_UP,
         };
-        let message = error.to_string();
+        let mut message = error.to_string();
+        if matches!(error, Error::NotExclusive(_)) {
+            message += "; `interlock run --lease` works there";
+        }
         Self::new(
             status,
             message.replace("`migrations::install`", "`interlock install`"),

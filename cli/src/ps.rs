@@ -16,29 +16,61 @@ pub(crate) struct Ps {
     /// Writes one JSON object, with an array for each kind
     #[arg(long)]
     json: bool,
+    /// Shows all columns, of any width
+    #[arg(long, short)]
+    wide: bool,
     /// Shows only the lock, the semaphore, the leader and the schedule of this name
     #[arg(long)]
     name: Option<String>,
 }
 
-/// What needs the schema. The first column is the name.
-const VIEWS: [(&str, &str); 3] = [
+/// What needs the schema: the query, whose first column is the name, and the columns that are shown
+/// without `--wide`.
+pub(crate) const VIEWS: [(&str, &str, &[&str]); 3] = [
     (
         "slots",
-        "SELECT service, slot, id, created_at AS since, expires_at AS until, details
+        "SELECT service, slot, id, created_at AS since, expires_at AS until, details,
+                date_part('epoch', clock_timestamp() - created_at)::bigint AS age,
+                date_part('epoch', expires_at - clock_timestamp())::bigint AS expires
             FROM resource_control.slot_in_flight ORDER BY service, slot",
+        &["service", "slot", "id", "details", "age", "expires"],
     ),
     (
         "leaders",
-        "SELECT name, holder, since, until, token FROM resource_control.leader ORDER BY name",
+        "SELECT name, holder, since, until, token, date_part('epoch', clock_timestamp() -
+            since)::bigint AS age,
+                date_part('epoch', until - clock_timestamp())::bigint AS expires
+            FROM resource_control.leader ORDER BY name",
+        &["name", "holder", "token", "age", "expires"],
     ),
     (
         "schedules",
-        "SELECT name, state, tick, attempt, runner, started_at AS started, expires_at AS until, ended_at AS ended,
-                paused_at AS paused, error
+        "SELECT name, state, tick, attempt, runner,
+                started_at AS started, expires_at AS until, ended_at AS ended, paused_at AS
+                    paused, error,
+                date_part('epoch', clock_timestamp() - started_at)::bigint AS age
             FROM resource_control.schedule_state ORDER BY name",
+        &[
+            "name", "state", "tick", "attempt", "runner", "age", "paused", "error",
+        ],
     ),
 ];
+
+/// The columns of a lock that are shown without `--wide`.
+pub(crate) const OF_LOCK: &[&str] = &[
+    "lock",
+    "state",
+    "mode",
+    "pid",
+    "application",
+    "client",
+    "session",
+    "age",
+    "blocked_by",
+];
+
+/// How wide a table is without `--wide`.
+const WIDTH: usize = 100;
 
 impl Ps {
     pub(crate) fn run(self) -> Result<i32, Failure> {
@@ -47,14 +79,18 @@ impl Ps {
             None => None,
         };
         let url = database::url("ps")?;
+        let mut text = String::new();
         let all = in_time(|| {
             let conn = &mut database::connect(&url)?;
             let mut all = Map::new();
             all.insert("locks".into(), found(conn, database::LOCKS, &lock)?);
             if !database::has_schema(conn)? {
+                text = "slots, leaders and schedules: not looked at, because the schema \
+                    resource_control is not installed\n"
+                    .into();
                 return Ok(all);
             }
-            for (kind, query) in VIEWS {
+            for (kind, query, _) in VIEWS {
                 match found(conn, query, &self.name).map_err(Failure::from) {
                     Ok(rows) => drop(all.insert(kind.into(), rows)),
                     Err(failure) if failure.status == Failure::SET_UP => {
@@ -66,15 +102,19 @@ impl Ps {
             }
             Ok::<_, Failure>(all)
         })?;
-        let mut text = String::new();
         if self.json {
             text = Value::Object(all).to_string() + "\n";
         } else {
+            let mut tables = String::new();
             for (kind, rows) in &all {
-                text += &rows
+                let view = VIEWS.iter().find(|(name, ..)| name == kind);
+                let columns = view.map_or(OF_LOCK, |(_, _, columns)| columns);
+                let columns = (!self.wide).then_some(columns);
+                tables += &rows
                     .as_array()
-                    .map_or_else(String::new, |rows| table(kind, rows));
+                    .map_or_else(String::new, |rows| table(kind, rows, columns));
             }
+            text = tables + &text;
         }
         io::stdout().write_all(text.as_bytes())?;
         Ok(0)
@@ -96,23 +136,59 @@ fn found(conn: &mut PgConnection, query: &str, name: &Option<String>) -> QueryRe
     Ok(rows.into())
 }
 
-/// A heading, and the rows in columns.
-pub(crate) fn table(kind: &str, rows: &[Value]) -> String {
+/// A heading, and the rows: those columns in a limited width, or all of them.
+pub(crate) fn table(kind: &str, rows: &[Value], columns: Option<&[&str]>) -> String {
     let Some(first) = rows.first().and_then(Value::as_object) else {
         return format!("{kind}: none\n");
     };
-    let mut lines = vec![first.keys().cloned().collect::<Vec<_>>()];
-    let rows = rows.iter().filter_map(Value::as_object);
-    lines.extend(rows.map(|row| row.values().map(cell).collect()));
+    let all: Vec<_> = first.keys().map(String::as_str).collect();
+    let shown = columns.unwrap_or(&all);
+    let mut lines = vec![
+        shown
+            .iter()
+            .map(|&name| name.to_owned())
+            .collect::<Vec<_>>(),
+    ];
+    lines.extend(rows.iter().map(|row| {
+        let cells = shown
+            .iter()
+            .map(|name| cell(name, &row[*name], columns.is_some()));
+        cells.collect()
+    }));
     let width = |column: usize| {
         let cells = lines.iter().filter_map(|line| line.get(column));
         cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
     };
-    let widths: Vec<_> = (0..first.len()).map(width).collect();
+    let mut widths: Vec<_> = (0..shown.len()).map(width).collect();
+    // The longest texts are cut, and never a lock, an id or a pid.
+    let is_cut = |name: &&str| {
+        [
+            "application",
+            "client",
+            "details",
+            "error",
+            "holder",
+            "runner",
+            "session",
+        ]
+        .contains(name)
+    };
+    while columns.is_some() && widths.iter().map(|width| width + 2).sum::<usize>() > WIDTH {
+        let mut texts: Vec<_> = (0..shown.len()).filter(|&i| is_cut(&shown[i])).collect();
+        texts.sort_by_key(|&i| widths[i]);
+        match texts.last() {
+            Some(&longest) if widths[longest] > 8 => widths[longest] -= 1,
+            _ => break,
+        }
+    }
     let mut text = format!("{kind}:\n");
     for line in &lines {
         let mut shown = String::new();
-        for (cell, width) in line.iter().zip(&widths) {
+        for (cell, &width) in line.iter().zip(&widths) {
+            let cell = match cell.char_indices().nth(width) {
+                Some(_) => cell.chars().take(width - 1).chain(['…']).collect(),
+                None => cell.clone(),
+            };
             let _ = write!(shown, "  {cell:width$}");
         }
         text += shown.trim_end();
@@ -121,12 +197,32 @@ pub(crate) fn table(kind: &str, rows: &[Value]) -> String {
     text
 }
 
-fn cell(value: &Value) -> String {
+fn cell(name: &str, value: &Value, is_short: bool) -> String {
     match value {
         Value::Null => "-".into(),
+        // To the second, in UTC.
+        Value::String(time) if is_short && name == "tick" => time.chars().take(19).collect(),
+        Value::String(time) if is_short && name == "paused" => time.chars().take(10).collect(),
         Value::String(text) => plain(text),
-        Value::Array(all) => all.iter().map(cell).collect::<Vec<_>>().join(","),
+        Value::Array(all) => all
+            .iter()
+            .map(|value| cell(name, value, is_short))
+            .collect::<Vec<_>>()
+            .join(","),
+        Value::Number(seconds) if ["age", "expires"].contains(&name) => {
+            seconds.as_i64().map_or_else(String::new, age)
+        }
         other => other.to_string(),
+    }
+}
+
+/// A time that has passed, or is left, as one reads it.
+pub(crate) fn age(seconds: i64) -> String {
+    match seconds {
+        ..120 => format!("{seconds}s"),
+        120..7200 => format!("{}m", seconds / 60),
+        7200..172_800 => format!("{}h", seconds / 3600),
+        _ => format!("{}d", seconds / 86_400),
     }
 }
 

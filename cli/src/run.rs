@@ -11,9 +11,12 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::WaitStatus;
 
 use crate::database::SILENCE;
-use crate::hold::{LOST, News, Of, PIECE, hold};
+use crate::hold::{News, Of, PIECE, hold};
 use crate::job::{self, Job};
-use crate::{Failure, database, duration, say};
+use crate::{Failure, database, duration, ps, say};
+
+/// `EX_CANTCREAT`, which no program is likely to have for anything else.
+pub(crate) const BUSY: u8 = 73;
 
 /// How long a command has to end after SIGTERM, and the release may take.
 const GRACE: Duration = Duration::from_secs(10);
@@ -36,8 +39,11 @@ pub(crate) struct Run {
     #[arg(long, conflicts_with = "lease")]
     shared: bool,
     /// The exit status if another one holds it
-    #[arg(short = 'E', long, value_name = "N", default_value_t = 1)]
+    #[arg(short = 'E', long, value_name = "N", default_value_t = BUSY)]
     conflict_exit_code: u8,
+    /// Does not say who holds it
+    #[arg(short, long)]
+    quiet: bool,
     /// The command
     #[arg(last = true, required = true)]
     command: Vec<OsString>,
@@ -69,10 +75,12 @@ impl Run {
             {}
         })?;
         let (told, wait, name) = (sender.clone(), self.wait, self.name);
+        let shown = ps::plain(&name);
         let of = match self.lease {
-            None => Of::lock(name, self.shared),
+            None => Of::lock(name, self.shared)?,
             Some(lease) => Of::permit(name, self.slots, lease),
         };
+        let lost = format!("{shown}: {}", of.lost());
         beside(move || {
             hold(&of, &url, wait, &ended, |news| {
                 let _ = told.send(Event::Holder(news));
@@ -85,7 +93,12 @@ impl Run {
             match pieces.next(&events)? {
                 Some(Event::Holder(News::Held(token))) => break token,
                 Some(Event::Holder(News::Connected)) => may_be_held = true,
-                Some(Event::Holder(News::Busy)) => return Ok(self.conflict_exit_code.into()),
+                Some(Event::Holder(News::Busy(holders))) => {
+                    if !self.quiet {
+                        busy(&shown, &holders);
+                    }
+                    return Ok(self.conflict_exit_code.into());
+                }
                 Some(Event::Holder(News::Failed(failure))) => return Err(failure),
                 Some(Event::Signal(Signal::SIGTSTP)) => job::stop(),
                 Some(Event::Signal(signal)) if !job::is_ignored(signal) => {
@@ -102,7 +115,7 @@ impl Run {
         };
         let started = Job::start(&self.command, token).map_err(system);
         let attended = started.and_then(|mut job| {
-            attend(&mut job, &events, sender).inspect_err(|_| {
+            attend(&mut job, &events, sender, &lost).inspect_err(|_| {
                 // It must not run on without the lock.
                 job.send(Signal::SIGKILL);
                 let _ = Job::wait(job.pid);
@@ -127,11 +140,24 @@ impl Run {
     }
 }
 
+/// One line, however many share it.
+fn busy(name: &str, holders: &[String]) {
+    let more = match holders.len() {
+        0 | 1 => String::new(),
+        all => format!(", and {} more", all - 1),
+    };
+    match holders.first() {
+        Some(first) => say!("{name} is busy: {first}{more}"),
+        None => say!("{name} is busy"),
+    }
+}
+
 /// Waits for the command, and looks after it. Returns its exit status, or none if the lock was lost.
 fn attend(
     job: &mut Job,
     events: &Receiver<Event>,
     sender: Sender<Event>,
+    lost: &str,
 ) -> Result<Option<i32>, Failure> {
     let pid = job.pid;
     beside(move || {
@@ -159,7 +185,7 @@ fn attend(
             _ if is_lost && kill_at.is_none() => {
                 job.send(Signal::SIGTERM);
                 kill_at = Some(Instant::now() + GRACE);
-                say!("{LOST}");
+                say!("{lost}; the command is ended");
             }
             _ if kill_at.is_some_and(|at| at <= Instant::now()) => job.send(Signal::SIGKILL),
             _ => {}
@@ -210,7 +236,7 @@ fn until(events: &Receiver<Event>, limit: Duration) -> Option<News> {
     let end = Instant::now() + limit;
     loop {
         let rest = end.saturating_duration_since(Instant::now());
-        if let Event::Holder(news @ (News::Busy | News::Failed(_) | News::Released)) =
+        if let Event::Holder(news @ (News::Busy(_) | News::Failed(_) | News::Released)) =
             events.recv_timeout(rest).ok()?
         {
             return Some(news);

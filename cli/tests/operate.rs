@@ -291,6 +291,227 @@ fn install_says_what_it_did() {
     migrations::check(&database.pool(1)).unwrap();
 }
 
+#[test]
+fn tables_fit_a_terminal_unless_they_are_to_be_wide() {
+    let database = installed();
+    let long = "a long name of an application that says more than it must";
+    let url = database.url_with("application_name", long);
+    let mut holder = Session(Endpoint::new(&url).connect());
+    holder.sql("SELECT pg_advisory_lock(-9223372036854775808)");
+    holder.sql(
+        "SELECT resource_control.claim_service_request('geocoder', 1, '1 day',
+        repeat('detail ', 40))",
+    );
+    holder.sql(
+        "INSERT INTO resource_control.schedule (name, tick, attempt, token, runner,
+        started_at, error)
+        VALUES ('hourly', now(), 1, 1, 'web-3 pid 1', now(), repeat('error ', 40))",
+    );
+    let (status, text) = printed(&mut interlock(&database.url(), "ps"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(
+        text.lines().all(|line| line.chars().count() <= 100),
+        "{text}"
+    );
+    assert!(text.contains("-9223372036854775808"), "{text}");
+    let (_, wide) = printed(&mut interlock(&database.url(), "ps --wide"));
+    for shown in [
+        long,
+        "session_since",
+        "detail detail detail detail detail detail detail",
+    ] {
+        assert!(wide.contains(shown), "{shown} is not in {wide}");
+    }
+}
+
+#[test]
+fn ps_says_what_it_did_not_look_at() {
+    let (status, text) = printed(&mut interlock(&Database::new().url(), "ps"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(
+        text.contains("slots, leaders and schedules: not looked at"),
+        "{text}"
+    );
+}
+
+#[test]
+fn kill_names_what_else_has_the_name() {
+    let database = installed();
+    let url = &database.url();
+    let mut session = Session::of(&database);
+    session.sql(
+        "SELECT resource_control.claim_service_request('it''s', 2, '1 day', 'web-3');
+         SELECT resource_control.claim_service_request($$leader it's$$, 1, '1 day', 'web-4');
+         INSERT INTO resource_control.schedule (name, tick, token, runner, started_at, expires_at)
+            VALUES ('it''s', now(), 7, 'web-5', now(), now() + interval '1 day')",
+    );
+    let (status, text) = printed(&mut interlock(url, "kill it's --yes"));
+    assert_eq!(status, Some(1), "{text}");
+    assert!(
+        text.contains("nobody has the lock it's: nothing was done"),
+        "{text}"
+    );
+    let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight";
+    let running = "SELECT count(*) FROM resource_control.schedule_state WHERE state = 'running'";
+    assert_eq!((session.number(in_flight), session.number(running)), (2, 1));
+    // What it names is pasted.
+    let mut ended = 0;
+    for line in text.lines() {
+        let Some((_, command)) = line.split_once("interlock kill") else {
+            continue;
+        };
+        let mut shell = std::process::Command::new("sh");
+        shell.env("DATABASE_URL", url);
+        shell.args([
+            "-c",
+            &format!("\"$0\" kill --yes {command}"),
+            env!("CARGO_BIN_EXE_interlock"),
+        ]);
+        let (status, text) = printed(&mut shell);
+        assert_eq!(status, Some(0), "{command}: {text}");
+        ended += 1;
+    }
+    assert_eq!(ended, 3, "{text}");
+    assert_eq!((session.number(in_flight), session.number(running)), (0, 0));
+    assert_eq!(
+        session.text("SELECT state FROM resource_control.schedule_state"),
+        "crashed"
+    );
+    for line in ["kill it's --leader --yes", "kill it's --run --yes"] {
+        let (status, text) = printed(&mut interlock(url, line));
+        assert_eq!(status, Some(1), "{text}");
+        assert!(text.contains("nobody has "), "{text}");
+    }
+    let (status, text) = printed(&mut interlock(url, "kill x --leader --run"));
+    assert_eq!(status, Some(2), "{text}");
+}
+
+#[test]
+fn an_installation_says_for_whom_it_waits_and_gives_up() {
+    let database = Database::new();
+    let url = &database.url();
+    let mut holder = Session::of(&database);
+    holder.sql("SELECT pg_advisory_lock(20000101000000)");
+    let pid = holder.pid();
+    let (status, text) = printed(&mut interlock(url, "install --wait 1s"));
+    assert_eq!(status, Some(73), "{text}");
+    for named in [
+        &*format!("session {pid} "),
+        "interlock kill --number 20000101000000",
+    ] {
+        assert!(text.contains(named), "{text}");
+    }
+    let mut command = interlock(url, "install --wait 10m");
+    let mut child = command
+        .stderr(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let mut error = std::io::BufReader::new(child.stderr.take().unwrap());
+    std::io::BufRead::read_line(&mut error, &mut line).unwrap();
+    assert!(
+        line.contains("the lock of the migrations is busy"),
+        "{line}"
+    );
+    let kill = "kill --number 20000101000000 --yes";
+    assert_eq!(printed(&mut interlock(url, kill)).0, Some(0));
+    assert!(child.wait().unwrap().success());
+    migrations::check(&database.pool(1)).unwrap();
+}
+
+#[test]
+fn completions_and_the_manual_are_written() {
+    for shell in ["bash", "zsh", "fish"] {
+        let (status, text) = printed(&mut interlock("", &format!("completions {shell}")));
+        assert_eq!(status, Some(0), "{text}");
+        assert!(text.contains("needs-schema"), "{text}");
+    }
+    let (status, text) = printed(&mut interlock("", "man"));
+    assert_eq!(status, Some(0), "{text}");
+    for named in [".TH interlock", "INTERLOCK DOCTOR", "Exit status"] {
+        assert!(text.contains(named), "{named} is not in {text}");
+    }
+    let (status, text) = printed(&mut interlock("", "--version"));
+    assert_eq!(
+        (status, text.trim()),
+        (
+            Some(0),
+            concat!("interlock ", env!("CARGO_PKG_VERSION"), ", with TLS")
+        )
+    );
+}
+
+#[test]
+fn a_file_of_the_schema_refuses_another_encoding_by_itself() {
+    let latin = Database::with_encoding("LATIN1");
+    let first = migrations::texts().next().unwrap();
+    let refused = latin.connect().batch_execute(first).unwrap_err();
+    assert!(refused.to_string().contains("UTF8"), "{refused}");
+    let mut session = Session::of(&latin);
+    let schemas = "SELECT count(*) FROM pg_namespace WHERE nspname = 'resource_control'";
+    assert_eq!(session.number(schemas), 0);
+}
+
+#[test]
+fn everything_in_the_schema_has_a_comment() {
+    let database = installed();
+    let without = "
+        SELECT COALESCE(string_agg(what, ', '), '') FROM (
+            SELECT oid::regprocedure::text AS what FROM pg_proc
+                WHERE pronamespace = 'resource_control'::regnamespace
+                    AND obj_description(oid, 'pg_proc') IS NULL
+            UNION ALL SELECT oid::regclass::text FROM pg_class
+                WHERE relnamespace = 'resource_control'::regnamespace AND relkind IN ('r', 'v')
+                    AND obj_description(oid, 'pg_class') IS NULL
+            UNION ALL SELECT oid::regtype::text FROM pg_type
+                WHERE typnamespace = 'resource_control'::regnamespace AND typtype = 'e'
+                    AND obj_description(oid, 'pg_type') IS NULL
+            UNION ALL SELECT c.relname || '.' || a.attname FROM pg_class AS c
+                    JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0
+                WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind = 'v'
+                    AND col_description(c.oid, a.attnum) IS NULL) AS w";
+    assert_eq!(Session::of(&database).text(without), "");
+}
+
+#[test]
+fn a_role_may_read_or_use_the_schema_and_write_to_no_view() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("CREATE ROLE reads LOGIN; CREATE ROLE uses LOGIN");
+    for line in ["--set=role=reads --set=reads=1", "--set=role=uses"] {
+        let mut psql = std::process::Command::new("psql");
+        psql.args(["-qX", "-v", "ON_ERROR_STOP=1", "--file", "grants.sql"])
+            .args(line.split(' '));
+        psql.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+        let (status, text) = printed(psql.arg(database.url()));
+        assert_eq!((status, &*text), (Some(0), ""));
+    }
+    let writes = |role: &str, kinds: &str| {
+        format!(
+            "SELECT count(*) FROM pg_class WHERE relnamespace = 'resource_control'::regnamespace
+                AND relkind IN ({kinds})
+                AND has_table_privilege('{role}', oid, 'INSERT, UPDATE, DELETE')"
+        )
+    };
+    assert_eq!(session.number(&writes("reads", "'r', 'v'")), 0);
+    assert_eq!(session.number(&writes("uses", "'v'")), 0);
+    assert!(session.number(&writes("uses", "'r'")) > 5);
+    let outcomes = "SELECT has_table_privilege('reads', 'resource_control.once', 'SELECT')::int";
+    assert_eq!(session.number(outcomes), 0);
+    let mut holder = Session::of(&database);
+    holder.take("x");
+    let (status, text) = printed(&mut interlock(&database.url_with("user", "reads"), "ps"));
+    assert_eq!(status, Some(0), "{text}");
+    for shown in [&*id("x"), "slots: none", "schedules: none"] {
+        assert!(text.contains(shown), "{text}");
+    }
+    let (status, text) = printed(&mut interlock(&database.url_with("user", "uses"), "doctor"));
+    assert_eq!(status, Some(0), "{text}");
+}
+
 /// What doctor says has a line with this level and this word.
 #[track_caller]
 fn doctor_says(url: &str, arguments: &str, level: &str, word: &str) {
@@ -312,19 +533,16 @@ fn doctor_finds_nothing_to_fail_in_a_good_set_up() {
     let (status, text) = printed(&mut interlock(&database.url(), "doctor"));
     assert_eq!(status, Some(0), "{text}");
     doctor_says(&database.url(), "", "ok", "the schema resource_control");
-    doctor_says(&database.url(), "", "ok", "the exclusion by session locks");
+    doctor_says(&database.url(), "", "ok", "session locks exclude");
 }
 
 #[test]
 fn doctor_names_what_is_wrong_with_the_schema() {
     let database = Database::new();
     let url = &database.url();
-    doctor_says(
-        url,
-        "",
-        "fail",
-        "the schema resource_control is not installed",
-    );
+    let not_installed = "the schema resource_control is not installed";
+    doctor_says(url, "", "ok", not_installed);
+    doctor_says(url, "--needs-schema", "fail", not_installed);
     migrations::install(&database.pool(1)).unwrap();
     let mut session = Session::of(&database);
     session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");

@@ -2,7 +2,7 @@
 
 mod support;
 
-use workbench::{PgBouncer, PoolMode};
+use workbench::{Cluster, PgBouncer, PoolMode};
 
 use self::support::*;
 
@@ -15,7 +15,7 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     // Longer than the lease.
     let mut running = Running::start(&mut run(url, "x --lease 3s", "echo held; sleep 5; exit 5"));
     assert_eq!(running.line(), "held");
-    assert_eq!(status(&mut run(url, "x --lease 3s", "true")), Some(1));
+    assert_eq!(status(&mut run(url, "x --lease 3s", "true")), Some(73));
     assert_eq!(running.status(), Some(5));
     let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight";
     assert_eq!(session.number(in_flight), 0);
@@ -26,4 +26,54 @@ fn a_permit_works_and_doctor_names_the_pooler() {
     assert_eq!(status, Some(1), "{text}");
     let found = "fail  session locks exclude nobody on this pool";
     assert!(text.contains(found), "{text}");
+
+    // Without a lease nothing runs, and no lock is left.
+    let (status, text) = printed(&mut run(url, "x", "echo ran"));
+    assert_eq!(status, Some(78), "{text}");
+    assert!(
+        !text.contains("ran\n") && text.contains("--lease"),
+        "{text}"
+    );
+    assert_eq!(session.locks(true), 0);
+}
+
+#[test]
+fn nothing_is_wrong_behind_a_pooler_in_session_mode() {
+    let cluster = Cluster::builder()
+        .setting("client_connection_check_interval", "10s")
+        .setting("idle_in_transaction_session_timeout", "5min")
+        .start();
+    let database = cluster.database();
+    diesel_interlock::migrations::install(&database.pool(1)).unwrap();
+    let pooler = PgBouncer::in_front_of(&database, PoolMode::Session, 8);
+    let url = &pooler.url();
+    let (status, text) = printed(&mut interlock(url, "doctor --strict --needs-schema"));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(!text.contains("warn"), "{text}");
+    for line in ["x", "x --lease 30s"] {
+        let (status, text) = printed(&mut run(url, line, "exit 5"));
+        assert_eq!(status, Some(5), "{text}");
+    }
+    assert_eq!(Session::of(&database).locks(true), 0);
+}
+
+#[test]
+fn a_pooler_in_transaction_mode_keeps_the_search_path_of_others() {
+    let database = installed();
+    let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 1);
+    let url = &pooler.url();
+    for line in [
+        "ps",
+        "doctor",
+        "install",
+        "run x --lease 30s -- true",
+        "kill x --yes",
+        "run x -- true",
+    ] {
+        printed(&mut interlock(url, line));
+    }
+    let other = &mut workbench::Endpoint::new(url).connect();
+    let path = diesel::dsl::sql::<diesel::sql_types::Text>("current_setting('search_path')");
+    let path: String = diesel::RunQueryDsl::get_result(diesel::select(path), other).unwrap();
+    assert_eq!(path, "\"$user\", public");
 }

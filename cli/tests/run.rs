@@ -117,15 +117,58 @@ fn a_busy_lock_is_a_status_and_nothing_runs() {
                 .args(["nightly report", "--", "sh", "-c", &script]),
         )
     };
-    assert_eq!(busy(&[]), Some(1));
+    assert_eq!(busy(&[]), Some(73));
     assert_eq!(busy(&["-E", "99"]), Some(99));
     assert_eq!(busy(&["--conflict-exit-code", "0"]), Some(0));
-    assert_eq!(busy(&["--wait", "1500ms"]), Some(1));
-    assert_eq!(busy(&["--shared"]), Some(1));
+    assert_eq!(busy(&["--wait", "1500ms"]), Some(73));
+    assert_eq!(busy(&["--shared"]), Some(73));
     assert!(!mark.0.exists());
     holder.release("nightly report");
     assert_eq!(busy(&[]), Some(0));
     assert!(mark.0.exists());
+}
+
+#[test]
+fn a_busy_lock_names_its_holder_unless_that_is_not_wanted() {
+    let database = installed();
+    let url = &database.url_with("application_name", "web-3");
+    let mut holder = Session(workbench::Endpoint::new(url).connect());
+    holder.take("x");
+    let url = &database.url();
+    let (status, text) = printed(&mut run(url, "x", "true"));
+    assert_eq!(status, Some(73));
+    assert_eq!(text.lines().count(), 1, "{text}");
+    let session = format!("session {} of ", holder.pid());
+    for named in ["interlock: x is busy: web-3 ", &session, "connected since "] {
+        assert!(text.contains(named), "{named} is not in {text}");
+    }
+    for quiet in ["x -q", "x --quiet --wait 100ms"] {
+        assert_eq!(
+            printed(&mut run(url, quiet, "true")),
+            (Some(73), String::new())
+        );
+    }
+    holder.sql("SELECT resource_control.claim_service_request('y', 1, '1 day', 'web-4')");
+    let (status, text) = printed(&mut run(url, "y --lease 30s", "true"));
+    assert_eq!(status, Some(73));
+    assert!(text.contains("y is busy: web-4 has slot 0"), "{text}");
+}
+
+#[test]
+fn a_role_with_one_connection_may_run() {
+    let database = Database::new();
+    let role = format!("interlock_cli_single_{}", std::process::id());
+    let mut session = Session::of(&database);
+    session.sql(&format!("CREATE ROLE {role} LOGIN CONNECTION LIMIT 1"));
+    let (status, text) = printed(&mut run(&database.url_with("user", &role), "x", "exit 5"));
+    eventually("the session of the role has ended", || {
+        session.number(&format!(
+            "SELECT count(*) FROM pg_stat_activity WHERE usename = '{role}'"
+        )) == 0
+    });
+    session.sql(&format!("DROP ROLE {role}"));
+    assert_eq!(status, Some(5), "{text}");
+    assert!(text.contains("pooler"), "{text}");
 }
 
 #[test]
@@ -182,7 +225,10 @@ fn a_database_that_is_away_is_said_before_the_wait_for_it() {
 /// A server, or a pooler, that lets clients in and then says nothing.
 fn silent_server() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("postgres://{}/x?user=x", listener.local_addr().unwrap());
+    let url = format!(
+        "postgres://{}/x?user=x&sslmode=disable",
+        listener.local_addr().unwrap()
+    );
     thread::spawn(move || {
         let mut clients = Vec::new();
         while let Ok((mut client, _)) = listener.accept() {
@@ -208,7 +254,10 @@ fn a_database_that_is_silent_is_not_waited_for_forever() {
 #[test]
 fn a_signal_ends_it_while_it_connects() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("postgres://{}/x?user=x", listener.local_addr().unwrap());
+    let url = format!(
+        "postgres://{}/x?user=x&sslmode=disable",
+        listener.local_addr().unwrap()
+    );
     let mut running = Running::start(run(&url, "x", "true").env("PGCONNECT_TIMEOUT", "0"));
     let _connecting = listener.accept().unwrap();
     running.signal("INT");
@@ -222,7 +271,7 @@ fn several_share_a_lock() {
     let mut first = Running::start(&mut run(url, "x --shared", UNTIL_TERM));
     assert_eq!(first.line(), "ready");
     assert_eq!(status(&mut run(url, "x --shared", "true")), Some(0));
-    assert_eq!(status(&mut run(url, "x", "true")), Some(1));
+    assert_eq!(status(&mut run(url, "x", "true")), Some(73));
     first.signal("TERM");
     assert_eq!(first.status(), Some(9));
 }
@@ -253,7 +302,7 @@ fn a_permit_has_a_slot_until_the_command_has_ended() {
     let two = "x --lease 30s --slots 2";
     let mut first = Running::start(&mut run(url, two, UNTIL_TERM));
     assert_eq!(first.line(), "ready");
-    assert_eq!(status(&mut run(url, "x --lease 30s", "true")), Some(1));
+    assert_eq!(status(&mut run(url, "x --lease 30s", "true")), Some(73));
     assert_eq!(status(&mut run(url, two, "exit 3")), Some(3));
     let in_flight = "SELECT count(*) FROM resource_control.slot_in_flight WHERE service = 'x'";
     assert_eq!(session.number(in_flight), 1);
@@ -393,6 +442,22 @@ fn a_restart_of_the_server_is_a_loss() {
     assert_eq!(running.line(), "ready");
     cluster.restart(StopMode::Fast);
     assert_eq!(running.status(), Some(75));
+}
+
+#[test]
+fn a_loss_names_the_lock_and_what_was_done() {
+    let database = Database::new();
+    let mut session = Session::of(&database);
+    let mut command = run(&database.url(), "nightly", UNTIL_TERM);
+    let error = Mark::new("loss");
+    let mut running = Running::start(command.stderr(File::create(&error.0).unwrap()));
+    assert_eq!(running.line(), "ready");
+    session.end_holders();
+    assert_eq!(running.status(), Some(75));
+    let said = fs::read_to_string(&error.0).unwrap();
+    for named in ["nightly: the lock ", &id("nightly"), "the command is ended"] {
+        assert!(said.contains(named), "{said}");
+    }
 }
 
 #[test]

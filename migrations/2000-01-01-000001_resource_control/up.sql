@@ -2,6 +2,19 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
+-- Before anything is changed, because later files need both.
+IF pg_catalog.current_setting('server_version_num')::integer OPERATOR(pg_catalog.<) 140000 THEN
+    RAISE feature_not_supported USING
+        MESSAGE = 'diesel_interlock needs PostgreSQL 14 or later, and this is '
+            OPERATOR(pg_catalog.||) pg_catalog.current_setting('server_version'),
+        HINT = 'Upgrade the server. Nothing was installed.';
+END IF;
+IF pg_catalog.getdatabaseencoding() OPERATOR(pg_catalog.<>) 'UTF8' THEN
+    RAISE feature_not_supported USING
+        MESSAGE = 'diesel_interlock needs a database with the encoding UTF8, and that of this '
+        'one is ' OPERATOR(pg_catalog.||) pg_catalog.getdatabaseencoding()::pg_catalog.text,
+        HINT = 'Create a database with ENCODING UTF8. Nothing was installed.';
+END IF;
 -- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.
 PERFORM pg_catalog.set_config('lock_timeout', '0', true);
 -- One session at a time, and only if this version is not recorded.

@@ -85,6 +85,10 @@ BEGIN
 END
 $$;
 
+COMMENT ON FUNCTION resource_control.elapsed(interval) IS
+    'The interval as elapsed time: a day is 24 hours, a month 30 days and a year 365.25 days.';
+COMMENT ON TYPE resource_control.throttled_resource_enum IS
+    'The names of throttled resources. Only its owner can add one.';
 COMMENT ON TABLE resource_control.throttle IS
     'When each named throttle, and each key of a resource, was granted last.';
 COMMENT ON TABLE resource_control.throttled_resource IS

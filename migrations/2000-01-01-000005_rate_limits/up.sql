@@ -32,6 +32,9 @@ CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamp
     RETURN CASE WHEN unit_us = wanted_us OR full_at <= clock_timestamp() THEN full_at
         ELSE make_interval(secs => date_part('epoch', full_at - clock_timestamp()) * (wanted_us / unit_us)) + clock_timestamp() END;
 
+COMMENT ON FUNCTION resource_control.rate_limit_full_at(timestamptz, float8, float8) IS
+    'When a key is full under another quota, whose unit takes wanted_us microseconds to refill: '
+    'it owes as many units as before.';
 COMMENT ON TABLE resource_control.rate_limit IS
     'What the keys of rate limits owe. A key without a row is full.';
 COMMENT ON COLUMN resource_control.rate_limit.since IS

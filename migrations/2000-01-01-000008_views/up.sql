@@ -131,6 +131,108 @@ COMMENT ON VIEW resource_control.leader IS
     'Who leads what, since when, and until when unless the term is renewed.';
 COMMENT ON VIEW resource_control.schedule_state IS
     'The tick of each schedule that ran last, and whether it is new, running, done, failed, crashed or given back; and since when the schedule is paused.';
+COMMENT ON COLUMN resource_control.advisory_lock.number IS
+    'The number of the lock, and null for a pair.';
+COMMENT ON COLUMN resource_control.advisory_lock.first IS
+    'The first of a pair of numbers.';
+COMMENT ON COLUMN resource_control.advisory_lock.second IS
+    'The second of a pair of numbers.';
+COMMENT ON COLUMN resource_control.advisory_lock.is_shared IS
+    'Whether the session has, or wants, the shared form of the lock.';
+COMMENT ON COLUMN resource_control.advisory_lock.is_held IS
+    'Whether the session holds the lock. Otherwise it waits for it.';
+COMMENT ON COLUMN resource_control.advisory_lock.pid IS
+    'The session, and null for a prepared transaction.';
+COMMENT ON COLUMN resource_control.advisory_lock.application_name IS
+    'The application_name of the session.';
+COMMENT ON COLUMN resource_control.advisory_lock.role IS
+    'The role of the session. Null if the reader may not see it.';
+COMMENT ON COLUMN resource_control.advisory_lock.client IS
+    'The address of the client, and null for a socket.';
+COMMENT ON COLUMN resource_control.advisory_lock.state IS
+    'What the session does: active, idle, idle in transaction ...';
+COMMENT ON COLUMN resource_control.advisory_lock.transaction_since IS
+    'Since when the session has a transaction.';
+COMMENT ON COLUMN resource_control.advisory_lock.waiting_since IS
+    'Since when the session waits for the lock.';
+COMMENT ON COLUMN resource_control.advisory_lock.blocked_by IS
+    'The sessions for which it waits.';
+COMMENT ON COLUMN resource_control.slot_in_flight.id IS
+    'The id of the request, and its fencing token.';
+COMMENT ON COLUMN resource_control.slot_in_flight.service IS
+    'The name of the semaphore.';
+COMMENT ON COLUMN resource_control.slot_in_flight.slot IS
+    'The slot, from 0.';
+COMMENT ON COLUMN resource_control.slot_in_flight.created_at IS
+    'When the slot was claimed.';
+COMMENT ON COLUMN resource_control.slot_in_flight.expires_at IS
+    'When the slot is free again unless the request is renewed.';
+COMMENT ON COLUMN resource_control.slot_in_flight.remaining IS
+    'How long that is from now.';
+COMMENT ON COLUMN resource_control.slot_in_flight.details IS
+    'Who has claimed it, as far as the holder tells.';
+COMMENT ON COLUMN resource_control.throttle_state.name IS
+    'The name of the throttle, or of the resource.';
+COMMENT ON COLUMN resource_control.throttle_state.key IS
+    'The key, and empty without one.';
+COMMENT ON COLUMN resource_control.throttle_state.is_resource IS
+    'Whether it is a resource of the database.';
+COMMENT ON COLUMN resource_control.throttle_state.throttle_interval IS
+    'The interval, as elapsed time.';
+COMMENT ON COLUMN resource_control.throttle_state.last_granted IS
+    'When it was granted last, and null for never.';
+COMMENT ON COLUMN resource_control.throttle_state.details IS
+    'Who was granted it last.';
+COMMENT ON COLUMN resource_control.throttle_state.due_at IS
+    'When it is due, and null for one that was never granted.';
+COMMENT ON COLUMN resource_control.throttle_state.is_due IS
+    'Whether it is due.';
+COMMENT ON COLUMN resource_control.rate_limit_state.name IS
+    'The name of the limit.';
+COMMENT ON COLUMN resource_control.rate_limit_state.key IS
+    'The key, and empty without one.';
+COMMENT ON COLUMN resource_control.rate_limit_state.burst IS
+    'How many units it has when it is full.';
+COMMENT ON COLUMN resource_control.rate_limit_state.remaining IS
+    'How many units it has now.';
+COMMENT ON COLUMN resource_control.rate_limit_state.used IS
+    'How much of the burst is used: 0 for a full key, 1 for one that is limited.';
+COMMENT ON COLUMN resource_control.rate_limit_state.full_at IS
+    'When it is full if no more units are spent.';
+COMMENT ON COLUMN resource_control.rate_limit_state.spent_at IS
+    'When units were spent last.';
+COMMENT ON COLUMN resource_control.leader.name IS
+    'The name of the election.';
+COMMENT ON COLUMN resource_control.leader.holder IS
+    'The details of the leader.';
+COMMENT ON COLUMN resource_control.leader.since IS
+    'Since when it leads.';
+COMMENT ON COLUMN resource_control.leader.until IS
+    'Until when it leads unless the term is renewed.';
+COMMENT ON COLUMN resource_control.leader.token IS
+    'The fencing token of the term.';
+COMMENT ON COLUMN resource_control.schedule_state.name IS
+    'The name of the schedule.';
+COMMENT ON COLUMN resource_control.schedule_state.state IS
+    'new, running, done, failed, crashed or given back.';
+COMMENT ON COLUMN resource_control.schedule_state.tick IS
+    'The tick that was taken last, and null before the first one.';
+COMMENT ON COLUMN resource_control.schedule_state.attempt IS
+    'Which run of the tick it is or was.';
+COMMENT ON COLUMN resource_control.schedule_state.token IS
+    'The fencing token of the run.';
+COMMENT ON COLUMN resource_control.schedule_state.runner IS
+    'Who runs it, or ran it.';
+COMMENT ON COLUMN resource_control.schedule_state.started_at IS
+    'When the run began.';
+COMMENT ON COLUMN resource_control.schedule_state.expires_at IS
+    'Until when the run holds the tick, while it runs.';
+COMMENT ON COLUMN resource_control.schedule_state.ended_at IS
+    'When the run ended.';
+COMMENT ON COLUMN resource_control.schedule_state.error IS
+    'What the run has failed with.';
+COMMENT ON COLUMN resource_control.schedule_state.paused_at IS
+    'Since when the schedule is paused, and takes no tick.';
 
 INSERT INTO resource_control.installed_migration (version) VALUES ('20000101000008');
 PERFORM pg_catalog.set_config('search_path', callers_path, true);

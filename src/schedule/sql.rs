@@ -8,7 +8,7 @@ use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Timestamptz};
 
 use crate::input::interval;
 use crate::lease::Row;
-use crate::statement::{Bind, Statement, database, details, keep_commit};
+use crate::statement::{Bind, Statement, database, keep_commit};
 
 /// The time, and the tick that was taken last, its attempt, its token, the number of its claim, its
 /// lease, which is null once it has ended, and whether the schedule is paused.
@@ -55,7 +55,7 @@ pub(super) fn pause(name: &str) -> Statement<Bool> {
 pub(super) fn resume(name: &str) -> Statement<Bool> {
     const RESUME: &str = "WITH resumed AS (
             UPDATE resource_control.schedule AS s SET paused_at = NULL
-                WHERE s.name = $1 AND s.paused_at IS NOT NULL RETURNING 1
+                WHERE s.name OPERATOR(pg_catalog.=) $1 AND s.paused_at IS NOT NULL RETURNING 1
         ) SELECT EXISTS (SELECT FROM resumed)";
     Statement::new(RESUME, [name.into()])
 }
@@ -98,9 +98,7 @@ impl Take<'_> {
             "WITH claimed AS (
             UPDATE resource_control.schedule AS s SET tick = $3,
                     token = resource_control.next_token('resource_control.fencing_token'),
-                    claim = $7, runner = ",
-            details!("$5"),
-            ",
+                    claim = $7, runner = $5,
                     attempt = CASE WHEN s.tick = $3 THEN s.attempt + 1 ELSE 1 END,
                     missed = CASE WHEN s.tick = $3 THEN s.missed ELSE $4 END,
                     started_at = pg_catalog.clock_timestamp(),

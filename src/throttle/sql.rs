@@ -4,7 +4,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 
 use crate::call::BATCH;
-use crate::statement::{Statement, details, keep_commit};
+use crate::statement::{Statement, keep_commit};
 
 /// Whether it was granted, when that was decided, when it was granted last, by whom, and the
 /// interval, which is null for a resource without a row.
@@ -17,9 +17,8 @@ pub(super) type Attempt = Statement<(Bool, Timestamptz, Timestamptz, Text, Nulla
 const RESOURCE: &str = concat!(
     "WITH granted AS (
         UPDATE resource_control.throttled_resource
-            SET last_locked = pg_catalog.clock_timestamp(), last_locker_details = ",
-    details!("$2"),
-    " WHERE ctid = (
+            SET last_locked = pg_catalog.clock_timestamp(), last_locker_details = $2
+        WHERE ctid = (
             SELECT t.ctid FROM resource_control.throttled_resource AS t
                 WHERE t.resource_id::pg_catalog.text = $1 AND t.last_locked
                     <= pg_catalog.clock_timestamp() - resource_control.elapsed(t.throttle_interval)
@@ -44,8 +43,8 @@ macro_rules! again {
         concat!(
             "WITH granted AS (
                 UPDATE resource_control.throttle SET last_granted = pg_catalog.clock_timestamp(),
-                    throttle_interval = ", $every, ", details = ", details!("$2"),
-            " WHERE ctid = (
+                    throttle_interval = ", $every, ", details = $2
+                WHERE ctid = (
                     SELECT t.ctid FROM resource_control.throttle AS t
                         WHERE t.name = $1 AND t.key = $3 AND t.is_resource = ", $is_resource,
             " AND t.last_granted <= pg_catalog.clock_timestamp() - ", $every, "
@@ -77,9 +76,8 @@ macro_rules! first {
             ), granted AS (
                 INSERT INTO resource_control.throttle
                         (name, key, is_resource, last_granted, throttle_interval, details)
-                    SELECT $1, $3, ", $is_resource, ", pg_catalog.clock_timestamp(), every, ",
-            details!("$2"),
-            " FROM taking WHERE is_ours AND every IS NOT NULL
+                    SELECT $1, $3, ", $is_resource, ", pg_catalog.clock_timestamp(), every, $2
+                    FROM taking WHERE is_ours AND every IS NOT NULL
                     ON CONFLICT DO NOTHING RETURNING last_granted, details, throttle_interval, ",
             keep_commit!(),
             "
@@ -141,7 +139,7 @@ pub(super) fn prune() -> Statement<BigInt> {
 /// Whether the label is known, and the interval of its row in microseconds, if there is one.
 pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
-             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::regtype \
+             WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::pg_catalog.regtype \
                  AND e.enumlabel = $1), \
          (SELECT (extract(epoch FROM r.throttle_interval) * 1000000)::bigint \
              FROM resource_control.throttled_resource AS r \

@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use diesel_interlock::Quota;
+use workbench::Database;
 
 use super::throttles::{Resource, declared};
+use crate::half::schedule::every;
 use crate::half::*;
-use crate::support::{foreign_holder, run};
+use crate::support::{foreign_holder, number, run};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -48,4 +50,109 @@ fn own_functions_and_types_in_the_search_path_hinder_nothing() {
         end(conn);
     });
     drop(holder);
+}
+
+/// Traps with the names of all of PostgreSQL's functions, types and relations. Operators are the
+/// caller's affair.
+#[test]
+fn no_function_and_no_type_is_looked_up_by_the_search_path() {
+    static LEADS: Leader = Leader::named("leads", HOUR);
+    static REPORT: Schedule = Schedule::named("report").after_crash(HOUR, 3);
+
+    let (database, pool) = declared();
+    let holder = foreign_holder(&database, AdvisoryLock::named("busy").lock_key());
+    drop(pool);
+    database.set_traps(false);
+    let pool = pool_of_two(&database);
+    // Throttles of each kind.
+    for is_first in [true, false] {
+        assert_eq!(wait(REBUILD.attempt(&pool)).unwrap().is_granted(), is_first);
+        let key = REBUILD.key("key");
+        assert_eq!(wait(key.attempt(&pool)).unwrap().is_granted(), is_first);
+        let import = Throttle::of(Resource::Import);
+        assert_eq!(wait(import.attempt(&pool)).unwrap().is_granted(), is_first);
+        let key = Throttle::of(Resource::Import).key("key");
+        assert_eq!(wait(key.attempt(&pool)).unwrap().is_granted(), is_first);
+    }
+    let synced = wait(Throttle::sync::<Resource>(&pool)).unwrap();
+    assert!(synced.added.is_empty());
+    wait(Throttle::prune(&pool)).unwrap();
+    // Rate limits.
+    assert!(wait(API.check(&pool)).unwrap().is_allowed());
+    assert!(!wait(API.check(&pool)).unwrap().is_allowed());
+    wait(API.reset(&pool)).unwrap();
+    wait(RateLimit::prune(&pool)).unwrap();
+    // A semaphore, an election, a fence.
+    let permit = wait(ONE.try_acquire(&pool)).unwrap().admitted().unwrap();
+    assert!(wait(ONE.try_acquire(&pool)).unwrap().is_full());
+    wait(permit.release()).unwrap();
+    wait(Semaphore::prune(&pool, HOUR)).unwrap();
+    assert!(wait(LEADS.current(&pool)).unwrap().is_none());
+    on_one(&pool, |conn| {
+        begin(conn);
+        wait(Fence::named("fence").pass(conn, 1)).unwrap();
+        end(conn);
+    });
+    // A schedule.
+    for attempts in 0..2 {
+        let looked = REPORT.run_due(&pool, every(HOUR), work!(|_tick| { Ok::<_, Error>(()) }));
+        let _ = wait(looked).unwrap();
+        let conn = &mut database.connect();
+        assert_eq!(
+            number(conn, "(SELECT attempt FROM resource_control.schedule)"),
+            attempts
+        );
+        run(
+            conn,
+            "UPDATE resource_control.schedule SET tick = tick - interval '2 hours'",
+        );
+    }
+    assert!(wait(REPORT.pause(&pool)).unwrap());
+    assert!(wait(REPORT.resume(&pool)).unwrap());
+    // Locks: one and several, taken, looked at, waited for, and given up.
+    let moment = Duration::from_secs(1);
+    let (free, busy) = (AdvisoryLock::named("free"), AdvisoryLock::named("busy"));
+    let mut guard = wait(free.acquire(&pool)).unwrap();
+    assert!(wait(guard.is_held()).unwrap());
+    wait(guard.fencing_token()).unwrap();
+    wait(guard.release()).unwrap();
+    assert!(wait(busy.acquire_timeout(&pool, moment)).unwrap().is_busy());
+    let both = AdvisoryLock::all([&free, &free.key(1)]);
+    let mut guard = wait(both.acquire(&pool)).unwrap();
+    wait(guard.fencing_token()).unwrap();
+    wait(guard.release()).unwrap();
+    let one_busy = AdvisoryLock::all([&free, &busy]);
+    assert!(
+        wait(one_busy.acquire_timeout(&pool, moment))
+            .unwrap()
+            .is_busy()
+    );
+    on_one(&pool, |conn| {
+        begin(conn);
+        assert!(wait(free.try_acquire_xact(conn)).unwrap().is_acquired());
+        assert!(
+            !wait(busy.acquire_xact_timeout(conn, moment))
+                .unwrap()
+                .is_acquired()
+        );
+        end(conn);
+    });
+    wait(check_exclusion(&pool)).unwrap();
+    wait(migrations::install(&pool)).unwrap();
+    assert_eq!(database.sprung_traps(), 0);
+    drop(holder);
+}
+
+/// The migrations, which create their own objects.
+#[test]
+fn an_installation_calls_nothing_of_others() {
+    let database = Database::new();
+    database.set_traps(true);
+    wait(migrations::install(&pool(&database, 1))).unwrap();
+    wait(migrations::check(&pool(&database, 1))).unwrap();
+    assert_eq!(database.sprung_traps(), 0);
+}
+
+fn pool_of_two(database: &Database) -> PgPool {
+    pool(database, 2)
 }

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Once, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
 use diesel::prelude::*;
-use diesel::sql_types::Text;
+use diesel::sql_types::{BigInt, Text};
 
 use crate::cluster::Cluster;
 use crate::endpoint::{Endpoint, cannot};
@@ -76,6 +77,36 @@ impl Database {
             #[cfg(feature = "tls")]
             tls: None,
         }
+    }
+
+    /// Fills the schema `public` with functions, types and relations that have the names and the
+    /// arguments of PostgreSQL's own, on request also with operators, and puts it first in the
+    /// search path of later sessions. Whoever finds one of them by the search path gets an error,
+    /// and [`sprung_traps`](Self::sprung_traps) knows.
+    pub fn set_traps(&self, has_operators: bool) {
+        let conn = &mut self.connect();
+        // The operators first, because the functions are in the way afterwards.
+        let traps = include_str!("traps.sql");
+        let (helpers, all) = traps.split_once("DO $traps$").expect("the traps");
+        let mut parts = vec![helpers.to_owned()];
+        parts.extend(has_operators.then(|| include_str!("operator_traps.sql").to_owned()));
+        parts.push(format!("DO $traps${all}"));
+        for part in parts {
+            let set = conn.batch_execute(&part);
+            set.unwrap_or_else(cannot("set traps"));
+        }
+    }
+
+    /// How many traps were sprung.
+    pub fn sprung_traps(&self) -> i64 {
+        let conn = &mut self.connect();
+        let path = conn.batch_execute("SET search_path = pg_catalog, pg_temp");
+        path.unwrap_or_else(cannot("set the search path"));
+        let count =
+            sql::<BigInt>("CASE WHEN is_called THEN last_value ELSE 0 END FROM public.sprung");
+        diesel::select(count)
+            .get_result(conn)
+            .unwrap_or_else(cannot("count the sprung traps"))
     }
 
     /// The name, which is an identifier that needs no quotes.

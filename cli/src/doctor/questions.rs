@@ -1,0 +1,333 @@
+//! What the database is asked. Each question returns rows: `level` (`ok`, `warn` or `fail`),
+//! `found`, and for those that are not
+//! `ok` what to do: `why` in words, `sql` as statements that can be pasted into psql, `shell` as a
+//! command. No row is nothing to say. Rows of the same `pid` are about one session, of which the
+//! first is said. `:transaction_age` and
+//! `:holder_age` stand for intervals, `:locks` for the query of all locks.
+
+pub(crate) const SERVER: &[&str] = &[
+    "SELECT CASE WHEN current_setting('server_version_num')::int >= 140000 THEN 'ok' ELSE 'fail'
+        END AS level,
+        'PostgreSQL ' || current_setting('server_version') AS found,
+            'upgrade to PostgreSQL 14 or later' AS why",
+    "SELECT CASE WHEN pg_is_in_recovery() THEN 'fail' ELSE 'ok' END AS level,
+        CASE WHEN pg_is_in_recovery() THEN 'the server is a standby: its locks exclude nobody on '
+            'the primary, and nothing can be written'
+            ELSE 'the server is a primary' END AS found,
+        'connect to the primary: name all hosts in DATABASE_URL, and add '
+            'target_session_attrs=read-write' AS why",
+    "SELECT CASE WHEN getdatabaseencoding() = 'UTF8' THEN 'ok' ELSE 'fail' END AS level,
+        'the encoding of the database is ' || getdatabaseencoding() AS found,
+        'names and keys need UTF8: dump the database, and restore it into a new one' AS why,
+        format('CREATE DATABASE %I ENCODING ''UTF8'' TEMPLATE template0;', current_database() ||
+            '_utf8') AS sql",
+    // Of the server's end: behind a pooler, that of the pooler.
+    "SELECT CASE WHEN s.ssl OR c.is_here THEN 'ok' ELSE 'warn' END AS level,
+        CASE WHEN s.ssl THEN format('the connection is encrypted (%s)', s.version)
+            WHEN c.address IS NULL THEN 'the connection is a socket of the server''s machine, '
+                'and not encrypted'
+            WHEN c.is_here THEN 'the connection is not encrypted, and does not leave the '
+                'server''s machine'
+            ELSE format('the connection from %s is not encrypted', host(c.address)) END AS found,
+        'with sslmode=prefer, which is the default, a connection goes in clear where the server '
+            'has no TLS: set ssl = on there, and '
+            'add sslmode=verify-full or require to DATABASE_URL' AS why
+        FROM pg_stat_ssl AS s,
+            LATERAL (SELECT inet_client_addr() AS address, COALESCE(inet_client_addr() <<=
+                '127.0.0.0/8'
+                OR inet_client_addr() = '::1' OR inet_client_addr() = inet_server_addr(), true)
+                    AS is_here) AS c
+        WHERE s.pid = pg_backend_pid()",
+    // A lock of a host that has vanished stays held for as long as the server believes in its
+    // connection.
+    "SELECT CASE WHEN is_here OR seconds < 600 THEN 'ok' ELSE 'warn' END AS level,
+        CASE WHEN is_here THEN 'the server sees at once when a client on its machine has gone'
+            ELSE format('a host that vanishes keeps its locks for about %s s', seconds) END AS
+                found,
+        'let the server ask sooner whether a client is there; new connections will' AS why,
+        (SELECT string_agg(format('ALTER ROLE %I IN DATABASE %I SET %s = %s;', current_user,
+            current_database(), v.name, v.setting), ' ')
+            FROM (VALUES ('tcp_keepalives_idle', 30), ('tcp_keepalives_interval', 10),
+                ('tcp_keepalives_count', 3)) AS v (name, setting))
+            AS sql
+        FROM (SELECT current_setting('tcp_keepalives_idle')::interval,
+            current_setting('tcp_keepalives_interval')::interval,
+                    current_setting('tcp_keepalives_count')::int) AS s (idle, pause, count),
+            LATERAL (SELECT extract(epoch FROM idle + pause * count)::int) AS k (seconds),
+            LATERAL (SELECT COALESCE(inet_client_addr() <<= '127.0.0.0/8' OR inet_client_addr()
+                = '::1'
+                OR inet_client_addr() = inet_server_addr(), true) AS is_here) AS c",
+    "SELECT CASE WHEN current_setting('default_transaction_read_only')::bool THEN 'fail' ELSE
+        'ok' END AS level,
+        CASE WHEN current_setting('default_transaction_read_only')::bool
+            THEN 'default_transaction_read_only = on: nothing can be written here, and session '
+                'locks are granted nevertheless'
+            ELSE 'default_transaction_read_only = off' END AS found,
+        'if this is an old primary, stop it, because a lock that it grants excludes nobody on '
+            'the new one; otherwise' AS why,
+        format('BEGIN READ WRITE; ALTER ROLE %I IN DATABASE %I SET default_transaction_read_only '
+            '= off; COMMIT;',
+            current_user, current_database()) AS sql",
+    "SELECT CASE WHEN reset_val = '0' THEN 'ok' ELSE 'warn' END AS level, format('%s = %s',
+        name, reset_val || unit) AS found,
+        format('it ends %s', CASE WHEN name LIKE 'idle%' THEN
+            'a session that holds a lock and is idle'
+            WHEN name LIKE 'tr%' THEN 'a session whose transaction takes longer, and frees its '
+                'locks'
+            ELSE 'waits and statements that nothing is wrong with' END) AS why,
+        format('ALTER ROLE %I IN DATABASE %I SET %s = 0;', current_user, current_database(),
+            name) AS sql
+        FROM pg_settings WHERE name = 'idle_session_timeout' OR name = 'transaction_timeout' AND
+            reset_val <> '0'
+            OR name IN ('statement_timeout', 'lock_timeout') AND reset_val::bigint BETWEEN 1 AND
+                999",
+    "SELECT CASE setting WHEN '0' THEN 'warn' ELSE 'ok' END AS level, format('%s = %s', name,
+        setting || unit) AS found,
+        CASE name WHEN 'client_connection_check_interval' THEN
+            'a statement of a client that has gone runs to its end'
+            ELSE 'a transaction that was forgotten keeps its locks' END AS why,
+        format('ALTER ROLE %I IN DATABASE %I SET %s = %L;', current_user, current_database(), name,
+            CASE name WHEN 'client_connection_check_interval' THEN '10s' ELSE '5min' END) AS sql
+        FROM pg_settings WHERE name IN ('client_connection_check_interval',
+            'idle_in_transaction_session_timeout')",
+    "SELECT 'warn' AS level, format('synchronous_commit = %s for this role and database',
+        setting) AS found,
+        'a crash of the server may forget the last commits' AS why,
+        format('ALTER ROLE %I IN DATABASE %I SET synchronous_commit = on;', current_user,
+            current_database()) AS sql
+        FROM pg_settings WHERE name = 'synchronous_commit' AND setting IN ('off', 'local')",
+    // The state is null for a role that may not see it.
+    "SELECT CASE WHEN is_synchronous THEN 'ok' ELSE 'warn' END AS level,
+        CASE WHEN is_synchronous THEN format('%s standbys, of which one at least is '
+            'synchronous', standbys)
+            ELSE format('%s standbys, and none is synchronous: a failover loses the last '
+                'commits, and with them permits and ticks',
+                standbys) END AS found,
+        'commit only what a standby has too, or accept what the page on failover says' AS why,
+        'ALTER SYSTEM SET synchronous_standby_names = ''ANY 1 (*)''; SELECT pg_reload_conf();'
+            AS sql
+        FROM (SELECT count(*) AS standbys, bool_or(sync_state IN ('sync', 'quorum')) AS
+            is_synchronous
+            FROM pg_stat_replication WHERE state = 'streaming' AND sync_state IS NOT NULL) AS r
+                WHERE standbys > 0",
+    "SELECT CASE WHEN used < room * 0.8 THEN 'ok' ELSE 'warn' END AS level,
+        format('%s of %s connections are used', used, room) AS found,
+        'use smaller pools or a pooler, or allow more, which needs a restart' AS why,
+        format('ALTER SYSTEM SET max_connections = %s;', current_setting('max_connections')::int
+            * 2) AS sql
+        FROM (SELECT (SELECT count(*) FROM pg_stat_activity WHERE datid IS NOT NULL) AS used,
+            current_setting('max_connections')::int -
+                current_setting('superuser_reserved_connections')::int
+                - COALESCE(current_setting('reserved_connections', true)::int, 0) AS room) AS c",
+    "SELECT 'warn' AS level, format('%s of the %s connections of the %s are used', used, room,
+        what) AS found,
+        'use smaller pools, or allow more' AS why, format('ALTER %s CONNECTION LIMIT -1;', what)
+            AS sql
+        FROM (SELECT format('ROLE %I', rolname) AS what, rolconnlimit AS room,
+                    (SELECT count(*) FROM pg_stat_activity WHERE usename = rolname) AS used
+                FROM pg_roles WHERE rolname = current_user AND NOT rolsuper
+            UNION ALL SELECT format('DATABASE %I', datname), datconnlimit,
+                    (SELECT count(*) FROM pg_stat_activity AS a WHERE a.datname = d.datname)
+                FROM pg_database AS d WHERE d.datname = current_database()) AS c
+        WHERE room >= 0 AND (used >= room * 0.8 OR room < 5)",
+    "SELECT CASE WHEN used < room / 2 AND each >= 64 THEN 'ok' ELSE 'warn' END AS level,
+        format('%s of about %s places in the table of locks are used (max_locks_per_transaction '
+            '= %s)', used, room, each) AS found,
+        'if it is full, locks fail and nobody can connect: hold fewer locks, or make room, which '
+            'needs a restart' AS why,
+        format('ALTER SYSTEM SET max_locks_per_transaction = %s;', GREATEST(each * 2, 128)) AS sql
+        FROM (SELECT (SELECT count(*) FROM pg_locks WHERE NOT fastpath) AS used, each,
+                each * (current_setting('max_connections')::bigint +
+                    current_setting('max_prepared_transactions')::bigint) AS room
+            FROM (SELECT current_setting('max_locks_per_transaction')::bigint AS each) AS s) AS t",
+    // Advisory locks ask for no right but that to connect. Who has the schema, or asks, is one of
+    // its users.
+    "SELECT 'warn' AS level,
+        format('%s roles may connect only because PUBLIC may, such as %s: each can take every '
+            'advisory lock of this database', strangers,
+            array_to_string(names[1:3], ', ')) AS found,
+        'let those connect that use it: as the owner of the database, with a GRANT for each role '
+            'that you know' AS why,
+        format('REVOKE CONNECT ON DATABASE %I FROM PUBLIC;%s', current_database(), grants) AS sql
+        FROM (SELECT count(*) FILTER (WHERE NOT is_user) AS strangers, array_agg(rolname ORDER
+            BY rolname) FILTER (WHERE NOT is_user) AS names,
+                string_agg(format(' GRANT CONNECT ON DATABASE %I TO %I;', current_database(),
+                    rolname), '') FILTER (WHERE is_user) AS grants
+            FROM (SELECT r.rolname, r.rolname = current_user OR
+                COALESCE(has_schema_privilege(r.oid, n.oid, 'USAGE'), false) AS is_user
+                FROM pg_roles AS r CROSS JOIN pg_database AS d LEFT JOIN pg_namespace AS n ON
+                    n.nspname = 'resource_control'
+                WHERE d.datname = current_database() AND r.rolcanlogin AND NOT r.rolsuper AND
+                    NOT pg_has_role(r.oid, d.datdba, 'MEMBER')
+                    AND has_database_privilege(r.oid, d.oid, 'CONNECT')
+                    AND NOT EXISTS (SELECT FROM aclexplode(d.datacl) AS a
+                        WHERE a.privilege_type = 'CONNECT' AND a.grantee <> 0 AND
+                        pg_has_role(r.oid, a.grantee, 'USAGE'))) AS r
+            ) AS p WHERE strangers > 0",
+    "SELECT CASE WHEN is_seen THEN 'ok' ELSE 'warn' END AS level,
+        CASE WHEN is_seen THEN 'this role sees the sessions of all roles'
+            ELSE 'this role does not see what the sessions of other roles do, so old ones may be '
+                'missing below' END AS found,
+        'as a superuser' AS why, format('GRANT pg_read_all_stats TO %I;', current_user) AS sql
+        FROM (SELECT pg_has_role('pg_read_all_stats', 'USAGE') AS is_seen) AS s",
+    "SELECT 'warn' AS level, format('the replication slot %s is used by nobody, and keeps %s of '
+        'log%s', slot_name,
+            pg_size_pretty(pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)),
+            CASE WHEN xmin IS NOT NULL THEN ', and all dead rows since its standby left' ELSE ''
+                END) AS found,
+        'if its standby or subscriber does not come back' AS why,
+            format('SELECT pg_drop_replication_slot(%L);', slot_name) AS sql
+        FROM pg_replication_slots WHERE NOT active AND NOT pg_is_in_recovery()",
+    // How old a snapshot of a standby is, only transactions can tell: by twenty seconds of them,
+    // and 200.
+    "SELECT 'warn' AS level, format('%s has a snapshot that is %s transactions old '
+        '(hot_standby_feedback)', what, behind) AS found,
+        'no dead row since then can be removed, and semaphores get slow: end the transaction '
+            'there' AS why,
+        'SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE xact_start < now() - '
+            'interval ''10 min''; -- on the standby' AS sql
+        FROM (SELECT format('the standby %s', COALESCE(host(client_addr), application_name)) AS
+            what, age(backend_xmin) AS behind
+                FROM pg_stat_replication
+            UNION SELECT format('the replication slot %s', slot_name), age(xmin) FROM
+                pg_replication_slots WHERE active) AS s
+        WHERE behind > 200 + 20 * (SELECT sum(xact_commit + xact_rollback)
+            / GREATEST(date_part('epoch', now() - pg_postmaster_start_time()), 60) FROM
+                pg_stat_database)",
+];
+
+/// Who holds a lock for long. What `interlock run` holds is not idle: its session looks every
+/// second.
+pub(crate) const HOLDERS: &str = "
+    SELECT 'warn' AS level, format('session %s (%s, %s) holds the lock %s, and is %s since %s', \
+    pid, role, application, lock, session,
+            date_trunc('second', since)) AS found,
+        'if it is stuck' AS why, NULL AS sql, format('interlock kill --number -- ''%s''', lock) \
+        AS shell, pid
+        FROM (SELECT *, CASE WHEN application LIKE 'interlock %' THEN session_since ELSE \
+        session_changed END AS since
+            FROM (:locks) AS l) AS l
+        WHERE state = 'held' AND since < clock_timestamp() - :holder_age
+    UNION ALL SELECT 'warn', format('a transaction is open since %s in session %s (%s, %s, %s)',
+            date_trunc('second', xact_start), pid, usename, application_name, state),
+        'no dead row since then can be removed, and semaphores get slow: end it if it is not '
+            'needed',
+        format('SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND '
+            'backend_start = %L;', pid, backend_start), NULL, pid
+        FROM pg_stat_activity WHERE backend_type = 'client backend' AND datname = \
+        current_database() AND pid <> pg_backend_pid()
+            AND xact_start < clock_timestamp() - :transaction_age
+    UNION ALL SELECT 'warn', format('the prepared transaction %s is open since %s', gid, \
+    date_trunc('second', prepared)),
+        'it keeps its locks, also over a restart; if nobody ends it', \
+        format('ROLLBACK PREPARED %L;', gid), NULL, NULL
+        FROM pg_prepared_xacts WHERE database = current_database() AND prepared < \
+        clock_timestamp() - :transaction_age";
+
+pub(crate) const MAY_CREATE: &str = "
+    SELECT 'warn' AS level, 'this role may not create the schema' AS found, \
+    'install as the owner of the database, or' AS why,
+        format('GRANT CREATE ON DATABASE %I TO %I;', current_database(), current_user) AS sql
+        WHERE NOT has_database_privilege(current_database(), 'CREATE')";
+
+/// What needs the schema, and what this role may do there.
+pub(crate) const SCHEMA: &[&str] = &[
+    "SELECT 'warn' AS level, format('request %s has slot %s of %s since %s (%s)', id, slot,
+        service, date_trunc('second', created_at),
+            details) AS found,
+        'if it is stuck' AS why, format('interlock kill --slot %s -- %s', id,
+            chr(39) || replace(service, chr(39), chr(39) || chr(92) || chr(39) || chr(39)) ||
+                chr(39)) AS shell
+        FROM resource_control.slot_in_flight WHERE created_at < clock_timestamp() - :holder_age
+            AND NOT starts_with(service, 'leader ')",
+    "SELECT 'warn' AS level, format('%s runs the schedule %s since %s', runner, name,
+        date_trunc('second', started_at)) AS found,
+        'if it is stuck' AS why, format('interlock kill --run -- %s',
+            chr(39) || replace(name, chr(39), chr(39) || chr(92) || chr(39) || chr(39)) ||
+                chr(39)) AS shell
+        FROM resource_control.schedule_state WHERE state = 'running' AND started_at <
+            clock_timestamp() - :holder_age",
+    "SELECT 'warn' AS level, format('%s has %s rows, and nothing prunes it by itself',
+        c.relname, c.reltuples) AS found,
+        'call prune of the semaphore, throttle or rate limit from time to time' AS why
+        FROM pg_class AS c WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind
+            = 'r' AND c.reltuples > 1000000",
+    "SELECT 'fail' AS level, 'the ids of requests, which are fencing tokens, would repeat: their '
+        'sequence was not copied' AS found,
+        'set it, as the owner' AS why, format('SELECT setval(%L, %s);', sequence, largest) AS sql
+        FROM (SELECT pg_get_serial_sequence('resource_control.service_request', 'id') AS sequence,
+            (SELECT max(id) FROM resource_control.service_request) AS largest) AS s
+        WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT')
+            THEN largest > COALESCE(pg_sequence_last_value(sequence::regclass), 0) END",
+    // A fence keeps what has passed it, from either sequence.
+    "SELECT 'fail' AS level, 'a fence refuses all new tokens, because their sequence was not '
+        'copied' AS found,
+        'set it, as the owner' AS why, format('SELECT setval(%L, %s);', sequence, largest) AS sql
+        FROM (SELECT 'resource_control.fencing_token' AS sequence, (SELECT max(token) FROM
+            resource_control.fence) AS largest,
+            pg_get_serial_sequence('resource_control.service_request', 'id') AS ids) AS s
+        WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT') AND
+            has_sequence_privilege(ids, 'USAGE, SELECT')
+            THEN largest > GREATEST(pg_sequence_last_value(sequence::regclass),
+                pg_sequence_last_value(ids::regclass), 0) END",
+    // A clock that was ahead, of a former primary or before it was set back.
+    "SELECT 'warn' AS level, format('the schedule %s has a tick of the future, %s, before which '
+        'nothing runs', name, tick) AS found,
+        'if the clock was wrong' AS why,
+        format('UPDATE resource_control.schedule SET tick = clock_timestamp() WHERE name = %L;',
+            name) AS sql
+        FROM resource_control.schedule WHERE tick > clock_timestamp() + interval '10 seconds'",
+    "SELECT 'warn' AS level, format('request %s of %s was made in the future, at %s, and expires '
+        'at %s', id, service, created_at, expires_at)
+            AS found,
+        'if nobody holds it' AS why, format('SELECT '
+            'resource_control.complete_service_request(%L, %s);', service, id) AS sql
+        FROM resource_control.slot_in_flight WHERE created_at > clock_timestamp() + interval
+            '10 seconds'",
+    "SELECT 'fail' AS level, format('resource_control.%I has no primary key, because that was '
+        'not copied', c.relname) AS found,
+        'add it, as the owner' AS why, format('ALTER TABLE resource_control.%I ADD PRIMARY KEY '
+            '(%s);', c.relname, k.key) AS sql
+        FROM pg_class AS c JOIN (VALUES ('installed_migration', 'version'), ('token_base',
+            'is_only'), ('throttle', 'name, key, is_resource'),
+                ('throttled_resource', 'resource_id'), ('service_request', 'id'), ('fence',
+                    'name'), ('rate_limit', 'name, key'),
+                ('schedule', 'name'), ('once', 'name, key')) AS k (name, key) ON k.name = c.relname
+        WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind = 'r'
+            AND NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = c.oid AND
+                i.indisprimary AND i.indisvalid)",
+    "SELECT 'fail' AS level, 'resource_control.service_request.id is no identity, because that '
+        'was not copied' AS found,
+        'make it one, as the owner, and run doctor once more, because its sequence then begins '
+            'at 1' AS why,
+        'ALTER TABLE resource_control.service_request ALTER id SET NOT NULL, ALTER id ADD '
+            'GENERATED ALWAYS AS IDENTITY (CACHE 1);' AS sql
+        FROM pg_attribute WHERE attrelid = 'resource_control.service_request'::regclass AND
+            attname = 'id' AND attidentity = ''",
+];
+
+pub(crate) const GRANTS: &str = "
+    SELECT 'fail' AS level, format('the role %s may not use all of the schema resource_control', \
+    current_user) AS found,
+        'as the owner of the schema (grants.sql grants later objects, too)' AS why,
+        string_agg(format('GRANT %s TO %I;', missing, current_user), ' ') AS sql
+    FROM (
+        SELECT 'USAGE ON SCHEMA resource_control' AS missing
+            FROM pg_namespace AS n WHERE n.nspname = 'resource_control' AND NOT \
+            has_schema_privilege(n.oid, 'USAGE')
+        UNION ALL SELECT format('%s ON resource_control.%I', string_agg(p, ', '), c.relname)
+            FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace,
+                unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p
+            WHERE n.nspname = 'resource_control' AND c.relkind IN ('r', 'v') AND NOT \
+            has_table_privilege(c.oid, p)
+                AND (p = 'SELECT' OR c.relkind = 'r' AND c.relname NOT IN \
+                ('installed_migration', 'token_base')) GROUP BY c.relname
+        UNION ALL SELECT format('USAGE, SELECT, UPDATE ON SEQUENCE resource_control.%I', c.relname)
+            FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+            WHERE n.nspname = 'resource_control' AND CASE c.relkind WHEN 'S'
+                THEN NOT (has_sequence_privilege(c.oid, 'USAGE') AND \
+                has_sequence_privilege(c.oid, 'UPDATE')) END
+        UNION ALL SELECT format('EXECUTE ON FUNCTION %s', p.oid::regprocedure)
+            FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
+            WHERE n.nspname = 'resource_control' AND NOT has_function_privilege(p.oid, 'EXECUTE')
+    ) AS m HAVING count(*) > 0";

@@ -1,0 +1,150 @@
+//! `interlock install`: the schema, or what it lacks.
+
+use std::io::{self, Write};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use diesel::pg::PgConnection;
+use diesel_interlock::{Error, PgPool, migrations};
+
+use crate::database::{self, LOCKS, in_time, rows};
+use crate::doctor::objects;
+use crate::{Failure, duration, holders, say};
+
+/// The lock that every migration of the schema takes. A role that may only connect can hold it,
+/// too.
+const LOCK: &str = "20000101000000";
+
+/// How often it is tried.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A wait as long as this is said.
+const WORTH_SAYING: Duration = Duration::from_secs(2);
+
+#[derive(Debug, Args)]
+pub(crate) struct Install {
+    /// Waits for locks of others for at most so long
+    #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "1m")]
+    wait: Duration,
+    /// Runs the migrations once more whose functions were replaced, or whose objects were dropped
+    #[arg(long)]
+    repair: bool,
+}
+
+impl Install {
+    pub(crate) fn run(self) -> Result<i32, Failure> {
+        let url = database::url("install")?;
+        let (pool, mut conn, is_whole) = in_time(|| {
+            let conn = database::connect(&url)?;
+            let pool = database::pool(&url)?;
+            let is_whole = match migrations::check(&pool) {
+                Err(Error::Encoding(encoding)) => return Err(Error::Encoding(encoding).into()),
+                checked => checked.is_ok(),
+            };
+            Ok::<_, Failure>((pool, conn, is_whole))
+        })?;
+        let repaired = if self.repair {
+            in_time(|| objects::forget_differing(&mut conn))?
+        } else {
+            Vec::new()
+        };
+        let is_new = !is_whole || !repaired.is_empty();
+        if is_new {
+            free(&mut conn, self.wait)?;
+        }
+        install(pool, &mut conn, self.wait)?;
+        let what = match (is_new, repaired.is_empty()) {
+            (false, _) => "nothing to do".to_owned(),
+            (true, true) => "installed".to_owned(),
+            (true, false) => format!("repaired by the migrations {}", repaired.join(", ")),
+        };
+        writeln!(io::stdout(), "resource_control: {what}")?;
+        Ok(0)
+    }
+}
+
+/// Waits until nobody has the lock of the migrations, because the migrations themselves wait for it
+/// without a limit.
+fn free(conn: &mut PgConnection, wait: Duration) -> Result<(), Failure> {
+    let (began, mut is_said) = (Instant::now(), false);
+    let attempt = format!("SELECT pg_try_advisory_xact_lock({LOCK}) AS is_free");
+    while rows(conn, &attempt)?
+        .iter()
+        .any(|row| row["is_free"] == false)
+    {
+        let is_over = began.elapsed() >= wait;
+        if is_over || !is_said && began.elapsed() >= WORTH_SAYING.min(wait / 2) {
+            let holders = holders::of_lock(conn, LOCK)?.join("; ");
+            is_said = true;
+            say(&holders, is_over)?;
+        }
+        thread::sleep(PAUSE);
+    }
+    Ok(())
+}
+
+fn say(holders: &str, is_over: bool) -> Result<(), Failure> {
+    let what = format!(
+        "the lock of the migrations is busy: {holders}; if that is no migration: interlock kill \
+            --number {LOCK}"
+    );
+    if is_over {
+        return Err(Failure::new(Failure::BUSY, what));
+    }
+    say!("{what}");
+    Ok(())
+}
+
+/// Installs, and looks meanwhile for whom it waits.
+fn install(pool: PgPool, conn: &mut PgConnection, wait: Duration) -> Result<(), Failure> {
+    // Those of this program have the same name as this session.
+    let waits = format!(
+        "SELECT DISTINCT blocker AS pid, usename AS role, application_name AS application
+            FROM (SELECT unnest(pg_blocking_pids(pid)) AS blocker FROM pg_stat_activity
+                WHERE application_name = current_setting('application_name') AND datname =
+                    current_database()
+                    AND usename = current_user AND wait_event_type = 'Lock') AS b
+                LEFT JOIN pg_stat_activity AS a ON a.pid = b.blocker
+        UNION SELECT pid, role, application FROM ({LOCKS}) AS l WHERE state = 'held' AND lock =
+            '{LOCK}'
+            AND EXISTS (SELECT FROM ({LOCKS}) AS w WHERE w.state = 'waits' AND w.lock = '{LOCK}')"
+    );
+    let (done, is_done) = mpsc::channel();
+    thread::Builder::new()
+        .spawn(move || {
+            let _ = done.send(migrations::install(&pool));
+        })
+        .map_err(|error| Failure::new(Failure::SYSTEM, error))?;
+    let mut waiting: Option<(Instant, bool)> = None;
+    loop {
+        match is_done.recv_timeout(Duration::from_secs(1)) {
+            Ok(installed) => return Ok(installed?),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Failure::new(Failure::SYSTEM, "the installation has ended"));
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        let blockers = rows(conn, &waits)?;
+        let Some(first) = blockers.first() else {
+            waiting = None;
+            continue;
+        };
+        let (since, is_said) = waiting.get_or_insert((Instant::now(), false));
+        let text = |member: &str| first[member].as_str().unwrap_or("unknown").to_owned();
+        let what = format!(
+            "waits for session {} of {} ({}), which has a lock that the installation needs",
+            first["pid"],
+            text("role"),
+            text("application")
+        );
+        if since.elapsed() >= wait {
+            return Err(Failure::new(Failure::BUSY, what));
+        }
+        if !*is_said {
+            say!("{what}");
+            *is_said = true;
+        }
+    }
+}

@@ -1,0 +1,485 @@
+//! `interlock doctor` in spoiled set-ups: each is named, and its remedy is pasted, after which it
+//! is named no more.
+
+mod support;
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+use diesel_interlock::migrations;
+use serde_json::Value;
+use workbench::{Cluster, Database};
+
+use self::support::*;
+
+/// What doctor finds.
+#[track_caller]
+fn found(url: &str, arguments: &str) -> (Option<i32>, Vec<Value>) {
+    let mut command = interlock(url, &format!("doctor --json {arguments}"));
+    let output = output(&mut command);
+    let text = String::from_utf8_lossy(&output.stdout);
+    let lines: Value = serde_json::from_str(&text).unwrap_or_else(|_| panic!("{output:?}"));
+    (output.status.code(), lines.as_array().unwrap().clone())
+}
+
+#[track_caller]
+fn line(url: &str, arguments: &str, level: &str, word: &str) -> Value {
+    let (_, lines) = found(url, arguments);
+    let is_it =
+        |line: &&Value| line["level"] == level && line["found"].as_str().unwrap().contains(word);
+    let line = lines.iter().find(is_it);
+    line.unwrap_or_else(|| panic!("no {level} of {word} in {lines:#?}"))
+        .clone()
+}
+
+/// Pastes the remedy, as a superuser and with the program on the path, and looks again.
+#[track_caller]
+fn remedied(url: &str, of_superuser: &str, arguments: &str, level: &str, word: &str) {
+    let line = line(url, arguments, level, word);
+    let mut all = String::new();
+    if let Some(sql) = line["sql"].as_str().filter(|sql| !sql.is_empty()) {
+        assert!(sql.ends_with(';') || sql.contains("; --"), "{sql}");
+        let mut psql = Command::new("psql");
+        psql.args(["-qX", "-v", "ON_ERROR_STOP=1", of_superuser]);
+        all += &pasted(psql, sql);
+    }
+    if let Some(shell) = line["shell"].as_str().filter(|shell| !shell.is_empty()) {
+        let directory = std::path::Path::new(env!("CARGO_BIN_EXE_interlock"))
+            .parent()
+            .unwrap();
+        let mut sh = Command::new("sh");
+        sh.env("DATABASE_URL", of_superuser);
+        sh.env("PATH", format!("{}:/usr/bin:/bin", directory.display()));
+        // Where it asks, the operator says yes.
+        sh.args(["-c", &format!("{shell} <<END\ny\nEND")]);
+        all += &pasted(sh, "");
+    }
+    assert!(!all.is_empty(), "no remedy: {line}");
+    let (_, lines) = found(url, arguments);
+    let is_still = lines
+        .iter()
+        .any(|it| it["level"] == level && it["found"].as_str().unwrap().contains(word));
+    assert!(!is_still, "{word}, after {all}: {lines:#?}");
+}
+
+#[track_caller]
+fn pasted(mut program: Command, text: &str) -> String {
+    let mut child = program
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(text.as_bytes())
+        .unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{text}: {output:?}");
+    format!("{program:?} {text}")
+}
+
+/// A server without the roles of other tests, with what the checklist wants.
+fn healthy() -> Cluster {
+    Cluster::builder()
+        .setting("client_connection_check_interval", "10s")
+        .setting("idle_in_transaction_session_timeout", "5min")
+        .setting("max_prepared_transactions", "2")
+        .start()
+}
+
+#[test]
+fn nothing_is_wrong_with_locks_alone_or_with_the_whole_schema() {
+    let cluster = healthy();
+    let database = cluster.database();
+    for _ in 0..2 {
+        let (status, lines) = found(&database.url(), "--strict");
+        assert_eq!(status, Some(0), "{lines:#?}");
+        assert!(lines.iter().all(|line| line["level"] == "ok"), "{lines:#?}");
+        migrations::install(&database.pool(1)).unwrap();
+    }
+    let not_installed = cluster.database();
+    let url = &not_installed.url();
+    let (status, _) = found(url, "--needs-schema");
+    assert_eq!(status, Some(1));
+    remedied(
+        url,
+        url,
+        "--needs-schema",
+        "fail",
+        "resource_control is not installed",
+    );
+}
+
+#[test]
+fn strict_is_a_status_for_warnings() {
+    let cluster = healthy();
+    let database = cluster.database();
+    Session::of(&database).sql(&format!(
+        "ALTER DATABASE {} SET idle_session_timeout = '1h'",
+        database.name()
+    ));
+    assert_eq!(found(&database.url(), "").0, Some(0));
+    assert_eq!(found(&database.url(), "--strict").0, Some(1));
+}
+
+#[test]
+fn nothing_is_said_twice() {
+    let cluster = healthy();
+    let latin = Database::with_encoding("LATIN1");
+    let standby = cluster.standby();
+    let role = cluster.database();
+    migrations::install(&role.pool(1)).unwrap();
+    Session::of(&role).sql("CREATE ROLE nobody LOGIN");
+    for (url, word) in [
+        (latin.url(), "LATIN1"),
+        (standby.url("postgres"), "standby"),
+        (
+            role.url_with("user", "nobody"),
+            "may not use all of the schema",
+        ),
+    ] {
+        let (status, lines) = found(&url, "");
+        assert_eq!(status, Some(1));
+        let failed: Vec<_> = lines
+            .iter()
+            .filter(|line| line["level"] == "fail")
+            .collect();
+        assert_eq!(failed.len(), 1, "{failed:#?}");
+        assert!(
+            failed[0]["found"].as_str().unwrap().contains(word),
+            "{failed:#?}"
+        );
+    }
+}
+
+#[test]
+fn a_schema_that_was_changed_is_repaired() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql("SELECT resource_control.claim_service_request('x', 1, '1 day')");
+    for (spoil, word) in [
+        (
+            "CREATE OR REPLACE FUNCTION resource_control.pass_fence(name text, token bigint)
+                RETURNS boolean
+                LANGUAGE sql AS 'SELECT true'",
+            "resource_control.pass_fence is not that of this release",
+        ),
+        (
+            "CREATE OR REPLACE FUNCTION resource_control.elapsed(span interval) RETURNS interval
+                LANGUAGE sql IMMUTABLE RETURN span",
+            "resource_control.elapsed is not that of this release",
+        ),
+        (
+            "ALTER FUNCTION resource_control.lock_key RESET search_path",
+            "resource_control.lock_key is not that of this release",
+        ),
+        (
+            "DROP FUNCTION resource_control.prune_service_requests",
+            "lacks prune_service_requests",
+        ),
+        ("DROP VIEW resource_control.leader", "lacks leader"),
+        ("DROP TABLE resource_control.fence", "lacks fence"),
+        (
+            "ALTER TABLE resource_control.schedule DROP paused_at CASCADE",
+            "lacks schedule_state",
+        ),
+        (
+            "ALTER TABLE resource_control.once DROP CONSTRAINT once_pkey",
+            "has no primary key",
+        ),
+        (
+            "DELETE FROM resource_control.installed_migration WHERE version =
+            '20000101000004'",
+            "migrations of this release are pending",
+        ),
+    ] {
+        session.sql(spoil);
+        if word.contains("schedule_state") {
+            session.sql("ALTER TABLE resource_control.schedule ADD paused_at timestamptz");
+        }
+        remedied(url, url, "", "fail", word);
+        let (status, lines) = found(url, "");
+        assert_eq!(status, Some(0), "{spoil}: {lines:#?}");
+    }
+    for column in [
+        "throttle DROP details",
+        "service_request DROP claim",
+        "rate_limit DROP since",
+    ] {
+        session.sql(&format!("ALTER TABLE resource_control.{column} CASCADE"));
+        remedied(url, url, "", "fail", "lacks the column");
+        // The views of which it was a column went with it.
+        if found(url, "").0 == Some(1) {
+            remedied(url, url, "", "fail", "lacks ");
+        }
+        let (status, lines) = found(url, "");
+        assert_eq!(status, Some(0), "{column}: {lines:#?}");
+    }
+    migrations::check(&database.pool(1)).unwrap();
+}
+
+#[test]
+fn settings_are_set_back_by_what_is_pasted() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let (url, name) = (&database.url(), database.name());
+    let mut session = Session::of(&database);
+    for (setting, level) in [
+        ("idle_session_timeout = '1h'", "warn"),
+        ("statement_timeout = '200ms'", "warn"),
+        ("lock_timeout = '50ms'", "warn"),
+        ("client_connection_check_interval = 0", "warn"),
+        ("idle_in_transaction_session_timeout = 0", "warn"),
+        ("synchronous_commit = off", "warn"),
+        ("default_transaction_read_only = on", "fail"),
+    ] {
+        session.sql(&format!(
+            "BEGIN READ WRITE; ALTER DATABASE {name} SET {setting}; COMMIT"
+        ));
+        let name = setting.split(' ').next().unwrap();
+        remedied(url, url, "", level, &format!("{name} = "));
+    }
+}
+
+#[test]
+fn who_may_connect_without_a_reason_is_named_and_shut_out() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql(
+        "CREATE ROLE stranger LOGIN; CREATE ROLE app LOGIN; GRANT USAGE ON SCHEMA
+        resource_control TO app",
+    );
+    let strangers = "stranger: each can take every advisory lock";
+    assert_eq!(
+        status(&mut run(
+            &database.url_with("user", "stranger"),
+            "x",
+            "true"
+        )),
+        Some(0)
+    );
+    remedied(url, url, "", "warn", strangers);
+    let (status_of_stranger, text) = printed(&mut run(
+        &database.url_with("user", "stranger"),
+        "x",
+        "true",
+    ));
+    assert_eq!(status_of_stranger, Some(78), "{text}");
+    assert_eq!(
+        status(&mut run(&database.url_with("user", "app"), "x", "true")),
+        Some(0)
+    );
+    // It is told how to get in, too.
+    let (status, lines) = found(&database.url_with("user", "stranger"), "");
+    assert_eq!(status, Some(78), "{lines:#?}");
+    let why = lines[0]["why"].as_str().unwrap();
+    assert!(why.starts_with("GRANT CONNECT ON DATABASE "), "{why}");
+}
+
+#[test]
+fn rights_are_granted_by_what_is_pasted() {
+    let cluster = healthy();
+    let database = cluster.database();
+    migrations::install(&database.pool(1)).unwrap();
+    Session::of(&database).sql("CREATE ROLE \"the app\" LOGIN");
+    let url = &database.url_with("user", "the app");
+    remedied(
+        url,
+        &database.url(),
+        "",
+        "fail",
+        "may not use all of the schema",
+    );
+    remedied(
+        url,
+        &database.url(),
+        "",
+        "warn",
+        "does not see what the sessions of other roles do",
+    );
+    Session::of(&database).sql("ALTER ROLE \"the app\" CONNECTION LIMIT 4");
+    remedied(
+        url,
+        &database.url(),
+        "",
+        "warn",
+        "connections of the ROLE \"the app\"",
+    );
+}
+
+#[test]
+fn what_holds_back_vacuum_is_ended_by_what_is_pasted() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    let mut session = Session::of(&database);
+    session.sql("SELECT pg_create_physical_replication_slot('left', true)");
+    remedied(
+        url,
+        url,
+        "",
+        "warn",
+        "the replication slot left is used by nobody",
+    );
+    session.sql("BEGIN; SELECT 1");
+    remedied(
+        url,
+        url,
+        "--transaction-age 0s",
+        "warn",
+        &format!("in session {}", session.pid()),
+    );
+    let mut session = Session::of(&database);
+    session.sql("BEGIN; SELECT pg_advisory_xact_lock(1); PREPARE TRANSACTION 'it''s'");
+    let (_, text) = printed(&mut interlock(url, "kill 1 --number --yes"));
+    assert!(text.contains("ROLLBACK PREPARED 'it''s';"), "{text}");
+    remedied(
+        url,
+        url,
+        "--transaction-age 0s",
+        "warn",
+        "prepared transaction it's",
+    );
+}
+
+#[test]
+fn stuck_holders_of_each_kind_are_found_and_ended() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.take("x");
+    let mut in_transaction = Session::of(&database);
+    in_transaction.sql("BEGIN; SELECT pg_advisory_xact_lock_shared(7, -12)");
+    let mut looks = Session::of(&database);
+    looks.sql(
+        "SELECT resource_control.claim_service_request('it''s', 1, '1 day', 'web-3');
+         INSERT INTO resource_control.schedule (name, tick, token, runner, started_at, expires_at)
+            VALUES ('it''s', now(), 7, 'web-5', now() - interval '1 min', now() + interval
+                '1 day')",
+    );
+    for word in [
+        &*format!("holds the lock {}", id("x")),
+        "holds the lock 7, -12",
+        "has slot 0 of it's",
+        "web-5 runs the schedule it's",
+    ] {
+        remedied(url, url, "--holder-age 0s", "warn", word);
+    }
+    assert_eq!(looks.locks(true), 0);
+}
+
+#[test]
+fn a_connection_that_is_refused_is_told_why() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let mut session = Session::of(&database);
+    session.sql("CREATE ROLE full_up LOGIN CONNECTION LIMIT 0; CREATE ROLE no_login");
+    for (url, status, remedy) in [
+        (
+            database.url_with("user", "nobody at all"),
+            78,
+            "CREATE ROLE \"nobody at all\" LOGIN;",
+        ),
+        (
+            database.url_with("dbname", "nowhere"),
+            78,
+            "CREATE DATABASE \"nowhere\" ENCODING 'UTF8' TEMPLATE template0;",
+        ),
+        (
+            database.url_with("user", "full_up"),
+            69,
+            "ALTER ROLE \"full_up\" CONNECTION LIMIT -1;",
+        ),
+        (
+            database.url_with("user", "no_login"),
+            78,
+            "ALTER ROLE \"no_login\" LOGIN;",
+        ),
+        (
+            database.url_with("schema", "public"),
+            78,
+            "correct DATABASE_URL",
+        ),
+        (
+            database.url_with("host", "/no/such/directory"),
+            69,
+            "start the server",
+        ),
+    ] {
+        let (found, lines) = found(&url, "");
+        assert_eq!(found, Some(status), "{lines:#?}");
+        let why = lines[0]["why"].as_str().unwrap();
+        assert!(why.contains(remedy), "{remedy} is not in {lines:#?}");
+    }
+}
+
+#[test]
+fn a_small_table_of_locks_is_named() {
+    let cluster = Cluster::builder()
+        .setting("max_locks_per_transaction", "10")
+        .start();
+    let few = line(
+        &cluster.url("postgres"),
+        "",
+        "warn",
+        "max_locks_per_transaction = 10",
+    );
+    assert_eq!(
+        few["sql"],
+        "ALTER SYSTEM SET max_locks_per_transaction = 128;"
+    );
+}
+
+#[test]
+fn an_old_snapshot_of_a_standby_is_named_here_and_there() {
+    let cluster = healthy();
+    let standby = cluster.standby();
+    let mut there = Session(standby.endpoint("postgres").connect());
+    there.sql("ALTER SYSTEM SET hot_standby_feedback = on");
+    there.sql("ALTER SYSTEM SET wal_receiver_status_interval = '1s'");
+    there.sql("SELECT pg_reload_conf()");
+    there.sql("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM pg_class");
+    let pid = there.pid();
+    let mut here = Session(cluster.endpoint("postgres").connect());
+    let age = "SELECT GREATEST((SELECT max(age(backend_xmin)) FROM pg_stat_replication),
+        (SELECT max(age(xmin)) FROM pg_replication_slots), 0)";
+    eventually("the standby tells its snapshot", || {
+        here.sql(
+            "DO $$ BEGIN FOR i IN 1 .. 1000 LOOP PERFORM pg_current_xact_id(); COMMIT; END
+            LOOP; END $$",
+        );
+        here.number(age) > 3000
+    });
+    line(
+        &cluster.url("postgres"),
+        "",
+        "warn",
+        "(hot_standby_feedback)",
+    );
+    let open = format!("in session {pid}");
+    line(
+        &standby.url("postgres"),
+        "--transaction-age 0s",
+        "warn",
+        &open,
+    );
+    let (_, lines) = found(&standby.url("postgres"), "");
+    let failed = |line: &&Value| {
+        line["found"]
+            .as_str()
+            .unwrap()
+            .contains("question has failed")
+    };
+    assert_eq!(lines.iter().filter(failed).count(), 0, "{lines:#?}");
+}

@@ -1,0 +1,116 @@
+//! The service as a process: a charge that is repeated, a limit, its numbers, and its end.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use diesel::prelude::*;
+use diesel::sql_types::BigInt;
+use workbench::Database;
+
+struct Service {
+    child: Child,
+    address: String,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Service {
+    fn start(database: &Database) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_service"))
+            .arg("0")
+            .env("DATABASE_URL", database.url())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
+        let address = line.trim().trim_start_matches("http://").to_owned();
+        Self { child, address }
+    }
+
+    /// The status and the body of a reply.
+    fn send(&self, method: &str, path: &str, key: &str, body: &str) -> (u16, String) {
+        let mut stream = TcpStream::connect(&self.address).unwrap();
+        let length = body.len();
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nhost: service\r\nconnection: close\r\nx-customer: 7\r\n\
+             idempotency-key: {key}\r\ncontent-length: {length}\r\n\r\n{body}"
+        )
+        .unwrap();
+        let mut reply = String::new();
+        stream.read_to_string(&mut reply).unwrap();
+        let status = reply.split(' ').nth(1).unwrap().parse().unwrap();
+        let (_, body) = reply.split_once("\r\n\r\n").unwrap();
+        (status, body.to_owned())
+    }
+
+    /// Ends it as an orchestrator does. Returns whether it ended well.
+    fn terminate(mut self) -> bool {
+        let pid = self.child.id().to_string();
+        let sent = Command::new("kill").args(["-TERM", &pid]).status().unwrap();
+        sent.success() && self.child.wait().unwrap().success()
+    }
+}
+
+/// Waits until it is so, for a minute.
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < end, "{what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn count(conn: &mut PgConnection, sql: &str) -> i64 {
+    diesel::select(diesel::dsl::sql::<BigInt>(sql))
+        .get_result(conn)
+        .unwrap()
+}
+
+#[test]
+fn a_service_from_its_start_to_its_end() {
+    let database = Database::new();
+    let conn = &mut database.connect();
+    let services = [Service::start(&database), Service::start(&database)];
+    for service in &services {
+        assert_eq!(service.send("POST", "/charges", "a", "4200").0, 201);
+    }
+    assert_eq!(services[0].send("POST", "/charges", "a", "1").0, 422);
+    assert_eq!(services[0].send("POST", "/charges", "", "1").0, 400);
+    assert_eq!(count(conn, "(SELECT count(*) FROM charge)"), 1);
+
+    let mut statuses = (0..30).map(|i| services[1].send("POST", "/charges", &i.to_string(), "1").0);
+    assert!(statuses.any(|status| status == 429));
+
+    let leaders = "(SELECT count(*) FROM resource_control.leader)";
+    let sent = "(SELECT count(*) FROM charge WHERE is_sent)";
+    eventually("a leader sends", || {
+        count(conn, leaders) == 1 && count(conn, sent) > 0
+    });
+    let metrics = services
+        .each_ref()
+        .map(|service| service.send("GET", "/metrics", "", "").1);
+    assert!(
+        metrics
+            .concat()
+            .contains(r#"interlock_held{kind="leader",name="sender"} 1"#)
+    );
+
+    // Nothing is held after an end, and the other instance leads without waiting for a lease.
+    let [first, second] = services;
+    assert!(first.terminate());
+    eventually("the other one leads", || count(conn, leaders) == 1);
+    assert!(second.terminate());
+    assert_eq!(count(conn, leaders), 0);
+}

@@ -114,3 +114,17 @@ fn a_service_from_its_start_to_its_end() {
     assert!(second.terminate());
     assert_eq!(count(conn, leaders), 0);
 }
+
+#[test]
+fn the_pages_quote_this_program() {
+    let program = include_str!("../src/main.rs");
+    for page in [
+        include_str!("../../../docs/service.md"),
+        include_str!("../../../docs/errors.md"),
+    ] {
+        let quotes = page.split("```rust,ignore\n").skip(1);
+        for quote in quotes.map(|rest| rest.split("```").next().unwrap()) {
+            assert!(program.contains(quote), "{quote}");
+        }
+    }
+}

@@ -79,19 +79,19 @@ pub(crate) struct Lease<P: Pool> {
 #[derive(Debug)]
 struct State {
     until: Instant,
-    end: Option<End>,
-    /// What ends it was sent, so there may be nothing to renew any more.
-    is_ending: bool,
-    /// Its end was told as an event.
+    phase: Phase,
+    /// Its end was reported as an event.
     is_reported: bool,
-    /// Its holder asked, and was told of the loss.
+    /// Its holder asked, and knows of the loss.
     was_heard: bool,
-    /// Until its end.
-    held: Option<Raised>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+#[derive(Debug)]
+enum Phase {
+    Held(Raised),
+    /// What ends it was sent, so there may be nothing to renew any more.
+    #[allow(dead_code)] // its drop lowers the gauge
+    Ending(Raised),
     Released,
     Lost,
 }
@@ -100,11 +100,9 @@ impl<P: Pool> Lease<P> {
     pub(crate) fn new(grant: Grant<P>) -> Arc<Self> {
         let state = State {
             until: grant.sent + trusted(grant.timeout),
-            end: None,
-            is_ending: false,
+            phase: Phase::Held(Raised::held(grant.subject)),
             is_reported: false,
             was_heard: false,
-            held: Some(Raised::held(grant.subject)),
         };
         Arc::new(Self {
             due: Alarm::new(grant.sent + grant.timeout / 3),
@@ -124,12 +122,13 @@ impl<P: Pool> Lease<P> {
     /// too.
     pub(crate) fn is_lost(&self) -> bool {
         let mut state = lock(&self.state);
-        let is_lost = match state.end {
-            Some(end) => end == End::Lost,
-            None => state.until <= Instant::now(),
+        let is_lost = match state.phase {
+            Phase::Lost => true,
+            Phase::Released => false,
+            Phase::Held(_) | Phase::Ending(_) => state.until <= Instant::now(),
         };
         state.was_heard |= is_lost;
-        if is_lost && state.end.is_none() {
+        if is_lost && !matches!(state.phase, Phase::Lost) {
             self.lose(state, "is_lost");
         }
         is_lost
@@ -143,7 +142,7 @@ impl<P: Pool> Lease<P> {
     /// Whether it is lost, or was released.
     pub(crate) fn is_over(&self) -> bool {
         let state = lock(&self.state);
-        state.end.is_some() || state.until <= Instant::now()
+        matches!(state.phase, Phase::Released | Phase::Lost) || state.until <= Instant::now()
     }
 
     /// Waits until it is over, or the deadline.
@@ -185,13 +184,13 @@ impl<P: Pool> Lease<P> {
     /// take longer than that.
     fn note_renewal(&self, sent: Option<Instant>) -> bool {
         let mut state = lock(&self.state);
-        match (state.end, sent) {
-            (None, Some(sent)) if state.until > Instant::now() => {
+        match (&state.phase, sent) {
+            (Phase::Held(_) | Phase::Ending(_), Some(sent)) if state.until > Instant::now() => {
                 state.until = state.until.max(sent + trusted(self.grant.timeout));
                 self.due.set(sent + self.grant.timeout / 3);
                 true
             }
-            (None, _) if !state.is_ending => {
+            (Phase::Held(_), _) => {
                 self.lose(state, "keep_alive");
                 false
             }
@@ -200,8 +199,7 @@ impl<P: Pool> Lease<P> {
     }
 
     fn lose(&self, mut state: MutexGuard<'_, State>, operation: &'static str) {
-        state.end = Some(End::Lost);
-        state.held = None;
+        state.phase = Phase::Lost;
         let was_reported = std::mem::replace(&mut state.is_reported, true);
         drop(state);
         self.sleepers.wake();
@@ -222,7 +220,11 @@ impl<P: Pool> Lease<P> {
 
     /// Its holder is about to end it, which a renewal on its way must not take for a loss.
     pub(crate) fn begin_end(&self) {
-        lock(&self.state).is_ending = true;
+        let phase = &mut lock(&self.state).phase;
+        *phase = match std::mem::replace(phase, Phase::Lost) {
+            Phase::Held(raised) => Phase::Ending(raised),
+            other => other,
+        };
     }
 
     /// Its holder ends it: there is nothing to renew any more. A holder that is too late has lost
@@ -231,11 +233,11 @@ impl<P: Pool> Lease<P> {
         let mut state = lock(&self.state);
         let is_too_late = state.until <= Instant::now();
         self.due.set(Instant::now());
-        if state.end.is_none() && !state.is_ending && is_too_late {
-            return self.lose(state, operation);
+        match state.phase {
+            Phase::Held(_) if is_too_late => return self.lose(state, operation),
+            Phase::Held(_) | Phase::Ending(_) => state.phase = Phase::Released,
+            Phase::Released | Phase::Lost => {}
         }
-        state.end.get_or_insert(End::Released);
-        state.held = None;
         drop(state);
         self.sleepers.wake();
     }
@@ -285,7 +287,7 @@ impl<P: Pool> Lease<P> {
         }
         // Nobody renews it any more: if it was not ended, it is lost.
         let state = lock(&self.state);
-        if state.end.is_none() && !state.is_ending {
+        if matches!(state.phase, Phase::Held(_)) {
             self.lose(state, "keep_alive");
         }
     }

@@ -77,7 +77,7 @@ pub struct Term<P: Pool> {
 }
 
 impl<P: Pool> Leader<P> {
-    /// Makes an election by its name, in which a leader that has crashed keeps its seat for
+    /// Makes an election by its name, in which a leader that has crashed keeps its term for
     /// `lease`, 3 seconds at least.
     pub const fn named(election: &'static str, lease: Duration) -> Self {
         Self {
@@ -199,7 +199,7 @@ impl<P: Pool> Leader<P> {
                     };
                     return Ok(Some((permit, term)));
                 }
-                // So that a crash is noticed when the seat expires, and not up to a third later.
+                // So that a crash is noticed when the term expires, and not up to a third later.
                 Ok(Admission::Full(full)) => {
                     longest.min(full.retry_after + Duration::from_millis(fastrand::u64(1..10)))
                 }

@@ -134,7 +134,7 @@ impl<P: Pool> Lease<P> {
         is_lost
     }
 
-    /// Whether the holder was told that it is lost.
+    /// Whether the holder knows that it is lost.
     pub(crate) fn was_heard(&self) -> bool {
         lock(&self.state).was_heard
     }
@@ -178,7 +178,7 @@ impl<P: Pool> Lease<P> {
     }
 
     /// A renewal has come back: when it was sent, or `None` if there was nothing to renew. Returns
-    /// whether it is still held. What was lost once stays lost, because its holder was told so.
+    /// whether it is still held. What was lost once stays lost, because its holder knows it.
     ///
     /// The next one is due a third after this one was sent, because the reply of a slow server may
     /// take longer than that.
@@ -210,7 +210,7 @@ impl<P: Pool> Lease<P> {
         }
     }
 
-    /// Tells its end, unless that was told: as what, after how long.
+    /// Reports its end, unless that was reported: by a function of the subject and the beginning.
     pub(crate) fn report(&self, report: impl FnOnce(Subject, Instant)) {
         let was_reported = std::mem::replace(&mut lock(&self.state).is_reported, true);
         if !was_reported {

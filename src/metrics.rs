@@ -51,7 +51,7 @@ mod facade {
     /// has first counted with.
     pub fn describe_metrics() {
         let (count, seconds) = (Unit::Count, Unit::Seconds);
-        describe_counter!(OPERATIONS, count, "Operations, by what they came to.");
+        describe_counter!(OPERATIONS, count, "Operations, by outcome.");
         describe_counter!(
             LOST,
             count,

@@ -198,7 +198,7 @@ async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
 /// connection.
 ///
 /// Call it at the end of `main`, or of a test. A runtime that ends drops its tasks, and a process
-/// that ends its threads: a permit or a leader's seat would then be free only when its time is
+/// that ends its threads: a permit or a leader's term would then be free only when its time is
 /// over. A task that was aborted has dropped what it held when its handle says that it has ended.
 ///
 #[cfg_attr(

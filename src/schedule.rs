@@ -42,7 +42,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// The longest pause between two looks while another instance runs.
 const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
 
-/// What a look at a schedule came to.
+/// The result of one look at a schedule.
 #[must_use = "a tick may be due a moment later"]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunDue {
@@ -181,7 +181,7 @@ impl<P: Pool> Schedule<P> {
         })
     }
 
-    /// Looks at the row, and takes the tick that is due. How its run ends is told then, and an
+    /// Looks at the row, and takes the tick that is due. How its run ends is reported then, and an
     /// error here.
     async fn step(
         &self,
@@ -454,8 +454,8 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
         match self.step(pool, None, unanswered, trouble, &next).await? {
             Step::Over(look) => Ok(look),
             Step::Run(mut run, tick) => {
-                // Whether this work panics, and not another future of the same task, is told by the
-                // flag.
+                // Whether this work panics, and not another future of the same task, is known from
+                // the flag.
                 run.is_working = true;
                 let mut work = pin!(work(tick));
                 run.is_working = false;
@@ -496,7 +496,7 @@ fn pause_after(look: Result<RunDue>) -> Result<Option<Duration>> {
         Ok(RunDue::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
         Ok(RunDue::Paused) => Ok(Some(Duration::from_millis(fastrand::u64(2000..4000)))),
         Ok(RunDue::Never) => Ok(None),
-        // What went wrong was told.
+        // The error was reported.
         Err(error) if error.may_pass() || matches!(error, Error::PermitLost(_)) => {
             Ok(Some(retry()))
         }

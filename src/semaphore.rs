@@ -115,7 +115,7 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
-    /// The seat of a leader.
+    /// Makes the semaphore of an election, which has one slot.
     pub(crate) const fn of_election(
         election: &'static str,
         service: String,

@@ -377,7 +377,7 @@ impl Turns {
                     if index == 0 {
                         share.note_try(Instant::now(), false);
                     }
-                    // Those behind it have come nearer. Each is told when it is the 1st, 2nd, 3rd,
+                    // Those behind it have come nearer. Each is woken when it is the 1st, 2nd, 3rd,
                     // 5th, 9th …, which is soon enough.
                     let told = [0].into_iter().chain((0..).map(|n| 1 << n));
                     let told = told.take_while(|i| *i < queue.len());

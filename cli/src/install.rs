@@ -25,7 +25,7 @@ const WORTH_SAYING: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
 pub(crate) struct Install {
-    /// Waits for locks of others for at most so long
+    /// Waits for locks of others for at most this time
     #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "1m")]
     wait: Duration,
     /// Runs the migrations once more whose functions were replaced, or whose objects were dropped

@@ -25,7 +25,7 @@ const GRACE: Duration = Duration::from_secs(10);
 pub(crate) struct Run {
     /// The name of the lock; with --lease, that of the semaphore
     name: String,
-    /// Waits for at most so long, such as 30s or 10m
+    /// Waits for at most this time, such as 30s or 10m
     #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "0s", hide_default_value = true)]
     wait: Duration,
     /// Takes a permit that renews itself instead of a session lock: it holds no connection, works behind a pooler, and needs the

@@ -21,7 +21,7 @@ use crate::session::now;
 use crate::session::{Session, Transaction};
 use crate::waiting::Turns;
 
-/// After what time a wait is told, with the session that it waits for.
+/// After what time a wait is logged, with the session that it waits for.
 const LONG: Duration = Duration::from_secs(5);
 
 #[cfg(feature = "r2d2")]

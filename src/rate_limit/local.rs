@@ -102,7 +102,7 @@ impl Outcome for LocalCheck {
     }
 }
 
-/// What came of the row, which is told. What is decided in memory is only counted.
+/// What the row said, which is an event. What is decided in memory is only counted.
 struct Chunk(Check);
 
 impl Outcome for Chunk {

@@ -142,7 +142,7 @@ impl Exact {
         Some((rest * self.period / self.n) as i64)
     }
 
-    /// How many units a key has that is full in so long.
+    /// The units of a key that is full in `full_in` microseconds.
     pub(super) fn remaining(&self, full_in: i64) -> u32 {
         let owed = (u128::from(full_in.max(0).unsigned_abs()) * self.n).div_ceil(self.period);
         self.burst.saturating_sub(owed) as u32

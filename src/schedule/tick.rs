@@ -82,7 +82,7 @@ impl<P: Pool> Run<P> {
     }
 
     /// Stores how it ended. If the database is away for longer than the lease, the tick is run
-    /// again. Of a run whose loss was told to its work no end is stored: the work has stopped
+    /// again. Of a run whose work knows of the loss no end is stored: the work has stopped
     /// because of it.
     pub(super) async fn finish(mut self, error: Option<String>) -> Result<()> {
         if self.lease.was_heard() {

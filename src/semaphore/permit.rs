@@ -169,7 +169,7 @@ async fn release<P: Pool>(
     };
     let mut completed = complete(&lease, limit, patience).await;
     if completed.is_ok() && lease.is_lost() {
-        // Its holder was told so, and it may have been told to others.
+        // Its holder knows it, and may have said so to others.
         completed = Err(lease.loss());
     }
     let has_expired = || give_up.is_some_and(|give_up| give_up <= Instant::now());
@@ -224,7 +224,7 @@ impl Outcome for Renewed {
     }
 }
 
-/// Whether another try would come to nothing else.
+/// Whether another try would have the same result.
 fn is_final(completed: &Result<()>) -> bool {
     match completed {
         Ok(()) | Err(Error::PermitLost(_) | Error::NotInstalled) => true,

@@ -4,7 +4,7 @@ mod all;
 mod attempt;
 mod guard;
 pub(crate) mod holder;
-pub(crate) mod lent;
+pub(crate) mod scope;
 pub(crate) mod sql;
 mod sql_several;
 pub(crate) mod xact;
@@ -102,8 +102,8 @@ fn report(pool: &PgPool) {
 ///
 /// # Errors
 ///
-/// Session locks fail with [`Error::Input`] for an invalid name, [`Error::Pool`] if the pool lends
-/// no connection, [`Error::InsideTransaction`] if it lends one inside a transaction (that of
+/// Session locks fail with [`Error::Input`] for an invalid name, [`Error::Pool`] if the pool gives
+/// no connection, [`Error::InsideTransaction`] if it gives one inside a transaction (that of
 /// `begin_test_transaction` is none), [`Error::Standby`] on a hot standby, and [`Error::Database`].
 #[must_use = "a lock protects nothing until it is taken"]
 #[derive(Clone)]

@@ -96,7 +96,7 @@ where
         reply = ask_session(borrowed.conn(), statements).await;
     }
     borrowed.note_reply();
-    if matches!(reply, Err(Error::LentInTransaction | Error::Standby)) {
+    if matches!(reply, Err(Error::DirtyConnection | Error::Standby)) {
         borrowed.discard();
     }
     reply
@@ -113,7 +113,7 @@ where
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     if !session.transaction().is_none() {
-        return Err(Error::LentInTransaction);
+        return Err(Error::DirtyConnection);
     }
     let (mut reply, mut sent) = (Err(DieselError::NotFound), Instant::now());
     for statement in statements.iter().cycle() {
@@ -121,7 +121,7 @@ where
         let is_open;
         (reply, is_open) = session.probe(statement).await;
         if is_open {
-            return Err(Error::LentInTransaction);
+            return Err(Error::DirtyConnection);
         }
         if !is_next(statements, &reply) {
             break;
@@ -130,8 +130,8 @@ where
     repair(session, statements, reply, sent).await
 }
 
-/// As [`ask`], on a connection that was lent: in its transaction, if there is one.
-pub(crate) async fn ask_lent<S: Session, T, U>(
+/// As [`ask`], on the caller's connection: in its transaction, if there is one.
+pub(crate) async fn ask_on<S: Session, T, U>(
     session: &mut S,
     statements: &[Statement<T>],
 ) -> Result<U>

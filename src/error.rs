@@ -23,7 +23,7 @@ pub enum Error {
     #[error("{0}")]
     Input(Cow<'static, str>),
 
-    /// The pool lent no connection.
+    /// The pool gave no connection.
     #[error(
         "the pool gave no connection: is the database up, is the pool large enough, and does the \
          caller hold a guard whose `conn()` it could use?"
@@ -48,21 +48,21 @@ pub enum Error {
 
     /// The server is a hot standby, whose locks exclude nobody on the primary, or it refuses to
     /// write, as after a switchover. An operation over a pool has discarded the connection and was
-    /// tried once more on another one. On a lent connection it was tried once, and the connection's
-    /// pool closes it.
+    /// tried once more on another one. On the caller's connection it was tried once, and the
+    /// connection's pool closes it.
     #[error(
         "the server is a standby or refuses to write: its locks exclude nobody on the primary; \
          connect to the primary, which target_session_attrs=read-write finds"
     )]
     Standby,
 
-    /// The pool lent a connection inside a transaction that plain SQL had left open. It was
+    /// The pool gave a connection inside a transaction that plain SQL had left open. It was
     /// discarded, which rolls back.
     #[error(
-        "the pool lent a connection inside an open transaction, which was rolled back: some code \
+        "the pool gave a connection inside an open transaction, which was rolled back: some code \
          sends BEGIN without COMMIT or ROLLBACK"
     )]
-    LentInTransaction,
+    DirtyConnection,
 
     /// A session lock was to be taken inside a transaction, in which a failed statement would
     /// prevent its release, or an operation with a transaction of its own was to be run inside
@@ -273,7 +273,7 @@ impl Error {
                 | Self::TimedOut
                 | Self::Standby
                 | Self::Database(_)
-                | Self::LentInTransaction
+                | Self::DirtyConnection
         )
     }
 }

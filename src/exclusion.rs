@@ -50,7 +50,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// # Errors
 ///
 /// [`Error::NotExclusive`] with what was found and what to do, [`Error::Input`] for a pool of one,
-/// [`Error::Standby`], [`Error::Pool`], [`Error::LentInTransaction`], [`Error::NoRuntime`] and
+/// [`Error::Standby`], [`Error::Pool`], [`Error::DirtyConnection`], [`Error::NoRuntime`] and
 /// [`Error::Database`].
 ///
 /// ```

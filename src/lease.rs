@@ -293,7 +293,7 @@ impl<P: Pool> Lease<P> {
     }
 
     /// Renews it, and begins again beside the first try if that has no reply for two fifths of the
-    /// timeout, because a pool may lend a connection on which the statement of a dropped future
+    /// timeout, because a pool may give a connection on which the statement of a dropped future
     /// still runs. The first good reply counts. It is long, because on a slow server two tries are
     /// slower than one. A blocking try is not interrupted.
     async fn insist(self: &Arc<Self>, limit: Duration) -> Result<Option<Instant>> {

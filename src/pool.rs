@@ -30,7 +30,7 @@ pub use self::r2d2::PgPool;
     note = "import the handle of your pool: `diesel_interlock::AdvisoryLock` for r2d2, \
             `diesel_interlock::deadpool::AdvisoryLock` for deadpool, \
             `diesel_interlock::bb8::AdvisoryLock` for bb8",
-    note = "a wrapper of a pool is lent as the pool inside: `&**wrapper`, `wrapper.get_ref()` or \
+    note = "a wrapper of a pool is given as the pool inside: `&**wrapper`, `wrapper.get_ref()` or \
          `&wrapper.0`"
 )]
 pub trait Pool: Sealed + Clone + Send + Sync + 'static {
@@ -52,7 +52,7 @@ pub trait Pool: Sealed + Clone + Send + Sync + 'static {
     /// server. If not, it polls. A pool of one spares none.
     fn can_spare(&self) -> bool;
 
-    /// How many connections the pool could lend without opening one.
+    /// How many connections the pool could give without opening one.
     fn idle(&self) -> usize;
 
     /// How many connections the pool has at most.
@@ -177,7 +177,7 @@ impl<P: Pool> Drop for Borrowed<P> {
     }
 }
 
-/// Waits for the reply to the statement of a dropped future, so that the pool lends no connection
+/// Waits for the reply to the statement of a dropped future, so that the pool gives no connection
 /// whose server is silent.
 async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
     let deadline = Some(Instant::now() + PATIENCE);
@@ -193,7 +193,7 @@ async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
 /// confirmed, or what it releases has expired, or its connection was closed over a second ago, so
 /// that the server has noticed, unless its `client_connection_check_interval` is longer. Sends
 /// nothing of its own. While the database is away, releases are tried again, until what they
-/// release has expired. What was dropped on a connection that its caller has lent (`with_on`,
+/// release has expired. What was dropped on a connection of the caller (`with_on`,
 /// `transaction`, `Once::run`) is not waited for: it ends with its statement, or with the
 /// connection.
 ///

@@ -22,7 +22,7 @@ pub use self::check::{Check, CheckAll, Limited, Spent, State};
 pub use self::local::{LocalCheck, LocalRateLimit};
 pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
-use crate::call::{ask, ask_lent, in_batches};
+use crate::call::{ask, ask_on, in_batches};
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
@@ -60,8 +60,8 @@ use crate::waiting::{self, Turns, What};
 /// A changed quota applies from the key's next call on, and what the key owes is kept.
 ///
 /// A grant commits asynchronously: a crash of the server may forget those of the last second,
-/// unless the limit is [`durable`](Self::durable). A check on a lent connection commits as its
-/// transaction does.
+/// unless the limit is [`durable`](Self::durable). A check on the caller's connection commits as
+/// its transaction does.
 ///
 /// An operation that writes to a key waits for another transaction that has checked the key and has
 /// not ended. Over a pool it fails after 250 ms ([`Error::KeyLocked`]), so that a forgotten `BEGIN`
@@ -70,7 +70,7 @@ use crate::waiting::{self, Turns, What};
 /// # Errors
 ///
 /// [`Error::Input`], also for a cost above the burst, [`Error::Pool`], [`Error::KeyLocked`],
-/// [`Error::NotInstalled`], [`Error::LentInTransaction`] and [`Error::Database`].
+/// [`Error::NotInstalled`], [`Error::DirtyConnection`] and [`Error::Database`].
 #[must_use = "a rate limit decides nothing until it is checked"]
 #[derive(Clone)]
 pub struct RateLimit<P: Pool> {
@@ -302,7 +302,7 @@ impl<P: Pool> RateLimit<P> {
 
     async fn decide<S: Session>(&self, session: &mut S, commit: Commit) -> Result<Check> {
         let (call, lead) = self.call()?;
-        let row = ask_lent(session, &call.check(commit, lead)).await?;
+        let row = ask_on(session, &call.check(commit, lead)).await?;
         Ok(self.read(&call, row))
     }
 

@@ -79,7 +79,7 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 /// # Errors
 ///
 /// [`Error::Input`] for an invalid name, no slot or more than 1,000, and a timeout under a
-/// microsecond or over 1,000 years; [`Error::Pool`] if the pool lends no connection;
+/// microsecond or over 1,000 years; [`Error::Pool`] if the pool gives no connection;
 /// [`Error::NotInstalled`]; and [`Error::Database`].
 #[must_use = "a semaphore admits nobody until a permit is acquired"]
 #[derive(Clone)]
@@ -165,7 +165,7 @@ impl<P: Pool> Semaphore<P> {
     /// held: each on a thread of its own over r2d2, and in a task over deadpool and bb8. The
     /// timeout, 3 seconds at least, is then how long a crash keeps the slot.
     ///
-    /// A renewal takes a connection of the pool. bb8 does not lend in the order of waiting, so
+    /// A renewal takes a connection of the pool. bb8 does not serve waiters in their order, so
     /// leave it a connection to spare.
     ///
     /// A permit that cannot be renewed in time is [lost](Permit::is_lost) before the database lets

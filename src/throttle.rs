@@ -15,7 +15,7 @@ use diesel::data_types::PgInterval;
 pub use self::decision::{Decision, Denied, Granted, LastGrant};
 pub use self::resource::{DeclaredResources, ResourceLabel, ThrottledResource};
 pub use self::sync::{Difference, Synced};
-use crate::call::{ask, ask_lent, in_batches};
+use crate::call::{ask, ask_on, in_batches};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input::LONGEST;
@@ -60,7 +60,7 @@ use crate::{input, instance};
 /// # Errors
 ///
 /// [`Error::Input`], [`Error::Pool`], [`Error::NotDeclared`] for a resource without a row,
-/// [`Error::NotInstalled`], [`Error::LentInTransaction`] and [`Error::Database`].
+/// [`Error::NotInstalled`], [`Error::DirtyConnection`] and [`Error::Database`].
 #[must_use = "a throttle decides nothing until it is attempted"]
 #[derive(Clone)]
 pub struct Throttle<P: Pool> {
@@ -126,7 +126,7 @@ impl<P: Pool> Throttle<P> {
     /// until it ends, and it is due if it is rolled back.
     pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().observe("attempt_on", async move {
-            self.decide(ask_lent(conn, &self.statements()?).await?)
+            self.decide(ask_on(conn, &self.statements()?).await?)
         }))
     }
 

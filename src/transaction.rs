@@ -72,10 +72,10 @@ impl<'c, S: Session> Own<'c, S> {
         Ok(transaction)
     }
 
-    /// As [`begin`](Self::begin), on a connection that a pool has lent.
+    /// As [`begin`](Self::begin), on a connection out of a pool.
     pub(crate) async fn begin_borrowed(conn: &'c mut S) -> Result<Self> {
         Self::begin(conn).await.map_err(|error| match error {
-            Error::InsideTransaction => Error::LentInTransaction,
+            Error::InsideTransaction => Error::DirtyConnection,
             error => error,
         })
     }

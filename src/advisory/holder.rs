@@ -161,7 +161,7 @@ impl<C: Owner> Holder<C> {
         self.held().holds = Holds::Nothing;
         let taken = Busy::read(reply).inspect_err(|error| {
             if matches!(error, Error::Standby) {
-                // So that a pool closes it, also one that has lent it to the caller.
+                // So that a pool closes it, also the one that the caller took it from.
                 self.held().holds = Holds::Doubtful;
                 self.conn().mark_broken();
             }
@@ -424,7 +424,7 @@ async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     );
 }
 
-/// A connection that a caller lends, which cannot be discarded. So a session that surely cannot
+/// A connection of the caller, which cannot be discarded. So a session that surely cannot
 /// release what it may hold is ended.
 impl<S: Session> Owner for &mut S {
     type Session = S;

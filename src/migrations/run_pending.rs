@@ -10,7 +10,7 @@ use diesel_migrations::MigrationHarness;
 use crate::advisory::Locks;
 #[cfg(feature = "async")]
 use crate::advisory::holder::Holder;
-use crate::advisory::lent::{self, Waits};
+use crate::advisory::scope::{self, Waits};
 use crate::advisory::sql::Lock;
 use crate::error::{Error, Result};
 use crate::event::Subject;
@@ -36,7 +36,7 @@ const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v
 #[diagnostic::on_unimplemented(
     message = "migrations do not run on `{Self}`",
     label = "neither a `&mut PgConnection` nor an `AsyncPgConnection`",
-    note = "of a pooled blocking connection lend the one inside, `&mut *conn`; an asynchronous one \
+    note = "of a pooled blocking connection pass the one inside, `&mut *conn`; an asynchronous one \
          is given by value: `AsyncPgConnection::establish(url).await?`"
 )]
 pub trait Target<M>: Sealed {
@@ -108,7 +108,7 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
             return Ok(Vec::new());
         }
         let (lock, subject) = lock()?;
-        let held = now(lent::enter::<Blocking, _>(
+        let held = now(scope::enter::<Blocking, _>(
             self,
             lock,
             subject,
@@ -116,7 +116,7 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
         ))?;
         let mut holder = held.acquired().ok_or(Error::TimedOut)?;
         let ran = run(holder.conn(), source);
-        now(lent::leave(holder, ran))
+        now(scope::leave(holder, ran))
     }
 }
 
@@ -145,7 +145,7 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
         return Ok(Vec::new());
     }
     let (lock, subject) = lock()?;
-    let held = lent::enter::<Async, _>(&mut conn, lock, subject, Waits::Polling).await?;
+    let held = scope::enter::<Async, _>(&mut conn, lock, subject, Waits::Polling).await?;
     let (_, held) = held.acquired().ok_or(Error::TimedOut)?.open();
     let running = runtime.spawn_blocking(move || {
         let mut conn = AsyncConnectionWrapper::<_>::from(conn);
@@ -153,7 +153,7 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
         (conn.into_inner(), held, ran)
     });
     match running.await {
-        Ok((mut conn, held, ran)) => lent::leave(Holder::of(&mut conn, held), ran).await,
+        Ok((mut conn, held, ran)) => scope::leave(Holder::of(&mut conn, held), ran).await,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
             // The runtime shuts down, and drops this future, too.

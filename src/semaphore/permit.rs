@@ -15,7 +15,7 @@ use crate::waiting::{self, What};
 /// A permit that is held: a slot of its service, and no connection.
 ///
 /// A drop releases it, without an error and without waiting for a connection: at once if the pool
-/// can lend one, and otherwise in the background as soon as it can. [`release`](Self::release) does
+/// can give one, and otherwise in the background as soon as it can. [`release`](Self::release) does
 /// the same, and reports a permit that had expired.
 ///
 /// A permit believes in its slot until it [is lost](Self::is_lost), which is a tenth of its

@@ -60,7 +60,7 @@ fn runtimes() -> [Runtime; 2] {
 }
 
 /// Drops an operation after each number of polls, in each kind of runtime and with pools of 1 and 4, until it is ready. Then
-/// nothing is held, and the pool lends all its connections.
+/// nothing is held, and the pool gives all its connections.
 fn try_all<F: Future>(database: &Database, operation: impl Fn(PgPool) -> F) {
     let mut observer = Observer::of(database);
     for runtime in runtimes() {
@@ -72,7 +72,7 @@ fn try_all<F: Future>(database: &Database, operation: impl Fn(PgPool) -> F) {
             runtime.block_on(async {
                 for polls in 0..POLLS {
                     let is_ready = dropped_after(polls, operation(pool.clone())).await;
-                    // What the drop left to tasks is done before the pool lends all its connections again.
+                    // What the drop left to tasks is done before the pool gives all its connections again.
                     let mut all = Vec::new();
                     for _ in 0..size {
                         all.push(pool.check_out(None).await.unwrap());

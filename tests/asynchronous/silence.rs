@@ -61,7 +61,7 @@ fn a_dropped_call_whose_server_is_silent_gives_its_place_in_the_pool_back() {
                                 let dropped = dropped_when(async { $call.await }, happens);
                                 timeout(SOON, dropped).await.expect("it is sent");
                                 let next = timeout(SOON, $pool.check_out(None));
-                                drop(next.await.expect("the pool lends one").unwrap());
+                                drop(next.await.expect("the pool gives one").unwrap());
                             });
                         });
                     }
@@ -99,7 +99,7 @@ fn a_dropped_check_out_whose_server_is_silent_gives_its_place_in_the_pool_back()
                 assert_matches!(error, Error::Pool(_));
             }
         };
-        timeout(SOON, lent).await.expect("the pool lends one");
+        timeout(SOON, lent).await.expect("the pool gives one");
     });
 }
 

@@ -196,7 +196,7 @@ fn the_gauge_of_held_locks_falls_on_every_way_out() {
     wait(execute(guard.conn(), "SELECT 1/0")).unwrap_err();
     drop(guard);
     assert_after_drop("after a failed release", || METRICS.held() == 0.0);
-    // On a lent connection.
+    // On the caller's connection.
     on_one(&pool, |conn| {
         let entered = wait(LOCK.with_on(
             conn,

@@ -234,7 +234,7 @@ fn what_is_done_on_a_connection_with_a_transaction_left_open_does_not_count() {
     let database = installed();
     let pool = pool(&database, 1);
     wait(on_first(&pool, "BEGIN")).unwrap();
-    assert_matches!(wait(ONE.try_acquire(&pool)), Err(Error::LentInTransaction));
+    assert_matches!(wait(ONE.try_acquire(&pool)), Err(Error::DirtyConnection));
     let mut observer = Observer::of(&database);
     eventually("the session has ended", || observer.in_transaction() == 0);
     let permit = taken(&ONE, &pool);

@@ -684,7 +684,7 @@ fn a_transaction_that_was_left_in_the_pool_is_reported_and_rolled_back() {
     let database = installed();
     let pool = pool(&database, 1);
     on_one(&pool, |conn| wait(execute(conn, "BEGIN")).unwrap());
-    assert_matches!(wait(SLOW.check(&pool)), Err(Error::LentInTransaction));
+    assert_matches!(wait(SLOW.check(&pool)), Err(Error::DirtyConnection));
     let mut observer = Observer::of(&database);
     eventually("the session has ended", || observer.in_transaction() == 0);
     assert_eq!(allowed(&SLOW, &pool).state.remaining, 4);

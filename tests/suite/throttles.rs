@@ -484,7 +484,7 @@ fn a_transaction_that_was_left_open_on_a_pooled_connection_is_an_error() {
     let database = installed();
     let pool = pool(&database, 1);
     on_one(&pool, |conn| wait(execute(conn, "BEGIN")).unwrap());
-    assert_matches!(wait(REBUILD.attempt(&pool)), Err(Error::LentInTransaction));
+    assert_matches!(wait(REBUILD.attempt(&pool)), Err(Error::DirtyConnection));
     let mut observer = Observer::of(&database);
     eventually("the session has ended", || observer.in_transaction() == 0);
     assert!(is_granted(&REBUILD, &pool));

@@ -360,7 +360,7 @@ fn a_pooled_connection_inside_a_transaction_is_discarded() {
         for refused in &tries {
             assert_matches!(
                 refused,
-                Ok(()) | Err(Error::LentInTransaction | Error::InsideTransaction)
+                Ok(()) | Err(Error::DirtyConnection | Error::InsideTransaction)
             );
         }
         assert_matches!(tries.last(), Some(Ok(())));

@@ -68,7 +68,7 @@ impl IntoResponse for Failed {
     }
 }
 
-/// A pool or a server that lends no connection.
+/// A pool or a server that gives no connection.
 fn no_connection(error: impl std::error::Error + Send + Sync + 'static) -> Error {
     Error::Pool(error.into())
 }

@@ -1,5 +1,5 @@
 //! Does `check_exclusion` tell the truth? Behind `PgBouncer` in transaction mode it must find the pooler, whatever the number of the
-//! pooler's sessions, the order in which they are lent, and the load; on a direct server it must find nothing. It must leave no lock,
+//! pooler's sessions, the order in which they are handed out, and the load; on a direct server it must find nothing. It must leave no lock,
 //! and no other client may see an error.
 
 use std::collections::HashSet;
@@ -208,7 +208,7 @@ impl<E> CustomizeConnection<PgConnection, E> for Unprepared {
 }
 
 /// A new pool with two idle connections, of which the second may be the first that was used. A round trip at each check-out, as it is
-/// r2d2's default, makes a pooler lend other sessions.
+/// r2d2's default, makes a pooler hand out other sessions.
 fn pool(address: &Endpoint, is_reversed: bool, is_checked: bool) -> PgPool {
     let pool: PgPool = Pool::builder()
         .max_size(2)
@@ -223,7 +223,7 @@ fn pool(address: &Endpoint, is_reversed: bool, is_checked: bool) -> PgPool {
     }
     for conn in &mut both {
         conn.batch_execute("SELECT 1")
-            .expect("PgBouncer lends a session");
+            .expect("PgBouncer gives a session");
     }
     if is_reversed {
         both.reverse();

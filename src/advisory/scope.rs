@@ -1,4 +1,4 @@
-//! Session locks in a scope, on a connection that the caller lends.
+//! Session locks in a scope, on the caller's connection.
 
 use std::time::{Duration, Instant};
 
@@ -26,8 +26,8 @@ const LONG: Duration = Duration::from_secs(5);
 
 #[cfg(feature = "r2d2")]
 impl AdvisoryLock<PgPool> {
-    /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others
-    /// hold it, runs `work`, and releases it.
+    /// Takes the session lock on the caller's connection, [waits](Self#waiting) for as long as
+    /// others hold it, runs `work`, and releases it.
     ///
     /// Two round trips beside those of `work` if it is free. For a connection that is not out of a
     /// pool. A lock that cannot be released ends the session. Fails as
@@ -54,8 +54,8 @@ impl AdvisoryLock<PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
-    /// Takes the session lock on a lent connection, [waits](Self#waiting) for as long as others
-    /// hold it, runs `work`, and releases it.
+    /// Takes the session lock on the caller's connection, [waits](Self#waiting) for as long as
+    /// others hold it, runs `work`, and releases it.
     ///
     /// Two round trips beside those of `work` if it is free. For a connection that is not out of a
     /// pool. A lock that cannot be released ends the session. Fails as
@@ -108,7 +108,7 @@ pub(crate) enum Waits {
     Polling,
 }
 
-/// Takes the locks on a lent connection, and waits for them if it is to.
+/// Takes the locks on the caller's connection, and waits for them if it is to.
 pub(crate) async fn enter<M: Mode, S: Session>(
     conn: &mut S,
     locks: Locks,

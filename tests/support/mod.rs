@@ -1,5 +1,5 @@
 //! What the tests share: a session that looks, and helpers that wait or fail.
-#![allow(dead_code)] // each crate uses a part
+#![allow(dead_code, unused_imports)] // each crate uses a part
 
 use std::time::{Duration, Instant};
 
@@ -17,10 +17,12 @@ pub(crate) mod log;
 mod own;
 mod process;
 mod role;
+mod wanted;
 
 pub(crate) use self::own::{Own, Step};
 pub(crate) use self::process::{Process, alone};
 pub(crate) use self::role::Role;
+pub(crate) use self::wanted::Wanted;
 use crate::half::{IS_ASYNC, PgPool, on_all, wait};
 
 /// Asserts that a value matches a pattern, and shows the value if it does not.

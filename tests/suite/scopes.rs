@@ -1,4 +1,4 @@
-//! Session locks in a scope, on a connection that is lent.
+//! Session locks in a scope, on a connection of the caller.
 
 use std::thread;
 
@@ -10,7 +10,7 @@ use crate::half::{
 };
 use crate::support::{Observer, Wanted, eventually, number, run};
 
-static LOCK: AdvisoryLock = AdvisoryLock::named("lent");
+static LOCK: AdvisoryLock = AdvisoryLock::named("scopes");
 
 #[test]
 fn it_is_held_in_the_scope_and_free_after_it() {

@@ -1,7 +1,7 @@
 //! Several locks at once: a holder has all of them or none.
 //!
 //! What holds for several as it does for one is tested with both in `session_locks`, `waiting`,
-//! `ways_out`, `lent` and `transaction_locks`.
+//! `ways_out`, `scopes` and `transaction_locks`.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicI32, Ordering};

@@ -199,7 +199,8 @@ fn a_role_without_plpgsql_polls() {
     thread::scope(|scope| {
         let waiting =
             scope.spawn(|| wait(LOCK.acquire_timeout(&plain, Duration::from_secs(60))).unwrap());
-        thread::sleep(Duration::from_millis(20));
+        let mut observer = Observer::of(&database);
+        eventually("it polls", || observer.have_tried() > 0);
         drop(holder);
         wait(waiting.join().unwrap().acquired().unwrap().release()).unwrap();
     });

@@ -222,7 +222,7 @@ pub(crate) fn foreign_try(conn: &mut PgConnection, key: &LockKey) -> bool {
     )
 }
 
-/// The pool lends as many connections as it should, and none of them holds a lock or is in a transaction.
+/// The pool has as many connections as it should, and none of them holds a lock or is in a transaction.
 #[track_caller]
 pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     wait(on_all(pool, "SELECT 1")).unwrap();

@@ -38,7 +38,7 @@ pub(crate) fn ten_requests_for_one_server(database: &Database) -> Result<(), Box
     println!("\n  In a transaction: conn.transaction(|conn| {{ check, then insert }})");
     // No transaction sees what others have not committed yet. The barrier is the bad luck.
     let rows = ten_at_once(database, |conn, customer| {
-        conn.transaction(|conn| book(conn, customer, || drop(barrier.wait())))
+        conn.transaction(|conn| book(conn, customer, || _ = barrier.wait()))
     })?;
     assert_eq!(rows, "10");
     println!("    ✗ {rows} rows: ten customers were told that the server is theirs");

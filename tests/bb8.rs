@@ -1,12 +1,57 @@
-//! What the crate promises, over bb8. `suite` is compiled over r2d2 and deadpool, too, and `asynchronous` over deadpool.
+//! What the crate promises, over bb8, where bb8 differs from deadpool.
+//!
+//! Both pools contain the same connection, so `src/` reaches a difference only through
+//! `src/pool/bb8.rs`: the check-out and what its dropped future leaves, `idle` and `can_spare` (bb8
+//! tells how many connections are idle, not how many it may open), and `discard`. bb8 also closes a
+//! broken connection as soon as it comes back, where deadpool does that at the next check-out, and
+//! it serves a caller out of turn that comes again at once.
+//!
+//! What differs, and the modules that see it:
+//! - who waits on the server, and who polls: `waiting`, `queues`, `semaphore_waiting`
+//! - which connections come back, and which are discarded: `session_locks`, `ways_out`, `scopes`,
+//!   `transaction_locks`
+//! - releases and renewals over a pool that is empty or never idle: `permits`, `kept_permits`,
+//!   `draining`
+//! - connections that are cut or silent under an operation: `lost_replies`, `silence`
+//! - check-outs and operations whose futures are dropped: `cancelled`, `drops`, `filling`,
+//!   `asynchronous::waiting`, `rate_limits`, `throttles`
+//! - types of the pool in handles and futures: `auto_traits`
+//!
+//! All other modules of `suite` and `asynchronous` send SQL on whichever connection they have:
+//! deadpool runs them.
 
 #[path = "half/asynchronous.rs"]
 #[macro_use]
 mod half;
 mod support;
 
-mod asynchronous;
-mod suite;
+mod asynchronous {
+    mod auto_traits;
+    mod cancelled;
+    mod drops;
+    mod filling;
+    mod rate_limits;
+    mod silence;
+    mod throttles;
+    mod waiting;
+}
+
+mod suite {
+    #![allow(clippy::unit_arg)] // as in `suite/mod.rs`
+
+    mod auto_traits;
+    mod draining;
+    mod kept_permits;
+    mod lost_replies;
+    mod permits;
+    mod queues;
+    mod scopes;
+    mod semaphore_waiting;
+    mod session_locks;
+    mod transaction_locks;
+    mod waiting;
+    mod ways_out;
+}
 
 /// The pool under test.
 mod pool {

@@ -1,4 +1,5 @@
-//! What the crate promises, over deadpool. `suite` is compiled over r2d2 and bb8, too, and `asynchronous` over bb8.
+//! What the crate promises, over deadpool: all of `suite`, as over r2d2, and all of `asynchronous`.
+//! `bb8.rs` runs a part of both.
 
 #[path = "half/asynchronous.rs"]
 #[macro_use]

@@ -1,4 +1,4 @@
-//! What the crate promises, over r2d2. `suite` is compiled over deadpool and bb8, too.
+//! What the crate promises, over r2d2: all of `suite`, as over deadpool, and `blocking`.
 
 #[path = "half/blocking.rs"]
 #[macro_use]

@@ -1,4 +1,4 @@
-//! An application's own migrations, on a connection that a program gives away.
+//! An application's own migrations, on a connection that the crate then owns.
 
 use diesel_async::{AsyncConnection, AsyncPgConnection};
 use diesel_interlock::migrations;

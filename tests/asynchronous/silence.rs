@@ -1,7 +1,7 @@
 //! A server that does not reply.
 
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use diesel_interlock::Pool;
 use tokio::runtime::Builder;
@@ -61,7 +61,7 @@ fn a_dropped_call_whose_server_is_silent_gives_its_place_in_the_pool_back() {
                                 let dropped = dropped_when(async { $call.await }, happens);
                                 timeout(SOON, dropped).await.expect("it is sent");
                                 let next = timeout(SOON, $pool.check_out(None));
-                                drop(next.await.expect("the pool gives one").unwrap());
+                                drop(next.await.expect("the pool has one").unwrap());
                             });
                         });
                     }
@@ -99,7 +99,7 @@ fn a_dropped_check_out_whose_server_is_silent_gives_its_place_in_the_pool_back()
                 assert_matches!(error, Error::Pool(_));
             }
         };
-        timeout(SOON, lent).await.expect("the pool gives one");
+        timeout(SOON, lent).await.expect("the pool has one");
     });
 }
 
@@ -191,10 +191,8 @@ fn a_permit_whose_server_is_silent_is_drained_when_it_has_expired() {
         let slot = Semaphore::named("drained", 1, Duration::from_secs(3));
         let permit = wait(slot.acquire(&pool)).unwrap();
         proxy.cut();
-        let began = Instant::now();
         drop(permit);
         assert!(wait(drain(&pool, Duration::from_secs(60))));
-        assert!(began.elapsed() < SOON);
     });
 }
 

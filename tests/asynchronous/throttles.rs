@@ -1,11 +1,8 @@
 //! Attempts whose futures are dropped.
 
-use std::future::poll_fn;
-use std::pin::pin;
-use std::task::Poll;
 use std::time::Duration;
 
-use crate::half::{Throttle, execute, on_one, pool, throttled_resources, wait};
+use crate::half::{Throttle, execute, on_one, polled, pool, throttled_resources, wait};
 use crate::support::{assert_pool_whole, installed, run};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -17,22 +14,6 @@ throttled_resources! {
         Newsletter = "newsletter" every HOUR,
         Import = "import" every HOUR,
     }
-}
-
-/// Polls a future so many times, and drops it at once if it is still pending.
-async fn polled<T>(times: usize, future: impl Future<Output = T>) -> Option<T> {
-    let (mut future, mut polls) = (pin!(future), 0);
-    poll_fn(|context| {
-        if polls == times {
-            return Poll::Ready(None);
-        }
-        polls += 1;
-        match future.as_mut().poll(context) {
-            Poll::Pending if polls == times => Poll::Ready(None),
-            polled => polled.map(Some),
-        }
-    })
-    .await
 }
 
 /// It may have been granted, to nobody.

@@ -65,7 +65,7 @@ fn told(work: impl FnOnce()) -> Vec<String> {
 }
 
 #[test]
-fn an_operation_tells_what_it_came_to() {
+fn an_operation_logs_its_outcome() {
     let database = installed();
     let pool = pool(&database, 2);
     let lock = AdvisoryLock::named("report");
@@ -132,7 +132,7 @@ fn an_operation_tells_what_it_came_to() {
 }
 
 #[test]
-fn a_release_that_fails_is_told() {
+fn a_release_that_fails_is_logged() {
     let database = installed();
     let pool = make_pool(&database.url(), 1, Duration::from_millis(50));
     let semaphore = Semaphore::named("s", 1, Duration::from_secs(60));

@@ -98,7 +98,7 @@ fn a_term_is_renewed_and_a_pause_lasts_as_long_as_it_should() {
 }
 
 #[test]
-fn a_leader_that_is_deposed_is_told_and_stands_again() {
+fn a_leader_that_is_deposed_notices_and_stands_again() {
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
     let (stop, terms) = (Stop::new(), AtomicU64::new(0));
@@ -116,7 +116,7 @@ fn a_leader_that_is_deposed_is_told_and_stands_again() {
 }
 
 #[test]
-fn the_seat_of_a_leader_that_has_crashed_falls_free() {
+fn after_a_crash_another_one_leads() {
     let database = installed();
     let pool = pool(&database, 2);
     let look = &mut database.connect();
@@ -184,9 +184,7 @@ fn a_database_that_is_away_is_tried_again_and_a_missing_schema_is_not() {
         let conn = pool.get().unwrap();
         let leads = scope.spawn(|| DISPATCHER.lead(&pool, &stop, |_| stop.stop()));
         let began = Instant::now();
-        eventually("the pool has lent nothing several times", || {
-            began.elapsed() > TTL
-        });
+        eventually("the pool was empty several times", || began.elapsed() > TTL);
         assert!(!leads.is_finished());
         drop(conn);
         leads.join().unwrap().unwrap();
@@ -252,11 +250,12 @@ fn the_view_tells_who_leads() {
 }
 
 #[test]
-fn a_stop_ends_a_campaign_and_a_term_though_the_pool_lends_nothing() {
+fn a_stop_ends_a_campaign_and_a_term_though_the_pool_is_empty() {
     let database = installed();
     for is_elected in [false, true] {
-        let pool = make_pool(&database.url(), 1, Duration::from_secs(30));
-        // So that the seat is not lost meanwhile.
+        // Longer than a test waits for anything.
+        let pool = make_pool(&database.url(), 1, Duration::from_secs(600));
+        // So that the lease is not lost meanwhile.
         let leader = Leader::named("patient", Duration::from_secs(60)).key(is_elected);
         let stop = Stop::new();
         let is_at_work = std::sync::Barrier::new(2);
@@ -273,17 +272,16 @@ fn a_stop_ends_a_campaign_and_a_term_though_the_pool_lends_nothing() {
                 all = Some(pool.get().unwrap());
             }
             let began = Instant::now();
-            eventually("the pool has lent nothing for a while", || {
+            eventually("the pool was empty for a while", || {
                 began.elapsed() > Duration::from_millis(300)
             });
             assert!(!leads.is_finished());
-            let began = Instant::now();
             stop.stop();
+            eventually("it has ended", || leads.is_finished());
             leads.join().unwrap().unwrap();
-            assert!(began.elapsed() < Duration::from_secs(10));
         });
         drop(all);
-        // The seat is given up as soon as there is a connection.
+        // It resigns as soon as there is a connection.
         let leads =
             "(SELECT count(*) FROM resource_control.service_request WHERE completed_at IS NULL)";
         let look = &mut database.connect();

@@ -16,7 +16,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 #[test]
 fn a_leader_counts_its_elections_and_how_its_terms_end() {
     const METRICS: Metrics = Metrics("counted leader");
-    static LEADER: Leader = Leader::named("counted leader", Duration::from_millis(600));
+    static LEADER: Leader = Leader::named("counted leader", Duration::from_secs(3));
     let _ = exported();
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
@@ -28,7 +28,7 @@ fn a_leader_counts_its_elections_and_how_its_terms_end() {
             if terms == 1 {
                 assert!(depose(&LEADER, &other).unwrap());
                 assert!(!term.pause(Duration::MAX));
-                eventually("it is told while the work goes on", || {
+                eventually("it is counted while the work goes on", || {
                     METRICS.lost() == 1.0
                 });
                 assert_eq!(METRICS.held(), 0.0);

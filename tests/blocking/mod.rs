@@ -1,11 +1,11 @@
 //! What only the blocking half has.
 
+mod borrowing;
 mod copies;
 #[cfg(feature = "tracing")]
 mod events;
 mod keys;
 mod leaders;
-mod lenders;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod own_migrations;

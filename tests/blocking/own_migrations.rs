@@ -1,4 +1,4 @@
-//! An application's own migrations, on a connection that a program lends.
+//! An application's own migrations, on a connection of the program.
 
 use diesel::prelude::*;
 use diesel_interlock::{Error, migrations};

@@ -221,7 +221,7 @@ fn a_claim_that_takes_longer_than_its_lease_is_no_run() {
 }
 
 #[test]
-fn a_run_that_has_lost_its_lease_is_told_and_changes_nothing_of_the_next() {
+fn a_run_that_has_lost_its_lease_notices_and_changes_nothing_of_the_next() {
     let database = installed();
     let pool = pool(&database, 4);
     let look = &mut database.connect();
@@ -387,7 +387,7 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
             })
         });
         let began = Instant::now();
-        eventually("the pool has lent nothing", || {
+        eventually("the pool was empty", || {
             began.elapsed() > Duration::from_millis(300)
         });
         assert!(!runs.is_finished());
@@ -444,7 +444,7 @@ fn an_own_clock_in_the_search_path_hinders_nothing() {
 
 /// It has stopped because of it, so what it returns is no end.
 #[test]
-fn a_run_that_was_told_of_its_loss_stores_no_end_and_its_tick_runs_again() {
+fn a_run_that_has_noticed_its_loss_stores_no_end_and_its_tick_runs_again() {
     type Told = fn(&Tick);
     let told: [Told; 3] = [
         |tick| eventually("it is lost", || tick.is_lost()),
@@ -477,7 +477,7 @@ fn a_run_that_was_told_of_its_loss_stores_no_end_and_its_tick_runs_again() {
 }
 
 #[test]
-fn a_loop_runs_a_tick_again_whose_loss_was_told() {
+fn a_loop_runs_a_tick_again_whose_loss_was_noticed() {
     let database = installed();
     let proxy = RoundTrips::in_front_of(&database);
     let pool = make_pool(&proxy.url(), 4, Duration::from_secs(20));
@@ -487,7 +487,7 @@ fn a_loop_runs_a_tick_again_whose_loss_was_told() {
         .run(&pool, &stop, every(HOUR), |tick| {
             ticks.push((tick.at(), tick.attempt()));
             if tick.attempt() == 1 {
-                // It is told by its own clock.
+                // Its own clock says so.
                 proxy.cut();
                 assert!(tick.wait_for_loss(Duration::MAX));
                 proxy.sever();
@@ -533,9 +533,10 @@ fn a_claim_whose_reply_is_lost_is_no_attempt_of_a_loop() {
 }
 
 #[test]
-fn a_stop_ends_the_loop_though_the_pool_lends_nothing() {
+fn a_stop_ends_the_loop_though_the_pool_is_empty() {
     let database = installed();
-    let pool = make_pool(&database.url(), 1, Duration::from_secs(30));
+    // Longer than a test waits for anything.
+    let pool = make_pool(&database.url(), 1, Duration::from_secs(600));
     due(&REPORT, &pool, 1);
     let (stop, conn) = (Stop::new(), pool.get().unwrap());
     std::thread::scope(|scope| {
@@ -545,10 +546,9 @@ fn a_stop_ends_the_loop_though_the_pool_lends_nothing() {
             began.elapsed() > Duration::from_millis(300)
         });
         assert!(!runs.is_finished());
-        let began = Instant::now();
         stop.stop();
+        eventually("it has ended", || runs.is_finished());
         runs.join().unwrap().unwrap();
-        assert!(began.elapsed() < Duration::from_secs(10));
     });
     drop(conn);
     assert_eq!(

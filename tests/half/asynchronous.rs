@@ -173,7 +173,7 @@ fn beside<T>(looping: impl Future<Output = ()> + Send, meanwhile: impl FnOnce() 
     })
 }
 
-/// Stands for the election while something else is done. At each election `elected` is told the token, and the term lasts until it is lost.
+/// Is a candidate while something else is done. At each election `elected` gets the token, and the term lasts until it is lost.
 pub(crate) fn while_it_leads<T>(
     leader: &Leader,
     pool: &PgPool,
@@ -190,7 +190,7 @@ pub(crate) fn while_it_leads<T>(
     beside(leads, meanwhile)
 }
 
-/// Runs the ticks of a schedule while something else is done. A run is told its attempt, and says whether it lasts until it is lost.
+/// Runs the ticks of a schedule while something else is done. A run gets its attempt, and says whether it lasts until it is lost.
 pub(crate) fn while_it_runs<T>(
     schedule: &Schedule,
     pool: &PgPool,

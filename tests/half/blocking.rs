@@ -132,7 +132,7 @@ impl Drop for Ends {
     }
 }
 
-/// Stands for the election while something else is done. At each election `elected` is told the token, and the term lasts until it is lost.
+/// Is a candidate while something else is done. At each election `elected` gets the token, and the term lasts until it is lost.
 pub(crate) fn while_it_leads<T>(
     leader: &Leader,
     pool: &PgPool,
@@ -153,7 +153,7 @@ pub(crate) fn while_it_leads<T>(
     })
 }
 
-/// Runs the ticks of a schedule while something else is done. A run is told its attempt, and says whether it lasts until it is lost.
+/// Runs the ticks of a schedule while something else is done. A run gets its attempt, and says whether it lasts until it is lost.
 pub(crate) fn while_it_runs<T>(
     schedule: &Schedule,
     pool: &PgPool,

@@ -1,7 +1,7 @@
 //! A process that dies frees its locks, also while a statement of it runs.
 
 use std::env;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use workbench::Database;
 
@@ -14,7 +14,8 @@ static LOCK: AdvisoryLock = AdvisoryLock::named("crashes");
 static ONCE: Once = Once::named("crashes");
 
 const URL: &str = "INTERLOCK_TEST_CRASH";
-const WORK: &str = "SELECT pg_sleep(60)";
+/// Much longer than a test waits for anything.
+const WORK: &str = "SELECT pg_sleep(600)";
 
 /// Runs the same test in another process, where it takes so many locks and works under them, and kills that process meanwhile.
 fn crash(test: &str, locks: i64, take_and_work: impl FnOnce(&PgPool)) {
@@ -27,13 +28,8 @@ fn crash(test: &str, locks: i64, take_and_work: impl FnOnce(&PgPool)) {
     eventually("it works under its locks", || {
         observer.sleeping() == 1 && observer.all_held() == locks
     });
-    let began = Instant::now();
     process.kill();
     eventually("its locks are free", || observer.all_held() == 0);
-    assert!(
-        began.elapsed() < Duration::from_secs(30),
-        "they were held until the statement ended"
-    );
 }
 
 #[test]

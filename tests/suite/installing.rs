@@ -367,7 +367,7 @@ fn each_file_down_in_reverse_leaves_nothing() {
     let before = number(conn, "(SELECT count(*) FROM pg_depend)");
     for _ in 0..2 {
         for directory in directories() {
-            // Whoever runs it again changes nothing.
+            // The second run changes nothing.
             run(conn, &file(&directory, "up.sql"));
             run(conn, &file(&directory, "up.sql"));
         }

@@ -40,7 +40,7 @@ fn others_who_take_connections_without_a_pause_do_not_starve_it() {
                 while is_over.load(Ordering::Relaxed) == 0 {
                     wait(on_first(&pool, "SELECT pg_sleep(0.001)")).unwrap();
                     if IS_ASYNC {
-                        // bb8 lends to one who comes again at once before those who wait.
+                        // bb8 serves a caller that comes again at once before those that wait.
                         thread::sleep(Duration::from_millis(1));
                     }
                 }
@@ -72,7 +72,7 @@ fn a_long_job_keeps_its_permit_though_others_exhaust_the_pool() {
                 while is_over.load(Ordering::Relaxed) == 0 {
                     // Little work for the machine, and ten before oneself in the queue.
                     wait(on_first(&pool, "SELECT pg_sleep(0.03)")).unwrap();
-                    // A pool may lend to one who comes again at once before those who wait.
+                    // A pool may serve a caller that comes again at once before those that wait.
                     thread::sleep(Duration::from_millis(1));
                 }
             });

@@ -14,7 +14,7 @@ use crate::support::{eventually, installed};
 const SECOND: Duration = Duration::from_secs(1);
 
 #[test]
-fn whoever_asks_is_told_who_leads() {
+fn every_instance_reads_who_leads() {
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
     let of_election = Leader::named("dispatcher", 20 * SECOND);
@@ -105,7 +105,7 @@ fn a_term_that_is_lost_is_counted_as_deposed_once() {
             eventually("it leads again", || terms.load(Ordering::SeqCst) == 2);
         });
         eventually("it has resigned", || metrics.held() == 0.0);
-        eventually("both ends are told", || metrics.holdings() == 2.0);
+        eventually("both ends are counted", || metrics.holdings() == 2.0);
         assert_eq!(
             ["deposed", "resigned", "lost", "released"].map(|outcome| metrics.operations(outcome)),
             [1.0, 1.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-//! A loss is counted as a loss, once, whoever notices it first.
+//! A loss is counted as a loss, once, wherever it is noticed first.
 #![cfg(feature = "testing")] // whose leases may be short
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -39,7 +39,7 @@ fn is_counted_once(
     assert_eq!(metrics.lost(), 1.0);
     assert_eq!(metrics.operations("lost"), 1.0);
     // Those that took the slot to see that it is free were released.
-    eventually("all ends are told", || {
+    eventually("all ends are counted", || {
         metrics.holdings() == metrics.operations("admitted")
             && metrics.operations("released") == metrics.operations("admitted") - 1.0
     });
@@ -55,26 +55,26 @@ fn a_permit_whose_time_is_over_is_counted_as_lost_once() {
     let _ = exported();
     let database = installed();
     let pool = pool(&database, 2);
-    is_counted_once(
-        "lost, and told when it was asked",
-        &pool,
-        SHORT,
-        |_, permit| {
-            outlasts(&permit);
-            assert!(permit.is_lost() && permit.is_lost());
-        },
-    );
-    is_counted_once("lost, and told in a wait", &pool, SHORT, |_, permit| {
+    is_counted_once("lost, and noticed when asked", &pool, SHORT, |_, permit| {
+        outlasts(&permit);
+        assert!(permit.is_lost() && permit.is_lost());
+    });
+    is_counted_once("lost, and noticed in a wait", &pool, SHORT, |_, permit| {
         assert!(wait(permit.wait_for_loss(MINUTE)));
         assert_matches!(wait(permit.renew()), Err(Error::PermitLost(_)));
         assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
     });
-    is_counted_once("lost, and told in its drop", &pool, SHORT, |_, permit| {
-        outlasts(&permit);
-        drop(permit);
-    });
     is_counted_once(
-        "lost, and told in its release",
+        "lost, and noticed in its drop",
+        &pool,
+        SHORT,
+        |_, permit| {
+            outlasts(&permit);
+            drop(permit);
+        },
+    );
+    is_counted_once(
+        "lost, and noticed in its release",
         &pool,
         SHORT,
         |_, permit| {
@@ -82,7 +82,7 @@ fn a_permit_whose_time_is_over_is_counted_as_lost_once() {
             assert_matches!(wait(permit.release()), Err(Error::PermitLost(_)));
         },
     );
-    is_counted_once("lost, and told by its end", &pool, SHORT, |_, permit| {
+    is_counted_once("lost, and noticed at its end", &pool, SHORT, |_, permit| {
         outlasts(&permit);
         permit.detach();
     });
@@ -166,7 +166,7 @@ fn a_kept_permit_that_is_lost_is_counted_as_lost_once() {
         } else {
             assert!(wait(semaphore.complete(&whole, permit.fencing_token())).unwrap());
         }
-        eventually("it is told", || metrics.lost() == 1.0);
+        eventually("it is counted", || metrics.lost() == 1.0);
         assert_eq!(metrics.held(), 0.0);
         assert!(permit.is_lost());
         proxy.restore();

@@ -99,7 +99,7 @@ fn a_claim_takes_one_slot_at_most() {
 }
 
 #[test]
-fn a_release_without_a_reply_follows_and_is_not_told_as_a_loss() {
+fn a_release_without_a_reply_follows_and_is_not_reported_as_a_loss() {
     let database = installed();
     cut_at_each(&database, |cut, pool, look| {
         let slot = Semaphore::named("release", 1, HOUR).key(cut.key());

@@ -14,7 +14,7 @@ use crate::support::exporter::{Metrics, exported};
 use crate::support::{Observer, assert_after_drop, eventually, foreign_holder, installed};
 
 #[test]
-fn locks_are_counted_by_what_came_of_them() {
+fn locks_are_counted_by_outcome() {
     const METRICS: Metrics = Metrics("counted lock");
     static LOCK: AdvisoryLock = AdvisoryLock::named("counted lock");
     let _ = exported();
@@ -196,7 +196,7 @@ fn the_gauge_of_held_locks_falls_on_every_way_out() {
     wait(execute(guard.conn(), "SELECT 1/0")).unwrap_err();
     drop(guard);
     assert_after_drop("after a failed release", || METRICS.held() == 0.0);
-    // On the caller's connection.
+    // On a connection of the caller.
     on_one(&pool, |conn| {
         let entered = wait(LOCK.with_on(
             conn,

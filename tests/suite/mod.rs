@@ -9,7 +9,6 @@ mod fences;
 mod installing;
 mod kept_permits;
 mod leaders;
-mod lent;
 mod local_rate_limits;
 #[cfg(feature = "metrics")]
 mod losses;
@@ -27,6 +26,7 @@ mod queues;
 mod rate_limit_promise;
 mod rate_limits;
 mod schedules;
+mod scopes;
 mod semaphore_contention;
 mod semaphore_waiting;
 mod semaphores;

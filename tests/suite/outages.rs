@@ -1,4 +1,4 @@
-//! What is logged while the database is away: what nobody is told of otherwise, and that once.
+//! What is logged while the database is away: once, and only what no caller gets as an error.
 #![cfg(feature = "testing")] // whose leases may be short
 
 use std::sync::Barrier;

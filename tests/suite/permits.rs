@@ -30,13 +30,6 @@ fn in_flight(conn: &mut diesel::PgConnection) -> i64 {
 }
 
 #[test]
-fn a_permit_can_be_sent_and_shared() {
-    fn is_sound<T: Send + Sync>() {}
-    is_sound::<Permit>();
-    is_sound::<Semaphore>();
-}
-
-#[test]
 fn work_is_done_under_a_permit_that_every_way_out_releases() {
     let database = installed();
     let pool = pool(&database, 1);

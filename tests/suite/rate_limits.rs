@@ -436,7 +436,10 @@ fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
     // A unit refills in a millisecond.
     let fast = RateLimit::named("fast", Quota::per_second(1000)).cost(2);
     let spent = allowed(&fast, &pool);
-    thread::sleep(Duration::from_millis(3));
+    let refilled = "(SELECT full_at <= clock_timestamp() FROM resource_control.rate_limit WHERE name = 'fast')";
+    eventually("both are there again", || {
+        truth(&mut database.connect(), refilled)
+    });
     assert!(
         !wait(fast.refund(&pool, &spent, 2)).unwrap(),
         "they were refilled"

@@ -141,7 +141,7 @@ fn contend(test: &str, slots: impl Fn(Duration) -> u32 + Sync, isolation: &str) 
     assert_eq!(
         rows.len(),
         claims.len(),
-        "each claim was told to its caller"
+        "each claim was returned to its caller"
     );
     assert!(rows.len() > 20, "only {} claims", rows.len());
     let largest = claims.values().map(|claim| claim.0).max().unwrap() as usize;

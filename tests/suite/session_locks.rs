@@ -9,10 +9,12 @@ use workbench::{Cluster, Database};
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Error, IS_ASYNC, LockKey, begin, check_exclusion, end, execute, on_one, pool,
-    wait,
+    AdvisoryLock, Error, IS_ASYNC, LockKey, begin, check_exclusion, end, execute, make_pool,
+    on_one, pool, unchecked_pool, wait,
 };
-use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, foreign_try};
+use crate::support::{
+    Observer, Wanted, assert_pool_whole, eventually, foreign_holder, foreign_try, run,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("session");
 
@@ -146,7 +148,7 @@ fn it_is_refused_inside_a_transaction() {
 
 #[test]
 fn bad_names_are_refused_before_anything_is_sent() {
-    let unreachable = crate::half::make_pool(
+    let unreachable = make_pool(
         "postgres://nobody@127.0.0.1:1/none",
         1,
         Duration::from_millis(10),
@@ -175,7 +177,7 @@ fn bad_names_are_refused_before_anything_is_sent() {
 #[test]
 fn a_pooled_session_that_has_ended_is_replaced() {
     let database = Database::new();
-    let pool = crate::half::unchecked_pool(&database, 1);
+    let pool = unchecked_pool(&database, 1);
     let guard = wait(LOCK.acquire(&pool)).unwrap();
     let pid = guard.backend_pid();
     wait(guard.release()).unwrap();
@@ -190,12 +192,14 @@ fn a_pooled_session_that_has_ended_is_replaced() {
 fn a_standby_is_refused() {
     let cluster = Cluster::start();
     let standby = cluster.standby();
-    let pool = crate::half::make_pool(&standby.url("postgres"), 2, Duration::from_secs(20));
-    assert_matches!(wait(LOCK.try_acquire(&pool)), Err(Error::Standby));
-    assert_matches!(
-        wait(LOCK.acquire_timeout(&pool, Duration::from_secs(1))),
-        Err(Error::Standby)
-    );
+    let pool = make_pool(&standby.url("postgres"), 2, Duration::from_secs(20));
+    for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
+        assert_matches!(wait(lock.try_acquire(&pool)), Err(Error::Standby));
+        assert_matches!(
+            wait(lock.acquire_timeout(&pool, Duration::from_secs(1))),
+            Err(Error::Standby)
+        );
+    }
     assert_matches!(wait(check_exclusion(&pool)), Err(Error::Standby));
 }
 
@@ -215,30 +219,37 @@ fn no_setting_of_the_session_hinders_a_lock() {
         "search_path = ''",
         "standard_conforming_strings = off",
         "default_transaction_isolation = serializable",
+        "default_transaction_isolation = 'repeatable read'",
+        "default_transaction_read_only = on",
         "statement_timeout = '100ms'",
         "lock_timeout = '1ms'",
         "bytea_output = escape",
         "datestyle = 'German'",
         "client_min_messages = error",
+        "plan_cache_mode = force_generic_plan",
+        "jit_above_cost = 0",
+        "enable_seqscan = off",
     ] {
         let database = Database::new();
-        crate::support::run(
-            &mut database.connect(),
-            &format!("ALTER DATABASE {} SET {settings}", database.name()),
-        );
+        let alter = format!("ALTER DATABASE {} SET {settings}", database.name());
+        run(&mut database.connect(), &alter);
         let pool = pool(&database, 2);
-        let guard = wait(LOCK.acquire(&pool)).unwrap();
-        // On a machine that is too slow, it comes to nothing in its time.
-        eventually(settings, || {
-            let waited = wait(LOCK.acquire_timeout(&pool, Duration::from_millis(250)));
-            waited.is_ok_and(|attempt| attempt.is_busy())
-        });
-        wait(guard.release()).unwrap();
-        let guard = wait(LOCK.acquire_timeout(&pool, Duration::from_secs(20)))
-            .unwrap()
-            .acquired()
-            .unwrap();
-        wait(guard.release()).unwrap();
+        for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
+            let mut guard = wait(lock.acquire(&pool)).unwrap();
+            // On a machine that is too slow, no try has a reply in its time.
+            eventually(settings, || {
+                let waited = wait(lock.acquire_timeout(&pool, Duration::from_millis(250)));
+                waited.is_ok_and(|attempt| attempt.is_busy())
+            });
+            assert!(wait(guard.is_held()).unwrap(), "{settings}");
+            wait(guard.release()).unwrap();
+            let attempt = wait(lock.acquire_timeout(&pool, Duration::from_secs(20))).unwrap();
+            wait(attempt.acquired().unwrap().release()).unwrap();
+            on_one(&pool, |conn| {
+                let held: Result<(), Error> = wait(lock.transaction(conn, work!(|_conn| Ok(()))));
+                held.unwrap();
+            });
+        }
         assert_pool_whole(&pool, &database);
     }
 }

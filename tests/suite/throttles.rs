@@ -167,7 +167,6 @@ fn of_many_at_once_one_is_granted() {
                     .collect();
                 attempts
                     .into_iter()
-                    .filter(|_| true)
                     .map(|attempt| attempt.join().unwrap())
                     .filter(|it| *it)
                     .count()

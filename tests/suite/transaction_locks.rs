@@ -9,36 +9,42 @@ use workbench::{Cluster, Database};
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Attempt, Error, IS_ASYNC, LockKey, PgPool, RateLimit, begin, begin_test,
-    check_exclusion, end, execute, migrations, on_all, on_one, pool, unchecked_pool, wait,
+    AdvisoryLock, Attempt, Conn, Error, IS_ASYNC, LockKey, PgPool, RateLimit, begin, begin_test,
+    check_exclusion, end, execute, make_pool, migrations, on_all, on_one, pool, unchecked_pool,
+    wait,
 };
 use crate::support::{
-    Observer, assert_pool_whole, eventually, foreign_holder, installed, number, run,
+    Observer, Wanted, assert_pool_whole, eventually, foreign_holder, installed, number, run,
 };
 
 static SERVER: AdvisoryLock = AdvisoryLock::named("server");
 
-fn locks() -> [AdvisoryLock; 3] {
-    [
-        SERVER.key(345),
-        AdvisoryLock::new(LockKey::bigint(i64::MIN)),
-        AdvisoryLock::new(LockKey::pair(-1, i32::MIN)),
-    ]
-}
+const MINUTE: Duration = Duration::from_secs(60);
 
 #[test]
 fn it_is_held_until_the_transaction_ends() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
-    for lock in locks() {
+    let pair = Wanted::of(vec![AdvisoryLock::new(LockKey::pair(-1, i32::MIN))]);
+    for wanted in Wanted::one_and_several(&SERVER).into_iter().chain([pair]) {
+        let lock = &wanted.lock;
         on_one(&pool, |conn| {
-            begin(conn);
-            assert_matches!(wait(lock.try_acquire_xact(conn)), Ok(Attempt::Acquired(())));
-            wait(lock.acquire_xact(conn)).unwrap();
-            assert_eq!(observer.holders(lock.lock_key()), 1);
-            end(conn);
-            assert_eq!(observer.holders(lock.lock_key()), 0);
+            for way in 0..3 {
+                begin(conn);
+                match way {
+                    0 => wait(lock.acquire_xact(conn)).unwrap(),
+                    1 => assert!(wait(lock.try_acquire_xact(conn)).unwrap().is_acquired()),
+                    _ => {
+                        let attempt = wait(lock.acquire_xact_timeout(conn, MINUTE)).unwrap();
+                        assert!(attempt.is_acquired());
+                    }
+                }
+                wait(lock.acquire_xact(conn)).unwrap();
+                wanted.assert_held(&mut observer);
+                end(conn);
+                assert_eq!(observer.all_held(), 0);
+            }
         });
     }
     assert_pool_whole(&pool, &database);
@@ -48,21 +54,18 @@ fn it_is_held_until_the_transaction_ends() {
 fn it_is_refused_while_another_holds_it_and_the_transaction_goes_on() {
     let database = Database::new();
     let pool = pool(&database, 1);
-    for lock in locks() {
-        let holder = foreign_holder(&database, lock.lock_key());
+    for wanted in Wanted::one_and_several(&SERVER) {
+        let lock = &wanted.lock;
+        let holder = wanted.foreign_holder(&database);
         on_one(&pool, |conn| {
             begin(conn);
             assert_matches!(wait(lock.try_acquire_xact(conn)), Ok(Attempt::Busy));
-            let began = Instant::now();
-            assert_matches!(
-                wait(lock.acquire_xact_timeout(conn, Duration::from_millis(50))),
-                Ok(Attempt::Busy)
-            );
-            assert!(began.elapsed() >= Duration::from_millis(50));
-            assert_matches!(
-                wait(lock.acquire_xact_timeout(conn, Duration::ZERO)),
-                Ok(Attempt::Busy)
-            );
+            for milliseconds in [50, 0] {
+                let (timeout, began) = (Duration::from_millis(milliseconds), Instant::now());
+                let waited = wait(lock.acquire_xact_timeout(conn, timeout));
+                assert_matches!(waited, Ok(Attempt::Busy));
+                assert!(began.elapsed() >= timeout);
+            }
             wait(execute(
                 conn,
                 "DO $$ BEGIN ASSERT current_setting('lock_timeout') = '0'; END $$",
@@ -70,7 +73,7 @@ fn it_is_refused_while_another_holds_it_and_the_transaction_goes_on() {
             .unwrap();
             drop(holder);
             assert_matches!(
-                wait(lock.acquire_xact_timeout(conn, Duration::from_secs(60))),
+                wait(lock.acquire_xact_timeout(conn, MINUTE)),
                 Ok(Attempt::Acquired(()))
             );
             end(conn);
@@ -84,8 +87,8 @@ fn it_waits_for_the_holder() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
-    for timeout in [None, Some(Duration::from_secs(60))] {
-        let lock = SERVER.key(1);
+    let lock = SERVER.key(1);
+    for timeout in [None, Some(MINUTE)] {
         let holder = foreign_holder(&database, lock.lock_key());
         thread::scope(|scope| {
             let waiting = scope.spawn(|| {
@@ -115,10 +118,10 @@ fn a_session_that_ends_in_a_wait_is_reported_as_such() {
     let database = Database::new();
     let pool = unchecked_pool(&database, 1);
     let mut observer = Observer::of(&database);
-    let (lock, minute) = (SERVER.key(1), Duration::from_secs(60));
+    let lock = SERVER.key(1);
     let all = AdvisoryLock::all([&SERVER, &lock]);
     let holder = foreign_holder(&database, lock.lock_key());
-    for (lock, timeout) in [(&lock, None), (&lock, Some(minute)), (&all, Some(minute))] {
+    for (lock, timeout) in [(&lock, None), (&lock, Some(MINUTE)), (&all, Some(MINUTE))] {
         let waited = thread::scope(|scope| {
             let waiting = scope.spawn(|| {
                 on_one(&pool, |conn| {
@@ -147,79 +150,86 @@ fn a_session_that_ends_in_a_wait_is_reported_as_such() {
 fn the_timeouts_of_the_session_apply_to_a_wait() {
     let database = Database::new();
     let pool = pool(&database, 1);
-    let lock = SERVER.key(1);
-    let holder = foreign_holder(&database, lock.lock_key());
-    for setting in ["lock_timeout = '20ms'", "statement_timeout = '20ms'"] {
-        for timeout in [None, Some(Duration::from_secs(60))] {
-            on_one(&pool, |conn| {
-                begin(conn);
-                wait(execute(conn, &format!("SET LOCAL {setting}"))).unwrap();
-                let waited = match timeout {
-                    None => wait(lock.acquire_xact(conn)),
-                    Some(timeout) => wait(lock.acquire_xact_timeout(conn, timeout)).map(drop),
-                };
-                assert_matches!(waited, Err(Error::Database(_)));
-                end(conn);
-            });
+    let mut observer = Observer::of(&database);
+    for wanted in Wanted::one_and_several(&SERVER) {
+        let lock = &wanted.lock;
+        let holder = wanted.foreign_holder(&database);
+        for setting in ["lock_timeout = '20ms'", "statement_timeout = '20ms'"] {
+            for timeout in [None, Some(MINUTE)] {
+                on_one(&pool, |conn| {
+                    begin(conn);
+                    wait(execute(conn, &format!("SET LOCAL {setting}"))).unwrap();
+                    let waited = match timeout {
+                        None => wait(lock.acquire_xact(conn)),
+                        Some(timeout) => wait(lock.acquire_xact_timeout(conn, timeout)).map(drop),
+                    };
+                    assert_matches!(waited, Err(Error::Database(_)));
+                    end(conn);
+                });
+                assert_eq!(observer.all_held(), 1, "the foreign one");
+            }
         }
+        drop(holder);
+        observer.assert_free(wanted.key());
     }
-    drop(holder);
     assert_pool_whole(&pool, &database);
 }
 
-#[test]
-fn outside_a_transaction_it_is_an_error() {
-    let database = Database::new();
-    let pool = pool(&database, 1);
-    on_one(&pool, |conn| {
-        assert_matches!(
-            wait(SERVER.try_acquire_xact(conn)),
-            Err(Error::OutsideTransaction)
-        );
-        assert_matches!(
-            wait(SERVER.acquire_xact(conn)),
-            Err(Error::OutsideTransaction)
-        );
-        assert_matches!(
-            wait(SERVER.acquire_xact_timeout(conn, Duration::ZERO)),
-            Err(Error::OutsideTransaction)
-        );
-    });
+/// The errors of each way to take the lock.
+fn refusals(lock: &AdvisoryLock, conn: &mut Conn) -> [Error; 3] {
+    [
+        wait(lock.try_acquire_xact(conn)).map(drop).unwrap_err(),
+        wait(lock.acquire_xact(conn)).unwrap_err(),
+        wait(lock.acquire_xact_timeout(conn, MINUTE))
+            .map(drop)
+            .unwrap_err(),
+    ]
 }
 
 #[test]
-fn at_repeatable_read_it_is_an_error() {
+fn outside_a_transaction_and_at_repeatable_read_it_is_an_error() {
     let database = Database::new();
     let pool = pool(&database, 1);
-    on_one(&pool, |conn| {
-        begin(conn);
-        wait(execute(
-            conn,
-            "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ",
-        ))
-        .unwrap();
-        assert_matches!(wait(SERVER.acquire_xact(conn)), Err(Error::RepeatableRead));
-        end(conn);
-        begin(conn);
-        wait(execute(
-            conn,
-            "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE",
-        ))
-        .unwrap();
-        wait(SERVER.acquire_xact(conn)).unwrap();
-        end(conn);
-    });
+    let mut observer = Observer::of(&database);
+    for Wanted { lock, .. } in Wanted::one_and_several(&SERVER) {
+        on_one(&pool, |conn| {
+            for refused in refusals(&lock, conn) {
+                assert_matches!(refused, Error::OutsideTransaction);
+            }
+            for level in ["REPEATABLE READ", "SERIALIZABLE"] {
+                begin(conn);
+                let set = format!("SET TRANSACTION ISOLATION LEVEL {level}");
+                wait(execute(conn, &set)).unwrap();
+                if level == "SERIALIZABLE" {
+                    wait(lock.acquire_xact(conn)).unwrap();
+                } else {
+                    for refused in refusals(&lock, conn) {
+                        assert_matches!(refused, Error::RepeatableRead);
+                    }
+                    assert_eq!(observer.all_held(), 0);
+                    wait(execute(conn, "SELECT 1")).unwrap();
+                }
+                end(conn);
+            }
+        });
+    }
+    assert_pool_whole(&pool, &database);
 }
 
 #[test]
 fn on_a_standby_it_is_an_error() {
     let cluster = Cluster::start();
     let standby = cluster.standby();
-    let pool = crate::half::make_pool(&standby.url("postgres"), 1, Duration::from_secs(20));
-    on_one(&pool, |conn| {
-        begin(conn);
-        assert_matches!(wait(SERVER.acquire_xact(conn)), Err(Error::Standby));
-    });
+    let pool = make_pool(&standby.url("postgres"), 1, Duration::from_secs(20));
+    for Wanted { lock, .. } in Wanted::one_and_several(&SERVER) {
+        on_one(&pool, |conn| {
+            begin(conn);
+            for refused in refusals(&lock, conn) {
+                assert_matches!(refused, Error::Standby);
+            }
+            end(conn);
+        });
+    }
 }
 
 /// Check, then insert, as the article has it: without a lock ten requests book the server ten times.

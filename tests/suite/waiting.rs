@@ -8,7 +8,7 @@ use workbench::{Cluster, Database};
 
 use crate::assert_matches;
 use crate::half::{AdvisoryLock, Error, make_pool, on_one, pool, wait};
-use crate::support::{Observer, assert_pool_whole, eventually, foreign_holder, run};
+use crate::support::{Observer, Wanted, assert_pool_whole, eventually, foreign_holder, run};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("waiting");
 
@@ -37,27 +37,25 @@ fn a_release_elsewhere_ends_the_wait() {
 fn a_timeout_holds_nothing() {
     let database = Database::new();
     let pool = pool(&database, 2);
-    let _holder = foreign_holder(&database, LOCK.lock_key());
-    for milliseconds in [0, 1, 9, 15, 50, 250] {
-        let timeout = Duration::from_millis(milliseconds);
-        match wait(LOCK.acquire_timeout(&pool, timeout)) {
-            Ok(attempt) => assert!(attempt.is_busy()),
-            // Not even the first try had a reply in time.
-            Err(error) => assert_matches!(error, Error::TimedOut | Error::Pool(_)),
-        }
-    }
     let mut observer = Observer::of(&database);
-    eventually("nobody waits", || observer.waiters(LOCK.lock_key()) == 0);
-    assert_pool_whole_but_one(&pool, &database);
-}
-
-/// As `assert_pool_whole`, while a foreign session holds the lock.
-fn assert_pool_whole_but_one(pool: &crate::half::PgPool, database: &Database) {
-    wait(crate::half::on_all(pool, "SELECT 1")).unwrap();
-    let mut observer = Observer::of(database);
-    eventually("only the foreign session holds a lock", || {
-        observer.all_held() == 1
-    });
+    for wanted in Wanted::one_and_several(&LOCK) {
+        let holder = wanted.foreign_holder(&database);
+        for milliseconds in [0, 1, 9, 15, 50, 250] {
+            let timeout = Duration::from_millis(milliseconds);
+            match wait(wanted.lock.acquire_timeout(&pool, timeout)) {
+                Ok(attempt) => assert!(attempt.is_busy()),
+                // Not even the first try had a reply in time.
+                Err(error) => assert_matches!(error, Error::TimedOut | Error::Pool(_)),
+            }
+        }
+        eventually("nobody waits", || observer.waiters(wanted.key()) == 0);
+        eventually("only the foreign session holds a lock", || {
+            observer.all_held() == 1
+        });
+        drop(holder);
+        wait(wait(wanted.lock.acquire(&pool)).unwrap().release()).unwrap();
+        assert_pool_whole(&pool, &database);
+    }
 }
 
 #[test]
@@ -201,7 +199,8 @@ fn a_role_without_plpgsql_polls() {
     thread::scope(|scope| {
         let waiting =
             scope.spawn(|| wait(LOCK.acquire_timeout(&plain, Duration::from_secs(60))).unwrap());
-        thread::sleep(Duration::from_millis(20));
+        let mut observer = Observer::of(&database);
+        eventually("it polls", || observer.have_tried() > 0);
         drop(holder);
         wait(waiting.join().unwrap().acquired().unwrap().release()).unwrap();
     });

@@ -6,21 +6,24 @@ use workbench::{Cluster, Database, StopMode};
 
 use crate::assert_matches;
 use crate::half::{AdvisoryLock, AdvisoryLockGuard, Attempt, Error, IS_ASYNC, execute, pool, wait};
-use crate::support::{Observer, assert_after_drop, assert_pool_whole, eventually};
+use crate::support::{Observer, Wanted, assert_after_drop, assert_pool_whole, eventually};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("ways out");
 
-/// Takes the lock, and lets `way` end the guard.
-fn leave_by(way: impl FnOnce(AdvisoryLockGuard, &mut Observer)) {
-    let database = Database::new();
-    let pool = pool(&database, 2);
-    let mut observer = Observer::of(&database);
-    let guard = wait(LOCK.acquire(&pool)).unwrap();
-    assert_eq!(observer.holders(LOCK.lock_key()), 1);
-    way(guard, &mut observer);
-    observer.assert_free(LOCK.lock_key());
-    assert_pool_whole(&pool, &database);
-    wait(wait(LOCK.acquire(&pool)).unwrap().release()).unwrap();
+/// Takes one lock, and then several, and lets `way` end the guard.
+#[track_caller]
+fn leave_by(way: impl Fn(AdvisoryLockGuard, &mut Observer)) {
+    for wanted in Wanted::one_and_several(&LOCK) {
+        let database = Database::new();
+        let pool = pool(&database, 2);
+        let mut observer = Observer::of(&database);
+        let guard = wait(wanted.lock.acquire(&pool)).unwrap();
+        wanted.assert_held(&mut observer);
+        way(guard, &mut observer);
+        eventually("nothing is held", || observer.all_held() == 0);
+        assert_pool_whole(&pool, &database);
+        wait(wait(wanted.lock.acquire(&pool)).unwrap().release()).unwrap();
+    }
 }
 
 fn run(guard: &mut AdvisoryLockGuard, sql: &str) {
@@ -36,7 +39,7 @@ fn a_release_frees_the_lock_and_keeps_the_session() {
     leave_by(|guard, observer| {
         let pid = guard.backend_pid();
         wait(guard.release()).unwrap();
-        assert_eq!(observer.holders(LOCK.lock_key()), 0, "at once");
+        assert_eq!(observer.all_held(), 0, "at once");
         assert!(observer.is_alive(pid));
     });
 }
@@ -46,9 +49,7 @@ fn a_drop_frees_the_lock_and_keeps_the_session() {
     leave_by(|guard, observer| {
         let pid = guard.backend_pid();
         drop(guard);
-        assert_after_drop("the lock is free", || {
-            observer.holders(LOCK.lock_key()) == 0
-        });
+        assert_after_drop("nothing is held", || observer.all_held() == 0);
         assert!(observer.is_alive(pid));
     });
 }
@@ -61,9 +62,7 @@ fn a_panic_frees_the_lock() {
             panic!("in the protected work");
         }));
         assert!(caught.is_err());
-        assert_after_drop("the lock is free", || {
-            observer.holders(LOCK.lock_key()) == 0
-        });
+        assert_after_drop("nothing is held", || observer.all_held() == 0);
     });
 }
 
@@ -194,18 +193,25 @@ fn run_releases_after_a_value_and_an_error() {
 #[test]
 fn with_waits_works_and_releases() {
     let database = Database::new();
-    let pool = pool(&database, 2);
-    let value: Result<i32, Error> = wait(LOCK.with(&pool, work!(|_conn| Ok(7))));
-    assert_eq!(value.unwrap(), 7);
-    let attempt = wait(LOCK.try_acquire(&pool)).unwrap();
-    let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));
-    assert_eq!(ran.unwrap(), Attempt::Acquired(8));
-    let guard = wait(LOCK.acquire(&pool)).unwrap();
-    let attempt = wait(LOCK.try_acquire(&pool)).unwrap();
-    let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));
-    assert_eq!(ran.unwrap(), Attempt::Busy);
-    wait(guard.release()).unwrap();
-    assert_pool_whole(&pool, &database);
+    for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
+        let pool = pool(&database, 2);
+        let value: Result<i32, Error> = wait(lock.with(&pool, work!(|_conn| Ok(7))));
+        assert_eq!(value.unwrap(), 7);
+        let failed: Result<(), Error> = wait(lock.with(
+            &pool,
+            work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?)),
+        ));
+        assert_matches!(failed, Err(Error::Database(_)));
+        let attempt = wait(lock.try_acquire(&pool)).unwrap();
+        let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));
+        assert_eq!(ran.unwrap(), Attempt::Acquired(8));
+        let guard = wait(lock.acquire(&pool)).unwrap();
+        let attempt = wait(lock.try_acquire(&pool)).unwrap();
+        let ran: Result<Attempt<i32>, Error> = wait(attempt.run(work!(|_conn| Ok(8))));
+        assert_eq!(ran.unwrap(), Attempt::Busy);
+        wait(guard.release()).unwrap();
+        assert_pool_whole(&pool, &database);
+    }
 }
 
 #[test]

@@ -36,7 +36,7 @@ impl Metrics {
         exported().lines().filter_map(value).sum()
     }
 
-    /// How many operations came to this.
+    /// How many operations had this outcome.
     pub(crate) fn operations(&self, outcome: &str) -> f64 {
         self.sum("interlock_operations_total", Some(outcome))
     }

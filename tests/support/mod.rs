@@ -1,5 +1,5 @@
 //! What the tests share: a session that looks, and helpers that wait or fail.
-#![allow(dead_code)] // each crate uses a part
+#![allow(dead_code, unused_imports)] // each crate uses a part
 
 use std::time::{Duration, Instant};
 
@@ -17,10 +17,12 @@ pub(crate) mod log;
 mod own;
 mod process;
 mod role;
+mod wanted;
 
 pub(crate) use self::own::{Own, Step};
 pub(crate) use self::process::{Process, alone};
 pub(crate) use self::role::Role;
+pub(crate) use self::wanted::Wanted;
 use crate::half::{IS_ASYNC, PgPool, on_all, wait};
 
 /// Asserts that a value matches a pattern, and shows the value if it does not.
@@ -220,7 +222,7 @@ pub(crate) fn foreign_try(conn: &mut PgConnection, key: &LockKey) -> bool {
     )
 }
 
-/// The pool lends as many connections as it should, and none of them holds a lock or is in a transaction.
+/// The pool has as many connections as it should, and none of them holds a lock or is in a transaction.
 #[track_caller]
 pub(crate) fn assert_pool_whole(pool: &PgPool, database: &Database) {
     wait(on_all(pool, "SELECT 1")).unwrap();

@@ -22,7 +22,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A throwaway PostgreSQL server.
 ///
-/// It listens on a Unix socket in its own directory only, unless it was told otherwise, trusts everybody who can reach that, and has the superuser
+/// It listens on a Unix socket in its own directory only, unless its settings differ, trusts everybody who can reach that, and has the superuser
 /// `postgres`. When the tests run as root, which PostgreSQL refuses to run as, the server runs as the user `postgres` or
 /// else `nobody`. Dropping the value stops the server and removes its directory.
 ///

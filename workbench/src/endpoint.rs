@@ -42,7 +42,7 @@ impl Endpoint {
         Self(parts.chain(url.query_pairs().into_owned()).collect())
     }
 
-    /// The URL, which both libpq and tokio-postgres accept, but for the `sslrootcert` of a server with TLS, which
+    /// The URL, which both libpq and tokio-postgres accept, except for the `sslrootcert` of a server with TLS, which
     /// tokio-postgres does not: the name of the database, and the rest as parameters.
     pub fn url(&self) -> String {
         let encoded = |value| utf8_percent_encode(value, ESCAPED);

@@ -27,7 +27,7 @@ pub enum PoolMode {
 #[derive(Debug)]
 #[must_use = "the pooler ends when the value drops"]
 pub struct PgBouncer {
-    watcher: Watcher,
+    _watcher: Watcher,
     endpoint: Endpoint,
 }
 
@@ -40,7 +40,7 @@ impl PgBouncer {
 
     /// The same with more settings: lines such as `server_round_robin = 1`.
     pub fn with_settings(server: &Endpoint, mode: PoolMode, sessions: u32, more: &str) -> Self {
-        let watcher = Watcher::start(&binaries(), &[]);
+        let mut watcher = Watcher::start(&binaries(), &[]);
         let directory = watcher.directory();
         let endpoint = server.clone().with_address(directory, 6432);
         let mode = match mode {
@@ -73,21 +73,12 @@ impl PgBouncer {
         );
         fs::write(watcher.path("pgbouncer.ini"), settings)
             .unwrap_or_else(cannot("write the settings"));
-        let mut pooler = Self { watcher, endpoint };
-        pooler.run();
-        pooler
-    }
-
-    fn run(&mut self) {
-        self.watcher.run("pool");
-        program::wait_until_it_listens("PgBouncer", &self.watcher, 6432);
-    }
-
-    /// Kills the pooler, as a crash does, and starts it again at the same address.
-    pub fn crash(&mut self) {
-        self.watcher.signal("KILL");
-        self.watcher.succeeds_within(program::DEADLINE);
-        self.run();
+        watcher.run("pool");
+        program::wait_until_it_listens("PgBouncer", &watcher, 6432);
+        Self {
+            _watcher: watcher,
+            endpoint,
+        }
     }
 
     /// Whether a client may name its prepared statements in transaction mode: since version 1.21.

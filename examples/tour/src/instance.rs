@@ -1,78 +1,61 @@
-//! Instances of an application: processes of their own, which run a part of the tour.
+//! Instances of an application: this program, started again with a role, a name and a URL.
 
 use std::env;
 use std::error::Error;
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel_interlock::PgPool;
 use workbench::Database;
 
-const ROLE: &str = "TOUR_ROLE";
-const NAME: &str = "TOUR_NAME";
-const DATABASE: &str = "TOUR_DATABASE";
-
-/// What the first line may be that an instance says.
-pub(crate) const READY: &str = "ready";
-
-/// A process that was started, as the tour sees it. Killed when the value drops.
+/// A process that the tour has started. Killed when the value drops.
 pub(crate) struct Process {
     pub(crate) name: String,
-    process: Child,
+    pub(crate) process: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
 impl Process {
-    /// Starts an instance that plays a role, and waits until it is ready. Its sessions have its name.
-    pub(crate) fn start(role: &str, name: &str, database: &Database) -> io::Result<Self> {
-        let mut started = Self::launch(role, name, database, &[])?;
-        started.expect(READY);
-        Ok(started)
-    }
-
-    /// Starts an instance with variables of its own, and does not wait for it.
-    pub(crate) fn launch(
+    /// Starts instances, and waits until each has its connection. Their sessions have their names.
+    pub(crate) fn start(
         role: &str,
-        name: &str,
+        names: impl IntoIterator<Item = String>,
         database: &Database,
-        variables: &[(&str, &str)],
-    ) -> io::Result<Self> {
-        let mut process = Command::new(env::current_exe()?)
-            .env(ROLE, role)
-            .env(NAME, name)
-            .env(DATABASE, database.url_with("application_name", name))
-            .envs(variables.iter().copied())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let (input, output) = (process.stdin.take(), process.stdout.take());
-        Ok(Self {
-            name: name.to_owned(),
-            process,
-            input: input.expect("it is a pipe"),
-            output: BufReader::new(output.expect("it is a pipe")),
-        })
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.process.id()
+        extra: &str,
+    ) -> Result<Vec<Self>, Box<dyn Error>> {
+        let mut all = Vec::new();
+        for name in names {
+            let url = database.url_with("application_name", &name);
+            let mut process = Command::new(env::current_exe()?)
+                .args([role, &name, &url, extra])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()?;
+            let pipes = (process.stdin.take(), process.stdout.take());
+            let (Some(input), Some(output)) = pipes else {
+                return Err("both are pipes".into());
+            };
+            all.push(Self {
+                name,
+                process,
+                input,
+                output: BufReader::new(output),
+            });
+        }
+        for started in &mut all {
+            assert_eq!(started.said()?, "ready");
+        }
+        Ok(all)
     }
 
     /// The next line that it says.
     pub(crate) fn said(&mut self) -> io::Result<String> {
         let mut line = String::new();
-        if self.output.read_line(&mut line)? == 0 {
-            panic!("{} has ended", self.name);
-        }
+        let read = self.output.read_line(&mut line)?;
+        assert!(read > 0, "{} has ended", self.name);
         Ok(line.trim_end().to_owned())
-    }
-
-    pub(crate) fn expect(&mut self, line: &str) {
-        let said = self.said().expect("its output can be read");
-        assert_eq!(said, line, "{}", self.name);
     }
 
     /// Lets it go on from [`Instance::wait`].
@@ -80,14 +63,7 @@ impl Process {
         self.input.write_all(b"\n")
     }
 
-    /// Sends it the signal that no process survives or hears of: `kill -9`.
-    pub(crate) fn kill(mut self) -> io::Result<()> {
-        self.process.kill()?;
-        self.process.wait()?;
-        Ok(())
-    }
-
-    /// Waits until it has ended, which must be well.
+    /// Waits for its end, which must be well.
     pub(crate) fn end(mut self) -> io::Result<()> {
         let status = self.process.wait()?;
         assert!(status.success(), "{}: {status}", self.name);
@@ -107,33 +83,28 @@ pub(crate) struct Instance {
     pub(crate) role: String,
     pub(crate) name: String,
     url: String,
+    pub(crate) extra: String,
 }
 
 impl Instance {
     pub(crate) fn this() -> Option<Self> {
+        let mut arguments = env::args().skip(1);
         Some(Self {
-            role: env::var(ROLE).ok()?,
-            name: env::var(NAME).ok()?,
-            url: env::var(DATABASE).ok()?,
+            role: arguments.next()?,
+            name: arguments.next()?,
+            url: arguments.next()?,
+            extra: arguments.next()?,
         })
     }
 
-    pub(crate) fn connect(&self) -> ConnectionResult<PgConnection> {
-        PgConnection::establish(&self.url)
-    }
-
-    /// A pool of one connection, which is open.
+    /// Opens its pool, of one connection, and waits for the others.
     pub(crate) fn pool(&self) -> Result<PgPool, Box<dyn Error>> {
-        Ok(Pool::builder()
+        let pool = Pool::builder()
             .max_size(1)
-            .build(ConnectionManager::new(&self.url))?)
-    }
-
-    /// Says a line to the tour.
-    pub(crate) fn say(&self, line: &str) -> io::Result<()> {
-        let mut output = io::stdout();
-        writeln!(output, "{line}")?;
-        output.flush()
+            .build(ConnectionManager::new(&self.url))?;
+        println!("ready");
+        self.wait()?;
+        Ok(pool)
     }
 
     /// Waits until the tour lets it go on; an error if that has ended.

@@ -12,7 +12,7 @@ pub enum When {
     BeforeReply,
 }
 
-/// A fault that a [`RoundTrips`](crate::RoundTrips) was told of. It happens once, or never.
+/// A fault that was given to a [`RoundTrips`](crate::RoundTrips). It happens once, or never.
 #[derive(Clone, Debug)]
 pub struct Fault(Arc<AtomicBool>);
 

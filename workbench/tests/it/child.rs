@@ -1,4 +1,5 @@
-//! Processes of their own that run a part of a test, in order to end badly or to have another environment.
+//! Processes of their own that run a part of a test, in order to end badly or to have another
+//! environment.
 
 use std::env;
 use std::fs;

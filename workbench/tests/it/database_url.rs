@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use workbench::{Cluster, Database, Endpoint, RoundTrips};
+use workbench::{Cluster, Database, RoundTrips};
 
 use crate::child::{Child, say, wait};
 use crate::text;
@@ -77,10 +77,4 @@ fn only_old_databases_of_killed_runs_are_dropped() {
     let mut left: Vec<_> = kept.to_vec();
     left.sort_unstable();
     assert_eq!(databases(&mut conn), left.join(" "));
-}
-
-#[test]
-fn a_parameter_of_a_url_is_replaced() {
-    let url = Endpoint::new("postgres://u%2F@h/a?x=1&y=2%20c").url_with("x", "a b+");
-    assert_eq!(url, "postgresql:///a?host=h&user=u%2F&x=a%20b%2B&y=2%20c");
 }

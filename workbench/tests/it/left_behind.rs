@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use workbench::{Cluster, StopMode};
+use workbench::Cluster;
 
 use crate::child::{Child, say, signal, wait};
 use crate::until;
@@ -18,10 +18,6 @@ pub(crate) fn serve_and(then: &str) {
     match then {
         "panic" => panic!("as asked"),
         "abort" => std::process::abort(),
-        "restart again and again" => loop {
-            cluster.restart(StopMode::Immediate);
-            say("restarted");
-        },
         _ => {}
     }
 }
@@ -78,7 +74,8 @@ fn a_suspended_server_and_its_standby_go_away_too() {
 
 #[test]
 fn kills_while_the_server_is_set_up_leave_nothing_behind() {
-    // The last file that is there when the process is killed, from before `initdb` to the start of the server.
+    // The last file that is there when the process is killed, from before `initdb` to the start of
+    // the server.
     for file in ["", "setup", "data/base/1", "log", "data/postmaster.pid"] {
         let child = Child::start("wait", "");
         let mut processes = Vec::new();
@@ -94,43 +91,4 @@ fn kills_while_the_server_is_set_up_leave_nothing_behind() {
         child.send("KILL");
         gone(&child, &processes);
     }
-}
-
-#[test]
-fn kills_while_the_server_restarts_leave_nothing_behind() {
-    for restarts in 0..4 {
-        let (mut child, directory, _) = serving("restart again and again");
-        child.go_on();
-        for _ in 0..restarts {
-            child.said();
-        }
-        if restarts % 2 == 1 {
-            // Between the end of one server and the start of the next.
-            let state = directory.join("data/postmaster.pid");
-            until("the server has stopped", || !state.exists());
-        }
-        let processes: Vec<_> = process(&directory).into_iter().collect();
-        child.send("KILL");
-        gone(&child, &processes);
-    }
-}
-
-#[test]
-#[cfg(target_os = "linux")]
-fn a_server_that_was_killed_leaves_no_shared_memory() {
-    let (child, directory, process) = serving("wait");
-    let state = fs::read_to_string(directory.join("data/postmaster.pid")).unwrap();
-    let second = |line: &str| line.split_whitespace().nth(1).map(str::to_owned);
-    let segment = state.lines().nth(6).and_then(second);
-    let is_there = || {
-        let segments = fs::read_to_string("/proc/sysvipc/shm").unwrap();
-        segments.lines().any(|line| second(line) == segment)
-    };
-    assert!(is_there());
-
-    assert!(signal("KILL", &process));
-    until("the server has gone", || !signal("0", &process));
-    child.send("KILL");
-    gone(&child, &[process]);
-    until("the segment has gone", || !is_there());
 }

@@ -1,8 +1,11 @@
-//! The workbench at work, on servers of its own.
+//! What the workbench must do so that the tests of the crate can be believed, and nothing more.
+//!
+//! A server that does not stop, a network that does not fail or a round trip that is not counted
+//! would let a test pass; a process that is left behind, or a database of others that is dropped,
+//! would be seen by no test. Whatever else is broken here fails the tests of the crate.
 
 mod child;
 mod cluster;
-mod database;
 mod database_url;
 mod left_behind;
 mod network;

@@ -1,16 +1,12 @@
 //! A network that is slow, and fails at a chosen message.
 
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::mpsc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use workbench::{Database, Endpoint, RoundTrips, When};
+use workbench::{Database, RoundTrips, When};
 
-use crate::{is, until};
+use crate::is;
 
 fn took<T>(work: impl FnOnce() -> T) -> (T, Duration) {
     let start = Instant::now();
@@ -41,38 +37,6 @@ fn a_slow_network_delays_connections_and_round_trips_until_it_is_fast_again() {
 }
 
 #[test]
-fn nothing_overtakes_what_was_sent_before_it() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let server = Endpoint::new(&format!("postgresql://nobody@127.0.0.1:{port}/none"));
-    let proxy = RoundTrips::in_front_of_tls(&server);
-    proxy.set_delay(Duration::from_millis(4), Duration::from_millis(4));
-    // It is passed as it is, because it begins as TLS does.
-    let sent: Vec<_> = [22].into_iter().chain((0..500).map(|i| i as u8)).collect();
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut client = listener.accept().unwrap().0;
-            let mut echo = client.try_clone().unwrap();
-            std::io::copy(&mut client, &mut echo).unwrap();
-        });
-        let url = url::Url::parse(&proxy.url()).unwrap();
-        let port = url
-            .query_pairs()
-            .find(|(name, _)| name == "port")
-            .unwrap()
-            .1;
-        let mut client = TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
-        client.set_nodelay(true).unwrap();
-        for byte in &sent {
-            client.write_all(&[*byte]).unwrap();
-        }
-        let mut received = vec![0; sent.len()];
-        client.read_exact(&mut received).unwrap();
-        assert_eq!(received, sent);
-    });
-}
-
-#[test]
 fn a_statement_that_is_severed_runs_or_not_and_its_client_cannot_tell() {
     let database = Database::new();
     let proxy = RoundTrips::in_front_of(&database);
@@ -80,7 +44,8 @@ fn a_statement_that_is_severed_runs_or_not_and_its_client_cannot_tell() {
     observer.batch_execute("CREATE TABLE t (n int)").unwrap();
     let simple = |conn: &mut PgConnection| conn.batch_execute("INSERT INTO t VALUES (1)");
     let prepared = |conn: &mut PgConnection| execute(conn, "INSERT INTO t VALUES (1)").map(drop);
-    // The server commits before it gets the last message of the statement, if it gets what comes before that.
+    // The server commits before it gets the last message of the statement, if it gets what comes
+    // before that.
     let commit = |conn: &mut PgConnection| {
         conn.batch_execute("BEGIN; INSERT INTO t VALUES (1)")?;
         execute(conn, "COMMIT").map(drop)
@@ -108,37 +73,4 @@ fn a_statement_that_is_severed_runs_or_not_and_its_client_cannot_tell() {
     simple(&mut conn).unwrap();
     prepared(&mut conn).unwrap();
     assert!(!fault.has_happened());
-}
-
-#[test]
-fn a_silent_connection_keeps_its_session_and_lets_others_work() {
-    let database = Database::new();
-    let proxy = RoundTrips::in_front_of(&database);
-    let mut observer = database.connect();
-    observer.batch_execute("CREATE TABLE t (n int)").unwrap();
-    for when in [When::BeforeServer, When::BeforeReply] {
-        let mut conn = proxy.connect();
-        let mut other = proxy.connect();
-        let fault = proxy.silence_at(1, when);
-        let (sender, replies) = mpsc::channel();
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                let done = conn.batch_execute("INSERT INTO t VALUES (1)");
-                sender.send(done).unwrap();
-            });
-            until("the connection is silent", || fault.has_happened());
-            other.batch_execute("SELECT 1").unwrap();
-            let is_found = is(&mut observer, "EXISTS (SELECT FROM t)");
-            assert_eq!(is_found, when == When::BeforeReply);
-            // Nothing to poll for: the point is that nothing happens.
-            assert!(replies.recv_timeout(Duration::from_millis(100)).is_err());
-            proxy.sever();
-            assert!(
-                replies
-                    .recv_timeout(Duration::from_secs(30))
-                    .unwrap()
-                    .is_err()
-            );
-        });
-    }
 }

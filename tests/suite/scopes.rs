@@ -1,4 +1,4 @@
-//! Session locks in a scope, on a connection that is lent.
+//! Session locks in a scope, on a connection of the caller.
 
 use std::thread;
 
@@ -8,65 +8,80 @@ use crate::assert_matches;
 use crate::half::{
     AdvisoryLock, Attempt, Error, IS_ASYNC, begin, begin_inside, execute, on_one, pool, wait,
 };
-use crate::support::{Observer, eventually, foreign_holder, number, run};
+use crate::support::{Observer, Wanted, eventually, number, run};
 
-static LOCK: AdvisoryLock = AdvisoryLock::named("lent");
+static LOCK: AdvisoryLock = AdvisoryLock::named("scopes");
 
 #[test]
 fn it_is_held_in_the_scope_and_free_after_it() {
     let database = Database::new();
     let pool = pool(&database, 1);
     let mut observer = Observer::of(&database);
-    on_one(&pool, |conn| {
-        let held: Result<i64, Error> = wait(LOCK.with_on(
-            conn,
-            work!(|conn| {
-                reply!(execute(conn, "SELECT 1"))?;
-                Ok(observer.holders(LOCK.lock_key()))
-            }),
-        ));
-        assert_eq!(held.unwrap(), 1);
-        assert_eq!(observer.holders(LOCK.lock_key()), 0);
-        let failed: Result<(), Error> =
-            wait(LOCK.with_on(conn, work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?))));
-        assert_matches!(failed, Err(Error::Database(_)));
-        assert_eq!(observer.holders(LOCK.lock_key()), 0);
-    });
+    for wanted in Wanted::one_and_several(&LOCK) {
+        let lock = &wanted.lock;
+        on_one(&pool, |conn| {
+            let held: Result<(), Error> = wait(lock.with_on(
+                conn,
+                work!(|conn| {
+                    reply!(execute(conn, "SELECT 1"))?;
+                    Ok(wanted.assert_held(&mut observer))
+                }),
+            ));
+            held.unwrap();
+            assert_eq!(observer.all_held(), 0);
+            let failed: Result<(), Error> =
+                wait(lock.with_on(conn, work!(|conn| Ok(reply!(execute(conn, "SELECT 1/0"))?))));
+            assert_matches!(failed, Err(Error::Database(_)));
+            assert_eq!(observer.all_held(), 0);
+        });
+    }
 }
 
 #[test]
 fn a_busy_lock_is_not_waited_for_by_the_try() {
     let database = Database::new();
     let pool = pool(&database, 1);
-    let _holder = foreign_holder(&database, LOCK.lock_key());
-    on_one(&pool, |conn| {
-        let tried: Result<Attempt<()>, Error> =
-            wait(LOCK.try_with_on(conn, work!(|_conn| panic!("it is busy"))));
-        assert_eq!(tried.unwrap(), Attempt::Busy);
-        wait(execute(conn, "SELECT 1")).unwrap();
-    });
+    let mut observer = Observer::of(&database);
+    for wanted in Wanted::one_and_several(&LOCK) {
+        let holder = wanted.foreign_holder(&database);
+        on_one(&pool, |conn| {
+            let tried: Result<Attempt<()>, Error> = wait(
+                wanted
+                    .lock
+                    .try_with_on(conn, work!(|_conn| panic!("it is busy"))),
+            );
+            assert_eq!(tried.unwrap(), Attempt::Busy);
+            assert_eq!(observer.all_held(), 1, "the foreign one");
+            wait(execute(conn, "SELECT 1")).unwrap();
+        });
+        drop(holder);
+        observer.assert_free(wanted.key());
+    }
 }
 
 #[test]
 fn it_waits_for_the_holder() {
     let database = Database::new();
     let pool = pool(&database, 1);
-    let holder = foreign_holder(&database, LOCK.lock_key());
     let mut observer = Observer::of(&database);
-    thread::scope(|scope| {
-        let waiting = scope.spawn(|| {
-            on_one(&pool, |conn| {
-                let held: Result<(), Error> = wait(LOCK.with_on(conn, work!(|_conn| Ok(()))));
-                held.unwrap();
+    for wanted in Wanted::one_and_several(&LOCK) {
+        let holder = wanted.foreign_holder(&database);
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                on_one(&pool, |conn| {
+                    let held: Result<(), Error> =
+                        wait(wanted.lock.with_on(conn, work!(|_conn| Ok(()))));
+                    held.unwrap();
+                });
             });
+            eventually("it waits on the server", || {
+                observer.waiters(wanted.key()) == 1
+            });
+            drop(holder);
+            waiting.join().unwrap();
         });
-        eventually("it waits on the server", || {
-            observer.waiters(LOCK.lock_key()) == 1
-        });
-        drop(holder);
-        waiting.join().unwrap();
-    });
-    observer.assert_free(LOCK.lock_key());
+        assert_eq!(observer.all_held(), 0);
+    }
 }
 
 #[test]

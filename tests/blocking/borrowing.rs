@@ -1,4 +1,4 @@
-//! What a pool and a connection may be lent out of.
+//! What a pool and a connection may be borrowed from, and that they come back.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::assert_matches;
 use crate::half::{AdvisoryLock, Done, Error, Once, PgPool, pool, unchecked_pool};
 use crate::support::{Observer, assert_pool_whole, installed, run};
 
-static LOCK: AdvisoryLock = AdvisoryLock::named("lenders");
+static LOCK: AdvisoryLock = AdvisoryLock::named("borrowing");
 
 /// A wrapper, as the state of a web framework is.
 struct State<T>(T);
@@ -27,7 +27,7 @@ impl<T> Deref for State<T> {
 }
 
 #[test]
-fn a_wrapper_of_a_pool_is_lent_as_it_is() {
+fn a_pool_is_borrowed_out_of_a_wrapper() {
     let database = Database::new();
     let pool = Arc::new(pool(&database, 1));
     LOCK.acquire(&pool).unwrap().release().unwrap();

@@ -220,7 +220,6 @@ fn no_setting_of_the_session_hinders_a_lock() {
         "standard_conforming_strings = off",
         "default_transaction_isolation = serializable",
         "default_transaction_isolation = 'repeatable read'",
-        "default_transaction_read_only = on",
         "statement_timeout = '100ms'",
         "lock_timeout = '1ms'",
         "bytea_output = escape",

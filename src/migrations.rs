@@ -200,7 +200,7 @@ impl File {
         transaction.end(ran).await
     }
 
-    /// What the file creates: tables, indexes, types, views, sequences and functions.
+    /// What the file creates: tables, indexes, types, domains, views, sequences and functions.
     fn objects(&self) -> impl Iterator<Item = &'static str> + use<> {
         self.up.lines().filter_map(|line| {
             let created = line.trim_start().strip_prefix("CREATE ")?;
@@ -350,6 +350,7 @@ mod tests {
             "lock_key",
             "throttled_resource_enum",
             "throttled_resource",
+            "service_name",
             "service_request",
             "service_request_in_flight",
             "claim_service_request",

@@ -23,22 +23,27 @@ pub(crate) trait Contender {
 
 pub(crate) type Boxed = Box<dyn Contender>;
 
+/// The median over the rounds, and what one round in ten is below and above.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Spread {
+    pub(crate) median: f64,
+    pub(crate) low: f64,
+    pub(crate) high: f64,
+}
+
 /// Two rates, and how they compare.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Comparison {
     pub(crate) ours: f64,
     pub(crate) reference: f64,
-    /// The median over the rounds, and the ratios that one round in ten is below and above.
-    pub(crate) ratio: f64,
-    pub(crate) low: f64,
-    pub(crate) high: f64,
+    pub(crate) ratio: Spread,
 }
 
-/// Lets both take turns. A first turn, which prepares statements and fills caches, does not count.
+/// Lets both take turns.
 pub(crate) fn compare(plan: Plan, ours: Boxed, reference: Boxed) -> Comparison {
     let mut contenders = [ours, reference];
     for contender in &mut contenders {
-        contender.run(plan.turn.min(Duration::from_secs(1)));
+        warm_up(plan, contender);
     }
     let mut rates = [Vec::new(), Vec::new()];
     for _ in 0..plan.rounds {
@@ -52,9 +57,26 @@ pub(crate) fn compare(plan: Plan, ours: Boxed, reference: Boxed) -> Comparison {
     Comparison {
         ours: quantile(&ours, 0.5),
         reference: quantile(&reference, 0.5),
-        ratio: quantile(&ratios, 0.5),
-        low: quantile(&ratios, 0.1),
-        high: quantile(&ratios, 0.9),
+        ratio: Spread::of(&ratios),
+    }
+}
+
+/// The rate of one contender.
+pub(crate) fn measure(plan: Plan, mut contender: Boxed) -> Spread {
+    warm_up(plan, &mut contender);
+    let rates: Vec<f64> = (0..plan.rounds).map(|_| contender.run(plan.turn)).collect();
+    Spread::of(&rates)
+}
+
+/// A first turn, which prepares statements and fills caches, does not count.
+fn warm_up(plan: Plan, contender: &mut Boxed) {
+    contender.run(plan.turn.min(Duration::from_secs(1)));
+}
+
+impl Spread {
+    fn of(values: &[f64]) -> Self {
+        let [median, low, high] = [0.5, 0.1, 0.9].map(|share| quantile(values, share));
+        Self { median, low, high }
     }
 }
 

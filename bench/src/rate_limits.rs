@@ -51,7 +51,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         let one = pool(&database, 1);
         let _ = USED_UP.check(&one).expect("it can be checked");
         let day = "1 day";
-        let values = [day, "used up", "", "86400000000", "1", "0 s"];
+        let values = ["used up", "", "86400000000", "1", "0 s", day];
         let script = script_of(&one, "UPDATE resource_control.rate_limit", &values);
         let pgbench = pgbench(bench, &database, number, Mode::Prepared, "", script);
         let work = "rate limit, limited / `pgbench` of the statement";

@@ -1,28 +1,44 @@
-//! The table: a row for each comparison, as soon as it is there.
+//! The tables: a row for each comparison or rate, as soon as it is there, and at last all of them
+//! for the page.
 
-use std::thread::available_parallelism;
+use std::fmt::{self, Display};
 
-use crate::compare::{Boxed, Comparison, Plan, compare};
-use crate::server::Server;
+use crate::compare::{Boxed, Comparison, Plan, Spread, compare, measure};
+
+/// A comparison with a reference.
+pub(crate) struct Ratio {
+    pub(crate) work: String,
+    pub(crate) clients: usize,
+    pub(crate) compared: Comparison,
+    pub(crate) aim: Option<f64>,
+}
+
+/// Operations per second, without a reference.
+struct Rate {
+    work: String,
+    clients: usize,
+    rate: Spread,
+}
 
 pub(crate) struct Report {
     plan: Plan,
+    pub(crate) ratios: Vec<Ratio>,
+    rates: Vec<Rate>,
 }
 
+pub(crate) const RATIOS: &str =
+    "| work | clients | ours, per second | reference, per second | ratio | aim |
+|---|---:|---:|---:|---:|---:|";
+pub(crate) const RATES: &str = "| work | clients | per second | eight rounds in ten |
+|---|---:|---:|---:|";
+
 impl Report {
-    /// Prints the head of the table.
-    pub(crate) fn begin(server: &Server, plan: Plan) -> Self {
-        let cores = available_parallelism().map_or(0, usize::from);
-        println!(
-            "{}, `fsync` on, Unix socket, clients and server on {cores} cores. {} turns of {:?} each; a ratio is the median of \
-             the rounds, and one round in ten is below and one above what stands in parentheses.\n",
-            server.version(),
-            plan.rounds,
-            plan.turn
-        );
-        println!("| work | clients | ours, per second | reference, per second | ratio | aim |");
-        println!("|---|---:|---:|---:|---:|---:|");
-        Self { plan }
+    pub(crate) const fn new(plan: Plan) -> Self {
+        Self {
+            plan,
+            ratios: Vec::new(),
+            rates: Vec::new(),
+        }
     }
 
     /// Compares ours with a reference, and prints the row.
@@ -34,21 +50,77 @@ impl Report {
         ours: Boxed,
         reference: Boxed,
     ) {
+        let ratio = Ratio {
+            work: work.to_owned(),
+            clients,
+            compared: compare(self.plan, ours, reference),
+            aim,
+        };
+        println!("{ratio}");
+        self.ratios.push(ratio);
+    }
+
+    /// Measures a rate, and prints the row.
+    pub(crate) fn rate(&mut self, work: &str, clients: usize, contender: Boxed) {
+        let rate = Rate {
+            work: work.to_owned(),
+            clients,
+            rate: measure(self.plan, contender),
+        };
+        println!("{rate}");
+        self.rates.push(rate);
+    }
+
+    /// The table of the ratios.
+    pub(crate) fn ratios(&self) -> String {
+        table(RATIOS, &self.ratios)
+    }
+
+    /// The table of the rates.
+    pub(crate) fn rates(&self) -> String {
+        table(RATES, &self.rates)
+    }
+}
+
+fn table(head: &str, rows: &[impl Display]) -> String {
+    let rows = rows.iter().map(|row| format!("\n{row}"));
+    format!("{head}{}", rows.collect::<String>())
+}
+
+impl Display for Ratio {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { work, clients, .. } = self;
         let Comparison {
             ours,
             reference,
-            ratio,
-            low,
-            high,
-        } = compare(self.plan, ours, reference);
-        let aim = aim.map_or(String::new(), |aim| {
-            format!("{aim}{}", if ratio < aim { " (missed)" } else { "" })
-        });
-        println!(
-            "| {work} | {clients} | {} | {} | {ratio:.2} ({low:.2} to {high:.2}) | {aim} |",
+            ratio: Spread { median, low, high },
+        } = self.compared;
+        let missed = if self.is_missed() { " (missed)" } else { "" };
+        let aim = self
+            .aim
+            .map_or(String::new(), |aim| format!("{aim}{missed}"));
+        write!(
+            f,
+            "| {work} | {clients} | {} | {} | {median:.2} ({low:.2} to {high:.2}) | {aim} |",
             rounded(ours),
             rounded(reference)
-        );
+        )
+    }
+}
+
+impl Ratio {
+    pub(crate) fn is_missed(&self) -> bool {
+        // As the table rounds it.
+        let ratio = (self.compared.ratio.median * 100.0).round() / 100.0;
+        self.aim.is_some_and(|aim| ratio < aim)
+    }
+}
+
+impl Display for Rate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { work, clients, .. } = self;
+        let [median, low, high] = [self.rate.median, self.rate.low, self.rate.high].map(rounded);
+        write!(f, "| {work} | {clients} | {median} | {low} to {high} |")
     }
 }
 

@@ -36,7 +36,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         let article = format!("{CLAIM}{CLAIM_AND_RELEASE}");
         let article = pgbench(bench, &database, number, Mode::Text, "", article.as_str());
         let work = "semaphore of 64 slots, claim and release / the article's statements";
-        report.row(work, number, Some(3.0), claims(&database, number), article);
+        report.row(work, number, Some(4.0), claims(&database, number), article);
     }
     server::run(
         &database,
@@ -50,7 +50,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         report.row(
             work,
             number,
-            Some(10.0),
+            Some(12.0),
             refusals(&database, number),
             article,
         );

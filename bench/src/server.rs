@@ -9,7 +9,7 @@ use diesel_interlock::{PgPool, migrations};
 use workbench::{Cluster, Database};
 
 /// What every tuning guide changes, and nothing that weakens a commit.
-const SETTINGS: [(&str, &str); 9] = [
+pub(crate) const SETTINGS: [(&str, &str); 9] = [
     ("fsync", "on"),
     ("full_page_writes", "on"),
     ("synchronous_commit", "on"),

@@ -23,7 +23,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     let _ = HOURLY.attempt(&one).expect("it can be attempted");
     for number in [1, 8] {
         let ours = denied(&database, number);
-        let script = script_of(&one, NEEDLE, &["1 hour", "pgbench", "hourly", ""]);
+        let script = script_of(&one, NEEDLE, &["hourly", "pgbench", "", "1 hour"]);
         let pgbench = pgbench(bench, &database, number, Mode::Prepared, "", script);
         let work = "throttle, denied / `pgbench` of the statement";
         report.row(work, number, Some(0.85), ours, pgbench);
@@ -33,7 +33,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
     for thread in 0..number {
         let _ = AT_ONCE.key(1000 + thread).attempt(&one);
     }
-    let values = ["1 microsecond", "pgbench", "at once", ":key"];
+    let values = ["at once", "pgbench", ":key", "1 microsecond"];
     let script = script_of(&one, NEEDLE, &values).after("\\set key 1000 + :client_id\n");
     let pgbench = pgbench(bench, &database, number, Mode::Prepared, "", script);
     let work = "throttle, granted for a key / `pgbench` of the statement";

@@ -4,3 +4,6 @@ DROP FUNCTION resource_control.renew_service_request(text, bigint, interval, big
 DROP FUNCTION resource_control.complete_service_request(text, bigint, boolean, bigint);
 DROP FUNCTION resource_control.claim_service_request(text, integer, interval, text, bigint);
 DROP TABLE resource_control.service_request;
+DROP DOMAIN resource_control.service_name;
+DROP DOMAIN resource_control.slot_number;
+DROP DOMAIN resource_control.request_expiry;

@@ -135,6 +135,9 @@ fn what_is_recorded_and_missing_is_repaired_by_the_statement_in_the_message() {
         "DROP TYPE resource_control.throttled_resource_enum CASCADE; DROP TABLE resource_control.throttled_resource",
         // It takes the columns of that type with it, and leaves the table.
         "DROP TYPE resource_control.throttled_resource_enum CASCADE",
+        "DROP DOMAIN resource_control.service_name CASCADE",
+        "DROP DOMAIN resource_control.slot_number CASCADE",
+        "DROP DOMAIN resource_control.request_expiry CASCADE",
         "DROP TABLE resource_control.service_request, resource_control.schedule, resource_control.throttle CASCADE",
     ] {
         run(conn, damage);

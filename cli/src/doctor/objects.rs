@@ -305,7 +305,10 @@ mod tests {
             of("throttle", "details"),
             "details text NOT NULL DEFAULT ''"
         );
-        assert!(of("throttle", "throttle_interval").ends_with("BETWEEN 1e-6 AND 31557600000)"));
+        assert!(
+            of("throttled_resource", "throttle_interval")
+                .ends_with("BETWEEN 1e-6 AND 31557600000)")
+        );
         assert_eq!(of("service_request", "claim"), "claim bigint");
     }
 }

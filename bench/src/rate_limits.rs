@@ -37,7 +37,7 @@ pub(crate) fn run(bench: &Bench, report: &mut Report) {
         "-c synchronous_commit=off",
         update.as_str(),
     );
-    let work = "rate limit, allowed, over 10,000 keys / an UPDATE that commits asynchronously, by `pgbench`";
+    let work = "rate limit, allowed, 10,000 keys / an asynchronous UPDATE by `pgbench`";
     report.row(
         work,
         CLIENTS,

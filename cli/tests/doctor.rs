@@ -234,8 +234,6 @@ fn settings_are_set_back_by_what_is_pasted() {
         ("idle_session_timeout = '1h'", "warn"),
         ("statement_timeout = '200ms'", "warn"),
         ("lock_timeout = '50ms'", "warn"),
-        ("client_connection_check_interval = 0", "warn"),
-        ("idle_in_transaction_session_timeout = 0", "warn"),
         ("synchronous_commit = off", "warn"),
         ("default_transaction_read_only = on", "fail"),
     ] {

@@ -606,8 +606,8 @@ fn doctor_names_settings_and_what_stays_open() {
         "ALTER DATABASE {name} SET idle_session_timeout = '1h'"
     ));
     doctor_says(url, "", "warn", "idle_session_timeout = 3600000ms");
-    doctor_says(url, "", "warn", "client_connection_check_interval");
-    doctor_says(url, "", "warn", "idle_in_transaction_session_timeout");
+    doctor_says(url, "", "ok", "client_connection_check_interval");
+    doctor_says(url, "", "ok", "idle_in_transaction_session_timeout");
     session.sql(&format!(
         "ALTER DATABASE {name} SET statement_timeout = '200ms'; ALTER DATABASE {name} SET default_transaction_read_only = on"
     ));
@@ -698,6 +698,6 @@ fn doctor_names_what_a_failover_loses() {
     doctor_says(url, "", "warn", "was made in the future");
     conn.batch_execute("ALTER DATABASE postgres SET default_transaction_read_only = on")
         .unwrap();
-    doctor_says(url, "", "fail", "session locks are granted nevertheless");
+    doctor_says(url, "", "fail", "locks are refused");
     drop(standby);
 }

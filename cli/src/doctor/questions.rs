@@ -60,10 +60,10 @@ pub(crate) const SERVER: &[&str] = &[
     "SELECT CASE WHEN current_setting('default_transaction_read_only')::bool THEN 'fail' ELSE
         'ok' END AS level,
         CASE WHEN current_setting('default_transaction_read_only')::bool
-            THEN 'default_transaction_read_only = on: nothing can be written here, and session '
-                'locks are granted nevertheless'
+            THEN 'default_transaction_read_only = on: nothing can be written here, and locks are '
+                'refused'
             ELSE 'default_transaction_read_only = off' END AS found,
-        'if this is an old primary, stop it, because a lock that it grants excludes nobody on '
+        'if this is an old primary, stop it, because locks that are held there exclude nobody on '
             'the new one; otherwise' AS why,
         format('BEGIN READ WRITE; ALTER ROLE %I IN DATABASE %I SET default_transaction_read_only '
             '= off; COMMIT;',
@@ -81,13 +81,11 @@ pub(crate) const SERVER: &[&str] = &[
             reset_val <> '0'
             OR name IN ('statement_timeout', 'lock_timeout') AND reset_val::bigint BETWEEN 1 AND
                 999",
-    "SELECT CASE setting WHEN '0' THEN 'warn' ELSE 'ok' END AS level, format('%s = %s', name,
-        setting || unit) AS found,
-        CASE name WHEN 'client_connection_check_interval' THEN
-            'a statement of a client that has gone runs to its end'
-            ELSE 'a transaction that was forgotten keeps its locks' END AS why,
-        format('ALTER ROLE %I IN DATABASE %I SET %s = %L;', current_user, current_database(), name,
-            CASE name WHEN 'client_connection_check_interval' THEN '10s' ELSE '5min' END) AS sql
+    // Defaults of PostgreSQL, and no mistake: a lock sets the first for its own session.
+    "SELECT 'ok' AS level, format('%s = %s%s', name, setting || unit,
+            CASE WHEN name LIKE 'client%' AND setting = '0'
+                THEN ', and a lock sets it to a second for its session' END) AS found,
+        NULL::text AS why, NULL::text AS sql
         FROM pg_settings WHERE name IN ('client_connection_check_interval',
             'idle_in_transaction_session_timeout')",
     "SELECT 'warn' AS level, format('synchronous_commit = %s for this role and database',

@@ -86,9 +86,9 @@ pub(crate) use database;
 /// is none of these.
 macro_rules! is_elsewhere {
     () => {
-        "pg_catalog.current_setting('transaction_read_only') = 'on' \
-         AND (pg_catalog.pg_is_in_recovery() \
-         OR pg_catalog.current_setting('default_transaction_read_only') = 'on')"
+        "pg_catalog.current_setting('transaction_read_only') OPERATOR(pg_catalog.=) 'on' \
+         AND (pg_catalog.pg_is_in_recovery() OR pg_catalog.current_setting(\
+         'default_transaction_read_only') OPERATOR(pg_catalog.=) 'on')"
     };
 }
 pub(crate) use is_elsewhere;

@@ -13,7 +13,7 @@ END IF;
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 -- Other clients insert requests, too. Domains check what they insert: a session compiles the rules of a domain once, and the
--- CHECKs of a table for each statement, also for one that changes none of the columns.
+-- check constraints of a table for each statement, also for one that changes none of the columns.
 IF to_regtype('resource_control.service_name') IS NULL THEN
     CREATE DOMAIN resource_control.service_name AS text COLLATE pg_catalog."C"
         CONSTRAINT services_have_names CHECK (octet_length(VALUE) BETWEEN 1 AND 1000);

@@ -57,8 +57,8 @@ use crate::{input, instance};
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) for an invalid name, or a lease under 3 seconds or over
-/// 1,000 years, and [`Error::NotInstalled`](crate::Error::NotInstalled). Errors of the database and
+/// [`Error::Input`] for an invalid name, or a lease under 3 seconds or over
+/// 1,000 years, and [`Error::NotInstalled`]. Errors of the database and
 /// the pool are events, and it is tried again.
 #[must_use = "nobody leads until `lead` is called"]
 #[derive(Clone)]

@@ -104,7 +104,8 @@ fn report(pool: &PgPool) {
 ///
 /// Session locks fail with [`Error::Input`] for an invalid name, [`Error::Pool`] if the pool gives
 /// no connection, [`Error::InsideTransaction`] if it gives one inside a transaction (that of
-/// `begin_test_transaction` is none), [`Error::Standby`] on a hot standby, and [`Error::Database`].
+/// `begin_test_transaction` is none), [`Error::Standby`] on a hot standby and on a server
+/// that is set to refuse writes, and [`Error::Database`].
 #[must_use = "a lock protects nothing until it is taken"]
 #[derive(Clone)]
 pub struct AdvisoryLock<P: Pool> {

@@ -84,13 +84,16 @@ where
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     let mut reply = ask_session(borrowed.conn(), statements).await;
-    let was_refused = match &reply {
-        Err(Error::Database(error)) => Connection::<P>::was_not_sent(error),
-        Err(error) => matches!(error, Error::Standby),
-        Ok(_) => false,
-    };
-    if was_refused {
-        // Nothing was done.
+    if let Err(Error::Database(error)) = &reply {
+        if Connection::<P>::was_not_sent(error) {
+            borrowed.discard();
+            borrowed = Borrowed::new(pool, limit).await?;
+            reply = ask_session(borrowed.conn(), statements).await;
+        }
+    }
+    // Also if the one before was closed: after a failover the second may lead to the old server.
+    if matches!(reply, Err(Error::Standby)) {
+        // The server has refused, so nothing was done.
         borrowed.discard();
         borrowed = Borrowed::new(pool, limit).await?;
         reply = ask_session(borrowed.conn(), statements).await;

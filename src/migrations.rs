@@ -200,17 +200,8 @@ impl File {
         transaction.end(ran).await
     }
 
-    /// What the file creates: tables, indexes, types, domains, views, sequences and functions.
     fn objects(&self) -> impl Iterator<Item = &'static str> + use<> {
-        self.up.lines().filter_map(|line| {
-            let created = line.trim_start().strip_prefix("CREATE ")?;
-            let name = match created.split_once("INDEX IF NOT EXISTS ") {
-                Some((_, index)) => index,
-                None => created.split_once("resource_control.")?.1,
-            };
-            name.split(|c: char| c != '_' && !c.is_alphanumeric())
-                .next()
-        })
+        objects(self.up)
     }
 }
 
@@ -305,6 +296,20 @@ pub fn write_to(directory: impl AsRef<Path>) -> io::Result<Vec<PathBuf>> {
 #[doc(hidden)]
 pub fn texts() -> impl Iterator<Item = &'static str> {
     FILES.iter().map(|file| file.up)
+}
+
+/// What the text of a migration creates: tables, indexes, types, views, sequences and functions.
+#[doc(hidden)]
+pub fn objects(text: &'static str) -> impl Iterator<Item = &'static str> {
+    text.lines().filter_map(|line| {
+        let created = line.trim_start().strip_prefix("CREATE ")?;
+        let name = match created.split_once("INDEX IF NOT EXISTS ") {
+            Some((_, index)) => index,
+            None => created.split_once("resource_control.")?.1,
+        };
+        name.split(|c: char| c != '_' && !c.is_alphanumeric())
+            .next()
+    })
 }
 
 #[cfg(test)]

@@ -135,8 +135,6 @@ struct Entered<'c, S: Session> {
     transaction: Own<'c, S>,
     began: PgTimestamp,
     outcome: Option<Vec<u8>>,
-    /// How long it took to enter.
-    took: Duration,
 }
 
 impl<P: Pool> Once<P> {
@@ -176,14 +174,13 @@ impl<P: Pool> Once<P> {
         waits: bool,
         work: impl AsyncFnOnce(&mut Connection<P>) -> Result<T, E>,
     ) -> Result<Attempt<Done>, E> {
-        let Some(entered) = self.enter(conn, waits).await? else {
+        let Some((entered, took)) = self.enter(conn, waits).await? else {
             return Ok(Attempt::Busy);
         };
         let Entered {
             transaction,
             began,
             outcome,
-            took,
         } = entered;
         let done = match outcome {
             Some(outcome) => transaction.end(Ok(Done::Before(outcome))).await,
@@ -201,13 +198,13 @@ impl<P: Pool> Once<P> {
         done.map(Attempt::Acquired)
     }
 
-    /// Opens the transaction, takes the lock, and then looks whether it is done. `None` if another
-    /// call holds the lock, and this one is not to wait.
+    /// Opens the transaction, takes the lock, and then looks whether it is done. Also returns how
+    /// long that took. `None` if another call holds the lock, and this one is not to wait.
     async fn enter<'c>(
         &self,
         conn: &'c mut Connection<P>,
         waits: bool,
-    ) -> Result<Option<Entered<'c, Connection<P>>>> {
+    ) -> Result<Option<(Entered<'c, Connection<P>>, Duration)>> {
         let began = Instant::now();
         let entered = {
             let _waiting = Raised::waiting(self.subject());
@@ -220,7 +217,7 @@ impl<P: Pool> Once<P> {
             Ok(None) => self.report(waits, took, "busy", None),
             Err(error) => self.report(waits, took, "failed", Some(error)),
         }
-        Ok(entered?.map(|entered| Entered { took, ..entered }))
+        Ok(entered?.map(|entered| (entered, took)))
     }
 
     async fn enter_unreported<'c>(
@@ -235,7 +232,6 @@ impl<P: Pool> Once<P> {
                 transaction,
                 began,
                 outcome,
-                took: Duration::ZERO,
             })),
             Ok(None) => transaction.end(Ok(None)).await,
             Err(error) => Err(transaction.fail(error).await),

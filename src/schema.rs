@@ -51,7 +51,7 @@ pub mod resource_control {
         /// The tick of each schedule that ran last, and how it ended.
         resource_control.schedule (name) {
             name -> Text,
-            /// The tick that was taken last; before the first one, when the schedule was first seen.
+            /// The tick that was taken last, or when the schedule was first seen.
             tick -> Timestamptz,
             /// How many runs of this tick have begun, without those that gave it back.
             attempt -> Int4,
@@ -61,13 +61,13 @@ pub mod resource_control {
             token -> Int8,
             runner -> Text,
             started_at -> Nullable<Timestamptz>,
-            /// Until when the run holds the tick. Null once the tick has ended; in the past if its runner has crashed or given it back.
+            /// Until when the run holds the tick. Null once it has ended; past after a crash.
             expires_at -> Nullable<Timestamptz>,
-            /// When the run ended the tick or gave it back. Null while it runs, and if its runner has crashed.
+            /// When the run ended the tick or gave it back. Null while it runs or crashed.
             ended_at -> Nullable<Timestamptz>,
             /// What the run has failed with. Null if it has not.
             error -> Nullable<Text>,
-            /// A random number that the claim of the run has brought, by which the run knows its row.
+            /// A random number of the claim, by which the run knows its row.
             claim -> Nullable<Int8>,
             /// Since when the schedule takes no tick. Null if it is not paused.
             paused_at -> Nullable<Timestamptz>,
@@ -75,16 +75,16 @@ pub mod resource_control {
     }
 
     diesel::table! {
-        /// Requests to services that take a limited number at a time: the requests in flight, and the log of ended requests.
+        /// Requests to services that take a limited number at a time, in flight or ended.
         resource_control.service_request (id) {
             id -> Int8,
             service -> Text,
             slot -> Int2,
             created_at -> Timestamptz,
-            /// From this time on the request no longer counts as in flight, even if it is not marked.
+            /// From this time on the request is not in flight, even if it is not marked.
             expires_at -> Timestamptz,
             completed_at -> Nullable<Timestamptz>,
-            /// When the request was found to have expired: by the next claim of its service, or by its own late completion.
+            /// When the next claim of the service, or a late completion, found it expired.
             timed_out_at -> Nullable<Timestamptz>,
             details -> Text,
             /// A random number that the claim has brought. Null for clients that bring none.
@@ -111,7 +111,7 @@ pub mod resource_control {
         /// Resources that are granted at most once per interval.
         resource_control.throttled_resource (resource_id) {
             resource_id -> ThrottledResourceEnum,
-            /// Elapsed time: a day is 24 hours, a month 30 days and a year 365.25 days, in every time zone.
+            /// Elapsed time: a day is 24 hours, a month 30 days, a year 365.25 days.
             throttle_interval -> Interval,
             /// When it was granted last, by the server's clock; -infinity for never.
             last_locked -> Timestamptz,

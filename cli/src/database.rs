@@ -177,9 +177,9 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
     Ok(Sessions { pool, are_own })
 }
 
-/// Whoever may create functions in a schema of the search path must not see them called by the role
-/// of this program, which may be a superuser. Not for longer than a transaction, because a pooler
-/// lends the session to others.
+/// A role that may create functions in a schema of the search path must not see them called by the
+/// role of this program, which may be a superuser. Not for longer than a transaction, because a
+/// pooler gives the session to others.
 const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0";
 
 #[derive(QueryableByName)]

@@ -252,7 +252,7 @@ impl Report {
                     return Err(error.into());
                 }
                 let found = format!("a question has failed: {}", Failure::from(error));
-                self.add("warn", &found, "the answer is missing here", "", "");
+                self.add("warn", &found, "what it asks is not known here", "", "");
                 return Ok(());
             }
         };

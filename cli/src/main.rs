@@ -172,6 +172,9 @@ impl From<Error> for Failure {
             _ => Self::SET_UP,
         };
         let mut message = error.to_string();
+        if let Error::ReleaseFailed { source, .. } = &error {
+            message += &format!(": {source}");
+        }
         if matches!(error, Error::NotExclusive(_)) {
             message += "; `interlock run --lease` works there";
         }

@@ -60,7 +60,7 @@ pub(crate) fn all(
     minimum::check(campaign, records, database, length)
 }
 
-/// No more than so many at any moment, but for processes that were stopped.
+/// No more than so many at any moment, except processes that were stopped.
 fn at_most(n: usize, name: &str, held: &[Held]) -> Checked {
     if let Some(at) = too_many(n, held.iter().filter(|held| !held.was_stopped)).first() {
         return Err(format!("{name}: more than {n} at once, at {at}").into());
@@ -87,7 +87,7 @@ pub(crate) fn too_many<'a>(n: usize, held: impl Iterator<Item = &'a Held>) -> Ve
     changes.into_iter().map(|(at, _)| at).collect()
 }
 
-/// One after the other, but for processes that were stopped.
+/// One after the other, except processes that were stopped.
 fn in_order(held: &[Held]) -> Vec<Held> {
     let mut held: Vec<_> = held
         .iter()

@@ -295,11 +295,11 @@ END
 $$;
 
 COMMENT ON TABLE resource_control.service_request IS
-    'Requests to services that take a limited number at a time: the requests in flight, and the log of ended requests.';
+    'Requests to services that take a limited number at a time, in flight or ended.';
 COMMENT ON COLUMN resource_control.service_request.expires_at IS
-    'From this time on the request no longer counts as in flight, even if it is not marked.';
+    'From this time on the request is not in flight, even if it is not marked.';
 COMMENT ON COLUMN resource_control.service_request.timed_out_at IS
-    'When the request was found to have expired: by the next claim of its service, or by its own late completion.';
+    'When the next claim of the service, or a late completion, found it expired.';
 COMMENT ON COLUMN resource_control.service_request.claim IS
     'A random number that the claim has brought. Null for clients that bring none.';
 COMMENT ON FUNCTION resource_control.claim_service_request(text, integer, interval, text, bigint) IS

@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS resource_control.schedule (
 COMMENT ON TABLE resource_control.schedule IS
     'The tick of each schedule that ran last, and how it ended.';
 COMMENT ON COLUMN resource_control.schedule.tick IS
-    'The tick that was taken last; before the first one, when the schedule was first seen.';
+    'The tick that was taken last, or when the schedule was first seen.';
 COMMENT ON COLUMN resource_control.schedule.attempt IS
     'How many runs of this tick have begun, without those that gave it back.';
 COMMENT ON COLUMN resource_control.schedule.missed IS
@@ -38,13 +38,13 @@ COMMENT ON COLUMN resource_control.schedule.missed IS
 COMMENT ON COLUMN resource_control.schedule.token IS
     'The fencing token of the run, which grows from run to run.';
 COMMENT ON COLUMN resource_control.schedule.claim IS
-    'A random number that the claim of the run has brought, by which the run knows its row.';
+    'A random number of the claim, by which the run knows its row.';
 COMMENT ON COLUMN resource_control.schedule.paused_at IS
     'Since when the schedule takes no tick. Null if it is not paused.';
 COMMENT ON COLUMN resource_control.schedule.expires_at IS
-    'Until when the run holds the tick. Null once the tick has ended; in the past if its runner has crashed or given it back.';
+    'Until when the run holds the tick. Null once it has ended; past after a crash.';
 COMMENT ON COLUMN resource_control.schedule.ended_at IS
-    'When the run ended the tick or gave it back. Null while it runs, and if its runner has crashed.';
+    'When the run ended the tick or gave it back. Null while it runs or crashed.';
 COMMENT ON COLUMN resource_control.schedule.error IS
     'What the run has failed with. Null if it has not.';
 

@@ -23,7 +23,7 @@ const NODES: usize = 3;
 const TTL: u32 = 20;
 /// How long servers may take to be copied, rewound, promoted, and caught up with.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// How long a Patroni that runs may take for its answer.
+/// How long a Patroni that runs may take for its reply.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Three servers, each with its Patroni, an etcd, and `HAProxy`, which leads clients to the server
@@ -79,7 +79,7 @@ impl Patroni {
         patroni
     }
 
-    /// The way to the primary. Sessions on a server whose Patroni no longer answers are closed.
+    /// The way to the primary. Sessions on a server whose Patroni no longer replies are closed.
     pub fn endpoint(&self) -> Endpoint {
         endpoint(self.ports[0])
     }
@@ -132,7 +132,7 @@ impl Patroni {
             let conn = PgConnection::establish(&self.nodes[primary].server.url());
             // Patroni promotes no other standby than the one that it knows as synchronous.
             let knows = (0..NODES)
-                .filter(|node| self.nodes[*node].answers("/synchronous"))
+                .filter(|node| self.nodes[*node].replies("/synchronous"))
                 .count();
             knows == usize::from(is_synchronous)
                 && conn.is_ok_and(|mut conn| holds(&mut conn, &format!("(SELECT {follow})")))
@@ -143,8 +143,8 @@ impl Patroni {
     pub fn set_synchronous(&self, is_synchronous: bool) {
         let primary = self.primary().expect("a primary runs");
         let setting = format!(r#"{{"synchronous_mode": {is_synchronous}}}"#);
-        let answer = self.nodes[primary].ask("PATCH", "/config", &setting, PATIENCE);
-        let (status, text) = answer.unwrap_or_else(cannot("set the mode"));
+        let reply = self.nodes[primary].ask("PATCH", "/config", &setting, PATIENCE);
+        let (status, text) = reply.unwrap_or_else(cannot("set the mode"));
         assert!(status == 200, "the mode is not set: {text}");
         self.wait_for_standbys(is_synchronous);
     }
@@ -152,8 +152,8 @@ impl Patroni {
     /// Asks Patroni to make a standby the primary.
     pub fn switch_over(&self, primary: usize) {
         let request = format!(r#"{{"leader": "node{primary}"}}"#);
-        let answer = self.nodes[primary].ask("POST", "/switchover", &request, DEADLINE);
-        let (status, text) = answer.unwrap_or_else(cannot("switch over"));
+        let reply = self.nodes[primary].ask("POST", "/switchover", &request, DEADLINE);
+        let (status, text) = reply.unwrap_or_else(cannot("switch over"));
         assert!(status == 200, "no switchover: {text}");
     }
 
@@ -264,11 +264,11 @@ watchdog: {{mode: 'off'}}
         }
     }
 
-    fn answers(&self, path: &str) -> bool {
+    fn replies(&self, path: &str) -> bool {
         matches!(self.ask("GET", path, "", PATIENCE), Ok((200, _)))
     }
 
-    /// The status and the text of an answer of Patroni's REST API.
+    /// The status and the text of a reply of Patroni's REST API.
     fn ask(
         &self,
         method: &str,
@@ -283,11 +283,11 @@ watchdog: {{mode: 'off'}}
             stream,
             "{method} {path} HTTP/1.0\r\nContent-Length: {length}\r\n\r\n{body}"
         )?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        let status = answer.split_whitespace().nth(1);
+        let mut reply = String::new();
+        stream.read_to_string(&mut reply)?;
+        let status = reply.split_whitespace().nth(1);
         let status = status.and_then(|status| status.parse().ok());
-        Ok((status.ok_or(io::ErrorKind::InvalidData)?, answer))
+        Ok((status.ok_or(io::ErrorKind::InvalidData)?, reply))
     }
 }
 

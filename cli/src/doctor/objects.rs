@@ -242,7 +242,7 @@ pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<Strin
     }
     let mut versions: Vec<_> = differing.iter().filter_map(|it| it.version).collect();
     for text in migrations::texts() {
-        let names: Vec<_> = created(text).collect();
+        let names: Vec<_> = migrations::objects(text).collect();
         if !missing(conn, &names)?.is_empty() {
             versions.push(version(text));
         }
@@ -250,19 +250,6 @@ pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<Strin
     let forgotten = rows_with(conn, FORGET, &json!(versions).to_string())?;
     let version = |row: &Value| row["version"].as_str().map(str::to_owned);
     Ok(forgotten.iter().filter_map(version).collect())
-}
-
-/// The names of what a file creates.
-fn created(text: &'static str) -> impl Iterator<Item = &'static str> {
-    text.lines().filter_map(|line| {
-        let created = line.trim_start().strip_prefix("CREATE ")?;
-        let name = match created.split_once("INDEX IF NOT EXISTS ") {
-            Some((_, index)) => index,
-            None => created.split_once("resource_control.")?.1,
-        };
-        name.split(|c: char| c != '_' && !c.is_alphanumeric())
-            .next()
-    })
 }
 
 fn missing(conn: &mut PgConnection, names: &[&str]) -> QueryResult<Vec<Value>> {

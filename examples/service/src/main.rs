@@ -221,7 +221,8 @@ struct Failed(StatusCode);
 impl<E: Into<Error>> From<E> for Failed {
     fn from(error: E) -> Self {
         let error = error.into();
-        eprintln!("{error}");
+        let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
+        eprintln!("{error}{}", cause.unwrap_or_default());
         Self(if error.is_unavailable() {
             StatusCode::SERVICE_UNAVAILABLE
         } else {

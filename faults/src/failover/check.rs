@@ -1,9 +1,9 @@
 //! The invariants of failovers.
 //!
 //! What Patroni's rounds promise is in `patroni.rs`: they are rounds of lost commits without
-//! synchronous replication, but for switchovers, and rounds of two primaries if a Patroni hangs.
+//! synchronous replication, except switchovers, and rounds of two primaries if a Patroni hangs.
 //!
-//! | What | Never, over all rounds | Never, but for commits that a round of lost commits has forgotten |
+//! | What | Never, over all rounds | Never, except commits that a round of lost commits has forgotten |
 //! |---|---|---|
 //! | tokens of locks, permits, leaders and schedules | repeated, or smaller than one that was drawn before | |
 //! | a kept permit, a leader, a schedule | two holders after those of the old primary must have noticed | two holders |
@@ -352,7 +352,7 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// How long after the switch each process got an answer of the new primary.
+    /// How long after the switch each process got a reply of the new primary.
     fn pools(&mut self, records: &Records, done: &Done) {
         for round in self.rounds {
             let mut back = Vec::new();
@@ -367,8 +367,8 @@ impl Checker<'_> {
                 }
                 let switched = back_at;
                 let probes = records.probes.get(&number).map_or(&[][..], Vec::as_slice);
-                let answer = probes.iter().find(|probe| probe.0 >= switched);
-                match answer.map(|probe| probe.1 - switched) {
+                let reply = probes.iter().find(|probe| probe.0 >= switched);
+                match reply.map(|probe| probe.1 - switched) {
                     Some(after) if after < RECOVERY => back.push(after / 1000),
                     after => {
                         let what = format!("process {number} was back after {after:?} µs");

@@ -7,9 +7,9 @@ use crate::worker::{Campaign, pool_of};
 /// How long after a round its outage may still go on, in microseconds.
 const AFTERMATH: i64 = 6_000_000;
 
-/// Prints, for each round and process, the longest time between two answers of the database.
+/// Prints, for each round and process, the longest time between two replies of the database.
 pub(super) fn print(rounds: &[Round], records: &Records, done: &Done) {
-    println!("the longest time without an answer, in seconds:");
+    println!("the longest time without a reply, in seconds:");
     for round in rounds {
         let (from, to) = (round.began, round.ended + AFTERMATH);
         let outage = |number: usize| {

@@ -13,9 +13,9 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
 use crate::half::{
-    AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, make_pool, pool,
+    AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, pool,
 };
-use crate::support::{Observer, Own, Step, eventually, installed, number, run};
+use crate::support::{Observer, Own, Step, eventually, impatient_pool, installed, number, run};
 
 type Fields = HashMap<&'static str, String>;
 
@@ -134,15 +134,13 @@ fn an_operation_logs_its_outcome() {
 #[test]
 fn a_release_that_fails_is_logged() {
     let database = installed();
-    let pool = make_pool(&database.url(), 1, Duration::from_millis(50));
+    let pool = impatient_pool(&database, Duration::from_millis(50));
     let semaphore = Semaphore::named("s", 1, Duration::from_secs(60));
-    let open = || pool.get_timeout(Duration::from_secs(60)).unwrap();
-    let mut other = Some(open());
-    drop(other.take());
+    let mut other = None;
     assert_eq!(
         told(|| {
             let permit = semaphore.acquire(&pool).unwrap();
-            other = Some(open());
+            other = Some(pool.get().unwrap());
             permit.release().unwrap_err();
         }),
         [

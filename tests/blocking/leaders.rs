@@ -12,7 +12,7 @@ use diesel_interlock::testing::depose;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, installed, number, run, text};
+use crate::support::{eventually, impatient_pool, installed, number, run, text};
 
 const TTL: Duration = Duration::from_millis(600);
 const DISPATCHER: Leader = Leader::named("dispatcher", TTL);
@@ -175,13 +175,12 @@ fn a_leader_whose_work_panics_resigns() {
 fn a_database_that_is_away_is_tried_again_and_a_missing_schema_is_not() {
     let database = workbench::Database::new();
     let stop = Stop::new();
-    let pool = make_pool(&database.url(), 1, Duration::from_millis(100));
     assert_matches!(
-        DISPATCHER.lead(&pool, &stop, |_| {}),
+        DISPATCHER.lead(&pool(&database, 1), &stop, |_| {}),
         Err(Error::NotInstalled)
     );
     let installed = installed();
-    let pool = make_pool(&installed.url(), 1, Duration::from_millis(100));
+    let pool = impatient_pool(&installed, Duration::from_millis(100));
     std::thread::scope(|scope| {
         let conn = pool.get().unwrap();
         let leads = scope.spawn(|| DISPATCHER.lead(&pool, &stop, |_| stop.stop()));

@@ -14,7 +14,7 @@ use workbench::{RoundTrips, When};
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, installed, number, run, text, truth};
+use crate::support::{eventually, impatient_pool, installed, number, run, text, truth};
 
 const HOUR: Duration = Duration::from_secs(3600);
 static REPORT: Schedule = Schedule::named("report").after_crash(Duration::from_millis(600), 3);
@@ -350,7 +350,7 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
     let hourly = every(HOUR);
     let schema = REPORT.run(&pool(&empty, 2), &Stop::new(), hourly, ran_well);
     assert_matches!(schema, Err(Error::NotInstalled));
-    let pool = make_pool(&database.url(), 2, Duration::from_millis(100));
+    let pool = impatient_pool(&database, Duration::from_millis(100));
     due(&REPORT, &pool, 1);
     for bad in [
         Schedule::named(""),
@@ -379,7 +379,7 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
 
     let stop = Stop::new();
     std::thread::scope(|scope| {
-        let all = [pool.get().unwrap(), pool.get().unwrap()];
+        let only = pool.get().unwrap();
         let runs = scope.spawn(|| {
             REPORT.run(&pool, &stop, hourly, |_| {
                 stop.stop();
@@ -391,7 +391,7 @@ fn what_cannot_pass_ends_the_loop_and_an_exhausted_pool_does_not() {
             began.elapsed() > Duration::from_millis(300)
         });
         assert!(!runs.is_finished());
-        drop(all);
+        drop(only);
         runs.join().unwrap().unwrap();
     });
 }

@@ -12,7 +12,7 @@ use crate::assert_matches;
 use crate::half::schedule::every;
 use crate::half::*;
 use crate::support::log::Log;
-use crate::support::{eventually, installed, run};
+use crate::support::{eventually, impatient_pool, installed, run};
 
 const HOUR: Duration = Duration::from_secs(3600);
 const LEASE: Duration = Duration::from_millis(600);
@@ -27,7 +27,7 @@ fn an_error_that_is_returned_is_no_warning() {
     const NAME: &str = "away, and returned";
     let log = Log::of(NAME);
     let database = installed();
-    let pool = make_pool(&database.url(), 1, SOON);
+    let pool = impatient_pool(&database, SOON);
     let semaphore = Semaphore::named(NAME, 1, HOUR);
     let schedule = Schedule::named(NAME);
     let permit = wait(semaphore.acquire(&pool)).unwrap();

@@ -196,7 +196,7 @@ fn a_release_waits_for_a_server_that_is_down() {
     let cluster = Cluster::start();
     let database = cluster.database();
     install(&mut database.connect());
-    let pool = make_pool(&database.url(), 2, Duration::from_millis(300));
+    let pool = make_pool(&database.url(), 2, Duration::from_secs(2));
     let (dropped, released) = (taken(&ONE, &pool), taken(&ONE.key(7), &pool));
     cluster.stop(StopMode::Immediate);
     drop(dropped);

@@ -8,7 +8,7 @@ use workbench::RoundTrips;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{Observer, eventually, installed, number, run};
+use crate::support::{Observer, eventually, impatient_pool, installed, number, run};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const ONE: Semaphore = Semaphore::named("geocoder", 1, MINUTE);
@@ -61,7 +61,7 @@ fn a_wait_that_timed_out_returns_the_last_refusal() {
 #[test]
 fn a_pool_without_a_connection_is_an_error_and_no_refusal() {
     let database = installed();
-    let pool = make_pool(&database.url(), 1, Duration::from_millis(200));
+    let pool = impatient_pool(&database, Duration::from_millis(200));
     on_one(&pool, |_| {
         assert_matches!(wait(ONE.try_acquire(&pool)), Err(Error::Pool(_)));
         assert_matches!(wait(ONE.acquire(&pool)), Err(Error::Pool(_)));

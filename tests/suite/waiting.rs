@@ -8,7 +8,7 @@ use workbench::{Cluster, Database};
 
 use crate::assert_matches;
 use crate::half::{AdvisoryLock, Error, make_pool, on_one, pool, wait};
-use crate::support::{Observer, Wanted, assert_pool_whole, eventually, foreign_holder, run};
+use crate::support::{Observer, Wanted, assert_pool_whole, eventually, foreign_holder, impatient_pool, run};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("waiting");
 
@@ -124,7 +124,7 @@ fn waiters_of_a_process_hold_one_connection() {
 #[test]
 fn an_exhausted_pool_fails_a_wait_with_a_timeout() {
     let database = Database::new();
-    let pool = make_pool(&database.url(), 1, Duration::from_millis(300));
+    let pool = impatient_pool(&database, Duration::from_millis(300));
     let guard = wait(AdvisoryLock::named("another").acquire(&pool)).unwrap();
     let waited = wait(LOCK.acquire_timeout(&pool, Duration::from_millis(100)));
     assert_matches!(waited, Err(Error::Pool(_) | Error::TimedOut));

@@ -23,7 +23,7 @@ pub(crate) use self::own::{Own, Step};
 pub(crate) use self::process::{Process, alone};
 pub(crate) use self::role::Role;
 pub(crate) use self::wanted::Wanted;
-use crate::half::{IS_ASYNC, PgPool, on_all, wait};
+use crate::half::{Error, IS_ASYNC, PgPool, Semaphore, make_pool, on_all, wait};
 
 /// Asserts that a value matches a pattern, and shows the value if it does not.
 #[macro_export]
@@ -251,6 +251,16 @@ pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
         assert!(Instant::now() < end, "not within a minute: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// A pool of one that soon gives up, and has its connection open: to open one may take longer.
+pub(crate) fn impatient_pool(database: &Database, patience: Duration) -> PgPool {
+    let pool = make_pool(&database.url(), 1, patience);
+    eventually("its connection is open", || {
+        let none = Semaphore::named("none", 1, Duration::from_secs(60));
+        !matches!(wait(none.complete(&pool, 0)), Err(Error::Pool(_)))
+    });
+    pool
 }
 
 /// Asserts a state after a drop: at once, or soon where a drop leaves the work to a task.

@@ -28,10 +28,10 @@ use crate::waiting::Turns;
 /// A lock that one holder has at a time, or several share, among all programs that use the
 /// database.
 ///
-/// `P` is the pool of the program, for each of which there is an alias:
+/// `P` is your connection pool, and there is an alias for each pool:
 /// [`AdvisoryLock`](crate::AdvisoryLock) for r2d2, `deadpool::AdvisoryLock` and
-/// `bb8::AdvisoryLock`. Operations return a [`Reply`]: over r2d2 they block and return a `Result`,
-/// over deadpool and bb8 they are futures of it.
+/// `bb8::AdvisoryLock`. Operations return a [`Reply`]: with r2d2 they block and return a `Result`;
+/// with deadpool and bb8 they return a future of a `Result`.
 ///
 /// ```
 /// use diesel_interlock::{AdvisoryLock, Attempt, Error, PgPool};
@@ -51,8 +51,8 @@ use crate::waiting::Turns;
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// The compiler tells what goes wrong without a run: an outcome that is ignored, and a handle with
-/// the pool of the other half.
+/// The compiler finds two mistakes: an outcome that is ignored (a warning, unless you deny
+/// `unused_must_use`), and a handle that is used with the pool of the other half.
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
@@ -77,56 +77,61 @@ fn report(pool: &PgPool) {
 ///
 /// # Session locks
 ///
-/// The server session that takes a session lock holds it until it unlocks it or ends, so the
-/// [guard](AdvisoryLockGuard) pins the connection to it. A connection goes back to its pool only if
-/// the server has confirmed the unlock. Otherwise its session is ended, which frees the lock: after
-/// an error, a panic, a transaction that was left open, and a dropped future.
+/// A session lock belongs to the server session that took it, until that session unlocks it or
+/// ends. So the [guard](AdvisoryLockGuard) keeps the connection of that session. The connection is
+/// returned to its pool only if the server has confirmed the unlock. If the server cannot confirm
+/// it, for example after an error or a panic, with an open transaction, or because a future was
+/// dropped, the connection is discarded instead: its session ends, which frees the lock.
 ///
-/// Behind a pooler in transaction mode the statements of one connection run on many sessions, so
-/// use [transaction locks](Self#transaction-locks) there.
-/// [`check_exclusion`](crate::check_exclusion) finds out.
+/// Behind a pooler in transaction mode, the statements of one connection run on many server
+/// sessions, so use [transaction locks](Self#transaction-locks) there. To find out, call
+/// [`check_exclusion`](crate::check_exclusion).
 ///
 /// # Waiting
 ///
-/// In a process only the oldest waiter of a key does something. It waits on the server, for 200 ms
-/// at a time, on a connection that the pool can spare, so processes take turns; if the pool can
-/// spare none, it tries every 5 to 100 ms. bb8 tells only which connections are idle, so set its
-/// `min_idle` to 1 or more. The others hold no connection. A release in this process wakes the
-/// oldest at once. No setting of the session ends the wait, and nothing is written to the server's
-/// log. No order is promised. A lock that is taken for a millisecond, thousands of times a second,
-/// is better a transaction lock.
+/// Of the waiters for a key in one process, only the oldest acts; the others sleep and hold no
+/// connection. The oldest waits on the server, for 200 ms at a time, so processes take turns. It
+/// does so on a connection that the pool can spare; if the pool can spare none, it polls every 5 to
+/// 100 ms. A release in the same process wakes the oldest at once. No order among waiters is
+/// promised.
 ///
-/// A blocking try that was sent is not interrupted by a timeout: libpq's `tcp_user_timeout` bounds
-/// it if the network fails. In the asynchronous half a timeout holds also there, and what the try
-/// may yet get is released.
+/// No setting of the session, such as `lock_timeout`, ends the wait, and the wait writes nothing to
+/// the server's log. With bb8 only an idle connection counts as one to spare, so set its `min_idle`
+/// to 1 or more. For a lock that is held for a millisecond, thousands of times a second, use a
+/// transaction lock.
+///
+/// With r2d2 a timeout does not interrupt a try that was sent: set libpq's `tcp_user_timeout` to
+/// bound the try if the network fails. With deadpool and bb8 the timeout holds there, too; if the
+/// server grants the lock after the timeout, the crate releases it.
 ///
 /// # Errors
 ///
 /// Session locks fail with [`Error::Input`] for an invalid name, [`Error::Pool`] if the pool gives
-/// no connection, [`Error::InsideTransaction`] if it gives one inside a transaction (that of
-/// `begin_test_transaction` is none), [`Error::Standby`] on a hot standby and on a server
-/// that is set to refuse writes, and [`Error::Database`].
+/// no connection, and [`Error::TimedOut`] if there was no reply before the timeout. If the pool
+/// gives a connection inside a transaction, that is [`Error::InsideTransaction`] (a transaction of
+/// `begin_test_transaction` does not count). A hot standby, and a server that is set to refuse
+/// writes, are [`Error::Standby`]. With deadpool and bb8, awaiting outside a tokio runtime is
+/// [`Error::NoRuntime`]. Other failures are [`Error::Database`].
 #[must_use = "a lock protects nothing until it is taken"]
 #[derive(Clone)]
 pub struct AdvisoryLock<P: Pool> {
     key: LockKey,
-    /// What a key is added to, if `key` has one.
+    /// The key of the name alone, if a key was added to it in `key`.
     unkeyed: Option<LockKey>,
     label: &'static str,
     is_shared: bool,
-    /// What it is on, if it is of several, and which of them are shared. Then `key` is the first
-    /// one.
+    /// The keys of several locks, and whether each is shared. `key` is then the first of them.
     all: Option<Arc<[(LockKey, bool)]>>,
     pool: PhantomData<fn(&P)>,
 }
 
 impl<P: Pool> AdvisoryLock<P> {
-    /// Makes the lock of a name.
+    /// Makes the lock with a name.
     pub const fn named(name: &'static str) -> Self {
         Self::new(LockKey::named(name))
     }
 
-    /// Makes the lock of a key.
+    /// Makes the lock of a [`LockKey`]: a name, a number or a pair.
     pub const fn new(key: LockKey) -> Self {
         Self {
             label: key.label(),
@@ -138,8 +143,9 @@ impl<P: Pool> AdvisoryLock<P> {
         }
     }
 
-    /// Returns the lock of one thing under this name: that of [`LockKey::parts`] with the name and
-    /// the key.
+    /// Returns the lock of one thing under this name.
+    ///
+    /// Its key is [`LockKey::parts`] of the name and `key`:
     ///
     /// ```
     /// use diesel_interlock::{AdvisoryLock, LockKey};
@@ -148,9 +154,9 @@ impl<P: Pool> AdvisoryLock<P> {
     /// assert_eq!(*SERVER.key(345).lock_key(), LockKey::parts(["server", "345"]));
     /// ```
     ///
-    /// A second key replaces the first; for a thing with several parts use [`LockKey::parts`]. Only
-    /// a lock of a name has keys. That of a number, a pair or several is refused when it is used
-    /// ([`Error::Input`]).
+    /// A second call replaces the key; for a thing with several parts use [`LockKey::parts`]. Only
+    /// a lock with a name has keys. A lock of a number, a pair or several locks is refused with
+    /// [`Error::Input`] when it is used with a key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         let unkeyed = self.unkeyed.as_ref().unwrap_or(&self.key);
         Self {
@@ -164,22 +170,24 @@ impl<P: Pool> AdvisoryLock<P> {
         }
     }
 
-    /// Returns the shared form of the lock, or of each of several: many may hold it at once, while
-    /// nobody holds the exclusive one.
+    /// Returns the shared form of the lock: many may hold it at once, while nobody holds it
+    /// exclusively.
+    ///
+    /// Of [several locks](Self::all), each becomes shared.
     pub const fn shared(mut self) -> Self {
         self.is_shared = true;
         self
     }
 
-    /// Returns what the lock is on, or the first of several.
+    /// Returns the key of the lock, or the first key of several.
     pub const fn lock_key(&self) -> &LockKey {
         &self.key
     }
 
-    /// Takes the lock if it is free, and never waits for it.
+    /// Takes the lock if it is free; never waits for it.
     ///
-    /// One round trip on a connection of the pool: `SELECT pg_try_advisory_lock($1)`, with checks
-    /// for a standby.
+    /// One round trip on a connection of the pool: `SELECT pg_try_advisory_lock($1)`, in a
+    /// statement that also checks that the server is not a standby.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
         P::Mode::drive(self.subject().observe("try_acquire", async move {
             let guard = self.attempt(pool, &self.locks()?, None, None).await?;
@@ -187,8 +195,9 @@ impl<P: Pool> AdvisoryLock<P> {
         }))
     }
 
-    /// Takes the lock, and [waits](Self#waiting) for as long as others hold it. One round trip if
-    /// it is free.
+    /// Takes the lock, and [waits](Self#waiting) while others hold it.
+    ///
+    /// One round trip if the lock is free.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, AdvisoryLockGuard<P>> {
         P::Mode::drive(async move {
             let tried = self
@@ -199,9 +208,10 @@ impl<P: Pool> AdvisoryLock<P> {
         })
     }
 
-    /// Takes the lock, and [waits](Self#waiting) for at most `timeout`, the check-out of the
-    /// connection included. Nothing is held after [`Attempt::Busy`]. One round trip if the lock is
-    /// free.
+    /// Takes the lock, and [waits](Self#waiting) for at most `timeout`.
+    ///
+    /// The timeout includes the wait for a connection of the pool. One round trip if the lock is
+    /// free. After [`Attempt::Busy`] nothing is held.
     pub fn acquire_timeout<'a>(
         &'a self,
         pool: &'a P,
@@ -226,7 +236,7 @@ impl<P: Pool> AdvisoryLock<P> {
             match P::Mode::within(deadline, attempt).await {
                 Some(Ok(None)) => {}
                 Some(Ok(Some(guard))) => return Ok(Attempt::Acquired(guard)),
-                // The pool was waited for until the deadline.
+                // A try was refused before, and then the pool had no connection until the deadline.
                 Some(Err(Error::Pool(_))) if turns.was_refused() && turns.is_over() => break,
                 Some(Err(error)) => return Err(error),
                 None => break,
@@ -239,9 +249,10 @@ impl<P: Pool> AdvisoryLock<P> {
         }
     }
 
-    /// Tries once, and waits on the server if it is this one's turn and the pool can spare a
-    /// connection. A pooled session that turns out to have ended, or whose server is a standby, is
-    /// replaced once: a try on it has taken nothing that lasts.
+    /// Tries once. If refused, also waits on the server, if this is the oldest waiter and the pool
+    /// can spare a connection. If the session turns out to have ended, or its server to be a
+    /// standby, tries once more on another connection. That is safe, because the first try has
+    /// taken nothing that lasts.
     async fn attempt(
         &self,
         pool: &P,
@@ -283,11 +294,11 @@ impl<P: Pool> AdvisoryLock<P> {
 
 #[cfg(feature = "r2d2")]
 impl AdvisoryLock<crate::pool::PgPool> {
-    /// [Acquires](Self::acquire) the lock, runs `work` on the connection whose session holds it,
-    /// and releases it.
+    /// [Acquires](Self::acquire) the lock, runs `work` on the guard's connection, and releases the
+    /// lock.
     ///
-    /// After an error of `work` the lock is released as by a drop. A lock that was lost while
-    /// `work` succeeded is an error.
+    /// If `work` fails, its error is returned, and the lock is released as by a drop. If `work`
+    /// succeeds but the release fails, for example because the lock was lost, that is an error.
     pub fn with<T, E: From<Error>>(
         &self,
         pool: &crate::pool::PgPool,
@@ -299,11 +310,11 @@ impl AdvisoryLock<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLock<P> {
-    /// [Acquires](Self::acquire) the lock, runs `work` on the connection whose session holds it,
-    /// and releases it.
+    /// [Acquires](Self::acquire) the lock, runs `work` on the guard's connection, and releases the
+    /// lock.
     ///
-    /// After an error of `work` the lock is released as by a drop. A lock that was lost while
-    /// `work` succeeded is an error.
+    /// If `work` fails, its error is returned, and the lock is released as by a drop. If `work`
+    /// succeeds but the release fails, for example because the lock was lost, that is an error.
     pub async fn with<T, E: From<Error>>(
         &self,
         pool: &P,

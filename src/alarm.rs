@@ -5,18 +5,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-/// Locks a mutex, also after a panic of a thread that held it: nothing here is left half done.
+/// Locks a mutex, even after a panic of a thread that held it: nothing here is left half done.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A pause between three and five quarters of this one, so that those who began together do not go
-/// on together.
+/// A random pause between three and five quarters of this one, so that waiters that began together
+/// do not retry together.
 pub(crate) fn jitter(pause: Duration) -> Duration {
     pause.mul_f64(0.75 + fastrand::f64() / 2.0)
 }
 
-/// A time that somebody sleeps until, and others may change. A mode knows how to sleep.
+/// A time that one sleeper waits for, and that others may change. `Mode::sleep` waits for it.
 #[derive(Debug)]
 pub struct Alarm {
     state: Mutex<(Instant, Option<Waker>)>,
@@ -35,12 +35,12 @@ impl Alarm {
         self.set_if(due, |_| true);
     }
 
-    /// Sets it if it was to be due later.
+    /// Sets the alarm if it was due later.
     pub(crate) fn advance(&self, due: Instant) {
         self.set_if(due, |before| before > due);
     }
 
-    /// Sets it unless it was set to a time after `began`.
+    /// Sets the alarm unless it was set to a time after `began`.
     pub(crate) fn postpone(&self, began: Instant, due: Instant) {
         self.set_if(due, |before| before <= began);
     }
@@ -57,14 +57,14 @@ impl Alarm {
         waker.inspect(Waker::wake_by_ref);
     }
 
-    /// When it is due, but not later than the deadline.
+    /// When the alarm is due, but not later than the deadline.
     #[cfg(feature = "async")]
     pub(crate) fn due(&self, deadline: Option<Instant>) -> Instant {
         let due = lock(&self.state).0;
         deadline.map_or(due, |deadline| deadline.min(due))
     }
 
-    /// Blocks the thread until it is due.
+    /// Blocks the thread until the alarm is due, or until the deadline.
     #[cfg(feature = "r2d2")]
     pub(crate) fn block(&self, deadline: Option<Instant>) {
         let mut state = lock(&self.state);
@@ -79,16 +79,16 @@ impl Alarm {
         }
     }
 
-    /// When it will be due. `None` if it is.
+    /// When the alarm will be due. `None` if it is due now.
     #[cfg(feature = "async")]
     pub(crate) fn pending(&self, deadline: Option<Instant>) -> Option<Instant> {
         Some(self.due(deadline)).filter(|due| *due > Instant::now())
     }
 
-    /// Wakes the task once it is set. Returns whether it is still set to `due`.
+    /// Wakes the task once the alarm is set. Returns whether it is still set to `due`.
     #[cfg(feature = "async")]
     pub(crate) fn register(&self, waker: &Waker, due: Instant, deadline: Option<Instant>) -> bool {
-        // Cloned and dropped outside the mutex, because a waker may do anything.
+        // Cloned and dropped outside the mutex, because a waker runs foreign code.
         let new = Some(waker.clone());
         let before = std::mem::replace(&mut lock(&self.state).1, new);
         drop(before);
@@ -96,13 +96,13 @@ impl Alarm {
     }
 }
 
-/// Those who sleep until something happens. The flag that says so must be set before they are
-/// woken.
+/// The alarms of those who sleep until something happens. Set the flag that says so before you wake
+/// them.
 #[derive(Debug, Default)]
 pub(crate) struct Sleepers(Mutex<Vec<Arc<Alarm>>>);
 
 impl Sleepers {
-    /// It happened.
+    /// Wakes all, because it has happened.
     pub(crate) fn wake(&self) {
         let all = std::mem::take(&mut *lock(&self.0));
         for alarm in all {
@@ -110,19 +110,20 @@ impl Sleepers {
         }
     }
 
-    /// Joins them until `until`. Sleep on its alarm unless it has happened meanwhile.
+    /// Adds a sleeper until `until`. Look at the flag again after that, and sleep on the alarm only
+    /// if the flag is not set.
     pub(crate) fn join(&self, until: Instant) -> Sleeper<'_> {
         self.join_with(Arc::new(Alarm::new(until)))
     }
 
-    /// As [`join`](Self::join), of one who waits for something else, too.
+    /// As [`join`](Self::join), with the alarm of one who also waits for something else.
     pub(crate) fn join_with(&self, alarm: Arc<Alarm>) -> Sleeper<'_> {
         lock(&self.0).push(alarm.clone());
         Sleeper { all: self, alarm }
     }
 }
 
-/// One of them. Its drop leaves.
+/// One who sleeps. Its drop removes it.
 #[derive(Debug)]
 pub(crate) struct Sleeper<'a> {
     all: &'a Sleepers,
@@ -137,8 +138,11 @@ impl Drop for Sleeper<'_> {
     }
 }
 
-/// Ends the loops that it was given to: [`Leader::lead`](crate::leader::Leader::lead) and
-/// [`Schedule::run`](crate::schedule::Schedule::run) of the blocking half. Clones are one.
+/// Stops the loops that it was given to: [`Leader::lead`](crate::leader::Leader::lead) and
+/// [`Schedule::run`](crate::schedule::Schedule::run) of the blocking half.
+///
+/// Clones share one state: give one to the loop, and call [`stop`](Self::stop) on another from your
+/// SIGTERM handler.
 ///
 /// ```
 /// let stop = diesel_interlock::Stop::new();
@@ -150,19 +154,22 @@ impl Drop for Sleeper<'_> {
 pub struct Stop(Arc<(AtomicBool, Sleepers)>);
 
 impl Stop {
-    /// Makes one that is not stopped.
+    /// Makes a `Stop` that is not stopped.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Stops the loops, for ever. Their pauses end at once, and their work when it looks.
+    /// Stops the loops, for ever.
+    ///
+    /// Pauses end immediately; work ends at its next `is_leader` or
+    /// [`is_stopped`](Self::is_stopped).
     pub fn stop(&self) {
         let (is_stopped, sleepers) = &*self.0;
         is_stopped.store(true, Ordering::SeqCst);
         sleepers.wake();
     }
 
-    /// Returns whether it was stopped.
+    /// Returns whether [`stop`](Self::stop) was called.
     pub fn is_stopped(&self) -> bool {
         self.0.0.load(Ordering::SeqCst)
     }

@@ -1,5 +1,5 @@
-//! How the statements of tables are asked: each in a transaction of its own, on a connection out of
-//! a pool.
+//! How statements on this crate's tables are sent: each in its own transaction, on a connection
+//! from a pool.
 
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,11 @@ use crate::session::{Session, has_ended, is_unknown};
 use crate::statement::Statement;
 
 /// Sends one statement, or several in turn until one of them returns a row. Also returns when that
-/// one was sent.
+/// statement was sent.
 ///
-/// **What was sent and has no reply is never sent again.** A connection whose session is known to
-/// have ended before is replaced. One on which plain SQL had left a transaction open is discarded.
+/// **What was sent and has no reply is never sent again.** A connection is replaced if its session
+/// is known to have ended before the statement was sent, and discarded if plain SQL had left a
+/// transaction open on it.
 pub(crate) async fn ask<P: Pool, T, U>(
     pool: &P,
     limit: Option<Duration>,
@@ -49,9 +50,9 @@ pub(crate) async fn in_batches<P: Pool>(pool: &P, delete: Statement<BigInt>) -> 
     }
 }
 
-/// As [`ask`] with one statement, but to its end: once it is sent, a drop of the future does not
-/// stop it for as long as the server may be expected to reply. What `then` makes of the reply is
-/// then dropped.
+/// As [`ask`] with one statement, but to its end: once the statement is sent, a drop of the future
+/// does not stop it, for as long as a reply can be expected. What `then` makes of the reply is
+/// dropped in that case.
 pub(crate) async fn ask_surely<P: Pool, T: 'static, U, V: Send + 'static>(
     pool: &P,
     limit: Option<Duration>,
@@ -63,7 +64,7 @@ where
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     let mut borrowed = Borrowed::new(pool, limit).await?;
-    // It has waited for the reply for long enough when it is dropped.
+    // If the task drops it, it has already waited for the reply for long enough.
     borrowed.discards_when_busy();
     let pool = pool.clone();
     P::Mode::surely(&borrowed.runtime(), Some(2 * PATIENCE), async move {
@@ -91,7 +92,7 @@ where
             reply = ask_session(borrowed.conn(), statements).await;
         }
     }
-    // Also if the one before was closed: after a failover the second may lead to the old server.
+    // Also after a replacement: after a failover, the second connection may lead to the old server.
     if matches!(reply, Err(Error::Standby)) {
         // The server has refused, so nothing was done.
         borrowed.discard();
@@ -105,8 +106,8 @@ where
     reply
 }
 
-/// Where a stricter isolation level is the default, what cannot do without READ COMMITTED is
-/// repeated there.
+/// Sends the statements on a pooled connection. Where a stricter isolation level is the default, a
+/// statement that needs READ COMMITTED is repeated there.
 async fn ask_session<S: Session, T, U>(
     session: &mut S,
     statements: &[Statement<T>],
@@ -151,7 +152,7 @@ where
     }
 }
 
-/// Repeats at READ COMMITTED what failed for want of it.
+/// Repeats a statement that needs READ COMMITTED at that level. Explains every other error.
 async fn repair<S: Session, T, U>(
     session: &mut S,
     statements: &[Statement<T>],
@@ -173,7 +174,8 @@ where
                 }
             }
             Err(error) if has_ended(session, &error).await => reply = Err(error),
-            // Inside a transaction that plain SQL has opened, the failure has aborted it.
+            // The failure was inside a transaction that plain SQL has opened, and has aborted it.
+            // So the first error stays.
             Err(_) => {}
         }
     }
@@ -199,7 +201,7 @@ where
     }
 }
 
-/// Whether it is the next one's turn.
+/// Whether the next statement is to be sent: there are several, and this one has returned no row.
 fn is_next<T, U>(statements: &[Statement<T>], reply: &QueryResult<U>) -> bool {
     statements.len() > 1 && matches!(reply, Err(DieselError::NotFound))
 }
@@ -214,8 +216,8 @@ fn needs_read_committed(error: &DieselError) -> bool {
     }
 }
 
-/// Diesel has no kind for a missing table and, in the asynchronous half, for a session that has
-/// ended. So that is looked up.
+/// Converts an error of a statement on this crate's tables. Diesel has no kind for a missing table
+/// and, in the asynchronous half, none for a session that has ended. So another query finds out.
 pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
     const IS_MISSING: &str =
         "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";

@@ -13,9 +13,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// call are not errors, but outcomes: [`Attempt`](crate::Attempt), [`Admission`](crate::Admission),
 /// [`Decision`](crate::Decision), [`Check`](crate::Check).
 ///
-/// It converts into [`diesel::result::Error`], so `?` works in functions that return a
-/// `QueryResult`, and back again: what was not Diesel's own error travels as its
-/// `QueryBuilderError`.
+/// An `Error` converts into [`diesel::result::Error`], so `?` works in functions that return a
+/// `QueryResult`, and it converts back. On the way, an error that is not Diesel's own is wrapped in
+/// Diesel's `QueryBuilderError`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -25,8 +25,8 @@ pub enum Error {
 
     /// The pool gave no connection.
     #[error(
-        "the pool gave no connection: is the database up, is the pool large enough, and does the \
-         caller hold a guard whose `conn()` it could use?"
+        "the pool gave no connection: check that the database is up and the pool is large enough; \
+         where you hold a guard, use its `conn()`, not another connection"
     )]
     Pool(#[source] Box<dyn std::error::Error + Send + Sync>),
 
@@ -34,62 +34,67 @@ pub enum Error {
     #[error(transparent)]
     Database(DieselError),
 
-    /// The database gave no reply in time.
-    #[error("the database gave no reply in time: is it up, and its network?")]
+    /// The database gave no reply in time, or an asynchronous pool no connection.
+    #[error(
+        "the database gave no reply in time: check that it is up, that its network works, and that \
+         the pool is large enough"
+    )]
     TimedOut,
 
-    /// The operation was polled outside a runtime of tokio, which it needs for its timers and for
-    /// what its drop leaves.
+    /// The operation was polled outside a tokio runtime. It needs one for its timers, and to finish
+    /// after a drop.
     #[error(
-        "not inside a runtime of tokio: await the operation in a task, or in `block_on` of a \
+        "not inside a tokio runtime: await the operation in a task, or in the `block_on` of a \
          runtime"
     )]
     NoRuntime,
 
-    /// The server is a hot standby, whose locks exclude nobody on the primary, or it refuses to
-    /// write, as after a switchover. An operation over a pool has discarded the connection and was
-    /// tried once more on another one. On the caller's connection it was tried once, and the
-    /// connection's pool closes it.
+    /// The server is a hot standby, whose locks exclude nobody on the primary; or it refuses to
+    /// write, for example after a switchover. An operation on a pool has discarded the connection
+    /// and was tried once more on another one. An operation on the caller's connection was tried
+    /// once, and the pool of that connection closes it.
     #[error(
         "the server is a standby or refuses to write: its locks exclude nobody on the primary; \
-         connect to the primary, which target_session_attrs=read-write finds"
+         connect to the primary, for example with target_session_attrs=read-write"
     )]
     Standby,
 
-    /// The pool gave a connection inside a transaction that plain SQL had left open. It was
-    /// discarded, which rolls back.
+    /// The pool gave a connection inside a transaction that plain SQL had left open. The connection
+    /// was discarded, which rolls the transaction back.
     #[error(
         "the pool gave a connection inside an open transaction, which was rolled back: some code \
          sends BEGIN without COMMIT or ROLLBACK"
     )]
     DirtyConnection,
 
-    /// A session lock was to be taken inside a transaction, in which a failed statement would
-    /// prevent its release, or an operation with a transaction of its own was to be run inside
-    /// another one. The latter aborts one that plain SQL had opened.
+    /// A session lock, or an operation with its own transaction, was called inside a transaction. A
+    /// failed statement in the transaction would prevent the release of the session lock. An
+    /// operation with its own transaction has also aborted the outer one, if plain SQL had opened
+    /// it.
     #[error(
         "neither a session lock nor an operation with its own transaction works inside a \
-         transaction: call it outside, or use `acquire_xact`"
+         transaction: call it outside the transaction, or use `acquire_xact`"
     )]
     InsideTransaction,
 
-    /// The work has ended by plain SQL the transaction that it runs in, and with it the lock.
-    /// [`Once`](crate::Once) has not marked it as done.
+    /// The work has ended its own transaction by plain SQL, and with the transaction its lock.
+    /// [`Once`](crate::Once) has not marked the work as done.
     #[error(
-        "the work has ended its transaction by plain SQL such as ROLLBACK or COMMIT, and so its \
-         lock, and is not marked as done: leave the end to `run` or `transaction`, which roll back \
-         after an error"
+        "the work has ended its transaction, and so its lock, by plain SQL such as ROLLBACK or \
+         COMMIT, and is not marked as done: leave the end to `run` or `transaction`, and return an \
+         `Err` to roll back"
     )]
     TransactionEnded,
 
-    /// A transaction lock was to be taken, or a fence to be passed, outside a transaction.
+    /// A transaction lock or a fence was used outside a transaction, where it would protect
+    /// nothing.
     #[error(
         "outside a transaction this would protect nothing: open one, or use \
          `AdvisoryLock::transaction`"
     )]
     OutsideTransaction,
 
-    /// A transaction lock was to be taken at REPEATABLE READ, whose snapshot may be older than what
+    /// A transaction lock was used at REPEATABLE READ, where the snapshot may be older than what
     /// the last holder wrote.
     #[error(
         "a transaction lock protects nothing at REPEATABLE READ, whose snapshot may be older than \
@@ -98,17 +103,17 @@ pub enum Error {
     RepeatableRead,
 
     /// The lock was no longer held when it was released: its session had ended, or other code had
-    /// unlocked it there.
+    /// unlocked it in that session.
     #[error(
-        "the lock {0} was lost before its release, and part of the work may have run beside \
-         another holder"
+        "the lock {0} was lost before its release, and part of the work may have run at the same \
+         time as another holder's"
     )]
     LockLost(String),
 
-    /// Another server session replied than the one that took the lock: a pooler in transaction mode
-    /// is in between.
+    /// The reply came from another server session than the one that took the lock: a pooler in
+    /// transaction mode is in between.
     #[error(
-        "the lock {key} was taken by the server session {pid}, which may still hold it, and \
+        "the lock {key} was taken by the server session {pid}, which may still hold it, but \
          another session replied: session locks do not work behind a pooler in transaction mode; \
          use `AdvisoryLock::transaction`, or a semaphore of one slot. To free the lock, let the \
          pooler close that session (RECONNECT in PgBouncer's console), or, once it is idle, run \
@@ -127,11 +132,11 @@ pub enum Error {
     #[error("session locks exclude nobody on this pool: {0}")]
     NotExclusive(&'static str),
 
-    /// A transaction was still open when the lock was released, so nothing of it was committed
-    /// under the lock. It was rolled back with its session.
+    /// A transaction was still open when the lock was released. It was rolled back, so nothing of
+    /// it was committed.
     #[error(
         "a transaction was still open when the lock {0} was released, and was rolled back: commit \
-         it before"
+         it before the release"
     )]
     TransactionLeftOpen(String),
 
@@ -151,7 +156,8 @@ pub enum Error {
     /// The permit or lease had expired before it was released or renewed, so its slot may have had
     /// another holder.
     #[error(
-        "the permit of \"{0}\" had expired, and part of the work may have run beside another holder"
+        "the permit of \"{0}\" had expired, and part of the work may have run at the same time as \
+         another holder's"
     )]
     PermitLost(String),
 
@@ -168,12 +174,12 @@ pub enum Error {
         token: i64,
     },
 
-    /// Another transaction has spent units of the same key and has not ended for a quarter of a
+    /// Another transaction has spent units of the same key, and has not ended within a quarter of a
     /// second.
     #[error(
         "another transaction has checked the rate limit \"{0}\" for the same key, and has not \
-         ended: end a transaction soon after a check inside it; or its commit waits for a \
-         synchronous standby, which may be away"
+         ended: after a check inside a transaction, end the transaction soon; or its commit waits \
+         for a synchronous standby that may be away"
     )]
     KeyLocked(&'static str),
 
@@ -190,7 +196,7 @@ pub enum Error {
     )]
     NotInstalled,
 
-    /// The schema `resource_control` says that it is installed, and lacks something.
+    /// The schema `resource_control` is recorded as installed, but lacks something.
     #[error(
         "the schema resource_control lacks {}: to create what is missing and lose nothing, run \
          DELETE FROM resource_control.installed_migration WHERE version IN ('{}') and install \
@@ -209,7 +215,7 @@ pub enum Error {
     #[error("the migration {version} of resource_control failed: {cause}")]
     #[non_exhaustive]
     Migration {
-        /// Its version.
+        /// The version of the migration.
         version: &'static str,
         /// What the database said.
         cause: DieselError,
@@ -219,15 +225,16 @@ pub enum Error {
     #[error("a migration of the application failed: {}", with_causes(&**.0))]
     ApplicationMigration(Box<dyn std::error::Error + Send + Sync>),
 
-    /// Two of an application's migrations have the same version, of which Diesel would run only
-    /// one.
+    /// Two of an application's migrations have the same version, so Diesel would run only one of
+    /// them.
     #[error(
         "the migrations {0} and {1} have the same version, and only one of them would run: rename \
          one"
     )]
     EqualVersions(String, String),
 
-    /// Names and keys need a database that stores every character.
+    /// The encoding of the database is not UTF-8. Names and keys need an encoding that has every
+    /// character.
     #[error(
         "the encoding of the database is {0}, and names and keys need UTF8: create the database \
          with ENCODING UTF8"
@@ -236,12 +243,14 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the database cannot be reached at the moment, or the pool is exhausted: a service
-    /// then replies 503, and tries again later. Everything else is a mistake in the program or its
-    /// set-up.
+    /// Returns whether the database cannot be reached at the moment, or the pool is exhausted.
     ///
-    /// A server that refuses to write is unavailable, also where it refuses a statement of the
-    /// application's own. One whose session ends under it has no such kind on diesel-async.
+    /// Reply 503 to such an error, and retry later. Every other error is a mistake in the program
+    /// or its set-up.
+    ///
+    /// A server that refuses to write is unavailable, too, even if it refuses a statement of your
+    /// own. If a session ends under a statement of your own, diesel-async has no kind for the
+    /// error, so it is not recognised here.
     pub const fn is_unavailable(&self) -> bool {
         use DatabaseErrorKind::{ClosedConnection, ReadOnlyTransaction, UnableToSendCommand};
         matches!(
@@ -259,13 +268,12 @@ impl Error {
 }
 
 impl Error {
-    /// A mistake of the caller's.
+    /// Makes the error for an invalid argument.
     pub(crate) fn input(message: impl Into<Cow<'static, str>>) -> Self {
         Self::Input(message.into())
     }
 
-    /// Whether a loop that runs for as long as its program tries again: the database is away, or
-    /// refuses at the moment.
+    /// Whether a loop retries after this error: the database is away, or refuses at the moment.
     pub(crate) const fn may_pass(&self) -> bool {
         matches!(
             self,
@@ -299,7 +307,7 @@ impl From<Error> for DieselError {
     }
 }
 
-/// The message of an error, and those of its causes that it does not repeat.
+/// The message of an error, and the messages of its causes that it does not repeat.
 pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
     let mut message = error.to_string();
     let mut cause = error.source();

@@ -1,4 +1,4 @@
-//! Events: how each operation ends, reported once, in one place.
+//! Events: how each operation ended, reported once, in one place.
 
 use std::time::{Duration, Instant};
 
@@ -19,9 +19,9 @@ pub(crate) struct Event<'a> {
     pub(crate) outcome: &'static str,
     /// How long the operation took, its wait included.
     pub(crate) took: Duration,
-    /// Whether the operation is one of those that may wait.
+    /// Whether the operation may wait.
     pub(crate) waits: bool,
-    /// For how long something was held, at its end.
+    /// How long something was held, at its end.
     pub(crate) held: Option<Duration>,
     pub(crate) error: Option<&'a Error>,
     /// Whether the caller gets the error. Otherwise only the log has it.
@@ -31,6 +31,15 @@ pub(crate) struct Event<'a> {
 /// An outcome with a word for it.
 pub(crate) trait Outcome {
     fn word(&self) -> &'static str;
+}
+
+/// Whether an operation has changed anything.
+pub(crate) struct Changed(pub(crate) bool);
+
+impl Outcome for Changed {
+    fn word(&self) -> &'static str {
+        if self.0 { "changed" } else { "unchanged" }
+    }
 }
 
 impl Subject {
@@ -51,7 +60,7 @@ impl Subject {
         }
     }
 
-    /// Does an operation, and reports how it ended. A future that is dropped reports nothing.
+    /// Runs an operation, and reports how it ended. A future that is dropped reports nothing.
     pub(crate) async fn observe<T: Outcome>(
         self,
         operation: &'static str,
@@ -126,16 +135,20 @@ impl Subject {
         {
             let Self { primitive, name } = self;
             let took_us = took.as_micros() as u64;
+            let session = holder.map_or_else(
+                || "another session".to_owned(),
+                |pid| format!("the session with pid {pid}"),
+            );
             tracing::warn!(
                 target: "diesel_interlock", primitive, name, outcome = "waiting", took_us, holder,
-                "waiting for the {primitive} {name:?}, which the session with pid {holder:?} holds"
+                "waiting for the {primitive} {name:?}, which {session} holds"
             );
         }
     }
 }
 
-/// The errors of a loop that tries again: the first one is logged as a warning, until a try
-/// succeeds.
+/// The errors of a loop that retries. The first one is logged at `WARN`, and the next ones at
+/// `DEBUG`, until a try succeeds.
 #[derive(Debug, Default)]
 pub(crate) struct Trouble {
     /// Whether the caller gets the errors.
@@ -144,7 +157,7 @@ pub(crate) struct Trouble {
 }
 
 impl Trouble {
-    /// Of a single call, which returns its error.
+    /// For a single call, which returns its error.
     pub(crate) const fn returned() -> Self {
         Self {
             is_returned: true,
@@ -152,7 +165,7 @@ impl Trouble {
         }
     }
 
-    /// A try has succeeded.
+    /// Notes that a try has succeeded.
     pub(crate) const fn end(&mut self) {
         self.is_known = self.is_returned;
     }
@@ -183,13 +196,13 @@ impl Event<'_> {
         self.log();
     }
 
-    /// Whether something that was held is held no longer, without its holder's doing.
+    /// Whether a holder has lost what it held.
     fn is_lost(&self) -> bool {
         matches!(self.outcome, "lost" | "deposed")
     }
 
-    /// `WARN` for what nobody else hears of, and what was lost; `DEBUG` for the rest. Times are
-    /// whole microseconds.
+    /// Logs at `WARN` what nobody else hears of, and what was lost, and at `DEBUG` the rest. Times
+    /// are whole microseconds.
     #[cfg(feature = "tracing")]
     fn log(self) {
         let is_lost = self.is_lost();

@@ -25,33 +25,34 @@ const NOT_PREPARED: &str = "the server does not know the statement that the conn
      in between: connect past it, or use PgBouncer 1.21 or later with max_prepared_statements, and \
      `AdvisoryLock::transaction` or a semaphore of one slot instead of session locks";
 const NO_LOCKS: &str = "two transactions got the same lock, so the advisory locks of this server \
-     do nothing: use a semaphore of one slot, or a server that has them";
+     do nothing: use a semaphore of one slot, or a server where they work";
 
-/// How often the two connections are asked for their sessions in all. Five questions found
-/// PgBouncer 59 or 60 of 60 times, and ten always.
+/// How many questions the two connections are asked in all. Five found PgBouncer 59 or 60 of 60
+/// times, and ten always.
 const QUESTIONS: usize = 10;
 
-/// How long a second connection is waited for, because who else waits for one while he holds
-/// another would wait for ever in a pool without a timeout.
+/// How long the second connection is waited for. In a pool without a timeout, two callers that each
+/// hold one connection and wait for a second one would otherwise wait for ever.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Checks that session locks exclude on this pool.
 ///
-/// It asks two connections in turns which server session they have: `SELECT pg_backend_pid()`, ten
-/// times. One that has several, or both the same, has a pooler in transaction mode behind it. Then
-/// each tries the same lock in a transaction of its own, by `pg_try_advisory_xact_lock`, and one
-/// must be refused: there are servers whose advisory locks do nothing. No session lock is taken,
-/// nothing is left behind, and nobody else notices.
+/// First it asks two connections in turn which server session they have: `SELECT pg_backend_pid()`,
+/// ten times. If one connection has several sessions, or both have the same, a pooler in
+/// transaction mode is in between. Then each connection tries the same lock in a transaction of its
+/// own, by `pg_try_advisory_xact_lock`. If neither is refused, the advisory locks of the server do
+/// nothing. The check takes no session lock, leaves nothing behind and disturbs nobody.
 ///
-/// Call it once when a program starts that uses session locks.
-/// [`migrations::install`](crate::migrations::install) does, and logs a warning. It needs a pool of
-/// two connections or more, and waits for the second for 30 seconds at most. Sixteen round trips.
+/// Call it once at the start of a program that uses session locks.
+/// [`migrations::install`](crate::migrations::install) calls it, too, and logs a warning. The pool
+/// must have two connections or more; the check waits for the second one for 30 seconds at most.
+/// Sixteen round trips.
 ///
 /// # Errors
 ///
 /// [`Error::NotExclusive`] with what was found and what to do, [`Error::Input`] for a pool of one,
-/// [`Error::Standby`], [`Error::Pool`], [`Error::DirtyConnection`], [`Error::NoRuntime`] and
-/// [`Error::Database`].
+/// [`Error::TimedOut`], [`Error::Standby`], [`Error::Pool`], [`Error::DirtyConnection`],
+/// [`Error::NoRuntime`] and [`Error::Database`].
 ///
 /// ```
 /// # let database = workbench::Database::new();
@@ -63,12 +64,11 @@ pub fn check_exclusion<P: Pool>(pool: &P) -> Reply<'_, P, ()> {
     P::Mode::drive(check(pool, PATIENCE))
 }
 
-/// Waits for a second connection no longer than `patience`.
+/// As [`check_exclusion`], but waits for the second connection no longer than `patience`.
 pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
     if pool.max_size() < 2 {
         return Err(Error::input(
-            "whether session locks exclude is seen on two connections: give `check_exclusion` a \
-             pool of two or more",
+            "`check_exclusion` compares two connections: give it a pool of two or more",
         ));
     }
     let mut first = Borrowed::new(pool, None).await?;
@@ -82,12 +82,12 @@ pub(crate) async fn check<P: Pool>(pool: &P, patience: Duration) -> Result<()> {
 }
 
 async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
-    // The sessions come first: behind a pooler with one of them a second transaction would wait for
-    // ever.
+    // The sessions come first: behind a pooler with a single session, a second transaction would
+    // wait for ever.
     let mut pids = [0; 2];
     for question in 0..QUESTIONS {
-        // The first one twice in the beginning, because a pooler with few sessions may hand them
-        // out in turns, too.
+        // The first connection is asked twice at the beginning, because a pooler with few sessions
+        // may hand them out in turn, too.
         let i = usize::from(question >= 2 && question % 2 == 0);
         let conn = if i == 0 { &mut *first } else { &mut *second };
         let pid = backend_pid(conn).await?;
@@ -108,7 +108,7 @@ async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
             let is_second = try_lock(second.conn, number).await;
             second.end(is_second).await
         }
-        // Somebody else has just this number, and excludes this one.
+        // `false`: somebody else holds just this number, so locks do exclude.
         is_first => is_first,
     };
     match first.end(both).await {
@@ -118,7 +118,8 @@ async fn compare<S: Session>(first: &mut S, second: &mut S) -> Result<()> {
     }
 }
 
-/// Volatile, so that a pooler that reads elsewhere sends it where it sends locks.
+/// The statement is volatile, so that a pooler that reads elsewhere sends it to the server where it
+/// sends locks.
 async fn backend_pid<S: Session>(conn: &mut S) -> Result<i32> {
     const BACKEND_PID: &str = "SELECT CASE WHEN pg_catalog.clock_timestamp() IS NOT NULL \
          THEN pg_catalog.pg_backend_pid() END";
@@ -143,7 +144,7 @@ async fn try_lock<S: Session>(conn: &mut S, number: i64) -> Result<bool> {
     }
 }
 
-/// Diesel has no kind for it.
+/// Whether an error is about a prepared statement, for which Diesel has no kind.
 fn is_of_a_prepared_statement(error: &DieselError) -> bool {
     let DieselError::DatabaseError(DatabaseErrorKind::Unknown, report) = error else {
         return false;

@@ -1,4 +1,4 @@
-//! Fences: a transaction of an earlier holder is refused.
+//! Fences: the transaction of an earlier holder is refused.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -16,18 +16,20 @@ use crate::session::{Session, Transaction};
 use crate::statement::Statement;
 use crate::transaction::refusal;
 
-/// Protects data of the database from a holder that goes on without noticing that it has lost its
-/// lock or its slot, such as a process that was suspended or cut off.
+/// Protects data in the database from a holder that has lost its lock or slot and does not know it,
+/// for example a process that was suspended or cut off.
 ///
-/// PostgreSQL keeps the largest fencing token that has passed. A writer passes the fence in the
-/// transaction that writes; if a larger token has passed before, that is an error, and the writer
-/// rolls back. A new holder passes the fence once, in a transaction that it commits, before it
-/// reads: from then on no earlier holder can commit a write through it.
+/// PostgreSQL stores the largest fencing token that has passed. A writer passes the fence in the
+/// transaction that writes. If a larger token has passed before, `pass` returns an error, and the
+/// writer rolls back.
 ///
-/// Use one fence for the tokens of one source: one
+/// A new holder passes the fence once before it reads, in a transaction that it commits. From then
+/// on, no earlier holder can commit a write that must pass this fence.
+///
+/// Use a fence only for tokens of one source: one
 /// [lock](crate::advisory::AdvisoryLockGuard::fencing_token), one [service and
-/// slot](crate::semaphore::Permit::fencing_token), one leader or schedule. Tokens of different
-/// sources are not ordered.
+/// slot](crate::semaphore::Permit::fencing_token), one leader or one schedule. Tokens of different
+/// sources cannot be compared.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -61,13 +63,13 @@ use crate::transaction::refusal;
 #[derive(Clone)]
 pub struct Fence<P: Pool> {
     name: &'static str,
-    /// What the database knows it by: the name, and the key if there is one.
+    /// The name in the database: the name, and the key if there is one.
     stored: Cow<'static, str>,
     pool: PhantomData<fn(&P)>,
 }
 
 impl<P: Pool> Fence<P> {
-    /// Makes a fence, named after the data that it protects.
+    /// Makes a fence. Name it after the data that it protects.
     pub const fn named(name: &'static str) -> Self {
         Self {
             name,
@@ -76,7 +78,7 @@ impl<P: Pool> Fence<P> {
         }
     }
 
-    /// Returns the fence of one thing. A second key replaces the first.
+    /// Returns the fence of one thing. A second call replaces the first key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             name: self.name,
@@ -85,12 +87,12 @@ impl<P: Pool> Fence<P> {
         }
     }
 
-    /// Passes the fence with a token, unless a larger one has passed it. The same token passes
-    /// again.
+    /// Passes the fence with a token, or returns an error if a larger token has passed it. The same
+    /// token may pass again.
     ///
-    /// Roll the transaction back on an error, as `?` in Diesel's `transaction` does. Waits for the
-    /// end of another transaction that has passed this fence. One round trip: `SELECT
-    /// resource_control.pass_fence($1, $2)`.
+    /// Call it in the transaction that writes, and roll that transaction back on an error, as `?`
+    /// in Diesel's `transaction` does. It waits until other transactions that have passed this
+    /// fence end. One round trip: `SELECT resource_control.pass_fence($1, $2)`.
     pub fn pass<'a>(&'a self, conn: &'a mut Connection<P>, token: i64) -> Reply<'a, P, ()> {
         let subject = Subject {
             primitive: "fence",

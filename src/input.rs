@@ -1,5 +1,5 @@
-//! What is refused before anything is sent; and times and durations as the database stores them: in
-//! microseconds.
+//! Checks of input, before anything is sent; and times and durations as the database stores them,
+//! in microseconds.
 
 use std::fmt::{Display, Write};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use diesel::data_types::{PgInterval, PgTimestamp};
 
 use crate::error::{Error, Result};
 
-/// The bytes that fit into an index beside other columns.
+/// The most bytes that fit into an index together with other columns.
 const LONGEST_TEXT: usize = 1000;
 
 /// Refuses a name that is empty, or that PostgreSQL could not store or index.
@@ -35,7 +35,7 @@ pub(crate) fn text(text: &str) -> Result<()> {
     }
 }
 
-/// The microseconds of a duration between one and `longest`, or else this error.
+/// The microseconds of a duration from one to `longest`, or else the error `otherwise`.
 pub(crate) fn check_duration(
     duration: Duration,
     longest: Duration,
@@ -56,8 +56,8 @@ pub(crate) fn show(key: impl Display) -> String {
     text
 }
 
-/// Several parts as one name: in each, `\` and a space are escaped, and a space joins them, so that
-/// no two lists of parts are written alike.
+/// Joins parts into one name, by spaces. In each part, `\` and a space are escaped, so that
+/// different lists of parts have different names.
 pub(crate) fn join<T: Display>(parts: impl IntoIterator<Item = T>) -> String {
     let escaped: Vec<String> = parts
         .into_iter()
@@ -66,10 +66,10 @@ pub(crate) fn join<T: Display>(parts: impl IntoIterator<Item = T>) -> String {
     escaped.join(" ")
 }
 
-/// Microseconds between 1970, where chrono counts from, and 2000, where PostgreSQL does.
+/// Microseconds from 1970, where chrono counts from, to 2000, where PostgreSQL does.
 const EPOCH: i64 = 946_684_800_000_000;
 
-/// Without months and days, whose length differs.
+/// An interval of microseconds only, because months and days differ in length.
 pub(crate) fn interval(duration: Duration) -> PgInterval {
     PgInterval::from_microseconds(i64::try_from(duration.as_micros()).unwrap_or(i64::MAX))
 }
@@ -89,10 +89,10 @@ pub(crate) fn difference(interval: PgInterval) -> i64 {
     i64::from(interval.days) * 86_400_000_000 + interval.microseconds
 }
 
-/// A thousand years of 360 days, as PostgreSQL compares intervals.
+/// The longest duration: a thousand years of 360 days, as PostgreSQL compares intervals.
 pub(crate) const LONGEST: Duration = Duration::from_secs(1000 * 360 * 24 * 60 * 60);
 
-/// Rounded up, and one at least.
+/// Whole seconds, rounded up, and at least one.
 pub(crate) const fn whole_seconds(duration: Duration) -> u64 {
     match (duration.as_secs(), duration.subsec_nanos()) {
         (0, _) => 1,

@@ -1,5 +1,5 @@
-//! Who this program is, for operators who look at the database: the pid of a session tells them
-//! nothing of its client.
+//! The name of this process, for operators who look at the database: the pid of a server session
+//! does not tell them which client it belongs to.
 
 use std::sync::LazyLock;
 use std::{env, fs, process};

@@ -1,4 +1,4 @@
-//! Keys of advisory locks: a name or numbers, and what PostgreSQL locks for it.
+//! Keys of advisory locks: names or numbers, and what PostgreSQL locks for them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,11 +10,11 @@ use crate::input;
 /// How much of a name `Debug` and `Display` show.
 const SHOWN: usize = 80;
 
-/// What an advisory lock is on.
+/// The key of an advisory lock: a name, a number or a pair of numbers.
 ///
-/// PostgreSQL's advisory locks have no names. It locks a `bigint`, or a pair of `int`, in two key
-/// spaces of each database. A `LockKey` is such a number, or the hash of a name. Two keys are equal
-/// if their numbers are, also under two names.
+/// PostgreSQL's advisory locks have no names: PostgreSQL locks a `bigint`, or a pair of `int`, in
+/// two separate key spaces of each database. A `LockKey` is such a number, or a name that is hashed
+/// to one. Two keys are equal if their numbers are equal, even if their names are not.
 ///
 /// ```
 /// use diesel_interlock::LockKey;
@@ -27,24 +27,24 @@ const SHOWN: usize = 80;
 ///
 /// # The hash of a name
 ///
-/// It is the 64-bit [FNV-1a](http://www.isthe.com/chongo/tech/comp/fnv/) hash of the name's UTF-8
-/// bytes, read as a signed number, and `resource_control.lock_key(text)` returns the same in SQL.
-/// It never changes, because an old and a new instance of a program could otherwise hold the same
-/// lock at once. Two names with the same number exclude each other needlessly; among a million
-/// names there is such a pair with a probability of 1 in 37 million.
+/// The number of a name is the 64-bit [FNV-1a](http://www.isthe.com/chongo/tech/comp/fnv/) hash of
+/// its UTF-8 bytes, read as a signed number. In SQL, `resource_control.lock_key(text)` returns the
+/// same number. The hash never changes, because otherwise an old and a new instance of a program
+/// could hold the same lock at once. Two names with the same number exclude each other needlessly.
+/// Among a million names, such a pair exists with a probability of 1 in 37 million.
 ///
 /// # Errors
 ///
 /// A name that is empty, longer than 1,000 bytes or contains NUL is refused by the first operation
-/// that uses the key ([`Error::Input`]). An empty name is refused in the rules of other programs,
-/// too.
+/// that uses the key ([`Error::Input`]). With the rules of other programs, such as
+/// [`crc32`](Self::crc32), only an empty name is refused.
 ///
 /// # Names that clients choose
 ///
-/// FNV-1a is no cryptographic hash: a name with the number of any other name is found in seconds.
-/// So a client that chooses what stands in a name or a key can make another lock busy, though never
-/// get past it. Names that are constants of a program are safe. Hash what clients choose, for
-/// example with SHA-256, before it becomes part of a name or a key.
+/// FNV-1a is not a cryptographic hash: for any name, another name with the same number is found in
+/// seconds. So a client that chooses a part of a name or a key can make another lock busy, although
+/// it can never get past that lock. Names that are constants of a program are safe. If clients
+/// choose a part, hash it, for example with SHA-256, before you put it into a name or a key.
 #[derive(Clone)]
 pub struct LockKey {
     name: Option<Cow<'static, str>>,
@@ -53,17 +53,17 @@ pub struct LockKey {
 
 #[derive(Debug, Clone, Copy)]
 enum Number {
-    /// FNV-1a of the name, which is computed when it is needed, because `named` is `const` and the
+    /// FNV-1a of the name. It is computed when it is needed, because `named` is `const` and the
     /// hasher is not.
     OfName,
     Given(LockId),
-    /// Of a key under a number or under several locks, which is refused.
+    /// None: a key was added to a number or to several locks, which is refused.
     None,
 }
 
 /// What PostgreSQL locks: a number in either of its two key spaces.
 ///
-/// They are ordered. Programs that take several locks in this order do not deadlock.
+/// Ids are ordered. Programs that take several locks in this order do not deadlock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LockId {
     /// One number of 64 bits, as in `pg_advisory_lock(bigint)`.
@@ -73,7 +73,7 @@ pub enum LockId {
 }
 
 impl LockKey {
-    /// Makes the key of a name.
+    /// Makes the key of a name, by the [hash of the name](Self#the-hash-of-a-name).
     pub const fn named(name: &'static str) -> Self {
         Self {
             name: Some(Cow::Borrowed(name)),
@@ -83,7 +83,7 @@ impl LockKey {
 
     /// Makes the key of a name that has several parts, such as a table and an id.
     ///
-    /// A space joins the parts. In each part `\` becomes `\\` and a space becomes `\ `, so
+    /// The parts are joined by a space. In each part `\` becomes `\\` and a space becomes `\ `, so
     /// different lists of parts have different names. Begin with what the key is for, because all
     /// programs on a database share its keys.
     ///
@@ -149,7 +149,7 @@ impl LockKey {
         Self::foreign(name, LockId::Pair(hash, 0))
     }
 
-    /// That of nothing, which is refused.
+    /// The key of nothing, which is refused.
     pub(crate) const fn none() -> Self {
         Self {
             name: None,
@@ -168,10 +168,10 @@ impl LockKey {
     pub fn id(&self) -> Result<LockId> {
         match (self.number, &self.name) {
             (Number::None, _) => Err(Error::input(
-                "only a lock with a name has keys, and not that of a number, a pair or several",
+                "`key` needs a lock with a name, not one of a number, a pair or several",
             )),
             (Number::OfName, Some(name)) => input::name(name).map(|()| self.number()),
-            // Of another program's rule, which may allow longer names.
+            // The rule of another program, which may allow longer names.
             (Number::Given(_), Some(name)) if name.is_empty() => {
                 input::name(name).map(|()| self.number())
             }
@@ -184,7 +184,7 @@ impl LockKey {
         self.name.as_deref()
     }
 
-    /// The name if the program has it as a constant, which makes it a label for events.
+    /// The name if it is a constant of the program, so that it can be a label of events.
     pub(crate) const fn label(&self) -> &'static str {
         match &self.name {
             Some(Cow::Borrowed(name)) => name,
@@ -192,7 +192,7 @@ impl LockKey {
         }
     }
 
-    /// The key of one thing under the name of this one.
+    /// The key of one thing under the name of this key.
     pub(crate) fn with_key(&self, key: impl fmt::Display) -> Self {
         match (self.number, &self.name) {
             (Number::OfName, Some(name)) if !name.is_empty() => {
@@ -245,7 +245,7 @@ impl From<(i32, i32)> for LockKey {
     }
 }
 
-/// The name as it is, without the escaping of [`parts`](LockKey::parts).
+/// Takes the name as it is, without the escaping of [`parts`](LockKey::parts).
 impl From<String> for LockKey {
     fn from(name: String) -> Self {
         Self {

@@ -1,4 +1,4 @@
-//! Elections: one instance leads.
+//! Leader election: one instance leads at a time.
 
 use std::borrow::Cow;
 #[cfg(feature = "async")]
@@ -23,20 +23,23 @@ use crate::semaphore::{Admission, Permit, Semaphore};
 use crate::statement::Statement;
 use crate::{input, instance};
 
-/// An election of one leader, among all instances that use the database.
+/// Elects one leader among all instances that use the database.
 ///
 /// **What it does not guarantee.** A process that was suspended believes in its term until it
 /// looks, and what it sent before may arrive later. A future is dropped only where it yields. So
-/// work asks [`Term::is_leader`] before each step, and data that must never see an old leader is
-/// protected by a [`Fence`](crate::Fence) with [`Term::fencing_token`]. Apart from that no two
-/// instances lead at a time.
+/// check [`Term::is_leader`] before each step of the work, and protect data that must never see an
+/// old leader by a [`Fence`](crate::Fence) with [`Term::fencing_token`]. Apart from that, no two
+/// instances lead at the same time.
 ///
-/// The callback *is* the leadership: it is called at each election that this instance wins, and
-/// when it returns, the instance resigns, rests for half a lease, and stands again. A leader renews
-/// its term every third of the lease, and each candidate asks as often: one round trip each, to a
-/// [semaphore](crate::semaphore::Semaphore) of one slot. After a resignation another leads within
-/// half a lease, and after a crash within a lease and a moment. A leader that cannot renew its term
-/// gives it up before the database lets another one in.
+/// The callback *is* the leadership: it is called each time this instance wins an election. When
+/// the callback returns, the instance resigns, rests for half a lease, and then stands for election
+/// again.
+///
+/// A leader renews its term every third of the lease, and each candidate tries as often. Each
+/// renewal and each try is one round trip to a [semaphore](crate::semaphore::Semaphore) of one
+/// slot. After a resignation, another instance leads within half a lease; after a crash, within a
+/// lease and a moment. A leader that cannot renew its term gives it up before the database lets
+/// another leader in.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -57,9 +60,9 @@ use crate::{input, instance};
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, or a lease under 3 seconds or over
-/// 1,000 years, and [`Error::NotInstalled`]. Errors of the database and
-/// the pool are events, and it is tried again.
+/// [`Error::Input`] for an invalid name, or a lease under 3 seconds or over 1,000 years, and
+/// [`Error::NotInstalled`]. `lead` does not return errors of the database or the pool: it reports
+/// them as events and tries again.
 #[must_use = "nobody leads until `lead` is called"]
 #[derive(Clone)]
 pub struct Leader<P: Pool> {
@@ -70,15 +73,15 @@ pub struct Leader<P: Pool> {
     pool: PhantomData<fn(&P)>,
 }
 
-/// A term of a leader, which ends when the callback returns.
+/// A term of leadership, which ends when the callback returns.
 pub struct Term<P: Pool> {
     lease: Arc<Lease<P>>,
     stop: Stop,
 }
 
 impl<P: Pool> Leader<P> {
-    /// Makes an election by its name, in which a leader that has crashed keeps its term for
-    /// `lease`, 3 seconds at least.
+    /// Makes an election with this name. A leader that has crashed keeps its term for `lease`,
+    /// which must be at least 3 seconds.
     pub const fn named(election: &'static str, lease: Duration) -> Self {
         Self {
             election,
@@ -89,7 +92,7 @@ impl<P: Pool> Leader<P> {
         }
     }
 
-    /// Returns the election for one thing, such as a shard. A second key replaces the first.
+    /// Returns the election for one thing, such as a shard. A second call replaces the first key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::show(key)),
@@ -97,8 +100,8 @@ impl<P: Pool> Leader<P> {
         }
     }
 
-    /// Returns the election in which this candidate is named so in the view `leader`. Without it
-    /// that is the host and the pid of the program.
+    /// Returns the election with a text that names this candidate in the view `leader`. The default
+    /// is the host and the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -106,9 +109,10 @@ impl<P: Pool> Leader<P> {
         }
     }
 
-    /// Reads who leads, for a status page: the [details](Self::details) of the leader, since when,
-    /// until when unless the term is renewed, and the fencing token. `None` while nobody leads. One
-    /// round trip.
+    /// Reads who leads, for example for a status page. `None` while nobody leads. One round trip.
+    ///
+    /// The result has the [details](Self::details) of the leader, since when it leads, when its
+    /// term ends unless it is renewed, and the fencing token.
     pub fn current<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Option<Leadership>> {
         const CURRENT: &str = "SELECT pg_catalog.max(s.id), pg_catalog.max(s.details),
                 pg_catalog.max(s.created_at), pg_catalog.max(s.expires_at)
@@ -148,8 +152,8 @@ impl<P: Pool> Leader<P> {
         })
     }
 
-    /// A semaphore of one slot. Its service is the word and the name, so that no other semaphore
-    /// has it.
+    /// The semaphore of one slot behind the election. Its service starts with the word `leader`, so
+    /// that no other semaphore can have it.
     pub(crate) fn semaphore(&self) -> Semaphore<P> {
         let mut parts = vec!["leader", self.election];
         parts.extend(self.key.as_deref());
@@ -164,7 +168,7 @@ impl<P: Pool> Leader<P> {
         )
     }
 
-    /// Stands for the election until it is won. `None` if it was stopped.
+    /// Stands for the election until this instance wins. `None` if it was stopped.
     async fn campaign(&self, pool: &P, stop: &Stop) -> Result<Option<(Permit<P>, Term<P>)>> {
         let semaphore = self.semaphore();
         let campaign = self.stand(&semaphore, pool, stop);
@@ -178,11 +182,11 @@ impl<P: Pool> Leader<P> {
         stop: &Stop,
     ) -> Result<Option<(Permit<P>, Term<P>)>> {
         let mut trouble = Trouble::default();
-        // So that a stop does not wait for the pool.
+        // Short, so that a stop does not wait for the pool.
         let limit = Some(Duration::from_secs(1));
         while !stop.is_stopped() {
             let longest = jitter(self.lease / 3);
-            // A server that is silent must not end the campaign.
+            // A deadline, because a server that never replies must not end the campaign.
             let deadline = Instant::now().checked_add(self.lease);
             let claimed = P::Mode::within(deadline, semaphore.claim(pool, limit)).await;
             let claimed = claimed.unwrap_or(Err(Error::TimedOut));
@@ -190,7 +194,7 @@ impl<P: Pool> Leader<P> {
                 trouble.end();
             }
             let pause = match claimed {
-                // The claim took longer than the term.
+                // The reply came after the end of the term.
                 Ok(Admission::Admitted(permit)) if permit.is_lost() => longest,
                 Ok(Admission::Admitted(permit)) => {
                     let term = Term {
@@ -199,7 +203,8 @@ impl<P: Pool> Leader<P> {
                     };
                     return Ok(Some((permit, term)));
                 }
-                // So that a crash is noticed when the term expires, and not up to a third later.
+                // Try when the term expires: otherwise a crash would be noticed up to a third of a
+                // lease later.
                 Ok(Admission::Full(full)) => {
                     longest.min(full.retry_after + Duration::from_millis(fastrand::u64(1..10)))
                 }
@@ -214,8 +219,8 @@ impl<P: Pool> Leader<P> {
         Ok(None)
     }
 
-    /// After a term that its callback has ended, for longer than others pause, so that they may
-    /// lead.
+    /// Rests after a term that the callback has ended, for longer than others pause between two
+    /// tries, so that another instance can lead.
     async fn rest(&self, stop: &Stop) {
         mode::pause_until_stop::<P::Mode>(stop, self.lease / 2).await;
     }
@@ -231,20 +236,20 @@ impl<P: Pool> Outcome for Option<(Permit<P>, Term<P>)> {
 }
 
 impl<P: Pool> Term<P> {
-    /// Returns whether this instance still leads: the term was renewed in time, and was not
+    /// Returns whether this instance still leads: its term was renewed in time, and it was not
     /// stopped. No round trip.
     pub fn is_leader(&self) -> bool {
         !self.lease.is_lost() && !self.lease.is_over() && !self.stop.is_stopped()
     }
 
-    /// Returns a number that is larger than those of all earlier terms, for a
+    /// Returns a number that is larger than those of all earlier terms. Pass it to a
     /// [`Fence`](crate::Fence).
     pub fn fencing_token(&self) -> i64 {
         self.lease.grant.row.token
     }
 
-    /// Pauses for a time, and returns whether this instance still leads then. Returns at once when
-    /// the term is lost or stopped. No round trip.
+    /// Pauses for `pause`, and returns whether this instance still leads afterwards. Returns early
+    /// if the term is lost or stopped. No round trip.
     pub fn pause(&self, pause: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let due = Instant::now().checked_add(pause);
@@ -252,7 +257,7 @@ impl<P: Pool> Term<P> {
             let alarm = Arc::new(Alarm::new(due.map_or(until, |due| due.min(until))));
             let _of_stop = self.stop.sleepers().join_with(alarm.clone());
             let _of_loss = self.lease.sleepers.join_with(alarm.clone());
-            // The term may be renewed meanwhile.
+            // The term may be renewed during the pause, so its end is read anew.
             while self.is_leader() && due.is_none_or(|due| due > Instant::now()) {
                 P::Mode::sleep(&alarm, None).await;
                 let until = self.lease.until();
@@ -265,11 +270,13 @@ impl<P: Pool> Term<P> {
 
 #[cfg(feature = "r2d2")]
 impl Leader<crate::pool::PgPool> {
-    /// Stands for the election, and calls `work` at each election that this instance wins. Returns
-    /// when it was stopped, and has resigned.
+    /// Stands for the election, and calls `work` each time this instance wins.
     ///
-    /// `work` returns when [`is_leader`](Term::is_leader) says no, because a thread cannot be
-    /// stopped from outside.
+    /// Returns after a stop, once the instance has resigned. Call [`Stop::stop`] to stop it, for
+    /// example from your SIGTERM handler.
+    ///
+    /// `work` must return when [`is_leader`](Term::is_leader) returns `false`, because a thread
+    /// cannot be stopped from outside.
     pub fn lead(
         &self,
         pool: &crate::pool::PgPool,
@@ -288,10 +295,11 @@ impl Leader<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = mode::Async>> Leader<P> {
-    /// Stands for the election, and calls `work` at each election that this instance wins. Never
-    /// returns `Ok`: drop the future to stop, and it resigns.
+    /// Stands for the election, and calls `work` each time this instance wins. Never returns `Ok`.
     ///
-    /// The future of `work` is dropped when the term is lost, before another instance leads.
+    /// To stop, drop the future; the instance then resigns.
+    ///
+    /// If the term is lost, the future of `work` is dropped before another instance leads.
     pub fn lead<'a, F>(
         &'a self,
         pool: &'a P,

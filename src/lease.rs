@@ -1,5 +1,6 @@
-//! A row that is held for a time: what a permit, a term of a leader and a run of a schedule have in
-//! common. How long its holder may rely on it, its renewal, its loss, and its end.
+//! A row that is held for a limited time: the common part of a permit, a leader's term and a run of
+//! a schedule. How long the holder may rely on the row, and how the lease is renewed, lost and
+//! ended.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -20,35 +21,35 @@ use crate::pool::Pool;
 use crate::statement::Database;
 use crate::statement::Statement;
 
-/// The shortest timeout of what renews itself: its renewals must get through a busy pool and a
-/// short outage.
+/// The shortest timeout of a lease that renews itself, because its renewals must get through a busy
+/// pool and a short outage.
 pub(crate) const SHORTEST_KEPT: Duration = if cfg!(feature = "testing") {
     Duration::from_millis(300)
 } else {
     Duration::from_secs(3)
 };
 
-/// How a lease knows its row.
+/// How a lease finds its row, and recognizes it as its own.
 #[derive(Debug, Clone)]
 pub(crate) struct Row {
-    /// Of the service or the schedule.
+    /// The name of the service or the schedule.
     pub(crate) name: Arc<str>,
     /// The fencing token.
     pub(crate) token: i64,
-    /// A random number that the claim has brought, because tokens may repeat where a failover has
-    /// lost commits.
+    /// A random number that the claim has stored in the row, because tokens may repeat after a
+    /// failover that has lost commits.
     pub(crate) claim: i64,
 }
 
-/// The number of a new claim.
+/// Returns a random number for a new claim.
 pub(crate) fn claim_number() -> i64 {
     fastrand::i64(1..)
 }
 
-/// Makes the statement that renews a row, which returns whether the row was held.
+/// Makes the statement that renews a row. The statement returns whether the row was held.
 pub(crate) type Renewal = fn(&Row, Duration) -> Statement<Bool>;
 
-/// What a claim was granted.
+/// What a granted claim has, and what its renewals need.
 pub(crate) struct Grant<P: Pool> {
     pub(crate) pool: P,
     pub(crate) runtime: <P::Mode as Mode>::Runtime,
@@ -61,18 +62,20 @@ pub(crate) struct Grant<P: Pool> {
     pub(crate) sent: Instant,
 }
 
-/// A row that is held for a time. The holder relies on it by the monotonic clock of this machine,
-/// from when the claim or the last good renewal was *sent*, for a little less than the database
-/// does: so the holder stops before the database lets another one in.
+/// A row that is held for a limited time. The holder relies on the row for a little less time than
+/// the database does, so the holder stops before the database lets another one in. The time is
+/// counted by the monotonic clock of this machine, from when the claim or the last good renewal was
+/// *sent*.
 pub(crate) struct Lease<P: Pool> {
     pub(crate) grant: Grant<P>,
     since: Instant,
     state: Mutex<State>,
-    /// Those who wait for its end.
+    /// The tasks or threads that wait for the end of the lease.
     pub(crate) sleepers: Sleepers,
     /// When the next renewal is due.
     due: Alarm,
-    /// Whether an end was sent that has no reply, and may have been stored.
+    /// Whether a statement that ends the row was sent and has had no reply, so it may have been
+    /// executed.
     is_unanswered: AtomicBool,
 }
 
@@ -80,16 +83,16 @@ pub(crate) struct Lease<P: Pool> {
 struct State {
     until: Instant,
     phase: Phase,
-    /// Its end was reported as an event.
+    /// Whether the end of the lease was reported as an event.
     is_reported: bool,
-    /// Its holder asked, and knows of the loss.
+    /// Whether the holder has asked, and so knows of the loss.
     was_heard: bool,
 }
 
 #[derive(Debug)]
 enum Phase {
     Held(Raised),
-    /// What ends it was sent, so there may be nothing to renew any more.
+    /// The end is being sent, so a renewal that finds no row means no loss.
     #[allow(dead_code)] // its drop lowers the gauge
     Ending(Raised),
     Released,
@@ -118,8 +121,8 @@ impl<P: Pool> Lease<P> {
         lock(&self.state).until
     }
 
-    /// Tells the holder whether it is lost. The first one to notice a loss tells it as an event,
-    /// too.
+    /// Tells the holder whether the lease is lost. Whoever notices the loss first also reports it
+    /// as an event.
     pub(crate) fn is_lost(&self) -> bool {
         let mut state = lock(&self.state);
         let is_lost = match state.phase {
@@ -134,18 +137,18 @@ impl<P: Pool> Lease<P> {
         is_lost
     }
 
-    /// Whether the holder knows that it is lost.
+    /// Whether the holder knows that the lease is lost.
     pub(crate) fn was_heard(&self) -> bool {
         lock(&self.state).was_heard
     }
 
-    /// Whether it is lost, or was released.
+    /// Whether the lease is lost or released.
     pub(crate) fn is_over(&self) -> bool {
         let state = lock(&self.state);
         matches!(state.phase, Phase::Released | Phase::Lost) || state.until <= Instant::now()
     }
 
-    /// Waits until it is over, or the deadline.
+    /// Waits until the lease is over, or until the deadline.
     pub(crate) async fn wait_for_loss(&self, deadline: Option<Instant>) {
         while !self.is_over() && deadline.is_none_or(|deadline| deadline > Instant::now()) {
             let sleeper = self.sleepers.join(self.until());
@@ -155,14 +158,14 @@ impl<P: Pool> Lease<P> {
         }
     }
 
-    /// Sends a renewal. Returns when it was sent, if the row was held.
+    /// Sends a renewal. Returns when it was sent, or `None` if the row was not held any more.
     async fn send_renewal(self: Arc<Self>, limit: Option<Duration>) -> Result<Option<Instant>> {
         let renew = (self.grant.renewal)(&self.grant.row, self.grant.timeout);
         let reply = |was_held: bool, sent| was_held.then_some(sent);
         ask_surely(&self.grant.pool, limit, renew, reply).await
     }
 
-    /// Renews it once, unless it is lost.
+    /// Renews the lease once, unless it is lost.
     pub(crate) async fn renew(self: &Arc<Self>) -> Result<()> {
         if !self.is_lost() {
             let renewed = self.clone().send_renewal(None).await?;
@@ -177,11 +180,12 @@ impl<P: Pool> Lease<P> {
         Error::PermitLost(self.grant.row.name.to_string())
     }
 
-    /// A renewal has come back: when it was sent, or `None` if there was nothing to renew. Returns
-    /// whether it is still held. What was lost once stays lost, because its holder knows it.
+    /// Notes the reply to a renewal: when it was sent, or `None` if the row was not held. Returns
+    /// whether the lease is still held. A lost lease stays lost, because its holder may know of the
+    /// loss.
     ///
-    /// The next one is due a third after this one was sent, because the reply of a slow server may
-    /// take longer than that.
+    /// The next renewal is due a third of the timeout after this one was *sent*, because the reply
+    /// of a slow server may take longer than that.
     fn note_renewal(&self, sent: Option<Instant>) -> bool {
         let mut state = lock(&self.state);
         match (&state.phase, sent) {
@@ -210,7 +214,8 @@ impl<P: Pool> Lease<P> {
         }
     }
 
-    /// Reports its end, unless that was reported: by a function of the subject and the beginning.
+    /// Reports the end of the lease by a function of the subject and the beginning, unless it was
+    /// reported before.
     pub(crate) fn report(&self, report: impl FnOnce(Subject, Instant)) {
         let was_reported = std::mem::replace(&mut lock(&self.state).is_reported, true);
         if !was_reported {
@@ -218,7 +223,8 @@ impl<P: Pool> Lease<P> {
         }
     }
 
-    /// Its holder is about to end it, which a renewal on its way must not take for a loss.
+    /// Notes that the holder is about to send the end. A renewal on its way may then find no row,
+    /// which must not be taken for a loss.
     pub(crate) fn begin_end(&self) {
         let phase = &mut lock(&self.state).phase;
         *phase = match std::mem::replace(phase, Phase::Lost) {
@@ -227,8 +233,7 @@ impl<P: Pool> Lease<P> {
         };
     }
 
-    /// Its holder ends it: there is nothing to renew any more. A holder that is too late has lost
-    /// it.
+    /// Ends the lease: nothing is renewed any more. If the holder is too late, the lease is lost.
     pub(crate) fn end(&self, operation: &'static str) {
         let mut state = lock(&self.state);
         let is_too_late = state.until <= Instant::now();
@@ -242,8 +247,9 @@ impl<P: Pool> Lease<P> {
         self.sleepers.wake();
     }
 
-    /// The reply to a statement that ends the row: whether the row was held. An end that was sent
-    /// before and had no reply may have done it.
+    /// Interprets the reply to a statement that ends the row: whether the row was held. If it was
+    /// not, and the lease has not run out, an earlier end whose reply was lost may have ended the
+    /// row, which is a success.
     pub(crate) fn read_end(&self, reply: Result<bool>) -> Result<()> {
         match reply {
             Ok(true) => Ok(()),
@@ -257,11 +263,11 @@ impl<P: Pool> Lease<P> {
         }
     }
 
-    /// Renews it by itself until it is over: on a thread, or in a task. A renewal that fails is
-    /// repeated.
+    /// Renews the lease in the background until it is over, on a thread or in a task. A failed
+    /// renewal is repeated.
     ///
-    /// A renewal waits for a connection until the trust ends, because one that gave up sooner would
-    /// lose its place in the queue of the pool, and starve.
+    /// A renewal waits for a connection until the lease would be lost. If it gave up sooner, it
+    /// would lose its place in the queue of the pool each time, and might never get a connection.
     pub(crate) fn keep(self: &Arc<Self>) {
         P::Mode::beside(&self.grant.runtime, self.clone().keep_renewing());
     }
@@ -280,22 +286,25 @@ impl<P: Pool> Lease<P> {
                 Some(Err(_)) => self.due.set(Instant::now() + jitter(pause)),
                 _ => break,
             }
-            // The end may have set it before.
+            // An end wakes this loop by setting `due`, which the match above may have overwritten.
+            // So look again before the next sleep.
             if self.is_over() {
                 break;
             }
         }
-        // Nobody renews it any more: if it was not ended, it is lost.
+        // From now on nobody renews the lease, so if it was not ended, it is lost.
         let state = lock(&self.state);
         if matches!(state.phase, Phase::Held(_)) {
             self.lose(state, "keep_alive");
         }
     }
 
-    /// Renews it, and begins again beside the first try if that has no reply for two fifths of the
-    /// timeout, because a pool may give a connection on which the statement of a dropped future
-    /// still runs. The first good reply counts. It is long, because on a slow server two tries are
-    /// slower than one. A blocking try is not interrupted.
+    /// Sends a renewal, and a second one in parallel if the first has had no reply for two fifths
+    /// of the timeout. The first good reply counts.
+    ///
+    /// The second is needed because a pool may give a connection on which the statement of a
+    /// dropped future still runs. The delay is long because on a slow server two renewals take
+    /// longer than one. A blocking renewal is not interrupted, so it gets no second one.
     async fn insist(self: &Arc<Self>, limit: Duration) -> Result<Option<Instant>> {
         let patience = self.grant.timeout * 2 / 5;
         let mut first = pin!(self.clone().send_renewal(Some(limit)));
@@ -332,7 +341,7 @@ impl<P: Pool> Lease<P> {
     }
 }
 
-/// For how long a row is relied on after it was claimed or renewed.
+/// How long the holder relies on a row after a claim or a renewal was sent.
 fn trusted(timeout: Duration) -> Duration {
     timeout - (timeout / 10).min(Duration::from_secs(1))
 }

@@ -10,18 +10,18 @@
 //! |---|---|
 //! | Check, then write, in one transaction: a booking, "insert if absent" | [a transaction lock] |
 //! | A job that spans many transactions, on one instance at a time | [`try_acquire`] of a lock |
-//! | The same, waiting for the lock | [`acquire_timeout`] of a lock |
+//! | The same, but wait for the lock | [`acquire_timeout`] of a lock |
 //! | Many readers, one writer | [a shared lock] |
-//! | Several things at once, all or none | [several locks] |
+//! | Locks on several things at once, all or none | [several locks] |
 //! | At most once per interval, on any instance | [`Throttle`] |
 //! | N per period on average with a bounded burst, for each key | [`RateLimit`] |
 //! | The same, without a round trip for each call | [`LocalRateLimit`] |
 //! | At most N at a time: calls to a fragile service | [`Semaphore`] |
-//! | A long job that holds no connection, also behind a pooler | a permit that [renews itself] |
-//! | One instance leads, and hands over | [`Leader`] |
-//! | A job at certain times, once, and again if it crashed | [`Schedule`] |
-//! | A request that a client may repeat, done once and replied to alike | [`Once`] |
-//! | A late write of a former holder, which must be refused | [`Fence`] |
+//! | A long job that holds no connection; works behind a pooler | a permit that [renews itself] |
+//! | One instance leads, and another takes over from it | [`Leader`] |
+//! | A job at certain times, run once, and again if it crashed | [`Schedule`] |
+//! | A request that a client may retry: done once, with the same response | [`Once`] |
+//! | Refusing a late write of a former holder | [`Fence`] |
 //! | Migrations at start-up, on many instances | [`migrations::run_pending`] |
 //! | Who holds, who waits, what is due | [`monitor`] |
 //!
@@ -42,31 +42,35 @@
 //!
 //! # Both halves
 //!
-//! Each operation is documented once, on a handle whose parameter is the program's pool. Programs
-//! import an alias of the handle:
+//! The crate has a blocking and an asynchronous half with the same handles, which have the pool as
+//! their type parameter. Each operation is documented once, on the page of the handle, such as
+//! [`advisory::AdvisoryLock<P>`](advisory::AdvisoryLock). Your program imports an alias that fills
+//! in the pool:
 //!
-//! - for Diesel's r2d2 pool from this module, such as [`AdvisoryLock`]: operations block, and
-//!   return a `Result<T>`;
-//! - for diesel-async's deadpool or bb8 from the module named after the pool: operations are
-//!   futures of a `Result<T>`, and are awaited.
+//! - For Diesel's r2d2 pool, import from the root of the crate, for example [`AdvisoryLock`].
+//!   Operations block, and return a `Result<T>`.
+//! - For diesel-async's deadpool or bb8, import from the module named after the pool. Operations
+//!   return a future of a `Result<T>`: await it.
 //!
-//! [`Reply<'a, P, T>`](Reply) stands for both. A future may be dropped at any time: what it has
-//! taken is released.
+//! In signatures, [`Reply<'a, P, T>`](Reply) stands for both. You may drop a future at any time:
+//! what it has taken is released.
 //!
-//! A pool is given by reference, and so is a wrapper: `&Arc<PgPool>`, actix's `&web::Data<PgPool>`,
-//! axum's `&State<PgPool>`. It comes first, and then what the operation needs beside it; a function
-//! that is no method takes what it is about before the pool.
+//! Pass the pool by reference. A reference to a wrapper works, too: `&Arc<PgPool>`, actix's
+//! `&web::Data<PgPool>`, axum's `&State<PgPool>`. In methods the pool is the first argument. A free
+//! function takes what it acts on first, and then the pool.
 //!
-//! Handles are constants. Settings that hold for all keys consume the handle, so they are `const`
-//! ([`shared`](advisory::AdvisoryLock::shared), [`keep_alive`](semaphore::Semaphore::keep_alive),
-//! [`durable`](rate_limit::RateLimit::durable)). Values of a call borrow it and return another one
-//! (`key`, `details`, `cost`).
+//! Handles can be constants. A setting that applies to every key takes the handle by value and is a
+//! `const fn`: [`shared`](advisory::AdvisoryLock::shared),
+//! [`keep_alive`](semaphore::Semaphore::keep_alive), [`durable`](rate_limit::RateLimit::durable). A
+//! value that changes from call to call (`key`, `details`, `cost`) borrows the handle and returns a
+//! new one.
 //!
 //! # Outcomes and errors
 //!
 //! An operation that can be refused returns an outcome: [`Attempt`], [`Admission`], [`Decision`],
-//! [`Check`]. A refusal is no error, and the compiler warns if an outcome is ignored. Errors are
-//! [`Error`], which converts into Diesel's, so `?` works in functions that return a `QueryResult`.
+//! [`Check`]. A refusal is not an error, and the compiler warns if you ignore an outcome. A failure
+//! is an [`Error`], which converts into Diesel's error, so `?` works in functions that return a
+//! `QueryResult`.
 //!
 //! # Features
 //!
@@ -74,8 +78,9 @@
 //!   over diesel-async.
 //! - `migrations` (default): the module [`migrations`].
 //! - `tracing`: an event for each operation, with the target `diesel_interlock`.
-//! - `metrics`: its numbers, for the facade of that name. See `describe_metrics`.
-//! - `serde`: the rows of [`monitor`] can be serialized.
+//! - `metrics`: counters, histograms and gauges, through the facade crate `metrics`. See
+//!   `describe_metrics`.
+//! - `serde`: `Serialize` for the rows of [`monitor`].
 //! - `testing`: the module `testing`, for an application's own tests.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -143,37 +148,39 @@ pub use self::rate_limit::{Check, CheckAll, LocalCheck, Quota};
 pub use self::semaphore::{Admission, Full};
 pub use self::throttle::{Decision, DeclaredResources, ThrottledResource};
 
-/// The handles of the pool of a feature: types of the same names, whose parameter is the pool
-/// `PgPool` in scope. The feature stands at each, so that rustc names it where one is missing.
+/// Makes the aliases of one pool: each handle, with the `PgPool` in scope as its parameter. Each
+/// alias has a `cfg` of its own, so that rustc names the feature when a program uses an alias
+/// without it.
 macro_rules! handles {
     ($feature:literal, $reply:literal) => {
         handles! {
             $feature, $reply:
-            /// A lock that one holder has at a time, or several share.
+            /// A lock that one holder has at a time, or that several share.
             advisory::AdvisoryLock,
-            /// A held session lock, or several, with the connection whose session holds it.
+            /// A held session lock (or several), with the connection whose session holds it.
             advisory::AdvisoryLockGuard,
-            /// Refuses the transactions of earlier holders.
+            /// Refuses transactions of earlier holders, by their fencing tokens.
             fence::Fence,
-            /// An election of one leader among all instances.
+            /// A leader election: one leader among all instances.
             leader::Leader,
-            /// A term of a leader.
+            /// The term of a leader: its leadership from one election until its end.
             leader::Term,
-            /// Work that is done once for each key: a request with an idempotency key.
+            /// Work that is done once for each key, such as a request with an idempotency key.
             once::Once,
-            /// A rate limit that decides in memory, out of chunks that it takes from the database.
+            /// A rate limit that decides in memory, from chunks of units that it takes from the
+            /// database.
             rate_limit::LocalRateLimit,
-            /// A limit of N units per period for each key, and a burst of them at once.
+            /// A limit of N units per period for each key, with a bounded burst.
             rate_limit::RateLimit,
-            /// What is granted at most once per interval, on any instance.
+            /// A throttle: granted at most once per interval, over all instances.
             throttle::Throttle,
-            /// A schedule, each of whose ticks runs once, on one instance.
+            /// A schedule: each of its ticks runs once, on one instance.
             schedule::Schedule,
-            /// A tick of a schedule that runs.
+            /// A tick of a schedule, while it runs.
             schedule::Tick,
-            /// A permit of a semaphore: a slot of its service, and no connection.
+            /// A permit of a semaphore: it holds a slot of the service, and no connection.
             semaphore::Permit,
-            /// At most N permits at a time for a service.
+            /// A semaphore: at most N permits of a service at a time.
             semaphore::Semaphore,
         }
     };
@@ -186,9 +193,9 @@ macro_rules! handles {
             $(#[$summary])*
             #[doc = ""]
             #[doc = concat!(
-                "The page of [`", stringify!($module), "::", stringify!($name), "`](crate::",
+                "See [`", stringify!($module), "::", stringify!($name), "`](crate::",
                 stringify!($module), "::", stringify!($name),
-                ") has an example, the rules and the errors. ", $reply
+                ") for an example, the rules and the errors. ", $reply
             )]
             pub type $name = crate::$module::$name<PgPool>;
         )*
@@ -197,34 +204,32 @@ macro_rules! handles {
 
 handles!(
     "r2d2",
-    "Over this pool an operation blocks, and a `Reply<'_, P, T>` is a `Result<T>`."
+    "With this pool, operations block: a `Reply<'_, P, T>` is a `Result<T>`."
 );
 
-/// The handles of programs that use diesel-async with deadpool. Their operations are futures: await
-/// them.
+/// The handles for diesel-async with deadpool. Every operation is a future: await it.
 #[cfg(feature = "deadpool")]
 pub mod deadpool {
     pub use crate::pool::DeadPool as PgPool;
 
     handles!(
         "deadpool",
-        "Over this pool a `Reply<'_, P, T>` is a future of a `Result<T>`: await it."
+        "With this pool, a `Reply<'_, P, T>` is a future of a `Result<T>`: await it."
     );
 }
 
-/// The handles of programs that use diesel-async with bb8. Their operations are futures: await
-/// them.
+/// The handles for diesel-async with bb8. Every operation is a future: await it.
 #[cfg(feature = "bb8")]
 pub mod bb8 {
     pub use crate::pool::Bb8Pool as PgPool;
 
     handles!(
         "bb8",
-        "Over this pool a `Reply<'_, P, T>` is a future of a `Result<T>`: await it."
+        "With this pool, a `Reply<'_, P, T>` is a future of a `Result<T>`: await it."
     );
 }
 
-/// The programs of the README and of `docs/`.
+/// Compiles and runs the programs of the README and of `docs/` as doctests.
 #[cfg(all(
     doctest,
     feature = "r2d2",

@@ -1,12 +1,12 @@
-//! The numbers of the events, for the facade of the crate `metrics`. Without the feature of that
-//! name nothing is counted.
+//! The metrics of the events, for the facade crate `metrics`. Without the feature of that name
+//! nothing is counted.
 
-/// A handle, as events and metrics name it. Both are constants of the program, and never keys.
+/// The labels of a handle in events and metrics. Both are constants of the program, and never keys.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Subject {
     /// `lock`, `throttle`, `semaphore`, `rate limit` …
     pub(crate) primitive: &'static str,
-    /// The name of the handle, and nothing where the program made it at run time.
+    /// The name of the handle, and empty if the program made it at run time.
     pub(crate) name: &'static str,
 }
 
@@ -33,8 +33,9 @@ mod facade {
     const WAITING: &str = "interlock_waiting";
     const HELD: &str = "interlock_held";
 
-    /// Describes the metrics of this crate, with their units, to the recorder of the program. Call
-    /// it once, when that is installed.
+    /// Describes this crate's metrics, with their units, to the recorder of the program.
+    ///
+    /// Call it once, after you have installed the recorder.
     ///
     /// | Metric | Type | Labels |
     /// |---|---|---|
@@ -46,9 +47,9 @@ mod facade {
     /// `kind` is the primitive, such as `lock` or `rate limit`. `name` is the name that the program
     /// has as a constant, and never a key.
     ///
-    /// Install the recorder before the first operation: a gauge that was raised before stays as it
-    /// was, and a [`LocalRateLimit`](crate::rate_limit::LocalRateLimit) keeps the counters that it
-    /// has first counted with.
+    /// Install the recorder before the first operation. Waits and holdings that began before are
+    /// missing from the gauges, and a [`LocalRateLimit`](crate::rate_limit::LocalRateLimit) keeps
+    /// the counters that it has first counted with.
     pub fn describe_metrics() {
         let (count, seconds) = (Unit::Count, Unit::Seconds);
         describe_counter!(OPERATIONS, count, "Operations, by outcome.");
@@ -121,8 +122,8 @@ mod facade {
         }
     }
 
-    /// Raises a gauge until it is dropped. It lowers the one that it has raised, on any thread and
-    /// under any recorder.
+    /// Raises a gauge, and lowers the same gauge when it is dropped, on any thread and under any
+    /// recorder.
     #[derive(Debug)]
     pub(crate) struct Raised(Gauge);
 
@@ -132,8 +133,8 @@ mod facade {
         }
 
         pub(crate) fn held(subject: Subject) -> Self {
-            // The series of its loss exists before there is one, so that an alert on its increase
-            // sees the first, too.
+            // The counter of losses exists before the first loss, so that an alert on its increase
+            // sees that loss, too.
             lost_counter(subject.primitive, subject.name).increment(0);
             Self::new(HELD, subject)
         }

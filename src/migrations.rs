@@ -1,9 +1,9 @@
-//! Installing the schema `resource_control`, and running an application's own migrations once.
+//! Installs the schema `resource_control`, and runs an application's own migrations once.
 //!
-//! The schema consists of a few files, which [`install`], `diesel_cli` and psql run alike: each
-//! does nothing if its version is recorded in `resource_control.installed_migration`, so all of
-//! them may run them, in any order and at the same moment. `DROP SCHEMA resource_control CASCADE`
-//! removes all of it.
+//! The schema consists of a few SQL files, which [`install`], `diesel_cli` and psql run in the same
+//! way. A file does nothing if its version is recorded in `resource_control.installed_migration`.
+//! So any of these tools may run the files, in any order and at the same time. `DROP SCHEMA
+//! resource_control CASCADE` removes everything.
 
 mod run_pending;
 
@@ -60,11 +60,11 @@ const SUBJECT: Subject = Subject {
     name: "resource_control",
 };
 
-/// The encoding of the database, and whether anything was installed.
+/// Reads the encoding of the database, and whether anything was installed.
 const LOOK: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text, \
      pg_catalog.to_regclass('resource_control.installed_migration') IS NOT NULL";
 
-/// The versions that are recorded, and which of these objects are not there.
+/// Reads the recorded versions, and which of the given objects do not exist.
 const STATE: &str = "
     SELECT (SELECT COALESCE(pg_catalog.array_agg(m.version), '{}')
             FROM resource_control.installed_migration AS m),
@@ -86,7 +86,7 @@ struct State {
     missing: Vec<String>,
 }
 
-/// Whether anything was to be done.
+/// Whether any file was pending.
 struct Done(bool);
 
 impl Outcome for Done {
@@ -95,22 +95,25 @@ impl Outcome for Done {
     }
 }
 
-/// Creates the schema `resource_control`, or what it lacks of this release. Every instance may call
-/// it when it starts.
+/// Creates the schema `resource_control`, or the parts of this release that it lacks. Every
+/// instance may call it when it starts.
 ///
-/// Three round trips if nothing is pending, and no right but to read. Otherwise the role must own
-/// the schema, or may create it: each pending file runs in a transaction of its own, under a
-/// transaction lock, so it also works behind a pooler in transaction mode, and of many instances
-/// one runs it. A failure keeps what the files before have created.
+/// If nothing is pending, it takes three round trips, and the role needs only the right to read.
+/// Otherwise the role must own the schema, or be allowed to create it.
 ///
-/// If the pool has two idle connections, it also [checks](crate::check_exclusion) whether session
-/// locks exclude on it, in sixteen more round trips, and logs a warning if not.
+/// Each pending file runs in its own transaction, under a transaction lock. So `install` also works
+/// behind a pooler in transaction mode, and only one of many instances runs a file. If a file
+/// fails, what the files before it have created stays.
+///
+/// If the pool has two idle connections, `install` also [checks](crate::check_exclusion) whether
+/// session locks exclude on this pool, in sixteen more round trips, and logs a warning if they do
+/// not.
 ///
 /// # Errors
 ///
-/// [`Error::Migration`] if a file failed, [`Error::Incomplete`] if a part of the schema is recorded
-/// and not there, with the statement that repairs it, [`Error::Encoding`] unless the database has
-/// UTF8, [`Error::Pool`], and [`Error::Database`].
+/// [`Error::Migration`] if a file failed; [`Error::Incomplete`] if a part of the schema is recorded
+/// as installed but does not exist, with the statement that repairs it; [`Error::Encoding`] unless
+/// the database is in UTF8; [`Error::Pool`]; and [`Error::Database`].
 ///
 /// ```
 /// use diesel_interlock::migrations;
@@ -182,16 +185,16 @@ async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
         state = State::of(pool).await?;
     }
     state.require_all()?;
-    // Counts the timelines of another server anew. A role that may only read leaves that to the
-    // owner.
+    // After a restore or pg_upgrade this is another server, and fencing tokens must go on growing.
+    // A role that may only read cannot do this, and leaves it to the owner.
     let base = Statement::<Bool>::new("SELECT resource_control.set_token_base()", []);
     let _: Result<(bool, _)> = ask(pool, None, [base]).await;
     Ok(Done(!pending.is_empty()))
 }
 
 impl File {
-    /// READ COMMITTED, because a stricter transaction would not see what was committed while it
-    /// waited for the lock.
+    /// Runs the file at READ COMMITTED, because a stricter transaction would not see what was
+    /// committed while it waited for the lock.
     async fn run<S: Session>(&self, session: &mut S) -> Result<()> {
         let transaction = Own::begin_borrowed(session).await?;
         let ran = transaction.conn.batch(self.up).await;
@@ -206,7 +209,7 @@ impl File {
 }
 
 impl State {
-    /// What is installed, unless the encoding rules it out.
+    /// Reads what is installed. An error if the encoding of the database does not fit.
     async fn look<P: Pool>(pool: &P) -> Result<Self> {
         let look = Statement::<(Text, Bool)>::new(LOOK, []);
         let ((encoding, is_there), _): ((String, bool), _) = ask(pool, None, [look]).await?;
@@ -254,15 +257,16 @@ impl State {
     }
 }
 
-/// Writes the migrations of this crate among those of an application, for `diesel_cli` and psql,
-/// and returns the directories that are new. Call it again after an upgrade of this crate.
+/// Writes the migrations of this crate into an application's directory of migrations, for
+/// `diesel_cli` and psql. Returns the directories that are new. Call it again after an upgrade of
+/// this crate.
 ///
-/// They are older than any other, so `diesel migration run` runs them first. [`install`] may be
-/// called beside them.
+/// Their versions are older than all others, so `diesel migration run` runs them first. You may
+/// call [`install`] as well.
 ///
 /// # Errors
 ///
-/// Those of the file system.
+/// Errors of the file system.
 ///
 /// ```
 /// # let name = format!("interlock-write-to-{}", std::process::id());
@@ -292,13 +296,14 @@ pub fn write_to(directory: impl AsRef<Path>) -> io::Result<Vec<PathBuf>> {
     Ok(written)
 }
 
-/// The text of each migration, with which `interlock doctor` compares what is installed.
+/// Returns the text of each migration. `interlock doctor` compares the database with these.
 #[doc(hidden)]
 pub fn texts() -> impl Iterator<Item = &'static str> {
     FILES.iter().map(|file| file.up)
 }
 
-/// What the text of a migration creates: tables, indexes, types, views, sequences and functions.
+/// Returns what the text of a migration creates: tables, indexes, types, views, sequences and
+/// functions.
 #[doc(hidden)]
 pub fn objects(text: &'static str) -> impl Iterator<Item = &'static str> {
     text.lines().filter_map(|line| {

@@ -1,5 +1,5 @@
-//! The two halves: who drives an operation, what it returns, how it pauses, and what a drop leaves
-//! behind.
+//! The blocking and the asynchronous half: who drives an operation, what it returns, how it pauses,
+//! and how a drop finishes it.
 
 #[cfg(feature = "async")]
 mod asynchronous;
@@ -21,13 +21,13 @@ pub use self::asynchronous::{Async, Operation};
 #[cfg(feature = "r2d2")]
 pub use self::blocking::Blocking;
 
-/// How the operations of a handle run: they block, or they are futures. The pools say which. The
+/// How the operations of a handle run: they block, or they are futures, depending on the pool. The
 /// trait is sealed.
 pub trait Mode: Sealed + Sized + Send + Sync + 'static {
-    /// The connection that this half works on: `PgConnection` or `AsyncPgConnection`.
+    /// The connection of this half: `PgConnection` or `AsyncPgConnection`.
     type Connection: Session;
 
-    /// What an operation returns: a `T` if it blocks, and otherwise a future of it.
+    /// What an operation returns: a `T` if it blocks, and otherwise a future of a `T`.
     type Reply<'a, T: Send + 'a>;
 
     /// What a `Drop` needs to finish an operation: nothing, or a runtime.
@@ -46,10 +46,10 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     #[doc(hidden)]
     fn leave(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
-    /// Does an operation to its end: on this thread, or in a task of the runtime that this is
-    /// polled in, which goes on if this future is dropped, for no longer than `patience` then. What
-    /// it returns then is dropped. It must hold nothing that has a lifetime, or the compiler finds
-    /// the futures above not to be `Send`.
+    /// Runs an operation to its end: on this thread, or in a task of the runtime that polls this
+    /// future. If this future is dropped, the task goes on for at most `patience`, and its value is
+    /// dropped. The operation must borrow nothing, or the compiler finds the futures around it not
+    /// to be `Send`.
     #[doc(hidden)]
     fn surely<T: Send + 'static>(
         runtime: &Self::Runtime,
@@ -57,13 +57,13 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
         operation: impl Future<Output = T> + Send + 'static,
     ) -> impl Future<Output = T> + Send;
 
-    /// Does an operation beside the program: on a thread of its own, or in a task.
+    /// Runs an operation in the background: on a thread of its own, or in a task.
     #[doc(hidden)]
     fn beside(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
-    /// Repeats what a `Drop` could not do, until it returns `true`: on the one thread of the
-    /// process for that database, or in a task. A blocking operation waits for a connection no
-    /// longer than its argument.
+    /// Repeats an operation that a `Drop` could not finish, until it returns `true`: on the one
+    /// thread of the process for that database, or in a task. A blocking operation waits for a
+    /// connection no longer than its argument.
     #[doc(hidden)]
     fn later<F: Future<Output = bool> + Send + 'static>(
         runtime: &Self::Runtime,
@@ -71,7 +71,7 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
         operation: impl Fn(Option<Duration>) -> F + Send + 'static,
     );
 
-    /// Drops what belongs to a pool, which may need the runtime for that.
+    /// Drops what belongs to a pool, inside the runtime, which the pool may need for that.
     #[doc(hidden)]
     fn inside<T>(runtime: &Self::Runtime, drops: impl FnOnce() -> T) -> T;
 
@@ -88,14 +88,14 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     fn sleep(alarm: &Alarm, deadline: Option<Instant>) -> impl Future<Output = ()> + Send;
 }
 
-/// For how long a statement of a future or a guard that was dropped may have no reply. Then its
+/// How long the statement of a dropped future or guard may go without a reply. After that, its
 /// connection is closed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
-/// How many operations go on though nobody awaits them.
+/// How many operations go on although nobody awaits them.
 static LEFT: AtomicUsize = AtomicUsize::new(0);
 
-/// When a connection was closed last whose session may hold something.
+/// When a connection was last closed whose session may hold something.
 static CLOSED: Mutex<Option<Instant>> = Mutex::new(None);
 
 /// One operation that goes on, until it has ended or its runtime has dropped it.
@@ -114,18 +114,20 @@ impl Drop for Left {
     }
 }
 
-/// A connection was closed whose session may hold something. The server frees it within a second.
+/// Notes that a connection was closed whose session may hold something. The server frees that
+/// within a second.
 pub(crate) fn note_closed() {
     *lock(&CLOSED) = Some(Instant::now());
 }
 
 pub(crate) fn has_drained() -> bool {
-    // The server looks every second, from when it learns of the end.
+    // The server checks every second, from when the end of the connection reaches it, so wait a
+    // little longer.
     let is_recent = |closed: Instant| closed.elapsed() <= Duration::from_millis(1500);
     LEFT.load(Ordering::SeqCst) == 0 && !lock(&CLOSED).is_some_and(is_recent)
 }
 
-/// Pauses for a time, or until it is stopped.
+/// Pauses for a time, or until `stop` is stopped.
 pub(crate) async fn pause_until_stop<M: Mode>(stop: &Stop, pause: Duration) {
     let sleeper = stop.sleepers().join(Instant::now() + pause);
     if !stop.is_stopped() {
@@ -138,7 +140,7 @@ pub(crate) async fn pause<M: Mode>(pause: Duration) {
     M::sleep(&Alarm::new(Instant::now() + pause), None).await;
 }
 
-/// Awaits work, unless something happens before it is done. It is dropped then.
+/// Awaits `work`. If `happens` is ready before it, drops `work` and returns `None`.
 #[cfg(feature = "async")]
 pub(crate) async fn unless<T>(
     happens: impl Future<Output = ()>,

@@ -1,9 +1,10 @@
-//! Who holds, who waits, what is due: the views of `resource_control`, as rows and filters of
-//! Diesel.
+//! Shows who holds, who waits and what is due: the views of `resource_control` as rows and filters
+//! for Diesel.
 //!
-//! The views are the database's, so psql and Grafana read the same. [`views`] has their columns,
-//! and each row type here a function `all` that selects it, for further filters. The tables are in
-//! [`schema`](crate::schema), with [`ServiceRequest`] and [`ThrottledResource`] for their rows.
+//! The views are in the database, so psql and Grafana read the same data. [`views`] has their
+//! columns. Each row type here has a function `all`, which selects all rows and can be filtered
+//! further. The tables are in [`schema`](crate::schema), and their row types are [`ServiceRequest`]
+//! and [`ThrottledResource`].
 //!
 //! ```
 //! use diesel::prelude::*;
@@ -21,8 +22,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! With the feature `serde` the rows are serialized, for a status page: times as chrono does, and
-//! intervals as seconds.
+//! With the feature `serde`, the rows can be serialized, for example for a status page: times in
+//! chrono's format, and intervals as seconds.
 
 // Diesel's macro writes aliases without documentation.
 #![allow(missing_docs)]
@@ -49,38 +50,38 @@ diesel::define_sql_function! {
     fn clock_timestamp() -> Timestamptz;
 }
 
-/// An advisory lock that a session holds, or waits for on the server. Waiters that poll are not
-/// seen.
+/// An advisory lock that a session holds or waits for on the server. Waiters that poll do not
+/// appear.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = advisory_lock, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct Lock {
-    /// The number, and `None` for a pair.
+    /// The number of the lock. `None` for a pair.
     pub number: Option<i64>,
-    /// The first of a pair.
+    /// The first number of a pair.
     pub first: Option<i32>,
-    /// The second of a pair.
+    /// The second number of a pair.
     pub second: Option<i32>,
-    /// Whether it is shared.
+    /// Whether the lock is shared.
     pub is_shared: bool,
-    /// Whether the session holds it. Otherwise it waits for it.
+    /// Whether the session holds the lock. If not, the session waits for it.
     pub is_held: bool,
-    /// The session.
+    /// The process id of the session.
     pub pid: i32,
-    /// Its `application_name`.
+    /// The `application_name` of the session.
     pub application_name: String,
-    /// Its role.
+    /// The role of the session.
     pub role: Option<String>,
-    /// The address of its client, and `None` for a socket.
+    /// The address of the session's client. `None` for a socket.
     pub client: Option<String>,
-    /// What it does: `active`, `idle`, `idle in transaction` …
+    /// What the session is doing: `active`, `idle`, `idle in transaction` …
     pub state: Option<String>,
-    /// Since when it has a transaction.
+    /// When the session's transaction began.
     pub transaction_since: Option<DateTime<Utc>>,
-    /// Since when it waits.
+    /// Since when the session has been waiting.
     pub waiting_since: Option<DateTime<Utc>>,
-    /// The sessions that it waits for.
+    /// The process ids of the sessions that block this one.
     pub blocked_by: Vec<i32>,
 }
 
@@ -90,17 +91,17 @@ pub struct Lock {
 #[diesel(table_name = slot_in_flight, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct Slot {
-    /// The request, and its fencing token.
+    /// The id of the request, which is its fencing token.
     pub id: i64,
     /// The service.
     pub service: String,
     /// The slot, from 0.
     pub slot: i16,
-    /// When it was claimed.
+    /// When the slot was claimed.
     pub created_at: DateTime<Utc>,
-    /// When it expires unless it is renewed.
+    /// When the slot expires unless the request is renewed.
     pub expires_at: DateTime<Utc>,
-    /// How long that is from now.
+    /// How long from now until it expires.
     #[cfg_attr(feature = "serde", serde(serialize_with = "in_seconds"))]
     pub remaining: PgInterval,
     /// The details of the semaphore.
@@ -115,18 +116,18 @@ pub struct Slot {
 pub struct ThrottleState {
     /// The name, or the label of the resource.
     pub name: String,
-    /// The key, and empty without one.
+    /// The key. Empty without one.
     pub key: String,
-    /// Whether it is a resource of the database.
+    /// Whether the throttle is of a declared resource.
     pub is_resource: bool,
     /// The interval, as elapsed time.
     #[cfg_attr(feature = "serde", serde(serialize_with = "in_seconds"))]
     pub throttle_interval: PgInterval,
-    /// When it was granted last, and `None` for never.
+    /// When it was granted last. `None` for never.
     pub last_granted: Option<DateTime<Utc>>,
     /// Who was granted it last.
     pub details: String,
-    /// When it is due, and `None` for one that was never granted.
+    /// When it is due. `None` if it was never granted.
     pub due_at: Option<DateTime<Utc>>,
     /// Whether it is due.
     pub is_due: bool,
@@ -140,15 +141,15 @@ pub struct ThrottleState {
 pub struct KeyOfLimit {
     /// The name of the limit.
     pub name: String,
-    /// The key, and empty without one.
+    /// The key. Empty without one.
     pub key: String,
-    /// How many units it has when it is full.
+    /// How many units the key has when it is full.
     pub burst: i64,
-    /// How many it has now.
+    /// How many units it has now.
     pub remaining: i64,
-    /// How much of the burst is used: 0 for a full key, 1 for one that is limited.
+    /// The used part of the burst: 0 for a full key, 1 for a limited one.
     pub used: f64,
-    /// When it is full if nobody spends more.
+    /// When the key is full if no more units are spent.
     pub full_at: DateTime<Utc>,
     /// When units were spent last.
     pub spent_at: DateTime<Utc>,
@@ -166,13 +167,13 @@ pub struct Leadership {
     pub holder: String,
     /// Since when it leads.
     pub since: DateTime<Utc>,
-    /// Until when, unless the term is renewed.
+    /// When the term ends, unless it is renewed.
     pub until: DateTime<Utc>,
     /// The fencing token of the term.
     pub token: i64,
 }
 
-/// The tick of a schedule that ran last.
+/// A schedule, with the tick that ran last.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = schedule_state, check_for_backend(Pg))]
@@ -184,26 +185,26 @@ pub struct ScheduleState {
     pub state: String,
     /// The tick, and `None` before the first one.
     pub tick: Option<DateTime<Utc>>,
-    /// Which run of the tick it is or was.
+    /// Which run of the tick this is or was.
     pub attempt: i32,
     /// The fencing token of the run.
     pub token: i64,
-    /// The details of the runner.
+    /// The details of the instance that runs or ran it.
     pub runner: String,
     /// When the run began.
     pub started_at: Option<DateTime<Utc>>,
-    /// Until when it holds the tick, while it runs.
+    /// Until when the run holds the tick, while it is running.
     pub expires_at: Option<DateTime<Utc>>,
     /// When it ended.
     pub ended_at: Option<DateTime<Utc>>,
-    /// What it failed with.
+    /// The error with which it failed.
     pub error: Option<String>,
-    /// Since when it is paused, and takes no tick.
+    /// Since when the schedule has been paused. It takes no tick while it is paused.
     pub paused_at: Option<DateTime<Utc>>,
 }
 
-/// An interval as seconds. The views have elapsed time, and so neither months nor days of other
-/// lengths.
+/// Serializes an interval as seconds. The views have elapsed time, so a month is always 30 days,
+/// and a day always 24 hours.
 #[cfg(feature = "serde")]
 fn in_seconds<S: serde::Serializer>(
     interval: &PgInterval,
@@ -217,7 +218,7 @@ fn in_seconds<S: serde::Serializer>(
 macro_rules! all {
     ($($row:ident $view:ident,)*) => { $(
         impl $row {
-            /// Selects all of them, for further filters.
+            /// Selects all rows, for further filters.
             pub fn all() -> Select<$view::table, AsSelect<Self, Pg>> {
                 $view::table.select(Self::as_select())
             }
@@ -237,8 +238,8 @@ all! {
 }
 
 impl Lock {
-    /// Selects those who hold a lock, and those who wait for it on the server. A key with an
-    /// invalid name has neither.
+    /// Selects the sessions that hold a lock, and those that wait for it on the server. For a key
+    /// with an invalid name, selects nothing.
     pub fn of(
         key: &LockKey,
     ) -> advisory_lock::BoxedQuery<'static, Pg, SqlTypeOf<AsSelect<Self, Pg>>> {
@@ -253,21 +254,21 @@ impl Lock {
     }
 }
 
-/// A row of `service_request`: a request in flight, or of the log.
+/// A row of `service_request`: a request in flight, or one in the log.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable, Identifiable)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = service_request, check_for_backend(Pg))]
 #[non_exhaustive]
 pub struct ServiceRequest {
-    /// Its id, which is its fencing token.
+    /// The id of the request, which is its fencing token.
     pub id: i64,
     /// The service.
     pub service: String,
     /// The slot, from 0.
     pub slot: i16,
-    /// When it was claimed.
+    /// When the slot was claimed.
     pub created_at: DateTime<Utc>,
-    /// When it expires and no longer counts.
+    /// When the request expires, and stops counting as in flight.
     pub expires_at: DateTime<Utc>,
     /// When it was completed.
     pub completed_at: Option<DateTime<Utc>>,
@@ -277,7 +278,7 @@ pub struct ServiceRequest {
     pub details: String,
 }
 
-/// The condition that a [request](ServiceRequest) is in flight, by the server's clock.
+/// Builds the condition that a [request](ServiceRequest) is in flight, by the server's clock.
 #[auto_type]
 pub fn is_in_flight() -> _ {
     service_request::completed_at
@@ -286,7 +287,8 @@ pub fn is_in_flight() -> _ {
         .and(service_request::expires_at.gt(clock_timestamp()))
 }
 
-/// The condition that a [request](ServiceRequest) has expired, whether it is marked or not.
+/// Builds the condition that a [request](ServiceRequest) has expired, whether it is marked as timed
+/// out or not.
 #[auto_type]
 pub fn has_timed_out() -> _ {
     service_request::timed_out_at
@@ -304,7 +306,7 @@ pub fn has_timed_out() -> _ {
 pub struct ThrottledResource {
     /// The label of the resource.
     pub resource_id: ResourceLabel,
-    /// Its interval.
+    /// The interval of the resource.
     #[cfg_attr(feature = "serde", serde(serialize_with = "in_seconds"))]
     pub throttle_interval: PgInterval,
     /// When it was granted last.
@@ -314,7 +316,7 @@ pub struct ThrottledResource {
     pub last_locker_details: String,
 }
 
-/// A time of which `-infinity`, which chrono cannot represent, means never.
+/// A time where `-infinity`, which chrono cannot represent, means never.
 #[doc(hidden)]
 #[derive(Debug, diesel::deserialize::FromSqlRow)]
 pub struct Never(PgTimestamp);

@@ -1,4 +1,4 @@
-//! Work that is done once: a request that a client may repeat.
+//! Work that is done once: a request that a client may send again.
 
 mod sql;
 
@@ -26,13 +26,13 @@ use crate::session::Session;
 use crate::session::now;
 use crate::transaction::Own;
 
-/// Work that is done once for each key, however often and on however many instances it is asked
-/// for: a POST with an idempotency key.
+/// Does work once for each key, however often and on however many instances it is requested: for
+/// example a POST with an idempotency key.
 ///
-/// The work and the mark that it is done commit together, in one transaction. A later call gets the
-/// bytes that the work has returned, and so does a call at the same time, which waits for the first
-/// one. If the first one fails, is dropped or crashes, it is rolled back, and the next one does the
-/// work.
+/// The work and the mark that it is done commit together, in one transaction. A later call with the
+/// same key gets the bytes that the work returned. A call at the same time waits for the first one,
+/// and then gets its bytes, too. If the first call fails, is dropped or crashes, its transaction is
+/// rolled back, and the next call does the work.
 ///
 /// ```
 /// use diesel::prelude::*;
@@ -40,7 +40,7 @@ use crate::transaction::Own;
 ///
 /// static CHARGE: Once = Once::named("charge");
 ///
-/// /// The reply to a POST, and none to one that has another amount under the same key.
+/// /// The reply to a POST, or `None` if the key was used before with another amount.
 /// fn charge(conn: &mut PgConnection, key: &str, cents: i32) -> QueryResult<Option<String>> {
 ///     let done: QueryResult<Done> = CHARGE.key(key).run(conn, |conn| {
 ///         let id = insert_charge(conn, cents)?;
@@ -66,30 +66,35 @@ use crate::transaction::Own;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// An `Err` of the work rolls back and is not stored. A refusal that shall stand is an `Ok`, whose
-/// bytes say so. What the work does outside the database is not rolled back with it: pass the key
-/// on to those services.
+/// An `Err` of the work is rolled back and not stored. To store a refusal, such as a declined card,
+/// return it as `Ok` with bytes that say so. What the work does outside the database is not rolled
+/// back: pass the key on to those services, so that they can be idempotent, too.
 ///
-/// The bytes are the application's: a reply, and where the same key may come with another request,
-/// what tells the two apart. Where clients choose the keys, the key contains the client. A key is
-/// remembered until it is [pruned](Self::prune).
+/// The bytes are yours to define: usually the reply. If a client might reuse a key for another
+/// request, add for example a hash of the request, so that you can refuse the other one. If clients
+/// choose the keys, put the client's identity into the key. A key is remembered until it is
+/// [pruned](Self::prune).
 ///
 /// # Transactions and waiting
 ///
-/// The transaction is READ COMMITTED, on a connection outside a transaction; inside that of a test
-/// it is a savepoint. It holds the transaction lock of the pair of `int` that are the halves of the
-/// number of `LockKey::parts(["once", name, key])`. Clients choose these keys, and in the pairs
-/// they meet only each other and an application's own pairs: no named lock. Calls at the same time
-/// [wait](crate::advisory::AdvisoryLock#transaction-locks) on that lock, each with its connection,
-/// under the session's `statement_timeout` and `lock_timeout`. It works behind a pooler in
-/// transaction mode.
+/// Call it on a connection that is not in a transaction: it opens one at READ COMMITTED. Inside a
+/// test transaction it opens a savepoint instead.
+///
+/// The transaction holds a transaction lock, whose key is a pair of `int`: the two halves of the
+/// number of `LockKey::parts(["once", name, key])`. Because clients choose these keys, they are
+/// kept apart from named locks: pairs can collide only with each other and with an application's
+/// own pairs.
+///
+/// Calls at the same time [wait](crate::advisory::AdvisoryLock#transaction-locks) on that lock,
+/// each with its connection, under the session's `statement_timeout` and `lock_timeout`. All of
+/// this works behind a pooler in transaction mode.
 ///
 /// # Errors
 ///
 /// [`Error::Input`], [`Error::InsideTransaction`], [`Error::TransactionEnded`], [`Error::Standby`],
-/// [`Error::NotInstalled`] and [`Error::Database`], and inside a test's transaction at REPEATABLE
-/// READ [`Error::RepeatableRead`], if it must wait. After a connection that was lost during the
-/// COMMIT, the next call tells whether the work is done.
+/// [`Error::NotInstalled`] and [`Error::Database`]; and, if it must wait inside a test transaction
+/// at REPEATABLE READ, [`Error::RepeatableRead`]. If the connection was lost during the COMMIT,
+/// call again: the next call tells whether the work was done.
 #[must_use = "nothing is done until it is run"]
 #[derive(Clone)]
 pub struct Once<P: Pool> {
@@ -98,30 +103,30 @@ pub struct Once<P: Pool> {
     pool: PhantomData<fn(&P)>,
 }
 
-/// What came of work that is done once: the bytes that it has returned, this time or before.
+/// The outcome of work that is done once: the bytes that the work returned, in this call or before.
 #[must_use = "the outcome may be that of another request with the same key"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Done {
-    /// This call has done the work, and committed it.
+    /// This call did the work, and committed it.
     First(Vec<u8>),
-    /// It was done before, and this is what it returned then.
+    /// The work was done before. These are the bytes that it returned then.
     Before(Vec<u8>),
 }
 
 impl Done {
-    /// Returns whether this call has done the work.
+    /// Returns whether this call did the work.
     pub const fn is_first(&self) -> bool {
         matches!(self, Self::First(_))
     }
 
-    /// Returns what the work has returned when it was done.
+    /// Returns the bytes that the work returned when it was done.
     pub fn bytes(&self) -> &[u8] {
         match self {
             Self::First(bytes) | Self::Before(bytes) => bytes,
         }
     }
 
-    /// Returns what the work has returned when it was done.
+    /// Returns the bytes that the work returned when it was done.
     pub fn into_bytes(self) -> Vec<u8> {
         match self {
             Self::First(bytes) | Self::Before(bytes) => bytes,
@@ -129,7 +134,7 @@ impl Done {
     }
 }
 
-/// The transaction in which the lock is held, when the server began it, and the outcome if there is
+/// A transaction that holds the lock, when the server began it, and the stored outcome if there is
 /// one.
 struct Entered<'c, S: Session> {
     transaction: Own<'c, S>,
@@ -138,7 +143,7 @@ struct Entered<'c, S: Session> {
 }
 
 impl<P: Pool> Once<P> {
-    /// Names the work. Without a key it is done once in the life of the database.
+    /// Names the work. Without a [key](Self::key), it is done once in the life of the database.
     pub const fn named(name: &'static str) -> Self {
         Self {
             name,
@@ -147,8 +152,10 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    /// Returns the work of one request. An empty key is refused, because all requests without one
-    /// would have it. A second key replaces the first.
+    /// Returns the work for one key, such as an idempotency key. A second call replaces the first
+    /// key.
+    ///
+    /// An empty key is an error, because all requests without a key would share it.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::show(key)),
@@ -156,13 +163,14 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    /// Forgets what was done longer ago than `older_than`, of all names, and returns how many. A
-    /// client that repeats such a request has it done again. A round trip for each 10,000, a
-    /// `DELETE` that reads the table.
+    /// Forgets work that was done longer ago than `older_than`, of all names, and returns how many.
+    ///
+    /// A client that repeats such a request has the work done again. One round trip for every
+    /// 10,000: a `DELETE` that reads the table.
     pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, u64> {
         P::Mode::drive(async move {
             if older_than > LONGEST {
-                return Err(Error::input("an age is 1,000 years at most"));
+                return Err(Error::input("`older_than` must be at most 1,000 years"));
             }
             in_batches(pool, sql::prune(older_than)).await
         })
@@ -198,8 +206,9 @@ impl<P: Pool> Once<P> {
         done.map(Attempt::Acquired)
     }
 
-    /// Opens the transaction, takes the lock, and then looks whether it is done. Also returns how
-    /// long that took. `None` if another call holds the lock, and this one is not to wait.
+    /// Opens the transaction, takes the lock, and only then looks for a stored outcome. Also
+    /// returns how long that took. `None` if another call holds the lock and this one does not
+    /// wait.
     async fn enter<'c>(
         &self,
         conn: &'c mut Connection<P>,
@@ -212,7 +221,7 @@ impl<P: Pool> Once<P> {
         };
         let took = began.elapsed();
         match &entered {
-            // Reported with the outcome of the work.
+            // Reported later, with the outcome of the work.
             Ok(Some(_)) => {}
             Ok(None) => self.report(waits, took, "busy", None),
             Err(error) => self.report(waits, took, "failed", Some(error)),
@@ -238,7 +247,7 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    /// Reports how a call ended, and how long that took without the work.
+    /// Reports how a call ended, and how long it took without the work.
     fn report(&self, waits: bool, took: Duration, outcome: &'static str, error: Option<&Error>) {
         let operation = if waits { "run" } else { "try_run" };
         Event {
@@ -276,7 +285,7 @@ impl<P: Pool> Once<P> {
         }
     }
 
-    /// Stores what came of the work, and commits both.
+    /// Stores the outcome of the work, and commits both. Rolls back if the work failed.
     async fn finish<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         transaction: Own<'_, Connection<P>>,
@@ -300,9 +309,7 @@ impl<P: Pool> Once<P> {
         input::name(self.name)?;
         match self.key.as_deref() {
             None => Ok(()),
-            Some("") => Err(Error::input(
-                "the key of what is done once must not be empty",
-            )),
+            Some("") => Err(Error::input("the key of a `Once` must not be empty")),
             Some(key) => input::text(key),
         }
     }
@@ -314,12 +321,12 @@ impl<P: Pool> Once<P> {
 
 #[cfg(feature = "r2d2")]
 impl Once<crate::pool::PgPool> {
-    /// Runs `work` in a transaction of its own and stores the bytes that it returns, or returns
-    /// those of the time when that was done.
+    /// Runs `work` in its own transaction and stores the bytes that it returns. If the work was
+    /// done before, returns the bytes of that time instead.
     ///
-    /// Four round trips beside those of `work`: `BEGIN`, one that takes the lock and looks, an
-    /// `INSERT` into `resource_control.once`, and `COMMIT`. Three if it was done before. A call
-    /// that waits sends three more.
+    /// Four round trips in addition to those of `work`: `BEGIN`, a statement that takes the lock
+    /// and looks, an `INSERT` into `resource_control.once`, and `COMMIT`. Three if the work was
+    /// done before. A call that waits sends three more.
     pub fn run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -329,8 +336,10 @@ impl Once<crate::pool::PgPool> {
         Ok(done.acquired().ok_or(Error::TimedOut)?)
     }
 
-    /// As [`run`](Self::run), but does not wait: `Busy` while another call with this key is at
-    /// work, for example for a handler that replies 409. Three round trips if it is busy.
+    /// Runs `work` as [`run`](Self::run) does, but never waits: returns `Busy` while another call
+    /// with this key is at work.
+    ///
+    /// Use it for example in a handler that then replies 409. Three round trips if it is busy.
     pub fn try_run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -342,12 +351,12 @@ impl Once<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
-    /// Runs `work` in a transaction of its own and stores the bytes that it returns, or returns
-    /// those of the time when that was done.
+    /// Runs `work` in its own transaction and stores the bytes that it returns. If the work was
+    /// done before, returns the bytes of that time instead.
     ///
-    /// Four round trips beside those of `work`: `BEGIN`, one that takes the lock and looks, an
-    /// `INSERT` into `resource_control.once`, and `COMMIT`. Three if it was done before. A call
-    /// that waits sends three more.
+    /// Four round trips in addition to those of `work`: `BEGIN`, a statement that takes the lock
+    /// and looks, an `INSERT` into `resource_control.once`, and `COMMIT`. Three if the work was
+    /// done before. A call that waits sends three more.
     pub async fn run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,
@@ -357,8 +366,10 @@ impl<P: Pool<Mode = crate::mode::Async>> Once<P> {
         Ok(done.acquired().ok_or(Error::TimedOut)?)
     }
 
-    /// As [`run`](Self::run), but does not wait: `Busy` while another call with this key is at
-    /// work, for example for a handler that replies 409. Three round trips if it is busy.
+    /// Runs `work` as [`run`](Self::run) does, but never waits: returns `Busy` while another call
+    /// with this key is at work.
+    ///
+    /// Use it for example in a handler that then replies 409. Three round trips if it is busy.
     pub async fn try_run<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

@@ -22,8 +22,7 @@ pub use self::deadpool::DeadPool;
 #[cfg(feature = "r2d2")]
 pub use self::r2d2::PgPool;
 
-/// A pool of connections: Diesel's r2d2 pool, and diesel-async's deadpool and bb8. The trait is
-/// sealed.
+/// A connection pool: Diesel's r2d2 pool, or diesel-async's deadpool or bb8. The trait is sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a pool of PostgreSQL connections that this crate knows",
     label = "not a pool of Diesel's r2d2, or of diesel-async's deadpool or bb8",
@@ -34,32 +33,34 @@ pub use self::r2d2::PgPool;
          `&wrapper.0`"
 )]
 pub trait Pool: Sealed + Clone + Send + Sync + 'static {
-    /// The half that the pool belongs to.
+    /// Whether operations on this pool block or are futures.
     type Mode: Mode;
 
-    /// A connection out of this pool, which its drop gives back.
+    /// A connection from this pool, which is returned to the pool when dropped.
     type Pinned: PoolConnection<Target = <Self::Mode as Mode>::Connection>;
 
-    /// Takes a connection. Waits for it as long as the pool's own settings allow; a blocking pool
-    /// waits no longer than `limit`, and an asynchronous one is dropped then. The future of a
-    /// blocking pool is ready when it is first polled.
+    /// Takes a connection from the pool. Waits for as long as the pool's own settings allow, and a
+    /// blocking pool no longer than `limit`. An asynchronous pool ignores `limit`, because its
+    /// caller drops the future then. The future of a blocking pool is ready when it is first
+    /// polled.
     fn check_out(
         &self,
         limit: Option<Duration>,
     ) -> impl Future<Output = Result<Self::Pinned>> + Send;
 
-    /// Whether the pool can spare one of its connections for a waiter, which then waits on the
-    /// server. If not, it polls. A pool of one spares none.
+    /// Whether the pool can spare one of its connections for a waiter. If it can, the waiter keeps
+    /// its connection and waits on the server; if it cannot, the waiter polls. A pool of one spares
+    /// none.
     fn can_spare(&self) -> bool;
 
-    /// How many connections the pool could give without opening one.
+    /// How many connections the pool can give without opening a new one.
     fn idle(&self) -> usize;
 
-    /// How many connections the pool has at most.
+    /// The largest number of connections that the pool may have.
     fn max_size(&self) -> usize;
 }
 
-/// Implements `Debug` for a type over a pool. A derive would require that of the pool, too.
+/// Implements `Debug` for a type over a pool. A derive would require `Debug` of the pool, too.
 macro_rules! debug {
     ($type:ident |$this:ident| $($field:ident = $value:expr),*) => {
         impl<P: Pool> std::fmt::Debug for $type<P> {
@@ -74,8 +75,8 @@ macro_rules! debug {
 }
 pub(crate) use debug;
 
-/// Takes a connection, and replaces those whose sessions are known to have ended: nothing was sent
-/// on them.
+/// Takes a connection. If its session is known to have ended, takes another one instead: nothing
+/// was sent on the first.
 pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Result<P::Pinned> {
     loop {
         let mut conn = pool.check_out(limit).await?;
@@ -86,22 +87,23 @@ pub(crate) async fn check_out<P: Pool>(pool: &P, limit: Option<Duration>) -> Res
     }
 }
 
-/// A connection out of a [`Pool`].
+/// A connection from a [`Pool`].
 pub trait PoolConnection: Sealed + DerefMut + Send + 'static {
-    /// Ends the session. The connection does not go back to its pool.
+    /// Discards the connection: its session ends, and it is not returned to its pool.
     fn discard(self);
 }
 
-/// What an operation over a pool `P` returns: a [`Result<T>`] over r2d2, and a future of it over
-/// deadpool and bb8.
+/// What an operation on a pool `P` returns: a [`Result<T>`] with r2d2, and a future of a
+/// `Result<T>` with deadpool and bb8.
 pub type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, Result<T>>;
 
-/// The connection inside a pool `P`: `PgConnection` over r2d2, and `AsyncPgConnection` over
-/// deadpool and bb8.
+/// The connection of a pool `P`: `PgConnection` with r2d2, and `AsyncPgConnection` with deadpool
+/// and bb8.
 pub type Connection<P> = <<P as Pool>::Mode as Mode>::Connection;
 
-/// A connection for a few statements. Its drop gives it back, unless a transaction was left open on
-/// it. If the reply to a statement was not read, that is waited for first.
+/// A pooled connection for a few statements. Its drop returns it to the pool, unless a transaction
+/// was left open on it. If the reply to a statement was not read, the drop waits for the reply
+/// first.
 pub(crate) struct Borrowed<P: Pool> {
     conn: Option<P::Pinned>,
     runtime: <P::Mode as Mode>::Runtime,
@@ -122,10 +124,10 @@ impl<P: Pool> Borrowed<P> {
         })
     }
 
-    /// The connection, on which something is about to be sent. Call
+    /// The connection, for a statement that is about to be sent. Call
     /// [`note_reply`](Self::note_reply) once the reply was read.
     pub(crate) fn conn(&mut self) -> &mut Connection<P> {
-        // The worst, until then.
+        // The worst case, until `note_reply`.
         self.is_busy = true;
         self.conn
             .as_mut()
@@ -140,7 +142,7 @@ impl<P: Pool> Borrowed<P> {
         self.is_busy = false;
     }
 
-    /// That on which it was borrowed.
+    /// The runtime on which the connection was borrowed.
     pub(crate) fn runtime(&self) -> <P::Mode as Mode>::Runtime {
         self.runtime.clone()
     }
@@ -177,29 +179,34 @@ impl<P: Pool> Drop for Borrowed<P> {
     }
 }
 
-/// Waits for the reply to the statement of a dropped future, so that the pool gives no connection
-/// whose server is silent.
+/// Waits for the reply to the statement of a dropped future, so that the pool gives nobody a
+/// connection on which the server is silent.
 async fn read_reply<P: Pool>(mut borrowed: Borrowed<P>) {
     let deadline = Some(Instant::now() + PATIENCE);
     let replied = P::Mode::within(deadline, borrowed.conn().batch("")).await;
-    // Otherwise its drop discards it.
+    // Otherwise the drop of `borrowed` discards the connection.
     if matches!(replied, Some(Ok(()))) {
         borrowed.note_reply();
     }
 }
 
-/// Waits until everything that was dropped in this process is released: guards, permits, terms,
-/// ticks, and futures half way. Returns whether all were within `limit`: each release was
-/// confirmed, or what it releases has expired, or its connection was closed over a second ago, so
-/// that the server has noticed, unless its `client_connection_check_interval` is longer. Sends
-/// nothing of its own. While the database is away, releases are tried again, until what they
-/// release has expired. What was dropped on a connection of the caller (`with_on`,
-/// `transaction`, `Once::run`) is not waited for: it ends with its statement, or with the
-/// connection.
+/// Waits until everything that was dropped in this process is released.
 ///
-/// Call it at the end of `main`, or of a test. A runtime that ends drops its tasks, and a process
-/// that ends its threads: a permit or a leader's term would then be free only when its time is
-/// over. A task that was aborted has dropped what it held when its handle says that it has ended.
+/// Guards, permits, terms, ticks and unfinished futures may leave their release to a task or a
+/// thread when they are dropped. Returns `true` if all were released within `limit`: each release
+/// was confirmed, or what it releases has expired, or its connection was closed over a second ago.
+/// By then the server has noticed the closed connection, unless its
+/// `client_connection_check_interval` is longer. The pool only decides whether `drain` blocks or is
+/// awaited.
+///
+/// `drain` sends nothing itself. While the database is away, releases are retried until what they
+/// release has expired. What was dropped on the caller's connection (`with_on`, `transaction`,
+/// `Once::run`) is not waited for: it ends with its statement, or with the connection.
+///
+/// Call it at the end of `main`, or of a test. Without it, the end of a runtime drops its tasks,
+/// and the end of a process its threads: a permit or a leader's term would then be free only when
+/// its time is over. After you abort a task, await its handle before you call `drain`: only then
+/// has the task dropped what it held.
 ///
 #[cfg_attr(
     feature = "deadpool",
@@ -243,7 +250,7 @@ async fn run(pool: PgPool, shutdown: impl Future<Output = ()>) {
 "#
 )]
 pub fn drain<P: Pool>(pool: &P, limit: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
-    // The pool says which half waits.
+    // The pool only says which half waits.
     let _ = pool;
     P::Mode::drive(async move {
         let deadline = Instant::now().checked_add(limit);

@@ -1,4 +1,4 @@
-//! Rate limits: so many units per period and key, on all instances together.
+//! Rate limits: a number of units per period and key, on all instances together.
 
 mod all;
 mod check;
@@ -24,7 +24,7 @@ pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
 use crate::call::{ask, ask_on, in_batches};
 use crate::error::{Error, Result};
-use crate::event::{Outcome, Subject};
+use crate::event::{Changed, Subject};
 use crate::input;
 use crate::input::difference;
 use crate::mode::Mode;
@@ -34,8 +34,10 @@ use crate::statement::Database;
 use crate::statement::Statement;
 use crate::waiting::{self, Turns, What};
 
-/// A limit of N units per period for each key, and [`burst`](Quota::burst) of them at once: never
-/// more than burst + N in a period, on all instances together, by the database's clock.
+/// Allows N units per period for each key, and up to [`burst`](Quota::burst) units at once.
+///
+/// In no period are more than burst + N units allowed, on all instances together, by the database's
+/// clock.
 ///
 /// ```
 /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
@@ -56,20 +58,20 @@ use crate::waiting::{self, Turns, What};
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// A key has a row from its first call on, until it is [pruned](Self::prune). A denial only reads.
-/// A changed quota applies from the key's next call on, and what the key owes is kept.
+/// A key has a row from its first call until it is [pruned](Self::prune). A denial only reads. A
+/// changed quota applies from the key's next call on; the units that the key owes stay owed.
 ///
-/// A grant commits asynchronously: a crash of the server may forget those of the last second,
-/// unless the limit is [`durable`](Self::durable). A check on the caller's connection commits as
-/// its transaction does.
+/// A grant commits asynchronously, so a crash of the server may forget the grants of the last
+/// second. If that matters, make the limit [`durable`](Self::durable). A check on the caller's
+/// connection is committed with the caller's transaction, as that transaction commits.
 ///
-/// An operation that writes to a key waits for another transaction that has checked the key and has
-/// not ended. Over a pool it fails after 250 ms ([`Error::KeyLocked`]), so that a forgotten `BEGIN`
-/// on a busy key does not empty the pool.
+/// An operation that writes to a key waits while another transaction that has checked this key is
+/// open. Over a pool it gives up after 250 ms with [`Error::KeyLocked`], so that a forgotten
+/// `BEGIN` on a busy key does not use up the pool.
 ///
 /// # Errors
 ///
-/// [`Error::Input`], also for a cost above the burst, [`Error::Pool`], [`Error::KeyLocked`],
+/// [`Error::Input`], for example for a cost above the burst, [`Error::Pool`], [`Error::KeyLocked`],
 /// [`Error::NotInstalled`], [`Error::DirtyConnection`] and [`Error::Database`].
 #[must_use = "a rate limit decides nothing until it is checked"]
 #[derive(Clone)]
@@ -83,7 +85,7 @@ pub struct RateLimit<P: Pool> {
 }
 
 impl<P: Pool> RateLimit<P> {
-    /// Makes a limit by its name.
+    /// Makes a limit with this name and quota.
     pub const fn named(name: &'static str, quota: Quota) -> Self {
         Self {
             name,
@@ -95,8 +97,8 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the limit of one caller, tenant or address. Each key has the quota for itself. A
-    /// second key replaces the first.
+    /// Returns the limit of one caller, tenant or address. Each key has a quota of its own to
+    /// spend. A second call replaces the first key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Cow::Owned(input::show(key)),
@@ -104,7 +106,7 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the limit with another quota, for a key that has one of its own.
+    /// Returns the limit with another quota, for a key that does not have the usual one.
     pub fn quota(&self, quota: Quota) -> Self {
         Self {
             quota,
@@ -112,7 +114,7 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the limit for calls that take so many units at once.
+    /// Returns the limit for calls that each cost this many units. The default is one.
     pub fn cost(&self, units: u32) -> Self {
         Self {
             cost: units,
@@ -120,15 +122,16 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the limit whose grants survive a crash of the server. Each then waits for a flush of
-    /// the server's log.
+    /// Makes grants survive a crash of the server. Each grant then waits until the server has
+    /// flushed its log.
     pub const fn durable(mut self) -> Self {
         self.is_durable = true;
         self
     }
 
-    /// Spends the units if they are there. One round trip, and three for a key's first call and for
-    /// another quota.
+    /// Spends the units if they are available.
+    ///
+    /// One round trip. A key's first call and a call with a changed quota take three.
     pub fn check<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Check> {
         P::Mode::drive(
             self.subject()
@@ -136,8 +139,10 @@ impl<P: Pool> RateLimit<P> {
         )
     }
 
-    /// As [`check`](Self::check), in the transaction of a connection, which gives the units back if
-    /// it is rolled back. All other checks of the key wait until it has ended.
+    /// Checks as [`check`](Self::check) does, in the transaction of `conn`.
+    ///
+    /// If that transaction is rolled back, the units are given back. Until it ends, all other
+    /// checks of the key wait.
     pub fn check_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Check> {
         P::Mode::drive(
             self.subject()
@@ -145,12 +150,13 @@ impl<P: Pool> RateLimit<P> {
         )
     }
 
-    /// Waits until the units are there, and spends them: checks, pauses for `retry_after`, and
-    /// checks again. Returns that it is limited at once if the pause would end after `timeout`.
+    /// Waits for at most `timeout` until the units are available, and spends them.
     ///
-    /// It holds no connection while it pauses, and reserves nothing, so a caller that gives up
-    /// takes nothing. No order is promised. Fails with [`Error::TimedOut`] if not even the first
-    /// check had a reply in time.
+    /// It checks, pauses for `retry_after`, and checks again. If the pause would end after
+    /// `timeout`, it returns [`Check::Limited`] at once. It holds no connection while it pauses,
+    /// and reserves nothing, so a caller that gives up has taken nothing. No order is promised.
+    ///
+    /// It fails with [`Error::TimedOut`] if not even the first check had a reply in time.
     pub fn acquire_timeout<'a>(&'a self, pool: &'a P, timeout: Duration) -> Reply<'a, P, Check> {
         let deadline = Instant::now().checked_add(timeout);
         P::Mode::drive(
@@ -159,12 +165,12 @@ impl<P: Pool> RateLimit<P> {
         )
     }
 
-    /// Reads what is there, and spends nothing. One round trip.
+    /// Reads how many units the key has, and spends nothing. One round trip.
     pub fn peek<'a>(&'a self, pool: &'a P) -> Reply<'a, P, State> {
         P::Mode::drive(self.look(pool))
     }
 
-    /// Makes the key full. Returns whether it was not. One round trip.
+    /// Makes the key full, and returns whether it was not full before. One round trip.
     pub fn reset<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let reset = async {
@@ -176,9 +182,13 @@ impl<P: Pool> RateLimit<P> {
         })
     }
 
-    /// Gives back units that a check of this key has spent, less what was refilled since: at most
-    /// as many as it has spent, and each once, also if this fails. Returns whether there was
-    /// anything to give back: not if the key was reset, or its quota was changed. One round trip.
+    /// Gives back units that a check of this key has spent, less those that have refilled since.
+    /// One round trip.
+    ///
+    /// All refunds of a check together give back at most the units that it spent. The units of a
+    /// refund that fails count as given back, too, so that nothing is refunded twice. Returns
+    /// `false` if there was nothing to give back, for example because the key was reset or its
+    /// quota was changed.
     ///
     /// ```
     /// use diesel_interlock::{Check, Error, PgPool, Quota, RateLimit};
@@ -221,8 +231,8 @@ impl<P: Pool> RateLimit<P> {
         })
     }
 
-    /// Deletes the keys, of all limits, that are full, and skips those in use. Returns how many. A
-    /// round trip for each 10,000.
+    /// Deletes the keys that are full, of all limits, and returns how many. A key in use is
+    /// skipped. One round trip for every 10,000 keys.
     pub fn prune(pool: &P) -> Reply<'_, P, u64> {
         P::Mode::drive(in_batches(pool, sql::prune()))
     }
@@ -241,12 +251,13 @@ impl<P: Pool> RateLimit<P> {
                         break;
                     }
                 }
-                // The other transaction may end in time.
+                // The other transaction may end before the deadline.
                 Some(Err(locked @ Error::KeyLocked(_))) => {
                     turns.note_lock(self.units());
                     last = last.or(Err(locked));
                 }
-                // The pool was waited for until the deadline.
+                // The wait for a connection lasted until the deadline: return the last result,
+                // which says more.
                 Some(Err(Error::Pool(_)))
                     if !matches!(last, Err(Error::TimedOut)) && turns.is_over() =>
                 {
@@ -279,7 +290,7 @@ impl<P: Pool> RateLimit<P> {
         Ok(check)
     }
 
-    /// Checks. Also returns the database of a denial, and when the statement was sent.
+    /// Checks once. Also returns the database of a denial, and when the statement was sent.
     async fn try_check(
         &self,
         pool: &P,
@@ -293,7 +304,8 @@ impl<P: Pool> RateLimit<P> {
         Ok((self.read(&call, row), database, sent))
     }
 
-    /// Sends a statement that gives units back, and wakes those of this process who wait for some.
+    /// Sends a statement that gives units back, and wakes the oldest waiter of this key in this
+    /// process.
     async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<Changed> {
         let (count, _): (i64, _) = self.ask(pool, None, &[statement]).await?;
         waiting::wake_oldest(&self.units());
@@ -306,8 +318,8 @@ impl<P: Pool> RateLimit<P> {
         Ok(self.read(&call, row))
     }
 
-    /// Asks, and once more if the wait for another transaction was too long and that has ended
-    /// since, as many do on a busy key.
+    /// Sends the statements. If they failed because another transaction held the row for too long
+    /// and that transaction has ended by now, as is common on a busy key, sends them once more.
     async fn ask<T, U>(
         &self,
         pool: &P,
@@ -329,9 +341,9 @@ impl<P: Pool> RateLimit<P> {
         }
     }
 
-    /// Returns the error, unless it is worth to ask once more. Diesel has no kind for a wait that
-    /// has timed out, so after an error without a kind it is looked up whether the key is locked
-    /// now.
+    /// Returns the error unless another try is worthwhile. Diesel has no kind for a lock wait that
+    /// timed out, so after an error of unknown kind a second query finds out whether the key is
+    /// locked now.
     async fn explain(&self, pool: &P, limit: Option<Duration>, error: Error) -> Result<()> {
         let cause = match error {
             Error::Database(cause) if is_unknown(&cause) => cause,
@@ -350,18 +362,18 @@ impl<P: Pool> RateLimit<P> {
         Check::new(state, call.quota, self.cost, is_allowed, at)
     }
 
-    /// What those who wait for this key wait for.
+    /// What waiters for this key wait for.
     fn units(&self) -> What {
         What::Units(self.name, self.key.as_ref().into())
     }
 
-    /// The call, and the lead of its cost.
+    /// Returns the checked call, and the lead of its cost.
     fn call(&self) -> Result<(Call<'_>, i64)> {
         input::name(self.name)?;
         input::text(&self.key)?;
         let quota = self.quota.exact()?;
         if self.cost == 0 {
-            return Err(Error::input("a call costs at least one unit"));
+            return Err(Error::input("a call must cost at least one unit"));
         }
         let lead = quota.lead(self.cost).ok_or(Error::input(
             "a call that costs more units than the burst of its quota is never allowed: split it, \
@@ -392,15 +404,6 @@ impl<P: Pool> RateLimit<P> {
             primitive: "rate limit",
             name: self.name,
         }
-    }
-}
-
-/// Whether there was anything to reset or to give back.
-struct Changed(bool);
-
-impl Outcome for Changed {
-    fn word(&self) -> &'static str {
-        if self.0 { "changed" } else { "unchanged" }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Schedules: each tick runs once, whichever instance gets it.
+//! Schedules: each tick runs once, on whichever instance gets it.
 
 mod due;
 mod look;
@@ -27,7 +27,7 @@ use self::unanswered::Unanswered;
 use crate::alarm::Stop;
 use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::{Subject, Trouble};
+use crate::event::{Changed, Subject, Trouble};
 use crate::input;
 use crate::input::LONGEST;
 use crate::lease::SHORTEST_KEPT;
@@ -40,29 +40,34 @@ use crate::pool::{Pool, Reply, debug};
 pub enum RunDue {
     /// A tick was run.
     Ran,
-    /// Nothing is due, or another instance runs it. When to look again: at once after the look that
-    /// has made the schedule known.
+    /// Nothing is due, or another instance is running the tick. The value says how long to wait
+    /// before the next look. It is zero after the look that stores a new schedule.
     Later(Duration),
     /// The schedule is [paused](Schedule::pause).
     Paused,
-    /// There is no tick any more.
+    /// There are no more ticks.
     Never,
 }
 
-/// A schedule, each of whose ticks runs once, whichever instance gets it, and never two at a time.
+/// Runs each tick of a schedule once, on whichever instance gets it, and never two at a time.
 ///
-/// A tick is a time, and not the firing of a timer. `next` returns the first tick after a time: any
-/// cron crate does, and [`every`] does for a period. The database's clock says what is due. Ticks
-/// are whole microseconds. When a schedule is first seen, "now" is stored, so nothing of the past
-/// runs. A look is one round trip to the table `resource_control.schedule`, and a run two more,
-/// beside a renewal every third of the lease.
+/// A tick is a point in time, not the firing of a timer. You pass a function `next` that returns
+/// the first tick after a time: use any cron crate, or [`every`] for a fixed period. The database's
+/// clock decides what is due. Ticks are whole microseconds.
 ///
-/// **A crash does not lose a tick.** A run holds a lease that renews itself. When its process dies,
-/// the lease expires, and another instance runs that tick again, with the next
-/// [attempt](Tick::attempt), three times at most ([`after_crash`](Self::after_crash)). A panic
-/// counts as a crash. An error is stored, and not tried again. A process that was suspended for
-/// longer than its lease may go on beside the next run: [`Tick::is_lost`] tells it, and a
-/// [`Fence`](crate::Fence) with [`Tick::fencing_token`] protects data from it.
+/// The first look at a new schedule stores "now", so no tick of the past runs. A look is one round
+/// trip to the table `resource_control.schedule`. A run takes two more, and one for each renewal of
+/// its lease, every third of the lease.
+///
+/// **A crash does not lose a tick.** A run holds a lease that renews itself. If its process dies,
+/// the lease expires and another instance runs the same tick again, with the next
+/// [attempt](Tick::attempt). A tick runs at most three times ([`after_crash`](Self::after_crash)
+/// changes that). A panic counts as a crash. An `Err` of the work is stored, and the tick is not
+/// run again.
+///
+/// A process that was suspended for longer than its lease may continue while the next run is under
+/// way. [`Tick::is_lost`] reports this to the work, and a [`Fence`](crate::Fence) with
+/// [`Tick::fencing_token`] protects data from it.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -82,11 +87,11 @@ pub enum RunDue {
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, no attempt,
-/// or a `next` that does not go on; [`Error::NotInstalled`]; [`Error::PermitLost`] if the lease was
-/// lost while the work ran; [`Error::Pool`], [`Error::Database`], and over deadpool and bb8
-/// [`Error::TimedOut`] if a look has no reply within a lease. `run` tries again after the last
-/// four.
+/// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, zero
+/// attempts, or a `next` that does not advance; [`Error::NotInstalled`]; [`Error::PermitLost`] if
+/// the lease was lost while the work ran; [`Error::Pool`], [`Error::Database`], and over deadpool
+/// and bb8 [`Error::TimedOut`] if a look has no reply within a lease. `run` does not return the
+/// last four: it tries again.
 #[must_use = "a schedule does nothing until it is run"]
 #[derive(Clone)]
 pub struct Schedule<P: Pool> {
@@ -100,8 +105,8 @@ pub struct Schedule<P: Pool> {
 }
 
 impl<P: Pool> Schedule<P> {
-    /// Makes a schedule by its name. A run whose process dies is run again after 30 seconds, and a
-    /// tick three times at most.
+    /// Makes a schedule with this name. If the process of a run dies, the tick is run again after
+    /// 30 seconds, and three times at most.
     pub const fn named(name: &'static str) -> Self {
         Self {
             name,
@@ -114,7 +119,7 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Returns the schedule of one thing, such as a tenant. A second key replaces the first.
+    /// Returns the schedule of one thing, such as a tenant. A second call replaces the first key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Some(input::show(key)),
@@ -122,8 +127,8 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Returns the schedule in whose view `schedule_state` this instance is named so. Without it
-    /// that is the host and the pid of the program.
+    /// Returns the schedule with a text that names this instance in the view `schedule_state`. The
+    /// default is the host and the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -131,38 +136,50 @@ impl<P: Pool> Schedule<P> {
         }
     }
 
-    /// Sets what becomes of missed ticks. By default one run for all that were missed, of the
-    /// latest.
+    /// Sets what happens to missed ticks. By default, one run of the latest stands for all of them.
     pub const fn catch_up(mut self, catch_up: CatchUp) -> Self {
         self.catch_up = catch_up;
         self
     }
 
-    /// Sets after what time the tick of a process that has died is run again, and how often it may
-    /// run in all, because a tick that kills its process would kill all. The lease is 3 seconds at
-    /// least.
+    /// Sets the lease of a run, and how many times a tick may run in all.
+    ///
+    /// If the process of a run dies, the tick is run again when the lease has expired. The number
+    /// of attempts is limited because a tick that kills its process would otherwise kill one
+    /// process after another. The lease must be at least 3 seconds.
     pub const fn after_crash(mut self, lease: Duration, attempts: u16) -> Self {
         self.lease = lease;
         self.attempts = attempts as i32;
         self
     }
 
-    /// Pauses the schedule on all instances, also one that never ran. It takes no tick until it is
-    /// [resumed](Self::resume); a run that has begun ends. Returns whether it was not paused
-    /// before. One round trip, an `INSERT … ON CONFLICT DO UPDATE`.
+    /// Pauses the schedule on all instances. Returns whether it was not paused before.
+    ///
+    /// No tick is taken until the schedule is [resumed](Self::resume); a run that has begun runs to
+    /// its end. A schedule that never ran can be paused, too. One round trip: an `INSERT … ON
+    /// CONFLICT DO UPDATE`.
     pub fn pause<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
-            let (was_running, _) = ask(pool, None, [sql::pause(&self.checked_name()?)]).await?;
+            let pause = async {
+                let (was_running, _) = ask(pool, None, [sql::pause(&self.checked_name()?)]).await?;
+                Ok(Changed(was_running))
+            };
+            let Changed(was_running) = self.subject().observe("pause", pause).await?;
             Ok(was_running)
         })
     }
 
-    /// Resumes a schedule that was paused, which its instances see within five seconds. What was
-    /// missed meanwhile goes by [`catch_up`](Self::catch_up). Returns whether it was paused. One
-    /// round trip, an `UPDATE`.
+    /// Resumes a paused schedule. Returns whether it was paused.
+    ///
+    /// The instances see this within five seconds. Ticks that were missed are treated as set by
+    /// [`catch_up`](Self::catch_up). One round trip: an `UPDATE`.
     pub fn resume<'a>(&'a self, pool: &'a P) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
-            let (was_paused, _) = ask(pool, None, [sql::resume(&self.checked_name()?)]).await?;
+            let resume = async {
+                let (was_paused, _) = ask(pool, None, [sql::resume(&self.checked_name()?)]).await?;
+                Ok(Changed(was_paused))
+            };
+            let Changed(was_paused) = self.subject().observe("resume", resume).await?;
             Ok(was_paused)
         })
     }
@@ -172,11 +189,11 @@ impl<P: Pool> Schedule<P> {
         input::text(&self.details)?;
         if self.lease < SHORTEST_KEPT || self.lease > LONGEST {
             return Err(Error::input(
-                "the lease of a schedule is 3 seconds at least, and 1,000 years at most",
+                "the lease of a schedule must be between 3 seconds and 1,000 years",
             ));
         }
         if self.attempts < 1 {
-            return Err(Error::input("a tick has one attempt at least"));
+            return Err(Error::input("a tick must have at least one attempt"));
         }
         let name = match &self.key {
             None => self.name.to_owned(),
@@ -196,8 +213,9 @@ impl<P: Pool> Schedule<P> {
 
 #[cfg(feature = "r2d2")]
 impl Schedule<crate::pool::PgPool> {
-    /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns
-    /// is stored.
+    /// Looks once, and runs the tick that is due, unless another instance is running it.
+    ///
+    /// If `work` returns an error, its text is stored.
     pub fn run_due<E: fmt::Display>(
         &self,
         pool: &crate::pool::PgPool,
@@ -209,8 +227,9 @@ impl Schedule<crate::pool::PgPool> {
         self.look_blocking(pool, None, &mut taken.unanswered, &mut trouble, &next, work)
     }
 
-    /// Runs each tick that this instance gets, until it was stopped, or there is none any more. A
-    /// stop lets the run end.
+    /// Runs each tick that this instance gets, until it is stopped or there are no more ticks.
+    ///
+    /// A stop lets the present run end. Call [`Stop::stop`] for example from your SIGTERM handler.
     pub fn run<E: fmt::Display>(
         &self,
         pool: &crate::pool::PgPool,
@@ -220,7 +239,7 @@ impl Schedule<crate::pool::PgPool> {
     ) -> Result<()> {
         let (mut unanswered, mut trouble) = (Unanswered::default(), Trouble::default());
         while !stop.is_stopped() {
-            // So that a stop does not wait for the pool.
+            // Short, so that a stop does not wait for the pool.
             let limit = Some(Duration::from_secs(1));
             let look =
                 self.look_blocking(pool, limit, &mut unanswered, &mut trouble, &next, &mut work);
@@ -258,11 +277,12 @@ impl Schedule<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = mode::Async>> Schedule<P> {
-    /// Looks once, and runs the tick that is due, if no other instance runs it. What `work` returns
-    /// is stored.
+    /// Looks once, and runs the tick that is due, unless another instance is running it.
+    ///
+    /// If `work` returns an error, its text is stored.
     ///
     /// If this future is dropped, the tick is given back at once: another instance runs it, as the
-    /// same attempt. The future of `work` is dropped if the lease is lost.
+    /// same attempt. If the lease is lost, the future of `work` is dropped.
     pub fn run_due<'a, E, F>(
         &'a self,
         pool: &'a P,
@@ -281,8 +301,9 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
         })
     }
 
-    /// Runs each tick that this instance gets, until there is none any more. Drop the future to
-    /// stop.
+    /// Runs each tick that this instance gets, until there are no more ticks.
+    ///
+    /// Drop the future to stop.
     pub fn run<'a, E, F>(
         &'a self,
         pool: &'a P,
@@ -316,8 +337,8 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
         match self.step(pool, None, unanswered, trouble, &next).await? {
             Step::Over(look) => Ok(look),
             Step::Run(mut run, tick) => {
-                // Whether this work panics, and not another future of the same task, is known from
-                // the flag.
+                // The flag is set only while this work is being polled. So a drop during a panic
+                // can tell whether this work panicked or another future of the same task.
                 run.is_working = true;
                 let mut work = pin!(work(tick));
                 run.is_working = false;
@@ -345,20 +366,20 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
     }
 }
 
-/// The pause after an error, not the same for all instances.
+/// The pause after an error, which is random so that instances do not retry all at once.
 fn retry() -> Duration {
     Duration::from_millis(fastrand::u64(500..1500))
 }
 
-/// How long a loop pauses. `None` if it is over.
+/// How long a loop pauses before its next look. `None` if the loop is over.
 fn pause_after(look: Result<RunDue>) -> Result<Option<Duration>> {
     match look {
         Ok(RunDue::Ran) => Ok(Some(Duration::ZERO)),
-        // Not all instances at once.
+        // A random addition, so that instances do not look all at once.
         Ok(RunDue::Later(rest)) => Ok(Some(rest + Duration::from_micros(fastrand::u64(0..10_000)))),
         Ok(RunDue::Paused) => Ok(Some(Duration::from_millis(fastrand::u64(2000..4000)))),
         Ok(RunDue::Never) => Ok(None),
-        // The error was reported.
+        // The error was reported already.
         Err(error) if error.may_pass() || matches!(error, Error::PermitLost(_)) => {
             Ok(Some(retry()))
         }

@@ -1,4 +1,4 @@
-//! Semaphores: at most N permits for a service at a time, among all programs that use the database.
+//! Semaphores: at most N permits for a service at a time, in all programs that use the database.
 
 mod admission;
 mod permit;
@@ -24,28 +24,28 @@ use crate::pool::{Pool, Reply, debug};
 use crate::statement::Database;
 use crate::waiting::{Turns, What, let_others_pass};
 
-/// The service of a leader begins with it, and that of no semaphore does.
+/// The prefix of service names that is reserved for leaders.
 pub(crate) const OF_LEADERS: &str = "leader ";
 
-/// At most N permits at a time for a service, among all programs that use the database.
+/// At most N permits at a time for a service, in all programs that use the database.
 ///
-/// `P` is the pool of the program, for each of which there is an alias:
-/// [`Semaphore`](crate::Semaphore) for r2d2, `deadpool::Semaphore` and `bb8::Semaphore`. Operations
-/// return a [`Reply`]: over r2d2 they block and return a `Result`, over deadpool and bb8 they are
-/// futures of it.
+/// `P` is the pool of the program. Use the alias for your pool: [`Semaphore`](crate::Semaphore) for
+/// r2d2, `deadpool::Semaphore` or `bb8::Semaphore`. Operations return a [`Reply`]: over r2d2 they
+/// block and return a `Result`; over deadpool and bb8 they return a future of a `Result`, which you
+/// await.
 ///
 /// ```
 /// use std::time::Duration;
 /// use diesel_interlock::{Admission, Error, PgPool, Semaphore};
 ///
-/// // Four slots, and a timeout.
+/// // At most four at a time; a slot is free again after 30 seconds at the latest.
 /// static GEOCODER: Semaphore = Semaphore::named("geocoder", 4, Duration::from_secs(30));
 ///
 /// fn geocode(pool: &PgPool, q: &str) -> Result<Option<String>, Error> {
 ///     let Admission::Admitted(permit) = GEOCODER.try_acquire(pool)? else {
-///         return Ok(None); // four are in flight
+///         return Ok(None); // four permits are in flight
 ///     };
-///     let street = call_geocoder(q, permit.fencing_token()); // no connection is held meanwhile
+///     let street = call_geocoder(q, permit.fencing_token()); // holds no connection
 ///     permit.release()?; // an error if the permit had expired
 ///     Ok(Some(street))
 /// }
@@ -59,33 +59,36 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 ///
 /// # Permits
 ///
-/// A permit is a row of `resource_control.service_request` with one of the slots 0 to N − 1, which
-/// the claim takes, the release completes, and which stays as a log until it is
-/// [pruned](Self::prune). A permit holds no connection. It ends when it is released, and otherwise
-/// after its timeout, by the clock of the database, so after a crash its slot is free again. A
-/// permit that must not end while its work goes on [renews itself](Self::keep_alive).
+/// A permit is a row of `resource_control.service_request` with one of the slots 0 to N − 1. The
+/// claim inserts the row, and the release marks it as completed. The row then stays as a log entry
+/// until it is [pruned](Self::prune). A permit holds no connection.
 ///
-/// N may differ between programs and be lowered at any time. There are never more permits than the
-/// largest N in use, and no claim is granted while as many as *its* N are in flight.
+/// A permit ends when it is released, or else when its timeout has passed by the clock of the
+/// database. So the slot of a crashed process becomes free again. If work may take longer than the
+/// timeout, let the permit [renew itself](Self::keep_alive).
 ///
-/// With one slot a semaphore is a lock that also works behind a pooler in transaction mode.
+/// N may differ between programs, and you can lower it at any time. There are never more permits
+/// than the largest N in use, and a claim is not granted while as many permits as *its* N are in
+/// flight.
+///
+/// With one slot, a semaphore is a lock that also works behind a pooler in transaction mode.
 ///
 /// # Waiting
 ///
-/// In a process only the oldest waiter of a service tries, every 5 to 100 ms and when the first
-/// permit expires. A release in this process wakes it at once. Waiters hold no connection between
-/// two tries. No order is promised.
+/// In each process, only the oldest waiter of a service tries: every 5 to 100 ms, and when the
+/// first permit expires. A release in the same process wakes this waiter at once. Waiters hold no
+/// connection between two tries. No order is promised.
 ///
 /// # Errors
 ///
-/// [`Error::Input`] for an invalid name, no slot or more than 1,000, and a timeout under a
-/// microsecond or over 1,000 years; [`Error::Pool`] if the pool gives no connection;
+/// [`Error::Input`] for an invalid name, for no slot or more than 1,000 slots, and for a timeout
+/// under a microsecond or over 1,000 years; [`Error::Pool`] if the pool gives no connection;
 /// [`Error::NotInstalled`]; and [`Error::Database`].
 #[must_use = "a semaphore admits nobody until a permit is acquired"]
 #[derive(Clone)]
 pub struct Semaphore<P: Pool> {
     subject: Subject,
-    /// With its key. `None` if it has the name of the subject.
+    /// The service with its key. `None` if the service is just the name of the subject.
     service: Option<String>,
     slots: u32,
     timeout: Duration,
@@ -95,10 +98,10 @@ pub struct Semaphore<P: Pool> {
 }
 
 impl<P: Pool> Semaphore<P> {
-    /// Makes the semaphore of a service, which takes `slots` requests at a time. A permit that is
+    /// Makes the semaphore of a service, which admits `slots` requests at a time. A permit that is
     /// neither released nor renewed ends after `timeout`.
     ///
-    /// A name that begins with `leader ` is refused, because those belong to
+    /// A name that begins with `leader ` is refused, because that prefix is reserved for
     /// [leaders](crate::leader::Leader).
     pub const fn named(service: &'static str, slots: u32, timeout: Duration) -> Self {
         Self {
@@ -140,11 +143,11 @@ impl<P: Pool> Semaphore<P> {
         self.subject
     }
 
-    /// Returns the semaphore of one thing under this name, such as a tenant. A second key replaces
-    /// the first.
+    /// Returns the semaphore of one thing under this name, such as a tenant. A second call replaces
+    /// the first key.
     ///
-    /// Its service is the name and the key, joined by a space, with `\` and the spaces in each of
-    /// them escaped by `\`. So the key `b` of `a` is the semaphore that is named `a b`.
+    /// Its service is the name and the key, joined by a space. Inside both, `\` and spaces are
+    /// escaped by `\`. So `a` with the key `b` is the same semaphore as one named `a b`.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             service: Some(input::join([self.subject.name, &input::show(key)])),
@@ -152,8 +155,8 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
-    /// Returns the semaphore whose requests are logged with this: who makes them, and what for. At
-    /// most 1,000 bytes; none by default.
+    /// Returns the semaphore with a text that is logged with each request: who makes it, and what
+    /// for. At most 1,000 bytes; empty by default.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -161,14 +164,17 @@ impl<P: Pool> Semaphore<P> {
         }
     }
 
-    /// Makes its permits renew themselves every third of their timeout for as long as they are
-    /// held: each on a thread of its own over r2d2, and in a task over deadpool and bb8. The
-    /// timeout, 3 seconds at least, is then how long a crash keeps the slot.
+    /// Makes permits renew themselves every third of the timeout until they are released, however
+    /// long the work takes.
     ///
-    /// A renewal takes a connection of the pool. bb8 does not serve waiters in their order, so
-    /// leave it a connection to spare.
+    /// Each permit renews itself on a thread of its own over r2d2, and in a task over deadpool and
+    /// bb8. The timeout must be at least 3 seconds, and is then how long the slot stays taken after
+    /// a crash.
     ///
-    /// A permit that cannot be renewed in time is [lost](Permit::is_lost) before the database lets
+    /// A renewal takes a connection from the pool. bb8 does not serve its waiters in order, so size
+    /// a bb8 pool with a connection to spare.
+    ///
+    /// A permit that cannot be renewed in time [is lost](Permit::is_lost) before the database lets
     /// another holder in.
     ///
     /// ```
@@ -180,7 +186,7 @@ impl<P: Pool> Semaphore<P> {
     ///
     /// fn import(pool: &PgPool, rows: &[&str]) -> Result<usize, Error> {
     ///     IMPORT.with(pool, |permit| {
-    ///         // However long it takes.
+    ///         // This may take longer than the lease.
     ///         Ok::<_, Error>(rows.iter().take_while(|_| !permit.is_lost()).count())
     ///     })
     /// }
@@ -195,16 +201,16 @@ impl<P: Pool> Semaphore<P> {
         self
     }
 
-    /// Takes a permit if a slot is free, and never waits for one.
+    /// Takes a permit if a slot is free, and never waits for a slot.
     ///
-    /// One round trip on a connection of the pool: `SELECT … FROM
-    /// resource_control.claim_service_request($1, $2, $3, $4)`. If all slots are taken it only
-    /// reads.
+    /// One round trip on a connection from the pool: `SELECT … FROM
+    /// resource_control.claim_service_request($1, $2, $3, $4, $5)`. If all slots are taken, the
+    /// function only reads.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Admission<Permit<P>>> {
         P::Mode::drive(self.subject.observe("try_acquire", self.claim(pool, None)))
     }
 
-    /// Takes a permit, and [waits](Self#waiting) for as long as all slots are taken.
+    /// Takes a permit, and [waits](Self#waiting) while all slots are taken.
     pub fn acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Permit<P>> {
         P::Mode::drive(async move {
             let waited = self
@@ -215,10 +221,10 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    /// Takes a permit, and [waits](Self#waiting) for at most `timeout`, the check-out of a
-    /// connection included.
+    /// Takes a permit, and [waits](Self#waiting) for at most `timeout`, which includes the wait for
+    /// a connection.
     ///
-    /// Returns the last refusal after that, or [`Error::TimedOut`] if there was none.
+    /// After `timeout` it returns the last refusal, or [`Error::TimedOut`] if no try was refused.
     pub fn acquire_timeout<'a>(
         &'a self,
         pool: &'a P,
@@ -230,10 +236,12 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    /// Completes the request of another process by its [token](Permit::fencing_token), if it is of
-    /// this service. Returns whether it was in flight. One round trip.
+    /// Completes a request that another process has claimed, by its [token](Permit::fencing_token).
+    /// Returns whether the request was in flight. One round trip.
     ///
-    /// That process leaves its permit to this one with [`Permit::detach`], because a drop would
+    /// A request of another service is left alone, and counts as not in flight.
+    ///
+    /// The other process hands its permit over with [`Permit::detach`], because a drop would
     /// complete the request.
     pub fn complete<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
@@ -251,8 +259,10 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    /// Extends the request of another process to its timeout from now, if it is of this service.
-    /// Returns whether it was in flight. One round trip.
+    /// Extends a request that another process has claimed to this semaphore's timeout from now.
+    /// Returns whether the request was in flight. One round trip.
+    ///
+    /// A request of another service is left alone, and counts as not in flight.
     pub fn renew<'a>(&'a self, pool: &'a P, id: i64) -> Reply<'a, P, bool> {
         P::Mode::drive(async move {
             let renew = async {
@@ -264,12 +274,12 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    /// Deletes the requests of all services that ended longer ago than `older_than` from the log,
-    /// the oldest first and 10,000 in a transaction. Returns how many.
+    /// Deletes requests that ended longer ago than `older_than` from the log, of all services, and
+    /// returns how many. The oldest are deleted first, 10,000 per transaction.
     pub fn prune(pool: &P, older_than: Duration) -> Reply<'_, P, u64> {
         P::Mode::drive(async move {
             if older_than > LONGEST {
-                return Err(Error::input("an age is 1,000 years at most"));
+                return Err(Error::input("`older_than` must be at most 1,000 years"));
             }
             in_batches(pool, sql::prune(older_than)).await
         })
@@ -287,7 +297,8 @@ impl<P: Pool> Semaphore<P> {
                     turns.not_after(full.retry_after);
                     last = Some(full);
                 }
-                // The pool was waited for until the deadline.
+                // The wait for a connection lasted until the deadline: return the refusal, which
+                // says more.
                 Some(Err(Error::Pool(_))) if last.is_some() && turns.is_over() => break,
                 Some(outcome) => return outcome.map(|(admission, ..)| admission),
                 None => break,
@@ -296,7 +307,7 @@ impl<P: Pool> Semaphore<P> {
         last.map(Admission::Full).ok_or(Error::TimedOut)
     }
 
-    /// Tries once.
+    /// Tries once, without a report.
     pub(crate) async fn claim(
         &self,
         pool: &P,
@@ -314,11 +325,11 @@ impl<P: Pool> Semaphore<P> {
     ) -> Result<(Admission<Permit<P>>, Database, Instant)> {
         let service = self.service()?;
         if !(1..=1000).contains(&self.slots) {
-            return Err(Error::input("a semaphore has 1 to 1,000 slots"));
+            return Err(Error::input("a semaphore must have 1 to 1,000 slots"));
         }
         if self.is_kept && self.timeout < SHORTEST_KEPT {
             return Err(Error::input(
-                "the timeout of what renews itself is 3 seconds at least",
+                "a permit or lease that renews itself needs a timeout of at least 3 seconds",
             ));
         }
         input::text(&self.details)?;
@@ -358,20 +369,20 @@ impl<P: Pool> Semaphore<P> {
         self.service.as_deref().unwrap_or(self.subject.name)
     }
 
-    /// The name of the service, unless it or the timeout is invalid.
+    /// Returns the name of the service, or an error if the name or the timeout is invalid.
     pub(crate) fn service(&self) -> Result<Arc<str>> {
         input::name(self.subject.name)?;
         let service = self.service_or_name();
         input::name(service)?;
         if service.starts_with(OF_LEADERS) && self.subject.primitive != "leader" {
             return Err(Error::input(
-                "the names of services that begin with \"leader \" belong to leaders",
+                "a service must not begin with \"leader \", which is reserved for leaders",
             ));
         }
         input::check_duration(
             self.timeout,
             LONGEST,
-            "a timeout is a microsecond at least, and 1,000 years at most",
+            "a timeout must be between a microsecond and 1,000 years",
         )?;
         Ok(service.into())
     }
@@ -379,10 +390,10 @@ impl<P: Pool> Semaphore<P> {
 
 #[cfg(feature = "r2d2")]
 impl Semaphore<crate::pool::PgPool> {
-    /// [Acquires](Self::acquire) a permit, runs `work`, and releases it.
+    /// [Acquires](Self::acquire) a permit, runs `work`, and releases the permit.
     ///
-    /// After an error of `work` the permit is released as by a drop. A permit that expired while
-    /// `work` succeeded is an error.
+    /// If `work` returns an error, the permit is released as by a drop. If the permit expired and
+    /// `work` succeeded, the result is an error.
     pub fn with<T, E: From<Error>>(
         &self,
         pool: &crate::pool::PgPool,
@@ -394,10 +405,10 @@ impl Semaphore<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Semaphore<P> {
-    /// [Acquires](Self::acquire) a permit, runs `work`, and releases it.
+    /// [Acquires](Self::acquire) a permit, runs `work`, and releases the permit.
     ///
-    /// After an error of `work` the permit is released as by a drop. A permit that expired while
-    /// `work` succeeded is an error.
+    /// If `work` returns an error, the permit is released as by a drop. If the permit expired and
+    /// `work` succeeded, the result is an error.
     pub async fn with<T, E: From<Error>>(
         &self,
         pool: &P,

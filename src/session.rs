@@ -1,4 +1,4 @@
-//! What operations send statements on: Diesel's blocking connection, and diesel-async's.
+//! The connections that operations send statements on: Diesel's blocking one, and diesel-async's.
 #![allow(unreachable_pub)] // sealed, because nobody else can name it
 
 #[cfg(feature = "async")]
@@ -16,11 +16,11 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
 use crate::statement::Statement;
 
-/// The transaction on a connection, as far as Diesel opened it.
+/// The transaction on a connection, as far as Diesel knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transaction {
     None,
-    /// That of `begin_test_transaction`, which counts as none.
+    /// A transaction of `begin_test_transaction`, which counts as none.
     Test,
     Open,
     /// Unknown: the connection is broken, or marked as broken.
@@ -43,24 +43,24 @@ pub trait Session: Send {
     /// The transaction on the connection, as far as Diesel knows. No round trip.
     fn transaction(&mut self) -> Transaction;
 
-    /// How many transactions are nested, as far as Diesel knows, and `u32::MAX` if the future of
-    /// one was dropped half way.
+    /// How many transactions are nested, as far as Diesel knows. `u32::MAX` if the future that
+    /// began or ended one was dropped half way.
     fn depth(&mut self) -> u32;
 
-    /// Marks the connection as broken, so that a pool closes it. On a blocking connection a later
-    /// statement takes the mark back.
+    /// Marks the connection as broken, so that its pool closes it. On a blocking connection a later
+    /// statement clears the mark.
     fn mark_broken(&mut self);
 
-    /// Whether the session is known to have ended. No round trip, and never known of a blocking
-    /// one.
+    /// Whether the session is known to have ended. No round trip, and always `false` for a blocking
+    /// session.
     fn is_closed(&mut self) -> bool;
 
-    /// Whether the statement surely was not sent. Never known of an asynchronous session:
-    /// diesel-async has one kind for all errors of a connection.
+    /// Whether the statement surely was not sent. Always `false` for an asynchronous session,
+    /// because diesel-async has one kind for all errors of a connection.
     fn was_not_sent(error: &DieselError) -> bool;
 
     /// As [`one`](Self::one). Also returns whether a transaction is open that Diesel does not know
-    /// of, where that can be told without a round trip. The connection is then marked as broken.
+    /// of, where that can be seen without a round trip. If so, the connection is marked as broken.
     fn probe<'c, T, U>(
         &'c mut self,
         statement: &Statement<T>,
@@ -75,10 +75,10 @@ pub trait Session: Send {
         Pg: QueryMetadata<T>,
         U: FromSqlRow<T, Pg> + Send + 'c;
 
-    /// Sends statements that return nothing, in one message, when it is first polled.
+    /// Sends statements that return nothing, in one message, when the future is first polled.
     fn batch<'c>(&'c mut self, sql: &'c str) -> Self::Sent<'c, QueryResult<()>>;
 
-    /// Whether the session still is there, after an error of unknown kind.
+    /// Whether the session still exists, after an error of unknown kind.
     fn is_alive(&mut self) -> Self::Sent<'_, bool>;
 
     /// Opens a transaction at READ COMMITTED, or a savepoint inside a transaction.
@@ -87,12 +87,12 @@ pub trait Session: Send {
     fn rollback(&mut self) -> Self::Sent<'_, QueryResult<()>>;
 }
 
-/// The last words make it an error inside a transaction that plain SQL has opened and in which a
-/// query has run.
+/// `NOT DEFERRABLE` makes the statement fail inside a transaction that plain SQL has opened and in
+/// which a query has run.
 const BEGIN: &str = "BEGIN TRANSACTION ISOLATION LEVEL READ COMMITTED, NOT DEFERRABLE";
 
-/// Polls an operation once: on a blocking session it is then done, and on an asynchronous one its
-/// first message is sent.
+/// Polls an operation once. On a blocking session the operation is then done, and on an
+/// asynchronous one its first message is sent.
 pub(crate) fn poll_once<T>(operation: impl Future<Output = T>) -> Option<T> {
     match pin!(operation).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(value) => Some(value),
@@ -100,21 +100,22 @@ pub(crate) fn poll_once<T>(operation: impl Future<Output = T>) -> Option<T> {
     }
 }
 
-/// As [`poll_once`], for a `Drop`: a panic, as of a connection's instrumentation, is an error here.
+/// As [`poll_once`], for a `Drop`: a panic, for example in a connection's instrumentation, is
+/// returned as an error.
 pub(crate) fn poll_once_quietly<T>(
     operation: impl Future<Output = T>,
 ) -> std::thread::Result<Option<T>> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| poll_once(operation)))
 }
 
-/// Runs an operation on a blocking session, which is done when it was polled once.
+/// Runs an operation on a blocking session, where one poll completes it.
 #[cfg(feature = "r2d2")]
 pub(crate) fn now<T>(operation: impl Future<Output = T>) -> T {
     poll_once(operation)
         .unwrap_or_else(|| unreachable!("a blocking session replies before it returns"))
 }
 
-/// Whether an error is of the kind that Diesel gives to all that it has no kind for.
+/// Whether an error has the kind that Diesel uses where it has no other.
 pub(crate) const fn is_unknown(error: &DieselError) -> bool {
     matches!(
         error,
@@ -131,7 +132,7 @@ const fn is_closed(error: &DieselError) -> bool {
     )
 }
 
-/// Whether the session has ended, after this error of it.
+/// Whether the session has ended, given an error from it.
 pub(crate) async fn has_ended<S: Session>(session: &mut S, error: &DieselError) -> bool {
     is_closed(error) || is_unknown(error) && !session.is_alive().await
 }

@@ -66,12 +66,12 @@ impl From<&str> for Bind {
     }
 }
 
-/// A database, as its refusals and replies tell it by [`database!`].
-/// Two of them may be equal by chance, which costs time and no correctness.
+/// A number that stands for a database in replies and refusals, made by [`database!`]. Two
+/// databases may have the same number by chance, which costs time and no correctness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Database(pub(crate) i32);
 
-/// Tells databases apart, in 20 bits: a hash of the name, and of when the server started.
+/// The SQL of a [`Database`], in 20 bits: a hash of its name, and of when the server started.
 macro_rules! database {
     () => {
         "((pg_catalog.hashname(pg_catalog.current_database()) \
@@ -83,7 +83,7 @@ pub(crate) use database;
 
 /// Whether the primary is elsewhere: this server is a standby, or is set to refuse writes, and this
 /// transaction was not opened to write. A transaction that its owner opened READ ONLY on a primary
-/// is none of these.
+/// does not count.
 macro_rules! is_elsewhere {
     () => {
         "pg_catalog.current_setting('transaction_read_only') OPERATOR(pg_catalog.=) 'on' \
@@ -93,9 +93,9 @@ macro_rules! is_elsewhere {
 }
 pub(crate) use is_elsewhere;
 
-/// Lets the transaction wait for the disk, and for a standby if there is a synchronous one, also
-/// where the role's setting says otherwise: what is taken must not be forgotten by a crash. Null,
-/// or a text.
+/// Makes the commit wait for the disk, and for a synchronous standby if there is one, even where
+/// the setting of the role says otherwise: what is taken must not be forgotten by a crash. The
+/// expression is null, or a text.
 macro_rules! keep_commit {
     () => {
         "CASE WHEN pg_catalog.current_setting('synchronous_commit') IN ('off', 'local') \
@@ -125,8 +125,8 @@ impl<T> Statement<T> {
     }
 }
 
-/// A statement as Diesel takes it. It borrows the statement, because Diesel would compose the text
-/// of a reference from its pieces, three times per call.
+/// A statement in the form that Diesel takes. It holds a reference, because for `&Statement` Diesel
+/// would compose the text from its pieces, three times per call.
 pub(crate) struct Query<'s, T>(pub(crate) &'s Statement<T>);
 
 impl<T> QueryFragment<Pg> for Query<'_, T> {

@@ -1,8 +1,8 @@
 //! Helpers for an application's own tests, on a real server.
 //!
-//! Each test has a [`Database`] of its own, so the locks, slots and throttles of tests that run at
-//! the same time do not meet. Time is not waited for, but moved, by a change of a row: see the
-//! functions. All take a pool, and return a future over deadpool and bb8.
+//! Each test has its own [`Database`], so tests that run in parallel do not share locks, slots or
+//! throttles. Tests need not wait for time to pass: the functions here change rows as if time had
+//! passed. All of them take a pool; over deadpool and bb8 they return a future.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -41,15 +41,17 @@ use crate::session::Session;
 use crate::statement::{Bind, Statement};
 use crate::throttle::Throttle;
 
-/// How old a database of a test that was killed is when another test drops it, in seconds.
+/// The age in seconds at which a database is dropped that a killed test has left behind.
 const LEFT_BEHIND: u64 = 3600;
 
-/// A database of a test's own: a copy of a template, which its drop removes.
+/// A database for one test: a copy of a template, which is dropped together with this value.
 ///
-/// Nobody may be connected to the template while it is copied. Over deadpool and bb8 a task removes
-/// the database: await [`drain`](crate::drain) after the drop, because the runtime of
-/// `#[tokio::test]` ends with the test. A test whose process was killed, or whose runtime ended too
-/// soon, leaves the database behind, and another test drops it after an hour.
+/// Nobody may be connected to the template while it is copied. Over deadpool and bb8, a task
+/// removes the database after the drop. The runtime of `#[tokio::test]` ends with the test, so
+/// await [`drain`](crate::drain) after the drop.
+///
+/// A test whose process was killed, or whose runtime ended too soon, leaves its database behind.
+/// Another test drops that database after an hour.
 #[must_use = "the database is removed when the value is dropped"]
 pub struct Database<P: Pool> {
     name: String,
@@ -58,8 +60,8 @@ pub struct Database<P: Pool> {
 }
 
 impl<P: Pool> Database<P> {
-    /// Copies a template. The role of the pool, which is one of another database of the server, may
-    /// create databases.
+    /// Copies a template database. The pool must be of another database on the same server, and its
+    /// role must be allowed to create databases.
     pub fn from_template<'a>(pool: &'a P, template: &'a str) -> Reply<'a, P, Self> {
         const OLD: &str = "SELECT COALESCE(pg_catalog.array_agg(d.datname::pg_catalog.text), '{}')
             FROM pg_catalog.pg_database AS d
@@ -79,7 +81,7 @@ impl<P: Pool> Database<P> {
             let old = Statement::<Array<Text>>::new(OLD, [((now - LEFT_BEHIND) as i64).into()]);
             let old: Vec<String> = conn.one(&old).await?;
             for name in old {
-                // Somebody else may drop it, or be connected by now.
+                // Another test may be dropping it, or be connected by now.
                 let _ = conn.batch(&format!("DROP DATABASE IF EXISTS {name}")).await;
             }
             let template = template.replace('"', "\"\"");
@@ -94,7 +96,7 @@ impl<P: Pool> Database<P> {
         &self.name
     }
 
-    /// Returns the URL of the database, given that of another one on the same server.
+    /// Returns the URL of the database, given the URL of another one on the same server.
     pub fn url(&self, of_another: &str) -> String {
         let (base, parameters) = match of_another.split_once('?') {
             Some((base, parameters)) => (base, format!("?{parameters}")),
@@ -109,7 +111,7 @@ impl<P: Pool> Database<P> {
 }
 
 impl<P: Pool> Drop for Database<P> {
-    /// Ends the sessions that are still connected to it.
+    /// Drops the database, and ends sessions that are still connected to it.
     fn drop(&mut self) {
         let pool = self.pool.clone();
         let remove = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", self.name);
@@ -157,8 +159,8 @@ pub fn make_due<'a, P: Pool>(throttle: &'a Throttle<P>, pool: &'a P) -> Reply<'a
     })
 }
 
-/// Lets the requests in flight of a semaphore expire, as if their holders had crashed. Returns how
-/// many. A kept permit is lost.
+/// Lets all requests in flight of a semaphore expire, as if their holders had crashed. Returns how
+/// many. A permit that renews itself is then lost.
 pub fn expire<'a, P: Pool>(semaphore: &'a Semaphore<P>, pool: &'a P) -> Reply<'a, P, u64> {
     P::Mode::drive(expire_all(pool, semaphore))
 }
@@ -172,18 +174,20 @@ async fn expire_all<P: Pool>(pool: &P, semaphore: &Semaphore<P>) -> Result<u64> 
     change(pool, EXPIRE, [Bind::from(&*semaphore.service()?)]).await
 }
 
-/// Spends the units that a key of a rate limit has left.
+/// Spends all units that a key of a rate limit has left.
 pub fn use_up<'a, P: Pool>(limit: &'a RateLimit<P>, pool: &'a P) -> Reply<'a, P, ()> {
     P::Mode::drive(limit.use_up(pool))
 }
 
-/// Ends the term of the leader, as if it had crashed long ago. Returns whether there was one.
+/// Ends the term of the present leader, as if it had crashed long ago. Returns whether there was
+/// one.
 pub fn depose<'a, P: Pool>(leader: &'a Leader<P>, pool: &'a P) -> Reply<'a, P, bool> {
     P::Mode::drive(async move { Ok(expire_all(pool, &leader.semaphore()).await? > 0) })
 }
 
-/// Moves the tick that a schedule ran last into the past, as if so much time had passed since: the
-/// tick after that is then due. Returns whether the schedule was ever looked at.
+/// Makes the next tick of a schedule due, as if the time `by` had passed: moves the tick that ran
+/// last into the past by `by`. Returns whether the schedule is known, because it was looked at
+/// before.
 pub fn make_tick_due<'a, P: Pool>(
     schedule: &'a Schedule<P>,
     pool: &'a P,

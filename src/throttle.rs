@@ -1,4 +1,4 @@
-//! Throttles: granted at most once per interval, on all instances together.
+//! Throttles: an action is granted at most once per interval, on all instances together.
 
 mod decision;
 mod resource;
@@ -23,15 +23,15 @@ use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
 use crate::{input, instance};
 
-/// What is granted at most once per interval, on any instance, by the database's clock.
+/// Grants an action at most once per interval, on all instances together, by the database's clock.
 ///
 /// There are two kinds:
 ///
-/// - [`Throttle::named`] needs no set-up: the program has the interval, and the database a row for
-///   each name and key.
-/// - [`Throttle::of`] attempts a resource that [`throttled_resources!`](crate::throttled_resources)
-///   declares: the database owns the intervals, where an operator may change them, and refuses a
-///   resource that it does not know.
+/// - [`Throttle::named`] needs no set-up. The interval is in the program, and the table
+///   `resource_control.throttle` has a row for each name and key.
+/// - [`Throttle::of`] attempts a resource that you declare with
+///   [`throttled_resources!`](crate::throttled_resources). The interval is in the database, where
+///   an operator can change it, and a resource that the database does not know is an error.
 ///
 /// ```
 /// use std::time::Duration;
@@ -54,8 +54,9 @@ use crate::{input, instance};
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// An attempt never waits: while another transaction takes the throttle, it is denied at once. A
-/// denial only reads. The interval is elapsed time, between a microsecond and 1,000 years.
+/// An attempt never waits: while another transaction is taking the throttle, the attempt is denied
+/// at once. A denial only reads. The interval is elapsed time, between a microsecond and 1,000
+/// years.
 ///
 /// # Errors
 ///
@@ -67,18 +68,18 @@ pub struct Throttle<P: Pool> {
     name: &'static str,
     key: Cow<'static, str>,
     details: Cow<'static, str>,
-    /// `None` for a resource.
+    /// `None` for a resource, because its interval is in the database.
     every: Option<Duration>,
     pool: PhantomData<fn(&P)>,
 }
 
 impl<P: Pool> Throttle<P> {
-    /// Makes a throttle by its name, which is granted once per `every`.
+    /// Makes a throttle with this name, which is granted at most once per `every`.
     pub const fn named(name: &'static str, every: Duration) -> Self {
         Self::new(name, Some(every))
     }
 
-    /// Makes the throttle of a declared resource, whose interval is in the database.
+    /// Makes the throttle of a declared resource. Its interval is read from the database.
     pub fn of(resource: impl ThrottledResource) -> Self {
         Self::new(resource.label(), None)
     }
@@ -93,8 +94,9 @@ impl<P: Pool> Throttle<P> {
         }
     }
 
-    /// Returns the throttle of one tenant, user or address. Each key is granted for itself, and has
-    /// a row until it is [pruned](Self::prune). A second key replaces the first.
+    /// Returns the throttle of one tenant, user or address. Each key is granted independently of
+    /// the others, and has a row until it is [pruned](Self::prune). A second call replaces the
+    /// first key.
     pub fn key(&self, key: impl fmt::Display) -> Self {
         Self {
             key: Cow::Owned(input::show(key)),
@@ -102,8 +104,8 @@ impl<P: Pool> Throttle<P> {
         }
     }
 
-    /// Returns the throttle with a note of who attempts it, for those who are denied and for
-    /// operators. Without one it is the host and the pid of the program.
+    /// Returns the throttle with a note of who attempts it, which denied callers and operators see.
+    /// The default is the host and the pid of the program.
     pub fn details(&self, details: impl Into<String>) -> Self {
         Self {
             details: Cow::Owned(details.into()),
@@ -111,10 +113,10 @@ impl<P: Pool> Throttle<P> {
         }
     }
 
-    /// Takes the throttle if it is due. The grant is committed when this returns.
+    /// Takes the throttle if it is due. The grant is committed when this method returns.
     ///
-    /// One round trip, an `UPDATE` that skips a row that is locked or not due; two for the first
-    /// attempt of a key.
+    /// One round trip: an `UPDATE` that skips the row if it is locked or not due. The first attempt
+    /// of a key takes two.
     pub fn attempt<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().observe("attempt", async move {
             let (row, _) = ask(pool, None, self.statements()?).await?;
@@ -122,28 +124,33 @@ impl<P: Pool> Throttle<P> {
         }))
     }
 
-    /// As [`attempt`](Self::attempt), in the transaction of a connection. All others are denied
-    /// until it ends, and it is due if it is rolled back.
+    /// Takes the throttle as [`attempt`](Self::attempt) does, in the transaction of `conn`.
+    ///
+    /// Until that transaction ends, all other attempts are denied. If it is rolled back, the
+    /// throttle is due again.
     pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().observe("attempt_on", async move {
             self.decide(ask_on(conn, &self.statements()?).await?)
         }))
     }
 
-    /// Deletes the keys, of all throttles, that have been due for as long as their interval, and
-    /// skips those in use. Returns how many. A round trip for each 10,000.
+    /// Deletes keys that are no longer needed, of all throttles, and returns how many.
+    ///
+    /// A key is deleted once it has been due for as long as its interval; a key in use is skipped.
+    /// One round trip for every 10,000 keys.
     pub fn prune(pool: &P) -> Reply<'_, P, u64> {
         P::Mode::drive(in_batches(pool, sql::prune()))
     }
 
-    /// Its name and key, and whether it is of a resource.
+    /// Returns the name, the key, and whether the throttle is of a resource.
     #[cfg(feature = "testing")]
     pub(crate) fn row(&self) -> (&str, &str, bool) {
         (self.name, &self.key, self.every.is_none())
     }
 
-    /// One for a resource without a key. Otherwise one for a key that has a row, and one for a key
-    /// that has none.
+    /// The statements of an attempt, sent in turn until one returns a row. A resource without a key
+    /// needs one statement. Otherwise the first is for a key that has a row, and the second for one
+    /// without.
     fn statements(&self) -> Result<Vec<sql::Attempt>> {
         input::name(self.name)?;
         input::text(&self.key)?;
@@ -182,7 +189,7 @@ impl<P: Pool> Throttle<P> {
 #[cfg(feature = "r2d2")]
 impl Throttle<crate::pool::PgPool> {
     /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is
-    /// spent also if `work` fails.
+    /// spent even if `work` fails.
     pub fn run<T, E: From<Error>>(
         &self,
         pool: &crate::pool::PgPool,
@@ -198,7 +205,7 @@ impl Throttle<crate::pool::PgPool> {
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Throttle<P> {
     /// [Attempts](Self::attempt) the throttle, and runs `work` if it is granted. The interval is
-    /// spent also if `work` fails.
+    /// spent even if `work` fails.
     pub async fn run<T, E: From<Error>>(
         &self,
         pool: &P,

@@ -1,4 +1,4 @@
-//! A transaction of this crate's own, which no way out leaves open.
+//! A transaction that this crate opens itself, and that no way out leaves open.
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 
@@ -7,9 +7,9 @@ use crate::error::{Error, Result};
 use crate::mode;
 use crate::session::{Session, Transaction, is_unknown, poll_once_quietly};
 
-/// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls it
-/// back: on an asynchronous session the rollback is queued behind what was sent, and the connection
-/// is marked as broken, because diesel-async does not learn that the transaction has ended.
+/// A READ COMMITTED transaction, or a savepoint in the transaction of a test. Its drop rolls back.
+/// On an asynchronous session, the rollback is queued behind what was sent, and the connection is
+/// marked as broken, because diesel-async does not learn that the transaction has ended.
 pub(crate) struct Own<'c, S: Session> {
     pub(crate) conn: &'c mut S,
     depth: u32,
@@ -17,7 +17,7 @@ pub(crate) struct Own<'c, S: Session> {
     is_open: bool,
 }
 
-/// Why a connection in this state cannot be used outside a transaction.
+/// The error for a connection in this state where there must be no transaction.
 pub(crate) fn refusal(transaction: Transaction) -> Error {
     match transaction {
         Transaction::Broken => DieselError::BrokenTransactionManager.into(),
@@ -25,8 +25,9 @@ pub(crate) fn refusal(transaction: Transaction) -> Error {
     }
 }
 
-/// Why a `BEGIN` has failed. Inside a transaction that plain SQL has opened it has aborted that
-/// one, which only its owner can end, so a pool must close the connection.
+/// The error of a `BEGIN` that has failed. If plain SQL had opened a transaction, the failure has
+/// aborted it. Only its owner can end it, so the connection is marked as broken, and its pool
+/// closes it.
 async fn not_begun<S: Session>(conn: &mut S, error: DieselError) -> Error {
     let is_outside = conn.transaction() == Transaction::None;
     match classify(conn, error).await {
@@ -37,14 +38,14 @@ async fn not_begun<S: Session>(conn: &mut S, error: DieselError) -> Error {
     }
 }
 
-/// Whether the session, which is alive, is in a transaction that has failed.
+/// Whether a session that is alive is in a transaction that has failed.
 async fn is_aborted<S: Session>(conn: &mut S) -> bool {
     const ANY: &str = "SELECT true";
     if conn.batch(ANY).await.is_ok() {
         return false;
     }
     conn.mark_broken();
-    // A blocking connection takes the mark back if no transaction is open.
+    // A blocking connection clears the mark if no transaction is open.
     conn.batch(ANY).await.is_err() && conn.transaction() == Transaction::Broken
 }
 
@@ -72,7 +73,7 @@ impl<'c, S: Session> Own<'c, S> {
         Ok(transaction)
     }
 
-    /// As [`begin`](Self::begin), on a connection out of a pool.
+    /// As [`begin`](Self::begin), on a connection from a pool.
     pub(crate) async fn begin_borrowed(conn: &'c mut S) -> Result<Self> {
         Self::begin(conn).await.map_err(|error| match error {
             Error::InsideTransaction => Error::DirtyConnection,
@@ -80,8 +81,8 @@ impl<'c, S: Session> Own<'c, S> {
         })
     }
 
-    /// Commits after `Ok`, and rolls back after `Err`. One that was nested in it and is still open,
-    /// as after a caught panic, is rolled back with it, because Diesel would commit that one
+    /// Commits after `Ok`, and rolls back after `Err`. If a nested transaction is still open, for
+    /// example after a caught panic, all is rolled back, because Diesel would commit the nested one
     /// instead.
     pub(crate) async fn end<T, E: From<Error>>(mut self, outcome: Result<T, E>) -> Result<T, E> {
         let depth = self.conn.depth();
@@ -106,8 +107,8 @@ impl<'c, S: Session> Own<'c, S> {
             (Ok(_), Err(error)) => {
                 let may_be_open = is_unknown(&error) && self.depth == 1;
                 let error = classify(self.conn, error).await;
-                // A COMMIT that was cancelled before it began has not ended the transaction, which
-                // diesel-async believes.
+                // A COMMIT that was cancelled before it began leaves the transaction open, although
+                // diesel-async believes that it has ended.
                 if may_be_open && self.conn.batch("ROLLBACK").await.is_err() {
                     self.conn.mark_broken();
                 }
@@ -117,7 +118,7 @@ impl<'c, S: Session> Own<'c, S> {
         }
     }
 
-    /// Rolls back after a statement of this crate has failed, and says what that means.
+    /// Rolls back after a statement of this crate has failed, and explains the error.
     pub(crate) async fn fail(mut self, error: Error) -> Error {
         self.is_open = false;
         match (self.conn.rollback().await, error) {
@@ -134,7 +135,7 @@ impl<'c, S: Session> Own<'c, S> {
 impl<S: Session> Drop for Own<'_, S> {
     fn drop(&mut self) {
         if self.is_open {
-            // A blocking connection takes the mark back with the rollback.
+            // Read first, because on a blocking connection the rollback clears the mark.
             let was_broken = self.conn.transaction() == Transaction::Broken;
             let _ = poll_once_quietly(self.conn.batch(self.rollback));
             if was_broken || self.conn.transaction() != Transaction::None {

@@ -1,18 +1,18 @@
-//! The one wait: for locks, slots and units.
+//! The one way to wait, for locks, slots and units.
 //!
-//! The first try is made at once. Those of this process who were refused stand in a queue, in the
-//! order in which they came: one for each thing that is waited for in each database. Only the
-//! oldest does something, on a connection that it holds only meanwhile; all others sleep.
+//! The first try is made at once. Waiters of this process that were refused join a queue, in the
+//! order in which they came. There is one queue for each awaited thing in each database. Only the
+//! oldest waiter of a queue acts, and holds a connection only while it acts; all others sleep.
 //!
-//! - For a session lock it waits on the server, where processes take turns, if the pool can spare a
-//!   connection for that. If the pool cannot, it polls.
-//! - For a slot of a semaphore it polls, at the hint of the refusal, because no queue on the server
-//!   outlives a transaction.
-//! - For units of a rate limit it sleeps until they are refilled.
+//! - For a session lock, the oldest waits on the server, where processes take turns, if the pool
+//!   can spare a connection for that. If the pool cannot, it polls.
+//! - For a slot of a semaphore, it polls after the time that the refusal hints at, because no queue
+//!   on the server outlives a transaction.
+//! - For units of a rate limit, it sleeps until they are refilled.
 //!
-//! A release in this process wakes the oldest at once. The oldest may be a future that nobody
-//! polls, or its pool may be empty. So the n-th tries, too, after about n − 1 seconds. No order is
-//! promised.
+//! A release in this process wakes the oldest at once. But the oldest may be a future that nobody
+//! polls, or its pool may be empty. So the n-th waiter tries, too, after about n − 1 seconds. No
+//! order is promised.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,11 +24,12 @@ use crate::key::LockId;
 use crate::mode::Mode;
 use crate::statement::Database;
 
-/// How long the oldest waits on the server at a time. A waiter holds a snapshot, for which a
-/// `CREATE INDEX CONCURRENTLY` of the holder waits: a deadlock, unless the slice is shorter than
-/// `deadlock_timeout`. A session whose future was dropped waits on until the end of its slice.
+/// How long the oldest waits on the server at a time. While it waits, it holds a snapshot, and a
+/// `CREATE INDEX CONCURRENTLY` of the lock's holder waits for that snapshot: a deadlock, unless the
+/// slice is shorter than `deadlock_timeout`. If the future of a waiter is dropped, its session
+/// waits on until the end of the slice.
 const SLICE: Duration = Duration::from_millis(200);
-/// The pauses of the oldest where it polls.
+/// The shortest and the longest pause of the oldest where it polls.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 const SECOND: Duration = Duration::from_secs(1);
@@ -42,7 +43,7 @@ pub(crate) enum What {
     Units(&'static str, Arc<str>),
 }
 
-/// Those who wait for a thing in a database.
+/// The waiters of this process for one thing in one database.
 #[derive(Debug)]
 struct Queue {
     database: Database,
@@ -54,27 +55,27 @@ struct Queue {
 /// The queues of each thing, one for each database.
 type Queues = HashMap<What, Vec<Queue>>;
 
-/// The share of this process in slots, for which processes have no queue on the server. A release
-/// wakes a waiter of this process at once, while those of others poll. So a process that has lived
-/// on its own releases for a span leaves what is free to the others for as long as one of their
-/// polls takes. If none of them takes it, the next span is longer.
+/// Keeps a process from taking all slots. Processes have no common queue for slots on the server: a
+/// release wakes a waiter of this process at once, while waiters of other processes poll. So after
+/// a process has lived on its own releases for a span, it leaves free slots to the others, for as
+/// long as one of their polls takes. If none of them takes a slot, the next span is longer.
 #[derive(Debug)]
 struct Share {
     since: Option<Instant>,
     span: Duration,
-    /// Until when what is free is left to others.
+    /// Until when free slots are left to other processes.
     yields_until: Option<Instant>,
 }
 
 impl Share {
     const SHORTEST: Duration = Duration::from_millis(500);
     const LONGEST: Duration = Duration::from_secs(10);
-    /// The longest pause of a poll, and some for its round trip.
+    /// The longest pause of a poll, and some time for its round trip.
     const YIELD: Duration = Duration::from_millis(140);
-    /// How much later newcomers try.
+    /// How much later than the oldest a newcomer tries.
     const AFTER_THE_OLDEST: Duration = Duration::from_millis(20);
 
-    /// A slot was released in this process. Returns when its oldest may try.
+    /// Notes that a slot was released in this process. Returns when the oldest may try.
     fn note_release(&mut self, now: Instant) -> Instant {
         if let Some(until) = self.yields_until {
             return until.max(now);
@@ -88,7 +89,8 @@ impl Share {
         until
     }
 
-    /// The oldest has tried: whether others had taken what was left to them.
+    /// Notes that the oldest has tried, and whether other processes had taken the slots that were
+    /// left to them.
     fn note_try(&mut self, now: Instant, is_taken: bool) {
         if self.yields_until.is_some_and(|until| until <= now) {
             self.yields_until = None;
@@ -102,13 +104,13 @@ impl Share {
     }
 }
 
-/// Those who wait in this process.
+/// The queues of this process.
 static QUEUES: LazyLock<Mutex<Queues>> = LazyLock::new(Mutex::default);
-/// The number of things, which spares those who need no queue a look.
+/// The number of awaited things: if it is 0, a release need not look at the queues.
 static NUMBER: AtomicUsize = AtomicUsize::new(0);
 
-/// Something was released in this process: in each database the oldest who waits for it tries at
-/// once.
+/// Wakes the oldest waiter for what was released in this process, in each database, so that it
+/// tries at once.
 pub(crate) fn wake_oldest(what: &What) {
     if NUMBER.load(Ordering::SeqCst) > 0 {
         let now = Instant::now();
@@ -120,15 +122,16 @@ pub(crate) fn wake_oldest(what: &What) {
             };
             oldest.extend(queue.waiting.front().map(|alarm| (alarm.clone(), due)));
         }
-        // A waker runs code of others, and so never under the mutex.
+        // A waker runs foreign code, so it is never called under the mutex.
         for (alarm, due) in oldest {
             alarm.set(due);
         }
     }
 }
 
-/// Waits while this process leaves the slots of a service to others, and a moment more, so that the
-/// oldest tries before this newcomer, and does not take its grant for one of another process.
+/// Delays a newcomer while this process leaves the slots of a service to others, and a moment
+/// longer. So the oldest tries first, and does not mistake what the newcomer takes for the slot of
+/// another process.
 pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Instant>) {
     if NUMBER.load(Ordering::SeqCst) == 0 {
         return;
@@ -143,7 +146,7 @@ pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Insta
     }
 }
 
-/// The turns of one who waits. Its drop leaves the queue.
+/// The tries of one waiter, and its place in the queue. Its drop leaves the queue.
 ///
 /// ```text
 /// let mut turns = Turns::new(deadline);
@@ -156,13 +159,14 @@ pub(crate) struct Turns {
     /// When the last try began.
     began: Option<Instant>,
     pause: Duration,
-    /// What the server has said about the next try.
+    /// The pause before the next try, where it is known.
     retry_after: Option<Duration>,
     /// How long the quickest refusal took: a round trip, or two if the statement was prepared
     /// first.
     trip: Duration,
     place: Option<Place>,
-    /// Whether any try was refused, and not only cut off by the deadline.
+    /// Whether the server has refused at least one try. If not, the deadline has cut off all of
+    /// them.
     was_refused: bool,
 }
 
@@ -174,7 +178,7 @@ struct Place {
 }
 
 impl Place {
-    /// Looks at the queue, and at the place in it.
+    /// Calls `look` with the queue and the index of this waiter in it.
     fn look<T>(&self, look: impl FnOnce(&mut Queue, usize) -> T) -> Option<T> {
         let mut queues = lock(&QUEUES);
         let of_what = queues.get_mut(&self.what)?;
@@ -200,10 +204,10 @@ impl Turns {
         }
     }
 
-    /// The server has refused this, to a statement that was sent then. Joins the queue, unless it
-    /// stands in it.
+    /// Notes that the server has refused `what`, to a statement that was sent at `sent`. Joins the
+    /// queue, unless this waiter is in it already.
     pub(crate) fn note_refusal(&mut self, what: What, database: Database, sent: Instant) {
-        // The shortest, because a reply may have waited for others.
+        // The shortest time, because other statements may have delayed a reply.
         self.trip = if self.was_refused {
             self.trip.min(sent.elapsed())
         } else {
@@ -219,15 +223,16 @@ impl Turns {
                 });
                 return;
             }
-            // Another one of several things.
+            // Of several locks, another one is busy now.
             self.leave();
         }
         self.join(what, database);
     }
 
-    /// The server was busy with this for too long to say. Joins a queue, unless it stands in one.
+    /// Notes that the server was busy with `what` for too long to say more. Joins a queue, unless
+    /// this waiter is in one already.
     pub(crate) fn note_lock(&mut self, what: What) {
-        // Which database it was is not told.
+        // The error does not tell which database it was.
         const UNKNOWN: Database = Database(i32::MIN);
         if self.place.is_none() {
             self.join(what, UNKNOWN);
@@ -236,7 +241,8 @@ impl Turns {
 
     fn join(&mut self, what: What, database: Database) {
         let now = Instant::now();
-        // Not after `began`, so that the oldest pauses, unless a release sets it meanwhile.
+        // Not later than `began`, so that `postpone` sets the pause of the oldest, unless a release
+        // sets the alarm meanwhile.
         let alarm = Arc::new(Alarm::new(self.began.unwrap_or(now)));
         let mut queues = lock(&QUEUES);
         let of_what = queues.entry(what.clone()).or_default();
@@ -273,20 +279,20 @@ impl Turns {
         self.was_refused
     }
 
-    /// Whether there is no time for another reply: the deadline is within two and a half round
-    /// trips.
+    /// Whether there is no time for another reply: the deadline is less than two and a half round
+    /// trips away.
     pub(crate) fn is_over(&self) -> bool {
         let end = Instant::now() + self.trip.mul_f64(2.5);
         self.deadline.is_some_and(|deadline| deadline <= end)
     }
 
-    /// Sleeps until it is time for the next try: at once before the first. Returns `false` once the
-    /// deadline is too close, but never before the first try.
+    /// Sleeps until the next try; the first try is at once. Returns `false` once the deadline is
+    /// too close, but never before the first try.
     pub(crate) async fn next<M: Mode>(&mut self) -> bool {
         if self.began.is_some() {
             let alarm = self.postpone();
             if !self.is_over() {
-                // A release may come until then.
+                // It may sleep until just before the deadline, because a release may wake it.
                 let margin = self.trip.mul_f64(2.5);
                 let last = self
                     .deadline
@@ -298,7 +304,8 @@ impl Turns {
         is_first || !self.is_over()
     }
 
-    /// For how long this one may wait on the server now. `None` unless it is the oldest.
+    /// How long this waiter may wait on the server now. `None` unless it is the oldest and has the
+    /// time.
     pub(crate) fn slice(&self) -> Option<Duration> {
         let rest = self.deadline.map_or(SLICE, |deadline| {
             let rest = deadline.saturating_duration_since(Instant::now());
@@ -307,13 +314,13 @@ impl Turns {
         (self.index() == Some(0) && rest >= FIRST_PAUSE).then_some(rest.min(SLICE))
     }
 
-    /// It has waited on the server, and needs no pause now.
+    /// Notes that this waiter has waited on the server, so the next try needs no pause.
     pub(crate) fn note_wait(&mut self) {
         self.retry_after = Some(Duration::ZERO);
     }
 
-    /// The next try is useless before that. If it is long, those behind this one go first, who may
-    /// want less.
+    /// The next try is useless before `retry_after`. If that is long, the waiter goes to the end of
+    /// the queue, because those behind it may want less.
     pub(crate) fn not_before(&mut self, retry_after: Duration) {
         self.retry_after = Some(retry_after);
         if let (Some(place), true) = (&self.place, retry_after > SECOND) {
@@ -336,7 +343,7 @@ impl Turns {
         self.place.as_ref()?.look(|_, index| index)
     }
 
-    /// Sets the alarm for the next try, unless a release has set it since the last one began.
+    /// Sets the alarm for the next try, unless a release has set it since the last try began.
     fn postpone(&mut self) -> Arc<Alarm> {
         let pause = self
             .retry_after
@@ -356,8 +363,9 @@ impl Turns {
         place.alarm.clone()
     }
 
-    /// The next one is then the oldest, and tries at once. Also if this one was granted what it
-    /// waited for, because the next one then waits on the server, or finds another slot.
+    /// Leaves the queue. If this waiter was the oldest, the next one tries at once, even if this
+    /// one was granted what it waited for: the next one then waits on the server, or finds another
+    /// slot.
     fn leave(&mut self) {
         let Some(place) = self.place.take() else {
             return;
@@ -377,8 +385,8 @@ impl Turns {
                     if index == 0 {
                         share.note_try(Instant::now(), false);
                     }
-                    // Those behind it have come nearer. Each is woken when it is the 1st, 2nd, 3rd,
-                    // 5th, 9th …, which is soon enough.
+                    // The waiters behind have moved up. To keep this cheap, a waiter is told only
+                    // when it becomes the 1st, 2nd, 3rd, 5th, 9th …, which is soon enough.
                     let told = [0].into_iter().chain((0..).map(|n| 1 << n));
                     let told = told.take_while(|i| *i < queue.len());
                     nearer.extend(told.filter(|i| *i >= index).map(|i| (i, queue[i].clone())));
@@ -402,7 +410,7 @@ impl Turns {
     }
 }
 
-/// How long the one at this place behind the oldest sleeps, in case the oldest does nothing.
+/// How long the waiter at this index sleeps before it tries, too, in case the oldest does nothing.
 fn after(index: usize) -> Duration {
     SECOND.saturating_mul(u32::try_from(index).unwrap_or(u32::MAX))
 }

@@ -15,7 +15,8 @@ use serde_json::Value;
 
 use crate::{Failure, refusal, say, unreachable};
 
-/// Who holds advisory locks, and who waits for them on the server. It needs no schema, and shows what a session does.
+/// Who holds advisory locks, and who waits for them on the server. It needs no schema, and also
+/// shows what each session does.
 pub(crate) const LOCKS: &str = "
     SELECT CASE l.objsubid WHEN 1 THEN ((l.classid::bigint << 32) | l.objid::bigint)::text
             ELSE format('%s, %s', l.classid::bigint::bit(32)::integer, l.objid::bigint::bit(32)::integer) END AS lock,
@@ -41,7 +42,8 @@ pub(crate) fn url(purpose: &str) -> Result<String, Failure> {
     let url = env::var("DATABASE_URL").unwrap_or_default();
     let mut url = url.trim().to_owned();
     if url.is_empty() {
-        let message = "set the environment variable DATABASE_URL, such as postgres://app@db/app";
+        let message =
+            "set the environment variable DATABASE_URL, for example to postgres://app@db/app";
         return Err(Failure::new(Failure::SET_UP, message));
     }
     // PostgreSQL would cut it by itself, and say so each time.
@@ -97,7 +99,8 @@ pub(crate) fn has_tls() -> bool {
     }
 }
 
-/// How long a database may take to reply: a pooler that is full accepts connections, and then says nothing.
+/// How long a database may take to reply: a pooler that is full accepts connections, and then says
+/// nothing.
 pub(crate) const SILENCE: Duration = Duration::from_secs(30);
 
 /// Does some work, and ends the program with a reason if that takes longer.
@@ -113,11 +116,13 @@ pub(crate) fn in_time<T>(work: impl FnOnce() -> T) -> T {
 }
 
 pub(crate) fn silent() -> Failure {
-    let message = "the database does not reply: is it, or a pooler before it, at the limit of its connections?";
+    let message = "the database does not reply: is it, or a pooler in front of it, at the limit of \
+        its connections?";
     Failure::new(Failure::UNAVAILABLE, message)
 }
 
-/// Poolers in transaction mode before PgBouncer 1.21 know nothing of prepared statements, of which this program has no need.
+/// Switches prepared statements off: poolers in transaction mode before PgBouncer 1.21 do not
+/// support them, and this program does not need them.
 #[derive(Debug)]
 struct Unprepared(Arc<AtomicBool>);
 

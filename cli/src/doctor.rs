@@ -17,19 +17,20 @@ use crate::{Failure, duration, ps, refusal};
 
 #[derive(Debug, Args)]
 pub(crate) struct Doctor {
-    /// Writes one JSON array of what was found
+    /// Writes the findings as one JSON array
     #[arg(long)]
     json: bool,
-    /// Exits with 1 also where there is only something to be warned of
+    /// Exits with 1 also if there are only warnings
     #[arg(long)]
     strict: bool,
-    /// Fails if the schema is not installed. Locks alone need none
+    /// Fails if the schema is not installed, which locks alone do not need
     #[arg(long)]
     needs_schema: bool,
-    /// How long a transaction may be open
+    /// Warns of transactions that have been open for longer than this
     #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "10m")]
     transaction_age: Duration,
-    /// For how long the holder of a lock may do nothing in its session, and a slot be in use
+    /// Warns of locks whose holder's session has done nothing for longer than this, and of slots
+    /// and runs of schedules that have been in use for longer
     #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "1h")]
     holder_age: Duration,
 }
@@ -57,10 +58,10 @@ impl Doctor {
 
     fn ask(&self, url: &str, conn: &mut PgConnection, report: &mut Report) -> Result<(), Failure> {
         if database::has_tls() {
-            report.ok("this program knows TLS");
+            report.ok("this program has TLS");
         } else {
-            let found = "this program was built with a libpq without TLS: it reaches no server \
-                that demands it";
+            let found = "this program was built with a libpq without TLS: it cannot connect to \
+                servers that require TLS";
             report.add(
                 "warn",
                 found,
@@ -94,14 +95,14 @@ impl Doctor {
             }
             Err(error) => {
                 let found = format!(
-                    "whether session locks exclude could not be looked at: \
+                    "it could not be checked whether session locks exclude: \
                     {}",
                     Failure::from(error)
                 );
                 report.add(
                     "warn",
                     &found,
-                    "it takes a second connection: end idle sessions, or \
+                    "the check needs a second connection: end idle sessions, or \
                     raise the limit",
                     "",
                     "",
@@ -123,12 +124,14 @@ impl Doctor {
         const NOT_INSTALLED: &str = "the schema resource_control is not installed";
         if !database::has_schema(conn)? {
             if self.needs_schema {
-                let why = "as the owner of the database, or a role that may create schemas in it";
+                let why = "run this as the owner of the database, or as a role that may create \
+                    schemas in it";
                 report.add("fail", NOT_INSTALLED, why, "", "interlock install");
                 return report.of(conn, questions::MAY_CREATE);
             }
-            let found =
-                format!("{NOT_INSTALLED}; locks need none (all else does: interlock install)");
+            let found = format!(
+                "{NOT_INSTALLED}; locks work without it (all else needs interlock install)"
+            );
             report.ok(&found);
             return Ok(());
         }
@@ -140,7 +143,8 @@ impl Doctor {
             Ok(()) => {
                 let differences = objects::differences(conn)?;
                 if differences.is_empty() && are_granted {
-                    report.ok("the schema resource_control is whole, and that of this release");
+                    report
+                        .ok("the schema resource_control is complete, and is that of this release");
                 }
                 for it in differences {
                     report.add("fail", &it.found, &it.why, &it.sql, &it.shell);
@@ -153,9 +157,15 @@ impl Doctor {
             Err(Error::Encoding(_)) => {}
             Err(_) if !are_granted => {}
             Err(Error::NotInstalled) => {
-                let found = "the schema resource_control is there, but not installed as a whole: \
+                let found = "the schema resource_control is there, but not installed completely: \
                     migrations of this release are pending";
-                report.add("fail", found, "as its owner", "", "interlock install");
+                report.add(
+                    "fail",
+                    found,
+                    "run this as its owner",
+                    "",
+                    "interlock install",
+                );
             }
             Err(Error::Incomplete { missing, .. }) => {
                 // The columns first, which what is missing may need.
@@ -166,14 +176,14 @@ impl Doctor {
                 report.add(
                     "fail",
                     &found,
-                    "as its owner",
+                    "run this as its owner",
                     "",
                     "interlock install --repair",
                 );
             }
             Err(error) => {
                 let found = format!(
-                    "the schema resource_control could not be looked at: {}",
+                    "the schema resource_control could not be examined: {}",
                     Failure::from(error)
                 );
                 report.add("fail", &found, "see the message", "", "");
@@ -251,8 +261,8 @@ impl Report {
                 if error.is_unavailable() {
                     return Err(error.into());
                 }
-                let found = format!("a question has failed: {}", Failure::from(error));
-                self.add("warn", &found, "what it asks is not known here", "", "");
+                let found = format!("a query of doctor has failed: {}", Failure::from(error));
+                self.add("warn", &found, "so this check has no result", "", "");
                 return Ok(());
             }
         };

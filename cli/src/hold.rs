@@ -1,5 +1,5 @@
-//! What `interlock run` holds, on a thread of its own, because a database that does not reply must not keep the main thread from the
-//! command.
+//! What `interlock run` holds, on a thread of its own, because a database that does not reply must
+//! not keep the main thread from looking after the command.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::thread;
@@ -13,7 +13,8 @@ use nix::unistd::gethostname;
 use crate::database::Sessions;
 use crate::{Failure, database, holders, ps, say};
 
-/// A wait is cut into such pieces, between which it sees that it is to end. As often a session lock is looked at.
+/// A wait is cut into pieces of this length, and checks between them whether it should end. This is
+/// also how often a session lock is checked.
 pub(crate) const PIECE: Duration = Duration::from_secs(1);
 
 /// What became of it.
@@ -29,7 +30,8 @@ pub(crate) enum News {
     Released,
 }
 
-/// Takes it, looks whether it is still held, and releases it when the other side of `end` is dropped.
+/// Takes the lock or permit, checks whether it is still held, and releases it when the other side
+/// of `end` is dropped.
 pub(crate) fn hold(of: &Of, url: &str, wait: Duration, end: &Receiver<()>, tell: impl Fn(News)) {
     let began = Instant::now();
     let held = connected(url, wait).and_then(|sessions| {
@@ -176,8 +178,8 @@ impl Of {
                 if sessions.pool.state().connections == 1 =>
             {
                 say!(
-                    "whether a pooler is in between is not known, for want of a second \
-                        connection: {error}"
+                    "it was not checked whether a pooler is in between, because that needs a \
+                        second connection: {error}"
                 );
             }
             checked => checked?,
@@ -198,12 +200,12 @@ impl Of {
     pub(crate) fn lost(&self) -> String {
         match self {
             Self::Lock(_, number) => format!(
-                "the lock {number} is held no longer, or the database does not say so: its session \
-                 has ended, or does not reply"
+                "the lock {number} is no longer held, or this cannot be confirmed: its session has \
+                 ended, or does not reply"
             ),
             Self::Permit(_, name) => format!(
-                "the permit of {} is held no longer: it has expired, because it could not be \
-                 renewed, or it was completed by another one",
+                "the permit of {} is no longer held: it has expired because it could not be \
+                 renewed, or somebody else has completed it",
                 ps::plain(name)
             ),
         }
@@ -241,7 +243,7 @@ impl Held {
                 Err(error @ (Error::LockLost(_) | Error::SessionMoved { .. })) => Err(error),
                 Err(Error::NotInstalled) => Ok(None),
                 Err(error) => {
-                    say!("no INTERLOCK_TOKEN: {error}");
+                    say!("INTERLOCK_TOKEN is not set: {error}");
                     Ok(None)
                 }
             },

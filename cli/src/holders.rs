@@ -22,7 +22,7 @@ fn session(row: &Value) -> String {
     let text = |member: &str| row[member].as_str().filter(|text| !text.is_empty());
     let pid = &row["pid"];
     let Some(role) = text("role") else {
-        return format!("session {pid} holds it, of which this role may see no more");
+        return format!("session {pid} holds it, and this role may not see more of that session");
     };
     let application = text("application").unwrap_or("an unnamed application");
     let client = text("client").unwrap_or("this server");

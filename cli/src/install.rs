@@ -25,10 +25,10 @@ const WORTH_SAYING: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
 pub(crate) struct Install {
-    /// Waits for locks of others for at most this time
+    /// Waits for locks that other sessions hold for at most this time
     #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "1m")]
     wait: Duration,
-    /// Runs the migrations once more whose functions were replaced, or whose objects were dropped
+    /// Runs the migrations again whose functions were replaced, or whose objects were dropped
     #[arg(long)]
     repair: bool,
 }
@@ -134,7 +134,7 @@ fn install(pool: PgPool, conn: &mut PgConnection, wait: Duration) -> Result<(), 
         let (since, is_said) = waiting.get_or_insert((Instant::now(), false));
         let text = |member: &str| first[member].as_str().unwrap_or("unknown").to_owned();
         let what = format!(
-            "waits for session {} of {} ({}), which has a lock that the installation needs",
+            "waits for session {} of {} ({}), which holds a lock that the installation needs",
             first["pid"],
             text("role"),
             text("application")

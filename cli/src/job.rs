@@ -1,4 +1,5 @@
-//! The command: a process group of its own, which ends with this process, and which has the terminal when it needs it.
+//! The command: it has its own process group, ends with this process, and gets the terminal when it
+//! needs it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
@@ -29,7 +30,8 @@ pub(crate) const FORWARDED: [Signal; 6] = [
     Signal::SIGUSR2,
 ];
 
-/// The signals that this process takes from a queue: those, and that of Ctrl-Z. All threads that begin later block them.
+/// Blocks the signals that this process takes from a queue: the forwarded ones and that of Ctrl-Z.
+/// All threads that begin later block them, too.
 pub(crate) fn block() -> nix::Result<SigSet> {
     let taken: SigSet = FORWARDED.into_iter().chain([Signal::SIGTSTP]).collect();
     let mut blocked = taken;
@@ -39,8 +41,9 @@ pub(crate) fn block() -> nix::Result<SigSet> {
     Ok(taken)
 }
 
-/// Becomes the command: what `interlock` has started is `interlock __exec PID-OF-PARENT COMMAND…`, because the death of the
-/// parent must be arranged for by the child itself, between its birth and the command. Returns the exit status if it cannot.
+/// Becomes the command. `interlock` starts `interlock __exec PID-OF-PARENT COMMAND…`, because only
+/// the child itself can ask for a signal at its parent's death, after the fork and before the
+/// command. Returns the exit status if the command cannot be executed.
 pub(crate) fn exec(mut arguments: impl Iterator<Item = OsString>) -> i32 {
     let (parent, program) = (arguments.next(), arguments.next().unwrap_or_default());
     #[cfg(target_os = "linux")]
@@ -70,7 +73,8 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Starts the command. To be called on the main thread, with whose end, not that of the process, Linux ends the command.
+    /// Starts the command. Must be called on the main thread, because Linux ends the command when
+    /// the thread that started it ends, not when the process does.
     pub(crate) fn start(words: &[OsString], token: Option<i64>) -> io::Result<Self> {
         let this = if cfg!(target_os = "linux") {
             "/proc/self/exe".into() // also where the file was replaced meanwhile
@@ -92,7 +96,8 @@ impl Job {
             is_lent: false,
             is_to_stop: false,
         };
-        // In a pipeline, or in a script, the others need the terminal, too: the command has it when it first asks.
+        // In a pipeline or a script, other processes need the terminal, too, so the command gets it
+        // only when it first asks.
         let is_alone = io::stdin().is_terminal()
             && io::stdout().is_terminal()
             && io::stderr().is_terminal()
@@ -113,7 +118,8 @@ impl Job {
         }
     }
 
-    /// Sends a signal to the group, and to the command if it has gone to another one. It was not reaped yet. One that is stopped goes on, so that it can end.
+    /// Sends a signal to the group, and to the command itself if it has moved to another group. The
+    /// command has not been reaped yet. If it is stopped, it is continued, so that it can end.
     pub(crate) fn send(&mut self, signal: Signal) {
         self.is_to_stop |= signal == Signal::SIGTSTP;
         let _ = signal::killpg(self.pid, signal);
@@ -135,8 +141,9 @@ impl Job {
         let _ = signal::killpg(self.pid, Signal::SIGKILL);
     }
 
-    /// The command has stopped: by Ctrl-Z, or because it has asked for the terminal. A shell must see its job as one, so this process
-    /// stops, too, until the shell lets it go on. A command that somebody else has stopped is left alone.
+    /// Handles a command that has stopped, by Ctrl-Z or because it has asked for the terminal. A
+    /// shell sees both processes as one job, so this process stops, too, until the shell continues
+    /// it. A command that somebody else has stopped is left alone.
     pub(crate) fn stopped(&mut self, by: Signal) {
         let is_to_stop = mem::take(&mut self.is_to_stop) || by == Signal::SIGTSTP;
         let asks = !is_to_stop && matches!(by, Signal::SIGTTIN | Signal::SIGTTOU);

@@ -14,7 +14,7 @@ use crate::{Failure, ps, say};
 
 #[derive(Debug, Args)]
 pub(crate) struct Kill {
-    /// The name of the lock; with --slot, that of the semaphore
+    /// The name of the lock; with --slot, --leader or --run, of the semaphore, leader or schedule
     #[arg(allow_negative_numbers = true)]
     name: String,
     /// NAME is the number of the lock, or the pair, as `ps` shows it
@@ -23,15 +23,15 @@ pub(crate) struct Kill {
     /// Completes the request with this id, as `ps` shows it, and so frees its slot
     #[arg(long, value_name = "ID", group = "of")]
     slot: Option<i64>,
-    /// Ends the term of the leader of this name; it notices at its next renewal
+    /// Ends the term of the leader of this name, who notices that at the next renewal
     #[arg(long, group = "of")]
     leader: bool,
-    /// Ends the run of the schedule of this name, as if it had crashed; it notices at its next
-    /// renewal, and another instance runs the tick again unless it had its last attempt or the
-    /// schedule is paused
+    /// Ends the run of the schedule of this name, as if it had crashed; its process notices that at
+    /// the next renewal, and another instance runs the tick again unless this was the last attempt
+    /// or the schedule is paused
     #[arg(long = "run", group = "of")]
     is_run: bool,
-    /// Does not ask
+    /// Ends the holder without asking
     #[arg(long, short)]
     yes: bool,
 }
@@ -102,7 +102,7 @@ impl Kill {
                 act: COMPLETE.to_owned(),
                 parameter: name,
                 columns: &["name", "holder", "id", "age", "expires"],
-                what: format!("the election {plain}"),
+                what: format!("the leadership of {plain}"),
             }
         } else if self.is_run {
             Questions {
@@ -119,7 +119,8 @@ impl Kill {
         } else {
             Questions {
                 shown: format!("SELECT * FROM ({LOCKS}) AS l WHERE state = 'held' AND lock = $1"),
-                // In one statement: the same session, which still holds the lock. Another one may have its pid by now.
+                // One statement checks that the same session still holds the lock and ends it,
+                // because another session may have that pid by now.
                 act: format!(
                     "SELECT pg_terminate_backend(pid) AS is_done
                         FROM json_to_recordset($1::json) AS shown (lock text, pid integer, session_since timestamptz)
@@ -209,22 +210,22 @@ impl Kill {
                     return Err(failure);
                 }
                 Err(failure) => (format!("session {pid}: {failure}"), true),
-                Ok(_) if self.is_of_row() => (format!("{what} had ended by then"), false),
+                Ok(_) if self.is_of_row() => (format!("{what} had already ended"), false),
                 Ok(_) if pid.is_null() => {
                     let gid = holder["prepared"].as_str().unwrap_or_default();
                     let gid = ps::plain(gid).replace('\'', "''");
                     (
-                        format!("a prepared transaction has {what}: ROLLBACK PREPARED '{gid}';"),
+                        format!("a prepared transaction holds {what}: ROLLBACK PREPARED '{gid}';"),
                         true,
                     )
                 }
                 Ok(_) if is_seen => (
-                    format!("session {pid} did not hold {what} any more: it was not ended"),
+                    format!("session {pid} no longer held {what}, so it was not ended"),
                     false,
                 ),
                 Ok(_) => (
                     format!(
-                        "session {pid} has {what} and is of another role: as a superuser, \
+                        "session {pid} holds {what} and belongs to another role: as a superuser, \
                          GRANT pg_read_all_stats, pg_signal_backend TO the role of DATABASE_URL"
                     ),
                     true,

@@ -1,4 +1,5 @@
-//! `interlock`: runs a command under a lock of PostgreSQL, shows who holds and who waits, ends a holder, and examines a set-up.
+//! `interlock`: runs a command under a lock of PostgreSQL, shows who holds and who waits, ends a
+//! holder, and examines a set-up.
 
 mod completions;
 mod database;
@@ -30,8 +31,8 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// A line that cannot be written, or not soon, is lost: neither a full disk nor a terminal that was paused may keep a lock or a
-/// command.
+/// Gives up a line that cannot be written within a second, because neither a full disk nor a paused
+/// terminal may delay the release of a lock or the end of a command.
 fn say_within_a_second(what: String) {
     let (written, is_written) = mpsc::channel();
     let _ = thread::Builder::new().spawn(move || {
@@ -42,22 +43,22 @@ fn say_within_a_second(what: String) {
 }
 
 const STATUSES: &str = "\
-The database is that of the environment variable DATABASE_URL.
+The environment variable DATABASE_URL says which database to use.
 
-Exit status:
-  0        done; of `run`, that of the command; of `doctor`, that nothing has failed
-  1        of `kill`, it is still held or nobody was ended; of `doctor`, something has failed, or
-           with --strict, is to be warned of
+Exit status (`run` otherwise returns the status of the command):
+  0        done; `doctor`: no check has failed
+  1        `kill`: it is still held, or nothing was ended; `doctor`: a check has failed or, with
+           --strict, has given a warning
   2        the arguments are wrong
   69       the database cannot be reached, or does not reply
   71       the operating system has refused something
-  73       of `run` and `install`, another one holds the lock (-E sets another status of `run`)
+  73       `run`, `install`: another session holds the lock (-E sets another status for `run`)
   74       the output cannot be written
-  75       of `run`, the lock was lost while the command ran
-  78       the set-up is wrong: DATABASE_URL, the password, the schema, the rights of the role; of
-           `run`, a pooler in transaction mode is in between
-  126 127  of `run`, the command cannot be executed, or found
-  128 + N  of `run`, signal N has ended the command, or the wait for the lock";
+  75       `run`: the lock was lost while the command ran
+  78       the set-up is wrong: DATABASE_URL, the password, the schema, the rights of the role;
+           `run`: a pooler in transaction mode is in between
+  126 127  `run`: the command cannot be executed, or was not found
+  128 + N  `run`: signal N has ended the command, or the wait for the lock";
 
 /// Locks, slots, leaders and schedules of PostgreSQL, from a shell
 #[derive(Debug, Parser)]
@@ -69,13 +70,13 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Runs a command while holding a lock, and does not run it if another one holds the lock
+    /// Runs a command under a lock, and does not run it if the lock is busy
     #[command(after_help = STATUSES)]
     Run(run::Run),
-    /// Shows the advisory locks with those who hold them and wait for them, the slots in use, the leaders and the schedules
+    /// Shows advisory locks with their holders and waiters, slots in use, leaders and schedules
     Ps(ps::Ps),
-    /// Shows who holds a lock, a slot, an election or the run of a schedule, asks, looks again, and
-    /// ends that
+    /// Shows the holder of a lock, a slot, a leader's term or a schedule's run, asks, looks again,
+    /// and ends what was shown
     Kill(kill::Kill),
     /// Pauses a schedule, on all instances and over restarts, until it is resumed
     Pause(pause::Pause),
@@ -83,7 +84,7 @@ enum Command {
     Resume(pause::Pause),
     /// Examines the server, the schema, the rights and the settings, and says what to do
     Doctor(doctor::Doctor),
-    /// Creates the schema `resource_control`, or what it lacks
+    /// Creates the schema `resource_control`, or what is missing in it
     Install(install::Install),
     /// Writes completions for a shell to standard output
     Completions(completions::Completions),

@@ -30,7 +30,7 @@ impl Pause {
             // A misspelt name would pause nothing.
             if rows_with(&mut conn, KNOWN, &name)?.is_empty() {
                 let message =
-                    format!("no schedule has the name {name:?}: `interlock ps` shows them");
+                    format!("no schedule is named {name:?}: `interlock ps` shows the names");
                 return Err(Failure::new(Failure::INPUT, message));
             }
             drop(conn);
@@ -45,11 +45,11 @@ impl Pause {
         })?;
         let what = match (is_to_be_paused, is_changed) {
             (true, true) => {
-                "paused: it takes no tick until `interlock resume`; a run that has begun ends"
+                "paused: it takes no tick until `interlock resume`; a run in progress continues"
             }
-            (true, false) => "is paused already",
-            (false, true) => "resumed: its instances see that within five seconds",
-            (false, false) => "is not paused",
+            (true, false) => "was already paused",
+            (false, true) => "resumed: its instances notice that within five seconds",
+            (false, false) => "was not paused",
         };
         writeln!(io::stdout(), "{name}: {what}")?;
         Ok(0)

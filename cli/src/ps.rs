@@ -16,7 +16,7 @@ pub(crate) struct Ps {
     /// Writes one JSON object, with an array for each kind
     #[arg(long)]
     json: bool,
-    /// Shows all columns, of any width
+    /// Shows all columns in full width
     #[arg(long, short)]
     wide: bool,
     /// Shows only the lock, the semaphore, the leader and the schedule of this name
@@ -94,7 +94,7 @@ impl Ps {
                 match found(conn, query, &self.name).map_err(Failure::from) {
                     Ok(rows) => drop(all.insert(kind.into(), rows)),
                     Err(failure) if failure.status == Failure::SET_UP => {
-                        say!("no {kind}: {failure}; see `interlock doctor`");
+                        say!("{kind} could not be read: {failure}; see `interlock doctor`");
                         all.insert(kind.into(), Value::Null);
                     }
                     Err(failure) => return Err(failure),

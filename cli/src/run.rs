@@ -25,11 +25,12 @@ const GRACE: Duration = Duration::from_secs(10);
 pub(crate) struct Run {
     /// The name of the lock; with --lease, that of the semaphore
     name: String,
-    /// Waits for at most this time, such as 30s or 10m
+    /// Waits for the lock for at most this time, such as 30s or 10m
     #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "0s", hide_default_value = true)]
     wait: Duration,
-    /// Takes a permit that renews itself instead of a session lock: it holds no connection, works behind a pooler, and needs the
-    /// schema. After a crash it is free when DURATION is over, 3 seconds at least
+    /// Takes a permit that renews itself instead of a session lock: it holds no connection, works
+    /// behind a pooler, and needs the schema. After a crash it stays taken for DURATION, which must
+    /// be at least 3 seconds
     #[arg(long, value_parser = duration, value_name = "DURATION")]
     lease: Option<Duration>,
     /// How many commands may run at a time
@@ -38,13 +39,13 @@ pub(crate) struct Run {
     /// Takes the shared form of the lock: many may hold it while nobody has the exclusive one
     #[arg(long, conflicts_with = "lease")]
     shared: bool,
-    /// The exit status if another one holds it
+    /// The exit status if the lock is busy
     #[arg(short = 'E', long, value_name = "N", default_value_t = BUSY)]
     conflict_exit_code: u8,
-    /// Does not say who holds it
+    /// Does not print who holds a busy lock
     #[arg(short, long)]
     quiet: bool,
-    /// The command
+    /// The command and its arguments
     #[arg(last = true, required = true)]
     command: Vec<OsString>,
 }
@@ -60,7 +61,8 @@ impl Run {
     pub(crate) fn run(self) -> Result<i32, Failure> {
         if job::is_ignored(Signal::SIGCHLD) {
             return Err(system(
-                "SIGCHLD is ignored, so the end of the command could not be seen: `env --default-signal=CHLD` sets it back",
+                "SIGCHLD is ignored, so the end of the command could not be seen: run interlock \
+                    under `env --default-signal=CHLD`",
             ));
         }
         let signals = job::block().map_err(system)?;
@@ -132,7 +134,8 @@ impl Run {
                 }
             }
             None => say!(
-                "the database has not confirmed the release, and so not that it was held to the end"
+                "the database has not confirmed the release, so it is not certain that the lock \
+                    was held to the end"
             ),
             _ => {}
         }
@@ -152,7 +155,8 @@ fn busy(name: &str, holders: &[String]) {
     }
 }
 
-/// Waits for the command, and looks after it. Returns its exit status, or none if the lock was lost.
+/// Waits for the command, and looks after it. Returns its exit status, or none if the lock was
+/// lost.
 fn attend(
     job: &mut Job,
     events: &Receiver<Event>,
@@ -202,7 +206,8 @@ fn attend(
     Ok(None)
 }
 
-/// The time without a sign of life, counted in pieces, because while this process is stopped nothing can be heard.
+/// The time without news, counted in pieces, because while this process is stopped no news can
+/// arrive, and that time must not count.
 struct Pieces {
     next: Instant,
     silence: Duration,

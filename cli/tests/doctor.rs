@@ -477,7 +477,7 @@ fn an_old_snapshot_of_a_standby_is_named_here_and_there() {
         line["found"]
             .as_str()
             .unwrap()
-            .contains("question has failed")
+            .contains("query of doctor has failed")
     };
     assert_eq!(lines.iter().filter(failed).count(), 0, "{lines:#?}");
 }

@@ -2,7 +2,7 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- Before anything is changed, because later files need both.
+-- Checked before anything is changed, because the later files need both.
 IF pg_catalog.current_setting('server_version_num')::integer OPERATOR(pg_catalog.<) 140000 THEN
     RAISE feature_not_supported USING
         MESSAGE = 'diesel_interlock needs PostgreSQL 14 or later, and this is '
@@ -15,11 +15,12 @@ IF pg_catalog.getdatabaseencoding() OPERATOR(pg_catalog.<>) 'UTF8' THEN
         'one is ' OPERATOR(pg_catalog.||) pg_catalog.getdatabaseencoding()::pg_catalog.text,
         HINT = 'Create a database with ENCODING UTF8. Nothing was installed.';
 END IF;
--- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.
+-- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
+-- tables.
 PERFORM pg_catalog.set_config('lock_timeout', '0', true);
--- One session at a time, and only if this version is not recorded.
+-- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
--- Not to_regclass, which could miss in its cache what was committed while this session waited for the lock.
+-- Not to_regclass, whose cache may lack what another session committed while this one waited for the lock.
 IF EXISTS (
     SELECT FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid OPERATOR(pg_catalog.=) c.relnamespace
         WHERE n.nspname OPERATOR(pg_catalog.=) 'resource_control' AND c.relname OPERATOR(pg_catalog.=) 'installed_migration'
@@ -28,21 +29,22 @@ IF EXISTS (
         RETURN;
     END IF;
 END IF;
--- With the caller's search path, the objects below could refer to the caller's own objects.
+-- Under the caller's search path, the objects below could refer to the caller's own objects.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
--- Not IF NOT EXISTS, which needs the right to create a schema even if there is one.
+-- Not CREATE SCHEMA IF NOT EXISTS, which needs the right to create a schema even if this one exists.
 IF to_regnamespace('resource_control') IS NULL THEN
     CREATE SCHEMA resource_control;
 END IF;
 
--- Each file inserts its own row, so that the schema records it however it was run.
+-- Each file inserts its own row, so the schema records the file whatever tool runs it.
 CREATE TABLE IF NOT EXISTS resource_control.installed_migration (
     version text PRIMARY KEY,
     run_at timestamptz NOT NULL DEFAULT current_timestamp
 );
 
--- The fencing tokens of session locks and schedules. No cache, because a session would use its cached numbers late, out of order.
+-- The fencing tokens of session locks and schedules. CACHE 1, because a session would hand out cached numbers late, and so out
+-- of order.
 CREATE SEQUENCE IF NOT EXISTS resource_control.fencing_token AS bigint CACHE 1;
 
 CREATE TABLE IF NOT EXISTS resource_control.token_base (
@@ -51,8 +53,9 @@ CREATE TABLE IF NOT EXISTS resource_control.token_base (
     base bigint NOT NULL
 );
 
--- A promotion begins a new timeline, and may have lost the last numbers of a sequence. So each timeline has its own range of numbers.
--- Where the timeline cannot be read, as on some managed services, all is one range.
+-- A promotion begins a new timeline, and a sequence may then have lost its last numbers. So that no token is drawn twice, each
+-- timeline has its own range of numbers. Where the timeline cannot be read, as on some managed services, all numbers are in one
+-- range.
 CREATE OR REPLACE FUNCTION resource_control.token_floor() RETURNS bigint
     LANGUAGE plpgsql STABLE
 AS $$
@@ -65,10 +68,11 @@ BEGIN
         RETURN 0;
     END;
     IF timeline = 1 THEN
-        -- No promotion since the base was set, so nothing was lost.
+        -- There was no promotion since the base was set, so no number was lost.
         RETURN 0;
     END IF;
-    -- By the index, because callers switch sequential scans off, whose estimated cost then begins a compilation.
+    -- The condition makes the planner use the index. Callers switch sequential scans off, and the estimated cost of one that is
+    -- off would start a JIT compilation.
     RETURN GREATEST(0, timeline - 1 + COALESCE((SELECT b.base FROM resource_control.token_base AS b WHERE b.is_only), 0)) << 40;
 END
 $$;
@@ -81,7 +85,7 @@ DECLARE
     token_floor CONSTANT bigint := resource_control.token_floor();
 BEGIN
     IF token < token_floor THEN
-        -- Once per promotion, and one at a time: a slower one would set the sequence back.
+        -- This happens once per promotion. Only one session at a time, because a slower one would set the sequence back.
         PERFORM pg_catalog.pg_advisory_xact_lock(20000101000009);
         IF pg_catalog.nextval(sequence) < token_floor THEN
             PERFORM pg_catalog.setval(sequence, token_floor);
@@ -97,14 +101,14 @@ CREATE OR REPLACE FUNCTION resource_control.lock_key(name text) RETURNS bigint
     SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    -- The 64 bits are in two halves, because bigint has no multiplication that wraps.
+    -- The 64 bits are kept in two halves, because bigint has no multiplication that wraps.
     bytes CONSTANT bytea := convert_to(name, 'UTF8');
     high bigint := x'cbf29ce4'::bigint;
     low bigint := x'84222325'::bigint;
 BEGIN
     FOR i IN 0 .. length(bytes) - 1 LOOP
         low := low # get_byte(bytes, i);
-        -- Multiplies by 2^40 + 435, the prime of FNV-1a.
+        -- Multiplies by 2^40 + 435, which is the prime of FNV-1a.
         high := (high * 435 + (low * 435 >> 32) + ((low & x'ffffff'::bigint) << 8)) & x'ffffffff'::bigint;
         low := low * 435 & x'ffffffff'::bigint;
     END LOOP;

@@ -2,42 +2,44 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.
+-- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
+-- tables.
 PERFORM pg_catalog.set_config('lock_timeout', '0', true);
--- One session at a time, and only if this version is not recorded.
+-- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000002') THEN
     RETURN;
 END IF;
--- With the caller's search path, the objects below could refer to the caller's own objects.
+-- Under the caller's search path, the objects below could refer to the caller's own objects.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
--- An interval as elapsed time, because a day that is added to a timestamptz has 23 to 25 hours. PostgreSQL inlines it.
+-- Converts an interval to elapsed time, because a day that is added to a timestamptz may have 23 to 25 hours. PostgreSQL
+-- inlines this function.
 CREATE OR REPLACE FUNCTION resource_control.elapsed(span interval) RETURNS interval
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     RETURN make_interval(secs => date_part('epoch', span));
 
--- Throttles whose interval the program knows, and the keys of resources. throttle_interval is that of the last grant, for the
--- views and for pruning. No constraint checks it: the crate is the only writer, and checks it before it sends it, while
--- PostgreSQL would parse a CHECK anew for each grant.
--- The fillfactor of this and other tables lets the next version of a row stay in its page.
+-- Throttles whose interval is in the program, and the keys of resources. throttle_interval is the interval of the last grant,
+-- for the views and for pruning. No constraint checks the columns: the crate is the only writer and checks before it sends,
+-- while PostgreSQL would parse a CHECK anew for each grant.
 CREATE TABLE IF NOT EXISTS resource_control.throttle (
     name text COLLATE pg_catalog."C" NOT NULL,
     key text COLLATE pg_catalog."C" NOT NULL,
     last_granted timestamptz NOT NULL DEFAULT '-infinity',
     throttle_interval interval NOT NULL,
     details text NOT NULL DEFAULT '',
-    -- Whether it is the key of a resource, so that a throttle of the same name is another one.
+    -- Whether this is the key of a resource. Part of the primary key, so that a named throttle may have the same name as a
+    -- resource.
     is_resource boolean NOT NULL DEFAULT false,
     PRIMARY KEY (name, key, is_resource)
 ) WITH (fillfactor = 50);
 
--- Resources whose interval the database knows. The type has a label for each.
+-- Resources whose interval is in the database. The type has one label per resource.
 IF to_regtype('resource_control.throttled_resource_enum') IS NULL THEN
     CREATE TYPE resource_control.throttled_resource_enum AS ENUM ();
 END IF;
 
--- DROP TYPE … CASCADE takes the column with the labels, and what is left of the rows says nothing.
+-- If somebody has run DROP TYPE … CASCADE, the column with the labels is gone, and the rows are useless without it.
 IF to_regclass('resource_control.throttled_resource') IS NOT NULL AND NOT EXISTS (
     SELECT FROM pg_attribute
         WHERE attrelid = to_regclass('resource_control.throttled_resource') AND attname = 'resource_id' AND NOT attisdropped)
@@ -58,7 +60,7 @@ CREATE TABLE IF NOT EXISTS resource_control.throttled_resource (
         )
 ) WITH (fillfactor = 50);
 
--- The clock that is stored is read after the one that decides, so two grants are never closer than the interval.
+-- The stored time is read from the clock after the condition was, so two grants are never closer than the interval.
 CREATE OR REPLACE FUNCTION resource_control.lock_throttled_resource(
     resource_id_var resource_control.throttled_resource_enum,
     details_var text
@@ -67,7 +69,7 @@ CREATE OR REPLACE FUNCTION resource_control.lock_throttled_resource(
     SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    -- FOR UPDATE would conflict with the foreign key of an insert in an open transaction.
+    -- Not FOR UPDATE: it would conflict with the foreign key of a row that an open transaction has inserted.
     UPDATE resource_control.throttled_resource AS r
         SET last_locked = clock_timestamp(), last_locker_details = details_var
         WHERE r.ctid = (

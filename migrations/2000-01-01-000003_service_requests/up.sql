@@ -2,18 +2,20 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.
+-- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
+-- tables.
 PERFORM pg_catalog.set_config('lock_timeout', '0', true);
--- One session at a time, and only if this version is not recorded.
+-- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000003') THEN
     RETURN;
 END IF;
--- With the caller's search path, the objects below could refer to the caller's own objects.
+-- Under the caller's search path, the objects below could refer to the caller's own objects.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
--- Other clients insert requests, too. Domains check what they insert: a session compiles the rules of a domain once, and the
--- check constraints of a table for each statement, also for one that changes none of the columns.
+-- Other clients insert requests, too, so their values must be checked. Domains do this more cheaply than check constraints: a
+-- session compiles the rules of a domain once, but the check constraints of a table for each statement, even for one that
+-- changes none of the columns.
 IF to_regtype('resource_control.service_name') IS NULL THEN
     CREATE DOMAIN resource_control.service_name AS text COLLATE pg_catalog."C"
         CONSTRAINT services_have_names CHECK (octet_length(VALUE) BETWEEN 1 AND 1000);
@@ -25,7 +27,7 @@ IF to_regtype('resource_control.request_expiry') IS NULL THEN
     CREATE DOMAIN resource_control.request_expiry AS timestamptz CONSTRAINT requests_expire CHECK (isfinite(VALUE));
 END IF;
 
--- DROP DOMAIN … CASCADE takes the column, and a log without it says nothing.
+-- If somebody has run DROP DOMAIN … CASCADE, a column is gone, and the log is useless without it.
 IF to_regclass('resource_control.service_request') IS NOT NULL AND 3 > (
     SELECT count(*) FROM pg_attribute
         WHERE attrelid = to_regclass('resource_control.service_request') AND attname IN ('service', 'slot', 'expires_at')
@@ -35,19 +37,19 @@ THEN
 END IF;
 
 CREATE TABLE IF NOT EXISTS resource_control.service_request (
-    -- The fencing token. No cache, because a session would use its cached numbers late, out of order.
+    -- The fencing token. CACHE 1, because a session would hand out cached numbers late, and so out of order.
     id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
     service resource_control.service_name NOT NULL,
     slot resource_control.slot_number NOT NULL,
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    -- The default is for clients that insert rows of their own and do not know this column.
+    -- The default is for clients that insert their own rows and do not know this column.
     expires_at resource_control.request_expiry NOT NULL DEFAULT clock_timestamp() + '90 seconds',
     completed_at timestamptz,
     timed_out_at timestamptz,
     details text NOT NULL DEFAULT '',
-    -- A random number of the claim, by which its holder knows the row. Null for clients that bring none.
+    -- A random number of the claim, by which its holder recognizes the row. Null for clients that send none.
     claim bigint
--- Every request leaves a dead row and dead index entries, so autovacuum runs often, however long the log is.
+-- Every request leaves a dead row and dead index entries, so autovacuum should run often, even if the log is long.
 ) WITH (
     autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold = 1000,
     autovacuum_analyze_scale_factor = 0.01, autovacuum_analyze_threshold = 1000
@@ -56,7 +58,8 @@ CREATE TABLE IF NOT EXISTS resource_control.service_request (
 CREATE UNIQUE INDEX IF NOT EXISTS service_request_in_flight ON resource_control.service_request (service, slot)
     WHERE completed_at IS NULL AND timed_out_at IS NULL;
 
--- Never waits for another claim, because it tries advisory locks, skips locked rows, and inserts into a slot only under its lock.
+-- Never waits for another claim: it only tries advisory locks, skips locked rows, and inserts into a slot only while it holds
+-- the slot's lock.
 CREATE OR REPLACE FUNCTION resource_control.claim_service_request(
     service text,
     slots integer,
@@ -71,7 +74,7 @@ CREATE OR REPLACE FUNCTION resource_control.claim_service_request(
 )
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
-    -- The plans for an empty table would be kept while it grows.
+    -- Without these settings, a session would keep plans that it made for an empty table while the table grows.
     SET enable_seqscan = off
     SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
@@ -101,7 +104,7 @@ BEGIN
             MESSAGE = 'claim at READ COMMITTED, because an older snapshot does not show what others have claimed';
     END IF;
     FOR attempt IN 1 .. 3 LOOP
-        -- If the semaphore is full, this read decides it, without a lock and without a transaction id.
+        -- If the semaphore is full, this read alone decides, without a lock and without a transaction id.
         SELECT COALESCE(array_agg(r.slot::smallint), '{}'), min(r.expires_at), clock_timestamp(), COALESCE(max(r.slot) >= slots, false)
             INTO taken, next_expiry, now, is_lowered
             FROM resource_control.service_request AS r
@@ -111,7 +114,8 @@ BEGIN
             RETURN;
         END IF;
         IF next_expiry <= now THEN
-            -- An overdue request keeps its slot until it is marked. One that is locked is being ended, renewed or marked.
+            -- An expired request keeps its slot until it is marked as timed out. A locked one is skipped, because another
+            -- transaction is ending, renewing or marking it.
             UPDATE resource_control.service_request AS r SET timed_out_at = clock_timestamp()
                 WHERE r.id = ANY (ARRAY (
                     SELECT d.id FROM resource_control.service_request AS d
@@ -121,20 +125,21 @@ BEGIN
             CONTINUE WHEN FOUND;
         END IF;
         IF is_lowered THEN
-            -- There were more slots before, so a free slot does not tell enough. Until no slot from N on is in flight, one
-            -- claim at a time counts the requests, and the others are refused until it commits.
+            -- N was lowered, so a free slot alone does not prove that fewer than N requests are in flight. Until no slot from N
+            -- on is in flight, only one claim at a time counts the requests, and the others are refused until that claim
+            -- commits.
             EXIT WHEN NOT pg_try_advisory_xact_lock(hashtextextended(service COLLATE "C", 20000101000003));
             SELECT count(*) INTO live
                 FROM resource_control.service_request AS r
                 WHERE r.service = claim_service_request.service COLLATE "C" AND r.completed_at IS NULL AND r.timed_out_at IS NULL;
             EXIT WHEN live >= slots;
         END IF;
-        -- A permit that a crash of this server forgets would have a second holder.
+        -- The commit must wait for the disk: if a crash of the server forgot a permit, the slot would get a second holder.
         IF current_setting('synchronous_commit') IN ('off', 'local') THEN
             PERFORM set_config('synchronous_commit', 'on', true);
         END IF;
-        -- From a random slot on, because concurrent claims then seldom try the same one. Where most slots are taken, those that
-        -- are not are found by one query, and otherwise without.
+        -- Start at a random slot, so that concurrent claims seldom try the same one. If most slots are taken, one query finds
+        -- the free ones, and otherwise no query is needed.
         free := NULL;
         IF 4 * cardinality(taken) > 3 * slots THEN
             free := ARRAY (SELECT g.slot FROM generate_series(0, slots - 1) AS g (slot) WHERE g.slot NOT IN (SELECT unnest(taken)));
@@ -151,8 +156,8 @@ BEGIN
             END IF;
             EXIT WHEN tries = 16;
             tries := tries + 1;
-            -- A claim gets its id while it holds the lock of the slot, until its commit, and after it has seen the slot
-            -- free. So the ids of a slot ascend.
+            -- A claim draws its id after it has seen the slot free, and while it holds the slot's lock, which it keeps until
+            -- its commit. So the ids of a slot ascend.
             CONTINUE WHEN NOT pg_try_advisory_xact_lock(hashtextextended(service COLLATE "C", 20000101000004 + candidate));
             INSERT INTO resource_control.service_request AS r (id, service, slot, created_at, expires_at, details, claim)
                 OVERRIDING SYSTEM VALUE
@@ -170,7 +175,7 @@ BEGIN
                             WHERE d.service = claim_service_request.service COLLATE "C"
                                 AND d.slot >= claim_service_request.slots
                                 AND d.completed_at IS NULL AND d.timed_out_at IS NULL))
-                -- With a client that inserts without the lock of the slot.
+                -- A conflict is possible only with a client that inserts without the slot's lock.
                 ON CONFLICT (service, slot) WHERE completed_at IS NULL AND timed_out_at IS NULL DO NOTHING
                 RETURNING r.id, r.slot::smallint, r.created_at, r.expires_at::timestamptz INTO id, slot, created_at, expires_at;
             IF FOUND THEN
@@ -178,7 +183,7 @@ BEGIN
             END IF;
         END LOOP;
     END LOOP;
-    -- Others are claiming or freeing what is left.
+    -- Other transactions are claiming or freeing the remaining slots just now.
     retry_after := '5 ms';
 END
 $$;
@@ -198,10 +203,11 @@ DECLARE
     is_in_time boolean;
 BEGIN
     IF is_async THEN
-        -- If the server crashes and loses it, the slot is free after its timeout.
+        -- If a crash of the server loses this commit, the slot is free after its timeout anyway.
         PERFORM set_config('synchronous_commit', 'off', true);
     END IF;
-    -- COALESCE keeps the planner from the index of requests in flight, which a search for an id would read as a whole.
+    -- COALESCE keeps the planner from using the index of requests in flight, which a search by id would have to read as a
+    -- whole.
     UPDATE resource_control.service_request AS r
         SET completed_at = CASE WHEN r.expires_at > c.now THEN c.now END,
             timed_out_at = CASE WHEN r.expires_at <= c.now THEN c.now END
@@ -272,7 +278,7 @@ BEGIN
             MESSAGE = 'prune with an age of zero to 1000 years, and a batch of 1 at least';
     END IF;
     before := clock_timestamp() - resource_control.elapsed(older_than);
-    -- From the oldest id on, until the requests are too young. The rest of the log is not read.
+    -- Read from the oldest id on until the requests are too young, so the rest of the log is not read.
     WHILE pruned < batch AND is_young IS NOT TRUE LOOP
         SELECT max(r.id), bool_and(r.created_at >= before),
                 array_agg(r.id) FILTER (WHERE COALESCE(r.completed_at, r.timed_out_at, r.expires_at) < before)

@@ -2,14 +2,15 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.
+-- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
+-- tables.
 PERFORM pg_catalog.set_config('lock_timeout', '0', true);
--- One session at a time, and only if this version is not recorded.
+-- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000004') THEN
     RETURN;
 END IF;
--- With the caller's search path, the objects below could refer to the caller's own objects.
+-- Under the caller's search path, the objects below could refer to the caller's own objects.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 CREATE TABLE IF NOT EXISTS resource_control.fence (

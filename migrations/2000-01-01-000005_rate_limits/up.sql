@@ -2,18 +2,19 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.
+-- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
+-- tables.
 PERFORM pg_catalog.set_config('lock_timeout', '0', true);
--- One session at a time, and only if this version is not recorded.
+-- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000005') THEN
     RETURN;
 END IF;
--- With the caller's search path, the objects below could refer to the caller's own objects.
+-- Under the caller's search path, the objects below could refer to the caller's own objects.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
--- The generic cell rate algorithm. A key without a row is full. A statement that spends units evaluates the three times in
--- the order of these columns, each by the clock, and the promise needs that order.
+-- The generic cell rate algorithm. A key without a row is full. Do not reorder the three times: a statement that spends units
+-- evaluates them in the order of these columns, each by the clock, and the limit holds only in that order.
 CREATE TABLE IF NOT EXISTS resource_control.rate_limit (
     name text COLLATE pg_catalog."C" NOT NULL,
     key text COLLATE pg_catalog."C" NOT NULL,
@@ -25,7 +26,8 @@ CREATE TABLE IF NOT EXISTS resource_control.rate_limit (
     PRIMARY KEY (name, key)
 ) WITH (fillfactor = 50);
 
--- When the key is full if a unit takes wanted_us to refill: the units that it owes stay the same. PostgreSQL inlines it.
+-- Converts full_at to another quota, under which a unit takes wanted_us to refill: the key owes as many units as before.
+-- PostgreSQL inlines this function.
 CREATE OR REPLACE FUNCTION resource_control.rate_limit_full_at(full_at timestamptz, unit_us float8, wanted_us float8)
     RETURNS timestamptz
     LANGUAGE sql VOLATILE

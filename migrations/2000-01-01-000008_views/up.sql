@@ -2,14 +2,15 @@ DO $migration$
 DECLARE
     callers_path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
 BEGIN
--- A lock_timeout of the session must not cut the waits short: for other instances, and for users of the tables.
+-- The session's lock_timeout must not end the waits below early: waits for other instances that install, and for users of the
+-- tables.
 PERFORM pg_catalog.set_config('lock_timeout', '0', true);
--- One session at a time, and only if this version is not recorded.
+-- One session at a time runs this file, and only if its version is not recorded yet.
 PERFORM pg_catalog.pg_advisory_xact_lock(20000101000000);
 IF EXISTS (SELECT FROM resource_control.installed_migration WHERE version OPERATOR(pg_catalog.=) '20000101000008') THEN
     RETURN;
 END IF;
--- With the caller's search path, the objects below could refer to the caller's own objects.
+-- Under the caller's search path, the objects below could refer to the caller's own objects.
 PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
 CREATE OR REPLACE VIEW resource_control.advisory_lock AS
@@ -56,8 +57,8 @@ CREATE OR REPLACE VIEW resource_control.rate_limit_state AS
                 FROM resource_control.rate_limit AS k
         ) AS r;
 
--- A leader holds the one slot of the service that consists of the word leader and its name, whose spaces and backslashes
--- are escaped.
+-- A leader holds the only slot of a service that is named with the word leader and the election's name, in which spaces and
+-- backslashes are escaped. The view removes the prefix and the escapes.
 CREATE OR REPLACE VIEW resource_control.leader AS
     SELECT regexp_replace(s.service, '^leader |\\(.)', '\1', 'g') AS name, s.details AS holder, s.created_at AS since,
             s.expires_at AS until, s.id AS token
@@ -77,9 +78,9 @@ CREATE OR REPLACE VIEW resource_control.schedule_state AS
             s.attempt, s.token, s.runner, s.started_at, s.expires_at, s.ended_at, s.error, s.paused_at
         FROM resource_control.schedule AS s;
 
--- Counts the timelines of another server anew. Its sequences go on in the range after that in
--- which they are, because the server before may have drawn numbers since they were copied. Returns
--- whether it did.
+-- Sets a new base for the timelines if this is another server than before, as after a restore or pg_upgrade. The sequences then
+-- continue in the range after their present one, because the old server may have drawn more numbers after they were copied.
+-- Returns whether a new base was set.
 CREATE OR REPLACE FUNCTION resource_control.set_token_base() RETURNS boolean
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
@@ -93,7 +94,7 @@ BEGIN
     IF EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.system_identifier = server) THEN
         RETURN false;
     END IF;
-    -- One at a time: a slower one would set the sequences back.
+    -- Only one session at a time, because a slower one would set the sequences back.
     PERFORM pg_advisory_xact_lock(20000101000009);
     IF EXISTS (SELECT FROM resource_control.token_base AS b WHERE b.system_identifier = server) THEN
         RETURN false;

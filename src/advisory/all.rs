@@ -1,4 +1,4 @@
-//! Several locks at once: taken together, or none of them.
+//! Several locks at once: all of them, or none.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use crate::key::{LockId, LockKey};
 use crate::pool::Pool;
 use crate::statement::Database;
 
-/// The server keeps all locks of all sessions in a table of a fixed size, which has room for some
-/// thousands.
+/// The most locks of one operation: the server keeps the locks of all sessions in a table of a
+/// fixed size, which has room for some thousands.
 const MOST: usize = 1000;
 
 /// # Several locks
 impl<P: Pool> AdvisoryLock<P> {
-    /// Returns a lock of several things, of which a holder has all or none.
+    /// Returns one lock for several things: a holder has all of them or none.
     ///
     /// ```
     /// use diesel_interlock::{AdvisoryLock, Error, PgPool};
@@ -34,17 +34,18 @@ impl<P: Pool> AdvisoryLock<P> {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// It is used as a single one is, with as many round trips. One statement takes the locks in
-    /// the order of their numbers; at the first that is busy it stops, and releases the others. A
-    /// waiter waits only for the lock that was busy, holds none meanwhile, and then tries all, so
-    /// callers do not deadlock, in any order in which they name the locks.
+    /// Use it like a single lock; it takes as many round trips. One statement takes the locks in
+    /// the order of their numbers. At the first busy lock, the statement stops and releases those
+    /// that it has taken. A waiter waits only for the busy lock, holds none meanwhile, and then
+    /// tries all of them again. So callers do not deadlock, in whatever order they name the locks.
     ///
-    /// In a transaction, a wait holds the locks before the busy one in that order, which does not
-    /// deadlock among such callers. A savepoint gives them back, so `try_acquire_xact` and
-    /// `acquire_xact_timeout` take two round trips more.
+    /// In a transaction, a waiter keeps the locks before the busy one. All such callers take the
+    /// locks in the same order, so they do not deadlock with each other. `try_acquire_xact` and
+    /// `acquire_xact_timeout` take two more round trips, for a savepoint: rolling back to it gives
+    /// the locks back after a refusal.
     ///
-    /// A lock that is given twice is taken once, exclusively unless both are shared. To use none,
-    /// or more than 1,000, is an [`Error::Input`].
+    /// A lock that is given twice is taken once, exclusively unless both are shared. Using no
+    /// locks, or more than 1,000, is an [`Error::Input`].
     pub fn all<'l>(locks: impl IntoIterator<Item = &'l Self>) -> Self
     where
         P: 'l,
@@ -79,7 +80,7 @@ impl<P: Pool> AdvisoryLock<P> {
             .map(|(key, is_shared)| Lock::new(key.clone(), *is_shared || self.is_shared))
             .collect();
         let mut locks = locks?;
-        // Of two for one key the exclusive one comes first, and stays.
+        // Of two locks on one key, the exclusive one sorts first, and `dedup` keeps it.
         locks.sort_by_key(|lock| (lock.id, lock.is_shared));
         locks.dedup_by_key(|lock| lock.id);
         match locks.len() {
@@ -92,12 +93,11 @@ impl<P: Pool> AdvisoryLock<P> {
     }
 }
 
-/// The locks that an operation takes: one, or several in the order of their numbers. There is at
-/// least one.
+/// The locks that an operation takes: at least one, and several in the order of their numbers.
 #[derive(Debug, Clone)]
 pub(crate) struct Locks(pub(super) Arc<[Lock]>);
 
-/// The place of a lock that is busy, and in which database.
+/// A refusal: the place of the busy lock, and the database that refused it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Busy {
     place: usize,
@@ -105,7 +105,8 @@ pub(crate) struct Busy {
 }
 
 impl Busy {
-    /// Converts a place in the order of [`Locks::take_others`] to one in that of [`Locks`].
+    /// Converts a place in the order of [`Locks::take_others`], where the held lock comes first, to
+    /// a place in [`Locks`].
     pub(super) const fn beside(self, held: Self) -> Self {
         let place = match self.place {
             0 => held.place,
@@ -115,8 +116,9 @@ impl Busy {
         Self { place, ..self }
     }
 
-    /// Reads the reply to a try: the pid of the session that has taken all now. A refusal is below
-    /// 0, and has the place of the busy one in its last ten bits, and the database in those before.
+    /// Reads the reply to a try. A number above 0 is the pid of the session, which now holds all
+    /// locks. A number below 0 is a refusal: of −1 minus the number, the lowest ten bits are the
+    /// place of the busy lock, and the bits above are the database.
     pub(super) fn read(reply: Option<i32>) -> Result<Result<i32, Self>> {
         let refusal = match reply {
             Some(0) => return Err(Error::Standby),
@@ -138,7 +140,7 @@ impl From<Lock> for Locks {
     }
 }
 
-/// The names and numbers, as far as a message has room for them.
+/// The first lock, and how many more there are: a message has no room for all.
 impl fmt::Display for Locks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.first().key)?;
@@ -166,7 +168,7 @@ impl Locks {
         self.0.get(place).unwrap_or_else(|| self.first())
     }
 
-    /// The one that is busy.
+    /// Only the busy lock.
     pub(super) fn only(&self, busy: Busy) -> Self {
         self.get(busy).clone().into()
     }
@@ -179,7 +181,7 @@ impl Locks {
         self.0.iter().map(|lock| lock.id)
     }
 
-    /// The name and number of one that was not held, after this reply to
+    /// The name and number of a lock that was not held, from the reply to
     /// [`release`](Self::release).
     pub(super) fn name_lost(&self, reply: i32) -> String {
         let place = usize::try_from(reply.unsigned_abs()).unwrap_or_default();

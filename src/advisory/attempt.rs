@@ -1,8 +1,8 @@
-//! What came of an attempt to take a lock.
+//! The outcome of an attempt to take a lock.
 
 use crate::event::Outcome;
 
-/// What came of an attempt to take a lock.
+/// The outcome of an attempt to take a lock.
 #[must_use = "the lock may be held by another session"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Attempt<T> {
@@ -13,7 +13,7 @@ pub enum Attempt<T> {
 }
 
 impl<T> Attempt<T> {
-    /// Returns what was acquired, unless the lock is busy.
+    /// Returns what was acquired, or `None` if the lock is busy.
     pub fn acquired(self) -> Option<T> {
         match self {
             Self::Acquired(value) => Some(value),

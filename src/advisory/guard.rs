@@ -7,16 +7,20 @@ use crate::key::LockKey;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
 
-/// A held session lock, or several, with the pooled connection whose session holds it.
+/// A held session lock (or several), with the pooled connection whose session holds it.
 ///
-/// A drop releases the lock, and gives the connection back if the server confirms that. Over r2d2
-/// the drop waits for the server; over deadpool and bb8 it leaves the release to a task of the
-/// runtime on which the lock was taken. [`release`](Self::release) does the same, and returns what
-/// went wrong.
+/// Run your work on [`conn`](Self::conn): then the work and the unlock use the session that holds
+/// the lock.
 ///
-/// If the session ends (a killed backend, a restarted server), the lock is free at once, while the
-/// work goes on without protection: [`is_held`](Self::is_held) asks, [`release`](Self::release)
-/// reports it, and a [`Fence`](crate::Fence) protects data of the database.
+/// Dropping the guard releases the lock. The connection is returned to its pool if the server
+/// confirms the release, and is discarded otherwise. With r2d2 the drop waits for the server; with
+/// deadpool and bb8 it leaves the release to a task on the runtime where the lock was taken.
+/// [`release`](Self::release) does the same, and also returns what went wrong.
+///
+/// If the session ends (its backend is killed, or the server restarts), the lock is free at once,
+/// but your work goes on unprotected. [`is_held`](Self::is_held) asks whether that has happened,
+/// [`release`](Self::release) reports it, and a [`Fence`](crate::Fence) protects data in the
+/// database.
 #[must_use = "if unused, the lock is released at once"]
 pub struct AdvisoryLockGuard<P: Pool>(Holder<Pooled<P>>);
 
@@ -26,13 +30,14 @@ impl<P: Pool> AdvisoryLockGuard<P> {
         Self(holder)
     }
 
-    /// Lends the connection whose session holds the lock, for any statements. A transaction on it
-    /// must have ended before the release.
+    /// Returns the connection whose session holds the lock, for any statements.
+    ///
+    /// End every transaction on it before you release the lock.
     pub fn conn(&mut self) -> &mut Connection<P> {
         self.0.conn()
     }
 
-    /// Returns what the lock is on, or of several the first in their order.
+    /// Returns the key of the lock; of several locks, the first in the order of their numbers.
     pub fn lock_key(&self) -> &LockKey {
         &self.0.held_ref().locks.first().key
     }
@@ -47,20 +52,23 @@ impl<P: Pool> AdvisoryLockGuard<P> {
         P::Mode::drive(self.0.is_held())
     }
 
-    /// Draws a number that is larger than those of all earlier holders, for a
-    /// [`Fence`](crate::Fence). One round trip, to a sequence of the schema `resource_control`.
+    /// Draws a fencing token, which is larger than the tokens of all earlier holders.
     ///
-    /// Fails with [`Error::NotInstalled`] without that schema, [`Error::LockLost`] if the session
-    /// has ended, and [`Error::SessionMoved`] behind a pooler in transaction mode.
+    /// Pass it to a [`Fence`](crate::Fence). One round trip, to a sequence of the schema
+    /// `resource_control`.
+    ///
+    /// Fails with [`Error::NotInstalled`] if that schema is missing, [`Error::LockLost`] if the
+    /// session has ended, and [`Error::SessionMoved`] behind a pooler in transaction mode.
     pub fn fencing_token(&mut self) -> Reply<'_, P, i64> {
         P::Mode::drive(self.0.fencing_token())
     }
 
-    /// Releases the lock, and gives the connection back to the pool. One round trip.
+    /// Releases the lock, and returns the connection to the pool. One round trip.
     ///
-    /// The lock is free after an error, too, which says what was wrong with the work under it:
-    /// [`Error::LockLost`], [`Error::TransactionLeftOpen`], [`Error::SessionMoved`], or
-    /// [`Error::ReleaseFailed`].
+    /// An error says what was wrong with the work under the lock: [`Error::LockLost`],
+    /// [`Error::TransactionLeftOpen`], [`Error::SessionMoved`], or [`Error::ReleaseFailed`]. The
+    /// lock is free after an error, too, except after [`Error::SessionMoved`], where another
+    /// session may still hold it.
     pub fn release(mut self) -> Reply<'static, P, ()> {
         P::Mode::drive(async move { self.0.release_and_report("release").await })
     }
@@ -70,8 +78,8 @@ impl<P: Pool> AdvisoryLockGuard<P> {
 impl AdvisoryLockGuard<crate::pool::PgPool> {
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
     ///
-    /// After an error of `work` the lock is released as by a drop. A lock that was lost while
-    /// `work` succeeded is an error.
+    /// If `work` fails, its error is returned, and the lock is released as by a drop. If `work`
+    /// succeeds but the release fails, for example because the lock was lost, that is an error.
     pub fn run<T, E: From<Error>>(
         mut self,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
@@ -86,8 +94,8 @@ impl AdvisoryLockGuard<crate::pool::PgPool> {
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLockGuard<P> {
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
     ///
-    /// After an error of `work` the lock is released as by a drop. A lock that was lost while
-    /// `work` succeeded is an error.
+    /// If `work` fails, its error is returned, and the lock is released as by a drop. If `work`
+    /// succeeds but the release fails, for example because the lock was lost, that is an error.
     pub async fn run<T, E: From<Error>>(
         mut self,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
@@ -100,7 +108,7 @@ impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLockGuard<P> {
 
 #[cfg(feature = "r2d2")]
 impl Attempt<AdvisoryLockGuard<crate::pool::PgPool>> {
-    /// Runs `work` if the lock was acquired, and releases it.
+    /// Runs `work` and releases the lock, if the lock was acquired.
     pub fn run<T, E: From<Error>>(
         self,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
@@ -114,7 +122,7 @@ impl Attempt<AdvisoryLockGuard<crate::pool::PgPool>> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Attempt<AdvisoryLockGuard<P>> {
-    /// Runs `work` if the lock was acquired, and releases it.
+    /// Runs `work` and releases the lock, if the lock was acquired.
     pub async fn run<T, E: From<Error>>(
         self,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,

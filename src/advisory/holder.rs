@@ -1,5 +1,5 @@
-//! Who holds locks: a connection, what its session may hold, and what a drop does about it. **The
-//! one place where the connection of a lock is discarded.**
+//! The holder of locks: a connection, what its session may hold, and what a drop does about that.
+//! **The one place where the connection of a lock is discarded.**
 
 use std::time::{Duration, Instant};
 
@@ -17,20 +17,20 @@ use crate::session::{Session, Transaction, has_ended, poll_once_quietly};
 use crate::transaction::refusal;
 use crate::waiting::{self, Turns, What};
 
-/// A connection, and the locks that its session may hold. Its drop releases them, as the [`Owner`]
-/// of the connection does.
+/// A connection, and the locks that its session may hold. Its drop releases the locks, in the way
+/// of the connection's [`Owner`].
 pub(crate) struct Holder<C: Owner>(
-    /// `None` once the drop has it.
+    /// `None` once the drop has taken it.
     Option<(C, Held)>,
 );
 
-/// Who has the connection, which says what a drop does.
+/// The owner of the connection, a pool or the caller, which decides what a drop does.
 pub(crate) trait Owner: Send + Sized {
     type Session: Session;
 
     fn session(&mut self) -> &mut Self::Session;
 
-    /// Releases what the session may hold, for a drop.
+    /// Releases what the session may hold, on behalf of a drop.
     fn leave(self, held: Held);
 }
 
@@ -39,26 +39,30 @@ pub(crate) struct Held {
     pub(super) locks: Locks,
     pub(super) holds: Holds,
     pub(super) subject: Subject,
-    /// Since when the locks are held, unless nothing is to be told of their end.
+    /// When the locks were taken, or `None` if their end must not be reported.
     since: Option<Instant>,
     gauge: Option<Raised>,
-    /// Dropped last, when the connection is back in its pool.
+    /// Dropped last: then the connection is back in its pool, and a waiter that is woken finds it
+    /// there.
     released: Option<Released>,
 }
 
-/// It says the worst before a statement is sent, and better only after its reply.
+/// What a session holds, for all that is known. The worst case is noted before a statement is sent,
+/// and corrected only after its reply, so a future that is dropped in between leaves the worst
+/// case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Holds {
     Nothing,
-    /// A try or a wait was sent whose reply was not read.
+    /// A try or a wait was sent, and its reply was not read.
     Tried,
-    /// All locks, which the session with this pid took.
+    /// All locks are held, by the session with this pid.
     Locks(i32),
-    /// A release was sent to that session, whose reply was not read.
+    /// A release was sent to the session with this pid, and its reply was not read.
     Releasing(i32),
-    /// That session has refused the release.
+    /// The release failed on the session with this pid, so the session must end.
     Failed(i32),
-    /// Another session replied to the release, or nothing more can be done here.
+    /// Nothing more can be done by a statement: another session replied to the release, the server
+    /// is a standby, or a drop has already tried.
     Doubtful,
 }
 
@@ -92,7 +96,7 @@ impl<C: Owner> Holder<C> {
         Self(Some((owner, held)))
     }
 
-    /// Leaves the locks to the session. [`of`](Self::of) goes on.
+    /// Takes the holder apart without a release. [`of`](Self::of) puts it together again.
     #[cfg(all(feature = "async", feature = "migrations"))]
     pub(crate) fn open(mut self) -> (C, Held) {
         self.0.take().unwrap_or_else(|| only_the_drop())
@@ -118,8 +122,8 @@ impl<C: Owner> Holder<C> {
         self.held().locks.clone()
     }
 
-    /// Tries once, and then waits on the server if it is this one's turn and it may. Returns
-    /// whether it holds the locks then.
+    /// Tries once. If refused, waits on the server for a slice, if this is the oldest waiter and
+    /// `may_wait` allows it. Returns whether the locks are held then.
     pub(super) async fn attempt(
         &mut self,
         turns: Option<&mut Turns>,
@@ -139,7 +143,7 @@ impl<C: Owner> Holder<C> {
         Ok(self.wait(busy, slice, turns).await?.is_ok())
     }
 
-    /// Takes the locks if all are free. Also returns when it was sent.
+    /// Takes the locks if all are free. Also returns when the statement was sent.
     async fn take(&mut self) -> Result<(Result<i32, Busy>, Instant)> {
         let before = self.conn().transaction();
         if !before.is_none() {
@@ -151,17 +155,19 @@ impl<C: Owner> Holder<C> {
             self.conn().probe(&locks.take()).await;
         let (reply,) = reply?;
         if is_open {
-            // The transaction is the caller's, or a pool discards it with its session.
+            // Gives back what was taken. The transaction itself is the caller's, or ends when the
+            // pool's connection is discarded.
             if self.conn().batch(&locks.late_undo()).await.is_ok() {
                 self.held().holds = Holds::Nothing;
             }
             return Err(Error::InsideTransaction);
         }
-        // An error is the server's refusal, so nothing was taken.
+        // An error of `Busy::read` is a refusal by the server, so nothing was taken.
         self.held().holds = Holds::Nothing;
         let taken = Busy::read(reply).inspect_err(|error| {
             if matches!(error, Error::Standby) {
-                // So that a pool closes it, also the one that the caller took it from.
+                // So that its pool closes the connection, even if it is the caller who took it from
+                // the pool.
                 self.held().holds = Holds::Doubtful;
                 self.conn().mark_broken();
             }
@@ -184,8 +190,9 @@ impl<C: Owner> Holder<C> {
                 turns.note_wait();
                 sql::read_wait()
             }
-            // The session's own `statement_timeout` was shorter, or the role may not use plpgsql.
-            // So it pauses.
+            // The session's `statement_timeout` was shorter than the slice, or the role may not use
+            // plpgsql. So `pg_locks` is asked instead of the note, and a pause comes before the
+            // next try.
             Err(_) => locks.only(busy).is_held(),
         };
         let (granted,): (Option<i32>,) = self.conn().one(&ask).await?;
@@ -200,7 +207,7 @@ impl<C: Owner> Holder<C> {
         Ok(taken)
     }
 
-    /// Releases the locks. Unless the server confirms it, the drop ends the session.
+    /// Releases the locks. Unless the server confirms the release, the drop ends the session.
     pub(super) async fn release(&mut self) -> Result<()> {
         let Holds::Locks(pid) = self.held().holds else {
             return Ok(());
@@ -253,25 +260,25 @@ impl<C: Owner> Holder<C> {
         }
     }
 
-    /// The locks are held from now on. A drop tells their end.
+    /// Notes that the locks are held from now on, so that the drop reports their end.
     pub(super) fn begin_holding(&mut self) {
         let held = self.held();
         held.since = Some(Instant::now());
         held.gauge = Some(Raised::held(held.subject));
     }
 
-    /// Releases the locks, and tells their end.
+    /// Releases the locks, and reports their end.
     pub(super) async fn release_and_report(&mut self, operation: &'static str) -> Result<()> {
         let began = Instant::now();
-        // If this future is dropped, what its drop tells would be wrong: the lock may be unlocked
-        // already.
+        // Taken first: if this future is dropped, the lock may be unlocked already, so a report by
+        // the drop could be wrong.
         let since = self.held().since.take();
         let released = self.release().await;
         self.held().report_end(operation, began, since, &released);
         released
     }
 
-    /// Whether the session has ended, after this error of it.
+    /// Whether the session has ended, given an error from it.
     pub(super) async fn has_ended(&mut self, error: &Error) -> bool {
         match error {
             Error::Database(error) => has_ended(self.conn(), error).await,
@@ -314,7 +321,9 @@ impl<C: Owner> Holder<C> {
             Err(error) => {
                 let error = explain(self.conn(), error).await;
                 if matches!(error, Error::Standby) {
-                    // A release would take the mark back. The end of the session frees the lock.
+                    // `explain` has marked the connection as broken, and the reply to a release
+                    // would clear the mark. So no release is sent: the end of the session frees the
+                    // lock.
                     self.held().holds = Holds::Failed(pid);
                 }
                 Err(error)
@@ -354,7 +363,7 @@ impl<C: Owner> Drop for Holder<C> {
     }
 }
 
-/// A connection out of a pool, which goes back to it only if its session surely holds nothing.
+/// A connection from a pool, which is returned only if its session surely holds nothing.
 pub(crate) struct Pooled<P: Pool> {
     conn: P::Pinned,
     runtime: <P::Mode as Mode>::Runtime,
@@ -383,9 +392,10 @@ impl<P: Pool> Owner for Pooled<P> {
                 P::Mode::inside(&runtime, || drop(self.conn));
             }
             holds @ (Holds::Tried | Holds::Locks(_) | Holds::Releasing(_)) => {
-                // So that its own drop discards the connection, unless it is released by then.
+                // With this note, the drop of the new holder discards the connection, unless
+                // `finish` has released the locks by then.
                 held.holds = Holds::Doubtful;
-                // Others may have been refused because of a try.
+                // Others may have been refused because of a try, so they are woken after it, too.
                 let released = || Released(held.locks.clone());
                 held.released = Some(held.released.take().unwrap_or_else(released));
                 P::Mode::leave(&runtime, finish(Holder::of(self, held), holds));
@@ -400,9 +410,9 @@ impl<P: Pool> Owner for Pooled<P> {
     }
 }
 
-/// Releases what a dropped guard or try holds, behind whatever still runs on its connection.
-/// Without a reply in time the connection is closed: the server then ends what runs, and frees what
-/// is held.
+/// Releases what a dropped guard or try holds, after whatever still runs on its connection. Without
+/// a reply in time, the connection is closed: the server then ends what runs, and frees what is
+/// held.
 async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     let (began, deadline) = (Instant::now(), Some(Instant::now() + PATIENCE));
     let Holds::Locks(_) = holds else {
@@ -410,7 +420,7 @@ async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
         return;
     };
     let since = holder.held().since.take();
-    // The release notes the worst before it is sent.
+    // `release` needs the state before the drop, and notes the worst case itself.
     holder.held().holds = holds;
     let released = P::Mode::within(deadline, holder.release()).await;
     if released.is_none() || holder.held().holds != Holds::Nothing {
@@ -424,8 +434,8 @@ async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
     );
 }
 
-/// A connection of the caller, which cannot be discarded. So a session that surely cannot
-/// release what it may hold is ended.
+/// A connection of the caller, which the crate cannot discard. So if the release is not certain,
+/// the session is ended by a statement.
 impl<S: Session> Owner for &mut S {
     type Session = S;
 
@@ -433,8 +443,8 @@ impl<S: Session> Owner for &mut S {
         self
     }
 
-    /// A blocking session replies at once, and an asynchronous one runs what is sent behind what
-    /// was sent before.
+    /// One poll is enough: a blocking session replies at once, and an asynchronous session queues
+    /// the message behind those that were sent before.
     fn leave(self, mut held: Held) {
         let began = Instant::now();
         let (release, pid) = match held.holds {

@@ -1,4 +1,4 @@
-//! Session locks in a scope, on the caller's connection.
+//! Session locks for the time of a closure, on the caller's connection.
 
 use std::time::{Duration, Instant};
 
@@ -21,17 +21,17 @@ use crate::session::now;
 use crate::session::{Session, Transaction};
 use crate::waiting::Turns;
 
-/// After what time a wait is logged, with the session that it waits for.
+/// A wait that lasts longer is logged, with the session that holds the lock.
 const LONG: Duration = Duration::from_secs(5);
 
 #[cfg(feature = "r2d2")]
 impl AdvisoryLock<PgPool> {
-    /// Takes the session lock on the caller's connection, [waits](Self#waiting) for as long as
-    /// others hold it, runs `work`, and releases it.
+    /// Takes the session lock on the caller's connection, runs `work`, and releases the lock.
     ///
-    /// Two round trips beside those of `work` if it is free. For a connection that is not out of a
-    /// pool. A lock that cannot be released ends the session. Fails as
-    /// [`release`](super::AdvisoryLockGuard::release) does, too.
+    /// [Waits](Self#waiting) while others hold the lock. If the lock is free: two round trips in
+    /// addition to those of `work`. Use it on a connection that is not from a pool, because the
+    /// session is ended if the lock cannot be released. The errors of
+    /// [`release`](super::AdvisoryLockGuard::release) are possible, too.
     pub fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -41,8 +41,9 @@ impl AdvisoryLock<PgPool> {
         Ok(run.acquired().ok_or(Error::TimedOut)?)
     }
 
-    /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for
-    /// it.
+    /// Runs `work` under the session lock if the lock is free; never waits for it.
+    ///
+    /// In everything else it is like [`with_on`](Self::with_on).
     pub fn try_with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel::PgConnection,
@@ -54,13 +55,13 @@ impl AdvisoryLock<PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
-    /// Takes the session lock on the caller's connection, [waits](Self#waiting) for as long as
-    /// others hold it, runs `work`, and releases it.
+    /// Takes the session lock on the caller's connection, runs `work`, and releases the lock.
     ///
-    /// Two round trips beside those of `work` if it is free. For a connection that is not out of a
-    /// pool. A lock that cannot be released ends the session. Fails as
-    /// [`release`](super::AdvisoryLockGuard::release) does, too. If the future is dropped, the
-    /// unlock is queued behind what was sent.
+    /// [Waits](Self#waiting) while others hold the lock. If the lock is free: two round trips in
+    /// addition to those of `work`. Use it on a connection that is not from a pool, because the
+    /// session is ended if the lock cannot be released. If the future is dropped, the unlock is
+    /// queued behind the statements that were sent. The errors of
+    /// [`release`](super::AdvisoryLockGuard::release) are possible, too.
     pub async fn with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,
@@ -70,8 +71,9 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
         Ok(run.acquired().ok_or(Error::TimedOut)?)
     }
 
-    /// As [`with_on`](Self::with_on), unless the lock is held by another session. Never waits for
-    /// it.
+    /// Runs `work` under the session lock if the lock is free; never waits for it.
+    ///
+    /// In everything else it is like [`with_on`](Self::with_on).
     pub async fn try_with_on<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,
@@ -102,13 +104,13 @@ impl<P: Pool> AdvisoryLock<P> {
 pub(crate) enum Waits {
     Never,
     OnTheServer,
-    /// Only by tries, which disturb no `CREATE INDEX CONCURRENTLY` of the holder under any
-    /// `lock_timeout`.
+    /// By tries only. Between tries a waiter has no snapshot for which a `CREATE INDEX
+    /// CONCURRENTLY` of the holder would wait, so that statement succeeds under any `lock_timeout`.
     #[cfg(feature = "migrations")]
     Polling,
 }
 
-/// Takes the locks on the caller's connection, and waits for them if it is to.
+/// Takes the locks on the caller's connection, and waits for them as `waits` says.
 pub(crate) async fn enter<M: Mode, S: Session>(
     conn: &mut S,
     locks: Locks,
@@ -152,7 +154,8 @@ async fn acquire<M: Mode, S: Session>(
     Ok(Attempt::Busy)
 }
 
-/// Releases the locks after work. A transaction that the work has left open is rolled back before.
+/// Releases the locks after the work. Before that, rolls back a transaction that the work has left
+/// open.
 pub(crate) async fn leave<S: Session, T, E: From<Error>>(
     mut holder: Holder<&mut S>,
     outcome: Result<T, E>,
@@ -166,7 +169,7 @@ pub(crate) async fn leave<S: Session, T, E: From<Error>>(
     }
     let mut released = holder.release_and_report("with_on").await;
     if matches!(released, Err(Error::TransactionLeftOpen(_))) {
-        // Plain SQL has opened it. The lock is released already.
+        // Plain SQL has opened the transaction. The lock is already released.
         if holder.conn().batch("ROLLBACK").await.is_ok() {
             holder.held().holds = Holds::Nothing;
         }

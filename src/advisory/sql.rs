@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::key::{LockId, LockKey};
 use crate::statement::{Statement, database, is_elsewhere};
 
-/// A lock as statements name it.
+/// A lock, in the form that statements need.
 #[derive(Debug, Clone)]
 pub(crate) struct Lock {
     pub(super) key: LockKey,
@@ -19,8 +19,9 @@ pub(crate) struct Lock {
 
 pub(super) type Ask = Statement<(Nullable<Integer>,)>;
 
-/// Ends the session with this pid, which frees what it holds, and no other: a pooler may run this
-/// on a session of somebody else. In an aborted transaction nothing runs except the roll-back.
+/// Ends the session with this pid, which frees what it holds. Ends no other session: a pooler may
+/// run this on somebody else's. The `ROLLBACK` comes first, because an aborted transaction accepts
+/// nothing else.
 pub(super) fn end_session(pid: i32) -> String {
     format!(
         "ROLLBACK; SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} \
@@ -28,13 +29,14 @@ pub(super) fn end_session(pid: i32) -> String {
     )
 }
 
-/// A condition that is never true. It lets the server look every second whether its client is still
-/// there, for the transaction (`true`) or the session (`false`), so that a lock does not outlive
-/// its process while a statement runs. The server reads it at the next message.
+/// A condition that is never true, used for its side effect: the server checks every second whether
+/// its client is still there, so that a lock does not outlive its process while a statement runs.
+/// The setting holds for the transaction (`true`) or the session (`false`), from the next message
+/// on.
 ///
-/// A value that an operator has set stays. Servers that cannot notice a client's end refuse the
-/// setting, for example those on Windows, and of PostgreSQL 14 all except those on Linux. So it is
-/// set only where it is known to be accepted.
+/// A value that an operator has set stays. A server that cannot notice the end of a client refuses
+/// the setting, for example on Windows, and PostgreSQL 14 everywhere except on Linux. So it is set
+/// only where it is known to be accepted.
 macro_rules! notice_client {
     ($is_local:literal) => {
         concat!(
@@ -49,8 +51,8 @@ macro_rules! notice_client {
 }
 pub(crate) use notice_client;
 
-/// The texts of a statement for each [kind](Lock::kind) of lock, given how the statement calls a
-/// function of the lock, whose number is `$1`.
+/// The text of a statement for each [kind](Lock::kind) of lock. `text` gets a function that writes
+/// the call of a PostgreSQL function for that kind. The number of the lock is `$1`.
 fn texts(text: impl Fn(&dyn Fn(&str) -> String) -> String) -> [String; 4] {
     const BIGINT: &str = "$1";
     const PAIR: &str = "($1 >> 32)::int, ($1 << 32 >> 32)::int";
@@ -101,8 +103,8 @@ static TRY_XACT: LazyLock<[String; 4]> = LazyLock::new(|| {
     })
 });
 
-/// The pid of the session if its last wait was granted the lock, which is then forgotten. Volatile,
-/// so that no pooler sends it to a standby.
+/// Reads and clears the note of the last wait: the pid of the session if the lock was granted, and
+/// otherwise null. The statement is volatile, so that no pooler sends it to a standby.
 pub(super) fn read_wait() -> Ask {
     const WAITED: &str = "SELECT \
          CASE WHEN pg_catalog.current_setting('diesel_interlock.waited', true) = 'granted' THEN \
@@ -111,7 +113,7 @@ pub(super) fn read_wait() -> Ask {
     Statement::new(WAITED, [])
 }
 
-/// The reply of a try in a transaction of this isolation level.
+/// The reply of a try in a transaction at REPEATABLE READ.
 pub(super) const REPEATABLE_READ: i32 = i32::MIN;
 
 impl Lock {
@@ -123,7 +125,7 @@ impl Lock {
         })
     }
 
-    /// Whether it is a pair, and whether it is shared.
+    /// A `bigint`, a shared `bigint`, a pair, or a shared pair: 0 to 3.
     pub(super) fn kind(&self) -> usize {
         let of_shared = usize::from(self.is_shared);
         match self.id {
@@ -132,7 +134,7 @@ impl Lock {
         }
     }
 
-    /// The number, or both numbers of a pair in one.
+    /// The number, or both numbers of a pair in one, the first in the high bits.
     pub(super) fn number(&self) -> i64 {
         match self.id {
             LockId::BigInt(number) => number,
@@ -140,21 +142,21 @@ impl Lock {
         }
     }
 
-    /// Takes a session lock if it is free: the pid of the session, 0 on a standby, and the refusal
-    /// of [`Busy`](super::all::Busy).
+    /// Takes a session lock if it is free. Returns the pid of the session, 0 on a standby, or the
+    /// refusal that [`Busy`](super::all::Busy) reads.
     pub(super) fn take(&self) -> Ask {
         Statement::new(TAKE[self.kind()].as_str(), [self.number().into()])
     }
 
-    /// Releases a session lock if this is the session that took it: whether it was held, and null
-    /// on another session.
+    /// Releases a session lock if this is the session that took it. Returns 1 if the lock was held,
+    /// 0 if it was not, and null on another session.
     pub(super) fn release(&self, pid: i32) -> Ask {
         let binds = [self.number().into(), pid.into()];
         Statement::new(RELEASE[self.kind()].as_str(), binds)
     }
 
-    /// Takes a transaction lock if it is free: 1, 0 on a standby, [`REPEATABLE_READ`], and null if
-    /// it is taken.
+    /// Takes a transaction lock if it is free. Returns 1, 0 on a standby, [`REPEATABLE_READ`], or
+    /// null if the lock is busy.
     pub(super) fn try_xact(&self) -> Ask {
         Statement::new(TRY_XACT[self.kind()].as_str(), [self.number().into()])
     }
@@ -164,8 +166,9 @@ impl Lock {
         format!("SELECT {}", self.call("pg_advisory_xact_lock"))
     }
 
-    /// As [`xact`](Self::xact), for a time, after which the transaction is as usable as before. A
-    /// shorter `lock_timeout` of the session's own is an error, as in any other statement.
+    /// As [`xact`](Self::xact), for at most `limit`, after which the transaction is as usable as
+    /// before. A `lock_timeout` of the session's own that is shorter applies instead, and is an
+    /// error, as in any other statement.
     pub(super) fn xact_within(&self, limit: Duration) -> String {
         let call = self.call("pg_advisory_xact_lock");
         let milliseconds = milliseconds(limit);
@@ -180,12 +183,13 @@ impl Lock {
         )
     }
 
-    /// Waits for a session lock for a time, and notes in the session whether it was granted, also
-    /// at the last moment.
+    /// Waits for a session lock for at most `limit`, and notes in the session whether the lock was
+    /// granted, even at the last moment.
     ///
-    /// `lock_timeout` is restored in any case: by hand, or with the subtransaction that PostgreSQL
-    /// rolls back. A subtransaction does not give back a session lock. The note of an earlier wait
-    /// is cleared before the subtransaction, which would restore it.
+    /// `lock_timeout` is restored in any case: by the block itself, or by PostgreSQL, which rolls
+    /// the subtransaction back after an error. Such a rollback does not give back a session lock,
+    /// so the handler checks whether the lock is held. The rollback would also bring back the note
+    /// of an earlier wait, so that note is cleared before the subtransaction begins.
     pub(super) fn wait(&self, limit: Duration) -> String {
         let (call, held) = (self.call("pg_advisory_lock"), self.held_here());
         let milliseconds = milliseconds(limit);
@@ -212,8 +216,8 @@ impl Lock {
         format!("SELECT CASE WHEN pg_catalog.pg_backend_pid() = {pid} THEN {call} END")
     }
 
-    /// A call of a function in a message without parameters. In quotes, because the least number is
-    /// none without its sign.
+    /// A call of a function in a message without parameters. The number is quoted: a bare
+    /// `-9223372036854775808` parses as minus an out-of-range literal.
     fn call(&self, function: &str) -> String {
         let shared = if self.is_shared { "_shared" } else { "" };
         match self.id {
@@ -240,7 +244,7 @@ impl Lock {
         )
     }
 
-    /// `classid`, `objid` and `objsubid` in `pg_locks`.
+    /// `classid`, `objid` and `objsubid` of the lock in `pg_locks`.
     fn row(&self) -> (u32, u32, usize) {
         let number = self.number();
         ((number >> 32) as u32, number as u32, 1 + self.kind() / 2)

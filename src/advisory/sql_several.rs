@@ -1,13 +1,14 @@
-//! The statements of several locks. A single one has its own for `take`, `release` and `try_xact`.
-//! Both reply alike:
+//! The statements of several locks. For a single lock, `take`, `release` and `try_xact` use the
+//! statements of that lock, with replies of the same meaning:
 //!
-//! - `take`, `take_others`, `try_xact`: the pid of the session if all were taken; otherwise the
-//!   refusal of [`Busy`], and null for a single transaction lock; 0 on a standby, and
-//!   [`REPEATABLE_READ`](super::sql::REPEATABLE_READ).
-//! - `release`: 1 if all were held, −the place of one that was not, and null on another session.
+//! - `take`, `take_others`, `try_xact`: the pid of the session if all were taken (1 for a single
+//!   transaction lock); otherwise the refusal that [`Busy`] reads (null for a single transaction
+//!   lock); 0 on a standby; and [`REPEATABLE_READ`](super::sql::REPEATABLE_READ).
+//! - `release`: 1 if all were held, minus the place of a lock that was not, and null on another
+//!   session.
 //! - `is_held`: the pid of the session if it holds all, and otherwise null.
 //! - `undo`: null if none was held.
-//! - `token`: a token, and null if not all are held; and the pid of the session.
+//! - `token`: a token, or null if not all are held; and the pid of the session.
 //!
 //! A place counts from 0, in the order of [`Locks`].
 
@@ -36,7 +37,7 @@ macro_rules! by_column {
     };
 }
 
-/// The rows of `pg_locks` for the columns `kind` and `number`, where a session holds the lock.
+/// The rows of `pg_locks` of the sessions that hold the lock in the columns `kind` and `number`.
 macro_rules! join_locks {
     () => {
         "JOIN pg_catalog.pg_locks AS l ON l.locktype = 'advisory' AND l.granted \
@@ -46,7 +47,7 @@ macro_rules! join_locks {
     };
 }
 
-/// The rows of `pg_locks` where this session holds one of the locks.
+/// The rows of `pg_locks` for those of the locks that this session holds.
 const HELD_HERE: &str = concat!(
     "FROM unnest($1::bigint[], $2::bigint[]) AS key (kind, number) ",
     join_locks!(),
@@ -54,12 +55,12 @@ const HELD_HERE: &str = concat!(
      AND l.mode = CASE kind % 2 WHEN 0 THEN 'ExclusiveLock' ELSE 'ShareLock' END"
 );
 
-/// Takes one lock after the other, and stops at the first that is busy. Then it goes back, and
-/// gives up those that it has passed. Returns the pid of the session if all were taken, and
-/// otherwise the refusal.
+/// Takes one lock after the other, up to the first that is busy. Then walks back, and gives up the
+/// locks before it. Returns the pid of the session if all were taken, and otherwise the refusal.
 ///
-/// It is certain that nothing is taken that is not wanted, because each step is made of the one row
-/// of the last one, and nothing of a recursion is moved, merged or repeated by the planner.
+/// The order is certain, so no lock is taken that is not wanted: each step of the recursion is made
+/// of the one row of the step before, and the planner does not move, merge or repeat parts of a
+/// recursion.
 fn steps(refusal: &str, take: &str, give_up: &str) -> String {
     format!(
         "WITH RECURSIVE step (place, is_forward, is_done) AS ( \
@@ -91,7 +92,8 @@ static TAKE: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
-/// A transaction gives nothing up, except to a savepoint.
+/// To give up is `true` here, which does nothing: a transaction gives a lock up only by rolling
+/// back to a savepoint.
 static TRY_XACT: LazyLock<String> = LazyLock::new(|| {
     steps(
         concat!(
@@ -121,8 +123,8 @@ static UNDO: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
-/// A sequence alone does not make its commit wait for the log, so a crash of the server could give
-/// the number again. A message in the log does.
+/// The commit of a transaction that only draws from a sequence does not wait for the log, so after
+/// a crash of the server the same number could be drawn again. A message in the log makes it wait.
 static TOKEN: LazyLock<String> = LazyLock::new(|| {
     format!(
         "SELECT CASE WHEN (SELECT pg_catalog.count(*) {HELD_HERE}) = pg_catalog.cardinality($1) \
@@ -143,8 +145,8 @@ impl Locks {
         }
     }
 
-    /// As [`take`](Self::take), where this one is held already. It, too, is given up if another one
-    /// is busy.
+    /// As [`take`](Self::take), where the lock `held` is held already. That lock is given up, too,
+    /// if another one is busy.
     pub(super) fn take_others(&self, held: Busy) -> Ask {
         let mut order = vec![self.get(held).clone()];
         let others = self.0.iter().filter(|lock| lock.id != order[0].id).cloned();
@@ -152,8 +154,8 @@ impl Locks {
         Statement::new(TAKE.as_str(), binds(1, &order))
     }
 
-    /// Releases all session locks if this is the session that took them. Returns 1, the place of
-    /// one that was not held, from 0 on downwards, and null on another session.
+    /// Releases all session locks if this is the session that took them. Returns 1 if all were
+    /// held, minus the place of a lock that was not, and null on another session.
     pub(super) fn release(&self, pid: i32) -> Ask {
         const RELEASE: &str = concat!(
             "SELECT CASE WHEN pg_catalog.count(*) > 0 \
@@ -170,17 +172,17 @@ impl Locks {
         }
     }
 
-    /// The pid of the session if it holds all, and null if it does not.
+    /// The pid of the session if it holds all locks, and otherwise null.
     pub(super) fn is_held(&self) -> Ask {
         Statement::new(IS_HELD.as_str(), columns(&self.0))
     }
 
-    /// Releases those that this session holds.
+    /// Releases the locks that this session holds.
     pub(super) fn undo(&self) -> Ask {
         Statement::new(UNDO.as_str(), columns(&self.0))
     }
 
-    /// A session that holds one of them.
+    /// The pid of a session that holds one of the locks.
     pub(super) fn holder(&self) -> Ask {
         const HOLDER: &str = concat!(
             "SELECT pg_catalog.min(l.pid) \
@@ -192,8 +194,8 @@ impl Locks {
         Statement::new(HOLDER, columns(&self.0))
     }
 
-    /// Draws a fencing token if this is the session with this pid and holds all. Also returns the
-    /// pid of the session.
+    /// Draws a fencing token if this is the session with this pid and it holds all locks. Also
+    /// returns the pid of the session.
     pub(super) fn token(&self, pid: i32) -> Statement<(Nullable<BigInt>, Integer)> {
         Statement::new(
             TOKEN.as_str(),

@@ -16,27 +16,29 @@ use crate::transaction::{Own, refusal};
 
 /// # Transaction locks
 ///
-/// The surrounding transaction holds the lock until it ends, or is rolled back to a savepoint
-/// before it. There is no guard, and it works behind a pooler in transaction mode.
+/// The surrounding transaction holds the lock until it ends, or until it is rolled back to a
+/// savepoint from before the lock. There is no guard, and transaction locks work behind a pooler in
+/// transaction mode.
 ///
-/// A wait is the server's own, in the order of arrival and under its deadlock detection, and the
-/// session's `statement_timeout` and `lock_timeout` apply to it. If its future is dropped, the
-/// connection is marked as broken, and the server ends the wait within a second after the pool has
-/// closed it. So it is if the future of a try for [several locks](Self::all) is dropped.
+/// The server itself does the waiting: in the order of arrival, with its deadlock detection, and
+/// under the session's `statement_timeout` and `lock_timeout`. If the future of a wait, or of a try
+/// for [several locks](Self::all), is dropped, the connection is marked as broken. Its pool then
+/// closes it, and within a second after that the server ends the statement.
 ///
-/// Use READ COMMITTED: at REPEATABLE READ the work would not see what the last holder committed, so
-/// that is an error, and at SERIALIZABLE PostgreSQL fails all but one holder with a serialization
+/// Use READ COMMITTED. At REPEATABLE READ the work would not see what the last holder committed, so
+/// that is an error. At SERIALIZABLE, PostgreSQL fails all but one holder with a serialization
 /// failure.
 ///
-/// They fail with [`Error::OutsideTransaction`], [`Error::RepeatableRead`], [`Error::Standby`],
-/// [`Error::Input`] and [`Error::Database`]. [`transaction`](Self::transaction) fails with
-/// [`Error::InsideTransaction`] instead of the first, and with [`Error::TransactionEnded`] where
-/// work has ended it by plain SQL, which diesel-async does not see.
+/// The operations fail with [`Error::OutsideTransaction`], [`Error::RepeatableRead`],
+/// [`Error::Standby`], [`Error::Input`] and [`Error::Database`]. [`transaction`](Self::transaction)
+/// opens its own transaction, so it fails with [`Error::InsideTransaction`] instead of
+/// [`Error::OutsideTransaction`]. It also fails with [`Error::TransactionEnded`] if the work has
+/// ended the transaction by plain SQL; diesel-async does not see that, so only r2d2 reports it.
 impl<P: Pool> AdvisoryLock<P> {
-    /// Takes the lock until the transaction ends, if it is free, and never waits for it.
+    /// Takes the lock until the transaction ends, if it is free; never waits for it.
     ///
-    /// One round trip: `SELECT pg_try_advisory_xact_lock($1)`, with checks of the isolation level
-    /// and for a standby.
+    /// One round trip: `SELECT pg_try_advisory_xact_lock($1)`, in a statement that also checks the
+    /// isolation level, and that the server is not a standby.
     pub fn try_acquire_xact<'a>(
         &'a self,
         conn: &'a mut Connection<P>,
@@ -46,9 +48,9 @@ impl<P: Pool> AdvisoryLock<P> {
         }))
     }
 
-    /// Takes the lock until the transaction ends, and waits for as long as others hold it.
+    /// Takes the lock until the transaction ends, and waits while others hold it.
     ///
-    /// One round trip if it is free, and otherwise a second one, in which the server waits.
+    /// One round trip if the lock is free, and otherwise a second one, in which the server waits.
     pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, ()> {
         P::Mode::drive(async move {
             let wait = async { acquire(conn, &self.locks()?, None).await };
@@ -59,10 +61,10 @@ impl<P: Pool> AdvisoryLock<P> {
         })
     }
 
-    /// Takes the lock until the transaction ends, and waits for at most `timeout`. After
-    /// [`Attempt::Busy`] the transaction is as usable as before.
+    /// Takes the lock until the transaction ends, and waits for at most `timeout`.
     ///
-    /// One round trip if it is free, and otherwise two more.
+    /// After [`Attempt::Busy`] the transaction is as usable as before. One round trip if the lock
+    /// is free, and otherwise two more.
     pub fn acquire_xact_timeout<'a>(
         &'a self,
         conn: &'a mut Connection<P>,
@@ -77,7 +79,7 @@ impl<P: Pool> AdvisoryLock<P> {
     }
 }
 
-/// Of several locks all or none, also at a timeout.
+/// Takes all of several locks or none of them, also if a timeout ends the wait.
 async fn acquire<S: Session>(
     conn: &mut S,
     locks: &Locks,
@@ -151,14 +153,16 @@ pub(crate) async fn wait<S: Session>(
         let waited = pending.conn.batch(&sql).await;
         pending.is_over = true;
         waited?;
-        // Otherwise the next try tells. It takes again what is held, which a transaction may.
+        // Without a timeout, the wait has taken the last lock. Otherwise only the next try can
+        // tell. It may take again what the transaction already holds.
         if rest.is_none() && locks.is_last(busy) {
             return Ok(Attempt::Acquired(()));
         }
     }
 }
 
-/// What goes on on the server if its future is dropped. So the pool must close the connection.
+/// A statement that goes on on the server if its future is dropped. So the drop marks the
+/// connection as broken, and its pool closes it.
 struct Pending<'c, S: Session> {
     conn: &'c mut S,
     is_over: bool,
@@ -175,10 +179,12 @@ impl<S: Session> Drop for Pending<'_, S> {
 
 #[cfg(feature = "r2d2")]
 impl AdvisoryLock<crate::pool::PgPool> {
-    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls
-    /// back if `work` fails or panics. Inside the transaction of a test it is a savepoint, and
-    /// inside another one [`Error::InsideTransaction`]. Three round trips beside those of `work` if
-    /// the lock is free.
+    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits.
+    ///
+    /// Waits while others hold the lock. Rolls back if `work` fails or panics. Inside the
+    /// transaction of a test (`begin_test_transaction`) it opens a savepoint; inside any other
+    /// transaction it fails with [`Error::InsideTransaction`]. If the lock is free: three round
+    /// trips in addition to those of `work`.
     ///
     /// ```
     /// use diesel::prelude::*;
@@ -204,10 +210,12 @@ impl AdvisoryLock<crate::pool::PgPool> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = mode::Async>> AdvisoryLock<P> {
-    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits. Rolls
-    /// back if `work` fails or panics, or the future is dropped. Inside the transaction of a test
-    /// it is a savepoint, and inside another one [`Error::InsideTransaction`]. Three round trips
-    /// beside those of `work` if the lock is free.
+    /// Opens a READ COMMITTED transaction, takes the lock in it, runs `work`, and commits.
+    ///
+    /// Waits while others hold the lock. Rolls back if `work` fails or panics, or if the future is
+    /// dropped. Inside the transaction of a test (`begin_test_transaction`) it opens a savepoint;
+    /// inside any other transaction it fails with [`Error::InsideTransaction`]. If the lock is
+    /// free: three round trips in addition to those of `work`.
     pub async fn transaction<T, E: From<Error>>(
         &self,
         conn: &mut diesel_async::AsyncPgConnection,

@@ -1,4 +1,4 @@
-//! An application's own migrations, run by Diesel, by one instance at a time.
+//! Runs an application's own migrations with Diesel, on one instance at a time.
 
 use std::collections::HashMap;
 
@@ -20,24 +20,27 @@ use crate::session::Session;
 use crate::statement::Statement;
 use crate::transaction::refusal;
 
-/// The name of the lock under which they run. It never changes.
+/// The name of the lock under which migrations run. It never changes, so that releases exclude each
+/// other.
 const LOCK: &str = "diesel_interlock migrations";
 
-/// Whether Diesel's table is where Diesel would create it: in the first schema of the search path.
+/// Reads whether Diesel's table is where Diesel would create it: in the first schema of the search
+/// path.
 const HAS_TABLE: &str = "SELECT pg_catalog.to_regclass(pg_catalog.format(\
      '%I.__diesel_schema_migrations', pg_catalog.current_schema())) IS NOT NULL";
 
-/// Whether it has all these versions.
+/// Reads whether Diesel's table has all these versions.
 const HAS_ALL: &str = "SELECT NOT EXISTS (SELECT FROM pg_catalog.unnest($1) AS v \
      WHERE NOT EXISTS (SELECT FROM __diesel_schema_migrations AS m \
      WHERE m.version OPERATOR(pg_catalog.=) v))";
 
-/// What migrations run on: a `&mut PgConnection`, or an `AsyncPgConnection` by value.
+/// The connection on which migrations run: a `&mut PgConnection`, or an `AsyncPgConnection` by
+/// value.
 #[diagnostic::on_unimplemented(
     message = "migrations do not run on `{Self}`",
     label = "neither a `&mut PgConnection` nor an `AsyncPgConnection`",
-    note = "of a pooled blocking connection pass the one inside, `&mut *conn`; an asynchronous one \
-         is given by value: `AsyncPgConnection::establish(url).await?`"
+    note = "pass a pooled blocking connection as `&mut *conn`, and an asynchronous connection by \
+         value: `AsyncPgConnection::establish(url).await?`"
 )]
 pub trait Target<M>: Sealed {
     /// What [`run_pending`] returns: the versions that it ran, or a future of them.
@@ -52,28 +55,31 @@ impl Sealed for &mut diesel::PgConnection {}
 #[cfg(feature = "async")]
 impl Sealed for diesel_async::AsyncPgConnection {}
 
-/// Runs the pending migrations of an application, once although many instances start at the same
-/// time. Returns the versions that it ran.
+/// Runs the pending migrations of an application, only once although many instances start at the
+/// same time. Returns the versions that it ran.
 ///
 /// `conn` is a `&mut PgConnection`, or an `AsyncPgConnection` by value, for which a future is
-/// returned. Connect directly, not through a pooler in transaction mode: the lock is a session
-/// lock, so that migrations without a transaction, such as `CREATE INDEX CONCURRENTLY`, run under
-/// it, too.
+/// returned. Connect directly, not through a pooler in transaction mode, because the lock is a
+/// session lock. A transaction lock would not do: migrations without a transaction, such as `CREATE
+/// INDEX CONCURRENTLY`, must run under the lock, too.
 ///
-/// Diesel runs them, with its table `__diesel_schema_migrations` in the first schema of the search
-/// path: with a schema per tenant, each tenant has its own. If nothing is pending, there are two
-/// round trips and no lock, and the role needs no right but to read that table. Otherwise the
-/// others wait without a timeout, and then find nothing pending. A wait of more than five seconds
-/// is logged as a warning, with the pid of the session that is waited for.
+/// Diesel runs the migrations, and records them in its table `__diesel_schema_migrations` in the
+/// first schema of the search path. So with a schema per tenant, each tenant has its own table.
 ///
-/// If the future is dropped, the migrations that have begun run to their end, on a thread of
-/// tokio's `spawn_blocking`.
+/// If nothing is pending, there are two round trips and no lock, and the role needs only the right
+/// to read that table. Otherwise one instance runs the migrations. The others wait without a
+/// timeout, and then find nothing pending. A wait of more than five seconds is logged as a warning,
+/// with the pid of the session that holds the lock.
+///
+/// If the future is dropped, migrations that have begun run to their end, on a thread of tokio's
+/// `spawn_blocking`.
 ///
 /// # Errors
 ///
-/// [`Error::ApplicationMigration`] with the database's reason: the migrations before it stay
-/// applied. [`Error::EqualVersions`] before anything is sent, [`Error::InsideTransaction`],
-/// [`Error::SessionMoved`] if a pooler in transaction mode is in between, and [`Error::Database`].
+/// [`Error::ApplicationMigration`] with the database's reason, if a migration failed: those before
+/// it stay applied. [`Error::EqualVersions`] before anything is sent; [`Error::InsideTransaction`];
+/// [`Error::SessionMoved`] if the connection goes through a pooler in transaction mode; and
+/// [`Error::Database`].
 ///
 /// ```
 /// use diesel_interlock::migrations;
@@ -130,8 +136,9 @@ impl<M: MigrationSource<Pg> + Send + 'static> Target<M> for diesel_async::AsyncP
     }
 }
 
-/// Diesel's harness needs a blocking connection that has no lifetime, so the connection travels to
-/// a thread and back. Wherever it is dropped, its session ends, which frees the lock.
+/// Runs the migrations on a thread, because Diesel's harness needs a blocking connection without a
+/// lifetime. The connection is moved to the thread and back. Wherever it is dropped, its session
+/// ends, and that frees the lock.
 #[cfg(feature = "async")]
 async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
     mut conn: diesel_async::AsyncPgConnection,
@@ -156,7 +163,7 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
         Ok((mut conn, held, ran)) => scope::leave(Holder::of(&mut conn, held), ran).await,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            // The runtime shuts down, and drops this future, too.
+            // The runtime is shutting down, and drops this future, too.
             Err(_) => std::future::pending().await,
         },
     }
@@ -180,8 +187,8 @@ fn run(
     Ok(ran.iter().map(ToString::to_string).collect())
 }
 
-/// Whether nothing is pending. Diesel's own look first creates its table if it does not exist,
-/// which PostgreSQL refuses to a role that may not create tables even if it exists.
+/// Whether nothing is pending. Diesel's own check first sends `CREATE TABLE IF NOT EXISTS`, which
+/// PostgreSQL refuses to a role that may not create tables, even if the table exists.
 async fn is_up_to_date<S: Session>(session: &mut S, versions: Vec<String>) -> Result<bool> {
     let before = session.transaction();
     if !before.is_none() {
@@ -195,8 +202,8 @@ async fn is_up_to_date<S: Session>(session: &mut S, versions: Vec<String>) -> Re
     Ok(session.one(&has_all).await?)
 }
 
-/// The versions of all migrations. Diesel keeps one of those that have the same version, and never
-/// runs the other.
+/// Returns the versions of all migrations, or an error if two have the same one: Diesel would keep
+/// one of them and never run the other.
 fn versions(source: &impl MigrationSource<Pg>) -> Result<Vec<String>> {
     let mut names = HashMap::new();
     for migration in source.migrations().map_err(Error::ApplicationMigration)? {

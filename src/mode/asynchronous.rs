@@ -16,14 +16,14 @@ use crate::sealed::Sealed;
 use crate::session::asynchronous::Boxed;
 use crate::statement::Database;
 
-/// Operations return a future of what they are documented to return: an [`Operation`].
+/// The asynchronous half, of deadpool and bb8: an operation returns a future, an [`Operation`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Async {}
 
-/// An operation of the asynchronous half. Nothing happens before it is awaited.
+/// A future of the asynchronous half. Nothing happens before it is awaited.
 ///
-/// It may be dropped at any time, as by `tokio::time::timeout` or `select!`: a lock that was not
-/// delivered is released.
+/// It may be dropped at any time, for example by `tokio::time::timeout` or `select!`: a lock that
+/// was not delivered is released.
 #[must_use = "nothing happens before it is awaited"]
 pub struct Operation<'a, T>(Boxed<'a, T>);
 
@@ -75,18 +75,19 @@ impl Mode for Async {
         patience: Option<Duration>,
         operation: impl Future<Output = T> + Send + 'static,
     ) -> T {
-        // That of the caller, because the one where a permit was claimed may have ended.
+        // The runtime of the caller, because the one where a permit was claimed may have ended.
         let runtime = Handle::try_current().unwrap_or_else(|_| runtime.clone());
         let caller = Caller::new(patience);
         let gone = caller.0.clone();
         let operation = async move {
             let value = unless(Self::sleep(&gone.alarm, None), operation).await;
-            // In this order: the drop of the value may leave more.
+            // In this order: the drop of the value may leave more operations, and `gone` counts
+            // this one until then.
             (value, gone)
         };
         match runtime.spawn(operation).await.map(|(value, _)| value) {
             Ok(Some(value)) => value,
-            // Only the drop of this future ends it.
+            // Only after a drop of this future does the task give up, so nobody waits here.
             Ok(None) => std::future::pending().await,
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
@@ -144,14 +145,14 @@ impl Mode for Async {
     }
 }
 
-/// One who awaits a task. Its drop lets the task go on for no longer than the patience with it, and
-/// as an operation that nobody awaits.
+/// The future that awaits a task. Its drop lets the task go on for at most the given patience, as
+/// an operation that nobody awaits.
 struct Caller(Arc<Gone>, Option<Duration>);
 
-/// Whether the caller is gone, for the task.
+/// Tells the task whether its caller is gone.
 struct Gone {
     alarm: Alarm,
-    /// Once the caller is gone, until the task ends.
+    /// Set once the caller is gone, and kept until the task ends.
     left: Mutex<Option<Left>>,
 }
 

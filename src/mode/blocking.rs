@@ -13,7 +13,7 @@ use crate::sealed::Sealed;
 use crate::session::now;
 use crate::statement::Database;
 
-/// Operations block the thread, and return what they are documented to return.
+/// The blocking half, of r2d2: an operation blocks the thread until it is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Blocking {}
 
@@ -32,8 +32,8 @@ impl Mode for Blocking {
         Ok(())
     }
 
-    /// A panic, as of a connection's instrumentation, stays here: a second one while the first
-    /// unwinds would end the process.
+    /// A panic, for example in a connection's instrumentation, is caught: a second panic while the
+    /// first unwinds would end the process.
     fn leave((): &(), operation: impl Future<Output = ()> + Send + 'static) {
         let _ = catch_unwind(AssertUnwindSafe(|| now(operation)));
     }
@@ -46,7 +46,8 @@ impl Mode for Blocking {
         ready(now(operation))
     }
 
-    /// If no thread can be had it is not done, and what it would have ended ends by its timeout.
+    /// If no thread can be started, the operation is not run, and what it would have ended expires
+    /// at its timeout.
     fn beside((): &(), operation: impl Future<Output = ()> + Send + 'static) {
         let _ = thread::Builder::new()
             .name("diesel_interlock".into())
@@ -68,7 +69,8 @@ impl Mode for Blocking {
             let started = thread::Builder::new()
                 .name("diesel_interlock late".into())
                 .spawn(move || finish_late(database));
-            // Without a thread it is not done, and what it would have ended ends by its timeout.
+            // Without a thread the operation is not run, and what it would have ended expires at
+            // its timeout.
             if started.is_err() {
                 return;
             }
@@ -99,24 +101,25 @@ impl Mode for Blocking {
     }
 }
 
-/// What could not be done at once.
+/// An operation that could not be done at once.
 struct Late {
-    /// Waits for a connection no longer than its argument. Returns whether it is done.
+    /// Tries the operation, and waits for a connection no longer than the argument. Returns whether
+    /// it is done.
     try_once: Box<dyn Fn(Duration) -> bool + Send>,
     _left: Left,
 }
 
-/// What waits for the thread of a database. They are many where many are dropped while a pool has
-/// no connection.
+/// The operations that wait for the thread of a database. There may be many, if many handles are
+/// dropped while a pool has no connection.
 struct Queue {
     database: Database,
     waiting: Vec<Late>,
 }
 
-/// One for each database, so that one that is silent does not hold up the others.
+/// One queue for each database, so that a silent database does not hold up the others.
 static LATE: Mutex<Vec<Queue>> = Mutex::new(Vec::new());
 
-/// The thread that does it for a database. It ends when nothing is left.
+/// The thread of the late operations of a database. It ends when nothing is left.
 fn finish_late(database: Database) {
     let mut waiting: Vec<Late> = Vec::new();
     loop {
@@ -130,8 +133,8 @@ fn finish_late(database: Database) {
                 return;
             }
         }
-        // One waits in the queue of its pool. Then all others look, because their pools may have
-        // something to give.
+        // One operation waits in the queue of its pool. Then all others try without waiting,
+        // because their pools may have a free connection.
         let (round, first) = (Instant::now(), waiting.remove(0));
         let is_first_done = first.is_done(ROUND);
         waiting.retain(|late| !late.is_done(Duration::ZERO));
@@ -145,7 +148,7 @@ fn finish_late(database: Database) {
 const ROUND: Duration = Duration::from_secs(1);
 
 impl Late {
-    /// One that panics, as in an instrumentation of the user's, is given up.
+    /// An operation that panics, for example in the user's instrumentation, is given up.
     fn is_done(&self, limit: Duration) -> bool {
         catch_unwind(AssertUnwindSafe(|| (self.try_once)(limit))).unwrap_or(true)
     }

@@ -10,10 +10,10 @@ use crate::call::BATCH;
 use crate::input::interval;
 use crate::statement::{Statement, keep_commit};
 
-/// Whether the lock is ours, which is null where nothing can be stored, as on a standby; the
-/// outcome, which is null if it is not ours or there is none; and when the transaction began. The
-/// outcome is read by a volatile function, because the statement itself would not see what was
-/// committed after it began.
+/// Returns whether this transaction has the lock, the stored outcome, and when the transaction
+/// began. The first is null where nothing can be stored, as on a standby. The second is null
+/// without the lock or without an outcome. A volatile function reads the outcome, because the
+/// statement's own snapshot would not show what was committed after the statement began.
 pub(super) fn look(
     (first, second): (i32, i32),
     name: &str,
@@ -33,8 +33,8 @@ pub(super) fn look(
     Statement::new(LOOK, binds)
 }
 
-/// Inserts the outcome, in the transaction that began then, and no row in another one. The lock
-/// keeps others from inserting one.
+/// Inserts the outcome, but only if the transaction is still the one that began at `began`. Needs
+/// no `ON CONFLICT`, because the lock keeps other calls from inserting the same key.
 pub(super) fn store(name: &str, key: &str, outcome: &[u8], began: PgTimestamp) -> Statement<Bool> {
     const STORE: &str = concat!(
         "INSERT INTO resource_control.once (name, key, outcome)
@@ -46,7 +46,7 @@ pub(super) fn store(name: &str, key: &str, outcome: &[u8], began: PgTimestamp) -
     Statement::new(STORE, [name.into(), key.into(), outcome, began.into()])
 }
 
-/// Deletes a batch of old outcomes: how many.
+/// Deletes a batch of old outcomes, and returns how many.
 pub(super) fn prune(older_than: Duration) -> Statement<BigInt> {
     const PRUNE: &str = "WITH done AS (
             DELETE FROM resource_control.once WHERE ctid = ANY (ARRAY(

@@ -13,7 +13,7 @@ use crate::session::Session;
 /// Diesel's r2d2 pool.
 pub type PgPool = r2d2::Pool<ConnectionManager<PgConnection>>;
 
-/// r2d2 adds a limit to the present time, which overflows for a very long one.
+/// r2d2 adds the timeout to the current time, which overflows for a very long one. So it is capped.
 const YEAR: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
 impl Sealed for PgPool {}
@@ -48,7 +48,7 @@ impl Pool for PgPool {
 }
 
 impl PoolConnection for PooledConnection<ConnectionManager<PgConnection>> {
-    /// Nothing must be sent after the mark, which would take it back.
+    /// Nothing may be sent after the mark: a reply would clear it.
     fn discard(mut self) {
         self.mark_broken();
     }

@@ -1,4 +1,4 @@
-//! Several limits at once.
+//! Checking several limits at once.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
 
@@ -15,7 +15,7 @@ use crate::session::Session;
 use crate::transaction::Own;
 
 impl<P: Pool> RateLimit<P> {
-    /// Checks several limits: either all are spent, or none.
+    /// Checks several limits, and spends either the units of all of them or none.
     ///
     /// ```
     /// use diesel_interlock::{CheckAll, Error, PgPool, Quota, RateLimit};
@@ -37,11 +37,13 @@ impl<P: Pool> RateLimit<P> {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// A denial is one round trip, and only reads. To spend takes a round trip more for each key,
-    /// and two for the transaction. The keys are checked in the order of their names and keys, so
-    /// that callers do not deadlock. A limit that is given twice costs twice; two quotas for one
-    /// key are an [`Error::Input`], and so are more than 1,000 limits. If any of the limits is
-    /// [durable](Self::durable), all are.
+    /// A denial takes one round trip and only reads. A grant takes one more for each key, and two
+    /// for its transaction. The keys are checked in the order of their names and keys, so
+    /// concurrent callers do not deadlock.
+    ///
+    /// A limit that is listed twice costs twice. Two quotas for one key are an [`Error::Input`],
+    /// and so are more than 1,000 limits. If any of the limits is [durable](Self::durable), all
+    /// are.
     pub fn check_all<'a>(limits: &'a [&'a Self], pool: &'a P) -> Reply<'a, P, CheckAll> {
         let subject = Subject {
             primitive: "rate limit",
@@ -67,10 +69,10 @@ impl<P: Pool> RateLimit<P> {
     }
 }
 
-/// Each key has a round trip of its own in one transaction.
+/// The bound exists because each key takes a round trip while the transaction holds its rows.
 const MOST: usize = 1000;
 
-/// One key, with the units of all limits that are for it, and their places.
+/// A key, with the cost of all limits that are for it, and their positions in the caller's list.
 struct Key<P: Pool> {
     limit: RateLimit<P>,
     places: Vec<usize>,
@@ -82,11 +84,11 @@ impl<P: Pool> Key<P> {
     }
 }
 
-/// The keys in their order.
+/// Merges limits of the same key, and sorts the keys.
 fn merge<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
     if limits.len() > MOST {
         return Err(Error::input(
-            "1,000 limits at most can be checked at once: check them in several calls",
+            "at most 1,000 limits can be checked at once: check them in several calls",
         ));
     }
     let mut order: Vec<usize> = (0..limits.len()).collect();
@@ -115,7 +117,7 @@ fn merge<P: Pool>(limits: &[&RateLimit<P>]) -> Result<Vec<Key<P>>> {
     Ok(keys)
 }
 
-/// The first key that is limited now. Nothing is locked.
+/// Returns the first key that is limited now. Locks nothing.
 async fn look<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Result<Option<(&'k Key<P>, Limited)>> {
     if keys.is_empty() {
         return Ok(None);
@@ -132,7 +134,7 @@ async fn look<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Result<Option<(&'k K
     }))
 }
 
-/// Why nothing was spent: by which limit, or at which key.
+/// Why nothing was spent: a limit refused, or a key's statement failed.
 enum Unspent<'k, P: Pool> {
     Limited(usize, Limited),
     Failed(Option<&'k RateLimit<P>>, Error),
@@ -146,7 +148,7 @@ impl<P: Pool> From<Error> for Unspent<'_, P> {
 
 type Spending<'k, P> = Result<Vec<(PgTimestamp, State)>, Unspent<'k, P>>;
 
-/// Spends all, in a transaction.
+/// Spends all costs in one transaction.
 async fn spend<'k, P: Pool>(keys: &'k [Key<P>], pool: &P) -> Spending<'k, P> {
     let mut borrowed = Borrowed::new(pool, None).await?;
     let transaction = Own::begin_borrowed(borrowed.conn()).await?;
@@ -173,7 +175,7 @@ async fn spend_on<'k, P: Pool, S: Session>(keys: &'k [Key<P>], session: &mut S) 
     Ok(all)
 }
 
-/// What was spent of each limit, in the order of the limits.
+/// Returns what was spent of each limit, in the order of the caller's list.
 fn in_order<P: Pool>(
     limits: &[&RateLimit<P>],
     keys: &[Key<P>],

@@ -1,4 +1,4 @@
-//! What came of a check.
+//! The outcome of a check.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -11,32 +11,33 @@ use crate::alarm::lock;
 use crate::event::Outcome;
 use crate::input::{microseconds, time, whole_seconds};
 
-/// What came of a check.
+/// The outcome of a check.
 #[must_use = "the call may be limited"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Check {
-    /// The units were spent.
+    /// The call is allowed, and its units were spent.
     Allowed(Spent),
-    /// The units are not there, and nothing was spent.
+    /// The units are not available yet. Nothing was spent.
     Limited(Limited),
 }
 
-/// What came of a check of several limits.
+/// The outcome of a check of several limits.
 #[must_use = "the call may be limited"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CheckAll {
-    /// All were spent, in the order of the limits.
+    /// All are allowed. What was spent of each, in the order of the limits.
     Allowed(Vec<Spent>),
-    /// A limit is used up, and nothing was spent.
+    /// At least one limit refused the call. Nothing was spent.
     Limited {
-        /// Which of the limits, from 0 on.
+        /// The index of a limit that refused, in the caller's list.
         index: usize,
-        /// Why the call was not allowed.
+        /// The refusal of that limit.
         limited: Limited,
     },
 }
 
-/// Units that were spent. Clones share what was refunded.
+/// Units that a check has spent. Pass this to [`refund`](super::RateLimit::refund) to give some
+/// back. Clones share the count of what was refunded.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Spent {
@@ -44,31 +45,32 @@ pub struct Spent {
     /// How many units were spent.
     pub units: u32,
     refunded: Arc<Mutex<Refunded>>,
-    /// The key afterwards.
+    /// The state of the key after the check.
     pub state: State,
 }
 
-/// What of the units was refunded, in parts.
+/// How many of the units were refunded. A caller may refund in several parts.
 #[derive(Debug, Default)]
 struct Refunded {
     units: u32,
-    /// How many microseconds of the refill since then were taken into account.
+    /// How many microseconds of refill since the check were already deducted from refunds.
     refilled: i64,
-    /// A part has no reply yet. Another one at the same time takes the whole refill into account.
+    /// The refund of a part has no reply yet. Another part at the same time deducts the whole
+    /// refill, because it cannot know how much this one deducts.
     is_under_way: bool,
 }
 
-/// Why a call was not allowed.
+/// A refusal, with a hint when to try again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limited {
-    /// After how long the units are there, if nobody else takes them; above zero.
+    /// How long until the units are available, if nobody else takes them. Never zero.
     pub retry_after: Duration,
-    /// The key.
+    /// The state of the key.
     pub state: State,
 }
 
-/// A key at a moment.
+/// The state of a key at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct State {
@@ -76,14 +78,14 @@ pub struct State {
     pub name: &'static str,
     /// The quota of the call.
     pub quota: Quota,
-    /// How many units are there.
+    /// How many units are available.
     pub remaining: u32,
-    /// After how long all units are there, if nobody takes any.
+    /// How long until the key is full, if nobody takes any units.
     pub full_in: Duration,
 }
 
 impl Check {
-    /// Returns what was spent, if it was allowed.
+    /// Returns what was spent, and `None` if the call was limited.
     pub fn allowed(self) -> Option<Spent> {
         match self {
             Self::Allowed(spent) => Some(spent),
@@ -91,7 +93,7 @@ impl Check {
         }
     }
 
-    /// Returns why it was not allowed.
+    /// Returns the refusal, and `None` if the call was allowed.
     pub fn limited(self) -> Option<Limited> {
         match self {
             Self::Allowed(_) => None,
@@ -99,17 +101,17 @@ impl Check {
         }
     }
 
-    /// Returns whether it was allowed.
+    /// Returns whether the call was allowed.
     pub const fn is_allowed(&self) -> bool {
         matches!(self, Self::Allowed(_))
     }
 
-    /// Returns whether it was limited.
+    /// Returns whether the call was limited.
     pub const fn is_limited(&self) -> bool {
         !self.is_allowed()
     }
 
-    /// Returns the key after the check.
+    /// Returns the state of the key after the check.
     pub const fn state(&self) -> &State {
         match self {
             Self::Allowed(spent) => &spent.state,
@@ -133,7 +135,7 @@ impl Check {
 }
 
 impl CheckAll {
-    /// Returns what was spent of each limit, if all were allowed.
+    /// Returns what was spent of each limit, and `None` if the call was limited.
     pub fn allowed(self) -> Option<Vec<Spent>> {
         match self {
             Self::Allowed(spent) => Some(spent),
@@ -141,7 +143,8 @@ impl CheckAll {
         }
     }
 
-    /// Returns why they were not allowed. The other limits may be used up, too.
+    /// Returns the refusal of one limit, and `None` if all were allowed. Other limits may be used
+    /// up, too.
     pub fn limited(self) -> Option<Limited> {
         match self {
             Self::Allowed(_) => None,
@@ -149,19 +152,19 @@ impl CheckAll {
         }
     }
 
-    /// Returns whether they were limited.
+    /// Returns whether a limit refused the call.
     pub const fn is_limited(&self) -> bool {
         !self.is_allowed()
     }
 
-    /// Returns whether all were allowed.
+    /// Returns whether all limits allowed the call.
     pub const fn is_allowed(&self) -> bool {
         matches!(self, Self::Allowed(_))
     }
 }
 
 impl State {
-    /// A key that is full in so many microseconds.
+    /// Makes the state of a key that is full in this many microseconds.
     pub(super) fn new(name: &'static str, quota: Quota, exact: Exact, full_in: i64) -> Self {
         Self {
             name,
@@ -182,8 +185,8 @@ impl Spent {
         }
     }
 
-    /// Takes so many units out of those that may still be refunded, or all that are left of them.
-    /// Also returns how much of the refill was taken into account before.
+    /// Starts a refund of this many units, or of as many as may still be refunded. Returns that
+    /// number, and how much of the refill was deducted before.
     pub(super) fn begin_part(&self, units: u32) -> (u32, i64) {
         let mut refunded = lock(&self.refunded);
         let units = units.min(self.units - refunded.units);
@@ -192,7 +195,7 @@ impl Spent {
         (units, if was_under_way { 0 } else { refunded.refilled })
     }
 
-    /// The part has taken so much of the refill into account.
+    /// Notes how much of the refill the part has deducted.
     pub(super) fn end_part(&self, refilled: i64) {
         let mut refunded = lock(&self.refunded);
         refunded.is_under_way = false;

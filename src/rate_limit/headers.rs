@@ -1,4 +1,4 @@
-//! The HTTP header fields of a check: RFC 9110's `Retry-After`, and those of
+//! The HTTP header fields of a check: `Retry-After` of RFC 9110, and the fields of
 //! draft-ietf-httpapi-ratelimit-headers.
 
 use std::time::Duration;
@@ -7,17 +7,17 @@ use super::check::{Check, Limited, State};
 use crate::input::whole_seconds;
 
 impl Check {
-    /// Returns the header fields `RateLimit-Policy`, `RateLimit` and, if the call was limited,
-    /// `Retry-After`.
+    /// Returns the header fields `RateLimit-Policy` and `RateLimit`, and `Retry-After` if the call
+    /// was limited.
     ///
-    /// - `q` is the burst, and `w` the seconds in which it refills. N and the period are not told,
-    ///   because they would invite a client to send N requests at once.
-    /// - `r` is how many units are left, and `t` the seconds until all `q` are there again if no
-    ///   more are spent.
-    /// - After a limited call `r` is 0, and `t` is that of `Retry-After`: the seconds until the
-    ///   units that the call asked for are there.
+    /// - `q` is the burst, and `w` the number of seconds in which it refills. N and the period are
+    ///   left out, because they would invite a client to send N requests at once.
+    /// - `r` is the number of units left, and `t` the number of seconds until all `q` are available
+    ///   again if no more are spent.
+    /// - After a limited call, `r` is 0, and `t` is the same as `Retry-After`: the number of
+    ///   seconds until the units that the call asked for are available.
     ///
-    /// Seconds are rounded up, and at least 1. Bytes of the name that a structured field cannot
+    /// Seconds are rounded up, and are at least 1. Bytes of the name that a structured field cannot
     /// hold are percent-encoded.
     ///
     /// ```
@@ -41,8 +41,8 @@ impl Check {
 }
 
 impl Limited {
-    /// Returns the header fields of [`Check::headers`], for a handler that has only the refusal, as
-    /// of [`CheckAll`](super::CheckAll).
+    /// Returns the fields of [`Check::headers`] for a handler that has only the refusal, for
+    /// example from [`CheckAll`](super::CheckAll).
     pub fn headers(&self) -> Vec<(&'static str, String)> {
         fields(&self.state, Some(self))
     }
@@ -74,12 +74,12 @@ fn fields(state: &State, limited: Option<&Limited>) -> Vec<(&'static str, String
     fields
 }
 
-/// Whole seconds. Structured fields have no larger integers.
+/// Whole seconds, bounded because an integer of a structured field has at most 15 digits.
 fn seconds(duration: Duration) -> u64 {
     whole_seconds(duration).min(999_999_999_999_999)
 }
 
-/// A string of a structured field, which is printable ASCII.
+/// Quotes a text as a string of a structured field, which may contain only printable ASCII.
 fn string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for byte in text.bytes() {

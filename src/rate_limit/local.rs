@@ -1,4 +1,4 @@
-//! Checks from memory, which take units from the row by the chunk.
+//! Rate limits that are checked in memory, against chunks of units taken from the row.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -14,12 +14,12 @@ use crate::metrics::Counters;
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply, debug};
 
-/// How many keys are kept before those that have nothing are looked for.
+/// How many keys are kept before those without units are looked for and removed.
 const KEYS: usize = 1024;
 const SECOND: Duration = Duration::from_secs(1);
 
-/// A [`RateLimit`] that decides from memory: each instance takes chunks of units from the row, and
-/// asks it again when a chunk is used up.
+/// A [`RateLimit`] that decides in memory. Each instance takes chunks of units from the row, and
+/// goes back to the row when a chunk is used up.
 ///
 /// ```
 /// use std::sync::OnceLock;
@@ -40,14 +40,16 @@ const SECOND: Duration = Duration::from_secs(1);
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// Make one per instance. Clones share what was taken.
+/// Make one per process. Clones share the chunks.
 ///
-/// In a period all instances together allow at most burst + N, and a chunk more for each instance:
-/// what it took before and had not used. What is not used is forgotten after the time in which a
-/// chunk refills, and a second at least. A changed quota and a reset count from the next chunk on.
-/// After a denial the row is not asked before `retry_after`. One caller at a time takes a chunk of
-/// a key, and the others wait for it. A chunk that is on its way arrives also if the future that
-/// takes it is dropped, unless the server is silent for seconds.
+/// **Accuracy.** In no period do all instances together allow more than burst + N units plus one
+/// chunk per instance. The extra chunk is what an instance took before the period and had not used.
+/// Unused units are forgotten after the time in which a chunk refills, and after a second at the
+/// earliest. A changed quota and a reset take effect with the next chunk.
+///
+/// **Round trips.** After a denial, the row is not read again before `retry_after`. For each key,
+/// one caller at a time takes a chunk while the others wait for it. A chunk on its way still
+/// arrives if the future that takes it is dropped, unless the server is silent for seconds.
 #[must_use = "a rate limit decides nothing until it is checked"]
 #[derive(Clone)]
 pub struct LocalRateLimit<P: Pool>(Arc<Local<P>>);
@@ -60,31 +62,31 @@ struct Local<P: Pool> {
     counters: Counters,
 }
 
-/// What came of a check in memory.
+/// The outcome of a check in memory.
 #[must_use = "the call may be limited"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalCheck {
-    /// A unit was spent.
+    /// The call is allowed, and its unit was spent.
     Allowed,
-    /// There is none, and nothing was spent.
+    /// No unit is available. Nothing was spent.
     Limited {
-        /// After how long there is one, if nobody else takes it; above zero.
+        /// How long until a unit is available, if nobody else takes it. Never zero.
         retry_after: Duration,
     },
 }
 
 impl LocalCheck {
-    /// Returns whether it was allowed.
+    /// Returns whether the call was allowed.
     pub const fn is_allowed(&self) -> bool {
         matches!(self, Self::Allowed)
     }
 
-    /// Returns whether it was limited.
+    /// Returns whether the call was limited.
     pub const fn is_limited(&self) -> bool {
         !self.is_allowed()
     }
 
-    /// Returns `retry_after` in whole seconds, rounded up, if it was limited.
+    /// Returns `retry_after` in whole seconds, rounded up, and `None` if the call was allowed.
     pub fn retry_after_secs(&self) -> Option<u64> {
         match self {
             Self::Allowed => None,
@@ -102,7 +104,8 @@ impl Outcome for LocalCheck {
     }
 }
 
-/// What the row said, which is an event. What is decided in memory is only counted.
+/// The reply of the row, which is reported as an event. Checks that memory decides are only
+/// counted.
 struct Chunk(Check);
 
 impl Outcome for Chunk {
@@ -118,21 +121,21 @@ impl Outcome for Chunk {
 #[derive(Default)]
 struct Keys {
     by_name: HashMap<Box<str>, Key>,
-    /// The number of keys at which they are looked through.
+    /// The number of keys at which keys without units are removed next.
     bound: usize,
 }
 
 #[derive(Default)]
 struct Key {
     units: u32,
-    /// Until when the units count, or until when there are none.
+    /// If there are units: until when they count. If there are none: until when the denial counts.
     until: Option<Instant>,
-    /// Those who wait for the one who asks the row. `None` if nobody does.
+    /// The callers that wait for the one that is taking a chunk. `None` if nobody is.
     taking: Option<Vec<Arc<Alarm>>>,
-    /// How often the row has replied.
+    /// How many times the row has replied.
     replies: u64,
-    /// How the last look at the row has failed, for those who waited for it: they would wait as
-    /// long for the same.
+    /// Why the last attempt to reach the row failed. Callers that waited for it get the same error,
+    /// because a try of their own would take as long and fail in the same way.
     failure: Option<Arc<str>>,
 }
 
@@ -153,21 +156,22 @@ impl Key {
     }
 }
 
-/// What a look at a key says.
+/// What to do about a key.
 enum Look<P: Pool> {
     Decided(LocalCheck),
     Take(Taking<P>),
-    /// Until the row has replied more often than so many times.
+    /// Waits until the row has replied more than this many times.
     Wait(Arc<Alarm>, u64),
-    /// The wait was in vain.
+    /// The wait brought no reply of the row, so this caller checks the row by itself.
     Alone,
-    /// The one who asked the row has found the database away.
+    /// The caller that went to the row found the database unavailable.
     Away(Arc<str>),
 }
 
 impl<P: Pool> RateLimit<P> {
-    /// Returns a limit that decides in memory, out of chunks of so many units that it takes from
-    /// the row, between one and the burst: see [`LocalRateLimit`]. Its calls cost a unit each.
+    /// Returns a limit that decides in memory and takes `chunk` units from the row at a time: see
+    /// [`LocalRateLimit`]. A chunk is at least one unit and at most the burst. Each call costs one
+    /// unit.
     pub fn local(&self, pool: P, chunk: u32) -> LocalRateLimit<P> {
         LocalRateLimit(Arc::new(Local {
             chunk: chunk.clamp(1, self.quota.burst.max(1)),
@@ -180,8 +184,10 @@ impl<P: Pool> RateLimit<P> {
 }
 
 impl<P: Pool> LocalRateLimit<P> {
-    /// Spends a unit of a key. No round trip while a chunk lasts, or the last denial counts; one
-    /// for a chunk or a denial, and two for the rest of what the row has.
+    /// Spends a unit of a key if one is available.
+    ///
+    /// No round trip while a chunk lasts or the last denial counts. A new chunk or a denial takes
+    /// one round trip; if the row has less than a chunk left, taking the rest takes two.
     pub fn check<'a>(&'a self, key: &'a str) -> Reply<'a, P, LocalCheck> {
         P::Mode::drive(async move {
             let check = self.0.check(key).await?;
@@ -256,7 +262,7 @@ impl<P: Pool> Local<P> {
         }
     }
 
-    /// Spends units of the row, and tells it. Also returns when that began.
+    /// Spends units of the row, and reports an event. Also returns when the operation began.
     async fn spend(&self, key: &str, units: u32) -> Result<(Check, Instant)> {
         let limit = self.limit.key(key).cost(units);
         let began = Instant::now();
@@ -265,7 +271,7 @@ impl<P: Pool> Local<P> {
         Ok((check, began))
     }
 
-    /// How long a chunk counts: as long as it takes to refill, and a second at least.
+    /// How long a chunk counts: the time in which it refills, and at least a second.
     fn lasting(&self) -> Duration {
         let Quota { n, period, .. } = self.limit.quota;
         period
@@ -279,7 +285,7 @@ impl<P: Pool> Local<P> {
 }
 
 impl Keys {
-    /// Forgets keys that have nothing, once in a while.
+    /// Removes keys without units, each time the number of keys has doubled.
     fn make_room(&mut self, now: Instant) {
         if self.by_name.len() >= self.bound.max(KEYS) {
             let has_something =
@@ -290,14 +296,14 @@ impl Keys {
     }
 }
 
-/// The right to ask the row for a key. Its drop wakes those who wait.
+/// The right to take a chunk of a key. Dropping it wakes the callers that wait.
 struct Taking<P: Pool> {
     local: Arc<Local<P>>,
     key: Box<str>,
 }
 
 impl<P: Pool> Taking<P> {
-    /// Takes a chunk, or what is there, and spends a unit of it.
+    /// Takes a chunk, or as much as the row has left, and spends a unit of it.
     async fn take(self) -> Result<LocalCheck> {
         let taken = self.take_chunk().await;
         if let (Err(error), Some(found)) = (&taken, self.local.keys().by_name.get_mut(&self.key)) {

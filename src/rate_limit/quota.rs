@@ -1,4 +1,4 @@
-//! How much a rate limit allows.
+//! Quotas: how much a rate limit allows.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,7 +12,7 @@ const LONGEST: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 /// The longest time in which a burst may refill, in microseconds: 100 years.
 const LONGEST_REFILL: u128 = 3_155_760_000_000_000;
 
-/// N units per period, and `burst` of them at once.
+/// N units per period on average, and up to `burst` units at once.
 ///
 /// ```
 /// use diesel_interlock::Quota;
@@ -24,7 +24,7 @@ const LONGEST_REFILL: u128 = 3_155_760_000_000_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Quota {
-    /// How many units refill in a period.
+    /// How many units are refilled per period.
     pub n: u32,
     /// The period, between a microsecond and 366 days.
     pub period: Duration,
@@ -33,7 +33,7 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// Allows `n` units per period, and as many at once.
+    /// Allows `n` units per period, and up to `n` at once.
     pub const fn new(n: u32, period: Duration) -> Self {
         Self {
             n,
@@ -42,22 +42,22 @@ impl Quota {
         }
     }
 
-    /// Allows `n` units per second, and as many at once.
+    /// Allows `n` units per second, and up to `n` at once.
     pub const fn per_second(n: u32) -> Self {
         Self::new(n, Duration::from_secs(1))
     }
 
-    /// Allows `n` units per minute, and as many at once.
+    /// Allows `n` units per minute, and up to `n` at once.
     pub const fn per_minute(n: u32) -> Self {
         Self::new(n, Duration::from_secs(60))
     }
 
-    /// Allows `n` units per hour, and as many at once.
+    /// Allows `n` units per hour, and up to `n` at once.
     pub const fn per_hour(n: u32) -> Self {
         Self::new(n, Duration::from_secs(60 * 60))
     }
 
-    /// Allows `n` units per 24 hours, and as many at once.
+    /// Allows `n` units per 24 hours, and up to `n` at once.
     pub const fn per_day(n: u32) -> Self {
         Self::new(n, DAY)
     }
@@ -67,7 +67,7 @@ impl Quota {
         Self::new(1, period)
     }
 
-    /// Returns the same rate with so many units at once.
+    /// Sets how many units may be spent at once, and keeps the rate.
     pub const fn burst(self, burst: u32) -> Self {
         Self { burst, ..self }
     }
@@ -108,11 +108,11 @@ impl fmt::Display for Quota {
     }
 }
 
-/// A checked quota, for exact arithmetic in microseconds.
+/// A validated quota, for exact arithmetic in microseconds.
 ///
-/// It is the generic cell rate algorithm: a key is a time at which it is full. A call of some units
-/// is allowed if the key is full within [`lead`](Self::lead) of them from now, and moves that time
-/// by [`refill`](Self::refill).
+/// This is the generic cell rate algorithm. The state of a key is one time: when it will be full. A
+/// call is allowed if the key will be full within the [`lead`](Self::lead) of the call's units from
+/// now. The call then moves that time later by the [`refill`](Self::refill) of its units.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exact {
     n: u128,
@@ -125,24 +125,24 @@ impl Exact {
         self.burst as i64
     }
 
-    /// The microseconds that refill a unit, as the column has them.
+    /// The microseconds in which one unit refills, as the column `unit_us` stores them.
     pub(super) const fn unit(&self) -> f64 {
         self.period as f64 / self.n as f64
     }
 
-    /// How long so many units take to refill.
+    /// How many microseconds this many units take to refill.
     pub(super) fn refill(&self, units: u32) -> i64 {
         (u128::from(units) * self.period).div_ceil(self.n) as i64
     }
 
-    /// In how long a key may at most be full so that it has so many units now. `None` for more than
-    /// it ever has.
+    /// The largest `full_in`, in microseconds, at which this many units are available. `None` if
+    /// they exceed the burst.
     pub(super) fn lead(&self, units: u32) -> Option<i64> {
         let rest = self.burst.checked_sub(units.into())?;
         Some((rest * self.period / self.n) as i64)
     }
 
-    /// The units of a key that is full in `full_in` microseconds.
+    /// The available units of a key that is full in `full_in` microseconds.
     pub(super) fn remaining(&self, full_in: i64) -> u32 {
         let owed = (u128::from(full_in.max(0).unsigned_abs()) * self.n).div_ceil(self.period);
         self.burst.saturating_sub(owed) as u32
@@ -170,7 +170,7 @@ mod tests {
             for units in 1..=burst.min(10) {
                 let lead = exact.lead(units).unwrap();
                 assert!(exact.remaining(lead) >= units);
-                // Rounded up, so that no call is early.
+                // Refills are rounded up, so that no call is allowed too early.
                 assert!(
                     exact.remaining(lead + exact.refill(units)) <= burst - units
                         || exact.unit() < 1.0

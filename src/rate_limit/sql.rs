@@ -1,8 +1,8 @@
 //! The statements of a rate limit.
 //!
-//! The generic cell rate algorithm in one row per key: `full_at` is when the key is full. The
-//! clocks that a grant reads are in order: that of the condition, `spent_at`, that of `full_at`. So
-//! the promise holds in every interleaving.
+//! The generic cell rate algorithm with one row per key: `full_at` is when the key will be full. A
+//! grant reads the clock three times, in this order: for the condition, for `spent_at`, for
+//! `full_at`. Because of this order the promise holds in every interleaving.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{Array, BigInt, Bool, Integer, Interval, Nullable, Timestamptz};
@@ -11,7 +11,7 @@ use super::quota::Exact;
 use crate::call::BATCH;
 use crate::statement::{Statement, database, keep_commit};
 
-/// Who spends what.
+/// A call: who spends how many units under which quota.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Call<'a> {
     pub(super) name: &'a str,
@@ -20,8 +20,8 @@ pub(super) struct Call<'a> {
     pub(super) cost: u32,
 }
 
-/// How the transaction of a check commits. In one of its own, the wait for another transaction's
-/// row is limited, too.
+/// How the transaction of a check commits. In a transaction of the check's own, the wait for
+/// another transaction's row is limited, too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Commit {
     Async,
@@ -30,14 +30,14 @@ pub(super) enum Commit {
     Callers,
 }
 
-/// Whether it was allowed, when, in how long the key is full, and the database if it was not
-/// allowed.
+/// Whether the call was allowed; when; in how long the key is full; and the database, if the call
+/// was denied.
 pub(super) type Row = (bool, PgTimestamp, PgInterval, i32);
 pub(super) type Ask = Statement<(Bool, Timestamptz, Interval, Integer)>;
 
-/// For the common states of a key: it has a row of this quota, or it is limited. A denial only
-/// reads. The CASE keeps the planner from evaluating the setting first, which would slow denials
-/// down.
+/// Decides the common cases: the key has a row of this quota, or it is limited. A denial only
+/// reads. The `CASE` keeps the planner from evaluating `set_config` first, which would make denials
+/// slower.
 macro_rules! again {
     ($limit:expr, $commit:expr) => {
         concat!(
@@ -65,10 +65,11 @@ macro_rules! again {
     };
 }
 
-/// For the others: a key without a row gets one that is full, and what another quota has left owed
-/// is rescaled. Returns no row, so the other statement is next. It does not spend: the times of a
-/// new row are read before the wait for others who have the key, and these may have spent units,
-/// and their row may have been pruned meanwhile.
+/// Prepares the other cases: a key without a row gets a full one, and what a key owes under another
+/// quota is rescaled. Returns no row, and spends nothing, so `again!` is sent once more and
+/// decides. It cannot spend by itself: the times of a new row are read before the wait for other
+/// transactions with this key, which may have spent units, and whose row may have been pruned
+/// meanwhile.
 macro_rules! first {
     ($limit:expr, $commit:expr) => {
         concat!(
@@ -96,7 +97,7 @@ macro_rules! first {
     };
 }
 
-/// Limits the wait for another transaction's row.
+/// Limits the wait for another transaction's row lock.
 macro_rules! limit {
     () => {
         "pg_catalog.set_config('lock_timeout', '250ms', true) IS NOT NULL"
@@ -110,7 +111,7 @@ macro_rules! commit_async {
     };
 }
 
-/// In the order of [`Commit`].
+/// Indexed by [`Commit`]: for each, the statements of `again!` and of `first!`.
 const CHECKS: [[&str; 2]; 3] = [
     [
         again!(limit!(), commit_async!()),
@@ -123,9 +124,10 @@ const CHECKS: [[&str; 2]; 3] = [
     [again!("true", ""), first!("true", "")],
 ];
 
-/// Only under the quota under which the units were spent, and not if a crash of the server forgot
-/// them. `$5` microseconds of the refill were taken into account by earlier parts. Returns how many
-/// this part takes into account, or null if it has refunded nothing.
+/// Refunds only while the quota is the one under which the units were spent, and only if the
+/// spending has not been forgotten in a crash. `$5` is how many microseconds of refill earlier
+/// parts have deducted. Returns how many microseconds this part deducts, or null if nothing was
+/// refunded.
 const REFUND: &str = concat!(
     "WITH part AS MATERIALIZED (
         SELECT pg_catalog.make_interval(secs => pg_catalog.floor($3 * r.unit_us) / 1000000) AS owed,
@@ -162,8 +164,8 @@ const PRUNE: &str = "WITH done AS (
             RETURNING 1
     ) SELECT pg_catalog.count(*) FROM done";
 
-/// Whether a transaction has the row of the key now. A row that is not committed yet cannot be
-/// seen, so any other transaction that writes to the table is then taken for its.
+/// Whether another transaction holds the row of the key now. A row that is not committed yet is
+/// invisible, so any other transaction that writes to the table is then taken for its holder.
 const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
         SELECT FROM resource_control.rate_limit AS r
             WHERE r.name = $1 AND r.key = $2 FOR NO KEY UPDATE SKIP LOCKED
@@ -177,8 +179,8 @@ const IS_LOCKED: &str = "WITH free AS MATERIALIZED (
     END";
 
 impl Call<'_> {
-    /// Spends units in the common states of a key, and makes such a state of the others. `lead` is
-    /// that of the cost.
+    /// Returns the statements of a check: the one that decides, and the one that prepares the key
+    /// for it. `lead` is the lead of the cost.
     pub(super) fn check(self, commit: Commit, lead: i64) -> [Ask; 2] {
         let Self {
             name,
@@ -202,8 +204,8 @@ impl Call<'_> {
         ]
     }
 
-    /// Gives back units that were spent at a moment, less what has been refilled since and was not
-    /// taken into account yet.
+    /// Gives back units that were spent at that moment, less the refill since then that earlier
+    /// parts have not deducted.
     pub(super) fn refund(
         self,
         units: u32,
@@ -229,7 +231,7 @@ impl Call<'_> {
     }
 }
 
-/// Reads in how long each of the keys is full.
+/// Reads for each key in how long it is full.
 pub(super) fn look(calls: &[Call<'_>]) -> Statement<Array<Interval>> {
     const LOOK: &str = "SELECT ARRAY(
         SELECT COALESCE((

@@ -1,5 +1,5 @@
-//! Which tick is due, of a function that returns the first tick after a time. No database, and the
-//! time is an argument.
+//! Decides which tick is due, given a function that returns the first tick after a time. Uses no
+//! database and no clock: the time is an argument.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -8,40 +8,42 @@ use chrono::{DateTime, SubsecRound, TimeDelta, Utc};
 
 use crate::error::{Error, Result};
 
-/// How many missed ticks are counted, and caught up with, at most.
+/// The largest number of missed ticks that are counted, and that are caught up with.
 const COUNTED: usize = 1000;
-/// How many ticks are looked at in all. An hour that had one each microsecond is not looked
-/// through.
+/// The largest number of ticks that one look computes. So an hour with a tick each microsecond is
+/// not computed tick by tick.
 const LOOKED_AT: usize = 100_000;
 
-/// What becomes of ticks that were missed, because no instance ran or the run before took too long.
+/// What happens to missed ticks: no instance was running when they were due, or the run before took
+/// too long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CatchUp {
-    /// One run for all of them, of the latest.
+    /// One run of the latest missed tick stands for all of them.
     #[default]
     Latest,
-    /// None of those that are older than this, and one run of the latest otherwise. Choose two
-    /// seconds at least, because a look comes a moment after its tick, and after an error a second.
+    /// One run of the latest missed tick, but only if that tick is not older than this. Choose at
+    /// least two seconds, because a look comes a moment after its tick, and after an error a second
+    /// later.
     Skip(Duration),
-    /// A run for each of the latest so many, 1,000 at most, the oldest first.
+    /// One run for each of this many latest missed ticks, at most 1,000, the oldest first.
     All(u32),
 }
 
 pub(super) enum Due {
-    /// It is due, and so many before it were missed and are not run.
+    /// This tick is due. So many ticks before it were missed and are not run.
     Tick(DateTime<Utc>, u32),
-    /// Nothing is due before that one.
+    /// Nothing is due now. The next tick, if there is one.
     Later(Option<DateTime<Utc>>),
 }
 
 impl CatchUp {
-    /// Whether a tick is too old to run, also again.
+    /// Whether a tick is too old to run, including to run again.
     pub(super) fn is_over(self, tick: DateTime<Utc>, now: DateTime<Utc>) -> bool {
         let is_late = |grace| (now - tick).to_std().is_ok_and(|late| late > grace);
         matches!(self, Self::Skip(grace) if is_late(grace))
     }
 
-    /// Which of the ticks from `first` on is to run now.
+    /// Decides which of the ticks from `first` on runs now.
     pub(super) fn due(
         self,
         next: &impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>>,
@@ -64,7 +66,7 @@ impl CatchUp {
             }
             tick = following(next, at)?;
             if missed == COUNTED && tick.is_some_and(|tick| tick <= now) {
-                // There are too many to look at, so the look goes on shortly before now.
+                // There are too many to compute, so go on from a time shortly before `now`.
                 tick = following(next, before(next, most, at, now)?)?;
             }
         }
@@ -76,7 +78,8 @@ impl CatchUp {
     }
 }
 
-/// A time after `after`, shortly before `now`, from which on there are as many ticks as wanted.
+/// Finds a time between `after` and `now`, shortly before `now`, with at least `wanted` ticks from
+/// there to `now`.
 fn before(
     next: &impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>>,
     wanted: usize,
@@ -101,30 +104,31 @@ fn before(
     }
 }
 
-/// The next tick, in whole microseconds, as the database stores it.
+/// Returns the next tick in whole microseconds, which is the precision of the database.
 pub(super) fn following(
     next: &impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>>,
     after: DateTime<Utc>,
 ) -> Result<Option<DateTime<Utc>>> {
     match next(after).map(|tick| tick.trunc_subsecs(6)) {
         Some(tick) if tick <= after => Err(Error::input(format!(
-            "`next` of a schedule must return a tick that is later than its argument, by a \
-             microsecond at least, and has returned {tick} for {after}: some cron crates do at \
-             clock changes, croner does not"
+            "`next` of a schedule must return a tick at least a microsecond later than its \
+             argument, but returned {tick} for {after}: some cron crates do this at clock \
+             changes, croner does not"
         ))),
         tick => Ok(tick),
     }
 }
 
-/// Ticks at each multiple of a period, counted from 1970. A schedule refuses a period under a
-/// microsecond.
+/// Returns a function for ticks at each multiple of `period`, counted from 1970.
+///
+/// For a `period` under a microsecond, a schedule returns an error.
 pub fn every(
     period: Duration,
 ) -> impl Fn(DateTime<Utc>) -> Option<DateTime<Utc>> + Copy + Send + Sync + 'static {
     let period = i64::try_from(period.as_micros()).unwrap_or(i64::MAX);
     move |after| {
         let Some(count) = after.timestamp_micros().checked_div_euclid(period) else {
-            // A tick that does not go on is refused.
+            // The period is zero. A tick that does not advance is then refused by the schedule.
             return Some(after);
         };
         DateTime::from_timestamp_micros((count + 1).checked_mul(period)?)

@@ -17,11 +17,11 @@ use crate::lease::Row;
 use crate::mode::Mode;
 use crate::pool::Pool;
 
-/// No longer than this without a look, because another instance may have another idea of the
-/// schedule.
+/// The longest pause between two looks: another instance may use another `next`, for example during
+/// a deployment, so the row may change unexpectedly.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The longest pause between two looks while another instance runs.
+/// The longest pause between two looks while another instance runs a tick.
 const WHILE_IT_RUNS: TimeDelta = TimeDelta::seconds(1);
 
 /// What a look found.
@@ -31,8 +31,8 @@ pub(super) enum Step<P: Pool> {
 }
 
 impl<P: Pool> Schedule<P> {
-    /// Looks at the row, and takes the tick that is due. How its run ends is reported then, and an
-    /// error here.
+    /// Looks at the row, and claims the tick that is due. Reports an error of the look; how a run
+    /// ends is reported when it ends.
     pub(super) async fn step(
         &self,
         pool: &P,
@@ -66,8 +66,8 @@ impl<P: Pool> Schedule<P> {
             return Ok(Step::Over(RunDue::Later(Duration::ZERO)));
         };
         if unanswered.is_orphan(token, claim) {
-            // Its own, of which no reply has come: as if it had not begun. A second time this
-            // changes nothing.
+            // The last claim is this loop's own, and its reply was lost. Give it back, as if the
+            // run had not begun. Sending this a second time changes nothing.
             let orphan = Row {
                 name: name.as_str().into(),
                 token,
@@ -87,16 +87,16 @@ impl<P: Pool> Schedule<P> {
         };
         let first = due::following(next, last).map_err(|error| self.name_it(error))?;
         if let Some(expires_at) = expires_at.filter(|expires_at| *expires_at > now) {
-            // Another instance runs, and takes a tick that is due by itself when it has ended. It
-            // may also die, or give its tick back.
+            // Another instance runs a tick, and goes on to the next one by itself when it has
+            // ended. But it may also die, or give its tick back, so look again soon.
             let due = first.filter(|first| *first > now).unwrap_or(expires_at);
             return later(due.min(expires_at).min(now + WHILE_IT_RUNS));
         }
         let is_to_be_repeated =
             expires_at.is_some() && attempt < self.attempts && !self.catch_up.is_over(last, now);
         let (tick, missed) = match first {
-            // The run of the last tick has crashed, or was given back. The row knows what was
-            // missed before it.
+            // The run of the last tick has crashed, or gave the tick back. The row already has the
+            // number of ticks that were missed before it.
             _ if is_to_be_repeated => (last, 0),
             None => return Ok(Step::Over(RunDue::Never)),
             Some(first) if first > now => return later(first),
@@ -132,20 +132,21 @@ impl<P: Pool> Schedule<P> {
         }
         Ok(match claimed? {
             Some((run, tick)) if !tick.is_lost() => Step::Run(run, tick),
-            // Another instance was faster, or the claim took longer than its lease. It is given
-            // back then.
+            // Another instance was faster, or the reply came after the end of the lease. The drop
+            // of the run then gives the tick back.
             _ => Step::Over(RunDue::Later(Duration::from_millis(1))),
         })
     }
 
-    /// Awaits a reply for as long as a lease: a server that is silent must not end the loop.
+    /// Awaits a reply for at most a lease, because a server that never replies must not end the
+    /// loop.
     async fn in_time<T: Send>(&self, reply: impl Future<Output = Result<T>> + Send) -> Result<T> {
         let deadline = Instant::now().checked_add(self.lease);
         let reply = P::Mode::within(deadline, reply).await;
         reply.unwrap_or(Err(Error::TimedOut))
     }
 
-    /// Says which schedule a mistake is in.
+    /// Adds the name of the schedule to the message of an invalid input.
     fn name_it(&self, error: Error) -> Error {
         match error {
             Error::Input(message) => {

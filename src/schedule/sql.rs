@@ -1,5 +1,5 @@
-//! The statements of a schedule. A run is known by its token, which grows with each claim, and by
-//! the number that its claim has brought.
+//! The statements of a schedule. A run recognizes its row by the token, which grows with each
+//! claim, and by a random number that the claim has stored.
 
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use crate::input::interval;
 use crate::lease::Row;
 use crate::statement::{Bind, Statement, database, keep_commit};
 
-/// The time, and the tick that was taken last, its attempt, its token, the number of its claim, its
-/// lease, which is null once it has ended, and whether the schedule is paused.
+/// The time now; the tick that was taken last, its attempt, its token and the number of its claim;
+/// the end of its lease, which is null once the run has ended; and whether the schedule is paused.
 pub(super) type Seen = (
     DateTime<Utc>,
     Option<DateTime<Utc>>,
@@ -40,7 +40,7 @@ pub(super) fn look(name: &str) -> Statement<SeenSql> {
     Statement::new(LOOK, [name.into()])
 }
 
-/// Pauses a schedule, which need not be known yet. Whether it was not paused.
+/// Pauses a schedule, which may be new. Returns whether it was not paused before.
 pub(super) fn pause(name: &str) -> Statement<Bool> {
     const PAUSE: &str = "WITH paused AS (
             INSERT INTO resource_control.schedule AS s (name, tick, paused_at)
@@ -51,7 +51,7 @@ pub(super) fn pause(name: &str) -> Statement<Bool> {
     Statement::new(PAUSE, [name.into()])
 }
 
-/// Whether it was paused.
+/// Resumes a schedule, and returns whether it was paused.
 pub(super) fn resume(name: &str) -> Statement<Bool> {
     const RESUME: &str = "WITH resumed AS (
             UPDATE resource_control.schedule AS s SET paused_at = NULL
@@ -60,7 +60,7 @@ pub(super) fn resume(name: &str) -> Statement<Bool> {
     Statement::new(RESUME, [name.into()])
 }
 
-/// How many schedules were new.
+/// Stores a new schedule with the time now. Returns 0 if it exists.
 pub(super) fn register(name: &str) -> Statement<BigInt> {
     const REGISTER: &str = "WITH new AS (
             INSERT INTO resource_control.schedule (name, tick)
@@ -69,9 +69,9 @@ pub(super) fn register(name: &str) -> Statement<BigInt> {
     Statement::new(REGISTER, [name.into()])
 }
 
-/// The attempt, the token and the missed ticks of a run, or null if another instance has taken a
-/// tick since that with this token, or has ended this one, or the schedule is paused; and the
-/// database.
+/// The attempt, the token and the missed ticks of the run, and the database. The first three are
+/// null if the claim is refused: since the look, another instance has taken a tick or has ended
+/// this one, or the schedule was paused.
 pub(super) type Claim = Statement<(
     Nullable<Integer>,
     Nullable<BigInt>,
@@ -80,7 +80,7 @@ pub(super) type Claim = Statement<(
 )>;
 pub(super) type Claimed = (Option<i32>, Option<i64>, Option<i32>, i32);
 
-/// What a claim takes, and what it has seen.
+/// What a claim takes, and which token its look has seen.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Take<'a> {
     pub(super) name: &'a str,
@@ -127,7 +127,7 @@ impl Take<'_> {
     }
 }
 
-/// Changes the row of a run. Whether it is the last run still.
+/// Changes the row of a run. Returns whether the row still belongs to this run.
 macro_rules! update {
     ($set:literal, $and:expr) => {
         concat!(
@@ -164,14 +164,14 @@ pub(super) fn renew(row: &Row, lease: Duration) -> Statement<Bool> {
 #[derive(Debug, Clone)]
 pub(super) enum End {
     Finish(Option<String>),
-    /// As if the process had died and the lease expired.
+    /// As if the process had died, and its lease had expired.
     Crash(&'static str),
     /// As if this run had not begun.
     GiveBack,
 }
 
 impl End {
-    /// Each may be sent again if its reply was lost.
+    /// Returns the statement for this end. Each may be sent again if its reply was lost.
     pub(super) fn of(self, row: &Row) -> Statement<Bool> {
         const FINISH: &str = update!(
             "expires_at = NULL, ended_at = pg_catalog.clock_timestamp(), error = NULLIF($4, '')",

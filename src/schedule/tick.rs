@@ -1,4 +1,4 @@
-//! A run of a tick.
+//! Ticks and their runs.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,12 +14,12 @@ use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, debug};
 use crate::statement::Database;
 
-/// How much of an error is stored, in characters.
+/// How many characters of an error are stored.
 const STORED: usize = 1000;
-/// Between two tries to store how a run ended.
+/// The pause between two tries to store how a run ended.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A tick that runs.
+/// A tick that is being run, as the work sees it.
 pub struct Tick<P: Pool> {
     at: DateTime<Utc>,
     attempt: i32,
@@ -28,16 +28,17 @@ pub struct Tick<P: Pool> {
 }
 
 /// The run of a tick. If it is dropped before it has ended, another instance runs the tick: as the
-/// same attempt, or as the next one after a panic of its work.
+/// same attempt, or as the next one if the work panicked.
 pub(super) struct Run<P: Pool> {
     lease: Arc<Lease<P>>,
     is_over: bool,
-    /// Whether the work is at work just now, so that a drop means that it panics.
+    /// Whether the work is being called or polled just now. A drop at that moment means that the
+    /// work panics.
     pub(super) is_working: bool,
 }
 
 impl<P: Pool> Run<P> {
-    /// Takes a tick, unless another instance was faster.
+    /// Claims a tick, unless another instance was faster.
     pub(super) async fn claim(
         subject: Subject,
         pool: &P,
@@ -81,16 +82,18 @@ impl<P: Pool> Run<P> {
         ask_surely(pool, limit, take.claim(), reply).await
     }
 
-    /// Stores how it ended. If the database is away for longer than the lease, the tick is run
-    /// again. Of a run whose work knows of the loss no end is stored: the work has stopped
-    /// because of it.
+    /// Stores how the run ended. If the database is away for longer than the lease, the tick is run
+    /// again.
+    ///
+    /// If the work has learnt that the lease is lost, no end is stored, because the work may have
+    /// stopped halfway for that reason.
     pub(super) async fn finish(mut self, error: Option<String>) -> Result<()> {
         if self.lease.was_heard() {
             return Err(self.lose());
         }
         let outcome = if error.is_some() { "failed" } else { "done" };
         let stored = error.map(|error| clip(&error));
-        // The work is done: what is dropped from now on must not give the tick back.
+        // The work is done, so from now on a drop must not give the tick back.
         self.is_over = true;
         self.lease.begin_end();
         let lease = self.lease.clone();
@@ -100,7 +103,8 @@ impl<P: Pool> Run<P> {
                 let finish = End::Finish(stored.clone()).of(&lease.grant.row);
                 let deadline = Some(Instant::now() + PATIENCE.max(lease.grant.timeout / 3));
                 let finished = end(&lease, finish, deadline).await;
-                // An end that the database refuses must not keep the schedule for ever.
+                // Give up at some time: an end that the database refuses must not block the
+                // schedule for ever.
                 let is_too_late = lease.is_over() || give_up <= Instant::now();
                 if matches!(finished, Ok(()) | Err(Error::PermitLost(_))) || is_too_late {
                     lease.end("run");
@@ -120,7 +124,7 @@ impl<P: Pool> Run<P> {
         self.lease.clone()
     }
 
-    /// The lease was lost while it ran, so another instance may run the tick already.
+    /// Ends a run that lost its lease. Another instance may be running the tick already.
     pub(super) fn lose(&mut self) -> Error {
         self.is_over = true;
         self.lease.end("run");
@@ -144,11 +148,11 @@ impl<P: Pool> Run<P> {
     }
 }
 
-/// What is stored of an error. An empty one would read as success.
+/// Shortens an error for the row. An empty text is replaced, because it would read as success.
 fn clip(error: &str) -> String {
     let stored: String = error.chars().filter(|c| *c != '\0').take(STORED).collect();
     if stored.is_empty() {
-        "the work failed, and said nothing".to_owned()
+        "the work failed with an empty message".to_owned()
     } else {
         stored
     }
@@ -181,7 +185,7 @@ impl<P: Pool> Drop for Run<P> {
         self.report(outcome, None);
         let (lease, update) = (self.lease.clone(), update.of(&self.lease.grant.row));
         P::Mode::leave(&self.lease.grant.runtime, async move {
-            // If it fails or has no reply by then, the lease expires.
+            // If this fails or has no reply by the deadline, the lease expires.
             let deadline = Instant::now().checked_add(lease.grant.timeout);
             drop(end(&lease, update, deadline).await);
         });
@@ -189,35 +193,37 @@ impl<P: Pool> Drop for Run<P> {
 }
 
 impl<P: Pool> Tick<P> {
-    /// Returns the time that the schedule asked for.
+    /// Returns the time for which the tick was scheduled.
     pub const fn at(&self) -> DateTime<Utc> {
         self.at
     }
 
-    /// Returns which run of this tick it is: 1, and more if earlier ones have crashed.
+    /// Returns which run of this tick this is: 1, or more if earlier runs have crashed.
     pub const fn attempt(&self) -> i32 {
         self.attempt
     }
 
-    /// Returns how many ticks before this one were missed and are not run. At most 1,000 are
-    /// counted.
+    /// Returns how many ticks before this one were missed and will not run. Counts at most 1,000.
     pub const fn missed(&self) -> u32 {
         self.missed
     }
 
-    /// Returns a number that is larger than those of all earlier runs of the schedule, for a
+    /// Returns a number that is larger than those of all earlier runs of the schedule. Pass it to a
     /// [`Fence`](crate::Fence).
     pub fn fencing_token(&self) -> i64 {
         self.lease.grant.row.token
     }
 
-    /// Returns whether the lease could not be renewed in time, so that another instance may be
-    /// about to run the tick: the work must stop now. No round trip.
+    /// Returns whether the lease is lost, so that the work must stop now. No round trip.
+    ///
+    /// The lease is lost if it could not be renewed in time. Another instance may be about to run
+    /// the tick.
     pub fn is_lost(&self) -> bool {
         self.lease.is_lost()
     }
 
-    /// Waits until the lease is lost, for at most `timeout`. Returns whether it is.
+    /// Waits until the lease is lost, for at most `timeout`, and returns whether it is lost. No
+    /// round trip.
     pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);

@@ -1,5 +1,6 @@
-//! Claims of ticks whose reply was lost. The next look recognizes its own orphan, and gives it
-//! back, so that it is no attempt.
+//! Claims of ticks that have had no reply. If such a claim was granted after all, it is an orphan,
+//! because its run never began. The next look recognizes the orphan and gives it back, so that it
+//! does not count as an attempt.
 
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
@@ -7,15 +8,15 @@ use std::sync::{LazyLock, Mutex};
 use crate::alarm::lock;
 use crate::lease::claim_number;
 
-/// The numbers of a loop's claims that have no reply. Of this loop alone: another one of the
-/// process may run the tick of its own claim.
+/// The numbers of a loop's claims that have had no reply. Each loop has its own, because another
+/// loop of the process may be running the tick of its claim.
 #[derive(Debug, Default)]
 pub(super) struct Unanswered(Vec<Claim>);
 
 #[derive(Debug)]
 struct Claim {
-    /// The token that the claim has seen. All claims that have seen the same one have the same
-    /// number, because at most one of them is granted.
+    /// The token that the look before the claim has seen. All claims after looks at the same token
+    /// have the same number, because at most one of them is granted.
     seen: i64,
     number: i64,
     /// Whether a claim with this number is known to have no reply.
@@ -23,7 +24,7 @@ struct Claim {
 }
 
 impl Unanswered {
-    /// The number of a claim that is about to be sent.
+    /// Returns the number for a claim that is about to be sent.
     pub(super) fn begin(&mut self, seen: i64) -> i64 {
         if let Some(claim) = self.0.iter().find(|claim| claim.seen == seen) {
             return claim.number;
@@ -37,22 +38,22 @@ impl Unanswered {
         number
     }
 
-    /// The claim was answered. One before it with the same number may still be an orphan, unless
-    /// this one was granted.
+    /// Notes the reply to a claim. An earlier claim with the same number may still be an orphan,
+    /// unless this one was granted.
     pub(super) fn note_answer(&mut self, number: i64, was_granted: bool) {
         self.0
             .retain(|claim| claim.number != number || claim.has_no_reply && !was_granted);
     }
 
-    /// The claim was sent, perhaps, and has no reply.
+    /// Notes that a claim, which may have been sent, has had no reply.
     pub(super) fn note_no_reply(&mut self, number: i64) {
         for claim in &mut self.0 {
             claim.has_no_reply |= claim.number == number;
         }
     }
 
-    /// Whether the last claim of the row is an orphan of these. Forgets those that can be granted
-    /// no more, because the row has another token than they have seen.
+    /// Whether the last claim of the row is one of these orphans. Forgets claims that can no longer
+    /// be granted, because the row has another token than they have seen.
     pub(super) fn is_orphan(&mut self, token: i64, number: Option<i64>) -> bool {
         let is_orphan = |claim: &Claim| Some(claim.number) == number;
         self.0
@@ -60,24 +61,25 @@ impl Unanswered {
         self.0.iter().any(is_orphan)
     }
 
-    /// The orphan was given back.
+    /// Notes that the orphan was given back.
     pub(super) fn strike_off(&mut self, number: Option<i64>) {
         self.0.retain(|claim| Some(claim.number) != number);
     }
 }
 
-/// Those of single looks, by the name of the schedule. A look takes them, so that another one at
-/// the same time does not take its claim for an orphan.
+/// The claims of single looks (`run_due`), by the name of the schedule. A look takes them out for
+/// its duration. Otherwise a second look at the same time would take the first one's claim for an
+/// orphan.
 static OF_LOOKS: LazyLock<Mutex<HashMap<String, Unanswered>>> = LazyLock::new(Mutex::default);
 
-/// Takes those of a schedule for a single look.
+/// Takes the claims of a schedule out, for a single look.
 pub(super) fn take(name: String) -> Taken {
     let unanswered = lock(&OF_LOOKS).remove(&name).unwrap_or_default();
     Taken { name, unanswered }
 }
 
-/// Those of a single look. Its drop puts them back, except those of a dropped future, whose claims
-/// are given back in the background.
+/// The claims of a single look. Its drop puts back those without a reply. A claim that is still
+/// under way in a dropped future is not put back: the background gives it back.
 pub(super) struct Taken {
     name: String,
     pub(super) unanswered: Unanswered,
@@ -105,7 +107,7 @@ mod tests {
         let first = claims.begin(7);
         claims.note_no_reply(first);
         assert_eq!(claims.begin(7), first);
-        // The second was refused, so the first one may have been granted.
+        // The second claim was refused, so the first one may have been granted.
         claims.note_answer(first, false);
         assert!(claims.is_orphan(8, Some(first)));
         claims.strike_off(Some(first));

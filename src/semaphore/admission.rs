@@ -1,4 +1,4 @@
-//! What came of a claim.
+//! The outcome of a claim.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::input;
 #[cfg(feature = "async")]
 use crate::pool::Pool;
 
-/// What came of a claim of a slot.
+/// The outcome of a claim of a slot.
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
@@ -24,24 +24,24 @@ use crate::pool::Pool;
 #[must_use = "all slots may be taken"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Admission<T> {
-    /// A slot is taken, or was taken while work ran.
+    /// This caller has a slot, or had one while its work ran.
     Admitted(T),
-    /// All slots are taken, and nothing was changed.
+    /// All slots are taken. Nothing was changed.
     Full(Full),
 }
 
-/// When a full semaphore is worth another try.
+/// A refusal, with a hint when to try again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Full {
-    /// How long until the first permit expires, by the clock of the database, and a few
-    /// milliseconds if others are claiming or freeing the slots just now. Never zero. Most permits
-    /// are released before they expire, and some are renewed.
+    /// How long until the first permit expires, by the clock of the database; or a few
+    /// milliseconds, if others are claiming or freeing slots just now. Never zero. It is only a
+    /// hint: most permits are released before they expire, and some are renewed.
     pub retry_after: Duration,
 }
 
 impl<T> Admission<T> {
-    /// Returns what was admitted, unless the semaphore is full.
+    /// Returns the permit or the value of the work, and `None` if the semaphore is full.
     pub fn admitted(self) -> Option<T> {
         match self {
             Self::Admitted(value) => Some(value),
@@ -49,7 +49,8 @@ impl<T> Admission<T> {
         }
     }
 
-    /// Returns when to try again if the semaphore is full. What was admitted is dropped.
+    /// Returns the refusal, and `None` if a slot was taken. A permit is then dropped, which
+    /// releases it.
     pub fn full(self) -> Option<Full> {
         match self {
             Self::Admitted(_) => None,
@@ -57,12 +58,12 @@ impl<T> Admission<T> {
         }
     }
 
-    /// Returns whether a slot was taken.
+    /// Returns whether this caller got a slot.
     pub const fn is_admitted(&self) -> bool {
         matches!(self, Self::Admitted(_))
     }
 
-    /// Returns whether all slots are taken.
+    /// Returns whether all slots were taken.
     pub const fn is_full(&self) -> bool {
         !self.is_admitted()
     }
@@ -85,7 +86,7 @@ impl Full {
 
 #[cfg(feature = "r2d2")]
 impl Admission<Permit<crate::pool::PgPool>> {
-    /// Runs `work` if a slot was taken, and releases it.
+    /// Runs `work` if there is a permit, and then releases the permit.
     pub fn run<T, E: From<Error>>(
         self,
         work: impl FnOnce(&Permit<crate::pool::PgPool>) -> Result<T, E>,
@@ -99,7 +100,7 @@ impl Admission<Permit<crate::pool::PgPool>> {
 
 #[cfg(feature = "async")]
 impl<P: Pool<Mode = crate::mode::Async>> Admission<Permit<P>> {
-    /// Runs `work` if a slot was taken, and releases it.
+    /// Runs `work` if there is a permit, and then releases the permit.
     pub async fn run<T, E: From<Error>>(
         self,
         work: impl AsyncFnOnce(&Permit<P>) -> Result<T, E>,

@@ -12,21 +12,21 @@ use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply, debug};
 use crate::waiting::{self, What};
 
-/// A permit that is held: a slot of its service, and no connection.
+/// A permit that is held. It occupies a slot of its service, and no connection.
 ///
-/// A drop releases it, without an error and without waiting for a connection: at once if the pool
-/// can give one, and otherwise in the background as soon as it can. [`release`](Self::release) does
-/// the same, and reports a permit that had expired.
+/// Dropping a permit releases it without an error and without a wait for a connection: at once if
+/// the pool has one, and otherwise in the background as soon as it has. Call
+/// [`release`](Self::release) instead to learn whether the permit had expired.
 ///
-/// A permit believes in its slot until it [is lost](Self::is_lost), which is a tenth of its
-/// timeout, and a second at most, before the database lets another holder in. That is counted by
-/// the monotonic clock of this machine, from when the claim or the last good renewal was sent. Only
-/// a process that was suspended may believe in it for longer: a [`Fence`](crate::Fence) protects
-/// data of the database from it.
+/// A permit [is lost](Self::is_lost) shortly before its timeout: a tenth of the timeout, and at
+/// most a second, before the database lets another holder in. The time is counted by the monotonic
+/// clock of this machine, from when the claim or the last good renewal was sent. So the holder
+/// stops first, unless its process was suspended: such a process may still rely on the permit when
+/// another holder is in. Use a [`Fence`](crate::Fence) to protect data in the database from it.
 ///
 /// # Errors
 ///
-/// [`Error::PermitLost`] if the permit has expired, and those of the
+/// [`Error::PermitLost`] if the permit has expired, and the errors of the
 /// [semaphore](crate::semaphore::Semaphore#errors).
 #[must_use = "if unused, the permit is released at once"]
 pub struct Permit<P: Pool> {
@@ -42,27 +42,28 @@ impl<P: Pool> Permit<P> {
         }
     }
 
-    /// Returns a number that is larger than those of all earlier holders of the same slot: the `id`
-    /// of the request.
+    /// Returns the `id` of the request, which is larger than those of all earlier holders of the
+    /// same slot.
     ///
-    /// With one slot, a [`Fence`](crate::Fence) that is passed with it refuses all earlier holders.
-    /// With several slots there must be a fence for each.
+    /// With one slot, a [`Fence`](crate::Fence) that is passed with this token refuses all earlier
+    /// holders. With several slots, use one fence per slot.
     pub fn fencing_token(&self) -> i64 {
         self.lease.grant.row.token
     }
 
-    /// Returns for how long the permit may still be relied on, unless it is renewed. No round trip.
+    /// Returns how much longer you can rely on the permit unless it is renewed. No round trip.
     pub fn remaining(&self) -> Duration {
         self.lease.until().saturating_duration_since(Instant::now())
     }
 
-    /// Returns whether the permit must not be relied on any more: what it protects must stop now.
-    /// No round trip, and once true for ever.
+    /// Returns whether the permit is lost, so that the work it protects must stop now. Once lost,
+    /// it stays lost. No round trip.
     pub fn is_lost(&self) -> bool {
         self.lease.is_lost()
     }
 
-    /// Waits until the permit is lost, for at most `timeout`. Returns whether it is. No round trip.
+    /// Waits until the permit is lost, for at most `timeout`, and returns whether it is lost. No
+    /// round trip.
     pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
         P::Mode::drive(async move {
             let deadline = Instant::now().checked_add(timeout);
@@ -71,8 +72,8 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Waits until the permit is lost: never, for as long as it renews itself in time. No round
-    /// trip.
+    /// Waits until the permit is lost. Never returns while the permit renews itself in time. No
+    /// round trip.
     pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
         P::Mode::drive(async move {
             self.lease.wait_for_loss(None).await;
@@ -80,9 +81,10 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Extends the permit to its timeout from now. One round trip: `SELECT
-    /// resource_control.renew_service_request($1, $2, $3, $4)`. A permit that is lost is not
-    /// extended, and nothing is sent.
+    /// Extends the permit to its timeout from now. A lost permit cannot be extended, and then
+    /// nothing is sent.
+    ///
+    /// One round trip: `SELECT resource_control.renew_service_request($1, $2, $3, $4)`.
     pub fn renew(&self) -> Reply<'_, P, ()> {
         P::Mode::drive(async move {
             let renew = async { self.lease.renew().await.map(|()| Renewed) };
@@ -91,12 +93,13 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Releases the permit. One round trip: `SELECT resource_control.complete_service_request($1,
-    /// $2, true, $3)`.
+    /// Releases the permit, and reports an error if it had expired.
     ///
-    /// If the database cannot be reached it is an error, and the release follows in the background.
-    /// Where the work has succeeded and a handler shall reply at once, drop the permit instead: the
-    /// release then follows behind the reply.
+    /// One round trip: `SELECT resource_control.complete_service_request($1, $2, true, $3)`.
+    ///
+    /// If the database cannot be reached, this returns an error and the release is retried in the
+    /// background. A handler that has succeeded and should reply at once can drop the permit
+    /// instead: the release then happens after the reply.
     pub fn release(mut self) -> Reply<'static, P, ()> {
         P::Mode::drive(async move {
             let lease = self.end("release");
@@ -105,19 +108,22 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// As [`release`](Self::release), of a loop that is to end: waits for a connection no longer
-    /// than a second.
+    /// Releases the permit of a loop that may be about to end, so it waits at most a second for a
+    /// connection.
     pub(crate) async fn release_soon(mut self) {
         let lease = self.end("release");
         let runtime = lease.grant.runtime.clone();
         let limit = Some(Duration::from_secs(1));
-        // An event tells that it was lost, and a row that was not given up falls free.
+        // No error is lost: an event reports a lost permit, and a row that could not be completed
+        // expires.
         let _ = P::Mode::surely(&runtime, None, release(lease, "release", limit)).await;
     }
 
-    /// Leaves the request to another process, which
-    /// [completes](crate::semaphore::Semaphore::complete) it by this token, or to its timeout. No
-    /// round trip. It is no longer renewed.
+    /// Hands the request over to another process, and returns its token. The permit is no longer
+    /// renewed. No round trip.
+    ///
+    /// The other process [completes](crate::semaphore::Semaphore::complete) the request by this
+    /// token. If it does not, the slot is free after the timeout.
     pub fn detach(mut self) -> i64 {
         let lease = self.end("detach");
         lease.report(|subject, since| {
@@ -153,8 +159,8 @@ impl<P: Pool> Drop for Permit<P> {
     }
 }
 
-/// Completes the request: now, or later if the database cannot be reached, until it has expired
-/// anyway.
+/// Completes the request, now or, if the database cannot be reached, in the background until the
+/// request has expired anyway.
 async fn release<P: Pool>(
     lease: Arc<Lease<P>>,
     operation: &'static str,
@@ -163,13 +169,17 @@ async fn release<P: Pool>(
     let began = Instant::now();
     let give_up = began.checked_add(lease.grant.timeout);
     let patience = match operation {
-        "drop" => Some(began + PATIENCE.min(lease.grant.timeout)),
-        // Its caller waits. What follows in the background is as good.
-        _ => Some(began + (5 * PATIENCE).min(lease.grant.timeout)),
+        "drop" => PATIENCE,
+        // The caller is waiting, so stop soon: the background can complete the request just as
+        // well.
+        _ => 5 * PATIENCE,
     };
-    let mut completed = complete(&lease, limit, patience).await;
+    let patience = patience.min(lease.grant.timeout);
+    let limit = limit.unwrap_or(patience);
+    let mut completed = complete(&lease, Some(limit), Some(began + patience)).await;
     if completed.is_ok() && lease.is_lost() {
-        // Its holder knows it, and may have said so to others.
+        // The row may still have been in flight, but the holder has seen the loss and may have told
+        // others.
         completed = Err(lease.loss());
     }
     let has_expired = || give_up.is_some_and(|give_up| give_up <= Instant::now());
@@ -180,7 +190,8 @@ async fn release<P: Pool>(
         lease.report(|subject, since| subject.end(operation, began, since, completed));
     };
     let is_done = is_final(&completed);
-    // A drop returns no error, so it tells only what became of it in the end.
+    // A drop returns no error, so it reports only how the release ended. A `release` that failed
+    // reports its error now.
     if is_done || operation == "release" {
         report(&lease, &completed);
     }
@@ -210,7 +221,8 @@ async fn complete<P: Pool>(
 ) -> Result<()> {
     let complete = ask(&lease.grant.pool, limit, [sql::complete(&lease.grant.row)]);
     let reply: Option<Result<(bool, _)>> = P::Mode::within(deadline, complete).await;
-    // Also if it failed: who waits looks how it stands.
+    // Wake the next waiter even after a failure: it then finds out for itself whether a slot is
+    // free.
     waiting::wake_oldest(&What::Slot(lease.grant.row.name.clone()));
     let reply = reply.unwrap_or(Err(Error::TimedOut));
     lease.read_end(reply.map(|(was_in_flight, _)| was_in_flight))
@@ -224,7 +236,7 @@ impl Outcome for Renewed {
     }
 }
 
-/// Whether another try would have the same result.
+/// Whether the result is final, because another try would have the same one.
 fn is_final(completed: &Result<()>) -> bool {
     match completed {
         Ok(()) | Err(Error::PermitLost(_) | Error::NotInstalled) => true,
@@ -241,8 +253,8 @@ debug!(
 impl Permit<crate::pool::PgPool> {
     /// Runs `work`, releases the permit, and returns the value of `work`.
     ///
-    /// After an error of `work` the permit is released as by a drop. A permit that expired while
-    /// `work` succeeded is an error.
+    /// If `work` returns an error, the permit is released as by a drop. If the permit expired and
+    /// `work` succeeded, the result is an error.
     pub fn run<T, E: From<Error>>(self, work: impl FnOnce(&Self) -> Result<T, E>) -> Result<T, E> {
         let value = work(&self)?;
         self.release()?;
@@ -254,8 +266,8 @@ impl Permit<crate::pool::PgPool> {
 impl<P: Pool<Mode = crate::mode::Async>> Permit<P> {
     /// Runs `work`, releases the permit, and returns the value of `work`.
     ///
-    /// After an error of `work` the permit is released as by a drop. A permit that expired while
-    /// `work` succeeded is an error.
+    /// If `work` returns an error, the permit is released as by a drop. If the permit expired and
+    /// `work` succeeded, the result is an error.
     pub async fn run<T, E: From<Error>>(
         self,
         work: impl AsyncFnOnce(&Self) -> Result<T, E>,

@@ -10,7 +10,7 @@ use crate::input::interval;
 use crate::lease::Row;
 use crate::statement::{Statement, database};
 
-/// The id, or when to ask again; and the database.
+/// The id of the request, or when to try again; and the database.
 pub(super) type Claimed = (Option<i64>, Option<PgInterval>, i32);
 
 pub(super) fn claim(
@@ -36,8 +36,8 @@ pub(super) fn claim(
     )
 }
 
-/// Whether the request was in flight. Its end may be lost if the server crashes, after which the
-/// slot is free after the timeout, so it is committed without waiting for the disk.
+/// Completes a request, and returns whether it was in flight. The commit does not wait for the
+/// disk: if a crash of the server loses it, the slot is free after the timeout anyway.
 pub(super) fn complete(row: &Row) -> Statement<Bool> {
     Statement::new(
         "SELECT resource_control.complete_service_request($1, $2, true, $3)",
@@ -45,7 +45,7 @@ pub(super) fn complete(row: &Row) -> Statement<Bool> {
     )
 }
 
-/// As [`complete`], of another process, which does not know the number of the claim.
+/// Completes a request of another process. This process does not know the number of the claim.
 pub(super) fn complete_of_another(service: &str, id: i64) -> Statement<Bool> {
     Statement::new(
         "SELECT resource_control.complete_service_request($1, $2, true)",
@@ -53,7 +53,7 @@ pub(super) fn complete_of_another(service: &str, id: i64) -> Statement<Bool> {
     )
 }
 
-/// Whether the request was in flight.
+/// Renews a request, and returns whether it was in flight.
 pub(super) fn renew(row: &Row, timeout: Duration) -> Statement<Bool> {
     Statement::new(
         "SELECT resource_control.renew_service_request($1, $2, $3, $4)",
@@ -66,7 +66,7 @@ pub(super) fn renew(row: &Row, timeout: Duration) -> Statement<Bool> {
     )
 }
 
-/// As [`renew`], of another process, which does not know the number of the claim.
+/// Renews a request of another process. This process does not know the number of the claim.
 pub(super) fn renew_of_another(service: &str, id: i64, timeout: Duration) -> Statement<Bool> {
     Statement::new(
         "SELECT resource_control.renew_service_request($1, $2, $3)",
@@ -74,7 +74,7 @@ pub(super) fn renew_of_another(service: &str, id: i64, timeout: Duration) -> Sta
     )
 }
 
-/// How many were deleted.
+/// Deletes a batch of old requests, and returns how many.
 pub(super) fn prune(older_than: Duration) -> Statement<BigInt> {
     Statement::new(
         "SELECT resource_control.prune_service_requests($1, $2::integer)::bigint",

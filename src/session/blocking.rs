@@ -1,8 +1,8 @@
 //! Diesel's blocking connection, whose replies are always ready.
 //!
-//! With `asynchronous.rs` the only place that uses the transaction manager below the stable
-//! interface: Diesel hides `transaction_manager_status_mut`, and because of that this crate is
-//! pinned to a minor version of Diesel.
+//! This file and `asynchronous.rs` are the only ones that use the transaction manager below the
+//! stable interface: Diesel hides `transaction_manager_status_mut`, so this crate is pinned to a
+//! minor version of Diesel.
 
 use std::future::{Ready, ready};
 
@@ -56,9 +56,9 @@ impl Session for PgConnection {
         )
     }
 
-    /// Diesel clears the mark with the first reply of the server that reports no open transaction.
-    /// So a mark that was set before a statement and is still there after it tells of a transaction
-    /// that was opened by plain SQL.
+    /// Diesel clears the mark at the first reply of the server that reports no open transaction. So
+    /// the mark is set before the statement; if it is still there after the reply, plain SQL has
+    /// opened a transaction.
     fn probe<'c, T, U>(&'c mut self, statement: &Statement<T>) -> Ready<(QueryResult<U>, bool)>
     where
         Pg: QueryMetadata<T>,
@@ -85,7 +85,7 @@ impl Session for PgConnection {
         ready(self.batch_execute(sql))
     }
 
-    /// libpq may tell only with the next statement that the connection is closed.
+    /// libpq may report a closed connection only at the next statement.
     fn is_alive(&mut self) -> Ready<bool> {
         ready(!self.batch_execute("").is_err_and(|error| is_closed(&error)))
     }
@@ -106,8 +106,8 @@ impl Session for PgConnection {
     }
 }
 
-/// Diesel leaves the last result of a `COPY` unread, and libpq sends nothing before it is read. An
-/// empty message reads it.
+/// Diesel leaves the last result of a `COPY` unread, and libpq sends nothing until it is read. An
+/// empty message reads it, and then the statement is sent again.
 fn load<T, U>(conn: &mut PgConnection, statement: &Statement<T>) -> QueryResult<U>
 where
     Pg: QueryMetadata<T>,

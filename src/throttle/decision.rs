@@ -1,4 +1,4 @@
-//! What came of an attempt.
+//! The outcome of an attempt.
 
 use std::time::Duration;
 
@@ -8,44 +8,45 @@ use super::sql::Row;
 use crate::event::Outcome;
 use crate::input::{microseconds, time, whole_seconds};
 
-/// What came of an attempt. [`Throttle::run`](super::Throttle::run) returns the value of its work
-/// in place of the grant.
+/// The outcome of an attempt. [`Throttle::run`](super::Throttle::run) returns the value of its work
+/// in place of the [`Granted`].
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
 /// # use diesel_interlock::{Error, PgPool, Throttle};
 /// fn refresh(throttle: &Throttle, pool: &PgPool) -> Result<(), Error> {
-///     throttle.attempt(pool)?; // whether it was granted is not looked at
+///     throttle.attempt(pool)?; // the outcome is ignored
 ///     Ok(())
 /// }
 /// ```
-#[must_use = "it may be denied, and a grant that is not used is spent"]
+#[must_use = "the attempt may be denied, and an ignored grant still spends the interval"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Decision<T = Granted> {
-    /// It was granted.
+    /// The throttle was granted.
     Granted(T),
-    /// It is not due, or another transaction takes it. Nothing was changed.
+    /// The throttle is not due, or another transaction is taking it. Nothing was changed.
     Denied(Denied),
 }
 
-/// A grant.
+/// A grant of a throttle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Granted {
-    /// When, by the database's clock.
+    /// When it was granted, by the database's clock.
     pub granted_at: DateTime<Utc>,
-    /// After how long it is due again.
+    /// How long until the throttle is due again.
     pub due_in: Duration,
 }
 
-/// A denial.
+/// A denial, with a hint when to try again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Denied {
-    /// After how long it is due, by the database's clock; above zero. At most a second while
-    /// another transaction takes it, which may be rolled back.
+    /// How long until the throttle is due, by the database's clock. Never zero. While another
+    /// transaction is taking the throttle the hint is at most a second, because that transaction
+    /// may be rolled back.
     pub retry_after: Duration,
-    /// The last grant. `None` while another transaction takes it.
+    /// The last grant. `None` while another transaction is taking the throttle.
     pub last: Option<LastGrant>,
 }
 
@@ -53,14 +54,14 @@ pub struct Denied {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LastGrant {
-    /// Who was granted it: the [details](super::Throttle::details).
+    /// The [details](super::Throttle::details) of the caller that was granted it.
     pub by: String,
-    /// When, by the database's clock.
+    /// When it was granted, by the database's clock.
     pub at: DateTime<Utc>,
 }
 
 impl<T> Decision<T> {
-    /// Returns what was granted, unless it was denied.
+    /// Returns the grant or the value of the work, and `None` if it was denied.
     pub fn granted(self) -> Option<T> {
         match self {
             Self::Granted(value) => Some(value),
@@ -68,7 +69,7 @@ impl<T> Decision<T> {
         }
     }
 
-    /// Returns the denial, unless it was granted.
+    /// Returns the denial, and `None` if it was granted.
     pub fn denied(self) -> Option<Denied> {
         match self {
             Self::Granted(_) => None,
@@ -95,7 +96,7 @@ impl Denied {
 }
 
 impl Decision {
-    /// `None` for a resource without a row.
+    /// Reads the row of an attempt. `None` for a resource without a row, which has no interval.
     pub(super) fn new((is_granted, at, last, by, every): Row) -> Option<Self> {
         const SECOND: Duration = Duration::from_secs(1);
         let every = every?.microseconds.max(1);
@@ -109,7 +110,7 @@ impl Decision {
                 retry_after: microseconds(rest),
                 last: Some(LastGrant { by, at }),
             }),
-            // It is due, so another transaction takes it.
+            // The throttle is due and yet was not granted, so another transaction is taking it.
             (false, _) => Self::Denied(Denied {
                 retry_after: microseconds(every).min(SECOND),
                 last: None,

@@ -1,4 +1,4 @@
-//! Resources whose intervals the database owns.
+//! Throttled resources, which keep their intervals in the database.
 
 use std::fmt;
 use std::io::Write as _;
@@ -13,9 +13,9 @@ use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
 
 /// A resource with a label of the enumerated type `resource_control.throttled_resource_enum`.
 ///
-/// [`throttled_resources!`](crate::throttled_resources) implements it for the enum that it
-/// declares. Implement it for an enum that you write, such as one that the `diesel-derive-enum`
-/// crate maps.
+/// [`throttled_resources!`](crate::throttled_resources) implements this trait for the enum that it
+/// declares. Implement it yourself for an enum of your own, for example one that is mapped by the
+/// crate `diesel-derive-enum`.
 ///
 /// ```compile_fail,E0277
 /// // A name is no resource: `Throttle::named` takes it, with an interval.
@@ -30,12 +30,12 @@ use crate::schema::resource_control::sql_types::ThrottledResourceEnum;
          rebuild\", Duration::from_secs(15))`"
 )]
 pub trait ThrottledResource {
-    /// Returns the label of the resource in the database.
+    /// Returns the label of the resource, as it is in the database.
     fn label(&self) -> &'static str;
 }
 
-/// Resources that a program declares with their intervals, so that
-/// [`Throttle::sync`](crate::throttle::Throttle::sync) can insert them.
+/// Resources that a program declares together with their intervals.
+/// [`Throttle::sync`](crate::throttle::Throttle::sync) inserts them into the database.
 pub trait DeclaredResources: ThrottledResource + Sized + 'static {
     /// All declared resources.
     const ALL: &'static [Self];
@@ -44,7 +44,7 @@ pub trait DeclaredResources: ThrottledResource + Sized + 'static {
     fn interval(&self) -> Duration;
 }
 
-/// The label of a resource in queries, where one that the database does not have is an error.
+/// The label of a resource, for queries. A label that the database does not have is an error there.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, AsExpression, FromSqlRow)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(sql_type = ThrottledResourceEnum)]
@@ -73,7 +73,7 @@ impl FromSql<ThrottledResourceEnum, Pg> for ResourceLabel {
 ///
 /// The enum is `Copy`, implements [`ThrottledResource`](crate::ThrottledResource) and
 /// [`DeclaredResources`](crate::DeclaredResources), and maps to the PostgreSQL type
-/// `resource_control.throttled_resource_enum` in Diesel's queries.
+/// `resource_control.throttled_resource_enum` in Diesel queries.
 ///
 /// ```
 /// use std::time::Duration;

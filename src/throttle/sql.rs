@@ -6,14 +6,14 @@ use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};
 use crate::call::BATCH;
 use crate::statement::{Statement, keep_commit};
 
-/// Whether it was granted, when that was decided, when it was granted last, by whom, and the
-/// interval, which is null for a resource without a row.
+/// Whether the throttle was granted; the time of that decision; the time of the last grant and who
+/// got it; and the interval, which is null for a resource without a row.
 pub(super) type Row = (bool, PgTimestamp, PgTimestamp, String, Option<PgInterval>);
 pub(super) type Attempt = Statement<(Bool, Timestamptz, Timestamptz, Text, Nullable<Interval>)>;
 
-/// Locks the row only if it is due, and skips it while another transaction takes it, so a denial
-/// only reads. Labels are compared as text, because a label that the type does not have would be an
-/// error, which aborts the caller's transaction.
+/// Attempts a resource without a key. The row is locked only if it is due, and skipped while
+/// another transaction is taking it, so a denial only reads. Labels are compared as text: a label
+/// that the type does not have would be an error, and would abort the caller's transaction.
 const RESOURCE: &str = concat!(
     "WITH granted AS (
         UPDATE resource_control.throttled_resource
@@ -37,7 +37,8 @@ const RESOURCE: &str = concat!(
                 ON t.resource_id::pg_catalog.text = $1"
 );
 
-/// The same for a name, a key, and who attempts it. No row for one that was never attempted.
+/// Attempts a name and key that have a row. Returns no row if they were never granted; then the
+/// statement of `first!` is sent.
 macro_rules! again {
     ($every:expr, $is_resource:literal) => {
         concat!(
@@ -63,8 +64,9 @@ macro_rules! again {
     };
 }
 
-/// Grants a name and key that has no row, unless another transaction is about to: the advisory lock
-/// keeps this one from waiting for that one. No row if there is one now.
+/// Grants a name and key that have no row, unless another transaction is about to. The advisory
+/// lock is only tried, so this transaction does not wait for the other one's insert. Returns no row
+/// if the key has one by now.
 macro_rules! first {
     ($every:expr, $is_resource:literal) => {
         concat!(
@@ -104,7 +106,8 @@ const KEYED: [&str; 2] = [
     first!(interval_of_resource!(), "true"),
 ];
 
-/// The interval of a resource may have been changed since the last grant.
+/// Reads the interval of a resource from the database, because it may have changed since the last
+/// grant.
 const PRUNE: &str = "WITH done AS (
         DELETE FROM resource_control.throttle WHERE ctid = ANY (ARRAY(
             SELECT t.ctid FROM resource_control.throttle AS t
@@ -131,12 +134,12 @@ pub(super) fn keyed_resource(name: &str, key: &str, details: &str) -> [Attempt; 
     KEYED.map(|sql| Statement::new(sql, binds()))
 }
 
-/// Deletes what has been due for its interval, and skips what is in use.
+/// Deletes the keys that have been due for as long as their interval, and skips those in use.
 pub(super) fn prune() -> Statement<BigInt> {
     Statement::new(PRUNE, [BATCH.into()])
 }
 
-/// Whether the label is known, and the interval of its row in microseconds, if there is one.
+/// Whether the label is known, and the interval of its row in microseconds, null without a row.
 pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     const FIND: &str = "SELECT EXISTS (SELECT FROM pg_catalog.pg_enum AS e \
              WHERE e.enumtypid = 'resource_control.throttled_resource_enum'::pg_catalog.regtype \
@@ -147,9 +150,11 @@ pub(super) fn find(label: &str) -> Statement<(Bool, Nullable<BigInt>)> {
     Statement::new(FIND, [label.into()])
 }
 
-/// Inserts a resource: how many rows. The label is added before, in a transaction of its own,
-/// because it could not be used in that. PostgreSQL refuses that to a role that does not own the
-/// type, also for a label that is there.
+/// Inserts a resource, and returns how many rows were new.
+///
+/// A missing label is added first, in a transaction of its own, because PostgreSQL lets a new label
+/// be used only after a commit. `ADD VALUE` is left out for a label that exists: PostgreSQL refuses
+/// the statement to a role that does not own the type, even if it would do nothing.
 pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Statement<BigInt>> {
     const INSERT: &str = "WITH done AS (
             INSERT INTO resource_control.throttled_resource (resource_id, throttle_interval)
@@ -167,7 +172,7 @@ pub(super) fn insert(label: &str, every: PgInterval, is_label: bool) -> Vec<Stat
     vec![Statement::new(add, []), insert]
 }
 
-/// Changes the interval of a resource: of how many rows.
+/// Changes the interval of a resource, and returns how many rows were changed.
 pub(super) fn change(label: &str, every: PgInterval) -> Statement<BigInt> {
     const CHANGE: &str = "WITH done AS (
             UPDATE resource_control.throttled_resource SET throttle_interval = $1

@@ -1,4 +1,4 @@
-//! The declared resources, in the database.
+//! Inserting declared resources into the database.
 
 use std::time::Duration;
 
@@ -13,12 +13,12 @@ use crate::input::{LONGEST, microseconds};
 use crate::mode::Mode;
 use crate::pool::{Pool, Reply};
 
-/// What [`Throttle::sync`] has inserted, and which intervals differ.
+/// What [`Throttle::sync`] inserted, and which intervals differ.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[must_use = "`sync` leaves the intervals in `different` as they are in the database"]
 #[non_exhaustive]
 pub struct Synced {
-    /// The labels of the resources that this call inserted.
+    /// The labels that this call inserted.
     pub added: Vec<&'static str>,
     /// The resources whose interval in the database differs from the declared one.
     pub different: Vec<Difference>,
@@ -32,22 +32,23 @@ pub struct Difference {
     pub label: &'static str,
     /// The interval that the program declares.
     pub declared: Duration,
-    /// The interval that was in the database.
+    /// The interval that this call found in the database.
     pub in_database: Duration,
 }
 
 impl<P: Pool> Throttle<P> {
-    /// Inserts the declared resources that the database does not have. Any number of instances may
-    /// call it when they start.
+    /// Inserts the declared resources that the database lacks. Any number of instances may call
+    /// this when they start.
     ///
-    /// The intervals of those that it has stay as they are: the database owns them. One round trip
-    /// per resource, and two more for one that is new. Only the owner of the type
-    /// `throttled_resource_enum` may add a new one.
+    /// The intervals of existing resources stay as they are, because the database owns them. One
+    /// round trip per resource, and two more for a new one. Only the owner of the type
+    /// `throttled_resource_enum` can add a new resource.
     pub fn sync<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Synced> {
         P::Mode::drive(synchronize::<P>(pool, read_declared::<R>(), false))
     }
 
-    /// As [`sync`](Self::sync), and changes the intervals that differ to the declared ones.
+    /// Inserts as [`sync`](Self::sync) does, and sets the intervals that differ to the declared
+    /// ones.
     pub fn sync_intervals<R: DeclaredResources>(pool: &P) -> Reply<'_, P, Synced> {
         P::Mode::drive(synchronize::<P>(pool, read_declared::<R>(), true))
     }

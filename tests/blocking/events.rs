@@ -12,9 +12,8 @@ use tracing::subscriber::with_default;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-use crate::half::{
-    AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, pool,
-};
+use crate::half::{AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, pool};
+use crate::support::log::Log;
 use crate::support::{Observer, Own, Step, eventually, impatient_pool, installed, number, run};
 
 type Fields = HashMap<&'static str, String>;
@@ -46,10 +45,21 @@ impl<S: Subscriber> Layer<S> for Collect {
     }
 }
 
+impl Collect {
+    /// Calls `work` with this as the subscriber of the thread.
+    ///
+    /// Another one is that of all threads: while there is only one, tracing asks the thread that
+    /// logs an event first, and remembers for all threads that it has none.
+    fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+        Log::of("any");
+        with_default(tracing_subscriber::registry().with(self.clone()), work)
+    }
+}
+
 /// What operations of this thread tell.
 fn events(work: impl FnOnce()) -> Vec<(Level, Fields)> {
     let collected = Collect::default();
-    with_default(tracing_subscriber::registry().with(collected.clone()), work);
+    collected.during(work);
     std::mem::take(&mut *collected.0.lock().unwrap())
 }
 
@@ -188,10 +198,9 @@ fn a_long_wait_for_the_migrations_of_another_instance_names_its_session() {
     );
     let pid = number(&mut holder, "pg_backend_pid()");
     let collected = Collect::default();
-    let subscriber = tracing_subscriber::registry().with(collected.clone());
     let waiting = thread::spawn({
-        let mut conn = database.connect();
-        move || with_default(subscriber, || migrations::run_pending(&mut conn, OWN))
+        let (collected, mut conn) = (collected.clone(), database.connect());
+        move || collected.during(|| migrations::run_pending(&mut conn, OWN))
     });
     let told = || {
         let events = collected.0.lock().unwrap();

@@ -8,7 +8,9 @@ use workbench::{Cluster, Database};
 
 use crate::assert_matches;
 use crate::half::{AdvisoryLock, Error, make_pool, on_one, pool, wait};
-use crate::support::{Observer, Wanted, assert_pool_whole, eventually, foreign_holder, impatient_pool, run};
+use crate::support::{
+    Observer, Wanted, assert_pool_whole, eventually, foreign_holder, impatient_pool, run,
+};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("waiting");
 

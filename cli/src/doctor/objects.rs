@@ -163,7 +163,7 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
                 same_name.len()
             )
         } else {
-            "its migration puts it back".to_owned()
+            "its migration restores it".to_owned()
         };
         all.push(Difference {
             found: format!(
@@ -201,8 +201,8 @@ pub(crate) fn differences(conn: &mut PgConnection) -> QueryResult<Vec<Difference
         } else {
             let sql = format!("DROP TABLE resource_control.{table} CASCADE;");
             (
-                "what the other columns say is of no use without it, so the table is made anew, \
-                    empty",
+                "without it the other columns are of no use: drop the table with its rows, and let \
+                    the migration create it again, empty",
                 sql,
                 REPAIR,
             )

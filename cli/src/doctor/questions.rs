@@ -24,12 +24,12 @@ pub(crate) const SERVER: &[&str] = &[
     // Of the server's end: behind a pooler, that of the pooler.
     "SELECT CASE WHEN s.ssl OR c.is_here THEN 'ok' ELSE 'warn' END AS level,
         CASE WHEN s.ssl THEN format('the connection is encrypted (%s)', s.version)
-            WHEN c.address IS NULL THEN 'the connection is a socket of the server''s machine, '
+            WHEN c.address IS NULL THEN 'the connection is a socket on the server''s machine, '
                 'and not encrypted'
             WHEN c.is_here THEN 'the connection is not encrypted, and does not leave the '
                 'server''s machine'
             ELSE format('the connection from %s is not encrypted', host(c.address)) END AS found,
-        'with sslmode=prefer, which is the default, a connection goes in clear where the server '
+        'with sslmode=prefer, which is the default, a connection is not encrypted if the server '
             'has no TLS: set ssl = on there, and '
             'add sslmode=verify-full or require to DATABASE_URL' AS why
         FROM pg_stat_ssl AS s,
@@ -44,7 +44,7 @@ pub(crate) const SERVER: &[&str] = &[
         CASE WHEN is_here THEN 'the server sees at once when a client on its machine has gone'
             ELSE format('a host that vanishes keeps its locks for about %s s', seconds) END AS
                 found,
-        'let the server ask sooner whether a client is there; new connections will' AS why,
+        'let the server check sooner whether a client is still there, on new connections' AS why,
         (SELECT string_agg(format('ALTER ROLE %I IN DATABASE %I SET %s = %s;', current_user,
             current_database(), v.name, v.setting), ' ')
             FROM (VALUES ('tcp_keepalives_idle', 30), ('tcp_keepalives_interval', 10),
@@ -72,9 +72,9 @@ pub(crate) const SERVER: &[&str] = &[
         name, reset_val || unit) AS found,
         format('it ends %s', CASE WHEN name LIKE 'idle%' THEN
             'a session that holds a lock and is idle'
-            WHEN name LIKE 'tr%' THEN 'a session whose transaction takes longer, and frees its '
-                'locks'
-            ELSE 'waits and statements that nothing is wrong with' END) AS why,
+            WHEN name LIKE 'tr%' THEN 'a session whose transaction takes longer, and so frees '
+                'its locks'
+            ELSE 'waits and statements although nothing is wrong with them' END) AS why,
         format('ALTER ROLE %I IN DATABASE %I SET %s = 0;', current_user, current_database(),
             name) AS sql
         FROM pg_settings WHERE name = 'idle_session_timeout' OR name = 'transaction_timeout' AND
@@ -101,7 +101,8 @@ pub(crate) const SERVER: &[&str] = &[
             ELSE format('%s standbys, and none is synchronous: a failover loses the last '
                 'commits, and with them permits and ticks',
                 standbys) END AS found,
-        'commit only what a standby has too, or accept what the page on failover says' AS why,
+        'let commits wait for a standby, or accept the losses that the page on failover names'
+            AS why,
         'ALTER SYSTEM SET synchronous_standby_names = ''ANY 1 (*)''; SELECT pg_reload_conf();'
             AS sql
         FROM (SELECT count(*) AS standbys, bool_or(sync_state IN ('sync', 'quorum')) AS
@@ -144,8 +145,8 @@ pub(crate) const SERVER: &[&str] = &[
         format('%s roles may connect only because PUBLIC may, such as %s: each can take every '
             'advisory lock of this database', strangers,
             array_to_string(names[1:3], ', ')) AS found,
-        'let those connect that use it: as the owner of the database, with a GRANT for each role '
-            'that you know' AS why,
+        'let only those roles connect that use it: as the owner of the database, with a GRANT for '
+            'each role that you know' AS why,
         format('REVOKE CONNECT ON DATABASE %I FROM PUBLIC;%s', current_database(), grants) AS sql
         FROM (SELECT count(*) FILTER (WHERE NOT is_user) AS strangers, array_agg(rolname ORDER
             BY rolname) FILTER (WHERE NOT is_user) AS names,
@@ -166,14 +167,15 @@ pub(crate) const SERVER: &[&str] = &[
         CASE WHEN is_seen THEN 'this role sees the sessions of all roles'
             ELSE 'this role does not see what the sessions of other roles do, so old ones may be '
                 'missing below' END AS found,
-        'as a superuser' AS why, format('GRANT pg_read_all_stats TO %I;', current_user) AS sql
+        'run this as a superuser' AS why,
+        format('GRANT pg_read_all_stats TO %I;', current_user) AS sql
         FROM (SELECT pg_has_role('pg_read_all_stats', 'USAGE') AS is_seen) AS s",
     "SELECT 'warn' AS level, format('the replication slot %s is used by nobody, and keeps %s of '
-        'log%s', slot_name,
+        'WAL%s', slot_name,
             pg_size_pretty(pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)),
             CASE WHEN xmin IS NOT NULL THEN ', and all dead rows since its standby left' ELSE ''
                 END) AS found,
-        'if its standby or subscriber does not come back' AS why,
+        'if its standby or subscriber will not come back, drop the slot' AS why,
             format('SELECT pg_drop_replication_slot(%L);', slot_name) AS sql
         FROM pg_replication_slots WHERE NOT active AND NOT pg_is_in_recovery()",
     // How old a snapshot of a standby is, only transactions can tell: by twenty seconds of them,
@@ -197,16 +199,17 @@ pub(crate) const SERVER: &[&str] = &[
 /// Who holds a lock for long. What `interlock run` holds is not idle: its session looks every
 /// second.
 pub(crate) const HOLDERS: &str = "
-    SELECT 'warn' AS level, format('session %s (%s, %s) holds the lock %s, and is %s since %s', \
-    pid, role, application, lock, session,
-            date_trunc('second', since)) AS found,
+    SELECT 'warn' AS level, \
+    format('session %s (%s, %s) holds the lock %s, and has been %s since %s', \
+    pid, role, application, lock, session, date_trunc('second', since)) AS found,
         'if it is stuck' AS why, NULL AS sql, format('interlock kill --number -- ''%s''', lock) \
         AS shell, pid
         FROM (SELECT *, CASE WHEN application LIKE 'interlock %' THEN session_since ELSE \
         session_changed END AS since
             FROM (:locks) AS l) AS l
         WHERE state = 'held' AND since < clock_timestamp() - :holder_age
-    UNION ALL SELECT 'warn', format('a transaction is open since %s in session %s (%s, %s, %s)',
+    UNION ALL SELECT 'warn', \
+            format('a transaction has been open since %s in session %s (%s, %s, %s)',
             date_trunc('second', xact_start), pid, usename, application_name, state),
         'no dead row since then can be removed, and semaphores get slow: end it if it is not '
             'needed',
@@ -215,9 +218,9 @@ pub(crate) const HOLDERS: &str = "
         FROM pg_stat_activity WHERE backend_type = 'client backend' AND datname = \
         current_database() AND pid <> pg_backend_pid()
             AND xact_start < clock_timestamp() - :transaction_age
-    UNION ALL SELECT 'warn', format('the prepared transaction %s is open since %s', gid, \
-    date_trunc('second', prepared)),
-        'it keeps its locks, also over a restart; if nobody ends it', \
+    UNION ALL SELECT 'warn', format('the prepared transaction %s has been open since %s', \
+    gid, date_trunc('second', prepared)),
+        'it keeps its locks, even over a restart; if nobody else ends it', \
         format('ROLLBACK PREPARED %L;', gid), NULL, NULL
         FROM pg_prepared_xacts WHERE database = current_database() AND prepared < \
         clock_timestamp() - :transaction_age";
@@ -307,7 +310,7 @@ pub(crate) const SCHEMA: &[&str] = &[
 pub(crate) const GRANTS: &str = "
     SELECT 'fail' AS level, format('the role %s may not use all of the schema resource_control', \
     current_user) AS found,
-        'as the owner of the schema (grants.sql grants later objects, too)' AS why,
+        'run this as the owner of the schema (grants.sql grants later objects, too)' AS why,
         string_agg(format('GRANT %s TO %I;', missing, current_user), ' ') AS sql
     FROM (
         SELECT 'USAGE ON SCHEMA resource_control' AS missing

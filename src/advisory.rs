@@ -263,13 +263,10 @@ impl<P: Pool> AdvisoryLock<P> {
         let mut holder = self.holder(pool, locks, deadline).await?;
         let may_wait = || pool.can_spare();
         let mut held = holder.attempt(turns.as_deref_mut(), may_wait).await;
-        if let Err(error) = &held {
-            let is_elsewhere = matches!(error, Error::Standby);
-            if is_elsewhere || holder.has_ended(error).await {
-                drop(holder);
-                holder = self.holder(pool, locks, deadline).await?;
-                held = holder.attempt(turns, may_wait).await;
-            }
+        if held.as_ref().is_err_and(Error::is_unavailable) {
+            drop(holder);
+            holder = self.holder(pool, locks, deadline).await?;
+            held = holder.attempt(turns, may_wait).await;
         }
         Ok(held?.then(|| AdvisoryLockGuard::new(holder)))
     }

@@ -7,13 +7,14 @@ use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
 use diesel::pg::Pg;
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
-use diesel::sql_types::{BigInt, Bool};
+use diesel::sql_types::BigInt;
 
 use crate::error::{Error, Result};
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Borrowed, Connection, Pool};
-use crate::session::{Session, has_ended, is_unknown};
+use crate::session::{Session, classify, explain};
 use crate::statement::Statement;
+use crate::transaction::Own;
 
 /// Sends one statement, or several in turn until one of them returns a row. Also returns when that
 /// statement was sent.
@@ -144,11 +145,10 @@ where
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     let is_free = session.transaction().is_none();
-    let (reply, sent) = (send(session, statements).await, Instant::now());
-    match reply {
+    match send(session, statements).await {
         Ok(row) => Ok(row),
         Err(error) if !is_free => Err(classify(session, error).await),
-        failed => Ok(repair(session, statements, failed, sent).await?.0),
+        failed => Ok(repair(session, statements, failed, Instant::now()).await?.0),
     }
 }
 
@@ -156,24 +156,23 @@ where
 async fn repair<S: Session, T, U>(
     session: &mut S,
     statements: &[Statement<T>],
-    mut reply: QueryResult<U>,
-    mut sent: Instant,
+    reply: QueryResult<U>,
+    sent: Instant,
 ) -> Result<(U, Instant)>
 where
     Pg: QueryMetadata<T>,
     U: FromSqlRow<T, Pg> + Send + 'static,
 {
     if reply.as_ref().is_err_and(needs_read_committed) {
-        match session.begin().await {
-            Ok(()) => {
-                sent = Instant::now();
-                reply = send(session, statements).await;
-                match &reply {
-                    Ok(_) => session.commit().await?,
-                    Err(_) => session.rollback().await?,
-                }
+        match Own::begin(session).await {
+            Ok(transaction) => {
+                let sent = Instant::now();
+                return match send(transaction.conn, statements).await {
+                    Ok(row) => transaction.end(Ok((row, sent))).await,
+                    Err(error) => Err(transaction.fail(error.into()).await),
+                };
             }
-            Err(error) if has_ended(session, &error).await => reply = Err(error),
+            Err(error) if error.is_unavailable() => return Err(error),
             // The failure was inside a transaction that plain SQL has opened, and has aborted it.
             // So the first error stays.
             Err(_) => {}
@@ -213,55 +212,5 @@ fn needs_read_committed(error: &DieselError) -> bool {
             report.constraint_name() == Some("diesel_interlock_isolation")
         }
         _ => false,
-    }
-}
-
-/// Converts an error of a statement on this crate's tables. Diesel has no kind for a missing table
-/// and, in the asynchronous half, none for a session that has ended. So another query finds out.
-pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
-    const IS_MISSING: &str =
-        "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";
-    if is_read_only(&error) {
-        session.mark_broken();
-        return Error::Standby;
-    }
-    if !is_unknown(&error) {
-        return error.into();
-    }
-    if has_ended(session, &error).await {
-        return as_closed(error);
-    }
-    match session.one(&Statement::<Bool>::new(IS_MISSING, [])).await {
-        Ok(true) => Error::NotInstalled,
-        _ => error.into(),
-    }
-}
-
-/// As [`explain`], for a statement that needs no table.
-pub(crate) async fn classify<S: Session>(session: &mut S, error: DieselError) -> Error {
-    if is_read_only(&error) {
-        session.mark_broken();
-        Error::Standby
-    } else if has_ended(session, &error).await {
-        as_closed(error)
-    } else {
-        error.into()
-    }
-}
-
-/// Whether the server refuses to write: the primary is elsewhere.
-const fn is_read_only(error: &DieselError) -> bool {
-    matches!(
-        error,
-        DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _)
-    )
-}
-
-fn as_closed(error: DieselError) -> Error {
-    match error {
-        DieselError::DatabaseError(_, report) => {
-            DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, report).into()
-        }
-        other => other.into(),
     }
 }

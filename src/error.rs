@@ -43,6 +43,9 @@ pub enum Error {
 
     /// The operation was polled outside a tokio runtime. It needs one for its timers, and to finish
     /// after a drop.
+    ///
+    /// Pauses that return no `Result`, such as `wait_for_loss` and `drain`, panic there, as tokio's
+    /// own timers do.
     #[error(
         "not inside a tokio runtime: await the operation in a task, or in the `block_on` of a \
          runtime"
@@ -246,11 +249,11 @@ impl Error {
     /// Returns whether the database cannot be reached at the moment, or the pool is exhausted.
     ///
     /// Reply 503 to such an error, and retry later. Every other error is a mistake in the program
-    /// or its set-up.
+    /// or its set-up, or says that something was lost.
     ///
     /// A server that refuses to write is unavailable, too, even if it refuses a statement of your
     /// own. If a session ends under a statement of your own, diesel-async has no kind for the
-    /// error, so it is not recognised here.
+    /// error, so it is not recognized here.
     pub const fn is_unavailable(&self) -> bool {
         use DatabaseErrorKind::{ClosedConnection, ReadOnlyTransaction, UnableToSendCommand};
         matches!(

@@ -5,11 +5,10 @@ use std::time::{Duration, Instant};
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 use diesel::sql_types::{Bool, Integer, Nullable};
 
-use crate::call::classify;
 use crate::error::{Error, Result};
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
-use crate::session::Session;
+use crate::session::{Session, classify};
 use crate::statement::{Statement, is_elsewhere};
 use crate::transaction::Own;
 

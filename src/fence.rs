@@ -6,13 +6,12 @@ use std::marker::PhantomData;
 
 use diesel::sql_types::Bool;
 
-use crate::call::classify;
 use crate::error::{Error, Result};
 use crate::event::{Outcome, Subject};
 use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
-use crate::session::{Session, Transaction};
+use crate::session::{Session, Transaction, classify};
 use crate::statement::Statement;
 use crate::transaction::refusal;
 

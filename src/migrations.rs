@@ -20,7 +20,7 @@ use crate::event::{Event, Outcome, Subject};
 use crate::exclusion;
 use crate::mode::Mode;
 use crate::pool::{Borrowed, Pool, Reply};
-use crate::session::Session;
+use crate::session::{Session, classify, is_closed};
 use crate::statement::Statement;
 use crate::transaction::Own;
 
@@ -176,12 +176,12 @@ async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
     let mut state = State::look(pool).await?;
     let pending = state.pending();
     if !pending.is_empty() {
-        let mut borrowed = Borrowed::new(pool, None).await?;
-        for file in &pending {
-            file.run(borrowed.conn()).await?;
-            borrowed.note_reply();
+        let mut ran = run_each(&pending, pool).await;
+        if matches!(ran, Err(Error::Standby)) {
+            // The server has refused, so nothing was done.
+            ran = run_each(&pending, pool).await;
         }
-        drop(borrowed);
+        ran?;
         state = State::of(pool).await?;
     }
     state.require_all()?;
@@ -192,14 +192,35 @@ async fn run_files<P: Pool>(pool: &P) -> Result<Done> {
     Ok(Done(!pending.is_empty()))
 }
 
+async fn run_each<P: Pool>(files: &[&File], pool: &P) -> Result<()> {
+    let mut borrowed = Borrowed::new(pool, None).await?;
+    for file in files {
+        let ran = file.run(borrowed.conn()).await;
+        borrowed.note_reply();
+        if matches!(ran, Err(Error::Standby)) {
+            borrowed.discard();
+            return ran;
+        }
+        ran?;
+    }
+    Ok(())
+}
+
 impl File {
     /// Runs the file at READ COMMITTED, because a stricter transaction would not see what was
     /// committed while it waited for the lock.
     async fn run<S: Session>(&self, session: &mut S) -> Result<()> {
         let transaction = Own::begin_borrowed(session).await?;
-        let ran = transaction.conn.batch(self.up).await;
-        let version = self.version;
-        let ran = ran.map_err(|cause| Error::Migration { version, cause });
+        let ran = match transaction.conn.batch(self.up).await {
+            Ok(()) => Ok(()),
+            Err(cause) => Err(match classify(transaction.conn, cause).await {
+                Error::Database(cause) if !is_closed(&cause) => Error::Migration {
+                    version: self.version,
+                    cause,
+                },
+                unavailable => unavailable,
+            }),
+        };
         transaction.end(ran).await
     }
 

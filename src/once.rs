@@ -12,7 +12,7 @@ use diesel::result::Error as DieselError;
 use crate::advisory::sql::Lock;
 use crate::advisory::xact;
 use crate::advisory::{Attempt, Locks};
-use crate::call::{classify, in_batches};
+use crate::call::in_batches;
 use crate::error::{Error, Result};
 use crate::event::{Event, Subject};
 use crate::input;
@@ -21,9 +21,9 @@ use crate::key::fnv1a;
 use crate::metrics::Raised;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
-use crate::session::Session;
 #[cfg(feature = "r2d2")]
 use crate::session::now;
+use crate::session::{Session, classify};
 use crate::transaction::Own;
 
 /// Does work once for each key, however often and on however many instances it is requested: for

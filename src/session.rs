@@ -13,7 +13,9 @@ use diesel::deserialize::FromSqlRow;
 use diesel::expression::QueryMetadata;
 use diesel::pg::Pg;
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
+use diesel::sql_types::Bool;
 
+use crate::error::Error;
 use crate::statement::Statement;
 
 /// The transaction on a connection, as far as Diesel knows.
@@ -124,7 +126,7 @@ pub(crate) const fn is_unknown(error: &DieselError) -> bool {
 }
 
 /// Whether the error says that the session has ended.
-const fn is_closed(error: &DieselError) -> bool {
+pub(crate) const fn is_closed(error: &DieselError) -> bool {
     use DatabaseErrorKind::{ClosedConnection, UnableToSendCommand};
     matches!(
         error,
@@ -135,4 +137,54 @@ const fn is_closed(error: &DieselError) -> bool {
 /// Whether the session has ended, given an error from it.
 pub(crate) async fn has_ended<S: Session>(session: &mut S, error: &DieselError) -> bool {
     is_closed(error) || is_unknown(error) && !session.is_alive().await
+}
+
+/// Converts an error of a statement on this crate's tables. Diesel has no kind for a missing table
+/// and, in the asynchronous half, none for a session that has ended. So another query finds out.
+pub(crate) async fn explain<S: Session>(session: &mut S, error: DieselError) -> Error {
+    const IS_MISSING: &str =
+        "SELECT pg_catalog.to_regclass('resource_control.installed_migration') IS NULL";
+    if is_read_only(&error) {
+        session.mark_broken();
+        return Error::Standby;
+    }
+    if !is_unknown(&error) {
+        return error.into();
+    }
+    if has_ended(session, &error).await {
+        return as_closed(error);
+    }
+    match session.one(&Statement::<Bool>::new(IS_MISSING, [])).await {
+        Ok(true) => Error::NotInstalled,
+        _ => error.into(),
+    }
+}
+
+/// As [`explain`], for a statement that needs no table.
+pub(crate) async fn classify<S: Session>(session: &mut S, error: DieselError) -> Error {
+    if is_read_only(&error) {
+        session.mark_broken();
+        Error::Standby
+    } else if has_ended(session, &error).await {
+        as_closed(error)
+    } else {
+        error.into()
+    }
+}
+
+/// Whether the server refuses to write: the primary is elsewhere.
+const fn is_read_only(error: &DieselError) -> bool {
+    matches!(
+        error,
+        DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _)
+    )
+}
+
+fn as_closed(error: DieselError) -> Error {
+    match error {
+        DieselError::DatabaseError(_, report) => {
+            DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, report).into()
+        }
+        other => other.into(),
+    }
 }

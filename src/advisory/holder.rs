@@ -7,13 +7,12 @@ use diesel::result::QueryResult;
 
 use super::all::{Busy, Locks};
 use super::sql;
-use crate::call::explain;
 use crate::error::{Error, Result};
-use crate::event::{Event, Subject};
+use crate::event::Subject;
 use crate::metrics::Raised;
 use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, PoolConnection, check_out};
-use crate::session::{Session, Transaction, has_ended, poll_once_quietly};
+use crate::session::{Session, Transaction, classify, explain, has_ended, poll_once_quietly};
 use crate::transaction::refusal;
 use crate::waiting::{self, Turns, What};
 
@@ -125,6 +124,17 @@ impl<C: Owner> Holder<C> {
     /// Tries once. If refused, waits on the server for a slice, if this is the oldest waiter and
     /// `may_wait` allows it. Returns whether the locks are held then.
     pub(super) async fn attempt(
+        &mut self,
+        turns: Option<&mut Turns>,
+        may_wait: impl FnOnce() -> bool + Send,
+    ) -> Result<bool> {
+        match self.attempt_unclassified(turns, may_wait).await {
+            Err(Error::Database(error)) => Err(classify(self.conn(), error).await),
+            attempted => attempted,
+        }
+    }
+
+    async fn attempt_unclassified(
         &mut self,
         turns: Option<&mut Turns>,
         may_wait: impl FnOnce() -> bool + Send,
@@ -276,14 +286,6 @@ impl<C: Owner> Holder<C> {
         let released = self.release().await;
         self.held().report_end(operation, began, since, &released);
         released
-    }
-
-    /// Whether the session has ended, given an error from it.
-    pub(super) async fn has_ended(&mut self, error: &Error) -> bool {
-        match error {
-            Error::Database(error) => has_ended(self.conn(), error).await,
-            _ => false,
-        }
     }
 
     /// The `pg_backend_pid()` of the session that holds the locks.
@@ -455,23 +457,19 @@ impl<S: Session> Owner for &mut S {
             Holds::Failed(pid) => (None, pid),
         };
         let release = release.filter(|_| self.transaction().is_none());
-        let is_certain = release.is_some_and(|release| {
-            let released = poll_once_quietly(self.batch(&release));
-            matches!(released, Ok(None | Some(Ok(()))))
-        });
-        if !is_certain {
+        let released = match release.map(|release| poll_once_quietly(self.batch(&release))) {
+            Some(Ok(None | Some(Ok(())))) => Ok(()),
+            Some(Ok(Some(Err(error)))) => Err(error.into()),
+            // The connection's instrumentation has panicked.
+            Some(Err(_)) => Err(Error::TimedOut),
+            None => Err(Error::TransactionLeftOpen(held.locks.to_string())),
+        };
+        if released.is_err() {
             let _ = poll_once_quietly(self.batch(&sql::end_session(pid)));
             self.mark_broken();
             mode::note_closed();
         }
-        if let Some(since) = held.since.take() {
-            let outcome = if is_certain { "released" } else { "failed" };
-            Event {
-                took: began.elapsed(),
-                held: Some(since.elapsed()),
-                ..held.subject.event("drop", outcome)
-            }
-            .emit();
-        }
+        let since = held.since.take();
+        held.report_end("drop", began, since, &released);
     }
 }

@@ -131,6 +131,10 @@ async fn acquire<M: Mode, S: Session>(
 ) -> Result<Attempt<Holder<&mut S>>> {
     let may_wait = || waits == Waits::OnTheServer;
     let waits = waits != Waits::Never;
+    if waits {
+        // Pauses need its timer.
+        M::runtime()?;
+    }
     let mut turns = Turns::new(None);
     let (began, mut is_reported) = (Instant::now(), false);
     while turns.next::<M>().await {

@@ -5,13 +5,12 @@ use std::time::{Duration, Instant};
 use super::AdvisoryLock;
 use super::all::{Busy, Locks};
 use super::attempt::Attempt;
-use crate::call::classify;
 use crate::error::{Error, Result};
 use crate::mode::{self, Mode};
 use crate::pool::{Connection, Pool, Reply};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
-use crate::session::{Session, Transaction};
+use crate::session::{Session, Transaction, classify};
 use crate::transaction::{Own, refusal};
 
 /// # Transaction locks

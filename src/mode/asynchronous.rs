@@ -125,8 +125,11 @@ impl Mode for Async {
         operation: impl Future<Output = T> + Send,
     ) -> Option<T> {
         match deadline {
-            Some(deadline) => timeout_at(deadline.into(), operation).await.ok(),
-            None => Some(operation.await),
+            Some(deadline) if Handle::try_current().is_ok() => {
+                timeout_at(deadline.into(), operation).await.ok()
+            }
+            // Outside a runtime there is no timer, and the operation itself says so.
+            _ => Some(operation.await),
         }
     }
 

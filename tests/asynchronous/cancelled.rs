@@ -3,20 +3,23 @@
 use std::time::Duration;
 
 use diesel_interlock::Pool;
+use diesel_interlock::schedule::every;
 use tokio::runtime::Builder;
 use tokio::time::timeout;
 use workbench::Database;
 
 use crate::assert_matches;
 use crate::half::{
-    AdvisoryLock, Conn, Done, Error, Once, PgPool, Semaphore, begin, drain, execute, make_pool,
-    on_all, wait,
+    AdvisoryLock, Conn, Done, Error, Once, PgPool, Quota, RateLimit, Result, Schedule, Semaphore,
+    begin, drain, execute, make_pool, on_all, wait,
 };
 use crate::support::{
     IN_FLIGHT, Observer, alone, assert_pool_whole, eventually, foreign_holder, installed, number,
 };
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("cancelled");
+const HOUR: Duration = Duration::from_secs(3600);
+const SLOT: Semaphore = Semaphore::named("cancelled", 1, HOUR);
 static ONCE: Once = Once::named("cancelled");
 
 /// Much longer than a test waits for anything.
@@ -238,10 +241,26 @@ fn tasks_that_are_aborted_leave_nothing() {
 fn outside_a_runtime_an_operation_is_an_error() {
     let database = Database::new();
     let pool = make_pool(&database.url(), 1, Duration::from_secs(20));
-    let mut operation = std::pin::pin!(LOCK.try_acquire(&pool));
-    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-    let polled = operation.as_mut().poll(&mut context);
-    assert_matches!(polled, std::task::Poll::Ready(Err(Error::NoRuntime)));
+    fn assert_refused<T>(operation: impl Future<Output = Result<T>>) {
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        match std::pin::pin!(operation).poll(&mut context) {
+            std::task::Poll::Ready(refused) => {
+                assert_matches!(refused.map(drop), Err(Error::NoRuntime));
+            }
+            std::task::Poll::Pending => panic!("it waits"),
+        }
+    }
+    let limit = RateLimit::named("limit", Quota::per_minute(1));
+    let schedule = Schedule::named("schedule");
+    let nothing = async |_| Ok::<_, Error>(());
+    assert_refused(LOCK.try_acquire(&pool));
+    assert_refused(LOCK.acquire(&pool));
+    assert_refused(LOCK.acquire_timeout(&pool, HOUR));
+    assert_refused(SLOT.try_acquire(&pool));
+    assert_refused(SLOT.acquire_timeout(&pool, HOUR));
+    assert_refused(limit.check(&pool));
+    assert_refused(limit.acquire_timeout(&pool, HOUR));
+    assert_refused(schedule.run_due(&pool, every(HOUR), nothing));
 }
 
 #[test]

@@ -12,7 +12,9 @@ use tracing::subscriber::with_default;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-use crate::half::{AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, pool};
+use crate::half::{
+    AdvisoryLock, Error, Fence, Once, Quota, RateLimit, Semaphore, Throttle, begin, pool,
+};
 use crate::support::log::Log;
 use crate::support::{Observer, Own, Step, eventually, impatient_pool, installed, number, run};
 
@@ -158,6 +160,24 @@ fn a_release_that_fails_is_logged() {
             "semaphore s release: failed"
         ]
     );
+}
+
+#[test]
+fn a_drop_that_cannot_release_a_lock_is_a_warning() {
+    let database = installed();
+    let conn = &mut database.connect();
+    let told = events(|| {
+        let work = |conn: &mut diesel::PgConnection| -> Result<(), Error> {
+            begin(conn);
+            panic!("the work")
+        };
+        let with = || AdvisoryLock::named("scope").with_on(conn, work);
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(with)).unwrap_err();
+    });
+    let (level, dropped) = told.last().unwrap();
+    assert_eq!(*level, Level::WARN);
+    assert_eq!(dropped["outcome"], "failed");
+    assert!(dropped.contains_key("error"));
 }
 
 #[test]

@@ -3,18 +3,20 @@
 use std::time::Duration;
 
 use diesel_interlock::schedule::every;
-use workbench::{Cluster, StopMode};
+use workbench::{Cluster, Database, StopMode};
 
 use crate::assert_matches;
 use crate::half::{
-    Admission, AdvisoryLock, Attempt, Conn, Done, Error, Once, PgPool, Schedule, Semaphore,
-    Throttle, begin, end, execute, make_pool, migrations, on_first, on_one, wait,
+    Admission, AdvisoryLock, Attempt, CheckAll, Conn, Done, Error, Once, PgPool, Quota, RateLimit,
+    Schedule, Semaphore, Throttle, begin, end, execute, make_pool, migrations, on_first, on_one,
+    wait,
 };
 use crate::support::{eventually, installed, number, run, text};
 
 static LOCK: AdvisoryLock = AdvisoryLock::named("failover");
 static SLOT: Semaphore = Semaphore::named("failover", 1, Duration::from_secs(60));
 static SCHEDULE: Schedule = Schedule::named("failover");
+static LIMIT: RateLimit = RateLimit::named("failover", Quota::per_minute(100));
 static THROTTLE: Throttle = Throttle::named("failover", Duration::from_micros(1));
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -264,6 +266,23 @@ fn locks_leave_a_server_that_refuses_to_write() {
         wait(wait(locks.acquire(&pool)).unwrap().release()).unwrap();
         eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
     }
+    // So does what opens a transaction of its own.
+    let limits = [&LIMIT, &LIMIT.key(1)];
+    wait(on_first(&pool, "SET application_name = 'elsewhere'")).unwrap();
+    wait(on_first(&pool, "SET default_transaction_read_only = on")).unwrap();
+    assert_matches!(
+        wait(RateLimit::check_all(&limits, &pool)),
+        Ok(CheckAll::Allowed(_))
+    );
+    eventually("the pool has left it", || number(observer, ELSEWHERE) == 0);
+    let empty = Database::new();
+    let installing = make_pool(&empty.url(), 1, PATIENCE);
+    wait(on_first(
+        &installing,
+        "SET default_transaction_read_only = on",
+    ))
+    .unwrap();
+    wait(migrations::install(&installing)).unwrap();
     // A transaction that its owner opens otherwise says what is meant.
     on_one(&pool, |conn| {
         begin(conn);

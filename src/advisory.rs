@@ -126,7 +126,8 @@ pub struct AdvisoryLock<P: Pool> {
 }
 
 impl<P: Pool> AdvisoryLock<P> {
-    /// Makes the lock with a name.
+    /// Makes the lock with a name, which is a constant of the program. What varies, such as a
+    /// tenant, belongs in [`key`](Self::key).
     pub const fn named(name: &'static str) -> Self {
         Self::new(LockKey::named(name))
     }

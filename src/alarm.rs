@@ -141,8 +141,9 @@ impl Drop for Sleeper<'_> {
 /// Stops the loops that it was given to: [`Leader::lead`](crate::leader::Leader::lead) and
 /// [`Schedule::run`](crate::schedule::Schedule::run) of the blocking half.
 ///
-/// Clones share one state: give one to the loop, and call [`stop`](Self::stop) on another from your
-/// SIGTERM handler.
+/// Clones share one state: give one to the loop, and call [`stop`](Self::stop) on another when
+/// SIGTERM arrives: from a thread that waits for the signal, as the crates `signal-hook` and
+/// `ctrlc` have it, and not inside a raw signal handler, because `stop` takes a mutex.
 ///
 /// ```
 /// let stop = diesel_interlock::Stop::new();

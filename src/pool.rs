@@ -29,6 +29,8 @@ pub use self::r2d2::PgPool;
     note = "import the handle of your pool: `diesel_interlock::AdvisoryLock` for r2d2, \
             `diesel_interlock::deadpool::AdvisoryLock` for deadpool, \
             `diesel_interlock::bb8::AdvisoryLock` for bb8",
+    note = "if it is one of these pools, enable its feature, and look for a second version with \
+            `cargo tree -d`: this crate needs diesel 2.3, and diesel-async 0.9",
     note = "a wrapper of a pool is given as the pool inside: `&**wrapper`, `wrapper.get_ref()` or \
          `&wrapper.0`"
 )]

@@ -215,7 +215,7 @@ async fn tidy(pool: &PgPool) -> Result<()> {
     .await
 }
 
-/// An error as a reply: 503 if the database is away, and 500 for a mistake.
+/// An error as a reply: 400 for bad input, 503 if the database is away, and 500 for a mistake.
 struct Failed(StatusCode);
 
 impl<E: Into<Error>> From<E> for Failed {
@@ -223,7 +223,9 @@ impl<E: Into<Error>> From<E> for Failed {
         let error = error.into();
         let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
         eprintln!("{error}{}", cause.unwrap_or_default());
-        Self(if error.is_unavailable() {
+        Self(if matches!(error, Error::Input(_)) {
+            StatusCode::BAD_REQUEST
+        } else if error.is_unavailable() {
             StatusCode::SERVICE_UNAVAILABLE
         } else {
             StatusCode::INTERNAL_SERVER_ERROR

@@ -238,18 +238,20 @@ impl<P: Pool> RateLimit<P> {
     }
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
-        let (mut turns, mut last) = (Turns::new(deadline), Err(Error::TimedOut));
+        let mut turns = Turns::for_units(self.cost, deadline);
+        let mut last = Err(Error::TimedOut);
         while turns.next::<P::Mode>().await {
             match P::Mode::within(deadline, self.try_check(pool, deadline)).await {
                 None => break,
                 Some(Ok((Check::Limited(limited), database, sent))) => {
                     let due = Instant::now().checked_add(limited.retry_after);
-                    turns.note_refusal(self.units(), database, sent);
-                    turns.not_before(limited.retry_after);
                     last = Ok(Check::Limited(limited));
+                    // Before it joins the queue, so that its drop wakes nobody.
                     if deadline.is_some() && due > deadline {
                         break;
                     }
+                    turns.note_refusal(self.units(), database, sent);
+                    turns.not_before(limited.retry_after);
                 }
                 // The other transaction may end before the deadline.
                 Some(Err(locked @ Error::KeyLocked(_))) => {

@@ -216,13 +216,15 @@ impl<P: Pool> RateLimit<P> {
         P::Mode::drive(async move {
             let refund = async {
                 let (call, _) = self.call()?;
+                // Not that of this handle, which may have another one.
+                let quota = spent.state.quota.exact()?;
                 let (units, before) = spent.begin_part(units);
                 if units == 0 {
                     return Ok(Changed(false));
                 }
                 let refund = call.refund(units, spent.at, before);
                 let ((refilled,), _): ((Option<i64>,), _) = self.ask(pool, None, &[refund]).await?;
-                spent.end_part(refilled.unwrap_or_else(|| call.quota.refill(units)));
+                spent.end_part(refilled.unwrap_or_else(|| quota.refill(units)));
                 waiting::wake_oldest(&self.units());
                 Ok(Changed(refilled.is_some()))
             };

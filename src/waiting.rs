@@ -86,7 +86,9 @@ struct Share {
 impl Share {
     const SHORTEST: Duration = Duration::from_millis(500);
     const LONGEST: Duration = Duration::from_secs(10);
-    /// The longest pause of a poll, and some time for its round trip.
+    /// The longest pause of a poll, and a margin. Round trips cancel out: they add as much to the
+    /// time between two polls of another process as to the time from a release here to the next try
+    /// of this process.
     const YIELD: Duration = Duration::from_millis(140);
     /// How much later than the oldest a newcomer tries.
     const AFTER_THE_OLDEST: Duration = Duration::from_millis(20);

@@ -216,13 +216,15 @@ impl<P: Pool> RateLimit<P> {
         P::Mode::drive(async move {
             let refund = async {
                 let (call, _) = self.call()?;
+                // Not that of this handle, which may have another one.
+                let quota = spent.state.quota.exact()?;
                 let (units, before) = spent.begin_part(units);
                 if units == 0 {
                     return Ok(Changed(false));
                 }
                 let refund = call.refund(units, spent.at, before);
                 let ((refilled,), _): ((Option<i64>,), _) = self.ask(pool, None, &[refund]).await?;
-                spent.end_part(refilled.unwrap_or_else(|| call.quota.refill(units)));
+                spent.end_part(refilled.unwrap_or_else(|| quota.refill(units)));
                 waiting::wake_oldest(&self.units());
                 Ok(Changed(refilled.is_some()))
             };
@@ -238,18 +240,20 @@ impl<P: Pool> RateLimit<P> {
     }
 
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
-        let (mut turns, mut last) = (Turns::new(deadline), Err(Error::TimedOut));
+        let mut turns = Turns::for_units(self.cost, deadline);
+        let mut last = Err(Error::TimedOut);
         while turns.next::<P::Mode>().await {
             match P::Mode::within(deadline, self.try_check(pool, deadline)).await {
                 None => break,
                 Some(Ok((Check::Limited(limited), database, sent))) => {
                     let due = Instant::now().checked_add(limited.retry_after);
-                    turns.note_refusal(self.units(), database, sent);
-                    turns.not_before(limited.retry_after);
                     last = Ok(Check::Limited(limited));
+                    // Before it joins the queue, so that its drop wakes nobody.
                     if deadline.is_some() && due > deadline {
                         break;
                     }
+                    turns.note_refusal(self.units(), database, sent);
+                    turns.not_before(limited.retry_after);
                 }
                 // The other transaction may end before the deadline.
                 Some(Err(locked @ Error::KeyLocked(_))) => {

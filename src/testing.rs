@@ -78,7 +78,8 @@ impl<P: Pool> Database<P> {
             };
             let mut borrowed = Borrowed::new(pool, None).await?;
             let conn = borrowed.conn();
-            let old = Statement::<Array<Text>>::new(OLD, [((now - LEFT_BEHIND) as i64).into()]);
+            let before = now.saturating_sub(LEFT_BEHIND) as i64;
+            let old = Statement::<Array<Text>>::new(OLD, [before.into()]);
             let old: Vec<String> = conn.one(&old).await?;
             for name in old {
                 // Another test may be dropping it, or be connected by now.

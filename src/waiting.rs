@@ -1,8 +1,10 @@
 //! The one way to wait, for locks, slots and units.
 //!
 //! The first try is made at once. Waiters of this process that were refused join a queue, in the
-//! order in which they came. There is one queue for each awaited thing in each database. Only the
-//! oldest waiter of a queue acts, and holds a connection only while it acts; all others sleep.
+//! order in which they came; but those who want fewer units of a rate limit stand before those who
+//! want more, because their units are there sooner. There is one queue for each awaited thing in
+//! each database. Only the first waiter of a queue acts, and holds a connection only while it acts;
+//! all others sleep. The first is called the oldest here.
 //!
 //! - For a session lock, the oldest waits on the server, where processes take turns, if the pool
 //!   can spare a connection for that. If the pool cannot, it polls.
@@ -47,9 +49,23 @@ pub(crate) enum What {
 #[derive(Debug)]
 struct Queue {
     database: Database,
-    /// The oldest first.
-    waiting: VecDeque<Arc<Alarm>>,
+    /// By units, and of equal units the oldest first.
+    waiting: VecDeque<Waiter>,
     share: Share,
+}
+
+impl Queue {
+    fn index(&self, alarm: &Arc<Alarm>) -> Option<usize> {
+        let mut waiting = self.waiting.iter();
+        waiting.position(|it| Arc::ptr_eq(&it.alarm, alarm))
+    }
+}
+
+#[derive(Debug)]
+struct Waiter {
+    /// How many units of a rate limit it waits for: 0 for a lock or a slot.
+    units: u32,
+    alarm: Arc<Alarm>,
 }
 
 /// The queues of each thing, one for each database.
@@ -70,7 +86,9 @@ struct Share {
 impl Share {
     const SHORTEST: Duration = Duration::from_millis(500);
     const LONGEST: Duration = Duration::from_secs(10);
-    /// The longest pause of a poll, and some time for its round trip.
+    /// The longest pause of a poll, and a margin. Round trips cancel out: they add as much to the
+    /// time between two polls of another process as to the time from a release here to the next try
+    /// of this process.
     const YIELD: Duration = Duration::from_millis(140);
     /// How much later than the oldest a newcomer tries.
     const AFTER_THE_OLDEST: Duration = Duration::from_millis(20);
@@ -120,7 +138,7 @@ pub(crate) fn wake_oldest(what: &What) {
                 What::Slot(_) => queue.share.note_release(now),
                 What::Lock(_) | What::Units(..) => now,
             };
-            oldest.extend(queue.waiting.front().map(|alarm| (alarm.clone(), due)));
+            oldest.extend(queue.waiting.front().map(|it| (it.alarm.clone(), due)));
         }
         // A waker runs foreign code, so it is never called under the mutex.
         for (alarm, due) in oldest {
@@ -156,6 +174,7 @@ pub(crate) async fn let_others_pass<M: Mode>(what: &What, deadline: Option<Insta
 #[derive(Debug)]
 pub(crate) struct Turns {
     deadline: Option<Instant>,
+    units: u32,
     /// When the last try began.
     began: Option<Instant>,
     pause: Duration,
@@ -185,16 +204,20 @@ impl Place {
         let queue = of_what
             .iter_mut()
             .find(|queue| queue.database == self.database)?;
-        let alarms = queue.waiting.iter();
-        let index = { alarms }.position(|alarm| Arc::ptr_eq(alarm, &self.alarm))?;
+        let index = queue.index(&self.alarm)?;
         Some(look(queue, index))
     }
 }
 
 impl Turns {
     pub(crate) const fn new(deadline: Option<Instant>) -> Self {
+        Self::for_units(0, deadline)
+    }
+
+    pub(crate) const fn for_units(units: u32, deadline: Option<Instant>) -> Self {
         Self {
             deadline,
+            units,
             began: None,
             pause: FIRST_PAUSE,
             retry_after: None,
@@ -262,10 +285,17 @@ impl Turns {
             }
         };
         let queue = &mut of_what[i].waiting;
-        if !queue.is_empty() {
-            alarm.set(now + after(queue.len()));
+        let units = self.units;
+        let index = queue.partition_point(|it| it.units <= units);
+        if index > 0 {
+            alarm.set(now + after(index));
         }
-        queue.push_back(alarm.clone());
+        let waiter = Waiter {
+            units,
+            alarm: alarm.clone(),
+        };
+        // Those behind keep their alarms: at worst they try a second early.
+        queue.insert(index, waiter);
         NUMBER.store(queues.len(), Ordering::SeqCst);
         drop(queues);
         self.place = Some(Place {
@@ -319,17 +349,10 @@ impl Turns {
         self.retry_after = Some(Duration::ZERO);
     }
 
-    /// The next try is useless before `retry_after`. If that is long, the waiter goes to the end of
-    /// the queue, because those behind it may want less.
+    /// The next try is useless before `retry_after`, for this waiter and for those behind it, who
+    /// want as many units or more.
     pub(crate) fn not_before(&mut self, retry_after: Duration) {
         self.retry_after = Some(retry_after);
-        if let (Some(place), true) = (&self.place, retry_after > SECOND) {
-            place.look(|queue, index| {
-                if let Some(alarm) = queue.waiting.remove(index) {
-                    queue.waiting.push_back(alarm);
-                }
-            });
-        }
     }
 
     /// Retries after `retry_after` at the latest.
@@ -378,8 +401,8 @@ impl Turns {
             };
             let mut is_empty = false;
             if let Some(queue) = of_what.iter_mut().find(|it| it.database == place.database) {
+                let index = queue.index(&place.alarm);
                 let (share, queue) = (&mut queue.share, &mut queue.waiting);
-                let index = queue.iter().position(|it| Arc::ptr_eq(it, &place.alarm));
                 if let Some(index) = index {
                     queue.remove(index);
                     if index == 0 {
@@ -389,7 +412,10 @@ impl Turns {
                     // when it becomes the 1st, 2nd, 3rd, 5th, 9th …, which is soon enough.
                     let told = [0].into_iter().chain((0..).map(|n| 1 << n));
                     let told = told.take_while(|i| *i < queue.len());
-                    nearer.extend(told.filter(|i| *i >= index).map(|i| (i, queue[i].clone())));
+                    nearer.extend(
+                        told.filter(|i| *i >= index)
+                            .map(|i| (i, queue[i].alarm.clone())),
+                    );
                 }
                 yields_until = share.yields_until;
                 is_empty = queue.is_empty();

@@ -191,7 +191,9 @@ impl Spent {
         let mut refunded = lock(&self.refunded);
         let units = units.min(self.units - refunded.units);
         refunded.units += units;
-        let was_under_way = std::mem::replace(&mut refunded.is_under_way, true);
+        let was_under_way = refunded.is_under_way;
+        // A part of no units is not sent, and never ends.
+        refunded.is_under_way |= units > 0;
         (units, if was_under_way { 0 } else { refunded.refilled })
     }
 
@@ -199,7 +201,7 @@ impl Spent {
     pub(super) fn end_part(&self, refilled: i64) {
         let mut refunded = lock(&self.refunded);
         refunded.is_under_way = false;
-        refunded.refilled += refilled;
+        refunded.refilled = refunded.refilled.saturating_add(refilled);
     }
 
     /// Returns when the units were spent, by the database's clock.

@@ -38,7 +38,7 @@ pub(super) type Ask = Statement<(Bool, Timestamptz, Interval, Integer)>;
 /// Decides the common cases: the key has a row of this quota, or it is limited. A denial only
 /// reads. The `CASE` keeps the planner from evaluating `set_config` first, which would make denials
 /// slower.
-macro_rules! again {
+macro_rules! decide {
     ($limit:expr, $commit:expr) => {
         concat!(
             "WITH spent AS (
@@ -66,11 +66,11 @@ macro_rules! again {
 }
 
 /// Prepares the other cases: a key without a row gets a full one, and what a key owes under another
-/// quota is rescaled. Returns no row, and spends nothing, so `again!` is sent once more and
+/// quota is rescaled. Returns no row, and spends nothing, so `decide!` is sent once more and
 /// decides. It cannot spend by itself: the times of a new row are read before the wait for other
 /// transactions with this key, which may have spent units, and whose row may have been pruned
 /// meanwhile.
-macro_rules! first {
+macro_rules! prepare {
     ($limit:expr, $commit:expr) => {
         concat!(
             "WITH made AS (
@@ -111,17 +111,17 @@ macro_rules! commit_async {
     };
 }
 
-/// Indexed by [`Commit`]: for each, the statements of `again!` and of `first!`.
+/// Indexed by [`Commit`]: for each, the statements of `decide!` and of `prepare!`.
 const CHECKS: [[&str; 2]; 3] = [
     [
-        again!(limit!(), commit_async!()),
-        first!(limit!(), commit_async!()),
+        decide!(limit!(), commit_async!()),
+        prepare!(limit!(), commit_async!()),
     ],
     [
-        again!(limit!(), concat!(", ", keep_commit!())),
-        first!(limit!(), concat!(", ", keep_commit!())),
+        decide!(limit!(), concat!(", ", keep_commit!())),
+        prepare!(limit!(), concat!(", ", keep_commit!())),
     ],
-    [again!("true", ""), first!("true", "")],
+    [decide!("true", ""), prepare!("true", "")],
 ];
 
 /// Refunds only while the quota is the one under which the units were spent, and only if the
@@ -197,10 +197,10 @@ impl Call<'_> {
             burst.into(),
             lead.into(),
         ];
-        let [again, first] = CHECKS[commit as usize];
+        let [decide, prepare] = CHECKS[commit as usize];
         [
-            Statement::new(again, binds.clone().into_iter().chain([increase.into()])),
-            Statement::new(first, binds),
+            Statement::new(decide, binds.clone().into_iter().chain([increase.into()])),
+            Statement::new(prepare, binds),
         ]
     }
 

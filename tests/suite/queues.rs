@@ -227,6 +227,45 @@ fn a_note_of_an_earlier_wait_is_not_believed() {
     }
 }
 
+/// The hundredth of a queue tries only after about a hundred seconds, unless it is the first in turn.
+#[test]
+fn a_call_that_costs_little_does_not_wait_for_those_that_cost_much() {
+    const CROWD: u64 = 100;
+    let database = installed();
+    let proxy = RoundTrips::in_front_of(&database);
+    let (waiting, pool) = (make_pool(&proxy.url(), 1, MINUTE), open_pool(&database, 2));
+    // A unit refills in five seconds, and what each of the crowd needs in 150.
+    let little = RateLimit::named("costs", Quota::new(1, Duration::from_secs(5)).burst(30));
+    let much = little.cost(30);
+    assert!(wait(much.check(&pool)).unwrap().is_allowed());
+    thread::scope(|scope| {
+        let crowd: Vec<_> = (0..CROWD)
+            .map(|_| {
+                thread::Builder::new()
+                    .stack_size(1 << 20)
+                    .spawn_scoped(scope, || {
+                        wait(much.acquire_timeout(&waiting, Duration::MAX)).unwrap()
+                    })
+                    .unwrap()
+            })
+            .collect();
+        eventually("each has been refused", || {
+            // A check-out and a check each.
+            proxy.round_trips() > 2 * CROWD
+        });
+        while wait(little.check(&pool)).unwrap().is_allowed() {}
+        let check = wait(little.acquire_timeout(&pool, MINUTE));
+        eventually("a reset for each ends the waits", || {
+            wait(little.reset(&pool)).unwrap();
+            crowd.iter().all(thread::ScopedJoinHandle::is_finished)
+        });
+        assert!(check.unwrap().is_allowed());
+        for waiter in crowd {
+            assert!(waiter.join().unwrap().is_allowed());
+        }
+    });
+}
+
 /// A `BEGIN` that was forgotten, on a key for which many wait: only the oldest tries again and again.
 #[test]
 fn a_crowd_that_waits_for_a_locked_key_leaves_connections_to_others() {

@@ -402,6 +402,41 @@ fn units_that_are_given_back_in_parts_are_as_many_as_at_once() {
     assert!(number(look, difference) <= 600);
 }
 
+/// All parts together deduct what has refilled since the check, and not each part all of it.
+#[test]
+fn a_refund_of_nothing_does_not_change_the_next_one() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let look = &mut database.connect();
+    let limit = RateLimit::named("nothing", Quota::per_minute(1).burst(20)).cost(20);
+    let spent = allowed(&limit, &pool);
+    let full_at = text(look, "(SELECT full_at FROM resource_control.rate_limit)");
+    for _ in 0..20 {
+        assert!(!wait(limit.refund(&pool, &spent, 0)).unwrap());
+        assert!(wait(limit.refund(&pool, &spent, 1)).unwrap());
+    }
+    let deducted = format!("full_at - (timestamptz '{full_at}' - interval '20 min')");
+    let refilled = "clock_timestamp() - spent_at + interval '1 ms'";
+    assert!(truth(
+        look,
+        &format!("(SELECT {deducted} <= {refilled} FROM resource_control.rate_limit)")
+    ));
+}
+
+#[test]
+fn refunds_under_another_quota_give_back_nothing_and_do_not_panic() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let limit = RateLimit::named("foreign", Quota::per_second(1_000_000));
+    let spent = allowed(&limit.cost(600_000), &pool);
+    assert!(wait(limit.reset(&pool)).unwrap());
+    // What refills in 175,000 years, in microseconds, is more than half of the largest number.
+    let other = limit.quota(Quota::once_per(Duration::from_secs(366 * 86_400)));
+    for _ in 0..3 {
+        assert!(!wait(other.refund(&pool, &spent, 175_000)).unwrap());
+    }
+}
+
 #[test]
 fn what_was_refilled_or_is_not_owed_any_more_is_not_given_back() {
     let database = installed();

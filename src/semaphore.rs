@@ -10,7 +10,6 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::admission::WasInFlight;
 pub use self::admission::{Admission, Full};
 pub use self::permit::Permit;
 use crate::call::{ask_surely, in_batches};
@@ -251,11 +250,13 @@ impl<P: Pool> Semaphore<P> {
                 let slot = What::Slot(service);
                 ask_surely(pool, None, complete, move |was_in_flight, _| {
                     crate::waiting::wake_oldest(&slot);
-                    WasInFlight(was_in_flight)
+                    was_in_flight
                 })
                 .await
             };
-            Ok(self.subject.observe("complete", complete).await?.0)
+            self.subject
+                .observe_as("complete", was_in_flight, complete)
+                .await
         })
     }
 
@@ -267,10 +268,9 @@ impl<P: Pool> Semaphore<P> {
         P::Mode::drive(async move {
             let renew = async {
                 let renew = sql::renew_of_another(&self.service()?, id, self.timeout);
-                let was_in_flight = |was_in_flight, _| WasInFlight(was_in_flight);
-                ask_surely(pool, None, renew, was_in_flight).await
+                ask_surely(pool, None, renew, |was_in_flight, _| was_in_flight).await
             };
-            Ok(self.subject.observe("renew", renew).await?.0)
+            self.subject.observe_as("renew", was_in_flight, renew).await
         })
     }
 
@@ -386,6 +386,11 @@ impl<P: Pool> Semaphore<P> {
         )?;
         Ok(service.into())
     }
+}
+
+/// The word for whether a request of another process was in flight.
+const fn was_in_flight(was_in_flight: &bool) -> &'static str {
+    if *was_in_flight { "in flight" } else { "ended" }
 }
 
 #[cfg(feature = "r2d2")]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::sql;
 use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::{Event, Outcome};
+use crate::event::Event;
 use crate::lease::Lease;
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply, debug};
@@ -86,11 +86,8 @@ impl<P: Pool> Permit<P> {
     ///
     /// One round trip: `SELECT resource_control.renew_service_request($1, $2, $3, $4)`.
     pub fn renew(&self) -> Reply<'_, P, ()> {
-        P::Mode::drive(async move {
-            let renew = async { self.lease.renew().await.map(|()| Renewed) };
-            let renewed = self.lease.grant.subject.observe("renew", renew).await;
-            renewed.map(|Renewed| ())
-        })
+        let subject = self.lease.grant.subject;
+        P::Mode::drive(subject.observe_as("renew", |()| "renewed", self.lease.renew()))
     }
 
     /// Releases the permit, and reports an error if it had expired.
@@ -226,14 +223,6 @@ async fn complete<P: Pool>(
     waiting::wake_oldest(&What::Slot(lease.grant.row.name.clone()));
     let reply = reply.unwrap_or(Err(Error::TimedOut));
     lease.read_end(reply.map(|(was_in_flight, _)| was_in_flight))
-}
-
-struct Renewed;
-
-impl Outcome for Renewed {
-    fn word(&self) -> &'static str {
-        "renewed"
-    }
 }
 
 /// Whether the result is final, because another try would have the same one.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use diesel::sql_types::Bool;
 
 use crate::alarm::{Alarm, Sleepers, jitter, lock};
-use crate::call::ask_surely;
+use crate::call::{ask, ask_surely};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::metrics::Raised;
@@ -149,13 +149,20 @@ impl<P: Pool> Lease<P> {
     }
 
     /// Waits until the lease is over, or until the deadline.
-    pub(crate) async fn wait_for_loss(&self, deadline: Option<Instant>) {
+    pub(crate) async fn wait_until_over(&self, deadline: Option<Instant>) {
         while !self.is_over() && deadline.is_none_or(|deadline| deadline > Instant::now()) {
             let sleeper = self.sleepers.join(self.until());
             if !self.is_over() {
                 P::Mode::sleep(&sleeper.alarm, deadline).await;
             }
         }
+    }
+
+    /// Waits until the lease is lost, for at most `timeout`, and tells the holder whether it is lost.
+    pub(crate) async fn wait_for_loss(&self, timeout: Duration) -> bool {
+        self.wait_until_over(Instant::now().checked_add(timeout))
+            .await;
+        self.is_lost()
     }
 
     /// Sends a renewal. Returns when it was sent, or `None` if the row was not held any more.
@@ -247,14 +254,24 @@ impl<P: Pool> Lease<P> {
         self.sleepers.wake();
     }
 
-    /// Interprets the reply to a statement that ends the row: whether the row was held. If it was
-    /// not, and the lease has not run out, an earlier end whose reply was lost may have ended the
-    /// row, which is a success.
-    pub(crate) fn read_end(&self, reply: Result<bool>) -> Result<()> {
-        match reply {
-            Ok(true) => Ok(()),
-            Ok(false) if self.is_unanswered.load(SeqCst) && self.until() > Instant::now() => Ok(()),
-            Ok(false) => Err(self.loss()),
+    /// Sends a statement that ends the row and returns whether the row was held. Waits for a
+    /// connection for at most `limit`, and for the reply until the deadline.
+    ///
+    /// If the row was not held, and the lease has not run out, an earlier end whose reply was lost
+    /// may have ended the row, which is a success.
+    pub(crate) async fn send_end(
+        &self,
+        end: Statement<Bool>,
+        limit: Option<Duration>,
+        deadline: Option<Instant>,
+    ) -> Result<()> {
+        let reply = P::Mode::within(deadline, ask(&self.grant.pool, limit, [end])).await;
+        match reply.unwrap_or(Err(Error::TimedOut)) {
+            Ok((true, _)) => Ok(()),
+            Ok((false, _)) if self.is_unanswered.load(SeqCst) && self.until() > Instant::now() => {
+                Ok(())
+            }
+            Ok((false, _)) => Err(self.loss()),
             Err(error) => {
                 let was_sent = !matches!(error, Error::Pool(_));
                 self.is_unanswered.fetch_or(was_sent, SeqCst);

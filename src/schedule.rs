@@ -341,7 +341,7 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
                 let mut work = pin!(work(tick));
                 run.is_working = false;
                 let lease = run.lease();
-                let mut lost = pin!(lease.wait_for_loss(None));
+                let mut lost = pin!(lease.wait_until_over(None));
                 let ended = poll_fn(|context| {
                     if lost.as_mut().poll(context).is_ready() {
                         return Poll::Ready(None);

@@ -73,7 +73,7 @@ pub(crate) struct Lease<P: Pool> {
     /// The tasks or threads that wait for the end of the lease.
     pub(crate) sleepers: Sleepers,
     /// When the next renewal is due.
-    due: Alarm,
+    renewal_due: Alarm,
     /// Whether a statement that ends the row was sent and has had no reply, so it may have been
     /// executed.
     is_unanswered: AtomicBool,
@@ -108,7 +108,7 @@ impl<P: Pool> Lease<P> {
             was_heard: false,
         };
         Arc::new(Self {
-            due: Alarm::new(grant.sent + grant.timeout / 3),
+            renewal_due: Alarm::new(grant.sent + grant.timeout / 3),
             grant,
             since: Instant::now(),
             state: Mutex::new(state),
@@ -198,7 +198,7 @@ impl<P: Pool> Lease<P> {
         match (&state.phase, sent) {
             (Phase::Held(_) | Phase::Ending(_), Some(sent)) if state.until > Instant::now() => {
                 state.until = state.until.max(sent + trusted(self.grant.timeout));
-                self.due.set(sent + self.grant.timeout / 3);
+                self.renewal_due.set(sent + self.grant.timeout / 3);
                 true
             }
             (Phase::Held(_), _) => {
@@ -244,7 +244,7 @@ impl<P: Pool> Lease<P> {
     pub(crate) fn end(&self, operation: &'static str) {
         let mut state = lock(&self.state);
         let is_too_late = state.until <= Instant::now();
-        self.due.set(Instant::now());
+        self.renewal_due.set(Instant::now());
         match state.phase {
             Phase::Held(_) if is_too_late => return self.lose(state, operation),
             Phase::Held(_) | Phase::Ending(_) => state.phase = Phase::Released,
@@ -285,14 +285,14 @@ impl<P: Pool> Lease<P> {
     ///
     /// A renewal waits for a connection until the lease would be lost. If it gave up sooner, it
     /// would lose its place in the queue of the pool each time, and might never get a connection.
-    pub(crate) fn keep(self: &Arc<Self>) {
+    pub(crate) fn renew_in_background(self: &Arc<Self>) {
         P::Mode::beside(&self.grant.runtime, self.clone().keep_renewing());
     }
 
     async fn keep_renewing(self: Arc<Self>) {
         let pause = (self.grant.timeout / 20).min(Duration::from_millis(100));
         loop {
-            P::Mode::sleep(&self.due, None).await;
+            P::Mode::sleep(&self.renewal_due, None).await;
             if self.is_over() {
                 break;
             }
@@ -300,11 +300,11 @@ impl<P: Pool> Lease<P> {
             let limit = until.saturating_duration_since(Instant::now());
             match P::Mode::within(Some(until), self.insist(limit)).await {
                 Some(Ok(renewed)) if self.note_renewal(renewed) => {}
-                Some(Err(_)) => self.due.set(Instant::now() + jitter(pause)),
+                Some(Err(_)) => self.renewal_due.set(Instant::now() + jitter(pause)),
                 _ => break,
             }
-            // An end wakes this loop by setting `due`, which the match above may have overwritten.
-            // So look again before the next sleep.
+            // An end wakes this loop by setting `renewal_due`, which the match above may have
+            // overwritten. So look again before the next sleep.
             if self.is_over() {
                 break;
             }

@@ -92,7 +92,7 @@ pub struct Semaphore<P: Pool> {
     slots: u32,
     timeout: Duration,
     details: Cow<'static, str>,
-    is_kept: bool,
+    renews_itself: bool,
     pool: PhantomData<fn(&P)>,
 }
 
@@ -112,7 +112,7 @@ impl<P: Pool> Semaphore<P> {
             slots,
             timeout,
             details: Cow::Borrowed(""),
-            is_kept: false,
+            renews_itself: false,
             pool: PhantomData,
         }
     }
@@ -133,7 +133,7 @@ impl<P: Pool> Semaphore<P> {
             slots: 1,
             timeout: lease,
             details,
-            is_kept: true,
+            renews_itself: true,
             pool: PhantomData,
         }
     }
@@ -196,7 +196,7 @@ impl<P: Pool> Semaphore<P> {
     /// # Ok::<(), Error>(())
     /// ```
     pub const fn keep_alive(mut self) -> Self {
-        self.is_kept = true;
+        self.renews_itself = true;
         self
     }
 
@@ -327,7 +327,7 @@ impl<P: Pool> Semaphore<P> {
         if !(1..=1000).contains(&self.slots) {
             return Err(Error::input("a semaphore must have 1 to 1,000 slots"));
         }
-        if self.is_kept && self.timeout < SHORTEST_KEPT {
+        if self.renews_itself && self.timeout < SHORTEST_KEPT {
             return Err(Error::input(
                 "a permit or lease that renews itself needs a timeout of at least 3 seconds",
             ));
@@ -336,7 +336,7 @@ impl<P: Pool> Semaphore<P> {
         let (slots, number) = (self.slots as i32, claim_number());
         let claim = sql::claim(&service, slots, self.timeout, &self.details, number);
         let (pool_of_permit, runtime) = (pool.clone(), P::Mode::runtime()?);
-        let (subject, timeout, is_kept) = (self.subject, self.timeout, self.is_kept);
+        let (subject, timeout, renews_itself) = (self.subject, self.timeout, self.renews_itself);
         ask_surely(pool, limit, claim, move |claimed: sql::Claimed, sent| {
             let (id, retry_after, database) = claimed;
             let database = Database(database);
@@ -357,8 +357,8 @@ impl<P: Pool> Semaphore<P> {
                 renewal: sql::renew,
                 sent,
             });
-            if is_kept {
-                lease.keep();
+            if renews_itself {
+                lease.renew_in_background();
             }
             (Admission::Admitted(Permit::new(lease)), database, sent)
         })

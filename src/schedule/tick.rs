@@ -65,7 +65,7 @@ impl<P: Pool> Run<P> {
                 renewal: sql::renew,
                 sent,
             });
-            lease.keep();
+            lease.renew_in_background();
             let tick = Tick {
                 at,
                 attempt,

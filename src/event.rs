@@ -33,13 +33,9 @@ pub(crate) trait Outcome {
     fn word(&self) -> &'static str;
 }
 
-/// Whether an operation has changed anything.
-pub(crate) struct Changed(pub(crate) bool);
-
-impl Outcome for Changed {
-    fn word(&self) -> &'static str {
-        if self.0 { "changed" } else { "unchanged" }
-    }
+/// The word for whether an operation has changed anything.
+pub(crate) const fn changed(is_changed: &bool) -> &'static str {
+    if *is_changed { "changed" } else { "unchanged" }
 }
 
 impl Subject {
@@ -66,7 +62,17 @@ impl Subject {
         operation: &'static str,
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
-        self.observe_any(operation, false, work).await
+        self.observe_any(operation, false, T::word, work).await
+    }
+
+    /// As [`observe`](Self::observe), for a result without a word of its own.
+    pub(crate) async fn observe_as<T>(
+        self,
+        operation: &'static str,
+        word: fn(&T) -> &'static str,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        self.observe_any(operation, false, word, work).await
     }
 
     /// As [`observe`](Self::observe), for an operation that may wait.
@@ -76,19 +82,20 @@ impl Subject {
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         let _waiting = Raised::waiting(self);
-        self.observe_any(operation, true, work).await
+        self.observe_any(operation, true, T::word, work).await
     }
 
-    async fn observe_any<T: Outcome>(
+    async fn observe_any<T>(
         self,
         operation: &'static str,
         waits: bool,
+        word: fn(&T) -> &'static str,
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         let began = Instant::now();
         let result = work.await;
         let (outcome, error) = match &result {
-            Ok(outcome) => (outcome.word(), None),
+            Ok(outcome) => (word(outcome), None),
             Err(error) => ("failed", Some(error)),
         };
         Event {

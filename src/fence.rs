@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use diesel::sql_types::Bool;
 
 use crate::error::{Error, Result};
-use crate::event::{Outcome, Subject};
+use crate::event::Subject;
 use crate::input;
 use crate::mode::Mode;
 use crate::pool::{Connection, Pool, Reply, debug};
@@ -97,15 +97,10 @@ impl<P: Pool> Fence<P> {
             primitive: "fence",
             name: self.name,
         };
-        P::Mode::drive(async move {
-            let passed = subject
-                .observe("pass", self.pass_unreported(conn, token))
-                .await;
-            passed.map(|Passed| ())
-        })
+        P::Mode::drive(subject.observe_as("pass", |()| "passed", self.pass_unreported(conn, token)))
     }
 
-    async fn pass_unreported<S: Session>(&self, session: &mut S, token: i64) -> Result<Passed> {
+    async fn pass_unreported<S: Session>(&self, session: &mut S, token: i64) -> Result<()> {
         input::name(self.name)?;
         input::name(&self.stored)?;
         match session.transaction() {
@@ -116,21 +111,13 @@ impl<P: Pool> Fence<P> {
         const PASS: &str = "SELECT resource_control.pass_fence($1, $2)";
         let pass = Statement::<Bool>::new(PASS, [(&*self.stored).into(), token.into()]);
         match session.one(&pass).await {
-            Ok(true) => Ok(Passed),
+            Ok(true) => Ok(()),
             Ok(false) => {
                 let name = self.stored.to_string();
                 Err(Error::Fenced { name, token })
             }
             Err(error) => Err(classify(session, error).await),
         }
-    }
-}
-
-struct Passed;
-
-impl Outcome for Passed {
-    fn word(&self) -> &'static str {
-        "passed"
     }
 }
 

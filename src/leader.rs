@@ -8,8 +8,8 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use chrono::{DateTime, Utc};
-use diesel::sql_types::{BigInt, Nullable, Text, Timestamptz};
+use diesel::result::Error as DieselError;
+use diesel::sql_types::{BigInt, Text, Timestamptz};
 
 use crate::alarm::{Alarm, Stop, jitter};
 use crate::call::ask;
@@ -114,29 +114,18 @@ impl<P: Pool> Leader<P> {
     /// The result has the [details](Self::details) of the leader, since when it leads, when its
     /// term ends unless it is renewed, and the fencing token.
     pub fn current<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Option<Leadership>> {
-        const CURRENT: &str = "SELECT pg_catalog.max(s.id), pg_catalog.max(s.details),
-                pg_catalog.max(s.created_at), pg_catalog.max(s.expires_at)
+        const CURRENT: &str = "SELECT s.id, s.details, s.created_at, s.expires_at
             FROM resource_control.service_request AS s WHERE s.service = $1 AND s.slot = 0
                 AND s.completed_at IS NULL AND s.timed_out_at IS NULL
                 AND s.expires_at > pg_catalog.clock_timestamp()";
-        type Columns = (
-            Nullable<BigInt>,
-            Nullable<Text>,
-            Nullable<Timestamptz>,
-            Nullable<Timestamptz>,
-        );
-        type Row = (
-            Option<i64>,
-            Option<String>,
-            Option<DateTime<Utc>>,
-            Option<DateTime<Utc>>,
-        );
+        type Columns = (BigInt, Text, Timestamptz, Timestamptz);
         P::Mode::drive(async move {
             let service = self.semaphore().service()?;
             let current = Statement::<Columns>::new(CURRENT, [(&*service).into()]);
-            let (row, _): (Row, _) = ask(pool, None, [current]).await?;
-            let (Some(token), Some(holder), Some(since), Some(until)) = row else {
-                return Ok(None);
+            let (token, holder, since, until) = match ask(pool, None, [current]).await {
+                Ok((row, _)) => row,
+                Err(Error::Database(DieselError::NotFound)) => return Ok(None),
+                Err(error) => return Err(error),
             };
             let name = match &self.key {
                 None => self.election.to_owned(),

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use diesel::sql_types::Bool;
 
 use crate::alarm::{Alarm, Sleepers, jitter, lock};
-use crate::call::ask_surely;
+use crate::call::{ask, ask_surely};
 use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::metrics::Raised;
@@ -73,7 +73,7 @@ pub(crate) struct Lease<P: Pool> {
     /// The tasks or threads that wait for the end of the lease.
     pub(crate) sleepers: Sleepers,
     /// When the next renewal is due.
-    due: Alarm,
+    renewal_due: Alarm,
     /// Whether a statement that ends the row was sent and has had no reply, so it may have been
     /// executed.
     is_unanswered: AtomicBool,
@@ -108,7 +108,7 @@ impl<P: Pool> Lease<P> {
             was_heard: false,
         };
         Arc::new(Self {
-            due: Alarm::new(grant.sent + grant.timeout / 3),
+            renewal_due: Alarm::new(grant.sent + grant.timeout / 3),
             grant,
             since: Instant::now(),
             state: Mutex::new(state),
@@ -149,13 +149,20 @@ impl<P: Pool> Lease<P> {
     }
 
     /// Waits until the lease is over, or until the deadline.
-    pub(crate) async fn wait_for_loss(&self, deadline: Option<Instant>) {
+    pub(crate) async fn wait_until_over(&self, deadline: Option<Instant>) {
         while !self.is_over() && deadline.is_none_or(|deadline| deadline > Instant::now()) {
             let sleeper = self.sleepers.join(self.until());
             if !self.is_over() {
                 P::Mode::sleep(&sleeper.alarm, deadline).await;
             }
         }
+    }
+
+    /// Waits until the lease is lost, for at most `timeout`, and tells the holder whether it is lost.
+    pub(crate) async fn wait_for_loss(&self, timeout: Duration) -> bool {
+        self.wait_until_over(Instant::now().checked_add(timeout))
+            .await;
+        self.is_lost()
     }
 
     /// Sends a renewal. Returns when it was sent, or `None` if the row was not held any more.
@@ -191,7 +198,7 @@ impl<P: Pool> Lease<P> {
         match (&state.phase, sent) {
             (Phase::Held(_) | Phase::Ending(_), Some(sent)) if state.until > Instant::now() => {
                 state.until = state.until.max(sent + trusted(self.grant.timeout));
-                self.due.set(sent + self.grant.timeout / 3);
+                self.renewal_due.set(sent + self.grant.timeout / 3);
                 true
             }
             (Phase::Held(_), _) => {
@@ -237,7 +244,7 @@ impl<P: Pool> Lease<P> {
     pub(crate) fn end(&self, operation: &'static str) {
         let mut state = lock(&self.state);
         let is_too_late = state.until <= Instant::now();
-        self.due.set(Instant::now());
+        self.renewal_due.set(Instant::now());
         match state.phase {
             Phase::Held(_) if is_too_late => return self.lose(state, operation),
             Phase::Held(_) | Phase::Ending(_) => state.phase = Phase::Released,
@@ -247,14 +254,24 @@ impl<P: Pool> Lease<P> {
         self.sleepers.wake();
     }
 
-    /// Interprets the reply to a statement that ends the row: whether the row was held. If it was
-    /// not, and the lease has not run out, an earlier end whose reply was lost may have ended the
-    /// row, which is a success.
-    pub(crate) fn read_end(&self, reply: Result<bool>) -> Result<()> {
-        match reply {
-            Ok(true) => Ok(()),
-            Ok(false) if self.is_unanswered.load(SeqCst) && self.until() > Instant::now() => Ok(()),
-            Ok(false) => Err(self.loss()),
+    /// Sends a statement that ends the row and returns whether the row was held. Waits for a
+    /// connection for at most `limit`, and for the reply until the deadline.
+    ///
+    /// If the row was not held, and the lease has not run out, an earlier end whose reply was lost
+    /// may have ended the row, which is a success.
+    pub(crate) async fn send_end(
+        &self,
+        end: Statement<Bool>,
+        limit: Option<Duration>,
+        deadline: Option<Instant>,
+    ) -> Result<()> {
+        let reply = P::Mode::within(deadline, ask(&self.grant.pool, limit, [end])).await;
+        match reply.unwrap_or(Err(Error::TimedOut)) {
+            Ok((true, _)) => Ok(()),
+            Ok((false, _)) if self.is_unanswered.load(SeqCst) && self.until() > Instant::now() => {
+                Ok(())
+            }
+            Ok((false, _)) => Err(self.loss()),
             Err(error) => {
                 let was_sent = !matches!(error, Error::Pool(_));
                 self.is_unanswered.fetch_or(was_sent, SeqCst);
@@ -268,14 +285,14 @@ impl<P: Pool> Lease<P> {
     ///
     /// A renewal waits for a connection until the lease would be lost. If it gave up sooner, it
     /// would lose its place in the queue of the pool each time, and might never get a connection.
-    pub(crate) fn keep(self: &Arc<Self>) {
+    pub(crate) fn renew_in_background(self: &Arc<Self>) {
         P::Mode::beside(&self.grant.runtime, self.clone().keep_renewing());
     }
 
     async fn keep_renewing(self: Arc<Self>) {
         let pause = (self.grant.timeout / 20).min(Duration::from_millis(100));
         loop {
-            P::Mode::sleep(&self.due, None).await;
+            P::Mode::sleep(&self.renewal_due, None).await;
             if self.is_over() {
                 break;
             }
@@ -283,11 +300,11 @@ impl<P: Pool> Lease<P> {
             let limit = until.saturating_duration_since(Instant::now());
             match P::Mode::within(Some(until), self.insist(limit)).await {
                 Some(Ok(renewed)) if self.note_renewal(renewed) => {}
-                Some(Err(_)) => self.due.set(Instant::now() + jitter(pause)),
+                Some(Err(_)) => self.renewal_due.set(Instant::now() + jitter(pause)),
                 _ => break,
             }
-            // An end wakes this loop by setting `due`, which the match above may have overwritten.
-            // So look again before the next sleep.
+            // An end wakes this loop by setting `renewal_due`, which the match above may have
+            // overwritten. So look again before the next sleep.
             if self.is_over() {
                 break;
             }

@@ -97,7 +97,6 @@ mod error;
 mod event;
 mod exclusion;
 pub mod fence;
-pub mod functions;
 mod input;
 mod instance;
 mod key;

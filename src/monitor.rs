@@ -50,8 +50,8 @@ diesel::define_sql_function! {
     fn clock_timestamp() -> Timestamptz;
 }
 
-/// An advisory lock that a session holds or waits for on the server. Waiters that poll do not
-/// appear.
+/// An advisory lock that a session or a prepared transaction holds, or that a session waits for on
+/// the server. Waiters that poll do not appear.
 #[derive(Debug, Clone, PartialEq, Eq, Queryable, Selectable)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[diesel(table_name = advisory_lock, check_for_backend(Pg))]
@@ -67,8 +67,8 @@ pub struct Lock {
     pub is_shared: bool,
     /// Whether the session holds the lock. If not, the session waits for it.
     pub is_held: bool,
-    /// The process id of the session.
-    pub pid: i32,
+    /// The process id of the session. `None` for a prepared transaction.
+    pub pid: Option<i32>,
     /// The `application_name` of the session.
     pub application_name: String,
     /// The role of the session.
@@ -81,7 +81,7 @@ pub struct Lock {
     pub transaction_since: Option<DateTime<Utc>>,
     /// Since when the session has been waiting.
     pub waiting_since: Option<DateTime<Utc>>,
-    /// The process ids of the sessions that block this one.
+    /// The process ids of the sessions that block this one, and 0 for a prepared transaction.
     pub blocked_by: Vec<i32>,
 }
 

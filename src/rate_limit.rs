@@ -24,7 +24,7 @@ pub use self::quota::Quota;
 use self::sql::{Call, Commit, Row};
 use crate::call::{ask, ask_on, in_batches};
 use crate::error::{Error, Result};
-use crate::event::{Changed, Subject};
+use crate::event::{Subject, changed};
 use crate::input;
 use crate::input::difference;
 use crate::mode::Mode;
@@ -177,8 +177,7 @@ impl<P: Pool> RateLimit<P> {
                 let (call, _) = self.call()?;
                 self.change(pool, call.reset()).await
             };
-            let Changed(is_changed) = self.subject().observe("reset", reset).await?;
-            Ok(is_changed)
+            self.subject().observe_as("reset", changed, reset).await
         })
     }
 
@@ -220,16 +219,15 @@ impl<P: Pool> RateLimit<P> {
                 let quota = spent.state.quota.exact()?;
                 let (units, before) = spent.begin_part(units);
                 if units == 0 {
-                    return Ok(Changed(false));
+                    return Ok(false);
                 }
                 let refund = call.refund(units, spent.at, before);
                 let ((refilled,), _): ((Option<i64>,), _) = self.ask(pool, None, &[refund]).await?;
                 spent.end_part(refilled.unwrap_or_else(|| quota.refill(units)));
                 waiting::wake_oldest(&self.units());
-                Ok(Changed(refilled.is_some()))
+                Ok(refilled.is_some())
             };
-            let Changed(is_changed) = self.subject().observe("refund", refund).await?;
-            Ok(is_changed)
+            self.subject().observe_as("refund", changed, refund).await
         })
     }
 
@@ -310,10 +308,10 @@ impl<P: Pool> RateLimit<P> {
 
     /// Sends a statement that gives units back, and wakes the oldest waiter of this key in this
     /// process.
-    async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<Changed> {
+    async fn change(&self, pool: &P, statement: Statement<BigInt>) -> Result<bool> {
         let (count, _): (i64, _) = self.ask(pool, None, &[statement]).await?;
         waiting::wake_oldest(&self.units());
-        Ok(Changed(count > 0))
+        Ok(count > 0)
     }
 
     async fn decide<S: Session>(&self, session: &mut S, commit: Commit) -> Result<Check> {

@@ -27,7 +27,7 @@ use self::unanswered::Unanswered;
 use crate::alarm::Stop;
 use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::{Changed, Subject, Trouble};
+use crate::event::{Subject, Trouble, changed};
 use crate::input;
 use crate::input::LONGEST;
 use crate::lease::SHORTEST_KEPT;
@@ -162,10 +162,9 @@ impl<P: Pool> Schedule<P> {
         P::Mode::drive(async move {
             let pause = async {
                 let (was_running, _) = ask(pool, None, [sql::pause(&self.checked_name()?)]).await?;
-                Ok(Changed(was_running))
+                Ok(was_running)
             };
-            let Changed(was_running) = self.subject().observe("pause", pause).await?;
-            Ok(was_running)
+            self.subject().observe_as("pause", changed, pause).await
         })
     }
 
@@ -177,10 +176,9 @@ impl<P: Pool> Schedule<P> {
         P::Mode::drive(async move {
             let resume = async {
                 let (was_paused, _) = ask(pool, None, [sql::resume(&self.checked_name()?)]).await?;
-                Ok(Changed(was_paused))
+                Ok(was_paused)
             };
-            let Changed(was_paused) = self.subject().observe("resume", resume).await?;
-            Ok(was_paused)
+            self.subject().observe_as("resume", changed, resume).await
         })
     }
 
@@ -343,7 +341,7 @@ impl<P: Pool<Mode = mode::Async>> Schedule<P> {
                 let mut work = pin!(work(tick));
                 run.is_working = false;
                 let lease = run.lease();
-                let mut lost = pin!(lease.wait_for_loss(None));
+                let mut lost = pin!(lease.wait_until_over(None));
                 let ended = poll_fn(|context| {
                     if lost.as_mut().poll(context).is_ready() {
                         return Poll::Ready(None);

@@ -10,7 +10,6 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::admission::WasInFlight;
 pub use self::admission::{Admission, Full};
 pub use self::permit::Permit;
 use crate::call::{ask_surely, in_batches};
@@ -93,7 +92,7 @@ pub struct Semaphore<P: Pool> {
     slots: u32,
     timeout: Duration,
     details: Cow<'static, str>,
-    is_kept: bool,
+    renews_itself: bool,
     pool: PhantomData<fn(&P)>,
 }
 
@@ -113,7 +112,7 @@ impl<P: Pool> Semaphore<P> {
             slots,
             timeout,
             details: Cow::Borrowed(""),
-            is_kept: false,
+            renews_itself: false,
             pool: PhantomData,
         }
     }
@@ -134,7 +133,7 @@ impl<P: Pool> Semaphore<P> {
             slots: 1,
             timeout: lease,
             details,
-            is_kept: true,
+            renews_itself: true,
             pool: PhantomData,
         }
     }
@@ -197,7 +196,7 @@ impl<P: Pool> Semaphore<P> {
     /// # Ok::<(), Error>(())
     /// ```
     pub const fn keep_alive(mut self) -> Self {
-        self.is_kept = true;
+        self.renews_itself = true;
         self
     }
 
@@ -251,11 +250,13 @@ impl<P: Pool> Semaphore<P> {
                 let slot = What::Slot(service);
                 ask_surely(pool, None, complete, move |was_in_flight, _| {
                     crate::waiting::wake_oldest(&slot);
-                    WasInFlight(was_in_flight)
+                    was_in_flight
                 })
                 .await
             };
-            Ok(self.subject.observe("complete", complete).await?.0)
+            self.subject
+                .observe_as("complete", was_in_flight, complete)
+                .await
         })
     }
 
@@ -267,10 +268,9 @@ impl<P: Pool> Semaphore<P> {
         P::Mode::drive(async move {
             let renew = async {
                 let renew = sql::renew_of_another(&self.service()?, id, self.timeout);
-                let was_in_flight = |was_in_flight, _| WasInFlight(was_in_flight);
-                ask_surely(pool, None, renew, was_in_flight).await
+                ask_surely(pool, None, renew, |was_in_flight, _| was_in_flight).await
             };
-            Ok(self.subject.observe("renew", renew).await?.0)
+            self.subject.observe_as("renew", was_in_flight, renew).await
         })
     }
 
@@ -327,7 +327,7 @@ impl<P: Pool> Semaphore<P> {
         if !(1..=1000).contains(&self.slots) {
             return Err(Error::input("a semaphore must have 1 to 1,000 slots"));
         }
-        if self.is_kept && self.timeout < SHORTEST_KEPT {
+        if self.renews_itself && self.timeout < SHORTEST_KEPT {
             return Err(Error::input(
                 "a permit or lease that renews itself needs a timeout of at least 3 seconds",
             ));
@@ -336,7 +336,7 @@ impl<P: Pool> Semaphore<P> {
         let (slots, number) = (self.slots as i32, claim_number());
         let claim = sql::claim(&service, slots, self.timeout, &self.details, number);
         let (pool_of_permit, runtime) = (pool.clone(), P::Mode::runtime()?);
-        let (subject, timeout, is_kept) = (self.subject, self.timeout, self.is_kept);
+        let (subject, timeout, renews_itself) = (self.subject, self.timeout, self.renews_itself);
         ask_surely(pool, limit, claim, move |claimed: sql::Claimed, sent| {
             let (id, retry_after, database) = claimed;
             let database = Database(database);
@@ -357,8 +357,8 @@ impl<P: Pool> Semaphore<P> {
                 renewal: sql::renew,
                 sent,
             });
-            if is_kept {
-                lease.keep();
+            if renews_itself {
+                lease.renew_in_background();
             }
             (Admission::Admitted(Permit::new(lease)), database, sent)
         })
@@ -386,6 +386,11 @@ impl<P: Pool> Semaphore<P> {
         )?;
         Ok(service.into())
     }
+}
+
+/// The word for whether a request of another process was in flight.
+const fn was_in_flight(was_in_flight: &bool) -> &'static str {
+    if *was_in_flight { "in flight" } else { "ended" }
 }
 
 #[cfg(feature = "r2d2")]

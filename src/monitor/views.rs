@@ -10,7 +10,7 @@ diesel::table! {
         second -> Nullable<Int4>,
         is_shared -> Bool,
         is_held -> Bool,
-        pid -> Int4,
+        pid -> Nullable<Int4>,
         application_name -> Text,
         role -> Nullable<Text>,
         client -> Nullable<Text>,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 
 use super::sql::{self, Claimed, End, Take};
-use crate::call::{ask, ask_surely};
+use crate::call::ask_surely;
 use crate::error::{Error, Result};
 use crate::event::{Event, Subject};
 use crate::lease::{self, Lease, Row};
@@ -65,7 +65,7 @@ impl<P: Pool> Run<P> {
                 renewal: sql::renew,
                 sent,
             });
-            lease.keep();
+            lease.renew_in_background();
             let tick = Tick {
                 at,
                 attempt,
@@ -101,8 +101,9 @@ impl<P: Pool> Run<P> {
             let give_up = Instant::now() + lease.grant.timeout;
             loop {
                 let finish = End::Finish(stored.clone()).of(&lease.grant.row);
-                let deadline = Some(Instant::now() + PATIENCE.max(lease.grant.timeout / 3));
-                let finished = end(&lease, finish, deadline).await;
+                let limit = PATIENCE.max(lease.grant.timeout / 3);
+                let deadline = Instant::now() + limit;
+                let finished = lease.send_end(finish, Some(limit), Some(deadline)).await;
                 // Give up at some time: an end that the database refuses must not block the
                 // schedule for ever.
                 let is_too_late = lease.is_over() || give_up <= Instant::now();
@@ -158,19 +159,6 @@ fn clip(error: &str) -> String {
     }
 }
 
-/// Sends the end of a run.
-async fn end<P: Pool>(
-    lease: &Lease<P>,
-    end: crate::statement::Statement<diesel::sql_types::Bool>,
-    deadline: Option<Instant>,
-) -> Result<()> {
-    let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-    let reply: Option<Result<(bool, _)>> =
-        P::Mode::within(deadline, ask(&lease.grant.pool, limit, [end])).await;
-    let reply = reply.unwrap_or(Err(Error::TimedOut));
-    lease.read_end(reply.map(|(is_last, _)| is_last))
-}
-
 impl<P: Pool> Drop for Run<P> {
     fn drop(&mut self) {
         if self.is_over {
@@ -186,8 +174,9 @@ impl<P: Pool> Drop for Run<P> {
         let (lease, update) = (self.lease.clone(), update.of(&self.lease.grant.row));
         P::Mode::leave(&self.lease.grant.runtime, async move {
             // If this fails or has no reply by the deadline, the lease expires.
-            let deadline = Instant::now().checked_add(lease.grant.timeout);
-            drop(end(&lease, update, deadline).await);
+            let limit = lease.grant.timeout;
+            let deadline = Instant::now().checked_add(limit);
+            drop(lease.send_end(update, Some(limit), deadline).await);
         });
     }
 }
@@ -225,11 +214,7 @@ impl<P: Pool> Tick<P> {
     /// Waits until the lease is lost, for at most `timeout`, and returns whether it is lost. No
     /// round trip.
     pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
-        P::Mode::drive(async move {
-            let deadline = Instant::now().checked_add(timeout);
-            self.lease.wait_for_loss(deadline).await;
-            self.is_lost()
-        })
+        P::Mode::drive(self.lease.wait_for_loss(timeout))
     }
 }
 

@@ -120,12 +120,3 @@ impl<T> Outcome for Admission<T> {
         }
     }
 }
-
-/// Whether a request was in flight.
-pub(super) struct WasInFlight(pub(super) bool);
-
-impl Outcome for WasInFlight {
-    fn word(&self) -> &'static str {
-        if self.0 { "in flight" } else { "ended" }
-    }
-}

@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::sql;
-use crate::call::ask;
 use crate::error::{Error, Result};
-use crate::event::{Event, Outcome};
+use crate::event::Event;
 use crate::lease::Lease;
 use crate::mode::{Mode, PATIENCE};
 use crate::pool::{Pool, Reply, debug};
@@ -65,18 +64,14 @@ impl<P: Pool> Permit<P> {
     /// Waits until the permit is lost, for at most `timeout`, and returns whether it is lost. No
     /// round trip.
     pub fn wait_for_loss(&self, timeout: Duration) -> <P::Mode as Mode>::Reply<'_, bool> {
-        P::Mode::drive(async move {
-            let deadline = Instant::now().checked_add(timeout);
-            self.lease.wait_for_loss(deadline).await;
-            self.is_lost()
-        })
+        P::Mode::drive(self.lease.wait_for_loss(timeout))
     }
 
     /// Waits until the permit is lost. Never returns while the permit renews itself in time. No
     /// round trip.
     pub fn lost(&self) -> <P::Mode as Mode>::Reply<'_, ()> {
         P::Mode::drive(async move {
-            self.lease.wait_for_loss(None).await;
+            self.lease.wait_until_over(None).await;
             self.is_lost();
         })
     }
@@ -86,11 +81,8 @@ impl<P: Pool> Permit<P> {
     ///
     /// One round trip: `SELECT resource_control.renew_service_request($1, $2, $3, $4)`.
     pub fn renew(&self) -> Reply<'_, P, ()> {
-        P::Mode::drive(async move {
-            let renew = async { self.lease.renew().await.map(|()| Renewed) };
-            let renewed = self.lease.grant.subject.observe("renew", renew).await;
-            renewed.map(|Renewed| ())
-        })
+        let subject = self.lease.grant.subject;
+        P::Mode::drive(subject.observe_as("renew", |()| "renewed", self.lease.renew()))
     }
 
     /// Releases the permit, and reports an error if it had expired.
@@ -219,21 +211,12 @@ async fn complete<P: Pool>(
     limit: Option<Duration>,
     deadline: Option<Instant>,
 ) -> Result<()> {
-    let complete = ask(&lease.grant.pool, limit, [sql::complete(&lease.grant.row)]);
-    let reply: Option<Result<(bool, _)>> = P::Mode::within(deadline, complete).await;
+    let complete = sql::complete(&lease.grant.row);
+    let completed = lease.send_end(complete, limit, deadline).await;
     // Wake the next waiter even after a failure: it then finds out for itself whether a slot is
     // free.
     waiting::wake_oldest(&What::Slot(lease.grant.row.name.clone()));
-    let reply = reply.unwrap_or(Err(Error::TimedOut));
-    lease.read_end(reply.map(|(was_in_flight, _)| was_in_flight))
-}
-
-struct Renewed;
-
-impl Outcome for Renewed {
-    fn word(&self) -> &'static str {
-        "renewed"
-    }
+    completed
 }
 
 /// Whether the result is final, because another try would have the same one.

@@ -5,8 +5,9 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
+use diesel::dsl::sql;
 use diesel::prelude::*;
-use diesel_interlock::functions::lock_key;
+use diesel::sql_types::{BigInt, Text};
 use diesel_interlock::{
     Fence, Leader, LockKey, Once, Quota, RateLimit, Schedule, Semaphore, Throttle,
 };
@@ -112,7 +113,9 @@ fn sql_has_the_same_numbers() {
         if name.contains('\0') {
             continue; // PostgreSQL's text cannot have it
         }
-        let number: i64 = diesel::select(lock_key(&name)).get_result(conn).unwrap();
+        let lock_key = sql::<BigInt>("resource_control.lock_key(");
+        let lock_key = lock_key.bind::<Text, _>(&name).sql(")");
+        let number: i64 = diesel::select(lock_key).get_result(conn).unwrap();
         assert_eq!(LockKey::bigint(number), LockKey::from(name));
     }
 }

@@ -11,11 +11,11 @@ use diesel_interlock::monitor::{
     ThrottledResource as Row, has_timed_out, is_in_flight,
 };
 use diesel_interlock::schema::resource_control::service_request;
-use workbench::Database;
+use workbench::{Cluster, Database};
 
 use crate::half::*;
 use crate::support::{
-    Observer, backend_pid, eventually, foreign_holder, foreign_try, installed, run,
+    Observer, backend_pid, eventually, foreign_holder, foreign_try, install, installed, run,
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -59,7 +59,10 @@ fn a_lock_is_shown_with_its_number_and_its_holder() {
         assert_eq!(id, key.id().unwrap());
         assert_eq!(Lock::of(&key).load(look), Ok(vec![seen.clone()]));
         assert!(seen.is_held && !seen.is_shared && seen.blocked_by.is_empty());
-        assert_eq!((seen.pid, seen.application_name.as_str()), (pid, "web-1"));
+        assert_eq!(
+            (seen.pid, seen.application_name.as_str()),
+            (Some(pid), "web-1")
+        );
         assert_eq!(seen.state.as_deref(), Some("idle"));
         assert_eq!((seen.transaction_since, seen.waiting_since), (None, None));
         drop(holder);
@@ -67,6 +70,23 @@ fn a_lock_is_shown_with_its_number_and_its_holder() {
             Lock::all().load::<Lock>(look).unwrap().is_empty()
         });
     }
+}
+
+#[test]
+fn a_lock_of_a_prepared_transaction_is_shown_without_a_session() {
+    let cluster = Cluster::builder()
+        .setting("max_prepared_transactions", "1")
+        .start();
+    let database = cluster.database();
+    let look = &mut database.connect();
+    install(look);
+    run(
+        look,
+        "BEGIN; SELECT pg_advisory_xact_lock(1); PREPARE TRANSACTION 'forgotten'",
+    );
+    let [seen]: [Lock; 1] = Lock::all().load(look).unwrap().try_into().unwrap();
+    assert!(seen.is_held);
+    assert_eq!((seen.number, seen.pid, seen.state), (Some(1), None, None));
 }
 
 #[test]
@@ -94,7 +114,7 @@ fn each_key_shows_its_own_holders_and_waiters_and_whom_they_wait_for() {
         });
         let seen: Vec<Lock> = all().load(look).unwrap();
         let pid = backend_pid(holder);
-        assert_eq!((seen[0].pid, seen[0].is_held), (pid, true));
+        assert_eq!((seen[0].pid, seen[0].is_held), (Some(pid), true));
         assert_eq!((&seen[1].blocked_by, seen[1].is_held), (&vec![pid], false));
         assert!(seen[1].transaction_since.is_some());
     }
@@ -270,7 +290,7 @@ fn views_are_filtered_grouped_and_joined_as_tables_are() {
     );
 
     let joined: Vec<(Option<i64>, String)> = advisory_lock::table
-        .inner_join(deployment::table.on(deployment::pid.eq(advisory_lock::pid)))
+        .inner_join(deployment::table.on(deployment::pid.nullable().eq(advisory_lock::pid)))
         .select((advisory_lock::number, deployment::version))
         .load(look)
         .unwrap();

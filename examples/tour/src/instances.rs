@@ -53,13 +53,13 @@ pub(crate) fn three_instances(database: &Database) -> Result<(), Box<dyn Error>>
             println!("    · {name}, process {pid}: busy, goes on without");
         }
     }
-    let [holder] = &Lock::all().load(conn)?[..] else {
-        panic!("one lock is held")
+    let [holder @ Lock { pid: Some(pid), .. }] = &Lock::all().load(conn)?[..] else {
+        panic!("one session holds a lock")
     };
     assert_eq!(who_runs_it, [holder.application_name.as_str()]);
     println!(
         "    ✓ monitor::Lock::all(): held by {}, pid {}",
-        holder.application_name, holder.pid
+        holder.application_name, pid
     );
 
     println!("\n  Each: CACHE.details(name).attempt(&pool)?, at most once per 15 s");

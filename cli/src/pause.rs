@@ -5,8 +5,8 @@ use std::io::{self, Write};
 use clap::Args;
 use diesel_interlock::{Error, Schedule};
 
-use crate::Failure;
 use crate::database::{self, in_time, rows_with};
+use crate::{Failure, ps};
 
 #[derive(Debug, Args)]
 pub(crate) struct Pause {
@@ -51,7 +51,7 @@ impl Pause {
             (false, true) => "resumed: its instances notice that within five seconds",
             (false, false) => "was not paused",
         };
-        writeln!(io::stdout(), "{name}: {what}")?;
+        writeln!(io::stdout(), "{}: {what}", ps::plain(&name))?;
         Ok(0)
     }
 }

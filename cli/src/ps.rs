@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
+use std::ops::RangeInclusive;
 
 use clap::Args;
 use diesel::QueryResult;
@@ -71,6 +72,9 @@ pub(crate) const OF_LOCK: &[&str] = &[
 
 /// How wide a table is without `--wide`.
 const WIDTH: usize = 100;
+
+/// How much of a name is shown without `--wide`.
+const LONGEST_NAME: usize = 40;
 
 impl Ps {
     pub(crate) fn run(self) -> Result<i32, Failure> {
@@ -203,7 +207,14 @@ fn cell(name: &str, value: &Value, is_short: bool) -> String {
         // To the second, in UTC.
         Value::String(time) if is_short && name == "tick" => time.chars().take(19).collect(),
         Value::String(time) if is_short && name == "paused" => time.chars().take(10).collect(),
-        Value::String(text) => plain(text),
+        Value::String(text) => {
+            let text = plain(text);
+            let is_long = is_short && ["name", "service"].contains(&name);
+            match text.char_indices().nth(LONGEST_NAME) {
+                Some((end, _)) if is_long => text[..end].to_owned() + "…",
+                _ => text,
+            }
+        }
         Value::Array(all) => all
             .iter()
             .map(|value| cell(name, value, is_short))
@@ -228,6 +239,17 @@ pub(crate) fn age(seconds: i64) -> String {
 
 /// What other programs have written must not move the cursor.
 pub(crate) fn plain(text: &str) -> String {
-    text.replace(['\n', '\t'], " ")
-        .replace(char::is_control, "?")
+    text.replace(['\n', '\t', '\u{2028}', '\u{2029}'], " ")
+        .replace(
+            |c: char| c.is_control() || INVISIBLE.iter().any(|it| it.contains(&c)),
+            "?",
+        )
 }
+
+/// What changes the direction of a text, or has no width.
+const INVISIBLE: [RangeInclusive<char>; 4] = [
+    '\u{200b}'..='\u{200f}',
+    '\u{202a}'..='\u{202e}',
+    '\u{2066}'..='\u{2069}',
+    '\u{feff}'..='\u{feff}',
+];

@@ -9,7 +9,7 @@ use diesel::QueryResult;
 use diesel::pg::PgConnection;
 use serde_json::{Map, Value};
 
-use crate::database::{self, in_time};
+use crate::database::{self, Schema, in_time};
 use crate::{Failure, say};
 
 #[derive(Debug, Args)]
@@ -88,10 +88,13 @@ impl Ps {
             let conn = &mut database::connect(&url)?;
             let mut all = Map::new();
             all.insert("locks".into(), found(conn, database::LOCKS, &lock)?);
-            if !database::has_schema(conn)? {
-                text = "slots, leaders and schedules: not looked at, because the schema \
-                    resource_control is not installed\n"
-                    .into();
+            let schema = Schema::of(conn)?;
+            if let Some(why) = schema.why_unread() {
+                let what = format!("slots, leaders and schedules: not looked at, because {why}");
+                if self.json && !matches!(schema, Schema::Absent) {
+                    say!("{what}");
+                }
+                text = what + "\n";
                 return Ok(all);
             }
             for (kind, query, _) in VIEWS {

@@ -8,11 +8,12 @@ use std::{env, process, thread};
 
 use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::prelude::*;
-use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
+use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool, PooledConnection};
 use diesel::sql_types::Text;
 use diesel_interlock::{Error, LockKey, PgPool};
 use serde_json::Value;
 
+use crate::ps::plain;
 use crate::{Failure, refusal, say, unreachable};
 
 /// Who holds advisory locks, and who waits for them on the server. It needs no schema, and also
@@ -141,6 +142,8 @@ fn own(conn: &mut PgConnection) -> QueryResult<()> {
     conn.batch_execute("SET search_path = pg_catalog, pg_temp")
 }
 
+type Session = PooledConnection<ConnectionManager<PgConnection>>;
+
 /// The sessions behind a pool, on request this program's own.
 #[derive(Debug, Clone)]
 pub(crate) struct Sessions {
@@ -149,6 +152,12 @@ pub(crate) struct Sessions {
 }
 
 impl Sessions {
+    /// A session, or the reason why there is none within this time.
+    pub(crate) fn get(&self, limit: Duration) -> Result<Session, Failure> {
+        let session = self.pool.get_timeout(limit);
+        session.map_err(|error| Failure::new(Failure::UNAVAILABLE, unreachable(&error)))
+    }
+
     /// From now on the sessions trust no search path. Only where no pooler gives them to others
     /// between two statements.
     pub(crate) fn make_own(&self) -> Result<(), Error> {
@@ -185,7 +194,8 @@ pub(crate) fn sessions(url: &str) -> Result<Sessions, Failure> {
 /// A role that may create functions in a schema of the search path must not see them called by the
 /// role of this program, which may be a superuser. Not for longer than a transaction, because a
 /// pooler gives the session to others.
-const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0";
+const OWN: &str = "SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL statement_timeout = 0; \
+    SET LOCAL quote_all_identifiers = off";
 
 #[derive(QueryableByName)]
 struct Json {
@@ -220,9 +230,86 @@ pub(crate) fn rows_with(
         .map_err(|error| diesel::result::Error::DeserializationError(error.into()))
 }
 
-pub(crate) fn has_schema(conn: &mut PgConnection) -> QueryResult<bool> {
-    let schema = "SELECT 1 FROM pg_namespace WHERE nspname = 'resource_control'";
-    Ok(!rows(conn, schema)?.is_empty())
+/// Runs statements whose rows are of no interest.
+pub(crate) fn execute(conn: &mut PgConnection, statements: &str) -> QueryResult<()> {
+    conn.transaction(|conn| {
+        conn.batch_execute(OWN)?;
+        conn.batch_execute(statements)
+    })
+}
+
+/// The schema `resource_control`, as this role may use it. Nothing of the schema is read, called or
+/// written before this is known.
+#[derive(Debug)]
+pub(crate) enum Schema {
+    Absent,
+    /// This role is a superuser, and that one is none and owns a part of the schema: its functions
+    /// would be called with the rights of a superuser.
+    Foreign(String),
+    /// This role has no right to use it, which locks do not need.
+    Closed,
+    /// This role may read the views and write nothing, as `grants.sql --set=reads=1` grants.
+    Readable,
+    Usable,
+}
+
+impl Schema {
+    pub(crate) fn of(conn: &mut PgConnection) -> QueryResult<Self> {
+        const SCHEMA: &str = "
+            SELECT has_schema_privilege(n.oid, 'USAGE') AS is_open,
+                (SELECT bool_or(has_table_privilege(c.oid, 'INSERT, UPDATE, DELETE'))
+                    FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relkind = 'r')
+                    AS is_writable,
+                (SELECT bool_and(has_table_privilege(c.oid, 'SELECT'))
+                    FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relkind = 'v')
+                    AS is_readable,
+                (SELECT r.rolname FROM (
+                        SELECT n.nspowner
+                        UNION SELECT relowner FROM pg_class WHERE relnamespace = n.oid
+                        UNION SELECT proowner FROM pg_proc WHERE pronamespace = n.oid
+                        UNION SELECT typowner FROM pg_type WHERE typnamespace = n.oid
+                        UNION SELECT p.proowner FROM pg_trigger AS t
+                            JOIN pg_class AS c ON c.oid = t.tgrelid
+                            JOIN pg_proc AS p ON p.oid = t.tgfoid WHERE c.relnamespace = n.oid
+                    ) AS o (owner) JOIN pg_roles AS r ON r.oid = o.owner
+                    WHERE NOT r.rolsuper
+                        AND (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
+                    ORDER BY r.oid <> n.nspowner, r.rolname LIMIT 1) AS stranger
+            FROM pg_namespace AS n WHERE n.nspname = 'resource_control'";
+        let rows = rows(conn, SCHEMA)?;
+        Ok(match rows.first() {
+            None => Self::Absent,
+            Some(it) if it["stranger"].is_string() => {
+                Self::Foreign(plain(it["stranger"].as_str().unwrap_or_default()))
+            }
+            Some(it) if it["is_open"] != true => Self::Closed,
+            Some(it) if it["is_writable"] != true && it["is_readable"] == true => Self::Readable,
+            Some(_) => Self::Usable,
+        })
+    }
+
+    /// Why not even its views are read.
+    pub(crate) fn why_unread(&self) -> Option<String> {
+        match self {
+            Self::Absent => Some("the schema resource_control is not installed".to_owned()),
+            Self::Foreign(owner) => Some(format!(
+                "the schema resource_control, or something in it, belongs to the role {owner}, \
+                    whose functions would run with the rights of this superuser: connect as \
+                    {owner} instead"
+            )),
+            Self::Closed => Some("this role may not use the schema resource_control".to_owned()),
+            Self::Readable | Self::Usable => None,
+        }
+    }
+
+    /// For what needs it. A right that is missing is PostgreSQL's own message.
+    pub(crate) fn require(&self) -> Result<(), Failure> {
+        match (self, self.why_unread()) {
+            (Self::Absent, _) => Err(Error::NotInstalled.into()),
+            (Self::Foreign(_), Some(why)) => Err(Failure::new(Failure::SET_UP, why)),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The number of a lock as in [`LOCKS`]: of a name, or written as a number or a pair.

@@ -4,6 +4,8 @@ pub(crate) mod objects;
 mod questions;
 
 use std::io::{self, Write};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread;
 use std::time::Duration;
 
 use clap::Args;
@@ -11,8 +13,8 @@ use diesel::pg::PgConnection;
 use diesel_interlock::{Error, check_exclusion, migrations};
 use serde_json::{Value, json};
 
-use self::questions::{GRANTS, HOLDERS, SCHEMA, SERVER};
-use crate::database::{self, in_time};
+use self::questions::{GRANTS, HOLDERS, SERVER, TABLES, VIEWS};
+use crate::database::{self, SILENCE, Schema, Sessions};
 use crate::{Failure, duration, ps, refusal};
 
 #[derive(Debug, Args)]
@@ -23,7 +25,7 @@ pub(crate) struct Doctor {
     /// Exits with 1 also if there are only warnings
     #[arg(long)]
     strict: bool,
-    /// Fails if the schema is not installed, which locks alone do not need
+    /// Fails if the schema is not installed, or not for this role, which locks alone do not need
     #[arg(long)]
     needs_schema: bool,
     /// Warns of transactions that have been open for longer than this
@@ -37,26 +39,46 @@ pub(crate) struct Doctor {
 
 impl Doctor {
     pub(crate) fn run(self) -> Result<i32, Failure> {
-        let url = database::url("doctor")?;
-        let mut report = Report::default();
-        let status = in_time(|| match database::connect(&url) {
-            Ok(mut conn) => {
-                let asked = self.ask(&url, &mut conn, &mut report);
-                asked.err().map(|failure| report.fail(&failure, &url))
-            }
-            Err(failure) => Some(report.fail(&failure, &url)),
+        let (is_json, is_strict) = (self.json, self.strict);
+        let report = Report::default();
+        let (asked, is_asked) = mpsc::channel();
+        let seen = report.clone();
+        thread::Builder::new()
+            .spawn(move || {
+                let _ = asked.send(self.examine(&seen));
+            })
+            .map_err(|error| Failure::new(Failure::SYSTEM, error))?;
+        // What was found until then is said in any case.
+        let status = is_asked.recv_timeout(SILENCE).unwrap_or_else(|_| {
+            let silent = database::silent();
+            let (found, why) = split(&silent);
+            report.add("fail", &found, &why, "", "");
+            Some(silent.status)
         });
-        let text = if self.json {
+        let text = if is_json {
             report.json()
         } else {
             report.text()
         };
         io::stdout().write_all(text.as_bytes())?;
-        let is_bad = report.has("fail") || self.strict && report.has("warn");
+        let is_bad = report.has("fail") || is_strict && report.has("warn");
         Ok(status.unwrap_or(is_bad.into()))
     }
 
-    fn ask(&self, url: &str, conn: &mut PgConnection, report: &mut Report) -> Result<(), Failure> {
+    /// Returns a status if not everything could be asked.
+    fn examine(&self, report: &Report) -> Option<i32> {
+        let mut url = String::new();
+        let asked = database::url("doctor").and_then(|it| {
+            url = it;
+            // A pool tries again until its timeout where a connection says at once what is wrong.
+            drop(database::connect(&url)?);
+            self.ask(&database::sessions(&url)?, report)
+        });
+        asked.err().map(|failure| report.fail(&failure, &url))
+    }
+
+    /// Over as few sessions as possible, because a pooler may have only one.
+    fn ask(&self, sessions: &Sessions, report: &Report) -> Result<(), Failure> {
         if database::has_tls() {
             report.ok("this program has TLS");
         } else {
@@ -70,27 +92,23 @@ impl Doctor {
                 "cargo install --path cli",
             );
         }
+        let mut conn = sessions.get(SILENCE)?;
         for query in SERVER {
-            report.of(conn, &self.with_ages(query))?;
+            report.of(&mut conn, &self.with_ages(query))?;
         }
-        self.ask_about_locks(url, conn, report)?;
-        self.ask_about_schema(url, conn, report)
+        drop(conn);
+        self.ask_about_locks(sessions, report)?;
+        self.ask_about_schema(sessions, report)
     }
 
-    fn ask_about_locks(
-        &self,
-        url: &str,
-        conn: &mut PgConnection,
-        report: &mut Report,
-    ) -> Result<(), Failure> {
-        let pool = database::pool(url)?;
-        match check_exclusion(&pool) {
+    fn ask_about_locks(&self, sessions: &Sessions, report: &Report) -> Result<(), Failure> {
+        match check_exclusion(&sessions.pool) {
             Ok(()) => report.ok("session locks exclude on this connection: no pooler in \
                 transaction mode is in between"),
             // That was said.
             Err(Error::Standby) => {}
             Err(error @ Error::NotExclusive(_)) => {
-                let (found, why) = split(error);
+                let (found, why) = split(&error.into());
                 report.add("fail", &found, &why, "", "");
             }
             Err(error) => {
@@ -110,35 +128,58 @@ impl Doctor {
             }
         }
         report.of(
-            conn,
+            &mut *sessions.get(SILENCE)?,
             &self.with_ages(&HOLDERS.replace(":locks", database::LOCKS)),
         )
     }
 
-    fn ask_about_schema(
-        &self,
-        url: &str,
-        conn: &mut PgConnection,
-        report: &mut Report,
-    ) -> Result<(), Failure> {
+    fn ask_about_schema(&self, sessions: &Sessions, report: &Report) -> Result<(), Failure> {
         const NOT_INSTALLED: &str = "the schema resource_control is not installed";
-        if !database::has_schema(conn)? {
-            if self.needs_schema {
+        let mut conn = sessions.get(SILENCE)?;
+        let schema = Schema::of(&mut conn)?;
+        match &schema {
+            Schema::Absent if self.needs_schema => {
                 let why = "run this as the owner of the database, or as a role that may create \
                     schemas in it";
                 report.add("fail", NOT_INSTALLED, why, "", "interlock install");
-                return report.of(conn, questions::MAY_CREATE);
+                return report.of(&mut conn, questions::MAY_CREATE);
             }
-            let found = format!(
-                "{NOT_INSTALLED}; locks work without it (all else needs interlock install)"
-            );
-            report.ok(&found);
-            return Ok(());
+            Schema::Absent => {
+                let found = format!(
+                    "{NOT_INSTALLED}; locks work without it (all else needs interlock install)"
+                );
+                report.ok(&found);
+                return Ok(());
+            }
+            Schema::Foreign(_) => {
+                let failed = schema.require().err();
+                let (found, why) = failed.as_ref().map(split).unwrap_or_default();
+                report.add("fail", &found, &why, "", "");
+                return Ok(());
+            }
+            Schema::Closed if !self.needs_schema => {
+                report.ok("this role may not use the schema resource_control; locks need no right");
+                return Ok(());
+            }
+            Schema::Closed | Schema::Readable | Schema::Usable => {}
         }
-        let before = report.lines.len();
-        report.of(conn, GRANTS)?;
-        let are_granted = report.lines.len() == before;
-        let checked = migrations::check(&database::pool(url)?);
+        let is_reader = matches!(schema, Schema::Readable);
+        let before = report.lines().len();
+        if is_reader {
+            report.ok(
+                "this role may read the views of the schema resource_control, and write nothing",
+            );
+        } else {
+            report.of(&mut conn, GRANTS)?;
+        }
+        let are_granted = report.lines().len() == before;
+        drop(conn);
+        let checked = if is_reader {
+            Ok(())
+        } else {
+            migrations::check(&sessions.pool)
+        };
+        let conn = &mut *sessions.get(SILENCE)?;
         match checked {
             Ok(()) => {
                 let differences = objects::differences(conn)?;
@@ -149,7 +190,8 @@ impl Doctor {
                 for it in differences {
                     report.add("fail", &it.found, &it.why, &it.sql, &it.shell);
                 }
-                for query in SCHEMA {
+                let of_tables = if is_reader { &[] } else { TABLES };
+                for query in VIEWS.iter().chain(of_tables) {
                     report.of(conn, &self.with_ages(query))?;
                 }
             }
@@ -200,9 +242,9 @@ impl Doctor {
 }
 
 /// The errors of the library say what was found, and what to do.
-fn split(error: Error) -> (String, String) {
-    let message = Failure::from(error).message;
-    let (found, remedy) = message.split_once(": ").unwrap_or((&message, ""));
+fn split(failure: &Failure) -> (String, String) {
+    let message = &failure.message;
+    let (found, remedy) = message.split_once(": ").unwrap_or((message, ""));
     (found.to_owned(), remedy.to_owned())
 }
 
@@ -222,17 +264,20 @@ struct Line {
     pid: Option<i64>,
 }
 
-#[derive(Debug, Default)]
-struct Report {
-    lines: Vec<Line>,
-}
+/// Shared, because it is said also if the thread that writes it gets no reply.
+#[derive(Debug, Clone, Default)]
+struct Report(Arc<Mutex<Vec<Line>>>);
 
 impl Report {
-    fn ok(&mut self, found: &str) {
+    fn lines(&self) -> MutexGuard<'_, Vec<Line>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ok(&self, found: &str) {
         self.add("ok", found, "", "", "");
     }
 
-    fn add(&mut self, level: &str, found: &str, why: &str, sql: &str, shell: &str) {
+    fn add(&self, level: &str, found: &str, why: &str, sql: &str, shell: &str) {
         self.push(Line {
             level: level.to_owned(),
             found: ps::plain(found),
@@ -244,16 +289,17 @@ impl Report {
     }
 
     /// What was said is not said again, and of a session only the first.
-    fn push(&mut self, line: Line) {
+    fn push(&self, line: Line) {
+        let mut lines = self.lines();
         let is_said =
             |it: &Line| it.found == line.found || line.pid.is_some() && it.pid == line.pid;
-        if !self.lines.iter().any(is_said) {
-            self.lines.push(line);
+        if !lines.iter().any(is_said) {
+            lines.push(line);
         }
     }
 
     /// A question that cannot be answered is a finding, too.
-    fn of(&mut self, conn: &mut PgConnection, query: &str) -> Result<(), Failure> {
+    fn of(&self, conn: &mut PgConnection, query: &str) -> Result<(), Failure> {
         let rows = match database::rows(conn, query) {
             Ok(rows) => rows,
             Err(error) => {
@@ -287,7 +333,7 @@ impl Report {
     }
 
     /// Why no more could be asked. Returns the status.
-    fn fail(&mut self, failure: &Failure, url: &str) -> i32 {
+    fn fail(&self, failure: &Failure, url: &str) -> i32 {
         let found = failure.message.trim().replace('\n', " ");
         self.add(
             "fail",
@@ -300,12 +346,12 @@ impl Report {
     }
 
     fn has(&self, level: &str) -> bool {
-        self.lines.iter().any(|line| line.level == level)
+        self.lines().iter().any(|line| line.level == level)
     }
 
     fn text(&self) -> String {
         let mut text = String::new();
-        for line in &self.lines {
+        for line in self.lines().iter() {
             text += &format!("{:4}  {}\n", line.level, line.found);
             let is_followed = !(line.sql.is_empty() && line.shell.is_empty());
             if !line.why.is_empty() {
@@ -335,6 +381,6 @@ impl Report {
             } = line;
             json!({"level": level, "found": found, "why": why, "sql": sql, "shell": shell})
         };
-        Value::from_iter(self.lines.iter().map(of)).to_string() + "\n"
+        Value::from_iter(self.lines().iter().map(of)).to_string() + "\n"
     }
 }

@@ -10,12 +10,15 @@ use diesel_interlock::{
 };
 use nix::unistd::gethostname;
 
-use crate::database::Sessions;
+use crate::database::{Schema, Sessions};
 use crate::{Failure, database, holders, ps, say};
 
 /// A wait is cut into pieces of this length, and checks between them whether it should end. This is
 /// also how often a session lock is checked.
 pub(crate) const PIECE: Duration = Duration::from_secs(1);
+
+/// How long a connection is waited for at a time.
+const LONGEST: Duration = Duration::from_secs(10);
 
 /// What became of it.
 pub(crate) enum News {
@@ -106,7 +109,7 @@ fn take(
     began: Instant,
     wait: Duration,
     end: &Receiver<()>,
-) -> Result<Option<Held>, Error> {
+) -> Result<Option<Held>, Failure> {
     let (mut was_busy, mut is_checked) = (false, false);
     loop {
         let rest = wait.saturating_sub(began.elapsed());
@@ -114,18 +117,24 @@ fn take(
             return Ok(None);
         }
         let is_last = rest <= PIECE;
-        let checked = if is_checked {
-            Ok(())
-        } else {
-            of.check(sessions)
-        };
-        is_checked = checked.is_ok();
-        match checked.and_then(|()| of.take(&sessions.pool, rest.min(PIECE))) {
+        // The pool by itself would wait for longer than the rest.
+        let taken = sessions
+            .get(rest.clamp(PIECE, LONGEST))
+            .and_then(|session| {
+                drop(session);
+                if !is_checked {
+                    of.check(sessions)?;
+                    is_checked = true;
+                }
+                Ok(of.take(&sessions.pool, rest.min(PIECE))?)
+            });
+        let is_away = matches!(&taken, Err(failure) if failure.status == Failure::UNAVAILABLE);
+        match taken {
             Ok(None) if !is_last => was_busy = true,
-            Err(error) if error.is_unavailable() && is_last && was_busy => return Ok(None),
-            Err(error) if error.is_unavailable() && !is_last => {
+            Err(_) if is_away && is_last && was_busy => return Ok(None),
+            Err(failure) if is_away && !is_last => {
                 if was_busy {
-                    say!("{}", Failure::from(error));
+                    say!("{failure}");
                 }
                 was_busy = false;
                 thread::sleep(Duration::from_millis(100));
@@ -168,11 +177,12 @@ impl Of {
     }
 
     /// Behind a pooler in transaction mode a session lock excludes nobody, and stays when its
-    /// holder has gone. Otherwise the sessions are this program's own.
-    fn check(&self, sessions: &Sessions) -> Result<(), Error> {
-        let Self::Lock(..) = self else {
-            return Ok(());
-        };
+    /// holder has gone. Otherwise the sessions are this program's own. A permit needs the schema.
+    fn check(&self, sessions: &Sessions) -> Result<(), Failure> {
+        if let Self::Permit(..) = self {
+            let mut conn = sessions.get(LONGEST)?;
+            return Schema::of(&mut conn)?.require();
+        }
         match check_exclusion(&sessions.pool) {
             Err(error @ (Error::Pool(_) | Error::TimedOut))
                 if sessions.pool.state().connections == 1 =>
@@ -184,7 +194,7 @@ impl Of {
             }
             checked => checked?,
         }
-        sessions.make_own()
+        Ok(sessions.make_own()?)
     }
 
     /// Who holds it, a line each.
@@ -234,19 +244,27 @@ impl Of {
 }
 
 impl Held {
-    /// None without the schema, which session locks do not need.
+    /// None without the schema, or without the right to use it, which session locks do not need.
     fn token(&mut self) -> Result<Option<i64>, Error> {
         match self {
             Self::Permit(permit) => Ok(Some(permit.fencing_token())),
-            Self::Lock(guard) => match guard.fencing_token() {
-                Ok(token) => Ok(Some(token)),
-                Err(error @ (Error::LockLost(_) | Error::SessionMoved { .. })) => Err(error),
-                Err(Error::NotInstalled) => Ok(None),
-                Err(error) => {
-                    say!("INTERLOCK_TOKEN is not set: {error}");
-                    Ok(None)
-                }
-            },
+            Self::Lock(guard) => {
+                let why = match Schema::of(guard.conn()).map_err(Error::from) {
+                    Ok(Schema::Usable) => match guard.fencing_token() {
+                        Ok(token) => return Ok(Some(token)),
+                        Err(error @ (Error::LockLost(_) | Error::SessionMoved { .. })) => {
+                            return Err(error);
+                        }
+                        Err(error) => error.to_string(),
+                    },
+                    Ok(foreign @ Schema::Foreign(_)) => foreign.why_unread().unwrap_or_default(),
+                    Ok(_) => return Ok(None),
+                    Err(error) if error.is_unavailable() => return Err(error),
+                    Err(error) => error.to_string(),
+                };
+                say!("INTERLOCK_TOKEN is not set: {why}");
+                Ok(None)
+            }
         }
     }
 

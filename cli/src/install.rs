@@ -9,7 +9,7 @@ use clap::Args;
 use diesel::pg::PgConnection;
 use diesel_interlock::{Error, PgPool, migrations};
 
-use crate::database::{self, LOCKS, in_time, rows};
+use crate::database::{self, LOCKS, Schema, in_time, rows};
 use crate::doctor::objects;
 use crate::{Failure, duration, holders, say};
 
@@ -37,7 +37,8 @@ impl Install {
     pub(crate) fn run(self) -> Result<i32, Failure> {
         let url = database::url("install")?;
         let (pool, mut conn, is_whole) = in_time(|| {
-            let conn = database::connect(&url)?;
+            let mut conn = database::connect(&url)?;
+            claim(&mut conn)?;
             let pool = database::pool(&url)?;
             let is_whole = match migrations::check(&pool) {
                 Err(Error::Encoding(encoding)) => return Err(Error::Encoding(encoding).into()),
@@ -62,6 +63,31 @@ impl Install {
         };
         writeln!(io::stdout(), "resource_control: {what}")?;
         Ok(0)
+    }
+}
+
+/// A superuser runs nothing in a schema of somebody else, and creates the schema here, before
+/// another role can do so while the installation waits for a lock. What the migrations refuse stays
+/// as it is.
+fn claim(conn: &mut PgConnection) -> Result<(), Failure> {
+    const CREATE: &str = "
+        DO $$ BEGIN
+            IF (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
+                AND current_setting('server_version_num')::int >= 140000
+                AND getdatabaseencoding() = 'UTF8' AND NOT pg_is_in_recovery()
+            THEN
+                CREATE SCHEMA resource_control;
+            END IF;
+        END $$";
+    let mut schema = Schema::of(conn)?;
+    if matches!(schema, Schema::Absent) {
+        // If that fails, the migrations say why; if somebody was faster, the next look does.
+        let _ = database::execute(conn, CREATE);
+        schema = Schema::of(conn)?;
+    }
+    match schema {
+        Schema::Foreign(_) => schema.require(),
+        _ => Ok(()),
     }
 }
 

@@ -6,10 +6,9 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use diesel::pg::PgConnection;
-use diesel_interlock::Error;
 use serde_json::Value;
 
-use crate::database::{self, LOCKS, in_time, rows_with};
+use crate::database::{self, LOCKS, Schema, in_time, rows_with};
 use crate::{Failure, ps, say};
 
 #[derive(Debug, Args)]
@@ -150,8 +149,12 @@ impl Kill {
                 FROM resource_control.leader WHERE name = $1
             UNION ALL SELECT format('%s runs a schedule of that name: interlock kill --run', runner)
                 FROM resource_control.schedule_state WHERE name = $1 AND state = 'running'";
-        if self.number || !database::has_schema(conn)? {
+        if self.number {
             return Ok(());
+        }
+        match Schema::of(conn)? {
+            Schema::Absent | Schema::Closed => return Ok(()),
+            schema => schema.require()?,
         }
         for other in rows_with(conn, OTHERS, &self.name)? {
             let found = other["found"].as_str().unwrap_or_default();
@@ -171,8 +174,8 @@ impl Kill {
         let url = database::url("kill")?;
         let (mut conn, holders) = in_time(|| {
             let mut conn = database::connect(&url)?;
-            if self.is_of_row() && !database::has_schema(&mut conn)? {
-                return Err(Error::NotInstalled.into());
+            if self.is_of_row() {
+                Schema::of(&mut conn)?.require()?;
             }
             let holders = rows_with(&mut conn, &shown, &parameter)?;
             Ok::<_, Failure>((conn, holders))

@@ -34,6 +34,8 @@ pub(crate) use say;
 /// Gives up a line that cannot be written within a second, because neither a full disk nor a paused
 /// terminal may delay the release of a lock or the end of a command.
 fn say_within_a_second(what: String) {
+    let lines: Vec<_> = what.lines().map(ps::plain).collect();
+    let what = lines.join("\n");
     let (written, is_written) = mpsc::channel();
     let _ = thread::Builder::new().spawn(move || {
         let _ = writeln!(io::stderr(), "interlock: {what}");

@@ -3,10 +3,10 @@
 use std::io::{self, Write};
 
 use clap::Args;
-use diesel_interlock::{Error, Schedule};
+use diesel_interlock::Schedule;
 
-use crate::Failure;
-use crate::database::{self, in_time, rows_with};
+use crate::database::{self, Schema, in_time, rows_with};
+use crate::{Failure, ps};
 
 #[derive(Debug, Args)]
 pub(crate) struct Pause {
@@ -24,9 +24,7 @@ impl Pause {
         let is_changed = in_time(|| {
             const KNOWN: &str = "SELECT name FROM resource_control.schedule WHERE name = $1";
             let mut conn = database::connect(&url)?;
-            if !database::has_schema(&mut conn)? {
-                return Err(Error::NotInstalled.into());
-            }
+            Schema::of(&mut conn)?.require()?;
             // A misspelt name would pause nothing.
             if rows_with(&mut conn, KNOWN, &name)?.is_empty() {
                 let message =
@@ -51,7 +49,7 @@ impl Pause {
             (false, true) => "resumed: its instances notice that within five seconds",
             (false, false) => "was not paused",
         };
-        writeln!(io::stdout(), "{name}: {what}")?;
+        writeln!(io::stdout(), "{}: {what}", ps::plain(&name))?;
         Ok(0)
     }
 }

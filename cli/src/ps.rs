@@ -2,13 +2,14 @@
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
+use std::ops::RangeInclusive;
 
 use clap::Args;
 use diesel::QueryResult;
 use diesel::pg::PgConnection;
 use serde_json::{Map, Value};
 
-use crate::database::{self, in_time};
+use crate::database::{self, Schema, in_time};
 use crate::{Failure, say};
 
 #[derive(Debug, Args)]
@@ -72,6 +73,9 @@ pub(crate) const OF_LOCK: &[&str] = &[
 /// How wide a table is without `--wide`.
 const WIDTH: usize = 100;
 
+/// How much of a name is shown without `--wide`.
+const LONGEST_NAME: usize = 40;
+
 impl Ps {
     pub(crate) fn run(self) -> Result<i32, Failure> {
         let lock = match &self.name {
@@ -84,10 +88,13 @@ impl Ps {
             let conn = &mut database::connect(&url)?;
             let mut all = Map::new();
             all.insert("locks".into(), found(conn, database::LOCKS, &lock)?);
-            if !database::has_schema(conn)? {
-                text = "slots, leaders and schedules: not looked at, because the schema \
-                    resource_control is not installed\n"
-                    .into();
+            let schema = Schema::of(conn)?;
+            if let Some(why) = schema.why_unread() {
+                let what = format!("slots, leaders and schedules: not looked at, because {why}");
+                if self.json && !matches!(schema, Schema::Absent) {
+                    say!("{what}");
+                }
+                text = what + "\n";
                 return Ok(all);
             }
             for (kind, query, _) in VIEWS {
@@ -203,7 +210,14 @@ fn cell(name: &str, value: &Value, is_short: bool) -> String {
         // To the second, in UTC.
         Value::String(time) if is_short && name == "tick" => time.chars().take(19).collect(),
         Value::String(time) if is_short && name == "paused" => time.chars().take(10).collect(),
-        Value::String(text) => plain(text),
+        Value::String(text) => {
+            let text = plain(text);
+            let is_long = is_short && ["name", "service"].contains(&name);
+            match text.char_indices().nth(LONGEST_NAME) {
+                Some((end, _)) if is_long => text[..end].to_owned() + "…",
+                _ => text,
+            }
+        }
         Value::Array(all) => all
             .iter()
             .map(|value| cell(name, value, is_short))
@@ -228,6 +242,17 @@ pub(crate) fn age(seconds: i64) -> String {
 
 /// What other programs have written must not move the cursor.
 pub(crate) fn plain(text: &str) -> String {
-    text.replace(['\n', '\t'], " ")
-        .replace(char::is_control, "?")
+    text.replace(['\n', '\t', '\u{2028}', '\u{2029}'], " ")
+        .replace(
+            |c: char| c.is_control() || INVISIBLE.iter().any(|it| it.contains(&c)),
+            "?",
+        )
 }
+
+/// What changes the direction of a text, or has no width.
+const INVISIBLE: [RangeInclusive<char>; 4] = [
+    '\u{200b}'..='\u{200f}',
+    '\u{202a}'..='\u{202e}',
+    '\u{2066}'..='\u{2069}',
+    '\u{feff}'..='\u{feff}',
+];

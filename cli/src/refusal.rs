@@ -26,20 +26,6 @@ const REFUSALS: &[(&str, bool, &str)] = &[
          and with sslmode=verify-full the host name must be that of the certificate",
     ),
     (
-        "no encryption",
-        true,
-        "if the server has TLS, add sslmode=require to DATABASE_URL; otherwise, or if that is \
-            refused, too, add a line to pg_hba.conf on the server, before any that rejects: `host \
-            {database} {role} {host}/32 scram-sha-256`; then SELECT pg_reload_conf();",
-    ),
-    (
-        "pg_hba.conf",
-        true,
-        "add a line to pg_hba.conf on the server, and reload: `hostssl {database} {role} \
-        {host}/32 scram-sha-256`; then \
-         SELECT pg_reload_conf();",
-    ),
-    (
         "no password supplied",
         true,
         "put the password into DATABASE_URL, PGPASSWORD or ~/.pgpass \
@@ -55,6 +41,27 @@ const REFUSALS: &[(&str, bool, &str)] = &[
         "SASL",
         true,
         "put the right password into DATABASE_URL, PGPASSWORD or ~/.pgpass",
+    ),
+    // After the above, because with sslmode=prefer libpq says both why it was refused with TLS and
+    // why without.
+    (
+        "host \"[local]\"",
+        true,
+        "add a line to pg_hba.conf on the server, before any that rejects: `local {database} \
+            {role} scram-sha-256`; then SELECT pg_reload_conf();",
+    ),
+    (
+        "no encryption",
+        true,
+        "if the server has TLS, add sslmode=require to DATABASE_URL; otherwise, or if that is \
+            refused, too, add a line to pg_hba.conf on the server, before any that rejects: `host \
+            {database} {role} {host} scram-sha-256`; then SELECT pg_reload_conf();",
+    ),
+    (
+        "pg_hba.conf",
+        true,
+        "add a line to pg_hba.conf on the server, before any that rejects: `hostssl {database} \
+            {role} {host} scram-sha-256`; then SELECT pg_reload_conf();",
     ),
     ("not permitted to log in", true, "ALTER ROLE {role} LOGIN;"),
     (
@@ -81,6 +88,12 @@ const REFUSALS: &[(&str, bool, &str)] = &[
     ("remaining connection slots", false, FULL),
     ("no more connections allowed", false, FULL),
     (
+        "out of shared memory",
+        false,
+        "the table of locks is full: end the session that holds most of them, or make room, which \
+            needs a restart: ALTER SYSTEM SET max_locks_per_transaction = 256;",
+    ),
+    (
         "invalid URI query parameter",
         true,
         "correct DATABASE_URL: libpq knows no parameter of this name, so take it out",
@@ -100,6 +113,16 @@ const REFUSALS: &[(&str, bool, &str)] = &[
         true,
         "a pooler is in between: take the parameter out of DATABASE_URL and PGOPTIONS, or add it \
             to ignore_startup_parameters",
+    ),
+    (
+        "unrecognized configuration parameter",
+        true,
+        "correct the options of DATABASE_URL or PGOPTIONS: the server has no such setting",
+    ),
+    (
+        "invalid value for parameter",
+        true,
+        "correct the options of DATABASE_URL or PGOPTIONS",
     ),
     (
         "role \"",
@@ -135,7 +158,8 @@ const REFUSALS: &[(&str, bool, &str)] = &[
         false,
         "is a firewall in between, or the host of DATABASE_URL wrong?",
     ),
-    ("session is not read-write", false, "connect to the primary"),
+    ("session is read-only", false, "connect to the primary"),
+    ("is in hot standby mode", false, "connect to the primary"),
 ];
 
 const FULL: &str = "use smaller pools or a pooler, end idle sessions, or: ALTER SYSTEM SET \
@@ -151,7 +175,7 @@ const SERVER: [&str; 3] = [
 
 fn of(text: &str) -> Option<&'static (&'static str, bool, &'static str)> {
     let has = |it: &str| text.contains(it);
-    let is_absent = |it: &&(&str, bool, &str)| !it.0.ends_with('"') || has("does not exist");
+    let is_absent = |it: &&(&str, bool, &str)| !it.0.ends_with(" \"") || has("does not exist");
     let mut all = REFUSALS.iter().filter(|it| has(it.0)).filter(is_absent);
     all.next()
 }
@@ -217,13 +241,12 @@ pub(crate) fn remedy(text: &str, url: &str) -> String {
     let of_url = info.and_then(|(info, _)| info.split(':').next());
     let role = named(&["role", "user"]).or(of_url);
     let database = named(&["database"]);
+    let host = named(&["for host", "from host"]).unwrap_or("ADDRESS");
+    let bits = if host.contains(':') { 128 } else { 32 };
     remedy
         .replace("{role}", &identifier(role, "CURRENT_USER"))
         .replace("{database}", &identifier(database, "all"))
-        .replace(
-            "{host}",
-            named(&["for host", "from host"]).unwrap_or("0.0.0.0"),
-        )
+        .replace("{host}", &format!("{host}/{bits}"))
 }
 
 #[cfg(test)]
@@ -288,6 +311,42 @@ mod tests {
         assert!(
             remedy(text, "postgres://app:s3cret@db/app").starts_with("CREATE DATABASE \"app\" ")
         );
+        let entry = |host: &str, more: &str| {
+            let text = format!(
+                "FATAL:  no pg_hba.conf entry for host \"{host}\", user \"app\", database \"app\", \
+                    no encryption{more}"
+            );
+            remedy(&text, "postgres://app@db/app")
+        };
+        for (host, line) in [
+            (
+                "10.0.0.2",
+                "`host \"app\" \"app\" 10.0.0.2/32 scram-sha-256`",
+            ),
+            (
+                "fd00::2",
+                "`host \"app\" \"app\" fd00::2/128 scram-sha-256`",
+            ),
+            ("[local]", "`local \"app\" \"app\" scram-sha-256`"),
+        ] {
+            let remedy = entry(host, "");
+            assert!(remedy.contains(line), "{remedy}");
+        }
+        // With TLS, and without, in one text.
+        let both = "; FATAL:  password authentication failed for user \"app\"";
+        assert!(entry("10.0.0.2", both).starts_with("put the right password"));
+        for (text, word) in [
+            ("FATAL:  out of shared memory", "max_locks_per_transaction"),
+            ("session is read-only", "the primary"),
+            ("server is in hot standby mode", "the primary"),
+            (
+                "FATAL:  unrecognized configuration parameter \"x\"",
+                "PGOPTIONS",
+            ),
+        ] {
+            let remedy = remedy(text, "postgres://app@db/app");
+            assert!(remedy.contains(word), "{remedy}");
+        }
         let text = "FATAL:  permission denied for database \"app\"";
         assert!(
             remedy(text, "postgres://app:s3cret@db/app")

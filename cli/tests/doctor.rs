@@ -133,15 +133,16 @@ fn nothing_is_said_twice() {
     let role = cluster.database();
     migrations::install(&role.pool(1)).unwrap();
     Session::of(&role).sql("CREATE ROLE nobody LOGIN");
-    for (url, word) in [
-        (latin.url(), "LATIN1"),
-        (standby.url("postgres"), "standby"),
+    for (url, arguments, word) in [
+        (latin.url(), "", "LATIN1"),
+        (standby.url("postgres"), "", "standby"),
         (
             role.url_with("user", "nobody"),
+            "--needs-schema",
             "may not use all of the schema",
         ),
     ] {
-        let (status, lines) = found(&url, "");
+        let (status, lines) = found(&url, arguments);
         assert_eq!(status, Some(1));
         let failed: Vec<_> = lines
             .iter()
@@ -293,16 +294,9 @@ fn rights_are_granted_by_what_is_pasted() {
     remedied(
         url,
         &database.url(),
-        "",
+        "--needs-schema",
         "fail",
         "may not use all of the schema",
-    );
-    remedied(
-        url,
-        &database.url(),
-        "",
-        "warn",
-        "does not see what the sessions of other roles do",
     );
     Session::of(&database).sql("ALTER ROLE \"the app\" CONNECTION LIMIT 4");
     remedied(
@@ -410,6 +404,12 @@ fn a_connection_that_is_refused_is_told_why() {
             "correct DATABASE_URL",
         ),
         (
+            database.url_with("options", "-c no_such_setting=1"),
+            78,
+            "correct the options",
+        ),
+        (String::new(), 78, "correct DATABASE_URL"),
+        (
             database.url_with("host", "/no/such/directory"),
             69,
             "start the server",
@@ -420,6 +420,112 @@ fn a_connection_that_is_refused_is_told_why() {
         let why = lines[0]["why"].as_str().unwrap();
         assert!(why.contains(remedy), "{remedy} is not in {lines:#?}");
     }
+}
+
+#[test]
+fn a_standby_that_every_commit_waits_for_is_missed() {
+    let cluster = healthy();
+    let url = &cluster.url("postgres");
+    let mut session = Session(cluster.endpoint("postgres").connect());
+    session.sql("ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (*)'");
+    session.sql("SELECT pg_reload_conf()");
+    let setting = "SELECT current_setting('synchronous_standby_names')";
+    eventually("it is set", || !session.text(setting).is_empty());
+    let word = "no such standby is connected";
+    let remedy = line(url, "", "fail", word)["sql"].clone();
+    for statement in remedy.as_str().unwrap().split_inclusive(';') {
+        session.sql(statement);
+    }
+    eventually("it is reset", || session.text(setting).is_empty());
+    let (status, lines) = found(url, "--strict");
+    assert_eq!(status, Some(0), "{lines:#?}");
+}
+
+#[test]
+fn what_the_checklist_sets_up_passes_the_check_of_the_checklist() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let (name, mut session) = (database.name(), Session::of(&database));
+    migrations::install(&database.pool(1)).unwrap();
+    session.sql(&format!(
+        "CREATE ROLE app LOGIN; CREATE ROLE grafana LOGIN; CREATE ROLE cron LOGIN;
+         REVOKE CONNECT ON DATABASE {name} FROM PUBLIC;
+         GRANT CONNECT ON DATABASE {name} TO app, grafana, cron"
+    ));
+    grant(&database, "--set=role=app");
+    grant(&database, "--set=role=grafana --set=reads=1");
+    for (role, arguments, word) in [
+        ("app", "--strict --needs-schema", "is complete"),
+        ("grafana", "--strict", "may read the views"),
+        ("cron", "--strict", "locks need no right"),
+    ] {
+        let url = &database.url_with("user", role);
+        let (status, lines) = found(url, arguments);
+        assert_eq!(status, Some(0), "{role}: {lines:#?}");
+        line(url, arguments, "ok", word);
+    }
+    let url = &database.url_with("user", "cron");
+    line(
+        url,
+        "--needs-schema",
+        "fail",
+        "may not use all of the schema",
+    );
+    assert_eq!(
+        printed(&mut run(url, "x", "true")),
+        (Some(0), String::new())
+    );
+}
+
+#[test]
+fn tokens_never_go_down_after_a_sequence_was_lost() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    session.sql(
+        "INSERT INTO resource_control.schedule (name, tick, token) VALUES ('hourly', now(), 700);
+         INSERT INTO resource_control.fence (name, token) VALUES ('rows', 600)",
+    );
+    remedied(url, url, "", "fail", "their sequence was not copied");
+    let last = "SELECT last_value FROM resource_control.fencing_token";
+    assert_eq!(session.number(last), 700);
+    session.sql("UPDATE resource_control.fence SET token = 800");
+    remedied(url, url, "", "fail", "their sequence was not copied");
+    assert_eq!(session.number(last), 800);
+}
+
+#[test]
+fn an_index_of_slots_that_is_another_one_is_made_anew() {
+    let cluster = healthy();
+    let database = cluster.database();
+    let url = &database.url();
+    migrations::install(&database.pool(1)).unwrap();
+    let mut session = Session::of(&database);
+    let name = "service_request_in_flight";
+    let create = format!("INDEX {name} ON resource_control.service_request (service, slot)");
+    for spoil in [
+        format!(
+            "DROP INDEX resource_control.{name};
+             CREATE {create} WHERE completed_at IS NULL AND timed_out_at IS NULL"
+        ),
+        format!("DROP INDEX resource_control.{name}; CREATE UNIQUE {create}"),
+        format!(
+            "UPDATE pg_index SET indisvalid = false
+                WHERE indexrelid = 'resource_control.{name}'::regclass"
+        ),
+    ] {
+        session.sql(&spoil);
+        remedied(url, url, "", "fail", name);
+    }
+    // What PostgreSQL prints is compared as it prints it by default.
+    session.sql(&format!(
+        "ALTER DATABASE {} SET quote_all_identifiers = on",
+        database.name()
+    ));
+    let (status, lines) = found(url, "--strict");
+    assert_eq!(status, Some(0), "{lines:#?}");
 }
 
 #[test]
@@ -459,12 +565,15 @@ fn an_old_snapshot_of_a_standby_is_named_here_and_there() {
         );
         here.number(age) > 3000
     });
-    line(
-        &cluster.url("postgres"),
-        "",
+    let url = cluster.url("postgres");
+    let snapshot = line(
+        &url,
+        "--transaction-age 7m",
         "warn",
         "(hot_standby_feedback)",
     );
+    let remedy = snapshot["sql"].as_str().unwrap();
+    assert!(remedy.contains("interval '00:07:00'; -- on"), "{remedy}");
     let open = format!("in session {pid}");
     line(
         &standby.url("postgres"),

@@ -4,7 +4,7 @@
 mod support;
 
 use diesel_interlock::migrations;
-use workbench::Database;
+use workbench::{Cluster, Database, Endpoint};
 
 use self::support::*;
 
@@ -72,7 +72,8 @@ fn nothing_of_others_is_called_with_the_schema() {
         "SELECT resource_control.claim_service_request('geocoder', 1, '1 day');
          SELECT resource_control.claim_service_request('leader reports', 1, '1 day', 'web-3');
          INSERT INTO resource_control.schedule (name, tick, token, started_at, expires_at)
-            VALUES ('hourly', now(), 7, now(), now() + interval '1 day')",
+            VALUES ('hourly', now(), nextval('resource_control.fencing_token'), now(),
+                now() + interval '1 day')",
     );
     let id =
         looks.number("SELECT id FROM resource_control.slot_in_flight WHERE service = 'geocoder'");
@@ -93,6 +94,91 @@ fn nothing_of_others_is_called_with_the_schema() {
     done(&database, "run x -- true", 0);
     done(&database, "install", 0);
     done(&database, "install --repair", 0);
+}
+
+#[test]
+fn a_superuser_calls_nothing_of_a_schema_of_somebody_else() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let url = &database.url();
+    let mut looks = session(&database);
+    looks.sql(&format!(
+        "CREATE ROLE mallory LOGIN; GRANT CREATE ON DATABASE {} TO mallory",
+        database.name()
+    ));
+    let mut mallory = Session(Endpoint::new(&database.url_with("user", "mallory")).connect());
+    let rise = "BEGIN ALTER ROLE mallory SUPERUSER; RETURN NULL; END";
+    mallory.sql(&format!(
+        "CREATE SCHEMA resource_control;
+         CREATE FUNCTION resource_control.rise() RETURNS text LANGUAGE plpgsql AS '{rise}';
+         CREATE FUNCTION resource_control.next_token(regclass) RETURNS bigint LANGUAGE plpgsql
+            AS '{rise}';
+         CREATE FUNCTION resource_control.fire() RETURNS trigger LANGUAGE plpgsql AS '{rise}';
+         CREATE TABLE resource_control.installed_migration (version text PRIMARY KEY,
+            run_at timestamptz DEFAULT now());
+         CREATE TRIGGER fire BEFORE INSERT ON resource_control.installed_migration
+            FOR EACH ROW EXECUTE FUNCTION resource_control.fire();
+         CREATE VIEW resource_control.slot_in_flight AS SELECT resource_control.rise() AS service,
+            1 AS slot, 1::bigint AS id, now() AS created_at, now() AS expires_at, '' AS details;
+         CREATE TABLE resource_control.schedule AS SELECT 'hourly'::text AS name;
+         CREATE VIEW resource_control.schedule_state AS
+            SELECT resource_control.rise() AS name, 'running' AS state"
+    ));
+    let mut all = |word: &str| {
+        for (line, expected) in [
+            ("ps", 0),
+            ("ps --json", 0),
+            ("doctor", 1),
+            ("install", 78),
+            ("install --repair", 78),
+            ("kill nobody --yes", 78),
+            ("kill x --slot 1 --yes", 78),
+            ("kill x --leader --yes", 78),
+            ("kill x --run --yes", 78),
+            ("pause hourly", 78),
+            ("resume hourly", 78),
+            ("run x --lease 30s -- true", 78),
+            ("run x -- true", 0),
+        ] {
+            let (status, text) = printed(&mut interlock(url, line));
+            assert_eq!(status, Some(expected), "{line}: {text}");
+            assert!(text.contains(word), "{line}: {text}");
+            let risen = "SELECT rolsuper::int FROM pg_roles WHERE rolname = 'mallory'";
+            assert_eq!(looks.number(risen), 0, "{line}: {text}");
+        }
+    };
+    all("connect as mallory instead");
+    // A part of the schema is enough.
+    let mut owner = session(&database);
+    owner.sql("ALTER SCHEMA resource_control OWNER TO CURRENT_USER");
+    all("connect as mallory instead");
+    // Its owner has no more rights than before.
+    owner.sql("DROP SCHEMA resource_control CASCADE");
+    let of_mallory = &database.url_with("user", "mallory");
+    for line in ["install", "ps", "doctor", "run x --lease 30s -- true"] {
+        let (status, text) = printed(&mut interlock(of_mallory, line));
+        assert_eq!(status, Some(0), "{line}: {text}");
+    }
+}
+
+#[test]
+fn a_schema_that_is_created_while_a_superuser_installs_is_not_trusted() {
+    let cluster = Cluster::start();
+    let database = cluster.database();
+    let mut looks = session(&database);
+    looks.sql(&format!(
+        "CREATE ROLE mallory LOGIN; GRANT CREATE ON DATABASE {} TO mallory",
+        database.name()
+    ));
+    let mut mallory = Session(Endpoint::new(&database.url_with("user", "mallory")).connect());
+    mallory.sql("SELECT pg_advisory_lock(20000101000000)");
+    let mut command = interlock(&database.url(), "install --wait 1s");
+    assert_eq!(status(&mut command), Some(73));
+    use diesel::connection::SimpleConnection;
+    let created = mallory.0.batch_execute("CREATE SCHEMA resource_control");
+    assert!(created.is_err());
+    mallory.sql("SELECT pg_advisory_unlock(20000101000000)");
+    assert_eq!(status(&mut command), Some(0));
 }
 
 #[test]

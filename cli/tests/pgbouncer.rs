@@ -58,6 +58,25 @@ fn nothing_is_wrong_behind_a_pooler_in_session_mode() {
 }
 
 #[test]
+fn doctor_reports_over_as_few_sessions_as_a_pooler_has() {
+    let database = installed();
+    for (sessions, word) in [
+        (
+            1,
+            "warn  it could not be checked whether session locks exclude",
+        ),
+        (2, "ok    session locks exclude"),
+    ] {
+        let pooler = PgBouncer::in_front_of(&database, PoolMode::Session, sessions);
+        let (status, text) = printed(&mut interlock(&pooler.url(), "doctor --needs-schema"));
+        assert_eq!(status, Some(0), "{text}");
+        for found in [word, "ok    the schema resource_control is complete"] {
+            assert!(text.contains(found), "{text}");
+        }
+    }
+}
+
+#[test]
 fn a_pooler_in_transaction_mode_keeps_the_search_path_of_others() {
     let database = installed();
     let pooler = PgBouncer::in_front_of(&database, PoolMode::Transaction, 1);

@@ -246,9 +246,11 @@ fn a_database_that_is_silent_is_not_waited_for_forever() {
     let url = &silent_server();
     let lines = ["ps", "doctor", "kill x --yes", "run x --wait 1s -- true"];
     let all = lines.map(|line| Running::start(&mut interlock(url, line)));
-    for mut running in all {
+    let [_, mut doctor, ..] = all.map(|mut running| {
         assert_eq!(running.status(), Some(69));
-    }
+        running
+    });
+    assert!(doctor.line().contains("does not reply"));
 }
 
 #[test]

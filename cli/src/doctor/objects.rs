@@ -3,12 +3,11 @@
 //! only whether they are there.
 
 use diesel::QueryResult;
-use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
 use diesel_interlock::migrations;
 use serde_json::{Value, json};
 
-use crate::database::{rows, rows_with};
+use crate::database::{execute, rows, rows_with};
 
 /// A function as its migration writes it.
 #[derive(Debug)]
@@ -238,7 +237,7 @@ pub(crate) fn forget_differing(conn: &mut PgConnection) -> QueryResult<Vec<Strin
         .iter()
         .filter(|it| it.sql.starts_with("ALTER TABLE"))
     {
-        conn.batch_execute(&column.sql)?;
+        execute(conn, &column.sql)?;
     }
     let mut versions: Vec<_> = differing.iter().filter_map(|it| it.version).collect();
     for text in migrations::texts() {

@@ -94,15 +94,23 @@ pub(crate) const SERVER: &[&str] = &[
         format('ALTER ROLE %I IN DATABASE %I SET synchronous_commit = on;', current_user,
             current_database()) AS sql
         FROM pg_settings WHERE name = 'synchronous_commit' AND setting IN ('off', 'local')",
-    // The state is null for a role that may not see it.
+    // Each role sees how many there are, and the state is null for one that may not see more.
+    "SELECT 'fail' AS level, format('synchronous_standby_names = %L, and no such standby is '
+            'connected: every commit waits for one', setting) AS found,
+        'start a standby that is named there, or do without' AS why,
+        'ALTER SYSTEM RESET synchronous_standby_names; SELECT pg_reload_conf();' AS sql
+        FROM (SELECT current_setting('synchronous_standby_names') AS setting) AS s
+        WHERE setting <> '' AND NOT pg_is_in_recovery() AND NOT EXISTS (
+            SELECT FROM pg_stat_replication WHERE sync_state IS NULL OR state = 'streaming' AND
+                sync_state IN ('sync', 'quorum'))",
     "SELECT CASE WHEN is_synchronous THEN 'ok' ELSE 'warn' END AS level,
         CASE WHEN is_synchronous THEN format('%s standbys, of which one at least is '
             'synchronous', standbys)
             ELSE format('%s standbys, and none is synchronous: a failover loses the last '
                 'commits, and with them permits and ticks',
                 standbys) END AS found,
-        'let commits wait for a standby, or accept the losses that the page on failover names'
-            AS why,
+        'accept the losses that the page on failover names, or let commits wait for a standby; '
+            'if there is only one, its loss then stops all writes' AS why,
         'ALTER SYSTEM SET synchronous_standby_names = ''ANY 1 (*)''; SELECT pg_reload_conf();'
             AS sql
         FROM (SELECT count(*) AS standbys, bool_or(sync_state IN ('sync', 'quorum')) AS
@@ -163,12 +171,11 @@ pub(crate) const SERVER: &[&str] = &[
                         WHERE a.privilege_type = 'CONNECT' AND a.grantee <> 0 AND
                         pg_has_role(r.oid, a.grantee, 'USAGE'))) AS r
             ) AS p WHERE strangers > 0",
-    "SELECT CASE WHEN is_seen THEN 'ok' ELSE 'warn' END AS level,
+    // No more than an application needs, so no warning.
+    "SELECT 'ok' AS level,
         CASE WHEN is_seen THEN 'this role sees the sessions of all roles'
-            ELSE 'this role does not see what the sessions of other roles do, so old ones may be '
-                'missing below' END AS found,
-        'run this as a superuser' AS why,
-        format('GRANT pg_read_all_stats TO %I;', current_user) AS sql
+            ELSE format('this role does not see what the sessions of other roles do, so old ones '
+                'may be missing below (GRANT pg_read_all_stats TO %I;)', current_user) END AS found
         FROM (SELECT pg_has_role('pg_read_all_stats', 'USAGE') AS is_seen) AS s",
     "SELECT 'warn' AS level, format('the replication slot %s is used by nobody, and keeps %s of '
         'WAL%s', slot_name,
@@ -184,8 +191,8 @@ pub(crate) const SERVER: &[&str] = &[
         '(hot_standby_feedback)', what, behind) AS found,
         'no dead row since then can be removed, and semaphores get slow: end the transaction '
             'there' AS why,
-        'SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE xact_start < now() - '
-            'interval ''10 min''; -- on the standby' AS sql
+        format('SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE xact_start < now() '
+            '- interval %L; -- on the standby', :transaction_age) AS sql
         FROM (SELECT format('the standby %s', COALESCE(host(client_addr), application_name)) AS
             what, age(backend_xmin) AS behind
                 FROM pg_stat_replication
@@ -231,8 +238,8 @@ pub(crate) const MAY_CREATE: &str = "
         format('GRANT CREATE ON DATABASE %I TO %I;', current_database(), current_user) AS sql
         WHERE NOT has_database_privilege(current_database(), 'CREATE')";
 
-/// What needs the schema, and what this role may do there.
-pub(crate) const SCHEMA: &[&str] = &[
+/// What needs the views of the schema, and the catalogs.
+pub(crate) const VIEWS: &[&str] = &[
     "SELECT 'warn' AS level, format('request %s has slot %s of %s since %s (%s)', id, slot,
         service, date_trunc('second', created_at),
             details) AS found,
@@ -253,31 +260,6 @@ pub(crate) const SCHEMA: &[&str] = &[
         'call prune of the semaphore, throttle or rate limit from time to time' AS why
         FROM pg_class AS c WHERE c.relnamespace = 'resource_control'::regnamespace AND c.relkind
             = 'r' AND c.reltuples > 1000000",
-    "SELECT 'fail' AS level, 'the ids of requests, which are fencing tokens, would repeat: their '
-        'sequence was not copied' AS found,
-        'set it, as the owner' AS why, format('SELECT setval(%L, %s);', sequence, largest) AS sql
-        FROM (SELECT pg_get_serial_sequence('resource_control.service_request', 'id') AS sequence,
-            (SELECT max(id) FROM resource_control.service_request) AS largest) AS s
-        WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT')
-            THEN largest > COALESCE(pg_sequence_last_value(sequence::regclass), 0) END",
-    // A fence keeps what has passed it, from either sequence.
-    "SELECT 'fail' AS level, 'a fence refuses all new tokens, because their sequence was not '
-        'copied' AS found,
-        'set it, as the owner' AS why, format('SELECT setval(%L, %s);', sequence, largest) AS sql
-        FROM (SELECT 'resource_control.fencing_token' AS sequence, (SELECT max(token) FROM
-            resource_control.fence) AS largest,
-            pg_get_serial_sequence('resource_control.service_request', 'id') AS ids) AS s
-        WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT') AND
-            has_sequence_privilege(ids, 'USAGE, SELECT')
-            THEN largest > GREATEST(pg_sequence_last_value(sequence::regclass),
-                pg_sequence_last_value(ids::regclass), 0) END",
-    // A clock that was ahead, of a former primary or before it was set back.
-    "SELECT 'warn' AS level, format('the schedule %s has a tick of the future, %s, before which '
-        'nothing runs', name, tick) AS found,
-        'if the clock was wrong' AS why,
-        format('UPDATE resource_control.schedule SET tick = clock_timestamp() WHERE name = %L;',
-            name) AS sql
-        FROM resource_control.schedule WHERE tick > clock_timestamp() + interval '10 seconds'",
     "SELECT 'warn' AS level, format('request %s of %s was made in the future, at %s, and expires '
         'at %s', id, service, created_at, expires_at)
             AS found,
@@ -305,6 +287,49 @@ pub(crate) const SCHEMA: &[&str] = &[
             'GENERATED ALWAYS AS IDENTITY (CACHE 1);' AS sql
         FROM pg_attribute WHERE attrelid = 'resource_control.service_request'::regclass AND
             attname = 'id' AND attidentity = ''",
+    "SELECT 'fail' AS level, 'the index resource_control.service_request_in_flight is not that '
+            'of this release, so slots may be taken twice' AS found,
+        'make it anew, as the owner' AS why,
+        'DROP INDEX resource_control.service_request_in_flight; ' || definition || ';' AS sql
+        FROM pg_index, (SELECT 'CREATE UNIQUE INDEX service_request_in_flight ON '
+            'resource_control.service_request USING btree (service, slot) WHERE ((completed_at '
+            'IS NULL) AND (timed_out_at IS NULL))' AS definition) AS d
+        WHERE indexrelid = to_regclass('resource_control.service_request_in_flight')
+            AND NOT (indisvalid AND indisunique AND pg_get_indexdef(indexrelid) = definition)",
+];
+
+/// What needs the tables.
+pub(crate) const TABLES: &[&str] = &[
+    // A clock that was ahead, of a former primary or before it was set back.
+    "SELECT 'warn' AS level, format('the schedule %s has a tick of the future, %s, before which '
+        'nothing runs', name, tick) AS found,
+        'if the clock was wrong' AS why,
+        format('UPDATE resource_control.schedule SET tick = clock_timestamp() WHERE name = %L;',
+            name) AS sql
+        FROM resource_control.schedule WHERE tick > clock_timestamp() + interval '10 seconds'",
+    "SELECT 'fail' AS level, 'the ids of requests, which are fencing tokens, would repeat: their '
+        'sequence was not copied' AS found,
+        'set it, as the owner' AS why, format('SELECT setval(%L, %s);', sequence, largest) AS sql
+        FROM (SELECT pg_get_serial_sequence('resource_control.service_request', 'id') AS sequence,
+            (SELECT max(id) FROM resource_control.service_request) AS largest) AS s
+        WHERE CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT')
+            THEN largest > COALESCE(pg_sequence_last_value(sequence::regclass), 0) END",
+    // A schedule has its last token from this sequence, and a fence what has passed it, from either.
+    "SELECT 'fail' AS level, CASE WHEN is_refused THEN 'a fence refuses all new tokens'
+            ELSE 'the fencing tokens of schedules would repeat' END ||
+            ', because their sequence was not copied' AS found,
+        'set it, as the owner' AS why, format('SELECT setval(%L, %s);', sequence,
+            GREATEST(of_schedules, CASE WHEN is_refused THEN of_fences END)) AS sql
+        FROM (SELECT 'resource_control.fencing_token' AS sequence,
+                pg_get_serial_sequence('resource_control.service_request', 'id') AS ids,
+                (SELECT max(token) FROM resource_control.fence) AS of_fences,
+                (SELECT max(token) FROM resource_control.schedule) AS of_schedules) AS t,
+            LATERAL (SELECT CASE WHEN has_sequence_privilege(sequence, 'USAGE, SELECT')
+                    THEN COALESCE(pg_sequence_last_value(sequence::regclass), 0) END AS drawn,
+                CASE WHEN has_sequence_privilege(ids, 'USAGE, SELECT')
+                    THEN COALESCE(pg_sequence_last_value(ids::regclass), 0) END AS drawn_ids) AS d,
+            LATERAL (SELECT of_fences > drawn AND of_fences > drawn_ids AS is_refused) AS r
+        WHERE is_refused OR of_schedules > drawn",
 ];
 
 pub(crate) const GRANTS: &str = "

@@ -39,6 +39,17 @@ pub(crate) fn run(url: &str, line: &str, script: &str) -> Command {
     command
 }
 
+/// Lets a role use the schema.
+#[track_caller]
+pub(crate) fn grant(database: &Database, settings: &str) {
+    let mut psql = Command::new("psql");
+    psql.args(["-qX", "-v", "ON_ERROR_STOP=1", "--file", "grants.sql"])
+        .args(settings.split(' '));
+    psql.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    let (status, text) = printed(psql.arg(database.url()));
+    assert_eq!((status, &*text), (Some(0), ""));
+}
+
 pub(crate) fn status(command: &mut Command) -> Option<i32> {
     output(command).status.code()
 }

@@ -128,7 +128,8 @@ fn a_superuser_calls_nothing_of_a_schema_of_somebody_else() {
         for (line, expected) in [
             ("ps", 0),
             ("ps --json", 0),
-            ("doctor", 1),
+            ("doctor", 0),
+            ("doctor --strict", 1),
             ("install", 78),
             ("install --repair", 78),
             ("kill nobody --yes", 78),

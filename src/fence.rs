@@ -57,7 +57,7 @@ use crate::transaction::refusal;
 /// # Errors
 ///
 /// [`Error::Fenced`] if a larger token has passed, [`Error::OutsideTransaction`], [`Error::Input`],
-/// and [`Error::Database`].
+/// [`Error::Standby`] if the server refuses to write, and [`Error::Database`].
 #[must_use = "a fence protects nothing until it is passed"]
 #[derive(Clone)]
 pub struct Fence<P: Pool> {

@@ -72,7 +72,8 @@ use crate::waiting::{self, Turns, What};
 /// # Errors
 ///
 /// [`Error::Input`], for example for a cost above the burst, [`Error::Pool`], [`Error::KeyLocked`],
-/// [`Error::NotInstalled`], [`Error::DirtyConnection`] and [`Error::Database`].
+/// [`Error::NotInstalled`], [`Error::Standby`] if the server refuses to write,
+/// [`Error::DirtyConnection`] and [`Error::Database`].
 #[must_use = "a rate limit decides nothing until it is checked"]
 #[derive(Clone)]
 pub struct RateLimit<P: Pool> {

@@ -82,7 +82,8 @@ pub(crate) const OF_LEADERS: &str = "leader ";
 ///
 /// [`Error::Input`] for an invalid name, for no slot or more than 1,000 slots, and for a timeout
 /// under a microsecond or over 1,000 years; [`Error::Pool`] if the pool gives no connection;
-/// [`Error::NotInstalled`]; and [`Error::Database`].
+/// [`Error::NotInstalled`]; [`Error::Standby`] if the server refuses to write; and
+/// [`Error::Database`].
 #[must_use = "a semaphore admits nobody until a permit is acquired"]
 #[derive(Clone)]
 pub struct Semaphore<P: Pool> {

@@ -61,7 +61,8 @@ use crate::{input, instance};
 /// # Errors
 ///
 /// [`Error::Input`], [`Error::Pool`], [`Error::NotDeclared`] for a resource without a row,
-/// [`Error::NotInstalled`], [`Error::DirtyConnection`] and [`Error::Database`].
+/// [`Error::NotInstalled`], [`Error::Standby`] if the server refuses to write,
+/// [`Error::DirtyConnection`] and [`Error::Database`].
 #[must_use = "a throttle decides nothing until it is attempted"]
 #[derive(Clone)]
 pub struct Throttle<P: Pool> {

@@ -11,7 +11,7 @@ use diesel::sql_types::BigInt;
 
 use crate::error::{Error, Result};
 use crate::mode::{Mode, PATIENCE};
-use crate::pool::{Borrowed, Connection, Pool};
+use crate::pool::{Borrowed, ConnectionOf, Pool};
 use crate::session::{Session, classify, explain};
 use crate::statement::Statement;
 use crate::transaction::Own;
@@ -87,7 +87,7 @@ where
 {
     let mut reply = ask_session(borrowed.conn(), statements).await;
     if let Err(Error::Database(error)) = &reply {
-        if Connection::<P>::was_not_sent(error) {
+        if ConnectionOf::<P>::was_not_sent(error) {
             borrowed.discard();
             borrowed = Borrowed::new(pool, limit).await?;
             reply = ask_session(borrowed.conn(), statements).await;

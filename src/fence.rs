@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, Reply, debug};
 use crate::session::{Session, Transaction, classify};
 use crate::statement::Statement;
 use crate::transaction::refusal;
@@ -92,7 +92,7 @@ impl<P: Pool> Fence<P> {
     /// Call it in the transaction that writes, and roll that transaction back on an error, as `?`
     /// in Diesel's `transaction` does. It waits until other transactions that have passed this
     /// fence end. One round trip: `SELECT resource_control.pass_fence($1, $2)`.
-    pub fn pass<'a>(&'a self, conn: &'a mut Connection<P>, token: i64) -> Reply<'a, P, ()> {
+    pub fn pass<'a>(&'a self, conn: &'a mut ConnectionOf<P>, token: i64) -> Reply<'a, P, ()> {
         let subject = Subject {
             primitive: "fence",
             name: self.name,

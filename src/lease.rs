@@ -286,7 +286,7 @@ impl<P: Pool> Lease<P> {
     /// A renewal waits for a connection until the lease would be lost. If it gave up sooner, it
     /// would lose its place in the queue of the pool each time, and might never get a connection.
     pub(crate) fn renew_in_background(self: &Arc<Self>) {
-        P::Mode::beside(&self.grant.runtime, self.clone().keep_renewing());
+        P::Mode::in_background(&self.grant.runtime, self.clone().keep_renewing());
     }
 
     async fn keep_renewing(self: Arc<Self>) {

@@ -44,7 +44,7 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
 
     /// Finishes an operation for a `Drop`: at once, or in a task.
     #[doc(hidden)]
-    fn leave(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
+    fn finish_later(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
     /// Runs an operation to its end: on this thread, or in a task of the runtime that polls this
     /// future. If this future is dropped, the task goes on for at most `patience`, and its value is
@@ -59,13 +59,13 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
 
     /// Runs an operation in the background: on a thread of its own, or in a task.
     #[doc(hidden)]
-    fn beside(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
+    fn in_background(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
 
     /// Repeats an operation that a `Drop` could not finish, until it returns `true`: on the one
     /// thread of the process for that database, or in a task. A blocking operation waits for a
     /// connection no longer than its argument.
     #[doc(hidden)]
-    fn later<F: Future<Output = bool> + Send + 'static>(
+    fn retry_later<F: Future<Output = bool> + Send + 'static>(
         runtime: &Self::Runtime,
         database: Database,
         operation: impl Fn(Option<Duration>) -> F + Send + 'static,

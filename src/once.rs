@@ -20,7 +20,7 @@ use crate::input::LONGEST;
 use crate::key::fnv1a;
 use crate::metrics::Raised;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, Reply, debug};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
 use crate::session::{Session, classify};
@@ -178,9 +178,9 @@ impl<P: Pool> Once<P> {
 
     async fn run_on<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
-        conn: &mut Connection<P>,
+        conn: &mut ConnectionOf<P>,
         waits: bool,
-        work: impl AsyncFnOnce(&mut Connection<P>) -> Result<T, E>,
+        work: impl AsyncFnOnce(&mut ConnectionOf<P>) -> Result<T, E>,
     ) -> Result<Attempt<Done>, E> {
         let Some((entered, took)) = self.enter(conn, waits).await? else {
             return Ok(Attempt::Busy);
@@ -211,9 +211,9 @@ impl<P: Pool> Once<P> {
     /// wait.
     async fn enter<'c>(
         &self,
-        conn: &'c mut Connection<P>,
+        conn: &'c mut ConnectionOf<P>,
         waits: bool,
-    ) -> Result<Option<(Entered<'c, Connection<P>>, Duration)>> {
+    ) -> Result<Option<(Entered<'c, ConnectionOf<P>>, Duration)>> {
         let began = Instant::now();
         let entered = {
             let _waiting = Raised::waiting(self.subject());
@@ -231,9 +231,9 @@ impl<P: Pool> Once<P> {
 
     async fn enter_unreported<'c>(
         &self,
-        conn: &'c mut Connection<P>,
+        conn: &'c mut ConnectionOf<P>,
         waits: bool,
-    ) -> Result<Option<Entered<'c, Connection<P>>>> {
+    ) -> Result<Option<Entered<'c, ConnectionOf<P>>>> {
         self.check()?;
         let transaction = Own::begin(conn).await?;
         match self.look(transaction.conn, waits).await {
@@ -288,7 +288,7 @@ impl<P: Pool> Once<P> {
     /// Stores the outcome of the work, and commits both. Rolls back if the work failed.
     async fn finish<T: Into<Vec<u8>>, E: From<Error>>(
         &self,
-        transaction: Own<'_, Connection<P>>,
+        transaction: Own<'_, ConnectionOf<P>>,
         began: PgTimestamp,
         worked: Result<T, E>,
     ) -> Result<Done, E> {

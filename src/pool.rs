@@ -101,7 +101,7 @@ pub type Reply<'a, P, T> = <<P as Pool>::Mode as Mode>::Reply<'a, Result<T>>;
 
 /// The connection of a pool `P`: `PgConnection` with r2d2, and `AsyncPgConnection` with deadpool
 /// and bb8.
-pub type Connection<P> = <<P as Pool>::Mode as Mode>::Connection;
+pub type ConnectionOf<P> = <<P as Pool>::Mode as Mode>::Connection;
 
 /// A pooled connection for a few statements. Its drop returns it to the pool, unless a transaction
 /// was left open on it. If the reply to a statement was not read, the drop waits for the reply
@@ -128,7 +128,7 @@ impl<P: Pool> Borrowed<P> {
 
     /// The connection, for a statement that is about to be sent. Call
     /// [`note_reply`](Self::note_reply) once the reply was read.
-    pub(crate) fn conn(&mut self) -> &mut Connection<P> {
+    pub(crate) fn conn(&mut self) -> &mut ConnectionOf<P> {
         // The worst case, until `note_reply`.
         self.is_busy = true;
         self.conn
@@ -168,7 +168,7 @@ impl<P: Pool> Drop for Borrowed<P> {
                 is_busy: true,
                 waits: false,
             };
-            return P::Mode::leave(&self.runtime, read_reply(busy));
+            return P::Mode::finish_later(&self.runtime, read_reply(busy));
         }
         P::Mode::inside(&self.runtime, || {
             if !self.is_busy && conn.transaction().is_none() {

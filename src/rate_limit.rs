@@ -28,7 +28,7 @@ use crate::event::{Subject, changed};
 use crate::input;
 use crate::input::difference;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, Reply, debug};
 use crate::session::{Session, is_unknown};
 use crate::statement::Database;
 use crate::statement::Statement;
@@ -144,7 +144,7 @@ impl<P: Pool> RateLimit<P> {
     ///
     /// If that transaction is rolled back, the units are given back. Until it ends, all other
     /// checks of the key wait.
-    pub fn check_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Check> {
+    pub fn check_on<'a>(&'a self, conn: &'a mut ConnectionOf<P>) -> Reply<'a, P, Check> {
         P::Mode::drive(
             self.subject()
                 .observe("check_on", self.decide(conn, Commit::Callers)),

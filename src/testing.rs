@@ -116,7 +116,7 @@ impl<P: Pool> Drop for Database<P> {
     fn drop(&mut self) {
         let pool = self.pool.clone();
         let remove = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", self.name);
-        P::Mode::leave(&self.runtime, async move {
+        P::Mode::finish_later(&self.runtime, async move {
             if let Ok(mut borrowed) = Borrowed::new(&pool, None).await {
                 let _ = borrowed.conn().batch(&remove).await;
                 borrowed.note_reply();

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::event::Subject;
 use crate::input::LONGEST;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, Reply, debug};
 use crate::{input, instance};
 
 /// Grants an action at most once per interval, on all instances together, by the database's clock.
@@ -129,7 +129,7 @@ impl<P: Pool> Throttle<P> {
     ///
     /// Until that transaction ends, all other attempts are denied. If it is rolled back, the
     /// throttle is due again.
-    pub fn attempt_on<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, Decision> {
+    pub fn attempt_on<'a>(&'a self, conn: &'a mut ConnectionOf<P>) -> Reply<'a, P, Decision> {
         P::Mode::drive(self.subject().observe("attempt_on", async move {
             self.decide(ask_on(conn, &self.statements()?).await?)
         }))

@@ -5,7 +5,7 @@ use super::holder::{Holder, Pooled};
 use crate::error::{Error, Result};
 use crate::key::LockKey;
 use crate::mode::Mode;
-use crate::pool::{Connection, Pool, Reply, debug};
+use crate::pool::{ConnectionOf, Pool, Reply, debug};
 
 /// A held session lock (or several), with the pooled connection whose session holds it.
 ///
@@ -33,7 +33,7 @@ impl<P: Pool> AdvisoryLockGuard<P> {
     /// Returns the connection whose session holds the lock, for any statements.
     ///
     /// End every transaction on it before you release the lock.
-    pub fn conn(&mut self) -> &mut Connection<P> {
+    pub fn conn(&mut self) -> &mut ConnectionOf<P> {
         self.0.conn()
     }
 

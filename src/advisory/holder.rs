@@ -400,7 +400,7 @@ impl<P: Pool> Owner for Pooled<P> {
                 // Others may have been refused because of a try, so they are woken after it, too.
                 let released = || Released(held.locks.clone());
                 held.released = Some(held.released.take().unwrap_or_else(released));
-                P::Mode::leave(&runtime, finish(Holder::of(self, held), holds));
+                P::Mode::finish_later(&runtime, finish(Holder::of(self, held), holds));
             }
             holds => {
                 P::Mode::inside(&runtime, || self.conn.discard());

@@ -15,7 +15,7 @@ use crate::mode::Async;
 use crate::mode::Mode;
 #[cfg(feature = "r2d2")]
 use crate::pool::PgPool;
-use crate::pool::{Connection, Pool};
+use crate::pool::{ConnectionOf, Pool};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
 use crate::session::{Session, Transaction};
@@ -86,16 +86,16 @@ impl<P: Pool<Mode = Async>> AdvisoryLock<P> {
 impl<P: Pool> AdvisoryLock<P> {
     async fn run_on<T, E: From<Error>>(
         &self,
-        conn: &mut Connection<P>,
+        conn: &mut ConnectionOf<P>,
         waits: Waits,
-        work: impl AsyncFnOnce(&mut Connection<P>) -> Result<T, E>,
+        work: impl AsyncFnOnce(&mut ConnectionOf<P>) -> Result<T, E>,
     ) -> Result<Attempt<T>, E> {
         let entered = enter::<P::Mode, _>(conn, self.locks()?, self.subject(), waits).await?;
         let Attempt::Acquired(mut holder) = entered else {
             return Ok(Attempt::Busy);
         };
         let outcome = work(holder.conn()).await;
-        leave(holder, outcome).await.map(Attempt::Acquired)
+        release_after(holder, outcome).await.map(Attempt::Acquired)
     }
 }
 
@@ -160,7 +160,7 @@ async fn acquire<M: Mode, S: Session>(
 
 /// Releases the locks after the work. Before that, rolls back a transaction that the work has left
 /// open.
-pub(crate) async fn leave<S: Session, T, E: From<Error>>(
+pub(crate) async fn release_after<S: Session, T, E: From<Error>>(
     mut holder: Holder<&mut S>,
     outcome: Result<T, E>,
 ) -> Result<T, E> {

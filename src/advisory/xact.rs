@@ -7,7 +7,7 @@ use super::all::{Busy, Locks};
 use super::attempt::Attempt;
 use crate::error::{Error, Result};
 use crate::mode::{self, Mode};
-use crate::pool::{Connection, Pool, Reply};
+use crate::pool::{ConnectionOf, Pool, Reply};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
 use crate::session::{Session, Transaction, classify};
@@ -40,7 +40,7 @@ impl<P: Pool> AdvisoryLock<P> {
     /// isolation level, and that the server is not a standby.
     pub fn try_acquire_xact<'a>(
         &'a self,
-        conn: &'a mut Connection<P>,
+        conn: &'a mut ConnectionOf<P>,
     ) -> Reply<'a, P, Attempt<()>> {
         P::Mode::drive(self.subject().observe("try_acquire_xact", async move {
             acquire(conn, &self.locks()?, Some(Duration::ZERO)).await
@@ -50,7 +50,7 @@ impl<P: Pool> AdvisoryLock<P> {
     /// Takes the lock until the transaction ends, and waits while others hold it.
     ///
     /// One round trip if the lock is free, and otherwise a second one, in which the server waits.
-    pub fn acquire_xact<'a>(&'a self, conn: &'a mut Connection<P>) -> Reply<'a, P, ()> {
+    pub fn acquire_xact<'a>(&'a self, conn: &'a mut ConnectionOf<P>) -> Reply<'a, P, ()> {
         P::Mode::drive(async move {
             let wait = async { acquire(conn, &self.locks()?, None).await };
             self.subject()
@@ -66,7 +66,7 @@ impl<P: Pool> AdvisoryLock<P> {
     /// is free, and otherwise two more.
     pub fn acquire_xact_timeout<'a>(
         &'a self,
-        conn: &'a mut Connection<P>,
+        conn: &'a mut ConnectionOf<P>,
         timeout: Duration,
     ) -> Reply<'a, P, Attempt<()>> {
         P::Mode::drive(
@@ -227,8 +227,8 @@ impl<P: Pool<Mode = mode::Async>> AdvisoryLock<P> {
 impl<P: Pool> AdvisoryLock<P> {
     async fn run_in_transaction<T, E: From<Error>>(
         &self,
-        conn: &mut Connection<P>,
-        work: impl AsyncFnOnce(&mut Connection<P>) -> Result<T, E>,
+        conn: &mut ConnectionOf<P>,
+        work: impl AsyncFnOnce(&mut ConnectionOf<P>) -> Result<T, E>,
     ) -> Result<T, E> {
         let transaction = Own::begin(conn).await?;
         let wait = async { acquire(transaction.conn, &self.locks()?, None).await };

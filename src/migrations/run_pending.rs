@@ -122,7 +122,7 @@ impl<M: MigrationSource<Pg>> Target<M> for &mut diesel::PgConnection {
         ))?;
         let mut holder = held.acquired().ok_or(Error::TimedOut)?;
         let ran = run(holder.conn(), source);
-        now(scope::leave(holder, ran))
+        now(scope::release_after(holder, ran))
     }
 }
 
@@ -160,7 +160,7 @@ async fn in_a_task<M: MigrationSource<Pg> + Send + 'static>(
         (conn.into_inner(), held, ran)
     });
     match running.await {
-        Ok((mut conn, held, ran)) => scope::leave(Holder::of(&mut conn, held), ran).await,
+        Ok((mut conn, held, ran)) => scope::release_after(Holder::of(&mut conn, held), ran).await,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
             // The runtime is shutting down, and drops this future, too.

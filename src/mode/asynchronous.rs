@@ -41,7 +41,7 @@ impl<T> fmt::Debug for Operation<'_, T> {
     }
 }
 
-fn leave(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
+fn spawn(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
     let _entered = runtime.enter();
     runtime.spawn(operation);
 }
@@ -62,9 +62,9 @@ impl Mode for Async {
     }
 
     /// A runtime that has ended drops the operation at once.
-    fn leave(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
+    fn finish_later(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
         let left = Left::new();
-        leave(runtime, async move {
+        spawn(runtime, async move {
             operation.await;
             drop(left);
         });
@@ -97,17 +97,17 @@ impl Mode for Async {
         }
     }
 
-    fn beside(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
-        leave(runtime, operation);
+    fn in_background(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
+        spawn(runtime, operation);
     }
 
-    fn later<F: Future<Output = bool> + Send + 'static>(
+    fn retry_later<F: Future<Output = bool> + Send + 'static>(
         runtime: &Handle,
         _: Database,
         operation: impl Fn(Option<Duration>) -> F + Send + 'static,
     ) {
         let mut pause = Duration::from_millis(10);
-        Self::leave(runtime, async move {
+        Self::finish_later(runtime, async move {
             while !operation(None).await {
                 sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_secs(1));

@@ -34,7 +34,7 @@ impl Mode for Blocking {
 
     /// A panic, for example in a connection's instrumentation, is caught: a second panic while the
     /// first unwinds would end the process.
-    fn leave((): &(), operation: impl Future<Output = ()> + Send + 'static) {
+    fn finish_later((): &(), operation: impl Future<Output = ()> + Send + 'static) {
         let _ = catch_unwind(AssertUnwindSafe(|| now(operation)));
     }
 
@@ -48,13 +48,13 @@ impl Mode for Blocking {
 
     /// If no thread can be started, the operation is not run, and what it would have ended expires
     /// at its timeout.
-    fn beside((): &(), operation: impl Future<Output = ()> + Send + 'static) {
+    fn in_background((): &(), operation: impl Future<Output = ()> + Send + 'static) {
         let _ = thread::Builder::new()
             .name("diesel_interlock".into())
             .spawn(move || now(operation));
     }
 
-    fn later<F: Future<Output = bool> + Send + 'static>(
+    fn retry_later<F: Future<Output = bool> + Send + 'static>(
         (): &(),
         database: Database,
         operation: impl Fn(Option<Duration>) -> F + Send + 'static,

@@ -172,7 +172,7 @@ impl<P: Pool> Drop for Run<P> {
         self.lease.end("run");
         self.report(outcome, None);
         let (lease, update) = (self.lease.clone(), update.of(&self.lease.grant.row));
-        P::Mode::leave(&self.lease.grant.runtime, async move {
+        P::Mode::finish_later(&self.lease.grant.runtime, async move {
             // If this fails or has no reply by the deadline, the lease expires.
             let limit = lease.grant.timeout;
             let deadline = Instant::now().checked_add(limit);

@@ -100,8 +100,8 @@ impl<P: Pool> Permit<P> {
         })
     }
 
-    /// Releases the permit of a loop that may be about to end, so it waits at most a second for a
-    /// connection.
+    /// Releases the permit of a loop that may be about to end. So a blocking loop waits at most a
+    /// second for a connection; a future can be dropped.
     pub(crate) async fn release_soon(mut self) {
         let lease = self.end("release");
         let runtime = lease.grant.runtime.clone();
@@ -144,7 +144,7 @@ impl<P: Pool> Drop for Permit<P> {
         if !self.is_ended {
             let lease = self.end("drop");
             let runtime = lease.grant.runtime.clone();
-            P::Mode::leave(&runtime, async move {
+            P::Mode::finish_later(&runtime, async move {
                 drop(release(lease, "drop", Some(Duration::ZERO)).await);
             });
         }
@@ -189,7 +189,7 @@ async fn release<P: Pool>(
     }
     if !is_done {
         let (runtime, database) = (lease.grant.runtime.clone(), lease.grant.database);
-        P::Mode::later(&runtime, database, move |limit| {
+        P::Mode::retry_later(&runtime, database, move |limit| {
             let lease = lease.clone();
             async move {
                 let deadline = Some(Instant::now() + PATIENCE);

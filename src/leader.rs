@@ -261,8 +261,8 @@ impl<P: Pool> Term<P> {
 impl Leader<crate::pool::PgPool> {
     /// Stands for the election, and calls `work` each time this instance wins.
     ///
-    /// Returns after a stop, once the instance has resigned. Call [`Stop::stop`] to stop it, for
-    /// example from your SIGTERM handler.
+    /// Returns after a stop, once the instance has resigned. To stop it, call [`Stop::stop`] on a
+    /// clone when SIGTERM arrives.
     ///
     /// `work` must return when [`is_leader`](Term::is_leader) returns `false`, because a thread
     /// cannot be stopped from outside.

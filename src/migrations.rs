@@ -113,7 +113,8 @@ impl Outcome for Done {
 ///
 /// [`Error::Migration`] if a file failed; [`Error::Incomplete`] if a part of the schema is recorded
 /// as installed but does not exist, with the statement that repairs it; [`Error::Encoding`] unless
-/// the database is in UTF8; [`Error::Pool`]; and [`Error::Database`].
+/// the database is in UTF8; [`Error::Standby`] if the server refuses to write; [`Error::Pool`]; and
+/// [`Error::Database`].
 ///
 /// ```
 /// use diesel_interlock::migrations;

@@ -69,11 +69,12 @@ pub struct Lock {
     pub is_held: bool,
     /// The process id of the session. `None` for a prepared transaction.
     pub pid: Option<i32>,
-    /// The `application_name` of the session.
+    /// The `application_name` of the session. Empty for a prepared transaction, of which the next
+    /// fields are `None`.
     pub application_name: String,
     /// The role of the session.
     pub role: Option<String>,
-    /// The address of the session's client. `None` for a socket.
+    /// The address of the session's client. `None` for a socket, too.
     pub client: Option<String>,
     /// What the session is doing: `active`, `idle`, `idle in transaction` …
     pub state: Option<String>,

@@ -89,9 +89,9 @@ pub enum RunDue {
 ///
 /// [`Error::Input`] for an invalid name, a lease under 3 seconds or over 1,000 years, zero
 /// attempts, or a `next` that does not advance; [`Error::NotInstalled`]; [`Error::PermitLost`] if
-/// the lease was lost while the work ran; [`Error::Pool`], [`Error::Database`], and over deadpool
-/// and bb8 [`Error::TimedOut`] if a look has no reply within a lease. `run` does not return the
-/// last four: it tries again.
+/// the lease was lost while the work ran; [`Error::Pool`], [`Error::Standby`],
+/// [`Error::Database`], and with deadpool and bb8 [`Error::TimedOut`] if a look has no reply within
+/// a lease. `run` does not return the last five: it tries again.
 #[must_use = "a schedule does nothing until it is run"]
 #[derive(Clone)]
 pub struct Schedule<P: Pool> {
@@ -227,7 +227,7 @@ impl Schedule<crate::pool::PgPool> {
 
     /// Runs each tick that this instance gets, until it is stopped or there are no more ticks.
     ///
-    /// A stop lets the present run end. Call [`Stop::stop`] for example from your SIGTERM handler.
+    /// A stop lets the present run end. Call [`Stop::stop`] on a clone when SIGTERM arrives.
     pub fn run<E: fmt::Display>(
         &self,
         pool: &crate::pool::PgPool,

@@ -61,7 +61,7 @@ pub mod resource_control {
             token -> Int8,
             runner -> Text,
             started_at -> Nullable<Timestamptz>,
-            /// Until when the run holds the tick. Null once it has ended; past after a crash.
+            /// Until when the run holds the tick. Null once ended; past if crashed or given back.
             expires_at -> Nullable<Timestamptz>,
             /// When the run ended the tick or gave it back. Null while it runs or crashed.
             ended_at -> Nullable<Timestamptz>,
@@ -111,7 +111,7 @@ pub mod resource_control {
         /// Resources that are granted at most once per interval.
         resource_control.throttled_resource (resource_id) {
             resource_id -> ThrottledResourceEnum,
-            /// Elapsed time: a day is 24 hours, a month 30 days, a year 365.25 days.
+            /// Elapsed time in any time zone: a day is 24 hours, a month 30 days, a year 365.25.
             throttle_interval -> Interval,
             /// When it was granted last, by the server's clock; -infinity for never.
             last_locked -> Timestamptz,

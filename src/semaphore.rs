@@ -289,6 +289,8 @@ impl<P: Pool> Semaphore<P> {
     async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Admission<Permit<P>>> {
         let service = self.service()?;
         let (mut turns, mut last) = (Turns::new(deadline), None);
+        // Pauses need its timer.
+        P::Mode::runtime()?;
         let_others_pass::<P::Mode>(&What::Slot(service.clone()), deadline).await;
         while turns.next::<P::Mode>().await {
             let limit = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));

@@ -260,7 +260,7 @@ impl Schema {
                 (SELECT bool_or(has_table_privilege(c.oid, 'INSERT, UPDATE, DELETE'))
                     FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relkind = 'r')
                     AS is_writable,
-                (SELECT bool_and(has_table_privilege(c.oid, 'SELECT'))
+                (SELECT bool_or(has_table_privilege(c.oid, 'SELECT'))
                     FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relkind = 'v')
                     AS is_readable,
                 (SELECT r.rolname FROM (

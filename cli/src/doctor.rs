@@ -154,8 +154,9 @@ impl Doctor {
             Schema::Foreign(_) => {
                 let failed = schema.require().err();
                 let (found, why) = failed.as_ref().map(split).unwrap_or_default();
-                // As the owner, it may well be in order.
-                report.add("warn", &found, &why, "", "");
+                // For its owner, it may well be in order.
+                let level = if self.needs_schema { "fail" } else { "warn" };
+                report.add(level, &found, &why, "", "");
                 return Ok(());
             }
             Schema::Closed if !self.needs_schema => {

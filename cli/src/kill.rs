@@ -153,8 +153,13 @@ impl Kill {
             return Ok(());
         }
         match Schema::of(conn)? {
-            Schema::Absent | Schema::Closed => return Ok(()),
-            schema => schema.require()?,
+            Schema::Readable | Schema::Usable => {}
+            schema => {
+                if let (Schema::Foreign(_), Some(why)) = (&schema, schema.why_unread()) {
+                    say!("{why}");
+                }
+                return Ok(());
+            }
         }
         for other in rows_with(conn, OTHERS, &self.name)? {
             let found = other["found"].as_str().unwrap_or_default();

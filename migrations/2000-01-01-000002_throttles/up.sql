@@ -96,7 +96,7 @@ COMMENT ON TABLE resource_control.throttle IS
 COMMENT ON TABLE resource_control.throttled_resource IS
     'Resources that are granted at most once per interval.';
 COMMENT ON COLUMN resource_control.throttled_resource.throttle_interval IS
-    'Elapsed time: a day is 24 hours, a month 30 days, a year 365.25 days.';
+    'Elapsed time in any time zone: a day is 24 hours, a month 30 days, a year 365.25.';
 COMMENT ON COLUMN resource_control.throttled_resource.last_locked IS
     'When it was granted last, by the server''s clock; -infinity for never.';
 COMMENT ON FUNCTION resource_control.lock_throttled_resource(resource_control.throttled_resource_enum, text) IS

@@ -43,7 +43,7 @@ COMMENT ON COLUMN resource_control.schedule.claim IS
 COMMENT ON COLUMN resource_control.schedule.paused_at IS
     'Since when the schedule takes no tick. Null if it is not paused.';
 COMMENT ON COLUMN resource_control.schedule.expires_at IS
-    'Until when the run holds the tick. Null once it has ended; past after a crash.';
+    'Until when the run holds the tick. Null once ended; past if crashed or given back.';
 COMMENT ON COLUMN resource_control.schedule.ended_at IS
     'When the run ended the tick or gave it back. Null while it runs or crashed.';
 COMMENT ON COLUMN resource_control.schedule.error IS

@@ -56,14 +56,13 @@ impl<P: Pool> RateLimit<P> {
                 return Ok(CheckAll::Limited { index, limited });
             }
             let mut reply = spend(&keys, pool).await;
-            match reply {
+            if matches!(reply, Err(Unspent::Failed(_, Error::Standby))) {
                 // The server has refused, so nothing was spent, and its connection is discarded.
-                Err(Unspent::Failed(_, Error::Standby)) => reply = spend(&keys, pool).await,
-                Err(Unspent::Failed(Some(limit), error)) => {
-                    limit.explain(pool, None, error).await?;
-                    reply = spend(&keys, pool).await;
-                }
-                _ => {}
+                reply = spend(&keys, pool).await;
+            }
+            if let Err(Unspent::Failed(Some(limit), error)) = reply {
+                limit.explain(pool, None, error).await?;
+                reply = spend(&keys, pool).await;
             }
             match reply {
                 Ok(spent) => Ok(CheckAll::Allowed(in_order(limits, &keys, &spent))),

@@ -211,6 +211,8 @@ impl<P: Pool> Local<P> {
                         .await;
                 }
                 Look::Wait(alarm, replies) => {
+                    // Pauses need its timer.
+                    P::Mode::runtime()?;
                     P::Mode::sleep(&alarm, None).await;
                     waited = Some(replies);
                 }

@@ -158,7 +158,7 @@ impl<P: Pool> Lease<P> {
         }
     }
 
-    /// Waits until the lease is lost, for at most `timeout`, and tells the holder whether it is lost.
+    /// Waits until the lease is lost, for at most `timeout`. Tells the holder whether it is lost.
     pub(crate) async fn wait_for_loss(&self, timeout: Duration) -> bool {
         self.wait_until_over(Instant::now().checked_add(timeout))
             .await;

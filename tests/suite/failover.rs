@@ -148,13 +148,23 @@ fn a_server_that_refuses_to_write_is_left() {
         });
     };
     refuse(conn, "on");
-    let refused = wait(THROTTLE.attempt(&pool));
-    assert_matches!(refused, Err(Error::Standby));
-    assert!(refused.unwrap_err().is_unavailable());
+    // Each session reads the setting when it gets to it.
+    eventually("all sessions refuse", || {
+        match wait(THROTTLE.attempt(&pool)) {
+            Ok(_) => false,
+            Err(refused) => {
+                assert_matches!(refused, Error::Standby);
+                assert!(refused.is_unavailable());
+                true
+            }
+        }
+    });
     assert_matches!(wait(SLOT.try_acquire(&pool)), Err(Error::Standby));
     run(conn, "SET default_transaction_read_only = off");
     refuse(conn, "off");
-    assert!(wait(THROTTLE.attempt(&pool)).unwrap().is_granted());
+    eventually("all sessions write", || {
+        wait(THROTTLE.attempt(&pool)).is_ok()
+    });
     on_one(&pool, |conn| {
         wait(execute(conn, "SET default_transaction_read_only = on")).unwrap();
         assert_matches!(wait(THROTTLE.attempt_on(conn)), Err(Error::Standby));

@@ -236,6 +236,10 @@ impl Worker {
 
     /// Works with something for as long as it is believed in, for a random time.
     fn hold(&self, name: &str, token: i64, milliseconds: u64, is_lost: &(dyn Fn() -> bool + Sync)) {
+        if is_lost() {
+            // The reply to the claim was under way for longer than the timeout.
+            return;
+        }
         let _entered = Entered::new(self, name, token, "", is_lost);
         let end = Instant::now() + Duration::from_millis(fastrand::u64(0..milliseconds));
         while Instant::now() < end && !is_lost() && !self.is_over() {

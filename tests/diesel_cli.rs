@@ -1,6 +1,6 @@
 //! The real `diesel_cli` on our migrations, and on an application's beside them.
 //!
-//! Run by `scripts/test_with diesel_cli`, which installs the program and names it in `DIESEL_CLI`.
+//! Run by `scripts/test with diesel_cli`, which installs the program and names it in `DIESEL_CLI`.
 
 use std::fs;
 use std::path::PathBuf;
@@ -70,7 +70,7 @@ impl Application {
 
     fn output(&self, arguments: &[&str]) -> Output {
         let program = std::env::var_os("DIESEL_CLI")
-            .expect("DIESEL_CLI is not set: run scripts/test_with diesel_cli");
+            .expect("DIESEL_CLI is not set: run scripts/test with diesel_cli");
         let mut command = Command::new(program);
         command.args(arguments).current_dir(&self.directory);
         command

@@ -1,6 +1,6 @@
 //! Behind PgBouncer: what holds, and how the rest is refused.
 //!
-//! Run by `scripts/test_with pgbouncer`, which installs it.
+//! Run by `scripts/test with pgbouncer`, which installs it.
 
 mod locking;
 mod migrating;

@@ -1,6 +1,6 @@
 //! Behind pgpool-II, which sends to a standby what only reads: session locks exclude, and are free after their release.
 //!
-//! Run by `scripts/test_with pgpool`, which installs it.
+//! Run by `scripts/test with pgpool`, which installs it.
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
 //! Over TLS: both halves, and every pool.
 //!
-//! Run by `scripts/test_with tls`, which builds a libpq that knows TLS.
+//! Run by `scripts/test with tls`, which builds a libpq that knows TLS.
 
 mod crashes;
 mod locking;

@@ -1,4 +1,4 @@
-//! The application with requests and a lost lock, for `scripts/prometheus`: writes the port of
+//! The application with requests and a lost lock, for `scripts/check metrics`: writes the port of
 //! `/metrics` and the URL of its database, which goes away with it.
 
 use std::error::Error;

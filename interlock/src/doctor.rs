@@ -1,0 +1,388 @@
+//! `interlock doctor`: what is wrong with a set-up, and what to do. It changes nothing.
+
+pub(crate) mod objects;
+mod questions;
+
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use clap::Args;
+use diesel::pg::PgConnection;
+use diesel_interlock::{Error, check_exclusion, migrations};
+use serde_json::{Value, json};
+
+use self::questions::{GRANTS, HOLDERS, SERVER, TABLES, VIEWS};
+use crate::database::{self, SILENCE, Schema, Sessions};
+use crate::{Failure, duration, ps, refusal};
+
+#[derive(Debug, Args)]
+pub(crate) struct Doctor {
+    /// Writes the findings as one JSON array
+    #[arg(long)]
+    json: bool,
+    /// Exits with 1 also if there are only warnings
+    #[arg(long)]
+    strict: bool,
+    /// Fails if the schema is not installed, or not for this role, which locks alone do not need
+    #[arg(long)]
+    needs_schema: bool,
+    /// Warns of transactions that have been open for longer than this
+    #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "10m")]
+    transaction_age: Duration,
+    /// Warns of locks whose holder's session has done nothing for longer than this, and of slots
+    /// and runs of schedules that have been in use for longer
+    #[arg(long, value_parser = duration, value_name = "DURATION", default_value = "1h")]
+    holder_age: Duration,
+}
+
+impl Doctor {
+    pub(crate) fn run(self) -> Result<i32, Failure> {
+        let (is_json, is_strict) = (self.json, self.strict);
+        let report = Report::default();
+        let (asked, is_asked) = mpsc::channel();
+        let seen = report.clone();
+        thread::Builder::new()
+            .spawn(move || {
+                let _ = asked.send(self.examine(&seen));
+            })
+            .map_err(|error| Failure::new(Failure::SYSTEM, error))?;
+        // What was found until then is said in any case.
+        let status = is_asked.recv_timeout(SILENCE).unwrap_or_else(|_| {
+            let silent = database::silent();
+            let (found, why) = split(&silent);
+            report.add("fail", &found, &why, "", "");
+            Some(silent.status)
+        });
+        let text = if is_json {
+            report.json()
+        } else {
+            report.text()
+        };
+        io::stdout().write_all(text.as_bytes())?;
+        let is_bad = report.has("fail") || is_strict && report.has("warn");
+        Ok(status.unwrap_or(is_bad.into()))
+    }
+
+    /// Returns a status if not everything could be asked.
+    fn examine(&self, report: &Report) -> Option<i32> {
+        let mut url = String::new();
+        let asked = database::url("doctor").and_then(|it| {
+            url = it;
+            // A pool tries again until its timeout where a connection says at once what is wrong.
+            drop(database::connect(&url)?);
+            self.ask(&database::sessions(&url)?, report)
+        });
+        asked.err().map(|failure| report.fail(&failure, &url))
+    }
+
+    /// Over as few sessions as possible, because a pooler may have only one.
+    fn ask(&self, sessions: &Sessions, report: &Report) -> Result<(), Failure> {
+        if database::has_tls() {
+            report.ok("this program has TLS");
+        } else {
+            let found = "this program was built with a libpq without TLS: it cannot connect to \
+                servers that require TLS";
+            report.add(
+                "warn",
+                found,
+                "build it with TLS",
+                "",
+                "cargo install --path interlock",
+            );
+        }
+        let mut conn = sessions.get(SILENCE)?;
+        for query in SERVER {
+            report.of(&mut conn, &self.with_ages(query))?;
+        }
+        drop(conn);
+        self.ask_about_locks(sessions, report)?;
+        self.ask_about_schema(sessions, report)
+    }
+
+    fn ask_about_locks(&self, sessions: &Sessions, report: &Report) -> Result<(), Failure> {
+        match check_exclusion(&sessions.pool) {
+            Ok(()) => report.ok("session locks exclude on this connection: no pooler in \
+                transaction mode is in between"),
+            // That was said.
+            Err(Error::Standby) => {}
+            Err(error @ Error::NotExclusive(_)) => {
+                let (found, why) = split(&error.into());
+                report.add("fail", &found, &why, "", "");
+            }
+            Err(error) => {
+                let found = format!(
+                    "it could not be checked whether session locks exclude: \
+                    {}",
+                    Failure::from(error)
+                );
+                report.add(
+                    "warn",
+                    &found,
+                    "the check needs a second connection: end idle sessions, or \
+                    raise the limit",
+                    "",
+                    "",
+                );
+            }
+        }
+        report.of(
+            &mut *sessions.get(SILENCE)?,
+            &self.with_ages(&HOLDERS.replace(":locks", database::LOCKS)),
+        )
+    }
+
+    fn ask_about_schema(&self, sessions: &Sessions, report: &Report) -> Result<(), Failure> {
+        const NOT_INSTALLED: &str = "the schema resource_control is not installed";
+        let mut conn = sessions.get(SILENCE)?;
+        let schema = Schema::of(&mut conn)?;
+        match &schema {
+            Schema::Absent if self.needs_schema => {
+                let why = "run this as the owner of the database, or as a role that may create \
+                    schemas in it";
+                report.add("fail", NOT_INSTALLED, why, "", "interlock install");
+                return report.of(&mut conn, questions::MAY_CREATE);
+            }
+            Schema::Absent => {
+                let found = format!(
+                    "{NOT_INSTALLED}; locks work without it (all else needs interlock install)"
+                );
+                report.ok(&found);
+                return Ok(());
+            }
+            Schema::Foreign(_) => {
+                let failed = schema.require().err();
+                let (found, why) = failed.as_ref().map(split).unwrap_or_default();
+                // For its owner, it may well be in order.
+                let level = if self.needs_schema { "fail" } else { "warn" };
+                report.add(level, &found, &why, "", "");
+                return Ok(());
+            }
+            Schema::Closed if !self.needs_schema => {
+                report.ok("this role may not use the schema resource_control; locks need no right");
+                return Ok(());
+            }
+            Schema::Closed | Schema::Readable | Schema::Usable => {}
+        }
+        let is_reader = matches!(schema, Schema::Readable);
+        let before = report.lines().len();
+        if is_reader {
+            report.ok(
+                "this role may read the views of the schema resource_control, and write nothing",
+            );
+        } else {
+            report.of(&mut conn, GRANTS)?;
+        }
+        let are_granted = report.lines().len() == before;
+        drop(conn);
+        let checked = if is_reader {
+            Ok(())
+        } else {
+            migrations::check(&sessions.pool)
+        };
+        let conn = &mut *sessions.get(SILENCE)?;
+        match checked {
+            Ok(()) => {
+                let differences = objects::differences(conn)?;
+                if differences.is_empty() && are_granted {
+                    report
+                        .ok("the schema resource_control is complete, and is that of this release");
+                }
+                for it in differences {
+                    report.add("fail", &it.found, &it.why, &it.sql, &it.shell);
+                }
+                let of_tables = if is_reader { &[] } else { TABLES };
+                for query in VIEWS.iter().chain(of_tables) {
+                    report.of(conn, &self.with_ages(query))?;
+                }
+            }
+            // These were said.
+            Err(Error::Encoding(_)) => {}
+            Err(_) if !are_granted => {}
+            Err(Error::NotInstalled) => {
+                let found = "the schema resource_control is there, but not installed completely: \
+                    migrations of this release are pending";
+                report.add(
+                    "fail",
+                    found,
+                    "run this as its owner",
+                    "",
+                    "interlock install",
+                );
+            }
+            Err(Error::Incomplete { missing, .. }) => {
+                // The columns first, which what is missing may need.
+                for it in objects::differences(conn)? {
+                    report.add("fail", &it.found, &it.why, &it.sql, &it.shell);
+                }
+                let found = format!("the schema resource_control lacks {}", missing.join(", "));
+                report.add(
+                    "fail",
+                    &found,
+                    "run this as its owner",
+                    "",
+                    "interlock install --repair",
+                );
+            }
+            Err(error) => {
+                let found = format!(
+                    "the schema resource_control could not be examined: {}",
+                    Failure::from(error)
+                );
+                report.add("fail", &found, "see the message", "", "");
+            }
+        }
+        Ok(())
+    }
+
+    fn with_ages(&self, query: &str) -> String {
+        let age = |age: Duration| format!("interval '{} milliseconds'", age.as_millis());
+        let query = query.replace(":transaction_age", &age(self.transaction_age));
+        query.replace(":holder_age", &age(self.holder_age))
+    }
+}
+
+/// The errors of the library say what was found, and what to do.
+fn split(failure: &Failure) -> (String, String) {
+    let message = &failure.message;
+    let (found, remedy) = message.split_once(": ").unwrap_or((message, ""));
+    (found.to_owned(), remedy.to_owned())
+}
+
+/// Something that was found.
+#[derive(Debug)]
+struct Line {
+    /// `ok`, `warn` or `fail`.
+    level: String,
+    found: String,
+    /// What to do, in words.
+    why: String,
+    /// The same for psql, as whole statements.
+    sql: String,
+    /// The same for a shell.
+    shell: String,
+    /// The session that it is about.
+    pid: Option<i64>,
+}
+
+/// Shared, because it is said also if the thread that writes it gets no reply.
+#[derive(Debug, Clone, Default)]
+struct Report(Arc<Mutex<Vec<Line>>>);
+
+impl Report {
+    fn lines(&self) -> MutexGuard<'_, Vec<Line>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ok(&self, found: &str) {
+        self.add("ok", found, "", "", "");
+    }
+
+    fn add(&self, level: &str, found: &str, why: &str, sql: &str, shell: &str) {
+        self.push(Line {
+            level: level.to_owned(),
+            found: ps::plain(found),
+            why: ps::plain(why),
+            sql: ps::plain(sql),
+            shell: ps::plain(shell),
+            pid: None,
+        });
+    }
+
+    /// What was said is not said again, and of a session only the first.
+    fn push(&self, line: Line) {
+        let mut lines = self.lines();
+        let is_said =
+            |it: &Line| it.found == line.found || line.pid.is_some() && it.pid == line.pid;
+        if !lines.iter().any(is_said) {
+            lines.push(line);
+        }
+    }
+
+    /// A question that cannot be answered is a finding, too.
+    fn of(&self, conn: &mut PgConnection, query: &str) -> Result<(), Failure> {
+        let rows = match database::rows(conn, query) {
+            Ok(rows) => rows,
+            Err(error) => {
+                let error = Error::from(error);
+                if error.is_unavailable() {
+                    return Err(error.into());
+                }
+                let found = format!("a query of doctor has failed: {}", Failure::from(error));
+                self.add("warn", &found, "so this check has no result", "", "");
+                return Ok(());
+            }
+        };
+        for row in rows {
+            let text = |member: &str| ps::plain(row[member].as_str().unwrap_or_default());
+            let mut line = Line {
+                level: text("level"),
+                found: text("found"),
+                why: text("why"),
+                sql: text("sql"),
+                shell: text("shell"),
+                pid: row["pid"].as_i64(),
+            };
+            if line.level == "ok" {
+                line.why.clear();
+                line.sql.clear();
+                line.shell.clear();
+            }
+            self.push(line);
+        }
+        Ok(())
+    }
+
+    /// Why no more could be asked. Returns the status.
+    fn fail(&self, failure: &Failure, url: &str) -> i32 {
+        let found = failure.message.trim().replace('\n', " ");
+        self.add(
+            "fail",
+            &found,
+            &refusal::remedy(&failure.message, url),
+            "",
+            "",
+        );
+        failure.status
+    }
+
+    fn has(&self, level: &str) -> bool {
+        self.lines().iter().any(|line| line.level == level)
+    }
+
+    fn text(&self) -> String {
+        let mut text = String::new();
+        for line in self.lines().iter() {
+            text += &format!("{:4}  {}\n", line.level, line.found);
+            let is_followed = !(line.sql.is_empty() && line.shell.is_empty());
+            if !line.why.is_empty() {
+                let colon = if is_followed { ":" } else { "" };
+                text += &format!("      {}{colon}\n", line.why);
+            }
+            // Alone on its line, to be pasted.
+            for what in [&line.sql, &line.shell]
+                .into_iter()
+                .filter(|it| !it.is_empty())
+            {
+                text += &format!("      {what}\n");
+            }
+        }
+        text
+    }
+
+    fn json(&self) -> String {
+        let of = |line: &Line| {
+            let Line {
+                level,
+                found,
+                why,
+                sql,
+                shell,
+                ..
+            } = line;
+            json!({"level": level, "found": found, "why": why, "sql": sql, "shell": shell})
+        };
+        Value::from_iter(self.lines().iter().map(of)).to_string() + "\n"
+    }
+}

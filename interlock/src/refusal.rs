@@ -1,0 +1,356 @@
+//! Why a database refuses a connection. What libpq and the server say is all that tells a wrong
+//! set-up, in which waiting helps nobody, from a database that is away.
+
+use crate::{Failure, unreachable};
+
+/// What the text contains, whether that is a wrong set-up, and the remedy: `{role}`, `{database}`
+/// and `{host}` are what the text names.
+const REFUSALS: &[(&str, bool, &str)] = &[
+    (
+        "not compiled in",
+        true,
+        "this program was built with a libpq without TLS: `cargo install --path interlock` builds one \
+            with it",
+    ),
+    (
+        "does not support SSL",
+        true,
+        "the server has no TLS: set ssl = on there, with ssl_cert_file and ssl_key_file, or take \
+            sslmode out of DATABASE_URL",
+    ),
+    (
+        "certificate",
+        true,
+        "give libpq the certificate of the authority that has signed the server's: \
+            sslrootcert=/path/to/ca.pem, or sslrootcert=system; \
+         and with sslmode=verify-full the host name must be that of the certificate",
+    ),
+    (
+        "no password supplied",
+        true,
+        "put the password into DATABASE_URL, PGPASSWORD or ~/.pgpass \
+            (host:port:database:role:password)",
+    ),
+    (
+        "authentication failed",
+        true,
+        "put the right password into DATABASE_URL, PGPASSWORD or ~/.pgpass; or set a new one: \
+            \\password {role}",
+    ),
+    (
+        "SASL",
+        true,
+        "put the right password into DATABASE_URL, PGPASSWORD or ~/.pgpass",
+    ),
+    // After the above, because with sslmode=prefer libpq says both why it was refused with TLS and
+    // why without.
+    (
+        "host \"[local]\"",
+        true,
+        "add a line to pg_hba.conf on the server, before any that rejects: `local {database} \
+            {role} scram-sha-256`; then SELECT pg_reload_conf();",
+    ),
+    (
+        "no encryption",
+        true,
+        "if the server has TLS, add sslmode=require to DATABASE_URL; otherwise, or if that is \
+            refused, too, add a line to pg_hba.conf on the server, before any that rejects: `host \
+            {database} {role} {host} scram-sha-256`; then SELECT pg_reload_conf();",
+    ),
+    (
+        "pg_hba.conf",
+        true,
+        "add a line to pg_hba.conf on the server, before any that rejects: `hostssl {database} \
+            {role} {host} scram-sha-256`; then SELECT pg_reload_conf();",
+    ),
+    ("not permitted to log in", true, "ALTER ROLE {role} LOGIN;"),
+    (
+        "permission denied for database",
+        true,
+        "GRANT CONNECT ON DATABASE {database} TO {role};",
+    ),
+    (
+        "not currently accepting connections",
+        true,
+        "ALTER DATABASE {database} ALLOW_CONNECTIONS true;",
+    ),
+    (
+        "too many connections for role",
+        false,
+        "end sessions of the role, or: ALTER ROLE {role} CONNECTION LIMIT -1;",
+    ),
+    (
+        "too many connections for database",
+        false,
+        "end sessions of the database, or: ALTER DATABASE {database} CONNECTION LIMIT -1;",
+    ),
+    ("too many clients", false, FULL),
+    ("remaining connection slots", false, FULL),
+    ("no more connections allowed", false, FULL),
+    (
+        "out of shared memory",
+        false,
+        "the table of locks is full: end the session that holds most of them, or make room, which \
+            needs a restart: ALTER SYSTEM SET max_locks_per_transaction = 256;",
+    ),
+    (
+        "invalid URI query parameter",
+        true,
+        "correct DATABASE_URL: libpq knows no parameter of this name, so take it out",
+    ),
+    (
+        "no such database",
+        true,
+        "name a database of [databases] in pgbouncer.ini",
+    ),
+    (
+        "no such user",
+        true,
+        "add the role to the auth_file of PgBouncer",
+    ),
+    (
+        "unsupported startup parameter",
+        true,
+        "a pooler is in between: take the parameter out of DATABASE_URL and PGOPTIONS, or add it \
+            to ignore_startup_parameters",
+    ),
+    (
+        "unrecognized configuration parameter",
+        true,
+        "correct the options of DATABASE_URL or PGOPTIONS: the server has no such setting",
+    ),
+    (
+        "invalid value for parameter",
+        true,
+        "correct the options of DATABASE_URL or PGOPTIONS",
+    ),
+    (
+        "role \"",
+        true,
+        "CREATE ROLE {role} LOGIN; -- or name another one in DATABASE_URL",
+    ),
+    (
+        "database \"",
+        true,
+        "CREATE DATABASE {database} ENCODING 'UTF8' TEMPLATE template0; -- or name another one \
+            in DATABASE_URL",
+    ),
+    (
+        "could not translate host name",
+        false,
+        "correct the host of DATABASE_URL",
+    ),
+    (
+        "Connection refused",
+        false,
+        "start the server, or correct host and port of DATABASE_URL: it must listen there \
+            (listen_addresses)",
+    ),
+    (
+        "No such file or directory",
+        false,
+        "start the server, or correct the directory of its socket in DATABASE_URL \
+            (unix_socket_directories)",
+    ),
+    ("starting up", false, "wait until the server has started"),
+    (
+        "timeout expired",
+        false,
+        "is a firewall in between, or the host of DATABASE_URL wrong?",
+    ),
+    ("session is read-only", false, "connect to the primary"),
+    ("is in hot standby mode", false, "connect to the primary"),
+];
+
+const FULL: &str = "use smaller pools or a pooler, end idle sessions, or: ALTER SYSTEM SET \
+    max_connections = 200; and restart the server";
+
+/// Where these are, the server or the network has spoken, and it is not the URL that cannot be
+/// read.
+const SERVER: [&str; 3] = [
+    "connection to server",
+    "could not connect",
+    "could not translate host name",
+];
+
+fn of(text: &str) -> Option<&'static (&'static str, bool, &'static str)> {
+    let has = |it: &str| text.contains(it);
+    let is_absent = |it: &&(&str, bool, &str)| !it.0.ends_with(" \"") || has("does not exist");
+    let mut all = REFUSALS.iter().filter(|it| has(it.0)).filter(is_absent);
+    all.next()
+}
+
+pub(crate) fn failure(text: &str, url: &str) -> Failure {
+    let is_of_server = SERVER.iter().any(|it| text.contains(it));
+    let is_set_up = match of(text) {
+        Some((_, is_set_up, _)) => *is_set_up,
+        None => !is_of_server,
+    };
+    let status = if is_set_up {
+        Failure::SET_UP
+    } else {
+        Failure::UNAVAILABLE
+    };
+    let text = if is_of_server {
+        text.to_owned()
+    } else {
+        without_user_info(text, url)
+    };
+    Failure::new(status, unreachable(&text))
+}
+
+/// What libpq quotes of a URL that it cannot read may be the password. The rest of it is what is
+/// wrong.
+fn without_user_info(text: &str, url: &str) -> String {
+    let rest = url.split_once("://").map_or("", |(_, rest)| rest);
+    let user_info = rest.rsplit_once('@').map_or("", |(info, _)| info);
+    // A word without a value may be a part of a password that has a space.
+    let is_of_words = text.contains("missing \"=\"");
+    let hidden = |piece: &str| match piece.rsplit_once('@') {
+        Some((_, host)) => format!("...@{host}"),
+        None if piece.len() > 1 && (is_of_words || user_info.contains(piece)) => "...".to_owned(),
+        None => piece.to_owned(),
+    };
+    let pieces = text.split('"').enumerate();
+    let pieces = pieces.map(|(i, piece)| match i % 2 {
+        0 => piece.to_owned(),
+        _ => hidden(piece),
+    });
+    pieces.collect::<Vec<_>>().join("\"")
+}
+
+/// What to do if a connection fails for this reason.
+pub(crate) fn remedy(text: &str, url: &str) -> String {
+    let Some((_, _, remedy)) = of(text) else {
+        return "correct DATABASE_URL, such as postgres://app@db/app".to_owned();
+    };
+    let named = |before: &[&str]| {
+        let mut found = before.iter().filter_map(|before| {
+            let (_, rest) = text.split_once(&format!("{before} \""))?;
+            Some(rest.split_once('"')?.0)
+        });
+        found.next()
+    };
+    let identifier = |name: Option<&str>, otherwise: &str| {
+        let quoted = |name: &str| format!("\"{}\"", name.replace('"', "\"\""));
+        name.map_or_else(|| otherwise.to_owned(), quoted)
+    };
+    let info = url
+        .split_once("://")
+        .and_then(|(_, rest)| rest.rsplit_once('@'));
+    let of_url = info.and_then(|(info, _)| info.split(':').next());
+    let role = named(&["role", "user"]).or(of_url);
+    let database = named(&["database"]);
+    let host = named(&["for host", "from host"]).unwrap_or("ADDRESS");
+    let bits = if host.contains(':') { 128 } else { 32 };
+    remedy
+        .replace("{role}", &identifier(role, "CURRENT_USER"))
+        .replace("{database}", &identifier(database, "all"))
+        .replace("{host}", &format!("{host}/{bits}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_password_is_not_said_and_a_wrong_set_up_is_told_from_an_absence() {
+        let url = "postgres://app:s3cret%zz@db/app?schema=public";
+        let server = "connection to server at \"db\" (10.0.0.1), port 5432 failed: ";
+        for (text, status) in [
+            (
+                "missing \"=\" after \"app:s3cret@db\" in connection info string",
+                78,
+            ),
+            (
+                "missing \"=\" after \"s3cret\" in connection info string",
+                78,
+            ),
+            ("invalid percent-encoded token: \"s3cret%zz\"", 78),
+            ("invalid sslmode value: \"no\"", 78),
+            (&(server.to_owned() + "Connection refused"), 69),
+            (
+                &(server.to_owned() + "FATAL:  the database system is starting up"),
+                69,
+            ),
+            (
+                &(server.to_owned() + "fe_sendauth: no password supplied"),
+                78,
+            ),
+            (
+                &(server.to_owned()
+                    + "FATAL:  pg_hba.conf rejects connection for host \"10.0.0.2\""),
+                78,
+            ),
+            (
+                &(server.to_owned() + "FATAL:  password authentication failed for user \"app\""),
+                78,
+            ),
+            (
+                &(server.to_owned() + "FATAL:  too many connections for role \"app\""),
+                69,
+            ),
+            ("could not translate host name \"db\" to address", 69),
+        ] {
+            let failure = failure(text, url);
+            assert_eq!(failure.status, status, "{text}");
+            assert!(!failure.message.contains("s3cret"), "{failure}");
+        }
+        let wrong = failure("invalid URI query parameter: \"schema\"", url);
+        assert!(wrong.message.contains("\"schema\""), "{wrong}");
+    }
+
+    #[test]
+    fn a_remedy_names_what_the_server_has_named() {
+        let text = "FATAL:  too many connections for role \"the app\"";
+        assert!(
+            remedy(text, "postgres://app:s3cret@db/app")
+                .ends_with("ALTER ROLE \"the app\" CONNECTION LIMIT -1;")
+        );
+        let text = "FATAL:  database \"app\" does not exist";
+        assert!(
+            remedy(text, "postgres://app:s3cret@db/app").starts_with("CREATE DATABASE \"app\" ")
+        );
+        let entry = |host: &str, more: &str| {
+            let text = format!(
+                "FATAL:  no pg_hba.conf entry for host \"{host}\", user \"app\", database \"app\", \
+                    no encryption{more}"
+            );
+            remedy(&text, "postgres://app@db/app")
+        };
+        for (host, line) in [
+            (
+                "10.0.0.2",
+                "`host \"app\" \"app\" 10.0.0.2/32 scram-sha-256`",
+            ),
+            (
+                "fd00::2",
+                "`host \"app\" \"app\" fd00::2/128 scram-sha-256`",
+            ),
+            ("[local]", "`local \"app\" \"app\" scram-sha-256`"),
+        ] {
+            let remedy = entry(host, "");
+            assert!(remedy.contains(line), "{remedy}");
+        }
+        // With TLS, and without, in one text.
+        let both = "; FATAL:  password authentication failed for user \"app\"";
+        assert!(entry("10.0.0.2", both).starts_with("put the right password"));
+        for (text, word) in [
+            ("FATAL:  out of shared memory", "max_locks_per_transaction"),
+            ("session is read-only", "the primary"),
+            ("server is in hot standby mode", "the primary"),
+            (
+                "FATAL:  unrecognized configuration parameter \"x\"",
+                "PGOPTIONS",
+            ),
+        ] {
+            let remedy = remedy(text, "postgres://app@db/app");
+            assert!(remedy.contains(word), "{remedy}");
+        }
+        let text = "FATAL:  permission denied for database \"app\"";
+        assert!(
+            remedy(text, "postgres://app:s3cret@db/app")
+                .contains("ON DATABASE \"app\" TO \"app\";")
+        );
+    }
+}

@@ -1,5 +1,14 @@
 //! How statements on this crate's tables are sent: each in its own transaction, on a connection
 //! from a pool.
+//!
+//! **What was sent and has no reply is not sent again.** If a claim was committed and only its
+//! reply was lost, a repetition would take a second slot. libpq reports whether a statement was
+//! surely not sent, but diesel-async does not. So before the crate sends something on an
+//! asynchronous connection, it asks the connection whether it has ended, which needs no round trip.
+//!
+//! **The READ COMMITTED fallback** repeats a statement that failed with a serialization failure, in
+//! one place (`call.rs`). A repetition is necessary because the isolation level cannot be changed
+//! after a snapshot was taken.
 
 use std::time::{Duration, Instant};
 

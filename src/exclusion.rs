@@ -1,4 +1,9 @@
 //! Do session locks exclude on this pool?
+//!
+//! **No check for each connection.** Whether session locks exclude depends on how a program reaches
+//! its server, so `check_exclusion` checks it once per program. It compares the sessions of two
+//! connections. It does not try a session lock, because behind a pooler that lock could stay on a
+//! session that other clients use.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,9 @@
 //! Leader election: one instance leads at a time.
 
+// **In the asynchronous half, `Leader` and `Schedule` pass an owned `Term` or `Tick` to the work.**
+// On stable Rust the future of an `AsyncFnMut(&Term)` cannot be bounded by `Send`, so
+// `tokio::spawn` would refuse it.
+
 use std::borrow::Cow;
 #[cfg(feature = "async")]
 use std::convert::Infallible;

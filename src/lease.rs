@@ -1,6 +1,29 @@
 //! A row that is held for a limited time: the common part of a permit, a leader's term and a run of
 //! a schedule. How long the holder may rely on the row, and how the lease is renewed, lost and
 //! ended.
+//!
+//! **Permits, terms and runs share one lease.** For all three, the same code decides how long a
+//! holder trusts its row, when it renews the row, who reports a loss, and that no end is stored
+//! after a loss was reported.
+//!
+//! **Trust ends before the database lets another holder in.** A holder trusts its permit until the
+//! time when its last successful renewal was *sent*, plus the timeout, less a margin (a tenth of
+//! the timeout, at most a second). The time is measured on the monotonic clock.
+//!
+//! **A renewal waits in the pool's own queue until trust ends.** With a shorter timeout it would
+//! lose its place in that queue, and starve in competition with code that takes and returns
+//! connections without a pause.
+//!
+//! **A renewal is due a third of the timeout after the last one was *sent***. If it were due a
+//! third after the last *reply*, slow replies would delay the renewals until trust ends.
+//!
+//! **A renewal without a reply is sent again after two fifths of the timeout**, in the asynchronous
+//! half, while the first try continues. The reason is that a pool may give out a connection on
+//! which the statement of a dropped future still runs. If the second try began sooner, a slow
+//! server would get twice the work.
+//!
+//! **A task or thread for each permit that renews itself.** Pools have no identity by which permits
+//! could be grouped, and a hundred permits of 30 s cause only ten statements a second.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};

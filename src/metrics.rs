@@ -1,5 +1,9 @@
 //! The metrics of the events, for the facade crate `metrics`. Without the feature of that name
 //! nothing is counted.
+//!
+//! **The code that raises a gauge keeps its handle**, and lowers the same gauge. A look-up at the
+//! end could find the gauge of another recorder, or a gauge that the exporter has forgotten and
+//! created anew, and lower it below zero.
 
 /// The labels of a handle in events and metrics. Both are constants of the program, and never keys.
 #[derive(Debug, Clone, Copy)]

@@ -5,6 +5,13 @@
 //! So any of these tools may run the files, in any order and at the same time. `DROP SCHEMA
 //! resource_control CASCADE` removes everything.
 
+// **Each file is idempotent and records itself**, under its own transaction lock. So psql,
+// diesel_cli and `install` may run the files at the same time, also behind a pooler. To repair a
+// schema that lacks something, delete the row of that migration and install again.
+//
+// **Each file runs at READ COMMITTED.** With a stricter default, the snapshot would be older than
+// the lock, so two instances would both try to create the same objects.
+
 mod run_pending;
 
 use std::path::{Path, PathBuf};

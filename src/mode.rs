@@ -1,5 +1,12 @@
 //! The blocking and the asynchronous half: who drives an operation, what it returns, how it pauses,
 //! and how a drop finishes it.
+//!
+//! **`drain` at the end of `main`.** An asynchronous drop can only leave its release to a task, and
+//! a runtime that ends drops its tasks. So without `drain`, a permit or a term would stay held for
+//! the rest of its lease after a regular end of the program. `drain` needs only two values, one of
+//! each for the whole process, because it is the process that ends: the number of operations that
+//! drops have left behind, and the time when a connection in doubt was last closed. Renewals are
+//! not counted, because what they renew was not dropped.
 
 #[cfg(feature = "async")]
 mod asynchronous;

@@ -1,5 +1,16 @@
 //! Work that is done once: a request that a client may send again.
 
+// **A transaction lock first and an insert at the end**, instead of an insert that a concurrent run
+// waits for. A dropped future stops waiting for this lock within a second, no row has to be updated
+// later, and no isolation level makes the wait fail.
+//
+// **The outcome is bytes**, because only the application can say whether a different request body
+// may come with the same key.
+//
+// **The lock of a key is in the key space of pairs.** Clients choose the keys, and FNV-1a can be
+// inverted, but no named lock is a pair. So a client cannot choose a key that collides with a named
+// lock.
+
 mod sql;
 
 use std::fmt;

@@ -1,4 +1,8 @@
 //! The pools that a handle can be made for.
+//!
+//! **The reply of a dropped call is awaited in the background**, for two seconds, before the
+//! connection is returned to the pool. So no pool gives out a connection with a silent server, and
+//! a dropped call does not cost a session.
 
 #[cfg(feature = "bb8")]
 mod bb8;

@@ -1,5 +1,8 @@
 //! Schedules: each tick runs once, on whichever instance gets it.
 
+// **While another instance runs a schedule, the others look once a second**, because the instance
+// that runs takes the next tick itself.
+
 mod due;
 mod look;
 mod sql;

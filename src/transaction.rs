@@ -1,4 +1,10 @@
 //! A transaction that this crate opens itself, and that no way out leaves open.
+//!
+//! **`BEGIN … NOT DEFERRABLE`.** Inside an open transaction a plain `BEGIN` only causes a warning,
+//! and the `COMMIT` that follows ends the caller's transaction. With these words PostgreSQL refuses
+//! the `BEGIN` if a query has already run in that transaction, without a further round trip and in
+//! both halves. Similarly, `Once` stores its mark only if `transaction_timestamp()` is still that
+//! of the transaction that took the lock, because the work may have ended that transaction.
 
 use diesel::result::{DatabaseErrorKind, Error as DieselError, QueryResult};
 

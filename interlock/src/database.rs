@@ -1,4 +1,12 @@
 //! The database of the environment, and how it is asked.
+//!
+//! **`ps` and `doctor` let the server write JSON**, so a new table needs nothing but a query.
+//!
+//! **The search path is set for each transaction of a query**, not once per connection, because a
+//! pooler in transaction mode would pass the setting on to other clients. Only `run` without
+//! `--lease` sets it for whole sessions, because `run` has just checked that there is no such
+//! pooler. PgBouncer refuses the alternative, `options` in the URL. A test fills `public` with
+//! functions, operators, types and relations that have the names of all those of PostgreSQL.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,8 @@
 //! `interlock doctor`: what is wrong with a set-up, and what to do. It changes nothing.
+//!
+//! **`doctor` compares functions with the text of the migrations**, not with stored hashes, so
+//! nothing has to be updated when a migration changes. PostgreSQL stores expressions in parsed
+//! form, so these are compared without spaces, parentheses and casts.
 
 pub(crate) mod objects;
 mod questions;

@@ -1,5 +1,13 @@
 //! The command: it has its own process group, ends with this process, and gets the terminal when it
 //! needs it.
+//!
+//! **`interlock` starts itself again as `interlock __exec` to set the parent-death signal.** The
+//! signal must be set between fork and exec, and without `unsafe` only a separate program can run
+//! code there. The kernel sends the signal when the thread that spawned the child ends, so the main
+//! thread spawns it.
+//!
+//! **Signals are blocked and taken from a queue**, so a signal that was ignored, as under `nohup`,
+//! stays ignored for the command.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};

@@ -1,5 +1,8 @@
 //! Why a database refuses a connection. What libpq and the server say is all that tells a wrong
 //! set-up, in which waiting helps nobody, from a database that is away.
+//!
+//! **An error shows whether libpq has TLS**: a libpq without TLS refuses `sslmode=require` before
+//! it connects to a server. Asking libpq itself would need `unsafe`.
 
 use crate::{Failure, unreachable};
 

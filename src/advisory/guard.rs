@@ -1,4 +1,7 @@
 //! The guard of a session lock.
+//!
+//! **`guard.conn()` instead of `Deref`.** The purpose of a guard is that the work runs on the
+//! guard's connection, and the method says so at the call.
 
 use super::attempt::Attempt;
 use super::holder::{Holder, Pooled};

@@ -1,5 +1,11 @@
 //! The holder of locks: a connection, what its session may hold, and what a drop does about that.
 //! **The one place where the connection of a lock is discarded.**
+//!
+//! **Discard a connection instead of repairing it.** To repair a connection, the crate would have
+//! to know the state of its session, and that is what it does not know. Ending the session
+//! certainly frees its locks, and the pool replaces the connection. The crate cannot discard a
+//! connection of the caller, so where the state of that session is uncertain, the crate ends the
+//! session.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,8 @@
 //! Session locks for the time of a closure, on the caller's connection.
+//!
+//! **On connections of the caller, a lock is a scope and not a guard.** A guard that borrows a
+//! connection could be leaked (`mem::forget`), and the lock would stay held. `with_on` ends before
+//! the caller can use the connection for anything else.
 
 use std::time::{Duration, Instant};
 

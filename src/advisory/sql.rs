@@ -1,4 +1,26 @@
 //! The statements of a lock. Most return one number, or null.
+//!
+//! **The pid in the release.** `SELECT CASE WHEN pg_backend_pid() = $1 THEN pg_advisory_unlock(…)
+//! END` unlocks nothing on another session, and so detects a pooler in transaction mode. The crate
+//! does not end that other session, because the pooler may at that moment give the session to
+//! another client, and that client's statement would fail.
+//!
+//! **The server notices a client that has gone, so nothing is cancelled.** The statement that takes
+//! a lock also sets `client_connection_check_interval`, without a further round trip. So if the
+//! server has not replied within two seconds, a drop only has to close the connection. A
+//! cancellation would need a second connection with the same TLS, and could hit the statement of
+//! the connection's next user.
+//!
+//! **A `DO` block that catches `lock_not_available`.** A statement that times out would write an
+//! error to the server's log for each slice, and Diesel does not say which kind of error it was.
+//! The block also records a grant in a setting of the session, even a grant at the last moment, so
+//! the crate never has to infer a grant from elapsed time. Each wait first clears this note,
+//! outside the subtransaction, and the query that reads the note afterwards clears it again. That
+//! query is volatile, so that a pooler that sends reads to a standby still asks the right session.
+//!
+//! **Slices of 200 ms.** If the holder runs `CREATE INDEX CONCURRENTLY`, that statement waits for
+//! the snapshot of the waiter, and the waiter waits for the holder. Because a slice is shorter than
+//! `deadlock_timeout`, it ends this cycle before PostgreSQL reports a deadlock.
 
 use std::sync::LazyLock;
 use std::time::Duration;

@@ -11,6 +11,15 @@
 //! - `token`: a token, or null if not all are held; and the pid of the session.
 //!
 //! A place counts from 0, in the order of [`Locks`].
+//!
+//! **A recursive query stops at the first busy key, and then releases what it took.** Each step
+//! uses the single row of the step before, so the planner can neither move, merge nor repeat a
+//! step, as it may with `WHERE pg_try_advisory_lock(…)` over many rows. Locks of a transaction
+//! cannot be released one by one, so in a transaction a savepoint takes the place of the release.
+//!
+//! **A waiter holds none of the locks**, and waits in the queue of the one that was busy. So there
+//! is no deadlock. But if other processes keep many of the locks busy in turns, it may take long
+//! until all are free at once.
 
 use std::sync::LazyLock;
 

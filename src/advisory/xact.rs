@@ -1,4 +1,12 @@
 //! Locks that a transaction holds until it ends.
+//!
+//! **Try first, then wait in a second statement.** PostgreSQL reads
+//! `client_connection_check_interval` when a statement begins, so the try sets it for the wait that
+//! follows. If the lock is free, one round trip is enough.
+//!
+//! **REPEATABLE READ is refused.** The snapshot of such a transaction is older than the wait for
+//! the lock. So "lock, check, insert" would not see the row of the previous holder, and would
+//! insert twice.
 
 use std::time::{Duration, Instant};
 

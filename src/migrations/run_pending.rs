@@ -1,4 +1,8 @@
 //! Runs an application's own migrations with Diesel, on one instance at a time.
+//!
+//! **`run_pending` takes a connection instead of a pool, and owns it in the asynchronous half.**
+//! Migrations should run over a direct URL, and the pool's URL may lead to a pooler. Dropping an
+//! owned connection frees the lock in any case.
 
 use std::collections::HashMap;
 

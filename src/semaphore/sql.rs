@@ -1,4 +1,17 @@
 //! The statements of a semaphore, which call stored functions.
+//!
+//! **An advisory lock around a key's first attempt, and around each slot that is claimed.** A row
+//! that does not exist yet cannot be locked, and `INSERT … ON CONFLICT` waits for the other
+//! transaction. For slots the lock also keeps the ids in order: if an id were drawn before the slot
+//! is held, it could be committed after a larger one.
+//!
+//! **A claim begins at a random slot and tries the slots that follow.** Listing all slots and
+//! sorting them by `random()` was a sixth of the server's work for a claim and its release with 64
+//! slots, and three quarters of that work with 1,000. Only if three quarters of the slots are
+//! taken, a query lists the free ones.
+//!
+//! **A semaphore keeps its log.** One row per slot would be faster and would not grow. But the log
+//! says who used the service, and other clients write it, too.
 
 use std::time::Duration;
 

@@ -3,6 +3,12 @@
 //! This file and `asynchronous.rs` are the only ones that use the transaction manager below the
 //! stable interface: Diesel hides `transaction_manager_status_mut`, so this crate is pinned to a
 //! minor version of Diesel.
+//!
+//! **The mark as a probe.** Diesel can mark a connection as broken, and removes the mark at the
+//! server's first reply that reports no open transaction. So the crate sets the mark before a
+//! statement. If the mark is still there afterwards, plain SQL has opened a transaction; this costs
+//! no round trip. diesel-async does not read the server's transaction status, so in that half the
+//! crate trusts diesel-async's own count.
 
 use std::future::{Ready, ready};
 

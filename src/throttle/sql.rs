@@ -1,4 +1,8 @@
 //! The statements of a throttle.
+//!
+//! **`UPDATE … WHERE ctid = (SELECT … FOR NO KEY UPDATE SKIP LOCKED)`.** With this, an attempt
+//! never waits for another transaction. `FOR UPDATE` would conflict with the row lock that a
+//! foreign-key check takes.
 
 use diesel::data_types::{PgInterval, PgTimestamp};
 use diesel::sql_types::{BigInt, Bool, Interval, Nullable, Text, Timestamptz};

@@ -48,7 +48,13 @@ impl Role {
     /// Runs `grants.sql` with psql. Returns false if there is none.
     pub(crate) fn grant(&self) -> bool {
         let output = Command::new("psql")
-            .args(["--no-psqlrc", "--quiet", "--file", "migrations/grants.sql", "--set"])
+            .args([
+                "--no-psqlrc",
+                "--quiet",
+                "--file",
+                "migrations/grants.sql",
+                "--set",
+            ])
             .arg(format!("role={}", self.name))
             .arg(&self.database)
             .current_dir(env!("CARGO_MANIFEST_DIR"))

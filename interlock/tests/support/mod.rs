@@ -43,8 +43,14 @@ pub(crate) fn run(url: &str, line: &str, script: &str) -> Command {
 #[track_caller]
 pub(crate) fn grant(database: &Database, settings: &str) {
     let mut psql = Command::new("psql");
-    psql.args(["-qX", "-v", "ON_ERROR_STOP=1", "--file", "migrations/grants.sql"])
-        .args(settings.split(' '));
+    psql.args([
+        "-qX",
+        "-v",
+        "ON_ERROR_STOP=1",
+        "--file",
+        "migrations/grants.sql",
+    ])
+    .args(settings.split(' '));
     psql.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     let (status, text) = printed(psql.arg(database.url()));
     assert_eq!((status, &*text), (Some(0), ""));

@@ -191,8 +191,7 @@ impl<P: Pool> AdvisoryLock<P> {
     /// statement that also checks that the server is not a standby.
     pub fn try_acquire<'a>(&'a self, pool: &'a P) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
         P::Mode::drive(self.subject().observe("try_acquire", async move {
-            let guard = self.attempt(pool, &self.locks()?, None, None).await?;
-            Ok(guard.map_or(Attempt::Busy, Attempt::Acquired))
+            self.wait(pool, Some(Duration::ZERO)).await
         }))
     }
 
@@ -211,16 +210,16 @@ impl<P: Pool> AdvisoryLock<P> {
 
     /// Takes the lock, and [waits](Self#waiting) for at most `timeout`.
     ///
-    /// The timeout includes the wait for a connection of the pool. One round trip if the lock is
-    /// free. After [`Attempt::Busy`] nothing is held.
+    /// The timeout includes the wait for a connection of the pool; a timeout of zero is the same as
+    /// [`try_acquire`](Self::try_acquire). One round trip if the lock is free. After
+    /// [`Attempt::Busy`] nothing is held.
     pub fn acquire_timeout<'a>(
         &'a self,
         pool: &'a P,
         timeout: Duration,
     ) -> Reply<'a, P, Attempt<AdvisoryLockGuard<P>>> {
         P::Mode::drive(async move {
-            let deadline = Instant::now().checked_add(timeout);
-            let wait = self.wait(pool, deadline);
+            let wait = self.wait(pool, Some(timeout));
             self.subject().observe_wait("acquire_timeout", wait).await
         })
     }
@@ -228,9 +227,14 @@ impl<P: Pool> AdvisoryLock<P> {
     async fn wait(
         &self,
         pool: &P,
-        deadline: Option<Instant>,
+        timeout: Option<Duration>,
     ) -> Result<Attempt<AdvisoryLockGuard<P>>> {
         let locks = self.locks()?;
+        if timeout == Some(Duration::ZERO) {
+            let guard = self.attempt(pool, &locks, None, None).await?;
+            return Ok(guard.map_or(Attempt::Busy, Attempt::Acquired));
+        }
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut turns = Turns::new(deadline);
         while turns.next::<P::Mode>().await {
             let attempt = self.attempt(pool, &locks, deadline, Some(&mut turns));

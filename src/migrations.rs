@@ -353,9 +353,10 @@ mod tests {
     #[test]
     fn the_list_is_the_directory() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
-        let entries = fs::read_dir(root)
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name());
+        let entries = fs::read_dir(root).unwrap().map(|entry| entry.unwrap());
+        let entries = entries
+            .filter(|entry| entry.path().is_dir())
+            .map(|entry| entry.file_name());
         let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
         names.sort();
         let listed: Vec<_> = FILES.iter().map(|file| file.name).collect();

@@ -157,13 +157,13 @@ impl<P: Pool> RateLimit<P> {
     /// `timeout`, it returns [`Check::Limited`] at once. It holds no connection while it pauses,
     /// and reserves nothing, so a caller that gives up has taken nothing. No order is promised.
     ///
-    /// It fails with [`Error::TimedOut`] if not even the first check had a reply in time.
+    /// It fails with [`Error::TimedOut`] if not even the first check had a reply in time; that check
+    /// may have spent the units. A timeout of zero is the same as [`check`](Self::check).
     pub fn acquire_timeout<'a>(&'a self, pool: &'a P, timeout: Duration) -> Reply<'a, P, Check> {
-        let deadline = Instant::now().checked_add(timeout);
-        P::Mode::drive(
-            self.subject()
-                .observe_wait("acquire_timeout", self.wait(pool, deadline)),
-        )
+        P::Mode::drive(async move {
+            let wait = self.wait(pool, timeout);
+            self.subject().observe_wait("acquire_timeout", wait).await
+        })
     }
 
     /// Reads how many units the key has, and spends nothing. One round trip.
@@ -238,7 +238,11 @@ impl<P: Pool> RateLimit<P> {
         P::Mode::drive(in_batches(pool, sql::prune()))
     }
 
-    async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Check> {
+    async fn wait(&self, pool: &P, timeout: Duration) -> Result<Check> {
+        if timeout.is_zero() {
+            return self.check_within(pool, None).await;
+        }
+        let deadline = Instant::now().checked_add(timeout);
         let mut turns = Turns::for_units(self.cost, deadline);
         let mut last = Err(Error::TimedOut);
         while turns.next::<P::Mode>().await {

@@ -222,7 +222,7 @@ impl<P: Pool> Semaphore<P> {
     }
 
     /// Takes a permit, and [waits](Self#waiting) for at most `timeout`, which includes the wait for
-    /// a connection.
+    /// a connection. A timeout of zero is the same as [`try_acquire`](Self::try_acquire).
     ///
     /// After `timeout` it returns the last refusal, or [`Error::TimedOut`] if no try was refused.
     pub fn acquire_timeout<'a>(
@@ -231,7 +231,7 @@ impl<P: Pool> Semaphore<P> {
         timeout: Duration,
     ) -> Reply<'a, P, Admission<Permit<P>>> {
         P::Mode::drive(async move {
-            let wait = self.wait(pool, Instant::now().checked_add(timeout));
+            let wait = self.wait(pool, Some(timeout));
             self.subject.observe_wait("acquire_timeout", wait).await
         })
     }
@@ -286,7 +286,11 @@ impl<P: Pool> Semaphore<P> {
         })
     }
 
-    async fn wait(&self, pool: &P, deadline: Option<Instant>) -> Result<Admission<Permit<P>>> {
+    async fn wait(&self, pool: &P, timeout: Option<Duration>) -> Result<Admission<Permit<P>>> {
+        if timeout == Some(Duration::ZERO) {
+            return self.claim(pool, None).await;
+        }
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let service = self.service()?;
         let (mut turns, mut last) = (Turns::new(deadline), None);
         // Pauses need its timer.

@@ -83,6 +83,11 @@ pub trait Session: Send {
     /// Whether the session still exists, after an error of unknown kind.
     fn is_alive(&mut self) -> Self::Sent<'_, bool>;
 
+    /// Ends a transaction that plain SQL may have left open and that [`probe`](Self::probe) does
+    /// not see. Only queues messages, so there is no round trip, and nothing of ours is left open
+    /// if the future of the next statement is dropped.
+    fn end_unseen_transaction(&mut self);
+
     /// Opens a transaction at READ COMMITTED, or a savepoint inside a transaction.
     fn begin(&mut self) -> Self::Sent<'_, QueryResult<()>>;
     fn commit(&mut self) -> Self::Sent<'_, QueryResult<()>>;

@@ -92,8 +92,13 @@ impl<'c, S: Session> Own<'c, S> {
     pub(crate) async fn end<T, E: From<Error>>(mut self, outcome: Result<T, E>) -> Result<T, E> {
         let depth = self.conn.depth();
         if depth != self.depth {
+            let is_alive = self.conn.is_alive().await;
+            // Before it returns, so that what the transaction holds is free for the next try.
+            let before = self.conn.transaction();
+            let _ = self.conn.batch(self.rollback).await;
+            self.note_rollback(before);
             outcome?;
-            let error = if !self.conn.is_alive().await {
+            let error = if !is_alive {
                 let report = Box::new("the session has ended".to_owned());
                 DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection, report).into()
             } else if depth < self.depth {
@@ -137,16 +142,24 @@ impl<'c, S: Session> Own<'c, S> {
     }
 }
 
+impl<S: Session> Own<'_, S> {
+    /// Notes a rollback by plain SQL, of which Diesel does not know. `before` is what Diesel knew
+    /// before it: on a blocking connection the rollback clears the mark.
+    fn note_rollback(&mut self, before: Transaction) {
+        self.is_open = false;
+        if before == Transaction::Broken || self.conn.transaction() != Transaction::None {
+            self.conn.mark_broken();
+            mode::note_closed();
+        }
+    }
+}
+
 impl<S: Session> Drop for Own<'_, S> {
     fn drop(&mut self) {
         if self.is_open {
-            // Read first, because on a blocking connection the rollback clears the mark.
-            let was_broken = self.conn.transaction() == Transaction::Broken;
+            let before = self.conn.transaction();
             let _ = poll_once_quietly(self.conn.batch(self.rollback));
-            if was_broken || self.conn.transaction() != Transaction::None {
-                self.conn.mark_broken();
-                mode::note_closed();
-            }
+            self.note_rollback(before);
         }
     }
 }

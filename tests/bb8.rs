@@ -45,6 +45,7 @@ mod suite {
     mod lost_replies;
     mod permits;
     mod queues;
+    mod returned;
     mod scopes;
     mod semaphore_waiting;
     mod session_locks;

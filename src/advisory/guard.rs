@@ -9,6 +9,8 @@ use crate::error::{Error, Result};
 use crate::key::LockKey;
 use crate::mode::Mode;
 use crate::pool::{ConnectionOf, Pool, Reply, debug};
+#[cfg(feature = "r2d2")]
+use crate::session::now;
 
 /// A held session lock (or several), with the pooled connection whose session holds it.
 ///
@@ -81,15 +83,16 @@ impl<P: Pool> AdvisoryLockGuard<P> {
 impl AdvisoryLockGuard<crate::pool::PgPool> {
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
     ///
-    /// If `work` fails, its error is returned, and the lock is released as by a drop. If `work`
-    /// succeeds but the release fails, for example because the lock was lost, that is an error.
+    /// If `work` fails, its error is returned, and what it has left open is rolled back. If `work`
+    /// succeeds but the release fails, for example because the lock was lost, that is an error. In
+    /// each case the lock is free when this returns, unless the server is silent for two seconds:
+    /// then the connection is closed, which frees the lock within another second.
     pub fn run<T, E: From<Error>>(
         mut self,
         work: impl FnOnce(&mut diesel::PgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let value = work(self.conn())?;
-        self.release()?;
-        Ok(value)
+        let outcome = work(self.conn());
+        now(self.0.release_after(outcome))
     }
 }
 
@@ -97,15 +100,16 @@ impl AdvisoryLockGuard<crate::pool::PgPool> {
 impl<P: Pool<Mode = crate::mode::Async>> AdvisoryLockGuard<P> {
     /// Runs `work` on the connection, releases the lock, and returns the value of `work`.
     ///
-    /// If `work` fails, its error is returned, and the lock is released as by a drop. If `work`
-    /// succeeds but the release fails, for example because the lock was lost, that is an error.
+    /// If `work` fails, its error is returned, and what it has left open is rolled back. If `work`
+    /// succeeds but the release fails, for example because the lock was lost, that is an error. In
+    /// each case the lock is free when this returns, unless the server is silent for two seconds:
+    /// then the connection is closed, which frees the lock within another second.
     pub async fn run<T, E: From<Error>>(
         mut self,
         work: impl AsyncFnOnce(&mut diesel_async::AsyncPgConnection) -> Result<T, E>,
     ) -> Result<T, E> {
-        let value = work(self.conn()).await?;
-        self.release().await?;
-        Ok(value)
+        let outcome = work(self.conn()).await;
+        self.0.release_after(outcome).await
     }
 }
 

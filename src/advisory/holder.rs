@@ -58,17 +58,15 @@ pub(crate) struct Held {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Holds {
     Nothing,
-    /// A try or a wait was sent, and its reply was not read.
-    Tried,
+    /// A try, a wait or, on the session with this pid, a release was sent, and its reply was not
+    /// read.
+    Unsure(Option<i32>),
     /// All locks are held, by the session with this pid.
-    Locks(i32),
-    /// A release was sent to the session with this pid, and its reply was not read.
-    Releasing(i32),
-    /// The release failed on the session with this pid, so the session must end.
-    Failed(i32),
-    /// Nothing more can be done by a statement: another session replied to the release, the server
-    /// is a standby, or a drop has already tried.
-    Doubtful,
+    Held(i32),
+    /// No statement can do anything more, so the session must end: the one with this pid, or none
+    /// that the crate may end, because another session replied to the release, the server is a
+    /// standby, or a drop has already tried.
+    Doomed(Option<i32>),
 }
 
 /// Wakes a waiter of this process for each lock when it is dropped.
@@ -135,7 +133,14 @@ impl<C: Owner> Holder<C> {
         may_wait: impl FnOnce() -> bool + Send,
     ) -> Result<bool> {
         match self.attempt_unclassified(turns, may_wait).await {
-            Err(Error::Database(error)) => Err(classify(self.conn(), error).await),
+            Err(Error::Database(error)) => {
+                let error = classify(self.conn(), error).await;
+                // What the failed statement may have taken is free when this returns.
+                if !error.is_unavailable() && matches!(self.held().holds, Holds::Unsure(_)) {
+                    self.undo().await;
+                }
+                Err(error)
+            }
             attempted => attempted,
         }
     }
@@ -165,7 +170,7 @@ impl<C: Owner> Holder<C> {
         if !before.is_none() {
             return Err(refusal(before));
         }
-        self.held().holds = Holds::Tried;
+        self.held().holds = Holds::Unsure(None);
         let (locks, sent) = (self.locks(), Instant::now());
         let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
             self.conn().probe(&locks.take()).await;
@@ -184,7 +189,7 @@ impl<C: Owner> Holder<C> {
             if matches!(error, Error::Standby) {
                 // So that its pool closes the connection, even if it is the caller who took it from
                 // the pool.
-                self.held().holds = Holds::Doubtful;
+                self.held().holds = Holds::Doomed(None);
                 self.conn().mark_broken();
             }
         })?;
@@ -200,7 +205,7 @@ impl<C: Owner> Holder<C> {
         turns: &mut Turns,
     ) -> Result<Result<i32, Busy>> {
         let locks = self.locks();
-        self.held().holds = Holds::Tried;
+        self.held().holds = Holds::Unsure(None);
         let ask = match self.conn().batch(&locks.get(busy).wait(limit)).await {
             Ok(()) => {
                 turns.note_wait();
@@ -225,24 +230,24 @@ impl<C: Owner> Holder<C> {
 
     /// Releases the locks. Unless the server confirms the release, the drop ends the session.
     pub(super) async fn release(&mut self) -> Result<()> {
-        let Holds::Locks(pid) = self.held().holds else {
+        let Holds::Held(pid) = self.held().holds else {
             return Ok(());
         };
         let locks = self.locks();
         let before = self.conn().transaction();
-        self.held().holds = Holds::Releasing(pid);
+        self.held().holds = Holds::Unsure(Some(pid));
         let (reply, is_open): (QueryResult<(Option<i32>,)>, _) =
             self.conn().probe(&locks.release(pid)).await;
         match reply {
             Ok((None,)) => {
-                self.held().holds = Holds::Doubtful;
+                self.held().holds = Holds::Doomed(None);
                 Err(Error::SessionMoved {
                     key: locks.to_string(),
                     pid,
                 })
             }
             Ok((Some(_),)) if is_open || before == Transaction::Open => {
-                self.held().holds = Holds::Failed(pid);
+                self.held().holds = Holds::Doomed(Some(pid));
                 Err(Error::TransactionLeftOpen(locks.to_string()))
             }
             Ok((Some(place),)) => {
@@ -255,7 +260,7 @@ impl<C: Owner> Holder<C> {
                 }
             }
             Err(source) => {
-                self.held().holds = Holds::Failed(pid);
+                self.held().holds = Holds::Doomed(Some(pid));
                 if has_ended(self.conn(), &source).await {
                     return Err(Error::LockLost(locks.to_string()));
                 }
@@ -297,7 +302,7 @@ impl<C: Owner> Holder<C> {
     /// The `pg_backend_pid()` of the session that holds the locks.
     pub(super) fn pid(&self) -> i32 {
         match self.held_ref().holds {
-            Holds::Locks(pid) => pid,
+            Holds::Held(pid) => pid,
             _ => 0,
         }
     }
@@ -332,7 +337,7 @@ impl<C: Owner> Holder<C> {
                     // `explain` has marked the connection as broken, and the reply to a release
                     // would clear the mark. So no release is sent: the end of the session frees the
                     // lock.
-                    self.held().holds = Holds::Failed(pid);
+                    self.held().holds = Holds::Doomed(Some(pid));
                 }
                 Err(error)
             }
@@ -346,7 +351,7 @@ fn only_the_drop() -> ! {
 
 impl Held {
     fn take(&mut self, taken: Result<i32, Busy>) {
-        self.holds = taken.map_or(Holds::Nothing, Holds::Locks);
+        self.holds = taken.map_or(Holds::Nothing, Holds::Held);
         self.released = taken.ok().map(|_| Released(self.locks.clone()));
     }
 
@@ -399,14 +404,15 @@ impl<P: Pool> Owner for Pooled<P> {
             Holds::Nothing if self.conn.transaction().is_none() => {
                 P::Mode::inside(&runtime, || drop(self.conn));
             }
-            holds @ (Holds::Tried | Holds::Locks(_) | Holds::Releasing(_)) => {
+            holds @ (Holds::Unsure(_) | Holds::Held(_)) => {
                 // With this note, the drop of the new holder discards the connection, unless
                 // `finish` has released the locks by then.
-                held.holds = Holds::Doubtful;
+                held.holds = Holds::Doomed(None);
                 // Others may have been refused because of a try, so they are woken after it, too.
                 let released = || Released(held.locks.clone());
                 held.released = Some(held.released.take().unwrap_or_else(released));
-                P::Mode::finish_later(&runtime, finish(Holder::of(self, held), holds));
+                let mut holder = Holder::of(self, held);
+                P::Mode::finish_later(&runtime, async move { holder.finish(holds).await });
             }
             holds => {
                 P::Mode::inside(&runtime, || self.conn.discard());
@@ -418,28 +424,49 @@ impl<P: Pool> Owner for Pooled<P> {
     }
 }
 
-/// Releases what a dropped guard or try holds, after whatever still runs on its connection. Without
-/// a reply in time, the connection is closed: the server then ends what runs, and frees what is
-/// held.
-async fn finish<P: Pool>(mut holder: Holder<Pooled<P>>, holds: Holds) {
-    let (began, deadline) = (Instant::now(), Some(Instant::now() + PATIENCE));
-    let Holds::Locks(_) = holds else {
-        let _ = P::Mode::within(deadline, holder.undo()).await;
-        return;
-    };
-    let since = holder.held().since.take();
-    // `release` needs the state before the drop, and notes the worst case itself.
-    holder.held().holds = holds;
-    let released = P::Mode::within(deadline, holder.release()).await;
-    if released.is_none() || holder.held().holds != Holds::Nothing {
-        holder.held().holds = Holds::Doubtful;
+impl<P: Pool> Holder<Pooled<P>> {
+    /// Releases the locks after the work: after a success with the errors of the release, and after
+    /// a failure as a drop does. In both cases before it returns, so that a try right after it finds
+    /// the locks free.
+    pub(super) async fn release_after<T, E: From<Error>>(
+        mut self,
+        outcome: Result<T, E>,
+    ) -> Result<T, E> {
+        if outcome.is_ok() {
+            self.release_and_report("release").await?;
+        } else {
+            let holds = std::mem::replace(&mut self.held().holds, Holds::Doomed(None));
+            self.finish(holds).await;
+        }
+        outcome
     }
-    holder.held().report_end(
-        "drop",
-        began,
-        since,
-        &released.unwrap_or(Err(Error::TimedOut)),
-    );
+
+    /// Releases what a failed work, a dropped guard or a dropped try holds, after whatever still
+    /// runs on its connection, and ends a transaction that plain SQL has left open. Without a reply
+    /// in time, the connection is closed: the server then ends what runs, and frees what is held.
+    async fn finish(&mut self, holds: Holds) {
+        let (began, deadline) = (Instant::now(), Some(Instant::now() + PATIENCE));
+        let since = self.held().since.take();
+        // Until the release begins, the connection is to be discarded: a runtime without timers
+        // panics before that, and the unwinding must not come here again.
+        let release = async {
+            self.conn().end_unseen_transaction();
+            if let Holds::Held(_) = holds {
+                // `release` needs the state before the drop, and notes the worst case itself.
+                self.held().holds = holds;
+                self.release().await
+            } else {
+                self.undo().await;
+                Ok(())
+            }
+        };
+        let released = P::Mode::within(deadline, release).await;
+        if released.is_none() || self.held().holds != Holds::Nothing {
+            self.held().holds = Holds::Doomed(None);
+        }
+        let released = released.unwrap_or(Err(Error::TimedOut));
+        self.held().report_end("drop", began, since, &released);
+    }
 }
 
 /// A connection of the caller, which the crate cannot discard. So if the release is not certain,
@@ -456,13 +483,13 @@ impl<S: Session> Owner for &mut S {
     fn leave(self, mut held: Held) {
         let began = Instant::now();
         let (release, pid) = match held.holds {
-            Holds::Nothing | Holds::Doubtful => return,
-            Holds::Locks(pid) => (Some(held.locks.late_release(pid)), pid),
-            Holds::Releasing(pid) => (Some(held.locks.late_undo()), pid),
-            Holds::Tried => (Some(held.locks.late_undo()), 0),
-            Holds::Failed(pid) => (None, pid),
+            Holds::Nothing | Holds::Doomed(None) => return,
+            Holds::Held(pid) => (Some(held.locks.late_release(pid)), pid),
+            Holds::Unsure(pid) => (Some(held.locks.late_undo()), pid.unwrap_or(0)),
+            Holds::Doomed(Some(pid)) => (None, pid),
         };
         let release = release.filter(|_| self.transaction().is_none());
+        self.end_unseen_transaction();
         let released = match release.map(|release| poll_once_quietly(self.batch(&release))) {
             Some(Ok(None | Some(Ok(())))) => Ok(()),
             Some(Ok(Some(Err(error)))) => Err(error.into()),

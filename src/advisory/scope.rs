@@ -175,6 +175,9 @@ pub(crate) async fn release_after<S: Session, T, E: From<Error>>(
             break;
         }
     }
+    if outcome.is_err() {
+        holder.conn().end_unseen_transaction();
+    }
     let mut released = holder.release_and_report("with_on").await;
     if matches!(released, Err(Error::TransactionLeftOpen(_))) {
         // Plain SQL has opened the transaction. The lock is already released.

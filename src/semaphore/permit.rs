@@ -92,23 +92,34 @@ impl<P: Pool> Permit<P> {
     /// If the database cannot be reached, this returns an error and the release is retried in the
     /// background. A handler that has succeeded and should reply at once can drop the permit
     /// instead: the release then happens after the reply.
-    pub fn release(mut self) -> Reply<'static, P, ()> {
-        P::Mode::drive(async move {
-            let lease = self.end("release");
-            let runtime = lease.grant.runtime.clone();
-            P::Mode::surely(&runtime, None, release(lease, "release", None)).await
-        })
+    pub fn release(self) -> Reply<'static, P, ()> {
+        P::Mode::drive(self.complete("release", None))
     }
 
     /// Releases the permit of a loop that may be about to end. So a blocking loop waits at most a
     /// second for a connection; a future can be dropped.
-    pub(crate) async fn release_soon(mut self) {
-        let lease = self.end("release");
-        let runtime = lease.grant.runtime.clone();
-        let limit = Some(Duration::from_secs(1));
+    pub(crate) async fn release_soon(self) {
         // No error is lost: an event reports a lost permit, and a row that could not be completed
         // expires.
-        let _ = P::Mode::surely(&runtime, None, release(lease, "release", limit)).await;
+        let _ = self.complete("release", Some(Duration::from_secs(1))).await;
+    }
+
+    /// Releases the permit after the work: after a success with the errors of the release, and after
+    /// a failure as a drop does. In both cases before it returns, so that a try right after it finds
+    /// the slot free.
+    async fn release_after<T, E: From<Error>>(self, outcome: Result<T, E>) -> Result<T, E> {
+        if outcome.is_ok() {
+            self.complete("release", None).await?;
+        } else {
+            let _ = self.complete("drop", None).await;
+        }
+        outcome
+    }
+
+    async fn complete(mut self, operation: &'static str, limit: Option<Duration>) -> Result<()> {
+        let lease = self.end(operation);
+        let runtime = lease.grant.runtime.clone();
+        P::Mode::surely(&runtime, None, release(lease, operation, limit)).await
     }
 
     /// Hands the request over to another process, and returns its token. The permit is no longer
@@ -236,12 +247,12 @@ debug!(
 impl Permit<crate::pool::PgPool> {
     /// Runs `work`, releases the permit, and returns the value of `work`.
     ///
-    /// If `work` returns an error, the permit is released as by a drop. If the permit expired and
-    /// `work` succeeded, the result is an error.
+    /// If the permit expired and `work` succeeded, the result is an error. In each case the slot is
+    /// free when this returns, unless the database is away, or the pool has no connection, for ten
+    /// seconds (two if `work` failed): then the slot is released in the background.
     pub fn run<T, E: From<Error>>(self, work: impl FnOnce(&Self) -> Result<T, E>) -> Result<T, E> {
-        let value = work(&self)?;
-        self.release()?;
-        Ok(value)
+        let outcome = work(&self);
+        crate::session::now(self.release_after(outcome))
     }
 }
 
@@ -249,14 +260,14 @@ impl Permit<crate::pool::PgPool> {
 impl<P: Pool<Mode = crate::mode::Async>> Permit<P> {
     /// Runs `work`, releases the permit, and returns the value of `work`.
     ///
-    /// If `work` returns an error, the permit is released as by a drop. If the permit expired and
-    /// `work` succeeded, the result is an error.
+    /// If the permit expired and `work` succeeded, the result is an error. In each case the slot is
+    /// free when this returns, unless the database is away, or the pool has no connection, for ten
+    /// seconds (two if `work` failed): then the slot is released in the background.
     pub async fn run<T, E: From<Error>>(
         self,
         work: impl AsyncFnOnce(&Self) -> Result<T, E>,
     ) -> Result<T, E> {
-        let value = work(&self).await?;
-        self.release().await?;
-        Ok(value)
+        let outcome = work(&self).await;
+        self.release_after(outcome).await
     }
 }

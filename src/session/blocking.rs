@@ -96,6 +96,9 @@ impl Session for PgConnection {
         ready(!self.batch_execute("").is_err_and(|error| is_closed(&error)))
     }
 
+    /// `probe` sees every transaction.
+    fn end_unseen_transaction(&mut self) {}
+
     fn begin(&mut self) -> Ready<QueryResult<()>> {
         ready(match self.transaction() {
             Transaction::None => AnsiTransactionManager::begin_transaction_sql(self, super::BEGIN),

@@ -12,7 +12,9 @@ use diesel_interlock::testing::depose;
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{eventually, impatient_pool, installed, number, run, text};
+use crate::support::{
+    IN_FLIGHT, Observer, eventually, impatient_pool, installed, number, run, text,
+};
 
 const TTL: Duration = Duration::from_millis(600);
 const DISPATCHER: Leader = Leader::named("dispatcher", TTL);
@@ -51,6 +53,23 @@ fn one_leads_at_a_time_and_each_term_has_a_larger_token() {
         tokens.windows(2).any(|two| two[0].0 != two[1].0),
         "{tokens:?}"
     );
+}
+
+#[test]
+fn a_stop_resigns_though_the_sessions_of_the_pool_have_ended() {
+    const LONG: Leader = Leader::named("long", Duration::from_secs(3600));
+    let database = installed();
+    let pool = unchecked_pool(&database, 3);
+    for _ in 0..5 {
+        let stop = Stop::new();
+        let led = LONG.lead(&pool, &stop, |_term| {
+            on_all(&pool, "SELECT 1").unwrap();
+            Observer::of(&database).kill_all();
+            stop.stop();
+        });
+        led.unwrap();
+        assert_eq!(number(&mut database.connect(), IN_FLIGHT), 0);
+    }
 }
 
 #[test]

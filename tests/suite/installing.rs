@@ -19,7 +19,10 @@ const RECORDED: &str = "(SELECT count(*) FROM resource_control.installed_migrati
 fn directories() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
     let entries = std::fs::read_dir(root).unwrap();
-    let mut all: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+    let mut all: Vec<_> = entries
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_dir())
+        .collect();
     all.sort();
     all
 }

@@ -25,6 +25,7 @@ mod prepared_statements;
 mod queues;
 mod rate_limit_promise;
 mod rate_limits;
+mod returned;
 mod schedules;
 mod scopes;
 mod semaphore_contention;

@@ -79,7 +79,7 @@ fn a_failed_statement_does_not_hinder_the_release() {
 }
 
 #[test]
-fn an_aborted_transaction_of_plain_sql_ends_the_session() {
+fn an_aborted_transaction_of_plain_sql_ends_the_session_or_is_rolled_back() {
     for releases in [true, false] {
         leave_by(|mut guard, observer| {
             let pid = guard.backend_pid();
@@ -90,7 +90,11 @@ fn an_aborted_transaction_of_plain_sql_ends_the_session() {
             } else {
                 drop(guard);
             }
-            eventually("the session has ended", || !observer.is_alive(pid));
+            if IS_ASYNC && !releases {
+                eventually("it is rolled back", || observer.in_transaction() == 0);
+            } else {
+                eventually("the session has ended", || !observer.is_alive(pid));
+            }
         });
     }
 }

@@ -159,7 +159,9 @@ pub(crate) fn install(conn: &mut PgConnection) {
     let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations");
     let mut files: Vec<_> = std::fs::read_dir(directory)
         .unwrap()
-        .map(|entry| entry.unwrap().path().join("up.sql"))
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_dir())
+        .map(|path| path.join("up.sql"))
         .collect();
     files.sort();
     for file in files {

@@ -1,0 +1,189 @@
+//! What has returned has released: a try right after a failed work is never refused because of it, nothing that the work has left
+//! open goes back into the pool, and a timeout of zero is one try.
+
+use std::time::{Duration, Instant};
+
+use workbench::Database;
+
+use crate::assert_matches;
+use crate::half::*;
+use crate::support::{
+    IN_FLIGHT, Observer, Wanted, assert_pool_whole, eventually, installed, number,
+};
+
+static LOCK: AdvisoryLock = AdvisoryLock::named("returned");
+const SLOT: Semaphore = Semaphore::named("returned", 1, Duration::from_secs(3600));
+const UNITS: RateLimit = RateLimit::named("returned", Quota::per_hour(1));
+
+/// How often a test fails and tries, so that it does not pass by luck.
+const TIMES: usize = 50;
+
+#[test]
+fn a_lock_is_free_when_the_error_of_the_work_is_returned() {
+    let database = Database::new();
+    for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
+        let pool = pool(&database, 2);
+        for _ in 0..TIMES {
+            let failed: Result<()> = wait(lock.with(&pool, work!(|_conn| Err(Error::TimedOut))));
+            assert_matches!(failed, Err(Error::TimedOut));
+            let attempt = wait(lock.try_acquire(&pool)).unwrap();
+            assert!(attempt.is_acquired());
+            let failed: Result<Attempt<()>> =
+                wait(attempt.run(work!(|_conn| Err(Error::TimedOut))));
+            assert_matches!(failed, Err(Error::TimedOut));
+            let attempt = wait(lock.try_acquire(&pool)).unwrap();
+            wait(attempt.acquired().unwrap().release()).unwrap();
+        }
+        assert_pool_whole(&pool, &database);
+    }
+}
+
+#[test]
+fn a_slot_is_free_when_the_error_of_the_work_is_returned() {
+    let database = installed();
+    let pool = pool(&database, 2);
+    for _ in 0..TIMES {
+        let failed: Result<()> = wait(SLOT.with(&pool, work!(|_permit| Err(Error::TimedOut))));
+        assert_matches!(failed, Err(Error::TimedOut));
+        assert_eq!(number(&mut database.connect(), IN_FLIGHT), 0);
+    }
+}
+
+/// The release waits for a connection that others have, and not only for a moment.
+#[test]
+fn a_slot_is_free_when_the_error_is_returned_though_the_pool_was_lent_meanwhile() {
+    let database = installed();
+    let pool = pool(&database, 1);
+    let (lent, returned) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+    // A release gives up after two seconds, so a round in which a thread was asleep proves nothing.
+    for round in 0.. {
+        assert!(round < 20, "no round was quick");
+        let failed_at = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                lent.wait();
+                on_one(&pool, |_conn| {
+                    returned.wait();
+                    std::thread::sleep(Duration::from_millis(50));
+                });
+            });
+            let permit = wait(SLOT.acquire(&pool)).unwrap();
+            let mut failed_at = Instant::now();
+            let failed: Result<()> = wait(permit.run(work!(|_permit| {
+                lent.wait();
+                returned.wait();
+                failed_at = Instant::now();
+                Err(Error::TimedOut)
+            })));
+            assert_matches!(failed, Err(Error::TimedOut));
+            failed_at
+        });
+        let is_quick = failed_at.elapsed() < Duration::from_secs(1);
+        let in_flight = number(&mut database.connect(), IN_FLIGHT);
+        if in_flight == 0 {
+            return;
+        }
+        assert!(!is_quick, "the slot was not free");
+        eventually("it is free", || {
+            number(&mut database.connect(), IN_FLIGHT) == 0
+        });
+    }
+}
+
+#[test]
+fn a_permit_is_released_though_the_sessions_of_the_pool_have_ended() {
+    let database = installed();
+    let pool = unchecked_pool(&database, 3);
+    let permit = wait(SLOT.acquire(&pool)).unwrap();
+    wait(on_all(&pool, "SELECT 1")).unwrap();
+    Observer::of(&database).kill_all();
+    wait(permit.release()).unwrap();
+    assert_eq!(number(&mut database.connect(), IN_FLIGHT), 0);
+}
+
+#[test]
+fn a_transaction_is_over_when_the_error_of_a_work_is_returned_that_left_a_nested_one_open() {
+    let database = Database::new();
+    let pool = pool(&database, 2);
+    for _ in 0..TIMES {
+        let failed: Result<()> = on_one(&pool, |conn| {
+            wait(LOCK.transaction(
+                conn,
+                work!(|conn| {
+                    reply!(begin_inside(conn))?;
+                    Err(Error::TimedOut)
+                }),
+            ))
+        });
+        assert_matches!(failed, Err(Error::TimedOut));
+        assert_eq!(Observer::of(&database).all_held(), 0);
+    }
+    assert_pool_whole(&pool, &database);
+}
+
+/// The next user of the connection would write into a transaction that nobody commits.
+#[test]
+fn no_transaction_of_plain_sql_goes_back_into_the_pool_after_a_failed_work() {
+    let database = Database::new();
+    for aborts in [false, true] {
+        for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
+            let pool = pool(&database, 1);
+            let failed: Result<()> = wait(lock.with(
+                &pool,
+                work!(|conn| {
+                    reply!(execute(conn, "BEGIN; SELECT 1"))?;
+                    if aborts {
+                        reply!(execute(conn, "SELECT 1/0"))?;
+                    }
+                    Err(Error::TimedOut)
+                }),
+            ));
+            failed.unwrap_err();
+            assert_eq!(Observer::of(&database).all_held(), 0);
+            assert_pool_whole(&pool, &database);
+        }
+    }
+}
+
+#[test]
+fn in_a_test_transaction_a_failed_work_under_a_lock_ends_nothing() {
+    let database = Database::new();
+    let pool = pool(&database, 1);
+    on_one(&pool, |conn| {
+        begin_test(conn);
+        wait(execute(conn, "CREATE TABLE mine ()")).unwrap();
+        let failed: Result<()> = wait(LOCK.with_on(
+            conn,
+            work!(|conn| {
+                reply!(execute(conn, "SELECT FROM mine"))?;
+                Err(Error::TimedOut)
+            }),
+        ));
+        assert_matches!(failed, Err(Error::TimedOut));
+        wait(execute(conn, "SELECT FROM mine")).unwrap();
+    });
+    assert_eq!(Observer::of(&database).all_held(), 0);
+}
+
+#[test]
+fn a_timeout_of_zero_is_one_try() {
+    let database = installed();
+    for _ in 0..TIMES / 5 {
+        // A pool without a connection yet, so that the try waits for one.
+        let pool = pool(&database, 2);
+        for Wanted { lock, .. } in Wanted::one_and_several(&LOCK) {
+            let guard = wait(lock.acquire_timeout(&pool, Duration::ZERO)).unwrap();
+            let busy = wait(lock.acquire_timeout(&pool, Duration::ZERO)).unwrap();
+            assert!(busy.is_busy());
+            wait(guard.acquired().unwrap().release()).unwrap();
+        }
+        let permit = wait(SLOT.acquire_timeout(&pool, Duration::ZERO)).unwrap();
+        let full = wait(SLOT.acquire_timeout(&pool, Duration::ZERO)).unwrap();
+        assert_matches!(full, Admission::Full(_));
+        wait(permit.admitted().unwrap().release()).unwrap();
+        let check = wait(UNITS.acquire_timeout(&pool, Duration::ZERO)).unwrap();
+        assert!(check.is_allowed());
+        let check = wait(UNITS.acquire_timeout(&pool, Duration::ZERO)).unwrap();
+        assert!(check.is_limited());
+        wait(UNITS.reset(&pool)).unwrap();
+    }
+}

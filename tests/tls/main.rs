@@ -1,6 +1,6 @@
 //! Over TLS: both halves, and every pool.
 //!
-//! Run by `scripts/test with tls`, which builds a libpq that knows TLS.
+//! A part of `cargo test --workspace --all-features`, because the libpq of `interlock` has TLS.
 
 mod crashes;
 mod locking;

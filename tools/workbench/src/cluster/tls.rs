@@ -32,7 +32,7 @@ impl Cluster {
     /// is named by `sslrootcert`, for `verify-full`.
     ///
     /// Asynchronous connections and pools of this endpoint verify the certificate in any case. They are made by this crate,
-    /// as tokio-postgres does not know `sslrootcert`. Those of Diesel need a libpq with OpenSSL: `scripts/test with tls`.
+    /// as tokio-postgres does not know `sslrootcert`. Those of Diesel need a libpq with OpenSSL.
     pub fn tls_endpoint(&self, database: &str) -> Endpoint {
         assert!(
             self.builder.tls,

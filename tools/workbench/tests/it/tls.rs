@@ -1,4 +1,4 @@
-//! A server that demands TLS. Blocking connections to it are tested by `scripts/test with tls`,
+//! A server that demands TLS. Blocking connections to it are tested by `tests/tls`,
 //! with a libpq that can.
 
 use std::time::{Duration, Instant};

@@ -177,12 +177,12 @@ pub enum Error {
         token: i64,
     },
 
-    /// Another transaction has spent units of the same key, and has not ended within a quarter of a
-    /// second.
+    /// Other transactions that spend units of the same key have kept it locked for a quarter of a
+    /// second: one that does not end, or many in a row.
     #[error(
-        "another transaction has checked the rate limit \"{0}\" for the same key, and has not \
-         ended: after a check inside a transaction, end the transaction soon; or its commit waits \
-         for a synchronous standby that may be away"
+        "other transactions keep the same key of the rate limit \"{0}\" locked: one that has not \
+         ended (after a check inside a transaction, end the transaction soon), one whose commit \
+         waits for a synchronous standby that may be away, or many in a row on a busy key"
     )]
     KeyLocked(&'static str),
 

@@ -85,6 +85,10 @@ pub struct RateLimit<P: Pool> {
     pool: PhantomData<fn(&P)>,
 }
 
+/// How often a call is repeated that waited in vain for a row which was free again afterwards. Each
+/// time, another transaction may have held the row.
+const RETRIES: usize = 3;
+
 impl<P: Pool> RateLimit<P> {
     /// Makes a limit with this name and quota.
     pub const fn named(name: &'static str, quota: Quota) -> Self {
@@ -326,7 +330,7 @@ impl<P: Pool> RateLimit<P> {
     }
 
     /// Sends the statements. If they failed because another transaction held the row for too long
-    /// and that transaction has ended by now, as is common on a busy key, sends them once more.
+    /// and that transaction has ended by now, as is common on a busy key, sends them again.
     async fn ask<T, U>(
         &self,
         pool: &P,
@@ -339,13 +343,13 @@ impl<P: Pool> RateLimit<P> {
     {
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
         let rest = || deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        match ask(pool, limit, statements).await {
-            Err(error) => {
-                self.explain(pool, rest(), error).await?;
-                ask(pool, rest(), statements).await
-            }
-            reply => reply,
+        let mut reply = ask(pool, limit, statements).await;
+        for _ in 0..RETRIES {
+            let Err(error) = reply else { break };
+            self.explain(pool, rest(), error).await?;
+            reply = ask(pool, rest(), statements).await;
         }
+        reply
     }
 
     /// Returns the error unless another try is worthwhile. Diesel has no kind for a lock wait that

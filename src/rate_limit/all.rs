@@ -2,9 +2,9 @@
 
 use diesel::data_types::{PgInterval, PgTimestamp};
 
-use super::RateLimit;
 use super::check::{Check, CheckAll, Limited, Spent, State};
 use super::sql::{self, Commit};
+use super::{RETRIES, RateLimit};
 use crate::call::ask;
 use crate::error::{Error, Result};
 use crate::event::Subject;
@@ -60,7 +60,10 @@ impl<P: Pool> RateLimit<P> {
                 // The server has refused, so nothing was spent, and its connection is discarded.
                 reply = spend(&keys, pool).await;
             }
-            if let Err(Unspent::Failed(Some(limit), error)) = reply {
+            for _ in 0..RETRIES {
+                let Err(Unspent::Failed(Some(limit), error)) = reply else {
+                    break;
+                };
                 limit.explain(pool, None, error).await?;
                 reply = spend(&keys, pool).await;
             }

@@ -34,7 +34,7 @@ use crate::mode::Mode;
 use crate::pool::{ConnectionOf, Pool, Reply, debug};
 #[cfg(feature = "r2d2")]
 use crate::session::now;
-use crate::session::{Session, classify};
+use crate::session::{Session, classify, is_read_only};
 use crate::transaction::Own;
 
 /// Does work once for each key, however often and on however many instances it is requested: for
@@ -311,6 +311,9 @@ impl<P: Pool> Once<P> {
         let done = match transaction.conn.one(&store).await {
             Ok(true) => Ok(Done::First(outcome)),
             Ok(false) | Err(DieselError::NotFound) => Err(Error::TransactionEnded),
+            // The try has found that the server may write, so the work has made the transaction read
+            // only.
+            Err(error) if is_read_only(&error) => Err(error.into()),
             Err(error) => Err(classify(transaction.conn, error).await),
         };
         transaction.end(done.map_err(E::from)).await

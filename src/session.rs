@@ -178,7 +178,7 @@ pub(crate) async fn classify<S: Session>(session: &mut S, error: DieselError) ->
 }
 
 /// Whether the server refuses to write: the primary is elsewhere.
-const fn is_read_only(error: &DieselError) -> bool {
+pub(crate) const fn is_read_only(error: &DieselError) -> bool {
     matches!(
         error,
         DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _)

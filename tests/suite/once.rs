@@ -272,6 +272,21 @@ fn work_that_ends_its_transaction_is_not_done() {
 }
 
 #[test]
+fn work_that_makes_its_transaction_read_only_is_not_taken_for_a_standby() {
+    let database = database();
+    let pool = pool(&database, 1);
+    let failed = charged_and(&pool, "SET TRANSACTION READ ONLY");
+    assert_matches!(
+        failed,
+        Err(Error::Database(DieselError::DatabaseError(
+            DatabaseErrorKind::ReadOnlyTransaction,
+            _
+        )))
+    );
+    assert_undone(&CHARGE, &pool, &database);
+}
+
+#[test]
 fn work_that_panics_is_not_done() {
     let database = database();
     let pool = pool(&database, 1);

@@ -43,7 +43,6 @@ use crate::metrics::Raised;
 use crate::mode::Mode;
 use crate::pool::Pool;
 use crate::session::is_closed;
-use crate::statement::Database;
 use crate::statement::Statement;
 
 /// The shortest timeout of a lease that renews itself, because its renewals must get through a busy
@@ -78,7 +77,6 @@ pub(crate) type Renewal = fn(&Row, Duration) -> Statement<Bool>;
 pub(crate) struct Grant<P: Pool> {
     pub(crate) pool: P,
     pub(crate) runtime: <P::Mode as Mode>::Runtime,
-    pub(crate) database: Database,
     pub(crate) subject: Subject,
     pub(crate) row: Row,
     pub(crate) timeout: Duration,

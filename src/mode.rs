@@ -21,7 +21,6 @@ use crate::alarm::{Alarm, Stop, lock};
 use crate::error::Result;
 use crate::sealed::Sealed;
 use crate::session::Session;
-use crate::statement::Database;
 
 #[cfg(feature = "async")]
 pub use self::asynchronous::{Async, Operation};
@@ -67,16 +66,6 @@ pub trait Mode: Sealed + Sized + Send + Sync + 'static {
     /// Runs an operation in the background: on a thread of its own, or in a task.
     #[doc(hidden)]
     fn in_background(runtime: &Self::Runtime, operation: impl Future<Output = ()> + Send + 'static);
-
-    /// Repeats an operation that a `Drop` could not finish, until it returns `true`: on the one
-    /// thread of the process for that database, or in a task. A blocking operation waits for a
-    /// connection no longer than its argument.
-    #[doc(hidden)]
-    fn retry_later<F: Future<Output = bool> + Send + 'static>(
-        runtime: &Self::Runtime,
-        database: Database,
-        operation: impl Fn(Option<Duration>) -> F + Send + 'static,
-    );
 
     /// Drops what belongs to a pool, inside the runtime, which the pool may need for that.
     #[doc(hidden)]

@@ -353,7 +353,6 @@ impl<P: Pool> Semaphore<P> {
             let lease = Lease::new(Grant {
                 pool: pool_of_permit,
                 runtime,
-                database,
                 subject,
                 row: Row {
                     name: service,

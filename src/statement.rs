@@ -69,7 +69,7 @@ impl From<&str> for Bind {
 /// A number that stands for a database in replies and refusals, made by [`database!`]. Two
 /// databases may have the same number by chance, which costs time and no correctness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Database(pub(crate) i32);
+pub(crate) struct Database(pub(crate) i32);
 
 /// The SQL of a [`Database`], in 20 bits: a hash of its name, and of when the server started.
 macro_rules! database {

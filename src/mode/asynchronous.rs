@@ -7,14 +7,13 @@ use std::time::{Duration, Instant};
 
 use diesel_async::AsyncPgConnection;
 use tokio::runtime::Handle;
-use tokio::time::{sleep, sleep_until, timeout_at};
+use tokio::time::{sleep_until, timeout_at};
 
 use super::{Left, Mode, unless};
 use crate::alarm::{Alarm, lock};
 use crate::error::{Error, Result};
 use crate::sealed::Sealed;
 use crate::session::asynchronous::Boxed;
-use crate::statement::Database;
 
 /// The asynchronous half, of deadpool and bb8: an operation returns a future, an [`Operation`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -99,20 +98,6 @@ impl Mode for Async {
 
     fn in_background(runtime: &Handle, operation: impl Future<Output = ()> + Send + 'static) {
         spawn(runtime, operation);
-    }
-
-    fn retry_later<F: Future<Output = bool> + Send + 'static>(
-        runtime: &Handle,
-        _: Database,
-        operation: impl Fn(Option<Duration>) -> F + Send + 'static,
-    ) {
-        let mut pause = Duration::from_millis(10);
-        Self::finish_later(runtime, async move {
-            while !operation(None).await {
-                sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_secs(1));
-            }
-        });
     }
 
     fn inside<T>(runtime: &Handle, drops: impl FnOnce() -> T) -> T {

@@ -8,7 +8,7 @@ use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Timestamptz};
 
 use crate::input::interval;
 use crate::lease::Row;
-use crate::statement::{Bind, Statement, database, keep_commit};
+use crate::statement::{Bind, Statement, keep_commit};
 
 /// The time now; the tick that was taken last, its attempt, its token and the number of its claim;
 /// the end of its lease, which is null once the run has ended; and whether the schedule is paused.
@@ -69,16 +69,10 @@ pub(super) fn register(name: &str) -> Statement<BigInt> {
     Statement::new(REGISTER, [name.into()])
 }
 
-/// The attempt, the token and the missed ticks of the run, and the database. The first three are
-/// null if the claim is refused: since the look, another instance has taken a tick or has ended
+/// The attempt, the token and the missed ticks of the run. All are null if the claim is refused: since the look, another instance has taken a tick or has ended
 /// this one, or the schedule was paused.
-pub(super) type Claim = Statement<(
-    Nullable<Integer>,
-    Nullable<BigInt>,
-    Nullable<Integer>,
-    Integer,
-)>;
-pub(super) type Claimed = (Option<i32>, Option<i64>, Option<i32>, i32);
+pub(super) type Claim = Statement<(Nullable<Integer>, Nullable<BigInt>, Nullable<Integer>)>;
+pub(super) type Claimed = (Option<i32>, Option<i64>, Option<i32>);
 
 /// What a claim takes, and which token its look has seen.
 #[derive(Debug, Clone, Copy)]
@@ -110,9 +104,8 @@ impl Take<'_> {
                 RETURNING s.attempt, s.token, s.missed, ",
             keep_commit!(),
             "
-        ) SELECT pg_catalog.max(attempt), pg_catalog.max(token), pg_catalog.max(missed), ",
-            database!(),
-            " FROM claimed"
+        ) SELECT pg_catalog.max(attempt), pg_catalog.max(token), pg_catalog.max(missed)
+            FROM claimed"
         );
         let binds = [
             self.name.into(),

@@ -12,7 +12,6 @@ use crate::event::{Event, Subject};
 use crate::lease::{self, Lease, Row};
 use crate::mode::{self, Mode, PATIENCE};
 use crate::pool::{Pool, debug};
-use crate::statement::Database;
 
 /// How many characters of an error are stored.
 const STORED: usize = 1000;
@@ -47,14 +46,13 @@ impl<P: Pool> Run<P> {
     ) -> Result<Option<(Self, Tick<P>)>> {
         let (runtime, pool_of_run, name) = (P::Mode::runtime()?, pool.clone(), take.name.into());
         let (timeout, number, at) = (take.lease, take.number, take.tick);
-        let reply = move |(attempt, token, missed, database): Claimed, sent| {
+        let reply = move |(attempt, token, missed): Claimed, sent| {
             let (Some(attempt), Some(token), Some(missed)) = (attempt, token, missed) else {
                 return None;
             };
             let lease = Lease::new(lease::Grant {
                 pool: pool_of_run,
                 runtime,
-                database: Database(database),
                 subject,
                 row: Row {
                     name,

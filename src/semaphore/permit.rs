@@ -7,7 +7,7 @@ use super::sql;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::lease::Lease;
-use crate::mode::{Mode, PATIENCE};
+use crate::mode::{self, Left, Mode, PATIENCE};
 use crate::pool::{Pool, Reply, debug};
 use crate::waiting::{self, What};
 
@@ -162,6 +162,10 @@ impl<P: Pool> Drop for Permit<P> {
     }
 }
 
+/// The shortest and the longest pause between two tries of a late release.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
 /// Completes the request, now or, if the database cannot be reached, in the background until the
 /// request has expired anyway.
 async fn release<P: Pool>(
@@ -199,19 +203,23 @@ async fn release<P: Pool>(
         report(&lease, &completed);
     }
     if !is_done {
-        let (runtime, database) = (lease.grant.runtime.clone(), lease.grant.database);
-        P::Mode::retry_later(&runtime, database, move |limit| {
-            let lease = lease.clone();
-            async move {
+        // A thread or a task of its own, because a late release still occupies its slot: there are
+        // at most as many as this process has slots.
+        let (runtime, left) = (lease.grant.runtime.clone(), Left::new());
+        P::Mode::in_background(&runtime, async move {
+            let mut pause = FIRST_PAUSE;
+            loop {
                 let deadline = Some(Instant::now() + PATIENCE);
-                let completed = complete(&lease, limit, deadline).await;
+                let completed = complete(&lease, Some(PATIENCE), deadline).await;
                 let is_over = give_up.is_some_and(|give_up| give_up < Instant::now());
-                let is_done = is_over || is_final(&completed);
-                if is_done {
+                if is_over || is_final(&completed) {
                     report(&lease, &completed);
+                    break;
                 }
-                is_done
+                mode::pause::<P::Mode>(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
             }
+            drop(left);
         });
     }
     completed
@@ -257,7 +265,7 @@ impl Permit<crate::pool::PgPool> {
 }
 
 #[cfg(feature = "async")]
-impl<P: Pool<Mode = crate::mode::Async>> Permit<P> {
+impl<P: Pool<Mode = mode::Async>> Permit<P> {
     /// Runs `work`, releases the permit, and returns the value of `work`.
     ///
     /// If the permit expired and `work` succeeded, the result is an error. In each case the slot is

@@ -15,11 +15,13 @@ pub(crate) mod exporter;
 #[cfg(feature = "tracing")]
 pub(crate) mod log;
 mod own;
+mod pauses;
 mod process;
 mod role;
 mod wanted;
 
 pub(crate) use self::own::{Own, Step};
+pub(crate) use self::pauses::{LEASE, fresh, hourly, in_a_quick_round, once_at_least};
 pub(crate) use self::process::{Process, alone};
 pub(crate) use self::role::Role;
 pub(crate) use self::wanted::Wanted;

@@ -7,7 +7,9 @@ use workbench::{Cluster, RoundTrips, StopMode};
 
 use crate::assert_matches;
 use crate::half::*;
-use crate::support::{Observer, assert_after_drop, eventually, install, installed, number, run};
+use crate::support::{
+    Observer, assert_after_drop, eventually, install, installed, number, patiently, run,
+};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const ONE: Semaphore = Semaphore::named("geocoder", 1, MINUTE);
@@ -92,7 +94,7 @@ fn a_permit_is_released_from_another_thread() {
 fn a_permit_believes_in_its_slot_for_less_long_than_the_database() {
     let database = installed();
     let pool = pool(&database, 1);
-    for (timeout, margin) in [(MINUTE, 1000), (Duration::from_secs(5), 500)] {
+    for (timeout, margin) in [(MINUTE, 1000), (Duration::from_secs(8), 800)] {
         let semaphore = Semaphore::named("believes", 1, timeout);
         let permit = taken(&semaphore, &pool);
         assert!(permit.remaining() <= timeout - Duration::from_millis(margin));
@@ -141,21 +143,21 @@ fn a_permit_that_is_lost_is_not_extended() {
     eventually("it is released", || in_flight(look) == 0);
 }
 
-/// A hundred at once need a hundred connections, or one queue.
+/// Two hundred at once need two hundred connections, or one queue.
 #[test]
 fn permits_that_are_dropped_while_the_pool_is_exhausted_are_released_later() {
     let database = installed();
     let pool = pool(&database, 1);
     let look = &mut database.connect();
-    let many = Semaphore::named("many", 100, MINUTE);
-    let permits: Vec<_> = (0..100).map(|_| taken(&many, &pool)).collect();
+    let many = Semaphore::named("many", 200, MINUTE);
+    let permits: Vec<_> = (0..200).map(|_| taken(&many, &pool)).collect();
     on_one(&pool, |_| {
         let before = threads();
         drop(permits);
-        // Other tests have a few.
+        // Other tests have some.
         let more = threads().saturating_sub(before);
-        assert!(more < 50, "{more} threads more");
-        assert_eq!(in_flight(look), 100);
+        assert!(more < 100, "{more} threads more");
+        assert_eq!(in_flight(look), 200);
     });
     eventually("they are released", || in_flight(look) == 0);
     wait(taken(&many, &pool).release()).unwrap();
@@ -182,6 +184,10 @@ fn a_release_gets_through_a_pool_that_is_never_idle() {
             scope.spawn(|| {
                 while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
                     wait(on_first(&pool, "SELECT pg_sleep(0.005)")).unwrap();
+                    if IS_ASYNC {
+                        // bb8 serves a caller that comes again at once before those that wait.
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
                 }
             });
         }
@@ -197,7 +203,10 @@ fn a_release_waits_for_a_server_that_is_down() {
     let database = cluster.database();
     install(&mut database.connect());
     let pool = make_pool(&database.url(), 2, Duration::from_secs(2));
-    let (dropped, released) = (taken(&ONE, &pool), taken(&ONE.key(7), &pool));
+    let [dropped, released] = [ONE, ONE.key(7)].map(|one| {
+        let admission = patiently(|| wait(one.try_acquire(&pool)));
+        admission.admitted().expect("a slot is free")
+    });
     cluster.stop(StopMode::Immediate);
     drop(dropped);
     let error = wait(released.release()).unwrap_err();

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, TimeDelta, Utc};
 
+use crate::half::Error;
+
 /// A lease that survives a pause of five seconds at any moment: its renewal is due after four
 /// seconds, and its holder relies on it for eleven.
 pub(crate) const LEASE: Duration = Duration::from_secs(12);
@@ -29,6 +31,18 @@ pub(crate) fn in_a_quick_round<T>(limit: Duration, mut round: impl FnMut() -> T)
         }
     }
     panic!("no round of a hundred took less than {limit:?}")
+}
+
+/// Repeats an operation until its pool, which is impatient, gives it a connection in time.
+#[track_caller]
+pub(crate) fn patiently<T>(mut operation: impl FnMut() -> Result<T, Error>) -> T {
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        match operation() {
+            Err(Error::Pool(_)) if Instant::now() < end => {}
+            outcome => return outcome.unwrap(),
+        }
+    }
 }
 
 /// A name for one round, so that its metrics and its log are its own.

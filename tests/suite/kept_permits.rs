@@ -12,7 +12,7 @@ use crate::assert_matches;
 use crate::half::{
     Admission, Error, IS_ASYNC, Permit, PgPool, Semaphore, make_pool, on_first, pool, wait,
 };
-use crate::support::{LEASE, eventually, installed, number, once_at_least, run, truth};
+use crate::support::{IN_FLIGHT, LEASE, eventually, installed, number, once_at_least, run, truth};
 
 /// Of which a permit may be lost at any moment, because the machine pauses.
 static SHORT: Semaphore = Semaphore::named("kept", 1, Duration::from_millis(600)).keep_alive();
@@ -229,7 +229,7 @@ fn a_wait_for_a_loss_ends_with_its_time() {
 fn a_holder_that_cannot_renew_stops_before_the_database_lets_another_in() {
     let database = installed();
     let (pool, other) = (pool(&database, 2), pool(&database, 1));
-    let open = &mut database.connect();
+    let (look, open) = (&mut database.connect(), &mut database.connect());
     let kept = Semaphore::named("kept", 1, Duration::from_secs(3)).keep_alive();
     once_at_least("it stops while its slot is taken", || {
         let permit = acquire(&kept, &pool);
@@ -238,7 +238,8 @@ fn a_holder_that_cannot_renew_stops_before_the_database_lets_another_in() {
             "BEGIN; SELECT FROM resource_control.service_request FOR UPDATE",
         );
         wait(permit.lost());
-        let is_in_time = wait(LONG.try_acquire(&other)).unwrap().is_full();
+        let is_in_time = number(look, IN_FLIGHT) == 1;
+        assert!(wait(LONG.try_acquire(&other)).unwrap().is_full());
         run(open, "COMMIT");
         // A late renewal may come through, and is of no use to anybody.
         assert!(permit.is_lost());
